@@ -1,0 +1,57 @@
+# `make serve` answers requests on port 8000, `make test` checks everything; both prepare .venv first.
+
+# Any Python from 3.11; TORCH_INDEX names the package index that torch comes from, where it is not
+# pip's own (PyTorch's CPU wheel index on a Linux machine without a GPU).
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
+EXTRAS ?= torch,jax,dev
+BACKEND ?= torch
+PORT ?= 8000
+ARGS ?=
+JOBS ?= 2
+
+BIN := .venv/bin
+RUN := $(BIN)/python
+
+.PHONY: serve test venv lint types layers unit matrix format clean
+
+serve: venv
+	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
+
+# The tests come last: their summary is the end of the output.
+test: lint types layers unit
+
+venv: .venv/.ready
+
+.venv/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "PYTHON must be 3.11 or newer")'
+	test -x $(RUN) || $(PYTHON) -m venv .venv
+	$(RUN) -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	$(RUN) -m pip install ".[$(EXTRAS)]"
+	touch $@
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: venv
+	$(BIN)/pyright
+
+layers: venv
+	$(BIN)/lint-imports
+
+# One thread a worker: more would only take turns on the same cores.
+unit: venv
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(ARGS)
+
+# Every cell of the cross-backend product: hours, so it stands beside the test run.
+matrix: venv
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m matrix $(ARGS)
+
+format: venv
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

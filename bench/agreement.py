@@ -1,0 +1,334 @@
+"""How often drafts are accepted at temperature 1, by how the drafter uses the target's noise.
+
+    python -m bench.agreement --out bench/results/agreement.json
+
+The target is a random Markov table: the logits of the next token by the last one. The head is that
+table plus normal noise, scaled until the total variation of the two distributions has a wanted mean
+over the target's own text. Trees grow, and are accepted, by the specification itself, so the table
+measures the rule and not a backend. All drafters of a target see the same seeds; that they emit the
+same text is asserted.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from shared.spec import acceptance, draft_tree, eagle, sampling
+from shared.spec.draft_tree import TreeShape
+from shared.spec.model import KV
+
+TOTAL_VARIATIONS = (0.1, 0.25, 0.4)
+TAUS = (0.25, 0.35, 0.5, 0.7, 1.0)
+GAIN_AT = (0.25, 0.4)
+"""Total variations at which a perturbed tree must emit `MIN_GAIN` times a perturbed chain."""
+MIN_GAIN = 1.25
+TREE = TreeShape(nodes=16, depth=4, width=4, rows=16)
+CHAIN = TreeShape.chain(4, 1)
+
+Table = Float[np.ndarray, "context vocab"]
+"""Logits of the next token, by the last one."""
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A line of the table.
+
+    Attributes:
+      name: What the line is called.
+      shape: Of the trees; rows are those of one request.
+      is_perturbed: Whether children are ranked with the target's noise.
+      tau: Softness of the weights; means nothing without the noise.
+    """
+
+    name: str
+    shape: TreeShape
+    is_perturbed: bool
+    tau: float
+
+
+DRAFTERS = (
+    *(Drafter(f"perturbed tree, tau {tau:g}", TREE, True, tau) for tau in TAUS),
+    Drafter("plain tree", TREE, False, 1.0),
+    Drafter("perturbed chain", CHAIN, True, 1.0),
+    Drafter("greedy chain", CHAIN, False, 1.0),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and a head that disagree.
+
+    Attributes:
+      target, head: Their logits.
+      by_context: Total variation of the two distributions after each token.
+      usual: How often each token is the last one in the target's text.
+    """
+
+    target: Table
+    head: Table
+    by_context: Float[np.ndarray, " context"]
+    usual: Float[np.ndarray, " context"]
+
+    @property
+    def total_variation(self) -> float:
+        """The mean over the target's text."""
+        return float(self.by_context @ self.usual)
+
+    @property
+    def bound(self) -> float:
+        """Agreement of two samples of the same noise is at least this, on average.
+
+        Source: Gumbel coupling, Daliri, Musco, Suresh 2024, arXiv:2408.07978.
+        """
+        return float(((1 - self.by_context) / (1 + self.by_context)) @ self.usual)
+
+
+def even_target(vocab: int, rng: np.random.Generator) -> Table:
+    """Every context is about as uncertain: the likeliest token has a fifth of the probability."""
+    return rng.normal(size=(vocab, vocab)).astype(np.float32) * np.float32(2.5)
+
+
+def mixed_target(vocab: int, rng: np.random.Generator) -> Table:
+    """Contexts from nearly certain to nearly open, as in a text."""
+    scale = np.exp(rng.uniform(np.log(1), np.log(12), (vocab, 1)))
+    return (rng.normal(size=(vocab, vocab)) * scale).astype(np.float32)
+
+
+TARGETS = {"even": even_target, "mixed": mixed_target}
+
+
+def probabilities(table: Table) -> Table:
+    """In float64, for the sums over the vocabulary."""
+    return np.exp(sampling.log_softmax(table.astype(np.float64)))
+
+
+def disagreeing(target: Table, wanted: float, rng: np.random.Generator) -> Pair:
+    """Adds noise to a target until the mean total variation is `wanted`."""
+    p, noise = probabilities(target), rng.normal(size=target.shape)
+    usual = np.full(len(p), 1 / len(p))
+    for _ in range(200):
+        usual = usual @ p
+
+    def pair(scale: float) -> Pair:
+        head = (target + scale * noise).astype(np.float32)
+        return Pair(target, head, abs(p - probabilities(head)).sum(axis=1) / 2, usual)
+
+    low, high = 0.0, 64.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if pair(middle).total_variation < wanted else (low, middle)
+    return pair(low)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What some rows decoded.
+
+    Attributes:
+      tokens: Of all steps, in their order.
+      counts: Tokens of each row in each step.
+    """
+
+    tokens: list[list[int]]
+    counts: Int[np.ndarray, "steps B"]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """The bonus token included."""
+        return float(self.counts.mean())
+
+    def agreement(self, depth: int) -> list[float]:
+        """By draft position, how often a draft there was accepted once all before it were."""
+        reached = [int((self.counts > level).sum()) for level in range(depth + 1)]
+        return [after / before for before, after in itertools.pairwise(reached)]
+
+
+def decode(pair: Pair, drafter: Drafter, rows: int, steps: int) -> Texts:
+    """Decodes `steps` steps of `rows` requests, seeds 0, 1, ..., at temperature 1."""
+    seeds, lengths = np.arange(rows, dtype=np.uint32), np.zeros(rows, np.int32)
+    newest = (np.arange(rows) % len(pair.target)).astype(np.int32)
+    texts, counts = [[] for _ in range(rows)], []
+    for _ in range(steps):
+        noise = _noise(seeds, lengths, drafter.shape.max_tokens, len(pair.target))
+        tokens, parents, num_nodes = _trees(pair, drafter, newest, noise)
+        emitted, count = _verify(pair, drafter.shape, tokens, parents, num_nodes, noise)
+        for text, row, n in zip(texts, emitted, count, strict=True):
+            text += row[:n].tolist()
+        newest, lengths = emitted[np.arange(rows), count - 1], lengths + count
+        counts.append(count)
+    return Texts(texts, np.stack(counts))
+
+
+def _noise(
+    seeds: Int[np.ndarray, " B"], lengths: Int[np.ndarray, " B"], levels: int, vocab: int
+) -> Float[np.ndarray, "B levels vocab"]:
+    """The noise of a step: one row of it serves the target and the drafter at a depth."""
+    positions = (lengths[:, None] + 1 + np.arange(levels)).astype(np.int32)
+    flat = sampling.gumbel(
+        np.repeat(seeds, levels), positions.reshape(-1), vocab, sampling.TARGET_STREAM
+    )
+    return flat.reshape(*positions.shape, vocab)
+
+
+def _trees(
+    pair: Pair,
+    drafter: Drafter,
+    newest: Int[np.ndarray, " B"],
+    noise: Float[np.ndarray, "B levels vocab"],
+) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
+    """Grows the trees by `eagle.draft` with a head that looks its logits up."""
+    B = len(newest)
+
+    def rank(logits, paths):
+        flat = logits.reshape(-1, logits.shape[2])
+        warm = np.full(len(flat), drafter.is_perturbed, np.float32)
+        level = np.repeat(noise[:, paths.shape[2]], logits.shape[1], axis=0)
+        scores = sampling.perturbed(flat, level, warm)
+        ids = sampling.top_candidates(scores, drafter.shape.width)
+        weights = sampling.draft_weights(scores, warm, drafter.tau)
+        weights = np.take_along_axis(weights, ids, axis=1)
+        return ids.reshape(*logits.shape[:2], -1), weights.reshape(*logits.shape[:2], -1)
+
+    def head(rows, tokens, hidden, kv):
+        return hidden, pair.head[tokens], kv
+
+    no_hidden, no_kv = np.zeros((B, 1), np.float32), np.zeros((1, 1, 1, 1, 1), np.float32)
+    ones, all_nodes = np.ones(B, np.int32), np.full(B, drafter.shape.nodes, np.int32)
+    relay = eagle.relay_of(no_hidden, pair.head[newest], np.arange(B), rank)
+    *trees, _ = eagle.draft(
+        head,
+        KV(no_kv, no_kv),
+        relay,
+        newest,
+        ones,
+        0 * ones,
+        all_nodes,
+        ones[:, None],
+        drafter.shape,
+        rank,
+    )
+    return tuple(trees)
+
+
+def _verify(
+    pair: Pair,
+    shape: TreeShape,
+    tokens: Int[np.ndarray, "B N"],
+    parents: Int[np.ndarray, "B N"],
+    num_nodes: Int[np.ndarray, " B"],
+    noise: Float[np.ndarray, "B levels vocab"],
+) -> tuple[Int[np.ndarray, "B W"], Int[np.ndarray, " B"]]:
+    """The step's tokens of each row and how many they are."""
+    B, N = tokens.shape
+    depths = draft_tree.depths(parents)
+    at_node = noise[np.arange(B)[:, None], depths].reshape(B * N, -1)
+    scores = pair.target[tokens.reshape(-1)]
+    choices = sampling.choose(scores, at_node, np.ones(B * N, np.float32)).reshape(B, N)
+    path, counts = acceptance.walk(tokens, parents, num_nodes, choices, shape.depth)
+    return acceptance.emitted(choices, path, counts), counts
+
+
+def measure(name: str, wanted: float, vocab: int, rows: int, steps: int) -> list[dict]:
+    """The lines of one target and one total variation; raises AssertionError if texts differ."""
+    rng = np.random.default_rng(1)
+    pair = disagreeing(TARGETS[name](vocab, rng), wanted, rng)
+    lines, first = [], None
+    for drafter in DRAFTERS:
+        texts = decode(pair, drafter, rows, steps)
+        first = first or texts
+        for text, other in zip(texts.tokens, first.tokens, strict=True):
+            shared = min(len(text), len(other))
+            assert text[:shared] == other[:shared], f"{drafter.name} changed the text"
+        agreement = [round(share, 3) for share in texts.agreement(drafter.shape.depth)]
+        line = {"target": name, "drafter": drafter.name, "wanted": wanted} | asdict(drafter.shape)
+        line |= {"total_variation": round(pair.total_variation, 4), "bound": round(pair.bound, 3)}
+        line |= {"tokens_per_step": round(texts.tokens_per_step, 3), "agreement": agreement}
+        lines.append(line)
+    chain = next(line for line in lines if line["drafter"] == "perturbed chain")
+    for line in lines:
+        line["times_perturbed_chain"] = round(line["tokens_per_step"] / chain["tokens_per_step"], 3)
+    return lines
+
+
+def check(lines: list[dict], drafts: int) -> None:
+    """What must hold for one target and total variation, `drafts` first drafts long.
+
+    Raises:
+      AssertionError: It does not.
+    """
+    of = {line["drafter"]: line for line in lines}
+    chain, tree = of["perturbed chain"], of[f"perturbed tree, tau {sampling.DRAFT_TAU:g}"]
+    # Three deviations of a share; a later position is reached less often.
+    for share, reached in zip(chain["agreement"], _reached(chain, drafts), strict=True):
+        assert share > chain["bound"] - 1.5 / np.sqrt(reached), chain
+    if chain["wanted"] in GAIN_AT:
+        assert tree["times_perturbed_chain"] >= MIN_GAIN, tree
+
+
+def _reached(line: dict, drafts: int) -> list[float]:
+    """How many drafts were compared at each position."""
+    return [drafts * float(np.prod(line["agreement"][:i])) for i in range(len(line["agreement"]))]
+
+
+def mean_by_tau(lines: list[dict]) -> dict[str, float]:
+    """Geometric mean over all targets of the tokens per step of a perturbed tree."""
+    found = {}
+    for tau in TAUS:
+        name = f"perturbed tree, tau {tau:g}"
+        tokens = [line["tokens_per_step"] for line in lines if line["drafter"] == name]
+        found[f"{tau:g}"] = round(float(np.exp(np.mean(np.log(tokens)))), 3)
+    return found
+
+
+def show(lines: list[dict]) -> None:
+    """Prints the lines of one target and total variation."""
+    head = lines[0]
+    print(f"\ntarget {head['target']}, total variation {head['total_variation']:.2f}", end="")
+    print(f", agreement of one draft at least {head['bound']:.3f}")
+    print(f"{'drafter':26}{'tokens/step':>12}{'x chain':>9}  agreement by draft position")
+    for line in lines:
+        shares = " ".join(f"{share:.3f}" for share in line["agreement"])
+        print(
+            f"{line['drafter']:26}{line['tokens_per_step']:12.3f}"
+            f"{line['times_perturbed_chain']:9.2f}  {shares}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Prints and writes the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--vocab", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    began, lines = time.perf_counter(), []
+    for name in TARGETS:
+        for wanted in TOTAL_VARIATIONS:
+            lines += measure(name, wanted, args.vocab, args.rows, args.steps)
+            show(lines[-len(DRAFTERS) :])
+            check(lines[-len(DRAFTERS) :], args.rows * args.steps)
+    by_tau = mean_by_tau(lines)
+    print(f"\ntokens/step of perturbed trees over all targets, by tau: {by_tau}")
+    if args.out:
+        found = {"command": " ".join(["python -m bench.agreement", *sys.argv[1:]])}
+        found |= {"python": platform.python_version(), "numpy": np.__version__}
+        found |= {
+            "seconds": round(time.perf_counter() - began, 1),
+            "mean_by_tau": by_tau,
+            "lines": lines,
+        }
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""The boundary in JAX: one jitted step per program over one donated state."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Int, Shaped
+
+from jax_impl import device_state, weights
+from jax_impl.device_state import DeviceState
+from jax_impl.drafters import eagle
+from jax_impl.ops.sampling import Sampling
+from jax_impl.step import Fields, Target, step
+from jax_impl.weights import Model
+from shared.backend import (
+    Limits,
+    Program,
+    StepPlan,
+    StepResult,
+    Work,
+)
+from shared.buffers import Field, plan_layout, read_result, result_layout
+from shared.model_config import ModelConfig
+
+Drafter = Literal["none", "NEXTN"]
+Words = Int[jax.Array, " words"]
+Compiled = Callable[..., tuple[DeviceState, jax.Array]]
+
+
+class JaxBackend:
+    """A `shared.backend.Backend` on one JAX device.
+
+    Attributes:
+      limits: What it can do.
+      compiles: Programs that were compiled so far; after warm-up it must not grow.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        arrays: Model | Mapping[str, Shaped[np.ndarray, "..."]],
+        limits: Limits,
+        drafter: Drafter,
+        *,
+        dtype: str,
+        device: jax.Device | str,
+        quick_compile: bool,
+    ) -> None:
+        """Allocates the pools of `limits`; programs are compiled when they are first used.
+
+        Args:
+          arrays: Loaded weights, or arrays under the names of `shared.checkpoint`.
+          drafter: How drafts are made.
+          dtype: Of weights, activations and KV, float32 or bfloat16. Loaded weights have theirs
+            already.
+          device: A device, or the name of a platform, whose first one is taken.
+          quick_compile: On a CPU, compile in a third of the time code that runs at a quarter of
+            the speed: for runs of few steps. A GPU's programs are not touched by it.
+
+        Raises:
+          ValueError: A drafter or a program is asked for that does not exist.
+        """
+        device = jax.devices(device)[0] if isinstance(device, str) else device
+        kind = jnp.dtype(dtype)
+        is_loaded = isinstance(arrays, Model)
+        model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, device)
+        _check(model, limits, drafter)
+        self.limits, self.compiles = limits, 0
+        self._config, self._device, self._has_drafter = config, device, drafter != "none"
+        self._graph, parameters = nnx.split(model)
+        self._leaves, self._tree = jax.tree.flatten(parameters)
+        self._state = device_state.allocate(config, limits, self._has_drafter, kind, device)
+        self._options = compiler_options(device, quick_compile)
+        self._programs: dict[Program, Compiled] = {}
+        self._clock = _Clock()
+        self._last: JaxFuture | None = None
+
+    def submit(self, plan: StepPlan) -> "JaxFuture":
+        """Queues one step and returns at once.
+
+        Raises:
+          ValueError: The plan asks for a program that `limits` does not list.
+        """
+        compiled = self._programs.get(plan.program) or self._compiled(plan.program)
+        words = jax.device_put(plan.buffer, self._device)
+        self._state, result = compiled(self._leaves, self._state, words)
+        # The one download of a step; under a guard that forbids transfers it is the one exception.
+        with jax.transfer_guard_device_to_host("allow"):
+            result.copy_to_host_async()
+        self._last = JaxFuture(plan.program, self.limits, result, self._clock)
+        return self._last
+
+    def close(self) -> None:
+        """Waits for the steps in flight and lets go of the device's memory."""
+        if self._last is not None:
+            self._last.result()
+        self._leaves, self._programs, self._last = [], {}, None
+        del self._state
+
+    def _compiled(self, program: Program) -> Compiled:
+        if program not in self.limits.programs:
+            raise ValueError(f"there is no program {program}")
+        traced = partial(self._traced, program)
+        compiled = jax.jit(traced, donate_argnums=1, compiler_options=self._options)
+        self._programs[program] = compiled
+        return compiled
+
+    def _traced(
+        self,
+        program: Program,
+        leaves: list[jax.Array],
+        state: DeviceState,
+        words: Words,
+    ) -> tuple[DeviceState, Int[jax.Array, " result_words"]]:
+        """The step as JAX traces it, once per compilation."""
+        self.compiles += 1
+        model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
+        head = eagle.nextn(self._config, model) if self._has_drafter else None
+        target = Target(self._config, self.limits, model, head)
+        state, result = step(program, target, state, _read(program, self.limits, words))
+        return state, _written(program, self.limits, result)
+
+
+def _read(program: Program, limits: Limits, words: Words) -> SimpleNamespace:
+    """The plan's arrays by name, and its `sampling`."""
+    layout = plan_layout(program, limits)
+    at = {name: _view(words, field) for name, field in layout.fields.items()}
+    how = Sampling(**{name: at[name] for name in Sampling._fields})
+    return SimpleNamespace(**at, sampling=how)
+
+
+def _view(words: Words, field: Field) -> jax.Array:
+    part = lax.slice(words, (field.offset,), (field.offset + field.size,))
+    return lax.bitcast_convert_type(part, jnp.dtype(field.dtype)).reshape(field.shape)
+
+
+def _written(program: Program, limits: Limits, result: Fields) -> Words:
+    """The result's fields as one int32 array; what a step does not have is 0."""
+    parts = []
+    for name, field in result_layout(program, limits).fields.items():
+        value = result.get(name, jnp.zeros(field.shape, field.dtype))
+        flat = value.astype(field.dtype).reshape(-1)
+        parts.append(lax.bitcast_convert_type(flat, jnp.int32))
+    return jnp.concatenate(parts)
+
+
+def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:
+    """XLA's options for a platform.
+
+    On a CPU the MLIR emitters take twice the time of the older ones for steps of the same speed
+    (newer versions of XLA have no others); at optimisation level 0 a compilation takes another
+    half less.
+    """
+    if device.platform != "cpu":
+        return {}
+    level = 0 if quick_compile else 1
+    wanted = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": level}
+    return {name: value for name, value in wanted.items() if _is_known(name, value, device)}
+
+
+def _is_known(name: str, value: bool | int, device: jax.Device) -> bool:
+    try:
+        one = jax.device_put(np.float32(1), device)
+        jax.jit(jnp.negative, compiler_options={name: value}).lower(one).compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+def _check(model: Model, limits: Limits, drafter: Drafter) -> None:
+    """Refuses by name what has no code, before anything is allocated or compiled."""
+    if drafter == "NEXTN" and not model.has_mtp:
+        raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
+    for program in limits.programs:
+        shape = program.shape
+        if program.mask:
+            raise ValueError("grammar masks are not supported: no program may have mask=True")
+        if shape.rows < program.batch * shape.nodes and program.work is Work.DECODE:
+            raise ValueError(f"rows must be batch x nodes in {program}")
+        drafts = program.work in (Work.DECODE, Work.DRAFT) and not shape.is_plain
+        if drafts and not program.host_draft and drafter == "none":
+            raise ValueError(f"without a drafter there are no drafts for {program}")
+
+
+class JaxFuture:
+    """The result of a submitted step, some time."""
+
+    def __init__(self, program: Program, limits: Limits, words: jax.Array, clock: "_Clock") -> None:
+        self._program, self._limits, self._words, self._clock = program, limits, words, clock
+        self._submitted = time.perf_counter()
+        self._result: StepResult | None = None
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._result is not None or self._words.is_ready()
+
+    def result(self) -> StepResult:
+        """Waits for the copy to the host."""
+        if self._result is None:
+            is_late = self._words.is_ready()
+            words = jax.device_get(self._words)
+            seconds = self._clock.seconds_since_last(self._submitted, is_late)
+            self._result = read_result(self._program, self._limits, words, seconds)
+        return self._result
+
+
+class _Clock:
+    """The time between completions, as the host sees them."""
+
+    def __init__(self) -> None:
+        self._completed: float | None = None
+
+    def seconds_since_last(self, submitted: float, is_late: bool) -> float | None:
+        """Seconds that a step took that has just completed; None where that cannot be known.
+
+        Args:
+          submitted: When the step was queued; if that was after the last completion, the device
+            had nothing to do in between.
+          is_late: The step completed some time ago, before anyone looked.
+        """
+        last, self._completed = self._completed, None if is_late else time.perf_counter()
+        if last is None or self._completed is None or submitted >= last:
+            return None
+        return self._completed - last

@@ -1,0 +1,157 @@
+"""`python -m jax_impl.convert SRC DST` writes a checkpoint folder with its weights in Orbax form.
+
+DST gets `orbax/`, with one array per parameter under the names of `shared.checkpoint`, and a copy
+of everything else in SRC: configuration and tokenizer. It gives the same tokens as SRC.
+"""
+
+import argparse
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Shaped
+
+from shared import checkpoint
+from shared.checkpoint import Checkpoint, CheckpointError, Parameter, parameters
+from shared.model_config import ModelConfig
+
+FOLDER = "orbax"
+EXIT_REFUSED = 2
+WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+class OrbaxCheckpoint:
+    """The arrays of an Orbax folder, with the methods of `shared.checkpoint.Checkpoint`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads names, shapes and dtypes.
+
+        Raises:
+          CheckpointError: The folder is no complete Orbax checkpoint.
+        """
+        self._folder, self._reader = folder, ocp.PyTreeCheckpointer()
+        try:
+            found = self._reader.metadata(folder).item_metadata
+            self._arrays = {name: (tuple(a.shape), np.dtype(a.dtype)) for name, a in found.items()}
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{folder} is no complete Orbax checkpoint") from error
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the folder holds an MTP layer; a config may name one that is not there."""
+        return any(name.startswith("mtp.") for name in self._arrays)
+
+    def num_bytes(self, wanted: Sequence[Parameter]) -> int:
+        """How many stored bytes loading these parameters reads."""
+        return sum(map(self._num_bytes, wanted))
+
+    def check(self, config: ModelConfig, with_mtp: bool) -> None:
+        """Checks presence and shape of every array of a model before any is read.
+
+        Raises:
+          CheckpointError: The first fault, by the name of its array.
+        """
+        if with_mtp and not self.has_mtp:
+            raise CheckpointError("the checkpoint has no mtp.* arrays, so it cannot draft NEXTN")
+        for parameter in parameters(config, with_mtp):
+            shape, _ = self._found(parameter)
+            if shape != parameter.shape:
+                raise CheckpointError(
+                    f"the array {parameter.name} has shape {list(shape)}, "
+                    f"expected {list(parameter.shape)}"
+                )
+
+    def load(
+        self,
+        parameter: Parameter,
+        dtype: np.dtype | type,
+        progress: Callable[[int], None] = lambda num_bytes: None,
+    ) -> Shaped[np.ndarray, "..."]:
+        """Reads one parameter; see `Checkpoint.load`."""
+        self._found(parameter)
+        name = parameter.name
+        wanted = ocp.args.PyTreeRestore(
+            item={name: 0},
+            restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)},
+            partial_restore=True,
+        )
+        try:
+            read = self._reader.restore(self._folder, args=wanted)[name]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"the array {name} in {self._folder} is damaged") from error
+        progress(self._num_bytes(parameter))
+        return read.astype(np.float32 if parameter.float32 else dtype)
+
+    def _found(self, parameter: Parameter) -> tuple[tuple[int, ...], np.dtype]:
+        if parameter.name not in self._arrays:
+            raise CheckpointError(f"the checkpoint has no array {parameter.name}")
+        return self._arrays[parameter.name]
+
+    def _num_bytes(self, parameter: Parameter) -> int:
+        shape, dtype = self._found(parameter)
+        return math.prod(shape) * dtype.itemsize
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint | OrbaxCheckpoint:
+    """Opens a model folder of either form.
+
+    Raises:
+      CheckpointError: The folder or a file is missing or broken.
+    """
+    orbax = Path(folder) / FOLDER
+    return (
+        OrbaxCheckpoint(orbax.resolve()) if orbax.is_dir() else checkpoint.open_checkpoint(folder)
+    )
+
+
+def convert(source: Path, target: Path) -> None:
+    """Writes the Orbax form of a checkpoint folder; each array keeps the dtype it is stored in.
+
+    Raises:
+      ValueError: The source cannot be loaded, or the target is there already; one sentence.
+    """
+    config = ModelConfig.from_folder(source)
+    opened = checkpoint.open_checkpoint(source)
+    with_mtp = config.has_mtp and opened.has_mtp
+    opened.check(config, with_mtp)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists already; name a folder that is new or empty")
+    arrays = {p.name: opened.load(p, _stored(opened, p)) for p in parameters(config, with_mtp)}
+    target.mkdir(parents=True, exist_ok=True)
+    _save(target / FOLDER, arrays)
+    for file in source.iterdir():
+        if file.is_file() and not file.name.endswith(WEIGHT_FILES):
+            shutil.copyfile(file, target / file.name)
+
+
+def _stored(opened: Checkpoint, parameter: Parameter) -> np.dtype:
+    """The dtype that holds all of a parameter's tensors without loss."""
+    found = {opened.tensor(source.name).dtype for source in parameter.sources}
+    return found.pop() if len(found) == 1 else np.dtype(np.float32)
+
+
+def _save(folder: Path, arrays: Mapping[str, Shaped[np.ndarray, "..."]]) -> None:
+    with ocp.StandardCheckpointer() as writer:
+        writer.save(folder.resolve(), dict(arrays))
+
+
+def main(argv: Sequence[str]) -> int:
+    """Converts; returns the process's exit code: 2 with one sentence where it is refused."""
+    parser = argparse.ArgumentParser(prog="python -m jax_impl.convert", allow_abbrev=False)
+    parser.add_argument("source", metavar="SRC", type=Path, help="folder with safetensors files")
+    parser.add_argument("target", metavar="DST", type=Path, help="folder to write, new or empty")
+    given = parser.parse_args(argv)
+    try:
+        convert(given.source, given.target)
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""Attention over paged KV; as `shared.spec.attention`.
+
+Rows are flat. The plain product pads the queries of each request to `most_rows` and reads all
+positions that the page table reaches.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.ops import draft_tree
+
+
+class Rows(NamedTuple):
+    """Where the rows of a forward pass stand and what they see.
+
+    Attributes:
+      request: The request that a row belongs to.
+      positions: For the rotation.
+      places: KV position that the row is written to.
+      first, until, window: What the row sees, see `visible`.
+      is_real: False for padding.
+      page_table: Pages of each request.
+      most_rows: No request has more rows.
+    """
+
+    request: Int[jax.Array, " R"]
+    positions: Int[jax.Array, " R"]
+    places: Int[jax.Array, " R"]
+    first: Int[jax.Array, " R"]
+    until: Int[jax.Array, " R"]
+    window: Bool[jax.Array, "R N"]
+    is_real: Bool[jax.Array, " R"]
+    page_table: Int[jax.Array, "B table"]
+    most_rows: int
+
+
+def causal_rows(
+    row_starts: Int[jax.Array, " B1"],
+    first_positions: Int[jax.Array, " B"],
+    draft_from: Int[jax.Array, " B"],
+    page_table: Int[jax.Array, "B table"],
+    tokens: int,
+    most_rows: int,
+) -> Rows:
+    """Consecutive rows of each request, each of which sees its request up to itself."""
+    num_rows = row_starts[1:] - row_starts[:-1]
+    _, request, column, is_real = draft_tree.flatten(num_rows, tokens)
+    positions = jnp.where(is_real, first_positions[request] + column, 0)
+    until = jnp.where(is_real, positions + 1, 0)
+    window, first = jnp.zeros((tokens, 0), bool), draft_from[request]
+    return Rows(request, positions, positions, first, until, window, is_real, page_table, most_rows)
+
+
+def tree_rows(
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    page_table: Int[jax.Array, "B table"],
+    rows: int,
+    is_chain: bool,
+) -> tuple[Rows, Int[jax.Array, " R"]]:
+    """The flat verify rows of a batch of trees, and the node of each row.
+
+    Args:
+      parents, num_nodes: The trees.
+      lengths: Committed positions of each request.
+      page_table: Pages of each request.
+      rows: R.
+      is_chain: Every tree is known to be a chain, whose nodes need no mask.
+    """
+    _, request, node, is_real = draft_tree.flatten(num_nodes, rows)
+    length = lengths[request]
+    places, first = length + node, jnp.zeros(rows, jnp.int32)
+    if is_chain:
+        positions, until, window = places, places + 1, jnp.zeros((rows, 0), bool)
+    else:
+        positions = length + draft_tree.depths(parents)[request, node]
+        until = length
+        window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
+    until = jnp.where(is_real, until, 0)
+    most_rows = parents.shape[1]
+    return Rows(
+        request, positions, places, first, until, window, is_real, page_table, most_rows
+    ), node
+
+
+def write(
+    pages: Float[jax.Array, "P page H D"],
+    page_table: Int[jax.Array, "B table"],
+    request: Int[jax.Array, " R"],
+    places: Int[jax.Array, " R"],
+    is_real: Bool[jax.Array, " R"],
+    rows: Float[jax.Array, "R H D"],
+) -> Float[jax.Array, "P page H D"]:
+    """Writes one row of keys (or of values) each at its KV position; padding goes to the sink."""
+    page_size = pages.shape[1]
+    column = jnp.where(is_real, places // page_size, 0)
+    page = jnp.where(is_real, page_table[request, column], 0)
+    return pages.at[page, places % page_size].set(rows.astype(pages.dtype))
+
+
+def read(
+    pages: Float[jax.Array, "P page H D"], page_table: Int[jax.Array, "B table"]
+) -> Float[jax.Array, "B positions H D"]:
+    """All KV positions that each request's page table reaches."""
+    B, columns = page_table.shape
+    return pages[page_table].reshape(B, columns * pages.shape[1], *pages.shape[2:])
+
+
+def visible(
+    first: Int[jax.Array, "*R"],
+    until: Int[jax.Array, "*R"],
+    window: Bool[jax.Array, "*R N"],
+    num_positions: int,
+) -> Bool[jax.Array, "*R positions"]:
+    """Which KV positions each row sees: `[first, until)` and its part of the window behind."""
+    position = jnp.arange(num_positions)
+    seen = (position >= first[..., None]) & (position < until[..., None])
+    if window.shape[-1]:
+        place = position - until[..., None]
+        inside = (place >= 0) & (place < window.shape[-1])
+        named = jnp.take_along_axis(window, jnp.where(inside, place, 0), axis=-1)
+        seen |= inside & named
+    return seen
+
+
+def attend(
+    q: Float[jax.Array, "R Hq D"],
+    k_pages: Float[jax.Array, "P page Hk D"],
+    v_pages: Float[jax.Array, "P page Hk D"],
+    page_table: Int[jax.Array, "B table"],
+    request: Int[jax.Array, " R"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    most_rows: int,
+) -> Float[jax.Array, "R Hq D"]:
+    """Softmax attention of each row over the positions it sees; query head h reads h // (Hq / Hk).
+
+    A row of padding gives anything.
+
+    Args:
+      q, k_pages, v_pages, page_table, first, until, window: As in the specification.
+      request: The rows of a request lie together, in ascending order; padding (0) is last.
+      most_rows: No request has more rows.
+    """
+    grid, back = _grid(request, len(page_table), most_rows)
+    k, v = read(k_pages, page_table), read(v_pages, page_table)
+    seen = visible(first[grid], until[grid], window[grid], k.shape[1])
+    out = _softmax_attention(q[grid], k, v, seen)
+    return out.reshape(-1, *q.shape[1:])[back].astype(q.dtype)
+
+
+def _grid(
+    request: Int[jax.Array, " R"], num_requests: int, most_rows: int
+) -> tuple[Int[jax.Array, "B M"], Int[jax.Array, " R"]]:
+    """The flat row at each place of a [request, row] grid, and the place of each flat row."""
+    R = len(request)
+    owner = lax.cummax(request)  # padding falls to the last request that has rows
+    starts = (owner < jnp.arange(num_requests)[:, None]).sum(axis=1, dtype=jnp.int32)
+    grid = jnp.minimum(starts[:, None] + jnp.arange(most_rows, dtype=jnp.int32), R - 1)
+    place = jnp.minimum(jnp.arange(R, dtype=jnp.int32) - starts[owner], most_rows - 1)
+    return grid, owner * most_rows + place
+
+
+def _softmax_attention(
+    q: Float[jax.Array, "B M Hq D"],
+    k: Float[jax.Array, "B positions Hk D"],
+    v: Float[jax.Array, "B positions Hk D"],
+    seen: Bool[jax.Array, "B M positions"],
+) -> Float[jax.Array, "B M Hq D"]:
+    B, M, Hq, D = q.shape
+    Hk = k.shape[2]
+    product = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    grouped = q.reshape(B, M, Hk, Hq // Hk, D)
+    scores = jnp.einsum("bmhgd,bphd->bhgmp", grouped, k, **product) * jnp.float32(D**-0.5)
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    weights = jnp.exp(scores - jnp.maximum(scores.max(axis=-1, keepdims=True), -1e30))
+    weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
+    # 0 x NaN is NaN: values that are not finite are taken out, and given back to who sees them.
+    spoiled = ~jnp.isfinite(v).all(axis=(2, 3))  # [B, positions]
+    v = jnp.where(spoiled[:, :, None, None], 0, v)
+    out = jnp.einsum("bhgmp,bphd->bmhgd", weights.astype(v.dtype), v, **product)
+    sees_spoiled = (seen & spoiled[:, None]).any(axis=2)[:, :, None, None]
+    return jnp.where(sees_spoiled, jnp.nan, out.reshape(B, M, Hq, D))
+
+
+def commit_window(
+    pages: Float[jax.Array, "P page H D"],
+    page_table: Int[jax.Array, "B table"],
+    lengths: Int[jax.Array, " B"],
+    path: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+) -> Float[jax.Array, "P page H D"]:
+    """Moves the rows of an accepted path to the front of the window; reads all before it writes."""
+    page_size = pages.shape[1]
+    steps = jnp.arange(path.shape[1])
+    is_real = steps < counts[:, None]
+    source = lengths[:, None] + jnp.where(is_real, path, 0)
+    target = lengths[:, None] + jnp.where(is_real, steps, 0)
+    moved = pages[jnp.take_along_axis(page_table, source // page_size, 1), source % page_size]
+    page = jnp.where(is_real, jnp.take_along_axis(page_table, target // page_size, 1), 0)
+    return pages.at[page, target % page_size].set(moved)

@@ -1,0 +1,113 @@
+"""Draft trees: masks, growth and the flat rows of a verify; as `shared.spec.draft_tree`."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Int
+
+
+def depths(parents: Int[jax.Array, "B N"]) -> Int[jax.Array, "B N"]:
+    """Steps from the root to each node; a padding node is taken for a child of the root."""
+    return ancestors(parents).sum(axis=2, dtype=jnp.int32) - 1
+
+
+def ancestors(parents: Int[jax.Array, "B N"]) -> Bool[jax.Array, "B N N"]:
+    """Entry [b, i, j] says that node j is node i itself or lies on its way to the root."""
+    N = parents.shape[1]
+    own = jnp.eye(N, dtype=jnp.float32)
+    reached = jnp.maximum(jax.nn.one_hot(parents, N).at[:, 0].set(0), own)
+    for _ in range((N - 1).bit_length()):  # each product doubles how far up a node reaches
+        reached = jnp.minimum(jnp.einsum("bij,bjk->bik", reached, reached), 1)
+    return reached > 0
+
+
+def best(weights: Float[jax.Array, "B C"], count: int) -> Int[jax.Array, "B count"]:
+    """The indices of the `count` largest weights, best first; equal ones by the lower index."""
+    return lax.top_k(weights, count)[1].astype(jnp.int32)
+
+
+def children(
+    frontier_numbers: Int[jax.Array, "B k"],
+    frontier_weights: Float[jax.Array, "B k"],
+    edge_weights: Float[jax.Array, "B k k"],
+) -> tuple[Int[jax.Array, "B kk"], Float[jax.Array, "B kk"]]:
+    """Numbers the parents and sums the path weights of one level's candidates."""
+    B, k = frontier_numbers.shape
+    weights = frontier_weights[:, :, None] + edge_weights
+    return jnp.repeat(frontier_numbers, k, axis=1), weights.reshape(B, k * k)
+
+
+def next_frontier(
+    tokens: Int[jax.Array, "B kk"],
+    weights: Float[jax.Array, "B kk"],
+    first_number: Int[jax.Array, ""] | int,
+    width: int,
+) -> tuple[
+    Int[jax.Array, "B k"],
+    Float[jax.Array, "B k"],
+    Int[jax.Array, "B k"],
+    Int[jax.Array, "B k"],
+]:
+    """Picks the `width` best of a level's k * k candidates: tokens, weights, numbers, parents."""
+    chosen = best(weights, width)
+    return (
+        jnp.take_along_axis(tokens, chosen, axis=1),
+        jnp.take_along_axis(weights, chosen, axis=1),
+        first_number + chosen,
+        chosen // width,
+    )
+
+
+def keep_best(
+    newest: Int[jax.Array, " B"],
+    tokens: Int[jax.Array, "B C"],
+    weights: Float[jax.Array, "B C"],
+    parents: Int[jax.Array, "B C"],
+    max_drafts: Int[jax.Array, " B"],
+    has_relay: Bool[jax.Array, " B"],
+    nodes: int,
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """Builds each request's tree from the best of its candidates: tokens, parents, node counts."""
+    B, C = tokens.shape
+    num_drafts = jnp.where(has_relay, jnp.clip(max_drafts, 0, min(nodes - 1, C)), 0)
+    ranked, rows = best(weights, C), jnp.arange(B)[:, None]
+    kept = jnp.zeros((B, C), bool).at[rows, ranked].set(jnp.arange(C) < num_drafts[:, None])
+    node_of = jnp.pad(jnp.cumsum(kept, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))  # by number
+    # The kept in ascending order, then the others: C - i is positive for all.
+    ascending = jnp.where(kept, 2 * C, C) - jnp.arange(C)
+    order = lax.top_k(ascending, nodes - 1)[1]
+    is_real = jnp.arange(nodes - 1) < num_drafts[:, None]
+    kept_tokens = jnp.where(is_real, jnp.take_along_axis(tokens, order, axis=1), 0)
+    kept_parents = jnp.take_along_axis(parents, order, axis=1)
+    kept_parents = jnp.where(is_real, jnp.take_along_axis(node_of, kept_parents, axis=1), 0)
+    return (
+        jnp.concatenate([newest[:, None], kept_tokens], axis=1),
+        jnp.pad(kept_parents, ((0, 0), (1, 0))),
+        1 + num_drafts,
+    )
+
+
+def flatten(
+    num_nodes: Int[jax.Array, " B"], rows: int
+) -> tuple[
+    Int[jax.Array, " B1"], Int[jax.Array, " R"], Int[jax.Array, " R"], Bool[jax.Array, " R"]
+]:
+    """Lays the real nodes of all requests behind one another in R verify rows.
+
+    Returns `row_starts`; for each row its request and node (0, 0 for padding); and which are real.
+    """
+    row_starts = jnp.pad(jnp.cumsum(num_nodes, dtype=jnp.int32), (1, 0))
+    row = jnp.arange(rows, dtype=jnp.int32)
+    is_real = row < row_starts[-1]
+    before = (row[:, None] >= row_starts[None, 1:]).sum(axis=1, dtype=jnp.int32)
+    request = jnp.where(is_real, before, 0)
+    node = jnp.where(is_real, row - row_starts[request], 0)
+    return row_starts, request, node, is_real
+
+
+def flat_rows(
+    row_starts: Int[jax.Array, " B1"], num_nodes: Int[jax.Array, " B"], nodes: int
+) -> Int[jax.Array, "B N"]:
+    """The flat row of each node; a padding node reads its request's root."""
+    node = jnp.arange(nodes, dtype=jnp.int32)
+    return row_starts[:-1, None] + jnp.where(node < num_nodes[:, None], node, 0)

@@ -1,0 +1,227 @@
+"""The gated delta rule, token by token, in chunks and over a tree; float32 throughout.
+
+As `shared.spec.gated_delta`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.ops import layers
+from shared.spec.gated_delta import CHUNK
+
+
+def split(
+    channels: Float[jax.Array, "R C"], num_key_heads: int, num_value_heads: int, key_size: int
+) -> tuple[Float[jax.Array, "R H K"], Float[jax.Array, "R H K"], Float[jax.Array, "R H V"]]:
+    """Makes queries, keys and values of the convolution's output, per value head."""
+    R, keys = channels.shape[0], num_key_heads * key_size
+    q, k, v = jnp.split(channels.astype(jnp.float32), [keys, 2 * keys], axis=-1)
+    repeats = num_value_heads // num_key_heads
+    q = layers.l2norm(q.reshape(R, num_key_heads, key_size)) * jnp.float32(key_size**-0.5)
+    k = layers.l2norm(k.reshape(R, num_key_heads, key_size))
+    v = v.reshape(R, num_value_heads, -1)
+    return jnp.repeat(q, repeats, axis=1), jnp.repeat(k, repeats, axis=1), v
+
+
+def gates(
+    b: Float[jax.Array, "R H"],
+    a: Float[jax.Array, "R H"],
+    a_log: Float[jax.Array, " H"],
+    dt_bias: Float[jax.Array, " H"],
+) -> tuple[Float[jax.Array, "R H"], Float[jax.Array, "R H"]]:
+    """The natural log of the decay (at most 0), and beta in [0, 1], of each token and head."""
+    wide_a, wide_b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return -jnp.exp(a_log) * layers.softplus(wide_a + dt_bias), layers.sigmoid(wide_b)
+
+
+def gated_norm(
+    out: Float[jax.Array, "R H V"],
+    z: Float[jax.Array, "R H V"],
+    weight: Float[jax.Array, " V"],
+    eps: float,
+) -> Float[jax.Array, "R H V"]:
+    """RMS over V with a plain weight, then the gate silu(z); the result has the dtype of `z`."""
+    normed = layers.rms_norm(out, weight, eps)
+    return (normed * layers.silu(z.astype(jnp.float32))).astype(z.dtype)
+
+
+def update(
+    state: Float[jax.Array, "*batch H K V"],
+    k: Float[jax.Array, "*batch H K"],
+    v: Float[jax.Array, "*batch H V"],
+    log_decay: Float[jax.Array, "*batch H"],
+    beta: Float[jax.Array, "*batch H"],
+) -> Float[jax.Array, "*batch H K V"]:
+    """Advances each row's state by one token; products and sums, so the batch moves no bits."""
+    state = jnp.exp(log_decay)[..., None, None] * state
+    k = k[..., None]
+    stored = (k * state).sum(axis=-2)
+    return state + k * (beta[..., None] * (v - stored))[..., None, :]
+
+
+def step(
+    state: Float[jax.Array, "B H K V"],
+    q: Float[jax.Array, "B H K"],
+    k: Float[jax.Array, "B H K"],
+    v: Float[jax.Array, "B H V"],
+    log_decay: Float[jax.Array, "B H"],
+    beta: Float[jax.Array, "B H"],
+) -> tuple[Float[jax.Array, "B H K V"], Float[jax.Array, "B H V"]]:
+    """Advances each row's state by one token and reads the output from it."""
+    state = update(state, k, v, log_decay, beta)
+    return state, (q[..., None] * state).sum(axis=-2)
+
+
+def verify(
+    state: Float[jax.Array, "B H K V"],
+    q: Float[jax.Array, "B N H K"],
+    k: Float[jax.Array, "B N H K"],
+    v: Float[jax.Array, "B N H V"],
+    log_decay: Float[jax.Array, "B N H"],
+    beta: Float[jax.Array, "B N H"],
+    parents: Int[jax.Array, "B N"] | None,
+) -> Float[jax.Array, "B N H V"]:
+    """The outputs of a draft tree's nodes; the state itself is left as it is.
+
+    Args:
+      state: State before the root.
+      q, k, v, log_decay, beta: Inputs of the nodes.
+      parents: Where each node starts from; None for a chain, which keeps one state at a time.
+    """
+    nodes = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, log_decay, beta))
+    if parents is None:
+        return jnp.moveaxis(lax.scan(lambda s, node: step(s, *node), state, nodes)[1], 0, 1)
+    N, rows = q.shape[1], jnp.arange(len(state))
+    # Entry 0 is the state before the root, entry i + 1 the one after node i.
+    before = jnp.zeros((N + 1, *state.shape), state.dtype).at[0].set(state)
+    above = jnp.moveaxis(parents + 1, 1, 0).at[0].set(0)
+
+    def advance(states, node):
+        number, parent, inputs = node
+        after, out = step(states[parent, rows], *inputs)
+        return lax.dynamic_update_index_in_dim(states, after, number + 1, 0), out
+
+    return jnp.moveaxis(lax.scan(advance, before, (jnp.arange(N), above, nodes))[1], 0, 1)
+
+
+def chunked(
+    state: Float[jax.Array, "B H K V"],
+    q: Float[jax.Array, "T H K"],
+    k: Float[jax.Array, "T H K"],
+    v: Float[jax.Array, "T H V"],
+    log_decay: Float[jax.Array, "T H"],
+    beta: Float[jax.Array, "T H"],
+    row_starts: Int[jax.Array, " B1"],
+    save_after: Int[jax.Array, " B"],
+) -> tuple[Float[jax.Array, "B H K V"], Float[jax.Array, "T H V"], Float[jax.Array, "B H K V"]]:
+    """As the specification, for the tokens of many requests; chunks begin at each one's first.
+
+    Args:
+      state: Each request's state before its tokens.
+      q, k, v, log_decay, beta: The tokens of all requests, one request behind the other.
+      row_starts: First token of each request, and the end; past it is padding.
+      save_after: Tokens of this call after which a snapshot is taken, at the end of a chunk.
+
+    Returns:
+      The states after the tokens, the outputs, and the snapshots, which mean something only where
+      `save_after` was the end of a chunk.
+    """
+    T, B = len(q), len(state)
+    owner, start, stop = _chunks(row_starts, T // CHUNK + B)
+    at = start[:, None] + jnp.arange(CHUNK, dtype=jnp.int32)
+    is_real = at < stop[:, None]  # [chunks, CHUNK]
+    inputs = (_rows_of_chunks(x, at, is_real) for x in (q, k, v, log_decay, beta))
+    is_saved = stop - row_starts[owner] == save_after[owner]
+
+    def advance(carry, chunk):
+        states, saved = carry
+        row, saves, prepared = chunk
+        after, out = _one_chunk(states[row], *prepared)
+        saved = saved.at[row].set(jnp.where(saves, after, saved[row]))
+        return (states.at[row].set(after), saved), out
+
+    chunks = (owner, is_saved, _prepare(*inputs))
+    (final, saved), out = lax.scan(advance, (state, state), chunks)
+    places = jnp.where(is_real, at, T)  # padding falls off the end
+    flat = jnp.zeros((T, *v.shape[1:]), v.dtype)
+    return final, flat.at[places].set(jnp.moveaxis(out, 1, 2), mode="drop"), saved
+
+
+def _chunks(
+    row_starts: Int[jax.Array, " B1"], count: int
+) -> tuple[Int[jax.Array, " chunks"], Int[jax.Array, " chunks"], Int[jax.Array, " chunks"]]:
+    """The request of each chunk, its first token and its end.
+
+    A chunk to spare is an empty one behind the tokens of the last request.
+    """
+    needed = -(-(row_starts[1:] - row_starts[:-1]) // CHUNK)
+    ends = jnp.cumsum(needed)
+    number = jnp.arange(count, dtype=jnp.int32)
+    owner = (number[:, None] >= ends).sum(axis=1, dtype=jnp.int32)
+    owner = jnp.minimum(owner, len(needed) - 1)
+    start = row_starts[owner] + (number - (ends - needed)[owner]) * CHUNK
+    return owner, start, jnp.minimum(start + CHUNK, row_starts[owner + 1])
+
+
+def _rows_of_chunks(
+    x: Float[jax.Array, "T *rest"],
+    at: Int[jax.Array, "chunks c"],
+    is_real: Bool[jax.Array, "chunks c"],
+) -> Float[jax.Array, "chunks H c ..."]:
+    """The chunks' rows, heads first; padding changes nothing: no decay, beta 0, key 0."""
+    rows = x[jnp.where(is_real, at, 0)]
+    mask = is_real.reshape(*is_real.shape, *[1] * (rows.ndim - 2))
+    return jnp.moveaxis(jnp.where(mask, rows, 0), 1, 2)
+
+
+def _prepare(
+    q: Float[jax.Array, "chunks H c K"],
+    k: Float[jax.Array, "chunks H c K"],
+    v: Float[jax.Array, "chunks H c V"],
+    log_decay: Float[jax.Array, "chunks H c"],
+    beta: Float[jax.Array, "chunks H c"],
+) -> tuple[Float[jax.Array, "chunks H ..."], ...]:
+    """All of a chunk's work that does not need the incoming state.
+
+    Returns:
+      `U` and `W`: what the chunk stores is `U - W S`; the queries' reach into the incoming state
+      and into the chunk; the keys as they are left at the end, and what is left of the state.
+    """
+    c = q.shape[2]
+    total = jnp.cumsum(log_decay, axis=2)
+    lower = jnp.tril(jnp.ones((c, c), bool))
+    # Masked before exp: above the diagonal the difference is positive and would overflow.
+    difference = jnp.where(lower, total[..., :, None] - total[..., None, :], 0)
+    decay = jnp.where(lower, jnp.exp(difference), 0)
+    keys = jnp.swapaxes(k, 2, 3)
+    among = jnp.tril(beta[..., None] * _matmul(k, keys) * decay, -1)
+    carried = jnp.exp(total)[..., None]
+    target = jnp.concatenate([beta[..., None] * v, beta[..., None] * carried * k], axis=-1)
+    solved = lax.linalg.triangular_solve(
+        among + jnp.eye(c, dtype=among.dtype), target, left_side=True, lower=True
+    )
+    stored, read = jnp.split(solved, [v.shape[-1]], axis=-1)
+    left = jnp.exp(total[..., -1:] - total)[..., None] * k
+    reach = _matmul(q, keys) * decay
+    return stored, read, carried * q, reach, jnp.swapaxes(left, 2, 3), carried[..., -1:, :]
+
+
+def _one_chunk(
+    state: Float[jax.Array, "H K V"],
+    stored: Float[jax.Array, "H c V"],
+    read: Float[jax.Array, "H c K"],
+    queries: Float[jax.Array, "H c K"],
+    among: Float[jax.Array, "H c c"],
+    left: Float[jax.Array, "H K c"],
+    carried: Float[jax.Array, "H 1 1"],
+) -> tuple[Float[jax.Array, "H K V"], Float[jax.Array, "H c V"]]:
+    """Carries the state over one prepared chunk."""
+    stored = stored - _matmul(read, state)
+    out = _matmul(queries, state) + _matmul(among, stored)
+    return carried * state + _matmul(left, stored), out
+
+
+def _matmul(a: Float[jax.Array, "..."], b: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

@@ -1,0 +1,73 @@
+"""The small operations that every layer is made of: float32 inside, the input's dtype outside.
+
+As `shared.spec.layers`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from jax_impl.ops.linear import linear
+
+Array = Float[jax.Array, "..."]
+
+
+def sigmoid(x: Array) -> Array:
+    """1 / (1 + exp(-x))."""
+    return jax.nn.sigmoid(x)
+
+
+def softplus(x: Array) -> Array:
+    """log(1 + exp(x)), without overflow."""
+    return jnp.logaddexp(x, jnp.zeros((), x.dtype))
+
+
+def silu(x: Array) -> Array:
+    """x * sigmoid(x)."""
+    return x * sigmoid(x)
+
+
+def rms_norm(
+    x: Float[jax.Array, "... size"], weight: Float[jax.Array, " size"], eps: float
+) -> Float[jax.Array, "... size"]:
+    """Divides by the root mean square over the last axis and scales by `weight`, in float32."""
+    wide = x.astype(jnp.float32)
+    scale = jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide / scale * weight).astype(x.dtype)
+
+
+def l2norm(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... size"]:
+    """Scales the last axis to unit length; the 1e-6 stands inside the root."""
+    return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def gated_mlp(
+    x: Float[jax.Array, "R hidden"],
+    gate_up: Float[jax.Array, "twice_intermediate hidden"],
+    down: Float[jax.Array, "hidden intermediate"],
+) -> Float[jax.Array, "R hidden"]:
+    """down(silu(gate(x)) * up(x)); `gate_up` holds the gate's rows, then those of up."""
+    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+    return linear(silu(gate) * up, down)
+
+
+def rotary_angles(
+    positions: Int[jax.Array, " R"], frequencies: Float[jax.Array, " half"], factor: float
+) -> tuple[Float[jax.Array, "R half"], Float[jax.Array, "R half"]]:
+    """Cosine and sine of each position's angles, times the attention factor."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
+    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def apply_rotary(
+    x: Float[jax.Array, "R H D"],
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+) -> Float[jax.Array, "R H D"]:
+    """Turns dimension i with dimension i + half; dimensions past 2 * half pass through."""
+    half = cos.shape[-1]
+    wide = x.astype(jnp.float32)
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    cos, sin = cos[:, None], sin[:, None]
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -1,0 +1,141 @@
+"""The state that a slot holds for gated-delta layers; as `shared.spec.mamba_state`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.ops import gated_delta, layers
+from shared.spec.mamba_state import WINDOW
+
+
+class DeltaState(NamedTuple):
+    """The states of rows (or slots) in all gated-delta layers."""
+
+    recurrent: Float[jax.Array, "L B H K V"]
+    window: Float[jax.Array, "L B 3 C"]
+
+
+class Kept(NamedTuple):
+    """What a verify keeps of its nodes in all gated-delta layers, exactly as it used them."""
+
+    k: Float[jax.Array, "L B N H K"]
+    v: Float[jax.Array, "L B N H V"]
+    log_decay: Float[jax.Array, "L B N H"]
+    beta: Float[jax.Array, "L B N H"]
+    inputs: Float[jax.Array, "L B N C"]
+
+
+def conv(
+    windows: Float[jax.Array, "*rows 3 C"],
+    inputs: Float[jax.Array, "*rows C"],
+    weight: Float[jax.Array, "C 4"],
+) -> Float[jax.Array, "*rows C"]:
+    """The depthwise causal convolution of width 4 and silu, in float32."""
+    taps = jnp.concatenate([windows, inputs[..., None, :]], axis=-2).astype(jnp.float32)
+    return layers.silu((taps * weight.T.astype(jnp.float32)).sum(axis=-2))
+
+
+def chain_windows(
+    window: Float[jax.Array, "B 3 C"],
+    inputs: Float[jax.Array, "T C"],
+    request: Int[jax.Array, " T"],
+    places: Int[jax.Array, " T"],
+) -> Float[jax.Array, "T 3 C"]:
+    """The window before each token of many requests.
+
+    Args:
+      window: Each request's last inputs before its tokens.
+      inputs: The tokens' inputs, one request behind the other.
+      request: The request of each token.
+      places: Which of its request's tokens it is.
+    """
+    back = jnp.arange(WINDOW, 0, -1, dtype=jnp.int32)
+    number = jnp.arange(len(inputs), dtype=jnp.int32)[:, None]
+    from_inputs = inputs[jnp.maximum(number - back, 0)]
+    place = places[:, None] - back  # below 0: in the old window
+    from_window = window[request[:, None], jnp.clip(place + WINDOW, 0, WINDOW - 1)]
+    return jnp.where((place >= 0)[..., None], from_inputs, from_window)
+
+
+def chain_end(
+    window: Float[jax.Array, "B 3 C"],
+    inputs: Float[jax.Array, "T C"],
+    row_starts: Int[jax.Array, " B1"],
+    taken: Int[jax.Array, " B"],
+) -> Float[jax.Array, "B 3 C"]:
+    """The window after the first `taken` tokens of each of many requests."""
+    place = taken[:, None] + jnp.arange(-WINDOW, 0, dtype=jnp.int32)
+    from_inputs = inputs[jnp.clip(row_starts[:-1, None] + place, 0, len(inputs) - 1)]
+    request = jnp.arange(len(window))[:, None]
+    from_window = window[request, jnp.clip(place + WINDOW, 0, WINDOW - 1)]
+    return jnp.where((place >= 0)[..., None], from_inputs, from_window)
+
+
+def tree_windows(
+    window: Float[jax.Array, "B 3 C"],
+    inputs: Float[jax.Array, "B N C"],
+    parents: Int[jax.Array, "B N"] | None,
+) -> Float[jax.Array, "B N 3 C"]:
+    """The window before each node of a draft tree; None for the parents of a chain."""
+    N, rows = inputs.shape[1], jnp.arange(len(window))[:, None]
+    if parents is None:
+        parents = jnp.broadcast_to(jnp.arange(-1, N - 1, dtype=jnp.int32), inputs.shape[:2])
+    else:
+        parents = parents.at[:, 0].set(-1)
+    # Places in window and inputs in a row: node i is WINDOW + i, the root's parent is WINDOW - 1.
+    place, taps = parents + WINDOW, []
+    for _ in range(WINDOW):
+        taps.append(place)
+        node = jnp.maximum(place - WINDOW, 0)
+        place = jnp.where(place >= WINDOW, parents[rows, node] + WINDOW, place - 1)
+    together = jnp.concatenate([window, inputs], axis=1)
+    return together[rows[..., None], jnp.stack(taps[::-1], axis=-1)]
+
+
+def path_window(
+    window: Float[jax.Array, "L B 3 C"],
+    inputs: Float[jax.Array, "L B W C"],
+    taken: Int[jax.Array, " B"],
+) -> Float[jax.Array, "L B 3 C"]:
+    """The window after `taken` inputs of a path: rows `[taken, taken + 3)` of both in a row."""
+    rows = jnp.concatenate([window, inputs], axis=2)
+    index = taken[:, None] + jnp.arange(WINDOW, dtype=jnp.int32)
+    return rows[:, jnp.arange(len(taken))[:, None], index]
+
+
+def replay(
+    state: DeltaState,
+    kept: Kept,
+    path: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+    save_after: Int[jax.Array, " B"],
+) -> tuple[DeltaState, DeltaState, Bool[jax.Array, " B"]]:
+    """Advances each row's state along its accepted path, in all layers at once.
+
+    Returns the states after the path; the snapshots; and whether the step passed the row's.
+    """
+    rows = jnp.arange(len(path))[:, None]
+    *steps, inputs = (x[:, rows, path] for x in kept)
+    tokens = tuple(jnp.moveaxis(x, 2, 0) for x in steps)
+
+    def advance(carry, token):
+        recurrent, saved = carry
+        number, kept_inputs = token
+        after = gated_delta.update(recurrent, *kept_inputs)
+        recurrent = jnp.where(_per_row(number < counts), after, recurrent)
+        return (recurrent, jnp.where(_per_row(number + 1 == save_after), recurrent, saved)), None
+
+    numbers = jnp.arange(path.shape[1])
+    carry = (state.recurrent, state.recurrent)
+    (recurrent, saved), _ = lax.scan(advance, carry, (numbers, tokens))
+    passed = (save_after >= 1) & (save_after <= counts)
+    save_window = path_window(state.window, inputs, jnp.where(passed, save_after, 0))
+    new_window = path_window(state.window, inputs, counts)
+    return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed
+
+
+def _per_row(flags: Bool[jax.Array, " B"]) -> Bool[jax.Array, "1 B 1 1 1"]:
+    return flags[None, :, None, None, None]

@@ -1,0 +1,138 @@
+"""The weights of a model as NNX modules: one stack `[layers, ...]` per layer kind and parameter.
+
+Names are those of `shared.checkpoint`. Norm weights are float32 with the 1 of zero-centred norms
+added; everything else has the model's dtype, but for what the checkpoint layout keeps in float32.
+"""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Shaped
+
+from shared.checkpoint import Checkpoint, parameters
+from shared.model_config import ModelConfig
+
+Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
+
+
+class Attention(nnx.Module):
+    """The attention layers of a stack."""
+
+    def __init__(self, arrays: Arrays, prefix: str) -> None:
+        self.qkv = nnx.Param(arrays[f"{prefix}qkv"])
+        self.out = nnx.Param(arrays[f"{prefix}out"])
+        if f"{prefix}q_norm" in arrays:
+            self.q_norm = nnx.Param(arrays[f"{prefix}q_norm"])
+            self.k_norm = nnx.Param(arrays[f"{prefix}k_norm"])
+
+
+class GatedDelta(nnx.Module):
+    """The gated-delta layers of a stack."""
+
+    def __init__(self, arrays: Arrays, prefix: str) -> None:
+        for name in ("qkv", "z", "ba", "conv", "a_log", "dt_bias", "norm", "out"):
+            setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
+
+
+class Layers(nnx.Module):
+    """A stack of decoder layers: what all have, and a stack for each kind of mixer."""
+
+    def __init__(self, arrays: Arrays, prefix: str) -> None:
+        self.input_norm = nnx.Param(arrays[f"{prefix}input_norm"])
+        self.post_attention_norm = nnx.Param(arrays[f"{prefix}post_attention_norm"])
+        self.gate_up = nnx.Param(arrays[f"{prefix}mlp.gate_up"])
+        self.down = nnx.Param(arrays[f"{prefix}mlp.down"])
+        if f"{prefix}attention.qkv" in arrays:
+            self.attention = Attention(arrays, f"{prefix}attention.")
+        if f"{prefix}gated_delta.qkv" in arrays:
+            self.gated_delta = GatedDelta(arrays, f"{prefix}gated_delta.")
+
+
+class Mtp(nnx.Module):
+    """The MTP layer, which drafts for NEXTN."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.fc = nnx.Param(arrays["mtp.fc"])
+        self.embedding_norm = nnx.Param(arrays["mtp.embedding_norm"])
+        self.hidden_norm = nnx.Param(arrays["mtp.hidden_norm"])
+        self.final_norm = nnx.Param(arrays["mtp.final_norm"])
+        self.layers = Layers(arrays, "mtp.layer.")
+
+
+class Model(nnx.Module):
+    """A model; `lm_head` is the embedding where the two are tied."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.embed = nnx.Param(arrays["embed"])
+        if "lm_head" in arrays:
+            self.lm_head = nnx.Param(arrays["lm_head"])
+        self.final_norm = nnx.Param(arrays["final_norm"])
+        self.layers = Layers(arrays, "")
+        if "mtp.fc" in arrays:
+            self.mtp = Mtp(arrays)
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the MTP layer is there."""
+        return hasattr(self, "mtp")
+
+    @property
+    def head(self) -> nnx.Param:
+        """The matrix that gives the logits."""
+        return self.lm_head if hasattr(self, "lm_head") else self.embed
+
+
+def load(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    with_mtp: bool,
+    dtype: np.dtype | type,
+    device: jax.Device,
+    progress: Callable[[int], None],
+) -> Model:
+    """Reads a checkpoint to the device, parameter by parameter.
+
+    Args:
+      dtype: Of the weights, float32 or bfloat16.
+      progress: Called with the number of stored bytes after each tensor.
+
+    Raises:
+      CheckpointError: A tensor is missing or has another shape.
+    """
+    arrays = {}
+    for parameter in parameters(config, with_mtp):
+        array = checkpoint.load(parameter, dtype, progress)
+        arrays[parameter.name] = _placed(parameter.name, array, config, dtype, device)
+    return Model(arrays)
+
+
+def from_arrays(
+    arrays: Arrays, config: ModelConfig, dtype: np.dtype | type, device: jax.Device
+) -> Model:
+    """Brings arrays under the names of `shared.checkpoint` to the device."""
+    placed = {name: _placed(name, a, config, dtype, device) for name, a in arrays.items()}
+    return Model(placed)
+
+
+def _placed(
+    name: str,
+    array: Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."],
+    config: ModelConfig,
+    dtype: np.dtype | type,
+    device: jax.Device,
+) -> Shaped[jax.Array, "..."]:
+    kind = name.rsplit(".", 1)[-1]
+    if kind.endswith("norm"):
+        # In float32: near 1 a bfloat16 has steps of 2^-7, far wider than the stored distances.
+        is_centered = config.zero_centered_norms and name != "gated_delta.norm"
+        array = np.asarray(array, np.float32) + np.float32(is_centered)
+    elif kind in ("a_log", "dt_bias"):
+        array = np.asarray(array, np.float32)
+    return jax.device_put(jnp.asarray(array, _dtype_of(kind, dtype)), device)
+
+
+def _dtype_of(kind: str, dtype: np.dtype | type) -> np.dtype | type:
+    return np.float32 if kind.endswith("norm") or kind in ("a_log", "dt_bias") else dtype

@@ -1,0 +1,173 @@
+"""Writes the small random model: `python -m models.make_random [FOLDER]`.
+
+It has the structure of a Qwen3.5 hybrid with its mtp layer, and a tokenizer of single bytes. Its
+text means nothing. One run gives the same bytes as any other.
+
+The head scores, for each printable byte, how much of one other byte's embedding is left in the
+hidden state, so a part of every next token follows from the newest one alone and the rest from the
+context. The mtp layer sees the same part, so it agrees with the model often enough to show what
+speculation does.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from shared.checkpoint import Parameter, Weights, parameters, save_checkpoint
+from shared.model_config import ModelConfig
+
+SEED = 20
+# With these two about half of the greedy tokens follow from the newest token alone.
+EMBEDDING_SCALE = 0.4
+HEAD_SCALE = 2.5
+DRAFT_CONTEXT_SHARE = 0.3  # of the target's hidden state in what the mtp layer starts from
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+PRINTABLE = np.arange(ord(" "), ord("~") + 1)
+ROOT = Path(__file__).resolve().parent
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "dtype": "bfloat16",
+    "vocab_size": 256 + len(SPECIAL_TOKENS),
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "mtp_num_hidden_layers": 1,
+    "tie_word_embeddings": False,
+    "eos_token_id": 258,
+}
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write(folder: Path) -> None:
+    """Writes the checkpoint and its tokenizer into `folder`."""
+    save_checkpoint(folder, CONFIG, make_weights(ModelConfig.from_dict(CONFIG)))
+    _write_json(folder / "generation_config.json", {"eos_token_id": [256, 258]})
+    _write_json(folder / "tokenizer.json", tokenizer())
+    _write_json(folder / "tokenizer_config.json", tokenizer_config())
+
+
+def make_weights(config: ModelConfig) -> Weights:
+    """Random weights in bfloat16, under our names."""
+    rng = np.random.default_rng(SEED)
+    weights = {p.name: _random(p, rng) for p in parameters(config, with_mtp=True)}
+    order = rng.permutation(PRINTABLE)
+    embed = weights["embed"]
+    weights["lm_head"] = np.zeros_like(embed)
+    norms = np.sqrt((embed[order] ** 2).sum(axis=1, keepdims=True))
+    weights["lm_head"][np.roll(order, -1)] = HEAD_SCALE * embed[order] / norms
+    weights["mtp.fc"][:, : config.hidden] = np.eye(config.hidden)
+    weights["mtp.fc"][:, config.hidden :] *= DRAFT_CONTEXT_SHARE
+    return {name: array.astype(ml_dtypes.bfloat16) for name, array in weights.items()}
+
+
+def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
+    """Normal weights with deviation 1 / sqrt(fan-in), norms around their neutral value."""
+    name, shape = parameter.name, parameter.shape
+    if name.endswith("a_log"):
+        return rng.uniform(-3.0, 1.2, shape)
+    noise = rng.standard_normal(shape)
+    if name == "embed":
+        return EMBEDDING_SCALE * noise
+    if name.endswith("dt_bias"):
+        return noise - 1
+    if name.endswith("norm"):
+        return 0.2 * noise + (name == "gated_delta.norm")
+    if name.endswith("conv"):
+        return 0.5 * noise
+    return noise / np.sqrt(shape[-1])
+
+
+def tokenizer() -> dict[str, Any]:
+    """The contents of tokenizer.json: a token for each byte, and the special ones."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    added = [
+        {
+            "id": 256 + i,
+            "content": content,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for i, content in enumerate(SPECIAL_TOKENS)
+    ]
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {**byte_level, "use_regex": False},
+        "post_processor": None,
+        "decoder": {**byte_level, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "vocab": {character: byte for byte, character in enumerate(_byte_characters())},
+            "merges": [],
+        },
+    }
+
+
+def _byte_characters() -> list[str]:
+    """What byte-level tokenizers write for each byte: itself, or a letter from 256 on."""
+    shown = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
+
+
+def tokenizer_config() -> dict[str, Any]:
+    """The contents of tokenizer_config.json: Qwen's special tokens and chat form."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONFIG["max_position_embeddings"],
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _write_json(path: Path, contents: dict[str, Any]) -> None:
+    path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "random")

@@ -1,0 +1,431 @@
+"""What a start can be told: frozen dataclasses; each field is the command-line flag of its name.
+
+Spellings and defaults are those that users of SGLang know. `parse` refuses what it does not know,
+what is known but not served yet, and what contradicts itself, each by name.
+"""
+
+import argparse
+import difflib
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "random"
+CHUNK_ALIGNMENT = 64
+"""Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
+
+DTYPES = ("auto", "float32", "bfloat16")
+ALGORITHMS = ("NEXTN",)
+COMING_ALGORITHMS = ("EAGLE", "EAGLE3", "NAIVE_EAGLE", "STANDALONE", "NGRAM", "DFLASH")
+"""Known names whose drafter is not here; a start refuses them by name."""
+
+
+class ConfigError(ValueError):
+    """The start cannot go on as told; the message is one sentence with the flag and the way out."""
+
+
+def flag(default: Any, help: str, **rules: Any) -> Any:
+    """A field that is a command-line flag.
+
+    Args:
+      default: Its value where the flag is not given; None means that the start decides.
+      help: What it means, in the words of `--help`.
+      **rules: `low`, `high` bound a number; `multiple_of` divides it; `choices` lists the words;
+        `aliases` are other spellings of the flag.
+    """
+    return field(default=default, metadata={"help": help, **rules})
+
+
+def spelling(name: str) -> str:
+    """The flag of a field: `page_size` is `--page-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def _check(config: Any) -> None:
+    """Holds every field of a config against the rules of its `flag`."""
+    for item in fields(config):
+        value, rules = getattr(config, item.name), item.metadata
+        if value is None or isinstance(value, bool):
+            continue
+        if "choices" in rules and value not in rules["choices"]:
+            known = ", ".join(rules["choices"])
+            raise ConfigError(f"{spelling(item.name)} must be one of {known}, got {value}")
+        low, high = rules.get("low"), rules.get("high")
+        if low is not None and not low <= value <= high:
+            raise ConfigError(f"{spelling(item.name)} must be {low} to {high}, got {value}")
+        step = rules.get("multiple_of")
+        if step is not None and value % step:
+            raise ConfigError(f"{spelling(item.name)} must be a multiple of {step}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What is served."""
+
+    model_path: str = flag(
+        str(DEFAULT_MODEL),
+        "folder of a Hugging Face checkpoint (default: the model that ships)",
+        aliases=("--model",),
+    )
+    dtype: str = flag(
+        "auto", "auto is float32 on a CPU and bfloat16 on a GPU", choices=DTYPES, metavar="DTYPE"
+    )
+    context_length: int | None = flag(
+        None, "most tokens of prompt and output (default: the model's)", low=2, high=1 << 24
+    )
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where requests come in."""
+
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    served_model_name: str | None = flag(
+        None, "name in requests and answers (default: the folder's name)"
+    )
+
+    def __post_init__(self) -> None:
+        _check(self)
+        for name in ("host", "served_model_name"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{spelling(name)} is empty; give a name or leave the flag out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of the host engine."""
+
+    page_size: int | None = flag(
+        None, "tokens in a KV page, a power of two (default: 16 on a CPU, 64 on a GPU)",
+        low=1, high=1024,
+    )  # fmt: skip
+    max_total_tokens: int | None = flag(
+        None, "KV positions of all requests together (default: what fits)", low=1, high=1 << 30
+    )
+    max_running_requests: int | None = flag(
+        None, "requests decoded at once (default: 8 on a CPU, 48 on a GPU)", low=1, high=4096
+    )
+    chunked_prefill_size: int | None = flag(
+        None, "most prompt tokens in a step (default: 256 on a CPU, 2048 on a GPU)",
+        low=CHUNK_ALIGNMENT, high=1 << 20, multiple_of=CHUNK_ALIGNMENT,
+    )  # fmt: skip
+    overlap: int | None = flag(
+        None, "steps on the device while the host plans the next (default: 1)", low=0, high=2
+    )
+    disable_overlap_schedule: bool = flag(False, "the same as --overlap 0")
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.page_size and self.page_size & (self.page_size - 1):
+            raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
+        if self.disable_overlap_schedule and self.overlap:
+            raise ConfigError(
+                f"--disable-overlap-schedule contradicts --overlap {self.overlap}; give one of them"
+            )
+
+    @property
+    def overlap_depth(self) -> int:
+        """Steps in flight beside the one being planned."""
+        if self.disable_overlap_schedule:
+            return 0
+        return 1 if self.overlap is None else self.overlap
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made, and how wide a draft tree is."""
+
+    speculative_algorithm: str | None = flag(
+        None, "NEXTN drafts with the checkpoint's own mtp layer (default: no drafts)",
+        aliases=("--speculative-algo",),
+    )  # fmt: skip
+    speculative_draft_model_path: str | None = flag(None, "folder of a draft model")
+    speculative_num_steps: int | None = flag(
+        None, "S, levels of a draft tree (default: 3)", low=1, high=16
+    )
+    speculative_eagle_topk: int | None = flag(
+        None, "k, nodes that a level expands (default: 1, a chain)", low=1, high=16
+    )
+    speculative_num_draft_tokens: int | None = flag(
+        None, "N, nodes of a draft tree with its root (default: S + 1)", low=2, high=64
+    )
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if self.speculative_algorithm is None:
+            self._refuse_draft_flags()
+            return
+        self._check_algorithm()
+        self._check_tree()
+
+    def _refuse_draft_flags(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) is not None:
+                raise ConfigError(
+                    f"{spelling(item.name)} needs a drafter; add --speculative-algorithm "
+                    f"{ALGORITHMS[0]} or leave the flag out"
+                )
+
+    def _check_algorithm(self) -> None:
+        name = self.speculative_algorithm
+        if name in COMING_ALGORITHMS:
+            raise ConfigError(
+                f"--speculative-algorithm {name} is not supported; "
+                f"what works is {', '.join(ALGORITHMS)}, or no drafter"
+            )
+        if name not in ALGORITHMS:
+            raise ConfigError(
+                f"--speculative-algorithm must be one of {', '.join(ALGORITHMS)}, got {name}"
+            )
+        if self.speculative_draft_model_path is not None:
+            raise ConfigError(
+                f"--speculative-draft-model-path contradicts --speculative-algorithm {name}, "
+                "which drafts with the checkpoint's own mtp layer; leave the flag out"
+            )
+
+    def _check_tree(self) -> None:
+        S, k, N = self.num_steps, self.topk, self.num_draft_tokens
+        if k == 1 and N != S + 1:
+            raise ConfigError(
+                f"--speculative-num-draft-tokens {N} must be --speculative-num-steps + 1 = {S + 1} "
+                "with --speculative-eagle-topk 1; leave it out"
+            )
+        if not S < N <= 1 + k + (S - 1) * k * k:
+            raise ConfigError(
+                f"--speculative-num-draft-tokens must be {S + 1} to {1 + k + (S - 1) * k * k} "
+                f"with --speculative-num-steps {S} and --speculative-eagle-topk {k}, got {N}"
+            )
+
+    @property
+    def drafter(self) -> str:
+        """Name of the drafter in a backend; "none" where nothing drafts."""
+        return self.speculative_algorithm or "none"
+
+    @property
+    def topk(self) -> int:
+        """k, nodes that a level expands."""
+        return self.speculative_eagle_topk or 1
+
+    @property
+    def num_steps(self) -> int:
+        """S, levels below the root; a chain's follow from its number of nodes."""
+        if self.speculative_num_steps:
+            return self.speculative_num_steps
+        nodes = self.speculative_num_draft_tokens
+        return nodes - 1 if nodes and self.topk == 1 else 3
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """N, nodes with the root."""
+        return self.speculative_num_draft_tokens or self.num_steps + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything that a start was told."""
+
+    model: ModelOptions
+    server: ServerOptions
+    engine: EngineConfig
+    speculative: SpeculativeConfig
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Self:
+        """Options of the given fields, whatever part they belong to; the rest have their defaults.
+
+        Raises:
+          ConfigError: A value is out of range or contradicts another.
+        """
+        made = {}
+        for part, made_of in PARTS.items():
+            names = {item.name for item in fields(made_of)}
+            made[part] = made_of(**{name: values[name] for name in names & values.keys()})
+        return cls(**made)
+
+
+PARTS = {
+    "model": ModelOptions,
+    "server": ServerOptions,
+    "engine": EngineConfig,
+    "speculative": SpeculativeConfig,
+}
+
+ONE_GPU = "one device serves a model; leave the flag out"
+AUTOMATIC = "the start decides it; leave the flag out"
+FLOAT_ONLY = "weights and KV are float32 or bfloat16; give --dtype"
+RAW_TEXT = "answers are the plain text of the model; leave the flag out"
+MATCH_RULE = "drafts are accepted by the match rule; leave the flag out"
+
+NOT_SUPPORTED = {
+    **dict.fromkeys(
+        ("--tp-size", "--tp", "--tensor-parallel-size", "--dp-size", "--dp", "--pp-size")
+        + ("--data-parallel-size", "--pipeline-parallel-size", "--ep-size", "--ep", "--nnodes")
+        + ("--node-rank", "--dist-init-addr", "--enable-dp-attention", "--base-gpu-id"),
+        ONE_GPU,
+    ),
+    **dict.fromkeys(
+        ("--mem-fraction-static", "--max-prefill-tokens", "--schedule-policy")
+        + ("--schedule-conservativeness", "--cuda-graph-max-bs", "--cuda-graph-bs")
+        + ("--disable-cuda-graph", "--disable-cuda-graph-padding", "--attention-backend")
+        + ("--prefill-attention-backend", "--decode-attention-backend", "--sampling-backend")
+        + ("--grammar-backend", "--mamba-ssm-dtype", "--max-mamba-cache-size")
+        + ("--enable-torch-compile", "--enable-mixed-chunk", "--num-continuous-decode-steps")
+        + ("--load-format", "--device", "--stream-interval", "--watchdog-timeout"),
+        AUTOMATIC,
+    ),
+    **dict.fromkeys(
+        ("--quantization", "--kv-cache-dtype", "--torchao-config", "--enable-fp32-lm-head")
+        + ("--quantization-param-path",),
+        FLOAT_ONLY,
+    ),
+    **dict.fromkeys(
+        ("--reasoning-parser", "--tool-call-parser", "--chat-template", "--completion-template")
+        + ("--enable-multimodal", "--is-embedding", "--lora-paths", "--enable-lora"),
+        RAW_TEXT,
+    ),
+    **dict.fromkeys(
+        ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc")
+        + ("--speculative-use-rejection-sampling", "--speculative-use-block-verification"),
+        MATCH_RULE,
+    ),
+    **dict.fromkeys(
+        ("--speculative-token-map", "--speculative-draft-model-revision")
+        + ("--speculative-draft-model-quantization", "--speculative-attention-mode")
+        + ("--speculative-draft-attention-backend", "--speculative-draft-window-size")
+        + ("--speculative-adaptive", "--speculative-adaptive-config", "--speculative-ngram")
+        + ("--speculative-dflash-block-size", "--enable-multi-layer-eagle")
+        + ("--speculative-moe-runner-backend",),
+        "NEXTN with a fixed chain is what drafts; leave the flag out",
+    ),
+    **dict.fromkeys(
+        ("--api-key", "--admin-api-key", "--ssl-keyfile", "--ssl-certfile"),
+        "the server listens on one address in clear text; put a proxy before it",
+    ),
+    **dict.fromkeys(
+        ("--log-level", "--log-level-http", "--log-requests", "--decode-log-interval"),
+        "the server counts in /metrics and does not log requests; leave the flag out",
+    ),
+    "--enable-metrics": "metrics are always there, at /metrics; leave the flag out",
+    "--trust-remote-code": "no code of a checkpoint is ever run; leave the flag out",
+    "--tokenizer-path": "the tokenizer lies in the model folder; put tokenizer.json there",
+    "--tokenizer-mode": "the tokenizer is the model folder's tokenizer.json; leave the flag out",
+    "--skip-tokenizer-init": "send prompts as token ids and ask for return_token_ids instead",
+    "--revision": "a model is a folder; give the folder of that revision as --model-path",
+    "--download-dir": "nothing is downloaded; give a folder as --model-path",
+    "--random-seed": "a seed belongs to a request; send the field seed",
+    "--disable-radix-cache": "there is no prefix cache to disable; leave the flag out",
+    "--enable-deterministic-inference": "float32 is deterministic already; give --dtype float32",
+    "--json-model-override-args": "edit config.json in the model folder",
+    "--config": "give the flags on the command line",
+}
+"""Flags of SGLang that are not here, each with the reason or the way out."""
+
+NOT_SUPPORTED_PREFIXES = (
+    "--speculative-ngram-",
+    "--speculative-dspark-",
+    "--speculative-adaptive-",
+    "--disaggregation-",
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        flag_names, _, fault = message.removeprefix("argument ").partition(": ")
+        fault = "needs a value" if "expected one argument" in fault else f"is wrong: {fault}"
+        raise ConfigError(f"{flag_names} {fault}; --help lists the flags")
+
+
+class _Once(argparse.Action):
+    """Stores a flag's value and refuses a second, other one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values == "":
+            raise ConfigError(f"{option_string} is empty; give a value or leave the flag out")
+        if getattr(namespace, self.dest, values) != values:
+            raise ConfigError(f"{option_string} is given twice; leave one out")
+        setattr(namespace, self.dest, values)
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options of a command line.
+
+    Raises:
+      ConfigError: A flag is unknown, not supported, out of range or contradicts another.
+    """
+    parser = _make_parser()
+    known = set(parser._option_string_actions)
+    for word in argv:
+        if word.startswith("-") and not _is_number(word):
+            _check_known(word.split("=", 1)[0], known)
+    found, stray = parser.parse_known_args(list(argv))
+    if stray:
+        raise ConfigError(f"{stray[0]} belongs to no flag; --help lists the flags")
+    given = vars(found)
+    kinds = {name: kind for part in PARTS.values() for name, kind in _kinds(part).items()}
+    return Options.from_values({name: kinds[name](name, given[name]) for name in given})
+
+
+def _make_parser() -> _Parser:
+    parser = _Parser(
+        prog="serve", allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=True
+    )
+    for part in PARTS.values():
+        group = parser.add_argument_group(part.__doc__)
+        for item in fields(part):
+            _add(group, item)
+    return parser
+
+
+def _add(group: Any, item: "Field[Any]") -> None:
+    names = (spelling(item.name), *item.metadata.get("aliases", ()))
+    text = item.metadata["help"].replace("%", "%%")
+    if item.default not in (None, MISSING, False) and "default" not in text:
+        text += f" (default: {item.default})"
+    if item.default is False:
+        group.add_argument(*names, dest=item.name, action="store_true", help=text)
+    else:
+        metavar = item.metadata.get("metavar", "N" if "low" in item.metadata else "X")
+        group.add_argument(*names, dest=item.name, action=_Once, metavar=metavar, help=text)
+
+
+def _kinds(part: type) -> dict[str, Callable[[str, Any], Any]]:
+    """How the text of each field's flag becomes its value."""
+    return {
+        item.name: _whole_number if "low" in item.metadata else lambda name, value: value
+        for item in fields(part)
+    }
+
+
+def _whole_number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{spelling(name)} must be a whole number, got {text}") from None
+
+
+def _is_number(word: str) -> bool:
+    return word[1:].replace(".", "").isdigit()
+
+
+def _check_known(word: str, known: set[str]) -> None:
+    if word in known:
+        return
+    if word in NOT_SUPPORTED:
+        raise ConfigError(f"{word} is not supported: {NOT_SUPPORTED[word]}")
+    if word.startswith(NOT_SUPPORTED_PREFIXES):
+        raise ConfigError(f"{word} is not supported; leave the flag out")
+    near = difflib.get_close_matches(word, sorted(known), n=1)
+    hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
+    raise ConfigError(f"{word} is no flag of this server; {hint}")

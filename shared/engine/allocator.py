@@ -1,0 +1,111 @@
+"""Pages and slots: who owns what. A page belongs to a slot, and a slot to one running request."""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.backend import Limits
+
+
+class Allocator:
+    """The pools of pages and slots, without their sinks 0.
+
+    Steps take effect in the order of submission, so what is freed may be handed on at once, even
+    while a step in flight still names it: the next owner writes after that step has read.
+
+    Attributes:
+      page_table: The pages of each slot in the order of positions; 0 past its last.
+      num_pages: How many pages each slot owns.
+      limits: The sizes of the pools.
+    """
+
+    page_table: Int32[np.ndarray, "slots P"]
+    num_pages: Int32[np.ndarray, " slots"]
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        columns = limits.num_pages_for(limits.max_positions)
+        self.page_table = np.zeros((limits.num_slots, columns), np.int32)
+        self.num_pages = np.zeros(limits.num_slots, np.int32)
+        self._free_pages = np.arange(limits.num_pages - 1, 0, -1, dtype=np.int32)
+        self._num_free_pages = limits.num_pages - 1
+        self._free_slots = list(range(limits.num_slots - 1, 0, -1))
+        self._taken_slots: set[int] = set()
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages without an owner."""
+        return self._num_free_pages
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no request has."""
+        return len(self._free_slots)
+
+    @property
+    def usage(self) -> float:
+        """Share of the pages that have an owner."""
+        return 1.0 - self._num_free_pages / max(1, len(self._free_pages))
+
+    def take_slot(self) -> int:
+        """A slot without pages.
+
+        Raises:
+          IndexError: No slot is free.
+        """
+        slot = self._free_slots.pop()
+        self._taken_slots.add(slot)
+        return slot
+
+    def num_missing(self, slot: int, positions: int) -> int:
+        """Pages that the slot lacks to hold `positions` tokens."""
+        return max(0, self.limits.num_pages_for(positions) - int(self.num_pages[slot]))
+
+    def reserve(self, slot: int, positions: int) -> bool:
+        """Gives the slot pages for `positions` tokens, all of them or none.
+
+        Returns:
+          Whether the slot can hold the tokens now.
+        """
+        missing = self.num_missing(slot, positions)
+        if missing > self._num_free_pages:
+            return False
+        if missing:
+            start, left = self.num_pages[slot], self._num_free_pages - missing
+            pages = self._free_pages[left : self._num_free_pages]
+            self.page_table[slot, start : start + missing] = pages[::-1]
+            self.num_pages[slot] += missing
+            self._num_free_pages = left
+        return True
+
+    def free(self, slot: int) -> None:
+        """Takes back a slot and its pages: the only way back into the pools.
+
+        Raises:
+          KeyError: The slot is not taken.
+        """
+        self._taken_slots.remove(slot)
+        self._free_slots.append(slot)
+        count, end = int(self.num_pages[slot]), self._num_free_pages
+        self._free_pages[end : end + count] = self.page_table[slot, :count][::-1]
+        self._num_free_pages += count
+        self.page_table[slot, :count] = 0
+        self.num_pages[slot] = 0
+
+    def check(self) -> None:
+        """Asserts that nothing is lost and nothing has two owners.
+
+        Raises:
+          AssertionError: A page or a slot is lost, owned twice, or owned without a slot.
+        """
+        columns = np.arange(self.page_table.shape[1])
+        is_owned = columns < self.num_pages[:, None]
+        owned = self.page_table[is_owned]
+        pages = np.sort(np.concatenate([owned, self._free_pages[: self._num_free_pages]]))
+        slots = sorted([*self._taken_slots, *self._free_slots])
+        owners = set(np.flatnonzero(self.num_pages).tolist())
+        assert np.array_equal(pages, np.arange(1, self.limits.num_pages)), "pages lost or shared"
+        assert slots == list(range(1, self.limits.num_slots)), "slots lost or shared"
+        assert owners <= self._taken_slots, "a free slot owns pages"
+        assert not self.page_table[~is_owned].any(), "a page is named past the last one"

@@ -1,0 +1,215 @@
+"""The engine: takes requests, keeps the device busy, gives tokens; one thread."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from shared.backend import Backend, StepFuture, StepResult
+from shared.engine.allocator import Allocator
+from shared.engine.controller import Controller
+from shared.engine.metrics import Metrics
+from shared.engine.planner import DecodeRows, Planner, PrefillRows
+from shared.engine.request import Event, FinishReason, Request, check
+from shared.engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step on the device and the rows that it carries."""
+
+    future: StepFuture
+    rows: PrefillRows | DecodeRows
+
+
+class Engine:
+    """Serves requests on one backend.
+
+    Args:
+      backend: The device.
+      controller: Chooses the draft shape of each decode step.
+      overlap: Steps on the device while the host plans the next; at most the backend's.
+      chunked_prefill_size: Most prompt tokens of a step.
+
+    Raises:
+      ValueError: The overlap is more than the backend was made for, or no prefill fits.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        controller: Controller,
+        *,
+        overlap: int,
+        chunked_prefill_size: int,
+    ) -> None:
+        limits = backend.limits
+        if not 0 <= overlap <= limits.overlap:
+            raise ValueError(f"overlap must be in 0..{limits.overlap}, got {overlap}")
+        self._backend, self._overlap = backend, overlap
+        self.allocator = Allocator(limits)
+        self.planner = Planner(limits, self.allocator)
+        self.scheduler = Scheduler(
+            limits,
+            self.allocator,
+            controller,
+            overlap=overlap,
+            chunked_prefill_size=chunked_prefill_size,
+        )
+        self.metrics = Metrics(
+            {
+                "num_requests_running": lambda: len(self.scheduler.running),
+                "num_requests_waiting": lambda: len(self.scheduler.waiting),
+                "kv_cache_usage_perc": lambda: self.allocator.usage,
+                "kv_pages_free": lambda: self.allocator.num_free_pages,
+                "state_slots_free": lambda: self.allocator.num_free_slots,
+                "num_preemptions_total": lambda: self.scheduler.num_preemptions,
+            }
+        )
+        self._requests: dict[int, Request] = {}
+        self._flights: deque[Flight] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything left to do."""
+        return bool(self._requests or self._flights)
+
+    def add(self, request: Request) -> None:
+        """Takes a request in.
+
+        Raises:
+          ValueError: The request cannot be served; one sentence says why.
+        """
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id} is taken")
+        check(request, self._backend.limits)
+        self.scheduler.add(request)
+        self._requests[request.request_id] = request
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request that nobody waits for; no event follows, and an ended one stays ended."""
+        if request_id in self._requests:
+            self._end(self._requests[request_id], FinishReason.ABORT)
+
+    def finish(self, request_id: int, num_tokens: int) -> None:
+        """Ends a request whose text was found to stop after `num_tokens` tokens of output.
+
+        No event follows, and an ended request stays ended.
+        """
+        if request_id in self._requests:
+            request = self._requests[request_id]
+            del request.output[num_tokens:]
+            self._end(request, FinishReason.STOP)
+
+    def step(self) -> list[Event]:
+        """Submits the next step, then retires the oldest beyond the overlap."""
+        for request in self.scheduler.admit():
+            self.planner.bind(request)
+        rows = self.scheduler.next_rows()
+        if rows is not None:
+            self._submit(rows)
+        if self._flights and (rows is None or len(self._flights) > self._overlap):
+            return self._retire(self._flights.popleft())
+        return []
+
+    def close(self) -> None:
+        """Ends every request and the backend."""
+        for request_id in tuple(self._requests):
+            self.abort(request_id)
+        self._flights.clear()
+        self._backend.close()
+
+    def _submit(self, rows: PrefillRows | DecodeRows) -> None:
+        plan = self.planner.plan(rows)
+        self._flights.append(Flight(self._backend.submit(plan), rows))
+        self.metrics.count_step(plan.program.work)
+        for request, most in zip(rows.requests, rows.most_tokens, strict=True):
+            request.launch(most)
+
+    def _retire(self, flight: Flight) -> list[Event]:
+        result, rows, events = flight.future.result(), flight.rows, []
+        tokens, counts = result.tokens.tolist(), result.counts.tolist()
+        for row, (request, most) in enumerate(zip(rows.requests, rows.most_tokens, strict=True)):
+            request.land(most)
+            if self.is_late(request):
+                self.metrics.count("late_rows_total", 1)
+            elif result.failed[row]:
+                events.append(self._fail(request))
+            elif counts[row]:
+                events.append(
+                    self._commit(request, tokens[row][: counts[row]], flight, result, row)
+                )
+        if isinstance(rows, PrefillRows):
+            num_tokens = sum(chunk.end - chunk.first for chunk in rows.chunks)
+            self.metrics.count("prompt_tokens_total", num_tokens)
+        return events
+
+    @staticmethod
+    def is_late(request: Request) -> bool:
+        """Whether a row was submitted before its request's end was known; nobody reads it."""
+        return request.finish_reason is not None
+
+    def _commit(
+        self, request: Request, tokens: list[int], flight: Flight, result: StepResult, row: int
+    ) -> Event:
+        decoded = isinstance(flight.rows, DecodeRows)
+        accepted = len(tokens) - 1 if decoded else None
+        if isinstance(flight.rows, DecodeRows) and not flight.rows.shape.is_plain:
+            self._count_drafts(int(result.num_nodes[row]) - 1, len(tokens) - 1)
+        kept = request.commit(tokens)
+        self.metrics.count("generation_tokens_total", kept)
+        if request.finish_reason is not None:
+            self._end(request, request.finish_reason)
+        return Event(
+            request_id=request.request_id,
+            tokens=tokens[:kept],
+            accepted=accepted,
+            finish_reason=request.finish_reason,
+            error=None,
+            logprobs=_logprobs(request, result, row, kept),
+        )
+
+    def _count_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        self.metrics.count("spec_decode_num_drafts_total", 1)
+        self.metrics.count("spec_decode_num_draft_tokens_total", num_drafted)
+        self.metrics.count("spec_decode_num_accepted_tokens_total", num_accepted)
+
+    def _fail(self, request: Request) -> Event:
+        self._end(request, FinishReason.ERROR)
+        return Event(
+            request_id=request.request_id,
+            tokens=[],
+            accepted=None,
+            finish_reason=FinishReason.ERROR,
+            error="the model's output for this request is not a finite number",
+            logprobs=None,
+        )
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        """Notes the end and gives back what the request held: the one way out of the engine."""
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+        self.scheduler.release(request)
+        self.metrics.count_end(reason)
+
+
+def _logprobs(
+    request: Request, result: StepResult, row: int, count: int
+) -> list[tuple[float, list[tuple[int, float]]]] | None:
+    """Logprobs of the first `count` tokens of a row, if the request asked for them."""
+    if request.sampling.logprobs is None or result.logprobs is None:
+        return None
+    best, found = request.sampling.logprobs, result.logprobs
+    return [
+        (
+            float(found.chosen[row, index]),
+            list(
+                zip(
+                    found.top_ids[row, index, :best].tolist(),
+                    found.top_values[row, index, :best].tolist(),
+                    strict=True,
+                )
+            ),
+        )
+        for index in range(count)
+    ]

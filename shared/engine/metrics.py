@@ -1,0 +1,66 @@
+"""Counters and gauges of the engine, in vLLM's spelling; labels as Prometheus writes them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from shared.backend import Work
+from shared.engine.request import FinishReason
+
+
+class Metrics:
+    """What the engine has done so far and how full it is.
+
+    A name that ends in `_total` counts up; the others are gauges.
+
+    Args:
+      gauges: What is read when a snapshot is taken, by name.
+    """
+
+    def __init__(self, gauges: Mapping[str, Callable[[], float]]) -> None:
+        self._gauges = gauges
+        self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+
+    def count(self, name: str, number: int) -> None:
+        """Adds to a counter.
+
+        Raises:
+          KeyError: There is no such counter.
+        """
+        if name not in self._counters:
+            raise KeyError(name)
+        self._counters[name] += number
+
+    def count_step(self, work: Work) -> None:
+        """Counts a step that was submitted."""
+        self._counters[_steps(work)] += 1
+
+    def count_end(self, reason: FinishReason) -> None:
+        """Counts a request that ended."""
+        self._counters[_success(reason)] += 1
+
+    def snapshot(self) -> dict[str, float]:
+        """Every counter and gauge by name."""
+        gauges = {name: read() for name, read in self._gauges.items()}
+        return {name: float(value) for name, value in (gauges | self._counters).items()}
+
+
+def _success(reason: FinishReason) -> str:
+    return f'request_success_total{{finished_reason="{reason.value}"}}'
+
+
+def _steps(work: Work) -> str:
+    return f'engine_steps_total{{kind="{work.value}"}}'
+
+
+_COUNTERS = (
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "late_rows_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    *map(_success, FinishReason),
+    *map(_steps, Work),
+)

@@ -1,0 +1,211 @@
+"""A request: what was asked, what it has, and where it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.backend import Limits
+
+
+class FinishReason(Enum):
+    """Why a request ended, in OpenAI's words where it has one."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen.
+
+    Attributes:
+      seed32: Seed of the noise (`shared.spec.sampling.derive_seed` of the request's seed).
+      max_tokens: Most tokens of the output.
+      min_tokens: No stop token is chosen before.
+      stop_token_ids: Tokens that end the text; the token itself is emitted as the last.
+      logit_bias: Added to the logits, by token.
+      logprobs: How many of the best tokens come with each token, or None for no logprobs.
+      max_draft_tokens: Most drafted nodes per step, or None for all that the step has.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed32: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    max_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one step gave one request.
+
+    Attributes:
+      request_id: The request.
+      tokens: New tokens, trimmed to where the text ends.
+      accepted: Drafts that the decode step accepted, before trimming (a plain step accepts 0); None
+        for what is no decode step (the prefill's token, a failed row).
+      finish_reason: Set in the request's last event.
+      error: One sentence; set with `FinishReason.ERROR`.
+      logprobs: Per token: its logprob and the best (id, logprob) pairs; None unless asked for.
+    """
+
+    request_id: int
+    tokens: list[int]
+    accepted: int | None
+    finish_reason: FinishReason | None
+    error: str | None
+    logprobs: list[tuple[float, list[tuple[int, float]]]] | None
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One choice of one prompt, alive in the engine.
+
+    The steps in flight are counted in three numbers, so that the host can plan on before it knows
+    what they gave.
+
+    Attributes:
+      request_id: Name of the request, unique in the engine.
+      prompt: Prompt tokens.
+      sampling: How its tokens are chosen.
+      output: Tokens committed so far.
+      slot: Slot on the device; 0 while it has none.
+      context: Tokens of prompt and output at the time it got its slot.
+      prefilled: Tokens handed to the device as prompt since then.
+      in_flight: Steps submitted with a row of it and not yet retired.
+      most_growth, least_growth: Tokens that these steps may add at most, and add at least.
+      finish_reason: Set once it ended; rows of it still in flight are late.
+    """
+
+    request_id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    output: list[int] = field(default_factory=list)
+    slot: int = 0
+    context: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    prefilled: int = 0
+    in_flight: int = 0
+    most_growth: int = 0
+    least_growth: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and output."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and output that it may reach."""
+        return len(self.prompt) + self.sampling.max_tokens
+
+    @property
+    def ceiling(self) -> int:
+        """Most tokens that it can have by the time every step in flight has ended."""
+        return self.length + self.most_growth
+
+    @property
+    def resumes(self) -> bool:
+        """Whether its context ends in an output, which a prefill must not choose again."""
+        return len(self.context) > len(self.prompt)
+
+    @property
+    def prefill_length(self) -> int:
+        """Tokens to prefill: the context, but for an output that is already its newest token."""
+        return len(self.context) - self.resumes
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its prefill was handed over whole."""
+        return self.slot > 0 and self.prefilled == self.prefill_length
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether it may need more tokens than the steps in flight surely add."""
+        return len(self.output) + self.least_growth < self.sampling.max_tokens
+
+    def place(self, slot: int) -> None:
+        """Gives it a slot, from which the prefill starts anew."""
+        self.slot = slot
+        self.context = np.array([*self.prompt, *self.output], np.int32)
+        self.prefilled = 0
+
+    def launch(self, most_tokens: int) -> None:
+        """Notes a step in flight that adds 1..`most_tokens`, or none where that is 0."""
+        self.in_flight += 1
+        self.most_growth += most_tokens
+        self.least_growth += min(most_tokens, 1)
+
+    def land(self, most_tokens: int) -> None:
+        """Takes back what `launch` noted for the oldest step in flight."""
+        self.in_flight -= 1
+        self.most_growth -= most_tokens
+        self.least_growth -= min(most_tokens, 1)
+
+    def commit(self, tokens: list[int]) -> int:
+        """Appends tokens up to where the text ends, and notes the end.
+
+        Returns:
+          How many of the tokens belong to the text.
+        """
+        for count, token in enumerate(tokens, start=1):
+            self.output.append(token)
+            if token in self.sampling.stop_token_ids:
+                self.finish_reason = FinishReason.STOP
+            elif len(self.output) == self.sampling.max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+            if self.finish_reason is not None:
+                return count
+        return len(tokens)
+
+
+def check(request: Request, limits: Limits) -> None:
+    """Refuses a request that the backend cannot serve, whatever else it serves.
+
+    Raises:
+      ValueError: One sentence that names the field.
+    """
+    sampling = request.sampling
+    with_logprobs = any(program.logprobs for program in limits.programs)
+    tokens = {
+        "prompt": request.prompt,
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": sampling.logit_bias,
+    }
+    most = {
+        "stop_token_ids": (len(sampling.stop_token_ids), limits.max_stop_ids),
+        "logit_bias": (len(sampling.logit_bias), limits.max_bias),
+        "logprobs": (sampling.logprobs or 0, limits.max_logprobs),
+    }
+    if not request.prompt:
+        raise ValueError("prompt must have at least one token")
+    if sampling.max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+    for name, ids in tokens.items():
+        if ids and not 0 <= min(ids) <= max(ids) < limits.vocab:
+            raise ValueError(f"{name} has a token outside of 0..{limits.vocab - 1}")
+    for name, (count, bound) in most.items():
+        if count > bound:
+            raise ValueError(f"{name} may have at most {bound} entries here, got {count}")
+    if sampling.logprobs is not None and not with_logprobs:
+        raise ValueError("logprobs were not enabled when the server started")
+    if request.max_length > limits.context_length:
+        raise ValueError(
+            f"prompt and max_tokens are {request.max_length} tokens, "
+            f"more than the context length {limits.context_length}"
+        )

@@ -1,0 +1,187 @@
+"""Which requests run, and which rows the next step has."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from shared.backend import Limits, Work
+from shared.engine.allocator import Allocator
+from shared.engine.controller import Controller
+from shared.engine.planner import Chunk, DecodeRows, PrefillRows
+from shared.engine.request import Request
+from shared.spec.gated_delta import CHUNK
+
+
+class Scheduler:
+    """Continuous batching over one queue, in the order of arrival.
+
+    Every running request is older than every waiting one. When pages run out the youngest gives
+    back its own, so the oldest always advances and nothing waits for ever.
+
+    Args:
+      overlap: Steps in flight while the next one is planned.
+      chunked_prefill_size: Most prompt tokens of a step.
+
+    Raises:
+      ValueError: No prefill program is both within `chunked_prefill_size` and a chunk long.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        allocator: Allocator,
+        controller: Controller,
+        *,
+        overlap: int,
+        chunked_prefill_size: int,
+    ) -> None:
+        self._limits, self._allocator, self._controller = limits, allocator, controller
+        self._growth_in_flight = overlap * (limits.max_depth + 1)
+        self._max_tokens, self._max_prefill_rows = _prefill_sizes(limits, chunked_prefill_size)
+        self._max_running = controller.max_rows
+        self._leaving: Request | None = None
+        self._prefilled_last = False
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+          ValueError: The request could not finish even with all pages to itself.
+        """
+        pages = self._limits.num_pages_for(self._most_positions(request))
+        if pages > self._limits.num_pages - 1:
+            raise ValueError(
+                f"prompt and max_tokens may need {pages} pages of {self._limits.page_size} tokens, "
+                f"and the server has {self._limits.num_pages - 1}"
+            )
+        self.waiting.append(request)
+
+    def admit(self) -> list[Request]:
+        """Gives slots to waiting requests while there is room, and returns those requests."""
+        admitted = []
+        while self.waiting and self._has_room_for(self.waiting[0]):
+            request = self.waiting.popleft()
+            request.place(self._allocator.take_slot())
+            self.running.append(request)
+            admitted.append(request)
+        return admitted
+
+    def next_rows(self) -> PrefillRows | DecodeRows | None:
+        """The rows of the next step; while both wait, prompts and decodes take turns."""
+        turns = [self._prefill_rows, self._decode_rows]
+        for rows_of in reversed(turns) if self._prefilled_last else turns:
+            if (rows := rows_of()) is not None:
+                self._prefilled_last = isinstance(rows, PrefillRows)
+                return rows
+        return None
+
+    def release(self, request: Request) -> None:
+        """Lets go of a request that ended; steps in flight may still have rows of it."""
+        if request.slot:
+            self._give_back(request)
+        else:
+            self.waiting.remove(request)
+
+    def _most_positions(self, request: Request) -> int:
+        """Positions that its last step may need, with all the steps before it in flight."""
+        return request.max_length - 1 + self._growth_in_flight + self._limits.scratch
+
+    def _next_positions(self, request: Request) -> int:
+        """Positions that its next step may need once those in flight have ended."""
+        widest = self._limits.max_depth + 1 + self._growth_in_flight + self._limits.scratch
+        return min(request.length + widest, self._most_positions(request))
+
+    def _has_room_for(self, request: Request) -> bool:
+        """Whether it can run and still leave each running request room for its widest step."""
+        if len(self.running) == self._max_running or not self._allocator.num_free_slots:
+            return False
+        if self._leaving is not None:
+            return False
+        pages = self._limits.num_pages_for(self._next_positions(request))
+        for other in self.running:
+            pages += self._allocator.num_missing(other.slot, self._next_positions(other))
+        return pages <= self._allocator.num_free_pages
+
+    def _prefill_rows(self) -> PrefillRows | None:
+        budget, chunks = self._max_tokens, []
+        for request in tuple(self.running):
+            if not request.slot or request.decodes or request is self._leaving:
+                continue
+            first, end = request.prefilled, _chunk_end(request, budget)
+            if first == end or not self._make_room(request, end):
+                continue
+            chunks.append(Chunk(request, first, end))
+            request.prefilled = end
+            budget -= end - first
+            if len(chunks) == self._max_prefill_rows:
+                break
+        return PrefillRows(tuple(chunks)) if chunks else None
+
+    def _decode_rows(self) -> DecodeRows | None:
+        ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]
+        if not ready:
+            return None
+        shape, rows = self._controller.shape_for(len(ready)), []
+        for request in ready:
+            if not request.slot or request is self._leaving:
+                continue
+            # The ceiling counts the steps in flight, so the pages suffice however they end.
+            if self._make_room(request, request.ceiling + shape.scratch):
+                rows.append(request)
+        return DecodeRows(rows, shape) if rows else None
+
+    def _make_room(self, request: Request, positions: int) -> bool:
+        """Reserves pages, at the cost of younger requests.
+
+        The youngest gives way only when none of its steps is in flight, so that no token of it is
+        lost; until then it gets no further step.
+        """
+        while not self._allocator.reserve(request.slot, positions):
+            youngest = self.running[-1]
+            if youngest is request:
+                return False
+            if not self.is_settled(youngest):
+                self._leaving = youngest
+                return False
+            self._give_back(youngest)
+            self.waiting.appendleft(youngest)
+            self.num_preemptions += 1
+        return True
+
+    @staticmethod
+    def is_settled(request: Request) -> bool:
+        """Whether all its steps have been retired, so that its tokens are known."""
+        return not request.in_flight
+
+    def _give_back(self, request: Request) -> None:
+        self.running.remove(request)
+        self._allocator.free(request.slot)
+        request.slot = 0
+        self._leaving = None
+
+
+def _prefill_sizes(limits: Limits, chunked_prefill_size: int) -> tuple[int, int]:
+    """Tokens and rows of the largest prefill within the limit."""
+    prefills = [p for p in limits.programs if p.work is Work.PREFILL]
+    most = max((p.tokens for p in prefills if p.tokens <= chunked_prefill_size), default=0)
+    if most < CHUNK:
+        raise ValueError(
+            f"chunked_prefill_size must allow a prefill of at least {CHUNK} tokens, "
+            f"got {chunked_prefill_size} with prefills of {limits.token_sizes}"
+        )
+    return most, max(p.batch for p in prefills if p.tokens == most)
+
+
+def _chunk_end(request: Request, budget: int) -> int:
+    """Where a chunk of at most `budget` tokens ends; at its start if nothing fits.
+
+    Inside a prompt that is a multiple of `CHUNK`, so that the chunked delta rule cuts a prompt the
+    same way under any chunking and gives the same bits.
+    """
+    end = request.prefilled + budget
+    if end >= request.prefill_length:
+        return request.prefill_length
+    return max(request.prefilled, end // CHUNK * CHUNK)

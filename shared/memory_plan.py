@@ -1,0 +1,366 @@
+"""How a device's memory is divided before anything is allocated, and the limits that follow.
+
+`plan` fills in what the command line left open and lists every part with its bytes; the parts add
+up to what the start prints. Nothing is allocated later that is not in the list.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Self
+
+from shared.backend import (
+    Limits,
+    Program,
+    Work,
+)
+from shared.buffers import plan_layout, result_layout
+from shared.checkpoint import parameters
+from shared.config import CHUNK_ALIGNMENT, ConfigError, Options
+from shared.model_config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+MEMORY_SHARE = 0.9
+"""Of a GPU's free memory; the rest is left to its libraries."""
+
+SMALLEST_PAGE_TABLE = 16
+MAX_STOP_IDS = 16
+MAX_BIAS = 1
+MAX_LOGPROBS = 1
+LOGIT_COPIES = 6
+"""Raw, processed, noise, perturbed, and the sorted values and ids of a support."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the model runs.
+
+    Attributes:
+      kind: "cpu" or "gpu".
+      name: For the reader.
+      free_bytes: Memory that can be allocated.
+    """
+
+    kind: str
+    name: str
+    free_bytes: int
+
+    @classmethod
+    def cpu(cls) -> Self:
+        """This machine's processor and main memory."""
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return cls("cpu", "CPU", _available_bytes() or pages)
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """One part of the plan."""
+
+    name: str
+    detail: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """What will be allocated.
+
+    Attributes:
+      options: The start's options with nothing left open.
+      limits: What the backend is asked to provide.
+      device: Where.
+      lines: The parts; the activations are an estimate of the widest step, the rest is exact.
+    """
+
+    options: Options
+    limits: Limits
+    device: Device
+    lines: tuple[MemoryLine, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of all lines."""
+        return sum(line.num_bytes for line in self.lines)
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Most tokens of a request, prompt and output: the context, or what all pages hold."""
+        limits = self.limits
+        positions = (limits.num_pages - 1) * limits.page_size
+        in_flight = limits.overlap * (limits.max_depth + 1)
+        return min(limits.context_length, positions + 1 - in_flight - limits.scratch)
+
+
+@dataclass(frozen=True)
+class _Defaults:
+    page_size: int
+    max_running_requests: int
+    chunked_prefill_size: int
+    dtype: str
+
+
+DEFAULTS = {
+    "cpu": _Defaults(16, 8, 256, "float32"),
+    "gpu": _Defaults(64, 48, 2048, "bfloat16"),
+}
+CPU_TOTAL_TOKENS = 32768
+
+
+def plan(options: Options, model: ModelConfig, device: Device) -> MemoryPlan:
+    """Divides the device's memory.
+
+    Raises:
+      ConfigError: The limits contradict each other, or do not fit.
+    """
+    options = _with_defaults(options, device)
+    options = _with_lengths(options, model, device)
+    limits = limits_for(options, model, device)
+    lines = tuple(_lines(options, model, limits))
+    found = MemoryPlan(options=options, limits=limits, device=device, lines=lines)
+    if found.total_bytes > device.free_bytes:
+        raise ConfigError(
+            f"the memory plan needs {found.total_bytes:,} bytes and {device.free_bytes:,} are free "
+            f"on the {device.name}; lower --max-total-tokens or --max-running-requests"
+        )
+    return found
+
+
+def limits_for(options: Options, model: ModelConfig, device: Device) -> Limits:
+    """What a backend provides for options without open values: pools, and one program per bucket.
+
+    A CPU gets page-table buckets in powers of 4, as a step's cost follows them; a GPU one.
+    """
+    engine, context = options.engine, _given(options.model.context_length)
+    page_size = _given(engine.page_size)
+    num_pages = _given(engine.max_total_tokens) // page_size
+    table = max(1, min(num_pages, _pages_for(options, context)))
+    tables = _page_tables(table) if device.kind == "cpu" else (table,)
+    batches = _powers(1, 4 if device.kind == "cpu" else 2, _given(engine.max_running_requests))
+    chunk = _given(engine.chunked_prefill_size)
+    small_chunk = -(-chunk // 8 // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+    programs = [
+        _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch))
+        for batch in sorted({1, min(8, batches[-1])})
+        for pages in tables
+        for tokens in sorted({small_chunk, chunk})
+    ]
+    programs += [
+        _program(Work.DECODE, batch, pages, 0, TreeShape.chain(depth, batch))
+        for batch in batches
+        for pages in tables
+        for depth in sorted({0, _depth(options)})
+    ]
+    return Limits(
+        page_size=page_size,
+        num_pages=1 + num_pages,
+        num_slots=1 + _given(engine.max_running_requests),
+        num_snapshots=1,
+        programs=tuple(programs),
+        overlap=engine.overlap_depth,
+        context_length=context,
+        vocab=model.vocab,
+        max_stop_ids=MAX_STOP_IDS,
+        max_bias=MAX_BIAS,
+        max_logprobs=MAX_LOGPROBS,
+    )
+
+
+def _with_defaults(options: Options, device: Device) -> Options:
+    defaults = DEFAULTS[device.kind]
+    engine = options.engine
+    return replace(
+        options,
+        model=replace(
+            options.model,
+            dtype=defaults.dtype if options.model.dtype == "auto" else options.model.dtype,
+        ),
+        engine=replace(
+            engine,
+            page_size=engine.page_size or defaults.page_size,
+            max_running_requests=engine.max_running_requests or defaults.max_running_requests,
+            chunked_prefill_size=engine.chunked_prefill_size or defaults.chunked_prefill_size,
+            overlap=engine.overlap_depth,
+        ),
+    )
+
+
+def _with_lengths(options: Options, model: ModelConfig, device: Device) -> Options:
+    """Settles context length and KV positions; what was given stays as it is or is refused."""
+    context = options.model.context_length or model.context_length
+    options = replace(options, model=replace(options.model, context_length=context))
+    if options.engine.max_total_tokens is None:
+        return _with_pages(options, _most_pages(options, model, device))
+    page_size = _given(options.engine.page_size)
+    pages, needed = options.engine.max_total_tokens // page_size, _pages_for(options, 2)
+    if pages < needed:
+        raise ConfigError(
+            f"--max-total-tokens {options.engine.max_total_tokens} has no room for a request; "
+            f"give at least {needed * page_size}"
+        )
+    return _with_pages(options, pages)
+
+
+def _most_pages(options: Options, model: ModelConfig, device: Device) -> int:
+    """Pages for every request's whole context, or as many as fit beside everything else."""
+    page_size = _given(options.engine.page_size)
+    wanted = _given(options.engine.max_running_requests) * _pages_for(
+        options, _given(options.model.context_length)
+    )
+    if device.kind == "cpu":
+        wanted = min(wanted, CPU_TOTAL_TOKENS // page_size)
+    fitting, too_many = 0, wanted + 1
+    while fitting + 1 < too_many:  # bytes grow with pages
+        middle = (fitting + too_many) // 2
+        if _fits(_with_pages(options, middle), model, device):
+            fitting = middle
+        else:
+            too_many = middle
+    if fitting < _pages_for(options, 2):
+        raise ConfigError(
+            f"the model does not fit into the {device.free_bytes:,} bytes that are free on the "
+            f"{device.name}; give a smaller --model-path, or lower --max-running-requests and "
+            "--chunked-prefill-size"
+        )
+    return fitting
+
+
+def _fits(options: Options, model: ModelConfig, device: Device) -> bool:
+    lines = _lines(options, model, limits_for(options, model, device))
+    return sum(line.num_bytes for line in lines) <= MEMORY_SHARE * device.free_bytes
+
+
+def _with_pages(options: Options, pages: int) -> Options:
+    total = pages * _given(options.engine.page_size)
+    return replace(options, engine=replace(options.engine, max_total_tokens=total))
+
+
+def _lines(options: Options, model: ModelConfig, limits: Limits) -> Iterator[MemoryLine]:
+    item, slots = ITEM_BYTES[options.model.dtype], limits.num_slots
+    positions = limits.num_pages * limits.page_size
+    kv_width = 2 * model.num_kv_heads * model.head_size * item
+    pages = f"{limits.num_pages - 1} pages of {limits.page_size} tokens, and a sink"
+    yield _weights_line(options, model)
+    yield MemoryLine("KV", pages, model.num_attention_layers * positions * kv_width)
+    if options.speculative.drafter == "NEXTN":
+        yield MemoryLine("draft KV", "the same pages, 1 layer", positions * kv_width)
+    yield from _state_lines(model, limits, item)
+    yield MemoryLine("seen", f"{slots} slots x {limits.vocab} tokens", slots * limits.vocab * 4)
+    relay = slots * (limits.max_width * 8 + model.hidden * item + 12)
+    yield MemoryLine("relay", f"{slots} slots", relay)
+    depth = limits.overlap
+    plans = max(plan_layout(program, limits).size for program in limits.programs)
+    results = max(result_layout(program, limits).size for program in limits.programs)
+    buffers = 4 * ((depth + 2) * plans + (depth + 1) * results)
+    yield MemoryLine("plans and results", f"{depth + 2} plans, {depth + 1} results", buffers)
+    widest = max(_activation_bytes(program, model, limits, item) for program in limits.programs)
+    yield MemoryLine("activations", "the widest step, estimated", widest)
+
+
+def _weights_line(options: Options, model: ModelConfig) -> MemoryLine:
+    with_mtp = options.speculative.drafter == "NEXTN"
+    item = ITEM_BYTES[options.model.dtype]
+    wanted = parameters(model, with_mtp)
+    num_bytes = sum(prod(p.shape) * (4 if p.float32 else item) for p in wanted)
+    count = sum(prod(p.shape) for p in wanted)
+    return MemoryLine("weights", f"{count:,} parameters in {options.model.dtype}", num_bytes)
+
+
+def _state_lines(model: ModelConfig, limits: Limits, item: int) -> Iterator[MemoryLine]:
+    delta = model.gated_delta
+    if delta is None:
+        return
+    state = delta.num_value_heads * delta.key_size * delta.value_size * 4
+    window = (delta.conv_width - 1) * delta.channels * item
+    layer_bytes = model.num_gated_delta_layers * (state + window)
+    for name, count in (("state", limits.num_slots), ("snapshots", limits.num_snapshots)):
+        detail = f"{count - 1} x {layer_bytes:,} bytes, and a sink"
+        yield MemoryLine(name, detail, count * layer_bytes)
+
+
+def _activation_bytes(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
+    """Largest arrays that live at once in a step: a layer's, all kept replay inputs, the logits."""
+    B, N = program.batch, program.shape.nodes
+    rows = program.tokens or B * N
+    queries = program.tokens or N  # a row of plain attention is padded to the longest
+    keys = program.pages * limits.page_size
+    heads = model.num_heads * model.head_size
+    layer = rows * (4 * model.hidden + 3 * model.intermediate + 4 * heads) * item
+    gathered = 2 * B * keys * model.num_kv_heads * model.head_size * item
+    scores = 2 * B * model.num_heads * queries * keys * 4
+    logits = LOGIT_COPIES * (B if program.tokens else rows) * model.vocab * 4
+    return layer + gathered + scores + logits + _delta_bytes(program, model, rows)
+
+
+def _delta_bytes(program: Program, model: ModelConfig, rows: int) -> int:
+    """Replay inputs of every layer of a verify, and the states that a layer works on."""
+    delta = model.gated_delta
+    if delta is None:
+        return 0
+    kept = delta.num_value_heads * (delta.key_size + delta.value_size + 2) + delta.channels
+    layers = 1 if program.tokens else model.num_gated_delta_layers
+    states = 2 * program.batch * delta.num_value_heads * delta.key_size * delta.value_size
+    return 4 * (rows * kept * layers + states)
+
+
+def _program(work: Work, batch: int, pages: int, tokens: int, shape: TreeShape) -> Program:
+    return Program(
+        work=work,
+        batch=batch,
+        pages=pages,
+        tokens=tokens,
+        shape=shape,
+        host_draft=False,
+        mask=False,
+        logprobs=False,
+    )
+
+
+def _depth(options: Options) -> int:
+    """S of the drafted shape; 0 where nothing drafts."""
+    return options.speculative.num_steps if options.speculative.drafter != "none" else 0
+
+
+def _reach(options: Options, context: int) -> int:
+    """Positions that one request may write: its tokens, all steps in flight, and the scratch."""
+    shape = TreeShape.chain(_depth(options), 1)
+    return context + (options.engine.overlap_depth + 1) * shape.max_tokens + shape.scratch
+
+
+def _pages_for(options: Options, context: int) -> int:
+    """Pages of one request."""
+    return -(-_reach(options, context) // _given(options.engine.page_size))
+
+
+def _page_tables(last: int) -> tuple[int, ...]:
+    """Powers of 4 up to `last`; one that would spare less than half of the last is left out."""
+    powers = _powers(SMALLEST_PAGE_TABLE, 4, last)
+    return (*(pages for pages in powers[:-1] if 2 * pages <= last), last)
+
+
+def _powers(first: int, factor: int, last: int) -> tuple[int, ...]:
+    """The powers first * factor^i below `last`, and `last`."""
+    found = []
+    while first < last:
+        found.append(first)
+        first *= factor
+    return (*found, last)
+
+
+def _given(value: int | None) -> int:
+    """A setting that the defaults have filled in."""
+    if value is None:
+        raise ValueError("a setting was left open")
+    return value
+
+
+def _available_bytes() -> int:
+    """Linux's estimate of memory that can be had without swapping; 0 elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(found[0]) if found else 0

@@ -1,0 +1,1 @@
+"""The HTTP server: a process of its own beside the engine's."""

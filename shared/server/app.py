@@ -1,0 +1,247 @@
+"""The HTTP server's process: OpenAI's routes over the engine's socket."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
+from shared.server.generation import Generation, Generator
+from shared.server.openai_types import ApiError, Body, ChatRequest, CompletionRequest, parse
+from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
+from shared.server.server_metrics import ServerMetrics
+from shared.server.tokenizer import Tokenizer
+from shared.server.transport import MAX_BODY_BYTES, BodyLimit, EventStream, too_large, watch_client
+
+GRACE_S = 1  # for open answers to say their error, once the engine is gone
+HARD_END_S = 3.0  # then the process ends whatever still hangs
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+
+class Routes:
+    """The handlers of the routes."""
+
+    def __init__(self, generator: Generator, metrics: ServerMetrics) -> None:
+        self._generator = generator
+        self._client = generator.client
+        self._metrics = metrics
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._answer(request, CompletionRequest, CompletionForm())
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._answer(request, ChatRequest, ChatForm())
+
+    async def models(self) -> Response:
+        """GET /v1/models."""
+        return _json({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        """GET /v1/models/NAME."""
+        if name not in ("default", self._client.facts.model_name):
+            raise ApiError(404, f"there is no model {name!r:.200}", "model", "model_not_found")
+        return _json(self._model())
+
+    async def health(self) -> Response:
+        """GET /health: 200 while the engine lives."""
+        return Response(status_code=200 if self._client.alive else 503)
+
+    async def metrics(self) -> Response:
+        """GET /metrics, for Prometheus."""
+        page = self._metrics.render(await self._client.metrics())
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    def _model(self) -> dict[str, Any]:
+        facts = self._client.facts
+        card = {"id": facts.model_name, "object": "model", "created": 0, "owned_by": "tandem"}
+        return {**card, "max_model_len": facts.context_length}
+
+    async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:
+        if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
+            raise too_large()
+        body = parse(await request.body(), kind)
+        generation = await self._generator.start(body, form)
+        usage_last = bool(body.stream_options and body.stream_options.include_usage)
+        try:
+            with watch_client(generation, request.receive):
+                if not body.stream:
+                    return _json(await _whole(generation))
+                events = _events(generation, usage_last)
+                first = await anext(events)
+        except BaseException:
+            generation.close()
+            raise
+        return EventStream(generation, _put_back(first, events))
+
+
+async def _whole(generation: Generation) -> dict[str, Any]:
+    texts = [""] * len(generation.answer.choices)
+    async for index, piece in generation.pieces():
+        texts[index] += piece.text
+    return generation.answer.whole(texts)
+
+
+async def _events(generation: Generation, usage_last: bool) -> AsyncIterator[bytes]:
+    """The stream's events; an error after the first one is an event as well."""
+    answer, begun = generation.answer, False
+    try:
+        async for index, piece in generation.pieces():
+            chunk = answer.chunk(index, piece)
+            if answer.ended and not usage_last:
+                chunk |= answer.totals()
+            # A piece without text is only of use to who asked for tokens.
+            if piece.text or piece.finish_reason or answer.shows_tokens or not begun:
+                yield sse(chunk)
+                begun = True
+        if usage_last:
+            yield sse(answer.usage_chunk())
+    except ApiError as error:
+        if not begun:
+            raise
+        yield sse(error.to_json())
+    yield SSE_DONE
+
+
+async def _put_back(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+def _json(content: dict[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(content), status, media_type="application/json")
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    response = _json(error.to_json(), error.status)
+    if error.status == 413:  # the rest of the body is still to come
+        response.headers["connection"] = "close"
+    return response
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json(ApiError(error.status_code, str(error.detail)).to_json(), error.status_code)
+
+
+async def _on_client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _on_fault(request: Request, error: Exception) -> Response:
+    return _json(ApiError(500, "the server failed, its log says why").to_json(), 500)
+
+
+def make_app(client: EngineClient, tokenizer: Tokenizer | None) -> ASGIApp:
+    """The application over a connected engine."""
+    metrics = ServerMetrics()
+    routes = Routes(Generator(client, tokenizer, metrics), metrics)
+    app = FastAPI(title="Tandem", openapi_url=None)
+    for path, handler, method in (
+        ("/v1/completions", routes.completions, "POST"),
+        ("/v1/chat/completions", routes.chat, "POST"),
+        ("/v1/models", routes.models, "GET"),
+        ("/v1/models/{name:path}", routes.model, "GET"),
+        ("/health", routes.health, "GET"),
+        ("/metrics", routes.metrics, "GET"),
+    ):
+        app.add_api_route(path, handler, methods=[method], response_model=None)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientLeft, _on_client_left)
+    app.add_exception_handler(Exception, _on_fault)
+    return BodyLimit(app)
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to the engine's process, and says where it listens."""
+
+    def __init__(self, config: uvicorn.Config, greeting: str) -> None:
+        super().__init__(config)
+        self._greeting = greeting
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self._greeting, flush=True)
+
+
+async def serve(connection: socket.socket, listener: socket.socket) -> int:
+    """Serves until the engine ends or SIGTERM; returns the exit code."""
+    try:
+        client = await EngineClient.connect(connection)
+        tokenizer = Tokenizer.from_folder(client.facts.model_folder)
+    except (EngineLost, ValueError) as error:
+        print(error, file=sys.stderr, flush=True)
+        return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
+    config = uvicorn.Config(
+        make_app(client, tokenizer),
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+    )
+    server = _HttpServer(config, _greeting(client.facts.model_name, listener))
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
+    client.ended.add_done_callback(lambda _: _shut_down(server))
+    await server.serve([listener])
+    if client.alive:
+        return 0
+    end = client.ended.result()
+    if end.failed:
+        print(f"the HTTP server ends: {end.reason}", file=sys.stderr, flush=True)
+    return EXIT_FAILED if end.failed else 0
+
+
+def _shut_down(server: uvicorn.Server) -> None:
+    server.should_exit = True
+    timer = threading.Timer(HARD_END_S, os._exit, [EXIT_FAILED])
+    timer.daemon = True
+    timer.start()
+
+
+def _greeting(model: str, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    return f"{model} is served at http://{shown}:{port}"
+
+
+def main() -> int:
+    """Entry of `python -m shared.server.app`, which the engine's process starts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine-fd", type=int, required=True, help="socket to the engine")
+    parser.add_argument("--listen-fd", type=int, required=True, help="bound TCP socket")
+    flags = parser.parse_args()
+    # Ctrl-C reaches both processes; the engine's ends this one in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=flags.engine_fd)
+    return asyncio.run(serve(connection, socket.socket(fileno=flags.listen_fd)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,173 @@
+"""One choice of a response as it grows: its text, where the text ends, and what speculation did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from shared.engine.request import Event, FinishReason
+from shared.server.tokenizer import Detokenizer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one event added to a choice.
+
+    Attributes:
+      text: New text; may lag behind the tokens.
+      tokens: New tokens, no further than the one with which the text ends.
+      finish_reason: "stop" or "length" in the last piece.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str | None
+
+
+@dataclass
+class Speculation:
+    """Counts over verify steps: how many drafts each accepted.
+
+    Attributes:
+      histogram: Entry i counts the steps that accepted i drafts; S + 1 entries.
+    """
+
+    histogram: list[int]
+
+    @classmethod
+    def empty(cls, max_depth: int) -> Speculation:
+        """No steps, each of which may accept `max_depth` drafts."""
+        return cls([0] * (max_depth + 1))
+
+    def add(self, other: Speculation) -> None:
+        """Adds the counts of another choice."""
+        self.histogram = [a + b for a, b in zip(self.histogram, other.histogram, strict=True)]
+
+    def to_json(self) -> dict[str, object]:
+        """The `speculative` object of a response; a step's tokens include the bonus token."""
+        steps = sum(self.histogram)
+        tokens = sum((i + 1) * count for i, count in enumerate(self.histogram))
+        return {
+            "verify_steps": steps,
+            "accept_length": tokens / steps if steps else 1.0,
+            "accepted_histogram": self.histogram,
+        }
+
+
+class StopFinder:
+    """Finds stop strings in a text that arrives in pieces, whatever the borders.
+
+    The string whose end comes first wins, so the outcome does not depend on how the text was cut.
+    Per string, `_lengths` is how much of its beginning the text now ends with (Knuth, Morris and
+    Pratt 1977); the longest of them is held back.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._borders = [_borders(stop) for stop in stops]
+        self._lengths = [0] * len(stops)
+        self._held = ""
+
+    def push(self, text: str, armed: bool) -> tuple[str, bool]:
+        """Adds text.
+
+        Args:
+          text: The next characters.
+          armed: Whether a stop string that ends here ends the text.
+
+        Returns:
+          Characters that are certain to belong to the text, and whether it ends with them.
+        """
+        if not self._stops:
+            return text, False
+        self._held += text
+        for position, char in enumerate(text, start=len(self._held) - len(text)):
+            matched = self._advance(char)
+            if matched and armed:
+                return self._held[: position + 1 - matched], True
+        end = len(self._held) - max(self._lengths)
+        given, self._held = self._held[:end], self._held[end:]
+        return given, False
+
+    def flush(self) -> str:
+        """What was held back: the text ends without a stop string."""
+        given, self._held = self._held, ""
+        return given
+
+    def _advance(self, char: str) -> int:
+        """Length of the longest stop string that ends with `char`, or 0."""
+        longest = 0
+        for i, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            length = self._lengths[i]
+            while length and stop[length] != char:
+                length = borders[length - 1]
+            length += stop[length] == char
+            if length == len(stop):
+                longest = max(longest, length)
+                length = borders[length - 1]
+            self._lengths[i] = length
+        return longest
+
+
+def _borders(stop: str) -> list[int]:
+    """Entry i: the longest proper beginning of `stop[: i + 1]` that is also its end."""
+    borders = [0]
+    for char in stop[1:]:
+        length = borders[-1]
+        while length and stop[length] != char:
+            length = borders[length - 1]
+        borders.append(length + (stop[length] == char))
+    return borders
+
+
+@dataclass
+class Choice:
+    """Follows the events of one choice.
+
+    Attributes:
+      detokenizer: None where the checkpoint has no tokenizer: the text is empty then.
+      stops: Finds the request's stop strings.
+      min_tokens: A stop string that ends before is part of the text.
+      speculation: Verify steps up to and with the one in which the text ends.
+      tokens: All tokens so far.
+      finish_reason: Set at the end.
+    """
+
+    detokenizer: Detokenizer | None
+    stops: StopFinder
+    min_tokens: int
+    speculation: Speculation
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def take(self, event: Event) -> Piece:
+        """Adds an event; the text may end within it.
+
+        Tokens and text are cut at the same place: after the token that completes a stop string.
+        """
+        if event.accepted is not None:
+            self.speculation.histogram[event.accepted] += 1
+        ends_with_stop_token = event.finish_reason is FinishReason.STOP
+        text = ""
+        for kept, token in enumerate(event.tokens, start=1):
+            is_stop_token = ends_with_stop_token and kept == len(event.tokens)
+            self.tokens.append(token)
+            given, ended = self._read(token, is_stop_token)
+            text += given
+            if ended:
+                self.finish_reason = "stop"
+                return Piece(text, event.tokens[:kept], "stop")
+        if event.finish_reason:
+            text += self._flush()
+            self.finish_reason = event.finish_reason.value
+        return Piece(text, event.tokens, self.finish_reason)
+
+    def _read(self, token: int, is_stop_token: bool) -> tuple[str, bool]:
+        if self.detokenizer is None or is_stop_token:
+            return "", False
+        armed = len(self.tokens) >= self.min_tokens
+        return self.stops.push(self.detokenizer.push(token), armed)
+
+    def _flush(self) -> str:
+        rest = self.detokenizer.flush() if self.detokenizer else ""
+        text, _ = self.stops.push(rest, armed=False)
+        return text + self.stops.flush()

@@ -1,0 +1,229 @@
+"""The server's side of the engine: sends requests, hands out the events of each."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from shared.engine.request import Event, SamplingParams
+from shared.server.frames import (
+    FrameReader,
+    ModelFacts,
+    event_from_row,
+    pack,
+    sampling_to_fields,
+)
+
+RECEIVE_BYTES = 1 << 18
+METRICS_WAIT_S = 1.0  # a step may compile for long; the last snapshot is served then
+
+
+class EngineLost(Exception):
+    """The engine's process has ended or is ending; the message is the reason."""
+
+
+class Refused(Exception):
+    """The engine cannot serve the request; the message is the reason."""
+
+
+class ClientLeft(Exception):
+    """The client closed its connection."""
+
+
+@dataclass(frozen=True)
+class End:
+    """Why the engine is gone, and whether that is a failure."""
+
+    reason: str
+    failed: bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with the choices that are made for it: one seed each."""
+
+    tokens: list[int]
+    sampling: SamplingParams
+    seeds32: list[int]
+
+
+class Submission:
+    """All choices of one HTTP request; choices are numbered prompt by prompt."""
+
+    def __init__(self, client: EngineClient, prompts: list[Prompt]) -> None:
+        self._client = client
+        self._queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        self._choices: dict[int, int] = {}  # of the requests that have not ended
+        numbers = itertools.count()
+        for prompt in prompts:
+            ids = [client.new_id() for _ in prompt.seeds32]
+            self._choices.update(zip(ids, numbers, strict=False))
+            client.add(self, prompt, ids)
+
+    async def next(self) -> tuple[int, Event]:
+        """The number of a choice and its next event.
+
+        Raises:
+          EngineLost, Refused, ClientLeft: There will be no further event.
+        """
+        while True:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            choice = self._choices.get(item.request_id)
+            if choice is None:  # it was finished here, the event is a late one
+                continue
+            if item.finish_reason:
+                del self._choices[item.request_id]
+            return choice, item
+
+    def put(self, item: Event | Exception) -> None:
+        """Hands over an event, or the reason why there is none."""
+        self._queue.put_nowait(item)
+
+    def finish(self, choice: int, num_tokens: int) -> None:
+        """Ends a choice whose text has ended with its `num_tokens`-th token."""
+        for request_id in [i for i, c in self._choices.items() if c == choice]:
+            del self._choices[request_id]
+            self._client.finish(request_id, num_tokens)
+
+    def close(self) -> None:
+        """Ends every choice that is still open."""
+        for request_id in self._choices:
+            self._client.abort(request_id)
+        self._choices.clear()
+
+
+class EngineClient:
+    """The connection to the engine's process, on the server's event loop.
+
+    Attributes:
+      facts: What the engine said of itself.
+      ended: Done when the engine is gone.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, facts: ModelFacts
+    ) -> None:
+        self.facts = facts
+        self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._reader = reader
+        self._writer = writer
+        self._frames = FrameReader()
+        self._ids = itertools.count(1)
+        self._submissions: dict[int, Submission] = {}
+        self._metrics: dict[str, float] = {}
+        self._metrics_waiters: list[asyncio.Future[None]] = []
+        self._handlers = {
+            "step": self._take_step,
+            "refused": self._take_refusal,
+            "metrics": self._take_metrics,
+            "end": self._take_end,
+        }
+        self._task = asyncio.create_task(self._read())
+
+    @classmethod
+    async def connect(cls, connection: socket.socket) -> EngineClient:
+        """Waits for the engine's facts.
+
+        Raises:
+          EngineLost: The engine ended first.
+        """
+        reader, writer = await asyncio.open_connection(sock=connection)
+        frames = FrameReader()
+        while received := await reader.read(RECEIVE_BYTES):
+            # Nothing follows the facts before a request is sent.
+            for _, fields in frames.feed(received):
+                return cls(reader, writer, ModelFacts.from_fields(fields))
+        raise EngineLost("the engine process ended before it was ready")
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be submitted."""
+        return not self.ended.done()
+
+    def submit(self, prompts: list[Prompt]) -> Submission:
+        """Sends prompts to the engine.
+
+        Raises:
+          EngineLost: The engine is gone.
+        """
+        if self.ended.done():
+            raise EngineLost(self.ended.result().reason)
+        return Submission(self, prompts)
+
+    async def metrics(self) -> dict[str, float]:
+        """The engine's counters now, or the last known ones while a step takes long."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._metrics_waiters.append(waiter)
+        self._send(["metrics"])
+        pending = {waiter, self.ended}
+        await asyncio.wait(pending, timeout=METRICS_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        return self._metrics
+
+    def new_id(self) -> int:
+        """A request id that was never used."""
+        return next(self._ids)
+
+    def add(self, submission: Submission, prompt: Prompt, ids: list[int]) -> None:
+        """Sends the choices of one prompt; their events go to `submission`."""
+        self._submissions.update(dict.fromkeys(ids, submission))
+        choices = [list(pair) for pair in zip(ids, prompt.seeds32, strict=True)]
+        self._send(["add", prompt.tokens, sampling_to_fields(prompt.sampling), choices])
+
+    def finish(self, request_id: int, num_tokens: int) -> None:
+        """Tells the engine where the text of a request ended."""
+        if self._submissions.pop(request_id, None):
+            self._send(["finish", request_id, num_tokens])
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request that nobody waits for."""
+        if self._submissions.pop(request_id, None):
+            self._send(["abort", request_id])
+
+    def _send(self, message: list[Any]) -> None:
+        if self.alive:
+            self._writer.write(pack(message))
+
+    async def _read(self) -> None:
+        try:
+            while received := await self._reader.read(RECEIVE_BYTES):
+                for kind, *fields in self._frames.feed(received):
+                    self._handlers[kind](*fields)
+        except OSError:
+            pass  # a reset is an end as well
+        finally:
+            self._take_end("the engine process ended without a word (killed or crashed)", True)
+
+    def _take_step(self, rows: list[list[Any]]) -> None:
+        for row in rows:
+            event = event_from_row(row)
+            submission = self._submissions.get(event.request_id)
+            if submission is None:  # finished or aborted while the event was on its way
+                continue
+            if event.finish_reason:
+                del self._submissions[event.request_id]
+            submission.put(event)
+
+    def _take_refusal(self, request_id: int, reason: str) -> None:
+        submission = self._submissions.pop(request_id, None)
+        if submission:
+            submission.put(Refused(reason))
+
+    def _take_metrics(self, snapshot: dict[str, float]) -> None:
+        self._metrics = snapshot
+        waiters, self._metrics_waiters = self._metrics_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _take_end(self, reason: str, failed: bool) -> None:
+        if self.ended.done():
+            return
+        self.ended.set_result(End(reason, failed))
+        for submission in set(self._submissions.values()):
+            submission.put(EngineLost(reason))
+        self._submissions.clear()

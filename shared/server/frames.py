@@ -1,0 +1,107 @@
+"""The messages between the engine process and the HTTP server, and their frames on the socket.
+
+A frame is a 4-byte little-endian length and a msgpack list whose first entry names the message.
+
+- engine to server: `facts` (a `ModelFacts`), `step` (rows of one step), `refused` (id, sentence),
+  `metrics` (a snapshot), `end` (sentence, whether it is a failure).
+- server to engine: `add` (prompt, sampling, [id, seed32] per choice), `abort` (id), `finish` (id,
+  final token count), `metrics`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgpack
+
+from shared.engine.request import Event, FinishReason, SamplingParams
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the server has to know about the model and the engine to check a request.
+
+    Attributes:
+      model_name: Served name of the model.
+      model_folder: Absolute path of the checkpoint, where the tokenizer lies.
+      context_length: Most tokens of a request, prompt and output together.
+      max_request_tokens: The same, or less where the pages do not hold a whole context.
+      vocab: Tokens of the model; ids are below it.
+      eos_ids: Tokens that end a text unless the request ignores them.
+      max_stop_ids: Most stop tokens of one request.
+      max_draft_depth: S, the most drafts that a step can accept; 0 without speculation.
+    """
+
+    model_name: str
+    model_folder: str
+    context_length: int
+    max_request_tokens: int
+    vocab: int
+    eos_ids: tuple[int, ...]
+    max_stop_ids: int
+    max_draft_depth: int
+
+    def to_message(self) -> list[Any]:
+        """The `facts` message."""
+        return ["facts", asdict(self)]
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> ModelFacts:
+        """The inverse of `to_message`, from the fields that it carries."""
+        return cls(**{**fields, "eos_ids": tuple(fields["eos_ids"])})
+
+
+def pack(message: list[Any]) -> bytes:
+    """The frame of a message."""
+    body: bytes = msgpack.Packer().pack(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a stream of bytes into messages, however the bytes arrive."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[list[Any]]:
+        """Yields each message that is whole by now."""
+        self._bytes += received
+        while len(self._bytes) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._bytes)[0]
+            if len(self._bytes) < end:
+                return
+            body = bytes(self._bytes[_LENGTH.size : end])
+            del self._bytes[:end]
+            yield msgpack.unpackb(body, strict_map_key=False)
+
+
+def event_to_row(event: Event) -> list[Any]:
+    """A row of a `step` message."""
+    reason = event.finish_reason.value if event.finish_reason else None
+    logprobs = event.logprobs
+    return [event.request_id, event.tokens, event.accepted, reason, event.error, logprobs]
+
+
+def event_from_row(row: list[Any]) -> Event:
+    """The inverse of `event_to_row`."""
+    request_id, tokens, accepted, reason, error, logprobs = row
+    if logprobs is not None:
+        logprobs = [(chosen, [tuple(pair) for pair in best]) for chosen, best in logprobs]
+    finish_reason = FinishReason(reason) if reason else None
+    return Event(request_id, tokens, accepted, finish_reason, error, logprobs)
+
+
+def sampling_to_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as they travel; the seeds of the choices travel beside them."""
+    return asdict(sampling)
+
+
+def sampling_from_fields(fields: dict[str, Any], seed32: int) -> SamplingParams:
+    """The inverse of `sampling_to_fields`, with the seed of one choice."""
+    stops = tuple(fields["stop_token_ids"])
+    return SamplingParams(**{**fields, "seed32": seed32, "stop_token_ids": stops})

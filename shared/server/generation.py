@@ -1,0 +1,177 @@
+"""One HTTP request on its way through the engine: from a checked body to pieces of text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from shared.engine.request import Event, FinishReason
+from shared.server.choice import Choice, Piece, Speculation, StopFinder
+from shared.server.engine_client import (
+    ClientLeft,
+    EngineClient,
+    EngineLost,
+    Prompt,
+    Refused,
+    Submission,
+)
+from shared.server.model_checks import check_prompt, make_sampling
+from shared.server.openai_types import (
+    MAX_CHOICES,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+)
+from shared.server.responses import Answer, Form
+from shared.server.server_metrics import ServerMetrics
+from shared.server.tokenizer import Detokenizer, TemplateFailed, Tokenizer
+from shared.spec.sampling import derive_seed
+
+
+class Generation:
+    """The choices of one HTTP request while the engine works on them.
+
+    Attributes:
+      answer: Writes the response.
+    """
+
+    def __init__(self, submission: Submission, answer: Answer, metrics: ServerMetrics) -> None:
+        self.answer = answer
+        self._submission = submission
+        self._metrics = metrics
+        self._started = time.monotonic()
+        self._waits_for_first = True
+
+    def client_left(self) -> None:
+        """Ends the generation: nobody reads it."""
+        self._submission.put(ClientLeft())
+
+    def close(self) -> None:
+        """Ends what the engine still does for it."""
+        self._submission.close()
+
+    async def next(self) -> tuple[int, Piece]:
+        """The number of a choice and what its next event adds.
+
+        Raises:
+          ApiError: The engine is gone, or failed at or refused the request.
+          ClientLeft: The client is gone.
+        """
+        try:
+            index, event = await self._submission.next()
+        except EngineLost as error:
+            raise ApiError(503, str(error), code="engine_lost") from error
+        except Refused as error:
+            raise ApiError(400, str(error)) from error
+        if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise ApiError(500, event.error or "the engine aborted the request")
+        return index, self._take(index, event)
+
+    def _take(self, index: int, event: Event) -> Piece:
+        choice = self.answer.choices[index]
+        piece = choice.take(event)
+        if piece.finish_reason and not event.finish_reason:
+            self._submission.finish(index, len(choice.tokens))
+        self._observe()
+        return piece
+
+    def _observe(self) -> None:
+        elapsed = time.monotonic() - self._started
+        if self._waits_for_first:
+            self._metrics.time_to_first_token.observe(elapsed)
+            self._waits_for_first = False
+        if self.answer.ended:
+            self._metrics.request_latency.observe(elapsed)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """All pieces until every choice has ended; errors as `next`."""
+        while not self.answer.ended:
+            yield await self.next()
+
+
+class Generator:
+    """Starts generations.
+
+    Attributes:
+      client: The engine.
+      tokenizer: None where the checkpoint has none: prompts are token ids then.
+    """
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer | None, metrics: ServerMetrics
+    ) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self._metrics = metrics
+
+    async def start(self, request: CompletionRequest | ChatRequest, form: Form) -> Generation:
+        """Checks a request against the model and submits it.
+
+        Raises:
+          ApiError: It cannot be served.
+        """
+        self._check_model(request.model)
+        if request.stop and self.tokenizer is None:
+            raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
+        tokens = await self._tokens(request)
+        seed = request.draw_seed()
+        seeds = [derive_seed(seed, choice) for choice in range(request.num_choices)]
+        prompts = [
+            Prompt(t, make_sampling(request, len(t), self.client.facts), seeds) for t in tokens
+        ]
+        answer = Answer(
+            form=form,
+            model=self.client.facts.model_name,
+            num_prompt_tokens=sum(map(len, tokens)),
+            choices=[self._choice(request, prompt) for prompt in prompts for _ in seeds],
+            shows_tokens=bool(request.return_token_ids),
+        )
+        try:
+            return Generation(self.client.submit(prompts), answer, self._metrics)
+        except EngineLost as error:
+            raise ApiError(503, str(error), code="engine_lost") from error
+
+    def _check_model(self, name: str | None) -> None:
+        served = self.client.facts.model_name
+        if name not in (None, "default", served):
+            message = f"the model {name!r:.200} is not served here, {served!r} is"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def _choice(self, request: CompletionRequest | ChatRequest, prompt: Prompt) -> Choice:
+        return Choice(
+            Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
+            StopFinder(tuple(request.stop)),
+            prompt.sampling.min_tokens,
+            Speculation.empty(self.client.facts.max_draft_depth),
+        )
+
+    async def _tokens(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        if isinstance(request, ChatRequest):
+            prompts = [await self._encode_chat(request)]
+        else:
+            if len(request.prompt) * request.num_choices > MAX_CHOICES:
+                raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", param)
+            prompts = [await self._encode(prompt) for prompt in request.prompt]
+        for tokens in prompts:
+            check_prompt(tokens, param, self.client.facts)
+        return prompts
+
+    async def _encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        if self.tokenizer is None:
+            message = "the model folder has no tokenizer.json: give prompt as token ids"
+            raise ApiError(400, message, "prompt")
+        return await asyncio.to_thread(self.tokenizer.encode, prompt)
+
+    async def _encode_chat(self, request: ChatRequest) -> list[int]:
+        if self.tokenizer is None or not self.tokenizer.has_chat_template:
+            message = "the model folder has no chat template: use /v1/completions"
+            raise ApiError(400, message, "messages")
+        messages = [message.model_dump(exclude_none=True) for message in request.messages]
+        try:
+            return await asyncio.to_thread(self.tokenizer.encode_chat, messages)
+        except TemplateFailed as error:
+            raise ApiError(400, str(error), "messages") from error

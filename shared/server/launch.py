@@ -1,0 +1,193 @@
+"""The start of a server: flags, checkpoint, memory plan, weights, engine, HTTP.
+
+Whatever the user can put right ends the start with exit code 2 and one sentence as the last line.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from shared.backend import Backend, Limits
+from shared.capabilities import Setup, refusals
+from shared.checkpoint import CheckpointError, Parameter, parameters
+from shared.config import ConfigError, Options, parse
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.memory_plan import Device, MemoryPlan, plan
+from shared.model_config import ModelConfig
+from shared.server import engine_process
+from shared.server.frames import ModelFacts
+
+REPORT_S = 2.0  # between two lines of progress where there is no terminal to draw a bar on
+
+ProgressCall = Callable[[int], None]
+LoadBackend = Callable[[Options, Any, ModelConfig, Limits, ProgressCall], Backend]
+"""Its second argument is what `open_checkpoint` gave."""
+
+
+class Weights(Protocol):
+    """What the start needs of an opened checkpoint (`shared.checkpoint.Checkpoint` is one)."""
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the files hold an mtp layer."""
+        ...
+
+    def check(self, config: ModelConfig, with_mtp: bool) -> None:
+        """Raises `CheckpointError` for the first fault that the headers show."""
+        ...
+
+    def num_bytes(self, wanted: Sequence[Parameter]) -> int:
+        """Stored bytes of these parameters."""
+        ...
+
+
+def launch(
+    argv: Sequence[str],
+    load_backend: LoadBackend,
+    *,
+    open_checkpoint: Callable[[str], Weights],
+    find_device: Callable[[], Device],
+) -> int:
+    """Serves until it is told to stop.
+
+    Args:
+      argv: The command line without the program's name.
+      load_backend: Makes the backend from options without open values, checkpoint, model config
+        and limits; it calls its last argument with the number of stored bytes after each tensor.
+      open_checkpoint: Opens the model folder; its files are checked before any weight is read.
+      find_device: Where the backend will run; called after the flags are known to be right.
+
+    Returns:
+      The process's exit code: 0 after a signal, 2 where the start was refused, else 1.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        options = parse(argv)
+        listener = engine_process.bind(options.server.host, options.server.port)
+        model, checkpoint, memory = _prepare(options, open_checkpoint, find_device)
+    except ValueError as error:  # ConfigError, CheckpointError, and what ModelConfig refuses
+        return _refuse(error)
+    _print_plan(console, memory)
+    try:
+        stored_bytes = checkpoint.num_bytes(parameters(model, _with_mtp(memory.options)))
+        with _progress(console, stored_bytes) as progress:
+            backend = load_backend(memory.options, checkpoint, model, memory.limits, progress)
+    except CheckpointError as error:
+        return _refuse(error)
+    engine = _make_engine(backend, memory.options)
+    return engine_process.run(engine, _facts(memory, model), listener)
+
+
+def _prepare(
+    options: Options,
+    open_checkpoint: Callable[[str], Weights],
+    find_device: Callable[[], Device],
+) -> tuple[ModelConfig, Weights, MemoryPlan]:
+    """Everything that can be refused before memory is taken."""
+    folder = os.path.expanduser(options.model.model_path)
+    options = replace(options, model=replace(options.model, model_path=folder))
+    model = ModelConfig.from_folder(folder)
+    checkpoint = open_checkpoint(folder)
+    refused = refusals(Setup(options=options, model=model, has_mtp=checkpoint.has_mtp))
+    if refused:
+        raise ConfigError("\n".join(refused))
+    checkpoint.check(model, _with_mtp(options))
+    return model, checkpoint, plan(options, model, find_device())
+
+
+def _with_mtp(options: Options) -> bool:
+    """Whether the mtp layer of the checkpoint is loaded."""
+    return options.speculative.drafter == "NEXTN"
+
+
+def _refuse(error: ValueError) -> int:
+    print(error, file=sys.stderr, flush=True)
+    return engine_process.EXIT_REFUSED
+
+
+def _make_engine(backend: Backend, options: Options) -> Engine:
+    draft = options.speculative
+    drafted = draft.drafter != "none"
+    controller = StaticController(
+        backend.limits,
+        nodes=draft.num_draft_tokens if drafted else 1,
+        depth=draft.num_steps if drafted else 0,
+        width=draft.topk if drafted else 0,
+    )
+    return Engine(
+        backend,
+        controller,
+        overlap=options.engine.overlap_depth,
+        chunked_prefill_size=options.engine.chunked_prefill_size or 0,
+    )
+
+
+def _facts(memory: MemoryPlan, model: ModelConfig) -> ModelFacts:
+    options, limits = memory.options, memory.limits
+    folder = Path(options.model.model_path).resolve()
+    return ModelFacts(
+        model_name=options.server.served_model_name or folder.name,
+        model_folder=str(folder),
+        context_length=limits.context_length,
+        max_request_tokens=memory.max_request_tokens,
+        vocab=model.vocab,
+        eos_ids=model.eos_ids,
+        max_stop_ids=limits.max_stop_ids,
+        max_draft_depth=limits.max_depth,
+    )
+
+
+def _print_plan(console: Console, memory: MemoryPlan) -> None:
+    """The parts of the memory plan and their sum, in bytes."""
+    limits = memory.limits
+    console.print(
+        f"{memory.options.model.dtype} on {memory.device.name}: context {limits.context_length}, "
+        f"{limits.num_slots - 1} requests at once, at most {memory.max_request_tokens} tokens each"
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("memory plan")
+    table.add_column("")
+    table.add_column("bytes", justify="right")
+    for line in memory.lines:
+        table.add_row(line.name, line.detail, f"{line.num_bytes:,}")
+    free = f"of {memory.device.free_bytes:,} that are free"
+    table.add_row("total", free, f"{memory.total_bytes:,}")
+    console.print(table)
+
+
+@contextmanager
+def _progress(console: Console, total_bytes: int) -> Iterator[ProgressCall]:
+    """A bar in bytes on a terminal, else a line every few seconds and one at the end."""
+    if not console.is_terminal:
+        yield _Lines(console, total_bytes).add
+        console.print(f"loaded {total_bytes:,} bytes")
+        return
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("loading", total=total_bytes)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+class _Lines:
+    """Progress as plain lines."""
+
+    def __init__(self, console: Console, total_bytes: int) -> None:
+        self._console, self._total, self._read = console, total_bytes, 0
+        self._next = time.monotonic() + REPORT_S
+
+    def add(self, num_bytes: int) -> None:
+        """Notes bytes that were read."""
+        self._read += num_bytes
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + REPORT_S
+            self._console.print(f"loading {self._read:,} of {self._total:,} bytes")

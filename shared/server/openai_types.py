@@ -1,0 +1,262 @@
+"""Requests as OpenAI's clients write them, checked field by field, and the errors they get."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic_core import PydanticCustomError
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+MAX_CHOICES = 1024  # of all prompts of one request
+
+# Fields of OpenAI's API that are not there yet, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "metadata": ({},),
+    "prediction": (),
+}
+_UNSUPPORTED_COMPLETION = _UNSUPPORTED | {"echo": (False,), "logprobs": (), "suffix": ("",)}
+_UNSUPPORTED_CHAT = _UNSUPPORTED | {
+    "audio": (),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": (),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class ApiError(Exception):
+    """An answer with OpenAI's error object.
+
+    Attributes:
+      status: HTTP status.
+      message: One sentence.
+      param: The field at fault, or None.
+      code: A word for programs, or None.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of the answer."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a value is a string of characters; JSON can also write halves of them."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_id_list(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
+
+
+def _read_prompt(value: Any) -> list[str] | list[list[int]]:
+    """Prompts, of which a request may have several: all texts or all lists of token ids."""
+    prompts = [value] if isinstance(value, str) or (value and _is_id_list(value)) else value
+    if not isinstance(prompts, list) or not (
+        all(map(_is_text, prompts)) or all(map(_is_id_list, prompts))
+    ):
+        raise PydanticCustomError(
+            "prompt", "must be a text, a list of token ids, or a list of such prompts of one kind"
+        )
+    if not prompts or not all(prompts):
+        raise PydanticCustomError("prompt", "must not be empty")
+    return prompts
+
+
+def _read_stops(value: Any) -> list[str]:
+    stops = [value] if isinstance(value, str) else value if value is not None else []
+    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+        raise PydanticCustomError("stop", "must be a text or a list of texts, none of them empty")
+    if len(stops) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in stops):
+        raise PydanticCustomError(
+            "stop",
+            "must have at most {number} texts of {length} characters",
+            {"number": MAX_STOPS, "length": MAX_STOP_LENGTH},
+        )
+    return stops
+
+
+def _read_content(value: Any) -> str:
+    """A message's content: a text, or parts of type text, joined by newlines as vLLM does."""
+    if _is_text(value):
+        return value
+    parts = value if isinstance(value, list) and value else [None]
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+            raise PydanticCustomError("content", "must be a text or a list of parts of type text")
+        texts.append(part["text"])
+    if not all(map(_is_text, texts)):
+        raise PydanticCustomError("content", "has a part whose text is not a string")
+    return "\n".join(texts)
+
+
+class _Strict(BaseModel):
+    """Wrong types, unknown fields, NaN and infinity are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, frozen=True
+    )
+
+
+class StreamOptions(_Strict):
+    """Options of a stream."""
+
+    include_usage: bool = False
+
+
+class Message(_Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str, PlainValidator(_read_content)]
+    name: str | None = None
+
+
+class GenerationRequest(_Strict):
+    """The fields that both endpoints share.
+
+    `DEFAULT_TOKENS` bounds an output whose request does not say; None: all that fits.
+    """
+
+    DEFAULT_TOKENS: ClassVar[int | None] = None
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0: off
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    # Logits are divided by it: far smaller values leave float32's range.
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
+    seed: int | None = None
+    stop: Annotated[list[str], PlainValidator(_read_stops)] = []
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of each prompt."""
+        return self.n or 1
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        return "max_tokens", self.max_tokens
+
+    def draw_seed(self) -> int:
+        """The seed, drawn where there is none."""
+        return secrets.randbits(64) if self.seed is None else self.seed % 2**64
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of /v1/completions."""
+
+    DEFAULT_TOKENS: ClassVar[int | None] = 16  # OpenAI's
+
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(_read_prompt)]
+
+
+class ChatRequest(GenerationRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """`max_completion_tokens`, or its old name."""
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        return "max_completion_tokens", self.max_completion_tokens
+
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
+
+
+def parse(body: bytes, kind: type[Body]) -> Body:
+    """Reads the body of a request.
+
+    Raises:
+      ApiError: Status 400; names the field at fault.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, f"the body must be a JSON object, got a {type(fields).__name__}")
+    table = _UNSUPPORTED_CHAT if kind is ChatRequest else _UNSUPPORTED_COMPLETION
+    try:
+        request = kind.model_validate(_drop_neutral(fields, table))
+    except ValidationError as error:
+        raise _api_error(error) from error
+    _check_together(request)
+    return request
+
+
+def _drop_neutral(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    for name in table.keys() & fields.keys():
+        value = fields[name]
+        neutral = any(type(value) is type(other) and value == other for other in table[name])
+        if value is not None and not neutral:
+            raise ApiError(400, f"{name} is not supported, leave it out", name)
+    return {name: value for name, value in fields.items() if name not in table}
+
+
+def _api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param} is not a known field", param)
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is missing", param)
+    message = first["msg"].removeprefix("Input ")
+    return ApiError(400, f"{param} {message}, got {first['input']!r:.60}", param)
+
+
+def _check_together(request: GenerationRequest) -> None:
+    if request.stream_options and not request.stream:
+        raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    name, asked = request.asked_tokens
+    if name != "max_tokens" and request.max_tokens not in (None, asked):
+        raise ApiError(400, f"max_tokens and {name} differ, give one of them", name)
+    if asked is not None and (request.min_tokens or 0) > asked:
+        raise ApiError(400, f"min_tokens must not exceed {name}", "min_tokens")

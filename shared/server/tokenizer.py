@@ -1,0 +1,193 @@
+"""Text to tokens and back: the checkpoint's tokenizer, its chat template, text in pieces."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as FastTokenizer
+
+REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character (yet)
+MAX_HALF = 3  # of the 4 bytes of a character, most that can be there without it
+WINDOW = 16  # tokens decoded together, so that a character may spread over several
+CONTEXT = 8  # tokens kept when the window is cut: enough to be in step with characters again
+
+
+class TemplateFailed(ValueError):
+    """The chat template did not accept the messages; the message says why."""
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer.json and chat template."""
+
+    def __init__(
+        self, tokenizer: FastTokenizer, template: jinja2.Template | None, names: dict[str, str]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template = template
+        self._names = names
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {number for number, token in added.items() if token.special}
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> Tokenizer | None:
+        """Reads a checkpoint's tokenizer; None where it has none.
+
+        Raises:
+          ValueError: A file is broken; one sentence.
+        """
+        folder = Path(folder)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            return None
+        try:
+            tokenizer = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        config = _read_json(folder / "tokenizer_config.json")
+        return cls(tokenizer, _chat_template(folder, config), _special_names(config))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can be called."""
+        return self._template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a plain prompt, with the special tokens that the tokenizer adds."""
+        return self._tokenizer.encode(text).ids
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Tokens of a conversation that the assistant is to answer.
+
+        Args:
+          messages: With `role` and `content`.
+
+        Raises:
+          TemplateFailed: The template refuses the messages.
+        """
+        assert self._template is not None
+        try:
+            text = self._template.render(
+                messages=messages, add_generation_prompt=True, tools=None, **self._names
+            )
+        except Exception as error:  # a template is a program: whatever it raises is its refusal
+            raise TemplateFailed(f"the chat template failed: {error}") from error
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        """Text of tokens; ids that it does not know have none."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def shows(self, token: int) -> bool:
+        """Whether a token has text: it is known and not special."""
+        return token not in self._special and self._tokenizer.id_to_token(token) is not None
+
+
+class Detokenizer:
+    """The text of a growing output, in pieces that never end within a character.
+
+    A window of the newest tokens is decoded as a whole. What it ends with and is no character yet
+    is held back; when the window is cut, the held part is still in it, because UTF-8 falls into
+    step with itself again after a few bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        """Args: `prompt` gives the first word its space, where the tokenizer writes it in front."""
+        self._tokenizer = tokenizer
+        self._window = [token for token in prompt[-CONTEXT:] if tokenizer.shows(token)]
+        if tokenizer.decode(self._window).endswith(REPLACEMENT):
+            self._window = []
+        self._emitted = len(tokenizer.decode(self._window))
+
+    def push(self, token: int) -> str:
+        """The text that is certain with this token, past what was given before."""
+        if not self._tokenizer.shows(token):
+            return ""
+        self._window.append(token)
+        text = self._tokenizer.decode(self._window)
+        piece = self._give(text, len(text) - _num_held(text))
+        if len(self._window) > WINDOW:
+            held = len(text) - self._emitted
+            self._window = self._window[-CONTEXT:]
+            self._emitted = len(self._tokenizer.decode(self._window)) - held
+        return piece
+
+    def flush(self) -> str:
+        """What was held back: the output ends within a character."""
+        text = self._tokenizer.decode(self._window)
+        return self._give(text, len(text))
+
+    def _give(self, text: str, end: int) -> str:
+        piece = text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        return piece
+
+
+def _num_held(text: str) -> int:
+    tail = text[-MAX_HALF:]
+    return len(tail) - len(tail.rstrip(REPLACEMENT))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(loaded).__name__}")
+    return loaded
+
+
+def _special_names(config: dict[str, Any]) -> dict[str, str]:
+    """The special tokens that templates write by name (`bos_token`, `eos_token`, ...)."""
+    names = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            names[name] = text
+    return names
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> jinja2.Template | None:
+    """chat_template.jinja, else the `chat_template` of tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    if source is None:
+        return None
+    try:
+        return _environment().from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"the chat template in {folder} cannot be read: {error}") from error
+
+
+def _environment() -> jinja2.Environment:
+    """The settings that Hugging Face templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    # Jinja's own escapes <, > and & for HTML.
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

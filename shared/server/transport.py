@@ -1,0 +1,87 @@
+"""ASGI parts below the routes: the bound on bodies, clients that leave, streams of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared.server.engine_client import ClientLeft
+from shared.server.generation import Generation
+from shared.server.openai_types import ApiError
+
+MAX_BODY_BYTES = 8 << 20
+
+
+class BodyLimit:
+    """Refuses a body that is too long as soon as that is known, without reading the rest."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application with a `receive` that counts."""
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > MAX_BODY_BYTES:
+                raise too_large()
+            return message
+
+        await self._app(scope, counted, send)
+
+
+class EventStream(Response):
+    """Server-sent events of a generation; the first piece is known before the status is sent."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self._generation = generation
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends events until the generation or the client's interest ends."""
+        try:
+            with watch_client(self._generation, receive), contextlib.suppress(ClientLeft):
+                await self._send_all(send)
+        finally:
+            self._generation.close()
+
+    async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+@contextlib.contextmanager
+def watch_client(generation: Generation, receive: Receive) -> Iterator[None]:
+    """Ends the generation when the client leaves; no framework does it for a whole answer."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        generation.client_left()
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def too_large() -> ApiError:
+    """The answer to a body that is too long."""
+    message = f"the body is longer than {MAX_BODY_BYTES} bytes"
+    return ApiError(413, message, code="request_too_large")

@@ -1,0 +1,210 @@
+"""Attention over paged KV: where rows are written, what a row sees, and how a path is committed.
+
+KV position p of a request lies in page `page_table[p // page_size]`, at place `p % page_size`. Page
+0 is the sink: rows of padding are written there and nothing reads it. A row sees the positions
+`[first, until)`, and of the window `[until, until + N)` that follows those that its mask names: a
+prefill row ends at itself and has no window, a tree's node sees the committed prefix and its
+ancestors in the window.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from shared.spec import draft_tree
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a forward pass stand and what they see.
+
+    Attributes:
+      request: The request that a row belongs to.
+      positions: For the rotation.
+      places: KV position that the row is written to.
+      first, until, window: What the row sees, see `visible`.
+      is_real: False for padding.
+      page_table: Pages of each request.
+    """
+
+    request: Int[np.ndarray, " R"]
+    positions: Int[np.ndarray, " R"]
+    places: Int[np.ndarray, " R"]
+    first: Int[np.ndarray, " R"]
+    until: Int[np.ndarray, " R"]
+    window: Bool[np.ndarray, "R N"]
+    is_real: Bool[np.ndarray, " R"]
+    page_table: Int[np.ndarray, "B table"]
+
+
+def causal_rows(
+    row_starts: Int[np.ndarray, " B1"],
+    first_positions: Int[np.ndarray, " B"],
+    draft_from: Int[np.ndarray, " B"],
+    page_table: Int[np.ndarray, "B table"],
+    tokens: int,
+) -> Rows:
+    """Consecutive rows of each request, each of which sees its request up to itself.
+
+    Args:
+      row_starts: First flat row of each request, and the end; rows past it are padding.
+      first_positions: Position of each request's first row.
+      draft_from: First position that is seen; 0 but for a drafter.
+      tokens: Flat rows in all.
+    """
+    row = np.arange(tokens)
+    is_real = row < row_starts[-1]
+    request = np.where(is_real, np.searchsorted(row_starts[1:], row, side="right"), 0)
+    positions = np.where(is_real, first_positions[request] + row - row_starts[request], 0)
+    until = np.where(is_real, positions + 1, 0)
+    window = np.zeros((tokens, 0), bool)
+    first = draft_from[request]
+    return Rows(request, positions, positions, first, until, window, is_real, page_table)
+
+
+def tree_rows(
+    parents: Int[np.ndarray, "B N"],
+    num_nodes: Int[np.ndarray, " B"],
+    lengths: Int[np.ndarray, " B"],
+    page_table: Int[np.ndarray, "B table"],
+    rows: int,
+) -> tuple[Rows, Int[np.ndarray, " R"]]:
+    """The flat verify rows of a batch of trees, and the node of each row.
+
+    A node stands at position `lengths + depth`, is written at `lengths + node`, and sees the
+    committed positions and its ancestors.
+    """
+    _, request, node, is_real = draft_tree.flatten(num_nodes, rows)
+    depth = draft_tree.depths(parents)[request, node]
+    length = lengths[request]
+    until = np.where(is_real, length, 0)
+    window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
+    first = np.zeros(rows, np.int64)
+    places = length + node
+    return Rows(request, length + depth, places, first, until, window, is_real, page_table), node
+
+
+def write(
+    pages: Float[np.ndarray, "P page H D"],
+    page_table: Int[np.ndarray, "B table"],
+    request: Int[np.ndarray, " R"],
+    places: Int[np.ndarray, " R"],
+    is_real: Bool[np.ndarray, " R"],
+    rows: Float[np.ndarray, "R H D"],
+) -> Float[np.ndarray, "P page H D"]:
+    """Writes one row of keys (or of values) each at its KV position.
+
+    Args:
+      pages: The pool of one layer.
+      page_table: Pages of each request.
+      request: The request that a row belongs to.
+      places: The row's KV position, within the reach of the page table.
+      is_real: Whether the row is no padding; padding goes to the sink.
+      rows: What to write.
+
+    Returns:
+      The pool after the writes.
+    """
+    page_size = pages.shape[1]
+    page = np.where(is_real, page_table[request, np.where(is_real, places // page_size, 0)], 0)
+    pages = pages.copy()
+    pages[page, places % page_size] = rows
+    return pages
+
+
+def read(
+    pages: Float[np.ndarray, "P page H D"],
+    page_table: Int[np.ndarray, "B table"],
+    num_positions: int,
+) -> Float[np.ndarray, "B positions H D"]:
+    """The first `num_positions` KV positions of each request."""
+    position = np.arange(num_positions)
+    page_size = pages.shape[1]
+    return pages[page_table[:, position // page_size], position % page_size]
+
+
+def visible(
+    first: Int[np.ndarray, " R"],
+    until: Int[np.ndarray, " R"],
+    window: Bool[np.ndarray, "R N"],
+    num_positions: int,
+) -> Bool[np.ndarray, "R positions"]:
+    """Which KV positions each row sees: `[first, until)` and its part of the window behind."""
+    position = np.arange(num_positions)
+    seen = (position >= first[:, None]) & (position < until[:, None])
+    if window.shape[1]:
+        place = position - until[:, None]
+        inside = (place >= 0) & (place < window.shape[1])
+        named = np.take_along_axis(window, np.where(inside, place, 0), axis=1)
+        seen |= inside & named
+    return seen
+
+
+def attend(
+    q: Float[np.ndarray, "R Hq D"],
+    k_pages: Float[np.ndarray, "P page Hk D"],
+    v_pages: Float[np.ndarray, "P page Hk D"],
+    page_table: Int[np.ndarray, "B table"],
+    request: Int[np.ndarray, " R"],
+    first: Int[np.ndarray, " R"],
+    until: Int[np.ndarray, " R"],
+    window: Bool[np.ndarray, "R N"],
+) -> Float[np.ndarray, "R Hq D"]:
+    """Softmax attention of each row over the positions it sees; query head h reads h // (Hq / Hk).
+
+    Positions that a row does not see are replaced by 0 before the product with the values, so a NaN
+    in them harms nobody. A row that sees nothing (padding) gives 0.
+
+    Args:
+      q: Queries, after the rotation, not scaled.
+      k_pages, v_pages: The pools of one layer; the rows' own keys and values are written already.
+      page_table: Pages of each request.
+      request: The request that a row belongs to.
+      first, until, window: What the row sees, see `visible`.
+    """
+    R, Hq, D = q.shape
+    Hk = k_pages.shape[2]
+    num_positions = min(
+        int(until.max(initial=0)) + window.shape[1], page_table.shape[1] * k_pages.shape[1]
+    )
+    seen = visible(first, until, window, num_positions)[:, :, None, None]
+    k = np.where(seen, read(k_pages, page_table, num_positions)[request], 0)
+    v = np.where(seen, read(v_pages, page_table, num_positions)[request], 0)
+    grouped = q.reshape(R, Hk, Hq // Hk, D)
+    scores = np.einsum("rhgd,rphd->rhgp", grouped, k, optimize=True) * np.float32(D**-0.5)
+    scores = np.where(seen[:, None, None, :, 0, 0], scores, -np.inf)
+    highest = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), np.float32(-1e30))
+    weights = np.exp(scores - highest)
+    total = np.maximum(weights.sum(axis=-1, keepdims=True), np.float32(1e-30))
+    return np.einsum("rhgp,rphd->rhgd", weights / total, v, optimize=True).reshape(R, Hq, D)
+
+
+def commit_window(
+    pages: Float[np.ndarray, "P page H D"],
+    page_table: Int[np.ndarray, "B table"],
+    lengths: Int[np.ndarray, " B"],
+    path: Int[np.ndarray, "B W"],
+    counts: Int[np.ndarray, " B"],
+) -> Float[np.ndarray, "P page H D"]:
+    """Moves the rows of an accepted path to the front of the window; a chain's stay where they are.
+
+    All rows are read before any is written, since a row may lie where another one goes.
+
+    Args:
+      pages: The pool of one layer.
+      page_table: Pages of each request.
+      lengths: Committed positions of each request; the window begins there.
+      path: Places in the window of the path's nodes, the root (0) first.
+      counts: How many of them are committed.
+    """
+    page_size = pages.shape[1]
+    steps = np.arange(path.shape[1])
+    is_real = steps < counts[:, None]
+    source = lengths[:, None] + np.where(is_real, path, 0)
+    target = lengths[:, None] + np.where(is_real, steps, 0)
+    moved = pages[np.take_along_axis(page_table, source // page_size, 1), source % page_size]
+    page = np.where(is_real, np.take_along_axis(page_table, target // page_size, 1), 0)
+    pages = pages.copy()
+    pages[page, target % page_size] = moved
+    return pages

@@ -1,0 +1,235 @@
+"""Draft trees: their shape, their masks, how a dynamic tree grows, and the flat rows of a verify.
+
+A tree has N nodes. Node 0, the root, is the newest token; `parents[i] < i` for every other node and
+`parents[0] = 0`. A chain is the tree with `parents[i] = i - 1`. A request that uses fewer than N
+nodes has them in front; the rest are padding (parent 0, token 0) and take no part in anything.
+
+A dynamic tree grows level by level. Its candidates are numbered 1, 2, ... in the order of creation,
+level by level, and 0 is the root; the first level has k of them and each later one k * k. A level's
+k best are the frontier that the next level expands. Of all candidates the best N - 1 are kept.
+Because a child's weight is never above its parent's and the sort is stable, whatever number is kept
+is a tree, and ascending numbers put parents before children.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt32
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """What picks a compiled program: all draft trees of a step share these numbers.
+
+    Attributes:
+      nodes: N, nodes of a request's tree with the root.
+      depth: S, levels below the root.
+      width: k, nodes that a level expands, and children of each.
+      rows: R, flat verify rows of the whole batch.
+
+    Raises:
+      ValueError: No tree has this shape, or there is not even a row.
+    """
+
+    nodes: int
+    depth: int
+    width: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        if min(self.depth, self.width) < 0 or (self.depth == 0) != (self.width == 0):
+            raise ValueError(f"depth and width must both be 0 or both be positive, got {self}")
+        if not self.depth < self.nodes <= 1 + self.num_candidates:
+            raise ValueError(
+                f"nodes must be above depth and at most {1 + self.num_candidates}, got {self}"
+            )
+        if self.rows < 1:
+            raise ValueError(f"rows must be positive, got {self}")
+
+    @classmethod
+    def chain(cls, depth: int, batch: int) -> "TreeShape":
+        """The shape of `depth` drafts in a row, with verify rows for `batch` requests."""
+        return cls(depth + 1, depth, min(depth, 1), batch * (depth + 1))
+
+    @classmethod
+    def plain(cls, batch: int) -> "TreeShape":
+        """The shape of decoding without drafts: the root alone."""
+        return cls.chain(0, batch)
+
+    @property
+    def num_candidates(self) -> int:
+        """Nodes that a dynamic tree weighs before it keeps the best: k + (S - 1) k^2."""
+        return self.width + max(self.depth - 1, 0) * self.width**2
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are no drafts."""
+        return self.nodes == 1
+
+    @property
+    def max_tokens(self) -> int:
+        """W, the most tokens that a step adds to a request."""
+        return self.depth + 1
+
+    @property
+    def scratch(self) -> int:
+        """Positions past the length that a step may write, in the target's or the draft's KV."""
+        return max(self.nodes, self.width * (self.depth - 1) + 1)
+
+
+def depths(parents: Int[np.ndarray, "B N"]) -> Int[np.ndarray, "B N"]:
+    """Steps from the root to each node; a padding node is taken for a child of the root."""
+    found = np.zeros_like(parents)
+    rows = np.arange(len(parents))
+    for node in range(1, parents.shape[1]):
+        found[:, node] = found[rows, parents[:, node]] + 1
+    return found
+
+
+def ancestors(parents: Int[np.ndarray, "B N"]) -> Bool[np.ndarray, "B N N"]:
+    """Entry [b, i, j] says that node j is node i itself or lies on its way to the root."""
+    B, N = parents.shape
+    found = np.zeros((B, N, N), bool)
+    found[:, 0, 0] = True
+    for node in range(1, N):
+        found[:, node] = found[np.arange(B), parents[:, node]]
+        found[:, node, node] = True
+    return found
+
+
+def ancestor_bits(parents: Int[np.ndarray, "B N"]) -> UInt32[np.ndarray, "B N words"]:
+    """`ancestors` packed: node j is bit `j % 32` of word `j // 32`, of ceil(N / 32) words."""
+    B, N = parents.shape
+    mask = np.zeros((B, N, -(-N // 32) * 32), np.uint32)
+    mask[:, :, :N] = ancestors(parents)
+    bits = mask.reshape(B, N, -1, 32) << np.arange(32, dtype=np.uint32)
+    return bits.sum(axis=-1, dtype=np.uint32)
+
+
+def best(weights: Float[np.ndarray, "B C"], count: int) -> Int[np.ndarray, "B count"]:
+    """The indices of the `count` largest weights, best first; equal ones by the lower index."""
+    return np.argsort(-weights, axis=1, kind="stable")[:, :count].astype(np.int32)
+
+
+def children(
+    frontier_numbers: Int[np.ndarray, "B k"],
+    frontier_weights: Float[np.ndarray, "B k"],
+    edge_weights: Float[np.ndarray, "B k k"],
+) -> tuple[Int[np.ndarray, "B kk"], Float[np.ndarray, "B kk"]]:
+    """Numbers the parents and sums the path weights of one level's candidates.
+
+    Args:
+      frontier_numbers: Candidate numbers of the nodes that are expanded.
+      frontier_weights: Their path weights, a sum of logarithms, at most 0.
+      edge_weights: For each of them the log weights of its k children, best first, at most 0.
+
+    Returns:
+      For each of the k * k candidates, those of the first frontier node first: the number of its
+      parent, and its path weight.
+    """
+    B, k = frontier_numbers.shape
+    weights = frontier_weights[:, :, None] + edge_weights
+    return np.repeat(frontier_numbers, k, axis=1), weights.reshape(B, k * k)
+
+
+def next_frontier(
+    tokens: Int[np.ndarray, "B kk"],
+    weights: Float[np.ndarray, "B kk"],
+    first_number: int,
+    width: int,
+) -> tuple[
+    Int[np.ndarray, "B k"],
+    Float[np.ndarray, "B k"],
+    Int[np.ndarray, "B k"],
+    Int[np.ndarray, "B k"],
+]:
+    """Picks the `width` best of a level's k * k candidates.
+
+    Args:
+      tokens, weights: The level's candidates, those of the first frontier node first.
+      first_number: The number of the first of them; level s (the first is 1) starts at
+        1 + k + (s - 2) k^2.
+      width: k.
+
+    Returns:
+      Token, path weight and candidate number of each node of the new frontier, best first, and the
+      place of its parent in the old frontier.
+    """
+    chosen = best(weights, width)
+    return (
+        np.take_along_axis(tokens, chosen, axis=1),
+        np.take_along_axis(weights, chosen, axis=1),
+        first_number + chosen,
+        chosen // width,
+    )
+
+
+def keep_best(
+    newest: Int[np.ndarray, " B"],
+    tokens: Int[np.ndarray, "B C"],
+    weights: Float[np.ndarray, "B C"],
+    parents: Int[np.ndarray, "B C"],
+    max_drafts: Int[np.ndarray, " B"],
+    has_relay: Bool[np.ndarray, " B"],
+    nodes: int,
+) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
+    """Builds each request's tree from the best of its candidates.
+
+    Args:
+      newest: The token of the root.
+      tokens, weights, parents: All candidates, number 1 first: token, path weight, parent's number.
+      max_drafts: Most nodes beside the root that the request may have.
+      has_relay: Whether the candidates mean anything; a request without a relay gets its root only.
+      nodes: N.
+
+    Returns:
+      Tokens and parents of the nodes, and how many of them are real.
+    """
+    B, C = tokens.shape
+    num_drafts = np.where(has_relay, np.clip(max_drafts, 0, min(nodes - 1, C)), 0)
+    ranked = best(weights, C)
+    kept = np.zeros((B, C), bool)
+    np.put_along_axis(kept, ranked, np.arange(C)[None, :] < num_drafts[:, None], axis=1)
+    node_of = np.concatenate([np.zeros((B, 1), int), np.cumsum(kept, axis=1)], axis=1)  # by number
+    order = np.argsort(~kept, axis=1, kind="stable")[:, : nodes - 1]  # the kept, ascending
+    is_real = np.arange(nodes - 1)[None, :] < num_drafts[:, None]
+    kept_tokens = np.where(is_real, np.take_along_axis(tokens, order, axis=1), 0)
+    kept_parents = np.take_along_axis(parents, order, axis=1)
+    kept_parents = np.where(is_real, np.take_along_axis(node_of, kept_parents, axis=1), 0)
+    return (
+        np.concatenate([newest[:, None], kept_tokens], axis=1).astype(np.int32),
+        np.concatenate([np.zeros((B, 1), int), kept_parents], axis=1).astype(np.int32),
+        (1 + num_drafts).astype(np.int32),
+    )
+
+
+def flatten(
+    num_nodes: Int[np.ndarray, " B"], rows: int
+) -> tuple[
+    Int[np.ndarray, " B+1"], Int[np.ndarray, " R"], Int[np.ndarray, " R"], Bool[np.ndarray, " R"]
+]:
+    """Lays the real nodes of all requests behind one another in R verify rows.
+
+    Args:
+      num_nodes: Real nodes of each request; their sum is at most `rows`.
+      rows: R.
+
+    Returns:
+      `row_starts` [B + 1], the running sum of `num_nodes`; for each row its request and its node;
+      and whether the row is real. A row past the last is padding: it reads 0, 0 and its caller must
+      point it at the sinks.
+    """
+    row_starts = np.concatenate([[0], np.cumsum(num_nodes)]).astype(np.int32)
+    row = np.arange(rows)
+    is_real = row < row_starts[-1]
+    request = np.where(is_real, np.searchsorted(row_starts[1:], row, side="right"), 0)
+    node = np.where(is_real, row - row_starts[request], 0)
+    return row_starts, request.astype(np.int32), node.astype(np.int32), is_real
+
+
+def flat_rows(
+    row_starts: Int[np.ndarray, " starts"], num_nodes: Int[np.ndarray, " B"], nodes: int
+) -> Int[np.ndarray, "B N"]:
+    """The flat row of each node; a padding node reads its request's root."""
+    node = np.arange(nodes)[None, :]
+    return row_starts[:-1, None] + np.where(node < num_nodes[:, None], node, 0).astype(np.int32)

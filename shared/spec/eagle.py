@@ -1,0 +1,301 @@
+"""Draft heads that read the target's hidden states: NEXTN (MTP), EAGLE and EAGLE-3.
+
+Row i of a head pairs the hidden state of token i with the embedding of token i + 1, stands at
+position i, and its logits predict token i + 2. Its own KV shares the target's page table. After a
+step the head is extended over the accepted path with hidden states of the target; while drafting it
+goes on from its own. The rows it writes then lie past the request's length, and the next extend
+overwrites them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from shared.model_config import ModelConfig
+from shared.spec import draft_tree, layers, model
+from shared.spec.attention import Rows
+from shared.spec.draft_tree import TreeShape
+from shared.spec.model import KV, Hidden, Weights
+
+Logits = Float[np.ndarray, "R vocab"]
+Tokens = Int[np.ndarray, " R"]
+
+Head = Callable[[Rows, Tokens, Hidden, KV], tuple[Hidden, Logits, KV]]
+"""A head bound to its weights: rows, each row's next token and its hidden state, and the head's KV;
+gives the hidden state that the next draft step reads, the logits, and the KV."""
+
+Rank = Callable[
+    [Float[np.ndarray, "B k vocab"], Int[np.ndarray, "B k path"]],
+    tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]],
+]
+"""Picks the children of nodes: from their logits and the drafts on the path to each of them (itself
+included, the root not), the best tokens, best first, and the log weights of the edges to them."""
+
+
+def mtp(
+    config: ModelConfig, weights: Weights, rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV
+) -> tuple[Hidden, Logits, KV]:
+    """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model.
+
+    Args:
+      tokens: The token after each row's.
+      hidden: After the model's final norm; of a draft step, after the MTP layer's own.
+    """
+    embedded = model.norm(config, weights["embed"][tokens], weights["mtp.embedding_norm"])
+    normed = model.norm(config, hidden, weights["mtp.hidden_norm"])
+    x = layers.linear(np.concatenate([embedded, normed], axis=1), weights["mtp.fc"])
+    y = model.norm(config, x, weights["mtp.layer.input_norm"][0])
+    x, kv = _decoder_layer(config, weights, "mtp.layer.", x, y, rows, kv)
+    out = model.norm(config, x, weights["mtp.final_norm"])
+    return out, model.logits(weights, out), kv
+
+
+def eagle(
+    config: ModelConfig,
+    weights: Weights,
+    target: Weights,
+    rows: Rows,
+    tokens: Tokens,
+    hidden: Hidden,
+    kv: KV,
+) -> tuple[Hidden, Logits, KV]:
+    """An EAGLE-1 or EAGLE-2 head: one layer without an input norm, no final norm.
+
+    Args:
+      config: The head's own settings.
+      weights: The head's; `fc_bias` may be missing.
+      target: The model's, for the embedding and `lm_head`.
+      hidden: After the model's final norm; of a draft step, the head's own output.
+
+    Source: EAGLE, Li et al. 2024, arXiv:2401.15077.
+    """
+    x = layers.linear(np.concatenate([target["embed"][tokens], hidden], axis=1), weights["fc"])
+    if "fc_bias" in weights:
+        x = x + weights["fc_bias"]
+    x, kv = _decoder_layer(config, weights, "layer.", x, x, rows, kv)
+    return x, model.logits(target, x), kv
+
+
+def eagle3_project(
+    weights: Weights, aux: Float[np.ndarray, "R thrice_hidden"]
+) -> Float[np.ndarray, "R hidden"]:
+    """The hidden state of target rows for an EAGLE-3 head: three residual streams, low to high."""
+    return layers.linear(aux, weights["fc"])
+
+
+def eagle3(
+    config: ModelConfig,
+    weights: Weights,
+    target: Weights,
+    draft_ids: Int[np.ndarray, " draft_vocab"],
+    rows: Rows,
+    tokens: Tokens,
+    hidden: Hidden,
+    kv: KV,
+) -> tuple[Hidden, Logits, KV]:
+    """An EAGLE-3 head: one layer whose attention reads embedding and hidden state side by side.
+
+    Args:
+      config: The head's own settings.
+      weights: The head's, with its own `lm_head` over the draft vocabulary.
+      target: The model's, for the embedding.
+      draft_ids: The model's token id of each draft token.
+      hidden: Of `eagle3_project`; of a draft step, the head's own output before the final norm.
+
+    Returns:
+      As `Head`; logits are over the model's vocabulary, -inf where the head has no token.
+
+    Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840.
+    """
+    embedded = model.norm(config, target["embed"][tokens], weights["layer.input_norm"][0])
+    normed = model.norm(config, hidden, weights["layer.hidden_norm"][0])
+    y = np.concatenate([embedded, normed], axis=1)
+    x, kv = _decoder_layer(config, weights, "layer.", hidden, y, rows, kv)
+    scores = layers.linear(model.norm(config, x, weights["final_norm"]), weights["lm_head"])
+    logits = np.full((len(x), len(target["embed"])), -np.inf, np.float32)
+    logits[:, draft_ids] = scores
+    return x, logits, kv
+
+
+def _decoder_layer(
+    config: ModelConfig,
+    weights: Weights,
+    prefix: str,
+    x: Hidden,
+    y: Float[np.ndarray, "R inputs"],
+    rows: Rows,
+    kv: KV,
+) -> tuple[Hidden, KV]:
+    """One layer with the residual `x`, whose attention reads `y`."""
+    mixed, kv = model.attention_layer(config, weights, prefix, 0, y, rows, kv)
+    x = x + mixed
+    normed = model.norm(config, x, weights[f"{prefix}post_attention_norm"][0])
+    return x + model.mlp(weights, prefix, 0, normed), kv
+
+
+@dataclass(frozen=True)
+class Relay:
+    """What a slot carries from one step's extend to the next step's draft.
+
+    Attributes:
+      tokens, weights: The best candidates for the token after the newest, and their log weights.
+      hidden: The head's hidden state of the last extended row.
+    """
+
+    tokens: Int[np.ndarray, "B k"]
+    weights: Float[np.ndarray, "B k"]
+    hidden: Float[np.ndarray, "B hidden"]
+
+
+def extend_rows(
+    lengths: Int[np.ndarray, " B"],
+    counts: Int[np.ndarray, " B"],
+    draft_from: Int[np.ndarray, " B"],
+    page_table: Int[np.ndarray, "B table"],
+    depth: int,
+) -> Rows:
+    """The B * W rows that extend a head's KV over an accepted path, W = depth + 1 per request.
+
+    Row j of a request stands at position `lengths + j`, pairs the hidden state of the path's node j
+    with the step's token j, and is padding from `counts` on.
+    """
+    B, W = len(lengths), depth + 1
+    request, step = np.repeat(np.arange(B), W), np.tile(np.arange(W), B)
+    is_real = step < counts[request]
+    positions = np.where(is_real, lengths[request] + step, 0)
+    until = np.where(is_real, positions + 1, 0)
+    window = np.zeros((B * W, 0), bool)
+    first = draft_from[request]
+    return Rows(request, positions, positions, first, until, window, is_real, page_table)
+
+
+def relay_of(hidden: Hidden, logits: Logits, last: Int[np.ndarray, " B"], rank: Rank) -> Relay:
+    """Makes the relay from each request's last extended row.
+
+    Args:
+      hidden, logits: Of all rows of the extend.
+      last: The flat row that is each request's last.
+      rank: Picks the candidates.
+    """
+    no_path = np.zeros((len(last), 1, 0), np.int32)
+    tokens, weights = rank(logits[last][:, None], no_path)
+    return Relay(tokens[:, 0], weights[:, 0], hidden[last])
+
+
+def draft(
+    head: Head,
+    kv: KV,
+    relay: Relay,
+    newest: Int[np.ndarray, " B"],
+    lengths: Int[np.ndarray, " B"],
+    draft_from: Int[np.ndarray, " B"],
+    max_drafts: Int[np.ndarray, " B"],
+    page_table: Int[np.ndarray, "B table"],
+    shape: TreeShape,
+    rank: Rank,
+) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"], KV]:
+    """Grows one draft tree per request: the relay is its first level, then S - 1 expansions.
+
+    Expansion s (from 1) runs the head on the k nodes of its frontier, at position
+    `lengths + s - 1`. It writes draft KV at `lengths + (s - 1) k` and on; a node sees the draft KV
+    from `draft_from` to the length, and what its own ancestors and itself wrote.
+
+    Args:
+      kv: The head's KV, whole from `draft_from` to the length.
+      relay: At least k candidates; of a request whose `draft_from` is its length it means nothing,
+        and that request gets its root only.
+      newest: The root's token.
+      rank: Picks each node's k children.
+
+    Returns:
+      Tokens, parents and node counts as `draft_tree.keep_best`, and the head's KV.
+
+    Source: EAGLE-2, Li et al. 2024, arXiv:2406.16858.
+    """
+    B, k = len(newest), shape.width
+    has_relay = draft_from < lengths
+    tokens, weights = relay.tokens[:, :k], relay.weights[:, :k]
+    found = [(tokens, weights, np.zeros((B, k), np.int32))]
+    level = _Level.first(relay, tokens, weights, shape)
+    for s in range(1, shape.depth):
+        rows = _expansion_rows(level.sees, s, lengths, draft_from, has_relay, page_table)
+        flat_hidden = level.hidden.reshape(B * k, -1)
+        out, logits, kv = head(rows, level.tokens.reshape(-1), flat_hidden, kv)
+        ids, edges = rank(logits.reshape(B, k, -1), level.paths)
+        parents, weights = draft_tree.children(level.numbers, level.weights, edges)
+        found.append((ids.reshape(B, k * k), weights, parents))
+        level = level.next(found[-1][0], weights, out.reshape(B, k, -1), s)
+    ids, weights, parents = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+    tree = draft_tree.keep_best(newest, ids, weights, parents, max_drafts, has_relay, shape.nodes)
+    return (*tree, kv)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The frontier that the next expansion runs on.
+
+    Attributes:
+      hidden: What each node's row reads: the output of its parent's row.
+      numbers: Candidate numbers.
+      paths: Drafts from below the root to the node itself.
+      sees: Which rows of the drafting window each node sees, its own included.
+    """
+
+    tokens: Int[np.ndarray, "B k"]
+    weights: Float[np.ndarray, "B k"]
+    hidden: Float[np.ndarray, "B k hidden"]
+    numbers: Int[np.ndarray, "B k"]
+    paths: Int[np.ndarray, "B k path"]
+    sees: Bool[np.ndarray, "B k window"]
+
+    @classmethod
+    def first(
+        cls,
+        relay: Relay,
+        tokens: Int[np.ndarray, "B k"],
+        weights: Float[np.ndarray, "B k"],
+        shape: TreeShape,
+    ) -> "_Level":
+        B, k = tokens.shape
+        hidden = np.repeat(relay.hidden[:, None], k, axis=1)
+        numbers = np.tile(np.arange(1, k + 1), (B, 1))
+        sees = np.zeros((B, k, k * max(shape.depth - 1, 0)), bool)
+        sees[:, :, :k] = np.eye(k, sees.shape[2], dtype=bool)[:, :k]
+        return cls(tokens, weights, hidden, numbers, tokens[:, :, None], sees)
+
+    def next(
+        self,
+        tokens: Int[np.ndarray, "B kk"],
+        weights: Float[np.ndarray, "B kk"],
+        hidden: Float[np.ndarray, "B k hidden"],
+        s: int,
+    ) -> "_Level":
+        """The best k of the candidates that expansion `s` found, whose rows gave `hidden`."""
+        k = self.tokens.shape[1]
+        first_number = 1 + k + (s - 1) * k * k
+        chosen, best, numbers, parent = draft_tree.next_frontier(tokens, weights, first_number, k)
+        rows = np.arange(len(chosen))[:, None]
+        sees = self.sees[rows, parent]
+        sees[:, :, s * k : (s + 1) * k] = np.eye(k, dtype=bool)[:, : sees.shape[2] - s * k]
+        paths = np.concatenate([self.paths[rows, parent], chosen[:, :, None]], axis=2)
+        return _Level(chosen, best, hidden[rows, parent], numbers, paths, sees)
+
+
+def _expansion_rows(
+    sees: Bool[np.ndarray, "B k window"],
+    s: int,
+    lengths: Int[np.ndarray, " B"],
+    draft_from: Int[np.ndarray, " B"],
+    has_relay: Bool[np.ndarray, " B"],
+    page_table: Int[np.ndarray, "B table"],
+) -> Rows:
+    B, k, _ = sees.shape
+    request = np.repeat(np.arange(B), k)
+    is_real = has_relay[request]
+    length = np.where(is_real, lengths[request], 0)
+    places = length + (s - 1) * k + np.tile(np.arange(k), B)
+    window = sees.reshape(B * k, -1) & is_real[:, None]
+    first = draft_from[request]
+    return Rows(request, length + s - 1, places, first, length, window, is_real, page_table)

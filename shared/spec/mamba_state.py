@@ -1,0 +1,122 @@
+"""The state that a slot holds for gated-delta layers, and how an accepted path advances it.
+
+Per layer it is the recurrent state `[H, K, V]` in float32 and the convolution window: the last
+three inputs of the convolution, oldest first, zeros before the first token. A verify changes
+neither; it keeps the inputs of its nodes, and those of the accepted path are replayed from the old
+state, by the same recurrence in the same order as plain decoding.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from shared.spec import gated_delta, layers
+
+WINDOW = 3
+"""Inputs of the convolution (width 4) that lie before the current one."""
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """The states of a batch of rows in all gated-delta layers.
+
+    Attributes:
+      recurrent: Recurrent state, float32.
+      window: The last three convolution inputs, oldest first.
+    """
+
+    recurrent: Float[np.ndarray, "L B H K V"]
+    window: Float[np.ndarray, "L B 3 C"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a verify keeps of its nodes in all gated-delta layers, exactly as it used them."""
+
+    k: Float[np.ndarray, "L B N H K"]
+    v: Float[np.ndarray, "L B N H V"]
+    log_decay: Float[np.ndarray, "L B N H"]
+    beta: Float[np.ndarray, "L B N H"]
+    inputs: Float[np.ndarray, "L B N C"]
+
+
+def conv(
+    windows: Float[np.ndarray, "*rows 3 C"],
+    inputs: Float[np.ndarray, "*rows C"],
+    weight: Float[np.ndarray, "C 4"],
+) -> Float[np.ndarray, "*rows C"]:
+    """Depthwise causal convolution of width 4, then silu; `windows` hold the inputs before."""
+    taps = np.concatenate([windows, inputs[..., None, :]], axis=-2)
+    return layers.silu(np.sum(taps * weight.T, axis=-2))
+
+
+def chain_windows(
+    window: Float[np.ndarray, "3 C"], inputs: Float[np.ndarray, "T C"]
+) -> Float[np.ndarray, "T1 3 C"]:
+    """The window before each of a request's T tokens, and as entry T the one after the last."""
+    rows = np.concatenate([window, inputs])
+    return rows[np.arange(len(inputs) + 1)[:, None] + np.arange(WINDOW)]
+
+
+def tree_windows(
+    window: Float[np.ndarray, "B 3 C"],
+    inputs: Float[np.ndarray, "B N C"],
+    parents: Int[np.ndarray, "B N"],
+) -> Float[np.ndarray, "B N 3 C"]:
+    """The window before each node of a draft tree: its ancestors, before them the old window."""
+    rows = np.arange(len(window))
+    before = [window]
+    for node in range(1, inputs.shape[1]):
+        parent = parents[:, node]
+        older = np.stack(before, axis=1)[rows, parent]
+        before.append(np.concatenate([older[:, 1:], inputs[rows, parent][:, None]], axis=1))
+    return np.stack(before, axis=1)
+
+
+def path_window(
+    window: Float[np.ndarray, "L B 3 C"],
+    inputs: Float[np.ndarray, "L B W C"],
+    taken: Int[np.ndarray, " B"],
+) -> Float[np.ndarray, "L B 3 C"]:
+    """The window after `taken` inputs of a path: rows `[taken, taken + 3)` of both in a row."""
+    rows = np.concatenate([window, inputs], axis=2)
+    index = taken[:, None] + np.arange(WINDOW)
+    return np.take_along_axis(rows, index[None, :, :, None], axis=2)
+
+
+def replay(
+    state: DeltaState,
+    kept: Kept,
+    path: Int[np.ndarray, "B W"],
+    counts: Int[np.ndarray, " B"],
+    save_after: Int[np.ndarray, " B"],
+) -> tuple[DeltaState, DeltaState, Bool[np.ndarray, " B"]]:
+    """Advances each row's state along its accepted path.
+
+    Args:
+      state: The states before the step.
+      kept: What the verify kept of the tree's nodes.
+      path: The path's nodes, the root first.
+      counts: How many of them are committed; 0 leaves the state as it is.
+      save_after: Tokens of this step after which a snapshot is taken: the plan's `save_at` minus
+        the row's length.
+
+    Returns:
+      The states after the path; the snapshots; and whether the step passed the row's snapshot, that
+      is whether `1 <= save_after <= counts`. A snapshot that was not passed means nothing.
+    """
+    rows = np.arange(len(path))
+    k, v, log_decay, beta, inputs = (
+        x[:, rows[:, None], path] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)
+    )
+    recurrent = saved = state.recurrent
+    for i in range(path.shape[1]):
+        token = (x[:, :, i] for x in (k, v, log_decay, beta))
+        after = gated_delta.update(recurrent, *token)
+        recurrent = np.where(np.greater(counts, i)[None, :, None, None, None], after, recurrent)
+        saved = np.where(np.equal(save_after, i + 1)[None, :, None, None, None], recurrent, saved)
+    passed = (save_after >= 1) & (save_after <= counts)
+    save_window = path_window(state.window, inputs, np.where(passed, save_after, 0))
+    new_window = path_window(state.window, inputs, counts)
+    return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed

@@ -1,0 +1,272 @@
+"""From logits to the chosen token: penalties, the joint support, and noise that is a function.
+
+At position t of a request with seed s the token is the first maximum of
+`processed(logits) + gumbel(s, t)`, and at temperature 0 of `processed(logits)` alone. No generator
+has a state: the noise of a token id depends on seed, position and id only, so a step may choose at
+any positions in any order and a drafter can see the noise that its target will see.
+
+Sources: Random123, Salmon et al. 2011 (Threefry); Gumbel coupling, Daliri, Musco, Suresh 2024.
+"""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Float32 as F32
+from jaxtyping import Int32 as I32
+
+TARGET_STREAM = 0
+"""The noise stream of the target's choice; the drafter's level shares it, other uses do not."""
+
+DRAFT_TAU = 0.5
+"""Softness of draft weights where there is noise; one for all, or the backends' trees differ."""
+
+_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+_PARITY = np.uint32(0x1BD11BDA)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The parameters of each row.
+
+    Attributes:
+      temperature: At least 0; at 0 the plain argmax is taken.
+      top_p, min_p, top_k: The support; off at 1, at 0, and at the size of the vocabulary.
+      presence, frequency: Subtracted once, or once per occurrence, from tokens of the output.
+      repetition: Divides positive and multiplies negative logits of tokens of prompt and output.
+      seed: The request's, made by `derive_seed`.
+      prompt_length: Position of the first output token.
+      min_length: Position before which `stop_ids` are not chosen.
+      max_drafts: Most nodes of the row's tree beside the root.
+      num_logprobs: Top logprobs to report.
+      stop_ids: Padded with the row's first id; without ids `min_length` is 0.
+      bias_ids, bias_values: Added to the logits; padded with (0, 0.0).
+      calibration: By draft position, at most 1; 1 leaves the drafts' weights as they are.
+    """
+
+    temperature: F32[np.ndarray, " B"]
+    top_p: F32[np.ndarray, " B"]
+    top_k: I32[np.ndarray, " B"]
+    min_p: F32[np.ndarray, " B"]
+    seed: UInt32[np.ndarray, " B"]
+    presence: F32[np.ndarray, " B"]
+    frequency: F32[np.ndarray, " B"]
+    repetition: F32[np.ndarray, " B"]
+    prompt_length: I32[np.ndarray, " B"]
+    min_length: I32[np.ndarray, " B"]
+    max_drafts: I32[np.ndarray, " B"]
+    num_logprobs: I32[np.ndarray, " B"]
+    stop_ids: I32[np.ndarray, "B M"]
+    bias_ids: I32[np.ndarray, "B K"]
+    bias_values: F32[np.ndarray, "B K"]
+    calibration: F32[np.ndarray, "B S_max"]
+
+    def rows(self, index: Int[np.ndarray, " R"]) -> "Sampling":
+        """The parameters of the rows that `index` names, which may repeat."""
+        return Sampling(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+
+def threefry2x32(
+    key: tuple[UInt32[np.ndarray, "..."], UInt32[np.ndarray, "..."]],
+    counter: tuple[UInt32[np.ndarray, "..."], UInt32[np.ndarray, "..."]],
+) -> tuple[UInt32[np.ndarray, "..."], UInt32[np.ndarray, "..."]]:
+    """Threefry-2x32, 20 rounds: two words from a key of two words and a counter of two words."""
+    keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    x0, x1 = np.broadcast_arrays(counter[0] + keys[0], counter[1] + keys[1])
+    for group in range(5):
+        for rotation in _ROTATIONS[4 * (group % 2) : 4 * (group % 2) + 4]:
+            x0 = x0 + x1
+            x1 = (x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))
+            x1 = x1 ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + (keys[(group + 2) % 3] + np.uint32(group + 1))
+    return x0, x1
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The 32-bit seed of one choice of a prompt; `seed` is taken modulo 2^64."""
+    low, high = (np.array([seed >> shift & 0xFFFFFFFF], np.uint32) for shift in (0, 32))
+    counter = (np.array([choice], np.uint32), np.zeros(1, np.uint32))
+    return int(threefry2x32((low, high), counter)[0][0])
+
+
+def noise_of_words(words: UInt32[np.ndarray, "R vocab"]) -> F32[np.ndarray, "R vocab"]:
+    """Gumbel noise from uniform 32-bit words; finite for all of them.
+
+    The clamp matters: a word near 2^32 rounds to a uniform of 1, and one token in 2^24 would have
+    noise without bound.
+    """
+    uniform = words.astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
+    uniform = np.minimum(uniform, np.float32(1 - 2**-24))
+    return -np.log(-np.log1p(-uniform))
+
+
+def gumbel(
+    seeds: UInt32[np.ndarray, " R"], positions: Int[np.ndarray, " R"], vocab: int, stream: int
+) -> F32[np.ndarray, "R vocab"]:
+    """The noise of every token id at one position of each row.
+
+    Args:
+      seeds: The rows' seeds.
+      positions: The position of the token that is chosen.
+      vocab: Size of the target's vocabulary, in whose ids the noise is numbered.
+      stream: `TARGET_STREAM`, or another for another use.
+    """
+    counter = np.arange(-(-vocab // 2), dtype=np.uint32)[None, :]
+    key = (seeds[:, None], positions.astype(np.uint32)[:, None])
+    words = np.stack(threefry2x32(key, (counter, np.full_like(counter, stream))), axis=-1)
+    return noise_of_words(words.reshape(len(seeds), -1)[:, :vocab])
+
+
+def path_seen(
+    seen: I32[np.ndarray, "B vocab"],
+    tokens: Int[np.ndarray, "B N"],
+    parents: Int[np.ndarray, "B N"],
+) -> I32[np.ndarray, "B N vocab"]:
+    """What `seen` would be after each node of a tree.
+
+    Args:
+      seen: Twice the count in the output, plus 1 where the prompt has the token; holds the root.
+      tokens, parents: The trees.
+    """
+    B, N = tokens.shape
+    rows = np.arange(B)
+    after = np.repeat(seen[:, None, :], N, axis=1)
+    for node in range(1, N):
+        after[:, node] = after[rows, parents[:, node]]
+        after[rows, node, tokens[:, node]] += 2
+    return after
+
+
+def penalized(
+    logits: Float[np.ndarray, "R vocab"], seen: I32[np.ndarray, "R vocab"], sampling: Sampling
+) -> Float[np.ndarray, "R vocab"]:
+    """Applies repetition, then presence and frequency."""
+    repetition = sampling.repetition[:, None]
+    repeated = np.where(logits > 0, logits / repetition, logits * repetition)
+    logits = np.where(seen > 0, repeated, logits)
+    counts = seen // 2
+    logits = logits - sampling.presence[:, None] * (counts > 0)
+    return logits - sampling.frequency[:, None] * counts.astype(np.float32)
+
+
+def support(
+    logits: Float[np.ndarray, "R vocab"],
+    top_k: I32[np.ndarray, " R"],
+    top_p: F32[np.ndarray, " R"],
+    min_p: F32[np.ndarray, " R"],
+) -> Bool[np.ndarray, "R vocab"]:
+    """The tokens that may be chosen, each filter measured on the full distribution.
+
+    A token stays if fewer than `top_k` come before it (a larger logit, or an equal one and a lower
+    id), if their probability is below `top_p`, and its own is at least `min_p` times the largest.
+    The first token always stays. A neutral filter is off, not computed: a float32 sum of
+    probabilities reaches 1 early and would drop the tail.
+
+    Args:
+      logits: Already divided by the temperature.
+      top_k: Off at the vocabulary's size and above.
+      top_p: Off at 1 and above.
+      min_p: Off at 0.
+    """
+    probability = np.exp(log_softmax(logits))
+    order = np.argsort(-logits, axis=1, kind="stable")
+    ranked = np.take_along_axis(probability, order, axis=1)
+    before = np.cumsum(ranked, axis=1, dtype=np.float32) - ranked
+    rank = np.arange(logits.shape[1])[None, :]
+    stays = (rank < top_k[:, None]) | (top_k >= logits.shape[1])[:, None]
+    stays &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    stays &= (ranked >= min_p[:, None] * ranked[:, :1]) | (min_p <= 0)[:, None]
+    keep = np.zeros(logits.shape, bool)
+    np.put_along_axis(keep, order, stays | (rank == 0), axis=1)
+    return keep
+
+
+def processed(
+    logits: Float[np.ndarray, "R vocab"],
+    seen: I32[np.ndarray, "R vocab"],
+    positions: Int[np.ndarray, " R"],
+    sampling: Sampling,
+    allowed: Bool[np.ndarray, "R vocab"] | None,
+) -> Float[np.ndarray, "R vocab"]:
+    """Everything between raw logits and the choice, but the noise.
+
+    In this order: penalties, bias, stop tokens before `min_length`, the grammar's mask; and for
+    rows with a temperature above 0 the division by it and the support. What is excluded is -inf.
+
+    Args:
+      logits: Raw logits.
+      seen: Tokens of the prefix up to the chosen one, as `path_seen` gives them.
+      positions: The position of the token that is chosen.
+      sampling: Parameters of these R rows.
+      allowed: Tokens that the grammar allows, or None without a grammar.
+    """
+    logits = penalized(logits, seen, sampling)
+    row = np.arange(len(logits))[:, None]
+    np.add.at(logits, (row, sampling.bias_ids), sampling.bias_values)
+    too_short = np.flatnonzero(positions < sampling.min_length)
+    logits[too_short[:, None], sampling.stop_ids[too_short]] = -np.inf
+    if allowed is not None:
+        logits = np.where(allowed, logits, np.float32(-np.inf))
+    sampled = (sampling.temperature > 0)[:, None]
+    scaled = logits / np.where(sampled, sampling.temperature[:, None], np.float32(1))
+    keep = support(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
+    return np.where(keep | ~sampled, scaled, np.float32(-np.inf))
+
+
+def perturbed(
+    processed: Float[np.ndarray, "R vocab"],
+    noise: F32[np.ndarray, "R vocab"],
+    temperature: F32[np.ndarray, " R"],
+) -> Float[np.ndarray, "R vocab"]:
+    """Adds the noise to rows with a temperature above 0."""
+    return processed + np.where((temperature > 0)[:, None], noise, np.float32(0))
+
+
+def choose(
+    processed: Float[np.ndarray, "R vocab"],
+    noise: F32[np.ndarray, "R vocab"],
+    temperature: F32[np.ndarray, " R"],
+) -> I32[np.ndarray, " R"]:
+    """The token of each row: the first maximum after the noise."""
+    return perturbed(processed, noise, temperature).argmax(axis=1).astype(np.int32)
+
+
+def draft_weights(
+    perturbed: Float[np.ndarray, "R vocab"], temperature: F32[np.ndarray, " R"], tau: float
+) -> Float[np.ndarray, "R vocab"]:
+    """How likely the drafter takes each token for the target's choice, as a logarithm.
+
+    Args:
+      perturbed: The drafter's processed logits with the target's noise.
+      temperature: The rows'; at 0 there is no noise, and `tau` is 1.
+      tau: Softness of the weights. Never changes a text, but decides which nodes a tree keeps.
+    """
+    softness = np.where(temperature > 0, np.float32(tau), np.float32(1))
+    return log_softmax(perturbed / softness[:, None])
+
+
+def top_candidates(perturbed: Float[np.ndarray, "R vocab"], k: int) -> I32[np.ndarray, "R k"]:
+    """The ids of the k largest values, best first; equal ones by the lower id."""
+    return np.argsort(-perturbed, axis=1, kind="stable")[:, :k].astype(np.int32)
+
+
+def log_softmax(logits: Float[np.ndarray, "R vocab"]) -> Float[np.ndarray, "R vocab"]:
+    """Natural logarithms of the probabilities of each row."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def logprobs(
+    logits: Float[np.ndarray, "R vocab"], ids: Int[np.ndarray, " R"]
+) -> Float[np.ndarray, " R"]:
+    """The log-probability of one token of each row under the raw logits."""
+    return log_softmax(logits)[np.arange(len(ids)), ids]
+
+
+def top_logprobs(
+    logits: Float[np.ndarray, "R vocab"], k: int
+) -> tuple[I32[np.ndarray, "R k"], Float[np.ndarray, "R k"]]:
+    """The k most likely tokens of each row under the raw logits, and their log-probabilities."""
+    ids = top_candidates(logits, k)
+    return ids, np.take_along_axis(log_softmax(logits), ids, axis=1)

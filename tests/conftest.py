@@ -1,0 +1,63 @@
+"""Backends that tests share: each is made once a session, each test brings a host of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shared.backend import Backend
+from tests.backends import FRAMEWORKS, make_backend
+from tests.contract_host import Host, Texts, contract_limits, contract_model
+from tests.counting import (  # noqa: F401 - pytest finds its hooks here
+    print_counts,
+    pytest_configure,
+    pytest_sessionfinish,
+)
+
+SINK_LENGTHS: dict[str, Callable] = {
+    "reference": lambda backend: backend._lengths[0],
+    "torch": lambda backend: backend._queue._machine.state.length[0],
+    "jax": lambda backend: backend._state.lengths[0],
+}
+
+
+@pytest.fixture(scope="session", params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def backend(framework: str) -> Iterator[Backend]:
+    """A backend of the contract's model, with every program that the contract names."""
+    config, weights = contract_model()
+    made = make_backend(framework, config, weights, contract_limits(config), "NEXTN")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def texts(framework: str) -> Texts:
+    """Plain texts of the contract's model on one backend."""
+    return {}
+
+
+@pytest.fixture
+def host(backend: Backend, texts: Texts) -> Host:
+    """Free slots and pages on a backend that other tests have used."""
+    return Host(backend, texts)
+
+
+@pytest.fixture
+def sink_length(framework: str, backend: Backend) -> Callable[[], int]:
+    """Reads the length of slot 0, which nothing at the boundary shows."""
+    return lambda: int(SINK_LENGTHS[framework](backend))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Says what was compiled and compared, and how many planted faults were seen."""
+    print_counts(terminalreporter)
+    passed = terminalreporter.stats.get("passed", [])
+    seen = [report for report in passed if "test_mutations.py" in report.nodeid]
+    if seen:
+        terminalreporter.write_line(f"{len(seen)} planted faults, each seen by its promise's test")

@@ -1,0 +1,51 @@
+"""Runs an engine to its end, and sees after every step that no page and no slot is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from shared.engine.engine import Engine
+from shared.engine.request import Event, FinishReason, Request
+
+
+@dataclass
+class Outcome:
+    """What the events of one request add up to."""
+
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    def take(self, event: Event) -> None:
+        assert self.finish_reason is None, "an event after the request's end"
+        self.tokens += event.tokens
+        self.accepted += [] if event.accepted is None else [event.accepted]
+        self.logprobs += event.logprobs or []
+        self.finish_reason, self.error = event.finish_reason, event.error
+
+
+def checked_step(engine: Engine) -> list[Event]:
+    """One step of the engine, and the conservation of its pages and slots."""
+    events = engine.step()
+    engine.allocator.check()
+    running = {request.slot for request in engine.scheduler.running}
+    owners = set(engine.allocator.num_pages.nonzero()[0].tolist())
+    assert owners <= running, "pages are held for nobody"
+    limits = engine.allocator.limits
+    assert engine.allocator.num_free_slots == limits.num_slots - 1 - len(running), "a slot is lost"
+    return events
+
+
+def drive(engine: Engine, requests: Iterable[Request]) -> dict[int, Outcome]:
+    """Adds the requests at once and steps until all have ended."""
+    outcomes = {}
+    for request in requests:
+        engine.add(request)
+        outcomes[request.request_id] = Outcome()
+    while engine.busy:
+        for event in checked_step(engine):
+            outcomes[event.request_id].take(event)
+    return outcomes

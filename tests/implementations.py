@@ -1,0 +1,128 @@
+"""The operations of both backends as functions of numpy arrays, so that one test serves all.
+
+`each_implementation` runs a test once for each framework; the test gets `implementation`, and
+`implementation("gated_delta")` has the functions of that framework's `ops/gated_delta`. Arguments
+and results are those of the specification: its dataclasses become the framework's own and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+class Implementation:
+    """The operations of one framework."""
+
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
+
+    def __str__(self) -> str:
+        return self._framework
+
+    def __call__(self, name: str) -> Ops:
+        specification = import_module(f"shared.spec.{name}")
+        return Ops(
+            self._framework, import_module(f"{self._framework}_impl.ops.{name}"), specification
+        )
+
+
+each_implementation = pytest.mark.parametrize(
+    "implementation", [Implementation("torch"), Implementation("jax")], ids=str
+)
+
+
+class Ops:
+    """One module of operations; its functions take and give numpy arrays."""
+
+    def __init__(self, framework: str, module: ModuleType, specification: ModuleType) -> None:
+        self._module, self._specification = module, specification
+        self._in = {"torch": _to_torch, "jax": _to_jax}[framework]
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._module, name)
+        if self._in is _to_jax:
+            function = _jitted(function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            to_device = partial(_map, leaf=self._in, module=self._module)
+            got = function(*map(to_device, args), **{k: to_device(v) for k, v in kwargs.items()})
+            return _map(got, leaf=_to_numpy, module=self._specification)
+
+        return call
+
+
+@cache
+def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one compiled program: eagerly, each of its operations would be one."""
+    jax, backend = import_module("jax"), import_module("jax_impl.backend")
+    options = backend.compiler_options(jax.devices("cpu")[0], quick_compile=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        fixed = tuple(None if isinstance(leaf, jax.Array) else (leaf,) for leaf in leaves)
+        return program(tree, fixed)(arrays)
+
+    @cache
+    def program(tree: Any, fixed: tuple[tuple[Any] | None, ...]) -> Callable[[list[Any]], Any]:
+        """For one structure of the arguments; `fixed` has those that are no arrays."""
+
+        def rebuilt(arrays: list[Any]) -> Any:
+            given = iter(arrays)
+            leaves = [next(given) if leaf is None else leaf[0] for leaf in fixed]
+            args, kwargs = jax.tree.unflatten(tree, leaves)
+            return function(*args, **kwargs)
+
+        return jax.jit(rebuilt, compiler_options=options)
+
+    return call
+
+
+def _map(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
+    """`value` with `leaf` of each of its arrays, its records those of the same name in `module`."""
+    again = partial(_map, leaf=leaf, module=module)
+    if names := _field_names(value):
+        record = getattr(module, type(value).__name__)
+        return record(**{name: again(getattr(value, name)) for name in names})
+    if isinstance(value, tuple):
+        return tuple(map(again, value))
+    return leaf(value)
+
+
+def _field_names(value: Any) -> tuple[str, ...]:
+    """Fields of a dataclass or a named tuple; none for anything else."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(field.name for field in fields(value))
+    return getattr(value, "_fields", ())
+
+
+def _narrow(value: np.ndarray) -> np.ndarray:
+    """A copy, for operations may write in place; whole numbers as a plan has them."""
+    return value.astype(np.int32) if value.dtype == np.int64 else value.copy()
+
+
+def _to_torch(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    torch = import_module("torch")
+    narrow = _narrow(value)
+    # Unsigned words travel as the bits of an int32.
+    return torch.from_numpy(narrow.view(np.int32) if narrow.dtype == np.uint32 else narrow)
+
+
+def _to_jax(value: Any) -> Any:
+    if not isinstance(value, np.ndarray):
+        return value
+    return import_module("jax").numpy.asarray(_narrow(value))
+
+
+def _to_numpy(value: Any) -> Any:
+    return np.asarray(value) if hasattr(value, "shape") else value

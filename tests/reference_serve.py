@@ -1,0 +1,32 @@
+"""`python -m tests.reference_serve --model-path ...` serves the numpy reference backend."""
+
+from __future__ import annotations
+
+import sys
+
+from shared.backend import Limits
+from shared.checkpoint import Checkpoint, load_all, open_checkpoint
+from shared.config import Options
+from shared.memory_plan import Device
+from shared.model_config import ModelConfig
+from shared.reference_backend import ReferenceBackend
+from shared.server.launch import ProgressCall, launch
+
+
+def load(
+    options: Options,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    limits: Limits,
+    progress: ProgressCall,
+) -> ReferenceBackend:
+    """Reads the weights in one go."""
+    drafter = options.speculative.drafter
+    weights = load_all(options.model.model_path, model, drafter == "NEXTN")
+    return ReferenceBackend(model, weights, limits, drafter)
+
+
+if __name__ == "__main__":
+    raise SystemExit(
+        launch(sys.argv[1:], load, open_checkpoint=open_checkpoint, find_device=Device.cpu)
+    )

@@ -1,0 +1,114 @@
+"""The map of the house is true: parallel names, a proof for each specification, our names ours."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import jaxtyping
+import numpy as np
+import pytest
+
+from shared.spec import draft_tree
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
+ONE_SIDED = {Path("convert.py"), Path("train.py")}  # writing Orbax and training are JAX's alone
+SPEC_OF_OP = {"linear": "layers"}  # a matrix product is too small for a specification of its own
+TEST_OF_SPEC = {"model": "golden"}  # its proof is other people's numbers
+MAX_LINES = 450
+
+SKIPPED = {"build", "dist", "__pycache__"}
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ""}
+MACHINE_PATHS = re.compile("|".join(f"/{top}/" for top in ("work", "root", "home", "opt", "tmp")))
+REGISTRIES = re.compile(
+    "|".join(map(re.escape, ("pypi" + ".org", "python" + "hosted", "pytorch" + ".org/whl")))
+    + "|" + re.escape("npmjs" + ".") + "|" + re.escape("../" + "shared")
+)  # fmt: skip
+
+
+def modules(folder: str) -> set[Path]:
+    return {path.relative_to(ROOT / folder) for path in (ROOT / folder).rglob("*.py")}
+
+
+def names(folder: str) -> set[str]:
+    return {path.stem for path in modules(folder)} - {"__init__"}
+
+
+def text_files() -> list[Path]:
+    """Every text file of the project; hidden folders hold tools, but for the CI's."""
+    tops = [path for path in ROOT.iterdir() if path.name[0] != "." or path.name == ".ci"]
+    paths = [path for top in tops for path in (top.rglob("*") if top.is_dir() else [top])]
+    return [
+        path
+        for path in paths
+        if path.suffix in TEXT and not SKIPPED & set(path.parts) and path.is_file()
+    ]
+
+
+def test_both_backends_have_the_same_files():
+    assert modules("jax_impl") - ONE_SIDED == modules("torch_impl")
+
+
+def test_every_op_has_a_specification_and_every_kernel_an_op():
+    ops = names("jax_impl/ops")
+    assert {SPEC_OF_OP.get(name, name) for name in ops} <= names("shared/spec")
+    assert names("kernels") <= ops
+
+
+def test_every_specification_has_a_test():
+    proofs = {TEST_OF_SPEC.get(name, name) for name in names("shared/spec")}
+    assert {f"test_{name}" for name in proofs} <= names("tests")
+
+
+def test_no_other_package_takes_our_names():
+    for name in PACKAGES:
+        spec = find_spec(name)
+        assert spec is not None
+        assert Path(spec.origin).parents[1] == ROOT, f"{name} is {spec.origin}: run from the root"
+
+
+@pytest.mark.parametrize("forbidden", [MACHINE_PATHS, REGISTRIES], ids=["paths", "registries"])
+def test_nothing_names_a_machines_path_or_a_registrys_host(forbidden):
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if forbidden.search(line)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_a_file_tells_one_story():
+    long = {
+        str(path.relative_to(ROOT)): count
+        for path in text_files()
+        if path.suffix == ".py" and (count := len(path.read_text().splitlines())) > MAX_LINES
+    }
+    assert not long
+
+
+def test_shapes_in_signatures_are_checked_while_tests_run():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        draft_tree.depths(np.zeros((1, 2, 3), np.int32))
+
+
+def named_in_documents() -> list[tuple[Path, str, str]]:
+    """Each file, and test within it, that a document names; NAME stands for any name."""
+    pattern = re.compile(r"`((?:tests|shared|models|docs|bench)/[\w./]+\w)(?:::(\w+))?`")
+    return [
+        (path.relative_to(ROOT), file, test)
+        for path in text_files()
+        if path.suffix == ".md"
+        for file, test in pattern.findall(path.read_text(encoding="utf-8"))
+        if "NAME" not in file
+    ]
+
+
+def test_the_files_and_tests_that_documents_name_exist():
+    missing = [
+        f"{document} names {file}::{test}"
+        for document, file, test in named_in_documents()
+        if not (ROOT / file).exists()
+        or (test and f"def {test}(" not in (ROOT / file).read_text(encoding="utf-8"))
+    ]
+    assert not missing, "\n".join(missing)

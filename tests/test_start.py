@@ -1,0 +1,129 @@
+"""A start that cannot succeed ends with exit code 2 and one sentence that says what to do."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from models import make_random
+from shared.checkpoint import open_checkpoint
+from shared.config import DEFAULT_MODEL
+from shared.memory_plan import Device
+from shared.server.launch import launch
+from shared.server.tokenizer import Tokenizer
+from tests.tiny_models import write_tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+NEXTN = ["--speculative-algorithm", "NEXTN"]
+
+
+def start(argv: list[str]) -> int:
+    """A start whose backend must not be reached."""
+
+    def load_backend(*_):
+        raise AssertionError("weights were loaded")
+
+    return launch(
+        ["--port", "0", *argv],
+        load_backend,
+        open_checkpoint=open_checkpoint,
+        find_device=lambda: Device("cpu", "CPU", 1 << 30),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_tiny(tmp_path / "model", "qwen3_5", 0, with_mtp=False)
+    return tmp_path / "model"
+
+
+def edit_config(folder: Path, **changes) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+
+SPOILED = {
+    "another architecture": (
+        lambda f: edit_config(f, architectures=["GPT2LMHeadModel"]),
+        "GPT2LMHeadModel",
+    ),
+    "experts": (lambda f: edit_config(f, num_experts=8), "num_experts"),
+    "another shape": (lambda f: edit_config(f, intermediate_size=100), "shape"),
+    "a truncated file": (truncate, "truncated"),
+    "an empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), "truncated"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
+    "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json"),
+    "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
+}
+
+
+@pytest.mark.parametrize("fault", SPOILED)
+def test_a_checkpoint_that_cannot_be_served_is_refused_in_one_sentence(fault, folder, capfd):
+    spoil, named = SPOILED[fault]
+    spoil(folder)
+    assert start(["--model-path", str(folder)]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert named in lines[0]
+
+
+def test_a_missing_folder_is_named(capfd):
+    assert start(["--model-path", "/no/such/folder"]) == 2
+    assert "/no/such/folder" in capfd.readouterr().err
+
+
+def test_nextn_without_mtp_tensors_is_refused_by_name(folder, capfd):
+    edit_config(folder, mtp_num_hidden_layers=1)
+    assert start(["--model-path", str(folder), *NEXTN]) == 2
+    assert "--speculative-algorithm NEXTN" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_context_beyond_the_models_is_refused_by_name(folder, capfd):
+    assert start(["--model-path", str(folder), "--context-length", "2049"]) == 2
+    assert "--context-length 2049" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_port_in_use_is_refused_before_anything_is_loaded(capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert start(["--port", str(taken.getsockname()[1])]) == 2
+    assert "--port" in capfd.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("backend", ["torch_impl", "jax_impl"])
+def test_a_wrong_flag_ends_the_process_with_code_2_and_no_traceback(backend):
+    ended = subprocess.run(
+        [sys.executable, "-m", f"{backend}.serve", "--tp-size", "2"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 2
+    assert "Traceback" not in ended.stderr
+    assert ended.stderr.splitlines()[-1].startswith("--tp-size is not supported")
+
+
+def test_the_random_model_is_what_its_script_writes(tmp_path):
+    make_random.write(tmp_path)
+    stored = {path.name: path.read_bytes() for path in DEFAULT_MODEL.iterdir()}
+    assert stored == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_the_random_models_tokenizer_gives_every_text_back():
+    tokenizer = Tokenizer.from_folder(DEFAULT_MODEL)
+    text = "Grüße, 東京! \t\n <|x|>"
+    assert tokenizer.encode(text) == list(text.encode())
+    chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
+    assert chat[:5] == [257, *b"user"]
+    assert chat[-11:] == [257, *b"assistant\n"]

@@ -1,0 +1,200 @@
+"""As `shared.spec.attention`, in torch; pools are written in place."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from torch_impl.ops import at_most, draft_tree
+
+
+@dataclass(frozen=True)
+class Rows:
+    """As the specification's; no request has more than `most_rows` rows.
+
+    The rows of a request lie together, in ascending order of the requests; padding of a batch that
+    has fewer rows lies last and belongs to request 0.
+    """
+
+    request: Int[Tensor, " R"]
+    positions: Int[Tensor, " R"]
+    places: Int[Tensor, " R"]
+    first: Int[Tensor, " R"]
+    until: Int[Tensor, " R"]
+    window: Bool[Tensor, "R N"]
+    is_real: Bool[Tensor, " R"]
+    page_table: Int[Tensor, "B table"]
+    most_rows: int
+
+
+def causal_rows(
+    row_starts: Int[Tensor, " B1"],
+    first_positions: Int[Tensor, " B"],
+    draft_from: Int[Tensor, " B"],
+    page_table: Int[Tensor, "B table"],
+    tokens: int,
+) -> Rows:
+    """As the specification."""
+    request, is_real = draft_tree.request_of(row_starts, tokens)
+    row = torch.arange(tokens, dtype=torch.int32, device=row_starts.device)
+    positions = torch.where(is_real, first_positions[request] + row - row_starts[request], 0)
+    until = torch.where(is_real, positions + 1, 0)
+    window = is_real.new_zeros(tokens, 0)
+    first = draft_from[request]
+    most_rows = at_most((row_starts[1:] - row_starts[:-1]).max(), tokens, 1)
+    return Rows(request, positions, positions, first, until, window, is_real, page_table, most_rows)
+
+
+def tree_rows(
+    parents: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    page_table: Int[Tensor, "B table"],
+    rows: int,
+) -> tuple[Rows, Int[Tensor, " R"]]:
+    """As the specification."""
+    _, request, node, is_real = draft_tree.flatten(num_nodes, rows)
+    depth = draft_tree.depths(parents)[request, node]
+    length = lengths[request]
+    until = torch.where(is_real, length, 0)
+    window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
+    first, places = torch.zeros_like(length), length + node
+    most_rows = parents.shape[1]
+    return (
+        Rows(request, length + depth, places, first, until, window, is_real, page_table, most_rows),
+        node,
+    )
+
+
+def write(
+    pages: Float[Tensor, "P page H D"],
+    page_table: Int[Tensor, "B table"],
+    request: Int[Tensor, " R"],
+    places: Int[Tensor, " R"],
+    is_real: Bool[Tensor, " R"],
+    rows: Float[Tensor, "R H D"],
+) -> Float[Tensor, "P page H D"]:
+    """As the specification, in place."""
+    places = torch.where(is_real, places, 0)
+    page, place = _page_of(page_table, request, places, pages.shape[1])
+    pages[torch.where(is_real, page, 0), place] = rows
+    return pages
+
+
+def _page_of(
+    page_table: Int[Tensor, "B table"],
+    request: Int[Tensor, "..."],
+    places: Int[Tensor, "..."],
+    page_size: int,
+) -> tuple[Int[Tensor, "..."], Int[Tensor, "..."]]:
+    """The page of a KV position, and the place in it."""
+    number = torch.div(places, page_size, rounding_mode="floor")
+    return page_table[request, number], places - number * page_size
+
+
+def visible(
+    first: Int[Tensor, "*rows"],
+    until: Int[Tensor, "*rows"],
+    window: Bool[Tensor, "*rows N"],
+    num_positions: int,
+) -> Bool[Tensor, "*rows positions"]:
+    """As the specification, for rows in any arrangement."""
+    position = torch.arange(num_positions, dtype=torch.int32, device=first.device)
+    seen = (position >= first[..., None]) & (position < until[..., None])
+    if window.shape[-1]:
+        place = position - until[..., None]
+        inside = (place >= 0) & (place < window.shape[-1])
+        named = window.gather(-1, torch.where(inside, place, 0).long())
+        seen |= inside & named
+    return seen
+
+
+def attend(
+    q: Float[Tensor, "R Hq D"],
+    k_pages: Float[Tensor, "P page Hk D"],
+    v_pages: Float[Tensor, "P page Hk D"],
+    page_table: Int[Tensor, "B table"],
+    request: Int[Tensor, " R"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    window: Bool[Tensor, "R N"],
+    most_rows: int,
+) -> Float[Tensor, "R Hq D"]:
+    """As the specification, but that rows of padding give anything.
+
+    Args:
+      q, k_pages, v_pages, page_table, first, until, window: As in the specification.
+      request: The rows of a request lie together, in ascending order; padding (0) is last.
+      most_rows: No request has more rows.
+    """
+    grid, back = _grid(request, page_table.shape[0], most_rows)
+    page_size = k_pages.shape[1]
+    num_pages = at_most(
+        torch.div(until.max() + window.shape[1] + page_size - 1, page_size, rounding_mode="floor"),
+        page_table.shape[1],
+        1,
+    )
+    page_table, num_positions = page_table[:, :num_pages], num_pages * page_size
+    seen = visible(first[grid], until[grid], window[grid], num_positions)
+    # [B, positions, Hk, D]
+    k, v = (pages[page_table].flatten(1, 2) for pages in (k_pages, v_pages))
+    return _softmax_attention(q[grid], k, v, seen).flatten(0, 1)[back]
+
+
+def _grid(
+    request: Int[Tensor, " R"], num_requests: int, most_rows: int
+) -> tuple[Int[Tensor, "B M"], Int[Tensor, " R"]]:
+    """The flat row at each place of a [request, row] grid, and the place of each flat row."""
+    device, R = request.device, len(request)
+    row = torch.arange(R, dtype=torch.int32, device=device)
+    owner = request.cummax(0).values  # padding falls to the last request that has rows
+    wanted = torch.arange(num_requests, dtype=owner.dtype, device=device)
+    starts = torch.searchsorted(owner, wanted, out_int32=True)
+    place = torch.arange(most_rows, dtype=torch.int32, device=device)
+    grid = (starts[:, None] + place).clamp(max=R - 1)
+    return grid, owner * most_rows + (row - starts[owner]).clamp(max=most_rows - 1)
+
+
+def _softmax_attention(
+    q: Float[Tensor, "B M Hq D"],
+    k: Float[Tensor, "B positions Hk D"],
+    v: Float[Tensor, "B positions Hk D"],
+    seen: Bool[Tensor, "B M positions"],
+) -> Float[Tensor, "B M Hq D"]:
+    B, M, Hq, D = q.shape
+    Hk = k.shape[2]
+    grouped = q.view(B, M, Hk, -1, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hk, G M, D]
+    scores = (grouped @ k.permute(0, 2, 3, 1)).float() * D**-0.5
+    scores = scores.unflatten(2, (-1, M)).masked_fill(~seen[:, None, None], -torch.inf)
+    weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True).clamp(min=-1e30))
+    weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-30)
+    # 0 x NaN is NaN: values that are not finite are taken out, and given back to who sees them.
+    spoiled = ~v.isfinite().flatten(2).all(dim=2)  # [B, positions]
+    v = v.masked_fill(spoiled[:, :, None, None], 0)
+    out = weights.to(v.dtype).flatten(2, 3) @ v.permute(0, 2, 1, 3)
+    out = out.unflatten(2, (-1, M)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out.masked_fill((seen & spoiled[:, None]).any(dim=2)[:, :, None, None], torch.nan)
+
+
+def commit_window(
+    pages: Float[Tensor, "*pools P page H D"],
+    page_table: Int[Tensor, "B table"],
+    lengths: Int[Tensor, " B"],
+    path: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+) -> Float[Tensor, "*pools P page H D"]:
+    """As the specification, in place and for any number of pools at once."""
+    B, W = path.shape
+    place = torch.arange(W, dtype=torch.int32, device=path.device)
+    request = torch.arange(B, device=path.device)[:, None]
+    is_real = place < counts[:, None]
+    source = lengths[:, None] + torch.where(is_real, path, 0)
+    target = lengths[:, None] + torch.where(is_real, place, 0)
+    page_size = pages.shape[-3]
+    from_page, from_place = _page_of(page_table, request, source, page_size)
+    to_page, to_place = _page_of(page_table, request, target, page_size)
+    pools = pages.view(-1, *pages.shape[-4:])
+    moved = pools[:, from_page, from_place]
+    pools[:, torch.where(is_real, to_page, 0), to_place] = moved
+    return pages

@@ -1,0 +1,124 @@
+"""As `shared.spec.draft_tree`, in torch."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def depths(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
+    """As the specification."""
+    found = [torch.zeros_like(parents[:, 0])]
+    for node in range(1, parents.shape[1]):
+        so_far = torch.stack(found, dim=1)
+        found.append(so_far.gather(1, parents[:, node : node + 1].long())[:, 0] + 1)
+    return torch.stack(found, dim=1)
+
+
+def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
+    """As the specification."""
+    B, N = parents.shape
+    rows = torch.arange(B, device=parents.device)
+    itself = torch.eye(N, dtype=torch.bool, device=parents.device)
+    found = itself.repeat(B, 1, 1)
+    for node in range(1, N):
+        found[:, node] |= found[rows, parents[:, node].long()]
+    return found
+
+
+def best(weights: Float[Tensor, "B C"], count: int) -> Int[Tensor, "B count"]:
+    """As the specification; a stable sort, since `torch.topk` breaks ties in any order."""
+    return weights.sort(dim=1, descending=True, stable=True).indices[:, :count].int()
+
+
+def children(
+    frontier_numbers: Int[Tensor, "B k"],
+    frontier_weights: Float[Tensor, "B k"],
+    edge_weights: Float[Tensor, "B k k"],
+) -> tuple[Int[Tensor, "B kk"], Float[Tensor, "B kk"]]:
+    """As the specification."""
+    k = frontier_numbers.shape[1]
+    weights = frontier_weights[:, :, None] + edge_weights
+    return frontier_numbers.repeat_interleave(k, dim=1), weights.flatten(1)
+
+
+def next_frontier(
+    tokens: Int[Tensor, "B kk"], weights: Float[Tensor, "B kk"], first_number: int, width: int
+) -> tuple[Int[Tensor, "B k"], Float[Tensor, "B k"], Int[Tensor, "B k"], Int[Tensor, "B k"]]:
+    """As the specification."""
+    chosen = best(weights, width)
+    at = chosen.long()
+    parents = torch.div(chosen, width, rounding_mode="floor")
+    return tokens.gather(1, at), weights.gather(1, at), first_number + chosen, parents
+
+
+def keep_best(
+    newest: Int[Tensor, " B"],
+    tokens: Int[Tensor, "B C"],
+    weights: Float[Tensor, "B C"],
+    parents: Int[Tensor, "B C"],
+    max_drafts: Int[Tensor, " B"],
+    has_relay: Bool[Tensor, " B"],
+    nodes: int,
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
+    """As the specification."""
+    B, C = tokens.shape
+    rank = torch.arange(C, device=tokens.device)
+    num_drafts = torch.where(has_relay, max_drafts.clamp(0, min(nodes - 1, C)), 0)
+    is_best = (rank < num_drafts[:, None]).expand(B, C)
+    kept = torch.zeros_like(is_best).scatter(1, best(weights, C).long(), is_best)
+    root = torch.zeros_like(newest)[:, None]
+    node_of = torch.cat([root, kept.cumsum(1, dtype=torch.int32)], dim=1)  # by number
+    order = kept.int().sort(dim=1, descending=True, stable=True).indices[:, : nodes - 1]
+    is_real = rank[: nodes - 1] < num_drafts[:, None]
+    kept_tokens = torch.where(is_real, tokens.gather(1, order), 0)
+    kept_parents = node_of.gather(1, parents.gather(1, order).long())
+    kept_parents = torch.where(is_real, kept_parents, 0)
+    return (
+        torch.cat([newest[:, None], kept_tokens], dim=1).int(),
+        torch.cat([root, kept_parents], dim=1).int(),
+        (1 + num_drafts).int(),
+    )
+
+
+def flatten(
+    num_nodes: Int[Tensor, " B"], rows: int
+) -> tuple[Int[Tensor, " B1"], Int[Tensor, " R"], Int[Tensor, " R"], Bool[Tensor, " R"]]:
+    """As the specification."""
+    ends = num_nodes.cumsum(0, dtype=torch.int32)
+    row_starts = torch.cat([torch.zeros_like(ends[:1]), ends])
+    request, is_real = request_of(row_starts, rows)
+    row = torch.arange(rows, dtype=torch.int32, device=num_nodes.device)
+    node = torch.where(is_real, row - row_starts[request], 0).long()
+    return row_starts, request, node, is_real
+
+
+def request_of(
+    row_starts: Int[Tensor, " B1"], rows: int
+) -> tuple[Int[Tensor, " R"], Bool[Tensor, " R"]]:
+    """The request of each flat row, 0 for padding, and whether the row is real."""
+    # Indices are int64 throughout: torch would convert others at every use.
+    row = torch.arange(rows, dtype=torch.int32, device=row_starts.device)
+    is_real = row < row_starts[-1]
+    request = torch.searchsorted(row_starts[1:].contiguous(), row, right=True)
+    return torch.where(is_real, request, 0), is_real
+
+
+def flat_rows(
+    row_starts: Int[Tensor, " B1"], num_nodes: Int[Tensor, " B"], nodes: int
+) -> Int[Tensor, "B N"]:
+    """As the specification."""
+    node = torch.arange(nodes, dtype=torch.int32, device=num_nodes.device)
+    return row_starts[:-1, None] + torch.where(node < num_nodes[:, None], node, 0)
+
+
+def rows_of(num_nodes: Int[Tensor, " B"], nodes: int, rows: int) -> Int[Tensor, "B N"]:
+    """As `flat_rows`, from the node counts alone; never past the `rows` that there are."""
+    ends = num_nodes.cumsum(0, dtype=torch.int32)
+    row_starts = torch.cat([torch.zeros_like(ends[:1]), ends])
+    return flat_rows(row_starts, num_nodes, nodes).clamp(max=rows - 1)
+
+
+def is_last(row_starts: Int[Tensor, " B1"], request: Int[Tensor, " R"]) -> Bool[Tensor, " R"]:
+    """Whether a flat row is the last one of its request."""
+    row = torch.arange(len(request), dtype=torch.int32, device=request.device)
+    return row == row_starts[1:][request] - 1

@@ -1,0 +1,64 @@
+"""As `shared.spec.layers`, in torch; norms and rotary angles are float32 whatever the model is."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional
+
+from torch_impl.ops.linear import linear
+
+
+def sigmoid(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """As the specification."""
+    return torch.sigmoid(x)
+
+
+def softplus(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """As the specification, at all sizes of `x`; torch's own would switch to `x` at 20."""
+    return torch.logaddexp(x, torch.zeros_like(x))
+
+
+def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """As the specification."""
+    return functional.silu(x)
+
+
+def rms_norm(
+    x: Float[Tensor, "... size"], weight: Float[Tensor, " size"], eps: float
+) -> Float[Tensor, "... size"]:
+    """As the specification; `weight` is float32, the result has the type of `x`."""
+    return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+
+def l2norm(x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
+    """As the specification."""
+    return x / torch.sqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
+
+
+def gated_mlp(
+    x: Float[Tensor, "R hidden"],
+    gate_up: Float[Tensor, "twice_intermediate hidden"],
+    down: Float[Tensor, "hidden intermediate"],
+) -> Float[Tensor, "R hidden"]:
+    """As the specification."""
+    gate, up = linear(x, gate_up).chunk(2, dim=-1)
+    return linear(silu(gate) * up, down)
+
+
+def rotary_angles(
+    positions: Int[Tensor, " R"], frequencies: Float[Tensor, " half"], factor: float
+) -> tuple[Float[Tensor, "R half"], Float[Tensor, "R half"]]:
+    """As the specification, from its frequencies and its attention factor."""
+    angles = positions.float()[:, None] * frequencies
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def apply_rotary(
+    x: Float[Tensor, "R H D"], cos: Float[Tensor, "R half"], sin: Float[Tensor, "R half"]
+) -> Float[Tensor, "R H D"]:
+    """As the specification; float32 inside, the result has the type of `x`."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat([*(part.to(x.dtype) for part in turned), rest], dim=-1)

@@ -1,0 +1,140 @@
+"""As `shared.spec.mamba_state`, in torch."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shared.spec.gated_delta import CHUNK
+from shared.spec.mamba_state import WINDOW
+from torch_impl.ops import gated_delta, layers
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """As the specification's."""
+
+    recurrent: Float[Tensor, "L B H K V"]
+    window: Float[Tensor, "L B 3 C"]
+
+
+def stacked(layers: list[tuple[Tensor, Tensor]]) -> DeltaState:
+    """The states and windows of all layers as one."""
+    return DeltaState(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
+
+
+@dataclass(frozen=True)
+class Kept:
+    """As the specification's."""
+
+    k: Float[Tensor, "L B N H K"]
+    v: Float[Tensor, "L B N H V"]
+    log_decay: Float[Tensor, "L B N H"]
+    beta: Float[Tensor, "L B N H"]
+    inputs: Float[Tensor, "L B N C"]
+
+
+def conv(
+    windows: Float[Tensor, "*rows 3 C"],
+    inputs: Float[Tensor, "*rows C"],
+    weight: Float[Tensor, "C 4"],
+) -> Float[Tensor, "*rows C"]:
+    """As the specification, float32 from here on."""
+    taps = torch.cat([windows, inputs[..., None, :]], dim=-2).float()
+    return layers.silu((taps * weight.T.float()).sum(dim=-2))
+
+
+def chain_windows(
+    window: Float[Tensor, "B 3 C"],
+    inputs: Float[Tensor, "T C"],
+    request: Int[Tensor, " T"],
+    places: Int[Tensor, " T"],
+) -> Float[Tensor, "T 3 C"]:
+    """The window before each token of many requests.
+
+    Args:
+      window: Each request's last inputs before its tokens.
+      inputs: The tokens' inputs, one request behind the other.
+      request: The request of each token.
+      places: Which of its request's tokens it is.
+    """
+    T = len(inputs)
+    back = torch.arange(WINDOW, 0, -1, dtype=torch.int32, device=inputs.device)
+    number = torch.arange(T, dtype=torch.int32, device=inputs.device)
+    from_inputs = inputs[(number[:, None] - back).clamp(min=0)]
+    place = places[:, None] - back  # below 0: in the old window
+    from_window = window[request[:, None], (place + WINDOW).clamp(0, WINDOW - 1)]
+    return torch.where((place >= 0)[:, :, None], from_inputs, from_window)
+
+
+def chain_end(
+    window: Float[Tensor, "B 3 C"],
+    inputs: Float[Tensor, "T C"],
+    row_starts: Int[Tensor, " B1"],
+    taken: Int[Tensor, " B"],
+) -> Float[Tensor, "B 3 C"]:
+    """The window after the first `taken` tokens of each of many requests."""
+    place = taken[:, None] + torch.arange(-WINDOW, 0, dtype=torch.int32, device=taken.device)
+    from_inputs = inputs[(row_starts[:-1, None] + place).clamp(0, len(inputs) - 1)]
+    request = torch.arange(len(window), device=window.device)[:, None]
+    from_window = window[request, (place + WINDOW).clamp(0, WINDOW - 1)]
+    return torch.where((place >= 0)[:, :, None], from_inputs, from_window)
+
+
+def tree_windows(
+    window: Float[Tensor, "B 3 C"],
+    inputs: Float[Tensor, "B N C"],
+    parents: Int[Tensor, "B N"] | None,
+) -> Float[Tensor, "B N 3 C"]:
+    """As the specification; None for the parents of a chain."""
+    N = inputs.shape[1]
+    if parents is None:
+        return torch.cat([window, inputs[:, :-1]], dim=1).unfold(1, WINDOW, 1).mT
+    rows = torch.arange(len(window), device=window.device)
+    before = [window]
+    for node in range(1, N):
+        parent = parents[:, node]
+        older = torch.stack(before, dim=1)[rows, parent]
+        before.append(torch.cat([older[:, 1:], inputs[rows, parent][:, None]], dim=1))
+    return torch.stack(before, dim=1)
+
+
+def path_window(
+    window: Float[Tensor, "L B 3 C"], inputs: Float[Tensor, "L B W C"], taken: Int[Tensor, " B"]
+) -> Float[Tensor, "L B 3 C"]:
+    """As the specification."""
+    rows = torch.cat([window, inputs], dim=2)
+    index = taken[:, None] + torch.arange(WINDOW, dtype=torch.int32, device=taken.device)
+    return rows[:, torch.arange(len(taken), device=taken.device)[:, None], index]
+
+
+def replay(
+    state: DeltaState,
+    kept: Kept,
+    path: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+    save_after: Int[Tensor, " B"],
+) -> tuple[DeltaState, DeltaState, Bool[Tensor, " B"]]:
+    """As the specification."""
+    rows = torch.arange(len(path), device=path.device)[:, None]
+    k, v, log_decay, beta, inputs = (
+        x[:, rows, path] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)
+    )
+    recurrent = saved = state.recurrent
+    for i in range(path.shape[1]):
+        token = (x[:, :, i] for x in (k, v, log_decay, beta))
+        after = gated_delta.update(recurrent, *token)
+        recurrent = torch.where((i < counts)[None, :, None, None, None], after, recurrent)
+        is_saved = (save_after == i + 1)[None, :, None, None, None]
+        saved = torch.where(is_saved, recurrent, saved)
+    passed = (save_after >= 1) & (save_after <= counts)
+    save_window = path_window(state.window, inputs, torch.where(passed, save_after, 0))
+    new_window = path_window(state.window, inputs, counts)
+    return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed
+
+
+def ends_chunk(save_after: Int[Tensor, " B"], taken: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """Whether a prefill of `taken` tokens has a chunk that ends after `save_after` of them."""
+    is_border = (save_after % CHUNK == 0) | (save_after == taken)
+    return (save_after > 0) & (save_after <= taken) & is_border

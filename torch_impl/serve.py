@@ -1,0 +1,48 @@
+"""`python -m torch_impl.serve` serves a checkpoint with torch, on a GPU where there is one."""
+
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from shared.backend import Limits
+from shared.checkpoint import Checkpoint, open_checkpoint
+from shared.config import Options
+from shared.memory_plan import Device
+from shared.model_config import ModelConfig
+from shared.server.launch import ProgressCall, launch
+from torch_impl.backend import TorchBackend
+from torch_impl.weights import load
+
+
+def find_device() -> Device:
+    """The first GPU, or else the processor."""
+    if not torch.cuda.is_available():
+        return Device.cpu()
+    return Device("gpu", torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0])
+
+
+def load_backend(
+    options: Options,
+    checkpoint: Checkpoint,
+    model: ModelConfig,
+    limits: Limits,
+    progress: ProgressCall,
+) -> TorchBackend:
+    """Reads the weights onto the device and makes the backend; decoding on a GPU is captured."""
+    drafter, dtype = options.speculative.drafter, options.model.dtype
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights = load(checkpoint, model, drafter == "NEXTN", dtype, device, progress)
+    graphs = device.type == "cuda"
+    return TorchBackend(
+        model, weights, limits, drafter, dtype=dtype, device=device, cuda_graphs=graphs
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serves until it is told to stop; returns the process's exit code."""
+    return launch(argv, load_backend, open_checkpoint=open_checkpoint, find_device=find_device)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,184 @@
+"""The weights of a model as tensors on a device, one by one for each layer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from shared.checkpoint import Checkpoint, parameters
+from shared.model_config import ModelConfig
+
+Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
+
+DTYPES = {
+    "float32": (torch.float32, np.dtype(np.float32)),
+    "bfloat16": (torch.bfloat16, np.dtype(ml_dtypes.bfloat16)),
+}
+"""The types that a model can run in: torch's and numpy's."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention layer; the norms are None in a model without them."""
+
+    qkv: Float[Tensor, "out hidden"]
+    out: Float[Tensor, "hidden heads_size"]
+    q_norm: Float[Tensor, " D"] | None
+    k_norm: Float[Tensor, " D"] | None
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """A gated-delta layer."""
+
+    qkv: Float[Tensor, "C hidden"]
+    z: Float[Tensor, "heads_size hidden"]
+    ba: Float[Tensor, "twice_heads hidden"]
+    conv: Float[Tensor, "C 4"]
+    a_log: Float[Tensor, " H"]
+    dt_bias: Float[Tensor, " H"]
+    norm: Float[Tensor, " V"]
+    out: Float[Tensor, "hidden heads_size"]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer; `place` counts the layers of its mixer's kind."""
+
+    place: int
+    input_norm: Float[Tensor, " hidden"]
+    mixer: Attention | GatedDelta
+    post_attention_norm: Float[Tensor, " hidden"]
+    gate_up: Float[Tensor, "twice_intermediate hidden"]
+    down: Float[Tensor, "hidden intermediate"]
+
+
+@dataclass(frozen=True)
+class Mtp:
+    """The MTP layer of a Qwen3.5 checkpoint."""
+
+    fc: Float[Tensor, "hidden twice_hidden"]
+    embedding_norm: Float[Tensor, " hidden"]
+    hidden_norm: Float[Tensor, " hidden"]
+    final_norm: Float[Tensor, " hidden"]
+    layer: Layer
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A model's weights. All norm weights are float32 and scale by what they are, not by 1 more."""
+
+    embed: Float[Tensor, "vocab hidden"]
+    lm_head: Float[Tensor, "vocab hidden"]
+    final_norm: Float[Tensor, " hidden"]
+    layers: tuple[Layer, ...]
+    mtp: Mtp | None
+
+
+def load(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    with_mtp: bool,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> Weights:
+    """Reads a checkpoint's weights onto a device, parameter by parameter.
+
+    Args:
+      with_mtp: Whether the MTP layer is wanted.
+      dtype: A name of `DTYPES`.
+      progress: Called with the number of stored bytes read since the last call.
+
+    Raises:
+      CheckpointError: See `Checkpoint.load`.
+    """
+    wanted = parameters(config, with_mtp)
+    tensors = {
+        p.name: _tensor(checkpoint.load(p, DTYPES[dtype][1], progress), device) for p in wanted
+    }
+    return _assemble(config, tensors)
+
+
+def from_arrays(config: ModelConfig, arrays: Arrays, dtype: str, device: torch.device) -> Weights:
+    """Weights from arrays under the names of `shared.checkpoint`, which are copied."""
+    kept_float32 = {p.name for p in parameters(config, "mtp.fc" in arrays) if p.float32}
+    tensors = {
+        name: _tensor(np.array(array), device).to(
+            torch.float32 if name in kept_float32 else DTYPES[dtype][0]
+        )
+        for name, array in arrays.items()
+    }
+    return _assemble(config, tensors)
+
+
+def _tensor(array: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
+    if array.dtype == ml_dtypes.bfloat16:  # torch does not know numpy's
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(array).to(device)
+
+
+def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
+    return Weights(
+        embed=tensors["embed"],
+        lm_head=tensors.get("lm_head", tensors["embed"]),
+        final_norm=_norm(config, tensors["final_norm"]),
+        layers=_layers(config, tensors, "", config.layer_kinds),
+        mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
+    )
+
+
+def _norm(config: ModelConfig, weight: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The scale itself, in float32: bfloat16 near 1 is too coarse to add the 1 in it."""
+    return weight.float() + 1 if config.zero_centered_norms else weight.float()
+
+
+def _layers(
+    config: ModelConfig, tensors: dict[str, Tensor], prefix: str, kinds: tuple[str, ...]
+) -> tuple[Layer, ...]:
+    found, places = [], {"attention": 0, "gated_delta": 0}
+    mixers = {"attention": _attention, "gated_delta": _gated_delta}
+    for i, kind in enumerate(kinds):
+        layer = Layer(
+            place=places[kind],
+            input_norm=_norm(config, tensors[f"{prefix}input_norm"][i]),
+            mixer=mixers[kind](config, tensors, f"{prefix}{kind}.", places[kind]),
+            post_attention_norm=_norm(config, tensors[f"{prefix}post_attention_norm"][i]),
+            gate_up=tensors[f"{prefix}mlp.gate_up"][i],
+            down=tensors[f"{prefix}mlp.down"][i],
+        )
+        places[kind] += 1
+        found.append(layer)
+    return tuple(found)
+
+
+def _attention(
+    config: ModelConfig, tensors: dict[str, Tensor], prefix: str, place: int
+) -> Attention:
+    norms = (None, None)
+    if config.qk_norm:
+        names = (f"{prefix}q_norm", f"{prefix}k_norm")
+        norms = tuple(_norm(config, tensors[name][place]) for name in names)
+    return Attention(tensors[f"{prefix}qkv"][place], tensors[f"{prefix}out"][place], *norms)
+
+
+def _gated_delta(
+    config: ModelConfig, tensors: dict[str, Tensor], prefix: str, place: int
+) -> GatedDelta:
+    names = ("qkv", "z", "ba", "conv", "a_log", "dt_bias", "norm", "out")
+    found = {name: tensors[f"{prefix}{name}"][place] for name in names}
+    found["norm"] = found["norm"].float()  # the one norm that is never zero-centred
+    return GatedDelta(**found)
+
+
+def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:
+    norms = ("embedding_norm", "hidden_norm", "final_norm")
+    return Mtp(
+        fc=tensors["mtp.fc"],
+        layer=_layers(config, tensors, "mtp.layer.", ("attention",))[0],
+        **{name: _norm(config, tensors[f"mtp.{name}"]) for name in norms},
+    )
