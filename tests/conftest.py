@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from xdist.scheduler.loadfile import LoadFileScheduling
 
 from shared.backend import Backend
 from tests.backends import FRAMEWORKS, make_backend
@@ -52,6 +53,17 @@ def host(backend: Backend, texts: Texts) -> Host:
 def sink_length(framework: str, backend: Backend) -> Callable[[], int]:
     """Reads the length of slot 0, which nothing at the boundary shows."""
     return lambda: int(SINK_LENGTHS[framework](backend))
+
+
+class FilesThatShareABackend(LoadFileScheduling):
+    """Gives a worker whole files, and both files of the contract to one: a backend is made once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.split("::", 1)[0].replace("_memory.py", ".py")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> FilesThatShareABackend:
+    return FilesThatShareABackend(config, log)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

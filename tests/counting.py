@@ -33,7 +33,7 @@ class WorkerCounts:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.pluginmanager.hasplugin("dsession"):
+    if config.pluginmanager.hasplugin("xdist"):
         config.pluginmanager.register(WorkerCounts())
 
 

@@ -57,8 +57,8 @@ def bodies() -> list[Body]:
 
 def _make_bodies(rng: random.Random) -> Iterator[Body]:
     for kind in range(NUM_KINDS):
-        prompt = [rng.randrange(2, 256) for _ in range(rng.randint(1, 40))]
-        body = {"prompt": prompt, "max_tokens": rng.randint(1, 20), "temperature": 0}
+        prompt = [rng.randrange(2, 256) for _ in range(rng.randint(1, 16))]
+        body = {"prompt": prompt, "max_tokens": rng.randint(1, 44), "temperature": 0}
         if kind % 2:
             body |= {"temperature": 0.8, "seed": kind, "top_p": 0.95, "presence_penalty": 0.5}
         if kind % 3 == 0:
