@@ -13,8 +13,9 @@ import json
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -243,19 +244,26 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", choices=("torch", "jax"), required=True)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--ops", choices=("kernels", "plain"), help="kernels, where there is a GPU")
     parser.add_argument("--models", nargs="*", default=list(SIZES))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    ops = args.ops or ("kernels" if args.device == "cuda" else "plain")
+    if ops == "kernels" and args.device != "cuda":
+        parser.error("--ops kernels needs --device cuda")
     models = " ".join(args.models)
-    asked = f"--backend {args.backend} --device {args.device} --models {models}"
-    head = {"command": f"python -m bench.step_time {asked}"}
-    found = head | versions(args.backend, args.device) | {"cases": []}
-    for case in CASES:
-        if case.model in args.models:
-            found["cases"].append(measure(args.backend, case, args.device))
-            print(json.dumps(found["cases"][-1]), flush=True)
-            if args.out:  # after every case: a long run that is cut keeps what it has
-                args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    asked = f"--backend {args.backend} --device {args.device} --ops {ops} --models {models}"
+    found = {"command": f"python -m bench.step_time {asked}"}
+    found |= versions(args.backend, args.device)
+    package = import_module(f"{args.backend}_impl.ops")
+    with package.plain() if ops == "plain" else nullcontext():
+        found |= {"kernels": sorted(package.KERNELS), "cases": []}
+        for case in CASES:
+            if case.model in args.models:
+                found["cases"].append(measure(args.backend, case, args.device))
+                print(json.dumps(found["cases"][-1]), flush=True)
+                if args.out:  # after every case: a long run that is cut keeps what it has
+                    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from jaxtyping import Int, Shaped
 
 from jax_impl import device_state, weights
 from jax_impl.device_state import DeviceState
-from jax_impl.drafters import eagle
+from jax_impl.drafters import heads
+from jax_impl.drafters.heads import Head
+from jax_impl.ops import attention
 from jax_impl.ops.sampling import Sampling
 from jax_impl.step import Fields, Target, step
-from jax_impl.weights import Model
+from jax_impl.weights import LoadedHead, Model
 from shared.backend import (
     Limits,
     Program,
@@ -27,9 +29,12 @@ from shared.backend import (
     Work,
 )
 from shared.buffers import Field, plan_layout, read_result, result_layout
+from shared.draft_config import DraftHead
 from shared.model_config import ModelConfig
 
-Drafter = Literal["none", "NEXTN"]
+LoadedDrafter = Literal["none", "NEXTN"] | LoadedHead
+Drafter = LoadedDrafter | DraftHead
+Leaf = jax.Array | list[jax.Array]
 Words = Int[jax.Array, " words"]
 Compiled = Callable[..., tuple[DeviceState, jax.Array]]
 
@@ -57,7 +62,8 @@ class JaxBackend:
 
         Args:
           arrays: Loaded weights, or arrays under the names of `shared.checkpoint`.
-          drafter: How drafts are made.
+          drafter: How drafts are made: not at all, by the model's own MTP layer, or by a head,
+            loaded already or as arrays.
           dtype: Of weights, activations and KV, float32 or bfloat16. Loaded weights have theirs
             already.
           device: A device, or the name of a platform, whose first one is taken.
@@ -65,18 +71,26 @@ class JaxBackend:
             the speed: for runs of few steps. A GPU's programs are not touched by it.
 
         Raises:
-          ValueError: A drafter or a program is asked for that does not exist.
+          ValueError: A drafter or a program is asked for that does not exist, or attention on a GPU
+            does not take the head size.
         """
         device = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
         is_loaded = isinstance(arrays, Model)
         model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, device)
+        if isinstance(drafter, DraftHead):
+            drafter = weights.head_from_arrays(drafter, kind, device)
         _check(model, limits, drafter)
         self.limits, self.compiles = limits, 0
-        self._config, self._device, self._has_drafter = config, device, drafter != "none"
-        self._graph, parameters = nnx.split(model)
-        self._leaves, self._tree = jax.tree.flatten(parameters)
-        self._state = device_state.allocate(config, limits, self._has_drafter, kind, device)
+        self._config, self._device, self._bind = config, device, _binding(config, drafter)
+        own = [drafter.weights] if isinstance(drafter, LoadedHead) else []
+        self._graphs, parameters = zip(*map(nnx.split, [*own, model]), strict=True)
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
+        self._leaves = [_leaf(path, array, device) for path, array in leaves]
+        sizes = _draft_sizes(config, drafter)
+        for each in (config, sizes or config):
+            attention.check_head_size(each.head_size, device)
+        self._state = device_state.allocate(config, limits, sizes, kind, device)
         self._options = compiler_options(device, quick_compile)
         self._programs: dict[Program, Compiled] = {}
         self._clock = _Clock()
@@ -115,17 +129,29 @@ class JaxBackend:
     def _traced(
         self,
         program: Program,
-        leaves: list[jax.Array],
+        leaves: list[Leaf],
         state: DeviceState,
         words: Words,
     ) -> tuple[DeviceState, Int[jax.Array, " result_words"]]:
         """The step as JAX traces it, once per compilation."""
         self.compiles += 1
-        model = nnx.merge(self._graph, jax.tree.unflatten(self._tree, leaves))
-        head = eagle.nextn(self._config, model) if self._has_drafter else None
-        target = Target(self._config, self.limits, model, head)
+        leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
+        parts = zip(self._graphs, jax.tree.unflatten(self._tree, leaves), strict=True)
+        *own, model = (nnx.merge(*part) for part in parts)
+        target = Target(self._config, self.limits, model, self._bind(*own, model))
         state, result = step(program, target, state, _read(program, self.limits, words))
         return state, _written(program, self.limits, result)
+
+
+def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
+    """A parameter as a program takes it: on a CPU a stack of layers is taken apart.
+
+    There the static slice of a stack that feeds a matrix product is copied in every step, while the
+    slice of a stack that the program itself puts together is the layer's own matrix. A GPU reads
+    slices in place and pays for each argument, so it gets the stacks.
+    """
+    is_stack = any(getattr(key, "key", None) == "layers" for key in path)
+    return list(array) if is_stack and device.platform == "cpu" else array
 
 
 def _read(program: Program, limits: Limits, words: Words) -> SimpleNamespace:
@@ -151,6 +177,20 @@ def _written(program: Program, limits: Limits, result: Fields) -> Words:
     return jnp.concatenate(parts)
 
 
+def _binding(config: ModelConfig, drafter: LoadedDrafter) -> Callable[..., Head | None]:
+    """Makes the draft head of a trace from the weights of its own, if any, and the model's."""
+    if isinstance(drafter, LoadedHead):
+        return partial(heads.HEADS[drafter.config.kind], drafter.config)
+    return partial(heads.mtp, config) if drafter == "NEXTN" else lambda model: None
+
+
+def _draft_sizes(config: ModelConfig, drafter: LoadedDrafter) -> ModelConfig | None:
+    """Sizes of the drafter's one layer; None where there is no drafter."""
+    if isinstance(drafter, LoadedHead):
+        return drafter.config.layer
+    return config if drafter == "NEXTN" else None
+
+
 def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:
     """XLA's options for a platform.
 
@@ -174,7 +214,7 @@ def _is_known(name: str, value: bool | int, device: jax.Device) -> bool:
     return True
 
 
-def _check(model: Model, limits: Limits, drafter: Drafter) -> None:
+def _check(model: Model, limits: Limits, drafter: LoadedDrafter) -> None:
     """Refuses by name what has no code, before anything is allocated or compiled."""
     if drafter == "NEXTN" and not model.has_mtp:
         raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")

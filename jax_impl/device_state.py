@@ -105,25 +105,29 @@ def new_kv(
 def allocate(
     config: ModelConfig,
     limits: Limits,
-    has_drafter: bool,
+    head: ModelConfig | None,
     dtype: np.dtype | type,
     device: jax.Device,
 ) -> DeviceState:
-    """The state before the first step, all zeros."""
+    """The state before the first step, all zeros.
+
+    Args:
+      head: Sizes of the draft head's one layer, the target's own for NEXTN; None without a drafter.
+    """
     slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
 
     def zeros(*shape: int, dtype: np.dtype | type = np.int32) -> jax.Array:
         return jnp.zeros(shape, dtype, device=device)
 
     draft = None
-    if has_drafter:
+    if head is not None:
         width = limits.max_width
         relay = Relay(
             zeros(slots, width),
             zeros(slots, width, dtype=np.float32),
-            zeros(slots, config.hidden, dtype=dtype),
+            zeros(slots, head.hidden, dtype=dtype),
         )
-        draft = DraftState(zeros(slots), relay, new_kv(config, 1, pool, dtype, device))
+        draft = DraftState(zeros(slots), relay, new_kv(head, 1, pool, dtype, device))
     return DeviceState(
         lengths=zeros(slots),
         newest=zeros(slots),

@@ -50,8 +50,7 @@ def attention_layer(
         k = layers.rms_norm(k, weights.k_norm[layer], config.rms_eps)
     q, k = layers.apply_rotary(q, *turn), layers.apply_rotary(k, *turn)
     kv = _write(kv, layer, rows, k, v)
-    sees = (rows.page_table, rows.request, rows.first, rows.until, rows.window)
-    out = attention.attend(q, kv[layer, 0], kv[layer, 1], *sees, rows.most_rows)
+    out = _attend(q, kv, layer, rows)
     if gate is not None:
         out = out * layers.sigmoid(gate)
     return linear(out.reshape(len(x), -1), weights.out[layer]), kv
@@ -86,6 +85,16 @@ def _write(
         table = rows.page_table + (2 * layer + i) * num_pages
         pool = attention.write(pool, table, rows.request, rows.places, rows.is_real, new)
     return pool.reshape(kv.shape)
+
+
+def _attend(
+    q: Float[jax.Array, "R Hq D"], kv: KV, layer: int, rows: Rows
+) -> Float[jax.Array, "R Hq D"]:
+    """Reads the stack as one long pool, so that no layer's pool is copied for a kernel."""
+    pool, num_pages = kv.reshape(-1, *kv.shape[3:]), kv.shape[2]
+    sees = (rows.page_table, rows.request, rows.row_starts, rows.first, rows.until, rows.window)
+    offsets = (2 * layer * num_pages, (2 * layer + 1) * num_pages)
+    return attention.attend(q, pool, pool, *sees, rows.most_rows, *offsets)
 
 
 def commit_window(

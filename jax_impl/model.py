@@ -27,6 +27,10 @@ class Forward(NamedTuple):
     streams: tuple[Hidden, ...]
     kv: KV
 
+    def at(self, rows: Int[jax.Array, " R"]) -> "Forward":
+        """What the pass gave of some rows."""
+        return Forward(self.hidden[rows], tuple(x[rows] for x in self.streams), self.kv)
+
 
 def forward(
     config: ModelConfig,

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_impl import convert
-from jax_impl.backend import JaxBackend
-from jax_impl.weights import load
+from jax_impl.backend import Drafter, JaxBackend
+from jax_impl.weights import load, load_head
 from shared.backend import Limits
 from shared.checkpoint import Checkpoint
 from shared.config import Options
+from shared.draft_checkpoint import HeadFiles
 from shared.memory_plan import Device
 from shared.model_config import ModelConfig
 from shared.server.launch import ProgressCall, launch
@@ -35,14 +36,18 @@ def load_backend(
     options: Options,
     checkpoint: Checkpoint | convert.OrbaxCheckpoint,
     model: ModelConfig,
+    head: HeadFiles | None,
     limits: Limits,
     progress: ProgressCall,
 ) -> JaxBackend:
     """Reads the weights onto the device and makes the backend."""
-    drafter, dtype, device = options.speculative.drafter, options.model.dtype, jax.devices()[0]
+    with_mtp, dtype, device = options.speculative.with_mtp, options.model.dtype, jax.devices()[0]
     jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER))
     kind = jnp.dtype(dtype)
-    weights = load(checkpoint, model, drafter == "NEXTN", kind, device, progress)
+    weights = load(checkpoint, model, with_mtp, kind, device, progress)
+    drafter: Drafter = "NEXTN" if with_mtp else "none"
+    if head is not None:
+        drafter = load_head(head.checkpoint, head.config, kind, device, progress)
     return JaxBackend(
         model, weights, limits, drafter, dtype=dtype, device=device, quick_compile=False
     )

@@ -10,7 +10,8 @@ from jaxtyping import Bool, Float, Int
 from jax_impl import device_state, layers, model
 from jax_impl.device_state import DeviceState, Held
 from jax_impl.drafters import eagle
-from jax_impl.drafters.eagle import Head, Ranking
+from jax_impl.drafters.eagle import Ranking
+from jax_impl.drafters.heads import Head
 from jax_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.mamba_state import DeltaState
@@ -101,7 +102,7 @@ def _prefill(
     )
     if target.head is not None:
         ranked = (last, Ranking(how, seen, lengths), noise[:, 1], target.limits.max_width)
-        state = _feed_prompt(target.head, state, plan, held, rows, newest, passed.hidden, ranked)
+        state = _feed_prompt(target.head, state, plan, held, rows, newest, passed, ranked)
     failed = ~jnp.isfinite(logits).all(axis=1)
     counts = (ends & ~failed & (slots != 0)).astype(jnp.int32)
     tokens = jnp.where(counts > 0, newest, 0)[:, None]
@@ -159,14 +160,14 @@ def _feed_prompt(
     held: Held,
     rows: Rows,
     newest: Int[jax.Array, " B"],
-    hidden: layers.Hidden,
+    passed: model.Forward,
     ranked: tuple,
 ) -> DeviceState:
     """Extends the drafter over the chunks: each row with the token after it."""
     is_last = jnp.arange(len(plan.tokens)) + 1 == plan.row_starts[rows.request + 1]
     following = jnp.where(is_last, newest[rows.request], jnp.roll(plan.tokens, -1))
     rows = rows._replace(first=held.start[rows.request])
-    relay, kv = eagle.feed(head, rows, following, hidden, state.draft.kv, *ranked)
+    relay, kv = eagle.feed(head, rows, following, passed, state.draft.kv, *ranked)
     return device_state.with_relay(state, plan.slots, held.start, relay, kv)
 
 
@@ -328,10 +329,10 @@ def _decode(
     tokens = acceptance.emitted(choices, path, counts)
     before = state.lengths[plan.slots]
     state, saved = _committed(program, state, plan, verified, path, counts, tokens)
-    if state.draft is not None:
-        on_path = jnp.take_along_axis(verified.row_of, path, axis=1)
-        hidden = verified.passed.hidden[on_path]
-        state = _extended(program, target, state, plan, before, hidden, counts, tokens, noise)
+    if target.head is not None:
+        on_path = jnp.take_along_axis(verified.row_of, path, axis=1).reshape(-1)
+        passed = verified.passed.at(on_path)
+        state = _extended(program, target, state, plan, before, passed, counts, tokens, noise)
     result = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
     result |= trees.fields()
     if program.logprobs:
@@ -402,22 +403,25 @@ def _extended(
     state: DeviceState,
     plan: SimpleNamespace,
     before: Int[jax.Array, " B"],
-    hidden: Float[jax.Array, "B W hidden"],
+    passed: model.Forward,
     counts: Int[jax.Array, " B"],
     tokens: Int[jax.Array, "B W"],
     noise: Float[jax.Array, "B levels vocab"],
 ) -> DeviceState:
-    """Feeds the accepted path to the drafter; a plain step leaves a hole in its KV instead."""
+    """Feeds the accepted path to the drafter; a plain step leaves a hole in its KV instead.
+
+    Args:
+      passed: The target's pass over the path's B * W rows.
+    """
     slots, lengths = plan.slots, state.lengths[plan.slots]
     if program.shape.is_plain:
         start = state.draft.start.at[slots].set(lengths)
         return state._replace(draft=state.draft._replace(start=start))
     start = state.draft.start[slots]
     rows, last = eagle.extend_rows(before, counts, start, plan.page_table, tokens.shape[1])
-    flat = (tokens.reshape(-1), hidden.reshape(-1, hidden.shape[2]))
     level = jnp.arange(len(counts)), counts
     ranking = Ranking(plan.sampling, state.seen[slots], lengths)
-    feeding = (rows, *flat, state.draft.kv, last, ranking, noise[level])
+    feeding = (rows, tokens.reshape(-1), passed, state.draft.kv, last, ranking, noise[level])
     relay, kv = eagle.feed(target.head, *feeding, target.limits.max_width)
     return device_state.with_relay(state, slots, start, relay, kv)
 

@@ -5,6 +5,7 @@ added; everything else has the model's dtype, but for what the checkpoint layout
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Shaped
 
+from shared import draft_checkpoint
 from shared.checkpoint import Checkpoint, parameters
+from shared.draft_config import DraftConfig, DraftHead
 from shared.model_config import ModelConfig
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
@@ -41,7 +44,10 @@ class Layers(nnx.Module):
     """A stack of decoder layers: what all have, and a stack for each kind of mixer."""
 
     def __init__(self, arrays: Arrays, prefix: str) -> None:
-        self.input_norm = nnx.Param(arrays[f"{prefix}input_norm"])
+        # A model's layer lacks the second, an EAGLE head's both.
+        for name in ("input_norm", "hidden_norm"):
+            if f"{prefix}{name}" in arrays:
+                setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
         self.post_attention_norm = nnx.Param(arrays[f"{prefix}post_attention_norm"])
         self.gate_up = nnx.Param(arrays[f"{prefix}mlp.gate_up"])
         self.down = nnx.Param(arrays[f"{prefix}mlp.down"])
@@ -85,6 +91,29 @@ class Model(nnx.Module):
         return self.lm_head if hasattr(self, "lm_head") else self.embed
 
 
+class DraftModel(nnx.Module):
+    """A draft head of its own checkpoint; what it lacks it shares with the target or does without.
+
+    `draft_ids` holds the target's id of each token of a draft vocabulary.
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.fc = nnx.Param(arrays["fc"])
+        for name in ("fc_bias", "aux_norm", "input_norm", "final_norm", "lm_head", "embed"):
+            if name in arrays:
+                setattr(self, name, nnx.Param(arrays[name]))
+        if "draft_ids" in arrays:
+            self.draft_ids = nnx.Variable(arrays["draft_ids"])
+        self.layers = Layers(arrays, "layer.")
+
+
+class LoadedHead(NamedTuple):
+    """A draft head whose weights are on the device; as `shared.draft_config.DraftHead`."""
+
+    config: DraftConfig
+    weights: DraftModel
+
+
 def load(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -109,12 +138,41 @@ def load(
     return Model(arrays)
 
 
+def load_head(
+    checkpoint: Checkpoint,
+    config: DraftConfig,
+    dtype: np.dtype | type,
+    device: jax.Device,
+    progress: Callable[[int], None],
+) -> LoadedHead:
+    """Reads a draft head to the device, parameter by parameter; see `load`.
+
+    Raises:
+      CheckpointError: See `shared.draft_checkpoint.check_head`.
+    """
+    arrays = {}
+    for parameter in draft_checkpoint.check_head(checkpoint, config):
+        array = checkpoint.load(parameter, dtype, progress)
+        arrays[parameter.name] = _placed(parameter.name, array, config.layer, dtype, device)
+    if config.has_draft_vocab:
+        ids = draft_checkpoint.draft_ids(checkpoint, config)
+        arrays["draft_ids"] = _placed("draft_ids", ids, config.layer, dtype, device)
+    return LoadedHead(config, DraftModel(arrays))
+
+
 def from_arrays(
     arrays: Arrays, config: ModelConfig, dtype: np.dtype | type, device: jax.Device
 ) -> Model:
     """Brings arrays under the names of `shared.checkpoint` to the device."""
     placed = {name: _placed(name, a, config, dtype, device) for name, a in arrays.items()}
     return Model(placed)
+
+
+def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device) -> LoadedHead:
+    """Brings the arrays of a draft head to the device."""
+    layer = head.config.layer
+    placed = {name: _placed(name, a, layer, dtype, device) for name, a in head.weights.items()}
+    return LoadedHead(head.config, DraftModel(placed))
 
 
 def _placed(
@@ -135,4 +193,6 @@ def _placed(
 
 
 def _dtype_of(kind: str, dtype: np.dtype | type) -> np.dtype | type:
+    if kind == "draft_ids":
+        return np.int32
     return np.float32 if kind.endswith("norm") or kind in ("a_log", "dt_bias") else dtype

@@ -6,7 +6,7 @@ Rules that need the flags alone are in `shared.config`; those here need the mode
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.config import Options
+from shared.config import HEAD_ALGORITHMS, Options
 from shared.model_config import ModelConfig
 
 
@@ -18,11 +18,13 @@ class Setup:
       options: What the start was told.
       model: The checkpoint's config.json.
       has_mtp: Whether the checkpoint holds `mtp.*` tensors.
+      head_kind: What the draft model is by its tensors, "EAGLE" or "EAGLE3"; None without one.
     """
 
     options: Options
     model: ModelConfig
     has_mtp: bool
+    head_kind: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,7 @@ class Rule:
     Attributes:
       refuses: Whether a setup is one of them.
       reason: Why, with the flag; a format string over the attributes of the setup.
-      way_out: What to do instead.
+      way_out: What to do instead, a format string too.
     """
 
     refuses: Callable[[Setup], bool]
@@ -42,19 +44,21 @@ class Rule:
 
 RULES = (
     Rule(
-        refuses=lambda s: (
-            s.options.speculative.speculative_algorithm == "NEXTN"
-            and not (s.has_mtp and s.model.has_mtp)
-        ),
-        reason="--speculative-algorithm NEXTN drafts with the checkpoint's own mtp layer, "
-        "and this {model.family} checkpoint has none",
-        way_out="leave the flag out",
+        refuses=lambda s: s.options.speculative.with_mtp and not (s.has_mtp and s.model.has_mtp),
+        reason="--speculative-algorithm {options.speculative.speculative_algorithm} drafts with "
+        "the checkpoint's own mtp layer, and this {model.family} checkpoint has none",
+        way_out="give a draft head with --speculative-algorithm EAGLE or EAGLE3 and "
+        "--speculative-draft-model-path, or leave the flag out",
     ),
     Rule(
-        refuses=lambda s: s.options.speculative.topk > 1,
-        reason="--speculative-eagle-topk {options.speculative.topk} asks for draft trees, "
-        "which are not supported",
-        way_out="give 1 or leave the flag out",
+        refuses=lambda s: (
+            s.head_kind is not None
+            and s.options.speculative.speculative_algorithm in HEAD_ALGORITHMS
+            and s.options.speculative.speculative_algorithm != s.head_kind
+        ),
+        reason="--speculative-algorithm {options.speculative.speculative_algorithm} does not fit "
+        "the draft model, whose tensors are those of an {head_kind} head",
+        way_out="give --speculative-algorithm {head_kind}, or another head",
     ),
     Rule(
         refuses=lambda s: (s.options.model.context_length or 0) > s.model.context_length,
@@ -68,7 +72,7 @@ RULES = (
 def refusals(setup: Setup) -> list[str]:
     """One sentence for every rule that refuses the setup; an empty list where it can be served."""
     return [
-        f"{rule.reason.format(**vars(setup))}; {rule.way_out}"
+        f"{rule.reason}; {rule.way_out}".format(**vars(setup))
         for rule in RULES
         if rule.refuses(setup)
     ]

@@ -6,7 +6,7 @@ query, key and value projection. Matrices are `[out, in]`, as in Hugging Face ch
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,11 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
     if with_mtp and not config.has_mtp:
         raise ValueError("the model's config.json names no MTP layer (mtp_num_hidden_layers)")
     table = (config.vocab, config.hidden)
-    found = [_single("embed", "embed_tokens.weight", table)]
+    found = [single("embed", "embed_tokens.weight", table)]
     found += decoder_parameters("", config, [f"layers.{i}" for i in range(config.num_layers)])
-    found.append(_single("final_norm", "norm.weight", (config.hidden,)))
+    found.append(single("final_norm", "norm.weight", (config.hidden,)))
     if not config.tied:
-        found.append(_single("lm_head", "lm_head.weight", table))
+        found.append(single("lm_head", "lm_head.weight", table))
     return found + (_mtp_parameters(config) if with_mtp else [])
 
 
@@ -104,9 +104,9 @@ def decoder_parameters(
     delta = [name for name, kind in zip(layers, kinds, strict=True) if kind == "gated_delta"]
     norm = (config.hidden,)
     return [
-        _stack(f"{prefix}input_norm", layers, {"input_layernorm.weight": norm}),
-        _stack(f"{prefix}post_attention_norm", layers, {"post_attention_layernorm.weight": norm}),
-        *_mlp(f"{prefix}mlp.", config, layers),
+        stack(f"{prefix}input_norm", layers, {"input_layernorm.weight": norm}),
+        stack(f"{prefix}post_attention_norm", layers, {"post_attention_layernorm.weight": norm}),
+        *mlp_parameters(f"{prefix}mlp.", config, layers),
         *(attention_parameters(f"{prefix}attention.", config, attention) if attention else []),
         *(_gated_delta(f"{prefix}gated_delta.", config, delta) if delta else []),
     ]
@@ -129,21 +129,22 @@ def attention_parameters(
         "self_attn.v_proj.weight": (keys, inputs),
     }
     found = [
-        _stack(f"{prefix}qkv", layers, qkv),
-        _stack(f"{prefix}out", layers, {"self_attn.o_proj.weight": (config.hidden, queries)}),
+        stack(f"{prefix}qkv", layers, qkv),
+        stack(f"{prefix}out", layers, {"self_attn.o_proj.weight": (config.hidden, queries)}),
     ]
     if config.qk_norm:
-        found.append(_stack(f"{prefix}q_norm", layers, {"self_attn.q_norm.weight": (size,)}))
-        found.append(_stack(f"{prefix}k_norm", layers, {"self_attn.k_norm.weight": (size,)}))
+        found.append(stack(f"{prefix}q_norm", layers, {"self_attn.q_norm.weight": (size,)}))
+        found.append(stack(f"{prefix}k_norm", layers, {"self_attn.k_norm.weight": (size,)}))
     return found
 
 
-def _mlp(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
+def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
+    """Stacks of the gated MLPs of some layers."""
     wide = (config.intermediate, config.hidden)
     gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
     return [
-        _stack(f"{prefix}gate_up", layers, gate_up),
-        _stack(f"{prefix}down", layers, {"mlp.down_proj.weight": wide[::-1]}),
+        stack(f"{prefix}gate_up", layers, gate_up),
+        stack(f"{prefix}down", layers, {"mlp.down_proj.weight": wide[::-1]}),
     ]
 
 
@@ -159,64 +160,34 @@ def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> lis
     }
     conv = {"linear_attn.conv1d.weight": (delta.channels, 1, delta.conv_width)}
     return [
-        _stack(f"{prefix}qkv", layers, qkv),
-        _stack(f"{prefix}z", layers, {"linear_attn.in_proj_z.weight": (values, hidden)}),
-        _stack(f"{prefix}ba", layers, gates),
-        _stack(f"{prefix}conv", layers, conv, shape=(delta.channels, delta.conv_width)),
-        _stack(f"{prefix}a_log", layers, {"linear_attn.A_log": (heads,)}, float32=True),
-        _stack(f"{prefix}dt_bias", layers, {"linear_attn.dt_bias": (heads,)}, float32=True),
-        _stack(f"{prefix}norm", layers, {"linear_attn.norm.weight": (delta.value_size,)}),
-        _stack(f"{prefix}out", layers, {"linear_attn.out_proj.weight": (hidden, values)}),
+        stack(f"{prefix}qkv", layers, qkv),
+        stack(f"{prefix}z", layers, {"linear_attn.in_proj_z.weight": (values, hidden)}),
+        stack(f"{prefix}ba", layers, gates),
+        stack(f"{prefix}conv", layers, conv, shape=(delta.channels, delta.conv_width)),
+        stack(f"{prefix}a_log", layers, {"linear_attn.A_log": (heads,)}, float32=True),
+        stack(f"{prefix}dt_bias", layers, {"linear_attn.dt_bias": (heads,)}, float32=True),
+        stack(f"{prefix}norm", layers, {"linear_attn.norm.weight": (delta.value_size,)}),
+        stack(f"{prefix}out", layers, {"linear_attn.out_proj.weight": (hidden, values)}),
     ]
 
 
 def _mtp_parameters(config: ModelConfig) -> list[Parameter]:
     hidden = (config.hidden,)
     return [
-        _single("mtp.fc", "mtp.fc.weight", (config.hidden, 2 * config.hidden)),
-        _single("mtp.embedding_norm", "mtp.pre_fc_norm_embedding.weight", hidden),
-        _single("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", hidden),
-        _single("mtp.final_norm", "mtp.norm.weight", hidden),
+        single("mtp.fc", "mtp.fc.weight", (config.hidden, 2 * config.hidden)),
+        single("mtp.embedding_norm", "mtp.pre_fc_norm_embedding.weight", hidden),
+        single("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", hidden),
+        single("mtp.final_norm", "mtp.norm.weight", hidden),
         *decoder_parameters("mtp.layer.", config, ["mtp.layers.0"], ["attention"]),
     ]
 
 
-def eagle_parameters(
-    head: ModelConfig, kind: str, has_bias: bool, draft_vocab: int
-) -> list[Parameter]:
-    """Parameters of an EAGLE-1 or EAGLE-3 head of one Llama layer, `kind` "eagle" or "eagle3".
-
-    Args:
-      head: The head's own Llama settings.
-      has_bias: EAGLE-1 only, the files hold `fc.bias`.
-      draft_vocab: EAGLE-3 only, rows of the head's own `lm_head`.
-    """
-    hidden = head.hidden
-    norm = (hidden,)
-    layer, inputs = (["midlayer"], 2 * hidden) if kind == "eagle3" else (["layers.0"], hidden)
-    found = [
-        _stack("layer.post_attention_norm", layer, {"post_attention_layernorm.weight": norm}),
-        *_mlp("layer.mlp.", head, layer),
-        *attention_parameters("layer.attention.", head, layer, inputs),
-    ]
-    if kind == "eagle":
-        bias = [_single("fc_bias", "fc.bias", norm)] if has_bias else []
-        return [_single("fc", "fc.weight", (hidden, 2 * hidden)), *bias, *found]
-    return [
-        _single("fc", "fc.weight", (hidden, 3 * hidden)),
-        _stack("layer.input_norm", layer, {"input_layernorm.weight": norm}),
-        _stack("layer.hidden_norm", layer, {"hidden_norm.weight": norm}),
-        *found,
-        _single("final_norm", "norm.weight", norm),
-        _single("lm_head", "lm_head.weight", (draft_vocab, hidden)),
-    ]
-
-
-def _single(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
+def single(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
+    """One parameter that is one tensor."""
     return Parameter(name, shape, ((Source(source, shape),),), stacked=False)
 
 
-def _stack(
+def stack(
     name: str,
     layers: Sequence[str],
     tensors: Mapping[str, tuple[int, ...]],
@@ -244,6 +215,11 @@ class Checkpoint:
                 if name in self._owners:
                     raise CheckpointError(f"the tensor {name} is stored twice in the checkpoint")
                 self._owners[name] = (handle, stored)
+
+    @property
+    def names(self) -> Collection[str]:
+        """The tensors that are there, without prefix."""
+        return self._owners.keys()
 
     @property
     def has_mtp(self) -> bool:
@@ -391,11 +367,11 @@ def save_checkpoint(
     prefix = "model.language_model." if "text_config" in config_dict else "model."
     tensors = {}
     for parameter in parameters(config, "mtp.fc" in weights):
-        tensors.update(_split(parameter, weights[parameter.name], prefix))
+        tensors.update(split(parameter, weights[parameter.name], prefix))
     _save_files(folder, tensors, num_shards)
 
 
-def _split(parameter: Parameter, array: Array, prefix: str) -> Weights:
+def split(parameter: Parameter, array: Array, prefix: str) -> Weights:
     """Takes one of our arrays apart into the tensors of a checkpoint."""
     tensors = {}
     for i, piece in enumerate(parameter.pieces):

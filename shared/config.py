@@ -8,18 +8,28 @@ import argparse
 import difflib
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
+
+from shared.foreign_flags import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "random"
 CHUNK_ALIGNMENT = 64
 """Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
 
 DTYPES = ("auto", "float32", "bfloat16")
-ALGORITHMS = ("NEXTN",)
-COMING_ALGORITHMS = ("EAGLE", "EAGLE3", "NAIVE_EAGLE", "STANDALONE", "NGRAM", "DFLASH")
+HEAD_ALGORITHMS = ("EAGLE", "EAGLE3")
+"""Draft with a head of its own files."""
+
+ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE")
+COMING_ALGORITHMS = ("STANDALONE", "NGRAM", "DFLASH")
 """Known names whose drafter is not here; a start refuses them by name."""
+
+CHAIN_SHAPE = (3, 1, 4)
+TREE_SHAPE = (5, 4, 8)
+NAIVE_SHAPE = (1, 1, 2)
+"""S, k and N where no flag says otherwise; the tree is that of a Llama model with a head."""
 
 
 class ConfigError(ValueError):
@@ -142,19 +152,25 @@ class SpeculativeConfig:
     """How drafts are made, and how wide a draft tree is."""
 
     speculative_algorithm: str | None = flag(
-        None, "NEXTN drafts with the checkpoint's own mtp layer (default: no drafts)",
+        None, "NEXTN drafts with the checkpoint's own mtp layer, EAGLE and EAGLE3 with a head, "
+        "NAIVE_EAGLE one token with either (default: no drafts)",
         aliases=("--speculative-algo",),
     )  # fmt: skip
-    speculative_draft_model_path: str | None = flag(None, "folder of a draft model")
+    speculative_draft_model_path: str | None = flag(
+        None, "folder of a draft head", aliases=("--speculative-draft-model",)
+    )
     speculative_num_steps: int | None = flag(
-        None, "S, levels of a draft tree (default: 3)", low=1, high=16
-    )
+        None, "S, levels of a draft tree (default: 3; 5 for a Llama model with a head)",
+        low=1, high=16,
+    )  # fmt: skip
     speculative_eagle_topk: int | None = flag(
-        None, "k, nodes that a level expands (default: 1, a chain)", low=1, high=16
-    )
+        None, "k, nodes that a level expands (default: 1, a chain; 4 for a Llama model with a "
+        "head)", low=1, high=16,
+    )  # fmt: skip
     speculative_num_draft_tokens: int | None = flag(
-        None, "N, nodes of a draft tree with its root (default: S + 1)", low=2, high=64
-    )
+        None, "N, nodes of a draft tree with its root (default: S + 1 of a chain; 8 for a Llama "
+        "model with a head)", low=2, high=64,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         _check(self)
@@ -183,14 +199,27 @@ class SpeculativeConfig:
             raise ConfigError(
                 f"--speculative-algorithm must be one of {', '.join(ALGORITHMS)}, got {name}"
             )
-        if self.speculative_draft_model_path is not None:
+        has_path = self.speculative_draft_model_path is not None
+        if name == "NEXTN" and has_path:
             raise ConfigError(
                 f"--speculative-draft-model-path contradicts --speculative-algorithm {name}, "
                 "which drafts with the checkpoint's own mtp layer; leave the flag out"
             )
+        if name in HEAD_ALGORITHMS and not has_path:
+            raise ConfigError(
+                f"--speculative-algorithm {name} drafts with a head of its own; give its folder as "
+                "--speculative-draft-model-path"
+            )
 
     def _check_tree(self) -> None:
         S, k, N = self.num_steps, self.topk, self.num_draft_tokens
+        if self.speculative_algorithm == "NAIVE_EAGLE":
+            self._check_naive()
+        if k > 1 and self.speculative_num_draft_tokens is None:
+            raise ConfigError(
+                f"--speculative-eagle-topk {k} asks for a draft tree; "
+                "give its size as --speculative-num-draft-tokens"
+            )
         if k == 1 and N != S + 1:
             raise ConfigError(
                 f"--speculative-num-draft-tokens {N} must be --speculative-num-steps + 1 = {S + 1} "
@@ -202,10 +231,37 @@ class SpeculativeConfig:
                 f"with --speculative-num-steps {S} and --speculative-eagle-topk {k}, got {N}"
             )
 
+    def _check_naive(self) -> None:
+        for item, value in zip(_SHAPE_FIELDS, NAIVE_SHAPE, strict=True):
+            if getattr(self, item) not in (None, value):
+                raise ConfigError(
+                    f"{spelling(item)} {getattr(self, item)} contradicts --speculative-algorithm "
+                    f"NAIVE_EAGLE, which always drafts one token; leave the flag out"
+                )
+
+    def settled(self, is_llama: bool) -> Self:
+        """With no shape left open, in a start that drafts.
+
+        Args:
+          is_llama: The target is a Llama model.
+        """
+        if self.speculative_algorithm is None:
+            return self
+        shape = (self.num_steps, self.topk, self.num_draft_tokens)
+        is_open = all(getattr(self, item) is None for item in _SHAPE_FIELDS)
+        if is_open and is_llama and self.speculative_algorithm in HEAD_ALGORITHMS:
+            shape = TREE_SHAPE
+        return replace(self, **dict(zip(_SHAPE_FIELDS, shape, strict=True)))
+
     @property
-    def drafter(self) -> str:
-        """Name of the drafter in a backend; "none" where nothing drafts."""
-        return self.speculative_algorithm or "none"
+    def drafts(self) -> bool:
+        """Whether anything drafts."""
+        return self.speculative_algorithm is not None
+
+    @property
+    def with_mtp(self) -> bool:
+        """Whether the checkpoint's own mtp layer drafts."""
+        return self.drafts and self.speculative_draft_model_path is None
 
     @property
     def topk(self) -> int:
@@ -217,13 +273,22 @@ class SpeculativeConfig:
         """S, levels below the root; a chain's follow from its number of nodes."""
         if self.speculative_num_steps:
             return self.speculative_num_steps
+        if self.speculative_algorithm == "NAIVE_EAGLE":
+            return NAIVE_SHAPE[0]
         nodes = self.speculative_num_draft_tokens
-        return nodes - 1 if nodes and self.topk == 1 else 3
+        return nodes - 1 if nodes and self.topk == 1 else CHAIN_SHAPE[0]
 
     @property
     def num_draft_tokens(self) -> int:
         """N, nodes with the root."""
         return self.speculative_num_draft_tokens or self.num_steps + 1
+
+
+_SHAPE_FIELDS = (
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,83 +320,6 @@ PARTS = {
     "engine": EngineConfig,
     "speculative": SpeculativeConfig,
 }
-
-ONE_GPU = "one device serves a model; leave the flag out"
-AUTOMATIC = "the start decides it; leave the flag out"
-FLOAT_ONLY = "weights and KV are float32 or bfloat16; give --dtype"
-RAW_TEXT = "answers are the plain text of the model; leave the flag out"
-MATCH_RULE = "drafts are accepted by the match rule; leave the flag out"
-
-NOT_SUPPORTED = {
-    **dict.fromkeys(
-        ("--tp-size", "--tp", "--tensor-parallel-size", "--dp-size", "--dp", "--pp-size")
-        + ("--data-parallel-size", "--pipeline-parallel-size", "--ep-size", "--ep", "--nnodes")
-        + ("--node-rank", "--dist-init-addr", "--enable-dp-attention", "--base-gpu-id"),
-        ONE_GPU,
-    ),
-    **dict.fromkeys(
-        ("--mem-fraction-static", "--max-prefill-tokens", "--schedule-policy")
-        + ("--schedule-conservativeness", "--cuda-graph-max-bs", "--cuda-graph-bs")
-        + ("--disable-cuda-graph", "--disable-cuda-graph-padding", "--attention-backend")
-        + ("--prefill-attention-backend", "--decode-attention-backend", "--sampling-backend")
-        + ("--grammar-backend", "--mamba-ssm-dtype", "--max-mamba-cache-size")
-        + ("--enable-torch-compile", "--enable-mixed-chunk", "--num-continuous-decode-steps")
-        + ("--load-format", "--device", "--stream-interval", "--watchdog-timeout"),
-        AUTOMATIC,
-    ),
-    **dict.fromkeys(
-        ("--quantization", "--kv-cache-dtype", "--torchao-config", "--enable-fp32-lm-head")
-        + ("--quantization-param-path",),
-        FLOAT_ONLY,
-    ),
-    **dict.fromkeys(
-        ("--reasoning-parser", "--tool-call-parser", "--chat-template", "--completion-template")
-        + ("--enable-multimodal", "--is-embedding", "--lora-paths", "--enable-lora"),
-        RAW_TEXT,
-    ),
-    **dict.fromkeys(
-        ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc")
-        + ("--speculative-use-rejection-sampling", "--speculative-use-block-verification"),
-        MATCH_RULE,
-    ),
-    **dict.fromkeys(
-        ("--speculative-token-map", "--speculative-draft-model-revision")
-        + ("--speculative-draft-model-quantization", "--speculative-attention-mode")
-        + ("--speculative-draft-attention-backend", "--speculative-draft-window-size")
-        + ("--speculative-adaptive", "--speculative-adaptive-config", "--speculative-ngram")
-        + ("--speculative-dflash-block-size", "--enable-multi-layer-eagle")
-        + ("--speculative-moe-runner-backend",),
-        "NEXTN with a fixed chain is what drafts; leave the flag out",
-    ),
-    **dict.fromkeys(
-        ("--api-key", "--admin-api-key", "--ssl-keyfile", "--ssl-certfile"),
-        "the server listens on one address in clear text; put a proxy before it",
-    ),
-    **dict.fromkeys(
-        ("--log-level", "--log-level-http", "--log-requests", "--decode-log-interval"),
-        "the server counts in /metrics and does not log requests; leave the flag out",
-    ),
-    "--enable-metrics": "metrics are always there, at /metrics; leave the flag out",
-    "--trust-remote-code": "no code of a checkpoint is ever run; leave the flag out",
-    "--tokenizer-path": "the tokenizer lies in the model folder; put tokenizer.json there",
-    "--tokenizer-mode": "the tokenizer is the model folder's tokenizer.json; leave the flag out",
-    "--skip-tokenizer-init": "send prompts as token ids and ask for return_token_ids instead",
-    "--revision": "a model is a folder; give the folder of that revision as --model-path",
-    "--download-dir": "nothing is downloaded; give a folder as --model-path",
-    "--random-seed": "a seed belongs to a request; send the field seed",
-    "--disable-radix-cache": "there is no prefix cache to disable; leave the flag out",
-    "--enable-deterministic-inference": "float32 is deterministic already; give --dtype float32",
-    "--json-model-override-args": "edit config.json in the model folder",
-    "--config": "give the flags on the command line",
-}
-"""Flags of SGLang that are not here, each with the reason or the way out."""
-
-NOT_SUPPORTED_PREFIXES = (
-    "--speculative-ngram-",
-    "--speculative-dspark-",
-    "--speculative-adaptive-",
-    "--disaggregation-",
-)
 
 
 class _Parser(argparse.ArgumentParser):

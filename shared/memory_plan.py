@@ -17,8 +17,10 @@ from shared.backend import (
     Work,
 )
 from shared.buffers import plan_layout, result_layout
-from shared.checkpoint import parameters
+from shared.checkpoint import Parameter, parameters
 from shared.config import CHUNK_ALIGNMENT, ConfigError, Options
+from shared.draft_checkpoint import head_parameters
+from shared.draft_config import DraftConfig
 from shared.model_config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 
@@ -28,10 +30,13 @@ MEMORY_SHARE = 0.9
 
 SMALLEST_PAGE_TABLE = 16
 MAX_STOP_IDS = 16
-MAX_BIAS = 1
-MAX_LOGPROBS = 1
+MAX_BIAS = 64
+MAX_LOGPROBS = 20
 LOGIT_COPIES = 6
 """Raw, processed, noise, perturbed, and the sorted values and ids of a support."""
+
+LOGPROB_COPIES = 3
+"""Log probabilities, and their sorted values and ids."""
 
 
 @dataclass(frozen=True)
@@ -109,16 +114,21 @@ DEFAULTS = {
 CPU_TOTAL_TOKENS = 32768
 
 
-def plan(options: Options, model: ModelConfig, device: Device) -> MemoryPlan:
+def plan(
+    options: Options, model: ModelConfig, head: DraftConfig | None, device: Device
+) -> MemoryPlan:
     """Divides the device's memory.
+
+    Args:
+      head: The draft head, where the drafter is one.
 
     Raises:
       ConfigError: The limits contradict each other, or do not fit.
     """
-    options = _with_defaults(options, device)
-    options = _with_lengths(options, model, device)
+    options = _with_defaults(options, model, device)
+    options = _with_lengths(options, model, head, device)
     limits = limits_for(options, model, device)
-    lines = tuple(_lines(options, model, limits))
+    lines = tuple(_lines(options, model, head, limits))
     found = MemoryPlan(options=options, limits=limits, device=device, lines=lines)
     if found.total_bytes > device.free_bytes:
         raise ConfigError(
@@ -142,16 +152,18 @@ def limits_for(options: Options, model: ModelConfig, device: Device) -> Limits:
     chunk = _given(engine.chunked_prefill_size)
     small_chunk = -(-chunk // 8 // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     programs = [
-        _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch))
+        _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch), logprobs)
         for batch in sorted({1, min(8, batches[-1])})
         for pages in tables
         for tokens in sorted({small_chunk, chunk})
+        for logprobs in (False, True)
     ]
     programs += [
-        _program(Work.DECODE, batch, pages, 0, TreeShape.chain(depth, batch))
+        _program(Work.DECODE, batch, pages, 0, shape, logprobs)
         for batch in batches
         for pages in tables
-        for depth in sorted({0, _depth(options)})
+        for shape in dict.fromkeys((TreeShape.plain(batch), draft_shape(options, batch)))
+        for logprobs in (False, True)
     ]
     return Limits(
         page_size=page_size,
@@ -168,7 +180,7 @@ def limits_for(options: Options, model: ModelConfig, device: Device) -> Limits:
     )
 
 
-def _with_defaults(options: Options, device: Device) -> Options:
+def _with_defaults(options: Options, model: ModelConfig, device: Device) -> Options:
     defaults = DEFAULTS[device.kind]
     engine = options.engine
     return replace(
@@ -184,15 +196,18 @@ def _with_defaults(options: Options, device: Device) -> Options:
             chunked_prefill_size=engine.chunked_prefill_size or defaults.chunked_prefill_size,
             overlap=engine.overlap_depth,
         ),
+        speculative=options.speculative.settled(model.family == "llama"),
     )
 
 
-def _with_lengths(options: Options, model: ModelConfig, device: Device) -> Options:
+def _with_lengths(
+    options: Options, model: ModelConfig, head: DraftConfig | None, device: Device
+) -> Options:
     """Settles context length and KV positions; what was given stays as it is or is refused."""
     context = options.model.context_length or model.context_length
     options = replace(options, model=replace(options.model, context_length=context))
     if options.engine.max_total_tokens is None:
-        return _with_pages(options, _most_pages(options, model, device))
+        return _with_pages(options, _most_pages(options, model, head, device))
     page_size = _given(options.engine.page_size)
     pages, needed = options.engine.max_total_tokens // page_size, _pages_for(options, 2)
     if pages < needed:
@@ -203,7 +218,9 @@ def _with_lengths(options: Options, model: ModelConfig, device: Device) -> Optio
     return _with_pages(options, pages)
 
 
-def _most_pages(options: Options, model: ModelConfig, device: Device) -> int:
+def _most_pages(
+    options: Options, model: ModelConfig, head: DraftConfig | None, device: Device
+) -> int:
     """Pages for every request's whole context, or as many as fit beside everything else."""
     page_size = _given(options.engine.page_size)
     wanted = _given(options.engine.max_running_requests) * _pages_for(
@@ -214,7 +231,7 @@ def _most_pages(options: Options, model: ModelConfig, device: Device) -> int:
     fitting, too_many = 0, wanted + 1
     while fitting + 1 < too_many:  # bytes grow with pages
         middle = (fitting + too_many) // 2
-        if _fits(_with_pages(options, middle), model, device):
+        if _fits(_with_pages(options, middle), model, head, device):
             fitting = middle
         else:
             too_many = middle
@@ -227,8 +244,8 @@ def _most_pages(options: Options, model: ModelConfig, device: Device) -> int:
     return fitting
 
 
-def _fits(options: Options, model: ModelConfig, device: Device) -> bool:
-    lines = _lines(options, model, limits_for(options, model, device))
+def _fits(options: Options, model: ModelConfig, head: DraftConfig | None, device: Device) -> bool:
+    lines = _lines(options, model, head, limits_for(options, model, device))
     return sum(line.num_bytes for line in lines) <= MEMORY_SHARE * device.free_bytes
 
 
@@ -237,35 +254,47 @@ def _with_pages(options: Options, pages: int) -> Options:
     return replace(options, engine=replace(options.engine, max_total_tokens=total))
 
 
-def _lines(options: Options, model: ModelConfig, limits: Limits) -> Iterator[MemoryLine]:
+def _lines(
+    options: Options, model: ModelConfig, head: DraftConfig | None, limits: Limits
+) -> Iterator[MemoryLine]:
     item, slots = ITEM_BYTES[options.model.dtype], limits.num_slots
-    positions = limits.num_pages * limits.page_size
-    kv_width = 2 * model.num_kv_heads * model.head_size * item
     pages = f"{limits.num_pages - 1} pages of {limits.page_size} tokens, and a sink"
-    yield _weights_line(options, model)
-    yield MemoryLine("KV", pages, model.num_attention_layers * positions * kv_width)
-    if options.speculative.drafter == "NEXTN":
-        yield MemoryLine("draft KV", "the same pages, 1 layer", positions * kv_width)
+    drafter = model if head is None else head.layer
+    yield _weights_line("weights", options, parameters(model, options.speculative.with_mtp))
+    if head is not None:
+        draft_weights = _weights_line("draft weights", options, head_parameters(head, None))
+        ids_bytes = 4 * head.draft_vocab * head.has_draft_vocab
+        yield replace(draft_weights, num_bytes=draft_weights.num_bytes + ids_bytes)
+    kv_bytes = model.num_attention_layers * _kv_bytes(model, limits, item)
+    yield MemoryLine("KV", pages, kv_bytes)
+    if options.speculative.drafts:
+        yield MemoryLine("draft KV", "the same pages, 1 layer", _kv_bytes(drafter, limits, item))
     yield from _state_lines(model, limits, item)
     yield MemoryLine("seen", f"{slots} slots x {limits.vocab} tokens", slots * limits.vocab * 4)
-    relay = slots * (limits.max_width * 8 + model.hidden * item + 12)
+    relay = slots * (limits.max_width * 8 + drafter.hidden * item + 12)
     yield MemoryLine("relay", f"{slots} slots", relay)
     depth = limits.overlap
     plans = max(plan_layout(program, limits).size for program in limits.programs)
     results = max(result_layout(program, limits).size for program in limits.programs)
     buffers = 4 * ((depth + 2) * plans + (depth + 1) * results)
     yield MemoryLine("plans and results", f"{depth + 2} plans, {depth + 1} results", buffers)
-    widest = max(_activation_bytes(program, model, limits, item) for program in limits.programs)
+    widest = max(
+        _activation_bytes(program, model, head, limits, item) for program in limits.programs
+    )
     yield MemoryLine("activations", "the widest step, estimated", widest)
 
 
-def _weights_line(options: Options, model: ModelConfig) -> MemoryLine:
-    with_mtp = options.speculative.drafter == "NEXTN"
+def _kv_bytes(config: ModelConfig, limits: Limits, item: int) -> int:
+    """Keys and values of one layer."""
+    positions = limits.num_pages * limits.page_size
+    return positions * 2 * config.num_kv_heads * config.head_size * item
+
+
+def _weights_line(name: str, options: Options, wanted: list[Parameter]) -> MemoryLine:
     item = ITEM_BYTES[options.model.dtype]
-    wanted = parameters(model, with_mtp)
     num_bytes = sum(prod(p.shape) * (4 if p.float32 else item) for p in wanted)
     count = sum(prod(p.shape) for p in wanted)
-    return MemoryLine("weights", f"{count:,} parameters in {options.model.dtype}", num_bytes)
+    return MemoryLine(name, f"{count:,} parameters in {options.model.dtype}", num_bytes)
 
 
 def _state_lines(model: ModelConfig, limits: Limits, item: int) -> Iterator[MemoryLine]:
@@ -280,8 +309,13 @@ def _state_lines(model: ModelConfig, limits: Limits, item: int) -> Iterator[Memo
         yield MemoryLine(name, detail, count * layer_bytes)
 
 
-def _activation_bytes(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
-    """Largest arrays that live at once in a step: a layer's, all kept replay inputs, the logits."""
+def _activation_bytes(
+    program: Program, model: ModelConfig, head: DraftConfig | None, limits: Limits, item: int
+) -> int:
+    """Largest arrays that live at once in a step.
+
+    They are a layer's, the streams that a head reads, all kept replay inputs, and the logits.
+    """
     B, N = program.batch, program.shape.nodes
     rows = program.tokens or B * N
     queries = program.tokens or N  # a row of plain attention is padded to the longest
@@ -290,8 +324,11 @@ def _activation_bytes(program: Program, model: ModelConfig, limits: Limits, item
     layer = rows * (4 * model.hidden + 3 * model.intermediate + 4 * heads) * item
     gathered = 2 * B * keys * model.num_kv_heads * model.head_size * item
     scores = 2 * B * model.num_heads * queries * keys * 4
-    logits = LOGIT_COPIES * (B if program.tokens else rows) * model.vocab * 4
-    return layer + gathered + scores + logits + _delta_bytes(program, model, rows)
+    streams = rows * len(head.aux_streams) * model.hidden * item if head else 0
+    chosen = B * program.shape.max_tokens * program.logprobs
+    logits = (LOGIT_COPIES * (B if program.tokens else rows) + LOGPROB_COPIES * chosen) * 4
+    kept = streams + logits * model.vocab + _delta_bytes(program, model, rows)
+    return layer + gathered + scores + kept
 
 
 def _delta_bytes(program: Program, model: ModelConfig, rows: int) -> int:
@@ -305,7 +342,9 @@ def _delta_bytes(program: Program, model: ModelConfig, rows: int) -> int:
     return 4 * (rows * kept * layers + states)
 
 
-def _program(work: Work, batch: int, pages: int, tokens: int, shape: TreeShape) -> Program:
+def _program(
+    work: Work, batch: int, pages: int, tokens: int, shape: TreeShape, logprobs: bool
+) -> Program:
     return Program(
         work=work,
         batch=batch,
@@ -314,18 +353,22 @@ def _program(work: Work, batch: int, pages: int, tokens: int, shape: TreeShape) 
         shape=shape,
         host_draft=False,
         mask=False,
-        logprobs=False,
+        logprobs=logprobs,
     )
 
 
-def _depth(options: Options) -> int:
-    """S of the drafted shape; 0 where nothing drafts."""
-    return options.speculative.num_steps if options.speculative.drafter != "none" else 0
+def draft_shape(options: Options, batch: int) -> TreeShape:
+    """The shape that a start without open values drafts with; plain where nothing drafts."""
+    draft = options.speculative
+    if not draft.drafts:
+        return TreeShape.plain(batch)
+    N = draft.num_draft_tokens
+    return TreeShape(N, draft.num_steps, draft.topk, batch * N)
 
 
 def _reach(options: Options, context: int) -> int:
     """Positions that one request may write: its tokens, all steps in flight, and the scratch."""
-    shape = TreeShape.chain(_depth(options), 1)
+    shape = draft_shape(options, 1)
     return context + (options.engine.overlap_depth + 1) * shape.max_tokens + shape.scratch
 
 

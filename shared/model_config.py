@@ -148,8 +148,8 @@ class ModelConfig:
         if not (folder / "config.json").is_file():
             raise ValueError(f"the model folder {folder} has no config.json")
         generation = folder / "generation_config.json"
-        generation_config = _read_json(generation) if generation.is_file() else {}
-        return cls.from_dict(_read_json(folder / "config.json"), generation_config)
+        generation_config = read_json(generation) if generation.is_file() else {}
+        return cls.from_dict(read_json(folder / "config.json"), generation_config)
 
     @classmethod
     def from_dict(cls, config: Json, generation_config: Json | None = None) -> "ModelConfig":
@@ -190,7 +190,12 @@ class ModelConfig:
         )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+      ValueError: It holds something else, or cannot be read.
+    """
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:

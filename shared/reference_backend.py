@@ -23,6 +23,7 @@ from shared.backend import (
     StepResult,
 )
 from shared.buffers import read_result, result_layout
+from shared.draft_config import DraftHead
 from shared.model_config import ModelConfig
 from shared.reference_rows import Batch, Trees, allowed_of, noise_of, put, roots, take, tree_fields
 from shared.spec import acceptance, attention, draft_tree, eagle, mamba_state, model, sampling
@@ -30,7 +31,7 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.model import KV, Weights
 from shared.spec.sampling import Sampling
 
-Drafter = Literal["none", "NEXTN"]
+Drafter = Literal["none", "NEXTN"] | DraftHead
 
 
 class ReferenceBackend:
@@ -41,6 +42,9 @@ class ReferenceBackend:
     ) -> None:
         """Allocates the pools of `limits`.
 
+        Args:
+          drafter: Nothing, the model's own MTP layer, or a head.
+
         Raises:
           ValueError: A drafter is asked for that the weights do not hold.
         """
@@ -49,14 +53,16 @@ class ReferenceBackend:
         self.limits = limits
         self._config, self._weights = config, weights
         self._has_drafter = drafter != "none"
-        self._head = partial(eagle.mtp, config, weights)
+        self._drafter = eagle.Drafter.nextn(config, weights)  # without one its KV has no layer
+        if isinstance(drafter, DraftHead):
+            self._drafter = eagle.Drafter.of_head(drafter, weights)
         self._worker = ThreadPoolExecutor(max_workers=1)
         self._allocate(config, limits)
 
     def _allocate(self, config: ModelConfig, limits: Limits) -> None:
         slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
         self._kv = model.new_kv(config, config.num_attention_layers, *pool)
-        self._draft_kv = model.new_kv(config, int(self._has_drafter), *pool)
+        self._draft_kv = model.new_kv(self._drafter.layer, int(self._has_drafter), *pool)
         self._state = model.new_state(config, slots)
         self._snapshots = model.new_state(config, limits.num_snapshots)
         self._lengths = np.zeros(slots, np.int32)
@@ -66,7 +72,7 @@ class ReferenceBackend:
         self._relay_arrays = (  # of `eagle.Relay`, by slot
             np.zeros((slots, limits.max_width), np.int32),
             np.zeros((slots, limits.max_width), np.float32),
-            np.zeros((slots, config.hidden), np.float32),
+            np.zeros((slots, self._drafter.layer.hidden), np.float32),
         )
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
@@ -149,7 +155,7 @@ class ReferenceBackend:
             skipped = 0 if batch.starts[b] else 1  # the token before said that it would be next
             prompt_length = batch.sampling.prompt_length[b]
             self._count(slot, chunk[skipped:], first[b] + skipped, prompt_length)
-        logits = model.logits(self._weights, np.stack([hidden[-1] for hidden, _ in passes]))
+        logits = model.logits(self._weights, np.stack([hidden[-1] for hidden, _, _ in passes]))
         allowed = allowed_of(mask, batch.index, self.limits.vocab)
         allowed = None if allowed is None else allowed[:, 0]
         chosen = self._choose(logits, self._seen[batch.slots], lengths, batch.sampling, allowed)
@@ -158,34 +164,40 @@ class ReferenceBackend:
         for b, slot in enumerate(batch.slots):
             self._count(slot, newest[b : b + 1], lengths[b], batch.sampling.prompt_length[b])
         if self._has_drafter:
-            self._feed_prompt(batch, chunks, [hidden for hidden, _ in passes], first, newest)
+            self._feed_prompt(batch, chunks, [reads for _, reads, _ in passes], first, newest)
         failed = np.any(~np.isfinite(logits), axis=1)
         counts = (ends & ~failed).astype(np.int32)
         tokens = np.where(counts > 0, newest, 0)[:, None]
-        saved = np.array([saved for _, saved in passes])
+        saved = np.array([saved for _, _, saved in passes])
         logprobs = self._logprob_fields(logits[:, None], tokens, counts)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
         return fields_of | tree_fields(roots(newest)) | logprobs
 
     def _prefill_row(
         self, batch: Batch, b: int, chunk: Int[np.ndarray, " T"], first: int
-    ) -> tuple[Float[np.ndarray, "T hidden"], bool]:
-        """Runs one row's chunk, cut where its snapshot is taken; says whether it was."""
+    ) -> tuple[Float[np.ndarray, "T hidden"], Float[np.ndarray, "T reads"], bool]:
+        """Runs one row's chunk, cut where its snapshot is taken.
+
+        Returns:
+          Hidden states, what the drafter reads of them, and whether the snapshot was taken.
+        """
         save_after = int(batch.snapshots.save_at[b] - first)
         passed = batch.snapshots.save[b] != 0 and 0 < save_after <= len(chunk)
-        hidden = []
-        for start, stop in [(0, save_after), (save_after, len(chunk))] if passed else [(0, None)]:
-            hidden.append(self._prefill_piece(batch, b, chunk[start:stop], first + start))
-            if passed and start == 0:
+        hidden, reads = [], []
+        pieces = np.split(chunk, [save_after]) if 0 < save_after < len(chunk) else [chunk]
+        for piece in pieces:
+            forward = self._prefill_piece(batch, b, piece, first)
+            first += len(piece)
+            hidden.append(forward.hidden)
+            reads.append(self._drafter.reads(forward))
+            if passed and len(hidden) == 1:
                 at = batch.snapshots.save[b : b + 1]
                 put(self._snapshots, at, take(self._state, batch.slots[b : b + 1]))
-        return np.concatenate(hidden), passed
+        return np.concatenate(hidden), np.concatenate(reads), passed
 
     def _prefill_piece(
         self, batch: Batch, b: int, tokens: Int[np.ndarray, " T"], first: int
-    ) -> Float[np.ndarray, "T hidden"]:
-        if not len(tokens):
-            return np.zeros((0, self._config.hidden), np.float32)
+    ) -> model.Forward:
         slot, table = batch.slots[b : b + 1], batch.page_table[b : b + 1]
         forward, state = model.prefill(
             self._config,
@@ -199,19 +211,19 @@ class ReferenceBackend:
         )
         self._kv = forward.kv
         put(self._state, slot, state)
-        return forward.hidden
+        return forward
 
     def _feed_prompt(
         self,
         batch: Batch,
         chunks: list[Int[np.ndarray, " T"]],
-        hiddens: list[Float[np.ndarray, "T hidden"]],
+        reads: list[Float[np.ndarray, "T reads"]],
         first: Int[np.ndarray, " B"],
         newest: Int[np.ndarray, " B"],
     ) -> None:
         """Extends the drafter over the chunks: each row with the token after it."""
         out, logits = [], []
-        for b, (chunk, hidden) in enumerate(zip(chunks, hiddens, strict=True)):
+        for b, (chunk, hidden) in enumerate(zip(chunks, reads, strict=True)):
             where = attention.causal_rows(
                 np.array([0, len(chunk)]),
                 first[b : b + 1],
@@ -220,7 +232,7 @@ class ReferenceBackend:
                 len(chunk),
             )
             following = np.append(chunk[1:], newest[b])
-            row_out, row_logits, self._draft_kv = self._head(
+            row_out, row_logits, self._draft_kv = self._drafter.run(
                 where, following, hidden, self._draft_kv
             )
             out.append(row_out[-1])
@@ -258,8 +270,8 @@ class ReferenceBackend:
         counts = np.where(failed, 0, counts).astype(np.int32)
         tokens = acceptance.emitted(choices, path, counts)
         saved = self._commit(batch, forward.kv, kept, path, counts, tokens)
-        hidden = forward.hidden[np.take_along_axis(row_of, path, axis=1)]
-        self._extend(batch, work.shape, lengths, hidden, counts, tokens)
+        reads = self._drafter.reads(forward)[np.take_along_axis(row_of, path, axis=1)]
+        self._extend(batch, work.shape, lengths, reads, counts, tokens)
         on_path = np.take_along_axis(logits, path[:, :, None], axis=1)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
         return fields_of | tree_fields(trees) | self._logprob_fields(on_path, tokens, counts)
@@ -279,7 +291,7 @@ class ReferenceBackend:
         if shape.is_plain:
             return roots(newest)
         tokens, parents, num_nodes, self._draft_kv = eagle.draft(
-            self._head,
+            self._drafter.run,
             self._draft_kv,
             eagle.Relay(*(array[batch.slots] for array in self._relay_arrays)),
             newest,
@@ -330,7 +342,7 @@ class ReferenceBackend:
         batch: Batch,
         shape: TreeShape,
         lengths: Int[np.ndarray, " B"],
-        hidden: Float[np.ndarray, "B W hidden"],
+        reads: Float[np.ndarray, "B W reads"],
         counts: Int[np.ndarray, " B"],
         tokens: Int[np.ndarray, "B W"],
     ) -> None:
@@ -341,9 +353,9 @@ class ReferenceBackend:
             where = eagle.extend_rows(
                 lengths, counts, self._draft_from[batch.slots], batch.page_table, shape.depth
             )
-            flat_hidden = hidden.reshape(-1, hidden.shape[2])
-            out, logits, self._draft_kv = self._head(
-                where, tokens.reshape(-1), flat_hidden, self._draft_kv
+            flat_reads = reads.reshape(-1, reads.shape[2])
+            out, logits, self._draft_kv = self._drafter.run(
+                where, tokens.reshape(-1), flat_reads, self._draft_kv
             )
             last = np.arange(len(counts)) * shape.max_tokens + np.maximum(counts - 1, 0)
             self._carry(batch, out, logits, last)

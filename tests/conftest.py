@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 
 import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
@@ -73,3 +75,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     seen = [report for report in passed if "test_mutations.py" in report.nodeid]
     if seen:
         terminalreporter.write_line(f"{len(seen)} planted faults, each seen by its promise's test")
+    ran = [report for report in passed if re.search("attention_kernels.*pallas", report.nodeid)]
+    if ran and find_spec("triton") is None:
+        line = "triton is not installed: only Pallas ran"
+        terminalreporter.write_line(f"{line}, {len(ran)} cases of the Triton kernel did not")

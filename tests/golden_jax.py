@@ -13,15 +13,24 @@ from flax import nnx
 
 from jax_impl import device_state, layers, model, weights
 from jax_impl.backend import compiler_options
-from jax_impl.drafters import eagle
+from jax_impl.device_state import DraftState
+from jax_impl.drafters import eagle, heads
+from jax_impl.drafters.eagle import Ranking
 from jax_impl.ops import attention, draft_tree, mamba_state
+from jax_impl.ops.sampling import Sampling
 from shared.checkpoint import load_all
+from shared.draft_checkpoint import open_head
+from shared.draft_config import DraftConfig
+from shared.engine.request import SamplingParams
 from shared.model_config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+from tests.equality import spec_sampling
 from tests.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
 
 TOKENS = 160  # of the longest prompt, and padding
 NODES = 8
 ROWS = NODES + 3  # some padding behind the last node
+VOCAB = 256
 
 
 def ints(values: Array) -> jax.Array:
@@ -139,9 +148,77 @@ class Passes:
         return kv, state
 
     def _mtp(self, graph, parameters, kv, tokens, hidden, count, first):
-        head = eagle.nextn(self._config, nnx.merge(graph, parameters))
+        head = heads.mtp(self._config, nnx.merge(graph, parameters))
         out, kv = head.forward(_causal_rows(count, first), tokens, hidden, kv)
         return out, head.logits(out), kv
+
+
+class JaxHead:
+    """The JAX implementation as a golden head."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        cpu, config = jax.devices("cpu")[0], ModelConfig.from_folder(target)
+        loaded = weights.from_arrays(load_all(target, config, False), config, np.float32, cpu)
+        own, place = DraftConfig.from_folder(folder, config), (np.float32, cpu)
+        head = weights.load_head(open_head(folder), own, *place, lambda num_bytes: None)
+        self._head = heads.HEADS[own.kind](own, head.weights, loaded)
+        self._aux, self._num_streams = own.aux_streams, config.num_layers + 1
+        self._kv = device_state.new_kv(own.layer, 1, (NUM_PAGES, PAGE_SIZE), np.float32, cpu)
+        self._jit = partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
+        self._forward = self._jit(self._rows)
+
+    def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._pass(tokens, self._head.read(self._passed(reads)), 0)
+
+    def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._pass(np.array([token]), hidden, position)
+
+    def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
+        """See `GoldenHead`."""
+        drafted = self._jit(partial(self._draft, shape))
+        return tuple(map(np.asarray, drafted(self._kv, ints(tokens), self._passed(reads))))
+
+    def _passed(self, reads: Array) -> model.Forward:
+        """A pass of the target that gave what the head reads; other streams mean nothing."""
+        chunks = np.split(reads, len(self._aux) or 1, axis=1)
+        streams = dict(zip(self._aux, chunks, strict=False))  # EAGLE reads no stream
+        filled = tuple(streams.get(i, chunks[0]) for i in range(self._num_streams))
+        return model.Forward(*jax.tree.map(jnp.asarray, (reads, filled, self._kv)))
+
+    def _pass(
+        self, tokens: Array, hidden: Array | jax.Array, first_position: int
+    ) -> tuple[Array, Array]:
+        count = len(tokens)
+        given = (padded(ints(tokens), TOKENS), padded(hidden, TOKENS))
+        out, logits, self._kv = self._forward(self._kv, *given, count, first_position)
+        return np.asarray(out)[:count], np.asarray(logits)[:count]
+
+    def _rows(self, kv, tokens, hidden, count, first):
+        out, kv = self._head.forward(_causal_rows(count, first), tokens, hidden, kv)
+        return out, self._head.logits(out), kv
+
+    def _draft(self, shape, kv, tokens, passed):
+        length, slot = jnp.full(1, len(tokens)), jnp.zeros(1, jnp.int32)
+        rows = attention.causal_rows(
+            jnp.append(slot, length), slot, slot, ints(TABLE), *[len(tokens)] * 2
+        )
+        ranking = greedy_ranking(length, shape)
+        noise = jnp.zeros((1, shape.depth + 1, ranking.seen.shape[1]))
+        relay, kv = eagle.feed(
+            self._head, rows, tokens, passed, kv, length - 1, ranking, noise[:, 0], shape.width
+        )
+        where = (slot, tokens[-1:], ints(TABLE), shape, ranking, noise)
+        return eagle.draft(self._head, DraftState(slot, relay, kv), *where)[0]
+
+
+def greedy_ranking(lengths: jax.Array, shape: TreeShape) -> Ranking:
+    """Ranks children of one request by their logits alone."""
+    how = spec_sampling(SamplingParams(temperature=0.0), 0, VOCAB, 1)
+    how = Sampling(*(jnp.asarray(getattr(how, name)) for name in Sampling._fields))
+    how = how._replace(max_drafts=ints([shape.nodes - 1]))
+    return Ranking(how, jnp.zeros((1, VOCAB), jnp.int32), lengths)
 
 
 _MADE: dict[Path, Passes] = {}

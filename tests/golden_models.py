@@ -5,14 +5,18 @@ arrays, gives numpy back, and is added to `IMPLEMENTATIONS` of `test_golden.py`.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from shared.checkpoint import load_all
+from shared.draft_checkpoint import load_head, open_head
+from shared.draft_config import DraftConfig, DraftHead
 from shared.model_config import ModelConfig
-from shared.spec import attention, eagle, mamba_state, model
+from shared.spec import attention, eagle, mamba_state, model, sampling
+from shared.spec.draft_tree import TreeShape
 
 PAGE_SIZE = 16
 NUM_PAGES = 20
@@ -64,6 +68,28 @@ class GoldenModel(Protocol):
 
     def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
         """Consecutive rows of the MTP layer: hidden states and logits, its KV grows."""
+        ...
+
+
+class GoldenHead(Protocol):
+    """One request on one draft head of a target, in float32.
+
+    What it reads of the target is `[T, hidden]` for EAGLE, `[T, 3 * hidden]` for EAGLE-3: the
+    residual streams side by side.
+    """
+
+    def __init__(self, folder: Path, target: Path) -> None: ...
+
+    def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
+        """Rows at position 0 and on, each with its next token: hidden states and logits."""
+        ...
+
+    def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
+        """One row of drafting on the head's own hidden state `[1, hidden]`."""
+        ...
+
+    def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
+        """Extends over rows as `extend`, then drafts greedily: tokens, parents, node counts."""
         ...
 
 
@@ -152,3 +178,54 @@ class SpecModel:
     def _pass(self, passed: model.Forward, num_rows: int) -> Pass:
         logits = model.logits(self.weights, passed.hidden)
         return Pass(logits[:num_rows], passed.hidden[:num_rows], passed.streams[:, :num_rows])
+
+
+def load_golden_head(folder: Path, target: Path) -> DraftHead:
+    """A head of the golden folder and its settings for the target there."""
+    config = DraftConfig.from_folder(folder, ModelConfig.from_folder(target))
+    return load_head(open_head(folder), config, np.float32)
+
+
+class SpecHead:
+    """The specification as a golden head."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        loaded = load_golden_head(folder, target)
+        shared = load_all(target, ModelConfig.from_folder(target), False)
+        drafter = eagle.Drafter.of_head(loaded, shared)
+        self._head, self._read = drafter.run, lambda reads: reads
+        if loaded.config.kind == "EAGLE3":
+            self._read = partial(eagle.eagle3_project, loaded.config, loaded.weights)
+        self._kv = model.new_kv(drafter.layer, 1, NUM_PAGES, PAGE_SIZE)
+
+    def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._rows(tokens, self._read(reads), 0)
+
+    def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._rows(np.array([token]), hidden, position)
+
+    def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
+        """See `GoldenHead`."""
+        hidden, logits = self.extend(tokens, reads)
+        rank, length = partial(_most_likely, shape.width), np.array([len(tokens)])
+        relay = eagle.relay_of(hidden, logits, length - 1, rank)
+        limits = (np.array([0]), np.array([shape.nodes - 1]))
+        where = (tokens[-1:], length, *limits, TABLE)
+        return eagle.draft(self._head, self._kv, relay, *where, shape, rank)[:3]
+
+    def _rows(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
+        starts, first = np.array([0, len(tokens)]), np.array([first_position])
+        rows = attention.causal_rows(starts, first, np.zeros(1, int), TABLE, len(tokens))
+        out, logits, self._kv = self._head(rows, tokens, hidden, self._kv)
+        return out, logits
+
+
+def _most_likely(width: int, logits: Array, paths: Array) -> tuple[Array, Array]:
+    """Ranks greedily: the `width` most likely children of each node."""
+    B, k, vocab = logits.shape
+    log_probability = sampling.log_softmax(logits.reshape(B * k, vocab))
+    ids = sampling.top_candidates(log_probability, width)
+    edges = np.take_along_axis(log_probability, ids, axis=1)
+    return ids.reshape(B, k, width), edges.reshape(B, k, width)

@@ -1,18 +1,22 @@
 """The torch implementation as a golden model; see `golden_models`."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from shared.checkpoint import load_all
+from shared.draft_checkpoint import open_head
+from shared.draft_config import DraftConfig
 from shared.model_config import ModelConfig
+from shared.spec.draft_tree import TreeShape
 from tests.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
 from torch_impl import model, weights
-from torch_impl.drafters import eagle
+from torch_impl.drafters import eagle, heads
 from torch_impl.layers import Chunks, Tree
-from torch_impl.ops import attention, draft_tree, mamba_state
+from torch_impl.ops import attention, draft_tree, mamba_state, sampling
 from torch_impl.ops.mamba_state import DeltaState
 
 CPU = torch.device("cpu")
@@ -20,6 +24,11 @@ CPU = torch.device("cpu")
 
 def ints(values: Array) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, np.int32))
+
+
+def causal_rows(table: torch.Tensor, count: int, first_position: int) -> attention.Rows:
+    where = (ints([0, count]), ints([first_position]), ints([0]))
+    return attention.causal_rows(*where, table, count)
 
 
 class TorchModel:
@@ -46,7 +55,7 @@ class TorchModel:
     def prefill(self, tokens: Array, positions: Array | None) -> Pass:
         """See `GoldenModel`."""
         count, row_starts = len(tokens), ints([0, len(tokens)])
-        rows = self._causal_rows(count, self._length)
+        rows = causal_rows(self._table, count, self._length)
         if positions is not None:
             rows = replace(rows, positions=ints(positions))
         mixer = None
@@ -94,14 +103,10 @@ class TorchModel:
 
     def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
         """See `GoldenModel`."""
-        rows = self._causal_rows(len(tokens), first_position)
+        head, rows = heads.mtp(self._model), causal_rows(self._table, len(tokens), first_position)
         given = torch.from_numpy(np.ascontiguousarray(hidden))
-        out = eagle.mtp(self._model, rows, ints(tokens), given, self._mtp_kv)
-        return out.numpy(), model.logits(self._model, out).numpy()
-
-    def _causal_rows(self, count: int, first_position: int) -> attention.Rows:
-        where = (ints([0, count]), ints([first_position]), ints([0]))
-        return attention.causal_rows(*where, self._table, count)
+        out = head.forward(rows, ints(tokens), given, self._mtp_kv)
+        return out.numpy(), head.logits(out).numpy()
 
     def _forward(
         self, tokens: torch.Tensor, rows: attention.Rows, mixer: Chunks | Tree | None
@@ -109,3 +114,59 @@ class TorchModel:
         passed = model.forward(self._model, tokens, rows, self._kv, mixer, self._streams)
         logits = model.logits(self._model, passed.hidden)
         return Pass(logits.numpy(), passed.hidden.numpy(), torch.stack(passed.streams).numpy())
+
+
+class TorchHead:
+    """The torch implementation as a golden head."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        config = ModelConfig.from_folder(target)
+        loaded = weights.from_arrays(config, load_all(target, config, False), "float32", CPU)
+        settings = (DraftConfig.from_folder(folder, config), "float32", CPU)
+        head = weights.load_head(open_head(folder), *settings, progress=lambda num_bytes: None)
+        made = heads.HEADS[head.config.kind](model.Model.of(config, loaded), head)
+        layer, self._drafter = made.config, eagle.EagleDrafter(made)
+        pools = (2, NUM_PAGES, PAGE_SIZE, layer.num_kv_heads, layer.head_size)
+        self._kv, self._table = torch.zeros(1, *pools), ints(TABLE)
+
+    def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._rows(tokens, self._drafter.head.read(self._passed(reads)), 0)
+
+    def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._rows(np.array([token]), torch.from_numpy(hidden), position)
+
+    def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
+        """See `GoldenHead`."""
+        rank, length, none = partial(_most_likely, shape.width), ints([len(tokens)]), ints([0])
+        rows = causal_rows(self._table, len(tokens), 0)
+        extended = (rows, ints(tokens), self._passed(reads), length - 1)
+        relay = self._drafter.extend(self._kv, *extended, rank)
+        where = (ints(tokens[-1:]), length, none, ints([shape.nodes - 1]), self._table)
+        drafted = self._drafter.draft(self._kv, relay, *where, shape, rank)
+        return tuple(part.numpy() for part in drafted)
+
+    def _passed(self, reads: Array) -> model.Forward:
+        """A pass of the target that gave what the head reads."""
+        given = torch.from_numpy(reads)
+        num_streams = max(len(self._drafter.head.streams), 1)
+        return model.Forward(given, given.chunk(num_streams, dim=1))
+
+    def _rows(
+        self, tokens: Array, hidden: torch.Tensor, first_position: int
+    ) -> tuple[Array, Array]:
+        head, rows = self._drafter.head, causal_rows(self._table, len(tokens), first_position)
+        out = head.forward(rows, ints(tokens), hidden, self._kv)
+        return out.numpy(), head.logits(out).numpy()
+
+
+def _most_likely(
+    width: int, logits: torch.Tensor, paths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranks greedily: the `width` most likely children of each node."""
+    B, k, _ = logits.shape
+    log_probability = sampling.log_softmax(logits.flatten(0, 1))
+    ids = sampling.top_candidates(log_probability, width)
+    edges = log_probability.gather(1, ids.long())
+    return ids.view(B, k, width), edges.view(B, k, width)

@@ -24,7 +24,7 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from shared.engine.request import Event, FinishReason, Request
+from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.server import engine_process
 from shared.server.frames import ModelFacts
 
@@ -36,7 +36,9 @@ CONTEXT = 512
 POOL_TOKENS = 400  # what the pages hold of one request
 TOKENS_PER_STEP = 3
 SLOTS = 4
-CRASH, FAIL, SLOW, REFUSED = 290, 291, 292, 293  # first tokens of a prompt
+MAX_BIAS, MAX_LOGPROBS = 3, 5
+CRASH, FAIL, SLOW, REFUSED = 290, 291, 292, 293  # first tokens of a prompt; the last also biased
+FILLER = ord("-")
 START_S = 180.0  # a backend may compile first
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -77,7 +79,9 @@ class Repeater:
     """An engine that answers with the prompt again and again; `Engine`'s interface, no device.
 
     Token i of the output is token i of the prompt, but the first differs by seed: it is replaced by
-    a letter of the seed, so that choices can be told apart.
+    a letter of the seed, so that choices can be told apart. A positive bias makes its token every
+    token, and FILLER stands for a stop token before `min_tokens`. A token's logprob is its id by
+    -256, and the ids from it on are the best.
     """
 
     def __init__(self) -> None:
@@ -103,8 +107,8 @@ class Repeater:
         return {**gauges, **labels}
 
     def add(self, request: Request) -> None:
-        if request.prompt[0] == REFUSED:
-            raise ValueError("the engine refuses this prompt")
+        if REFUSED in (request.prompt[0], *request.sampling.logit_bias):
+            raise Refusal("prompt", "the engine refuses this prompt")
         self.waiting.append(request)
 
     def abort(self, request_id: int) -> None:
@@ -154,13 +158,26 @@ class Repeater:
                 self._remove(request.request_id)
                 break
         accepted = None if first else TOKENS_PER_STEP - 1
-        return Event(request.request_id, tokens, accepted, reason, None, None)
+        count = request.sampling.logprobs
+        logprobs = None if count is None else [_logprob(token, count) for token in tokens]
+        return Event(request.request_id, tokens, accepted, reason, None, logprobs)
 
 
 def _token(request: Request, index: int) -> int:
-    if request.sampling.temperature and index == 0:
-        return ord("a") + request.sampling.seed32 % 26
-    return request.prompt[index % len(request.prompt)]
+    sampling = request.sampling
+    token = request.prompt[index % len(request.prompt)]
+    if sampling.temperature and index == 0:
+        token = ord("a") + sampling.seed32 % 26
+    for biased, bias in sampling.logit_bias.items():
+        token = biased if bias > 0 else token
+    if index < sampling.min_tokens and token in sampling.stop_token_ids:
+        return FILLER
+    return token
+
+
+def _logprob(token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+    best = [(token + i) % VOCAB for i in range(count)]
+    return -token / 256, [(other, -other / 256) for other in best]
 
 
 @dataclass
@@ -276,6 +293,8 @@ def main() -> int:
         vocab=VOCAB,
         eos_ids=(END,),
         max_stop_ids=4,
+        max_bias=MAX_BIAS,
+        max_logprobs=MAX_LOGPROBS,
         max_draft_depth=TOKENS_PER_STEP - 1,
     )
     return engine_process.run(Repeater(), facts, engine_process.bind("127.0.0.1", 0))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
+
 from shared.backend import Limits
 from shared.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.config import Options
+from shared.draft_checkpoint import HeadFiles, load_head
 from shared.memory_plan import Device
 from shared.model_config import ModelConfig
 from shared.reference_backend import ReferenceBackend
@@ -17,12 +20,16 @@ def load(
     options: Options,
     checkpoint: Checkpoint,
     model: ModelConfig,
+    head: HeadFiles | None,
     limits: Limits,
     progress: ProgressCall,
 ) -> ReferenceBackend:
     """Reads the weights in one go."""
-    drafter = options.speculative.drafter
-    weights = load_all(options.model.model_path, model, drafter == "NEXTN")
+    with_mtp = options.speculative.with_mtp
+    weights = load_all(options.model.model_path, model, with_mtp)
+    drafter = "NEXTN" if with_mtp else "none"
+    if head is not None:
+        drafter = load_head(head.checkpoint, head.config, np.float32)
     return ReferenceBackend(model, weights, limits, drafter)
 
 

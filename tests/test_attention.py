@@ -159,6 +159,24 @@ def test_commit_moves_the_path_and_nothing_else(
         np.testing.assert_array_equal(rows[b, moved.stop :], before[b, moved.stop :])
 
 
+def starts_of(num_rows: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(num_rows)])
+
+
+def attend(
+    implementation: Implementation,
+    q: np.ndarray,
+    k_pages: np.ndarray,
+    v_pages: np.ndarray,
+    rows: spec.Rows,
+    row_starts: np.ndarray,
+    most_rows: int,
+) -> np.ndarray:
+    """The op of a framework, over the specification's rows."""
+    sees = (rows.page_table, rows.request, row_starts, rows.first, rows.until, rows.window)
+    return implementation("attention").attend(q, k_pages, v_pages, *sees, most_rows=most_rows)
+
+
 @each_implementation
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("lengths", [(0, 5, 33), (12,)])
@@ -168,10 +186,9 @@ def test_implementations_attend_over_a_tree_as_the_specification(
     c = case(1, page_size, lengths)
     table = c.page_table
     rows, _ = spec.tree_rows(c.parents, c.num_nodes, c.lengths, table, c.parents.size + 2)
-    where = (rows.request, rows.first, rows.until, rows.window)
-    args = (queries(len(rows.request)), c.k_pages, c.v_pages, table, *where)
-    got = implementation("attention").attend(*args, most_rows=c.parents.shape[1])
-    want = spec.attend(*args)
+    args = (queries(len(rows.request)), c.k_pages, c.v_pages)
+    got = attend(implementation, *args, rows, starts_of(c.num_nodes), c.parents.shape[1])
+    want = spec.attend(*args, table, rows.request, rows.first, rows.until, rows.window)
     np.testing.assert_allclose(got[rows.is_real], want[rows.is_real], **TOLERANCE)
 
 
@@ -183,10 +200,10 @@ def test_implementations_attend_over_a_prompt_as_the_specification(
     row_starts, first = np.array([0, 3, 3, 9]), np.array([2, 0, 30])
     args = (row_starts, first, np.array([1, 0, 7]), c.page_table, 12)
     rows = spec.causal_rows(*args)
-    where = (rows.request, rows.first, rows.until, rows.window)
-    given = (queries(12), c.k_pages, c.v_pages, c.page_table, *where)
-    got = implementation("attention").attend(*given, most_rows=12)
-    np.testing.assert_allclose(got[:9], spec.attend(*given)[:9], **TOLERANCE)
+    given = (queries(12), c.k_pages, c.v_pages)
+    got = attend(implementation, *given, rows, row_starts, 12)
+    where = (c.page_table, rows.request, rows.first, rows.until, rows.window)
+    np.testing.assert_allclose(got[:9], spec.attend(*given, *where)[:9], **TOLERANCE)
 
 
 @each_implementation
@@ -199,9 +216,8 @@ def test_in_implementations_nan_reaches_those_rows_only_that_see_it(
     )
     place = c.lengths[1] + 2  # node 2 of request 1
     c.v_pages[c.page_table[1, place // 4], place % 4] = np.nan
-    where = (rows.request, rows.first, rows.until, rows.window)
-    given = (queries(len(node)), c.k_pages, c.v_pages, c.page_table, *where)
-    got = implementation("attention").attend(*given, most_rows=c.parents.shape[1])
+    given = (queries(len(node)), c.k_pages, c.v_pages)
+    got = attend(implementation, *given, rows, starts_of(c.num_nodes), c.parents.shape[1])
     sees = (rows.request == 1) & rows.window[:, 2]
     np.testing.assert_array_equal(np.isnan(got).any(axis=(1, 2)), sees)
 

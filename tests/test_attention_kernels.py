@@ -1,14 +1,17 @@
-"""The attention kernels against the specification: on a GPU for real, elsewhere interpreted."""
+"""The attention kernels against the specification: on a GPU for real, elsewhere interpreted.
+
+And that `ops` takes them on a GPU, and nowhere else.
+"""
 
 import importlib
 import importlib.util
 import inspect
-import os
 import sys
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+import jax_impl.ops.attention
+import torch_impl.ops.attention
 from kernels.pallas_gpu import attention as pallas
 from shared.spec import attention as spec
 
@@ -23,13 +28,28 @@ ON_GPU = torch.cuda.is_available()
 # Float32 on both sides: the sums have another order, and a GPU's exp2 errs by some 1e-7.
 FLOAT32 = 1e-5
 KERNELS = {"pallas": pallas}
-if importlib.util.find_spec("triton") is None:
-    warnings.warn("triton is not installed: of each pair of kernel cases only Pallas was run")
-else:
-    if not ON_GPU:
-        assert "triton" not in sys.modules, "too late to choose Triton's interpreter"
-        os.environ["TRITON_INTERPRET"] = "1"
-    KERNELS["triton"] = importlib.import_module("kernels.triton_gpu.attention")
+
+
+@contextmanager
+def triton_interpreter() -> Iterator[None]:
+    """Without a GPU, Triton is imported and run as its interpreter, in this file alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    with triton_interpreter():
+        yield
+
+
+# Where Triton is missing its cases do not exist; tests/conftest.py counts them in the summary.
+if importlib.util.find_spec("triton") is not None:
+    assert ON_GPU or "triton" not in sys.modules, "too late to choose Triton's interpreter"
+    with triton_interpreter():
+        KERNELS["triton"] = importlib.import_module("kernels.triton_gpu.attention")
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,7 @@ def tree_case(
     lengths: list[int],
     nodes: int = 7,
     heads: tuple[int, int] = (4, 2),
-    D: int = 32,
+    D: int = 16,
     page: int = 16,
     columns: int = 8,
     chain: bool = False,
@@ -218,7 +238,7 @@ def test_a_rows_bits_depend_on_neither_batch_nor_neighbours(run) -> None:
 
 @pytest.mark.parametrize(
     ("D", "dtype", "page", "max_rows"),
-    [(32, "bfloat16", 1, 1), (128, "bfloat16", 64, 16), (256, "float32", 16, 64)],
+    [(16, "float32", 1, 1), (128, "bfloat16", 64, 16), (256, "float32", 16, 64)],
 )
 def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int) -> None:
     # The interpreter takes operations and sizes that the lowering refuses.
@@ -234,8 +254,62 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int) -
     assert lowered.count("__gpu$xla.gpu.triton") == 2
 
 
+def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(monkeypatch) -> None:
+    monkeypatch.setitem(jax_impl.ops.KERNELS, "attention", pallas)
+    traced = traced_op()
+    kernels = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
+        for platform in ("cpu", "cuda")
+    }
+    assert kernels == {"cpu": 0, "cuda": 2}
+
+
+def test_jax_takes_no_kernel_where_the_plain_ops_are_asked_for(monkeypatch) -> None:
+    monkeypatch.setitem(jax_impl.ops.KERNELS, "attention", pallas)
+    with jax_impl.ops.plain():
+        assert "pallas_call" not in str(traced_op().jaxpr)
+    assert "pallas_call" in str(traced_op().jaxpr)
+    assert jax_impl.ops.KERNELS["attention"] is pallas
+
+
+def test_torch_takes_no_kernel_on_a_cpu(monkeypatch) -> None:
+    monkeypatch.setitem(torch_impl.ops.KERNELS, "attention", None)  # would fail if it were called
+    tensors = map(torch.from_numpy, op_arguments(TREE))
+    got = torch_impl.ops.attention.attend(*tensors, TREE.max_rows)[: TREE.num_rows]
+    np.testing.assert_allclose(got, specified(TREE)[: TREE.num_rows], atol=FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize("ops", [jax_impl.ops, torch_impl.ops], ids=["jax", "torch"])
+def test_a_kernel_refuses_other_head_sizes_by_name_on_a_gpu_only(ops, monkeypatch) -> None:
+    monkeypatch.setitem(ops.KERNELS, "attention", pallas)
+    name = {jax_impl.ops: "platform", torch_impl.ops: "type"}[ops]
+    gpu = {"platform": "gpu", "type": "cuda"}[name]
+    ops.attention.check_head_size(80, SimpleNamespace(**{name: "cpu"}))
+    for size in pallas.HEAD_SIZES:
+        ops.attention.check_head_size(size, SimpleNamespace(**{name: gpu}))
+    with pytest.raises(ValueError, match="head size must be one of .* got 80"):
+        ops.attention.check_head_size(80, SimpleNamespace(**{name: gpu}))
+
+
+def test_a_machine_without_a_gpu_has_no_kernels() -> None:
+    for ops, has_gpu in ((torch_impl.ops, ON_GPU), (jax_impl.ops, not INTERPRET)):
+        assert set(ops.KERNELS) == ({"attention"} if has_gpu else set())
+
+
+def traced_op() -> jax.stages.Traced:
+    op = partial(jax_impl.ops.attention.attend, most_rows=TREE.max_rows)
+    return jax.jit(op).trace(*map(jnp.asarray, op_arguments(TREE)))
+
+
+def op_arguments(case: Case) -> list[np.ndarray]:
+    """What `ops.attention.attend` takes, but `most_rows`."""
+    where = (case.page_table, case.request, case.row_starts, case.first, case.until, case.window)
+    return [case.q, case.k_pages, case.v_pages, *where]
+
+
 def test_the_kernels_have_one_signature_and_one_order_of_sums() -> None:
     for kernel in KERNELS.values():
+        assert kernel.HEAD_SIZES == pallas.HEAD_SIZES
         names = [p for p in inspect.signature(kernel.attend).parameters if p != "interpret"]
         assert names == list(inspect.signature(pallas.attend).parameters)[: len(names)]
         assert len(names) == 11

@@ -2,22 +2,26 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from shared.backend import Work
 from shared.capabilities import Setup, refusals
-from shared.config import NOT_SUPPORTED, PARTS, ConfigError, parse, spelling
+from shared.config import PARTS, ConfigError, parse, spelling
 from shared.engine.allocator import Allocator
 from shared.engine.controller import StaticController
 from shared.engine.request import Request, SamplingParams
 from shared.engine.scheduler import Scheduler
+from shared.foreign_flags import NOT_SUPPORTED
 from shared.memory_plan import Device, plan
+from tests.tiny_heads import tiny_head
 from tests.tiny_models import tiny_model
 
 CPU = Device("cpu", "CPU", 8 << 30)
 GPU = Device("gpu", "GPU", 80 << 30)
 NEXTN = ["--speculative-algorithm", "NEXTN"]
 MODEL, WEIGHTS = tiny_model("qwen3_5", 0)
+DRAFT_HEAD = tiny_head(MODEL, WEIGHTS, "EAGLE3", 0)
 
 REFUSED = {
     "--tp-size 2": "--tp-size is not supported",
@@ -47,7 +51,8 @@ REFUSED = {
     "--overlap 1 --disable-overlap-schedule": "--disable-overlap-schedule contradicts --overlap 1",
     "--speculative-num-steps 3": "--speculative-num-steps needs a drafter",
     "--speculative-draft-model-path x": "--speculative-draft-model-path needs a drafter",
-    "--speculative-algo EAGLE3": "--speculative-algorithm EAGLE3 is not supported",
+    "--speculative-algo EAGLE3": "give its folder as --speculative-draft-model-path",
+    "--speculative-algo EAGLE": "--speculative-algorithm EAGLE drafts with a head of its own",
     "--speculative-algorithm NGRAM": "--speculative-algorithm NGRAM is not supported",
     "--speculative-algorithm nope": "--speculative-algorithm must be one of NEXTN",
     "--speculative-algo NEXTN --speculative-algorithm EAGLE": "is given twice",
@@ -58,6 +63,21 @@ REFUSED = {
     ),
     "--speculative-algo NEXTN --speculative-eagle-topk 2 --speculative-num-draft-tokens 64": (
         "--speculative-num-draft-tokens must be 4 to 11"
+    ),
+    "--speculative-algo NEXTN --speculative-eagle-topk 8 --speculative-num-draft-tokens 65": (
+        "--speculative-num-draft-tokens must be 2 to 64"
+    ),
+    "--speculative-algo NEXTN --speculative-eagle-topk 4": (
+        "give its size as --speculative-num-draft-tokens"
+    ),
+    "--speculative-algo NAIVE_EAGLE --speculative-num-steps 3": (
+        "--speculative-num-steps 3 contradicts --speculative-algorithm NAIVE_EAGLE"
+    ),
+    "--speculative-algo NAIVE_EAGLE --speculative-eagle-topk 2": (
+        "--speculative-eagle-topk 2 contradicts"
+    ),
+    "--speculative-algo NAIVE_EAGLE --speculative-num-draft-tokens 4": (
+        "--speculative-num-draft-tokens 4 contradicts"
     ),
 }
 
@@ -117,12 +137,18 @@ def test_the_sync_switch_is_overlap_0(line, depth):
     assert parse(line.split()).engine.overlap_depth == depth
 
 
+HEAD = ["--speculative-draft-model-path", "there"]
+EAGLE = ["--speculative-algorithm", "EAGLE", *HEAD]
+EAGLE3 = ["--speculative-algorithm", "EAGLE3", *HEAD]
+
+
 @pytest.mark.parametrize(
     ("flags", "shape"),
     [
         ([], (3, 1, 4)),
         (["--speculative-num-steps", "5"], (5, 1, 6)),
         (["--speculative-num-draft-tokens", "2"], (1, 1, 2)),
+        (["--speculative-eagle-topk", "8", "--speculative-num-draft-tokens", "64"], (3, 8, 64)),
     ],
 )
 def test_a_chain_is_known_by_its_steps_or_its_nodes(flags, shape):
@@ -130,8 +156,64 @@ def test_a_chain_is_known_by_its_steps_or_its_nodes(flags, shape):
     assert (draft.num_steps, draft.topk, draft.num_draft_tokens) == shape
 
 
-def setup(line: list[str], model=MODEL, has_mtp: bool = True) -> Setup:
-    return Setup(options=parse(line), model=model, has_mtp=has_mtp)
+@pytest.mark.parametrize(
+    ("line", "is_llama", "shape"),
+    [
+        (EAGLE, True, (5, 4, 8)),
+        (EAGLE, False, (3, 1, 4)),
+        ([*EAGLE, "--speculative-num-steps", "2"], True, (2, 1, 3)),
+        (NEXTN, False, (3, 1, 4)),
+        (["--speculative-algorithm", "NAIVE_EAGLE"], False, (1, 1, 2)),
+        (["--speculative-algorithm", "NAIVE_EAGLE", *HEAD], True, (1, 1, 2)),
+    ],
+)
+def test_a_shape_left_open_is_that_of_the_algorithm_and_the_target(line, is_llama, shape):
+    draft = parse(line).speculative.settled(is_llama)
+    given = (
+        draft.speculative_num_steps,
+        draft.speculative_eagle_topk,
+        draft.speculative_num_draft_tokens,
+    )
+    assert given == (draft.num_steps, draft.topk, draft.num_draft_tokens) == shape
+
+
+@pytest.mark.parametrize(
+    ("line", "drafts", "with_mtp"),
+    [
+        ([], False, False),
+        (NEXTN, True, True),
+        (EAGLE, True, False),
+        (["--speculative-algorithm", "NAIVE_EAGLE"], True, True),
+        (["--speculative-algorithm", "NAIVE_EAGLE", *HEAD], True, False),
+    ],
+)
+def test_naive_eagle_drafts_with_the_head_it_is_given_or_else_the_mtp_layer(line, drafts, with_mtp):
+    draft = parse(line).speculative
+    assert (draft.drafts, draft.with_mtp) == (drafts, with_mtp)
+
+
+def setup(
+    line: list[str], model=MODEL, has_mtp: bool = True, head_kind: str | None = None
+) -> Setup:
+    return Setup(options=parse(line), model=model, has_mtp=has_mtp, head_kind=head_kind)
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+def test_a_head_of_another_kind_is_refused_and_naive_eagle_takes_either(kind):
+    other = "EAGLE" if kind == "EAGLE3" else "EAGLE3"
+    line = ["--speculative-algorithm", kind, *HEAD]
+    assert refusals(setup(line, head_kind=kind)) == []
+    (found,) = refusals(setup(line, head_kind=other))
+    assert f"--speculative-algorithm {kind} does not fit" in found
+    assert f"give --speculative-algorithm {other}" in found
+    naive = ["--speculative-algorithm", "NAIVE_EAGLE", *HEAD]
+    assert refusals(setup(naive, has_mtp=False, head_kind=kind)) == []
+
+
+def test_naive_eagle_without_a_head_needs_an_mtp_layer():
+    line = ["--speculative-algorithm", "NAIVE_EAGLE"]
+    assert refusals(setup(line)) == []
+    assert "NAIVE_EAGLE" in refusals(setup(line, has_mtp=False))[0]
 
 
 def test_nextn_needs_the_tensors_of_an_mtp_layer():
@@ -142,35 +224,50 @@ def test_nextn_needs_the_tensors_of_an_mtp_layer():
 
 
 def test_all_that_blocks_a_setup_is_reported_together():
-    line = [*NEXTN, "--speculative-eagle-topk", "2", "--context-length", "999999"]
-    found = refusals(setup(line, has_mtp=False))
-    for flag, sentence in zip(
-        ("--speculative-algorithm", "--speculative-eagle-topk 2", "--context-length 999999"),
-        found,
-        strict=True,
-    ):
+    found = refusals(setup([*NEXTN, "--context-length", "999999"], has_mtp=False))
+    flags = ("--speculative-algorithm", "--context-length 999999")
+    for flag, sentence in zip(flags, found, strict=True):
         assert flag in sentence
 
 
+NODES_6 = ["--speculative-num-draft-tokens", "6"]
 LINES = {
     "cpu": ([], CPU),
     "cpu with few pages": (["--max-total-tokens", "512"], CPU),
     "cpu, pages of one token": (["--page-size", "1", "--overlap", "2", *NEXTN], CPU),
+    "cpu with a head": (EAGLE3, CPU),
+    "cpu with a tree": ([*NEXTN, "--speculative-eagle-topk", "2", *NODES_6], CPU),
     "gpu": (NEXTN, GPU),
     "gpu in float32": (["--dtype", "float32", "--max-running-requests", "5"], GPU),
 }
 
 
+def planned(case):
+    """The plan and the device of a line of `LINES`."""
+    line, device = LINES[case]
+    head = DRAFT_HEAD.config if "EAGLE3" in line else None
+    return plan(parse(line), MODEL, head, device), device
+
+
 @pytest.mark.parametrize("case", LINES)
 def test_the_memory_plan_counts_the_real_arrays(case):
-    line, device = LINES[case]
-    memory = plan(parse(line), MODEL, device)
+    memory, device = planned(case)
+    line = LINES[case][0]
     limits, sizes = memory.limits, {x.name: x.num_bytes for x in memory.lines}
     item = 4 if memory.options.model.dtype == "float32" else 2
     positions = limits.num_pages * limits.page_size
     row_bytes = 2 * MODEL.num_kv_heads * MODEL.head_size * item
     assert sizes["KV"] == MODEL.num_attention_layers * positions * row_bytes
-    assert sizes.get("draft KV", 0) == ("NEXTN" in line) * positions * row_bytes
+    head = DRAFT_HEAD.config.layer
+    head_bytes = 2 * head.num_kv_heads * head.head_size * item
+    draft_bytes = {"NEXTN": row_bytes, "EAGLE3": head_bytes}
+    expected = sum(size for name, size in draft_bytes.items() if name in line)
+    assert sizes.get("draft KV", 0) == expected * positions
+    arrays = DRAFT_HEAD.weights.values()
+    draft_weights = sum(w.size * (4 if w.dtype == np.int32 else item) for w in arrays)
+    assert sizes.get("draft weights", 0) == ("EAGLE3" in line) * draft_weights
+    relay = (4 + 4) * limits.max_width + item * MODEL.hidden + 3 * 4
+    assert sizes["relay"] == limits.num_slots * relay
     assert sizes["seen"] == limits.num_slots * MODEL.vocab * 4
     weights = {n: w for n, w in WEIGHTS.items() if "NEXTN" in line or not n.startswith("mtp.")}
     kept = ("gated_delta.a_log", "gated_delta.dt_bias")
@@ -182,9 +279,8 @@ def test_the_memory_plan_counts_the_real_arrays(case):
 
 @pytest.mark.parametrize("case", LINES)
 def test_nothing_is_left_open_and_every_row_has_its_program(case):
-    line, device = LINES[case]
-    memory = plan(parse(line), MODEL, device)
-    options, limits = memory.options, memory.limits
+    memory, _ = planned(case)
+    options, limits, drafts = memory.options, memory.limits, memory.options.speculative.drafts
     assert None not in vars(options.engine).values()
     assert options.model.dtype != "auto"
     assert limits.num_slots == options.engine.max_running_requests + 1
@@ -193,13 +289,18 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
         assert {p.pages for p in limits.programs if p.work is work and p.batch == batch} == tables
     reserved = limits.num_pages_for(limits.max_positions)
     assert max(tables) == min(reserved, limits.num_pages - 1)
-    assert limits.max_depth == (3 if "NEXTN" in line else 0)
+    assert limits.max_depth == (memory.options.speculative.num_steps if drafts else 0)
+    for program in limits.programs:
+        assert dataclasses.replace(program, logprobs=not program.logprobs) in limits.programs
+        drafted = program.work is Work.DECODE and not program.shape.is_plain
+        assert not drafted or program.shape.rows == program.batch * program.shape.nodes
+    decodes = {p.shape.nodes for p in limits.programs if p.work is Work.DECODE}
+    assert decodes == {1} | ({memory.options.speculative.num_draft_tokens} if drafts else set())
 
 
 @pytest.mark.parametrize("case", LINES)
 def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes(case):
-    line, device = LINES[case]
-    memory = plan(parse(line), MODEL, device)
+    memory, _ = planned(case)
     limits, most = memory.limits, memory.max_request_tokens
     plain = StaticController(limits, nodes=1, depth=0, width=0)
     chunk = memory.options.engine.chunked_prefill_size
@@ -224,11 +325,11 @@ def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes
 )
 def test_a_plan_that_does_not_fit_is_refused_with_the_way_out(line, device, flag):
     with pytest.raises(ConfigError, match=flag):
-        plan(parse(line), MODEL, device)
+        plan(parse(line), MODEL, None, device)
 
 
 def test_a_gpu_takes_what_is_free_and_no_more():
     small = Device("gpu", "GPU", 300 << 20)
-    memory = plan(parse(["--context-length", "2048"]), MODEL, small)
+    memory = plan(parse(["--context-length", "2048"]), MODEL, None, small)
     assert memory.total_bytes <= small.free_bytes
     assert memory.total_bytes > small.free_bytes // 2

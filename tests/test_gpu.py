@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU, in float32 and with the plain ops: the same promises as on a CPU.
+"""On an NVIDIA GPU, in float32, with the kernels and with the plain ops: the promises of a CPU.
 
 python -m pytest -o addopts= -m gpu tests/test_gpu.py
 """
@@ -6,6 +6,8 @@ python -m pytest -o addopts= -m gpu tests/test_gpu.py
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 
 import pytest
 
@@ -15,12 +17,15 @@ from tests.equality import assert_few_excused
 from tests.test_cross_backend import (
     GREEDY,
     SAMPLED,
+    SHAPES,
     Cell,
     compare,
     limits_of,
     model_of,
     serve,
 )
+from tests.test_cross_backend_trees import TREES
+from tests.test_cross_backend_trees import cell as tree_cell
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +38,12 @@ CELLS = [
         for sampling in (GREEDY, SAMPLED)
     ),
 ]
+TREE_CELLS = [
+    tree_cell("qwen3_5", "NEXTN", TREES[1], sampling, "mixed", overlap, 16)
+    for sampling, overlap in ((GREEDY, 1), (SAMPLED, 2))
+]
 FRAMEWORKS = ("torch", "torch graphs", "jax")
+OPS = ("kernels", "plain")
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +54,38 @@ def backends() -> Iterator[dict[tuple[str, str], Backend]]:
         backend.close()
 
 
-def backend_of(backends: dict, framework: str, cell: Cell) -> Backend:
-    key = framework, cell.family
+def backend_of(backends: dict, framework: str, cell: Cell, ops: str = "kernels") -> Backend:
+    key = framework, ops, cell.family
     if key not in backends:
-        drafter = "NEXTN" if cell.family == "qwen3_5" else "none"
-        limits = limits_of(cell.family, cell.page_size)
-        backends[key] = make_gpu_backend(framework, *model_of(cell.family), limits, drafter)
+        trees = TREES[1:2] if cell.drafter == "NEXTN" else ()
+        shapes = (*SHAPES[cell.family, cell.drafter], *trees)
+        limits = limits_of(cell.family, cell.page_size, shapes)
+        backends[key] = make_gpu_backend(framework, *model_of(cell.family), limits, cell.drafter)
     return backends[key]
+
+
+def chosen(framework: str, ops: str) -> AbstractContextManager[None]:
+    """Within it the framework runs with its kernels, which must be there, or without."""
+    found = import_module(f"{framework.split()[0]}_impl.ops")
+    assert set(found.KERNELS) == {"attention"}
+    return found.plain() if ops == "plain" else nullcontext()
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_eager_torch_captured_torch_and_jax_give_the_text_of_the_specification(cell, backends):
     served = {name: serve(backend_of(backends, name, cell), cell) for name in FRAMEWORKS}
+    compare(cell, served)
+    assert_few_excused()
+
+
+@pytest.mark.parametrize("cell", [CELLS[0], *TREE_CELLS], ids=str)
+def test_kernels_and_plain_ops_give_the_text_of_the_specification(cell, backends):
+    served = {}
+    for framework in FRAMEWORKS:
+        for ops in OPS:
+            with chosen(framework, ops):
+                backend = backend_of(backends, framework, cell, ops)
+                served[f"{framework}, {ops}"] = serve(backend, cell)
     compare(cell, served)
     assert_few_excused()
 

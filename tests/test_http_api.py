@@ -143,6 +143,26 @@ def test_usage_comes_in_an_event_of_its_own_when_asked_for(server):
     assert "usage" not in events[-2]
 
 
+def test_every_choice_of_a_streamed_chat_says_whose_it_is(server):
+    """Even where the first token of a choice has no text yet."""
+    messages = [{"role": "user", "content": "h"}]
+    fields = {"logit_bias": {"195": 100}, "max_tokens": 4, "n": 3}  # first half of a character
+    events = server.stream(CHAT, messages=messages, **fields)
+    firsts: dict[int, dict] = {}
+    for choice in (event["choices"][0] for event in events):
+        firsts.setdefault(choice["index"], choice["delta"])
+    assert [firsts[i]["role"] for i in range(3)] == ["assistant"] * 3
+
+
+def test_logit_bias_and_min_tokens_reach_the_engine(server):
+    body = server.complete("abc", logit_bias={"120": 50.5, "98": -100}, max_tokens=3)
+    assert body["choices"][0]["text"] == "xxx"
+    prompt, fields = [97, END], {"temperature": 0, "max_tokens": 8}
+    body = server.complete(prompt, **fields, min_tokens=4)
+    assert body["choices"][0]["text"] == "a-a-a"
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
 def test_chat_uses_the_template_and_the_rest_of_the_context(server):
     body = server.post(CHAT, messages=USER, temperature=0, stop="hihi").json()
     assert body["choices"][0]["message"] == {"role": "assistant", "content": ""}
@@ -177,7 +197,10 @@ def test_a_refusal_by_the_engine_is_a_bad_request(server):
     for stream in (False, True):
         answer = server.post(COMPLETIONS, prompt=[REFUSED], n=2, stream=stream)
         assert answer.status_code == 400
-        assert answer.json()["error"]["message"] == "the engine refuses this prompt"
+        error = answer.json()["error"]
+        assert (error["message"], error["param"]) == ("the engine refuses this prompt", "prompt")
+    answer = server.post(CHAT, messages=USER, logit_bias={str(REFUSED): 1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
     server.wait_for_metric("tandem_num_requests_running", 0)
 
 

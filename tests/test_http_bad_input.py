@@ -13,6 +13,7 @@ from tests.http_fixtures import (
     CHAT,
     COMPLETIONS,
     CONTEXT,
+    MAX_LOGPROBS,
     POOL_TOKENS,
     USER,
     VOCAB,
@@ -95,8 +96,29 @@ BAD_FIELDS = [
     ("stream_options.more", {"stream": True, "stream_options": {"more": True}}),
     ("return_token_ids", {"return_token_ids": "yes"}),
     ("model", {"model": 5}),
-    ("logprobs", {"logprobs": 1}),
-    ("logit_bias", {"logit_bias": {"1": 2}}),
+    ("logprobs", {"logprobs": MAX_LOGPROBS + 1}),
+    ("logprobs", {"logprobs": 10**30}),
+    ("logprobs", {"logprobs": -1}),
+    ("logprobs", {"logprobs": True}),
+    ("logprobs", {"logprobs": 1.5}),
+    ("top_logprobs", {"top_logprobs": 1}),
+    ("logit_bias", {"logit_bias": [1]}),
+    ("logit_bias", {"logit_bias": "1"}),
+    ("logit_bias", {"logit_bias": {"a": 1}}),
+    ("logit_bias", {"logit_bias": {"": 1}}),
+    ("logit_bias", {"logit_bias": {"-1": 1}}),
+    ("logit_bias", {"logit_bias": {"1.0": 1}}),
+    ("logit_bias", {"logit_bias": {"\u0661": 1}}),
+    ("logit_bias", {"logit_bias": {"9" * 5000: 1}}),
+    ("logit_bias", {"logit_bias": {str(VOCAB): 1}}),
+    ("logit_bias", {"logit_bias": {"1": 100.5}}),
+    ("logit_bias", {"logit_bias": {"1": -101}}),
+    ("logit_bias", {"logit_bias": {"1": float("nan")}}),
+    ("logit_bias", {"logit_bias": {"1": True}}),
+    ("logit_bias", {"logit_bias": {"1": None}}),
+    ("logit_bias", {"logit_bias": {"1": "2"}}),
+    ("logit_bias", {"logit_bias": {"1": 1, "01": 2}}),
+    ("logit_bias", {"logit_bias": {str(i): 1 for i in range(4)}}),
     ("best_of", {"best_of": 2}),
     ("echo", {"echo": True}),
     ("suffix", {"suffix": "x"}),
@@ -127,8 +149,12 @@ BAD_CHATS = [
     ("messages[0].tool_calls", {"messages": [{"role": "user", "content": "", "tool_calls": []}]}),
     ("max_completion_tokens", {"max_completion_tokens": 3, "max_tokens": 4}),
     ("max_completion_tokens", {"max_completion_tokens": CONTEXT}),
-    ("logprobs", {"logprobs": True}),
+    ("logprobs", {"logprobs": 1}),
     ("top_logprobs", {"top_logprobs": 3}),
+    ("top_logprobs", {"top_logprobs": 3, "logprobs": False}),
+    ("top_logprobs", {"top_logprobs": MAX_LOGPROBS + 1, "logprobs": True}),
+    ("top_logprobs", {"top_logprobs": -1, "logprobs": True}),
+    ("top_logprobs", {"top_logprobs": True, "logprobs": True}),
     ("tools", {"tools": [{"type": "function"}]}),
     ("response_format", {"response_format": {"type": "json_object"}}),
     ("prompt", {"prompt": "x"}),
@@ -150,8 +176,10 @@ def test_fields_that_ask_for_nothing_are_accepted(server):
     server.complete("a", **nothing, best_of=1, echo=False)
     server.complete("a", temperature=1e-40, top_p=1e-40, top_k=10**30, seed=-(10**40))
     server.complete("a", top_k=-1, presence_penalty=-2, repetition_penalty=2, stop=["a", "b"] * 4)
+    server.complete("a", logit_bias={})
     text = {"type": "text"}
-    answer = server.post(CHAT, messages=USER, max_tokens=2, tools=[], response_format=text)
+    more = {"tools": [], "response_format": text, "logprobs": False, "top_logprobs": 0}
+    answer = server.post(CHAT, messages=USER, max_tokens=2, **more)
     assert answer.status_code == 200
 
 

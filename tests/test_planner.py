@@ -1,6 +1,7 @@
 """Plans: every field of every row, the smallest program, a buffer of its own."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,18 @@ def test_a_decode_plan_says_everything_about_its_rows(house):
     assert (sampling.calibration == 1).all()
     for field in (plan.snapshots.restore, plan.snapshots.save, plan.draft_from):
         assert not field.any()
+
+
+def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
+    limits = toy_limits(num_pages=300, num_slots=6, overlap=1)
+    plain = tuple(replace(program, logprobs=False) for program in limits.programs)
+    house = House(replace(limits, programs=(*limits.programs, *plain)))
+    asking, other = house.request(5, 20, logprobs=0), house.request(5, 20)
+    for requests in ([other], [asking, other]):
+        decode = house.planner.plan(DecodeRows(requests, TreeShape.chain(3, 4)))
+        chunks = tuple(Chunk(request, 0, 5) for request in requests)
+        prefill = house.planner.plan(PrefillRows(chunks))
+        assert decode.program.logprobs is prefill.program.logprobs is (asking in requests)
 
 
 def test_a_page_table_names_its_owners_pages_and_the_sink(house):

@@ -25,6 +25,7 @@ from shared.engine.request import SamplingParams
 from shared.reference_backend import Drafter, ReferenceBackend
 from shared.spec.draft_tree import TreeShape
 from tests.equality import Oracle
+from tests.tiny_heads import tiny_head
 from tests.tiny_models import tiny_model
 
 VOCAB = 272
@@ -61,8 +62,11 @@ def limits(vocab: int) -> Limits:
 class Device:
     """Submits plans with one real row: slot 1, and pages of its own."""
 
-    def __init__(self, family: str, drafter: Drafter, how: dict[str, float]) -> None:
+    def __init__(self, family: str, drafter: Drafter | str, how: dict[str, float]) -> None:
+        """Drafts with a tiny head where the drafter is the name of its kind."""
         config, weights = tiny_model(family, seed=3)
+        if isinstance(drafter, str) and drafter in ("EAGLE", "EAGLE3"):
+            drafter = tiny_head(config, weights, drafter, seed=4)
         self.backend = ReferenceBackend(config, weights, limits(config.vocab), drafter)
         self.how = how
         self.prompt_length = 0
@@ -184,16 +188,36 @@ def test_any_chunks_of_a_prompt_give_one_text(family: str, how: dict[str, float]
 
 
 @pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("family", "drafter"),
+    [("qwen3_5", "NEXTN"), ("qwen3_5", "EAGLE3"), ("llama", "EAGLE"), ("llama", "EAGLE3")],
+)
 def test_speculation_gives_the_plain_text_and_accepts_drafts(
-    shape: TreeShape, how: dict[str, float]
+    family: str, drafter: str, shape: TreeShape, how: dict[str, float]
 ) -> None:
-    want = plain_text("qwen3_5", SHORT, how, 30)
-    device = Device("qwen3_5", "NEXTN", how)
+    want = plain_text(family, SHORT, how, 30)
+    device = Device(family, drafter, how)
     got = device.prefill(SHORT)
     tokens, counts = device.decode(shape, 30)
     assert got + tokens == want
     assert max(counts) > 1
     assert min(counts) == 1  # zero accepted drafts happen, and go on from the right state
+
+
+@pytest.mark.parametrize("drafter", ["EAGLE", "EAGLE3"])
+def test_chunks_and_snapshots_of_a_prompt_do_not_change_what_a_head_drafts(drafter: str) -> None:
+    drafted = []
+    for cuts in ((), (64, 128)):
+        device = Device("qwen3_5", drafter, GREEDY)
+        device.prompt_length = len(PROMPT)
+        for start, stop in itertools.pairwise([0, *cuts, len(PROMPT)]):
+            following = PROMPT[stop] if stop < len(PROMPT) else None
+            save_at = start + 32 if cuts else 0  # the cut of a snapshot
+            device.chunk(PROMPT[start:stop], start, following, save=1, save_at=save_at).result()
+        drafted.append(device.backend.submit(device.plan(Work.DRAFT, TREE)).result())
+    np.testing.assert_array_equal(drafted[0].drafts, drafted[1].drafts)
+    np.testing.assert_array_equal(drafted[0].parents, drafted[1].parents)
+    assert drafted[0].num_nodes[0] == TREE.nodes
 
 
 def test_the_drafter_sees_the_noise_of_its_target() -> None:

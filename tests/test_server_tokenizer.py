@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from tokenizers import decoders, models
 
 from shared.engine.request import Event, FinishReason
 from shared.server.choice import Choice, Speculation, StopFinder
+from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
 from shared.server.tokenizer import REPLACEMENT, Detokenizer, TemplateFailed, Tokenizer
 from tests.http_fixtures import END, byte_tokenizer, save_tokenizer
 
@@ -38,6 +40,11 @@ def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> list[s
 
 def event(tokens: list[int], accepted: int | None, reason: FinishReason | None = None) -> Event:
     return Event(1, tokens, accepted, reason, None, None)
+
+
+def with_logprobs(given: Event) -> Event:
+    """The same event with logprobs that tell the tokens apart."""
+    return replace(given, logprobs=[(-float(t), [(t, -float(t))]) for t in given.tokens])
 
 
 def new_choice(stops: tuple[str, ...], min_tokens: int = 0) -> Choice:
@@ -77,6 +84,34 @@ def test_single_bytes_beside_words_make_characters():
     assert pieces(space_tokenizer(), [], tokens) == ["hello", "", "", "你", " world", ""]
 
 
+@given(st.binary(max_size=40))
+@settings(deadline=None, max_examples=50)
+def test_the_bytes_of_tokens_join_to_the_bytes_of_the_text(data: bytes):
+    assert b"".join(BYTES.bytes_of(token) or b"?" for token in data) == data
+    spaces = space_tokenizer()
+    tokens = [3 + byte for byte in data]
+    assert (
+        b"".join(spaces.bytes_of(token) or b"?" for token in [1, 2, *tokens]) == b" worlds" + data
+    )
+
+
+def test_a_token_is_named_by_its_text_else_its_bytes_else_its_id():
+    names = TokenNames(BYTES)
+    assert names.name(ord(" ")) == " "
+    assert names.name(0xC3) == r"bytes:\xc3"
+    assert names.name(END) == "<|end|>"
+    assert names.name(299) == "token_id:299"
+    assert names.bytes_of(299) is None
+    assert TokenNames(None).name(65) == "token_id:65"
+
+
+def test_best_tokens_of_one_text_are_all_shown():
+    first = space_tokenizer()._tokenizer.token_to_id("<0x73>")
+    entry = TokenLogprob(2, -1.0, [(first, -0.5)], 0)  # "s" as a word and as a byte
+    found = for_completion([entry], TokenNames(space_tokenizer()))
+    assert found["top_logprobs"] == [{"s": -0.5, "token_id:2": -1.0}]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_stop_string_is_found_wherever_the_text_is_cut(seed: int):
     rng = random.Random(seed)
@@ -112,6 +147,19 @@ def test_tokens_text_and_speculation_end_at_the_same_event():
         "accept_length": 3.5,
         "accepted_histogram": [0, 0, 1, 1],
     }
+
+
+def test_logprobs_end_where_tokens_end_and_know_their_place_in_the_text():
+    """Others cut tokens and logprobs at different lengths (s#26163, s#39826)."""
+    choice = new_choice(("lo",))
+    choice.take(with_logprobs(event(list("é".encode()), None)))
+    piece = choice.take(with_logprobs(event(list(b"hel"), 2)))
+    assert [entry.offset for entry in piece.logprobs] == [1, 2, 3]
+    piece = choice.take(with_logprobs(event(list(b"lo wor"), 3)))
+    assert piece.tokens == list(b"lo") == [entry.token for entry in piece.logprobs]
+    assert [entry.token for entry in choice.logprobs] == choice.tokens
+    assert [entry.offset for entry in choice.logprobs] == [0, 0, 1, 2, 3, 4, 5]
+    assert choice.logprobs[-1].best == [(ord("o"), -float(ord("o")))]
 
 
 def test_a_stop_string_before_the_length_limit_wins():

@@ -7,26 +7,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from models import make_random
-from shared.checkpoint import open_checkpoint
+from shared.checkpoint import CheckpointError, open_checkpoint
 from shared.config import DEFAULT_MODEL
 from shared.memory_plan import Device
 from shared.server.launch import launch
 from shared.server.tokenizer import Tokenizer
-from tests.tiny_models import write_tiny
+from tests.tiny_heads import write_tiny_head
+from tests.tiny_models import tiny_model, write_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
 NEXTN = ["--speculative-algorithm", "NEXTN"]
 
 
-def start(argv: list[str]) -> int:
-    """A start whose backend must not be reached."""
+def refuse_to_load(*_):
+    raise AssertionError("weights were loaded")
 
-    def load_backend(*_):
-        raise AssertionError("weights were loaded")
 
+def start(argv: list[str], load_backend=refuse_to_load) -> int:
+    """A start whose backend must not be reached, unless it is given."""
     return launch(
         ["--port", "0", *argv],
         load_backend,
@@ -86,6 +89,82 @@ def test_nextn_without_mtp_tensors_is_refused_by_name(folder, capfd):
     edit_config(folder, mtp_num_hidden_layers=1)
     assert start(["--model-path", str(folder), *NEXTN]) == 2
     assert "--speculative-algorithm NEXTN" in capfd.readouterr().err.splitlines()[-1]
+
+
+def edit_tensors(folder: Path, **changes) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, **changes}, folder / "model.safetensors")
+
+
+def pickle_head(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+HEADS_REFUSED = {
+    "an EAGLE-3 head as EAGLE": ("EAGLE3", "EAGLE", lambda f: None, "give --speculative-algorithm"),
+    "an EAGLE head as EAGLE-3": ("EAGLE", "EAGLE3", lambda f: None, "give --speculative-algorithm"),
+    "an EAGLE-3 head whose config says EAGLE": (
+        "EAGLE3",
+        "EAGLE",
+        lambda f: edit_config(f, architectures=["LlamaForCausalLMEagle"]),
+        "tensors are those of an EAGLE3 head",
+    ),
+    "a head of another target": (
+        "EAGLE",
+        "EAGLE",
+        lambda f: edit_config(f, hidden_size=32),
+        "hidden_size (32)",
+    ),
+    "other shapes": ("EAGLE", "EAGLE", lambda f: edit_config(f, intermediate_size=8), "shape"),
+    "a tensor too many": (
+        "EAGLE3",
+        "NAIVE_EAGLE",
+        lambda f: edit_tensors(f, extra=np.ones(2, np.float32)),
+        "the tensor extra",
+    ),
+    "pickled weights": ("EAGLE", "EAGLE", pickle_head, "pytorch_model.bin"),
+    "a truncated file": ("EAGLE", "EAGLE", truncate, "truncated"),
+    "no config": ("EAGLE", "EAGLE", lambda f: (f / "config.json").unlink(), "config.json"),
+}
+
+
+@pytest.mark.parametrize("case", HEADS_REFUSED)
+def test_a_draft_head_that_cannot_be_served_is_refused_in_one_sentence(
+    case, folder, tmp_path, capfd
+):
+    kind, algorithm, spoil, named = HEADS_REFUSED[case]
+    write_tiny_head(tmp_path / "head", *tiny_model("qwen3_5", 0, with_mtp=False), kind, 0)
+    spoil(tmp_path / "head")
+    drafting = ["--speculative-algorithm", algorithm]
+    drafting += ["--speculative-draft-model-path", str(tmp_path / "head")]
+    assert start(["--model-path", str(folder), *drafting]) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert named in lines[0]
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize("algorithm", ["its own", "NAIVE_EAGLE"])
+def test_a_draft_head_arrives_at_the_backend_with_the_shape_of_its_algorithm(
+    kind, algorithm, tmp_path
+):
+    target, weights = tiny_model("llama", 0)
+    write_tiny(tmp_path / "model", "llama", 0)
+    want = write_tiny_head(tmp_path / "head", target, weights, kind, 0)
+    reached = []
+
+    def load_backend(options, checkpoint, model, head, limits, progress):
+        reached.append((options.speculative, head.config, limits.shapes[-1]))
+        raise CheckpointError("enough")
+
+    name = kind if algorithm == "its own" else algorithm
+    drafting = ["--speculative-algorithm", name]
+    drafting += ["--speculative-draft-model-path", str(tmp_path / "head")]
+    assert start(["--model-path", str(tmp_path / "model"), *drafting], load_backend) == 2
+    ((draft, config, shape),) = reached
+    assert (config, draft.with_mtp) == (want.config, False)
+    drafted = {"NAIVE_EAGLE": (2, 1, 1)}.get(name, (8, 5, 4))
+    assert (shape.nodes, shape.depth, shape.width) == drafted
 
 
 def test_a_context_beyond_the_models_is_refused_by_name(folder, capfd):

@@ -34,6 +34,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 16,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "rope_scaling": {

@@ -23,15 +23,18 @@ from shared.backend import (
     Work,
 )
 from shared.buffers import empty_plan, plan_layout, read_result, result_layout
+from shared.draft_config import DraftHead
 from shared.model_config import ModelConfig
 from torch_impl import weights as weights_module
 from torch_impl.device_state import allocate
-from torch_impl.drafters.eagle import EagleDrafter, mtp
-from torch_impl.model import Model, logits
+from torch_impl.drafters import heads
+from torch_impl.drafters.eagle import EagleDrafter
+from torch_impl.model import Model
+from torch_impl.ops import attention
 from torch_impl.step import Machine, step
-from torch_impl.weights import Weights
+from torch_impl.weights import HeadWeights, Weights
 
-Drafter = Literal["none", "NEXTN"]
+Drafter = Literal["none", "NEXTN"] | DraftHead | HeadWeights
 
 
 class TorchBackend:
@@ -59,14 +62,16 @@ class TorchBackend:
 
         Args:
           weights: Loaded already, or arrays under the names of `shared.checkpoint`.
-          drafter: How drafts are made.
+          drafter: How drafts are made: not at all, by the checkpoint's MTP layer, or by a head with
+            a checkpoint of its own, loaded already or as arrays.
           dtype: Of weights, KV and activations, float32 or bfloat16. Loaded weights have theirs and
             their device already.
           cuda_graphs: Whether decode steps are captured and replayed.
 
         Raises:
           ValueError: A drafter is asked for that the weights do not hold, graphs where there is no
-            GPU, or `limits` lists a program that does not exist.
+            GPU, `limits` lists a program that does not exist, or attention on a GPU does not take
+            the head size.
         """
         if not isinstance(weights, Weights):
             weights = weights_module.from_arrays(config, weights, dtype, torch.device(device))
@@ -75,10 +80,12 @@ class TorchBackend:
         model = Model.of(config, weights)
         self.limits = limits
         self._programs = frozenset(limits.programs)
-        found = EagleDrafter(model, mtp, logits, 1) if drafter == "NEXTN" else None
-        layers = 0 if found is None else found.num_layers
-        state = allocate(config, limits, layers, embed.dtype, embed.device)
-        machine = Machine(model, found, limits, state)
+        head = _head(model, drafter, dtype)
+        layer = None if head is None else head.config
+        for sizes in (config, layer or config):
+            attention.check_head_size(sizes.head_size, embed.device)
+        state = allocate(config, limits, layer, embed.dtype, embed.device)
+        machine = Machine(model, head and EagleDrafter(head), limits, state)
         self._queue = (
             _Stream(machine, embed.device, cuda_graphs)
             if embed.device.type == "cuda"
@@ -113,8 +120,8 @@ class TorchBackend:
 def _check(
     weights: Weights, limits: Limits, drafter: Drafter, cuda_graphs: bool, device: torch.device
 ) -> None:
-    if drafter not in ("none", "NEXTN"):
-        raise ValueError(f"the drafter must be one of none, NEXTN, got {drafter}")
+    if isinstance(drafter, str) and drafter not in ("none", "NEXTN"):
+        raise ValueError(f"the drafter must be none, NEXTN or a draft head, got {drafter}")
     if drafter == "NEXTN" and weights.mtp is None:
         raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
     if cuda_graphs and device.type != "cuda":
@@ -125,6 +132,17 @@ def _check(
         drafts = program.work in (Work.DECODE, Work.DRAFT) and not program.host_draft
         if drafts and drafter == "none" and not program.shape.is_plain:
             raise ValueError(f"a drafter is needed by {program}")
+
+
+def _head(model: Model, drafter: Drafter, dtype: str) -> heads.Head | None:
+    if drafter == "none":
+        return None
+    if drafter == "NEXTN":
+        return heads.mtp(model)
+    if isinstance(drafter, DraftHead):
+        device = model.weights.embed.device
+        drafter = weights_module.head_from_arrays(drafter, dtype, device)
+    return heads.HEADS[drafter.config.kind](model, drafter)
 
 
 class _Worker:

@@ -42,9 +42,9 @@ class DeviceState:
     seen: Int[Tensor, "slots vocab"]
     relay_ids: Int[Tensor, "slots k"]
     relay_weights: Float[Tensor, "slots k"]
-    relay_hidden: Float[Tensor, "slots hidden"]
+    relay_hidden: Float[Tensor, "slots head_hidden"]
     kv: Float[Tensor, "L 2 pages page H D"]
-    draft_kv: Float[Tensor, "Ld 2 pages page H D"]
+    draft_kv: Float[Tensor, "Ld 2 pages page Hd Dd"]
     recurrent: Float[Tensor, "Lg slots Hv K V"]
     window: Float[Tensor, "Lg slots 3 C"]
     saved_recurrent: Float[Tensor, "Lg snapshots Hv K V"]
@@ -54,17 +54,21 @@ class DeviceState:
 def allocate(
     config: ModelConfig,
     limits: Limits,
-    num_draft_layers: int,
+    head: ModelConfig | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> DeviceState:
-    """Memory for all slots, pages and snapshots, zeroed."""
+    """Memory for all slots, pages and snapshots, zeroed.
+
+    Args:
+      head: Settings of the drafter's own layer; None without a drafter.
+    """
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
     slots, pages = limits.num_slots, (2, limits.num_pages, limits.page_size)
-    heads = (config.num_kv_heads, config.head_size)
+    drafts = config if head is None else head
     per_slot = [zeros(slots, dtype=torch.int32) for _ in range(3)]
     recurrent, window = _delta_shapes(config)
     state = [
@@ -80,9 +84,9 @@ def allocate(
         zeros(slots, limits.vocab, dtype=torch.int32),
         zeros(slots, limits.max_width, dtype=torch.int32),
         zeros(slots, limits.max_width, dtype=torch.float32),
-        zeros(slots, config.hidden),
-        zeros(config.num_attention_layers, *pages, *heads),
-        zeros(num_draft_layers, *pages, *heads),
+        zeros(slots, drafts.hidden),
+        zeros(config.num_attention_layers, *pages, config.num_kv_heads, config.head_size),
+        zeros(int(head is not None), *pages, drafts.num_kv_heads, drafts.head_size),
         *state,
     )
 

@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.model_config import ModelConfig
+from shared.spec import layers as layers_spec
 from torch_impl.ops import attention, gated_delta, layers, mamba_state
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.linear import linear
@@ -30,6 +31,11 @@ class Turned:
 DeltaMixer = Callable[[int, GatedDelta, Hidden], Float[Tensor, "R H V"]]
 """How a pass runs a gated-delta layer: its place among its kind, its weights and the normed input;
 gives the outputs before the norm."""
+
+
+def rotary_frequencies(config: ModelConfig, device: torch.device) -> Float[Tensor, " half"]:
+    """The rotary frequencies of a model or a head, which `turn` reads."""
+    return torch.from_numpy(layers_spec.rotary_frequencies(config.rotary)).to(device)
 
 
 def turn(config: ModelConfig, frequencies: Float[Tensor, " half"], rows: Rows) -> Turned:
@@ -56,8 +62,8 @@ def attention_layer(
     where = (rows.page_table, rows.request, rows.places, rows.is_real)
     attention.write(pools[0], *where, k)
     attention.write(pools[1], *where, v)
-    sees = (rows.page_table, rows.request, rows.first, rows.until, rows.window, rows.most_rows)
-    out = attention.attend(q, pools[0], pools[1], *sees)
+    sees = (rows.page_table, rows.request, rows.row_starts, rows.first, rows.until, rows.window)
+    out = attention.attend(q, pools[0], pools[1], *sees, rows.most_rows)
     if gate is not None:
         out = out * layers.sigmoid(gate)
     return linear(out.flatten(1), weights.out)

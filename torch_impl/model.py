@@ -2,18 +2,17 @@
 
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.model_config import ModelConfig
-from shared.spec import layers as layers_spec
 from torch_impl.layers import (
     DeltaMixer,
     Hidden,
     attention_layer,
     feed_forward,
     gated_delta_layer,
+    rotary_frequencies,
     turn,
 )
 from torch_impl.ops import layers
@@ -29,6 +28,10 @@ class Forward:
     hidden: Hidden
     streams: tuple[Hidden, ...]
 
+    def at(self, rows: Int[Tensor, " some"]) -> "Forward":
+        """What the pass gave for some of its rows."""
+        return Forward(self.hidden[rows], tuple(stream[rows] for stream in self.streams))
+
 
 @dataclass(frozen=True)
 class Model:
@@ -41,8 +44,7 @@ class Model:
     @classmethod
     def of(cls, config: ModelConfig, weights: Weights) -> "Model":
         """Binds weights to their settings."""
-        frequencies = torch.from_numpy(layers_spec.rotary_frequencies(config.rotary))
-        return cls(config, weights, frequencies.to(weights.embed.device))
+        return cls(config, weights, rotary_frequencies(config, weights.embed.device))
 
 
 def forward(

@@ -8,11 +8,12 @@ import torch
 from shared.backend import Limits
 from shared.checkpoint import Checkpoint, open_checkpoint
 from shared.config import Options
+from shared.draft_checkpoint import HeadFiles
 from shared.memory_plan import Device
 from shared.model_config import ModelConfig
 from shared.server.launch import ProgressCall, launch
-from torch_impl.backend import TorchBackend
-from torch_impl.weights import load
+from torch_impl.backend import Drafter, TorchBackend
+from torch_impl.weights import load, load_head
 
 
 def find_device() -> Device:
@@ -26,13 +27,17 @@ def load_backend(
     options: Options,
     checkpoint: Checkpoint,
     model: ModelConfig,
+    head: HeadFiles | None,
     limits: Limits,
     progress: ProgressCall,
 ) -> TorchBackend:
     """Reads the weights onto the device and makes the backend; decoding on a GPU is captured."""
-    drafter, dtype = options.speculative.drafter, options.model.dtype
+    with_mtp, dtype = options.speculative.with_mtp, options.model.dtype
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    weights = load(checkpoint, model, drafter == "NEXTN", dtype, device, progress)
+    weights = load(checkpoint, model, with_mtp, dtype, device, progress)
+    drafter: Drafter = "NEXTN" if with_mtp else "none"
+    if head is not None:
+        drafter = load_head(head.checkpoint, head.config, dtype, device, progress)
     graphs = device.type == "cuda"
     return TorchBackend(
         model, weights, limits, drafter, dtype=dtype, device=device, cuda_graphs=graphs

@@ -27,7 +27,7 @@ from torch_impl.device_state import (
 from torch_impl.drafters import Noise, Ranking, noise_of
 from torch_impl.drafters.eagle import EagleDrafter, Relay, extend_rows
 from torch_impl.layers import Chunks, OneToken, Tree
-from torch_impl.model import Model
+from torch_impl.model import Forward, Model
 from torch_impl.ops import (
     acceptance,
     any_row,
@@ -55,6 +55,15 @@ class Machine:
     drafter: EagleDrafter | None
     limits: Limits
     state: DeviceState
+
+    def feeds(self, program: Program) -> bool:
+        """Whether the drafter follows a step; plain decoding leaves a hole in its KV instead."""
+        is_prefill = program.work is Work.PREFILL
+        return self.drafter is not None and (is_prefill or not program.shape.is_plain)
+
+    def streams(self, program: Program) -> tuple[int, ...]:
+        """The residual streams that a step keeps for the drafter."""
+        return self.drafter.head.streams if self.feeds(program) else ()
 
 
 def step(machine: Machine, words: Int[Tensor, " words"], program: Program) -> Int[Tensor, " out"]:
@@ -93,9 +102,9 @@ def _prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     start(state, plan)
     prompts = Prompts.of(plan, program)
     lengths = prompts.lengths
-    hidden, saved = _prefill_forward(machine, plan, prompts)
+    passed, saved = _prefill_forward(machine, plan, prompts, machine.streams(program))
     _count_prompts(machine, plan, prompts)
-    logits = model.logits(machine.model, hidden[prompts.last])
+    logits = model.logits(machine.model, passed.hidden[prompts.last])
     # The choice's noise, then the relay's.
     noise = noise_of(plan.sampling, lengths - 1, 2, machine.limits.vocab)
     chosen = _choose_next(machine, plan, logits, lengths, noise)
@@ -103,8 +112,8 @@ def _prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     newest = torch.where(ends, chosen, plan.work["next_tokens"])
     state.length[plan.slots], state.newest[plan.slots] = lengths, newest
     count(state, plan.slots, newest, lengths >= plan.sampling.prompt_length, is_row)
-    if machine.drafter is not None:
-        _feed_prompts(machine, plan, prompts, hidden, newest, noise)
+    if machine.feeds(program):
+        _feed_prompts(machine, plan, prompts, passed, newest, noise)
     failed = ~logits.isfinite().all(dim=1) & is_row
     counts = (ends & ~failed & is_row).int()
     emitted = torch.where(counts > 0, newest, 0)[:, None]
@@ -126,7 +135,7 @@ def _feed_prompts(
     machine: Machine,
     plan: Plan,
     prompts: Prompts,
-    hidden: Float[Tensor, "T hidden"],
+    passed: Forward,
     newest: Int[Tensor, " B"],
     noise: Noise | None,
 ) -> None:
@@ -137,25 +146,25 @@ def _feed_prompts(
     following = torch.where(is_last, newest[rows.request], prompts.tokens.roll(-1))
     rows = replace(rows, first=bound[rows.request])
     noise = None if noise is None else noise[:, 1:]
-    _extend(machine, plan, rows, following, hidden, prompts.last, prompts.lengths, noise)
+    _extend(machine, plan, rows, following, passed, prompts.last, prompts.lengths, noise)
 
 
 def _prefill_forward(
-    machine: Machine, plan: Plan, prompts: Prompts
-) -> tuple[Float[Tensor, "T hidden"], Bool[Tensor, " B"]]:
+    machine: Machine, plan: Plan, prompts: Prompts, streams: tuple[int, ...]
+) -> tuple[Forward, Bool[Tensor, " B"]]:
     """Runs the target over prompt chunks and carries its states on; says what was saved."""
     state, config, rows = machine.state, machine.model.config, prompts.rows
     if not config.num_gated_delta_layers:
-        passed = model.forward(machine.model, prompts.tokens, rows, state.kv, None, ())
-        return passed.hidden, torch.zeros_like(plan.starts)
+        passed = model.forward(machine.model, prompts.tokens, rows, state.kv, None, streams)
+        return passed, torch.zeros_like(plan.starts)
     save_after = plan.save_at - prompts.first
     mixer = Chunks(config, take(state, plan.slots), prompts.row_starts, rows, save_after)
-    passed = model.forward(machine.model, prompts.tokens, rows, state.kv, mixer, ())
+    passed = model.forward(machine.model, prompts.tokens, rows, state.kv, mixer, streams)
     is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
     is_saved &= plan.save != 0
     put(state, plan.slots, mamba_state.stacked(mixer.new))
     save(state, torch.where(is_saved, plan.save, 0), mamba_state.stacked(mixer.saved))
-    return passed.hidden, is_saved
+    return passed, is_saved
 
 
 # Decode
@@ -177,9 +186,10 @@ class Trees:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verify found: the path of each row, what it emits, and what a commit needs."""
+    """What a verify found: each row's path, the target's pass over its W nodes, what it emits,
+    and what a commit needs."""
 
-    hidden: Float[Tensor, "B W hidden"]
+    passed: Forward
     path: Int[Tensor, "B W"]
     counts: Int[Tensor, " B"]
     tokens: Int[Tensor, "B W"]
@@ -192,14 +202,13 @@ def _decode(machine: Machine, plan: Plan, program: Program) -> Fields:
     state, shape = machine.state, program.shape
     start(state, plan)
     lengths = state.length[plan.slots]
-    feeds = machine.drafter is not None and not shape.is_plain
     # One place more than the tree is deep: the relay's, after a path of any length.
-    places = shape.max_tokens + int(feeds)
+    places = shape.max_tokens + int(machine.feeds(program))
     noise = noise_of(plan.sampling, lengths, places, machine.limits.vocab)
     trees = _trees(machine, plan, program, lengths, noise)
     verified = _verify(machine, plan, program, trees, lengths, noise)
     saved = _commit(machine, plan, program, verified, lengths)
-    if feeds:
+    if machine.feeds(program):
         _feed_path(machine, plan, verified, lengths, noise)
     elif shape.is_plain:
         state.draft_from[plan.slots] = lengths + verified.counts
@@ -215,11 +224,7 @@ def _draft_only(machine: Machine, plan: Plan, program: Program) -> Fields:
 
 
 def _trees(
-    machine: Machine,
-    plan: Plan,
-    program: Program,
-    lengths: Int[Tensor, " B"],
-    noise: Noise | None,
+    machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"], noise: Noise | None
 ) -> Trees:
     """The trees of a step: the plan's, the drafter's, or the root alone."""
     state, slots, shape = machine.state, plan.slots, program.shape
@@ -235,18 +240,8 @@ def _trees(
         return Trees(newest[:, None], nothing[:, None], nothing + 1, None)
     relay = Relay(state.relay_ids[slots], state.relay_weights[slots], state.relay_hidden[slots])
     rank = Ranking(plan.sampling, lengths, _seen(machine, plan), noise, shape.width)
-    drafted = machine.drafter.draft(
-        state.draft_kv,
-        relay,
-        newest,
-        lengths,
-        state.draft_from[slots],
-        plan.sampling.max_drafts,
-        plan.page_table,
-        shape,
-        rank,
-    )
-    return Trees(*drafted, None)
+    where = (lengths, state.draft_from[slots], plan.sampling.max_drafts, plan.page_table)
+    return Trees(*machine.drafter.draft(state.draft_kv, relay, newest, *where, shape, rank), None)
 
 
 def _verify(
@@ -263,7 +258,8 @@ def _verify(
     row_of = draft_tree.rows_of(trees.num_nodes, shape.nodes, shape.rows)
     mixer = _mixer(machine, plan, program, parents, row_of, rows.request, node)
     tokens = trees.tokens[rows.request, node]
-    passed = model.forward(machine.model, tokens, rows, machine.state.kv, mixer, ())
+    streams = machine.streams(program)
+    passed = model.forward(machine.model, tokens, rows, machine.state.kv, mixer, streams)
     logits = model.logits(machine.model, passed.hidden)
     chosen = _choose_rows(machine, plan, trees, logits, rows.request, node, lengths, noise)
     choices, walked = chosen[row_of], trees.num_nodes
@@ -275,7 +271,7 @@ def _verify(
     counts = torch.where(is_row & ~failed, counts, 0)
     on_path = row_of.gather(1, path.long())
     return Verified(
-        hidden=passed.hidden[on_path],
+        passed=passed.at(on_path.flatten()),
         path=path,
         counts=counts,
         tokens=acceptance.emitted(choices, path, counts),
@@ -309,11 +305,7 @@ def _is_chain(program: Program) -> bool:
 
 
 def _commit(
-    machine: Machine,
-    plan: Plan,
-    program: Program,
-    verified: Verified,
-    lengths: Int[Tensor, " B"],
+    machine: Machine, plan: Plan, program: Program, verified: Verified, lengths: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
     """Makes the accepted path the slots' past; returns which snapshots were taken."""
     state, slots, counts = machine.state, plan.slots, verified.counts
@@ -363,8 +355,8 @@ def _feed_path(
     request = torch.arange(B, device=counts.device)
     last = request * W + (counts - 1).clamp(min=0)
     noise = None if noise is None else noise[request, counts][:, None]
-    hidden, following = verified.hidden.flatten(0, 1), verified.tokens.flatten()
-    _extend(machine, plan, rows, following, hidden, last, lengths + counts, noise)
+    following, lengths = verified.tokens.flatten(), lengths + counts
+    _extend(machine, plan, rows, following, verified.passed, last, lengths, noise)
 
 
 def _extend(
@@ -372,7 +364,7 @@ def _extend(
     plan: Plan,
     rows: attention.Rows,
     following: Int[Tensor, " R"],
-    hidden: Float[Tensor, "R hidden"],
+    passed: Forward,
     last: Int[Tensor, " B"],
     lengths: Int[Tensor, " B"],
     noise: Noise | None,
@@ -381,7 +373,7 @@ def _extend(
     state, slots = machine.state, plan.slots
     width = machine.limits.max_width
     rank = Ranking(plan.sampling, lengths, _seen(machine, plan), noise, width)
-    relay = machine.drafter.extend(state.draft_kv, rows, following, hidden, last, rank)
+    relay = machine.drafter.extend(state.draft_kv, rows, following, passed, last, rank)
     state.relay_ids[slots] = relay.tokens
     state.relay_weights[slots] = relay.weights
     state.relay_hidden[slots] = relay.hidden

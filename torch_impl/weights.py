@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from shared.checkpoint import Checkpoint, parameters
+from shared.draft_checkpoint import check_head, draft_ids
+from shared.draft_config import DraftConfig, DraftHead
 from shared.model_config import ModelConfig
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
@@ -47,10 +49,13 @@ class GatedDelta:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer; `place` counts the layers of its mixer's kind."""
+    """A decoder layer; `place` counts the layers of its mixer's kind.
+
+    An EAGLE head's layer has no norm of its input.
+    """
 
     place: int
-    input_norm: Float[Tensor, " hidden"]
+    input_norm: Float[Tensor, " hidden"] | None
     mixer: Attention | GatedDelta
     post_attention_norm: Float[Tensor, " hidden"]
     gate_up: Float[Tensor, "twice_intermediate hidden"]
@@ -77,6 +82,27 @@ class Weights:
     final_norm: Float[Tensor, " hidden"]
     layers: tuple[Layer, ...]
     mtp: Mtp | None
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """An EAGLE or EAGLE-3 head; what is None the head does without, or shares with its target.
+
+    Attributes:
+      draft_ids: The target's id of each token of the draft vocabulary.
+    """
+
+    config: DraftConfig
+    fc: Float[Tensor, "hidden inputs"]
+    fc_bias: Float[Tensor, " hidden"] | None
+    aux_norm: Float[Tensor, "streams target_hidden"] | None
+    input_norm: Float[Tensor, " inputs"] | None
+    hidden_norm: Float[Tensor, " hidden"] | None
+    layer: Layer
+    final_norm: Float[Tensor, " hidden"] | None
+    lm_head: Float[Tensor, "draft_vocab hidden"] | None
+    embed: Float[Tensor, "vocab hidden"] | None
+    draft_ids: Int[Tensor, " draft_vocab"] | None
 
 
 def load(
@@ -116,6 +142,36 @@ def from_arrays(config: ModelConfig, arrays: Arrays, dtype: str, device: torch.d
     return _assemble(config, tensors)
 
 
+def load_head(
+    checkpoint: Checkpoint,
+    config: DraftConfig,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> HeadWeights:
+    """Reads a draft head's weights onto a device; the arguments are those of `load`.
+
+    Raises:
+      CheckpointError: See `shared.draft_checkpoint.check_head`.
+    """
+    wanted = check_head(checkpoint, config)
+    tensors = {
+        p.name: _tensor(checkpoint.load(p, DTYPES[dtype][1], progress), device) for p in wanted
+    }
+    if config.has_draft_vocab:
+        tensors["draft_ids"] = _tensor(draft_ids(checkpoint, config), device)
+    return _head(config, tensors)
+
+
+def head_from_arrays(head: DraftHead, dtype: str, device: torch.device) -> HeadWeights:
+    """A head's weights from arrays, which are copied."""
+    tensors = {name: _tensor(np.array(array), device) for name, array in head.weights.items()}
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            tensors[name] = tensor.to(DTYPES[dtype][0])
+    return _head(head.config, tensors)
+
+
 def _tensor(array: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
     if array.dtype == ml_dtypes.bfloat16:  # torch does not know numpy's
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
@@ -143,9 +199,10 @@ def _layers(
     found, places = [], {"attention": 0, "gated_delta": 0}
     mixers = {"attention": _attention, "gated_delta": _gated_delta}
     for i, kind in enumerate(kinds):
+        input_norm = tensors.get(f"{prefix}input_norm")
         layer = Layer(
             place=places[kind],
-            input_norm=_norm(config, tensors[f"{prefix}input_norm"][i]),
+            input_norm=None if input_norm is None else _norm(config, input_norm[i]),
             mixer=mixers[kind](config, tensors, f"{prefix}{kind}.", places[kind]),
             post_attention_norm=_norm(config, tensors[f"{prefix}post_attention_norm"][i]),
             gate_up=tensors[f"{prefix}mlp.gate_up"][i],
@@ -181,4 +238,24 @@ def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:
         fc=tensors["mtp.fc"],
         layer=_layers(config, tensors, "mtp.layer.", ("attention",))[0],
         **{name: _norm(config, tensors[f"mtp.{name}"]) for name in norms},
+    )
+
+
+def _head(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights:
+    def norm(name: str) -> Float[Tensor, "..."] | None:
+        return tensors[name].float() if name in tensors else None
+
+    hidden_norm, ids = norm("layer.hidden_norm"), tensors.get("draft_ids")
+    return HeadWeights(
+        config=config,
+        fc=tensors["fc"],
+        fc_bias=tensors.get("fc_bias"),
+        aux_norm=norm("aux_norm"),
+        input_norm=norm("input_norm"),
+        hidden_norm=None if hidden_norm is None else hidden_norm[0],
+        layer=_layers(config.layer, tensors, "layer.", ("attention",))[0],
+        final_norm=norm("final_norm"),
+        lm_head=tensors.get("lm_head"),
+        embed=tensors.get("embed"),
+        draft_ids=None if ids is None else ids.long(),
     )

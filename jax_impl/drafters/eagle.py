@@ -1,11 +1,10 @@
-"""Draft heads that read the target's hidden states; as `shared.spec.eagle`.
+"""Drafting with a head that reads the target's hidden states; as `shared.spec.eagle`.
 
 Row i of a head pairs the hidden state of token i with the embedding of token i + 1 and stands at
 position i. After a step the head is extended over the accepted path with hidden states of the
 target; while drafting it goes on from its own.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,54 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl import layers, model
 from jax_impl.device_state import DraftState, Relay
-from jax_impl.layers import KV, Hidden
+from jax_impl.drafters.heads import Head
+from jax_impl.layers import KV
+from jax_impl.model import Forward
 from jax_impl.ops import draft_tree, sampling
 from jax_impl.ops.attention import Rows
-from jax_impl.ops.layers import rms_norm
-from jax_impl.ops.linear import linear
 from jax_impl.ops.sampling import Sampling
-from jax_impl.weights import Model
-from shared.model_config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import DRAFT_TAU
 
 Trees = tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]
-
-
-class Head(NamedTuple):
-    """A head bound to its weights.
-
-    Attributes:
-      forward: From rows, each row's next token and hidden state, and the head's KV: the hidden
-        state that the next draft step reads, and the KV.
-      logits: Scores over the target's vocabulary, from that hidden state.
-    """
-
-    forward: Callable[[Rows, Int[jax.Array, " R"], Hidden, KV], tuple[Hidden, KV]]
-    logits: Callable[[Hidden], Float[jax.Array, "R vocab"]]
-
-
-def nextn(config: ModelConfig, weights: Model) -> Head:
-    """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model."""
-    mtp, eps = weights.mtp, config.rms_eps
-
-    def forward(
-        rows: Rows, tokens: Int[jax.Array, " R"], hidden: Hidden, kv: KV
-    ) -> tuple[Hidden, KV]:
-        embedded = rms_norm(weights.embed[...][tokens], mtp.embedding_norm[...], eps)
-        normed = rms_norm(hidden, mtp.hidden_norm[...], eps)
-        x = linear(jnp.concatenate([embedded, normed], axis=1), mtp.fc[...])
-        turn = layers.angles(config, rows.positions)
-        y = rms_norm(x, mtp.layers.input_norm[0], eps)
-        out, kv = layers.attention_layer(config, mtp.layers.attention, 0, y, rows, turn, kv)
-        x = x + out
-        y = rms_norm(x, mtp.layers.post_attention_norm[0], eps)
-        x = x + layers.mlp(mtp.layers, 0, y)
-        return rms_norm(x, mtp.final_norm[...], eps), kv
-
-    return Head(forward, lambda hidden: model.logits(weights, hidden))
 
 
 class Ranking(NamedTuple):
@@ -114,7 +76,7 @@ def feed(
     head: Head,
     rows: Rows,
     tokens: Int[jax.Array, " R"],
-    hidden: Hidden,
+    passed: Forward,
     kv: KV,
     last: Int[jax.Array, " B"],
     ranking: Ranking,
@@ -124,12 +86,13 @@ def feed(
     """Runs the head over consecutive rows and makes the relay from each request's last row.
 
     Args:
-      tokens, hidden: Each row's next token, and the target's hidden state.
+      tokens: Each row's next token.
+      passed: The target's pass over the rows.
       last: The flat row that is each request's last.
       ranking, noise: For the token after the newest, the rows' tokens counted.
       width: k_max, candidates of a relay.
     """
-    out, kv = head.forward(rows, tokens, hidden, kv)
+    out, kv = head.forward(rows, tokens, head.read(passed), kv)
     out = out[last]
     no_path = jnp.zeros((len(last), 1, 0), jnp.int32)
     ids, weights = ranking.rank(head.logits(out)[:, None], no_path, 0, noise, width)
@@ -154,10 +117,10 @@ def extend_rows(
     positions = jnp.where(is_real, lengths[request] + number, 0)
     until = jnp.where(is_real, positions + 1, 0)
     window = jnp.zeros((B * W, 0), bool)
-    rows = Rows(
-        request, positions, positions, start[request], until, window, is_real, page_table, W
-    )
-    return rows, jnp.arange(B, dtype=jnp.int32) * W + jnp.maximum(counts - 1, 0)
+    row_starts = W * jnp.arange(B + 1, dtype=jnp.int32)
+    where = (request, positions, positions, start[request], until, window, is_real)
+    rows = Rows(*where, page_table, row_starts, W)
+    return rows, row_starts[:-1] + jnp.maximum(counts - 1, 0)
 
 
 class _Level(NamedTuple):
@@ -286,6 +249,6 @@ def _expansion_rows(
     length = jnp.where(is_real, lengths[request], 0)
     places = length + (s - 1) * k + jnp.tile(jnp.arange(k, dtype=jnp.int32), B)
     window = sees.reshape(B * k, -1) & is_real[:, None]
-    return Rows(
-        request, length + s - 1, places, start[request], length, window, is_real, page_table, k
-    )
+    row_starts = k * jnp.arange(B + 1, dtype=jnp.int32)
+    where = (request, length + s - 1, places, start[request], length, window, is_real)
+    return Rows(*where, page_table, row_starts, k)

@@ -1,7 +1,7 @@
 """Attention over paged KV; as `shared.spec.attention`.
 
-Rows are flat. The plain product pads the queries of each request to `most_rows` and reads all
-positions that the page table reaches.
+Rows are flat. On a GPU `attend` is a kernel, see `jax_impl.ops`. The plain product pads the queries
+of each request to `most_rows` and reads all positions that the page table reaches.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import draft_tree
+from jax_impl.ops import KERNELS, draft_tree
 
 
 class Rows(NamedTuple):
@@ -24,6 +24,8 @@ class Rows(NamedTuple):
       first, until, window: What the row sees, see `visible`.
       is_real: False for padding.
       page_table: Pages of each request.
+      row_starts: First row of each request, and the end of the last; the rest is padding, which
+        belongs to request 0.
       most_rows: No request has more rows.
     """
 
@@ -35,6 +37,7 @@ class Rows(NamedTuple):
     window: Bool[jax.Array, "R N"]
     is_real: Bool[jax.Array, " R"]
     page_table: Int[jax.Array, "B table"]
+    row_starts: Int[jax.Array, " B1"]
     most_rows: int
 
 
@@ -52,7 +55,8 @@ def causal_rows(
     positions = jnp.where(is_real, first_positions[request] + column, 0)
     until = jnp.where(is_real, positions + 1, 0)
     window, first = jnp.zeros((tokens, 0), bool), draft_from[request]
-    return Rows(request, positions, positions, first, until, window, is_real, page_table, most_rows)
+    where = (request, positions, positions, first, until, window, is_real)
+    return Rows(*where, page_table, row_starts, most_rows)
 
 
 def tree_rows(
@@ -72,7 +76,7 @@ def tree_rows(
       rows: R.
       is_chain: Every tree is known to be a chain, whose nodes need no mask.
     """
-    _, request, node, is_real = draft_tree.flatten(num_nodes, rows)
+    row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
     length = lengths[request]
     places, first = length + node, jnp.zeros(rows, jnp.int32)
     if is_chain:
@@ -82,10 +86,8 @@ def tree_rows(
         until = length
         window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
     until = jnp.where(is_real, until, 0)
-    most_rows = parents.shape[1]
-    return Rows(
-        request, positions, places, first, until, window, is_real, page_table, most_rows
-    ), node
+    where = (request, positions, places, first, until, window, is_real)
+    return Rows(*where, page_table, row_starts, parents.shape[1]), node
 
 
 def write(
@@ -134,37 +136,82 @@ def attend(
     v_pages: Float[jax.Array, "P page Hk D"],
     page_table: Int[jax.Array, "B table"],
     request: Int[jax.Array, " R"],
+    row_starts: Int[jax.Array, " B1"],
     first: Int[jax.Array, " R"],
     until: Int[jax.Array, " R"],
     window: Bool[jax.Array, "R N"],
     most_rows: int,
+    k_offset: int = 0,
+    v_offset: int = 0,
 ) -> Float[jax.Array, "R Hq D"]:
     """Softmax attention of each row over the positions it sees; query head h reads h // (Hq / Hk).
 
     A row of padding gives anything.
 
     Args:
-      q, k_pages, v_pages, page_table, first, until, window: As in the specification.
-      request: The rows of a request lie together, in ascending order; padding (0) is last.
-      most_rows: No request has more rows.
+      q, k_pages, v_pages, page_table, request, first, until, window: As in the specification.
+      row_starts, most_rows: See `Rows`.
+      k_offset, v_offset: Pages of a larger pool that lie before the keys, and before the values.
     """
-    grid, back = _grid(request, len(page_table), most_rows)
-    k, v = read(k_pages, page_table), read(v_pages, page_table)
+
+    def on_gpu(*arrays: jax.Array) -> Float[jax.Array, "R Hq D"]:
+        offsets = {"k_offset": k_offset, "v_offset": v_offset}
+        return KERNELS["attention"].attend(*arrays, max_rows=most_rows, **offsets)
+
+    def elsewhere(*arrays: jax.Array) -> Float[jax.Array, "R Hq D"]:
+        return _plain(request, most_rows, (k_offset, v_offset), *arrays)
+
+    arrays = (q, k_pages, v_pages, page_table, row_starts, first, until, window)
+    if "attention" not in KERNELS:
+        return elsewhere(*arrays)
+    return lax.platform_dependent(*arrays, cuda=on_gpu, default=elsewhere)
+
+
+def check_head_size(head_size: int, device: jax.Device) -> None:
+    """Refuses a size that attention cannot have on the device.
+
+    Raises:
+      ValueError: There is a kernel, and it does not take the size.
+    """
+    if device.platform == "gpu" and "attention" in KERNELS:
+        sizes = KERNELS["attention"].HEAD_SIZES
+        if head_size not in sizes:
+            raise ValueError(
+                f"on a GPU the attention head size must be one of {sizes}, got {head_size}"
+            )
+
+
+def _plain(
+    request: Int[jax.Array, " R"],
+    most_rows: int,
+    offsets: tuple[int, int],
+    q: Float[jax.Array, "R Hq D"],
+    k_pages: Float[jax.Array, "P page Hk D"],
+    v_pages: Float[jax.Array, "P page Hk D"],
+    page_table: Int[jax.Array, "B table"],
+    row_starts: Int[jax.Array, " B1"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+) -> Float[jax.Array, "R Hq D"]:
+    """As `attend`; the offsets are those of keys and values."""
+    grid, back = _grid(request, row_starts, most_rows)
+    k, v = read(k_pages, page_table + offsets[0]), read(v_pages, page_table + offsets[1])
     seen = visible(first[grid], until[grid], window[grid], k.shape[1])
     out = _softmax_attention(q[grid], k, v, seen)
     return out.reshape(-1, *q.shape[1:])[back].astype(q.dtype)
 
 
 def _grid(
-    request: Int[jax.Array, " R"], num_requests: int, most_rows: int
+    request: Int[jax.Array, " R"], row_starts: Int[jax.Array, " B1"], most_rows: int
 ) -> tuple[Int[jax.Array, "B M"], Int[jax.Array, " R"]]:
     """The flat row at each place of a [request, row] grid, and the place of each flat row."""
     R = len(request)
-    owner = lax.cummax(request)  # padding falls to the last request that has rows
-    starts = (owner < jnp.arange(num_requests)[:, None]).sum(axis=1, dtype=jnp.int32)
-    grid = jnp.minimum(starts[:, None] + jnp.arange(most_rows, dtype=jnp.int32), R - 1)
-    place = jnp.minimum(jnp.arange(R, dtype=jnp.int32) - starts[owner], most_rows - 1)
-    return grid, owner * most_rows + place
+    grid = row_starts[:-1, None] + jnp.arange(most_rows, dtype=jnp.int32)
+    grid = jnp.minimum(grid, R - 1)
+    place = jnp.arange(R, dtype=jnp.int32) - row_starts[request]
+    place = jnp.minimum(place, most_rows - 1)  # padding takes any
+    return grid, request * most_rows + place
 
 
 def _softmax_attention(

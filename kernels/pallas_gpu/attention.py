@@ -18,6 +18,8 @@ from jaxtyping import Bool, Float, Int
 # Positions of a split and of a tile, as in the Triton twin: they are the order of the sums.
 SPLIT = 512
 TILE = 64
+HEAD_SIZES = (16, 32, 64, 128, 256)
+"""Powers of two, at least the fewest columns that a matrix unit takes."""
 
 _LOG2_E = 1.4426950408889634
 _NEGATIVE = -1e30  # finite, since -inf minus -inf is NaN in a tile that a row sees nothing of
@@ -41,7 +43,7 @@ def attend(
 ) -> Float[jax.Array, "R Hq D"]:
     """As `shared.spec.attention.attend`, for rows that lie together request by request.
 
-    D is a power of two from 32 to 256. To read one layer of a pool that holds all of them, pass the
+    D is one of `HEAD_SIZES`. To read one layer of a pool that holds all of them, pass the
     whole pool for both, as pages, with the offsets: a slice would be copied for the kernel.
 
     Args:

@@ -15,6 +15,8 @@ from torch import Tensor
 # Positions of a split and of a tile, as in the Pallas twin: they are the order of the sums.
 SPLIT = 512
 TILE = 64
+HEAD_SIZES = (16, 32, 64, 128, 256)
+"""Powers of two, at least the fewest columns that a matrix unit takes."""
 
 _LOG2_E = 1.4426950408889634
 _NEGATIVE = tl.constexpr(-1e30)  # finite, since -inf minus -inf is NaN where a row sees nothing
@@ -37,7 +39,7 @@ def attend(
 ) -> Float[Tensor, "R Hq D"]:
     """As `shared.spec.attention.attend`, for rows that lie together request by request.
 
-    D is a power of two from 32 to 256. A layer's slice of a larger pool is read where it lies.
+    D is one of `HEAD_SIZES`. A layer's slice of a larger pool is read where it lies.
 
     Args:
       q, k_pages, v_pages, page_table, first, until, window: As in the specification.

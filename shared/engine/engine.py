@@ -10,7 +10,7 @@ from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
 from shared.engine.metrics import Metrics
 from shared.engine.planner import DecodeRows, Planner, PrefillRows
-from shared.engine.request import Event, FinishReason, Request, check
+from shared.engine.request import Event, FinishReason, Refusal, Request, check
 from shared.engine.scheduler import Scheduler
 
 
@@ -78,10 +78,10 @@ class Engine:
         """Takes a request in.
 
         Raises:
-          ValueError: The request cannot be served; one sentence says why.
+          Refusal: The request cannot be served; one sentence says why.
         """
         if request.request_id in self._requests:
-            raise ValueError(f"request_id {request.request_id} is taken")
+            raise Refusal("request_id", f"request_id {request.request_id} is taken")
         check(request, self._backend.limits)
         self.scheduler.add(request)
         self._requests[request.request_id] = request
@@ -197,9 +197,10 @@ def _logprobs(
     request: Request, result: StepResult, row: int, count: int
 ) -> list[tuple[float, list[tuple[int, float]]]] | None:
     """Logprobs of the first `count` tokens of a row, if the request asked for them."""
-    if request.sampling.logprobs is None or result.logprobs is None:
-        return None
     best, found = request.sampling.logprobs, result.logprobs
+    if best is None:
+        return None
+    assert found is not None, "the planner picks a program with logprobs where a row asks for them"
     return [
         (
             float(found.chosen[row, index]),

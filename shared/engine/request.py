@@ -174,11 +174,23 @@ class Request:
         return len(tokens)
 
 
+class Refusal(ValueError):
+    """A request that cannot be served; the message is one sentence that names the field.
+
+    Attributes:
+      field: The field of `Request` or `SamplingParams` at fault.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(reason)
+        self.field = field
+
+
 def check(request: Request, limits: Limits) -> None:
     """Refuses a request that the backend cannot serve, whatever else it serves.
 
     Raises:
-      ValueError: One sentence that names the field.
+      Refusal: Names the field.
     """
     sampling = request.sampling
     with_logprobs = any(program.logprobs for program in limits.programs)
@@ -193,19 +205,20 @@ def check(request: Request, limits: Limits) -> None:
         "logprobs": (sampling.logprobs or 0, limits.max_logprobs),
     }
     if not request.prompt:
-        raise ValueError("prompt must have at least one token")
+        raise Refusal("prompt", "prompt must have at least one token")
     if sampling.max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, got {sampling.max_tokens}")
+        raise Refusal("max_tokens", f"max_tokens must be at least 1, got {sampling.max_tokens}")
     for name, ids in tokens.items():
         if ids and not 0 <= min(ids) <= max(ids) < limits.vocab:
-            raise ValueError(f"{name} has a token outside of 0..{limits.vocab - 1}")
+            raise Refusal(name, f"{name} has a token outside of 0..{limits.vocab - 1}")
     for name, (count, bound) in most.items():
         if count > bound:
-            raise ValueError(f"{name} may have at most {bound} entries here, got {count}")
+            raise Refusal(name, f"{name} may have at most {bound} entries here, got {count}")
     if sampling.logprobs is not None and not with_logprobs:
-        raise ValueError("logprobs were not enabled when the server started")
+        raise Refusal("logprobs", "logprobs were not enabled when the server started")
     if request.max_length > limits.context_length:
-        raise ValueError(
+        raise Refusal(
+            "max_tokens",
             f"prompt and max_tokens are {request.max_length} tokens, "
-            f"more than the context length {limits.context_length}"
+            f"more than the context length {limits.context_length}",
         )

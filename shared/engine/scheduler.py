@@ -8,7 +8,7 @@ from shared.backend import Limits, Work
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
 from shared.engine.planner import Chunk, DecodeRows, PrefillRows
-from shared.engine.request import Request
+from shared.engine.request import Refusal, Request
 from shared.spec.gated_delta import CHUNK
 
 
@@ -49,13 +49,14 @@ class Scheduler:
         """Queues a request.
 
         Raises:
-          ValueError: The request could not finish even with all pages to itself.
+          Refusal: The request could not finish even with all pages to itself.
         """
         pages = self._limits.num_pages_for(self._most_positions(request))
         if pages > self._limits.num_pages - 1:
-            raise ValueError(
+            raise Refusal(
+                "max_tokens",
                 f"prompt and max_tokens may need {pages} pages of {self._limits.page_size} tokens, "
-                f"and the server has {self._limits.num_pages - 1}"
+                f"and the server has {self._limits.num_pages - 1}",
             )
         self.waiting.append(request)
 

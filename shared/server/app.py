@@ -105,13 +105,13 @@ async def _events(generation: Generation, usage_last: bool) -> AsyncIterator[byt
     answer, begun = generation.answer, False
     try:
         async for index, piece in generation.pieces():
+            if not answer.matters(index, piece):
+                continue
             chunk = answer.chunk(index, piece)
             if answer.ended and not usage_last:
                 chunk |= answer.totals()
-            # A piece without text is only of use to who asked for tokens.
-            if piece.text or piece.finish_reason or answer.shows_tokens or not begun:
-                yield sse(chunk)
-                begun = True
+            yield sse(chunk)
+            begun = True
         if usage_last:
             yield sse(answer.usage_chunk())
     except ApiError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.engine.request import Event, FinishReason
+from shared.server.logprobs import TokenLogprob
 from shared.server.tokenizer import Detokenizer
 
 
@@ -15,11 +16,13 @@ class Piece:
     Attributes:
       text: New text; may lag behind the tokens.
       tokens: New tokens, no further than the one with which the text ends.
+      logprobs: Of these tokens; empty where the request did not ask.
       finish_reason: "stop" or "length" in the last piece.
     """
 
     text: str
     tokens: list[int]
+    logprobs: list[TokenLogprob]
     finish_reason: str | None
 
 
@@ -129,6 +132,7 @@ class Choice:
       min_tokens: A stop string that ends before is part of the text.
       speculation: Verify steps up to and with the one in which the text ends.
       tokens: All tokens so far.
+      logprobs: Of all of them; empty where the request did not ask.
       finish_reason: Set at the end.
     """
 
@@ -137,35 +141,50 @@ class Choice:
     min_tokens: int
     speculation: Speculation
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    _num_characters: int = 0
 
     def take(self, event: Event) -> Piece:
         """Adds an event; the text may end within it.
 
-        Tokens and text are cut at the same place: after the token that completes a stop string.
+        Tokens, logprobs and text are cut at the same place: after the token that completes a stop
+        string.
         """
         if event.accepted is not None:
             self.speculation.histogram[event.accepted] += 1
-        ends_with_stop_token = event.finish_reason is FinishReason.STOP
-        text = ""
-        for kept, token in enumerate(event.tokens, start=1):
-            is_stop_token = ends_with_stop_token and kept == len(event.tokens)
-            self.tokens.append(token)
-            given, ended = self._read(token, is_stop_token)
+        begin, text = len(self.tokens), ""
+        for index, token in enumerate(event.tokens):
+            self._note(event, index)
+            is_last = index == len(event.tokens) - 1
+            given, ended = self._read(token, is_last and event.finish_reason is FinishReason.STOP)
             text += given
             if ended:
                 self.finish_reason = "stop"
-                return Piece(text, event.tokens[:kept], "stop")
+                return self._piece(text, begin)
         if event.finish_reason:
             text += self._flush()
             self.finish_reason = event.finish_reason.value
-        return Piece(text, event.tokens, self.finish_reason)
+        return self._piece(text, begin)
+
+    def _piece(self, text: str, begin: int) -> Piece:
+        """What came in from token number `begin` on."""
+        return Piece(text, self.tokens[begin:], self.logprobs[begin:], self.finish_reason)
+
+    def _note(self, event: Event, index: int) -> None:
+        token = event.tokens[index]
+        self.tokens.append(token)
+        if event.logprobs is not None:
+            logprob, best = event.logprobs[index]
+            self.logprobs.append(TokenLogprob(token, logprob, best, self._num_characters))
 
     def _read(self, token: int, is_stop_token: bool) -> tuple[str, bool]:
         if self.detokenizer is None or is_stop_token:
             return "", False
         armed = len(self.tokens) >= self.min_tokens
-        return self.stops.push(self.detokenizer.push(token), armed)
+        text = self.detokenizer.push(token)
+        self._num_characters += len(text)
+        return self.stops.push(text, armed)
 
     def _flush(self) -> str:
         rest = self.detokenizer.flush() if self.detokenizer else ""

@@ -26,7 +26,15 @@ class EngineLost(Exception):
 
 
 class Refused(Exception):
-    """The engine cannot serve the request; the message is the reason."""
+    """The engine cannot serve the request; the message is the reason.
+
+    Attributes:
+      field: The field of prompt and sampling parameters that is at fault, or None.
+    """
+
+    def __init__(self, reason: str, field: str | None) -> None:
+        super().__init__(reason)
+        self.field = field
 
 
 class ClientLeft(Exception):
@@ -208,10 +216,10 @@ class EngineClient:
                 del self._submissions[event.request_id]
             submission.put(event)
 
-    def _take_refusal(self, request_id: int, reason: str) -> None:
+    def _take_refusal(self, request_id: int, reason: str, field: str | None) -> None:
         submission = self._submissions.pop(request_id, None)
         if submission:
-            submission.put(Refused(reason))
+            submission.put(Refused(reason, field))
 
     def _take_metrics(self, snapshot: dict[str, float]) -> None:
         self._metrics = snapshot

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from shared.engine.request import Event, Request
+from shared.engine.request import Event, Refusal, Request
 from shared.server.frames import (
     FrameReader,
     ModelFacts,
@@ -59,7 +59,7 @@ class HostEngine(Protocol):
         ...
 
     def add(self, request: Request) -> None:
-        """Takes a request in; a ValueError refuses it."""
+        """Takes a request in, or raises `Refusal`."""
         ...
 
     def abort(self, request_id: int) -> None:
@@ -247,8 +247,8 @@ class _Loop:
             try:
                 self._engine.add(Request(request_id=request_id, prompt=tokens, sampling=params))
                 self._open.add(request_id)
-            except ValueError as error:
-                self._link.send(["refused", request_id, str(error)])
+            except Refusal as error:
+                self._link.send(["refused", request_id, str(error), error.field])
 
     def _abort(self, request_id: int) -> None:
         # The request may have ended while the message was on its way.

@@ -2,8 +2,8 @@
 
 A frame is a 4-byte little-endian length and a msgpack list whose first entry names the message.
 
-- engine to server: `facts` (a `ModelFacts`), `step` (rows of one step), `refused` (id, sentence),
-  `metrics` (a snapshot), `end` (sentence, whether it is a failure).
+- engine to server: `facts` (a `ModelFacts`), `step` (rows of one step), `refused` (id, sentence,
+  field or None), `metrics` (a snapshot), `end` (sentence, whether it is a failure).
 - server to engine: `add` (prompt, sampling, [id, seed32] per choice), `abort` (id), `finish` (id,
   final token count), `metrics`.
 """
@@ -34,6 +34,8 @@ class ModelFacts:
       vocab: Tokens of the model; ids are below it.
       eos_ids: Tokens that end a text unless the request ignores them.
       max_stop_ids: Most stop tokens of one request.
+      max_bias: Most tokens of one request's `logit_bias`.
+      max_logprobs: Most tokens that can be shown beside each token of the output.
       max_draft_depth: S, the most drafts that a step can accept; 0 without speculation.
     """
 
@@ -44,6 +46,8 @@ class ModelFacts:
     vocab: int
     eos_ids: tuple[int, ...]
     max_stop_ids: int
+    max_bias: int
+    max_logprobs: int
     max_draft_depth: int
 
     def to_message(self) -> list[Any]:

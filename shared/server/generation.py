@@ -16,6 +16,7 @@ from shared.server.engine_client import (
     Refused,
     Submission,
 )
+from shared.server.logprobs import TokenNames
 from shared.server.model_checks import check_prompt, make_sampling
 from shared.server.openai_types import (
     MAX_CHOICES,
@@ -34,10 +35,18 @@ class Generation:
 
     Attributes:
       answer: Writes the response.
+      request: What was asked.
     """
 
-    def __init__(self, submission: Submission, answer: Answer, metrics: ServerMetrics) -> None:
+    def __init__(
+        self,
+        submission: Submission,
+        answer: Answer,
+        request: CompletionRequest | ChatRequest,
+        metrics: ServerMetrics,
+    ) -> None:
         self.answer = answer
+        self.request = request
         self._submission = submission
         self._metrics = metrics
         self._started = time.monotonic()
@@ -63,10 +72,15 @@ class Generation:
         except EngineLost as error:
             raise ApiError(503, str(error), code="engine_lost") from error
         except Refused as error:
-            raise ApiError(400, str(error)) from error
+            raise ApiError(400, str(error), self._param(error.field)) from error
         if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise ApiError(500, event.error or "the engine aborted the request")
         return index, self._take(index, event)
+
+    def _param(self, field: str | None) -> str | None:
+        """The request's name of a field of the engine's."""
+        names = {"prompt": self.request.PROMPT, "max_tokens": self.request.asked_tokens[0]}
+        return names.get(field, field) if field else None
 
     def _take(self, index: int, event: Event) -> Piece:
         choice = self.answer.choices[index]
@@ -103,6 +117,7 @@ class Generator:
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
+        self._names = TokenNames(tokenizer)
         self._metrics = metrics
 
     async def start(self, request: CompletionRequest | ChatRequest, form: Form) -> Generation:
@@ -125,10 +140,12 @@ class Generator:
             model=self.client.facts.model_name,
             num_prompt_tokens=sum(map(len, tokens)),
             choices=[self._choice(request, prompt) for prompt in prompts for _ in seeds],
+            names=self._names,
             shows_tokens=bool(request.return_token_ids),
+            shows_logprobs=request.asked_logprobs[1] is not None,
         )
         try:
-            return Generation(self.client.submit(prompts), answer, self._metrics)
+            return Generation(self.client.submit(prompts), answer, request, self._metrics)
         except EngineLost as error:
             raise ApiError(503, str(error), code="engine_lost") from error
 
@@ -147,7 +164,7 @@ class Generator:
         )
 
     async def _tokens(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
-        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        param = request.PROMPT
         if isinstance(request, ChatRequest):
             prompts = [await self._encode_chat(request)]
         else:

@@ -18,11 +18,13 @@ from rich.table import Table
 
 from shared.backend import Backend, Limits
 from shared.capabilities import Setup, refusals
-from shared.checkpoint import CheckpointError, Parameter, parameters
+from shared.checkpoint import Parameter, parameters
 from shared.config import ConfigError, Options, parse
+from shared.draft_checkpoint import HeadFiles, check_head, kind_of, open_head
+from shared.draft_config import DraftConfig
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.memory_plan import Device, MemoryPlan, plan
+from shared.memory_plan import Device, MemoryPlan, draft_shape, plan
 from shared.model_config import ModelConfig
 from shared.server import engine_process
 from shared.server.frames import ModelFacts
@@ -30,7 +32,7 @@ from shared.server.frames import ModelFacts
 REPORT_S = 2.0  # between two lines of progress where there is no terminal to draw a bar on
 
 ProgressCall = Callable[[int], None]
-LoadBackend = Callable[[Options, Any, ModelConfig, Limits, ProgressCall], Backend]
+LoadBackend = Callable[[Options, Any, ModelConfig, HeadFiles | None, Limits, ProgressCall], Backend]
 """Its second argument is what `open_checkpoint` gave."""
 
 
@@ -62,8 +64,9 @@ def launch(
 
     Args:
       argv: The command line without the program's name.
-      load_backend: Makes the backend from options without open values, checkpoint, model config
-        and limits; it calls its last argument with the number of stored bytes after each tensor.
+      load_backend: Makes the backend from options without open values, checkpoint, model config,
+        draft head (None where none drafts) and limits; it calls its last argument with the number
+        of stored bytes after each tensor.
       open_checkpoint: Opens the model folder; its files are checked before any weight is read.
       find_device: Where the backend will run; called after the flags are known to be right.
 
@@ -74,15 +77,17 @@ def launch(
     try:
         options = parse(argv)
         listener = engine_process.bind(options.server.host, options.server.port)
-        model, checkpoint, memory = _prepare(options, open_checkpoint, find_device)
+        model, checkpoint, head, memory = _prepare(options, open_checkpoint, find_device)
     except ValueError as error:  # ConfigError, CheckpointError, and what ModelConfig refuses
         return _refuse(error)
     _print_plan(console, memory)
     try:
-        stored_bytes = checkpoint.num_bytes(parameters(model, _with_mtp(memory.options)))
+        with_mtp = memory.options.speculative.with_mtp
+        stored_bytes = checkpoint.num_bytes(parameters(model, with_mtp))
+        stored_bytes += head.num_bytes if head else 0
         with _progress(console, stored_bytes) as progress:
-            backend = load_backend(memory.options, checkpoint, model, memory.limits, progress)
-    except CheckpointError as error:
+            backend = load_backend(memory.options, checkpoint, model, head, memory.limits, progress)
+    except ValueError as error:  # CheckpointError, and what the backend refuses
         return _refuse(error)
     engine = _make_engine(backend, memory.options)
     return engine_process.run(engine, _facts(memory, model), listener)
@@ -92,22 +97,32 @@ def _prepare(
     options: Options,
     open_checkpoint: Callable[[str], Weights],
     find_device: Callable[[], Device],
-) -> tuple[ModelConfig, Weights, MemoryPlan]:
+) -> tuple[ModelConfig, Weights, HeadFiles | None, MemoryPlan]:
     """Everything that can be refused before memory is taken."""
-    folder = os.path.expanduser(options.model.model_path)
-    options = replace(options, model=replace(options.model, model_path=folder))
-    model = ModelConfig.from_folder(folder)
-    checkpoint = open_checkpoint(folder)
-    refused = refusals(Setup(options=options, model=model, has_mtp=checkpoint.has_mtp))
-    if refused:
+    options = _expanded(options)
+    draft, folder = options.speculative, options.model.model_path
+    model, checkpoint = ModelConfig.from_folder(folder), open_checkpoint(folder)
+    path = draft.speculative_draft_model_path
+    stored = open_head(path) if path else None
+    head_kind = kind_of(stored.names) if stored else None
+    setup = Setup(options=options, model=model, has_mtp=checkpoint.has_mtp, head_kind=head_kind)
+    if refused := refusals(setup):
         raise ConfigError("\n".join(refused))
-    checkpoint.check(model, _with_mtp(options))
-    return model, checkpoint, plan(options, model, find_device())
+    checkpoint.check(model, draft.with_mtp)
+    head = None
+    if path and stored:
+        head = HeadFiles(DraftConfig.from_folder(path, model), stored)
+        check_head(stored, head.config)
+    memory = plan(options, model, head.config if head else None, find_device())
+    return model, checkpoint, head, memory
 
 
-def _with_mtp(options: Options) -> bool:
-    """Whether the mtp layer of the checkpoint is loaded."""
-    return options.speculative.drafter == "NEXTN"
+def _expanded(options: Options) -> Options:
+    """With `~` replaced in the folders."""
+    model, draft = options.model, options.speculative
+    folder, path = os.path.expanduser(model.model_path), draft.speculative_draft_model_path
+    draft = replace(draft, speculative_draft_model_path=path and os.path.expanduser(path))
+    return replace(options, model=replace(model, model_path=folder), speculative=draft)
 
 
 def _refuse(error: ValueError) -> int:
@@ -116,13 +131,9 @@ def _refuse(error: ValueError) -> int:
 
 
 def _make_engine(backend: Backend, options: Options) -> Engine:
-    draft = options.speculative
-    drafted = draft.drafter != "none"
+    shape = draft_shape(options, 1)
     controller = StaticController(
-        backend.limits,
-        nodes=draft.num_draft_tokens if drafted else 1,
-        depth=draft.num_steps if drafted else 0,
-        width=draft.topk if drafted else 0,
+        backend.limits, nodes=shape.nodes, depth=shape.depth, width=shape.width
     )
     return Engine(
         backend,
@@ -143,6 +154,8 @@ def _facts(memory: MemoryPlan, model: ModelConfig) -> ModelFacts:
         vocab=model.vocab,
         eos_ids=model.eos_ids,
         max_stop_ids=limits.max_stop_ids,
+        max_bias=limits.max_bias,
+        max_logprobs=limits.max_logprobs,
         max_draft_depth=limits.max_depth,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from shared.engine.request import SamplingParams
 from shared.server.frames import ModelFacts
 from shared.server.openai_types import ApiError, GenerationRequest
@@ -20,11 +22,7 @@ def check_prompt(tokens: list[int], param: str, facts: ModelFacts) -> None:
     """
     if not tokens:
         raise ApiError(400, f"{param} must not be empty: it has no tokens", param)
-    wrong = next((token for token in tokens if not 0 <= token < facts.vocab), None)
-    if wrong is not None:
-        raise ApiError(
-            400, f"{param} has token id {wrong!s:.40}, ids are 0 to {facts.vocab - 1}", param
-        )
+    _check_ids(tokens, param, facts)
     if len(tokens) >= facts.max_request_tokens:
         raise ApiError(
             400,
@@ -33,6 +31,13 @@ def check_prompt(tokens: list[int], param: str, facts: ModelFacts) -> None:
             param,
             "context_length_exceeded",
         )
+
+
+def _check_ids(ids: Iterable[int], param: str, facts: ModelFacts) -> None:
+    wrong = next((token for token in ids if not 0 <= token < facts.vocab), None)
+    if wrong is not None:
+        message = f"{param} has token id {wrong!s:.40}, ids are 0 to {facts.vocab - 1}"
+        raise ApiError(400, message, param)
 
 
 def _room(facts: ModelFacts) -> str:
@@ -50,7 +55,7 @@ def make_sampling(request: GenerationRequest, prompt: int, facts: ModelFacts) ->
       facts: Bounds of the model and the engine.
 
     Raises:
-      ApiError: The output does not fit, or the stop tokens cannot be had.
+      ApiError: The output does not fit, or a field is beyond what model and engine have.
     """
     temperature = 1.0 if request.temperature is None else request.temperature
     top_p = 1.0 if request.top_p is None else request.top_p
@@ -68,6 +73,8 @@ def make_sampling(request: GenerationRequest, prompt: int, facts: ModelFacts) ->
         max_tokens=max_tokens,
         min_tokens=min(request.min_tokens or 0, max_tokens),
         stop_token_ids=_stop_token_ids(request, facts),
+        logit_bias=_logit_bias(request, facts),
+        logprobs=_num_logprobs(request, facts),
     )
 
 
@@ -89,13 +96,25 @@ def _max_tokens(request: GenerationRequest, prompt: int, facts: ModelFacts) -> i
 
 def _stop_token_ids(request: GenerationRequest, facts: ModelFacts) -> tuple[int, ...]:
     given = request.stop_token_ids or []
-    wrong = next((token for token in given if not 0 <= token < facts.vocab), None)
-    if wrong is not None:
-        message = f"stop_token_ids has {wrong!s:.40}, ids are 0 to {facts.vocab - 1}"
-        raise ApiError(400, message, "stop_token_ids")
+    _check_ids(given, "stop_token_ids", facts)
     own = () if request.ignore_eos else facts.eos_ids
     ids = tuple(dict.fromkeys((*own, *given)))
     if len(ids) > facts.max_stop_ids:
         room = facts.max_stop_ids - len(own)
         raise ApiError(400, f"stop_token_ids may have at most {room} ids", "stop_token_ids")
     return ids
+
+
+def _logit_bias(request: GenerationRequest, facts: ModelFacts) -> dict[int, float]:
+    _check_ids(request.logit_bias, "logit_bias", facts)
+    if len(request.logit_bias) > facts.max_bias:
+        raise ApiError(400, f"logit_bias may have at most {facts.max_bias} tokens", "logit_bias")
+    return request.logit_bias
+
+
+def _num_logprobs(request: GenerationRequest, facts: ModelFacts) -> int | None:
+    name, asked = request.asked_logprobs
+    if asked is not None and asked > facts.max_logprobs:
+        message = f"{name} must be from 0 to {facts.max_logprobs}, got {asked!s:.40}"
+        raise ApiError(400, message, name)
+    return asked

@@ -12,20 +12,19 @@ from pydantic_core import PydanticCustomError
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 1024  # of all prompts of one request
+MAX_BIAS = 100  # of a token, either way
 
 # Fields of OpenAI's API that are not there yet, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "logit_bias": ({},),
     "metadata": ({},),
     "prediction": (),
 }
-_UNSUPPORTED_COMPLETION = _UNSUPPORTED | {"echo": (False,), "logprobs": (), "suffix": ("",)}
+_UNSUPPORTED_COMPLETION = _UNSUPPORTED | {"echo": (False,), "suffix": ("",)}
 _UNSUPPORTED_CHAT = _UNSUPPORTED | {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "reasoning_effort": (),
@@ -34,7 +33,6 @@ _UNSUPPORTED_CHAT = _UNSUPPORTED | {
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": (),
     "web_search_options": (),
 }
@@ -105,6 +103,24 @@ def _read_stops(value: Any) -> list[str]:
     return stops
 
 
+def _read_bias(value: Any) -> dict[int, float]:
+    """Biases by token id; JSON writes the ids as texts."""
+    if not isinstance(value, dict | None):
+        raise PydanticCustomError("logit_bias", "must be an object of token ids and their biases")
+    biases = value or {}
+    for name, bias in biases.items():
+        if not (name.isascii() and name.isdigit() and len(name) < 20):
+            raise PydanticCustomError("logit_bias", "must have token ids as its keys")
+        # NaN is not within the bounds either.
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise PydanticCustomError(
+                "logit_bias", "must have numbers from -{bound} to {bound}", {"bound": MAX_BIAS}
+            )
+    if len(set(map(int, biases))) < len(biases):
+        raise PydanticCustomError("logit_bias", "must have each token id once")
+    return {int(name): float(bias) for name, bias in biases.items()}
+
+
 def _read_content(value: Any) -> str:
     """A message's content: a text, or parts of type text, joined by newlines as vLLM does."""
     if _is_text(value):
@@ -145,10 +161,12 @@ class Message(_Strict):
 class GenerationRequest(_Strict):
     """The fields that both endpoints share.
 
-    `DEFAULT_TOKENS` bounds an output whose request does not say; None: all that fits.
+    `DEFAULT_TOKENS` bounds an output whose request does not say; None: all that fits. `PROMPT` is
+    the field of the prompt.
     """
 
     DEFAULT_TOKENS: ClassVar[int | None] = None
+    PROMPT: ClassVar[str]
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -162,6 +180,7 @@ class GenerationRequest(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     # Logits are divided by it: far smaller values leave float32's range.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
+    logit_bias: Annotated[dict[int, float], PlainValidator(_read_bias)] = {}
     seed: int | None = None
     stop: Annotated[list[str], PlainValidator(_read_stops)] = []
     stop_token_ids: list[int] | None = None
@@ -181,6 +200,11 @@ class GenerationRequest(_Strict):
         """The field that bounds the output, and its value."""
         return "max_tokens", self.max_tokens
 
+    @property
+    def asked_logprobs(self) -> tuple[str, int | None]:
+        """The field that asks for the best tokens, and how many; None for no logprobs at all."""
+        return "logprobs", None
+
     def draw_seed(self) -> int:
         """The seed, drawn where there is none."""
         return secrets.randbits(64) if self.seed is None else self.seed % 2**64
@@ -190,15 +214,26 @@ class CompletionRequest(GenerationRequest):
     """Body of /v1/completions."""
 
     DEFAULT_TOKENS: ClassVar[int | None] = 16  # OpenAI's
+    PROMPT: ClassVar[str] = "prompt"
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(_read_prompt)]
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def asked_logprobs(self) -> tuple[str, int | None]:
+        """`logprobs`, a number here."""
+        return "logprobs", self.logprobs
 
 
 class ChatRequest(GenerationRequest):
     """Body of /v1/chat/completions."""
 
+    PROMPT: ClassVar[str] = "messages"
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
@@ -206,6 +241,11 @@ class ChatRequest(GenerationRequest):
         if self.max_completion_tokens is None:
             return "max_tokens", self.max_tokens
         return "max_completion_tokens", self.max_completion_tokens
+
+    @property
+    def asked_logprobs(self) -> tuple[str, int | None]:
+        """`top_logprobs`, which `logprobs` turns on."""
+        return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
@@ -252,7 +292,7 @@ def _api_error(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param} {message}, got {first['input']!r:.60}", param)
 
 
-def _check_together(request: GenerationRequest) -> None:
+def _check_together(request: CompletionRequest | ChatRequest) -> None:
     if request.stream_options and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     name, asked = request.asked_tokens
@@ -260,3 +300,5 @@ def _check_together(request: GenerationRequest) -> None:
         raise ApiError(400, f"max_tokens and {name} differ, give one of them", name)
     if asked is not None and (request.min_tokens or 0) > asked:
         raise ApiError(400, f"min_tokens must not exceed {name}", "min_tokens")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")

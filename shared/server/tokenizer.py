@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,8 @@ REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character (
 MAX_HALF = 3  # of the 4 bytes of a character, most that can be there without it
 WINDOW = 16  # tokens decoded together, so that a character may spread over several
 CONTEXT = 8  # tokens kept when the window is cut: enough to be in step with characters again
+SPACE_MARK = "\u2581"  # what SentencePiece writes for a space
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TemplateFailed(ValueError):
@@ -31,8 +34,12 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._names = names
-        added = tokenizer.get_added_tokens_decoder()
-        self._special = {number for number, token in added.items() if token.special}
+        self._added = tokenizer.get_added_tokens_decoder()
+        self._special = {number for number, token in self._added.items() if token.special}
+        decoder = tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else ""
+        self._is_byte_level = '"ByteLevel"' in decoder
+        self._has_byte_tokens = '"ByteFallback"' in decoder
+        self._space_mark = SPACE_MARK if SPACE_MARK in decoder else " "
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer | None:
@@ -87,6 +94,19 @@ class Tokenizer:
         """Whether a token has text: it is known and not special."""
         return token not in self._special and self._tokenizer.id_to_token(token) is not None
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """A token's own bytes, those of a special one's name; None for an id it does not know."""
+        content = self._tokenizer.id_to_token(token)
+        if content is None:
+            return None
+        if token in self._added:
+            return content.encode()
+        if self._is_byte_level:
+            return bytes(map(_BYTE_OF_LETTER.__getitem__, content))
+        if self._has_byte_tokens and (match := _BYTE.fullmatch(content)):
+            return bytes.fromhex(match[1])
+        return content.replace(self._space_mark, " ").encode()
+
 
 class Detokenizer:
     """The text of a growing output, in pieces that never end within a character.
@@ -126,6 +146,16 @@ class Detokenizer:
         piece = text[self._emitted : end]
         self._emitted = max(self._emitted, end)
         return piece
+
+
+def _letters() -> list[str]:
+    """The letter that byte-level tokenizers write for each byte (GPT-2's table)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
+
+
+_BYTE_OF_LETTER = {letter: byte for byte, letter in enumerate(_letters())}
 
 
 def _num_held(text: str) -> int:

@@ -7,20 +7,23 @@ goes on from its own. The rows it writes then lie past the request's length, and
 overwrites them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
+from shared.draft_config import DraftConfig, DraftHead
 from shared.model_config import ModelConfig
 from shared.spec import draft_tree, layers, model
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape
-from shared.spec.model import KV, Hidden, Weights
+from shared.spec.model import KV, Forward, Hidden, Weights
 
 Logits = Float[np.ndarray, "R vocab"]
 Tokens = Int[np.ndarray, " R"]
+HeadWeights = Mapping[str, Shaped[np.ndarray, "..."]]
 
 Head = Callable[[Rows, Tokens, Hidden, KV], tuple[Hidden, Logits, KV]]
 """A head bound to its weights: rows, each row's next token and its hidden state, and the head's KV;
@@ -53,8 +56,8 @@ def mtp(
 
 
 def eagle(
-    config: ModelConfig,
-    weights: Weights,
+    config: DraftConfig,
+    weights: HeadWeights,
     target: Weights,
     rows: Rows,
     tokens: Tokens,
@@ -64,32 +67,40 @@ def eagle(
     """An EAGLE-1 or EAGLE-2 head: one layer without an input norm, no final norm.
 
     Args:
-      config: The head's own settings.
       weights: The head's; `fc_bias` may be missing.
       target: The model's, for the embedding and `lm_head`.
       hidden: After the model's final norm; of a draft step, the head's own output.
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077.
     """
-    x = layers.linear(np.concatenate([target["embed"][tokens], hidden], axis=1), weights["fc"])
-    if "fc_bias" in weights:
-        x = x + weights["fc_bias"]
-    x, kv = _decoder_layer(config, weights, "layer.", x, x, rows, kv)
+    x = _fc(weights, np.concatenate([target["embed"][tokens], hidden], axis=1))
+    x, kv = _decoder_layer(config.layer, weights, "layer.", x, x, rows, kv)
     return x, model.logits(target, x), kv
 
 
 def eagle3_project(
-    weights: Weights, aux: Float[np.ndarray, "R thrice_hidden"]
+    config: DraftConfig, weights: HeadWeights, aux: Float[np.ndarray, "R thrice_hidden"]
 ) -> Float[np.ndarray, "R hidden"]:
-    """The hidden state of target rows for an EAGLE-3 head: three residual streams, low to high."""
-    return layers.linear(aux, weights["fc"])
+    """The hidden state of target rows for an EAGLE-3 head.
+
+    Args:
+      weights: The head's; with `aux_norm` each stream is normed, with `input_norm` all of them as
+        one, before `fc`.
+      aux: The residual streams of the target that `config.aux_streams` names, side by side.
+    """
+    if config.norm_aux:
+        streams = np.split(aux, len(config.aux_streams), axis=1)
+        pairs = zip(streams, weights["aux_norm"], strict=True)
+        aux = np.concatenate([layers.rms_norm(x, w, config.layer.rms_eps) for x, w in pairs], 1)
+    if config.norm_input:
+        aux = layers.rms_norm(aux, weights["input_norm"], config.layer.rms_eps)
+    return _fc(weights, aux)
 
 
 def eagle3(
-    config: ModelConfig,
-    weights: Weights,
+    config: DraftConfig,
+    weights: HeadWeights,
     target: Weights,
-    draft_ids: Int[np.ndarray, " draft_vocab"],
     rows: Rows,
     tokens: Tokens,
     hidden: Hidden,
@@ -98,25 +109,68 @@ def eagle3(
     """An EAGLE-3 head: one layer whose attention reads embedding and hidden state side by side.
 
     Args:
-      config: The head's own settings.
-      weights: The head's, with its own `lm_head` over the draft vocabulary.
-      target: The model's, for the embedding.
-      draft_ids: The model's token id of each draft token.
-      hidden: Of `eagle3_project`; of a draft step, the head's own output before the final norm.
+      weights: The head's; what it lacks of `embed` and `lm_head` it shares with the target.
+      target: The model's.
+      hidden: Of `eagle3_project`; of a draft step, the head's own output, before its final norm
+        unless `config.norm_output`.
 
     Returns:
       As `Head`; logits are over the model's vocabulary, -inf where the head has no token.
 
     Source: EAGLE-3, Li et al. 2025, arXiv:2503.01840.
     """
-    embedded = model.norm(config, target["embed"][tokens], weights["layer.input_norm"][0])
-    normed = model.norm(config, hidden, weights["layer.hidden_norm"][0])
+    layer = config.layer
+    embed = weights["embed"] if config.own_embed else target["embed"]
+    embedded = model.norm(layer, embed[tokens], weights["layer.input_norm"][0])
+    normed = model.norm(layer, hidden, weights["layer.hidden_norm"][0])
     y = np.concatenate([embedded, normed], axis=1)
-    x, kv = _decoder_layer(config, weights, "layer.", hidden, y, rows, kv)
-    scores = layers.linear(model.norm(config, x, weights["final_norm"]), weights["lm_head"])
-    logits = np.full((len(x), len(target["embed"])), -np.inf, np.float32)
-    logits[:, draft_ids] = scores
-    return x, logits, kv
+    x, kv = _decoder_layer(layer, weights, "layer.", hidden, y, rows, kv)
+    out = model.norm(layer, x, weights["final_norm"])
+    own = config.own_lm_head
+    logits = layers.linear(out, weights["lm_head"]) if own else model.logits(target, out)
+    if config.has_draft_vocab:
+        scores, logits = logits, np.full((len(x), layer.vocab), -np.inf, np.float32)
+        logits[:, weights["draft_ids"]] = scores
+    return out if config.norm_output else x, logits, kv
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A draft head bound to its weights and its target's.
+
+    Attributes:
+      layer: Sizes of the head's layer and of its hidden state.
+      run: The head.
+      reads: The hidden states that the head reads of rows of the target.
+    """
+
+    layer: ModelConfig
+    run: Head
+    reads: Callable[[Forward], Hidden]
+
+    @classmethod
+    def nextn(cls, config: ModelConfig, weights: Weights) -> "Drafter":
+        """The model's own MTP layer."""
+        return cls(config, partial(mtp, config, weights), lambda passed: passed.hidden)
+
+    @classmethod
+    def of_head(cls, head: DraftHead, target: Weights) -> "Drafter":
+        """A head with weights of its own; `target` are the model's."""
+        config, weights = head.config, head.weights
+        if config.kind == "EAGLE":
+            run = partial(eagle, config, weights, target)
+            return cls(config.layer, run, lambda passed: passed.hidden)
+
+        def project(passed: Forward) -> Hidden:
+            aux = np.concatenate([passed.streams[i] for i in config.aux_streams], axis=1)
+            return eagle3_project(config, weights, aux)
+
+        return cls(config.layer, partial(eagle3, config, weights, target), project)
+
+
+def _fc(weights: HeadWeights, x: Float[np.ndarray, "R inputs"]) -> Hidden:
+    projected = layers.linear(x, weights["fc"])
+    return projected + weights["fc_bias"] if "fc_bias" in weights else projected
 
 
 def _decoder_layer(

@@ -1,6 +1,5 @@
-"""As `shared.spec.eagle`, in torch: draft heads that read the target's hidden states."""
+"""As `shared.spec.eagle`, in torch: what all heads share, from drafting to extending."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -9,32 +8,10 @@ from torch import Tensor
 
 from shared.spec.draft_tree import TreeShape
 from torch_impl.drafters import Rank
-from torch_impl.layers import Hidden, attention_layer, feed_forward, turn
-from torch_impl.model import Model
-from torch_impl.ops import draft_tree, layers
+from torch_impl.drafters.heads import DraftKV, Head, Tokens
+from torch_impl.model import Forward
+from torch_impl.ops import draft_tree
 from torch_impl.ops.attention import Rows
-from torch_impl.ops.linear import linear
-
-Tokens = Int[Tensor, " R"]
-DraftKV = Float[Tensor, "L 2 pages page H D"]
-
-Head = Callable[[Model, Rows, Tokens, Hidden, DraftKV], Hidden]
-"""Runs a head over rows, each with its next token and its hidden state, and writes the head's KV;
-gives the hidden state that the next draft step reads and that the head's logits are made of."""
-
-
-def mtp(model: Model, rows: Rows, tokens: Tokens, hidden: Hidden, kv: DraftKV) -> Hidden:
-    """As the specification; its logits are the model's own head on the result."""
-    config, weights = model.config, model.weights.mtp
-    embedded = model.weights.embed[tokens]
-    embedded = layers.rms_norm(embedded, weights.embedding_norm, config.rms_eps)
-    normed = layers.rms_norm(hidden, weights.hidden_norm, config.rms_eps)
-    x = linear(torch.cat([embedded, normed], dim=1), weights.fc)
-    y = layers.rms_norm(x, weights.layer.input_norm, config.rms_eps)
-    turned = turn(config, model.frequencies, rows)
-    x = x + attention_layer(config, weights.layer.mixer, y, turned, kv[0])
-    x = feed_forward(config, weights.layer, x)
-    return layers.rms_norm(x, weights.final_norm, config.rms_eps)
 
 
 @dataclass(frozen=True)
@@ -48,26 +25,16 @@ class Relay:
 
 @dataclass(frozen=True)
 class EagleDrafter:
-    """A drafter made of a head.
+    """A drafter made of a head."""
 
-    Attributes:
-      model: The target, whose embedding and `lm_head` the head may share.
-      head: Runs the head.
-      logits: Scores of the next token, over the model's vocabulary.
-      num_layers: Layers of draft KV.
-    """
-
-    model: Model
     head: Head
-    logits: Callable[[Model, Hidden], Float[Tensor, "R vocab"]]
-    num_layers: int
 
     def extend(
         self,
         kv: DraftKV,
         rows: Rows,
         tokens: Tokens,
-        hidden: Hidden,
+        passed: Forward,
         last: Int[Tensor, " B"],
         rank: Rank,
     ) -> Relay:
@@ -75,12 +42,12 @@ class EagleDrafter:
 
         Args:
           tokens: The token after each row's.
-          hidden: The target's.
+          passed: The target's pass over these rows, with the streams that the head reads.
           last: The flat row that is each request's last.
         """
-        ends = self.head(self.model, rows, tokens, hidden, kv)[last]
+        ends = self.head.forward(rows, tokens, self.head.read(passed), kv)[last]
         no_path = last.new_zeros(len(last), 1, 0)
-        ids, weights = rank(self.logits(self.model, ends)[:, None], no_path)
+        ids, weights = rank(self.head.logits(ends)[:, None], no_path)
         return Relay(ids[:, 0], weights[:, 0], ends)
 
     def draft(
@@ -108,8 +75,8 @@ class EagleDrafter:
         for s in range(1, shape.depth):
             rows = _expansion_rows(level.sees, s, lengths, draft_from, has_relay, page_table)
             flat_hidden = level.hidden.flatten(0, 1)
-            out = self.head(self.model, rows, level.tokens.flatten(), flat_hidden, kv)
-            logits = self.logits(self.model, out).unflatten(0, level.tokens.shape)
+            out = self.head.forward(rows, level.tokens.flatten(), flat_hidden, kv)
+            logits = self.head.logits(out).unflatten(0, level.tokens.shape)
             ids, edges = rank(logits, level.paths)
             parents, weights = draft_tree.children(level.numbers, level.weights, edges)
             found.append((ids.flatten(1), weights, parents))
@@ -134,7 +101,8 @@ def extend_rows(
     positions = torch.where(is_real, lengths[request] + step, 0)
     until = torch.where(is_real, positions + 1, 0)
     window, first = is_real.new_zeros(B * W, 0), draft_from[request]
-    return Rows(request, positions, positions, first, until, window, is_real, page_table, W)
+    where = (request, positions, positions, first, until, window, is_real)
+    return Rows(*where, page_table, _row_starts(B, W, lengths.device), W)
 
 
 @dataclass(frozen=True)
@@ -198,4 +166,10 @@ def _expansion_rows(
     places = length + (s - 1) * k + node - request * k
     window = sees.flatten(0, 1) & is_real[:, None]
     first = draft_from[request]
-    return Rows(request, length + s - 1, places, first, length, window, is_real, page_table, k)
+    where = (request, length + s - 1, places, first, length, window, is_real)
+    return Rows(*where, page_table, _row_starts(B, k, sees.device), k)
+
+
+def _row_starts(requests: int, rows: int, device: torch.device) -> Int[Tensor, " B1"]:
+    """Where every request has `rows` rows."""
+    return torch.arange(requests + 1, dtype=torch.int32, device=device) * rows

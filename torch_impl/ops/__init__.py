@@ -1,11 +1,39 @@
-"""The operations of a step in plain torch, one module for each specification.
+"""The operations of a step, one module for each specification.
 
-This package is the one place that decides, once and at import, whether an operation is a kernel;
-here every operation is plain torch.
+This package is the one place that decides, once and at import, which operations are kernels: those
+of `KERNELS` where there is a GPU. Triton is not installed on other machines, and there, as for
+tensors on the CPU, every operation is plain torch.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+KERNELS: dict[str, ModuleType] = {}
+"""The operations that are kernels on a GPU, by name."""
+
+if torch.cuda.is_available():
+    from kernels.triton_gpu import attention as triton_attention
+
+    KERNELS["attention"] = triton_attention
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Makes every operation the plain one of programs that are first run within it.
+
+    For tests and benches, which compare; it holds for the whole process.
+    """
+    kernels = dict(KERNELS)
+    KERNELS.clear()
+    try:
+        yield
+    finally:
+        KERNELS.update(kernels)
 
 
 def any_row(flags: Bool[Tensor, "..."]) -> bool:

@@ -1,4 +1,7 @@
-"""As `shared.spec.attention`, in torch; pools are written in place."""
+"""As `shared.spec.attention`, in torch; pools are written in place.
+
+On a GPU `attend` is a kernel; see `torch_impl.ops`.
+"""
 
 from dataclasses import dataclass
 
@@ -6,15 +9,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_impl.ops import at_most, draft_tree
+from torch_impl.ops import KERNELS, at_most, draft_tree
 
 
 @dataclass(frozen=True)
 class Rows:
     """As the specification's; no request has more than `most_rows` rows.
 
-    The rows of a request lie together, in ascending order of the requests; padding of a batch that
-    has fewer rows lies last and belongs to request 0.
+    Request b has the rows from `row_starts[b]` to `row_starts[b + 1]`; rows past the last request's
+    are padding, which belongs to request 0.
     """
 
     request: Int[Tensor, " R"]
@@ -25,6 +28,7 @@ class Rows:
     window: Bool[Tensor, "R N"]
     is_real: Bool[Tensor, " R"]
     page_table: Int[Tensor, "B table"]
+    row_starts: Int[Tensor, " B1"]
     most_rows: int
 
 
@@ -43,7 +47,8 @@ def causal_rows(
     window = is_real.new_zeros(tokens, 0)
     first = draft_from[request]
     most_rows = at_most((row_starts[1:] - row_starts[:-1]).max(), tokens, 1)
-    return Rows(request, positions, positions, first, until, window, is_real, page_table, most_rows)
+    where = (request, positions, positions, first, until, window, is_real)
+    return Rows(*where, page_table, row_starts, most_rows)
 
 
 def tree_rows(
@@ -54,17 +59,14 @@ def tree_rows(
     rows: int,
 ) -> tuple[Rows, Int[Tensor, " R"]]:
     """As the specification."""
-    _, request, node, is_real = draft_tree.flatten(num_nodes, rows)
+    row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
     depth = draft_tree.depths(parents)[request, node]
     length = lengths[request]
     until = torch.where(is_real, length, 0)
     window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
     first, places = torch.zeros_like(length), length + node
-    most_rows = parents.shape[1]
-    return (
-        Rows(request, length + depth, places, first, until, window, is_real, page_table, most_rows),
-        node,
-    )
+    where = (request, length + depth, places, first, until, window, is_real)
+    return Rows(*where, page_table, row_starts, parents.shape[1]), node
 
 
 def write(
@@ -116,6 +118,7 @@ def attend(
     v_pages: Float[Tensor, "P page Hk D"],
     page_table: Int[Tensor, "B table"],
     request: Int[Tensor, " R"],
+    row_starts: Int[Tensor, " B1"],
     first: Int[Tensor, " R"],
     until: Int[Tensor, " R"],
     window: Bool[Tensor, "R N"],
@@ -124,11 +127,13 @@ def attend(
     """As the specification, but that rows of padding give anything.
 
     Args:
-      q, k_pages, v_pages, page_table, first, until, window: As in the specification.
-      request: The rows of a request lie together, in ascending order; padding (0) is last.
-      most_rows: No request has more rows.
+      q, k_pages, v_pages, page_table, request, first, until, window: As in the specification.
+      row_starts, most_rows: See `Rows`.
     """
-    grid, back = _grid(request, page_table.shape[0], most_rows)
+    if q.is_cuda and "attention" in KERNELS:
+        sees = (page_table, row_starts, first, until, window)
+        return KERNELS["attention"].attend(q, k_pages, v_pages, *sees, max_rows=most_rows)
+    grid, back = _grid(request, row_starts, most_rows)
     page_size = k_pages.shape[1]
     num_pages = at_most(
         torch.div(until.max() + window.shape[1] + page_size - 1, page_size, rounding_mode="floor"),
@@ -143,17 +148,30 @@ def attend(
 
 
 def _grid(
-    request: Int[Tensor, " R"], num_requests: int, most_rows: int
+    request: Int[Tensor, " R"], row_starts: Int[Tensor, " B1"], most_rows: int
 ) -> tuple[Int[Tensor, "B M"], Int[Tensor, " R"]]:
     """The flat row at each place of a [request, row] grid, and the place of each flat row."""
-    device, R = request.device, len(request)
-    row = torch.arange(R, dtype=torch.int32, device=device)
-    owner = request.cummax(0).values  # padding falls to the last request that has rows
-    wanted = torch.arange(num_requests, dtype=owner.dtype, device=device)
-    starts = torch.searchsorted(owner, wanted, out_int32=True)
-    place = torch.arange(most_rows, dtype=torch.int32, device=device)
-    grid = (starts[:, None] + place).clamp(max=R - 1)
-    return grid, owner * most_rows + (row - starts[owner]).clamp(max=most_rows - 1)
+    R = len(request)
+    row, column = (
+        torch.arange(size, dtype=torch.int32, device=request.device) for size in (R, most_rows)
+    )
+    grid = (row_starts[:-1, None] + column).clamp(max=R - 1)
+    place = (row - row_starts[request]).clamp(max=most_rows - 1)  # padding takes any
+    return grid, request * most_rows + place
+
+
+def check_head_size(head_size: int, device: torch.device) -> None:
+    """Refuses a size that attention cannot have on the device.
+
+    Raises:
+      ValueError: There is a kernel, and it does not take the size.
+    """
+    if device.type == "cuda" and "attention" in KERNELS:
+        sizes = KERNELS["attention"].HEAD_SIZES
+        if head_size not in sizes:
+            raise ValueError(
+                f"on a GPU the attention head size must be one of {sizes}, got {head_size}"
+            )
 
 
 def _softmax_attention(

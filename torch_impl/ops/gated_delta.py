@@ -78,15 +78,17 @@ def verify(
     parents: Int[Tensor, "B N"] | None,
 ) -> Float[Tensor, "B N H V"]:
     """As the specification; None for the parents of a chain, which keeps one state at a time."""
-    rows = torch.arange(state.shape[0], device=state.device)
-    states, outputs = [], []
-    for node in range(q.shape[1]):
+    B, N = q.shape[:2]
+    rows = torch.arange(B, device=state.device)
+    states = state.new_empty(0 if parents is None else N, *state.shape)
+    outputs = []
+    for node in range(N):
         if node and parents is not None:
-            state = torch.stack(states)[parents[:, node], rows]
+            state = states[parents[:, node], rows]
         token = (x[:, node] for x in (q, k, v, log_decay, beta))
         state, out = step(state, *token)
         if parents is not None:
-            states.append(state)
+            states[node] = state
         outputs.append(out)
     return torch.stack(outputs, dim=1)
 

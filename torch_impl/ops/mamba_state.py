@@ -92,12 +92,12 @@ def tree_windows(
     if parents is None:
         return torch.cat([window, inputs[:, :-1]], dim=1).unfold(1, WINDOW, 1).mT
     rows = torch.arange(len(window), device=window.device)
-    before = [window]
+    before = window[:, None].repeat(1, N, 1, 1)
     for node in range(1, N):
         parent = parents[:, node]
-        older = torch.stack(before, dim=1)[rows, parent]
-        before.append(torch.cat([older[:, 1:], inputs[rows, parent][:, None]], dim=1))
-    return torch.stack(before, dim=1)
+        before[:, node, :-1] = before[rows, parent, 1:]
+        before[:, node, -1] = inputs[rows, parent]
+    return before
 
 
 def path_window(

@@ -1,0 +1,239 @@
+"""Time of one decode step on the CPU by the nodes of its draft tree, beside its matrix products.
+
+    python -m bench.step_by_nodes --backend torch --out bench/results/step_by_nodes_torch.json
+
+A tree of N nodes verifies N rows, so the target's own matrix products (projections, MLP and LM
+head, of N rows) are the work that drafting cannot avoid. Each line has the time of those products
+alone, measured in the same framework, and the time of a step: whole, drafting alone, and with a
+tree of the host's in the place of the drafting, which leaves verify, acceptance, commit and extend.
+Growth is against the step of one node, in milliseconds: what a tree adds to it.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from bench.models import TINY_HYBRID, limits_for, random_weights
+from bench.step_time import Case, make_backend, versions
+from shared.backend import Backend, Decode, Limits, Program, StepPlan, Work
+from shared.buffers import empty_plan
+from shared.checkpoint import parameters
+from shared.engine.allocator import Allocator
+from shared.engine.planner import Chunk, Planner, PrefillRows
+from shared.engine.request import Request, SamplingParams
+from shared.model_config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+
+MODEL = TINY_HYBRID | {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "vocab_size": 8192,
+}
+"""A hybrid whose matrix products are most of a plain step's work."""
+
+SHAPES = {  # by nodes, for one request
+    1: TreeShape.plain(1),
+    4: TreeShape.chain(3, 1),
+    16: TreeShape(nodes=16, depth=4, width=4, rows=16),
+    64: TreeShape(nodes=64, depth=5, width=8, rows=64),
+}
+PROMPT = 128
+CONTEXT = 512
+WARM_UP = 5
+STEPS = 40
+
+
+class Bench:
+    """One request on a backend, and the plans of single steps for it."""
+
+    def __init__(
+        self, framework: str, config: ModelConfig, weights: dict[str, np.ndarray], shape: TreeShape
+    ) -> None:
+        limits = _limits(config, shape)
+        case = Case("step-by-nodes", "float32", shape.depth, 1)
+        self._limits, self._shape = limits, shape
+        self._backend: Backend = make_backend(
+            framework, config, weights, limits, case, "cpu", cuda_graphs=False
+        )
+        allocator = Allocator(limits)
+        self._planner = Planner(limits, allocator)
+        prompt = np.random.default_rng(1).integers(2, config.vocab, PROMPT)
+        self._request = Request(
+            request_id=0,
+            prompt=tuple(prompt.tolist()),
+            sampling=SamplingParams(temperature=0.0, max_tokens=CONTEXT - PROMPT),
+        )
+        self._request.place(allocator.take_slot())
+        allocator.reserve(self._request.slot, limits.max_positions)
+        self._planner.bind(self._request)
+
+    def milliseconds(self, work: Work, host_draft: bool) -> float:
+        """The time of the fastest step of some, from the submit to the result."""
+        chunk = Chunk(self._request, 0, PROMPT)
+        self._backend.submit(self._planner.plan(PrefillRows((chunk,)))).result()
+
+        def step() -> None:
+            self._backend.submit(self._plan(work, host_draft)).result()
+
+        return fastest(step)
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def _plan(self, work: Work, host_draft: bool) -> StepPlan:
+        program = next(
+            p for p in self._limits.programs if (p.work, p.host_draft) == (work, host_draft)
+        )
+        plan = empty_plan(program, self._limits, None)
+        self._planner.fill_rows(plan, np.array([self._request.slot], np.int32))
+        if isinstance(plan.work, Decode) and plan.work.drafts is not None:
+            trees, nodes = plan.work.drafts, np.arange(self._shape.nodes)
+            trees.tokens[0], trees.num_nodes[0] = nodes, self._shape.nodes
+            trees.parents[0] = np.maximum(nodes - 1, 0) // self._shape.width
+        return plan
+
+
+def _limits(config: ModelConfig, shape: TreeShape) -> Limits:
+    """The step whole, and in a drafted shape its two parts."""
+    limits = limits_for(config, 1, CONTEXT, 16, PROMPT, (shape,), overlap=0)
+    if shape.is_plain:
+        return limits
+    decode = limits.programs[-1]
+    parts: tuple[Program, ...] = (
+        replace(decode, host_draft=True),
+        replace(decode, work=Work.DRAFT),
+    )
+    return replace(limits, programs=(*limits.programs, *parts))
+
+
+def fastest(run: Callable[[], None]) -> float:
+    """Milliseconds of the fastest of `STEPS` runs: other processes can only add to it."""
+    for _ in range(WARM_UP):
+        run()
+    seconds = []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * min(seconds)
+
+
+def matrices(config: ModelConfig, weights: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The target's matrices that a verify row is multiplied with, each [out, in]."""
+    stacks = [
+        weights[p.name]
+        for p in parameters(config, with_mtp=False)
+        if len(p.shape) == 3 and not p.name.endswith(".conv")
+    ]
+    return [matrix for stack in stacks for matrix in stack] + [
+        weights.get("lm_head", weights["embed"])
+    ]
+
+
+def products_ms(framework: str, arrays: list[np.ndarray], rows: int) -> float:
+    """The time of the products of `rows` rows with every matrix, as the framework's steps do."""
+    rng = np.random.default_rng(2)
+    sizes = sorted({matrix.shape[1] for matrix in arrays})
+    inputs = {size: rng.standard_normal((rows, size), dtype=np.float32) for size in sizes}
+    if framework == "torch":
+        return _torch_products_ms(arrays, inputs)
+    return _jax_products_ms(arrays, inputs)
+
+
+def _torch_products_ms(arrays: list[np.ndarray], inputs: dict[int, np.ndarray]) -> float:
+    import torch
+
+    from torch_impl.ops.linear import linear
+
+    tensors = [torch.from_numpy(matrix) for matrix in arrays]
+    rows = {size: torch.from_numpy(values) for size, values in inputs.items()}
+
+    @torch.inference_mode()
+    def run() -> None:
+        for matrix in tensors:
+            linear(rows[matrix.shape[1]], matrix)
+
+    return fastest(run)
+
+
+def _jax_products_ms(arrays: list[np.ndarray], inputs: dict[int, np.ndarray]) -> float:
+    import jax
+
+    from jax_impl.backend import compiler_options
+    from jax_impl.ops.linear import linear
+
+    cpu = jax.devices("cpu")[0]
+
+    def products(matrices: list[jax.Array], rows: dict[int, jax.Array]) -> list[jax.Array]:
+        return [linear(rows[matrix.shape[1]], matrix) for matrix in matrices]
+
+    compiled = jax.jit(products, compiler_options=compiler_options(cpu, False))
+    on_device = jax.device_put((arrays, inputs), cpu)
+    return fastest(lambda: jax.block_until_ready(compiled(*on_device)))
+
+
+def measure(
+    framework: str, config: ModelConfig, weights: dict[str, np.ndarray], nodes: int
+) -> dict[str, float]:
+    """One line of the table, without growth."""
+    shape = SHAPES[nodes]
+    bench = Bench(framework, config, weights, shape)
+    line: dict[str, float] = {"nodes": nodes, "depth": shape.depth, "width": shape.width}
+    line["step_ms"] = bench.milliseconds(Work.DECODE, host_draft=False)
+    if not shape.is_plain:
+        line["draft_ms"] = bench.milliseconds(Work.DRAFT, host_draft=False)
+        line["without_draft_ms"] = bench.milliseconds(Work.DECODE, host_draft=True)
+    bench.close()
+    line["products_ms"] = products_ms(framework, matrices(config, weights), nodes)
+    return line
+
+
+def with_growth(line: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
+    """The line, and what its tree adds to the plain step and to the plain step's products."""
+    grown = {
+        "step_adds_ms": line["step_ms"] - plain["step_ms"],
+        "products_add_ms": line["products_ms"] - plain["products_ms"],
+        "step_grows": line["step_ms"] / plain["step_ms"],
+        "products_grow": line["products_ms"] / plain["products_ms"],
+    }
+    if "without_draft_ms" in line:
+        grown["without_draft_grows"] = line["without_draft_ms"] / plain["step_ms"]
+    return {name: round(value, 3) for name, value in (line | grown).items()}
+
+
+def main() -> None:
+    """Runs the shapes and prints and writes the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", choices=("torch", "jax"), required=True)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    config = ModelConfig.from_dict(MODEL)
+    weights = random_weights(config, with_mtp=True, dtype="float32", seed=0)
+    head = {"command": f"python -m bench.step_by_nodes --backend {args.backend}"}
+    found = head | versions(args.backend, "cpu") | {"cores": os.cpu_count(), "lines": []}
+    plain: dict[str, float] = {}
+    for nodes in SHAPES:
+        line = measure(args.backend, config, weights, nodes)
+        plain = plain or line
+        found["lines"].append(with_growth(line, plain))
+        print(json.dumps(found["lines"][-1]), flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Flags that users of SGLang know and that are not here, each with the reason or the way out."""
+
+ONE_GPU = "one device serves a model; leave the flag out"
+AUTOMATIC = "the start decides it; leave the flag out"
+FLOAT_ONLY = "weights and KV are float32 or bfloat16; give --dtype"
+RAW_TEXT = "answers are the plain text of the model; leave the flag out"
+MATCH_RULE = "drafts are accepted by the match rule; leave the flag out"
+
+NOT_SUPPORTED = {
+    **dict.fromkeys(
+        ("--tp-size", "--tp", "--tensor-parallel-size", "--dp-size", "--dp", "--pp-size")
+        + ("--data-parallel-size", "--pipeline-parallel-size", "--ep-size", "--ep", "--nnodes")
+        + ("--node-rank", "--dist-init-addr", "--enable-dp-attention", "--base-gpu-id"),
+        ONE_GPU,
+    ),
+    **dict.fromkeys(
+        ("--mem-fraction-static", "--max-prefill-tokens", "--schedule-policy")
+        + ("--schedule-conservativeness", "--cuda-graph-max-bs", "--cuda-graph-bs")
+        + ("--disable-cuda-graph", "--disable-cuda-graph-padding", "--attention-backend")
+        + ("--prefill-attention-backend", "--decode-attention-backend", "--sampling-backend")
+        + ("--grammar-backend", "--mamba-ssm-dtype", "--max-mamba-cache-size")
+        + ("--enable-torch-compile", "--enable-mixed-chunk", "--num-continuous-decode-steps")
+        + ("--load-format", "--device", "--stream-interval", "--watchdog-timeout"),
+        AUTOMATIC,
+    ),
+    **dict.fromkeys(
+        ("--quantization", "--kv-cache-dtype", "--torchao-config", "--enable-fp32-lm-head")
+        + ("--quantization-param-path",),
+        FLOAT_ONLY,
+    ),
+    **dict.fromkeys(
+        ("--reasoning-parser", "--tool-call-parser", "--chat-template", "--completion-template")
+        + ("--enable-multimodal", "--is-embedding", "--lora-paths", "--enable-lora"),
+        RAW_TEXT,
+    ),
+    **dict.fromkeys(
+        ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc")
+        + ("--speculative-use-rejection-sampling", "--speculative-use-block-verification"),
+        MATCH_RULE,
+    ),
+    **dict.fromkeys(
+        ("--speculative-token-map", "--speculative-draft-model-revision")
+        + ("--speculative-draft-model-quantization", "--speculative-attention-mode")
+        + ("--speculative-draft-attention-backend", "--speculative-draft-window-size")
+        + ("--speculative-adaptive", "--speculative-adaptive-config", "--speculative-ngram")
+        + ("--speculative-dflash-block-size", "--enable-multi-layer-eagle")
+        + ("--speculative-moe-runner-backend",),
+        "a draft tree of one shape is what drafts; leave the flag out",
+    ),
+    **dict.fromkeys(
+        ("--api-key", "--admin-api-key", "--ssl-keyfile", "--ssl-certfile"),
+        "the server listens on one address in clear text; put a proxy before it",
+    ),
+    **dict.fromkeys(
+        ("--log-level", "--log-level-http", "--log-requests", "--decode-log-interval"),
+        "the server counts in /metrics and does not log requests; leave the flag out",
+    ),
+    "--enable-metrics": "metrics are always there, at /metrics; leave the flag out",
+    "--trust-remote-code": "no code of a checkpoint is ever run; leave the flag out",
+    "--tokenizer-path": "the tokenizer lies in the model folder; put tokenizer.json there",
+    "--tokenizer-mode": "the tokenizer is the model folder's tokenizer.json; leave the flag out",
+    "--skip-tokenizer-init": "send prompts as token ids and ask for return_token_ids instead",
+    "--revision": "a model is a folder; give the folder of that revision as --model-path",
+    "--download-dir": "nothing is downloaded; give a folder as --model-path",
+    "--random-seed": "a seed belongs to a request; send the field seed",
+    "--disable-radix-cache": "there is no prefix cache to disable; leave the flag out",
+    "--enable-deterministic-inference": "float32 is deterministic already; give --dtype float32",
+    "--json-model-override-args": "edit config.json in the model folder",
+    "--config": "give the flags on the command line",
+}
+
+NOT_SUPPORTED_PREFIXES = (
+    "--speculative-ngram-",
+    "--speculative-dspark-",
+    "--speculative-adaptive-",
+    "--disaggregation-",
+)

@@ -1,0 +1,143 @@
+"""As the heads of `shared.spec.eagle`, in torch: NEXTN (MTP), EAGLE and EAGLE-3."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shared.model_config import ModelConfig
+from torch_impl.layers import Hidden, attention_layer, feed_forward, rotary_frequencies, turn
+from torch_impl.model import Forward, Model, logits
+from torch_impl.ops.attention import Rows
+from torch_impl.ops.layers import rms_norm
+from torch_impl.ops.linear import linear
+from torch_impl.weights import HeadWeights, Layer
+
+Tokens = Int[Tensor, " R"]
+DraftKV = Float[Tensor, "L 2 pages page H D"]
+Logits = Float[Tensor, "R vocab"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head bound to its weights and its target.
+
+    Attributes:
+      config: Settings of its one decoder layer, which also size the draft KV and the relay.
+      streams: Residual streams of the target that `read` needs, ascending.
+      read: From a pass of the target, the hidden states of its rows as the head reads them.
+      forward: Runs the head over rows, each with its next token and its hidden state, and writes
+        the head's KV; gives the hidden state that the next draft step reads.
+      logits: Scores over the target's vocabulary, from what `forward` gives.
+    """
+
+    config: ModelConfig
+    streams: tuple[int, ...]
+    read: Callable[[Forward], Hidden]
+    forward: Callable[[Rows, Tokens, Hidden, DraftKV], Hidden]
+    logits: Callable[[Hidden], Logits]
+
+
+def mtp(model: Model) -> Head:
+    """As the specification; embedding and `lm_head` are the model's."""
+    config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
+
+    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: DraftKV) -> Hidden:
+        embedded = rms_norm(model.weights.embed[tokens], weights.embedding_norm, eps)
+        normed = rms_norm(hidden, weights.hidden_norm, eps)
+        x = linear(torch.cat([embedded, normed], dim=1), weights.fc)
+        y = rms_norm(x, weights.layer.input_norm, eps)
+        x = _decoder_layer(config, weights.layer, model.frequencies, x, y, rows, kv)
+        return rms_norm(x, weights.final_norm, eps)
+
+    return Head(config, (), _final_hidden, forward, partial(logits, model))
+
+
+def eagle(model: Model, weights: HeadWeights) -> Head:
+    """As the specification."""
+    config, embed = weights.config.layer, _embedding(model, weights)
+    turns = rotary_frequencies(config, embed.device)
+
+    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: DraftKV) -> Hidden:
+        x = linear(torch.cat([embed[tokens], hidden], dim=1), weights.fc)
+        if weights.fc_bias is not None:
+            x = x + weights.fc_bias
+        return _decoder_layer(config, weights.layer, turns, x, x, rows, kv)
+
+    return Head(config, (), _final_hidden, forward, partial(logits, model))
+
+
+def eagle3(model: Model, weights: HeadWeights) -> Head:
+    """As the specification."""
+    config, embed = weights.config.layer, _embedding(model, weights)
+    turns, eps = rotary_frequencies(config, embed.device), config.rms_eps
+    norm_output = weights.config.norm_output
+
+    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: DraftKV) -> Hidden:
+        embedded = rms_norm(embed[tokens], weights.layer.input_norm, eps)
+        normed = rms_norm(hidden, weights.hidden_norm, eps)
+        y = torch.cat([embedded, normed], dim=1)
+        x = _decoder_layer(config, weights.layer, turns, hidden, y, rows, kv)
+        return rms_norm(x, weights.final_norm, eps) if norm_output else x
+
+    def scores(hidden: Hidden) -> Logits:
+        if not norm_output:
+            hidden = rms_norm(hidden, weights.final_norm, eps)
+        if weights.lm_head is None:
+            return logits(model, hidden)
+        return _over_targets(model, weights, linear(hidden, weights.lm_head).float())
+
+    return Head(config, weights.config.aux_streams, partial(_project, weights), forward, scores)
+
+
+HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
+"""Heads with a checkpoint of their own, by the kind that `DraftConfig` names."""
+
+
+def _final_hidden(passed: Forward) -> Hidden:
+    return passed.hidden
+
+
+def _project(weights: HeadWeights, passed: Forward) -> Hidden:
+    """As `shared.spec.eagle.eagle3_project`."""
+    aux, eps = list(passed.streams), weights.config.layer.rms_eps
+    if weights.aux_norm is not None:
+        pairs = zip(aux, weights.aux_norm, strict=True)
+        aux = [rms_norm(stream, norm, eps) for stream, norm in pairs]
+    joined = torch.cat(aux, dim=1)
+    if weights.input_norm is not None:
+        joined = rms_norm(joined, weights.input_norm, eps)
+    projected = linear(joined, weights.fc)
+    return projected if weights.fc_bias is None else projected + weights.fc_bias
+
+
+def _embedding(model: Model, weights: HeadWeights) -> Float[Tensor, "vocab hidden"]:
+    return model.weights.embed if weights.embed is None else weights.embed
+
+
+def _over_targets(
+    model: Model, weights: HeadWeights, scores: Float[Tensor, "R draft_vocab"]
+) -> Logits:
+    """Scores over the target's vocabulary, -inf where the head has no token."""
+    if weights.draft_ids is None:
+        return scores
+    found = scores.new_full((len(scores), model.config.vocab), -torch.inf)
+    return found.index_copy_(1, weights.draft_ids, scores)
+
+
+def _decoder_layer(
+    config: ModelConfig,
+    weights: Layer,
+    turns: Float[Tensor, " half"],
+    x: Hidden,
+    y: Float[Tensor, "R inputs"],
+    rows: Rows,
+    kv: DraftKV,
+) -> Hidden:
+    """One layer with the residual `x`, whose attention reads `y`."""
+    turned = turn(config, turns, rows)
+    x = x + attention_layer(config, weights.mixer, y, turned, kv[0])
+    return feed_forward(config, weights, x)
