@@ -76,7 +76,7 @@ def test_tied_is_read_at_the_top_or_in_the_text_config():
 
 def test_head_size_need_not_divide_the_hidden_size():
     assert ModelConfig.from_dict(llama(head_dim=16)).head_size == 16
-    assert ModelConfig.from_dict(llama()).head_size == 12
+    assert ModelConfig.from_dict(llama(head_dim=None)).head_size == 12
 
 
 REFUSED = {
@@ -93,7 +93,7 @@ REFUSED = {
     "vocab_size": {"vocab_size": 0},
     "num_hidden_layers": {"num_hidden_layers": "3"},
     "num_key_value_heads": {"num_key_value_heads": 3},
-    "hidden_size": {"hidden_size": 50},
+    "hidden_size": {"hidden_size": 50, "head_dim": None},
 }
 
 
