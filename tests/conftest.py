@@ -57,11 +57,15 @@ def sink_length(framework: str, backend: Backend) -> Callable[[], int]:
     return lambda: int(SINK_LENGTHS[framework](backend))
 
 
+HOST_FILES = ("_contract.py", "_contract_memory.py", "test_tree_behaviour.py")
+
+
 class FilesThatShareABackend(LoadFileScheduling):
-    """Gives a worker whole files, and both files of the contract to one: a backend is made once."""
+    """Gives a worker whole files, and all that use `host` to one: a backend is made once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.split("::", 1)[0].replace("_memory.py", ".py")
+        file = nodeid.split("::", 1)[0]
+        return "host" if file.endswith(HOST_FILES) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log) -> FilesThatShareABackend:
