@@ -45,7 +45,7 @@ def model_of(family: str):
 
 
 def drafter_of(family: str, kind: str):
-    return kind if kind == "NEXTN" else tiny_head(*model_of(family), kind, seed=4)
+    return kind if kind == "NEXTN" else tiny_head(*model_of(family), kind, seed=5)
 
 
 def limits_of(vocab: int) -> Limits:
@@ -166,8 +166,7 @@ def test_drafts_are_accepted_and_refused_at_several_depths(family, kind, backend
     served = [backends.served("torch", family, kind, shape) for shape in SHAPES]
     accepted = {n for outcomes in served for o in outcomes.values() for n in o.accepted}
     assert {0, 1} < accepted, accepted
-    assert 0 in accepted, accepted
-    assert max(accepted) >= 2, accepted
+    assert {0, 1, 2} <= accepted, accepted
 
 
 class Recorder:
