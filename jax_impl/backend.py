@@ -13,14 +13,17 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Int, Shaped
 
-from jax_impl import device_state, weights
+from jax_impl import device_state, drafters, weights
 from jax_impl.device_state import DeviceState
 from jax_impl.drafters import heads
-from jax_impl.drafters.heads import Head
+from jax_impl.drafters.dflash import BlockDrafter
+from jax_impl.drafters.eagle import EagleDrafter
+from jax_impl.drafters.standalone import StandaloneDrafter
+from jax_impl.machine import Fields, Machine
 from jax_impl.ops import attention
 from jax_impl.ops.sampling import Sampling
-from jax_impl.step import Fields, Target, step
-from jax_impl.weights import LoadedHead, Model
+from jax_impl.step import step
+from jax_impl.weights import LoadedHead, LoadedModel, Model
 from shared.backend import (
     Limits,
     Program,
@@ -29,11 +32,12 @@ from shared.backend import (
     Work,
 )
 from shared.buffers import Field, plan_layout, read_result, result_layout
-from shared.draft_config import DraftHead
+from shared.draft_config import DraftHead, DraftSizes
 from shared.model_config import ModelConfig
+from shared.spec.standalone import SmallModel
 
-LoadedDrafter = Literal["none", "NEXTN"] | LoadedHead
-Drafter = LoadedDrafter | DraftHead
+LoadedDrafter = Literal["none", "NEXTN"] | LoadedHead | LoadedModel
+Drafter = LoadedDrafter | DraftHead | SmallModel
 Leaf = jax.Array | list[jax.Array]
 Words = Int[jax.Array, " words"]
 Compiled = Callable[..., tuple[DeviceState, jax.Array]]
@@ -80,15 +84,18 @@ class JaxBackend:
         model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, device)
         if isinstance(drafter, DraftHead):
             drafter = weights.head_from_arrays(drafter, kind, device)
+        if isinstance(drafter, SmallModel):
+            small = weights.from_arrays(drafter.weights, drafter.config, kind, device)
+            drafter = LoadedModel(drafter.config, small)
         _check(model, limits, drafter)
         self.limits, self.compiles = limits, 0
         self._config, self._device, self._bind = config, device, _binding(config, drafter)
-        own = [drafter.weights] if isinstance(drafter, LoadedHead) else []
+        own = [] if isinstance(drafter, str) else [drafter.weights]
         self._graphs, parameters = zip(*map(nnx.split, [*own, model]), strict=True)
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
         self._leaves = [_leaf(path, array, device) for path, array in leaves]
         sizes = _draft_sizes(config, drafter)
-        for each in (config, sizes or config):
+        for each in (config, sizes.model if sizes else config):
             attention.check_head_size(each.head_size, device)
         self._state = device_state.allocate(config, limits, sizes, kind, device)
         self._options = compiler_options(device, quick_compile)
@@ -138,8 +145,8 @@ class JaxBackend:
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
         parts = zip(self._graphs, jax.tree.unflatten(self._tree, leaves), strict=True)
         *own, model = (nnx.merge(*part) for part in parts)
-        target = Target(self._config, self.limits, model, self._bind(*own, model))
-        state, result = step(program, target, state, _read(program, self.limits, words))
+        machine = Machine(self._config, self.limits, model, self._bind(*own, model))
+        state, result = step(program, machine, state, _read(program, self.limits, words))
         return state, _written(program, self.limits, result)
 
 
@@ -177,18 +184,27 @@ def _written(program: Program, limits: Limits, result: Fields) -> Words:
     return jnp.concatenate(parts)
 
 
-def _binding(config: ModelConfig, drafter: LoadedDrafter) -> Callable[..., Head | None]:
-    """Makes the draft head of a trace from the weights of its own, if any, and the model's."""
-    if isinstance(drafter, LoadedHead):
-        return partial(heads.HEADS[drafter.config.kind], drafter.config)
-    return partial(heads.mtp, config) if drafter == "NEXTN" else lambda model: None
+def _binding(config: ModelConfig, drafter: LoadedDrafter) -> Callable[..., drafters.Drafter | None]:
+    """Makes the drafter of a trace from the weights of its own, if any, and the model's."""
+    if drafter == "none":
+        return lambda model: None
+    if drafter == "NEXTN":
+        return lambda model: EagleDrafter(heads.mtp(config, model), config)
+    if isinstance(drafter, LoadedModel):
+        return lambda own, model: StandaloneDrafter(drafter.config, own, config.vocab)
+    if drafter.config.block:
+        return partial(BlockDrafter, drafter.config)
+    made, settings = heads.HEADS[drafter.config.kind], drafter.config
+    return lambda own, model: EagleDrafter(made(settings, own, model), settings.layer)
 
 
-def _draft_sizes(config: ModelConfig, drafter: LoadedDrafter) -> ModelConfig | None:
-    """Sizes of the drafter's one layer; None where there is no drafter."""
-    if isinstance(drafter, LoadedHead):
-        return drafter.config.layer
-    return config if drafter == "NEXTN" else None
+def _draft_sizes(config: ModelConfig, drafter: LoadedDrafter) -> DraftSizes | None:
+    """What the drafter keeps; None where there is no drafter."""
+    if drafter == "none":
+        return None
+    if isinstance(drafter, LoadedModel):
+        return DraftSizes.of_model(drafter.config)
+    return DraftSizes(config, 1, 0, True) if drafter == "NEXTN" else drafter.config.sizes
 
 
 def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:
@@ -227,6 +243,8 @@ def _check(model: Model, limits: Limits, drafter: LoadedDrafter) -> None:
         drafts = program.work in (Work.DECODE, Work.DRAFT) and not shape.is_plain
         if drafts and not program.host_draft and drafter == "none":
             raise ValueError(f"without a drafter there are no drafts for {program}")
+        if drafts and isinstance(drafter, LoadedHead) and drafter.config.block:
+            drafter.config.block.check_shape(shape.nodes, shape.width)
 
 
 class JaxFuture:

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.layers import KV
 from jax_impl.ops.mamba_state import DeltaState
 from shared.backend import Limits
+from shared.draft_config import DraftSizes
 from shared.model_config import ModelConfig
 from shared.spec.mamba_state import WINDOW
 
@@ -32,13 +33,16 @@ class DraftState(NamedTuple):
 
     Attributes:
       start: `draft_from`: where the slot's whole draft KV begins.
-      relay: By slot.
+      relay: By slot; None where the drafter carries none.
       kv: The drafter's own pools; page numbers are the target's.
+      delta, snapshots: Its recurrent states by slot and by snapshot; None without such layers.
     """
 
     start: Int[jax.Array, " slots"]
-    relay: Relay
+    relay: Relay | None
     kv: KV
+    delta: DeltaState | None
+    snapshots: DeltaState | None
 
 
 class DeviceState(NamedTuple):
@@ -69,11 +73,13 @@ class Held(NamedTuple):
       seen: See `DeviceState`.
       delta: Recurrent states; None without such layers.
       start: Where whole draft KV begins; None without a drafter.
+      draft_delta: The drafter's recurrent states; None where it has no such layers.
     """
 
     seen: Int[jax.Array, "B vocab"]
     delta: DeltaState | None
     start: Int[jax.Array, " B"] | None
+    draft_delta: DeltaState | None
 
 
 def new_states(
@@ -105,29 +111,35 @@ def new_kv(
 def allocate(
     config: ModelConfig,
     limits: Limits,
-    head: ModelConfig | None,
+    drafter: DraftSizes | None,
     dtype: np.dtype | type,
     device: jax.Device,
 ) -> DeviceState:
     """The state before the first step, all zeros.
 
     Args:
-      head: Sizes of the draft head's one layer, the target's own for NEXTN; None without a drafter.
+      drafter: What the drafter keeps; None without one.
     """
     slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
 
     def zeros(*shape: int, dtype: np.dtype | type = np.int32) -> jax.Array:
         return jnp.zeros(shape, dtype, device=device)
 
-    draft = None
-    if head is not None:
+    def relay(kept: DraftSizes) -> Relay | None:
+        if not kept.has_relay:
+            return None
         width = limits.max_width
-        relay = Relay(
-            zeros(slots, width),
-            zeros(slots, width, dtype=np.float32),
-            zeros(slots, head.hidden, dtype=dtype),
-        )
-        draft = DraftState(zeros(slots), relay, new_kv(head, 1, pool, dtype, device))
+        weights = zeros(slots, width, dtype=np.float32)
+        return Relay(zeros(slots, width), weights, zeros(slots, kept.model.hidden, dtype=dtype))
+
+    draft = None
+    if drafter is not None:
+        kv = new_kv(drafter.model, drafter.num_attention_layers, pool, dtype, device)
+        states = [None, None]
+        if drafter.num_gated_delta_layers:
+            counts = (slots, limits.num_snapshots)
+            states = [new_states(drafter.model, count, dtype, device) for count in counts]
+        draft = DraftState(zeros(slots), relay(drafter), kv, *states)
     return DeviceState(
         lengths=zeros(slots),
         newest=zeros(slots),
@@ -177,14 +189,27 @@ def begun(
       draft_from: Where a starting row's whole draft KV begins.
     """
     seen = jnp.where(starts[:, None], 0, state.seen[slots])
-    start, delta = None, None
+    start, draft_delta = None, None
     if state.draft is not None:
         start = jnp.where(starts, draft_from, state.draft.start[slots])
-    if state.delta is not None and state.snapshots is not None:
-        zeros = jax.tree.map(jnp.zeros_like, take(state.delta, slots))
-        first = select(restore != 0, take(state.snapshots, restore), zeros)
-        delta = select(starts, first, take(state.delta, slots))
-    return Held(seen, delta, start)
+        draft_delta = _begun(state.draft.delta, state.draft.snapshots, slots, starts, restore)
+    delta = _begun(state.delta, state.snapshots, slots, starts, restore)
+    return Held(seen, delta, start, draft_delta)
+
+
+def _begun(
+    states: DeltaState | None,
+    snapshots: DeltaState | None,
+    slots: Int[jax.Array, " B"],
+    starts: Bool[jax.Array, " B"],
+    restore: Int[jax.Array, " B"],
+) -> DeltaState | None:
+    """The rows' recurrent states before the step, of a target or of a drafter."""
+    if states is None or snapshots is None:
+        return None
+    held = take(states, slots)
+    zeros = jax.tree.map(jnp.zeros_like, held)
+    return select(starts, select(restore != 0, take(snapshots, restore), zeros), held)
 
 
 def with_states(
@@ -200,18 +225,3 @@ def with_states(
     return state._replace(
         delta=put(state.delta, slots, after), snapshots=put(state.snapshots, places, saved)
     )
-
-
-def with_relay(
-    state: DeviceState,
-    slots: Int[jax.Array, " B"],
-    start: Int[jax.Array, " B"],
-    relay: Relay,
-    kv: KV,
-) -> DeviceState:
-    """Writes what a drafter's extend gave."""
-    assert state.draft is not None  # a drafter extended
-    held = zip(state.draft.relay, relay, strict=True)
-    relays = Relay(*(old.at[slots].set(new) for old, new in held))
-    starts = state.draft.start.at[slots].set(start)
-    return state._replace(draft=DraftState(starts, relays, kv))

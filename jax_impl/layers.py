@@ -56,6 +56,26 @@ def attention_layer(
     return linear(out.reshape(len(x), -1), weights.out[layer]), kv
 
 
+def write_keys(
+    config: ModelConfig,
+    weights: Attention,
+    layer: int,
+    x: Float[jax.Array, "R inputs"],
+    rows: Rows,
+    turn: Angles,
+    kv: KV,
+) -> KV:
+    """Writes the keys and values of one layer's rows, which nothing queries; see `attention_layer`.
+
+    For a model with norms of its keys.
+    """
+    keys = config.num_kv_heads * config.head_size
+    k, v = jnp.split(linear(x, weights.qkv[layer][-2 * keys :]), 2, axis=1)
+    k, v = (part.reshape(len(x), -1, config.head_size) for part in (k, v))
+    k = layers.rms_norm(k, weights.k_norm[layer], config.rms_eps)
+    return _write(kv, layer, rows, layers.apply_rotary(k, *turn), v)
+
+
 def _project(
     config: ModelConfig, qkv: Float[jax.Array, "R out"]
 ) -> tuple[

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 
 from jax_impl import convert
 from jax_impl.backend import Drafter, JaxBackend
-from jax_impl.weights import load, load_head
+from jax_impl.weights import LoadedModel, load, load_head
 from shared.backend import Limits
 from shared.checkpoint import Checkpoint
 from shared.config import Options
-from shared.draft_checkpoint import HeadFiles
+from shared.draft_checkpoint import ModelFiles
 from shared.memory_plan import Device
 from shared.model_config import ModelConfig
-from shared.server.launch import ProgressCall, launch
+from shared.server.launch import DraftFiles, ProgressCall, launch
 
 CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tandem" / "xla"
 """Compiled programs are kept here from one start to the next."""
@@ -36,7 +36,7 @@ def load_backend(
     options: Options,
     checkpoint: Checkpoint | convert.OrbaxCheckpoint,
     model: ModelConfig,
-    head: HeadFiles | None,
+    head: DraftFiles,
     limits: Limits,
     progress: ProgressCall,
 ) -> JaxBackend:
@@ -46,7 +46,10 @@ def load_backend(
     kind = jnp.dtype(dtype)
     weights = load(checkpoint, model, with_mtp, kind, device, progress)
     drafter: Drafter = "NEXTN" if with_mtp else "none"
-    if head is not None:
+    if isinstance(head, ModelFiles):
+        small = load(head.checkpoint, head.config, False, kind, device, progress)
+        drafter = LoadedModel(head.config, small)
+    elif head is not None:
         drafter = load_head(head.checkpoint, head.config, kind, device, progress)
     return JaxBackend(
         model, weights, limits, drafter, dtype=dtype, device=device, quick_compile=False

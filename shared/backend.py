@@ -80,6 +80,11 @@ class Limits:
       context_length: Most tokens of a request, prompt and output together.
       vocab: Tokens of the target's vocabulary.
       max_stop_ids, max_bias, max_logprobs: Widths M, K of the plan's and the result's fields.
+      accept_rule: Which of `shared.spec.acceptance.RULES` accepts drafts; all but "match" are for
+        chains.
+
+    Raises:
+      ValueError: A program drafts trees, and the rule is for chains.
     """
 
     page_size: int
@@ -93,6 +98,12 @@ class Limits:
     max_stop_ids: int
     max_bias: int
     max_logprobs: int
+    accept_rule: str = "match"
+
+    def __post_init__(self) -> None:
+        widest = max((p.shape.width for p in self.programs if not p.host_draft), default=0)
+        if self.accept_rule != "match" and widest > 1:
+            raise ValueError(f"the accept rule {self.accept_rule} is for chains, not for trees")
 
     @cached_property
     def batch_sizes(self) -> tuple[int, ...]:

@@ -8,66 +8,39 @@ import argparse
 import difflib
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from shared.flags import ConfigError, check_rules, flag, spelling
 from shared.foreign_flags import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
+from shared.ngram_config import DEFAULT_NODES, NgramConfig
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "random"
 CHUNK_ALIGNMENT = 64
 """Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
 
 DTYPES = ("auto", "float32", "bfloat16")
-HEAD_ALGORITHMS = ("EAGLE", "EAGLE3")
+BLOCK_ALGORITHM = "DFLASH"
+"""Drafts a chain as long as the block of its head."""
+
+HEAD_ALGORITHMS = ("EAGLE", "EAGLE3", BLOCK_ALGORITHM)
 """Draft with a head of its own files."""
 
-ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE")
-COMING_ALGORITHMS = ("STANDALONE", "NGRAM", "DFLASH")
-"""Known names whose drafter is not here; a start refuses them by name."""
+HOST_ALGORITHM = "NGRAM"
+"""Drafts on the host, from text that was seen."""
+
+MODEL_ALGORITHM = "STANDALONE"
+"""Drafts with a small model that has the target's tokenizer."""
+
+ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE", MODEL_ALGORITHM, HOST_ALGORITHM)
+
+ACCEPT_RULES = ("match", "rejection")
 
 CHAIN_SHAPE = (3, 1, 4)
 TREE_SHAPE = (5, 4, 8)
 NAIVE_SHAPE = (1, 1, 2)
 """S, k and N where no flag says otherwise; the tree is that of a Llama model with a head."""
-
-
-class ConfigError(ValueError):
-    """The start cannot go on as told; the message is one sentence with the flag and the way out."""
-
-
-def flag(default: Any, help: str, **rules: Any) -> Any:
-    """A field that is a command-line flag.
-
-    Args:
-      default: Its value where the flag is not given; None means that the start decides.
-      help: What it means, in the words of `--help`.
-      **rules: `low`, `high` bound a number; `multiple_of` divides it; `choices` lists the words;
-        `aliases` are other spellings of the flag.
-    """
-    return field(default=default, metadata={"help": help, **rules})
-
-
-def spelling(name: str) -> str:
-    """The flag of a field: `page_size` is `--page-size`."""
-    return "--" + name.replace("_", "-")
-
-
-def _check(config: Any) -> None:
-    """Holds every field of a config against the rules of its `flag`."""
-    for item in fields(config):
-        value, rules = getattr(config, item.name), item.metadata
-        if value is None or isinstance(value, bool):
-            continue
-        if "choices" in rules and value not in rules["choices"]:
-            known = ", ".join(rules["choices"])
-            raise ConfigError(f"{spelling(item.name)} must be one of {known}, got {value}")
-        low, high = rules.get("low"), rules.get("high")
-        if low is not None and not low <= value <= high:
-            raise ConfigError(f"{spelling(item.name)} must be {low} to {high}, got {value}")
-        step = rules.get("multiple_of")
-        if step is not None and value % step:
-            raise ConfigError(f"{spelling(item.name)} must be a multiple of {step}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +60,7 @@ class ModelOptions:
     )
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_rules(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +72,12 @@ class ServerOptions:
     served_model_name: str | None = flag(
         None, "name in requests and answers (default: the folder's name)"
     )
+    admin_api_key: str | None = flag(
+        None, "bearer token of the routes that change the server (default: no such routes)"
+    )
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_rules(self)
         for name in ("host", "served_model_name"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{spelling(name)} is empty; give a name or leave the flag out")
@@ -131,13 +107,9 @@ class EngineConfig:
     disable_overlap_schedule: bool = flag(False, "the same as --overlap 0")
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_rules(self)
         if self.page_size and self.page_size & (self.page_size - 1):
             raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
-        if self.disable_overlap_schedule and self.overlap:
-            raise ConfigError(
-                f"--disable-overlap-schedule contradicts --overlap {self.overlap}; give one of them"
-            )
 
     @property
     def overlap_depth(self) -> int:
@@ -152,12 +124,13 @@ class SpeculativeConfig:
     """How drafts are made, and how wide a draft tree is."""
 
     speculative_algorithm: str | None = flag(
-        None, "NEXTN drafts with the checkpoint's own mtp layer, EAGLE and EAGLE3 with a head, "
-        "NAIVE_EAGLE one token with either (default: no drafts)",
+        None, "NEXTN drafts with the checkpoint's own mtp layer, EAGLE, EAGLE3 and DFLASH with a "
+        "head, NAIVE_EAGLE one token with either, STANDALONE with a small model, NGRAM from seen "
+        "text (default: no drafts)",
         aliases=("--speculative-algo",),
     )  # fmt: skip
     speculative_draft_model_path: str | None = flag(
-        None, "folder of a draft head", aliases=("--speculative-draft-model",)
+        None, "folder of a draft head or of a small model", aliases=("--speculative-draft-model",)
     )
     speculative_num_steps: int | None = flag(
         None, "S, levels of a draft tree (default: 3; 5 for a Llama model with a head)",
@@ -171,18 +144,26 @@ class SpeculativeConfig:
         None, "N, nodes of a draft tree with its root (default: S + 1 of a chain; 8 for a Llama "
         "model with a head)", low=2, high=64,
     )  # fmt: skip
+    speculative_draft_window_size: int | None = flag(
+        None, "positions that a DFLASH head looks back, at least its block (default: what its "
+        "config.json says)", low=2, high=1 << 24,
+    )  # fmt: skip
+    accept_rule: str | None = flag(
+        None, "match keeps the text of plain decoding, rejection its law only, and accepts more of "
+        "a chain (default: match)", choices=ACCEPT_RULES, metavar="RULE",
+    )  # fmt: skip
+    block_verification: bool = flag(False, "reject chains as a whole, not token by token")
 
     def __post_init__(self) -> None:
-        _check(self)
+        check_rules(self)
         if self.speculative_algorithm is None:
             self._refuse_draft_flags()
             return
         self._check_algorithm()
-        self._check_tree()
 
     def _refuse_draft_flags(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) is not None:
+            if getattr(self, item.name) not in (None, False):
                 raise ConfigError(
                     f"{spelling(item.name)} needs a drafter; add --speculative-algorithm "
                     f"{ALGORITHMS[0]} or leave the flag out"
@@ -190,68 +171,43 @@ class SpeculativeConfig:
 
     def _check_algorithm(self) -> None:
         name = self.speculative_algorithm
-        if name in COMING_ALGORITHMS:
-            raise ConfigError(
-                f"--speculative-algorithm {name} is not supported; "
-                f"what works is {', '.join(ALGORITHMS)}, or no drafter"
-            )
         if name not in ALGORITHMS:
             raise ConfigError(
                 f"--speculative-algorithm must be one of {', '.join(ALGORITHMS)}, got {name}"
             )
-        has_path = self.speculative_draft_model_path is not None
-        if name == "NEXTN" and has_path:
-            raise ConfigError(
-                f"--speculative-draft-model-path contradicts --speculative-algorithm {name}, "
-                "which drafts with the checkpoint's own mtp layer; leave the flag out"
-            )
-        if name in HEAD_ALGORITHMS and not has_path:
-            raise ConfigError(
-                f"--speculative-algorithm {name} drafts with a head of its own; give its folder as "
-                "--speculative-draft-model-path"
-            )
 
-    def _check_tree(self) -> None:
-        S, k, N = self.num_steps, self.topk, self.num_draft_tokens
-        if self.speculative_algorithm == "NAIVE_EAGLE":
-            self._check_naive()
-        if k > 1 and self.speculative_num_draft_tokens is None:
-            raise ConfigError(
-                f"--speculative-eagle-topk {k} asks for a draft tree; "
-                "give its size as --speculative-num-draft-tokens"
-            )
-        if k == 1 and N != S + 1:
-            raise ConfigError(
-                f"--speculative-num-draft-tokens {N} must be --speculative-num-steps + 1 = {S + 1} "
-                "with --speculative-eagle-topk 1; leave it out"
-            )
-        if not S < N <= 1 + k + (S - 1) * k * k:
-            raise ConfigError(
-                f"--speculative-num-draft-tokens must be {S + 1} to {1 + k + (S - 1) * k * k} "
-                f"with --speculative-num-steps {S} and --speculative-eagle-topk {k}, got {N}"
-            )
-
-    def _check_naive(self) -> None:
-        for item, value in zip(_SHAPE_FIELDS, NAIVE_SHAPE, strict=True):
-            if getattr(self, item) not in (None, value):
-                raise ConfigError(
-                    f"{spelling(item)} {getattr(self, item)} contradicts --speculative-algorithm "
-                    f"NAIVE_EAGLE, which always drafts one token; leave the flag out"
-                )
-
-    def settled(self, is_llama: bool) -> Self:
+    def settled(self, is_llama: bool, block: int | None) -> Self:
         """With no shape left open, in a start that drafts.
 
         Args:
           is_llama: The target is a Llama model.
+          block: Size of the block of a DFLASH head; None without one.
+
+        Raises:
+          ConfigError: Another shape than the block's is asked for.
         """
         if self.speculative_algorithm is None:
             return self
+        if self.drafts_on_host:
+            return replace(self, speculative_num_draft_tokens=self.num_draft_tokens)
+        if block is not None:
+            return self._with_block(block)
         shape = (self.num_steps, self.topk, self.num_draft_tokens)
         is_open = all(getattr(self, item) is None for item in _SHAPE_FIELDS)
-        if is_open and is_llama and self.speculative_algorithm in HEAD_ALGORITHMS:
+        has_trees = self.speculative_algorithm in HEAD_ALGORITHMS and self.verification == "match"
+        if is_open and is_llama and has_trees:
             shape = TREE_SHAPE
         return replace(self, **dict(zip(_SHAPE_FIELDS, shape, strict=True)))
+
+    def _with_block(self, size: int) -> Self:
+        shape = dict(zip(_SHAPE_FIELDS, (size - 1, 1, size), strict=True))
+        for name, value in shape.items():
+            if getattr(self, name) not in (None, value):
+                raise ConfigError(
+                    f"{spelling(name)} {getattr(self, name)} contradicts the draft model, whose "
+                    f"block of {size} tokens makes it {value}; leave the flag out"
+                )
+        return replace(self, **shape)
 
     @property
     def drafts(self) -> bool:
@@ -261,7 +217,29 @@ class SpeculativeConfig:
     @property
     def with_mtp(self) -> bool:
         """Whether the checkpoint's own mtp layer drafts."""
-        return self.drafts and self.speculative_draft_model_path is None
+        has_path = self.speculative_draft_model_path is not None
+        return self.drafts and not (has_path or self.drafts_on_host)
+
+    @property
+    def head_path(self) -> str | None:
+        """Folder of the draft model; None of a drafter that has none."""
+        has_none = self.speculative_algorithm in ("NEXTN", HOST_ALGORITHM)
+        return None if has_none else self.speculative_draft_model_path
+
+    @property
+    def drafts_with_a_model(self) -> bool:
+        """Whether the draft model is a whole model."""
+        return self.speculative_algorithm == MODEL_ALGORITHM
+
+    @property
+    def drafts_on_host(self) -> bool:
+        """Whether drafts come from text that was seen, not from a model."""
+        return self.speculative_algorithm == HOST_ALGORITHM
+
+    @property
+    def verification(self) -> str:
+        """Which of `shared.spec.acceptance.RULES` accepts drafts."""
+        return "block" if self.block_verification else self.accept_rule or ACCEPT_RULES[0]
 
     @property
     def topk(self) -> int:
@@ -275,6 +253,8 @@ class SpeculativeConfig:
             return self.speculative_num_steps
         if self.speculative_algorithm == "NAIVE_EAGLE":
             return NAIVE_SHAPE[0]
+        if self.drafts_on_host:
+            return (self.speculative_num_draft_tokens or DEFAULT_NODES) - 1
         nodes = self.speculative_num_draft_tokens
         return nodes - 1 if nodes and self.topk == 1 else CHAIN_SHAPE[0]
 
@@ -299,6 +279,7 @@ class Options:
     server: ServerOptions
     engine: EngineConfig
     speculative: SpeculativeConfig
+    ngram: NgramConfig
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
@@ -311,7 +292,10 @@ class Options:
         for part, made_of in PARTS.items():
             names = {item.name for item in fields(made_of)}
             made[part] = made_of(**{name: values[name] for name in names & values.keys()})
-        return cls(**made)
+        options = cls(**made)
+        draft = options.speculative
+        options.ngram.check_drafter(values.keys(), draft.drafts_on_host, draft.num_draft_tokens)
+        return options
 
 
 PARTS = {
@@ -319,6 +303,7 @@ PARTS = {
     "server": ServerOptions,
     "engine": EngineConfig,
     "speculative": SpeculativeConfig,
+    "ngram": NgramConfig,
 }
 
 

@@ -20,10 +20,12 @@ from shared.checkpoint import (
     attention_parameters,
     mlp_parameters,
     open_checkpoint,
+    parameters,
     single,
     stack,
 )
 from shared.draft_config import DraftConfig, DraftHead
+from shared.model_config import ModelConfig
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt")
 """Weights that loading would have to run as a program."""
@@ -33,11 +35,20 @@ STREAM_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
 MARKS = {
     "a Medusa head": ("medusa_head.", "0.linear.weight", "0.0.linear.weight"),
-    "a DFlash draft model": ("layers.0.self_attn.q_norm.weight",),
     "an MTP layer": ("mtp.",),
     "a hidden-state MLP speculator": ("speculator.", "emb.0.weight"),
 }
 """How tensors of other drafters begin."""
+
+DFLASH_MARKS = ("hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
+"""Tensors that a DFlash model has beside `fc`, with or without `model.` before their names."""
+
+RELATIVES = {
+    "a DFlash2 draft model": ("conv", "selector"),
+    "a Domino draft model": ("domino", "projector"),
+    "a DSpark draft model": ("markov", "confidence"),
+}
+"""Words in names of tensors of models that have all tensors of a DFlash model and more."""
 
 COPIES = ("embed_tokens.weight", "lm_head.weight")
 """Tensors of the target that a head's files may repeat."""
@@ -58,12 +69,33 @@ class HeadFiles:
         return self.checkpoint.num_bytes(head_parameters(self.config, self.checkpoint.names))
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """The settings and the checked files of a small model that drafts and is not read yet."""
+
+    config: ModelConfig
+    checkpoint: Checkpoint
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes that loading it reads."""
+        return self.checkpoint.num_bytes(parameters(self.config, False))
+
+
+def is_head(names: Collection[str]) -> bool:
+    """Whether tensors of these names are a draft head's, of any kind, and not a whole model's."""
+    return any(f"{prefix}fc.weight" in names for prefix in ("", "model."))
+
+
 def kind_of(names: Collection[str]) -> str:
-    """What the names of its tensors say about a draft model: "EAGLE" or "EAGLE3".
+    """What the names of its tensors say about a draft model: "EAGLE", "EAGLE3" or "DFLASH".
 
     Raises:
       CheckpointError: It is another drafter, or a whole model; one sentence.
     """
+    if all(f"{_prefix(names)}{mark}" in names for mark in ("fc.weight", *DFLASH_MARKS)):
+        _refuse_relatives(names)
+        return "DFLASH"
     if "fc.weight" in names:
         if any(name.endswith("hidden_norm.weight") for name in names if name.count(".") > 1):
             return "EAGLE3"
@@ -72,9 +104,24 @@ def kind_of(names: Collection[str]) -> str:
     found = [what for what, marks in MARKS.items() if any(name.startswith(marks) for name in names)]
     what = found[0] if found else "no EAGLE head, as it has no fc.weight"
     raise CheckpointError(
-        f"the draft model is {what}; give an EAGLE or EAGLE-3 head as "
+        f"the draft model is {what}; give an EAGLE, EAGLE-3 or DFlash head as "
         "--speculative-draft-model-path"
     )
+
+
+def _prefix(names: Collection[str]) -> str:
+    """What stands before the names of a DFlash model's tensors."""
+    return "model." if "model.fc.weight" in names else ""
+
+
+def _refuse_relatives(names: Collection[str]) -> None:
+    for what, words in RELATIVES.items():
+        for name in sorted(names):
+            if any(word in name for word in words):
+                raise CheckpointError(
+                    f"the draft model is {what}, as it has the tensor {name}, which is not "
+                    "supported; give a plain DFlash model as --speculative-draft-model-path"
+                )
 
 
 def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[Parameter]:
@@ -85,6 +132,8 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
         bias; None before it is opened.
     """
     names = frozenset() if names is None else names
+    if config.kind == "DFLASH":
+        return _dflash_parameters(config, _prefix(names))
     hidden, norm = config.layer.hidden, (config.layer.hidden,)
     older = any(name.startswith("layers.0.") for name in names) or config.kind == "EAGLE"
     layer = ["layers.0" if older else "midlayer"]
@@ -107,6 +156,21 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
     if config.own_lm_head:
         found.append(single("lm_head", "lm_head.weight", (config.draft_vocab, hidden)))
     return found
+
+
+def _dflash_parameters(config: DraftConfig, prefix: str) -> list[Parameter]:
+    sizes = config.layer
+    norm = (sizes.hidden,)
+    folders = [f"{prefix}layers.{i}" for i in range(sizes.num_layers)]
+    return [
+        single("fc", f"{prefix}fc.weight", (sizes.hidden, config.fc_inputs)),
+        single("hidden_norm", f"{prefix}hidden_norm.weight", norm),
+        stack("layer.input_norm", folders, {"input_layernorm.weight": norm}),
+        stack("layer.post_attention_norm", folders, {"post_attention_layernorm.weight": norm}),
+        *mlp_parameters("layer.mlp.", sizes, folders),
+        *attention_parameters("layer.attention.", sizes, folders, config.attention_inputs),
+        single("final_norm", f"{prefix}norm.weight", norm),
+    ]
 
 
 def _stream_norms(config: DraftConfig, names: Collection[str]) -> list[Parameter]:
@@ -149,16 +213,16 @@ def check_head(checkpoint: Checkpoint, config: DraftConfig) -> list[Parameter]:
     kind = kind_of(checkpoint.names)
     if kind != config.kind:
         raise CheckpointError(
-            f"the draft model's tensors are those of an {kind} head, its config.json describes "
-            f"an {config.kind} head; use a config.json that belongs to the tensors"
+            f"the draft model's tensors are those of {_named(kind)}, its config.json describes "
+            f"{_named(config.kind)}; use a config.json that belongs to the tensors"
         )
     wanted = head_parameters(config, checkpoint.names)
     checkpoint.check_parameters(wanted)
     known = {source.name for parameter in wanted for source in parameter.sources}
     for name in sorted(set(checkpoint.names) - known):
-        if name not in IGNORED and not name.endswith("rotary_emb.inv_freq"):
+        if name.removeprefix("model.") not in IGNORED and not name.endswith("rotary_emb.inv_freq"):
             raise CheckpointError(
-                f"the tensor {name} has no place in an {kind} head; use a head without it"
+                f"the tensor {name} has no place in {_named(kind)}; use a head without it"
             )
     if config.has_draft_vocab:
         draft_ids(checkpoint, config)
@@ -168,6 +232,10 @@ def check_head(checkpoint: Checkpoint, config: DraftConfig) -> list[Parameter]:
             "draft_vocab_size below vocab_size"
         )
     return wanted
+
+
+def _named(kind: str) -> str:
+    return f"{'a' if kind == 'DFLASH' else 'an'} {kind} head"
 
 
 def draft_ids(checkpoint: Checkpoint, config: DraftConfig) -> Int32[np.ndarray, " draft_vocab"]:

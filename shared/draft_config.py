@@ -1,17 +1,25 @@
-"""The config.json of an EAGLE or EAGLE-3 draft head as one dataclass, and the head itself.
+"""The config.json of an EAGLE, EAGLE-3 or DFlash draft head as one dataclass, and the head itself.
 
-A head is one Llama decoder layer that reads hidden states of its target. Whatever a head may do
-that is not implemented is refused by name, as it would draft badly without a word.
+An EAGLE head is one Llama decoder layer that reads hidden states of its target, a DFlash head a few
+Qwen3 layers. Whatever a head may do that is not implemented is refused by name, as it would draft
+badly without a word.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
 
+from shared.dflash_config import (
+    BlockConfig,
+    block_of,
+    refuse_relatives,
+    settings_of,
+    streams_of,
+)
 from shared.model_config import Json, ModelConfig, read_json
 
 NUM_AUX = 3
@@ -22,6 +30,7 @@ KINDS = {
     "EagleLlamaForCausalLM": "EAGLE",
     "LlamaForCausalLMEagle3": "EAGLE3",
     "Eagle3LlamaForCausalLM": "EAGLE3",
+    "DFlashDraftModel": "DFLASH",
 }
 """Architecture names of draft heads; `LlamaForCausalLM` is told by `draft_vocab_size`."""
 
@@ -40,8 +49,9 @@ class DraftConfig:
     """What a draft head's forward pass needs to know.
 
     Attributes:
-      kind: "EAGLE" (1 and 2) or "EAGLE3".
-      layer: The head's own Llama settings, with one layer.
+      kind: "EAGLE" (1 and 2), "EAGLE3" or "DFLASH".
+      layer: The head's own Llama settings, with one layer; of DFLASH Qwen3 settings, with any
+        number.
       target_hidden: Hidden size of the target.
       aux_streams: Which residual streams r_i of the target `fc` reads, low to high; r_0 is the
         embedding, r_i the residual after i layers. Empty for EAGLE.
@@ -52,8 +62,10 @@ class DraftConfig:
       norm_aux: Each stream has an RMS norm before `fc`.
       norm_input: The joined streams have one RMS norm before `fc`.
       norm_output: The hidden state of the next draft step is taken after the final norm.
+      block: What a DFLASH head fills in one pass; None for the others.
 
-    Source: EAGLE, Li et al. 2024, arXiv:2401.15077; EAGLE-3, Li et al. 2025, arXiv:2503.01840.
+    Source: EAGLE, Li et al. 2024, arXiv:2401.15077; EAGLE-3, Li et al. 2025, arXiv:2503.01840;
+      DFlash, arXiv:2602.06036.
     """
 
     kind: str
@@ -67,6 +79,7 @@ class DraftConfig:
     norm_aux: bool
     norm_input: bool
     norm_output: bool
+    block: BlockConfig | None
 
     @property
     def has_draft_vocab(self) -> bool:
@@ -77,12 +90,17 @@ class DraftConfig:
     def fc_inputs(self) -> int:
         """Width of what `fc` reads: embedding and hidden state, or the streams."""
         streams = len(self.aux_streams) * self.target_hidden
-        return streams if self.kind == "EAGLE3" else 2 * self.target_hidden
+        return 2 * self.target_hidden if self.kind == "EAGLE" else streams
 
     @property
     def attention_inputs(self) -> int:
         """Width of what the layer's query, key and value projections read."""
         return self.layer.hidden * (2 if self.kind == "EAGLE3" else 1)
+
+    @property
+    def sizes(self) -> "DraftSizes":
+        """What the head keeps on the device."""
+        return DraftSizes(self.layer, self.layer.num_attention_layers, 0, self.block is None)
 
     @classmethod
     def from_folder(cls, folder: str | Path, target: ModelConfig) -> "DraftConfig":
@@ -107,6 +125,8 @@ class DraftConfig:
           ValueError: The head cannot draft for the target; one sentence that names the field.
         """
         kind, eagle = _kind(config), config.get("eagle_config") or {}
+        if kind == "DFLASH":
+            return cls._dflash(settings_of(config), target)
         settings = {**config, **eagle}
         _refuse_unsupported(settings, kind)
         layer = _layer(config, target)
@@ -125,9 +145,40 @@ class DraftConfig:
             norm_aux=bool(settings.get("fc_norm") or settings.get("use_aux_norm")),
             norm_input=bool(settings.get("norm_before_fc")),
             norm_output=bool(settings.get("norm_output")),
+            block=None,
         )
         found._check(target)
         return found
+
+    @classmethod
+    def _dflash(cls, settings: Json, target: ModelConfig) -> "DraftConfig":
+        refuse_relatives(settings)
+        layer = _layers(settings, target)
+        _refuse_sizes(settings, layer, target, "DFLASH")
+        return cls(
+            kind="DFLASH",
+            layer=layer,
+            target_hidden=target.hidden,
+            aux_streams=streams_of(settings, layer, target),
+            draft_vocab=target.vocab,
+            own_embed=False,
+            own_lm_head=False,
+            has_bias=False,
+            norm_aux=False,
+            norm_input=False,
+            norm_output=False,
+            block=block_of(settings, layer),
+        )
+
+    def with_window(self, window: int | None) -> "DraftConfig":
+        """With one window for all layers of a DFLASH head; None leaves each what it has.
+
+        Raises:
+          ValueError: The window is shorter than the block.
+        """
+        if window is None or self.block is None:
+            return self
+        return replace(self, block=self.block.with_window(window))
 
     def _check(self, target: ModelConfig) -> None:
         if not 0 < self.draft_vocab <= target.vocab:
@@ -155,6 +206,28 @@ class DraftHead:
 
     config: DraftConfig
     weights: Mapping[str, Shaped[np.ndarray, "..."]]
+
+
+@dataclass(frozen=True)
+class DraftSizes:
+    """What a drafter keeps on the device between steps.
+
+    Attributes:
+      model: Sizes of its layers and of its hidden state.
+      num_attention_layers: Layers with KV of their own, in the target's pages.
+      num_gated_delta_layers: Layers with a recurrent state of their own.
+      has_relay: Extending it leaves candidates and a hidden state for the next draft.
+    """
+
+    model: ModelConfig
+    num_attention_layers: int
+    num_gated_delta_layers: int
+    has_relay: bool
+
+    @classmethod
+    def of_model(cls, config: ModelConfig) -> "DraftSizes":
+        """Of a whole model that drafts."""
+        return cls(config, config.num_attention_layers, config.num_gated_delta_layers, False)
 
 
 def _kind(config: Json) -> str:
@@ -206,8 +279,25 @@ def _layer(config: Json, target: ModelConfig) -> ModelConfig:
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
     }
+    return _served(llama)
+
+
+def _layers(settings: Json, target: ModelConfig) -> ModelConfig:
+    """The layers of a DFlash head as a Qwen3 model; how they slide is the block's to say."""
+    ignored = ("layer_types", "use_sliding_window", "sliding_window")
+    qwen: dict[str, Any] = {
+        "max_position_embeddings": target.context_length,
+        "vocab_size": target.vocab,
+        **{field: value for field, value in settings.items() if field not in ignored},
+        "architectures": ["Qwen3ForCausalLM"],
+        "tie_word_embeddings": False,
+    }
+    return _served(qwen)
+
+
+def _served(config: Json) -> ModelConfig:
     try:
-        return ModelConfig.from_dict(llama)
+        return ModelConfig.from_dict(config)
     except ValueError as error:
         raise ValueError(f"the draft model cannot be served: {error}") from error
 
@@ -219,7 +309,7 @@ def _refuse_sizes(config: Json, layer: ModelConfig, target: ModelConfig, kind: s
             "use a head that was trained for this model"
         )
     read = config.get("target_hidden_size") or layer.hidden
-    if read != target.hidden or (kind == "EAGLE" and layer.hidden != target.hidden):
+    if read != target.hidden or (kind != "EAGLE3" and layer.hidden != target.hidden):
         field = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
         raise ValueError(
             f"the draft model's {field} ({read}) does not fit the target's hidden_size "

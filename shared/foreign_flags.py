@@ -4,7 +4,7 @@ ONE_GPU = "one device serves a model; leave the flag out"
 AUTOMATIC = "the start decides it; leave the flag out"
 FLOAT_ONLY = "weights and KV are float32 or bfloat16; give --dtype"
 RAW_TEXT = "answers are the plain text of the model; leave the flag out"
-MATCH_RULE = "drafts are accepted by the match rule; leave the flag out"
+EXACT_RULES = "text keeps the target's law; give --accept-rule match or rejection"
 
 NOT_SUPPORTED = {
     **dict.fromkeys(
@@ -34,21 +34,22 @@ NOT_SUPPORTED = {
         RAW_TEXT,
     ),
     **dict.fromkeys(
-        ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc")
-        + ("--speculative-use-rejection-sampling", "--speculative-use-block-verification"),
-        MATCH_RULE,
+        ("--speculative-accept-threshold-single", "--speculative-accept-threshold-acc"),
+        EXACT_RULES,
     ),
+    "--speculative-use-rejection-sampling": "give --accept-rule rejection",
+    "--speculative-use-block-verification": "give --accept-rule rejection --block-verification",
     **dict.fromkeys(
         ("--speculative-token-map", "--speculative-draft-model-revision")
         + ("--speculative-draft-model-quantization", "--speculative-attention-mode")
-        + ("--speculative-draft-attention-backend", "--speculative-draft-window-size")
+        + ("--speculative-draft-attention-backend", "--speculative-draft-sink-size")
         + ("--speculative-adaptive", "--speculative-adaptive-config", "--speculative-ngram")
         + ("--speculative-dflash-block-size", "--enable-multi-layer-eagle")
         + ("--speculative-moe-runner-backend",),
         "a draft tree of one shape is what drafts; leave the flag out",
     ),
     **dict.fromkeys(
-        ("--api-key", "--admin-api-key", "--ssl-keyfile", "--ssl-certfile"),
+        ("--api-key", "--ssl-keyfile", "--ssl-certfile"),
         "the server listens on one address in clear text; put a proxy before it",
     ),
     **dict.fromkeys(
@@ -70,7 +71,6 @@ NOT_SUPPORTED = {
 }
 
 NOT_SUPPORTED_PREFIXES = (
-    "--speculative-ngram-",
     "--speculative-dspark-",
     "--speculative-adaptive-",
     "--disaggregation-",

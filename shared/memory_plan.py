@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Self
 
+from shared.activations import Drafting, activation_bytes, state_layer_bytes
 from shared.backend import (
     Limits,
     Program,
@@ -20,7 +21,7 @@ from shared.buffers import plan_layout, result_layout
 from shared.checkpoint import Parameter, parameters
 from shared.config import CHUNK_ALIGNMENT, ConfigError, Options
 from shared.draft_checkpoint import head_parameters
-from shared.draft_config import DraftConfig
+from shared.draft_config import DraftConfig, DraftSizes
 from shared.model_config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 
@@ -32,11 +33,6 @@ SMALLEST_PAGE_TABLE = 16
 MAX_STOP_IDS = 16
 MAX_BIAS = 64
 MAX_LOGPROBS = 20
-LOGIT_COPIES = 6
-"""Raw, processed, noise, perturbed, and the sorted values and ids of a support."""
-
-LOGPROB_COPIES = 3
-"""Log probabilities, and their sorted values and ids."""
 
 
 @dataclass(frozen=True)
@@ -114,18 +110,16 @@ DEFAULTS = {
 CPU_TOTAL_TOKENS = 32768
 
 
-def plan(
-    options: Options, model: ModelConfig, head: DraftConfig | None, device: Device
-) -> MemoryPlan:
+def plan(options: Options, model: ModelConfig, head: Drafting, device: Device) -> MemoryPlan:
     """Divides the device's memory.
 
     Args:
-      head: The draft head, where the drafter is one.
+      head: The draft head or the small model, where the drafter is one.
 
     Raises:
       ConfigError: The limits contradict each other, or do not fit.
     """
-    options = _with_defaults(options, model, device)
+    options = _with_defaults(options, model, head, device)
     options = _with_lengths(options, model, head, device)
     limits = limits_for(options, model, device)
     lines = tuple(_lines(options, model, head, limits))
@@ -165,6 +159,8 @@ def limits_for(options: Options, model: ModelConfig, device: Device) -> Limits:
         for shape in dict.fromkeys((TreeShape.plain(batch), draft_shape(options, batch)))
         for logprobs in (False, True)
     ]
+    if options.speculative.drafts_on_host:
+        programs = [replace(p, host_draft=not p.shape.is_plain) for p in programs]
     return Limits(
         page_size=page_size,
         num_pages=1 + num_pages,
@@ -177,10 +173,11 @@ def limits_for(options: Options, model: ModelConfig, device: Device) -> Limits:
         max_stop_ids=MAX_STOP_IDS,
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
+        accept_rule=options.speculative.verification,
     )
 
 
-def _with_defaults(options: Options, model: ModelConfig, device: Device) -> Options:
+def _with_defaults(options: Options, model: ModelConfig, head: Drafting, device: Device) -> Options:
     defaults = DEFAULTS[device.kind]
     engine = options.engine
     return replace(
@@ -196,13 +193,11 @@ def _with_defaults(options: Options, model: ModelConfig, device: Device) -> Opti
             chunked_prefill_size=engine.chunked_prefill_size or defaults.chunked_prefill_size,
             overlap=engine.overlap_depth,
         ),
-        speculative=options.speculative.settled(model.family == "llama"),
+        speculative=options.speculative.settled(model.family == "llama", _block_size(head)),
     )
 
 
-def _with_lengths(
-    options: Options, model: ModelConfig, head: DraftConfig | None, device: Device
-) -> Options:
+def _with_lengths(options: Options, model: ModelConfig, head: Drafting, device: Device) -> Options:
     """Settles context length and KV positions; what was given stays as it is or is refused."""
     context = options.model.context_length or model.context_length
     options = replace(options, model=replace(options.model, context_length=context))
@@ -218,9 +213,7 @@ def _with_lengths(
     return _with_pages(options, pages)
 
 
-def _most_pages(
-    options: Options, model: ModelConfig, head: DraftConfig | None, device: Device
-) -> int:
+def _most_pages(options: Options, model: ModelConfig, head: Drafting, device: Device) -> int:
     """Pages for every request's whole context, or as many as fit beside everything else."""
     page_size = _given(options.engine.page_size)
     wanted = _given(options.engine.max_running_requests) * _pages_for(
@@ -244,7 +237,7 @@ def _most_pages(
     return fitting
 
 
-def _fits(options: Options, model: ModelConfig, head: DraftConfig | None, device: Device) -> bool:
+def _fits(options: Options, model: ModelConfig, head: Drafting, device: Device) -> bool:
     lines = _lines(options, model, head, limits_for(options, model, device))
     return sum(line.num_bytes for line in lines) <= MEMORY_SHARE * device.free_bytes
 
@@ -255,23 +248,31 @@ def _with_pages(options: Options, pages: int) -> Options:
 
 
 def _lines(
-    options: Options, model: ModelConfig, head: DraftConfig | None, limits: Limits
+    options: Options, model: ModelConfig, head: Drafting, limits: Limits
 ) -> Iterator[MemoryLine]:
     item, slots = ITEM_BYTES[options.model.dtype], limits.num_slots
     pages = f"{limits.num_pages - 1} pages of {limits.page_size} tokens, and a sink"
-    drafter = model if head is None else head.layer
     yield _weights_line("weights", options, parameters(model, options.speculative.with_mtp))
-    if head is not None:
+    if isinstance(head, ModelConfig):
+        yield _weights_line("draft weights", options, parameters(head, False))
+    elif head is not None:
         draft_weights = _weights_line("draft weights", options, head_parameters(head, None))
         ids_bytes = 4 * head.draft_vocab * head.has_draft_vocab
         yield replace(draft_weights, num_bytes=draft_weights.num_bytes + ids_bytes)
     kv_bytes = model.num_attention_layers * _kv_bytes(model, limits, item)
     yield MemoryLine("KV", pages, kv_bytes)
-    if options.speculative.drafts:
-        yield MemoryLine("draft KV", "the same pages, 1 layer", _kv_bytes(drafter, limits, item))
-    yield from _state_lines(model, limits, item)
+    drafter = _draft_sizes(options, model, head)
+    if drafter is not None:
+        layers = drafter.num_attention_layers
+        detail = f"the same pages, {layers} layer{'s' * (layers > 1)}"
+        yield MemoryLine("draft KV", detail, layers * _kv_bytes(drafter.model, limits, item))
+    yield from _state_lines(model, limits, item, "")
+    if isinstance(head, ModelConfig):
+        yield from _state_lines(head, limits, item, "draft ")
     yield MemoryLine("seen", f"{slots} slots x {limits.vocab} tokens", slots * limits.vocab * 4)
-    relay = slots * (limits.max_width * 8 + drafter.hidden * item + 12)
+    relay = slots * 12
+    if drafter is not None and drafter.has_relay:
+        relay += slots * (limits.max_width * 8 + drafter.model.hidden * item)
     yield MemoryLine("relay", f"{slots} slots", relay)
     depth = limits.overlap
     plans = max(plan_layout(program, limits).size for program in limits.programs)
@@ -279,9 +280,23 @@ def _lines(
     buffers = 4 * ((depth + 2) * plans + (depth + 1) * results)
     yield MemoryLine("plans and results", f"{depth + 2} plans, {depth + 1} results", buffers)
     widest = max(
-        _activation_bytes(program, model, head, limits, item) for program in limits.programs
+        activation_bytes(program, model, head, limits, item) for program in limits.programs
     )
     yield MemoryLine("activations", "the widest step, estimated", widest)
+
+
+def _draft_sizes(options: Options, model: ModelConfig, head: Drafting) -> DraftSizes | None:
+    """What a drafter on the device keeps; None without one."""
+    if not options.speculative.drafts or options.speculative.drafts_on_host:
+        return None
+    if isinstance(head, ModelConfig):
+        return DraftSizes.of_model(head)
+    return DraftSizes(model, 1, 0, True) if head is None else head.sizes
+
+
+def _block_size(head: Drafting) -> int | None:
+    """Of a head that drafts blocks."""
+    return head.block.size if isinstance(head, DraftConfig) and head.block else None
 
 
 def _kv_bytes(config: ModelConfig, limits: Limits, item: int) -> int:
@@ -297,49 +312,14 @@ def _weights_line(name: str, options: Options, wanted: list[Parameter]) -> Memor
     return MemoryLine(name, f"{count:,} parameters in {options.model.dtype}", num_bytes)
 
 
-def _state_lines(model: ModelConfig, limits: Limits, item: int) -> Iterator[MemoryLine]:
+def _state_lines(model: ModelConfig, limits: Limits, item: int, whose: str) -> Iterator[MemoryLine]:
     delta = model.gated_delta
     if delta is None:
         return
-    state = delta.num_value_heads * delta.key_size * delta.value_size * 4
-    window = (delta.conv_width - 1) * delta.channels * item
-    layer_bytes = model.num_gated_delta_layers * (state + window)
+    layer_bytes = model.num_gated_delta_layers * state_layer_bytes(model, item)
     for name, count in (("state", limits.num_slots), ("snapshots", limits.num_snapshots)):
         detail = f"{count - 1} x {layer_bytes:,} bytes, and a sink"
-        yield MemoryLine(name, detail, count * layer_bytes)
-
-
-def _activation_bytes(
-    program: Program, model: ModelConfig, head: DraftConfig | None, limits: Limits, item: int
-) -> int:
-    """Largest arrays that live at once in a step.
-
-    They are a layer's, the streams that a head reads, all kept replay inputs, and the logits.
-    """
-    B, N = program.batch, program.shape.nodes
-    rows = program.tokens or B * N
-    queries = program.tokens or N  # a row of plain attention is padded to the longest
-    keys = program.pages * limits.page_size
-    heads = model.num_heads * model.head_size
-    layer = rows * (4 * model.hidden + 3 * model.intermediate + 4 * heads) * item
-    gathered = 2 * B * keys * model.num_kv_heads * model.head_size * item
-    scores = 2 * B * model.num_heads * queries * keys * 4
-    streams = rows * len(head.aux_streams) * model.hidden * item if head else 0
-    chosen = B * program.shape.max_tokens * program.logprobs
-    logits = (LOGIT_COPIES * (B if program.tokens else rows) + LOGPROB_COPIES * chosen) * 4
-    kept = streams + logits * model.vocab + _delta_bytes(program, model, rows)
-    return layer + gathered + scores + kept
-
-
-def _delta_bytes(program: Program, model: ModelConfig, rows: int) -> int:
-    """Replay inputs of every layer of a verify, and the states that a layer works on."""
-    delta = model.gated_delta
-    if delta is None:
-        return 0
-    kept = delta.num_value_heads * (delta.key_size + delta.value_size + 2) + delta.channels
-    layers = 1 if program.tokens else model.num_gated_delta_layers
-    states = 2 * program.batch * delta.num_value_heads * delta.key_size * delta.value_size
-    return 4 * (rows * kept * layers + states)
+        yield MemoryLine(f"{whose}{name}", detail, count * layer_bytes)
 
 
 def _program(

@@ -6,6 +6,7 @@ rows are left out before a step begins; everything else follows `shared.backend`
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -25,13 +26,56 @@ from shared.backend import (
 from shared.buffers import read_result, result_layout
 from shared.draft_config import DraftHead
 from shared.model_config import ModelConfig
-from shared.reference_rows import Batch, Trees, allowed_of, noise_of, put, roots, take, tree_fields
-from shared.spec import acceptance, attention, draft_tree, eagle, mamba_state, model, sampling
+from shared.reference_drafters import (
+    BlockDrafter,
+    HeadDrafter,
+    ReferenceDrafter,
+    StandaloneDrafter,
+    cut,
+)
+from shared.reference_rows import (
+    Batch,
+    Fed,
+    Ranking,
+    Trees,
+    allowed_of,
+    judged,
+    noise_of,
+    put,
+    roots,
+    take,
+    tree_fields,
+)
+from shared.spec import (
+    acceptance,
+    attention,
+    dflash,
+    draft_tree,
+    eagle,
+    mamba_state,
+    model,
+    sampling,
+)
 from shared.spec.draft_tree import TreeShape
 from shared.spec.model import KV, Weights
 from shared.spec.sampling import Sampling
+from shared.spec.standalone import SmallModel
 
-Drafter = Literal["none", "NEXTN"] | DraftHead
+Drafter = Literal["none", "NEXTN"] | DraftHead | SmallModel
+
+
+def _made(
+    drafter: Drafter, config: ModelConfig, weights: Weights, limits: Limits
+) -> ReferenceDrafter | None:
+    if drafter == "none":
+        return None
+    if isinstance(drafter, SmallModel):
+        return StandaloneDrafter(drafter, limits)
+    if isinstance(drafter, DraftHead) and drafter.config.block:
+        return BlockDrafter(dflash.Drafter(drafter, weights), limits)
+    if isinstance(drafter, DraftHead):
+        return HeadDrafter(eagle.Drafter.of_head(drafter, weights), limits)
+    return HeadDrafter(eagle.Drafter.nextn(config, weights), limits)
 
 
 class ReferenceBackend:
@@ -43,7 +87,7 @@ class ReferenceBackend:
         """Allocates the pools of `limits`.
 
         Args:
-          drafter: Nothing, the model's own MTP layer, or a head.
+          drafter: Nothing, the model's own MTP layer, a head, or a small model.
 
         Raises:
           ValueError: A drafter is asked for that the weights do not hold.
@@ -52,28 +96,19 @@ class ReferenceBackend:
             raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
         self.limits = limits
         self._config, self._weights = config, weights
-        self._has_drafter = drafter != "none"
-        self._drafter = eagle.Drafter.nextn(config, weights)  # without one its KV has no layer
-        if isinstance(drafter, DraftHead):
-            self._drafter = eagle.Drafter.of_head(drafter, weights)
+        self._drafter = _made(drafter, config, weights, limits)
         self._worker = ThreadPoolExecutor(max_workers=1)
         self._allocate(config, limits)
 
     def _allocate(self, config: ModelConfig, limits: Limits) -> None:
         slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
         self._kv = model.new_kv(config, config.num_attention_layers, *pool)
-        self._draft_kv = model.new_kv(self._drafter.layer, int(self._has_drafter), *pool)
         self._state = model.new_state(config, slots)
         self._snapshots = model.new_state(config, limits.num_snapshots)
         self._lengths = np.zeros(slots, np.int32)
         self._newest = np.zeros(slots, np.int32)
         self._draft_from = np.zeros(slots, np.int32)
         self._seen = np.zeros((slots, limits.vocab), np.int32)
-        self._relay_arrays = (  # of `eagle.Relay`, by slot
-            np.zeros((slots, limits.max_width), np.int32),
-            np.zeros((slots, limits.max_width), np.float32),
-            np.zeros((slots, self._drafter.layer.hidden), np.float32),
-        )
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queues one step and returns at once.
@@ -122,13 +157,9 @@ class ReferenceBackend:
         self._lengths[slots] = self._newest[slots] = 0
         self._seen[slots] = 0
         self._draft_from[slots] = batch.draft_from[batch.starts]
-        for array in self._relay_arrays:
-            array[slots] = 0
-        saved = take(self._snapshots, restore)
-        is_none = restore == 0
-        for array in (saved.recurrent, saved.window):
-            array[:, is_none] = 0
-        put(self._state, slots, saved)
+        put(self._state, slots, batch.restored(self._snapshots, restore))
+        if self._drafter is not None:
+            self._drafter.start(batch)
 
     def _count(self, slot: int, tokens: np.ndarray, first: int, prompt_length: int) -> None:
         """Adds tokens at positions `first` and on to a slot's `seen`."""
@@ -155,7 +186,7 @@ class ReferenceBackend:
             skipped = 0 if batch.starts[b] else 1  # the token before said that it would be next
             prompt_length = batch.sampling.prompt_length[b]
             self._count(slot, chunk[skipped:], first[b] + skipped, prompt_length)
-        logits = model.logits(self._weights, np.stack([hidden[-1] for hidden, _, _ in passes]))
+        logits = model.logits(self._weights, np.stack([read.hidden[-1] for read, _ in passes]))
         allowed = allowed_of(mask, batch.index, self.limits.vocab)
         allowed = None if allowed is None else allowed[:, 0]
         chosen = self._choose(logits, self._seen[batch.slots], lengths, batch.sampling, allowed)
@@ -163,37 +194,36 @@ class ReferenceBackend:
         self._lengths[batch.slots], self._newest[batch.slots] = lengths, newest
         for b, slot in enumerate(batch.slots):
             self._count(slot, newest[b : b + 1], lengths[b], batch.sampling.prompt_length[b])
-        if self._has_drafter:
-            self._feed_prompt(batch, chunks, [reads for _, reads, _ in passes], first, newest)
+        if self._drafter is not None:
+            self._feed_prompt(batch, chunks, [read for read, _ in passes], first, newest)
         failed = np.any(~np.isfinite(logits), axis=1)
         counts = (ends & ~failed).astype(np.int32)
         tokens = np.where(counts > 0, newest, 0)[:, None]
-        saved = np.array([saved for _, _, saved in passes])
+        saved = np.array([saved for _, saved in passes])
         logprobs = self._logprob_fields(logits[:, None], tokens, counts)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
         return fields_of | tree_fields(roots(newest)) | logprobs
 
     def _prefill_row(
         self, batch: Batch, b: int, chunk: Int[np.ndarray, " T"], first: int
-    ) -> tuple[Float[np.ndarray, "T hidden"], Float[np.ndarray, "T reads"], bool]:
+    ) -> tuple[model.Forward, bool]:
         """Runs one row's chunk, cut where its snapshot is taken.
 
         Returns:
-          Hidden states, what the drafter reads of them, and whether the snapshot was taken.
+          The pass over the chunk, and whether the snapshot was taken.
         """
         save_after = int(batch.snapshots.save_at[b] - first)
-        passed = batch.snapshots.save[b] != 0 and 0 < save_after <= len(chunk)
-        hidden, reads = [], []
-        pieces = np.split(chunk, [save_after]) if 0 < save_after < len(chunk) else [chunk]
-        for piece in pieces:
-            forward = self._prefill_piece(batch, b, piece, first)
+        passed = bool(batch.snapshots.save[b] != 0 and 0 < save_after <= len(chunk))
+        found: list[model.Forward] = []
+        for piece in cut(chunk, save_after):
+            found.append(self._prefill_piece(batch, b, piece, first))
             first += len(piece)
-            hidden.append(forward.hidden)
-            reads.append(self._drafter.reads(forward))
-            if passed and len(hidden) == 1:
+            if passed and len(found) == 1:
                 at = batch.snapshots.save[b : b + 1]
                 put(self._snapshots, at, take(self._state, batch.slots[b : b + 1]))
-        return np.concatenate(hidden), np.concatenate(reads), passed
+        hidden = np.concatenate([each.hidden for each in found])
+        streams = np.concatenate([each.streams for each in found], axis=1)
+        return model.Forward(hidden, streams, self._kv), passed
 
     def _prefill_piece(
         self, batch: Batch, b: int, tokens: Int[np.ndarray, " T"], first: int
@@ -217,27 +247,18 @@ class ReferenceBackend:
         self,
         batch: Batch,
         chunks: list[Int[np.ndarray, " T"]],
-        reads: list[Float[np.ndarray, "T reads"]],
+        passes: list[model.Forward],
         first: Int[np.ndarray, " B"],
         newest: Int[np.ndarray, " B"],
     ) -> None:
         """Extends the drafter over the chunks: each row with the token after it."""
-        out, logits = [], []
-        for b, (chunk, hidden) in enumerate(zip(chunks, reads, strict=True)):
-            where = attention.causal_rows(
-                np.array([0, len(chunk)]),
-                first[b : b + 1],
-                self._draft_from[batch.slots[b : b + 1]],
-                batch.page_table[b : b + 1],
-                len(chunk),
-            )
-            following = np.append(chunk[1:], newest[b])
-            row_out, row_logits, self._draft_kv = self._drafter.run(
-                where, following, hidden, self._draft_kv
-            )
-            out.append(row_out[-1])
-            logits.append(row_logits[-1])
-        self._carry(batch, np.stack(out), np.stack(logits), np.arange(len(chunks)))
+        assert self._drafter is not None
+        fed = [
+            Fed(int(first[b]), chunk, np.append(chunk[1:], newest[b]), passes[b])
+            for b, chunk in enumerate(chunks)
+        ]
+        draft_from = self._draft_from[batch.slots]
+        self._drafter.prefill(batch, fed, draft_from, self._rank(batch, self.limits.max_width))
 
     # Decode
 
@@ -270,8 +291,10 @@ class ReferenceBackend:
         counts = np.where(failed, 0, counts).astype(np.int32)
         tokens = acceptance.emitted(choices, path, counts)
         saved = self._commit(batch, forward.kv, kept, path, counts, tokens)
-        reads = self._drafter.reads(forward)[np.take_along_axis(row_of, path, axis=1)]
-        self._extend(batch, work.shape, lengths, reads, counts, tokens)
+        passed = forward.at(np.take_along_axis(row_of, path, axis=1).reshape(-1))
+        own = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
+        fed = Fed(0, own, tokens.reshape(-1), passed)
+        self._extend(batch, work.shape, lengths, fed, counts)
         on_path = np.take_along_axis(logits, path[:, :, None], axis=1)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
         return fields_of | tree_fields(trees) | self._logprob_fields(on_path, tokens, counts)
@@ -290,19 +313,14 @@ class ReferenceBackend:
         newest = self._newest[batch.slots]
         if shape.is_plain:
             return roots(newest)
-        tokens, parents, num_nodes, self._draft_kv = eagle.draft(
-            self._drafter.run,
-            self._draft_kv,
-            eagle.Relay(*(array[batch.slots] for array in self._relay_arrays)),
-            newest,
-            self._lengths[batch.slots],
-            self._draft_from[batch.slots],
-            batch.sampling.max_drafts,
-            batch.page_table,
-            shape,
-            self._rank(batch, shape.width),
-        )
-        return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
+        assert self._drafter is not None  # a program that drafts has one
+        slots, rank = batch.slots, self._rank(batch, shape.width)
+        bounds = (self._lengths[slots], self._draft_from[slots])
+        if self.limits.accept_rule == "match":
+            return self._drafter.draft(batch, newest, *bounds, shape, rank)
+        rank = replace(rank, kept=[])
+        trees = self._drafter.draft(batch, newest, *bounds, shape, rank)
+        return replace(trees, drafted=rank.drafted)
 
     def _commit(
         self,
@@ -342,23 +360,18 @@ class ReferenceBackend:
         batch: Batch,
         shape: TreeShape,
         lengths: Int[np.ndarray, " B"],
-        reads: Float[np.ndarray, "B W reads"],
+        fed: Fed,
         counts: Int[np.ndarray, " B"],
-        tokens: Int[np.ndarray, "B W"],
     ) -> None:
         """Feeds the accepted path to the drafter; a plain step leaves a hole in its KV instead."""
         if shape.is_plain:
             self._draft_from[batch.slots] = self._lengths[batch.slots]
-        elif self._has_drafter:
-            where = eagle.extend_rows(
-                lengths, counts, self._draft_from[batch.slots], batch.page_table, shape.depth
+        elif self._drafter is not None:
+            draft_from, rank = (
+                self._draft_from[batch.slots],
+                self._rank(batch, self.limits.max_width),
             )
-            flat_reads = reads.reshape(-1, reads.shape[2])
-            out, logits, self._draft_kv = self._drafter.run(
-                where, tokens.reshape(-1), flat_reads, self._draft_kv
-            )
-            last = np.arange(len(counts)) * shape.max_tokens + np.maximum(counts - 1, 0)
-            self._carry(batch, out, logits, last)
+            self._drafter.extend(batch, fed, lengths, counts, draft_from, rank)
 
     # Choosing
 
@@ -387,45 +400,18 @@ class ReferenceBackend:
         flat_logits, flat_seen = logits.reshape(B * N, vocab), seen.reshape(B * N, vocab)
         how = batch.sampling.rows(np.repeat(np.arange(B), N))
         mask = None if allowed is None else allowed.reshape(B * N, vocab)
-        chosen = self._choose(flat_logits, flat_seen, positions.reshape(-1), how, mask)
-        return chosen.reshape(B, N)
+        flat_positions = positions.reshape(-1)
+        chosen = self._choose(flat_logits, flat_seen, flat_positions, how, mask).reshape(B, N)
+        if trees.drafted is None:
+            return chosen
+        scores = sampling.processed(flat_logits, flat_seen, flat_positions, how, mask)
+        lengths, rule = self._lengths[batch.slots], self.limits.accept_rule
+        return judged(rule, batch, lengths, trees, scores.reshape(B, N, vocab), chosen)
 
-    def _rank(self, batch: Batch, width: int) -> eagle.Rank:
+    def _rank(self, batch: Batch, width: int) -> Ranking:
         """The drafter's choice of children, with the noise and the penalties of the target."""
-        lengths, seen = self._lengths[batch.slots], self._seen[batch.slots]
-
-        def rank(
-            logits: Float[np.ndarray, "B k vocab"], paths: Int[np.ndarray, "B k path"]
-        ) -> tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]]:
-            B, k, vocab = logits.shape
-            on_path = np.repeat(seen, k, axis=0)
-            flat_paths = paths.reshape(B * k, -1)
-            np.add.at(on_path, (np.arange(B * k)[:, None], flat_paths), 2)
-            positions = np.repeat(lengths, k) + paths.shape[2] + 1
-            how = batch.sampling.rows(np.repeat(np.arange(B), k))
-            flat = logits.reshape(B * k, vocab)
-            scores = sampling.processed(flat, on_path, positions, how, None)
-            scores = sampling.perturbed(scores, noise_of(scores, positions, how), how.temperature)
-            ids = sampling.top_candidates(scores, width)
-            weights = sampling.draft_weights(scores, how.temperature, sampling.DRAFT_TAU)
-            weights = np.take_along_axis(weights, ids, axis=1)
-            return ids.reshape(B, k, width), weights.reshape(B, k, width)
-
-        return rank
-
-    def _carry(
-        self,
-        batch: Batch,
-        hidden: Float[np.ndarray, "R hidden"],
-        logits: Float[np.ndarray, "R vocab"],
-        last: Int[np.ndarray, " B"],
-    ) -> None:
-        """Sets the slots' relays from each row's last extended row."""
-        relay = eagle.relay_of(hidden, logits, last, self._rank(batch, self.limits.max_width))
-        for array, values in zip(
-            self._relay_arrays, (relay.tokens, relay.weights, relay.hidden), strict=True
-        ):
-            array[batch.slots] = values
+        slots = batch.slots
+        return Ranking(batch.sampling, self._lengths[slots], self._seen[slots], width, None)
 
     def _logprob_fields(
         self,

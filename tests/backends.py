@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from shared.backend import Backend, Limits
 from shared.checkpoint import Weights
-from shared.draft_config import DraftHead
 from shared.model_config import ModelConfig
-from shared.reference_backend import ReferenceBackend
+from shared.reference_backend import Drafter, ReferenceBackend
 
 FRAMEWORKS = ("reference", "torch", "jax")
 
@@ -15,7 +14,7 @@ JAX_BACKENDS: list[Backend] = []
 
 
 def make_backend(
-    framework: str, config: ModelConfig, weights: Weights, limits: Limits, drafter: str | DraftHead
+    framework: str, config: ModelConfig, weights: Weights, limits: Limits, drafter: Drafter
 ) -> Backend:
     """A backend in float32 on the CPU; a framework is imported when it is first asked for."""
     if framework == "reference":
@@ -36,7 +35,7 @@ def make_backend(
 
 
 def make_gpu_backend(
-    framework: str, config: ModelConfig, weights: Weights, limits: Limits, drafter: str | DraftHead
+    framework: str, config: ModelConfig, weights: Weights, limits: Limits, drafter: Drafter
 ) -> Backend:
     """A backend in float32 on the first GPU: "torch", "torch graphs" or "jax"."""
     if framework == "jax":

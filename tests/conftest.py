@@ -57,7 +57,12 @@ def sink_length(framework: str, backend: Backend) -> Callable[[], int]:
     return lambda: int(SINK_LENGTHS[framework](backend))
 
 
-HOST_FILES = ("_contract.py", "_contract_memory.py", "test_tree_behaviour.py")
+HOST_FILES = (
+    "_contract.py",
+    "_contract_memory.py",
+    "test_cross_backend_ngram.py",
+    "test_tree_behaviour.py",
+)
 
 
 class FilesThatShareABackend(LoadFileScheduling):

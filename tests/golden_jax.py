@@ -13,9 +13,7 @@ from flax import nnx
 
 from jax_impl import device_state, layers, model, weights
 from jax_impl.backend import compiler_options
-from jax_impl.device_state import DraftState
-from jax_impl.drafters import eagle, heads
-from jax_impl.drafters.eagle import Ranking
+from jax_impl.drafters import Fed, Ranking, eagle, heads
 from jax_impl.ops import attention, draft_tree, mamba_state
 from jax_impl.ops.sampling import Sampling
 from shared.checkpoint import load_all
@@ -206,11 +204,10 @@ class JaxHead:
         )
         ranking = greedy_ranking(length, shape)
         noise = jnp.zeros((1, shape.depth + 1, ranking.seen.shape[1]))
-        relay, kv = eagle.feed(
-            self._head, rows, tokens, passed, kv, length - 1, ranking, noise[:, 0], shape.width
-        )
-        where = (slot, tokens[-1:], ints(TABLE), shape, ranking, noise)
-        return eagle.draft(self._head, DraftState(slot, relay, kv), *where)[0]
+        fed = Fed(rows, tokens, tokens, passed, length - 1)
+        relay, kv = eagle.feed(self._head, kv, fed, ranking, noise[:, 0], shape.width)
+        where = (tokens[-1:], slot, ints(TABLE), shape, ranking, noise)
+        return eagle.draft(self._head, kv, relay, *where)[0]
 
 
 def greedy_ranking(lengths: jax.Array, shape: TreeShape) -> Ranking:
@@ -218,7 +215,7 @@ def greedy_ranking(lengths: jax.Array, shape: TreeShape) -> Ranking:
     how = spec_sampling(SamplingParams(temperature=0.0), 0, VOCAB, 1)
     how = Sampling(*(jnp.asarray(getattr(how, name)) for name in Sampling._fields))
     how = how._replace(max_drafts=ints([shape.nodes - 1]))
-    return Ranking(how, jnp.zeros((1, VOCAB), jnp.int32), lengths)
+    return Ranking(how, jnp.zeros((1, VOCAB), jnp.int32), lengths, None)
 
 
 _MADE: dict[Path, Passes] = {}

@@ -14,7 +14,7 @@ from shared.model_config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 from tests.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
 from torch_impl import model, weights
-from torch_impl.drafters import eagle, heads
+from torch_impl.drafters import Fed, eagle, heads
 from torch_impl.layers import Chunks, Tree
 from torch_impl.ops import attention, draft_tree, mamba_state, sampling
 from torch_impl.ops.mamba_state import DeltaState
@@ -124,14 +124,14 @@ class TorchHead:
         loaded = weights.from_arrays(config, load_all(target, config, False), "float32", CPU)
         settings = (DraftConfig.from_folder(folder, config), "float32", CPU)
         head = weights.load_head(open_head(folder), *settings, progress=lambda num_bytes: None)
-        made = heads.HEADS[head.config.kind](model.Model.of(config, loaded), head)
-        layer, self._drafter = made.config, eagle.EagleDrafter(made)
+        self._head = heads.HEADS[head.config.kind](model.Model.of(config, loaded), head)
+        layer = self._head.config
         pools = (2, NUM_PAGES, PAGE_SIZE, layer.num_kv_heads, layer.head_size)
         self._kv, self._table = torch.zeros(1, *pools), ints(TABLE)
 
     def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
         """See `GoldenHead`."""
-        return self._rows(tokens, self._drafter.head.read(self._passed(reads)), 0)
+        return self._rows(tokens, self._head.read(self._passed(reads)), 0)
 
     def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
         """See `GoldenHead`."""
@@ -141,22 +141,22 @@ class TorchHead:
         """See `GoldenHead`."""
         rank, length, none = partial(_most_likely, shape.width), ints([len(tokens)]), ints([0])
         rows = causal_rows(self._table, len(tokens), 0)
-        extended = (rows, ints(tokens), self._passed(reads), length - 1)
-        relay = self._drafter.extend(self._kv, *extended, rank)
+        fed = Fed(rows, ints(tokens), ints(tokens), self._passed(reads), length - 1)
+        relay = eagle.relay_of(self._head, self._kv, fed, rank)
         where = (ints(tokens[-1:]), length, none, ints([shape.nodes - 1]), self._table)
-        drafted = self._drafter.draft(self._kv, relay, *where, shape, rank)
+        drafted = eagle.draft(self._head, self._kv, relay, *where, shape, rank)
         return tuple(part.numpy() for part in drafted)
 
     def _passed(self, reads: Array) -> model.Forward:
         """A pass of the target that gave what the head reads."""
         given = torch.from_numpy(reads)
-        num_streams = max(len(self._drafter.head.streams), 1)
+        num_streams = max(len(self._head.streams), 1)
         return model.Forward(given, given.chunk(num_streams, dim=1))
 
     def _rows(
         self, tokens: Array, hidden: torch.Tensor, first_position: int
     ) -> tuple[Array, Array]:
-        head, rows = self._drafter.head, causal_rows(self._table, len(tokens), first_position)
+        head, rows = self._head, causal_rows(self._table, len(tokens), first_position)
         out = head.forward(rows, ints(tokens), hidden, self._kv)
         return out.numpy(), head.logits(out).numpy()
 

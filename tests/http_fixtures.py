@@ -24,7 +24,9 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from shared.engine.ngram_index import NgramIndex
 from shared.engine.request import Event, FinishReason, Refusal, Request
+from shared.ngram_config import NgramConfig
 from shared.server import engine_process
 from shared.server.frames import ModelFacts
 
@@ -37,6 +39,7 @@ POOL_TOKENS = 400  # what the pages hold of one request
 TOKENS_PER_STEP = 3
 SLOTS = 4
 MAX_BIAS, MAX_LOGPROBS = 3, 5
+ADMIN_KEY, MAX_CORPUS_TOKENS = "open sesame", 1000
 CRASH, FAIL, SLOW, REFUSED = 290, 291, 292, 293  # first tokens of a prompt; the last also biased
 FILLER = ord("-")
 START_S = 180.0  # a backend may compile first
@@ -89,6 +92,11 @@ class Repeater:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.finished: dict[str, int] = dict.fromkeys(("stop", "abort"), 0)
+        config = NgramConfig(
+            speculative_ngram_external_sam_budget=2,
+            speculative_ngram_external_corpus_max_tokens=MAX_CORPUS_TOKENS,
+        )
+        self.ngram = NgramIndex(config, nodes=4, depth=3, vocab=VOCAB, chain=False)
 
     @property
     def busy(self) -> bool:
@@ -146,7 +154,10 @@ class Repeater:
         first = not request.output
         tokens: list[int] = []
         reason = None
-        for _ in range(1 if first else TOKENS_PER_STEP):
+        drafts = TOKENS_PER_STEP - 1
+        if request.sampling.max_draft_tokens is not None:
+            drafts = min(drafts, request.sampling.max_draft_tokens)
+        for _ in range(1 if first else drafts + 1):
             token = _token(request, len(request.output))
             tokens.append(token)
             request.output.append(token)
@@ -157,7 +168,7 @@ class Repeater:
             if reason:
                 self._remove(request.request_id)
                 break
-        accepted = None if first else TOKENS_PER_STEP - 1
+        accepted = None if first else drafts
         count = request.sampling.logprobs
         logprobs = None if count is None else [_logprob(token, count) for token in tokens]
         return Event(request.request_id, tokens, accepted, reason, None, logprobs)
@@ -296,6 +307,8 @@ def main() -> int:
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
         max_draft_depth=TOKENS_PER_STEP - 1,
+        admin_api_key=ADMIN_KEY,
+        corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
     )
     return engine_process.run(Repeater(), facts, engine_process.bind("127.0.0.1", 0))
 

@@ -9,18 +9,19 @@ import numpy as np
 from shared.backend import Limits
 from shared.checkpoint import Checkpoint, load_all, open_checkpoint
 from shared.config import Options
-from shared.draft_checkpoint import HeadFiles, load_head
+from shared.draft_checkpoint import ModelFiles, load_head
 from shared.memory_plan import Device
 from shared.model_config import ModelConfig
 from shared.reference_backend import ReferenceBackend
-from shared.server.launch import ProgressCall, launch
+from shared.server.launch import DraftFiles, ProgressCall, launch
+from shared.spec.standalone import SmallModel
 
 
 def load(
     options: Options,
     checkpoint: Checkpoint,
     model: ModelConfig,
-    head: HeadFiles | None,
+    head: DraftFiles,
     limits: Limits,
     progress: ProgressCall,
 ) -> ReferenceBackend:
@@ -28,7 +29,10 @@ def load(
     with_mtp = options.speculative.with_mtp
     weights = load_all(options.model.model_path, model, with_mtp)
     drafter = "NEXTN" if with_mtp else "none"
-    if head is not None:
+    if isinstance(head, ModelFiles):
+        own = load_all(options.speculative.head_path, head.config, False)
+        drafter = SmallModel(head.config, own, model.vocab)
+    elif head is not None:
         drafter = load_head(head.checkpoint, head.config, np.float32)
     return ReferenceBackend(model, weights, limits, drafter)
 

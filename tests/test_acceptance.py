@@ -106,3 +106,73 @@ def test_implementations_accept_the_same(N: int, implementation: Implementation)
     np.testing.assert_array_equal(got, spec.emitted(choices, path, counts))
     is_nan = rng.integers(0, 2, (B, N)).astype(bool)
     np.testing.assert_array_equal(ops.failed(is_nan, path), spec.failed(is_nan, path))
+
+
+def random_chains(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    """Arguments of the rejection rule's functions, with excluded tokens and greedy rows."""
+    B, N, vocab = 64, 4, 6
+    tokens = rng.integers(0, vocab, (B, N)).astype(np.int32)
+    p, q = rng.dirichlet(np.full(vocab, 0.5), (2, B, N)).astype(np.float32)
+    p[rng.random(p.shape) < 0.2] = 0
+    return (
+        tokens,
+        rng.integers(1, N + 1, B).astype(np.int32),
+        rng.integers(0, vocab, (B, N)).astype(np.int32),
+        p,
+        np.where(rng.random((B, 1, 1)) < 0.2, spec.certain_law(tokens, vocab), q[:, 1:]),
+        rng.random((B, N - 1)).astype(np.float32),
+        rng.gumbel(size=(B, vocab)).astype(np.float32),
+        np.where(rng.random(B) < 0.2, 0, 0.7).astype(np.float32),
+    )
+
+
+RULES = ("rejection_choices", "block_choices")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_greedy_rows_and_the_bonus_token_keep_the_targets_choice(rule: str) -> None:
+    chains = random_chains(np.random.default_rng(3))
+    _, num_nodes, choices, *_, temperature = chains
+    got = getattr(spec, rule)(*chains)
+    last, rows = num_nodes - 1, np.arange(len(num_nodes))
+    assert (got[rows, last] == choices[rows, last]).all()
+    assert (got[temperature == 0] == choices[temperature == 0]).all()
+    assert (got != choices).any()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rejected_draft_is_never_drawn_again(rule: str) -> None:
+    """So the walk, which follows the choices, stops exactly where the rule does."""
+    rng = np.random.default_rng(4)
+    tokens, num_nodes, choices, p, q, uniforms, noise, temperature = random_chains(rng)
+    # A draft that the target excludes is rejected; the draw that takes its place is another token.
+    p[np.arange(len(p))[:, None], np.arange(3), tokens[:, 1:]] = 0
+    p /= p.sum(axis=2, keepdims=True) + 1e-9
+    warm = np.full_like(temperature, 0.7)
+    everyone = np.full_like(num_nodes, 4)
+    got = getattr(spec, rule)(tokens, everyone, choices, p, q, uniforms, noise, warm)
+    has_mass = p[:, :3].sum(axis=2) > 0.5
+    assert (got[:, 0] != tokens[:, 1])[has_mass[:, 0]].all()
+
+
+def test_equal_laws_accept_every_draft() -> None:
+    rng = np.random.default_rng(5)
+    tokens, num_nodes, choices, p, _, uniforms, noise, temperature = random_chains(rng)
+    p = rng.dirichlet(np.full(6, 0.5), p.shape[:2]).astype(np.float32)
+    given = (tokens, np.full_like(num_nodes, 4), choices, p, p[:, :3], uniforms, noise)
+    for rule in RULES:
+        got = getattr(spec, rule)(*given, np.full_like(temperature, 0.7))
+        assert (got[:, :3] == tokens[:, 1:]).all()
+
+
+@each_implementation
+@pytest.mark.parametrize("rule", RULES)
+def test_implementations_reject_the_same(rule: str, implementation: Implementation) -> None:
+    ops, chains = implementation("acceptance"), random_chains(np.random.default_rng(6))
+    np.testing.assert_array_equal(getattr(ops, rule)(*chains), getattr(spec, rule)(*chains))
+    tokens, scores = chains[0], np.log(chains[4] + np.float32(1e-9))
+    scores[0, 0, 0] = np.nan
+    got, want = ops.sampled_law(scores, tokens), spec.sampled_law(scores, tokens)
+    # Float32 on both sides: only the order of the sum over the vocabulary differs.
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(ops.certain_law(tokens, 6), spec.certain_law(tokens, 6))

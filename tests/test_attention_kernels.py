@@ -22,7 +22,9 @@ import torch
 import jax_impl.ops.attention
 import torch_impl.ops.attention
 from kernels.pallas_gpu import attention as pallas
+from shared.dflash_config import BlockConfig
 from shared.spec import attention as spec
+from shared.spec.dflash import block_rows
 
 ON_GPU = torch.cuda.is_available()
 # Float32 on both sides: the sums have another order, and a GPU's exp2 errs by some 1e-7.
@@ -183,6 +185,19 @@ def test_a_chain_needs_no_mask(run) -> None:
     until = (tree.until + node + 1).astype(np.int32)
     chain = replace(tree, until=until, window=np.zeros((len(tree.q), 0), bool))
     np.testing.assert_allclose(run(chain), specified(tree), atol=FLOAT32, rtol=0)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, 3, 12])
+def test_rows_of_a_block_see_what_lies_behind_them_too(window, is_causal, run) -> None:
+    block = BlockConfig(size=7, mask_id=0, windows=(window,), causal=(is_causal,))
+    lengths, draft_from = np.array([60, 109, 31]), np.array([0, 100, 31])
+    (rows,) = block_rows(block, lengths, draft_from, TREE.page_table)
+    ints = (x.astype(np.int32) for x in (7 * np.arange(4), rows.first, rows.until))
+    case = Case(
+        *(TREE.q[:21], TREE.k_pages, TREE.v_pages, TREE.page_table, *ints, rows.window, 7, False)
+    )
+    np.testing.assert_allclose(run(case), specified(case), atol=FLOAT32, rtol=0)
 
 
 def test_what_no_row_sees_harms_nobody(run) -> None:

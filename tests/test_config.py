@@ -28,7 +28,24 @@ REFUSED = {
     "--tp=2": "--tp is not supported",
     "--mem-fraction-static 0.8": "--mem-fraction-static",
     "--reasoning-parser qwen3": "--reasoning-parser",
-    "--speculative-ngram-min-bfs-breadth 1": "--speculative-ngram-min-bfs-breadth",
+    "--speculative-ngram-min-bfs-breadth 1": (
+        "--speculative-ngram-min-bfs-breadth belongs to another drafter"
+    ),
+    "--speculative-algo NGRAM --speculative-ngram-min-bfs-breadth 11": (
+        "--speculative-ngram-min-bfs-breadth 11 is above --speculative-ngram-max-bfs-breadth 10"
+    ),
+    "--speculative-algo NGRAM --speculative-ngram-external-sam-budget 12": (
+        "--speculative-ngram-external-sam-budget must be at most 11"
+    ),
+    "--speculative-algo NGRAM --speculative-ngram-external-corpus-path x": (
+        "give their number as --speculative-ngram-external-sam-budget"
+    ),
+    "--speculative-algo NGRAM --speculative-ngram-match-type DFS": (
+        "--speculative-ngram-match-type must be one of BFS, PROB"
+    ),
+    "--speculative-algo NGRAM --speculative-num-steps 3": (
+        "contradict --speculative-algorithm NGRAM"
+    ),
     "--pagesize 16": "did you mean --page-size?",
     "--page 16": "--page is no flag",  # no abbreviations
     "stray": "stray belongs to no flag",
@@ -53,7 +70,6 @@ REFUSED = {
     "--speculative-draft-model-path x": "--speculative-draft-model-path needs a drafter",
     "--speculative-algo EAGLE3": "give its folder as --speculative-draft-model-path",
     "--speculative-algo EAGLE": "--speculative-algorithm EAGLE drafts with a head of its own",
-    "--speculative-algorithm NGRAM": "--speculative-algorithm NGRAM is not supported",
     "--speculative-algorithm nope": "--speculative-algorithm must be one of NEXTN",
     "--speculative-algo NEXTN --speculative-algorithm EAGLE": "is given twice",
     "--speculative-algo NEXTN --speculative-draft-model-path x": "--speculative-draft-model-path",
@@ -71,23 +87,30 @@ REFUSED = {
         "give its size as --speculative-num-draft-tokens"
     ),
     "--speculative-algo NAIVE_EAGLE --speculative-num-steps 3": (
-        "--speculative-num-steps 3 contradicts --speculative-algorithm NAIVE_EAGLE"
+        "contradict --speculative-algorithm NAIVE_EAGLE"
     ),
     "--speculative-algo NAIVE_EAGLE --speculative-eagle-topk 2": (
-        "--speculative-eagle-topk 2 contradicts"
+        "contradict --speculative-algorithm NAIVE_EAGLE"
     ),
     "--speculative-algo NAIVE_EAGLE --speculative-num-draft-tokens 4": (
-        "--speculative-num-draft-tokens 4 contradicts"
+        "contradict --speculative-algorithm NAIVE_EAGLE"
     ),
 }
 
 
+def faults(line: list[str]) -> list[str]:
+    """What the flags' parser says, or else the rules over a model that has all they need."""
+    try:
+        return refusals(setup(line))
+    except ConfigError as error:
+        return [str(error)]
+
+
 @pytest.mark.parametrize("line", REFUSED)
 def test_a_wrong_command_line_is_refused_by_name_in_one_sentence(line):
-    with pytest.raises(ConfigError) as refused:
-        parse(line.split())
-    assert REFUSED[line] in str(refused.value)
-    assert "\n" not in str(refused.value)
+    (sentence,) = faults(line.split())
+    assert REFUSED[line] in sentence
+    assert "\n" not in sentence
 
 
 @pytest.mark.parametrize("name", NOT_SUPPORTED)
@@ -104,6 +127,26 @@ def test_no_flag_is_both_known_and_not_supported():
     assert not known & NOT_SUPPORTED.keys()
 
 
+def test_every_flag_of_ngram_arrives_in_the_field_of_its_name():
+    given = {
+        "speculative_ngram_min_bfs_breadth": 2,
+        "speculative_ngram_max_bfs_breadth": 3,
+        "speculative_ngram_match_type": "PROB",
+        "speculative_ngram_max_trie_depth": 9,
+        "speculative_ngram_capacity": 2048,
+        "speculative_ngram_scope": "request",
+        "speculative_ngram_external_corpus_path": "there",
+        "speculative_ngram_external_sam_budget": 4,
+        "speculative_ngram_external_corpus_max_tokens": 77,
+    }
+    line = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
+    line += [word for name, v in given.items() for word in (spelling(name), str(v))]
+    options = parse(line)
+    assert vars(options.ngram) == given
+    shape = options.speculative.settled(is_llama=True, block=None)
+    assert (shape.num_steps, shape.topk, shape.num_draft_tokens) == (5, 1, 6)
+
+
 def test_every_flag_arrives_in_the_field_of_its_name():
     given = {
         "model_path": "here",
@@ -112,6 +155,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "host": "::1",
         "port": 0,
         "served_model_name": "it",
+        "admin_api_key": "secret",
         "page_size": 32,
         "max_total_tokens": 512,
         "max_running_requests": 3,
@@ -121,10 +165,13 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "speculative_num_steps": 5,
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 6,
+        "accept_rule": "rejection",
     }
     options = parse([word for name, v in given.items() for word in (spelling(name), str(v))])
-    found = {k: v for part in PARTS for k, v in vars(getattr(options, part)).items()}
+    parts = PARTS.keys() - {"ngram"}
+    found = {k: v for part in parts for k, v in vars(getattr(options, part)).items()}
     absent = {"disable_overlap_schedule": False, "speculative_draft_model_path": None}
+    absent |= {"block_verification": False, "speculative_draft_window_size": None}
     assert found == given | absent
 
 
@@ -168,7 +215,7 @@ def test_a_chain_is_known_by_its_steps_or_its_nodes(flags, shape):
     ],
 )
 def test_a_shape_left_open_is_that_of_the_algorithm_and_the_target(line, is_llama, shape):
-    draft = parse(line).speculative.settled(is_llama)
+    draft = parse(line).speculative.settled(is_llama, None)
     given = (
         draft.speculative_num_steps,
         draft.speculative_eagle_topk,
@@ -237,6 +284,7 @@ LINES = {
     "cpu, pages of one token": (["--page-size", "1", "--overlap", "2", *NEXTN], CPU),
     "cpu with a head": (EAGLE3, CPU),
     "cpu with a tree": ([*NEXTN, "--speculative-eagle-topk", "2", *NODES_6], CPU),
+    "cpu with drafts of the host": (["--speculative-algorithm", "NGRAM"], CPU),
     "gpu": (NEXTN, GPU),
     "gpu in float32": (["--dtype", "float32", "--max-running-requests", "5"], GPU),
 }
@@ -266,8 +314,9 @@ def test_the_memory_plan_counts_the_real_arrays(case):
     arrays = DRAFT_HEAD.weights.values()
     draft_weights = sum(w.size * (4 if w.dtype == np.int32 else item) for w in arrays)
     assert sizes.get("draft weights", 0) == ("EAGLE3" in line) * draft_weights
-    relay = (4 + 4) * limits.max_width + item * MODEL.hidden + 3 * 4
-    assert sizes["relay"] == limits.num_slots * relay
+    relay = (4 + 4) * limits.max_width + item * MODEL.hidden
+    has_relay = "NEXTN" in line or "EAGLE3" in line
+    assert sizes["relay"] == limits.num_slots * (has_relay * relay + 3 * 4)
     assert sizes["seen"] == limits.num_slots * MODEL.vocab * 4
     weights = {n: w for n, w in WEIGHTS.items() if "NEXTN" in line or not n.startswith("mtp.")}
     kept = ("gated_delta.a_log", "gated_delta.dt_bias")

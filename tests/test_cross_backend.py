@@ -222,13 +222,12 @@ def serve(backend: Backend, cell: Cell) -> dict[int, Outcome]:
 
 def assert_cell(cell: Cell, backends: Backends, frameworks: tuple[str, ...]) -> None:
     served = {framework: serve(backends.get(framework, cell), cell) for framework in frameworks}
-    compare(cell, served)
+    compare(cell, served, oracle_of(cell.family))
     assert_few_excused()
 
 
-def compare(cell: Cell, served: dict[str, dict[int, Outcome]]) -> None:
+def compare(cell: Cell, served: dict[str, dict[int, Outcome]], oracle: Oracle) -> None:
     """Every text is the specification's, and all are equal up to the first near tie."""
-    oracle = oracle_of(cell.family)
     for request in requests_of(cell):
         outcomes = [outcome[request.request_id] for outcome in served.values()]
         ties = [

@@ -1,8 +1,8 @@
 """Draft trees: JAX = torch = the specification, and speculation = plain decoding.
 
-NEXTN on the hybrid, EAGLE and EAGLE-3 on plain and hybrid targets, chains and trees of several
-shapes, among them one whose drafting writes more draft KV than the tree has nodes. Texts and
-accepted drafts are compared as in `tests/test_cross_backend.py`, whose requests these are.
+NEXTN on the hybrid, EAGLE, EAGLE-3 and small models on plain and hybrid targets, chains and trees
+of several shapes, among them one whose drafting writes more draft KV than the tree has nodes. Texts
+and accepted drafts are compared as in `tests/test_cross_backend.py`, whose requests these are.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 
 from shared.draft_config import DraftHead
 from shared.spec.draft_tree import TreeShape
+from shared.spec.standalone import SmallModel
 from tests.test_cross_backend import (
     BATCH,
     GREEDY,
@@ -29,6 +30,7 @@ from tests.test_cross_backend import (
     serve,
 )
 from tests.tiny_heads import tiny_head
+from tests.tiny_small import small_model
 
 
 def tree(depth: int, width: int, nodes: int) -> TreeShape:
@@ -43,7 +45,13 @@ DRAFTERS = (
     ("qwen3", "EAGLE3"),
     ("llama", "EAGLE3"),
     ("qwen3_5", "EAGLE3"),
+    ("qwen3", "STANDALONE"),
+    ("llama", "STANDALONE"),
+    ("qwen3_5", "STANDALONE"),
 )
+SMALL_OF = {"qwen3": "llama", "llama": "qwen3", "qwen3_5": "qwen3_5"}
+"""The family of the small model that drafts for a target: of the first two each pads another
+vocabulary than its target, and the hybrid has states of its own."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +83,11 @@ def cell(family, head, shape, sampling, load, overlap, page_size) -> TreeCell:
 
 DEFAULT = {
     ("qwen3_5", "NEXTN"): TREES[1:3],
-    ("llama", "EAGLE"): TREES[1:2],
-    ("qwen3_5", "EAGLE"): TREES[4:],
+    ("llama", "EAGLE"): TREES[4:],
     ("qwen3", "EAGLE3"): TREES[:1],
     ("qwen3_5", "EAGLE3"): TREES[2:3],
+    ("qwen3", "STANDALONE"): TREES[:1],
+    ("qwen3_5", "STANDALONE"): TREES[1:2],
 }
 """Drafters and trees of the default choice: every kind of both, in few compiled programs."""
 
@@ -98,8 +107,12 @@ MATRIX = [each for each in ALL if each not in CELLS]
 
 
 @lru_cache
-def head_of(family: str, drafter: str) -> str | DraftHead:
-    return drafter if drafter == "NEXTN" else tiny_head(*model_of(family), drafter, seed=4)
+def head_of(family: str, drafter: str) -> str | DraftHead | SmallModel:
+    if drafter == "NEXTN":
+        return drafter
+    if drafter == "STANDALONE":
+        return small_model(*model_of(family), SMALL_OF[family], seed=4)
+    return tiny_head(*model_of(family), drafter, seed=4)
 
 
 @pytest.fixture(scope="module")

@@ -176,7 +176,7 @@ def other_kept(tensors):
 
 REFUSED_TENSORS = {
     "a Medusa head": ("EAGLE", medusa, "Medusa"),
-    "a DFlash model": ("EAGLE", dflash, "DFlash"),
+    "a DFlash model": ("EAGLE", dflash, "DFLASH"),
     "a whole model": ("EAGLE", whole_model, "fc.weight"),
     "a tensor too many": ("EAGLE3", lambda t: t.update({"fc.bias": t["norm.weight"]}), "fc.bias"),
     "another shape": ("EAGLE3", lambda t: t.update(d2t=t["d2t"][1:]), "d2t"),

@@ -12,6 +12,7 @@ from importlib import import_module
 import pytest
 
 from shared.backend import Backend
+from tests import test_cross_backend_blocks as blocks
 from tests.backends import make_gpu_backend
 from tests.equality import assert_few_excused
 from tests.test_cross_backend import (
@@ -22,9 +23,10 @@ from tests.test_cross_backend import (
     compare,
     limits_of,
     model_of,
+    oracle_of,
     serve,
 )
-from tests.test_cross_backend_trees import TREES
+from tests.test_cross_backend_trees import TREES, head_of
 from tests.test_cross_backend_trees import cell as tree_cell
 
 pytestmark = pytest.mark.gpu
@@ -39,8 +41,14 @@ CELLS = [
     ),
 ]
 TREE_CELLS = [
-    tree_cell("qwen3_5", "NEXTN", TREES[1], sampling, "mixed", overlap, 16)
+    tree_cell("qwen3_5", drafter, TREES[1], sampling, "mixed", overlap, 16)
+    for drafter in ("NEXTN", "STANDALONE")
     for sampling, overlap in ((GREEDY, 1), (SAMPLED, 2))
+]
+BLOCK_CELLS = [
+    blocks.cell("qwen3_5", GREEDY, "mixed", 1, 16),
+    blocks.cell("qwen3_5", SAMPLED, "mixed", 2, 16),
+    blocks.cell("qwen3", SAMPLED, "mixed", 1, 64),
 ]
 FRAMEWORKS = ("torch", "torch graphs", "jax")
 OPS = ("kernels", "plain")
@@ -48,19 +56,20 @@ OPS = ("kernels", "plain")
 
 @pytest.fixture(scope="module")
 def backends() -> Iterator[dict[tuple[str, str], Backend]]:
-    made: dict[tuple[str, str], Backend] = {}
+    made: dict[tuple[str, ...], Backend] = {}
     yield made
     for backend in made.values():
         backend.close()
 
 
 def backend_of(backends: dict, framework: str, cell: Cell, ops: str = "kernels") -> Backend:
-    key = framework, ops, cell.family
+    key = framework, ops, cell.family, cell.drafter
     if key not in backends:
-        trees = TREES[1:2] if cell.drafter == "NEXTN" else ()
-        shapes = (*SHAPES[cell.family, cell.drafter], *trees)
+        trees = () if cell.drafter == "none" else TREES[1:2]
+        shapes = (*SHAPES.get((cell.family, cell.drafter), ()), *trees)
         limits = limits_of(cell.family, cell.page_size, shapes)
-        backends[key] = make_gpu_backend(framework, *model_of(cell.family), limits, cell.drafter)
+        drafter = "none" if cell.drafter == "none" else head_of(cell.family, cell.drafter)
+        backends[key] = make_gpu_backend(framework, *model_of(cell.family), limits, drafter)
     return backends[key]
 
 
@@ -74,7 +83,7 @@ def chosen(framework: str, ops: str) -> AbstractContextManager[None]:
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_eager_torch_captured_torch_and_jax_give_the_text_of_the_specification(cell, backends):
     served = {name: serve(backend_of(backends, name, cell), cell) for name in FRAMEWORKS}
-    compare(cell, served)
+    compare(cell, served, oracle_of(cell.family))
     assert_few_excused()
 
 
@@ -86,7 +95,20 @@ def test_kernels_and_plain_ops_give_the_text_of_the_specification(cell, backends
             with chosen(framework, ops):
                 backend = backend_of(backends, framework, cell, ops)
                 served[f"{framework}, {ops}"] = serve(backend, cell)
-    compare(cell, served)
+    compare(cell, served, oracle_of(cell.family))
+    assert_few_excused()
+
+
+@pytest.mark.parametrize("cell", BLOCK_CELLS, ids=str)
+def test_blocks_give_the_text_of_the_specification_and_are_accepted_alike(cell):
+    limits = limits_of(cell.family, cell.page_size, (blocks.CHAIN,))
+    served = {}
+    for name in FRAMEWORKS:
+        made = (*blocks.model_of(cell.family), limits, blocks.head_of(cell.family))
+        backend = make_gpu_backend(name, *made)
+        served[name] = serve(backend, cell)
+        backend.close()
+    compare(cell, served, blocks.oracle_of(cell.family))
     assert_few_excused()
 
 

@@ -65,6 +65,28 @@ def test_one_token_has_no_verify_step(server):
     assert body["speculative"] == want
 
 
+@pytest.mark.parametrize(
+    ("asked", "histogram"),
+    [
+        ({"enabled": False}, [6, 0, 0]),
+        ({"enabled": False, "max_draft_tokens": 2}, [6, 0, 0]),
+        ({"max_draft_tokens": 0}, [6, 0, 0]),
+        ({"enabled": True, "max_draft_tokens": 1}, [0, 3, 0]),
+        ({"max_draft_tokens": 10**30}, [0, 0, 2]),
+        ({"enabled": True}, [0, 0, 2]),
+        ({}, [0, 0, 2]),
+        (None, [0, 0, 2]),
+    ],
+)
+def test_a_request_says_how_much_is_drafted_for_it(server, asked, histogram):
+    fields = {"temperature": 0, "max_tokens": 7, "speculative": asked}
+    body = server.complete("abc", **fields)
+    assert body["choices"][0]["text"] == "abcabca"
+    assert body["speculative"]["accepted_histogram"] == histogram
+    chat = server.post(CHAT, messages=USER, **fields).json()
+    assert chat["speculative"]["accepted_histogram"] == histogram
+
+
 def test_an_end_token_ends_the_text_unless_it_is_ignored(server):
     prompt = [*b"ab", END, *b"cd"]
     plain = server.complete(prompt, temperature=0, max_tokens=9, return_token_ids=True)
@@ -246,6 +268,14 @@ def test_waiting_requests_of_a_client_that_left_never_run(server):
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + COMPLETIONS, json=body, timeout=0.3)
     server.wait_for_metric("tandem_num_requests_waiting", 0, timeout_s=1.0)
+
+
+def test_capabilities_name_the_drafters_and_what_is_refused(server):
+    found = httpx.get(server.url + "/capabilities").json()
+    assert "NEXTN" in found["drafters"]
+    for entry in found["refused"]:
+        assert entry.keys() == {"reason", "way_out", "example"}
+        assert entry["example"]["drafter"] in found["drafters"]
 
 
 def test_health_and_metrics(server):

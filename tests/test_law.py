@@ -187,8 +187,11 @@ def step(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.nda
     return rule.acceptance.emitted(choices, path, counts), counts
 
 
+Step = Callable[[Rule, Texts, TreeShape], tuple[np.ndarray, np.ndarray]]
+
+
 def decode(
-    rule: Rule, shape: TreeShape, settings: dict[str, Any], rows: int
+    rule: Rule, shape: TreeShape, settings: dict[str, Any], rows: int, by: Step = step
 ) -> tuple[np.ndarray, float]:
     """The texts, and the mean tokens of a first step.
 
@@ -198,7 +201,7 @@ def decode(
     texts = Texts.after_the_prompt(rows, settings)
     written, first = np.zeros((rows, TOKENS), np.int64), 0.0
     while (done := texts.lengths + 1 - len(PROMPT)).min() < TOKENS:
-        tokens, counts = step(rule, texts, shape)
+        tokens, counts = by(rule, texts, shape)
         for place in range(tokens.shape[1]):
             fits = (place < counts) & (done + place < TOKENS)
             written[fits, (done + place)[fits]] = tokens[fits, place]

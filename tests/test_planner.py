@@ -165,15 +165,15 @@ def test_a_resume_feeds_all_but_the_last_output_and_chooses_nothing(house):
 
 def test_the_smallest_program_that_holds_the_step_is_taken(house):
     pick = house.planner.pick
-    assert pick(Work.PREFILL, None, 1, 1, 65, False).tokens == 128
-    assert pick(Work.PREFILL, None, 3, 17, 1, False).pages == 128
-    assert pick(Work.DECODE, TreeShape.chain(3, 2), 2, 16, 0, False).batch == 2
-    assert pick(Work.DECODE, TreeShape.chain(0, 4), 1, 1, 0, False).shape.is_plain
+    assert pick(Work.PREFILL, None, 1, 1, 65, False, False).tokens == 128
+    assert pick(Work.PREFILL, None, 3, 17, 1, False, False).pages == 128
+    assert pick(Work.DECODE, TreeShape.chain(3, 2), 2, 16, 0, False, False).batch == 2
+    assert pick(Work.DECODE, TreeShape.chain(0, 4), 1, 1, 0, False, False).shape.is_plain
 
 
 def test_a_step_that_no_program_holds_is_an_error(house):
     with pytest.raises(LookupError):
-        house.planner.pick(Work.DECODE, CHAIN, 5, 1, 0, False)
+        house.planner.pick(Work.DECODE, CHAIN, 5, 1, 0, False, False)
 
 
 def test_no_plan_shares_memory_with_another(house):

@@ -379,3 +379,30 @@ def test_implementations_weigh_and_report_alike(implementation: Implementation) 
     np.testing.assert_allclose(got_values, values, **close)
     chosen = ids[:, 0]
     np.testing.assert_allclose(ops.logprobs(logits, chosen), spec.logprobs(logits, chosen), **close)
+
+
+@each_implementation
+def test_implementations_have_the_rejection_rules_noise(implementation: Implementation) -> None:
+    ops = implementation("sampling")
+    seeds, positions = np.array([3, 2**32 - 1, 7], np.uint32), i32(0, 5, 90_000)
+    # Integers are equal; the uniforms are one rounding of them.
+    np.testing.assert_array_equal(
+        ops.uniforms(seeds, positions, 4), spec.uniforms(seeds, positions, 4)
+    )
+    got = ops.draft_noise(seeds, positions, 3, 33)
+    # As the target's noise: two logarithms.
+    np.testing.assert_allclose(got, spec.draft_noise(seeds, positions, 3, 33), rtol=0, atol=4e-6)
+    scores = np.random.default_rng(0).normal(size=(3, 33)).astype(np.float32)
+    scores[1, 5:] = -np.inf
+    got, want = ops.probabilities(scores), spec.probabilities(scores)
+    # Float32 on both sides: only the order of the sum differs.
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+    assert (got[1, 5:] == 0).all()
+
+
+def test_a_uniform_is_never_0_or_1() -> None:
+    """A draft of the target's own probability is then always accepted."""
+    words = np.array([[0, 1, 2**32 - 1]], np.uint32)
+    made = spec.uniform_of_words(words)
+    assert made.min() > 0
+    assert made.max() < 1

@@ -5,20 +5,25 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from models import make_random
-from shared.checkpoint import CheckpointError, open_checkpoint
+from shared.checkpoint import CheckpointError, open_checkpoint, save_checkpoint
 from shared.config import DEFAULT_MODEL
 from shared.memory_plan import Device
+from shared.model_config import ModelConfig
 from shared.server.launch import launch
 from shared.server.tokenizer import Tokenizer
+from tests.http_fixtures import save_tokenizer
 from tests.tiny_heads import write_tiny_head
-from tests.tiny_models import tiny_model, write_tiny
+from tests.tiny_models import tiny_model, tiny_weights, write_tiny
+from tests.tiny_small import small_config
 
 ROOT = Path(__file__).resolve().parents[1]
 NEXTN = ["--speculative-algorithm", "NEXTN"]
@@ -167,6 +172,87 @@ def test_a_draft_head_arrives_at_the_backend_with_the_shape_of_its_algorithm(
     assert (shape.nodes, shape.depth, shape.width) == drafted
 
 
+def write_small(folder: Path, family: str, **fields: Any) -> ModelConfig:
+    """Writes a small model's folder, with the byte tokenizer of the target's."""
+    config = ModelConfig.from_dict(small_config(family, **fields))
+    save_checkpoint(folder, small_config(family, **fields), tiny_weights(config, 1), 1)
+    save_tokenizer(folder)
+    return config
+
+
+@pytest.fixture
+def target_and_small(tmp_path) -> tuple[Path, Path]:
+    write_tiny(tmp_path / "model", "qwen3", 0)
+    save_tokenizer(tmp_path / "model")
+    return tmp_path / "model", tmp_path / "small"
+
+
+def standalone(model: Path, small: Path) -> list[str]:
+    drafting = ["--speculative-algorithm", "STANDALONE"]
+    drafting += ["--speculative-draft-model-path", str(small)]
+    return ["--model-path", str(model), *drafting]
+
+
+def another_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    loaded = json.loads(path.read_text())
+    loaded["added_tokens"][0]["content"] = "<|other|>"
+    path.write_text(json.dumps(loaded))
+
+
+SMALL_REFUSED = {
+    "another tokenizer": (another_tokenizer, "another tokenizer than the target"),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
+    "other shapes": (lambda f: edit_config(f, intermediate_size=8), "shape"),
+    "experts": (lambda f: edit_config(f, num_experts=8), "the draft model cannot be served"),
+    "pickled weights": (pickle_head, "pytorch_model.bin"),
+}
+
+
+@pytest.mark.parametrize("case", SMALL_REFUSED)
+def test_a_small_model_that_cannot_draft_is_refused_in_one_sentence(case, target_and_small, capfd):
+    spoil, named = SMALL_REFUSED[case]
+    write_small(target_and_small[1], "llama")
+    spoil(target_and_small[1])
+    assert start(standalone(*target_and_small)) == 2
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert named in lines[0]
+
+
+def test_a_head_is_no_small_model(target_and_small, capfd):
+    target = tiny_model("qwen3", 0)
+    write_tiny_head(target_and_small[1], *target, "EAGLE3", 0)
+    assert start(standalone(*target_and_small)) == 2
+    assert "give --speculative-algorithm EAGLE3" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_standalone_without_a_small_model_is_refused_by_name(folder, capfd):
+    assert start(["--model-path", str(folder), "--speculative-algorithm", "STANDALONE"]) == 2
+    assert "--speculative-draft-model-path" in capfd.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_small_model_arrives_at_the_backend_and_in_the_memory_plan(
+    family, target_and_small, capfd
+):
+    want = write_small(target_and_small[1], family)  # of another padded vocabulary, but the hybrid
+    reached = []
+
+    def load_backend(options, checkpoint, model, head, limits, progress):
+        reached.append((options.speculative.with_mtp, head.config, limits.shapes[-1]))
+        raise CheckpointError("enough")
+
+    assert start(standalone(*target_and_small), load_backend) == 2
+    ((with_mtp, config, shape),) = reached
+    assert (with_mtp, config) == (False, replace(want, eos_ids=config.eos_ids))
+    assert (shape.nodes, shape.depth, shape.width) == (4, 3, 1)
+    plan = capfd.readouterr().err
+    assert "draft weights" in plan
+    assert f"the same pages, {want.num_attention_layers} layer" in plan
+    assert ("draft state" in plan) == (family == "qwen3_5")
+
+
 def test_a_context_beyond_the_models_is_refused_by_name(folder, capfd):
     assert start(["--model-path", str(folder), "--context-length", "2049"]) == 2
     assert "--context-length 2049" in capfd.readouterr().err.splitlines()[-1]
@@ -206,3 +292,13 @@ def test_the_random_models_tokenizer_gives_every_text_back():
     chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}])
     assert chat[:5] == [257, *b"user"]
     assert chat[-11:] == [257, *b"assistant\n"]
+
+
+def test_a_corpus_that_is_no_file_ends_the_start_before_anything_is_loaded(folder, capsys):
+    flags = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-external-sam-budget", "2"]
+    corpus = str(folder / "corpus.jsonl")
+    flags += ["--speculative-ngram-external-corpus-path", corpus]
+    assert start(["--model-path", str(folder), *flags]) == 2
+    assert (
+        f"--speculative-ngram-external-corpus-path {corpus} is no file" in capsys.readouterr().err
+    )

@@ -25,16 +25,21 @@ from shared.backend import (
 from shared.buffers import empty_plan, plan_layout, read_result, result_layout
 from shared.draft_config import DraftHead
 from shared.model_config import ModelConfig
+from shared.spec.standalone import SmallModel
+from torch_impl import drafters
 from torch_impl import weights as weights_module
 from torch_impl.device_state import allocate
 from torch_impl.drafters import heads
+from torch_impl.drafters.dflash import BlockDrafter
 from torch_impl.drafters.eagle import EagleDrafter
+from torch_impl.drafters.standalone import StandaloneDrafter
+from torch_impl.machine import Machine
 from torch_impl.model import Model
 from torch_impl.ops import attention
-from torch_impl.step import Machine, step
-from torch_impl.weights import HeadWeights, Weights
+from torch_impl.step import step
+from torch_impl.weights import BlockWeights, HeadWeights, Weights
 
-Drafter = Literal["none", "NEXTN"] | DraftHead | HeadWeights
+Drafter = Literal["none", "NEXTN"] | DraftHead | HeadWeights | BlockWeights | SmallModel | Model
 
 
 class TorchBackend:
@@ -80,12 +85,12 @@ class TorchBackend:
         model = Model.of(config, weights)
         self.limits = limits
         self._programs = frozenset(limits.programs)
-        head = _head(model, drafter, dtype)
-        layer = None if head is None else head.config
-        for sizes in (config, layer or config):
+        made = _drafter(model, drafter, dtype)
+        kept = made.sizes if made else None
+        for sizes in (config, kept.model if kept else config):
             attention.check_head_size(sizes.head_size, embed.device)
-        state = allocate(config, limits, layer, embed.dtype, embed.device)
-        machine = Machine(model, head and EagleDrafter(head), limits, state)
+        state = allocate(config, limits, kept, embed.dtype, embed.device)
+        machine = Machine(model, made, limits, state)
         self._queue = (
             _Stream(machine, embed.device, cuda_graphs)
             if embed.device.type == "cuda"
@@ -132,17 +137,26 @@ def _check(
         drafts = program.work in (Work.DECODE, Work.DRAFT) and not program.host_draft
         if drafts and drafter == "none" and not program.shape.is_plain:
             raise ValueError(f"a drafter is needed by {program}")
+        if drafts and isinstance(drafter, DraftHead | BlockWeights) and drafter.config.block:
+            drafter.config.block.check_shape(program.shape.nodes, program.shape.width)
 
 
-def _head(model: Model, drafter: Drafter, dtype: str) -> heads.Head | None:
+def _drafter(model: Model, drafter: Drafter, dtype: str) -> drafters.Drafter | None:
     if drafter == "none":
         return None
     if drafter == "NEXTN":
-        return heads.mtp(model)
+        return EagleDrafter(heads.mtp(model))
+    device = model.weights.embed.device
+    if isinstance(drafter, SmallModel):
+        small = weights_module.from_arrays(drafter.config, drafter.weights, dtype, device)
+        drafter = Model.of(drafter.config, small)
+    if isinstance(drafter, Model):
+        return StandaloneDrafter(drafter, model.config.vocab)
     if isinstance(drafter, DraftHead):
-        device = model.weights.embed.device
         drafter = weights_module.head_from_arrays(drafter, dtype, device)
-    return heads.HEADS[drafter.config.kind](model, drafter)
+    if isinstance(drafter, BlockWeights):
+        return BlockDrafter.of(model, drafter)
+    return EagleDrafter(heads.HEADS[drafter.config.kind](model, drafter))
 
 
 class _Worker:

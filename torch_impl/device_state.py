@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shared.backend import Limits, Program
 from shared.buffers import plan_layout, result_layout
+from shared.draft_config import DraftSizes
 from shared.model_config import ModelConfig
 from shared.spec.gated_delta import CHUNK
 from shared.spec.mamba_state import WINDOW
@@ -34,6 +35,7 @@ class DeviceState:
       draft_kv: Those of the drafter's layers.
       recurrent, window: The state of the gated-delta layers.
       saved_recurrent, saved_window: Snapshots of it.
+      draft_recurrent, draft_window, draft_saved_recurrent, draft_saved_window: The drafter's.
     """
 
     length: Int[Tensor, " slots"]
@@ -49,45 +51,54 @@ class DeviceState:
     window: Float[Tensor, "Lg slots 3 C"]
     saved_recurrent: Float[Tensor, "Lg snapshots Hv K V"]
     saved_window: Float[Tensor, "Lg snapshots 3 C"]
+    draft_recurrent: Float[Tensor, "Ldg slots Hd Kd Vd"]
+    draft_window: Float[Tensor, "Ldg slots 3 Cd"]
+    draft_saved_recurrent: Float[Tensor, "Ldg snapshots Hd Kd Vd"]
+    draft_saved_window: Float[Tensor, "Ldg snapshots 3 Cd"]
 
 
 def allocate(
     config: ModelConfig,
     limits: Limits,
-    head: ModelConfig | None,
+    drafter: DraftSizes | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> DeviceState:
     """Memory for all slots, pages and snapshots, zeroed.
 
     Args:
-      head: Settings of the drafter's own layer; None without a drafter.
+      drafter: What the drafter keeps; None without one.
     """
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    def delta(sizes: ModelConfig, num_layers: int) -> list[Tensor]:
+        recurrent, window = _delta_shapes(sizes)
+        return [
+            memory
+            for count in (slots, limits.num_snapshots)
+            for memory in (
+                zeros(num_layers, count, *recurrent, dtype=torch.float32),
+                zeros(num_layers, count, *window),
+            )
+        ]
+
     slots, pages = limits.num_slots, (2, limits.num_pages, limits.page_size)
-    drafts = config if head is None else head
+    kept = drafter or DraftSizes(config, 0, 0, False)
+    width = limits.max_width if kept.has_relay else 0
     per_slot = [zeros(slots, dtype=torch.int32) for _ in range(3)]
-    recurrent, window = _delta_shapes(config)
-    state = [
-        memory
-        for count in (slots, limits.num_snapshots)
-        for memory in (
-            zeros(config.num_gated_delta_layers, count, *recurrent, dtype=torch.float32),
-            zeros(config.num_gated_delta_layers, count, *window),
-        )
-    ]
+    heads = (kept.model.num_kv_heads, kept.model.head_size)
     return DeviceState(
         *per_slot,
         zeros(slots, limits.vocab, dtype=torch.int32),
-        zeros(slots, limits.max_width, dtype=torch.int32),
-        zeros(slots, limits.max_width, dtype=torch.float32),
-        zeros(slots, drafts.hidden),
+        zeros(slots, width, dtype=torch.int32),
+        zeros(slots, width, dtype=torch.float32),
+        zeros(slots, kept.model.hidden if kept.has_relay else 0),
         zeros(config.num_attention_layers, *pages, config.num_kv_heads, config.head_size),
-        zeros(int(head is not None), *pages, drafts.num_kv_heads, drafts.head_size),
-        *state,
+        zeros(kept.num_attention_layers, *pages, *heads),
+        *delta(config, config.num_gated_delta_layers),
+        *delta(kept.model, kept.num_gated_delta_layers),
     )
 
 
@@ -210,6 +221,8 @@ def start(state: DeviceState, plan: Plan) -> None:
     for memory, saved in (
         (state.recurrent, state.saved_recurrent),
         (state.window, state.saved_window),
+        (state.draft_recurrent, state.draft_saved_recurrent),
+        (state.draft_window, state.draft_saved_window),
     ):
         shape = (1, -1, *[1] * (memory.ndim - 2))
         restored = torch.where((plan.restore != 0).view(shape), saved[:, plan.restore], 0)

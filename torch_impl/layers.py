@@ -69,6 +69,25 @@ def attention_layer(
     return linear(out.flatten(1), weights.out)
 
 
+def write_keys(
+    config: ModelConfig,
+    weights: Attention,
+    x: Float[Tensor, "R inputs"],
+    turned: Turned,
+    pools: Pools,
+) -> None:
+    """Writes the keys and values of one layer's rows, which nothing queries; see `attention_layer`.
+
+    For a model with norms of its keys.
+    """
+    rows, keys = turned.rows, config.num_kv_heads * config.head_size
+    k, v = linear(x, weights.qkv[-2 * keys :]).unflatten(1, (2, -1, config.head_size)).unbind(1)
+    k = layers.rms_norm(k, weights.k_norm, config.rms_eps)
+    where = (rows.page_table, rows.request, rows.places, rows.is_real)
+    attention.write(pools[0], *where, layers.apply_rotary(k, turned.cos, turned.sin))
+    attention.write(pools[1], *where, v)
+
+
 def _project(
     config: ModelConfig, qkv: Float[Tensor, "R out"]
 ) -> tuple[

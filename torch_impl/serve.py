@@ -8,11 +8,12 @@ import torch
 from shared.backend import Limits
 from shared.checkpoint import Checkpoint, open_checkpoint
 from shared.config import Options
-from shared.draft_checkpoint import HeadFiles
+from shared.draft_checkpoint import ModelFiles
 from shared.memory_plan import Device
 from shared.model_config import ModelConfig
-from shared.server.launch import ProgressCall, launch
+from shared.server.launch import DraftFiles, ProgressCall, launch
 from torch_impl.backend import Drafter, TorchBackend
+from torch_impl.model import Model
 from torch_impl.weights import load, load_head
 
 
@@ -27,7 +28,7 @@ def load_backend(
     options: Options,
     checkpoint: Checkpoint,
     model: ModelConfig,
-    head: HeadFiles | None,
+    head: DraftFiles,
     limits: Limits,
     progress: ProgressCall,
 ) -> TorchBackend:
@@ -36,7 +37,10 @@ def load_backend(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     weights = load(checkpoint, model, with_mtp, dtype, device, progress)
     drafter: Drafter = "NEXTN" if with_mtp else "none"
-    if head is not None:
+    if isinstance(head, ModelFiles):
+        small = load(head.checkpoint, head.config, False, dtype, device, progress)
+        drafter = Model.of(head.config, small)
+    elif head is not None:
         drafter = load_head(head.checkpoint, head.config, dtype, device, progress)
     graphs = device.type == "cuda"
     return TorchBackend(

@@ -105,6 +105,17 @@ class HeadWeights:
     draft_ids: Int[Tensor, " draft_vocab"] | None
 
 
+@dataclass(frozen=True)
+class BlockWeights:
+    """A DFlash head; embedding and `lm_head` are its target's."""
+
+    config: DraftConfig
+    fc: Float[Tensor, "hidden inputs"]
+    hidden_norm: Float[Tensor, " hidden"]
+    layers: tuple[Layer, ...]
+    final_norm: Float[Tensor, " hidden"]
+
+
 def load(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -148,7 +159,7 @@ def load_head(
     dtype: str,
     device: torch.device,
     progress: Callable[[int], None],
-) -> HeadWeights:
+) -> HeadWeights | BlockWeights:
     """Reads a draft head's weights onto a device; the arguments are those of `load`.
 
     Raises:
@@ -163,7 +174,9 @@ def load_head(
     return _head(config, tensors)
 
 
-def head_from_arrays(head: DraftHead, dtype: str, device: torch.device) -> HeadWeights:
+def head_from_arrays(
+    head: DraftHead, dtype: str, device: torch.device
+) -> HeadWeights | BlockWeights:
     """A head's weights from arrays, which are copied."""
     tensors = {name: _tensor(np.array(array), device) for name, array in head.weights.items()}
     for name, tensor in tensors.items():
@@ -241,7 +254,21 @@ def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:
     )
 
 
-def _head(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights:
+def _head(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights | BlockWeights:
+    return _block(config, tensors) if config.block else _eagle(config, tensors)
+
+
+def _block(config: DraftConfig, tensors: dict[str, Tensor]) -> BlockWeights:
+    return BlockWeights(
+        config=config,
+        fc=tensors["fc"],
+        hidden_norm=tensors["hidden_norm"].float(),
+        layers=_layers(config.layer, tensors, "layer.", config.layer.layer_kinds),
+        final_norm=tensors["final_norm"].float(),
+    )
+
+
+def _eagle(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights:
     def norm(name: str) -> Float[Tensor, "..."] | None:
         return tensors[name].float() if name in tensors else None
 

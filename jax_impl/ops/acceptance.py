@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.ops.sampling import perturbed, probabilities
 
 
 def force(
@@ -51,3 +53,95 @@ def emitted(
 def failed(is_nan: Bool[jax.Array, "B N"], path: Int[jax.Array, "B W"]) -> Bool[jax.Array, " B"]:
     """Whether a logit on the way was NaN; a NaN elsewhere in the tree cannot reach the text."""
     return jnp.take_along_axis(is_nan, path, axis=1).any(axis=1)
+
+
+def certain_law(tokens: Int[jax.Array, "B N"], vocab: int) -> Float[jax.Array, "B S vocab"]:
+    """q of drafts that were not sampled: each is certain."""
+    return jax.nn.one_hot(tokens[:, 1:], vocab)
+
+
+def sampled_law(
+    scores: Float[jax.Array, "B S vocab"], tokens: Int[jax.Array, "B N"]
+) -> Float[jax.Array, "B S vocab"]:
+    """q of drafts sampled from the drafter's processed logits."""
+    B, S, vocab = scores.shape
+    q = probabilities(scores.reshape(B * S, vocab)).reshape(B, S, vocab)
+    is_law = jnp.isfinite(q).all(axis=2, keepdims=True)
+    return jnp.where(is_law, q, certain_law(tokens, vocab))
+
+
+def rejection_choices(
+    tokens: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    choices: Int[jax.Array, "B N"],
+    p: Float[jax.Array, "B N vocab"],
+    q: Float[jax.Array, "B S vocab"],
+    uniforms: Float[jax.Array, "B S"],
+    noise: Float[jax.Array, "B vocab"],
+    temperature: Float[jax.Array, " B"],
+) -> Int[jax.Array, "B N"]:
+    """Accepts each draft x with probability min(1, p(x) / q(x)), or draws from what is left."""
+    accepted = uniforms * _of_drafts(q, tokens) < _of_drafts(p, tokens)
+    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, noise, temperature)
+
+
+def block_choices(
+    tokens: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    choices: Int[jax.Array, "B N"],
+    p: Float[jax.Array, "B N vocab"],
+    q: Float[jax.Array, "B S vocab"],
+    uniforms: Float[jax.Array, "B S"],
+    noise: Float[jax.Array, "B vocab"],
+    temperature: Float[jax.Array, " B"],
+) -> Int[jax.Array, "B N"]:
+    """Accepts the longest prefix of a chain that passes, or draws from what is left after it."""
+    S = q.shape[1]
+    p_of, q_of = _of_drafts(p, tokens), _of_drafts(q, tokens)
+    weight, passes, residuals = jnp.ones(len(p), jnp.float32), [], []
+    for level in range(S):
+        residuals.append(weight[:, None] * p[:, level] - q[:, level])
+        ratio = p_of[:, level] / jnp.where(q_of[:, level] > 0, q_of[:, level], 1e-30)
+        weight = jnp.minimum(weight * ratio, 1)
+        share = weight
+        if level + 1 < S:
+            after = weight[:, None] * p[:, level + 1] - q[:, level + 1]
+            left = jnp.maximum(after, 0).sum(axis=1)
+            total = left + 1 - weight
+            passing = jnp.where(total > 0, left / jnp.where(total > 0, total, 1), 1)
+            share = jnp.where(level + 2 < num_nodes, passing, weight)
+        passes.append((uniforms[:, level] < share) & (level + 1 < num_nodes))
+    # A draft is accepted where a prefix passes that reaches it.
+    reached = jnp.cumsum(jnp.stack(passes, axis=1)[:, ::-1].astype(jnp.int32), axis=1)
+    accepted, residual = reached[:, ::-1] > 0, jnp.stack(residuals, axis=1)
+    return _decided(tokens, num_nodes, choices, accepted, p, residual, noise, temperature)
+
+
+def _of_drafts(
+    probability: Float[jax.Array, "B places vocab"], tokens: Int[jax.Array, "B N"]
+) -> Float[jax.Array, "B S"]:
+    """The probability of each level's draft."""
+    drafts = tokens[:, 1:, None]
+    return jnp.take_along_axis(probability[:, : drafts.shape[1]], drafts, axis=2)[:, :, 0]
+
+
+def _decided(
+    tokens: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    choices: Int[jax.Array, "B N"],
+    accepted: Bool[jax.Array, "B S"],
+    p: Float[jax.Array, "B N vocab"],
+    residual: Float[jax.Array, "B S vocab"],
+    noise: Float[jax.Array, "B vocab"],
+    temperature: Float[jax.Array, " B"],
+) -> Int[jax.Array, "B N"]:
+    """The draft where it is accepted, else a token drawn from the residual's positive part."""
+    B, S, vocab = residual.shape
+    is_left = residual > 0
+    left = jnp.where(is_left.any(axis=2, keepdims=True), jnp.maximum(residual, 0), p[:, :S])
+    scores, rows = jnp.log(left).reshape(B * S, vocab), jnp.repeat(jnp.arange(B), S)
+    drawn = jnp.argmax(perturbed(scores, noise[rows], temperature[rows]), axis=1).reshape(B, S)
+    decided = jnp.where(accepted, tokens[:, 1:], drawn.astype(jnp.int32))
+    is_judged = (jnp.arange(S) + 1 < num_nodes[:, None]) & (temperature > 0)[:, None]
+    judged = jnp.where(is_judged, decided, choices[:, :S])
+    return jnp.concatenate([judged, choices[:, S:]], axis=1)

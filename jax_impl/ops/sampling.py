@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int, UInt32
 from jax_impl.ops import draft_tree
 
 TARGET_STREAM = 0
+ACCEPT_STREAM, RESIDUAL_STREAM, DRAFT_STREAM = 1, 2, 3
 
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
@@ -68,20 +69,46 @@ def threefry2x32(
     return x0, x1
 
 
+def uniform_of_words(words: UInt32[jax.Array, "..."]) -> Float[jax.Array, "..."]:
+    """Numbers above 0 and below 1 from uniform 32-bit words."""
+    uniform = words.astype(jnp.float32) * jnp.float32(2**-32) + jnp.float32(2**-33)
+    return jnp.minimum(uniform, jnp.float32(1 - 2**-24))
+
+
 def noise_of_words(words: UInt32[jax.Array, "..."]) -> Float[jax.Array, "..."]:
     """Gumbel noise from uniform 32-bit words; finite for all of them."""
-    uniform = words.astype(jnp.float32) * jnp.float32(2**-32) + jnp.float32(2**-33)
-    uniform = jnp.minimum(uniform, jnp.float32(1 - 2**-24))
-    return -jnp.log(-jnp.log1p(-uniform))
+    return -jnp.log(-jnp.log1p(-uniform_of_words(words)))
+
+
+def uniforms(
+    seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int
+) -> Float[jax.Array, "R levels"]:
+    """The number that decides on the draft of each level; `positions` are the newest tokens'."""
+    counter = jnp.arange(levels, dtype=jnp.uint32)[None, :]
+    key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
+    words, _ = threefry2x32(key, (counter, jnp.full_like(counter, ACCEPT_STREAM)))
+    return uniform_of_words(words)
+
+
+def draft_noise(
+    seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int, vocab: int
+) -> Float[jax.Array, "R levels vocab"]:
+    """The noise of each level's drafts under the rejection rule; `positions` as in `uniforms`."""
+    streams = jnp.tile(jnp.arange(levels, dtype=jnp.uint32) + DRAFT_STREAM, len(seeds))
+    rows = (jnp.repeat(seeds, levels), jnp.repeat(positions, levels))
+    return gumbel(*rows, vocab, streams[:, None]).reshape(len(seeds), levels, vocab)
 
 
 def gumbel(
-    seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], vocab: int, stream: int
+    seeds: UInt32[jax.Array, " R"],
+    positions: Int[jax.Array, " R"],
+    vocab: int,
+    stream: int | UInt32[jax.Array, "R 1"],
 ) -> Float[jax.Array, "R vocab"]:
-    """The noise of every token id at one position of each row."""
+    """The noise of every token id at one position of each row, by one stream or one of each row."""
     counter = jnp.arange(-(-vocab // 2), dtype=jnp.uint32)[None, :]
     key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
-    words = threefry2x32(key, (counter, jnp.full_like(counter, stream)))
+    words = threefry2x32(key, (counter, jnp.asarray(stream, jnp.uint32)))
     return noise_of_words(jnp.stack(words, axis=-1).reshape(len(seeds), -1)[:, :vocab])
 
 
@@ -265,6 +292,11 @@ def top_candidates(perturbed: Float[jax.Array, "R vocab"], k: int) -> Int[jax.Ar
 def log_softmax(logits: Float[jax.Array, "R vocab"]) -> Float[jax.Array, "R vocab"]:
     """Natural logarithms of the probabilities of each row."""
     return jax.nn.log_softmax(logits, axis=1)
+
+
+def probabilities(processed: Float[jax.Array, "R vocab"]) -> Float[jax.Array, "R vocab"]:
+    """What a row with a temperature samples from; 0 for what is excluded."""
+    return jax.nn.softmax(processed, axis=1)
 
 
 def logprobs(

@@ -47,3 +47,28 @@ class StaticController:
     def shape_for(self, num_rows: int) -> TreeShape:
         """The tree, with the rows of the smallest batch that holds `num_rows` requests."""
         return next(shape for batch, shape in self._by_batch.items() if batch >= num_rows)
+
+
+class HostDraftController:
+    """The same tree of the host's in every step; the largest that the backend takes.
+
+    Raises:
+      ValueError: The backend has no decode program that takes trees of the host's.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        shapes = [
+            (program.batch, program.shape)
+            for program in limits.programs
+            if program.work is Work.DECODE and program.host_draft
+        ]
+        if not shapes:
+            raise ValueError("no decode program takes drafts of the host")
+        self.tree = max((shape for _, shape in shapes), key=lambda shape: shape.nodes)
+        same = [(batch, shape) for batch, shape in shapes if shape.nodes == self.tree.nodes]
+        self._by_batch = dict(sorted(same, key=lambda pair: pair[0]))
+        self.max_rows = max(self._by_batch)
+
+    def shape_for(self, num_rows: int) -> TreeShape:
+        """The tree, with the rows of the smallest batch that holds `num_rows` requests."""
+        return next(shape for batch, shape in self._by_batch.items() if batch >= num_rows)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from shared.backend import Backend, StepFuture, StepResult
 from shared.engine.allocator import Allocator
-from shared.engine.controller import Controller
+from shared.engine.controller import Controller, StaticController
 from shared.engine.metrics import Metrics
+from shared.engine.ngram_index import NgramIndex
 from shared.engine.planner import DecodeRows, Planner, PrefillRows
 from shared.engine.request import Event, FinishReason, Refusal, Request, check
 from shared.engine.scheduler import Scheduler
@@ -30,6 +32,7 @@ class Engine:
       controller: Chooses the draft shape of each decode step.
       overlap: Steps on the device while the host plans the next; at most the backend's.
       chunked_prefill_size: Most prompt tokens of a step.
+      ngram: Drafts on the host from seen text; None where the device drafts, or nothing does.
 
     Raises:
       ValueError: The overlap is more than the backend was made for, or no prefill fits.
@@ -42,11 +45,14 @@ class Engine:
         *,
         overlap: int,
         chunked_prefill_size: int,
+        ngram: NgramIndex | None = None,
     ) -> None:
         limits = backend.limits
         if not 0 <= overlap <= limits.overlap:
             raise ValueError(f"overlap must be in 0..{limits.overlap}, got {overlap}")
-        self._backend, self._overlap = backend, overlap
+        self._backend, self._overlap, self.ngram = backend, overlap, ngram
+        if ngram is not None:
+            self._plain = StaticController(limits, nodes=1, depth=0, width=0)
         self.allocator = Allocator(limits)
         self.planner = Planner(limits, self.allocator)
         self.scheduler = Scheduler(
@@ -55,6 +61,7 @@ class Engine:
             controller,
             overlap=overlap,
             chunked_prefill_size=chunked_prefill_size,
+            drafts_on_host=ngram is not None,
         )
         self.metrics = Metrics(
             {
@@ -65,6 +72,7 @@ class Engine:
                 "state_slots_free": lambda: self.allocator.num_free_slots,
                 "num_preemptions_total": lambda: self.scheduler.num_preemptions,
             }
+            | (_ngram_gauges(ngram) if ngram is not None else {})
         )
         self._requests: dict[int, Request] = {}
         self._flights: deque[Flight] = deque()
@@ -98,7 +106,10 @@ class Engine:
         """
         if request_id in self._requests:
             request = self._requests[request_id]
+            late = request.output[num_tokens:]
             del request.output[num_tokens:]
+            if self.ngram is not None:
+                self.ngram.take_back(request, late)
             self._end(request, FinishReason.STOP)
 
     def step(self) -> list[Event]:
@@ -107,7 +118,9 @@ class Engine:
             self.planner.bind(request)
         rows = self.scheduler.next_rows()
         if rows is not None:
-            self._submit(rows)
+            self._submit(rows if self.ngram is None else self._with_seen_text(rows, self.ngram))
+        if self.ngram is not None:
+            self.ngram.learn()
         if self._flights and (rows is None or len(self._flights) > self._overlap):
             return self._retire(self._flights.popleft())
         return []
@@ -118,6 +131,19 @@ class Engine:
             self.abort(request_id)
         self._flights.clear()
         self._backend.close()
+
+    def _with_seen_text(
+        self, rows: PrefillRows | DecodeRows, ngram: NgramIndex
+    ) -> PrefillRows | DecodeRows:
+        """A prefill as it is, its tokens noted; decode rows with their drafts, or plain ones."""
+        if isinstance(rows, PrefillRows):
+            for chunk in rows.chunks:
+                ngram.see_prompt(chunk.request, chunk.end)
+            return rows
+        drafts = ngram.draft(rows.requests)
+        if drafts.num_nodes.max() > 1:
+            return replace(rows, drafts=drafts)
+        return replace(rows, shape=self._plain.shape_for(len(rows.requests)))
 
     def _submit(self, rows: PrefillRows | DecodeRows) -> None:
         plan = self.planner.plan(rows)
@@ -157,6 +183,8 @@ class Engine:
         if isinstance(flight.rows, DecodeRows) and not flight.rows.shape.is_plain:
             self._count_drafts(int(result.num_nodes[row]) - 1, len(tokens) - 1)
         kept = request.commit(tokens)
+        if self.ngram is not None:
+            self.ngram.see(request, tokens[:kept])
         self.metrics.count("generation_tokens_total", kept)
         if request.finish_reason is not None:
             self._end(request, request.finish_reason)
@@ -189,8 +217,20 @@ class Engine:
         """Notes the end and gives back what the request held: the one way out of the engine."""
         request.finish_reason = reason
         del self._requests[request.request_id]
+        if self.ngram is not None:
+            self.ngram.end(request)
         self.scheduler.release(request)
         self.metrics.count_end(reason)
+
+
+def _ngram_gauges(ngram: NgramIndex) -> dict[str, Callable[[], float]]:
+    return {
+        "ngram_rows_total": lambda: ngram.num_rows,
+        "ngram_rows_without_match_total": lambda: ngram.num_empty_rows,
+        "ngram_seen_ngrams": lambda: ngram.num_ngrams,
+        "ngram_corpora": lambda: len(ngram.corpora),
+        "ngram_corpus_tokens": lambda: sum(ngram.corpora.values()),
+    }
 
 
 def _logprobs(

@@ -9,6 +9,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.backend import (
+    Decode,
+    HostDraft,
     Limits,
     Prefill,
     Program,
@@ -55,10 +57,15 @@ class PrefillRows:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """The rows of a decode step and its draft shape."""
+    """The rows of a decode step and its draft shape.
+
+    Attributes:
+      drafts: The host's tree of each row; None where the device drafts, or nothing does.
+    """
 
     requests: list[Request]
     shape: TreeShape
+    drafts: HostDraft | None = None
 
     @property
     def most_tokens(self) -> list[int]:
@@ -73,7 +80,7 @@ class Planner:
         self._limits, self._allocator = limits, allocator
         self._sampling = _neutral_sampling(limits)
         self._by_size = sorted(
-            (program for program in limits.programs if not (program.host_draft or program.mask)),
+            (program for program in limits.programs if not program.mask),
             key=lambda program: (program.tokens, program.batch, program.pages, program.logprobs),
         )
 
@@ -107,21 +114,30 @@ class Planner:
     def plan(self, rows: PrefillRows | DecodeRows) -> StepPlan:
         """A plan in a buffer of its own, of the smallest program that holds the rows."""
         if isinstance(rows, DecodeRows):
-            plan = self._empty(Work.DECODE, rows.shape, rows.requests, 0)
+            from_host = rows.drafts is not None
+            plan = self._empty(Work.DECODE, rows.shape, rows.requests, 0, from_host)
         else:
             num_tokens = sum(chunk.end - chunk.first for chunk in rows.chunks)
-            plan = self._empty(Work.PREFILL, None, rows.requests, num_tokens)
+            plan = self._empty(Work.PREFILL, None, rows.requests, num_tokens, False)
         self.fill_rows(plan, np.array([request.slot for request in rows.requests], np.int32))
         if isinstance(plan.work, Prefill) and isinstance(rows, PrefillRows):
             _fill_chunks(plan.work, plan.starts, rows.chunks)
+        if isinstance(plan.work, Decode) and isinstance(rows, DecodeRows):
+            _fill_drafts(plan.work, rows.drafts)
         return plan
 
     def _empty(
-        self, work: Work, shape: TreeShape | None, requests: list[Request], num_tokens: int
+        self,
+        work: Work,
+        shape: TreeShape | None,
+        requests: list[Request],
+        num_tokens: int,
+        host_draft: bool,
     ) -> StepPlan:
         num_pages = max(int(self._allocator.num_pages[request.slot]) for request in requests)
         logprobs = any(request.sampling.logprobs is not None for request in requests)
-        program = self.pick(work, shape, len(requests), num_pages, num_tokens, logprobs)
+        sizes = (len(requests), num_pages, num_tokens, logprobs)
+        program = self.pick(work, shape, *sizes, host_draft)
         return empty_plan(program, self._limits, None)
 
     def pick(
@@ -132,6 +148,7 @@ class Planner:
         num_pages: int,
         num_tokens: int,
         logprobs: bool,
+        host_draft: bool,
     ) -> Program:
         """The smallest program that holds a step; `shape` is None where the work has none.
 
@@ -143,6 +160,7 @@ class Planner:
             sizes = (program.batch, program.pages, program.tokens, program.logprobs)
             if (
                 program.work is work
+                and program.host_draft is host_draft
                 and shape in (None, program.shape)
                 and all(size >= want for size, want in zip(sizes, wanted, strict=True))
             ):
@@ -196,6 +214,14 @@ def _max_drafts(request: Request, limits: Limits) -> int:
     most = max(shape.nodes for shape in limits.shapes) - 1
     wanted = request.sampling.max_draft_tokens
     return most if wanted is None else min(wanted, most)
+
+
+def _fill_drafts(work: Decode, trees: HostDraft | None) -> None:
+    if work.drafts is None or trees is None:
+        return
+    for field in fields(HostDraft):
+        values = getattr(trees, field.name)
+        getattr(work.drafts, field.name)[: len(values)] = values
 
 
 def _fill_chunks(work: Prefill, starts: Int32[np.ndarray, " B"], chunks: Sequence[Chunk]) -> None:

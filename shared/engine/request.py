@@ -83,6 +83,7 @@ class Request:
       request_id: Name of the request, unique in the engine.
       prompt: Prompt tokens.
       sampling: How its tokens are chosen.
+      tenant: Whom it belongs to; what drafts from seen text reads no other tenant's.
       output: Tokens committed so far.
       slot: Slot on the device; 0 while it has none.
       context: Tokens of prompt and output at the time it got its slot.
@@ -95,6 +96,7 @@ class Request:
     request_id: int
     prompt: tuple[int, ...]
     sampling: SamplingParams
+    tenant: str = ""
     output: list[int] = field(default_factory=list)
     slot: int = 0
     context: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))

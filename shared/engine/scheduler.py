@@ -21,6 +21,8 @@ class Scheduler:
     Args:
       overlap: Steps in flight while the next one is planned.
       chunked_prefill_size: Most prompt tokens of a step.
+      drafts_on_host: A decode step needs its rows' newest tokens, so the whole batch waits for the
+        decode step before.
 
     Raises:
       ValueError: No prefill program is both within `chunked_prefill_size` and a chunk long.
@@ -34,7 +36,10 @@ class Scheduler:
         *,
         overlap: int,
         chunked_prefill_size: int,
+        drafts_on_host: bool = False,
     ) -> None:
+        self._drafts_on_host = drafts_on_host
+        self._decoded_last: list[Request] = []
         self._limits, self._allocator, self._controller = limits, allocator, controller
         self._growth_in_flight = overlap * (limits.max_depth + 1)
         self._max_tokens, self._max_prefill_rows = _prefill_sizes(limits, chunked_prefill_size)
@@ -72,6 +77,8 @@ class Scheduler:
 
     def next_rows(self) -> PrefillRows | DecodeRows | None:
         """The rows of the next step; while both wait, prompts and decodes take turns."""
+        if self._prefilled_last and self._waits():
+            return None  # another prefill would make the gap longer than one chunk
         turns = [self._prefill_rows, self._decode_rows]
         for rows_of in reversed(turns) if self._prefilled_last else turns:
             if (rows := rows_of()) is not None:
@@ -123,7 +130,9 @@ class Scheduler:
 
     def _decode_rows(self) -> DecodeRows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]
-        if not ready:
+        if self._drafts_on_host:
+            ready = [r for r in ready if self.is_settled(r)]
+        if not ready or self._waits():
             return None
         shape, rows = self._controller.shape_for(len(ready)), []
         for request in ready:
@@ -132,7 +141,14 @@ class Scheduler:
             # The ceiling counts the steps in flight, so the pages suffice however they end.
             if self._make_room(request, request.ceiling + shape.scratch):
                 rows.append(request)
+        self._decoded_last = rows
         return DecodeRows(rows, shape) if rows else None
+
+    def _waits(self) -> bool:
+        """Whether the next decode step needs tokens that are still on their way."""
+        if not self._drafts_on_host:
+            return False
+        return not all(self.is_settled(request) for request in self._decoded_last)
 
     def _make_room(self, request: Request, positions: int) -> bool:
         """Reserves pages, at the cost of younger requests.

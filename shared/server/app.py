@@ -21,6 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from shared import capabilities
+from shared.server.admin import AdminRoutes, load_start_corpus
 from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
 from shared.server.generation import Generation, Generator
 from shared.server.openai_types import ApiError, Body, ChatRequest, CompletionRequest, parse
@@ -60,6 +62,10 @@ class Routes:
         if name not in ("default", self._client.facts.model_name):
             raise ApiError(404, f"there is no model {name!r:.200}", "model", "model_not_found")
         return _json(self._model())
+
+    async def capabilities(self) -> Response:
+        """GET /capabilities: the drafters, and what is refused."""
+        return _json(capabilities.to_json())
 
     async def health(self) -> Response:
         """GET /health: 200 while the engine lives."""
@@ -156,14 +162,19 @@ def make_app(client: EngineClient, tokenizer: Tokenizer | None) -> ASGIApp:
     """The application over a connected engine."""
     metrics = ServerMetrics()
     routes = Routes(Generator(client, tokenizer, metrics), metrics)
+    admin = AdminRoutes(client, tokenizer)
     app = FastAPI(title="Tandem", openapi_url=None)
     for path, handler, method in (
         ("/v1/completions", routes.completions, "POST"),
         ("/v1/chat/completions", routes.chat, "POST"),
         ("/v1/models", routes.models, "GET"),
         ("/v1/models/{name:path}", routes.model, "GET"),
+        ("/capabilities", routes.capabilities, "GET"),
         ("/health", routes.health, "GET"),
         ("/metrics", routes.metrics, "GET"),
+        ("/add_external_corpus", admin.add_corpus, "POST"),
+        ("/remove_external_corpus", admin.remove_corpus, "POST"),
+        ("/list_external_corpora", admin.list_corpora, "GET"),
     ):
         app.add_api_route(path, handler, methods=[method], response_model=None)
     app.add_exception_handler(ApiError, _on_api_error)
@@ -194,6 +205,7 @@ async def serve(connection: socket.socket, listener: socket.socket) -> int:
     try:
         client = await EngineClient.connect(connection)
         tokenizer = Tokenizer.from_folder(client.facts.model_folder)
+        await load_start_corpus(client, tokenizer)
     except (EngineLost, ValueError) as error:
         print(error, file=sys.stderr, flush=True)
         return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED

@@ -51,11 +51,12 @@ class End:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with the choices that are made for it: one seed each."""
+    """A prompt with the choices that are made for it: one seed each, and whom they belong to."""
 
     tokens: list[int]
     sampling: SamplingParams
     seeds32: list[int]
+    tenant: str
 
 
 class Submission:
@@ -125,10 +126,12 @@ class EngineClient:
         self._submissions: dict[int, Submission] = {}
         self._metrics: dict[str, float] = {}
         self._metrics_waiters: list[asyncio.Future[None]] = []
+        self._tickets: dict[int, asyncio.Future[dict[str, int]]] = {}
         self._handlers = {
             "step": self._take_step,
             "refused": self._take_refusal,
             "metrics": self._take_metrics,
+            "corpora": self._take_corpora,
             "end": self._take_end,
         }
         self._task = asyncio.create_task(self._read())
@@ -172,6 +175,20 @@ class EngineClient:
         await asyncio.wait(pending, timeout=METRICS_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
         return self._metrics
 
+    async def ask(self, kind: str, *fields: Any) -> dict[str, int]:
+        """Sends a message about external corpora; returns the tokens of each, by name.
+
+        Raises:
+          Refused: It cannot be done.
+          EngineLost: The engine is gone.
+        """
+        if self.ended.done():
+            raise EngineLost(self.ended.result().reason)
+        ticket = self.new_id()
+        self._tickets[ticket] = asyncio.get_running_loop().create_future()
+        self._send([kind, ticket, *fields])
+        return await self._tickets[ticket]
+
     def new_id(self) -> int:
         """A request id that was never used."""
         return next(self._ids)
@@ -180,7 +197,8 @@ class EngineClient:
         """Sends the choices of one prompt; their events go to `submission`."""
         self._submissions.update(dict.fromkeys(ids, submission))
         choices = [list(pair) for pair in zip(ids, prompt.seeds32, strict=True)]
-        self._send(["add", prompt.tokens, sampling_to_fields(prompt.sampling), choices])
+        sampling = sampling_to_fields(prompt.sampling)
+        self._send(["add", prompt.tokens, sampling, choices, prompt.tenant])
 
     def finish(self, request_id: int, num_tokens: int) -> None:
         """Tells the engine where the text of a request ended."""
@@ -221,6 +239,17 @@ class EngineClient:
         if submission:
             submission.put(Refused(reason, field))
 
+    def _take_corpora(
+        self, ticket: int, held: dict[str, int], reason: str | None, field: str | None
+    ) -> None:
+        waiter = self._tickets.pop(ticket)
+        if waiter.done():  # nobody waits any more
+            return
+        if reason is None:
+            waiter.set_result(held)
+        else:
+            waiter.set_exception(Refused(reason, field))
+
     def _take_metrics(self, snapshot: dict[str, float]) -> None:
         self._metrics = snapshot
         waiters, self._metrics_waiters = self._metrics_waiters, []
@@ -235,3 +264,6 @@ class EngineClient:
         for submission in set(self._submissions.values()):
             submission.put(EngineLost(reason))
         self._submissions.clear()
+        for waiter in self._tickets.values():
+            if not waiter.done():
+                waiter.set_exception(EngineLost(reason))

@@ -19,7 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from shared.engine.ngram_index import NgramIndex
 from shared.engine.request import Event, Refusal, Request
+from shared.server.corpora import Corpora
 from shared.server.frames import (
     FrameReader,
     ModelFacts,
@@ -30,6 +32,7 @@ from shared.server.frames import (
 
 ROOT = Path(__file__).resolve().parents[2]
 IDLE_WAIT_S = 1.0  # the socket and signals wake an idle engine; this bounds a missed one
+BUILDING_WAIT_S = 0.05  # the end of a corpus's building wakes nobody
 FAREWELL_S = 1.0  # for the last frame to leave
 CHILD_END_S = 3.5  # for the server to end by itself; all in all below 5 s
 RECEIVE_BYTES = 1 << 18
@@ -51,6 +54,11 @@ class HostEngine(Protocol):
     @property
     def metrics(self) -> Metrics:
         """What `/metrics` shows."""
+        ...
+
+    @property
+    def ngram(self) -> NgramIndex | None:
+        """What drafts from seen text, if anything does."""
         ...
 
     @property
@@ -214,11 +222,15 @@ class _Loop:
         self._engine = engine
         self._link = link
         self._open: set[int] = set()
+        self._corpora = Corpora(engine.ngram)
         self._handlers = {
             "add": self._add,
             "abort": self._abort,
             "finish": self._finish,
             "metrics": self._metrics,
+            "corpus_add": self._corpora.add,
+            "corpus_remove": self._corpora.remove,
+            "corpus_list": self._corpora.list,
         }
 
     def run(self, stop: _StopSignal) -> None:
@@ -228,11 +240,18 @@ class _Loop:
           _ServerEnded: The server's process is gone.
         """
         while not stop.requested:
-            self._link.wait(0.0 if self._engine.busy else IDLE_WAIT_S, stop.readable)
+            self._link.wait(self._patience_s(), stop.readable)
             for kind, *fields in self._link.read():
                 self._handlers[kind](*fields)
+            for answer in self._corpora.answers():
+                self._link.send(answer)
             if self._engine.busy:
                 self._send(self._engine.step())
+
+    def _patience_s(self) -> float:
+        if self._engine.busy:
+            return 0.0
+        return BUILDING_WAIT_S if self._corpora.busy else IDLE_WAIT_S
 
     def _send(self, events: list[Event]) -> None:
         events = [event for event in events if event.request_id in self._open]
@@ -240,12 +259,17 @@ class _Loop:
         if events:
             self._link.send(["step", [event_to_row(event) for event in events]])
 
-    def _add(self, prompt: list[int], sampling: dict[str, Any], choices: list[list[int]]) -> None:
+    def _add(
+        self, prompt: list[int], sampling: dict[str, Any], choices: list[list[int]], tenant: str
+    ) -> None:
         tokens = tuple(prompt)
         for request_id, seed32 in choices:
             params = sampling_from_fields(sampling, seed32)
             try:
-                self._engine.add(Request(request_id=request_id, prompt=tokens, sampling=params))
+                request = Request(
+                    request_id=request_id, prompt=tokens, sampling=params, tenant=tenant
+                )
+                self._engine.add(request)
                 self._open.add(request_id)
             except Refusal as error:
                 self._link.send(["refused", request_id, str(error), error.field])

@@ -3,9 +3,11 @@
 A frame is a 4-byte little-endian length and a msgpack list whose first entry names the message.
 
 - engine to server: `facts` (a `ModelFacts`), `step` (rows of one step), `refused` (id, sentence,
-  field or None), `metrics` (a snapshot), `end` (sentence, whether it is a failure).
-- server to engine: `add` (prompt, sampling, [id, seed32] per choice), `abort` (id), `finish` (id,
-  final token count), `metrics`.
+  field or None), `metrics` (a snapshot), `corpora` (ticket, tokens by name, and sentence and field
+  where it was refused), `end` (sentence, whether it is a failure).
+- server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant), `abort` (id),
+  `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32 tokens),
+  `corpus_remove` (ticket, name), `corpus_list` (ticket).
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class ModelFacts:
       max_bias: Most tokens of one request's `logit_bias`.
       max_logprobs: Most tokens that can be shown beside each token of the output.
       max_draft_depth: S, the most drafts that a step can accept; 0 without speculation.
+      admin_api_key: Opens the routes that change the server; None keeps them closed.
+      corpus_path: JSONL file of the external corpus to start with, or None.
     """
 
     model_name: str
@@ -49,6 +53,8 @@ class ModelFacts:
     max_bias: int
     max_logprobs: int
     max_draft_depth: int
+    admin_api_key: str | None = None
+    corpus_path: str | None = None
 
     def to_message(self) -> list[Any]:
         """The `facts` message."""

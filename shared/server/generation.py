@@ -133,7 +133,8 @@ class Generator:
         seed = request.draw_seed()
         seeds = [derive_seed(seed, choice) for choice in range(request.num_choices)]
         prompts = [
-            Prompt(t, make_sampling(request, len(t), self.client.facts), seeds) for t in tokens
+            Prompt(t, make_sampling(request, len(t), self.client.facts), seeds, request.user or "")
+            for t in tokens
         ]
         answer = Answer(
             form=form,

@@ -18,12 +18,21 @@ from rich.table import Table
 
 from shared.backend import Backend, Limits
 from shared.capabilities import Setup, refusals
-from shared.checkpoint import Parameter, parameters
+from shared.checkpoint import Checkpoint, Parameter, parameters
 from shared.config import ConfigError, Options, parse
-from shared.draft_checkpoint import HeadFiles, check_head, kind_of, open_head
+from shared.draft_checkpoint import (
+    HeadFiles,
+    ModelFiles,
+    check_head,
+    is_head,
+    kind_of,
+    open_head,
+)
 from shared.draft_config import DraftConfig
-from shared.engine.controller import StaticController
+from shared.draft_tokenizer import check_same_tokenizer
+from shared.engine.controller import HostDraftController, StaticController
 from shared.engine.engine import Engine
+from shared.engine.ngram_index import NgramIndex
 from shared.memory_plan import Device, MemoryPlan, draft_shape, plan
 from shared.model_config import ModelConfig
 from shared.server import engine_process
@@ -32,7 +41,8 @@ from shared.server.frames import ModelFacts
 REPORT_S = 2.0  # between two lines of progress where there is no terminal to draw a bar on
 
 ProgressCall = Callable[[int], None]
-LoadBackend = Callable[[Options, Any, ModelConfig, HeadFiles | None, Limits, ProgressCall], Backend]
+DraftFiles = HeadFiles | ModelFiles | None
+LoadBackend = Callable[[Options, Any, ModelConfig, DraftFiles, Limits, ProgressCall], Backend]
 """Its second argument is what `open_checkpoint` gave."""
 
 
@@ -65,8 +75,8 @@ def launch(
     Args:
       argv: The command line without the program's name.
       load_backend: Makes the backend from options without open values, checkpoint, model config,
-        draft head (None where none drafts) and limits; it calls its last argument with the number
-        of stored bytes after each tensor.
+        draft head or model (None where none drafts) and limits; it calls its last argument with the
+        number of stored bytes after each tensor.
       open_checkpoint: Opens the model folder; its files are checked before any weight is read.
       find_device: Where the backend will run; called after the flags are known to be right.
 
@@ -97,32 +107,63 @@ def _prepare(
     options: Options,
     open_checkpoint: Callable[[str], Weights],
     find_device: Callable[[], Device],
-) -> tuple[ModelConfig, Weights, HeadFiles | None, MemoryPlan]:
+) -> tuple[ModelConfig, Weights, DraftFiles, MemoryPlan]:
     """Everything that can be refused before memory is taken."""
     options = _expanded(options)
     draft, folder = options.speculative, options.model.model_path
     model, checkpoint = ModelConfig.from_folder(folder), open_checkpoint(folder)
-    path = draft.speculative_draft_model_path
+    path = draft.head_path
     stored = open_head(path) if path else None
-    head_kind = kind_of(stored.names) if stored else None
+    is_model = draft.drafts_with_a_model and stored is not None and not is_head(stored.names)
+    head_kind = kind_of(stored.names) if stored and not is_model else None
     setup = Setup(options=options, model=model, has_mtp=checkpoint.has_mtp, head_kind=head_kind)
     if refused := refusals(setup):
         raise ConfigError("\n".join(refused))
     checkpoint.check(model, draft.with_mtp)
-    head = None
-    if path and stored:
-        head = HeadFiles(DraftConfig.from_folder(path, model), stored)
-        check_head(stored, head.config)
+    head = _draft_files(options, model, stored) if stored else None
     memory = plan(options, model, head.config if head else None, find_device())
     return model, checkpoint, head, memory
 
 
+def _draft_files(
+    options: Options, model: ModelConfig, stored: Checkpoint
+) -> HeadFiles | ModelFiles:
+    """The draft model's settings and files, held against each other and against the target."""
+    draft = options.speculative
+    path = draft.head_path
+    assert path is not None  # the files lie there
+    if draft.drafts_with_a_model:
+        small = ModelFiles(_small_config(path), stored)
+        stored.check(small.config, with_mtp=False)
+        check_same_tokenizer(options.model.model_path, model, path, small.config)
+        return small
+    config = DraftConfig.from_folder(path, model)
+    head = HeadFiles(config.with_window(draft.speculative_draft_window_size), stored)
+    check_head(stored, head.config)
+    return head
+
+
+def _small_config(path: str) -> ModelConfig:
+    try:
+        return ModelConfig.from_folder(path)
+    except ValueError as error:
+        raise ConfigError(f"the draft model cannot be served: {error}") from error
+
+
 def _expanded(options: Options) -> Options:
-    """With `~` replaced in the folders."""
-    model, draft = options.model, options.speculative
+    """With `~` replaced in the folders, and the path of a corpus checked."""
+    model, draft, ngram = options.model, options.speculative, options.ngram
     folder, path = os.path.expanduser(model.model_path), draft.speculative_draft_model_path
     draft = replace(draft, speculative_draft_model_path=path and os.path.expanduser(path))
-    return replace(options, model=replace(model, model_path=folder), speculative=draft)
+    if corpus := ngram.speculative_ngram_external_corpus_path:
+        corpus = os.path.expanduser(corpus)
+        if not os.path.isfile(corpus):
+            raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
+        # The server's process reads it, from a folder of its own.
+        corpus = os.path.abspath(corpus)
+        ngram = replace(ngram, speculative_ngram_external_corpus_path=corpus)
+    model = replace(model, model_path=folder)
+    return replace(options, model=model, speculative=draft, ngram=ngram)
 
 
 def _refuse(error: ValueError) -> int:
@@ -131,15 +172,25 @@ def _refuse(error: ValueError) -> int:
 
 
 def _make_engine(backend: Backend, options: Options) -> Engine:
-    shape = draft_shape(options, 1)
-    controller = StaticController(
-        backend.limits, nodes=shape.nodes, depth=shape.depth, width=shape.width
-    )
+    shape, limits = draft_shape(options, 1), backend.limits
+    controller, ngram = None, None
+    if options.speculative.drafts_on_host:
+        controller = HostDraftController(limits)
+        ngram = NgramIndex(
+            options.ngram,
+            nodes=shape.nodes,
+            depth=shape.depth,
+            vocab=limits.vocab,
+            chain=limits.accept_rule != "match",
+        )
+        ngram.warm_up()
     return Engine(
         backend,
-        controller,
+        controller
+        or StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width),
         overlap=options.engine.overlap_depth,
         chunked_prefill_size=options.engine.chunked_prefill_size or 0,
+        ngram=ngram,
     )
 
 
@@ -157,6 +208,8 @@ def _facts(memory: MemoryPlan, model: ModelConfig) -> ModelFacts:
         max_bias=limits.max_bias,
         max_logprobs=limits.max_logprobs,
         max_draft_depth=limits.max_depth,
+        admin_api_key=options.server.admin_api_key,
+        corpus_path=options.ngram.speculative_ngram_external_corpus_path,
     )
 
 

@@ -75,6 +75,7 @@ def make_sampling(request: GenerationRequest, prompt: int, facts: ModelFacts) ->
         stop_token_ids=_stop_token_ids(request, facts),
         logit_bias=_logit_bias(request, facts),
         logprobs=_num_logprobs(request, facts),
+        max_draft_tokens=request.most_drafts,
     )
 
 

@@ -13,6 +13,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 1024  # of all prompts of one request
 MAX_BIAS = 100  # of a token, either way
+MAX_DRAFT_TOKENS = 1 << 16  # more than any step has; what a request allows beyond means the same
 
 # Fields of OpenAI's API that are not there yet, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -136,7 +137,7 @@ def _read_content(value: Any) -> str:
     return "\n".join(texts)
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     """Wrong types, unknown fields, NaN and infinity are errors."""
 
     model_config = ConfigDict(
@@ -144,13 +145,28 @@ class _Strict(BaseModel):
     )
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool = False
 
 
-class Message(_Strict):
+class SpeculativeOptions(Strict):
+    """How much may be drafted for one request; the law of its text never depends on it."""
+
+    enabled: bool | None = None
+    max_draft_tokens: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Most drafts of a step, or None for all that the step has."""
+        if self.enabled is False:
+            return 0
+        asked = self.max_draft_tokens
+        return None if asked is None else min(asked, MAX_DRAFT_TOKENS)
+
+
+class Message(Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -158,7 +174,7 @@ class Message(_Strict):
     name: str | None = None
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(Strict):
     """The fields that both endpoints share.
 
     `DEFAULT_TOKENS` bounds an output whose request does not say; None: all that fits. `PROMPT` is
@@ -188,6 +204,7 @@ class GenerationRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    speculative: SpeculativeOptions | None = None
     user: str | None = None
 
     @property
@@ -204,6 +221,11 @@ class GenerationRequest(_Strict):
     def asked_logprobs(self) -> tuple[str, int | None]:
         """The field that asks for the best tokens, and how many; None for no logprobs at all."""
         return "logprobs", None
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Most drafts of a step, or None for all that the step has."""
+        return self.speculative.most_drafts if self.speculative else None
 
     def draw_seed(self) -> int:
         """The seed, drawn where there is none."""
@@ -249,6 +271,7 @@ class ChatRequest(GenerationRequest):
 
 
 Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Checked = TypeVar("Checked", bound=Strict)
 
 
 def parse(body: bytes, kind: type[Body]) -> Body:
@@ -257,19 +280,36 @@ def parse(body: bytes, kind: type[Body]) -> Body:
     Raises:
       ApiError: Status 400; names the field at fault.
     """
+    table = _UNSUPPORTED_CHAT if kind is ChatRequest else _UNSUPPORTED_COMPLETION
+    request = _checked(_drop_neutral(_read_object(body), table), kind)
+    _check_together(request)
+    return request
+
+
+def parse_plain(body: bytes, kind: type[Checked]) -> Checked:
+    """Reads a body of which no field is another API's.
+
+    Raises:
+      ApiError: Status 400; names the field at fault.
+    """
+    return _checked(_read_object(body), kind)
+
+
+def _read_object(body: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ApiError(400, f"the body must be a JSON object, got a {type(fields).__name__}")
-    table = _UNSUPPORTED_CHAT if kind is ChatRequest else _UNSUPPORTED_COMPLETION
+    return fields
+
+
+def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
     try:
-        request = kind.model_validate(_drop_neutral(fields, table))
+        return kind.model_validate(fields)
     except ValidationError as error:
         raise _api_error(error) from error
-    _check_together(request)
-    return request
 
 
 def _drop_neutral(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> dict[str, Any]:

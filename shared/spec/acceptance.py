@@ -1,13 +1,33 @@
-"""Which drafts of a tree become text: one rule for every temperature and every drafter.
+"""Which drafts of a tree become text.
 
-Each node has the target's choice for the token after it. From the root, the walk goes to the
-child that carries the choice, and stops where there is none. The tokens of the step are the choices
-on the way, so they depend on the prefix, the parameters and the seed, never on the drafts; the last
-one, the bonus token, is not in the tree and has no KV yet.
+By the match rule, for every temperature and every drafter, each node has the target's choice for
+the token after it. From the root, the walk goes to the child that carries the choice, and stops
+where there is none. The tokens of the step are the choices on the way, so they depend on the
+prefix, the parameters and the seed, never on the drafts; the last one, the bonus token, is not in
+the tree and has no KV yet.
+
+The rejection rule, for chains, changes the choices and nothing else: a row with a temperature
+chooses the draft where it accepts it, and draws from what the drafter left over where it does not.
+Its text has the target's law, but depends on the drafts. Each function takes what follows:
+
+  tokens, num_nodes: Chains; node i > 0 is the draft of level i - 1.
+  choices: The target's own choice after each node; greedy rows keep theirs, and so does the last
+    node of each chain, whose choice is the bonus token.
+  p: The target's probabilities after each node.
+  q: The drafter's, from which the draft of each level was sampled (`sampled_law`), or all on the
+    draft's token where it was not sampled (`certain_law`).
+  uniforms: Of each level, by `sampling.uniforms`.
+  noise: Of the residual, which a step draws from at most once a row.
+  temperature: At 0 a row is greedy.
 """
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
+
+from shared.spec.sampling import perturbed, probabilities
+
+RULES = ("match", "rejection", "block")
+"""Match, rejection token by token, and rejection that judges a chain as a whole."""
 
 
 def force(
@@ -74,3 +94,122 @@ def emitted(
 def failed(is_bad: Bool[np.ndarray, "B N"], path: Int[np.ndarray, "B W"]) -> Bool[np.ndarray, " B"]:
     """Whether a logit on the way was not finite; elsewhere in the tree it cannot reach the text."""
     return np.any(np.take_along_axis(is_bad, path, axis=1), axis=1)
+
+
+def certain_law(tokens: Int[np.ndarray, "B N"], vocab: int) -> Float[np.ndarray, "B S vocab"]:
+    """q of drafts that were not sampled: each is certain."""
+    return (tokens[:, 1:, None] == np.arange(vocab)).astype(np.float32)
+
+
+def sampled_law(
+    scores: Float[np.ndarray, "B S vocab"], tokens: Int[np.ndarray, "B N"]
+) -> Float[np.ndarray, "B S vocab"]:
+    """q of drafts sampled from the drafter's processed logits.
+
+    A drafter that is not finite drafts what it likes, which makes its token a certain one; the text
+    has the target's law all the same.
+    """
+    B, S, vocab = scores.shape
+    with np.errstate(invalid="ignore"):
+        q = probabilities(scores.reshape(B * S, vocab)).reshape(B, S, vocab)
+    is_law = np.isfinite(q).all(axis=2, keepdims=True)
+    return np.where(is_law, q, certain_law(tokens, vocab))
+
+
+def rejection_choices(
+    tokens: Int[np.ndarray, "B N"],
+    num_nodes: Int[np.ndarray, " B"],
+    choices: Int[np.ndarray, "B N"],
+    p: Float[np.ndarray, "B N vocab"],
+    q: Float[np.ndarray, "B S vocab"],
+    uniforms: Float[np.ndarray, "B S"],
+    noise: Float[np.ndarray, "B vocab"],
+    temperature: Float[np.ndarray, " B"],
+) -> Int[np.ndarray, "B N"]:
+    """Accepts each draft x with probability min(1, p(x) / q(x)).
+
+    A rejected one gives way to a token drawn from the positive part of p - q.
+
+    Returns:
+      The choices with which to `walk`.
+
+    Source: Leviathan et al. 2023, arXiv:2211.17192.
+    """
+    accepted = uniforms * _of_drafts(q, tokens) < _of_drafts(p, tokens)
+    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, noise, temperature)
+
+
+def block_choices(
+    tokens: Int[np.ndarray, "B N"],
+    num_nodes: Int[np.ndarray, " B"],
+    choices: Int[np.ndarray, "B N"],
+    p: Float[np.ndarray, "B N vocab"],
+    q: Float[np.ndarray, "B S vocab"],
+    uniforms: Float[np.ndarray, "B S"],
+    noise: Float[np.ndarray, "B vocab"],
+    temperature: Float[np.ndarray, " B"],
+) -> Int[np.ndarray, "B N"]:
+    """Accepts the longest prefix of a chain that passes; on average more than token by token.
+
+    With w_0 = 1 and w_i = min(1, w_(i-1) p(x_i) / q(x_i)), the first i drafts pass with
+    probability r / (r + 1 - w_i), where r is the mass of the positive part of w_i p - q after them,
+    or w_i where they are all. What follows them is drawn from that positive part.
+
+    Returns:
+      The choices with which to `walk`.
+
+    Source: Block Verification, Sun et al. 2024, arXiv:2403.10444.
+    """
+    B, S, _ = q.shape
+    p_of, q_of = _of_drafts(p, tokens), _of_drafts(q, tokens)
+    weight, passes, residuals = np.ones(B, np.float32), [], []
+    for level in range(S):
+        residuals.append(weight[:, None] * p[:, level] - q[:, level])
+        ratio = p_of[:, level] / np.where(q_of[:, level] > 0, q_of[:, level], np.float32(1e-30))
+        weight = np.minimum(weight * ratio, np.float32(1))
+        share = weight
+        if level + 1 < S:
+            left = np.maximum(weight[:, None] * p[:, level + 1] - q[:, level + 1], 0).sum(axis=1)
+            total = left + 1 - weight
+            passing = np.where(total > 0, left / np.where(total > 0, total, 1), 1)
+            share = np.where(level + 2 < num_nodes, passing, weight)
+        passes.append((uniforms[:, level] < share) & (level + 1 < num_nodes))
+    # A draft is accepted where a prefix passes that reaches it.
+    accepted = np.cumsum(np.stack(passes, axis=1)[:, ::-1], axis=1)[:, ::-1] > 0
+    residual = np.stack(residuals, axis=1)
+    return _decided(tokens, num_nodes, choices, accepted, p, residual, noise, temperature)
+
+
+def _of_drafts(
+    probability: Float[np.ndarray, "B places vocab"], tokens: Int[np.ndarray, "B N"]
+) -> Float[np.ndarray, "B S"]:
+    """The probability of each level's draft."""
+    drafts = tokens[:, 1:, None]
+    return np.take_along_axis(probability[:, : drafts.shape[1]], drafts, axis=2)[:, :, 0]
+
+
+def _decided(
+    tokens: Int[np.ndarray, "B N"],
+    num_nodes: Int[np.ndarray, " B"],
+    choices: Int[np.ndarray, "B N"],
+    accepted: Bool[np.ndarray, "B S"],
+    p: Float[np.ndarray, "B N vocab"],
+    residual: Float[np.ndarray, "B S vocab"],
+    noise: Float[np.ndarray, "B vocab"],
+    temperature: Float[np.ndarray, " B"],
+) -> Int[np.ndarray, "B N"]:
+    """The draft where it is accepted, else a token drawn from the residual's positive part.
+
+    Where rounding leaves the residual without one, p and q are equal, and it is drawn from p.
+    """
+    B, S, vocab = residual.shape
+    is_left = residual > 0
+    left = np.where(is_left.any(axis=2, keepdims=True), np.where(is_left, residual, 0), p[:, :S])
+    with np.errstate(divide="ignore"):
+        scores = np.log(left).reshape(B * S, vocab)
+    rows = np.repeat(np.arange(B), S)
+    drawn = perturbed(scores, noise[rows], temperature[rows]).argmax(axis=1).reshape(B, S)
+    decided = np.where(accepted, tokens[:, 1:], drawn)
+    is_judged = (np.arange(S) + 1 < num_nodes[:, None]) & (temperature > 0)[:, None]
+    judged = np.where(is_judged, decided, choices[:, :S])
+    return np.concatenate([judged, choices[:, S:]], axis=1).astype(np.int32)

@@ -238,6 +238,13 @@ def relay_of(hidden: Hidden, logits: Logits, last: Int[np.ndarray, " B"], rank: 
     return Relay(tokens[:, 0], weights[:, 0], hidden[last])
 
 
+Expand = Callable[[Rows, Tokens, Int[np.ndarray, " R"], KV], tuple[Logits, KV]]
+"""Runs a drafter on the nodes of a level: their rows and tokens, and for each node the place of its
+parent's row in the expansion before (of the first level, its request); gives their logits."""
+
+Tree = tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]
+
+
 def draft(
     head: Head,
     kv: KV,
@@ -252,10 +259,6 @@ def draft(
 ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"], KV]:
     """Grows one draft tree per request: the relay is its first level, then S - 1 expansions.
 
-    Expansion s (from 1) runs the head on the k nodes of its frontier, at position
-    `lengths + s - 1`. It writes draft KV at `lengths + (s - 1) k` and on; a node sees the draft KV
-    from `draft_from` to the length, and what its own ancestors and itself wrote.
-
     Args:
       kv: The head's KV, whole from `draft_from` to the length.
       relay: At least k candidates; of a request whose `draft_from` is its length it means nothing,
@@ -268,22 +271,66 @@ def draft(
 
     Source: EAGLE-2, Li et al. 2024, arXiv:2406.16858.
     """
-    B, k = len(newest), shape.width
-    has_relay = draft_from < lengths
-    tokens, weights = relay.tokens[:, :k], relay.weights[:, :k]
+    hidden = relay.hidden
+
+    def expand(
+        rows: Rows, tokens: Tokens, parent: Int[np.ndarray, " R"], kv: KV
+    ) -> tuple[Logits, KV]:
+        nonlocal hidden
+        hidden, logits, kv = head(rows, tokens, hidden[parent], kv)
+        return logits, kv
+
+    first = (relay.tokens[:, : shape.width], relay.weights[:, : shape.width])
+    bounds = (lengths, draft_from, max_drafts, page_table)
+    tree, kv = grow(expand, kv, first, newest, *bounds, shape, rank, 0)
+    return (*tree, kv)
+
+
+def grow(
+    expand: Expand,
+    kv: KV,
+    first: tuple[Int[np.ndarray, "B k"], Float[np.ndarray, "B k"]],
+    newest: Int[np.ndarray, " B"],
+    lengths: Int[np.ndarray, " B"],
+    draft_from: Int[np.ndarray, " B"],
+    max_drafts: Int[np.ndarray, " B"],
+    page_table: Int[np.ndarray, "B table"],
+    shape: TreeShape,
+    rank: Rank,
+    root_rows: int,
+) -> tuple[Tree, KV]:
+    """Grows draft trees level by level, whatever the drafter is.
+
+    Expansion s (from 1) runs the drafter on the k nodes of its frontier, at position
+    `lengths + root_rows + s - 1`. It writes draft KV at `lengths + root_rows + (s - 1) k` and on; a
+    node sees the draft KV from `draft_from` to the length, the root's row where there is one, and
+    what its own ancestors and itself wrote.
+
+    Args:
+      kv: The drafter's KV, whole from `draft_from` to the length.
+      first: The root's children and the log weights of the edges to them; of a request whose
+        `draft_from` is its length they mean nothing.
+      root_rows: 1 where the drafter has written a row for the root, at the length; else 0.
+
+    Returns:
+      As `draft_tree.keep_best`, and the drafter's KV.
+    """
+    tokens, weights = first
+    B, k = tokens.shape
+    can_draft = draft_from < lengths
     found = [(tokens, weights, np.zeros((B, k), np.int32))]
-    level = _Level.first(relay, tokens, weights, shape)
+    level = _Level.first(tokens, weights, shape, root_rows)
     for s in range(1, shape.depth):
-        rows = _expansion_rows(level.sees, s, lengths, draft_from, has_relay, page_table)
-        flat_hidden = level.hidden.reshape(B * k, -1)
-        out, logits, kv = head(rows, level.tokens.reshape(-1), flat_hidden, kv)
+        where = (lengths, draft_from, can_draft, page_table)
+        rows = _expansion_rows(level.sees, s, *where, root_rows)
+        logits, kv = expand(rows, level.tokens.reshape(-1), level.parents.reshape(-1), kv)
         ids, edges = rank(logits.reshape(B, k, -1), level.paths)
         parents, weights = draft_tree.children(level.numbers, level.weights, edges)
         found.append((ids.reshape(B, k * k), weights, parents))
-        level = level.next(found[-1][0], weights, out.reshape(B, k, -1), s)
+        level = level.next(found[-1][0], weights, s, root_rows)
     ids, weights, parents = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-    tree = draft_tree.keep_best(newest, ids, weights, parents, max_drafts, has_relay, shape.nodes)
-    return (*tree, kv)
+    limits = (max_drafts, can_draft, shape.nodes)
+    return draft_tree.keep_best(newest, ids, weights, parents, *limits), kv
 
 
 @dataclass(frozen=True)
@@ -291,7 +338,8 @@ class _Level:
     """The frontier that the next expansion runs on.
 
     Attributes:
-      hidden: What each node's row reads: the output of its parent's row.
+      parents: The row of each node's parent in the expansion before; of the first level, the
+        request.
       numbers: Candidate numbers.
       paths: Drafts from below the root to the node itself.
       sees: Which rows of the drafting window each node sees, its own included.
@@ -299,7 +347,7 @@ class _Level:
 
     tokens: Int[np.ndarray, "B k"]
     weights: Float[np.ndarray, "B k"]
-    hidden: Float[np.ndarray, "B k hidden"]
+    parents: Int[np.ndarray, "B k"]
     numbers: Int[np.ndarray, "B k"]
     paths: Int[np.ndarray, "B k path"]
     sees: Bool[np.ndarray, "B k window"]
@@ -307,34 +355,41 @@ class _Level:
     @classmethod
     def first(
         cls,
-        relay: Relay,
         tokens: Int[np.ndarray, "B k"],
         weights: Float[np.ndarray, "B k"],
         shape: TreeShape,
+        root_rows: int,
     ) -> "_Level":
         B, k = tokens.shape
-        hidden = np.repeat(relay.hidden[:, None], k, axis=1)
+        requests = np.repeat(np.arange(B)[:, None], k, axis=1)
         numbers = np.tile(np.arange(1, k + 1), (B, 1))
-        sees = np.zeros((B, k, k * max(shape.depth - 1, 0)), bool)
-        sees[:, :, :k] = np.eye(k, sees.shape[2], dtype=bool)[:, :k]
-        return cls(tokens, weights, hidden, numbers, tokens[:, :, None], sees)
+        sees = np.zeros((B, k, root_rows + k * (shape.depth - 1)), bool)
+        sees[:, :, :root_rows] = True
+        sees |= _itself(k, root_rows, sees)
+        return cls(tokens, weights, requests, numbers, tokens[:, :, None], sees)
 
     def next(
         self,
         tokens: Int[np.ndarray, "B kk"],
         weights: Float[np.ndarray, "B kk"],
-        hidden: Float[np.ndarray, "B k hidden"],
         s: int,
+        root_rows: int,
     ) -> "_Level":
-        """The best k of the candidates that expansion `s` found, whose rows gave `hidden`."""
+        """The best k of the candidates that expansion `s` found."""
         k = self.tokens.shape[1]
         first_number = 1 + k + (s - 1) * k * k
         chosen, best, numbers, parent = draft_tree.next_frontier(tokens, weights, first_number, k)
         rows = np.arange(len(chosen))[:, None]
-        sees = self.sees[rows, parent]
-        sees[:, :, s * k : (s + 1) * k] = np.eye(k, dtype=bool)[:, : sees.shape[2] - s * k]
+        sees = self.sees[rows, parent] | _itself(k, root_rows + s * k, self.sees)
         paths = np.concatenate([self.paths[rows, parent], chosen[:, :, None]], axis=2)
-        return _Level(chosen, best, hidden[rows, parent], numbers, paths, sees)
+        return _Level(chosen, best, rows * k + parent, numbers, paths, sees)
+
+
+def _itself(
+    k: int, first: int, sees: Bool[np.ndarray, "B k window"]
+) -> Bool[np.ndarray, "k window"]:
+    """The rows that k nodes write from `first` on, each of which sees its own."""
+    return np.arange(sees.shape[2]) == first + np.arange(k)[:, None]
 
 
 def _expansion_rows(
@@ -342,14 +397,16 @@ def _expansion_rows(
     s: int,
     lengths: Int[np.ndarray, " B"],
     draft_from: Int[np.ndarray, " B"],
-    has_relay: Bool[np.ndarray, " B"],
+    can_draft: Bool[np.ndarray, " B"],
     page_table: Int[np.ndarray, "B table"],
+    root_rows: int,
 ) -> Rows:
     B, k, _ = sees.shape
     request = np.repeat(np.arange(B), k)
-    is_real = has_relay[request]
+    is_real = can_draft[request]
     length = np.where(is_real, lengths[request], 0)
-    places = length + (s - 1) * k + np.tile(np.arange(k), B)
+    positions = length + root_rows + s - 1
+    places = length + root_rows + (s - 1) * k + np.tile(np.arange(k), B)
     window = sees.reshape(B * k, -1) & is_real[:, None]
     first = draft_from[request]
-    return Rows(request, length + s - 1, places, first, length, window, is_real, page_table)
+    return Rows(request, positions, places, first, length, window, is_real, page_table)

@@ -36,6 +36,10 @@ class Forward:
     streams: Float[np.ndarray, "L1 R hidden"]
     kv: KV
 
+    def at(self, rows: Int[np.ndarray, " some"]) -> "Forward":
+        """What the pass gave of some rows."""
+        return Forward(self.hidden[rows], self.streams[:, rows], self.kv)
+
 
 DeltaMixer = Callable[[int, Hidden], Float[np.ndarray, "R H V"]]
 """How a pass runs its gated-delta layers: from a layer (counted among its kind) and its normed

@@ -16,7 +16,15 @@ from jaxtyping import Float32 as F32
 from jaxtyping import Int32 as I32
 
 TARGET_STREAM = 0
-"""The noise stream of the target's choice; the drafter's level shares it, other uses do not."""
+"""The stream of the target's choice, keyed by the position of the token that is chosen.
+
+Under the match rule the drafter's level shares it. The other streams are the rejection rule's,
+keyed by the position of the step's newest token: a step that rejects a draft has looked at the
+noise of the drafts behind it, so the next step must not draw from it again.
+"""
+
+ACCEPT_STREAM, RESIDUAL_STREAM, DRAFT_STREAM = 1, 2, 3
+"""Whether a draft is accepted; what stands for a rejected one; level l drafts from stream 3 + l."""
 
 DRAFT_TAU = 0.5
 """Softness of draft weights where there is noise; one for all, or the backends' trees differ."""
@@ -90,15 +98,50 @@ def derive_seed(seed: int, choice: int) -> int:
     return int(threefry2x32((low, high), counter)[0][0])
 
 
-def noise_of_words(words: UInt32[np.ndarray, "R vocab"]) -> F32[np.ndarray, "R vocab"]:
-    """Gumbel noise from uniform 32-bit words; finite for all of them.
+def uniform_of_words(words: UInt32[np.ndarray, "R words"]) -> F32[np.ndarray, "R words"]:
+    """Numbers above 0 and below 1 from uniform 32-bit words.
 
-    The clamp matters: a word near 2^32 rounds to a uniform of 1, and one token in 2^24 would have
-    noise without bound.
+    The clamp matters: a word near 2^32 rounds to 1, and one token in 2^24 would have noise without
+    bound, or one draft in 2^24 would be rejected though its probability is the target's.
     """
     uniform = words.astype(np.float32) * np.float32(2**-32) + np.float32(2**-33)
-    uniform = np.minimum(uniform, np.float32(1 - 2**-24))
-    return -np.log(-np.log1p(-uniform))
+    return np.minimum(uniform, np.float32(1 - 2**-24))
+
+
+def noise_of_words(words: UInt32[np.ndarray, "R vocab"]) -> F32[np.ndarray, "R vocab"]:
+    """Gumbel noise from uniform 32-bit words; finite for all of them."""
+    return -np.log(-np.log1p(-uniform_of_words(words)))
+
+
+def uniforms(
+    seeds: UInt32[np.ndarray, " R"], positions: Int[np.ndarray, " R"], levels: int
+) -> F32[np.ndarray, "R levels"]:
+    """The number that decides on the draft of each level, by `ACCEPT_STREAM`.
+
+    Args:
+      seeds: The rows' seeds.
+      positions: The position of the step's newest token.
+      levels: S, drafts of a row.
+    """
+    counter = np.arange(levels, dtype=np.uint32)[None, :]
+    key = (seeds[:, None], positions.astype(np.uint32)[:, None])
+    words, _ = threefry2x32(key, (counter, np.full_like(counter, ACCEPT_STREAM)))
+    return uniform_of_words(words)
+
+
+def draft_noise(
+    seeds: UInt32[np.ndarray, " R"], positions: Int[np.ndarray, " R"], levels: int, vocab: int
+) -> F32[np.ndarray, "R levels vocab"]:
+    """The noise that the drafts of each level are sampled with under the rejection rule.
+
+    Args:
+      seeds: The rows' seeds.
+      positions: The position of the step's newest token.
+      levels: S, drafts of a row.
+      vocab: As in `gumbel`.
+    """
+    streams = range(DRAFT_STREAM, DRAFT_STREAM + levels)
+    return np.stack([gumbel(seeds, positions, vocab, stream) for stream in streams], axis=1)
 
 
 def gumbel(
@@ -108,7 +151,7 @@ def gumbel(
 
     Args:
       seeds: The rows' seeds.
-      positions: The position of the token that is chosen.
+      positions: The position of the token that is chosen, or that the stream is keyed by.
       vocab: Size of the target's vocabulary, in whose ids the noise is numbered.
       stream: `TARGET_STREAM`, or another for another use.
     """
@@ -255,6 +298,11 @@ def log_softmax(logits: Float[np.ndarray, "R vocab"]) -> Float[np.ndarray, "R vo
     """Natural logarithms of the probabilities of each row."""
     shifted = logits - logits.max(axis=1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def probabilities(processed: Float[np.ndarray, "R vocab"]) -> Float[np.ndarray, "R vocab"]:
+    """What a row with a temperature samples from; 0 for what is excluded."""
+    return np.exp(log_softmax(processed))
 
 
 def logprobs(

@@ -2,13 +2,19 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shared.draft_config import DraftSizes
+from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import DRAFT_TAU, TARGET_STREAM
+from torch_impl.device_state import DeviceState, Plan, Prompts
+from torch_impl.model import Forward
 from torch_impl.ops import any_row, sampling
+from torch_impl.ops.attention import Rows
 from torch_impl.ops.sampling import Sampling
 
 Noise = Float[Tensor, "B places vocab"]
@@ -21,6 +27,82 @@ Rank = Callable[
 """As `shared.spec.eagle.Rank`."""
 
 
+Grown = tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]
+"""Tokens, parents and node counts of drafted trees, as `draft_tree.keep_best`."""
+
+
+@dataclass(frozen=True)
+class Fed:
+    """Committed rows that a drafter is extended over.
+
+    Attributes:
+      rows: Where they stand; they see draft KV from `draft_from` on.
+      tokens: Each row's own token.
+      following: The token after each row's.
+      passed: The target's pass over the rows, with the streams that the drafter reads.
+      last: The flat row that is each request's last.
+    """
+
+    rows: Rows
+    tokens: Int[Tensor, " R"]
+    following: Int[Tensor, " R"]
+    passed: Forward
+    last: Int[Tensor, " B"]
+
+
+class Drafter(Protocol):
+    """What a step asks of a drafter; its memory is the draft part of `DeviceState`."""
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """The residual streams of the target that it reads, ascending."""
+        ...
+
+    @property
+    def sizes(self) -> DraftSizes:
+        """What it keeps between steps; only with a relay is `rank` used while it is extended."""
+        ...
+
+    def prefill(
+        self, state: DeviceState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+    ) -> None:
+        """Extends the drafter over prompt chunks.
+
+        Args:
+          rank: Of the token after each row's newest, which the relay holds.
+        """
+        ...
+
+    def extend(
+        self,
+        state: DeviceState,
+        plan: Plan,
+        before: Int[Tensor, " B"],
+        counts: Int[Tensor, " B"],
+        fed: Fed,
+        rank: Rank,
+    ) -> None:
+        """Extends the drafter over accepted paths, of W rows a request.
+
+        Args:
+          before: Lengths before the path.
+          counts: How many of a request's rows are real.
+        """
+        ...
+
+    def draft(
+        self,
+        state: DeviceState,
+        plan: Plan,
+        newest: Int[Tensor, " B"],
+        lengths: Int[Tensor, " B"],
+        shape: TreeShape,
+        rank: "Ranking",
+    ) -> Grown:
+        """Drafts a tree for each request; one whose `draft_from` is its length gets its root."""
+        ...
+
+
 @dataclass(frozen=True)
 class Ranking:
     """Ranks the children of nodes as the target would: the same processing, the same noise.
@@ -31,6 +113,8 @@ class Ranking:
       seen: Tokens of the requests with their newest, or None where no row has a penalty.
       noise: The noise at position `lengths + 1 + path`, or None where no row has a temperature.
       width: Children of a node.
+      kept: Gets the processed logits of each level where drafts are sampled, to be judged by the
+        rejection rule; `noise` is then the drafts' own. Else None.
     """
 
     sampling: Sampling
@@ -38,6 +122,7 @@ class Ranking:
     seen: Int[Tensor, "B vocab"] | None
     noise: Noise | None
     width: int
+    kept: list[Float[Tensor, "B vocab"]] | None
 
     def __call__(
         self, logits: Float[Tensor, "B k vocab"], paths: Int[Tensor, "B k path"]
@@ -50,6 +135,8 @@ class Ranking:
         positions = self.lengths[request] + 1 + path
         seen = self._seen_after(paths.flatten(0, 1), request)
         processed = sampling.processed(logits.flatten(0, 1), seen, positions, rows, None)
+        if self.kept is not None:
+            self.kept.append(processed)
         noise = None if self.noise is None else self.noise[request, path]
         perturbed = sampling.perturbed(processed, noise, rows.temperature)
         ids = sampling.top_candidates(perturbed, self.width)

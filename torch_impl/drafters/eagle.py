@@ -1,17 +1,80 @@
-"""As `shared.spec.eagle`, in torch: what all heads share, from drafting to extending."""
+"""As `shared.spec.eagle`, in torch: what all heads share, and how any drafter's tree grows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shared.draft_config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from torch_impl.drafters import Rank
-from torch_impl.drafters.heads import DraftKV, Head, Tokens
-from torch_impl.model import Forward
+from torch_impl.device_state import DeviceState, Plan, Prompts
+from torch_impl.drafters import Fed, Grown, Rank, Ranking
+from torch_impl.drafters.heads import DraftKV, Head, Logits, Tokens
 from torch_impl.ops import draft_tree
 from torch_impl.ops.attention import Rows
+
+Expand = Callable[[Rows, Tokens, Int[Tensor, " R"]], Logits]
+"""As the specification's; the KV is written in place."""
+
+
+@dataclass(frozen=True)
+class EagleDrafter:
+    """A `torch_impl.drafters.Drafter` made of a head."""
+
+    head: Head
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """See `Drafter`."""
+        return self.head.streams
+
+    @property
+    def sizes(self) -> DraftSizes:
+        """See `Drafter`."""
+        return DraftSizes(self.head.config, 1, 0, True)
+
+    def prefill(
+        self, state: DeviceState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+    ) -> None:
+        """See `Drafter`."""
+        self._extend(state, plan, fed, rank)
+
+    def extend(
+        self,
+        state: DeviceState,
+        plan: Plan,
+        before: Int[Tensor, " B"],
+        counts: Int[Tensor, " B"],
+        fed: Fed,
+        rank: Rank,
+    ) -> None:
+        """See `Drafter`."""
+        self._extend(state, plan, fed, rank)
+
+    def _extend(self, state: DeviceState, plan: Plan, fed: Fed, rank: Rank) -> None:
+        relay, slots = relay_of(self.head, state.draft_kv, fed, rank), plan.slots
+        state.relay_ids[slots] = relay.tokens
+        state.relay_weights[slots] = relay.weights
+        state.relay_hidden[slots] = relay.hidden
+
+    def draft(
+        self,
+        state: DeviceState,
+        plan: Plan,
+        newest: Int[Tensor, " B"],
+        lengths: Int[Tensor, " B"],
+        shape: TreeShape,
+        rank: Ranking,
+    ) -> Grown:
+        """See `Drafter`."""
+        slots, draft_from = plan.slots, state.draft_from[plan.slots]
+        relay = Relay(state.relay_ids[slots], state.relay_weights[slots], state.relay_hidden[slots])
+        if rank.kept is not None:
+            relay = sampled_relay(self.head, relay, rank)
+        where = (newest, lengths, draft_from, plan.sampling.max_drafts, plan.page_table)
+        return draft(self.head, state.draft_kv, relay, *where, shape, rank)
 
 
 @dataclass(frozen=True)
@@ -23,66 +86,73 @@ class Relay:
     hidden: Float[Tensor, "B hidden"]
 
 
-@dataclass(frozen=True)
-class EagleDrafter:
-    """A drafter made of a head."""
+def sampled_relay(head: Head, relay: Relay, rank: Ranking) -> Relay:
+    """The relay with a draft sampled anew: a slot does not keep the law that one comes from."""
+    no_path = relay.tokens.new_zeros(len(relay.tokens), 1, 0)
+    ids, weights = rank(head.logits(relay.hidden)[:, None], no_path)
+    return Relay(ids[:, 0], weights[:, 0], relay.hidden)
 
-    head: Head
 
-    def extend(
-        self,
-        kv: DraftKV,
-        rows: Rows,
-        tokens: Tokens,
-        passed: Forward,
-        last: Int[Tensor, " B"],
-        rank: Rank,
-    ) -> Relay:
-        """Extends the draft KV over committed rows, and makes the relay of each request's last.
+def relay_of(head: Head, kv: DraftKV, fed: Fed, rank: Rank) -> Relay:
+    """Extends the draft KV over committed rows, and makes the relay of each request's last."""
+    ends = head.forward(fed.rows, fed.following, head.read(fed.passed), kv)[fed.last]
+    no_path = fed.last.new_zeros(len(fed.last), 1, 0)
+    ids, weights = rank(head.logits(ends)[:, None], no_path)
+    return Relay(ids[:, 0], weights[:, 0], ends)
 
-        Args:
-          tokens: The token after each row's.
-          passed: The target's pass over these rows, with the streams that the head reads.
-          last: The flat row that is each request's last.
-        """
-        ends = self.head.forward(rows, tokens, self.head.read(passed), kv)[last]
-        no_path = last.new_zeros(len(last), 1, 0)
-        ids, weights = rank(self.head.logits(ends)[:, None], no_path)
-        return Relay(ids[:, 0], weights[:, 0], ends)
 
-    def draft(
-        self,
-        kv: DraftKV,
-        relay: Relay,
-        newest: Int[Tensor, " B"],
-        lengths: Int[Tensor, " B"],
-        draft_from: Int[Tensor, " B"],
-        max_drafts: Int[Tensor, " B"],
-        page_table: Int[Tensor, "B P"],
-        shape: TreeShape,
-        rank: Rank,
-    ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
-        """Grows one draft tree per request; see `shared.spec.eagle.draft`.
+def draft(
+    head: Head,
+    kv: DraftKV,
+    relay: Relay,
+    newest: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    draft_from: Int[Tensor, " B"],
+    max_drafts: Int[Tensor, " B"],
+    page_table: Int[Tensor, "B P"],
+    shape: TreeShape,
+    rank: Rank,
+) -> Grown:
+    """As the specification."""
+    hidden, k = relay.hidden, shape.width
 
-        Returns:
-          Tokens, parents and node counts as `draft_tree.keep_best`.
-        """
-        k = shape.width
-        has_relay = draft_from < lengths
-        tokens, weights = relay.tokens[:, :k], relay.weights[:, :k]
-        found = [(tokens, weights, torch.zeros_like(tokens))]
-        level = _first_level(relay, tokens, weights, shape)
-        for s in range(1, shape.depth):
-            rows = _expansion_rows(level.sees, s, lengths, draft_from, has_relay, page_table)
-            flat_hidden = level.hidden.flatten(0, 1)
-            out = self.head.forward(rows, level.tokens.flatten(), flat_hidden, kv)
-            logits = self.head.logits(out).unflatten(0, level.tokens.shape)
-            ids, edges = rank(logits, level.paths)
-            parents, weights = draft_tree.children(level.numbers, level.weights, edges)
-            found.append((ids.flatten(1), weights, parents))
-            level = level.next(found[-1][0], weights, out.unflatten(0, level.tokens.shape), s)
-        drafted = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-        return draft_tree.keep_best(newest, *drafted, max_drafts, has_relay, shape.nodes)
+    def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
+        nonlocal hidden
+        hidden = head.forward(rows, tokens, hidden[parent], kv)
+        return head.logits(hidden)
+
+    first = (relay.tokens[:, :k], relay.weights[:, :k])
+    bounds = (lengths, draft_from, max_drafts, page_table)
+    return grow(expand, first, newest, *bounds, shape, rank, 0)
+
+
+def grow(
+    expand: Expand,
+    first: tuple[Int[Tensor, "B k"], Float[Tensor, "B k"]],
+    newest: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    draft_from: Int[Tensor, " B"],
+    max_drafts: Int[Tensor, " B"],
+    page_table: Int[Tensor, "B P"],
+    shape: TreeShape,
+    rank: Rank,
+    root_rows: int,
+) -> Grown:
+    """As the specification."""
+    tokens, weights = first
+    can_draft = draft_from < lengths
+    found = [(tokens, weights, torch.zeros_like(tokens))]
+    level = _first_level(tokens, weights, shape, root_rows)
+    for s in range(1, shape.depth):
+        where = (lengths, draft_from, can_draft, page_table)
+        rows = _expansion_rows(level.sees, s, *where, root_rows)
+        logits = expand(rows, level.tokens.flatten(), level.parents.flatten())
+        ids, edges = rank(logits.unflatten(0, level.tokens.shape), level.paths)
+        parents, weights = draft_tree.children(level.numbers, level.weights, edges)
+        found.append((ids.flatten(1), weights, parents))
+        level = level.next(found[-1][0], weights, s, root_rows)
+    drafted = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    return draft_tree.keep_best(newest, *drafted, max_drafts, can_draft, shape.nodes)
 
 
 def extend_rows(
@@ -102,7 +172,7 @@ def extend_rows(
     until = torch.where(is_real, positions + 1, 0)
     window, first = is_real.new_zeros(B * W, 0), draft_from[request]
     where = (request, positions, positions, first, until, window, is_real)
-    return Rows(*where, page_table, _row_starts(B, W, lengths.device), W)
+    return Rows(*where, page_table, row_starts(B, W, lengths.device), W)
 
 
 @dataclass(frozen=True)
@@ -111,7 +181,7 @@ class _Level:
 
     tokens: Int[Tensor, "B k"]
     weights: Float[Tensor, "B k"]
-    hidden: Float[Tensor, "B k hidden"]
+    parents: Int[Tensor, "B k"]
     numbers: Int[Tensor, "B k"]
     paths: Int[Tensor, "B k path"]
     sees: Bool[Tensor, "B k window"]
@@ -120,34 +190,35 @@ class _Level:
         self,
         tokens: Int[Tensor, "B kk"],
         weights: Float[Tensor, "B kk"],
-        hidden: Float[Tensor, "B k hidden"],
         s: int,
+        root_rows: int,
     ) -> "_Level":
-        """The best k of the candidates that expansion `s` found, whose rows gave `hidden`."""
+        """The best k of the candidates that expansion `s` found."""
         k = self.tokens.shape[1]
         first_number = 1 + k + (s - 1) * k * k
         chosen, best, numbers, parent = draft_tree.next_frontier(tokens, weights, first_number, k)
         rows = torch.arange(len(chosen), device=chosen.device)[:, None]
-        sees = self.sees[rows, parent] | _itself(k, s, self.sees)
+        sees = self.sees[rows, parent] | _itself(k, root_rows + s * k, self.sees)
         paths = torch.cat([self.paths[rows, parent], chosen[:, :, None]], dim=2)
-        return _Level(chosen, best, hidden[rows, parent], numbers, paths, sees)
+        return _Level(chosen, best, rows * k + parent, numbers, paths, sees)
 
 
 def _first_level(
-    relay: Relay, tokens: Int[Tensor, "B k"], weights: Float[Tensor, "B k"], shape: TreeShape
+    tokens: Int[Tensor, "B k"], weights: Float[Tensor, "B k"], shape: TreeShape, root_rows: int
 ) -> _Level:
-    B, k = tokens.shape
-    hidden = relay.hidden[:, None].expand(B, k, -1)
+    (B, k), window = tokens.shape, root_rows + tokens.shape[1] * (shape.depth - 1)
+    requests = torch.arange(B, device=tokens.device)[:, None].expand(B, k)
     numbers = torch.arange(1, k + 1, dtype=torch.int32, device=tokens.device).expand(B, k)
-    nothing = torch.zeros(B, k, k * (shape.depth - 1), dtype=torch.bool, device=tokens.device)
-    sees = nothing | _itself(k, 0, nothing)
-    return _Level(tokens, weights, hidden, numbers, tokens[:, :, None], sees)
+    root = torch.arange(window, device=tokens.device) < root_rows
+    sees = root.expand(B, k, window)
+    sees = sees | _itself(k, root_rows, sees)
+    return _Level(tokens, weights, requests, numbers, tokens[:, :, None], sees)
 
 
-def _itself(k: int, s: int, sees: Bool[Tensor, "B k window"]) -> Bool[Tensor, "k window"]:
-    """The rows that the k nodes of expansion `s + 1` write, each of which sees its own."""
+def _itself(k: int, first: int, sees: Bool[Tensor, "B k window"]) -> Bool[Tensor, "k window"]:
+    """As the specification."""
     place = torch.arange(sees.shape[2], device=sees.device)
-    return place == s * k + torch.arange(k, device=sees.device)[:, None]
+    return place == first + torch.arange(k, device=sees.device)[:, None]
 
 
 def _expansion_rows(
@@ -155,21 +226,22 @@ def _expansion_rows(
     s: int,
     lengths: Int[Tensor, " B"],
     draft_from: Int[Tensor, " B"],
-    has_relay: Bool[Tensor, " B"],
+    can_draft: Bool[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
+    root_rows: int,
 ) -> Rows:
     B, k, _ = sees.shape
     node = torch.arange(B * k, dtype=torch.int32, device=sees.device)
     request = torch.div(node, k, rounding_mode="floor").long()
-    is_real = has_relay[request]
-    length = torch.where(is_real, lengths[request], 0)
+    is_real = can_draft[request]
+    length = torch.where(is_real, lengths[request], 0) + root_rows
     places = length + (s - 1) * k + node - request * k
     window = sees.flatten(0, 1) & is_real[:, None]
-    first = draft_from[request]
-    where = (request, length + s - 1, places, first, length, window, is_real)
-    return Rows(*where, page_table, _row_starts(B, k, sees.device), k)
+    until, first = length - root_rows, draft_from[request]
+    where = (request, length + s - 1, places, first, until, window, is_real)
+    return Rows(*where, page_table, row_starts(B, k, sees.device), k)
 
 
-def _row_starts(requests: int, rows: int, device: torch.device) -> Int[Tensor, " B1"]:
+def row_starts(requests: int, rows: int, device: torch.device) -> Int[Tensor, " B1"]:
     """Where every request has `rows` rows."""
     return torch.arange(requests + 1, dtype=torch.int32, device=device) * rows

@@ -1,8 +1,10 @@
 """As `shared.spec.acceptance`, in torch."""
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from torch_impl.ops.sampling import perturbed, probabilities
 
 
 def force(
@@ -50,3 +52,97 @@ def emitted(
 def failed(is_nan: Bool[Tensor, "B N"], path: Int[Tensor, "B W"]) -> Bool[Tensor, " B"]:
     """As the specification."""
     return is_nan.gather(1, path.long()).any(dim=1)
+
+
+def certain_law(tokens: Int[Tensor, "B N"], vocab: int) -> Float[Tensor, "B S vocab"]:
+    """As the specification."""
+    ids = torch.arange(vocab, dtype=torch.int32, device=tokens.device)
+    return (tokens[:, 1:, None] == ids).float()
+
+
+def sampled_law(
+    scores: Float[Tensor, "B S vocab"], tokens: Int[Tensor, "B N"]
+) -> Float[Tensor, "B S vocab"]:
+    """As the specification."""
+    q = probabilities(scores.flatten(0, 1)).view_as(scores)
+    is_law = q.isfinite().all(dim=2, keepdim=True)
+    return torch.where(is_law, q, certain_law(tokens, scores.shape[2]))
+
+
+def rejection_choices(
+    tokens: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    choices: Int[Tensor, "B N"],
+    p: Float[Tensor, "B N vocab"],
+    q: Float[Tensor, "B S vocab"],
+    uniforms: Float[Tensor, "B S"],
+    noise: Float[Tensor, "B vocab"],
+    temperature: Float[Tensor, " B"],
+) -> Int[Tensor, "B N"]:
+    """As the specification."""
+    accepted = uniforms * _of_drafts(q, tokens) < _of_drafts(p, tokens)
+    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, noise, temperature)
+
+
+def block_choices(
+    tokens: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    choices: Int[Tensor, "B N"],
+    p: Float[Tensor, "B N vocab"],
+    q: Float[Tensor, "B S vocab"],
+    uniforms: Float[Tensor, "B S"],
+    noise: Float[Tensor, "B vocab"],
+    temperature: Float[Tensor, " B"],
+) -> Int[Tensor, "B N"]:
+    """As the specification."""
+    S = q.shape[1]
+    p_of, q_of = _of_drafts(p, tokens), _of_drafts(q, tokens)
+    weight, passes, residuals = torch.ones_like(p_of[:, 0]), [], []
+    for level in range(S):
+        residuals.append(weight[:, None] * p[:, level] - q[:, level])
+        ratio = p_of[:, level] / torch.where(q_of[:, level] > 0, q_of[:, level], 1e-30)
+        weight = (weight * ratio).clamp(max=1)
+        share = weight
+        if level + 1 < S:
+            after = weight[:, None] * p[:, level + 1] - q[:, level + 1]
+            left = after.clamp(min=0).sum(dim=1)
+            total = left + 1 - weight
+            passing = torch.where(total > 0, left / torch.where(total > 0, total, 1), 1)
+            share = torch.where(level + 2 < num_nodes, passing, weight)
+        passes.append((uniforms[:, level] < share) & (level + 1 < num_nodes))
+    # A draft is accepted where a prefix passes that reaches it.
+    accepted = torch.stack(passes[::-1], dim=1).int().cumsum(dim=1).flip(1) > 0
+    residual = torch.stack(residuals, dim=1)
+    return _decided(tokens, num_nodes, choices, accepted, p, residual, noise, temperature)
+
+
+def _of_drafts(
+    probability: Float[Tensor, "B places vocab"], tokens: Int[Tensor, "B N"]
+) -> Float[Tensor, "B S"]:
+    """The probability of each level's draft."""
+    drafts = tokens[:, 1:, None].long()
+    return probability[:, : drafts.shape[1]].gather(2, drafts)[:, :, 0]
+
+
+def _decided(
+    tokens: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    choices: Int[Tensor, "B N"],
+    accepted: Bool[Tensor, "B S"],
+    p: Float[Tensor, "B N vocab"],
+    residual: Float[Tensor, "B S vocab"],
+    noise: Float[Tensor, "B vocab"],
+    temperature: Float[Tensor, " B"],
+) -> Int[Tensor, "B N"]:
+    """As the specification."""
+    B, S, vocab = residual.shape
+    is_left = residual > 0
+    left = torch.where(is_left.any(dim=2, keepdim=True), residual.clamp(min=0), p[:, :S])
+    noises = noise[:, None].expand(B, S, vocab).flatten(0, 1)
+    warm = temperature[:, None].expand(B, S).flatten()
+    drawn = perturbed(left.log().flatten(0, 1), noises, warm).argmax(dim=1).view(B, S)
+    decided = torch.where(accepted, tokens[:, 1:], drawn.int())
+    place = torch.arange(S, dtype=torch.int32, device=tokens.device)
+    is_judged = (place + 1 < num_nodes[:, None]) & (temperature > 0)[:, None]
+    judged = torch.where(is_judged, decided, choices[:, :S])
+    return torch.cat([judged, choices[:, S:]], dim=1)

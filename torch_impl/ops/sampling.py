@@ -8,6 +8,8 @@ from torch import Tensor
 
 from torch_impl.ops import any_row
 
+ACCEPT_STREAM, RESIDUAL_STREAM, DRAFT_STREAM = 1, 2, 3
+
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 
@@ -65,20 +67,47 @@ def threefry2x32(
     return x0, x1
 
 
-def noise_of_words(words: Int[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
+def uniform_of_words(words: Int[Tensor, "R words"]) -> Float[Tensor, "R words"]:
     """As the specification; a word is the bits of an int32."""
     uniform = words.view(torch.uint32).to(torch.float32)
-    uniform = uniform.mul_(2**-32).add_(2**-33).clamp_(max=1 - 2**-24)
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    return uniform.mul_(2**-32).add_(2**-33).clamp_(max=1 - 2**-24)
+
+
+def noise_of_words(words: Int[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
+    """As the specification; a word is the bits of an int32."""
+    return uniform_of_words(words).neg_().log1p_().neg_().log_().neg_()
+
+
+def uniforms(
+    seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int
+) -> Float[Tensor, "R levels"]:
+    """As the specification."""
+    counter = torch.arange(levels, dtype=torch.int32, device=seeds.device)[None, :]
+    key = (seeds[:, None], positions[:, None])
+    words, _ = threefry2x32(key, (counter, torch.full_like(counter, ACCEPT_STREAM)))
+    return uniform_of_words(words)
+
+
+def draft_noise(
+    seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int, vocab: int
+) -> Float[Tensor, "R levels vocab"]:
+    """As the specification."""
+    level = torch.arange(levels, dtype=torch.int32, device=seeds.device)
+    streams = (level + DRAFT_STREAM).repeat(len(seeds))[:, None]
+    rows = (seeds.repeat_interleave(levels), positions.repeat_interleave(levels))
+    return gumbel(*rows, vocab, streams).view(-1, levels, vocab)
 
 
 def gumbel(
-    seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab: int, stream: int
+    seeds: Int[Tensor, " R"],
+    positions: Int[Tensor, " R"],
+    vocab: int,
+    stream: int | Int[Tensor, "R 1"],
 ) -> Float[Tensor, "R vocab"]:
-    """As the specification."""
+    """As the specification, by one stream or by one of each row."""
     counter = torch.arange(-(-vocab // 2), dtype=torch.int32, device=seeds.device)[None, :]
     key = (seeds[:, None], positions[:, None])
-    words = threefry2x32(key, (counter, torch.full_like(counter, stream)))
+    words = threefry2x32(key, (counter, torch.zeros_like(counter) + stream))
     return noise_of_words(torch.stack(words, dim=-1).flatten(1)[:, :vocab].contiguous())
 
 
@@ -212,6 +241,11 @@ def top_candidates(perturbed: Float[Tensor, "R vocab"], k: int) -> Int[Tensor, "
 def log_softmax(logits: Float[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
     """As the specification."""
     return torch.log_softmax(logits, dim=1)
+
+
+def probabilities(processed: Float[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
+    """As the specification."""
+    return torch.softmax(processed, dim=1)
 
 
 def logprobs(logits: Float[Tensor, "R vocab"], ids: Int[Tensor, " R"]) -> Float[Tensor, " R"]:

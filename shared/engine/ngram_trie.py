@@ -1,0 +1,347 @@
+"""A trie of the n-grams of seen texts, as compiled loops over flat arrays.
+
+A node stands for the tokens on the way from its scope's root to it: an n-gram that was seen. A text
+of which a token is added passes through one node per n-gram that ends with this token, and its
+*anchors* are the nodes of its newest 0, 1, .. D - 1 tokens: the children of an anchor are what came
+after those tokens before. Several scopes (tenants, or single requests) live in one array, each
+below a root of its own, and share its room; a walk from a root never leaves its scope.
+
+Siblings are listed in the order of insertion, the newest first: a child that a text passes again
+comes to the front. The list decides every tie, so the same texts in the same order give the same
+drafts on any build. When the array is full the leaf that was passed longest ago goes.
+
+Node 0 is none. A freed node is born again with another number in `BORN`, so that a stale anchor is
+known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+from jaxtyping import Int32, Int64
+
+TOKEN, PARENT, FIRST, PREV, NEXT, COUNT, OLDER, NEWER, CHAIN, BORN = range(10)
+"""Columns of a node: its token and parent, first child, siblings, times passed, neighbours in the
+order of eviction (leaves only), next node of its hash bucket, and number of births."""
+
+NUM_COLUMNS = 10
+USED, FREE, LIVE, OLDEST, NEWEST = range(5)
+"""Entries of the head: rows ever used, first free row, live nodes, ends of the eviction order."""
+
+NUM_HEADS = 5
+SMALLEST_CAPACITY = 1024
+
+Nodes = Int32[np.ndarray, "rows columns"]
+Buckets = Int32[np.ndarray, " buckets"]
+Head = Int64[np.ndarray, " heads"]
+
+compiled = numba.njit(cache=True, nogil=True)
+
+
+@dataclass
+class Trie:
+    """The arrays of a trie.
+
+    Attributes:
+      nodes: One row a node, see the columns above.
+      buckets: First node of each hash bucket, by parent and token; a power of two.
+      head: See its entries above.
+      capacity: Most rows that `nodes` may grow to.
+    """
+
+    nodes: Nodes
+    buckets: Buckets
+    head: Head
+    capacity: int
+
+    @classmethod
+    def empty(cls, capacity: int) -> Trie:
+        """A trie of at most `capacity` nodes; its arrays start small."""
+        head = np.zeros(NUM_HEADS, np.int64)
+        head[USED] = 1
+        nodes = np.zeros((SMALLEST_CAPACITY, NUM_COLUMNS), np.int32)
+        return cls(nodes, np.zeros(SMALLEST_CAPACITY, np.int32), head, capacity)
+
+    @property
+    def num_nodes(self) -> int:
+        """Live nodes, the roots included."""
+        return int(self.head[LIVE])
+
+    def reserve(self, count: int) -> None:
+        """Makes room for `count` more nodes, or for as many as the capacity allows."""
+        rows = wanted = len(self.nodes)
+        while wanted - 1 - self.num_nodes < count and wanted < self.capacity:
+            wanted = min(2 * wanted, self.capacity)
+        if wanted == rows:
+            return
+        self.nodes = np.concatenate([self.nodes, np.zeros((wanted - rows, NUM_COLUMNS), np.int32)])
+        if wanted > len(self.buckets):
+            self.buckets = np.zeros(1 << (wanted - 1).bit_length(), np.int32)
+            rehash(self.nodes, self.buckets, self.head)
+
+    def new_root(self) -> int:
+        """A root without children; 0 where there is no room."""
+        self.reserve(1)
+        return int(new_root(self.nodes, self.buckets, self.head))
+
+    def drop(self, root: int) -> None:
+        """Frees a root and everything below it."""
+        if root:
+            drop(self.nodes, self.buckets, self.head, root)
+
+
+@compiled
+def _bucket(parent: int, token: int, buckets: Buckets) -> int:
+    key = parent * 0x9E3779B1 + token * 0x85EBCA77
+    return (key ^ (key >> 29)) & (len(buckets) - 1)
+
+
+@compiled
+def find(nodes: Nodes, buckets: Buckets, parent: int, token: int) -> int:
+    """The child of `parent` with `token`, or 0."""
+    node = buckets[_bucket(parent, token, buckets)]
+    while node and (nodes[node, PARENT] != parent or nodes[node, TOKEN] != token):
+        node = nodes[node, CHAIN]
+    return node
+
+
+@compiled
+def rehash(nodes: Nodes, buckets: Buckets, head: Head) -> None:
+    """Fills empty buckets with every node below a root."""
+    for node in range(1, head[USED]):
+        if nodes[node, PARENT]:
+            at = _bucket(nodes[node, PARENT], nodes[node, TOKEN], buckets)
+            nodes[node, CHAIN] = buckets[at]
+            buckets[at] = node
+
+
+@compiled
+def _leave_order(nodes: Nodes, head: Head, node: int) -> None:
+    older, newer = nodes[node, OLDER], nodes[node, NEWER]
+    if older:
+        nodes[older, NEWER] = newer
+    else:
+        head[OLDEST] = newer
+    if newer:
+        nodes[newer, OLDER] = older
+    else:
+        head[NEWEST] = older
+
+
+@compiled
+def _join_as_newest(nodes: Nodes, head: Head, node: int) -> None:
+    nodes[node, OLDER], nodes[node, NEWER] = head[NEWEST], 0
+    if head[NEWEST]:
+        nodes[head[NEWEST], NEWER] = node
+    else:
+        head[OLDEST] = node
+    head[NEWEST] = node
+
+
+@compiled
+def _join_as_oldest(nodes: Nodes, head: Head, node: int) -> None:
+    nodes[node, OLDER], nodes[node, NEWER] = 0, head[OLDEST]
+    if head[OLDEST]:
+        nodes[head[OLDEST], OLDER] = node
+    else:
+        head[NEWEST] = node
+    head[OLDEST] = node
+
+
+@compiled
+def _leave_siblings(nodes: Nodes, node: int) -> None:
+    parent, before, after = nodes[node, PARENT], nodes[node, PREV], nodes[node, NEXT]
+    if before:
+        nodes[before, NEXT] = after
+    else:
+        nodes[parent, FIRST] = after
+    if after:
+        nodes[after, PREV] = before
+
+
+@compiled
+def _join_siblings(nodes: Nodes, node: int) -> None:
+    parent = nodes[node, PARENT]
+    first = nodes[parent, FIRST]
+    nodes[node, PREV], nodes[node, NEXT] = 0, first
+    if first:
+        nodes[first, PREV] = node
+    nodes[parent, FIRST] = node
+
+
+@compiled
+def _free(nodes: Nodes, head: Head, node: int) -> None:
+    born = nodes[node, BORN]
+    nodes[node] = 0
+    nodes[node, BORN] = born + 1
+    nodes[node, NEXT] = head[FREE]
+    head[FREE] = node
+    head[LIVE] -= 1
+
+
+@compiled
+def _delete(nodes: Nodes, buckets: Buckets, head: Head, node: int) -> None:
+    """Removes a leaf; a parent that becomes one was passed no later, so it is the oldest."""
+    parent = nodes[node, PARENT]
+    at = _bucket(parent, nodes[node, TOKEN], buckets)
+    if buckets[at] == node:
+        buckets[at] = nodes[node, CHAIN]
+    else:
+        other = buckets[at]
+        while nodes[other, CHAIN] != node:
+            other = nodes[other, CHAIN]
+        nodes[other, CHAIN] = nodes[node, CHAIN]
+    _leave_siblings(nodes, node)
+    _leave_order(nodes, head, node)
+    _free(nodes, head, node)
+    if nodes[parent, FIRST] == 0 and nodes[parent, PARENT]:
+        _join_as_oldest(nodes, head, parent)
+
+
+@compiled
+def _allocate(nodes: Nodes, buckets: Buckets, head: Head) -> int:
+    """A free row, if need be that of the leaf passed longest ago; 0 where there is none."""
+    if head[FREE] == 0 and head[USED] == len(nodes) and head[OLDEST]:
+        _delete(nodes, buckets, head, head[OLDEST])
+    node = head[FREE]
+    if node:
+        head[FREE] = nodes[node, NEXT]
+        nodes[node, NEXT] = 0
+    elif head[USED] < len(nodes):
+        node = head[USED]
+        head[USED] += 1
+    else:
+        return 0
+    head[LIVE] += 1
+    return node
+
+
+@compiled
+def new_root(nodes: Nodes, buckets: Buckets, head: Head) -> int:
+    """A row without a parent, outside of the order of eviction."""
+    node = _allocate(nodes, buckets, head)
+    if node:
+        nodes[node, TOKEN] = -1
+    return node
+
+
+@compiled
+def drop(nodes: Nodes, buckets: Buckets, head: Head, root: int) -> None:
+    """Frees a subtree from its leaves up."""
+    node = root
+    while nodes[root, FIRST]:
+        if nodes[node, FIRST]:
+            node = nodes[node, FIRST]
+        else:
+            parent = nodes[node, PARENT]
+            _delete(nodes, buckets, head, node)
+            node = parent
+    _free(nodes, head, root)
+
+
+@compiled
+def _pass(nodes: Nodes, buckets: Buckets, head: Head, parent: int, token: int) -> int:
+    """Notes that a text went from `parent` to `token`; returns the child, 0 without room."""
+    node = find(nodes, buckets, parent, token)
+    if node:
+        _leave_siblings(nodes, node)
+        _join_siblings(nodes, node)
+        nodes[node, COUNT] += 1
+        if nodes[node, FIRST] == 0:
+            _leave_order(nodes, head, node)
+            _join_as_newest(nodes, head, node)
+        return node
+    was_leaf = nodes[parent, FIRST] == 0 and nodes[parent, PARENT] != 0
+    if was_leaf:  # from here on it cannot be evicted
+        _leave_order(nodes, head, parent)
+    node = _allocate(nodes, buckets, head)
+    if node == 0:
+        if was_leaf:
+            _join_as_newest(nodes, head, parent)
+        return 0
+    if not was_leaf and nodes[parent, FIRST] == 0 and nodes[parent, PARENT]:
+        _leave_order(nodes, head, parent)  # its only child was evicted for the new one
+    nodes[node, TOKEN], nodes[node, PARENT], nodes[node, COUNT] = token, parent, 1
+    at = _bucket(parent, token, buckets)
+    nodes[node, CHAIN] = buckets[at]
+    buckets[at] = node
+    _join_siblings(nodes, node)
+    _join_as_newest(nodes, head, node)
+    return node
+
+
+@compiled
+def extend(
+    nodes: Nodes,
+    buckets: Buckets,
+    head: Head,
+    anchors: Int32[np.ndarray, "texts D 2"],
+    texts: Int32[np.ndarray, " n"],
+    tokens: Int32[np.ndarray, " T"],
+    starts: Int32[np.ndarray, " n+1"],
+) -> None:
+    """Adds tokens to texts and moves their anchors on.
+
+    Args:
+      anchors: [texts, D, 2] node and birth of each text's newest 0..D-1 tokens.
+      texts: [n] rows of `anchors`.
+      tokens, starts: Tokens of all n texts one after the other, and where each begins, and the end.
+    """
+    D = anchors.shape[1]
+    for index in range(len(texts)):
+        at = anchors[texts[index]]
+        for place in range(starts[index], starts[index + 1]):
+            for depth in range(D - 1, -1, -1):
+                node, child = at[depth, 0], 0
+                if node and nodes[node, BORN] == at[depth, 1]:
+                    child = _pass(nodes, buckets, head, node, tokens[place])
+                if depth + 1 < D:
+                    at[depth + 1, 0], at[depth + 1, 1] = child, nodes[child, BORN]
+
+
+@compiled
+def advance(
+    nodes: Nodes,
+    buckets: Buckets,
+    anchors: Int32[np.ndarray, "texts D 2"],
+    texts: Int32[np.ndarray, " n"],
+    tokens: Int32[np.ndarray, " T"],
+    starts: Int32[np.ndarray, " n+1"],
+) -> None:
+    """Moves anchors on by new tokens as `extend` does, but adds nothing: unseen n-grams are 0."""
+    D = anchors.shape[1]
+    for index in range(len(texts)):
+        at = anchors[texts[index]]
+        for place in range(starts[index], starts[index + 1]):
+            for depth in range(D - 2, -1, -1):
+                node, child = at[depth, 0], 0
+                if node and nodes[node, BORN] == at[depth, 1]:
+                    child = find(nodes, buckets, node, tokens[place])
+                at[depth + 1, 0], at[depth + 1, 1] = child, nodes[child, BORN]
+
+
+@compiled
+def forget(
+    nodes: Nodes,
+    buckets: Buckets,
+    head: Head,
+    root: int,
+    text: Int32[np.ndarray, " T"],
+    keep: int,
+    D: int,
+) -> None:
+    """Takes back the n-grams of `text` that end at `keep` or later, the latest first."""
+    for end in range(len(text) - 1, keep - 1, -1):
+        for start in range(max(0, end - D + 1), end + 1):
+            node = root
+            for place in range(start, end + 1):
+                node = find(nodes, buckets, node, text[place])
+                if node == 0:
+                    break
+            if node == 0:
+                continue
+            nodes[node, COUNT] -= 1
+            if nodes[node, COUNT] <= 0 and nodes[node, FIRST] == 0:
+                _delete(nodes, buckets, head, node)

@@ -1,0 +1,42 @@
+"""What a command-line flag is: a field of a frozen dataclass with a default, a help and rules."""
+
+from dataclasses import field, fields
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """The start cannot go on as told; the message is one sentence with the flag and the way out."""
+
+
+def flag(default: Any, help: str, **rules: Any) -> Any:
+    """A field that is a command-line flag.
+
+    Args:
+      default: Its value where the flag is not given; None means that the start decides.
+      help: What it means, in the words of `--help`.
+      **rules: `low`, `high` bound a number; `multiple_of` divides it; `choices` lists the words;
+        `aliases` are other spellings of the flag.
+    """
+    return field(default=default, metadata={"help": help, **rules})
+
+
+def spelling(name: str) -> str:
+    """The flag of a field: `page_size` is `--page-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def check_rules(config: Any) -> None:
+    """Holds every field of a config against the rules of its `flag`."""
+    for item in fields(config):
+        value, rules = getattr(config, item.name), item.metadata
+        if value is None or isinstance(value, bool):
+            continue
+        if "choices" in rules and value not in rules["choices"]:
+            known = ", ".join(rules["choices"])
+            raise ConfigError(f"{spelling(item.name)} must be one of {known}, got {value}")
+        low, high = rules.get("low"), rules.get("high")
+        if low is not None and not low <= value <= high:
+            raise ConfigError(f"{spelling(item.name)} must be {low} to {high}, got {value}")
+        step = rules.get("multiple_of")
+        if step is not None and value % step:
+            raise ConfigError(f"{spelling(item.name)} must be a multiple of {step}, got {value}")

@@ -1,0 +1,156 @@
+"""The routes that change a running server: external corpora of the drafter NGRAM."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import hmac
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import Response
+
+from shared.server.engine_client import EngineClient, EngineLost, Refused
+from shared.server.openai_types import ApiError, Strict, parse_plain
+from shared.server.tokenizer import Tokenizer
+
+SEPARATOR = -1
+"""Stands after each document; `shared.engine.ngram_corpus` lets no draft pass it."""
+
+START_CORPUS = "start"
+"""Name of the corpus that the start was given."""
+
+Document = str | list[int]
+
+
+class AddCorpus(Strict):
+    """Body of /add_external_corpus."""
+
+    corpus_id: Annotated[str, Field(min_length=1, max_length=200)]
+    documents: Annotated[list[Document], Field(min_length=1)]
+
+
+class RemoveCorpus(Strict):
+    """Body of /remove_external_corpus."""
+
+    corpus_id: str
+
+
+class AdminRoutes:
+    """The handlers, each for who knows the key."""
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer | None) -> None:
+        self._client, self._tokenizer = client, tokenizer
+
+    async def add_corpus(self, request: Request) -> Response:
+        """POST /add_external_corpus; answers once requests can be drafted from it."""
+        self._check_key(request)
+        body = parse_plain(await request.body(), AddCorpus)
+        tokens = await asyncio.to_thread(pack_documents, body.documents, self._tokenizer)
+        return await self._answer("corpus_add", body.corpus_id, tokens)
+
+    async def remove_corpus(self, request: Request) -> Response:
+        """POST /remove_external_corpus."""
+        self._check_key(request)
+        body = parse_plain(await request.body(), RemoveCorpus)
+        return await self._answer("corpus_remove", body.corpus_id)
+
+    async def list_corpora(self, request: Request) -> Response:
+        """GET /list_external_corpora: tokens of each, by name."""
+        self._check_key(request)
+        return await self._answer("corpus_list")
+
+    def _check_key(self, request: Request) -> None:
+        key = self._client.facts.admin_api_key
+        if key is None:
+            reason = "this route is closed; start the server with --admin-api-key"
+            raise ApiError(403, reason, code="admin_closed")
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), key.encode()):
+            reason = "the admin key is wrong or missing; send it as a bearer token"
+            raise ApiError(401, reason, code="invalid_api_key")
+
+    async def _answer(self, *message: Any) -> Response:
+        try:
+            corpora = await self._client.ask(*message)
+        except Refused as error:
+            raise ApiError(400, str(error), error.field) from error
+        except EngineLost as error:
+            raise ApiError(503, str(error), code="engine_lost") from error
+        return Response(json.dumps({"corpora": corpora}), media_type="application/json")
+
+
+async def load_start_corpus(client: EngineClient, tokenizer: Tokenizer | None) -> None:
+    """Adds the corpus of --speculative-ngram-external-corpus-path, if there is one.
+
+    Raises:
+      ValueError: The file cannot be used; one sentence.
+      EngineLost: The engine is gone.
+    """
+    path = client.facts.corpus_path
+    if path is None:
+        return
+    try:
+        documents = read_documents(path)
+        await client.ask("corpus_add", START_CORPUS, pack_documents(documents, tokenizer))
+    except (ApiError, Refused, OSError) as error:
+        raise ValueError(f"--speculative-ngram-external-corpus-path {path}: {error}") from error
+
+
+def read_documents(path: str) -> list[Document]:
+    """The documents of a JSONL file: a text or a list of token ids a line.
+
+    Raises:
+      ApiError: A line is something else; its number is named.
+    """
+    documents: list[Document] = []
+    with Path(path).open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            document = _read_document(line)
+            if document is None:
+                raise ApiError(400, f"line {number} is neither a text nor a list of token ids")
+            documents.append(document)
+    return documents
+
+
+def _read_document(line: str) -> Document | None:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    is_ids = isinstance(found, list) and all(type(token) is int for token in found)
+    return found if is_ids or isinstance(found, str) else None
+
+
+def pack_documents(documents: Sequence[Document], tokenizer: Tokenizer | None) -> bytes:
+    """Token ids of documents, each with a separator after it, as int32.
+
+    Raises:
+      ApiError: A document is a text and the model has no tokenizer, or an id is out of range.
+    """
+    words = array.array("i")
+    for document in documents:
+        ids = _tokens(document, tokenizer)
+        try:
+            words.extend(ids)
+        except (OverflowError, TypeError) as error:
+            raise ApiError(400, "documents has a token that is no id", "documents") from error
+        if any(token < 0 for token in ids):
+            raise ApiError(400, "documents has a negative token", "documents")
+        words.append(SEPARATOR)
+    return words.tobytes()
+
+
+def _tokens(document: Document, tokenizer: Tokenizer | None) -> list[int]:
+    if not isinstance(document, str):
+        return document
+    if tokenizer is None:
+        reason = "the model folder has no tokenizer.json: give documents as token ids"
+        raise ApiError(400, reason, "documents")
+    return tokenizer.encode(document)

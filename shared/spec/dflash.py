@@ -1,0 +1,195 @@
+"""DFlash: a small model that fills a block of masks in one pass and drafts a chain from it.
+
+It reads the target through injected keys and values: for each committed token whose hidden states
+are known, a row of context that is computed from those alone. The block is the newest token and
+masks behind it; its rows see the context and each other, and slot j's logits are those of the token
+at slot j's own position. The block's keys and values lie past the request's length, where they are
+written over before anything counts them as context.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from shared.dflash_config import BlockConfig
+from shared.draft_config import DraftConfig, DraftHead
+from shared.model_config import ModelConfig
+from shared.spec import attention, layers, model
+from shared.spec.attention import Rows
+from shared.spec.eagle import HeadWeights
+from shared.spec.model import KV, Hidden, Weights
+
+Choose = Callable[
+    [Float[np.ndarray, "B vocab"], Int[np.ndarray, "B path"]],
+    Int[np.ndarray, " B"],
+]
+"""Picks each request's next draft from its logits and the drafts before it."""
+
+
+def context(
+    config: DraftConfig, weights: HeadWeights, aux: Float[np.ndarray, "R inputs"]
+) -> Hidden:
+    """What all layers read of rows of the target.
+
+    Args:
+      aux: The residual streams of the target that `config.aux_streams` names, side by side.
+    """
+    projected = layers.linear(aux, weights["fc"])
+    return layers.rms_norm(projected, weights["hidden_norm"], config.layer.rms_eps)
+
+
+def extend(config: ModelConfig, weights: HeadWeights, rows: Rows, read: Hidden, kv: KV) -> KV:
+    """Writes rows of context to the pools of all layers; of a layer only keys and values are used.
+
+    Args:
+      config: Sizes of the draft model's layers.
+      rows: Committed tokens whose hidden states are known.
+      read: `context` of these rows.
+    """
+    size, keys = config.head_size, config.num_kv_heads * config.head_size
+    cos, sin = layers.rotary_angles(rows.positions, config.rotary)
+    where = (rows.page_table, rows.request, rows.places, rows.is_real)
+    pools = ([], [])
+    for layer in range(config.num_layers):
+        weight = weights["layer.attention.qkv"][layer][-2 * keys :]
+        k, v = layers.linear(read, weight).reshape(len(read), 2, -1, size).swapaxes(0, 1)
+        k = layers.rms_norm(k, weights["layer.attention.k_norm"][layer], config.rms_eps)
+        k = layers.apply_rotary(k, cos, sin)
+        pools[0].append(attention.write(kv.k[layer], *where, k))
+        pools[1].append(attention.write(kv.v[layer], *where, v))
+    return KV(*(np.stack(pool) for pool in pools))
+
+
+def block_rows(
+    block: BlockConfig,
+    lengths: Int[np.ndarray, " B"],
+    draft_from: Int[np.ndarray, " B"],
+    page_table: Int[np.ndarray, "B table"],
+) -> list[Rows]:
+    """The B * size rows of the blocks, as each layer sees them.
+
+    Slot j stands at position `lengths + j`. A request whose `draft_from` is its length has no
+    context, and its rows are padding.
+    """
+    B, size = len(lengths), block.size
+    request, slot = np.repeat(np.arange(B), size), np.tile(np.arange(size), B)
+    is_real = (draft_from < lengths)[request]
+    positions = np.where(is_real, lengths[request] + slot, 0)
+    start, end = draft_from[request], lengths[request] + size
+    no_window = np.zeros((B * size, 0), bool)
+    found = []
+    for window, is_causal in zip(block.windows, block.causal, strict=True):
+        until = positions + 1 if is_causal else end
+        first = start
+        if window is not None:
+            first = np.maximum(start, positions - window + 1)
+            until = np.minimum(until, positions + window)
+        until = np.where(is_real, until, 0)
+        where = (request, positions, positions, first, until, no_window, is_real)
+        found.append(Rows(*where, page_table))
+    return found
+
+
+def fill(
+    config: DraftConfig,
+    weights: HeadWeights,
+    target: Weights,
+    newest: Int[np.ndarray, " B"],
+    rows: list[Rows],
+    kv: KV,
+) -> tuple[Float[np.ndarray, "B size hidden"], KV]:
+    """Runs the blocks: the hidden states after the final norm, and the KV with the blocks' rows.
+
+    Args:
+      target: The target's weights, for the embedding.
+      newest: The token of slot 0; the others hold masks.
+      rows: Of `block_rows`.
+      kv: Whole from `draft_from` to the length.
+
+    Source: DFlash, arXiv:2602.06036.
+    """
+    block, sizes = config.block, config.layer
+    assert block is not None  # a DFlash head has a block
+    tokens = np.full((len(newest), block.size), block.mask_id)
+    tokens[:, 0] = newest
+    x = target["embed"][tokens.reshape(-1)]
+    for layer, seen in enumerate(rows):
+        y = model.norm(sizes, x, weights["layer.input_norm"][layer])
+        mixed, kv = model.attention_layer(sizes, weights, "layer.", layer, y, seen, kv)
+        x = x + mixed
+        normed = model.norm(sizes, x, weights["layer.post_attention_norm"][layer])
+        x = x + model.mlp(weights, "layer.", layer, normed)
+    out = model.norm(sizes, x, weights["final_norm"])
+    return out.reshape(len(newest), block.size, -1), kv
+
+
+def chains(
+    drafts: Int[np.ndarray, "B S"],
+    newest: Int[np.ndarray, " B"],
+    max_drafts: Int[np.ndarray, " B"],
+    has_context: Bool[np.ndarray, " B"],
+) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
+    """The draft tree of each request: its first `max_drafts` drafts, none without context."""
+    S = drafts.shape[1]
+    num_drafts = np.where(has_context, np.clip(max_drafts, 0, S), 0)
+    is_real = np.arange(S) < num_drafts[:, None]
+    parents = np.where(is_real, np.arange(S), 0)
+    return (
+        np.concatenate([newest[:, None], np.where(is_real, drafts, 0)], axis=1).astype(np.int32),
+        np.concatenate([np.zeros_like(parents[:, :1]), parents], axis=1).astype(np.int32),
+        (1 + num_drafts).astype(np.int32),
+    )
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A DFlash head bound to its weights and its target's."""
+
+    head: DraftHead
+    target: Weights
+
+    @property
+    def layer(self) -> ModelConfig:
+        """Sizes of the layers."""
+        return self.head.config.layer
+
+    def reads(self, passed: model.Forward) -> Hidden:
+        """`context` of the rows of a pass of the target."""
+        config = self.head.config
+        aux = np.concatenate([passed.streams[i] for i in config.aux_streams], axis=1)
+        return context(config, self.head.weights, aux)
+
+    def extend(self, rows: Rows, read: Hidden, kv: KV) -> KV:
+        """See the function `extend`."""
+        return extend(self.layer, self.head.weights, rows, read, kv)
+
+    def draft(
+        self,
+        kv: KV,
+        newest: Int[np.ndarray, " B"],
+        lengths: Int[np.ndarray, " B"],
+        draft_from: Int[np.ndarray, " B"],
+        max_drafts: Int[np.ndarray, " B"],
+        page_table: Int[np.ndarray, "B table"],
+        choose: Choose,
+    ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
+        """Drafts a chain for each request; the pools stay as they are.
+
+        Args:
+          choose: Picks the draft of one slot after another, so that each is penalised for those
+            before it as the target will be.
+
+        Returns:
+          Tokens, parents and node counts, as of a draft tree.
+        """
+        config, weights = self.head.config, self.head.weights
+        assert config.block is not None  # a DFlash head has a block
+        rows = block_rows(config.block, lengths, draft_from, page_table)
+        hidden, _ = fill(config, weights, self.target, newest, rows, kv)
+        drafts = np.zeros((len(newest), 0), np.int32)
+        for slot in range(1, config.block.size):
+            chosen = choose(model.logits(self.target, hidden[:, slot]), drafts)
+            drafts = np.concatenate([drafts, chosen[:, None]], axis=1)
+        return chains(drafts, newest, max_drafts, draft_from < lengths)
