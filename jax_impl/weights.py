@@ -94,12 +94,14 @@ class Model(nnx.Module):
 class DraftModel(nnx.Module):
     """A draft head of its own checkpoint; what it lacks it shares with the target or does without.
 
-    `draft_ids` holds the target's id of each token of a draft vocabulary.
+    `draft_ids` holds the target's id of each token of a draft vocabulary. A DFlash head has
+    `hidden_norm` beside `fc`, and a stack of several layers.
     """
 
     def __init__(self, arrays: Arrays) -> None:
         self.fc = nnx.Param(arrays["fc"])
-        for name in ("fc_bias", "aux_norm", "input_norm", "final_norm", "lm_head", "embed"):
+        norms = ("aux_norm", "input_norm", "hidden_norm", "final_norm")
+        for name in ("fc_bias", *norms, "lm_head", "embed"):
             if name in arrays:
                 setattr(self, name, nnx.Param(arrays[name]))
         if "draft_ids" in arrays:
