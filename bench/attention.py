@@ -4,13 +4,15 @@
 
 Each kernel is compared with a reference in float64, then timed over inputs that rotate, so that no
 call finds its keys and values in the cache. Beside the time stands the bytes limit: what a call
-must read and write, at the rate that a large copy reaches on the same GPU.
+must read and write, at the rate that a large copy reaches on the same GPU. Every line is printed,
+and the file written, as soon as it is known, and past `--seconds` no further case is begun.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
@@ -117,6 +119,10 @@ def reference(
     return out
 
 
+Timer = Callable[[int], float]
+"""Seconds of one call, from a number of rounds over all sets."""
+
+
 class TritonKernel:
     """Runs the Triton kernel: by itself, or each set once in a CUDA graph."""
 
@@ -125,7 +131,7 @@ class TritonKernel:
     def run(self, arguments: list[Tensor], max_rows: int) -> Tensor:
         return triton.attend(*arguments, max_rows=max_rows)
 
-    def seconds(self, sets: list[list[Tensor]], max_rows: int, repeats: int) -> float:
+    def timer(self, sets: list[list[Tensor]], max_rows: int) -> Timer:
         for arguments in sets:
             self.run(arguments, max_rows)
         torch.cuda.synchronize()
@@ -133,14 +139,18 @@ class TritonKernel:
         with torch.cuda.graph(graph):
             outs = [self.run(arguments, max_rows) for arguments in sets]
         graph.replay()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(repeats):
-            graph.replay()
-        end.record()
-        end.synchronize()
         assert all(x.isfinite().all() for x in outs)
-        return begin.elapsed_time(end) / 1e3 / repeats / len(sets)
+
+        def seconds(repeats: int) -> float:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(repeats):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3 / repeats / len(sets)
+
+        return seconds
 
 
 class PallasKernel:
@@ -155,17 +165,21 @@ class PallasKernel:
         out = self.attend(*map(as_jax, arguments), max_rows=max_rows)
         return torch.from_dlpack(jax.block_until_ready(out))
 
-    def seconds(self, sets: list[list[Tensor]], max_rows: int, repeats: int) -> float:
-        attend = partial(pallas.attend, max_rows=max_rows)
+    def timer(self, sets: list[list[Tensor]], max_rows: int) -> Timer:
+        attend = partial(self.attend, max_rows=max_rows)
         program = jax.jit(lambda sets: [attend(*arguments) for arguments in sets])
         arrays = jax.tree.map(as_jax, sets)
         for _ in range(3):  # plain, then recorded as a command buffer, then replayed
             jax.block_until_ready(program(arrays))
-        begin = time.perf_counter()
-        for _ in range(repeats):
-            outs = program(arrays)
-        jax.block_until_ready(outs)
-        return (time.perf_counter() - begin) / repeats / len(sets)
+
+        def seconds(repeats: int) -> float:
+            begin = time.perf_counter()
+            for _ in range(repeats):
+                outs = program(arrays)
+            jax.block_until_ready(outs)
+            return (time.perf_counter() - begin) / repeats / len(sets)
+
+        return seconds
 
 
 def as_jax(x: Tensor) -> jax.Array:
@@ -208,9 +222,8 @@ def measure(kernel: Kernel, shape: Shape, copy_rate: float) -> dict:
     """Checks one shape and times it: the median of seven rounds, and their spread."""
     sets = inputs(shape, False, seed=0)
     found = error(kernel.run(sets[0], shape.nodes), reference(*sets[0]))
-    seconds = sorted(
-        kernel.seconds(sets, shape.nodes, repeats=max(3, 60 // len(sets))) for _ in range(7)
-    )
+    timer, repeats = kernel.timer(sets, shape.nodes), max(3, 60 // len(sets))
+    seconds = sorted(timer(repeats) for _ in range(7))
     median = statistics.median(seconds)
     return {
         "kernel": kernel.name,
@@ -238,44 +251,81 @@ def copy_rate() -> float:
     return 2 * source.nbytes / statistics.median(rounds)
 
 
-def bits_equal(shape: Shape) -> bool:
-    """Whether both kernels give the same bits."""
+def bits_equal(kernels: Sequence[Kernel], shape: Shape) -> bool:
+    """Whether the kernels give the same bits."""
     arguments = inputs(shape, False, seed=3)[0]
-    outs = [kernel().run(arguments, shape.nodes) for kernel in (TritonKernel, PallasKernel)]
-    return torch.equal(*outs)
+    return torch.equal(*(kernel.run(arguments, shape.nodes) for kernel in kernels))
 
 
-def rate_lines(results: list[dict]) -> list[str]:
-    """One line for each shape and kernel."""
-    lines = [f"{'kernel':8}{'B':>4}{'N':>4}{'error':>10}{'us':>9}{'limit':>9}{'GB/s':>8}"]
-    for r in results:
-        times = f"{r['us']:9.1f}{r['limit_us']:9.1f}{r['gigabytes_per_s']:8.0f}"
-        lines.append(f"{r['kernel']:8}{r['batch']:4}{r['nodes']:4}{r['error']:10.1e}{times}")
-    return lines
+HEADER = f"{'kernel':8}{'B':>4}{'N':>4}{'error':>10}{'us':>9}{'limit':>9}{'GB/s':>8}"
+
+
+def rate_line(found: dict) -> str:
+    """One shape and kernel under `HEADER`."""
+    times = f"{found['us']:9.1f}{found['limit_us']:9.1f}{found['gigabytes_per_s']:8.0f}"
+    cells = f"{found['kernel']:8}{found['batch']:4}{found['nodes']:4}{found['error']:10.1e}"
+    return cells + times
+
+
+class Report:
+    """What is found, printed and written as it comes.
+
+    Attributes:
+      found: All of it, as the file has it.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self.found: dict = {"results": [], "bits_equal": {}, "left_out": []}
+        self._path, self._until = path, time.monotonic() + seconds
+
+    def add(self, line: str, **found: object) -> None:
+        """Takes over some entries."""
+        self.found |= found
+        self._path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+        print(line, flush=True)
+
+    def may_begin(self, case: str) -> bool:
+        """Whether there is time for another case; the report says what was left out."""
+        if time.monotonic() < self._until:
+            return True
+        self.add(f"left out: {case}", left_out=[*self.found["left_out"], case])
+        return False
+
+
+def run(report: Report, shapes: list[Shape]) -> None:
+    """Checks and times both kernels, Triton's first: torch may not capture once JAX is live."""
+    report.add(f"copy: {(rate := copy_rate()) / 1e9:.0f} GB/s", copy_gigabytes_per_s=rate / 1e9)
+    kernels = (TritonKernel(), PallasKernel())
+    for kernel in kernels:
+        checked = check(kernel)
+        report.add(f"{kernel.name}: {checked}\n{HEADER}", **{kernel.name: checked})
+        for shape in shapes:
+            if report.may_begin(f"{kernel.name} {shape.batch} {shape.nodes}"):
+                line = measure(kernel, shape, rate)
+                report.add(rate_line(line), results=[*report.found["results"], line])
+    for shape in shapes:
+        name = f"{shape.batch} {shape.nodes}"
+        if report.may_begin(f"bits {name}"):
+            equal = report.found["bits_equal"] | {name: bits_equal(kernels, shape)}
+            report.add(f"bits equal, B and N {name}: {equal[name]}", bits_equal=equal)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, help="the JSON file to write")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--split", type=int, default=triton.SPLIT, help="positions of a split")
+    parser.add_argument("--seconds", type=float, default=75, help="begin no case after that long")
     arguments = parser.parse_args()
     triton.SPLIT = pallas.SPLIT = arguments.split
-    report = {"gpu": torch.cuda.get_device_name(), "split": arguments.split, "results": []}
-    report["copy_gigabytes_per_s"] = (rate := copy_rate()) / 1e9
-    shapes = [Shape(B, N) for B, N in product(arguments.batch, arguments.nodes)]
-    # Triton first: a capture of torch can fail once JAX is live in the process.
-    for kernel in (TritonKernel(), PallasKernel()):
-        report[kernel.name] = check(kernel)
-        report["results"] += [measure(kernel, shape, rate) for shape in shapes]
-    report["bits_equal"] = {f"{s.batch} {s.nodes}": bits_equal(s) for s in shapes}
-    arguments.results.write_text(json.dumps(report, indent=1))
-    print({k: v for k, v in report.items() if k != "results"})
-    print(*rate_lines(report["results"]), sep="\n")
+    report = Report(arguments.results, arguments.seconds)
+    gpu = torch.cuda.get_device_name()
+    report.add(f"{gpu}, splits of {arguments.split}", gpu=gpu, split=arguments.split)
+    run(report, [Shape(B, N) for B, N in product(arguments.batch, arguments.nodes)])
     # bfloat16 has 8 bits, weights and results are rounded to it once; NaN fails too.
-    assert all(r["error"] < 1e-2 for r in report["results"])
-    assert all(report[name]["float32"] < 1e-5 for name in ("triton", "pallas"))
+    assert all(r["error"] < 1e-2 for r in report.found["results"])
+    assert all(report.found[name]["float32"] < 1e-5 for name in ("triton", "pallas"))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,15 @@
     python -m bench.step_by_nodes --backend torch --out bench/results/step_by_nodes_torch.json
 
 A tree of N nodes verifies N rows, so the target's own matrix products (projections, MLP and LM
-head, of N rows) are the work that drafting cannot avoid. Each line has the time of those products
-alone, measured in the same framework, and the time of a step: whole, drafting alone, and with a
-tree of the host's in the place of the drafting, which leaves verify, acceptance, commit and extend.
-Growth is against the step of one node, in milliseconds: what a tree adds to it.
+head, of N rows) are the work that drafting cannot avoid. Drafting and extending have products of
+their own, of the drafter's matrices and the LM head. Each line has the time of both kinds alone,
+measured in the same framework, and the time of a step: whole, drafting alone, and with a tree of
+the host's in the place of the drafting, which leaves verify, acceptance, commit and extend. Growth
+is against the step of one node: what a tree adds to it in milliseconds, and how many times as long
+it takes. On a machine that others use, `--clock cpu` on one core counts only what this process
+computes:
+
+    OMP_NUM_THREADS=1 taskset -c 0 python -m bench.step_by_nodes --backend torch --clock cpu
 """
 
 import argparse
@@ -51,19 +56,28 @@ SHAPES = {  # by nodes, for one request
     16: TreeShape(nodes=16, depth=4, width=4, rows=16),
     64: TreeShape(nodes=64, depth=5, width=8, rows=64),
 }
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PROMPT = 128
 CONTEXT = 512
 WARM_UP = 5
 STEPS = 40
 
 
+Clock = Callable[[], float]
+
+
 class Bench:
     """One request on a backend, and the plans of single steps for it."""
 
     def __init__(
-        self, framework: str, config: ModelConfig, weights: dict[str, np.ndarray], shape: TreeShape
+        self,
+        framework: str,
+        config: ModelConfig,
+        weights: dict[str, np.ndarray],
+        shape: TreeShape,
+        clock: Clock,
     ) -> None:
-        limits = _limits(config, shape)
+        limits, self._clock = _limits(config, shape), clock
         case = Case("step-by-nodes", "float32", shape.depth, 1)
         self._limits, self._shape = limits, shape
         self._backend: Backend = make_backend(
@@ -89,7 +103,7 @@ class Bench:
         def step() -> None:
             self._backend.submit(self._plan(work, host_draft)).result()
 
-        return fastest(step)
+        return fastest(step, self._clock)
 
     def close(self) -> None:
         self._backend.close()
@@ -120,41 +134,45 @@ def _limits(config: ModelConfig, shape: TreeShape) -> Limits:
     return replace(limits, programs=(*limits.programs, *parts))
 
 
-def fastest(run: Callable[[], None]) -> float:
+def fastest(run: Callable[[], None], clock: Clock) -> float:
     """Milliseconds of the fastest of `STEPS` runs: other processes can only add to it."""
     for _ in range(WARM_UP):
         run()
     seconds = []
     for _ in range(STEPS):
-        began = time.perf_counter()
+        began = clock()
         run()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     return 1e3 * min(seconds)
 
 
-def matrices(config: ModelConfig, weights: dict[str, np.ndarray]) -> list[np.ndarray]:
-    """The target's matrices that a verify row is multiplied with, each [out, in]."""
+def matrices(
+    config: ModelConfig, weights: dict[str, np.ndarray], of_drafter: bool
+) -> list[np.ndarray]:
+    """The target's matrices or the drafter's, but for the LM head of both, each [out, in]."""
     stacks = [
-        weights[p.name]
-        for p in parameters(config, with_mtp=False)
-        if len(p.shape) == 3 and not p.name.endswith(".conv")
+        weights[p.name].reshape(-1, *p.shape[-2:])
+        for p in parameters(config, with_mtp=True)
+        if p.name.startswith("mtp.") == of_drafter and _is_matrix(p.name, p.shape)
     ]
-    return [matrix for stack in stacks for matrix in stack] + [
-        weights.get("lm_head", weights["embed"])
-    ]
+    return [matrix for stack in stacks for matrix in stack]
 
 
-def products_ms(framework: str, arrays: list[np.ndarray], rows: int) -> float:
+def _is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    return (len(shape) == 3 and not name.endswith(".conv")) or name == "mtp.fc"
+
+
+def products_ms(framework: str, arrays: list[np.ndarray], rows: int, clock: Clock) -> float:
     """The time of the products of `rows` rows with every matrix, as the framework's steps do."""
     rng = np.random.default_rng(2)
     sizes = sorted({matrix.shape[1] for matrix in arrays})
     inputs = {size: rng.standard_normal((rows, size), dtype=np.float32) for size in sizes}
     if framework == "torch":
-        return _torch_products_ms(arrays, inputs)
-    return _jax_products_ms(arrays, inputs)
+        return fastest(_torch_products(arrays, inputs), clock)
+    return fastest(_jax_products(arrays, inputs), clock)
 
 
-def _torch_products_ms(arrays: list[np.ndarray], inputs: dict[int, np.ndarray]) -> float:
+def _torch_products(arrays: list[np.ndarray], inputs: dict[int, np.ndarray]) -> Callable[[], None]:
     import torch
 
     from torch_impl.ops.linear import linear
@@ -167,10 +185,10 @@ def _torch_products_ms(arrays: list[np.ndarray], inputs: dict[int, np.ndarray]) 
         for matrix in tensors:
             linear(rows[matrix.shape[1]], matrix)
 
-    return fastest(run)
+    return run
 
 
-def _jax_products_ms(arrays: list[np.ndarray], inputs: dict[int, np.ndarray]) -> float:
+def _jax_products(arrays: list[np.ndarray], inputs: dict[int, np.ndarray]) -> Callable[[], None]:
     import jax
 
     from jax_impl.backend import compiler_options
@@ -183,35 +201,52 @@ def _jax_products_ms(arrays: list[np.ndarray], inputs: dict[int, np.ndarray]) ->
 
     compiled = jax.jit(products, compiler_options=compiler_options(cpu, False))
     on_device = jax.device_put((arrays, inputs), cpu)
-    return fastest(lambda: jax.block_until_ready(compiled(*on_device)))
+    return lambda: jax.block_until_ready(compiled(*on_device))
 
 
 def measure(
-    framework: str, config: ModelConfig, weights: dict[str, np.ndarray], nodes: int
+    framework: str,
+    config: ModelConfig,
+    weights: dict[str, np.ndarray],
+    nodes: int,
+    clock: Clock,
 ) -> dict[str, float]:
     """One line of the table, without growth."""
     shape = SHAPES[nodes]
-    bench = Bench(framework, config, weights, shape)
+    bench = Bench(framework, config, weights, shape, clock)
     line: dict[str, float] = {"nodes": nodes, "depth": shape.depth, "width": shape.width}
     line["step_ms"] = bench.milliseconds(Work.DECODE, host_draft=False)
     if not shape.is_plain:
         line["draft_ms"] = bench.milliseconds(Work.DRAFT, host_draft=False)
         line["without_draft_ms"] = bench.milliseconds(Work.DECODE, host_draft=True)
     bench.close()
-    line["products_ms"] = products_ms(framework, matrices(config, weights), nodes)
+    head = [weights.get("lm_head", weights["embed"])]
+    target = matrices(config, weights, of_drafter=False) + head
+    line["products_ms"] = products_ms(framework, target, nodes, clock)
+    if not shape.is_plain:
+        layer = matrices(config, weights, of_drafter=True)
+        one_level = products_ms(framework, layer + head, shape.width, clock)
+        line["draft_products_ms"] = (shape.depth - 1) * one_level
+        line["extend_products_ms"] = products_ms(framework, layer, shape.max_tokens, clock)
+        line["extend_products_ms"] += products_ms(framework, head, 1, clock)
     return line
 
 
 def with_growth(line: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
     """The line, and what its tree adds to the plain step and to the plain step's products."""
+    verify, extend = line["products_ms"], line.get("extend_products_ms", 0.0)
+    both = verify + extend + line.get("draft_products_ms", 0.0)
     grown = {
         "step_adds_ms": line["step_ms"] - plain["step_ms"],
-        "products_add_ms": line["products_ms"] - plain["products_ms"],
+        "products_add_ms": verify - plain["products_ms"],
+        "all_products_add_ms": both - plain["products_ms"],
         "step_grows": line["step_ms"] / plain["step_ms"],
-        "products_grow": line["products_ms"] / plain["products_ms"],
+        "products_grow": verify / plain["products_ms"],
+        "all_products_grow": both / plain["products_ms"],
     }
     if "without_draft_ms" in line:
         grown["without_draft_grows"] = line["without_draft_ms"] / plain["step_ms"]
+        grown["verify_and_extend_products_grow"] = (verify + extend) / plain["products_ms"]
     return {name: round(value, 3) for name, value in (line | grown).items()}
 
 
@@ -219,15 +254,17 @@ def main() -> None:
     """Runs the shapes and prints and writes the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", choices=("torch", "jax"), required=True)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = ModelConfig.from_dict(MODEL)
     weights = random_weights(config, with_mtp=True, dtype="float32", seed=0)
-    head = {"command": f"python -m bench.step_by_nodes --backend {args.backend}"}
-    found = head | versions(args.backend, "cpu") | {"cores": os.cpu_count(), "lines": []}
+    command = f"python -m bench.step_by_nodes --backend {args.backend} --clock {args.clock}"
+    cores = len(os.sched_getaffinity(0))
+    found = {"command": command} | versions(args.backend, "cpu") | {"cores": cores, "lines": []}
     plain: dict[str, float] = {}
     for nodes in SHAPES:
-        line = measure(args.backend, config, weights, nodes)
+        line = measure(args.backend, config, weights, nodes, CLOCKS[args.clock])
         plain = plain or line
         found["lines"].append(with_growth(line, plain))
         print(json.dumps(found["lines"][-1]), flush=True)

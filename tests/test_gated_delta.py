@@ -169,6 +169,35 @@ def test_implementations_verify_as_the_specification(implementation: Implementat
 
 
 @each_implementation
+def test_implementations_verify_wide_trees_under_strong_decay_as_the_specification(
+    implementation: Implementation,
+) -> None:
+    rng, N = np.random.default_rng(11), 64
+    parents = np.array([[0] + [rng.integers(max(0, n - 9), n) for n in range(1, N)]] * 2)
+    start, rows = state(rng, 2), list(tokens(rng, 2, N))
+    rows[3][:, 1:4] = -3e4  # a difference of sums of such logarithms would have lost all others
+    got = implementation("gated_delta").verify(start, *rows, parents)
+    np.testing.assert_allclose(got, spec.verify(start, *rows, parents), **CHUNKED)
+
+
+@each_implementation
+@pytest.mark.parametrize("spoiled", [0, 1, 2, 3, 4], ids=["q", "k", "v", "log_decay", "beta"])
+def test_implementations_keep_a_nodes_nan_from_all_but_its_descendants(
+    spoiled: int, implementation: Implementation
+) -> None:
+    rng, parents = np.random.default_rng(12), np.array([[0, 0, 0, 1, 2, 3]] * 2)
+    start, rows = state(rng, 2), list(tokens(rng, 2, 6))
+    healthy = spec.verify(start, *rows, parents)
+    rows[spoiled][0, 1] = np.nan
+    got = implementation("gated_delta").verify(start, *rows, parents)
+    below = [1] if spoiled == 0 else [1, 3, 5]  # a query is read by its own node alone
+    assert np.isnan(got[0, below]).all()
+    others = np.delete(got[0], below, axis=0), np.delete(healthy[0], below, axis=0)
+    np.testing.assert_allclose(*others, **STEP)
+    np.testing.assert_allclose(got[1], healthy[1], **STEP)
+
+
+@each_implementation
 @pytest.mark.parametrize("counts", [(1, 130, 64, 0, 65), (260,), (0, 3, 0)], ids=str)
 def test_implementations_run_ragged_chunks_as_the_specification(
     counts: tuple[int, ...], implementation: Implementation

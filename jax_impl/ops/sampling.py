@@ -271,7 +271,13 @@ def choose(
     temperature: Float[jax.Array, " R"],
 ) -> Int[jax.Array, " R"]:
     """The token of each row: the first maximum after the noise."""
-    return jnp.argmax(perturbed(processed, noise, temperature), axis=1).astype(jnp.int32)
+    return _first_maximum(perturbed(processed, noise, temperature))
+
+
+def _first_maximum(x: Float[jax.Array, "R vocab"]) -> Int[jax.Array, " R"]:
+    """As `jnp.argmax`, NaN as the maximum included; that one takes nine times as long on a CPU."""
+    is_maximum = (x == x.max(axis=1, keepdims=True)) | jnp.isnan(x)
+    return jnp.where(is_maximum, jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[1]).min(axis=1)
 
 
 def draft_weights(
@@ -285,7 +291,7 @@ def draft_weights(
 def top_candidates(perturbed: Float[jax.Array, "R vocab"], k: int) -> Int[jax.Array, "R k"]:
     """The ids of the k largest values, best first; equal ones by the lower id."""
     if k == 1:
-        return jnp.argmax(perturbed, axis=1).astype(jnp.int32)[:, None]
+        return _first_maximum(perturbed)[:, None]
     return lax.top_k(perturbed, k)[1].astype(jnp.int32)
 
 

@@ -64,9 +64,27 @@ class Tokenizer:
         """Whether `encode_chat` can be called."""
         return self._template is not None
 
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends an answer (`eos_token`); None where the tokenizer names none."""
+        return self._id_of("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        """The token that stands for nothing (`pad_token`); None where the tokenizer names none."""
+        return self._id_of("pad_token")
+
+    def _id_of(self, name: str) -> int | None:
+        content = self._names.get(name)
+        return None if content is None else self._tokenizer.token_to_id(content)
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens that the tokenizer adds."""
         return self._tokenizer.encode(text).ids
+
+    def encode_more(self, text: str) -> list[int]:
+        """Tokens of a text that follows others: nothing is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation that the assistant is to answer.

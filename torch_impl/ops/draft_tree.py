@@ -6,22 +6,19 @@ from torch import Tensor
 
 
 def depths(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
-    """As the specification."""
-    found = [torch.zeros_like(parents[:, 0])]
-    for node in range(1, parents.shape[1]):
-        so_far = torch.stack(found, dim=1)
-        found.append(so_far.gather(1, parents[:, node : node + 1].long())[:, 0] + 1)
-    return torch.stack(found, dim=1)
+    """As the specification; a padding node is taken for a child of the root."""
+    return ancestors(parents).sum(dim=2, dtype=torch.int32) - 1
 
 
 def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
     """As the specification."""
     B, N = parents.shape
-    rows = torch.arange(B, device=parents.device)
-    itself = torch.eye(N, dtype=torch.bool, device=parents.device)
-    found = itself.repeat(B, 1, 1)
-    for node in range(1, N):
-        found[:, node] |= found[rows, parents[:, node].long()]
+    rows = torch.arange(B, device=parents.device)[:, None]
+    found = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
+    up = parents.to(torch.int64, copy=True)
+    up[:, 0] = 0
+    for _ in range((N - 1).bit_length()):  # each round doubles how far up a node reaches
+        found, up = found | found[rows, up], up.gather(1, up)
     return found
 
 

@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.gated_delta import CHUNK
-from torch_impl.ops import at_most, layers
+from torch_impl.ops import at_most, draft_tree, layers
 
 
 def split(
@@ -52,7 +52,7 @@ def update(
     state = log_decay.exp()[..., None, None] * state
     k = k[..., None]
     stored = (k * state).sum(dim=-2)
-    return state + k * (beta[..., None] * (v - stored))[..., None, :]
+    return state.add_(k * (beta[..., None] * (v - stored))[..., None, :])
 
 
 def step(
@@ -77,20 +77,57 @@ def verify(
     beta: Float[Tensor, "B N H"],
     parents: Int[Tensor, "B N"] | None,
 ) -> Float[Tensor, "B N H V"]:
-    """As the specification; None for the parents of a chain, which keeps one state at a time."""
-    B, N = q.shape[:2]
-    rows = torch.arange(B, device=state.device)
-    states = state.new_empty(0 if parents is None else N, *state.shape)
+    """As the specification; None for the parents of a chain."""
+    nodes = (q, k, v, log_decay, beta)
+    if parents is None:
+        return _along_chains(state, *nodes)
+    sees = draft_tree.ancestors(parents)
+    # 0 x NaN is NaN: a spoiled node is taken out, and given back to those below it.
+    spoiled = ~torch.stack([x.isfinite().flatten(2).all(dim=2) for x in nodes[1:]]).all(dim=0)
+    q, *others = (x.movedim(1, 2) for x in nodes)  # [B, H, N, ...]
+    others = (x.masked_fill(_per_node(spoiled, x.ndim), 0) for x in others)
+    out = _along_paths(state, sees, q, *others).movedim(2, 1)
+    return out.masked_fill((sees & spoiled[:, None]).any(dim=2)[..., None, None], torch.nan)
+
+
+def _per_node(flags: Bool[Tensor, "B N"], ndim: int) -> Bool[Tensor, "B 1 N ..."]:
+    return flags.view(len(flags), 1, -1, *[1] * (ndim - 3))
+
+
+def _along_chains(
+    state: Float[Tensor, "B H K V"], *nodes: Float[Tensor, "B N ..."]
+) -> Float[Tensor, "B N H V"]:
+    """The outputs of chains' nodes, one after the other as plain decoding has them."""
     outputs = []
-    for node in range(N):
-        if node and parents is not None:
-            state = states[parents[:, node], rows]
-        token = (x[:, node] for x in (q, k, v, log_decay, beta))
-        state, out = step(state, *token)
-        if parents is not None:
-            states[node] = state
+    for node in zip(*(x.unbind(1) for x in nodes), strict=True):
+        state, out = step(state, *node)
         outputs.append(out)
     return torch.stack(outputs, dim=1)
+
+
+def _along_paths(
+    state: Float[Tensor, "B H K V"],
+    sees: Bool[Tensor, "B N N"],
+    q: Float[Tensor, "B H N K"],
+    k: Float[Tensor, "B H N K"],
+    v: Float[Tensor, "B H N V"],
+    log_decay: Float[Tensor, "B H N"],
+    beta: Float[Tensor, "B H N"],
+) -> Float[Tensor, "B H N V"]:
+    """The outputs of all nodes at once: a chunk whose tokens see their ancestors alone.
+
+    No node's state is computed, which would be a `[K, V]` written and read for each.
+    """
+    ours = sees[:, None].float()
+    decays = ours * log_decay[:, :, None]  # of the nodes on the way to each
+    # Summed over the way from one node to another, where a difference of sums would cancel.
+    between = decays @ (1 - ours.mT)
+    decay = between.exp().masked_fill(~sees[:, None], 0)
+    carried, beta = decays.sum(dim=3).exp()[..., None], beta[..., None]
+    among = (beta * (k @ k.mT) * decay).tril(-1)
+    target = beta * (v - carried * (k @ state))
+    stored = torch.linalg.solve_triangular(among, target, upper=False, unitriangular=True)
+    return carried * (q @ state) + ((q @ k.mT) * decay) @ stored
 
 
 def chunked(

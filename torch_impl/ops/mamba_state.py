@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shared.spec.gated_delta import CHUNK
 from shared.spec.mamba_state import WINDOW
-from torch_impl.ops import gated_delta, layers
+from torch_impl.ops import any_row, at_most, gated_delta, layers
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,12 @@ def conv(
     weight: Float[Tensor, "C 4"],
 ) -> Float[Tensor, "*rows C"]:
     """As the specification, float32 from here on."""
-    taps = torch.cat([windows, inputs[..., None, :]], dim=-2).float()
-    return layers.silu((taps * weight.T.float()).sum(dim=-2))
+    total, *products = (
+        x.float() * weight[:, i].float() for i, x in enumerate((*windows.unbind(dim=-2), inputs))
+    )
+    for product in products:
+        total += product
+    return layers.silu(total)
 
 
 def chain_windows(
@@ -88,16 +92,18 @@ def tree_windows(
     parents: Int[Tensor, "B N"] | None,
 ) -> Float[Tensor, "B N 3 C"]:
     """As the specification; None for the parents of a chain."""
-    N = inputs.shape[1]
     if parents is None:
         return torch.cat([window, inputs[:, :-1]], dim=1).unfold(1, WINDOW, 1).mT
-    rows = torch.arange(len(window), device=window.device)
-    before = window[:, None].repeat(1, N, 1, 1)
-    for node in range(1, N):
-        parent = parents[:, node]
-        before[:, node, :-1] = before[rows, parent, 1:]
-        before[:, node, -1] = inputs[rows, parent]
-    return before
+    # Places in window and inputs in a row: node i is WINDOW + i, what is before the root is old.
+    root = torch.full_like(parents[:, :1], WINDOW - 1)
+    above = torch.cat([root, parents[:, 1:] + WINDOW], dim=1).long()
+    place, taps = above, [above]
+    for _ in range(WINDOW - 1):
+        node = (place - WINDOW).clamp(min=0)
+        place = torch.where(place >= WINDOW, above.gather(1, node), place - 1)
+        taps.append(place)
+    rows = torch.arange(len(window), device=window.device)[:, None, None]
+    return torch.cat([window, inputs], dim=1)[rows, torch.stack(taps[::-1], dim=2)]
 
 
 def path_window(
@@ -117,17 +123,20 @@ def replay(
     save_after: Int[Tensor, " B"],
 ) -> tuple[DeltaState, DeltaState, Bool[Tensor, " B"]]:
     """As the specification."""
+    path = path[:, : at_most(counts.max(), path.shape[1], 1)]
     rows = torch.arange(len(path), device=path.device)[:, None]
     k, v, log_decay, beta, inputs = (
         x[:, rows, path] for x in (kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs)
     )
     recurrent = saved = state.recurrent
     for i in range(path.shape[1]):
+        # Past its count a row's token changes nothing: no decay, key and beta 0, value 0.
+        is_real = i < counts[:, None]
         token = (x[:, :, i] for x in (k, v, log_decay, beta))
-        after = gated_delta.update(recurrent, *token)
-        recurrent = torch.where((i < counts)[None, :, None, None, None], after, recurrent)
-        is_saved = (save_after == i + 1)[None, :, None, None, None]
-        saved = torch.where(is_saved, recurrent, saved)
+        token = (torch.where(is_real.view(-1, *[1] * (x.ndim - 2)), x, 0) for x in token)
+        recurrent = gated_delta.update(recurrent, *token)
+        if any_row(is_saved := save_after == i + 1):
+            saved = torch.where(is_saved[None, :, None, None, None], recurrent, saved)
     passed = (save_after >= 1) & (save_after <= counts)
     save_window = path_window(state.window, inputs, torch.where(passed, save_after, 0))
     new_window = path_window(state.window, inputs, counts)

@@ -1,0 +1,140 @@
+"""The Markdown table of measured drafters: a line for each drafter and temperature."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.drafting import PLAIN
+from bench.scoring import Row
+
+BEGIN, END = "<!-- accuracy -->", "<!-- /accuracy -->"
+MISSING = "-"
+
+File = dict[str, Any]
+Line = tuple[str, float]
+"""A drafter and a temperature."""
+Place = tuple[str, str, int]
+"""A backend, a machine and a batch."""
+
+
+def render(files: Sequence[File]) -> str:
+    """The table of all files.
+
+    Acceptance and accuracy are those of the most tasks; backends that differ in them are listed in
+    one cell. Tokens/s are of all kinds together, beside them the ratio to plain decoding there.
+    """
+    rows = [row for file in files for row in file["rows"]]
+    kinds, places = _in_order(r["kind"] for r in rows), _in_order(map(_place, rows))
+    head = ["drafter", "T"]
+    head += [f"acceptance length, {kind}" for kind in kinds]
+    head += [f"accuracy, {kind}" for kind in kinds]
+    head += [f"tokens/s: {name}, {machine}, batch {batch}" for name, machine, batch in places]
+    cells = [head, ["---"] * len(head)]
+    for line in _in_order(map(_line, rows)):
+        cells.append(_cells([row for row in rows if _line(row) == line], rows, kinds, places))
+    return "\n\n".join([_markdown(cells), *_notes(files)])
+
+
+def render_cells(rows: Sequence[Row]) -> str:
+    """The table of a matrix: a line for each cell, with acceptance by position and the hash."""
+    head = ("drafter", "backend", "T", "task", "acceptance length", "by draft position")
+    lines = [(*head, "tokens/s", "text"), ("---",) * 8]
+    for row in rows:
+        shares = " ".join(f"{share:.2f}" for share in row["per_position"]) or MISSING
+        place = (row["algorithm"], row["backend"], f"{row['temperature']:g}", row["kind"])
+        speed = f"{row['tokens_per_s']:.0f}"
+        lines.append((*place, f"{row['accept_length']:.3f}", shares, speed, row["text_hash"]))
+    return _markdown(lines)
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cells(mine: list[Row], rows: list[Row], kinds: list[str], places: list[Place]) -> list[str]:
+    algorithm, temperature = _line(mine[0])
+    found = [algorithm, f"{temperature:g}"]
+    for field, form in (("accept_length", "{:.2f}"), ("accuracy", "{:.1%}")):
+        for kind in kinds:
+            of_kind = [row for row in mine if row["kind"] == kind]
+            most = max((row["count"] for row in of_kind), default=0)
+            values = [form.format(row[field]) for row in of_kind if row["count"] == most]
+            found.append(" / ".join(_in_order(values)) or MISSING)
+    for place in places:
+        speed = _speed([row for row in mine if _place(row) == place])
+        plain = _speed([r for r in rows if _place(r) == place and _line(r) == (PLAIN, temperature)])
+        ratio = f" ({speed / plain:.2f}x)" if plain and algorithm != PLAIN else ""
+        found.append(f"{speed:.0f}{ratio}" if speed else MISSING)
+    return found
+
+
+def _speed(rows: list[Row]) -> float:
+    seconds = sum(row["seconds"] for row in rows)
+    return sum(row["tokens"] for row in rows) / seconds if seconds else 0.0
+
+
+def _notes(files: Sequence[File]) -> Iterator[str]:
+    """How it was measured, what was excused and what was refused."""
+    counts = _in_order(f"{row['count']} {row['kind']}" for file in files for row in file["rows"])
+    yield f"Tasks: {', '.join(counts)}. Texts: {_texts(files)}."
+    for refusal in _in_order(
+        f"{r['algorithm']}: {r['refused']}" for f in files for r in f["refusals"]
+    ):
+        yield f"Refused: {refusal}."
+    commands = _in_order(f"{file['command']} ({file['dtype']})" for file in files)
+    yield "```\n" + "\n".join(commands) + "\n```"
+
+
+def _texts(files: Sequence[File]) -> str:
+    tokens, excused = (sum(file[name] for file in files) for name in ("tokens", "excused"))
+    if faults(files):
+        return "NOT EQUAL"
+    ties = f", {excused} texts excused as near ties" if excused else ""
+    return f"equal for every drafter and backend, {tokens:,} tokens compared{ties}"
+
+
+def faults(files: Sequence[File]) -> list[str]:
+    """One sentence for each text that a drafter or a backend changed."""
+    found, first = [], {}
+    for file in files:
+        if file["wrong"]:
+            found.append(f"{file['wrong']} texts changed in: {file['command']}")
+        for row in file["rows"]:
+            if row["excused"]:
+                continue
+            key = (file["model"], file["dtype"], row["kind"], row["temperature"], row["count"])
+            want = first.setdefault(key, row)
+            if row["text_hash"] != want["text_hash"]:
+                found.append(
+                    f"the text of {row['algorithm']} on {row['backend']} is not that of "
+                    f"{want['algorithm']} on {want['backend']}: {row['kind']} at temperature "
+                    f"{row['temperature']:g}; one run with both backends tells near ties"
+                )
+    return found
+
+
+def insert(document: Path, table: str) -> None:
+    """Puts the table between the document's markers.
+
+    Raises:
+      ValueError: The document does not have the two markers.
+    """
+    text = document.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{document} has no {BEGIN} and {END}")
+    document.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+
+
+def _line(row: Row) -> Line:
+    return row["algorithm"], row["temperature"]
+
+
+def _place(row: Row) -> Place:
+    return row["backend"], row["machine"], row["batch"]
+
+
+def _in_order(items: Any) -> list[Any]:
+    """Each item once, as they first come."""
+    return list(dict.fromkeys(items))

@@ -1,0 +1,110 @@
+"""How a run is judged: right answers, accepted drafts, and texts that no drafter may change.
+
+Every drafter must give the first one's texts, at any temperature and on either backend. A text that
+differs is held against the specification (`tests/equality.py`): only a near tie is excused.
+"""
+
+import hashlib
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench.serving import Outcome
+from models.demo.data import answer_of
+from shared.engine.request import Request
+from tests.equality import MOST_EXCUSED, Oracle
+
+Row = dict[str, Any]
+
+
+def is_right(kind: str, text: str, answer: str) -> bool:
+    """Whether a reply solves its task: a problem's number, or every letter of another task."""
+    if kind == "problems":
+        return answer_of(text) is not None and answer_of(text) == answer_of(answer)
+    return text == answer
+
+
+def text_hash(outputs: Sequence[Sequence[int]]) -> str:
+    """One hash of the tokens of all texts, in their order."""
+    lines = "\n".join(" ".join(map(str, tokens)) for tokens in outputs)
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def acceptance(outcomes: Sequence[Outcome], max_depth: int) -> Row:
+    """Tokens per verify step with the bonus token, and how often each draft position is accepted.
+
+    A position counts once all before it were accepted.
+    """
+    accepted = [count for outcome in outcomes for count in outcome.accepted]
+    histogram = np.bincount(np.array(accepted, np.int64), minlength=max_depth + 1)
+    reached = histogram[::-1].cumsum()[::-1].tolist()  # steps that accepted at least so many
+    shares = [after / before if before else 0.0 for before, after in itertools.pairwise(reached)]
+    return {
+        "accept_length": round(1 + float(np.mean(accepted)), 4) if accepted else 1.0,
+        "per_position": [round(share, 4) for share in shares],
+        "accepted_histogram": histogram.tolist(),
+    }
+
+
+@dataclass
+class Texts:
+    """The first texts of every temperature and kind, and what later ones did to them.
+
+    Attributes:
+      oracle: Tells a near tie from a fault; None where no difference is excused.
+      tokens, excused, wrong: What was compared: tokens, near ties, and texts that are wrong.
+    """
+
+    oracle: Oracle | None
+    tokens: int = 0
+    excused: int = 0
+    wrong: int = 0
+    _first: dict[tuple[float, str], list[list[int]]] = field(default_factory=dict)
+
+    def compare(
+        self, row: Row, requests: Sequence[Request], outputs: list[list[int]]
+    ) -> tuple[int, int]:
+        """How many texts differ from the first ones by near ties, and how many without excuse."""
+        first = self._first.setdefault((row["temperature"], row["kind"]), outputs)
+        excused = wrong = 0
+        for index, (want, got) in enumerate(zip(first, outputs, strict=True)):
+            if want == got:
+                continue
+            is_tie = self._is_near_tie(requests[index], want, got)
+            excused, wrong = excused + is_tie, wrong + (not is_tie)
+            _say_difference(row, index, want, got, is_tie)
+        self.tokens += sum(map(len, outputs))
+        self.excused, self.wrong = self.excused + excused, self.wrong + wrong
+        return excused, wrong
+
+    def _is_near_tie(self, request: Request, *outputs: list[int]) -> bool:
+        if self.oracle is None:
+            return False
+        try:
+            for output in outputs:
+                self.oracle.check(request.prompt, output, request.sampling)
+        except AssertionError as error:
+            print(error, file=sys.stderr)
+            return False
+        return True
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether no text is wrong and near ties are as rare as they must be."""
+        return not self.wrong and self.excused <= max(1, MOST_EXCUSED * self.tokens)
+
+
+def _say_difference(row: Row, index: int, want: list[int], got: list[int], is_tie: bool) -> None:
+    place = next((i for i, (a, b) in enumerate(zip(want, got, strict=False)) if a != b), len(want))
+    what = "a near tie, excused" if is_tie else "THE TEXT CHANGED"
+    print(
+        f"{what}: {row['algorithm']} on {row['backend']}, {row['kind']} {index} at temperature "
+        f"{row['temperature']:g}, token {place}: {want[place : place + 8]} became "
+        f"{got[place : place + 8]}",
+        file=sys.stderr,
+        flush=True,
+    )

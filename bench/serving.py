@@ -1,0 +1,131 @@
+"""An engine in this process, without HTTP: its start from the server's flags, and a timed run."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+
+from shared.backend import Backend, Limits, Work
+from shared.checkpoint import open_checkpoint
+from shared.config import parse
+from shared.engine.engine import Engine
+from shared.engine.request import Event, FinishReason, Request, SamplingParams
+from shared.server import launch
+
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Served:
+    """A started engine.
+
+    Attributes:
+      eos_ids: Tokens that end a text.
+      device: "cpu" or "gpu".
+      max_depth: Most drafts that a step can accept.
+    """
+
+    backend: Backend
+    engine: Engine
+    eos_ids: tuple[int, ...]
+    device: str
+    max_depth: int
+
+
+@dataclass
+class Outcome:
+    """What the events of one request add up to.
+
+    Attributes:
+      tokens: Its output.
+      accepted: Drafts that each of its verify steps accepted, before the end trimmed any.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+
+    def take(self, event: Event) -> None:
+        """Adds an event.
+
+        Raises:
+          RuntimeError: The engine failed at the request.
+        """
+        if event.finish_reason is FinishReason.ERROR:
+            raise RuntimeError(f"request {event.request_id}: {event.error}")
+        self.tokens += event.tokens
+        self.accepted += [] if event.accepted is None else [event.accepted]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A timed run of some requests; outcomes are in their order."""
+
+    outcomes: list[Outcome]
+    seconds: float
+    compiles: int
+
+
+def start(framework: str, flags: Sequence[str], *, batch: int, context: int) -> Served:
+    """Starts an engine that serves `batch` requests at once, and warms it up.
+
+    Args:
+      framework: "torch" or "jax"; only this one is imported.
+      flags: Of the server.
+      context: Most tokens of prompt and output.
+
+    Raises:
+      ValueError: What a server's start would refuse; one sentence.
+    """
+    serve = import_module(f"{framework}_impl.serve")
+    bounds = ["--max-running-requests", str(batch), "--context-length", str(context)]
+    options = parse([*flags, *bounds])
+    model, checkpoint, head, memory = launch._prepare(options, open_checkpoint, serve.find_device)
+    limits = one_bucket(memory.limits)
+    backend = serve.load_backend(
+        memory.options, checkpoint, model, head, limits, lambda num_bytes: None
+    )
+    engine = launch._make_engine(backend, memory.options)
+    _warm_up(engine, limits)
+    return Served(backend, engine, model.eos_ids, memory.device.kind, limits.max_depth)
+
+
+def one_bucket(limits: Limits) -> Limits:
+    """Keeps the widest program of each kind of step, so that none is compiled in a timed run."""
+    widest = {}
+    for program in limits.programs:
+        size = (program.batch, program.pages)
+        widest[program.work] = max(size, widest.get(program.work, size))
+    kept = [
+        program
+        for program in limits.programs
+        if (program.batch, program.pages) == widest[program.work] and not program.logprobs
+    ]
+    return replace(limits, programs=tuple(kept))
+
+
+def _warm_up(engine: Engine, limits: Limits) -> None:
+    """Serves a prompt for every size of prefill, so that all programs are compiled."""
+    sizes = sorted({p.tokens for p in limits.programs if p.work is Work.PREFILL})
+    sampling = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS)
+    for index, size in enumerate(sizes):
+        length = min(size, limits.context_length - WARM_UP_TOKENS)
+        serve_all(engine, [Request(request_id=-1 - index, prompt=(0,) * length, sampling=sampling)])
+
+
+def serve_all(engine: Engine, requests: Sequence[Request]) -> list[Outcome]:
+    """Adds all requests and steps until the last has ended."""
+    outcomes = {request.request_id: Outcome() for request in requests}
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        for event in engine.step():
+            outcomes[event.request_id].take(event)
+    return list(outcomes.values())
+
+
+def timed(served: Served, requests: Sequence[Request]) -> Run:
+    """Serves the requests with continuous batching."""
+    compiled, began = served.backend.compiles, time.perf_counter()
+    outcomes = serve_all(served.engine, requests)
+    seconds = time.perf_counter() - began
+    return Run(outcomes, seconds, served.backend.compiles - compiled)

@@ -1,0 +1,284 @@
+"""`python -m jax_impl.train` trains a model from scratch, or a draft head for a checkpoint.
+
+    python -m jax_impl.train --target DIR --draft eagle3 --data FILE --out DIR --minutes 10
+    python -m jax_impl.train --model CONFIG.json --tokenizer DIR --data FILE --out DIR --minutes 10
+
+OUT gets a folder that serves, and `OUT/training` the checkpoints that the same command goes on
+from, the log and the curves. `docs/training_drafts.md` says what to expect.
+"""
+
+import argparse
+import math
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_impl.training import export, outputs, tasks
+from jax_impl.training.examples import Batches, Rows, open_tokenizer, read_prompts, read_rows
+from jax_impl.training.loop import Schedule, train
+from jax_impl.training.saving import note_run
+from jax_impl.training.tasks import Precision, Target, Trainable
+from shared.checkpoint import open_checkpoint
+from shared.draft_config import DraftConfig
+from shared.engine.request import SamplingParams
+from shared.model_config import Json, ModelConfig, read_json
+
+EXIT_REFUSED = 2
+KINDS = ("mtp", "eagle", "eagle3", "dflash")
+TRAINING = "training"
+OUTPUTS = "outputs.jsonl"
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What is taken on a kind of device where a flag is not given."""
+
+    dtype: str
+    batch_tokens: int
+    output_slots: int
+
+
+DEFAULTS = {"cpu": Defaults("float32", 4096, 8), "gpu": Defaults("bfloat16", 65536, 128)}
+RATES = {"model": 2e-3, "head": 1e-3}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_impl.train",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add_subject(parser.add_argument_group("what is trained"))
+    _add_run(parser.add_argument_group("the run"))
+    _add_outputs(parser.add_argument_group("a head's data: the target's own greedy answers"))
+    _add_shapes(parser.add_argument_group("a head's shape"))
+    return parser
+
+
+def _add_subject(group: Any) -> None:
+    group.add_argument("--target", type=Path, help="folder of the model that a head drafts for")
+    group.add_argument("--draft", choices=KINDS, help="kind of the head")
+    group.add_argument("--model", type=Path, help="config.json of a model to train from scratch")
+    group.add_argument("--tokenizer", type=Path, help="folder of its tokenizer")
+    group.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL files")
+    group.add_argument("--out", type=Path, required=True, help="folder to write")
+    group.add_argument("--start", type=Path, help="folder whose weights to start from")
+
+
+def _add_run(group: Any) -> None:
+    group.add_argument("--steps", type=int, help="end after so many steps")
+    group.add_argument("--minutes", type=float, help="end after so many minutes")
+    group.add_argument("--batch-tokens", type=int, help="tokens of a step, padding included")
+    group.add_argument("--learning-rate", type=float, help="the highest; default 2e-3, a head 1e-3")
+    group.add_argument("--warmup", type=int, default=100, help="steps until it is reached")
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--resume", action=argparse.BooleanOptionalAction, default=True)
+    group.add_argument("--save-minutes", type=float, default=3.0, help="between two checkpoints")
+    group.add_argument("--max-tokens", type=int, default=1024, help="longer rows are left out")
+    group.add_argument("--prompt-weight", type=float, default=0.1, help="loss weight of prompts")
+    group.add_argument("--mtp-weight", type=float, default=0.3, help="loss weight of an mtp layer")
+    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the products")
+    group.add_argument("--remat", action="store_true", help="spare memory, take a third more time")
+
+
+def _add_outputs(group: Any) -> None:
+    group.add_argument("--outputs", type=Path, help="JSONL file that several heads may share")
+    group.add_argument("--prompts", type=int, default=20_000, help="prompts to answer, at most")
+    group.add_argument("--output-tokens", type=int, default=256, help="most tokens of an answer")
+    group.add_argument("--output-slots", type=int, help="prompts answered at once")
+
+
+def _add_shapes(group: Any) -> None:
+    group.add_argument("--depth", type=int, default=4, help="draft steps that are trained (TTT)")
+    group.add_argument("--draft-vocab", type=int, help="EAGLE3: tokens that it drafts; all")
+    group.add_argument("--block", type=int, default=8, help="DFLASH: tokens of a block")
+    group.add_argument("--layers", type=int, default=3, help="DFLASH: layers")
+    group.add_argument("--anchors", type=int, default=16, help="DFLASH: blocks of a row in a step")
+    group.add_argument("--mask-token", type=int, help="DFLASH: its id; the padding token's")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Trains; returns the process's exit code: 2 with one sentence where it is refused."""
+    given = make_parser().parse_args(argv)
+    try:
+        _check(given)
+        if given.draft:
+            _train_head(given)
+        else:
+            _train_model(given)
+    except (ValueError, OSError, FloatingPointError) as error:
+        print(error, file=sys.stderr)
+        return EXIT_REFUSED
+    return 0
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Refuses what contradicts itself, and fills in what was left open."""
+    if (given.target is None) == (given.model is None):
+        raise ValueError("give either --target and --draft, or --model and --tokenizer")
+    pair = ("target", "draft") if given.target else ("model", "tokenizer")
+    for name in pair:
+        if getattr(given, name) is None:
+            raise ValueError(f"--{pair[0]} needs --{pair[1]}; give both")
+    for name in ("draft", "tokenizer"):
+        if name not in pair and getattr(given, name) is not None:
+            raise ValueError(f"--{name} does not go with --{pair[0]}; leave it out")
+    if given.steps is None and given.minutes is None:
+        raise ValueError("give the length of the run as --steps or --minutes")
+    for name in ("steps", "minutes", "batch_tokens", "learning_rate", "max_tokens", "depth"):
+        value = getattr(given, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
+    for path in given.data:
+        if not path.is_file():
+            raise ValueError(f"the data file {path} does not exist")
+    if given.out.resolve() in {p.resolve() for p in (given.target, given.start) if p}:
+        raise ValueError(f"--out {given.out} is a folder that is read; name another")
+    defaults = DEFAULTS["cpu" if jax.devices()[0].platform == "cpu" else "gpu"]
+    for name in ("dtype", "batch_tokens", "output_slots"):
+        if getattr(given, name) is None:
+            setattr(given, name, getattr(defaults, name))
+    if given.learning_rate is None:
+        given.learning_rate = RATES["model" if given.model else "head"]
+
+
+def _train_model(given: argparse.Namespace) -> None:
+    config_json = read_json(given.model)
+    config = ModelConfig.from_dict(config_json)
+    end = open_tokenizer(given.tokenizer).end_id
+    if end not in config.eos_ids:
+        raise ValueError(f"eos_token_id in {given.model} lacks {end}, the tokenizer's eos_token")
+    _note(given, {"config": config_json})
+    rows = read_rows(given.data, given.tokenizer, given.max_tokens)
+    made = tasks.model_task(config, given.start, given.seed, given.mtp_weight, _precision(given))
+    model = _run(given, made, rows)
+    export.save_model(given.out, config_json, model, given.tokenizer)
+
+
+def _train_head(given: argparse.Namespace) -> None:
+    config, stored = ModelConfig.from_folder(given.target), open_checkpoint(given.target)
+    mark = outputs.fingerprint(stored)
+    if given.draft == "mtp" and not config.has_mtp:
+        raise ValueError(
+            "--draft mtp needs a target whose config.json names an mtp layer "
+            "(mtp_num_hidden_layers: 1, of Qwen3.5 models)"
+        )
+    target = Target(config, tasks.load_model(given.target, config, False, given.dtype))
+    rows = _own_outputs(given, target, mark)
+    if given.draft == "mtp":
+        _note(given, {"target": mark})
+        made = tasks.mtp_task(target, given.start, given.seed, given.depth, _precision(given))
+        export.save_mtp(given.out, given.target, config, _run(given, made, rows))
+        return
+    head_json = _head_json(given, config)
+    _note(given, {"target": mark, "config": dict(head_json)})
+    made = _head_task(given, DraftConfig.from_dict(head_json, config), target, rows)
+    head = _run(given, made, rows)
+    export.save_head(given.out, head_json, DraftConfig.from_dict(head_json, config), head)
+
+
+def _head_json(given: argparse.Namespace, target: ModelConfig) -> Json:
+    if given.start:
+        return read_json(given.start / "config.json")
+    mask = given.mask_token
+    if given.draft == "dflash" and mask is None:
+        mask = open_tokenizer(given.target).pad_id
+        if mask is None:
+            raise ValueError("the target's tokenizer names no pad_token; give --mask-token")
+    return tasks.head_json(
+        given.draft, target, given.draft_vocab, given.layers, given.block, mask or 0
+    )
+
+
+def _head_task(
+    given: argparse.Namespace, config: DraftConfig, target: Target, rows: Rows
+) -> Trainable:
+    if config.kind == "DFLASH":
+        return tasks.block_task(
+            config, target, given.start, given.seed, given.anchors, _precision(given)
+        )
+    ids = None
+    if config.has_draft_vocab:
+        ids = outputs.frequent_tokens(rows, config.layer.vocab, config.draft_vocab)
+    return tasks.head_task(
+        config, target, given.start, given.seed, ids, given.depth, _precision(given)
+    )
+
+
+def _own_outputs(given: argparse.Namespace, target: Target, mark: str) -> Rows:
+    """Rows of the target's own answers, which are made where the file does not hold them yet."""
+    path = given.outputs or given.out / TRAINING / OUTPUTS
+    config = target.config
+    most = min(given.max_tokens, config.context_length)
+    room = most - given.output_tokens
+    prompts = read_prompts(given.data, open_tokenizer(given.target), given.prompts)
+    prompts = [prompt for prompt in prompts if 0 < len(prompt) <= room]
+    if not prompts:
+        raise ValueError(
+            f"no prompt leaves room for {given.output_tokens} tokens of answer in {most}; raise "
+            "--max-tokens or lower --output-tokens"
+        )
+    if not outputs.has_all(path, mark, len(prompts)):
+        quick = jax.devices()[0].platform == "cpu" and len(prompts) < FEW_PROMPTS
+        slots = min(given.output_slots, len(prompts))
+        engine = outputs.make_engine(config, target.model, slots, most, given.dtype, quick)
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=given.output_tokens, stop_token_ids=config.eos_ids
+        )
+        outputs.write_outputs(path, engine, mark, prompts, sampling)
+        engine.close()
+    return outputs.read_outputs(path, mark, given.max_tokens)
+
+
+FEW_PROMPTS = 64
+"""Fewer do not repay the time in which a CPU's program is compiled well."""
+
+
+def _run(given: argparse.Namespace, made: Trainable, rows: Rows) -> nnx.Module:
+    shares = jax.device_count()
+    batches = Batches(rows, given.batch_tokens, given.seed, given.prompt_weight, shares)
+    print(
+        f"{len(rows.lengths):,} rows, {rows.tokens.size:,} tokens, {rows.num_dropped:,} rows too "
+        f"long; {len(batches):,} batches an epoch, of widths {list(batches.widths)}",
+        flush=True,
+    )
+    schedule = Schedule(
+        steps=given.steps,
+        minutes=given.minutes,
+        learning_rate=given.learning_rate,
+        warmup=given.warmup,
+        save_minutes=given.save_minutes,
+    )
+    began = time.monotonic()
+    params = train(made.task, batches, schedule, given.seed, given.out / TRAINING)
+    print(f"trained in {time.monotonic() - began:.0f} s", flush=True)
+    return made.merge(params)
+
+
+def _note(given: argparse.Namespace, facts: dict[str, Any]) -> None:
+    """Starts the run's folder anew, or goes on in it where it is the same run."""
+    folder = given.out / TRAINING
+    if not given.resume:
+        for name in ("checkpoints", "log.jsonl", "run.json"):
+            path = folder / name
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    names = ("draft", "seed", "batch_tokens", "max_tokens", "prompt_weight", "dtype")
+    files = {"data": [path.name for path in given.data], "devices": jax.device_count()}
+    note_run(folder, {name: getattr(given, name) for name in names} | files | facts)
+
+
+def _precision(given: argparse.Namespace) -> Precision:
+    return Precision(dtype=given.dtype, remat=given.remat)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Training of models and draft heads, on the parameters that serving holds."""

@@ -1,0 +1,200 @@
+"""The training pass of a DFlash head: many blocks of each sequence, each behind its own anchor.
+
+A block is [anchor, mask, mask, ..]; its rows see one another and the context before the anchor, of
+which each layer has keys and values straight from the target's hidden states. Slot j predicts the
+token j places after the anchor.
+
+Source: DFlash, arXiv:2602.06036.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int
+
+from jax_impl.layers import angles
+from jax_impl.ops.layers import rms_norm
+from jax_impl.training import layers
+from jax_impl.training.forward import Hidden, Passed, Tokens, embedded, forward, logits
+from jax_impl.training.layers import Rows, normed
+from jax_impl.training.losses import (
+    Mask,
+    Metrics,
+    Scalar,
+    acceptance,
+    block_rows,
+    by_blocks,
+    cross_entropy,
+    mean,
+)
+from jax_impl.weights import DraftModel, Model
+from shared.model_config import ModelConfig
+
+Anchors = Int[jax.Array, "B A"]
+
+
+class Block(NamedTuple):
+    """What training needs to know of a DFlash head; all of its layers are bidirectional.
+
+    Attributes:
+      layer: Sizes of its layers.
+      aux_streams: Residual streams of the target that it reads.
+      size: Rows of a block, the anchor's included.
+      mask_id: Token of the rows behind the anchor.
+    """
+
+    layer: ModelConfig
+    aux_streams: tuple[int, ...]
+    size: int
+    mask_id: int
+
+
+def block_loss(
+    block: Block,
+    head: DraftModel,
+    target_config: ModelConfig,
+    target: Model,
+    tokens: Tokens,
+    loss_mask: Mask,
+    key: jax.Array,
+    num_anchors: int,
+    compute_dtype: DTypeLike,
+    remat: bool,
+) -> tuple[Scalar, Metrics]:
+    """Cross-entropy of the tokens in blocks behind random anchors; near slots weigh more.
+
+    Args:
+      head: What is trained; the target stays as it is.
+      loss_mask: As in `losses`; a block begins before a token of weight 1.
+      key: Draws the anchors.
+      num_anchors: Blocks of each sequence.
+
+    Returns:
+      The loss and the names of `losses.chain_loss`: shares of blocks whose first i slots hold the
+      sequence's tokens.
+    """
+    frozen = jax.tree.map(lax.stop_gradient, target)
+    passed = jax.tree.map(
+        lax.stop_gradient, forward(target_config, frozen, tokens, compute_dtype, remat)
+    )
+    anchors, is_real = draw_anchors(loss_mask, key, num_anchors)
+    hidden = fill(block, head, frozen, passed, tokens, anchors, compute_dtype, remat)
+    labels = _behind(tokens, anchors, block.size)
+    found, agrees = _scored(frozen, hidden[:, :, 1:], labels, compute_dtype)
+    is_answer = is_real[..., None] & (_behind(loss_mask, anchors, block.size) >= 1)
+    counts = jnp.cumprod(is_answer, axis=-1)
+    alive = jnp.cumprod(agrees, axis=-1)
+    rates = [mean(alive[..., j], counts[..., j]) for j in range(block.size - 1)]
+    loss = mean(found, slot_weights(block, loss_mask, anchors, is_real))
+    return loss, acceptance(rates) | {"loss": loss}
+
+
+def slot_weights(
+    block: Block, loss_mask: Mask, anchors: Anchors, is_real: Bool[jax.Array, "B A"]
+) -> Float[jax.Array, "B A slots"]:
+    """Each slot's weight: its token's, less the further it is, for it is used if all before fit."""
+    decay = jnp.exp(-jnp.arange(block.size - 1) / (block.size / 2))
+    return _behind(loss_mask, anchors, block.size) * is_real[..., None] * decay
+
+
+def draw_anchors(
+    loss_mask: Mask, key: jax.Array, num_anchors: int
+) -> tuple[Anchors, Bool[jax.Array, "B A"]]:
+    """Different positions before tokens of weight 1; False where there are too few of them."""
+    may_be = jnp.pad(loss_mask[:, 1:] >= 1, ((0, 0), (0, 1)))
+    lots = jnp.where(may_be, jax.random.uniform(key, loss_mask.shape), -1)
+    best, anchors = lax.top_k(lots, num_anchors)
+    return anchors, best >= 0
+
+
+def fill(
+    block: Block,
+    head: DraftModel,
+    target: Model,
+    passed: Passed,
+    tokens: Tokens,
+    anchors: Anchors,
+    compute_dtype: DTypeLike,
+    remat: bool,
+) -> Float[jax.Array, "B A size hidden"]:
+    """The hidden states of the blocks after the final norm, float32."""
+    (B, T), (_, A), size = tokens.shape, anchors.shape, block.size
+    config, eps = block.layer, block.layer.rms_eps
+    aux = jnp.concatenate([passed.streams[i] for i in block.aux_streams], axis=-1)
+    read = layers.linear_float32(aux.reshape(B * T, -1).astype(compute_dtype), head.fc[...])
+    context = normed(read, head.hidden_norm[...], eps, compute_dtype)
+    whole_turn = angles(config, layers.flat_positions(B, T))
+    turn = angles(config, (anchors[..., None] + jnp.arange(size)).reshape(-1))
+    sees = jnp.repeat(jnp.arange(T) < anchors[..., None], size, axis=1)  # [B, A * size, T]
+    filled = jnp.full((B, A, size), block.mask_id)
+    filled = filled.at[:, :, 0].set(jnp.take_along_axis(tokens, anchors, axis=1))
+    x = embedded(target.embed[...], filled.reshape(-1))
+    for layer in range(config.num_layers):
+
+        def run(x: Rows, layer: int = layer) -> Rows:
+            stack = head.layers
+            own = layers.keys_and_values(config, stack.attention, layer, context, whole_turn)
+            k, v = (part.reshape(B, T, *part.shape[1:]) for part in own)
+            y = normed(x, stack.input_norm[layer], eps, compute_dtype)
+            q, *block_kv, gate = layers.project(config, stack.attention, layer, y, turn)
+            out = _attend(q, k, v, *block_kv, sees, size)
+            x = x + layers.merge(stack.attention, layer, out, gate)
+            y = normed(x, stack.post_attention_norm[layer], eps, compute_dtype)
+            return x + layers.mlp(stack, layer, y)
+
+        x = jax.checkpoint(run)(x) if remat else run(x)
+    return rms_norm(x, head.final_norm[...], eps).reshape(B, A, size, -1)
+
+
+def _attend(
+    q: Float[jax.Array, "R Hq D"],
+    context_k: Float[jax.Array, "B T Hk D"],
+    context_v: Float[jax.Array, "B T Hk D"],
+    k: Float[jax.Array, "R Hk D"],
+    v: Float[jax.Array, "R Hk D"],
+    sees: Bool[jax.Array, "B rows T"],
+    size: int,
+) -> Float[jax.Array, "R Hq D"]:
+    """What the rows of the blocks read of the context before their anchor and of their block."""
+    B, T = context_k.shape[:2]
+    near_q, near_k, near_v = (x.reshape(-1, size, *x.shape[1:]) for x in (q, k, v))
+    far = layers.scores(q.reshape(B, -1, *q.shape[1:]), context_k)
+    far = jnp.where(sees[:, None, None], far, layers.NEVER)  # [B, Hk, group, A * size, T]
+    near = layers.scores(near_q, near_k)  # [B * A, Hk, group, size, size]
+    near = jnp.moveaxis(near.reshape(B, -1, *near.shape[1:]), 1, 3).reshape(*far.shape[:4], size)
+    shares = jax.nn.softmax(jnp.concatenate([far, near], axis=-1), axis=-1)
+    of_block = shares[..., T:].reshape(*far.shape[:3], -1, size, size)
+    of_block = jnp.moveaxis(of_block, 3, 1).reshape(-1, *far.shape[1:3], size, size)
+    read = layers.read(shares[..., :T], context_v).reshape(q.shape)
+    return read + layers.read(of_block, near_v).reshape(q.shape)
+
+
+def _behind(rows: Float[jax.Array, "B T"] | Tokens, anchors: Anchors, size: int) -> jax.Array:
+    """What lies 1 to size - 1 places after each anchor, zeros past the end."""
+    T = rows.shape[1]
+    at = anchors[..., None] + jnp.arange(1, size)
+    found = rows[jnp.arange(len(rows))[:, None, None], jnp.minimum(at, T - 1)]
+    return jnp.where(at < T, found, 0)
+
+
+def _scored(
+    target: Model,
+    hidden: Float[jax.Array, "B A slots hidden"],
+    labels: Int[jax.Array, "B A slots"],
+    compute_dtype: DTypeLike,
+) -> tuple[Float[jax.Array, "B A slots"], Bool[jax.Array, "B A slots"]]:
+    """Each slot's cross-entropy, and whether its first choice is the label."""
+    flat: tuple[Hidden, Tokens] = (
+        hidden.reshape(len(hidden), -1, hidden.shape[-1]),
+        labels.reshape(len(labels), -1),
+    )
+
+    def score(rows):
+        found, _, agrees = cross_entropy(logits(target, rows[0], compute_dtype), rows[1])
+        return found, agrees
+
+    scored = by_blocks(score, flat, block_rows(len(target.head[...])))
+    return jax.tree.map(lambda x: x.reshape(labels.shape), scored)

@@ -1,0 +1,404 @@
+"""Lines of text to batches of token rows, in few shapes and in an order that a seed gives.
+
+A line of a data file is a JSON object: `messages`, a chat, or `prompt`, a text; `answer`, where it
+is there, is the assistant's last turn or what follows the text. A chat is tokenised as the server
+does it: what precedes an answer is a prompt as it would be sent, and the answer ends with the
+tokenizer's end token. `python -m jax_impl.training.examples` is the worker that `read_rows` starts
+on each core; it must not import JAX, which would take the device.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32, Int64
+
+from shared.server.tokenizer import TemplateFailed, Tokenizer
+
+WIDTH_STEP = 64
+"""Rows are padded to multiples of it, as the chunked delta rule asks."""
+
+MAX_WIDTHS = 4
+BYTES_PER_WORKER = 4 << 20
+FORM = 1  # of the cache; counts up when rows are made in another way
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token rows of different lengths, one after the other.
+
+    Attributes:
+      tokens: Tokens of all rows.
+      is_answer: Which of them are to be predicted: those of answers.
+      starts: First token of each row, and the end.
+      num_dropped: Rows that were left out because they are too long.
+    """
+
+    tokens: Int32[np.ndarray, " T"]
+    is_answer: Bool[np.ndarray, " T"]
+    starts: Int64[np.ndarray, " rows1"]
+    num_dropped: int
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " rows"]:
+        """Tokens of each row."""
+        return np.diff(self.starts)
+
+    @classmethod
+    def of(cls, rows: Iterable["Row"], max_tokens: int) -> "Rows":
+        """Joins rows, without those that are longer than `max_tokens`."""
+        kept, num_dropped = [], 0
+        for row in rows:
+            fits = len(row.tokens) <= max_tokens
+            num_dropped += not fits
+            kept += [row] if fits else []
+        lengths = [len(row.tokens) for row in kept]
+        tokens = np.fromiter((t for row in kept for t in row.tokens), np.int32, sum(lengths))
+        answers = np.fromiter((a for row in kept for a in row.is_answer), bool, sum(lengths))
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        return cls(tokens, answers, starts, num_dropped)
+
+    @classmethod
+    def join(cls, parts: Sequence["Rows"]) -> "Rows":
+        """All rows of all parts."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        return cls(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.is_answer for part in parts]),
+            np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            sum(part.num_dropped for part in parts),
+        )
+
+
+class Row(NamedTuple):
+    """Tokens of one line, and which of them belong to an answer."""
+
+    tokens: list[int]
+    is_answer: list[bool]
+
+
+class Batch(NamedTuple):
+    """Rows padded on the right to one width; `weights` are those of each token as a prediction."""
+
+    tokens: Int32[np.ndarray, "B T"]
+    weights: Float32[np.ndarray, "B T"]
+
+
+def read_rows(paths: Sequence[Path], tokenizer_folder: Path, max_tokens: int) -> Rows:
+    """Token rows of data files, from the cache beside each file where it is there and fits.
+
+    Raises:
+      ValueError: A line is no example, or no row is left; one sentence with file and line.
+    """
+    rows = Rows.join([_read_file(path, tokenizer_folder, max_tokens) for path in paths])
+    if not rows.lengths.size:
+        raise ValueError(f"{paths[0]} holds no example of at most {max_tokens} tokens")
+    return rows
+
+
+def read_prompts(paths: Sequence[Path], tokenizer: Tokenizer, count: int) -> list[list[int]]:
+    """Prompts of the first `count` lines: chats up to the last answer, which is dropped.
+
+    Raises:
+      ValueError: A line is no example; one sentence with file and line.
+    """
+    prompts: list[list[int]] = []
+    for path in paths:
+        for name, example in _examples(path, 0, path.stat().st_size):
+            if len(prompts) == count:
+                return prompts
+            prompts.append(_prompt(name, example, tokenizer))
+    return prompts
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint's folder.
+
+    Raises:
+      ValueError: It has none, or none that ends an answer; one sentence.
+    """
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer.json")
+    if tokenizer.end_id is None:
+        raise ValueError(f"tokenizer_config.json in {folder} names no eos_token")
+    return tokenizer
+
+
+def row_of(name: str, example: dict[str, Any], tokenizer: Tokenizer) -> Row:
+    """Tokens of one line; those of every answer are to be predicted, of a plain text all.
+
+    Raises:
+      ValueError: It is no example; one sentence that starts with `name`.
+    """
+    if "messages" not in example:
+        prompt, answer = _prompt(name, example, tokenizer), example.get("answer")
+        if answer is None:
+            return Row(prompt, [True] * len(prompt))
+        return _with_answer(Row(prompt, [False] * len(prompt)), answer, tokenizer)
+    messages, row = _messages(name, example), Row([], [])
+    for turn, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = _chat(name, messages[:turn], tokenizer)
+            row = _with_answer(_continued(row, prompt), message["content"], tokenizer)
+    return row
+
+
+def _continued(row: Row, prompt: list[int]) -> Row:
+    """A prompt that goes on from `row`, or starts anew.
+
+    A template may rewrite earlier answers (it drops their reasoning): these are no answers then.
+    """
+    known = len(row.tokens)
+    if prompt[:known] != row.tokens:
+        row, known = Row([], []), 0
+    return Row(prompt, row.is_answer + [False] * (len(prompt) - known))
+
+
+def _with_answer(row: Row, answer: str, tokenizer: Tokenizer) -> Row:
+    tokens = [*tokenizer.encode_more(answer), tokenizer.end_id]
+    return Row(row.tokens + tokens, row.is_answer + [True] * len(tokens))
+
+
+def _prompt(name: str, example: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    if "messages" not in example:
+        if not isinstance(example.get("prompt"), str):
+            raise ValueError(f"{name} has neither messages nor a prompt")
+        return tokenizer.encode(example["prompt"])
+    messages = _messages(name, example)
+    while messages and messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    return _chat(name, messages, tokenizer)
+
+
+def _messages(name: str, example: dict[str, Any]) -> list[dict[str, Any]]:
+    messages = example["messages"]
+    is_list = isinstance(messages, list) and all(isinstance(turn, dict) for turn in messages)
+    if not is_list or not all({"role", "content"} <= turn.keys() for turn in messages):
+        raise ValueError(f"{name}: messages must be a list of objects with role and content")
+    if "answer" in example:
+        messages = [*messages, {"role": "assistant", "content": example["answer"]}]
+    return messages
+
+
+def _chat(name: str, messages: list[dict[str, Any]], tokenizer: Tokenizer) -> list[int]:
+    if not tokenizer.has_chat_template:
+        raise ValueError(f"{name} is a chat, and the tokenizer has no chat template; give prompts")
+    try:
+        return tokenizer.encode_chat(messages)
+    except TemplateFailed as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _examples(path: Path, start: int, end: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Examples of the lines that begin in bytes `start` to `end` of a file, each with its place."""
+    with path.open("rb") as file:
+        if start:
+            file.seek(start - 1)
+            file.readline()
+        while (place := file.tell()) < end:
+            name, line = f"{path}, byte {place}", file.readline()
+            if line.strip():
+                yield name, _parsed(name, line)
+
+
+def _parsed(name: str, line: bytes) -> dict[str, Any]:
+    try:
+        example = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(example, dict):
+        raise ValueError(f"{name} must be a JSON object")
+    return example
+
+
+def _read_file(path: Path, tokenizer_folder: Path, max_tokens: int) -> Rows:
+    if not path.is_file():
+        raise ValueError(f"the data file {path} does not exist")
+    cache = path.with_name(path.name + ".tokens.npz")
+    wanted = _fingerprint(path, tokenizer_folder, max_tokens)
+    if cache.is_file() and (rows := _load(cache, wanted)):
+        return rows
+    rows = _tokenised(path, tokenizer_folder, max_tokens)
+    _save(cache, rows, wanted)
+    return rows
+
+
+def _fingerprint(path: Path, tokenizer_folder: Path, max_tokens: int) -> str:
+    """What the rows of a file depend on."""
+    digest, facts = hashlib.sha256(), path.stat()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        file = tokenizer_folder / name
+        digest.update(file.read_bytes() if file.is_file() else b"-")
+    return f"{FORM} {facts.st_size} {facts.st_mtime_ns} {max_tokens} {digest.hexdigest()}"
+
+
+def _load(cache: Path, wanted: str) -> Rows | None:
+    try:
+        with np.load(cache) as stored:
+            if str(stored["fingerprint"]) != wanted:
+                return None
+            dropped = int(stored["num_dropped"])
+            return Rows(stored["tokens"], stored["is_answer"], stored["starts"], dropped)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return None  # a write that was broken off
+
+
+def _save(cache: Path, rows: Rows, fingerprint: str) -> None:
+    np.savez(
+        cache,
+        tokens=rows.tokens,
+        is_answer=rows.is_answer,
+        starts=rows.starts,
+        num_dropped=rows.num_dropped,
+        fingerprint=fingerprint,
+    )
+
+
+def _tokenised(path: Path, tokenizer_folder: Path, max_tokens: int) -> Rows:
+    """Rows of a file, made by one process a core where it is large."""
+    size = path.stat().st_size
+    num_workers = min(os.cpu_count() or 1, -(-size // BYTES_PER_WORKER))
+    if num_workers <= 1:
+        return _part(path, tokenizer_folder, max_tokens, 0, size)
+    bounds = [size * i // num_workers for i in range(num_workers + 1)]
+    with tempfile.TemporaryDirectory() as folder:
+        outs = [Path(folder) / f"{i}.npz" for i in range(num_workers)]
+        spans = zip(bounds[:-1], bounds[1:], outs, strict=True)
+        workers = [_start(path, tokenizer_folder, max_tokens, *span) for span in spans]
+        faults = [worker.communicate()[1] for worker in workers]
+        for worker, fault in zip(workers, faults, strict=True):
+            if worker.returncode:
+                raise ValueError(fault.strip().splitlines()[-1])
+        return Rows.join([rows for out in outs if (rows := _load(out, "part"))])
+
+
+def _start(
+    path: Path, tokenizer_folder: Path, max_tokens: int, start: int, end: int, out: Path
+) -> subprocess.Popen:
+    words = [sys.executable, "-m", "jax_impl.training.examples"]
+    words += map(str, (path, tokenizer_folder, max_tokens, start, end, out))
+    return subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+
+
+def _part(path: Path, tokenizer_folder: Path, max_tokens: int, start: int, end: int) -> Rows:
+    tokenizer = open_tokenizer(tokenizer_folder)
+    examples = _examples(path, start, end)
+    return Rows.of((row_of(name, line, tokenizer) for name, line in examples), max_tokens)
+
+
+class Batches:
+    """The batches of a run, told by their number alone, so that a run can go on anywhere.
+
+    Each epoch has every row once, in an order of its own, but for the few that do not fill a batch;
+    a width with too few rows for one batch repeats them.
+
+    Attributes:
+      widths: Widths that batches have, ascending; few, as each is a program to compile.
+    """
+
+    def __init__(
+        self, rows: Rows, batch_tokens: int, seed: int, prompt_weight: float, shares: int
+    ) -> None:
+        """Plans the batches.
+
+        Args:
+          batch_tokens: Tokens of a batch, padding included.
+          prompt_weight: Weight of other tokens than an answer's.
+          shares: A batch's rows are a multiple of it, so that as many devices can share them.
+        """
+        self._rows, self._seed, self._prompt_weight = rows, seed, prompt_weight
+        self.widths = best_widths(rows.lengths, MAX_WIDTHS)
+        which = np.searchsorted(self.widths, rows.lengths)
+        self._members = [np.flatnonzero(which == i) for i in range(len(self.widths))]
+        self._sizes = [max(1, batch_tokens // width // shares) * shares for width in self.widths]
+        counts = [
+            max(1, len(members) // size)
+            for members, size in zip(self._members, self._sizes, strict=True)
+        ]
+        self._slots = [(i, n) for i, count in enumerate(counts) for n in range(count)]
+        self._epoch = -1
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        return len(self._slots)
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Rows and width of every batch that can come."""
+        return list(zip(self._sizes, self.widths, strict=True))
+
+    def at(self, step: int) -> Batch:
+        """The batch of a step, counted from 0."""
+        epoch, place = divmod(step, len(self))
+        if epoch != self._epoch:
+            self._shuffle(epoch)
+        which, number = self._slots[self._order[place]]
+        size = self._sizes[which]
+        return self._batch(self._shuffled[which][number * size :][:size], self.widths[which])
+
+    def _shuffle(self, epoch: int) -> None:
+        rng, self._epoch = np.random.default_rng((self._seed, epoch)), epoch
+        self._order = rng.permutation(len(self._slots))
+        self._shuffled = [
+            np.resize(rng.permutation(members), max(len(members), size))
+            for members, size in zip(self._members, self._sizes, strict=True)
+        ]
+
+    def _batch(self, chosen: Int64[np.ndarray, " B"], width: int) -> Batch:
+        rows, columns = self._rows, np.arange(width)
+        is_token = columns < rows.lengths[chosen][:, None]
+        at = np.where(is_token, rows.starts[chosen][:, None] + columns, 0)
+        tokens = np.where(is_token, rows.tokens[at], 0).astype(np.int32)
+        weights = np.where(rows.is_answer[at], 1.0, self._prompt_weight) * is_token
+        return Batch(tokens, weights.astype(np.float32))
+
+
+def best_widths(lengths: Int64[np.ndarray, " rows"], most: int) -> tuple[int, ...]:
+    """At most `most` multiples of `WIDTH_STEP` that pad the rows with the fewest tokens."""
+    units = -(-lengths // WIDTH_STEP)
+    counts = np.bincount(units)  # rows by length in units
+    found = [int(unit) for unit in np.flatnonzero(counts)]
+    best: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {0: {0: (0, ())}}
+    for number, unit in enumerate(found, start=1):
+        options: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for earlier in range(number):
+            inside = int(counts[found[earlier:number]].sum()) * unit
+            for used, (padded, widths) in best[earlier].items():
+                option = (padded + inside, (*widths, unit * WIDTH_STEP))
+                if used < most:
+                    options[used + 1] = min(options.get(used + 1, option), option)
+        best[number] = options
+    return min(best[len(found)].values())[1]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the rows of a part of a file; returns the process's exit code."""
+    parser = argparse.ArgumentParser(prog="python -m jax_impl.training.examples")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("tokenizer", type=Path)
+    for name in ("max_tokens", "start", "end"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args(argv)
+    try:
+        rows = _part(given.path, given.tokenizer, given.max_tokens, given.start, given.end)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    _save(given.out, rows, "part")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,148 @@
+"""Trained parameters as Hugging Face folders, under the public names, in bfloat16."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+from jaxtyping import Shaped
+from safetensors.numpy import load_file, save_file
+
+from jax_impl.weights import DraftModel, Model, Mtp
+from shared.checkpoint import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Weights,
+    parameters,
+    save_checkpoint,
+    split,
+)
+from shared.draft_checkpoint import head_parameters
+from shared.draft_config import DraftConfig
+from shared.model_config import ModelConfig, read_json
+
+Json = Mapping[str, Any]
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+)
+MLP = ("gate_up", "down")
+KEPT_IN_FLOAT32 = ("a_log", "dt_bias")
+MTP_FILE = "model-mtp.safetensors"
+
+
+def save_model(folder: Path, config_json: Json, model: Model, tokenizer: Path) -> None:
+    """Writes a model with its tokenizer as a folder that serving and transformers load.
+
+    Args:
+      config_json: Contents of config.json.
+      tokenizer: Folder whose tokenizer files are copied.
+    """
+    config = ModelConfig.from_dict(config_json)
+    weights = {name: _stored(name, a, config) for name, a in arrays_of(model).items()}
+    save_checkpoint(folder, config_json, weights)
+    _write_json(folder / "generation_config.json", {"eos_token_id": list(config.eos_ids)})
+    for name in TOKENIZER_FILES:
+        if (tokenizer / name).is_file() and tokenizer.resolve() != folder.resolve():
+            shutil.copyfile(tokenizer / name, folder / name)
+
+
+def save_head(folder: Path, config_json: Json, config: DraftConfig, head: DraftModel) -> None:
+    """Writes a draft head of a checkpoint of its own."""
+    arrays = arrays_of(head)
+    tensors: Weights = {}
+    for parameter in head_parameters(config, None):
+        stored = _stored(parameter.name, arrays[parameter.name], config.layer)
+        tensors |= split(parameter, stored, "")
+    if config.has_draft_vocab:
+        ids = np.asarray(head.draft_ids[...], np.int64)
+        tensors["d2t"] = ids - np.arange(len(ids))
+        tensors["t2d"] = np.isin(np.arange(config.layer.vocab), ids)
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config_json)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> None:
+    """Writes a copy of a target's files with this MTP layer in them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: Weights = {}
+    arrays = {f"mtp.{name}": array for name, array in arrays_of(layer).items()}
+    for parameter in parameters(config, with_mtp=True):
+        if parameter.name.startswith("mtp."):
+            stored = _stored(parameter.name, arrays[parameter.name], config)
+            tensors |= split(parameter, stored, "")
+    for file in sorted(target.iterdir()):
+        if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX_FILE:
+            shutil.copyfile(file, folder / file.name)
+    _write_json(folder / "config.json", _with_mtp(read_json(target / "config.json")))
+    if (target / INDEX_FILE).is_file():
+        _extend_shards(folder, target, tensors)
+    else:
+        save_file({**_without_mtp(target / SINGLE_FILE), **tensors}, folder / SINGLE_FILE)
+
+
+def arrays_of(module: Model | DraftModel | Mtp) -> Weights:
+    """The parameters under the names of `shared.checkpoint`, without `mtp.` those of the layer."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+    stack = "" if isinstance(module, Model) else "layer."
+    return {_name([key.key for key in path], stack): np.asarray(array) for path, array in flat}
+
+
+def _name(words: list[str], stack: str) -> str:
+    """From where a parameter is in its module: `layers` is the stack, which a name leaves out."""
+    first, *rest = words
+    if first == "mtp":
+        return "mtp." + _name(rest, "layer.")
+    if first == "layers":
+        return stack + ("mlp." if rest[0] in MLP else "") + ".".join(rest)
+    return first
+
+
+def _stored(
+    name: str, array: Shaped[np.ndarray, "..."], config: ModelConfig
+) -> Shaped[np.ndarray, "..."]:
+    """As a checkpoint holds it: what `jax_impl.weights` added to norms is taken off."""
+    kind = name.rsplit(".", 1)[-1]
+    if kind in KEPT_IN_FLOAT32:
+        return array.astype(np.float32)
+    if kind.endswith("norm") and config.zero_centered_norms and name != "gated_delta.norm":
+        array = array - np.float32(1)
+    return array.astype(ml_dtypes.bfloat16)
+
+
+def _with_mtp(config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config", config)
+    text["mtp_num_hidden_layers"] = 1
+    return config
+
+
+def _without_mtp(file: Path) -> Weights:
+    return {name: array for name, array in load_file(file).items() if not name.startswith("mtp.")}
+
+
+def _extend_shards(folder: Path, target: Path, tensors: Weights) -> None:
+    """Copies the shards without MTP tensors and adds one that holds them."""
+    weight_map = read_json(target / INDEX_FILE)["weight_map"]
+    for shard in sorted(set(weight_map.values())):
+        if kept := _without_mtp(target / shard):
+            save_file(kept, folder / shard)
+    save_file(tensors, folder / MTP_FILE)
+    kept_map = {name: shard for name, shard in weight_map.items() if not name.startswith("mtp.")}
+    found = {"metadata": {}, "weight_map": kept_map | dict.fromkeys(tensors, MTP_FILE)}
+    _write_json(folder / INDEX_FILE, found)
+
+
+def _write_json(path: Path, contents: Json) -> None:
+    path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,141 @@
+"""Gated-delta layers over whole sequences: the chunked form for all chunks of a batch at once.
+
+As `shared.spec.gated_delta.chunked` from a state of zeros; float32 throughout. Only what the
+incoming state changes runs chunk after chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float
+
+from jax_impl.ops import gated_delta, layers
+from jax_impl.training.layers import Rows, linear
+from jax_impl.weights import GatedDelta
+from shared.model_config import GatedDeltaConfig, ModelConfig
+
+CHUNK = 32
+"""Half of serving's, which spares memory traffic: half the numbers in all matrices of a chunk."""
+
+Matrices = Float[jax.Array, "*batch c c"]
+
+
+def layer(config: ModelConfig, weights: GatedDelta, place: int, x: Rows, B: int) -> Rows:
+    """One gated-delta layer over B sequences, from the normed input to the output projection.
+
+    Args:
+      place: The layer's number among its kind.
+      x: The rows of all sequences, each of a multiple of CHUNK tokens.
+    """
+    assert config.gated_delta is not None  # the config has such layers
+    q, k, v = _qkv(config.gated_delta, weights, place, x, B)
+    b, a = jnp.split(linear(x, weights.ba[place]), 2, axis=1)
+    gates = gated_delta.gates(b, a, weights.a_log[place], weights.dt_bias[place])
+    rows = (part.reshape(B, -1, *part.shape[1:]) for part in (q, k, v, *gates))
+    out = chunked(*rows).reshape(v.shape)
+    z = linear(x, weights.z[place]).reshape(out.shape)
+    gated = gated_delta.gated_norm(out, z, weights.norm[place], config.rms_eps)
+    return linear(gated.reshape(len(x), -1), weights.out[place])
+
+
+def _qkv(
+    sizes: GatedDeltaConfig, weights: GatedDelta, place: int, x: Rows, B: int
+) -> tuple[Float[jax.Array, "R H K"], Float[jax.Array, "R H K"], Float[jax.Array, "R H V"]]:
+    inputs = linear(x, weights.qkv[place]).reshape(B, -1, sizes.channels)
+    channels = _conv(inputs, weights.conv[place]).reshape(len(x), -1)
+    heads = (sizes.num_key_heads, sizes.num_value_heads)
+    return gated_delta.split(channels, *heads, sizes.key_size)
+
+
+def _conv(
+    inputs: Float[jax.Array, "B T C"], weight: Float[jax.Array, "C width"]
+) -> Float[jax.Array, "B T C"]:
+    """The depthwise causal convolution and silu; zeros lie before the first token."""
+    T, width = inputs.shape[1], weight.shape[1]
+    padded = jnp.pad(inputs, ((0, 0), (width - 1, 0), (0, 0))).astype(jnp.float32)
+    wide = weight.astype(jnp.float32)
+    return layers.silu(sum(padded[:, j : j + T] * wide[:, j] for j in range(width)))
+
+
+def chunked(
+    q: Float[jax.Array, "B T H K"],
+    k: Float[jax.Array, "B T H K"],
+    v: Float[jax.Array, "B T H V"],
+    log_decay: Float[jax.Array, "B T H"],
+    beta: Float[jax.Array, "B T H"],
+) -> Float[jax.Array, "B T H V"]:
+    """The outputs of sequences whose length is a multiple of CHUNK."""
+    B, T, H, V = v.shape
+    q, k, v, log_decay, beta = map(_in_chunks, (q, k, v, log_decay, beta))
+    total = jnp.cumsum(log_decay, axis=-1)
+    lower = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    # Masked before exp: above the diagonal the difference is positive and would overflow.
+    difference = jnp.where(lower, total[..., :, None] - total[..., None, :], 0)
+    decay = jnp.where(lower, jnp.exp(difference), 0)
+    keys = jnp.swapaxes(k, -1, -2)
+    solved = inverse(jnp.tril(beta[..., None] * _matmul(k, keys) * decay, -1))
+    carried = jnp.exp(total)[..., None]
+    stored = _matmul(solved, beta[..., None] * v)
+    reads = _matmul(solved, beta[..., None] * carried * k)
+    left = jnp.swapaxes(jnp.exp(total[..., -1:] - total)[..., None] * k, -1, -2)
+    states, stored = _carry(stored, reads, left, carried[..., -1:, :])
+    out = _matmul(carried * q, states) + _matmul(_matmul(q, keys) * decay, stored)
+    return jnp.moveaxis(out, (0, 3), (1, 2)).reshape(B, T, H, V)
+
+
+def _in_chunks(x: Float[jax.Array, "B T H *size"]) -> Float[jax.Array, "chunks B H c *size"]:
+    B, T, H, *size = x.shape
+    return jnp.moveaxis(x.reshape(B, T // CHUNK, CHUNK, H, *size), (1, 2), (0, 3))
+
+
+def _carry(
+    stored: Float[jax.Array, "chunks B H c V"],
+    reads: Float[jax.Array, "chunks B H c K"],
+    left: Float[jax.Array, "chunks B H K c"],
+    kept: Float[jax.Array, "chunks B H 1 1"],
+) -> tuple[Float[jax.Array, "chunks B H K V"], Float[jax.Array, "chunks B H c V"]]:
+    """Carries the states from chunk to chunk: each chunk's first state, and what it stores."""
+
+    def advance(state, chunk):
+        stored, reads, left, kept = chunk
+        stored = stored - _matmul(reads, state)
+        return kept * state + _matmul(left, stored), (state, stored)
+
+    empty = jnp.zeros((*left.shape[1:-1], stored.shape[-1]), stored.dtype)
+    return lax.scan(advance, empty, (stored, reads, left, kept))[1]
+
+
+@jax.custom_vjp
+def inverse(among: Matrices) -> Matrices:
+    """The inverse of I + A, for strictly lower A whose size is a power of two.
+
+    The blocks on the diagonal double in size: what couples the two halves of a block is
+    - X A X. Powers of A would be fewer products, but where keys repeat they reach 10^17 before they
+    cancel.
+    """
+    c = among.shape[-1]
+    row, column = jnp.arange(c)[:, None], jnp.arange(c)
+    found, size = jnp.eye(c, dtype=among.dtype), 1
+    while size < c:
+        couples = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
+        coupling = jnp.where(couples, among, 0)
+        step = coupling if size == 1 else _matmul(_matmul(found, coupling), found)
+        found, size = found - step, 2 * size
+    return found
+
+
+def _inverse_forward(among: Matrices) -> tuple[Matrices, Matrices]:
+    found = inverse(among)
+    return found, found
+
+
+def _inverse_backward(found: Matrices, slope: Matrices) -> tuple[Matrices]:
+    turned = jnp.swapaxes(found, -1, -2)
+    return (jnp.tril(-_matmul(_matmul(turned, slope), turned), -1),)
+
+
+inverse.defvjp(_inverse_forward, _inverse_backward)
+
+
+def _matmul(a: Float[jax.Array, "..."], b: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)

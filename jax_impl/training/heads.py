@@ -1,0 +1,236 @@
+"""Training passes of the draft heads MTP, EAGLE and EAGLE-3 over whole sequences.
+
+Row p of a head pairs the hidden state of token p with the embedding of token p + 1, and its logits
+predict token p + 2, as in `shared.spec.eagle`. Step 0 reads the target's hidden states at every
+row; step u reads the head's own outputs of step u - 1, one row further on. So row p of step u is
+what serving computes for draft u + 1 after a request of p - u + 1 tokens, and sees what that row
+sees there: the true rows up to p - u, and the rows of steps 1 to u of its own chain, which stand at
+positions p - u + 1 to p.
+
+Source: training-time test of EAGLE-3, Li et al. 2025, arXiv:2503.01840.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Float, Int, Shaped
+
+from jax_impl.layers import Angles, angles
+from jax_impl.ops.layers import rms_norm
+from jax_impl.training import layers
+from jax_impl.training.forward import Hidden, Passed, Tokens, embedded
+from jax_impl.training.layers import Keys, Queries, Rows, normed
+from jax_impl.weights import DraftModel, Layers, Model, Mtp
+from shared.draft_config import DraftConfig
+from shared.model_config import ModelConfig
+
+
+class Head(NamedTuple):
+    """A head bound to its weights.
+
+    Attributes:
+      layer: Sizes of its layer.
+      layers: The stack of its one layer.
+      table: The embedding that it reads.
+      read: From a pass of the target, the hidden states of its rows as the head reads them.
+      enter: From flat rows of embeddings and hidden states the layer's residual, float32, and what
+        its attention reads.
+      leave: From the layer's residual the hidden state that the next step reads.
+      scores: Float32 scores of the draft vocabulary, from that hidden state.
+      draft_ids: The target's token of each score; None where they are the same.
+    """
+
+    layer: ModelConfig
+    layers: Layers
+    table: Float[jax.Array, "vocab hidden"]
+    read: Callable[[Passed], Hidden]
+    enter: Callable[[Rows, Rows], tuple[Rows, Float[jax.Array, "R inputs"]]]
+    leave: Callable[[Rows], Rows]
+    scores: Callable[[Rows], Float[jax.Array, "R draft_vocab"]]
+    draft_ids: Int[jax.Array, " draft_vocab"] | None
+
+
+def mtp(config: ModelConfig, own: Mtp, target: Model, compute_dtype: DTypeLike) -> Head:
+    """The MTP layer; it shares embedding and head with the target."""
+    eps = config.rms_eps
+
+    def enter(embeddings: Rows, hidden: Rows) -> tuple[Rows, Rows]:
+        pairs = ((embeddings, own.embedding_norm), (hidden, own.hidden_norm))
+        both = [normed(x, weight[...], eps, compute_dtype) for x, weight in pairs]
+        x = layers.linear(jnp.concatenate(both, axis=1), own.fc[...]).astype(jnp.float32)
+        return x, normed(x, own.layers.input_norm[0], eps, compute_dtype)
+
+    def leave(x: Rows) -> Rows:
+        return rms_norm(x, own.final_norm[...], eps)
+
+    def scores(hidden: Rows) -> Float[jax.Array, "R vocab"]:
+        return layers.linear_float32(hidden.astype(compute_dtype), target.head[...])
+
+    table = target.embed[...]
+    return Head(config, own.layers, table, _final_hidden, enter, leave, scores, None)
+
+
+def eagle(config: DraftConfig, own: DraftModel, target: Model, compute_dtype: DTypeLike) -> Head:
+    """An EAGLE-1 or EAGLE-2 head; it shares embedding and head with the target."""
+
+    def enter(embeddings: Rows, hidden: Rows) -> tuple[Rows, Rows]:
+        both = jnp.concatenate([embeddings, hidden], axis=1).astype(compute_dtype)
+        x = _fc(own, both)
+        return x, x.astype(compute_dtype)
+
+    def scores(hidden: Rows) -> Float[jax.Array, "R vocab"]:
+        return layers.linear_float32(hidden.astype(compute_dtype), target.head[...])
+
+    table = target.embed[...]
+    return Head(config.layer, own.layers, table, _final_hidden, enter, _as_it_is, scores, None)
+
+
+def eagle3(config: DraftConfig, own: DraftModel, target: Model, compute_dtype: DTypeLike) -> Head:
+    """An EAGLE-3 head, with or without a vocabulary of its own."""
+    eps, stack = config.layer.rms_eps, own.layers
+
+    def read(passed: Passed) -> Hidden:
+        aux = [passed.streams[i] for i in config.aux_streams]
+        if config.norm_aux:
+            norms = zip(aux, own.aux_norm[...], strict=True)
+            aux = [rms_norm(stream, norm, eps) for stream, norm in norms]
+        joined = jnp.concatenate(aux, axis=-1)
+        if config.norm_input:
+            joined = rms_norm(joined, own.input_norm[...], eps)
+        return _fc(own, joined.astype(compute_dtype))
+
+    def enter(embeddings: Rows, hidden: Rows) -> tuple[Rows, Float[jax.Array, "R inputs"]]:
+        pairs = ((embeddings, stack.input_norm[0]), (hidden, stack.hidden_norm[0]))
+        both = [normed(x, weight, eps, compute_dtype) for x, weight in pairs]
+        return hidden, jnp.concatenate(both, axis=1)
+
+    def final(x: Rows) -> Rows:
+        return rms_norm(x, own.final_norm[...], eps)
+
+    def scores(hidden: Rows) -> Float[jax.Array, "R draft_vocab"]:
+        out = (hidden if config.norm_output else final(hidden)).astype(compute_dtype)
+        matrix = own.lm_head if config.own_lm_head else target.head
+        return layers.linear_float32(out, matrix[...])
+
+    table = own.embed[...] if config.own_embed else target.embed[...]
+    leave = final if config.norm_output else _as_it_is
+    draft_ids = own.draft_ids[...] if config.has_draft_vocab else None
+    return Head(config.layer, stack, table, read, enter, leave, scores, draft_ids)
+
+
+def unroll(
+    head: Head, tokens: Tokens, hidden: Hidden, depth: int, compute_dtype: DTypeLike, remat: bool
+) -> list[Hidden]:
+    """The hidden states that the head gives in steps 0 to depth - 1, before `Head.scores`.
+
+    Row p of step u means something from p = u on; the last row has no next token.
+
+    Args:
+      hidden: Of `Head.read`.
+      remat: As in `forward`, for each step.
+    """
+    B, T = tokens.shape
+    turn = angles(head.layer, layers.flat_positions(B, T))
+    embeddings = embedded(head.table, jnp.roll(tokens, -1, axis=1).reshape(-1))
+    found, chain = [], _Chain((), ())
+    for step in range(depth):
+
+        def run(hidden: Hidden, chain: _Chain, step: int = step) -> tuple[Hidden, Keys, Keys]:
+            return _step(head, embeddings, hidden, chain, step, turn, compute_dtype)
+
+        out, k, v = (jax.checkpoint(run) if remat else run)(hidden, chain)
+        found.append(out)
+        chain = _Chain((*chain.keys, k), (*chain.values, v))
+        hidden = later(out, 1)
+    return found
+
+
+def later(x: Shaped[jax.Array, "B T *rest"], rows: int) -> Shaped[jax.Array, "B T *rest"]:
+    """Each row holds what lay `rows` before it, the first ones zeros."""
+    return jnp.pad(x, ((0, 0), (rows, 0), *[(0, 0)] * (x.ndim - 2)))[:, : x.shape[1]]
+
+
+class _Chain(NamedTuple):
+    """Keys and values of the steps so far; entry 0 are those of the true rows."""
+
+    keys: tuple[Keys, ...]
+    values: tuple[Keys, ...]
+
+
+def _step(
+    head: Head,
+    embeddings: Rows,
+    hidden: Hidden,
+    chain: _Chain,
+    step: int,
+    turn: Angles,
+    compute_dtype: DTypeLike,
+) -> tuple[Hidden, Keys, Keys]:
+    """One pass of the head's layer: its outputs, keys and values."""
+    B, T, _ = hidden.shape
+    x, y = head.enter(embeddings, hidden.reshape(B * T, -1))
+    own, stack = head.layer, head.layers
+    q, *kv, gate = layers.project(own, stack.attention, 0, y, turn)
+    k, v = (part.reshape(B, T, *part.shape[1:]) for part in kv)
+    grouped = q.reshape(B, T, *q.shape[1:])
+    out = chain_attention(grouped, (*chain.keys, k), (*chain.values, v), step)
+    x = x + layers.merge(stack.attention, 0, out.reshape(q.shape), gate)
+    y = normed(x, stack.post_attention_norm[0], own.rms_eps, compute_dtype)
+    return head.leave(x + layers.mlp(stack, 0, y)).reshape(B, T, -1), k, v
+
+
+def chain_attention(
+    q: Queries, keys: tuple[Keys, ...], values: tuple[Keys, ...], step: int
+) -> Queries:
+    """What row p of a step reads: true rows up to p - step, and its own chain.
+
+    Args:
+      keys, values: Of steps 0 to `step`.
+    """
+    if step == 0:
+        return layers.causal(q, keys[0], values[0])
+    T = q.shape[1]
+    sees = jnp.arange(T)[:, None] - step >= jnp.arange(T)
+    found = [jnp.where(sees, layers.scores(q, keys[0]), layers.NEVER)]
+    back = range(step - 1, -1, -1)  # how far before row p the chain's row of step 1, 2, .. stands
+    for far, k in zip(back, keys[1:], strict=True):
+        found.append(_own_scores(q, later(k, far))[..., None])
+    shares = jax.nn.softmax(jnp.concatenate(found, axis=-1), axis=-1)
+    out = layers.read(shares[..., :T], values[0])
+    for far, v in zip(back, values[1:], strict=True):
+        out += _own_read(shares[..., T + step - 1 - far], later(v, far), q)
+    return out
+
+
+def _own_scores(q: Queries, k: Keys) -> Float[jax.Array, "B Hk group T"]:
+    """How well each row's queries fit the keys of the same row."""
+    B, T, Hq, D = q.shape
+    grouped = q.reshape(B, T, k.shape[2], -1, D).astype(jnp.float32)
+    found = (grouped * k[:, :, :, None].astype(jnp.float32)).sum(axis=-1)
+    return jnp.moveaxis(found, 1, -1) * jnp.float32(D**-0.5)
+
+
+def _own_read(shares: Float[jax.Array, "B Hk group T"], v: Keys, like: Queries) -> Queries:
+    """The values of each row itself, in the given shares."""
+    return (
+        (jnp.moveaxis(shares, -1, 1)[..., None] * v[:, :, :, None])
+        .reshape(like.shape)
+        .astype(like.dtype)
+    )
+
+
+def _final_hidden(passed: Passed) -> Hidden:
+    return passed.hidden
+
+
+def _as_it_is(x: Rows) -> Rows:
+    return x
+
+
+def _fc(own: DraftModel, x: Float[jax.Array, "*rows inputs"]) -> Float[jax.Array, "*rows hidden"]:
+    """The head's `fc`; its result starts or becomes a residual, so it is float32."""
+    out = layers.linear_float32(x, own.fc[...])
+    return out + own.fc_bias[...] if hasattr(own, "fc_bias") else out

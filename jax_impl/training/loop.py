@@ -1,0 +1,260 @@
+"""The training loop: AdamW, a rate that falls to the end of the run, checkpoints to go on from.
+
+One jitted step with a donated state, on all devices that JAX sees: each takes its share of the
+batch's rows, and their gradients are averaged. The host does not wait for it: metrics are read a
+window of steps later. A run ends after a number of steps or of minutes; the rate follows whichever
+is nearer, so it has fallen when the clock runs out.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jax_impl.backend import compiler_options
+from jax_impl.training.examples import Batch, Batches
+from jax_impl.training.records import Log
+from jax_impl.training.saving import Saved
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+MAX_NORM = 1.0
+LAST_RATE = 0.02
+"""Share of the highest learning rate that a run ends with."""
+
+WINDOW = 20
+"""Steps between two readings of the metrics."""
+
+FEW_STEPS = 100
+"""A run of no more does not repay the time in which a CPU's program is compiled well."""
+
+ROWS = "rows"
+"""The mesh's one axis: a device has its share of a batch's rows."""
+
+UNDECAYED = ("norm", "a_log", "dt_bias", "conv", "bias")
+"""How names of parameters end that are no matrices."""
+
+Metrics = dict[str, Float[Array, ""]]
+Params = Any
+"""A tree of float32 arrays; of a module the `nnx.State` of its parameters."""
+
+Loss = Callable[[Any, Any, Batch, Any], tuple[Float[Array, ""], Metrics]]
+"""Of parameters, frozen arrays, batch and random key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained.
+
+    Attributes:
+      params: Trained arrays, float32; the run takes them over.
+      frozen: Arrays that the loss reads besides, such as the target of a head.
+      loss: See `Loss`.
+    """
+
+    params: Params
+    frozen: Any
+    loss: Loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and how fast.
+
+    Attributes:
+      steps: Steps of the whole run; None for as many as `minutes` give.
+      minutes: Wall clock of the whole run, compiling included; None for no limit.
+      learning_rate: The highest, reached after `warmup` steps.
+      save_minutes: Time between two checkpoints.
+    """
+
+    steps: int | None
+    minutes: float | None
+    learning_rate: float
+    warmup: int
+    save_minutes: float
+
+    def progress(self, step: int, seconds: float) -> float:
+        """Share of the run that is over, 1 at its end."""
+        by_steps = step / self.steps if self.steps else 0.0
+        by_clock = seconds / (60 * self.minutes) if self.minutes else 0.0
+        return min(1.0, max(by_steps, by_clock))
+
+    def rate(self, step: int, seconds: float) -> float:
+        """Learning rate of a step: a linear rise, then half a cosine."""
+        rise = min(1.0, (step + 1) / max(1, self.warmup))
+        fall = 0.5 * (1 + math.cos(math.pi * self.progress(step, seconds)))
+        return self.learning_rate * rise * (LAST_RATE + (1 - LAST_RATE) * fall)
+
+
+class State(NamedTuple):
+    """What a step changes."""
+
+    params: Params
+    optimizer: Any
+    step: Int[Array, ""]
+
+
+def train(task: Task, batches: Batches, schedule: Schedule, seed: int, folder: Path) -> Params:
+    """Trains to the end of the schedule, from the newest checkpoint in `folder` where there is one.
+
+    Args:
+      folder: Gets the checkpoints, the log `log.jsonl` and at the end `curves.png`.
+
+    Returns:
+      The trained parameters.
+    """
+    chain, mesh = _optimizer(), jax.make_mesh((jax.device_count(),), (ROWS,))
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    state = State(task.params, jax.jit(chain.init)(task.params), jnp.zeros((), jnp.int32))
+    state, frozen = jax.device_put((state, task.frozen), everywhere)
+    with Saved(folder / "checkpoints") as saved:
+        state, seconds = saved.newest(state)
+        step = int(state.step)
+        with Log(folder, step) as log:
+            run = _Run(replace(task, frozen=frozen), chain, mesh, batches, schedule, seed, log)
+            state = run.go(state, step, seconds, saved)
+        log.draw()
+    return state.params
+
+
+def _optimizer() -> optax.GradientTransformation:
+    """AdamW but for the learning rate, which the step multiplies with."""
+    return optax.chain(
+        optax.clip_by_global_norm(MAX_NORM),
+        optax.scale_by_adam(*BETAS),
+        optax.add_decayed_weights(WEIGHT_DECAY, mask=_is_matrix),
+    )
+
+
+def _is_matrix(params: Params) -> Any:
+    def decays(path: tuple, leaf: Any) -> bool:
+        words = [str(getattr(key, "key", getattr(key, "name", ""))) for key in path]
+        return not any(word.endswith(UNDECAYED) for word in words)
+
+    return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def _norm(tree: Any) -> Float[Array, ""]:
+    return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(tree)))
+
+
+class _Window(NamedTuple):
+    """Steps whose metrics are read together."""
+
+    step: int
+    share: float
+    num_tokens: int
+    rate: float
+    metrics: list[Metrics]
+
+
+class _Run:
+    """The steps of one call."""
+
+    def __init__(
+        self,
+        task: Task,
+        chain: optax.GradientTransformation,
+        mesh: Mesh,
+        batches: Batches,
+        schedule: Schedule,
+        seed: int,
+        log: Log,
+    ) -> None:
+        self._task, self._chain, self._batches = task, chain, batches
+        self._schedule, self._log = schedule, log
+        self._mesh, self._by_rows = mesh, NamedSharding(mesh, PartitionSpec(ROWS))
+        self._key = jax.random.key(seed)
+        self._compiled: dict[tuple[int, ...], Callable[..., tuple[State, Metrics]]] = {}
+        self._windows: deque[_Window] = deque()
+
+    def go(self, state: State, step: int, seconds: float, saved: Saved) -> State:
+        """Steps until the schedule is over; `seconds` were spent on the run before."""
+        began, wrote, first = time.monotonic() - seconds, time.monotonic(), step
+        if self._schedule.progress(step, seconds) < 1:
+            self._compile(state)
+        metrics: list[Metrics] = []
+        rate, num_tokens = np.float32(0), 0
+        while self._schedule.progress(step, seconds) < 1:
+            batch = self._batches.at(step)
+            real = int(np.count_nonzero(batch.weights))
+            batch = jax.device_put(batch, self._by_rows)
+            rate = np.float32(self._schedule.rate(step, seconds))
+            compiled = self._compiled[batch.tokens.shape]
+            state, found = compiled(state, self._task.frozen, batch, rate)
+            metrics.append(found)
+            step, num_tokens = step + 1, num_tokens + real
+            seconds = time.monotonic() - began
+            if step % WINDOW == 0:
+                share = self._schedule.progress(step, seconds)
+                self._windows.append(_Window(step, share, num_tokens, float(rate), metrics))
+                metrics, num_tokens = [], 0
+                self._read(keep=1)
+            if time.monotonic() - wrote > 60 * self._schedule.save_minutes:
+                saved.write(state, step, seconds)
+                wrote = time.monotonic()
+        if metrics:
+            self._windows.append(_Window(step, 1.0, num_tokens, float(rate), metrics))
+        self._read(keep=0)
+        if step > first:
+            saved.write(state, step, time.monotonic() - began)
+        return state
+
+    def _compile(self, state: State) -> None:
+        """Compiles the step for every shape of a batch, at the same time."""
+        whole, rows = PartitionSpec(), PartitionSpec(ROWS)
+        traced = jax.shard_map(
+            self._traced,
+            mesh=self._mesh,
+            in_specs=(whole, whole, rows, whole),
+            out_specs=whole,
+            check_vma=False,  # with it JAX would add up the gradients itself
+        )
+        step, rate = jax.jit(traced, donate_argnums=0), jax.ShapeDtypeStruct((), np.float32)
+        lowered = {}
+        for shape in self._batches.shapes:
+            tokens, weights = (
+                jax.ShapeDtypeStruct(shape, kind, sharding=self._by_rows)
+                for kind in (np.int32, np.float32)
+            )
+            lowered[shape] = step.lower(state, self._task.frozen, Batch(tokens, weights), rate)
+        few = self._schedule.steps is not None and self._schedule.steps <= FEW_STEPS
+        options = compiler_options(jax.devices()[0], quick_compile=few)
+        with ThreadPoolExecutor() as pool:
+            found = pool.map(lambda one: one.compile(options), lowered.values())
+            self._compiled = dict(zip(lowered, found, strict=True))
+
+    def _traced(
+        self, state: State, frozen: Any, batch: Batch, rate: Float[Array, ""]
+    ) -> tuple[State, Metrics]:
+        key = jax.random.fold_in(self._key, state.step * lax.axis_size(ROWS) + lax.axis_index(ROWS))
+        gradient = jax.value_and_grad(self._task.loss, has_aux=True)
+        (_, metrics), grads = gradient(state.params, frozen, batch, key)
+        grads, metrics = lax.pmean((grads, metrics), ROWS)
+        updates, optimizer = self._chain.update(grads, state.optimizer, state.params)
+        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        metrics = {**metrics, "gradient_norm": _norm(grads)}
+        return State(params, optimizer, state.step + 1), metrics
+
+    def _read(self, keep: int) -> None:
+        """Logs the windows but for the newest `keep`, whose steps may still run."""
+        while len(self._windows) > keep:
+            step, share, num_tokens, rate, metrics = self._windows.popleft()
+            found = jax.device_get(metrics)
+            means = {name: float(np.mean([m[name] for m in found])) for name in found[0]}
+            if not math.isfinite(means["loss"]):
+                raise FloatingPointError(f"the loss is {means['loss']} at step {step}")
+            self._log.add(step, share, num_tokens, {**means, "learning_rate": rate})

@@ -1,0 +1,199 @@
+"""A target's own greedy answers to prompts, made once by the engine and kept for all its heads.
+
+A head learns what its target says, so it is trained on the target's words rather than on those of
+the data. The file is JSONL: one line about the target, then a line for each prompt with its place,
+`prompt_ids` and `output_ids`; a run that was broken off goes on after the last whole line.
+"""
+
+import hashlib
+import json
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int32
+
+from jax_impl.backend import JaxBackend
+from jax_impl.training.examples import Row, Rows
+from jax_impl.weights import Model
+from shared.backend import Limits, Work
+from shared.checkpoint import Checkpoint
+from shared.config import Options
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.request import FinishReason, Request, SamplingParams
+from shared.memory_plan import Device, plan
+from shared.model_config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+
+MAX_PREFILL_ROWS = 64
+MAX_QUEUED = 512
+"""Requests that the engine holds at once: more than it decodes, so that a slot never waits."""
+
+REPORT_S = 10.0
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """Tells one training of a model from another, by a tensor that each training changes."""
+    return hashlib.sha256(checkpoint.tensor("norm.weight").tobytes()).hexdigest()[:16]
+
+
+def make_engine(
+    config: ModelConfig, model: Model, slots: int, context: int, dtype: str, quick_compile: bool
+) -> Engine:
+    """An engine that decodes `slots` requests at once, with one program each for its two works.
+
+    Args:
+      context: Most tokens of prompt and answer.
+      quick_compile: See `JaxBackend`.
+
+    Raises:
+      ValueError: It does not fit into the device's memory.
+    """
+    values = {"max_running_requests": slots, "context_length": context, "dtype": dtype}
+    device = jax.devices()[0]
+    limits = _limits(plan(Options.from_values(values), config, None, _memory(device)).limits, slots)
+    backend = JaxBackend(
+        config, model, limits, "none", dtype=dtype, device=device, quick_compile=quick_compile
+    )
+    shape = TreeShape.plain(slots)
+    controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    chunk = limits.token_sizes[-1]
+    return Engine(backend, controller, overlap=limits.overlap, chunked_prefill_size=chunk)
+
+
+def _memory(device: jax.Device) -> Device:
+    if device.platform == "cpu":
+        return Device.cpu()
+    stats = device.memory_stats()
+    return Device("gpu", device.device_kind, stats["bytes_limit"] - stats["bytes_in_use"])
+
+
+def _limits(limits: Limits, slots: int) -> Limits:
+    """With the widest program of each work alone, as nobody waits for a single answer."""
+    widest = {}
+    for program in limits.programs:
+        if not program.logprobs:
+            widest[program.work] = program
+    batch = min(slots, MAX_PREFILL_ROWS)
+    prefill = replace(widest[Work.PREFILL], batch=batch, shape=TreeShape.plain(batch))
+    return replace(limits, programs=(prefill, widest[Work.DECODE]))
+
+
+def write_outputs(
+    path: Path, engine: Engine, target: str, prompts: Sequence[list[int]], sampling: SamplingParams
+) -> None:
+    """Answers the prompts that have no line yet, and prints how fast.
+
+    Args:
+      target: See `fingerprint`.
+
+    Raises:
+      ValueError: The file is that of another target, or the model fails; one sentence.
+    """
+    done = _kept(path, target)
+    began = reported = time.monotonic()
+    num_tokens = num_done = 0
+    with path.open("a", encoding="utf-8") as file:
+        if not done and not path.stat().st_size:
+            file.write(json.dumps({"target": target}) + "\n")
+        wanted = [place for place in range(len(prompts)) if place not in done]
+        for place, output in _answers(engine, prompts, wanted, sampling):
+            line = {"place": place, "prompt_ids": prompts[place], "output_ids": output}
+            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+            num_tokens, num_done = num_tokens + len(output), num_done + 1
+            if num_done == len(wanted) or time.monotonic() - reported > REPORT_S:
+                reported = time.monotonic()
+                speed = num_tokens / (reported - began)
+                print(
+                    f"answers {len(done) + num_done}/{len(prompts)}  {speed:,.0f} tokens/s",
+                    flush=True,
+                )
+
+
+def _answers(
+    engine: Engine, prompts: Sequence[list[int]], wanted: list[int], sampling: SamplingParams
+) -> Iterator[tuple[int, list[int]]]:
+    """Places of prompts and their answers, in the order in which they end."""
+    waiting, outputs = deque(wanted), {}
+    while waiting or engine.busy:
+        while waiting and len(outputs) < MAX_QUEUED:
+            place = waiting.popleft()
+            outputs[place] = []
+            engine.add(Request(request_id=place, prompt=tuple(prompts[place]), sampling=sampling))
+        for event in engine.step():
+            outputs[event.request_id] += event.tokens
+            if event.finish_reason is FinishReason.ERROR:
+                raise ValueError(
+                    f"the target cannot answer prompt {event.request_id}: {event.error}"
+                )
+            if event.finish_reason is not None:
+                yield event.request_id, outputs.pop(event.request_id)
+
+
+def _kept(path: Path, target: str) -> set[int]:
+    """Places that the file has answers for; cuts off a line that was not written to its end."""
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return set()
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if whole != text:  # a whole file is not touched: another head's run may be reading it
+        path.write_bytes(whole)
+    return {line["place"] for line in _lines(path, target)}
+
+
+def _lines(path: Path, target: str) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file):
+            line = json.loads(text)
+            if number:
+                yield line
+            elif line.get("target") != target:
+                raise ValueError(
+                    f"{path} holds the outputs of another model; name another file as --outputs"
+                )
+
+
+def has_all(path: Path, target: str, count: int) -> bool:
+    """Whether the file has an answer for each of `count` prompts.
+
+    Raises:
+      ValueError: The file is that of another target.
+    """
+    return len(_kept(path, target)) >= count
+
+
+def read_outputs(path: Path, target: str, max_tokens: int) -> Rows:
+    """Token rows of prompts with their answers.
+
+    Raises:
+      ValueError: The file is that of another target, or has no row; one sentence.
+    """
+
+    def row(line: dict[str, Any]) -> Row:
+        prompt, output = line["prompt_ids"], line["output_ids"]
+        return Row(prompt + output, [False] * len(prompt) + [True] * len(output))
+
+    lines = sorted(_lines(path, target), key=lambda line: line["place"])
+    rows = Rows.of(map(row, lines), max_tokens)
+    if not rows.lengths.size:
+        raise ValueError(f"{path} holds no answer of at most {max_tokens} tokens with its prompt")
+    return rows
+
+
+def frequent_tokens(rows: Rows, vocab: int, count: int) -> Int32[np.ndarray, " draft_vocab"]:
+    """The `count` most frequent tokens of the answers, ascending.
+
+    Raises:
+      ValueError: There are no so many tokens.
+    """
+    if not 0 < count <= vocab:
+        raise ValueError(f"--draft-vocab must be 1 to {vocab}, got {count}")
+    often = np.bincount(rows.tokens[rows.is_answer], minlength=vocab)
+    return np.sort(np.argsort(-often, kind="stable")[:count]).astype(np.int32)

@@ -1,0 +1,98 @@
+"""What a run tells: a log of its metrics, a progress bar, and the curves as a picture."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+REPORT_S = 10.0  # between two lines where there is no terminal to draw a bar on
+SHOWN = ("loss", "accuracy", "acceptance_length")
+PANELS = {
+    "loss": ("loss", "cross_entropy"),
+    "share of right tokens": ("accuracy", "agreement"),
+    "acceptance length": ("acceptance_length",),
+}
+"""Titles of the curves and words in the names of the metrics that they show."""
+
+matplotlib.use("Agg")
+
+
+class Log:
+    """`log.jsonl` of a run, one line a window of steps; what it tells is shown as it comes."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """Goes on after `step`: later lines are those of a run that was broken off."""
+        self._folder, self._path = folder, folder / "log.jsonl"
+        lines = self.lines() if self._path.is_file() else []
+        kept = [json.dumps(line) + "\n" for line in lines if line["step"] <= step]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path.write_text("".join(kept), encoding="utf-8")
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        is_terminal = self._console.is_terminal
+        self._bar = Progress(*columns, console=self._console, disable=not is_terminal)
+        self._task = self._bar.add_task("compiling", total=1.0)
+        self._last = time.monotonic()
+        self._reported = self._last - REPORT_S
+
+    def __enter__(self) -> "Log":
+        self._file = self._path.open("a", encoding="utf-8")
+        self._bar.start()
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        self._bar.stop()
+        self._file.close()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was logged so far."""
+        text = self._path.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def add(self, step: int, share: float, num_tokens: int, metrics: dict[str, float]) -> None:
+        """Notes the metrics of the steps up to `step`.
+
+        Args:
+          share: Of the run that is over.
+          num_tokens: Tokens that these steps read.
+        """
+        now = time.monotonic()
+        speed = num_tokens / max(now - self._last, 1e-9)
+        self._last = now
+        line = {"step": step, **metrics, "tokens_per_second": speed}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        shown = "  ".join(f"{name} {line[name]:.4f}" for name in SHOWN if name in line)
+        text = f"step {step}  {shown}  {speed:,.0f} tokens/s"
+        self._bar.update(self._task, completed=share, description=text)
+        is_due = now - self._reported >= REPORT_S or share >= 1
+        if not self._console.is_terminal and is_due:
+            self._console.print(f"{share:4.0%}  {text}")
+            self._reported = now
+
+    def draw(self) -> None:
+        """Draws `curves.png` of everything that was logged."""
+        lines = self.lines()
+        names = list(lines[-1]) if lines else []
+        shown = {
+            title: [name for name in names if name.endswith(words) or name.startswith(words)]
+            for title, words in PANELS.items()
+        }
+        shown = {title: found for title, found in shown.items() if found}
+        if not shown:
+            return
+        figure = Figure(figsize=(5.5 * len(shown), 4), layout="constrained")
+        axes = figure.subplots(1, len(shown), squeeze=False)[0]
+        for axis, (title, found) in zip(axes, shown.items(), strict=True):
+            for name in found:
+                points = [(line["step"], line[name]) for line in lines if name in line]
+                axis.plot(*zip(*points, strict=True), label=name)
+            axis.set(title=title, xlabel="step")
+            axis.legend(fontsize="small")
+            axis.grid(alpha=0.3)
+        figure.savefig(self._folder / "curves.png", dpi=120)

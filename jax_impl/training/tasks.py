@@ -1,0 +1,277 @@
+"""What can be trained: a model from scratch, or a draft head on a target that stays as it is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Int32
+
+from jax_impl import weights
+from jax_impl.training import init, losses
+from jax_impl.training.block import Block, block_loss
+from jax_impl.training.examples import Batch
+from jax_impl.training.loop import Metrics, Task
+from jax_impl.weights import DraftModel, Model, Mtp
+from shared.checkpoint import open_checkpoint
+from shared.draft_checkpoint import open_head
+from shared.draft_config import DraftConfig
+from shared.model_config import Json, ModelConfig
+
+MIN_LAYERS = 3  # of an EAGLE-3 head's target, as it reads three of its streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """How a pass is computed.
+
+    Attributes:
+      dtype: Of the products, float32 or bfloat16; a frozen target is held in it.
+      remat: Compute a layer's inner values again for the gradient, to spare memory.
+    """
+
+    dtype: DTypeLike
+    remat: bool
+
+
+class Target(NamedTuple):
+    """The model that a head drafts for."""
+
+    config: ModelConfig
+    model: Model
+
+
+class Trainable(NamedTuple):
+    """A task, and what gives the module of its parameters back."""
+
+    task: Task
+    merge: Callable[[nnx.State], Any]
+
+
+def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLike) -> Model:
+    """A checkpoint's model on the first device.
+
+    Raises:
+      CheckpointError: See `shared.checkpoint.Checkpoint.check`.
+    """
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check(config, with_mtp)
+    kind = jnp.dtype(dtype)
+    return weights.load(checkpoint, config, with_mtp, kind, jax.devices()[0], lambda count: None)
+
+
+def model_task(
+    config: ModelConfig, start: Path | None, seed: int, mtp_weight: float, precision: Precision
+) -> Trainable:
+    """A model from scratch, with its MTP layer where the config names one.
+
+    Args:
+      start: Folder of a checkpoint to start from; None for fresh parameters.
+      mtp_weight: Weight of the MTP layer's loss.
+    """
+    if start is None:
+        model = init.fresh_model(config, seed, config.has_mtp)
+    else:
+        model = load_model(start, config, config.has_mtp, np.float32)
+
+    def loss(model: Model, frozen: Any, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+        return losses.language_model_loss(
+            config, model, *batch, precision.dtype, mtp_weight, precision.remat
+        )
+
+    return _trainable(model, (), loss)
+
+
+def mtp_task(
+    target: Target, start: Path | None, seed: int, depth: int, precision: Precision
+) -> Trainable:
+    """The MTP layer of a target; `start` is a folder whose layer it starts from.
+
+    Raises:
+      ValueError: The target's architecture has no MTP layer.
+    """
+    config = target.config
+    if not config.has_mtp:
+        raise ValueError(
+            "--draft mtp needs a target whose config.json names an MTP layer "
+            "(mtp_num_hidden_layers: 1, for Qwen3.5 models)"
+        )
+    if start is None:
+        layer = init.fresh_mtp(config, target.model, seed)
+    else:
+        layer = load_model(start, config, True, np.float32).mtp
+
+    def loss(layer: Mtp, model: Model, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+        return losses.head_loss(
+            "mtp", None, layer, config, model, *batch, depth, precision.dtype, precision.remat
+        )
+
+    return _trainable(layer, target.model, loss)
+
+
+def head_task(
+    config: DraftConfig,
+    target: Target,
+    start: Path | None,
+    seed: int,
+    draft_ids: Int32[np.ndarray, " draft_vocab"] | None,
+    depth: int,
+    precision: Precision,
+) -> Trainable:
+    """An EAGLE or EAGLE-3 head; `start` is a folder of a head to start from.
+
+    Args:
+      draft_ids: The target's tokens of a draft vocabulary.
+    """
+    if start is None:
+        head = init.fresh_head(config, target.config, target.model, seed, draft_ids)
+    else:
+        head = load_head(start, config)
+    kind = config.kind.lower()
+
+    def loss(head: DraftModel, model: Model, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+        return losses.head_loss(
+            kind,
+            config,
+            head,
+            target.config,
+            model,
+            *batch,
+            depth,
+            precision.dtype,
+            precision.remat,
+        )
+
+    return _trainable(head, target.model, loss)
+
+
+def block_task(
+    config: DraftConfig,
+    target: Target,
+    start: Path | None,
+    seed: int,
+    num_anchors: int,
+    precision: Precision,
+) -> Trainable:
+    """A DFLASH head; `start` is a folder of a head to start from.
+
+    Args:
+      num_anchors: Blocks of each row in a step.
+    """
+    shape = config.block
+    assert shape is not None  # the config is that of a DFLASH head
+    block = Block(config.layer, config.aux_streams, shape.size, shape.mask_id)
+    if start is None:
+        head = init.fresh_block(block, target.config, target.model, seed)
+    else:
+        head = load_head(start, config)
+
+    def loss(head: DraftModel, model: Model, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+        return block_loss(
+            block,
+            head,
+            target.config,
+            model,
+            *batch,
+            key,
+            num_anchors,
+            precision.dtype,
+            precision.remat,
+        )
+
+    return _trainable(head, target.model, loss)
+
+
+def load_head(folder: Path, config: DraftConfig) -> DraftModel:
+    """A draft head's parameters in float32."""
+    device = jax.devices()[0]
+    opened = open_head(folder)
+    return weights.load_head(opened, config, np.float32, device, lambda count: None).weights
+
+
+def _trainable(module: Any, frozen: Any, loss: Callable[..., tuple[Any, Metrics]]) -> Trainable:
+    """Splits the module that is trained, and the frozen one, into arrays and their place."""
+    graph, params, rest = nnx.split(module, nnx.Param, ...)
+    frozen_graph, arrays = nnx.split(frozen) if isinstance(frozen, nnx.Module) else (None, ())
+
+    def merge(params: nnx.State) -> Any:
+        return nnx.merge(graph, params, rest)
+
+    def of_arrays(params: nnx.State, frozen: Any, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+        whole = nnx.merge(frozen_graph, frozen) if frozen_graph else None
+        return loss(merge(params), whole, batch, key)
+
+    return Trainable(Task(params=params, frozen=arrays, loss=of_arrays), merge)
+
+
+def head_json(
+    kind: str, target: ModelConfig, draft_vocab: int | None, num_layers: int, block: int, mask: int
+) -> Json:
+    """The contents of config.json of a fresh head, with the layer sizes of its target.
+
+    Args:
+      kind: "eagle", "eagle3" or "dflash".
+      draft_vocab: Tokens of an EAGLE-3 head's vocabulary; None for all.
+      num_layers, block, mask: Layers, block size and mask token of a DFLASH head.
+
+    Raises:
+      ValueError: The target has too few layers.
+    """
+    common = {
+        "dtype": "bfloat16",
+        "vocab_size": target.vocab,
+        "hidden_size": target.hidden,
+        "intermediate_size": target.intermediate,
+        "num_attention_heads": target.num_heads,
+        "num_key_value_heads": target.num_kv_heads,
+        "head_dim": target.head_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": target.rms_eps,
+        "rope_theta": target.rotary.theta,
+        "max_position_embeddings": target.context_length,
+        "tie_word_embeddings": False,
+    }
+    if kind == "dflash":
+        return {**_dflash_json(target, num_layers, block, mask), **common}
+    one = {"model_type": "llama", "num_hidden_layers": 1}
+    if kind == "eagle":
+        return {"architectures": ["LlamaForCausalLMEagle"], **one, **common, "bias": True}
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **one,
+        **common,
+        "draft_vocab_size": draft_vocab or target.vocab,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": _aux_ids(target.num_layers)},
+    }
+
+
+def _aux_ids(num_layers: int) -> list[int]:
+    """Layers whose outputs an EAGLE-3 head reads: the second, the middle, and one near the end."""
+    if num_layers < MIN_LAYERS:
+        raise ValueError(f"--draft eagle3 needs a target of {MIN_LAYERS} layers, got {num_layers}")
+    middle = max(2, num_layers // 2)
+    last = max(middle + 1, num_layers - max(1, round(3 * num_layers / 32)))
+    return [min(2, middle - 1) - 1, middle - 1, last - 1]
+
+
+def _dflash_json(target: ModelConfig, num_layers: int, block: int, mask: int) -> dict[str, Any]:
+    """The streams are spread evenly from the second layer to the last but one."""
+    span = max(target.num_layers - 3, 0)
+    steps = max(num_layers - 1, 1)
+    ids = sorted(
+        {min(1, target.num_layers - 1) + round(i * span / steps) for i in range(num_layers)}
+    )
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": num_layers,
+        "block_size": block,
+        "num_target_layers": target.num_layers,
+        "dflash_config": {"mask_token_id": mask, "target_layer_ids": ids},
+    }
