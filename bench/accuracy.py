@@ -26,6 +26,7 @@ DRAFTS = (
     "STANDALONE:S=3",
     "DFLASH",
     "NGRAM:N=8",
+    "NGRAM:N=8,sam=7,corpus=own",
 )
 COUNT = 200
 

@@ -32,7 +32,7 @@ def render(files: Sequence[File]) -> str:
     cells = [head, ["---"] * len(head)]
     for line in _in_order(map(_line, rows)):
         cells.append(_cells([row for row in rows if _line(row) == line], rows, kinds, places))
-    return "\n\n".join([_markdown(cells), *_notes(files)])
+    return "\n\n".join([markdown(cells), *notes(files)])
 
 
 def render_cells(rows: Sequence[Row]) -> str:
@@ -44,10 +44,11 @@ def render_cells(rows: Sequence[Row]) -> str:
         place = (row["algorithm"], row["backend"], f"{row['temperature']:g}", row["kind"])
         speed = f"{row['tokens_per_s']:.0f}"
         lines.append((*place, f"{row['accept_length']:.3f}", shares, speed, row["text_hash"]))
-    return _markdown(lines)
+    return markdown(lines)
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells as a table; the second one is its rule."""
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -73,7 +74,7 @@ def _speed(rows: list[Row]) -> float:
     return sum(row["tokens"] for row in rows) / seconds if seconds else 0.0
 
 
-def _notes(files: Sequence[File]) -> Iterator[str]:
+def notes(files: Sequence[File]) -> Iterator[str]:
     """How it was measured, what was excused and what was refused."""
     counts = _in_order(f"{row['count']} {row['kind']}" for file in files for row in file["rows"])
     yield f"Tasks: {', '.join(counts)}. Texts: {_texts(files)}."
@@ -90,7 +91,9 @@ def _texts(files: Sequence[File]) -> str:
     if faults(files):
         return "NOT EQUAL"
     ties = f", {excused} texts excused as near ties" if excused else ""
-    return f"equal for every drafter and backend, {tokens:,} tokens compared{ties}"
+    law = any(not row["keeps_text"] for file in files for row in file["rows"])
+    but = ", the rejection rule apart" if law else ""
+    return f"equal for every drafter and backend{but}, {tokens:,} tokens compared{ties}"
 
 
 def faults(files: Sequence[File]) -> list[str]:
@@ -100,7 +103,7 @@ def faults(files: Sequence[File]) -> list[str]:
         if file["wrong"]:
             found.append(f"{file['wrong']} texts changed in: {file['command']}")
         for row in file["rows"]:
-            if row["excused"]:
+            if row["excused"] or not row["keeps_text"]:
                 continue
             key = (file["model"], file["dtype"], row["kind"], row["temperature"], row["count"])
             want = first.setdefault(key, row)

@@ -1,4 +1,4 @@
-"""A drafter and its shape as one word: `none`, `NEXTN:S=3`, `EAGLE3:S=5,k=4,N=16`."""
+"""A drafter and its settings as one word: `none`, `NEXTN:S=3`, `EAGLE3:S=5,k=4,N=16`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,22 @@ SHAPE_FLAGS = {
     "S": "--speculative-num-steps",
     "k": "--speculative-eagle-topk",
     "N": "--speculative-num-draft-tokens",
+    "sam": "--speculative-ngram-external-sam-budget",
 }
+RULE_FLAGS = {
+    "match": ("--accept-rule", "match"),
+    "rejection": ("--accept-rule", "rejection"),
+    "block": ("--accept-rule", "rejection", "--block-verification"),
+}
+"""Flags of the setting `rule`."""
+
+OURS = {"candidates": ("perturbed", "plain"), "corpus": ("none", "own"), "most": None}
+"""Settings of a measurement that no server has, and their values, the usual one first.
+
+`candidates=plain` drafts without the target's noise (`bench.plain_candidates`), `corpus=own` gives
+NGRAM what the model said in another run of the same prompts (`bench.own_corpus`), and `most` is the
+requests' `max_draft_tokens`.
+"""
 WITH_FOLDER = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH")
 """Algorithms whose drafter has files of its own."""
 
@@ -21,7 +36,8 @@ class Draft:
 
     Attributes:
       algorithm: `none`, or a value of `--speculative-algorithm`.
-      settings: Names and values; S, k and N are the shape, any other name is the flag `--NAME`.
+      settings: Names and values; S, k and N are the shape, sam, rule and `OURS` as above, any
+        other name is the flag `--NAME`.
     """
 
     algorithm: str
@@ -32,13 +48,18 @@ class Draft:
         """Reads `ALGORITHM` or `ALGORITHM:NAME=VALUE,...`.
 
         Raises:
-          ValueError: A setting has no value.
+          ValueError: A setting has no value, or one that it cannot have.
         """
         algorithm, _, rest = text.partition(":")
         pairs = [item.partition("=") for item in rest.split(",") if item]
         for name, _, value in pairs:
             if not name or not value:
                 raise ValueError(f"{text}: a setting is NAME=VALUE, got {name or value!r}")
+            values = RULE_FLAGS if name == "rule" else OURS.get(name)
+            if values and value not in values:
+                raise ValueError(f"{text}: {name} is one of {', '.join(values)}, got {value}")
+            if name == "most" and not value.isdigit():
+                raise ValueError(f"{text}: most is a number of drafts, got {value}")
         return cls(algorithm, tuple((name, value) for name, _, value in pairs))
 
     def __str__(self) -> str:
@@ -48,6 +69,22 @@ class Draft:
     def remembers(self) -> bool:
         """Whether it drafts from texts that the engine has served before."""
         return self.algorithm == "NGRAM"
+
+    @property
+    def is_plain_ranked(self) -> bool:
+        """Whether candidates are ranked without the target's noise."""
+        return dict(self.settings).get("candidates") == "plain"
+
+    @property
+    def has_own_corpus(self) -> bool:
+        """Whether it drafts from what the model said in another run."""
+        return dict(self.settings).get("corpus") == "own"
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Most drafts of a request in a step; None: as many as the shape has."""
+        most = dict(self.settings).get("most")
+        return None if most is None else int(most)
 
     def flags(self, folders: Mapping[str, Path]) -> list[str]:
         """The flags of a start.
@@ -61,6 +98,11 @@ class Draft:
         if self.algorithm in WITH_FOLDER:
             found += ["--speculative-draft-model-path", str(folders[self.algorithm])]
         for name, value in self.settings:
+            if name in OURS:
+                continue
+            if name == "rule":
+                found += RULE_FLAGS[value]
+                continue
             found += [SHAPE_FLAGS.get(name, f"--{name}"), value]
         return found
 

@@ -15,7 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bench.drafting import Draft
+from bench import own_corpus
+from bench.drafting import PLAIN, Draft
 from bench.options import Settings, settings_of
 from bench.scoring import Row, Texts, acceptance, is_right, text_hash
 from bench.serving import Run, Served, start, timed
@@ -75,6 +76,7 @@ class Measurement:
             Tasks.of(kind, settings.count, settings.seed, tokenizer) for kind in settings.kinds
         ]
         self.texts = Texts(_oracle(settings.model) if settings.dtype == "float32" else None)
+        self._other_outputs: dict[str, list[list[int]]] = {}  # by kind, for `own_corpus`
         for backend in settings.backends:
             self.machines[backend] = _machine(backend, settings.device)
 
@@ -88,24 +90,43 @@ class Measurement:
         served = None
         for temperature, tasks in itertools.product(self.settings.temperatures, self._tasks):
             if served is None or draft.remembers:
-                served = self._restarted(served, backend, draft)
+                served = self._restarted(served, backend, draft, tasks)
             if served is None:
                 return
             self._measure(served, backend, draft, temperature, tasks)
         _close(served)
 
-    def _restarted(self, served: Served | None, backend: str, draft: Draft) -> Served | None:
+    def _restarted(
+        self, served: Served | None, backend: str, draft: Draft, tasks: Tasks
+    ) -> Served | None:
         _close(served)
         try:
-            flags = ["--model-path", str(self.settings.model), "--dtype", self.settings.dtype]
-            flags += draft.flags(self.settings.folders)
-            return start(backend, flags, batch=self._batch(backend), context=self._context)
+            outputs = self._outputs_before(backend, tasks) if draft.has_own_corpus else None
+            served = self._started(backend, draft)
+            if outputs is not None:
+                own_corpus.add(served, outputs)
+            return served
         except ValueError as error:
             line = {"backend": backend, "algorithm": str(draft), "refused": str(error)}
             self.refusals.append(line)
             print(f"refused: {backend}, {draft}: {error}", flush=True)
             self._report(self)
             return None
+
+    def _started(self, backend: str, draft: Draft) -> Served:
+        flags = ["--model-path", str(self.settings.model), "--dtype", self.settings.dtype]
+        flags += draft.flags(self.settings.folders)
+        sizes = {"batch": self._batch(backend), "context": self._context}
+        return start(backend, flags, **sizes, plain_candidates=draft.is_plain_ranked)
+
+    def _outputs_before(self, backend: str, tasks: Tasks) -> list[list[int]]:
+        """What the model said to the tasks in another run; see `own_corpus`."""
+        if tasks.kind not in self._other_outputs:
+            plain, most = self._started(backend, Draft.parse(PLAIN)), self.settings.max_tokens
+            found = own_corpus.other_outputs(plain, tasks.prompts, most)
+            self._other_outputs[tasks.kind] = found
+            _close(plain)
+        return self._other_outputs[tasks.kind]
 
     def _batch(self, backend: str) -> int:
         on_cpu = self.machines[backend].startswith("CPU")
@@ -121,7 +142,7 @@ class Measurement:
         self, served: Served, backend: str, draft: Draft, temperature: float, tasks: Tasks
     ) -> None:
         times = 1 if draft.remembers else self.settings.repeat
-        requests = self._requests(tasks, temperature, served.eos_ids)
+        requests = self._requests(tasks, temperature, served.eos_ids, draft.most_drafts)
         runs = [timed(served, list(map(copy.deepcopy, requests))) for _ in range(times)]
         run = min(runs, key=lambda run: run.seconds)
         outputs = [outcome.tokens for outcome in run.outcomes]
@@ -131,13 +152,15 @@ class Measurement:
         row |= {"accuracy": self._accuracy(tasks, outputs), "text_hash": text_hash(outputs)}
         row |= acceptance(run.outcomes, served.max_depth) | _speed(run)
         row["load"] = round(os.getloadavg()[0], 2)
+        # The rejection rule keeps the law of what it samples, not the text.
+        row["keeps_text"] = served.backend.limits.accept_rule == "match" or not temperature
         row["excused"], row["wrong"] = self.texts.compare(row, requests, outputs)
         self.rows.append(row)
         print(line_of(row), flush=True)
         self._report(self)
 
     def _requests(
-        self, tasks: Tasks, temperature: float, eos_ids: tuple[int, ...]
+        self, tasks: Tasks, temperature: float, eos_ids: tuple[int, ...], most_drafts: int | None
     ) -> list[Request]:
         def sampling(index: int) -> SamplingParams:
             return SamplingParams(
@@ -145,6 +168,7 @@ class Measurement:
                 seed32=derive_seed(index, 0),
                 max_tokens=self.settings.max_tokens,
                 stop_token_ids=eos_ids,
+                max_draft_tokens=most_drafts,
             )
 
         return [

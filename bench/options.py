@@ -48,7 +48,8 @@ def add_options(parser: argparse.ArgumentParser, drafts: Sequence[str], count: i
         nargs="+",
         default=list(drafts),
         metavar="SPEC",
-        help="none, or ALGORITHM:NAME=VALUE,... with S, k, N, or any flag of the server as NAME",
+        help="none, or ALGORITHM:NAME=VALUE,... with S, k, N, a setting of bench/drafting.py, or "
+        "any flag of the server as NAME",
     )
     parser.add_argument(
         "--folders",

@@ -1,7 +1,8 @@
 """How a run is judged: right answers, accepted drafts, and texts that no drafter may change.
 
-Every drafter must give the first one's texts, at any temperature and on either backend. A text that
-differs is held against the specification (`tests/equality.py`): only a near tie is excused.
+By the match rule every drafter must give the first one's texts, at any temperature and on either
+backend. A text that differs is held against the specification (`tests/equality.py`): only a near
+tie is excused.
 """
 
 import hashlib
@@ -68,7 +69,12 @@ class Texts:
     def compare(
         self, row: Row, requests: Sequence[Request], outputs: list[list[int]]
     ) -> tuple[int, int]:
-        """How many texts differ from the first ones by near ties, and how many without excuse."""
+        """How many texts differ from the first ones by near ties, and how many without excuse.
+
+        A row that keeps no text, only its law, is not compared.
+        """
+        if not row["keeps_text"]:
+            return 0, 0
         first = self._first.setdefault((row["temperature"], row["kind"]), outputs)
         excused = wrong = 0
         for index, (want, got) in enumerate(zip(first, outputs, strict=True)):

@@ -65,26 +65,34 @@ class Run:
     compiles: int
 
 
-def start(framework: str, flags: Sequence[str], *, batch: int, context: int) -> Served:
+def start(
+    framework: str, flags: Sequence[str], *, batch: int, context: int, plain_candidates: bool
+) -> Served:
     """Starts an engine that serves `batch` requests at once, and warms it up.
 
     Args:
       framework: "torch" or "jax"; only this one is imported.
       flags: Of the server.
       context: Most tokens of prompt and output.
+      plain_candidates: Drafts are ranked without the target's noise; no server can be told to.
 
     Raises:
-      ValueError: What a server's start would refuse; one sentence.
+      ValueError: What a server's start would refuse, or candidates that only torch can rank so; one
+        sentence.
     """
+    if plain_candidates and framework != "torch":
+        raise ValueError(f"candidates are ranked without noise by torch alone, not by {framework}")
     serve = import_module(f"{framework}_impl.serve")
     bounds = ["--max-running-requests", str(batch), "--context-length", str(context)]
     options = parse([*flags, *bounds])
-    model, checkpoint, head, memory = launch._prepare(options, open_checkpoint, serve.find_device)
+    model, checkpoint, head, memory = launch.prepare(options, open_checkpoint, serve.find_device)
     limits = one_bucket(memory.limits)
     backend = serve.load_backend(
         memory.options, checkpoint, model, head, limits, lambda num_bytes: None
     )
-    engine = launch._make_engine(backend, memory.options)
+    if plain_candidates:
+        import_module("bench.plain_candidates").rank_plainly(backend)
+    engine = launch.make_engine(backend, memory.options)
     _warm_up(engine, limits)
     return Served(backend, engine, model.eos_ids, memory.device.kind, limits.max_depth)
 

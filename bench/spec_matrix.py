@@ -22,7 +22,8 @@ DRAFTS = (
     *(f"EAGLE3:{shape}" for shape in ("S=3", "S=5", "S=3,k=2,N=8", "S=5,k=4,N=16", "S=7,k=4,N=32")),
     *(f"STANDALONE:{shape}" for shape in ("S=3", "S=5", "S=3,k=2,N=8")),
     "DFLASH",
-    *(f"NGRAM:N={nodes}" for nodes in (4, 8, 16)),
+    *(f"NGRAM:N={nodes}" for nodes in (4, 8, 12, 16)),
+    "NGRAM:N=8,sam=7,corpus=own",
 )
 COUNT = 40
 

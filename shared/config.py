@@ -16,7 +16,7 @@ from shared.flags import ConfigError, check_rules, flag, spelling
 from shared.foreign_flags import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
 from shared.ngram_config import DEFAULT_NODES, NgramConfig
 
-DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "random"
+DEFAULT_MODEL = Path(__file__).resolve().parents[1] / "models" / "demo" / "target"
 CHUNK_ALIGNMENT = 64
 """Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
 

@@ -17,18 +17,19 @@ from bench.serving import Outcome, one_bucket
 from models.demo.data import answer_of
 from models.demo.data import main as write_data
 from shared.backend import Work
-from shared.config import COMING_ALGORITHMS, DEFAULT_MODEL, parse
+from shared.config import parse
 from shared.engine.request import Request, SamplingParams
 from shared.memory_plan import Device, plan
 from shared.model_config import ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
+RANDOM_MODEL = ROOT / "models" / "random"
 LM_EVAL = ROOT / "bench" / "lm_eval"
 
 
 def settings(**changes) -> Settings:
     """Two short texts of each kind on torch: nothing here is compiled."""
-    model = Path(DEFAULT_MODEL)
+    model = RANDOM_MODEL
     few = Settings(
         model=model,
         backends=["torch"],
@@ -93,6 +94,7 @@ def test_a_changed_text_is_excused_only_where_the_specification_is_too_close_to_
     oracle, excused, wrong, capsys
 ):
     row = {"temperature": 0.0, "kind": "problems", "algorithm": "NEXTN", "backend": "torch"}
+    row |= {"keeps_text": True}
     requests = [Request(request_id=i, prompt=(1,), sampling=SamplingParams()) for i in range(2)]
     texts = Texts(oracle)
     assert texts.compare(row, requests, [[5, 6], [7]]) == (0, 0)
@@ -180,7 +182,7 @@ def test_the_table_of_files_lands_between_the_markers_of_a_document(measurement,
         "above\n<!-- accuracy -->\n| drafter | T | acceptance length, problems |"
     )
     assert text.endswith("<!-- /accuracy -->\nbelow\n")
-    assert "old" not in text
+    assert "\nold\n" not in text
     assert text.count("\n| NEXTN S=2 | ") == 2
     assert "Refused: DFLASH: " in text
     assert capsys.readouterr().out.count("| none | 0 | 1.00 | 1.00 |") == 2
@@ -202,7 +204,7 @@ def table_row(backend: str, batch: int, algorithm: str, **changes) -> dict:
     row = {"backend": backend, "machine": "CPU, 2 cores", "batch": batch, "algorithm": algorithm}
     row |= {"temperature": 0.0, "kind": "problems", "count": 200, "accuracy": 0.95}
     row |= {"accept_length": 3.0, "text_hash": "a", "tokens": 100, "seconds": 1.0, "excused": 0}
-    return row | changes
+    return row | {"keeps_text": True} | changes
 
 
 def table_file(*rows: dict) -> dict:
@@ -241,8 +243,7 @@ def test_files_whose_texts_differ_are_told():
 def test_every_drafter_of_the_commands_is_one_that_the_server_takes(text):
     draft = Draft.parse(text)
     flags = draft.flags(folders_beside(Path("models/demo/target")))
-    if draft.algorithm not in COMING_ALGORITHMS:
-        assert parse(flags).speculative.drafts == (text != "none")
+    assert parse(flags).speculative.drafts == (text != "none")
     if draft.algorithm == "EAGLE3":
         assert flags[3] == str(ROOT / "models" / "demo" / "eagle3")
     assert str(draft) == re.sub("[:,]", " ", text)
@@ -255,7 +256,7 @@ def test_a_setting_without_a_value_is_refused():
 
 def test_a_timed_run_has_one_decode_program_for_each_shape():
     options = parse(["--speculative-algorithm", "NEXTN", "--max-running-requests", "8"])
-    model = ModelConfig.from_folder(DEFAULT_MODEL)
+    model = ModelConfig.from_folder(RANDOM_MODEL)
     limits = one_bucket(plan(options, model, None, Device("cpu", "CPU", 1 << 32)).limits)
     decodes = [p for p in limits.programs if p.work is Work.DECODE]
     assert sorted(p.shape.nodes for p in decodes) == [1, 4]

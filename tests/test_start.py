@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 
 from models import make_random
 from shared.checkpoint import CheckpointError, open_checkpoint, save_checkpoint
-from shared.config import DEFAULT_MODEL
 from shared.memory_plan import Device
 from shared.model_config import ModelConfig
 from shared.server.launch import launch
@@ -26,6 +25,7 @@ from tests.tiny_models import tiny_model, tiny_weights, write_tiny
 from tests.tiny_small import small_config
 
 ROOT = Path(__file__).resolve().parents[1]
+RANDOM_MODEL = ROOT / "models" / "random"
 NEXTN = ["--speculative-algorithm", "NEXTN"]
 
 
@@ -281,12 +281,12 @@ def test_a_wrong_flag_ends_the_process_with_code_2_and_no_traceback(backend):
 
 def test_the_random_model_is_what_its_script_writes(tmp_path):
     make_random.write(tmp_path)
-    stored = {path.name: path.read_bytes() for path in DEFAULT_MODEL.iterdir()}
+    stored = {path.name: path.read_bytes() for path in RANDOM_MODEL.iterdir()}
     assert stored == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
 def test_the_random_models_tokenizer_gives_every_text_back():
-    tokenizer = Tokenizer.from_folder(DEFAULT_MODEL)
+    tokenizer = Tokenizer.from_folder(RANDOM_MODEL)
     text = "Grüße, 東京! \t\n <|x|>"
     assert tokenizer.encode(text) == list(text.encode())
     chat = tokenizer.encode_chat([{"role": "user", "content": "hi"}])

@@ -87,7 +87,7 @@ def launch(
     try:
         options = parse(argv)
         listener = engine_process.bind(options.server.host, options.server.port)
-        model, checkpoint, head, memory = _prepare(options, open_checkpoint, find_device)
+        model, checkpoint, head, memory = prepare(options, open_checkpoint, find_device)
     except ValueError as error:  # ConfigError, CheckpointError, and what ModelConfig refuses
         return _refuse(error)
     _print_plan(console, memory)
@@ -99,16 +99,28 @@ def launch(
             backend = load_backend(memory.options, checkpoint, model, head, memory.limits, progress)
     except ValueError as error:  # CheckpointError, and what the backend refuses
         return _refuse(error)
-    engine = _make_engine(backend, memory.options)
+    engine = make_engine(backend, memory.options)
     return engine_process.run(engine, _facts(memory, model), listener)
 
 
-def _prepare(
+def prepare(
     options: Options,
     open_checkpoint: Callable[[str], Weights],
     find_device: Callable[[], Device],
 ) -> tuple[ModelConfig, Weights, DraftFiles, MemoryPlan]:
-    """Everything that can be refused before memory is taken."""
+    """Everything that can be refused before memory is taken.
+
+    Args:
+      options: As the flags say.
+      open_checkpoint, find_device: See `launch`.
+
+    Returns:
+      The target's settings, its opened files, those of what drafts, and the memory plan, whose
+      options have no open values.
+
+    Raises:
+      ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
+    """
     options = _expanded(options)
     draft, folder = options.speculative, options.model.model_path
     model, checkpoint = ModelConfig.from_folder(folder), open_checkpoint(folder)
@@ -171,7 +183,8 @@ def _refuse(error: ValueError) -> int:
     return engine_process.EXIT_REFUSED
 
 
-def _make_engine(backend: Backend, options: Options) -> Engine:
+def make_engine(backend: Backend, options: Options) -> Engine:
+    """The engine of a backend; `options` are those of its memory plan."""
     shape, limits = draft_shape(options, 1), backend.limits
     controller, ngram = None, None
     if options.speculative.drafts_on_host:

@@ -111,7 +111,8 @@ class Ranking:
       sampling: Parameters of the requests.
       lengths: Committed positions of the requests.
       seen: Tokens of the requests with their newest, or None where no row has a penalty.
-      noise: The noise at position `lengths + 1 + path`, or None where no row has a temperature.
+      noise: The noise at position `lengths + 1 + path`, or None where children are ranked without:
+        no row has a temperature.
       width: Children of a node.
       kept: Gets the processed logits of each level where drafts are sampled, to be judged by the
         rejection rule; `noise` is then the drafts' own. Else None.
@@ -140,9 +141,8 @@ class Ranking:
         noise = None if self.noise is None else self.noise[request, path]
         perturbed = sampling.perturbed(processed, noise, rows.temperature)
         ids = sampling.top_candidates(perturbed, self.width)
-        weights = sampling.draft_weights(perturbed, rows.temperature, DRAFT_TAU).gather(
-            1, ids.long()
-        )
+        tau = 1.0 if noise is None else DRAFT_TAU
+        weights = sampling.draft_weights(perturbed, rows.temperature, tau).gather(1, ids.long())
         return ids.unflatten(0, (B, k)), weights.unflatten(0, (B, k))
 
     def _seen_after(
