@@ -10,7 +10,10 @@ and the file written, as soon as it is known, and past `--seconds` no further ca
 
 import argparse
 import json
+import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -321,7 +324,10 @@ def main() -> None:
     triton.SPLIT = pallas.SPLIT = arguments.split
     report = Report(arguments.results, arguments.seconds)
     gpu = torch.cuda.get_device_name()
-    report.add(f"{gpu}, splits of {arguments.split}", gpu=gpu, split=arguments.split)
+    made = {"command": shlex.join(["python", "-m", "bench.attention", *sys.argv[1:]])}
+    made |= {"python": platform.python_version(), "torch": torch.__version__}
+    made |= {"jax": jax.__version__, "gpu": gpu, "split": arguments.split}
+    report.add(f"{gpu}, splits of {arguments.split}", **made)
     run(report, [Shape(B, N) for B, N in product(arguments.batch, arguments.nodes)])
     # bfloat16 has 8 bits, weights and results are rounded to it once; NaN fails too.
     assert all(r["error"] < 1e-2 for r in report.found["results"])
