@@ -6,18 +6,20 @@ than a test run can afford fails.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
 from tests.backends import JAX_BACKENDS
 from tests.equality import TALLY
 
 MOST_PROGRAMS = 40
-_TOTAL = {"programs": 0, "tokens": 0, "excused": 0}
+_TOTAL = {"programs": 0, "tokens": 0, "excused": 0, "requests": 0, "preemptions": 0}
 
 
 def _own_counts() -> dict[str, int]:
     programs = sum(backend.compiles for backend in JAX_BACKENDS)
-    return {"programs": programs, "tokens": TALLY.tokens, "excused": TALLY.excused}
+    return {"programs": programs, **asdict(TALLY)}
 
 
 def _add(counts: dict[str, int]) -> None:
@@ -55,3 +57,8 @@ def print_counts(terminalreporter: pytest.TerminalReporter) -> None:
         f"{_TOTAL['tokens']} tokens checked against the specification, "
         f"{_TOTAL['excused']} excused as near ties"
     )
+    if _TOTAL["requests"]:
+        terminalreporter.write_line(
+            f"{_TOTAL['requests']} requests drawn at random were served, "
+            f"with {_TOTAL['preemptions']} preemptions"
+        )

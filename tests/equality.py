@@ -27,10 +27,16 @@ MOST_EXCUSED = 1e-4
 
 @dataclass
 class Tally:
-    """What was compared in the session."""
+    """What was compared in the session.
+
+    Attributes:
+      requests, preemptions: Of the requests that were drawn at random.
+    """
 
     tokens: int = 0
     excused: int = 0
+    requests: int = 0
+    preemptions: int = 0
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens checked against the specification, {self.excused} excused"
@@ -50,7 +56,8 @@ def spec_sampling(params: SamplingParams, prompt_length: int, vocab: int, rows: 
         "frequency": params.frequency_penalty,
         "repetition": params.repetition_penalty,
         "prompt_length": prompt_length,
-        "min_length": prompt_length + params.min_tokens if params.min_tokens else 0,
+        # Without stop tokens the field's ids mean nothing.
+        "min_length": prompt_length + params.min_tokens if params.stop_token_ids else 0,
         "max_drafts": 0,
         "num_logprobs": 0,
         "stop_ids": stop_ids,
@@ -101,6 +108,11 @@ class Oracle:
         TALLY.tokens += len(output)
         TALLY.excused += len(differ)
         return differ.tolist()
+
+    def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
+        """Log softmax `[output, vocab]` of the raw logits before each token of a text."""
+        text = np.array([*prompt, *output], np.int32)
+        return sampling.log_softmax(self._logits(text[:-1])[len(prompt) - 1 :])
 
     def _choose(
         self, prompt: Sequence[int], output: Sequence[int], params: SamplingParams

@@ -44,7 +44,7 @@ class House:
 
     def start(self, drafter: str, flags: tuple[str, ...]) -> list[str]:
         """The command line of a drafter's plain start, and more flags."""
-        line = ["--model-path", str(self.folder / "model"), "--max-running-requests", "2"]
+        line = ["--model-path", str(self.folder / "model"), "--max-running-requests", "3"]
         line += ["--context-length", "128", "--chunked-prefill-size", "64"]
         if drafter != "none":
             line += ["--speculative-algorithm", drafter]
@@ -57,11 +57,11 @@ class House:
     def serve(self, line: list[str]) -> dict[int, Outcome]:
         """Texts of `requests`, by the start's own steps."""
         device = Device("cpu", "CPU", 1 << 30)
-        model, checkpoint, head, memory = launch._prepare(
+        model, checkpoint, head, memory = launch.prepare(
             parse(line), open_checkpoint, lambda: device
         )
         loading = (memory.options, checkpoint, model, head, memory.limits, lambda _: None)
-        engine = launch._make_engine(reference_serve.load(*loading), memory.options)
+        engine = launch.make_engine(reference_serve.load(*loading), memory.options)
         try:
             return drive(engine, requests(model.vocab))
         finally:
@@ -104,7 +104,7 @@ def requests(vocab: int) -> list[Request]:
         Request(
             request_id=number,
             prompt=(5, 9, 5, 9, 11, 5, 9),
-            sampling=SamplingParams(max_tokens=7, **how),
+            sampling=SamplingParams(max_tokens=6, **how),
         )
         for number, how in enumerate(asked)
     ]

@@ -27,6 +27,7 @@ from tests.backends import make_backend
 from tests.driving import drive
 from tests.equality import Oracle, assert_few_excused
 from tests.golden_blocks import golden_block_head
+from tests.starving import Starving
 from tests.test_cross_backend import (
     BATCH,
     GREEDY,
@@ -189,6 +190,17 @@ def test_holes_in_the_context_change_no_text_and_no_draft_of_one_backend_alone(f
         served[framework] = drive(engine, requests_of(each))
     cross.compare(each, served, oracle_of(family))
     assert any(sum(outcome.accepted) for outcome in served["torch"].values())
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(
+    framework, sampling, backends
+):
+    each = cell("qwen3_5", sampling, "alone", 1, 16)
+    backend = Starving(backends.get(framework, each))
+    cross.compare(each, {framework: serve(backend, each)}, oracle_of(each.family))
+    assert backend.most_before, "no step accepted all of its drafts"
 
 
 def with_most_drafts(request: Request, most: int) -> Request:

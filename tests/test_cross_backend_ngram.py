@@ -27,10 +27,13 @@ from tests.backends import make_backend
 from tests.contract_host import (
     BATCH,
     GREEDY,
+    PLAIN,
     PREFILL_TOKENS,
     SAMPLED,
     contract_limits,
     contract_model,
+    either_sampling,
+    emitted,
     prompt,
 )
 from tests.driving import Outcome, drive
@@ -138,3 +141,21 @@ def test_drafts_are_accepted_to_every_depth(sampled):
     """Else the comparison would prove little."""
     counts = {count for counts in expected(sampled)[1].values() for count in counts}
     assert counts == {0, 1, 2}
+
+
+@either_sampling
+def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(host, how):
+    """The hybrid's trap (v#52942), where a tree is the text itself and then the root alone."""
+    tokens = prompt(9, 20)
+    want = host.alone(tokens, 24, **how)
+    request = host.request(tokens, **how)
+    text = emitted(host.prefill(request), 0)
+    for num_drafts in (2, 0, 2, None, 1, 0, 0, 2, 0):
+        if num_drafts is None:  # where no row of a batch has a match, the step is a plain one
+            result = host.decode(request, shape=PLAIN)
+        else:
+            drafts = want[len(text) : len(text) + num_drafts]
+            result = host.run(host.tree_plan(request, drafts, range(num_drafts)))
+        assert result.counts[0] == 1 + (num_drafts or 0)
+        text += emitted(result, 0)
+    assert text == want[: len(text)]

@@ -17,6 +17,7 @@ import pytest
 from shared.draft_config import DraftHead
 from shared.spec.draft_tree import TreeShape
 from shared.spec.standalone import SmallModel
+from tests.starving import Starving
 from tests.test_cross_backend import (
     BATCH,
     GREEDY,
@@ -26,7 +27,9 @@ from tests.test_cross_backend import (
     Backends,
     Cell,
     assert_cell,
+    compare,
     model_of,
+    oracle_of,
     serve,
 )
 from tests.tiny_heads import tiny_head
@@ -84,9 +87,7 @@ def cell(family, head, shape, sampling, load, overlap, page_size) -> TreeCell:
 DEFAULT = {
     ("qwen3_5", "NEXTN"): TREES[1:3],
     ("llama", "EAGLE"): TREES[4:],
-    ("qwen3", "EAGLE3"): TREES[:1],
     ("qwen3_5", "EAGLE3"): TREES[2:3],
-    ("qwen3", "STANDALONE"): TREES[:1],
     ("qwen3_5", "STANDALONE"): TREES[1:2],
 }
 """Drafters and trees of the default choice: every kind of both, in few compiled programs."""
@@ -170,3 +171,33 @@ def test_accepted_drafts_do_not_depend_on_the_overlap(sampling, backends):
     ]
     accepted = [{key: run[key].accepted for key in run} for run in served]
     assert accepted[0] == accepted[1] == accepted[2]
+
+
+STARVED = {
+    ("qwen3_5", "NEXTN"): TREES[1],
+    ("qwen3_5", "EAGLE3"): TREES[2],
+    ("qwen3_5", "STANDALONE"): TREES[1],
+}
+"""Drafters of the hybrid in programs that other tests compile."""
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("drafter", STARVED, ids="-".join)
+def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(
+    drafter, framework, sampling, backends
+):
+    each = cell(*drafter, STARVED[drafter], sampling, "alone", 1, 16)
+    assert_starved(framework, each, backends)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_steps_of_eagle_without_drafts_give_the_plain_text(sampling, all_backends):
+    each = cell("qwen3_5", "EAGLE", TREES[1], sampling, "alone", 1, 16)
+    assert_starved("torch", each, all_backends)
+
+
+def assert_starved(framework: str, each: TreeCell, backends: Backends) -> None:
+    backend = Starving(backends.get(framework, each))
+    compare(each, {framework: serve(backend, each)}, oracle_of(each.family))
+    assert backend.most_before, "no step accepted all of its drafts"
