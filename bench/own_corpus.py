@@ -1,0 +1,52 @@
+"""A corpus of what the model itself said: to be drafted from when the same prompts come again.
+
+It stands for a service whose users ask the same things again. The corpus is made by plain decoding
+at temperature 1 with seeds that the measured runs do not have, so it holds other samples of the
+same answers - as far as the model has others - and no prompt.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bench.serving import Served, timed
+from shared.engine.ngram_corpus import SEPARATOR, Corpus
+from shared.engine.request import Request, SamplingParams
+from shared.spec.sampling import derive_seed
+
+NAME = "own"
+TEMPERATURE = 1.0
+OTHER_CHOICE = 1
+"""The measured runs have the seeds of choice 0."""
+
+
+def other_outputs(
+    served: Served, prompts: Sequence[tuple[int, ...]], max_tokens: int
+) -> list[list[int]]:
+    """What a server without drafts says to the prompts, with other seeds than the measured ones."""
+    requests = [
+        Request(
+            request_id=index,
+            prompt=prompt,
+            sampling=SamplingParams(
+                temperature=TEMPERATURE,
+                seed32=derive_seed(index, OTHER_CHOICE),
+                max_tokens=max_tokens,
+                stop_token_ids=served.eos_ids,
+            ),
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    return [outcome.tokens for outcome in timed(served, requests).outcomes]
+
+
+def add(served: Served, outputs: Sequence[Sequence[int]]) -> None:
+    """Lets a server draft from outputs.
+
+    Raises:
+      ValueError: Its drafter does not read corpora.
+    """
+    if served.engine.ngram is None:
+        raise ValueError("corpus=own needs the drafter NGRAM")
+    words = [token for output in outputs for token in (*output, SEPARATOR)]
+    served.engine.ngram.add_corpus(NAME, Corpus.build(np.array(words, np.int32)))
