@@ -112,8 +112,7 @@ def _verified(
     rows, node = attention.tree_rows(
         trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows, is_chain
     )
-    row_starts = jnp.pad(jnp.cumsum(trees.num_nodes, dtype=jnp.int32), (1, 0))
-    row_of = draft_tree.flat_rows(row_starts, trees.num_nodes, shape.nodes)
+    row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
     mixer = None
     if state.delta is not None:
         stack = machine.weights.layers.gated_delta
