@@ -1,7 +1,7 @@
 """What each way to draft and to accept gains at a temperature: tokens per verify step, by drafter.
 
     python -m bench.accept_rules --model models/demo/target --out bench/results/accept_rules.json
-    python -m bench.accept_rules --table bench/results/accept_rules.json
+    python -m bench.accept_rules --table FILE.json...
 
 Three levels of drafts. The match rule keeps the target's choice where a draft is that choice, the
 rejection rule accepts by both laws (Leviathan et al. 2023), block verification judges a chain as a
@@ -11,14 +11,13 @@ is a line among the refused. The exit code is 1 where the match rule did not kee
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.accuracy_table import MISSING, markdown, notes
+from bench.accuracy_table import MISSING, File, blame, markdown, notes, read
 from bench.drafting import Draft
 from bench.measuring import measured, verdict
 from bench.options import add_options
@@ -124,9 +123,9 @@ def _above(one: Sequence[int], other: Sequence[int]) -> float:
     return (a - b) / max(float(np.hypot(error_a, error_b)), 1e-9)
 
 
-def render(file: dict[str, Any]) -> str:
-    """The tables of a file: one for each temperature, and what was expected."""
-    cells, parts = cells_of(file["rows"]), []
+def render(files: Sequence[File]) -> str:
+    """The tables of all files: one for each temperature, and what was expected."""
+    cells, parts = cells_of([row for file in files for row in file["rows"]]), []
     for temperature in dict.fromkeys(cell[2] for cell in cells):
         kinds = dict.fromkeys(cell[3] for cell in cells)
         head = ["drafter", "tasks", *WAYS]
@@ -137,7 +136,7 @@ def render(file: dict[str, Any]) -> str:
                 lines.append([drafter, kind, *(_shown(cells.get(key)) for key in keys)])
         parts.append(f"Temperature {temperature:g}, tokens per verify step:\n\n{markdown(lines)}")
     said = "\n".join(map(_said, expectations(cells)))
-    return "\n\n".join([*parts, *([said] if said else []), *notes([file])])
+    return "\n\n".join([*parts, *([said] if said else []), *notes(files)])
 
 
 def _shown(histogram: Sequence[int] | None) -> str:
@@ -164,16 +163,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.accept_rules")
     add_options(parser, tuple(specs()), COUNT)
     parser.set_defaults(kinds="problems,copying,chats", temperature=[1.0, 1.5], backend=["torch"])
-    parser.add_argument("--table", type=Path, help="render this file instead")
+    parser.add_argument("--table", nargs="+", type=Path, help="render these files instead")
     args = parser.parse_args()
     if args.table:
-        print(render(json.loads(args.table.read_text(encoding="utf-8"))))
-        return 0
+        files = read(args.table)
+        print(render(files))
+        return blame(files)
     try:
         measurement = measured(args, "bench.accept_rules")
     except ValueError as error:
         parser.error(str(error))
-    tables = render(measurement.to_json("bench.accept_rules"))
+    tables = render([measurement.to_json("bench.accept_rules")])
     print(f"\n{tables}")
     if args.out:
         args.out.with_suffix(".md").write_text(tables + "\n", encoding="utf-8")

@@ -10,11 +10,9 @@ costs is measured by `--batch 1 --count 20 --repeat 3` and the like; such files 
 """
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
-from bench.accuracy_table import faults, insert, render
+from bench.accuracy_table import blame, insert, read, render
 from bench.measuring import measured, verdict
 from bench.options import add_options
 
@@ -33,15 +31,12 @@ COUNT = 200
 
 def show(paths: list[Path], into: Path | None) -> int:
     """Renders the table of some files; the exit code is 1 where their texts are not equal."""
-    files = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    files = read(paths)
     table = render(files)
     print(table)
     if into:
         insert(into, table)
-    found = faults(files)
-    for fault in found:
-        print(fault, file=sys.stderr)
-    return int(bool(found))
+    return blame(files)
 
 
 def main() -> int:

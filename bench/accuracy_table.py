@@ -1,5 +1,7 @@
 """The Markdown table of measured drafters: a line for each drafter and temperature."""
 
+import json
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,19 @@ def faults(files: Sequence[File]) -> list[str]:
                     f"{row['temperature']:g}; one run with both backends tells near ties"
                 )
     return found
+
+
+def read(paths: Sequence[Path]) -> list[File]:
+    """The files of some measurements."""
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def blame(files: Sequence[File]) -> int:
+    """Prints the faults; the exit code is 1 where there are any."""
+    found = faults(files)
+    for fault in found:
+        print(fault, file=sys.stderr)
+    return int(bool(found))
 
 
 def insert(document: Path, table: str) -> None:

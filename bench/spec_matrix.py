@@ -1,16 +1,18 @@
 """Every drafter in several shapes on both backends: acceptance, speed, and one text.
 
     python -m bench.spec_matrix --model models/demo/target --out FILE.json --picture FILE.png
+    python -m bench.spec_matrix --table FILE.json... --picture FILE.png
 
 Prints the tables, writes them beside the JSON file, and draws them. The exit code is 1 where a
 cell's text is not plain decoding's.
 """
 
 import argparse
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from bench.accuracy_table import render, render_cells
+from bench.accuracy_table import File, blame, read, render, render_cells
 from bench.measuring import measured, verdict
 from bench.options import add_options
 
@@ -28,23 +30,35 @@ DRAFTS = (
 COUNT = 40
 
 
+def show(files: Sequence[File], picture: Path | None) -> str:
+    """Prints the tables of some files, and draws them; returns the tables."""
+    rows = [row for file in files for row in file["rows"]]
+    tables = f"{render(files)}\n\n{render_cells(rows)}\n"
+    print(tables)
+    if picture and rows:
+        import_module("bench.spec_picture").draw(rows, picture)
+    return tables
+
+
 def main() -> int:
-    """Measures all cells; returns the exit code."""
+    """Measures all cells, or shows those of some files; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m bench.spec_matrix")
     add_options(parser, DRAFTS, COUNT)
+    parser.add_argument("--table", nargs="+", type=Path, help="show these files instead")
     parser.add_argument("--picture", type=Path, help="PNG or SVG file; needs matplotlib")
     args = parser.parse_args()
+    if args.table:
+        files = read(args.table)
+        show(files, args.picture)
+        return blame(files)
     try:
         measurement = measured(args, "bench.spec_matrix")
     except ValueError as error:
         parser.error(str(error))
-    found = measurement.to_json("bench.spec_matrix")
-    tables = f"{render([found])}\n\n{render_cells(measurement.rows)}\n"
-    print(f"\n{tables}")
+    print()
+    tables = show([measurement.to_json("bench.spec_matrix")], args.picture)
     if args.out:
         args.out.with_suffix(".md").write_text(tables, encoding="utf-8")
-    if args.picture and measurement.rows:
-        import_module("bench.spec_picture").draw(measurement.rows, args.picture)
     return verdict(measurement)
 
 

@@ -161,7 +161,7 @@ def test_the_table_joins_tasks_and_says_what_was_not_as_expected():
     assert good["is_near"]
     assert "tree_is_above" not in good
     file = {"rows": rows, "refusals": [], "command": "c", "dtype": "float32", "model": "m"}
-    text = accept_rules.render(file | {"tokens": 5, "excused": 0, "wrong": 1})
+    text = accept_rules.render([file | {"tokens": 5, "excused": 0, "wrong": 1}])
     assert "| NEXTN | problems | 2.500 ± 0.150 | 4.000 ± 0.000 | - |" in text
     assert "the matched chain emits 81.2% of the rejected chain's tokens, LESS THAN 92%" in text
     assert "the perturbed tree is BELOW both" in text

@@ -13,6 +13,7 @@ import pytest
 
 from shared.backend import Backend
 from tests import test_cross_backend_blocks as blocks
+from tests import test_rejection as rejection
 from tests.backends import make_gpu_backend
 from tests.equality import assert_few_excused
 from tests.test_cross_backend import (
@@ -110,6 +111,19 @@ def test_blocks_give_the_text_of_the_specification_and_are_accepted_alike(cell):
         backend.close()
     compare(cell, served, blocks.oracle_of(cell.family))
     assert_few_excused()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rejected_chains_are_those_of_the_specification(rule):
+    on_cpu, on_gpu = rejection.Rejecting(), rejection.Rejecting(make_gpu_backend)
+    want = on_cpu.serve("reference", rule, rejection.requests(), overlap=0)
+    for framework in FRAMEWORKS:
+        got = on_gpu.serve(framework, rule, rejection.requests(), overlap=2)
+        for number, kind in enumerate(rejection.KINDS):
+            assert got[number].tokens == want[number].tokens, (framework, kind)
+            assert got[number].accepted == want[number].accepted, (framework, kind)
+    on_cpu.close()
+    on_gpu.close()
 
 
 def test_every_decode_step_was_a_replay_of_one_graph_a_program(backends):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -47,7 +47,8 @@ KINDS = {
 class Rejecting:
     """Backends of the hybrid, by framework, rule and drafter; one shape, a chain."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[..., Backend] = make_backend) -> None:
+        self.make = make
         self.config, self.weights = DRAFTED["NEXTN"].model()
         self.backends: dict[tuple[str, str, str], Backend] = {}
 
@@ -69,7 +70,7 @@ class Rejecting:
             wanted = [p for p in limits.programs if p.work is Work.PREFILL or p.shape == CHAIN]
             limits = replace(limits, programs=tuple(wanted), accept_rule=rule)
             made = (self.config, self.weights, limits, self.drafter(drafter))
-            self.backends[key] = make_backend(framework, *made)
+            self.backends[key] = self.make(framework, *made)
         backend = self.backends[key]
         controller = StaticController(backend.limits, nodes=4, depth=3, width=1)
         return Engine(backend, controller, overlap=overlap, chunked_prefill_size=128)
