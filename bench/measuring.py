@@ -185,8 +185,10 @@ class Measurement:
     def to_json(self, module: str) -> dict[str, Any]:
         """Everything that was measured, and how."""
         versions = {name: version(name) for name in ("numpy", *self.settings.backends)}
+        flags = os.environ.get("XLA_FLAGS")
+        environment = [f"XLA_FLAGS={flags}"] if flags else []
         return {
-            "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
+            "command": " ".join([*environment, f"python -m {module}", *sys.argv[1:]]),
             "model": self.settings.model.name,
             "dtype": self.settings.dtype,
             "versions": {"python": platform.python_version(), **versions},
