@@ -1,4 +1,4 @@
-"""The Markdown table of measured drafters: a line for each drafter and temperature."""
+"""The Markdown tables of measured drafters: a line for each drafter and temperature."""
 
 import json
 import sys
@@ -20,21 +20,23 @@ Place = tuple[str, str, int]
 
 
 def render(files: Sequence[File]) -> str:
-    """The table of all files.
+    """The tables of all files: acceptance and accuracy, and tokens/s.
 
     Acceptance and accuracy are those of the most tasks; backends that differ in them are listed in
     one cell. Tokens/s are of all kinds together, beside them the ratio to plain decoding there.
     """
     rows = [row for file in files for row in file["rows"]]
     kinds, places = _in_order(r["kind"] for r in rows), _in_order(map(_place, rows))
-    head = ["drafter", "T"]
-    head += [f"acceptance length, {kind}" for kind in kinds]
-    head += [f"accuracy, {kind}" for kind in kinds]
-    head += [f"tokens/s: {name}, {machine}, batch {batch}" for name, machine, batch in places]
-    cells = [head, ["---"] * len(head)]
+    values = [["drafter", "T"]]
+    values[0] += [f"acceptance length, {kind}" for kind in kinds]
+    values[0] += [f"accuracy, {kind}" for kind in kinds]
+    speeds = [["tokens/s", "T"]]
+    speeds[0] += [f"{name}, {machine}, batch {batch}" for name, machine, batch in places]
     for line in _in_order(map(_line, rows)):
-        cells.append(_cells([row for row in rows if _line(row) == line], rows, kinds, places))
-    return "\n\n".join([markdown(cells), *notes(files)])
+        mine, begin = [row for row in rows if _line(row) == line], [line[0], f"{line[1]:g}"]
+        values.append(begin + _values(mine, kinds))
+        speeds.append(begin + [_gain(line, place, rows) for place in places])
+    return "\n\n".join([*map(_headed, (values, speeds)), *notes(files)])
 
 
 def render_cells(rows: Sequence[Row]) -> str:
@@ -54,21 +56,29 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _cells(mine: list[Row], rows: list[Row], kinds: list[str], places: list[Place]) -> list[str]:
-    algorithm, temperature = _line(mine[0])
-    found = [algorithm, f"{temperature:g}"]
+def _headed(lines: Sequence[Sequence[str]]) -> str:
+    return markdown([lines[0], ["---"] * len(lines[0]), *lines[1:]])
+
+
+def _values(mine: list[Row], kinds: list[str]) -> list[str]:
+    """A line's acceptance lengths and accuracies by kind."""
+    found = []
     for field, form in (("accept_length", "{:.2f}"), ("accuracy", "{:.1%}")):
         for kind in kinds:
             of_kind = [row for row in mine if row["kind"] == kind]
             most = max((row["count"] for row in of_kind), default=0)
             values = [form.format(row[field]) for row in of_kind if row["count"] == most]
             found.append(" / ".join(_in_order(values)) or MISSING)
-    for place in places:
-        speed = _speed([row for row in mine if _place(row) == place])
-        plain = _speed([r for r in rows if _place(r) == place and _line(r) == (PLAIN, temperature)])
-        ratio = f" ({speed / plain:.2f}x)" if plain and algorithm != PLAIN else ""
-        found.append(f"{speed:.0f}{ratio}" if speed else MISSING)
     return found
+
+
+def _gain(line: Line, place: Place, rows: list[Row]) -> str:
+    """A line's tokens/s in a place, and the ratio to plain decoding there."""
+    there = [row for row in rows if _place(row) == place]
+    speed = _speed([row for row in there if _line(row) == line])
+    plain = _speed([row for row in there if _line(row) == (PLAIN, line[1])])
+    ratio = f" ({speed / plain:.2f}x)" if plain and line[0] != PLAIN else ""
+    return f"{speed:.0f}{ratio}" if speed else MISSING
 
 
 def _speed(rows: list[Row]) -> float:
@@ -84,8 +94,12 @@ def notes(files: Sequence[File]) -> Iterator[str]:
         f"{r['algorithm']}: {r['refused']}" for f in files for r in f["refusals"]
     ):
         yield f"Refused: {refusal}."
-    commands = _in_order(f"{file['command']} ({file['dtype']})" for file in files)
-    yield "```\n" + "\n".join(commands) + "\n```"
+    stored = [f"`{file['path']}` ({file['dtype']})" for file in files if "path" in file]
+    if stored:
+        yield f"Each file holds its command and versions: {', '.join(stored)}."
+    else:
+        commands = _in_order(f"{file['command']} ({file['dtype']})" for file in files)
+        yield "```\n" + "\n".join(commands) + "\n```"
 
 
 def _texts(files: Sequence[File]) -> str:
@@ -120,7 +134,7 @@ def faults(files: Sequence[File]) -> list[str]:
 
 def read(paths: Sequence[Path]) -> list[File]:
     """The files of some measurements."""
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [json.loads(path.read_text(encoding="utf-8")) | {"path": str(path)} for path in paths]
 
 
 def blame(files: Sequence[File]) -> int:

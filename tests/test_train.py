@@ -1,6 +1,7 @@
 """`python -m jax_impl.train` end to end: what it writes serves, and others can load it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from jax_impl.train import main
 from jax_impl.training import export, init, outputs, tasks
 from jax_impl.training.forward import forward, logits
 from models.make_random import ROOT
+from shared.backend import Work
 from shared.checkpoint import load_all, open_checkpoint, save_checkpoint
 from shared.draft_checkpoint import kind_of, load_head, open_head
 from shared.draft_config import DraftConfig
@@ -118,7 +120,8 @@ def log_of(folder: Path) -> list[dict]:
 
 def trained_head(target: Path, data: Path, answers: Path, kind: str, out: Path) -> int:
     words = ["--target", str(target), "--draft", kind, "--data", str(data), "--out", str(out)]
-    return main([*words, "--outputs", str(answers), "--draft-vocab", "200", *HEAD_RUN])
+    shape = {"eagle3": ["--draft-vocab", "200"], "dflash": ["--block", "4", "--layers", "2"]}
+    return main([*words, "--outputs", str(answers), *shape.get(kind, []), *HEAD_RUN])
 
 
 def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
@@ -127,6 +130,8 @@ def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
     weights = load_all(folder, config, drafter == "NEXTN")
     limits = contract_limits(config)
     shape = TreeShape.plain(4) if drafter == "none" else CHAIN
+    programs = [p for p in limits.programs if p.work is Work.PREFILL or p.shape == shape]
+    limits = replace(limits, programs=tuple(programs))  # a block drafts no trees
     backend = make_backend("reference", config, weights, limits, drafter)
     controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=128)
@@ -161,7 +166,7 @@ def test_the_same_command_goes_on_and_another_run_is_refused(target, data, capsy
     assert "another seed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle", "eagle3"])
+@pytest.mark.parametrize("kind", ["mtp", "eagle", "eagle3", "dflash"])
 def test_a_head_is_trained_on_the_targets_own_answers_and_serves(
     target, data, answers, kind, tmp_path
 ):

@@ -14,6 +14,7 @@ COUNT=${COUNT:-25000}      # examples of a shard; its number is its seed
 PROMPTS=${PROMPTS:-21587}  # answered by the target for the heads
 TARGET_MINUTES=${MINUTES:-2.9}
 PART_MINUTES=${MINUTES:-2.02}
+HEAD_MINUTES=${MINUTES:-4}
 PARTS=${PARTS:-data target standalone mtp eagle eagle3 dflash}
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$WORK/xla}"
 # As the models that ship were trained: matrix products by cuBLAS alone.
@@ -57,6 +58,7 @@ fi
 
 # Every head learns from the same answers of the target; the first one that runs makes them.
 head_for mtp --start "$WORK/target" --seed 3 --depth 3
+PART_MINUTES=$HEAD_MINUTES
 head_for eagle --seed 4 --depth 4 --learning-rate 2e-3
 head_for eagle3 --seed 5 --depth 5 --draft-vocab 2048 --learning-rate 2e-3
 head_for dflash --seed 6 --block 8 --layers 3 --learning-rate 2e-3
