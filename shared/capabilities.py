@@ -2,11 +2,11 @@
 
 `GET /capabilities`, `docs/capabilities.md` (`python -m shared.capabilities` prints it) and the test
 that tries every combination read the same list. A flag whose value alone is wrong is refused by
-`shared.config`. Nothing is refused for the fields of a request that choose tokens.
+`shared.config`, and what a request may not ask for is `shared.request_fields`. Nothing is refused
+for the fields that choose tokens.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import json
 from typing import Any
 
 from shared.config import (
@@ -16,128 +16,9 @@ from shared.config import (
     HOST_ALGORITHM,
     MODEL_ALGORITHM,
     NAIVE_SHAPE,
-    Options,
-    SpeculativeConfig,
 )
-from shared.model_config import ModelConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What the rules look at.
-
-    Attributes:
-      options: What the start was told.
-      model: The checkpoint's config.json.
-      has_mtp: Whether the checkpoint holds `mtp.*` tensors.
-      head_kind: What the draft model is by its tensors, "EAGLE", "EAGLE3" or "DFLASH"; None
-        without one, and of a whole model.
-    """
-
-    options: Options
-    model: ModelConfig
-    has_mtp: bool
-    head_kind: str | None
-
-    @property
-    def draft(self) -> SpeculativeConfig:
-        """How drafts are made."""
-        return self.options.speculative
-
-    @property
-    def algorithm(self) -> str | None:
-        """The drafter's name."""
-        return self.draft.speculative_algorithm
-
-    @property
-    def most_nodes(self) -> int:
-        """Nodes of the largest tree with the S and k of the setup."""
-        k = self.draft.topk
-        return 1 + k + (self.draft.num_steps - 1) * k * k
-
-    def words(self) -> dict[str, Any]:
-        """What the sentences of the rules speak of."""
-        return {
-            "algorithm": self.algorithm,
-            "family": self.model.family,
-            "head_kind": self.head_kind,
-            "head": f"{'a' if self.head_kind == BLOCK_ALGORITHM else 'an'} {self.head_kind} head",
-            "S": self.draft.num_steps,
-            "k": self.draft.topk,
-            "N": self.draft.num_draft_tokens,
-            "chain": self.draft.num_steps + 1,
-            "most": self.most_nodes,
-            "overlap": self.options.engine.overlap,
-            "context": self.options.model.context_length,
-            "model_context": self.model.context_length,
-        }
-
-
-WORDS = {
-    "algorithm": "NAME",
-    "family": "FAMILY",
-    "head_kind": "KIND",
-    "head": "another head",
-    "S": "S",
-    "k": "k",
-    "N": "N",
-    "chain": "S + 1",
-    "most": "1 + k + (S - 1) k^2",
-    "overlap": "N",
-    "context": "N",
-    "model_context": "own",
-}
-"""The same words where no setup is at hand."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """A combination that a rule refuses.
-
-    Attributes:
-      drafter: One of `shared.config.ALGORITHMS`.
-      model_type: Of a model that the rule is about; None: of any.
-      flags: Added to the plain start of that drafter.
-      request: Fields added to a plain request.
-    """
-
-    drafter: str
-    model_type: str | None = None
-    flags: tuple[str, ...] = ()
-    request: tuple[tuple[str, Any], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """As `GET /capabilities` shows it."""
-        model = {} if self.model_type is None else {"model_type": self.model_type}
-        rest = {"flags": list(self.flags), "request": dict(self.request)}
-        return {"drafter": self.drafter, **model, **rest}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One combination that does not work.
-
-    Attributes:
-      refuses: Whether a setup is one of them.
-      reason: Why, with the flag; a format string over `Setup.words`.
-      way_out: What to do instead, a format string too.
-      example: One that is refused; None where files decide, which no flag can name.
-    """
-
-    refuses: Callable[[Setup], bool]
-    reason: str
-    way_out: str
-    example: Example | None
-
-    def sentence(self, words: dict[str, Any]) -> str:
-        """Why, and what to do instead."""
-        return f"{self.reason}; {self.way_out}".format(**words)
-
-    def to_json(self) -> dict[str, Any]:
-        """As `GET /capabilities` shows it; only of a rule with an example."""
-        assert self.example is not None  # what files decide is not listed
-        told = {"reason": self.reason.format(**WORDS), "way_out": self.way_out.format(**WORDS)}
-        return {**told, "example": self.example.to_json()}
+from shared.request_fields import NOT_SERVED, NotServed
+from shared.setup import WORDS, Example, Rule, Setup
 
 
 def _wants_mtp(s: Setup) -> bool:
@@ -172,6 +53,15 @@ def _shapes_itself(s: Setup) -> bool:
 
 def _lacks_nodes(s: Setup) -> bool:
     return _shapes_itself(s) and s.draft.topk > 1 and s.draft.speculative_num_draft_tokens is None
+
+
+def _breaks_block(s: Setup) -> bool:
+    given = (s.draft.speculative_num_steps, s.draft.speculative_num_draft_tokens)
+    if s.block is None:
+        return False
+    return any(
+        g not in (None, fixed) for g, fixed in zip(given, (s.block - 1, s.block), strict=True)
+    )
 
 
 def _flags(line: str) -> tuple[str, ...]:
@@ -257,6 +147,22 @@ RULES = (
         example=Example(drafter="NEXTN", flags=_flags("--speculative-draft-window-size 512")),
     ),
     Rule(
+        refuses=lambda s: (
+            s.block is not None and (s.draft.speculative_draft_window_size or s.block) < s.block
+        ),
+        reason="--speculative-draft-window-size {window} is shorter than the draft model's block "
+        "of {block} tokens",
+        way_out="give at least a block",
+        example=Example(drafter=BLOCK_ALGORITHM, flags=_flags("--speculative-draft-window-size 2")),
+    ),
+    Rule(
+        refuses=_breaks_block,
+        reason="--speculative-num-steps and --speculative-num-draft-tokens contradict the draft "
+        "model, which drafts blocks of {block} tokens",
+        way_out="leave them out",
+        example=Example(drafter=BLOCK_ALGORITHM, flags=_flags("--speculative-num-draft-tokens 3")),
+    ),
+    Rule(
         refuses=_shapes_naive,
         reason="--speculative-num-steps, --speculative-eagle-topk and "
         "--speculative-num-draft-tokens contradict --speculative-algorithm NAIVE_EAGLE, which "
@@ -271,6 +177,50 @@ RULES = (
         "--speculative-num-draft-tokens nodes of seen text",
         way_out="leave them out",
         example=Example(drafter="NGRAM", flags=_flags("--speculative-num-steps 3")),
+    ),
+    Rule(
+        refuses=lambda s: s.ngram_flag is not None and not s.draft.drafts_on_host,
+        reason="{ngram_flag} belongs to another drafter",
+        way_out="add --speculative-algorithm NGRAM or leave the flag out",
+        example=Example(drafter="NEXTN", flags=_flags("--speculative-ngram-capacity 4096")),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.options.ngram.speculative_ngram_min_bfs_breadth
+            > s.options.ngram.speculative_ngram_max_bfs_breadth
+        ),
+        reason="--speculative-ngram-min-bfs-breadth {min_breadth} is above "
+        "--speculative-ngram-max-bfs-breadth {max_breadth}",
+        way_out="lower it",
+        example=Example(
+            drafter=HOST_ALGORITHM, flags=_flags("--speculative-ngram-min-bfs-breadth 64")
+        ),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.draft.drafts_on_host and s.options.ngram.sam_budget >= s.draft.num_draft_tokens
+        ),
+        reason="--speculative-ngram-external-sam-budget {budget} is more than the draft nodes of "
+        "--speculative-num-draft-tokens {N}",
+        way_out="give at most {most_budget}",
+        example=Example(
+            drafter=HOST_ALGORITHM,
+            flags=_flags(
+                "--speculative-num-draft-tokens 4 --speculative-ngram-external-sam-budget 4"
+            ),
+        ),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.options.ngram.speculative_ngram_external_corpus_path is not None
+            and not s.options.ngram.sam_budget
+        ),
+        reason="--speculative-ngram-external-corpus-path needs draft nodes of its own",
+        way_out="give their number as --speculative-ngram-external-sam-budget",
+        example=Example(
+            drafter=HOST_ALGORITHM,
+            flags=_flags("--speculative-ngram-external-corpus-path corpus.jsonl"),
+        ),
     ),
     Rule(
         refuses=_lacks_nodes,
@@ -353,7 +303,13 @@ def refusals(setup: Setup) -> list[str]:
 def to_json() -> dict[str, Any]:
     """What `GET /capabilities` answers."""
     listed = [rule.to_json() for rule in RULES if rule.example is not None]
-    return {"drafters": list(ALGORITHMS), "refused": listed}
+    return {"drafters": list(ALGORITHMS), "refused": [*listed, *map(_field_json, NOT_SERVED)]}
+
+
+def _field_json(field: NotServed) -> dict[str, Any]:
+    """No drafter changes what a field means, so the first one stands for all."""
+    example = Example(drafter=ALGORITHMS[0], request=((field.name, field.example),))
+    return {"reason": field.reason, "way_out": field.way_out, "example": example.to_json()}
 
 
 def to_markdown() -> str:
@@ -368,6 +324,10 @@ def to_markdown() -> str:
         model = f" with a {example.model_type} model" if example.model_type else ""
         flags = f" and `{' '.join(example.flags)}`" if example.flags else ""
         lines.append(f"  Example: `{example.drafter}`{model}{flags}.")
+    lines.append(_FIELDS)
+    for field in NOT_SERVED:
+        told = json.dumps({field.name: field.example})
+        lines.append(f"| `{field.name}` | {', '.join(field.endpoints)} | `{told}` |")
     return "\n".join(lines) + "\n"
 
 
@@ -381,6 +341,13 @@ is refused at the start by exit code 2, all that applies at once; the running se
 same list at `GET /capabilities`. No field of a request that chooses tokens is
 refused with any drafter.
 """
+
+_FIELDS = """
+Fields of OpenAI's API that no drafter changes and that are not there yet: a value that asks for
+something gets HTTP 400 with the field's name, one that asks for nothing is taken.
+
+| field | of | refused, for example |
+|---|---|---|"""
 
 if __name__ == "__main__":
     print(to_markdown(), end="")

@@ -182,32 +182,19 @@ class SpeculativeConfig:
         Args:
           is_llama: The target is a Llama model.
           block: Size of the block of a DFLASH head; None without one.
-
-        Raises:
-          ConfigError: Another shape than the block's is asked for.
         """
         if self.speculative_algorithm is None:
             return self
         if self.drafts_on_host:
             return replace(self, speculative_num_draft_tokens=self.num_draft_tokens)
-        if block is not None:
-            return self._with_block(block)
         shape = (self.num_steps, self.topk, self.num_draft_tokens)
         is_open = all(getattr(self, item) is None for item in _SHAPE_FIELDS)
         has_trees = self.speculative_algorithm in HEAD_ALGORITHMS and self.verification == "match"
         if is_open and is_llama and has_trees:
             shape = TREE_SHAPE
+        if block is not None:
+            shape = (block - 1, 1, block)
         return replace(self, **dict(zip(_SHAPE_FIELDS, shape, strict=True)))
-
-    def _with_block(self, size: int) -> Self:
-        shape = dict(zip(_SHAPE_FIELDS, (size - 1, 1, size), strict=True))
-        for name, value in shape.items():
-            if getattr(self, name) not in (None, value):
-                raise ConfigError(
-                    f"{spelling(name)} {getattr(self, name)} contradicts the draft model, whose "
-                    f"block of {size} tokens makes it {value}; leave the flag out"
-                )
-        return replace(self, **shape)
 
     @property
     def drafts(self) -> bool:
@@ -273,29 +260,31 @@ _SHAPE_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Everything that a start was told."""
+    """Everything that a start was told.
+
+    Attributes:
+      given: Names of the fields that were named, of any part.
+    """
 
     model: ModelOptions
     server: ServerOptions
     engine: EngineConfig
     speculative: SpeculativeConfig
     ngram: NgramConfig
+    given: frozenset[str] = frozenset()
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
         """Options of the given fields, whatever part they belong to; the rest have their defaults.
 
         Raises:
-          ConfigError: A value is out of range or contradicts another.
+          ConfigError: A value is out of range.
         """
         made = {}
         for part, made_of in PARTS.items():
             names = {item.name for item in fields(made_of)}
             made[part] = made_of(**{name: values[name] for name in names & values.keys()})
-        options = cls(**made)
-        draft = options.speculative
-        options.ngram.check_drafter(values.keys(), draft.drafts_on_host, draft.num_draft_tokens)
-        return options
+        return cls(**made, given=frozenset(values))
 
 
 PARTS = {

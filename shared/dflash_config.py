@@ -53,16 +53,7 @@ class BlockConfig:
             )
 
     def with_window(self, window: int) -> "BlockConfig":
-        """With one window for every layer.
-
-        Raises:
-          ValueError: It is shorter than the block.
-        """
-        if window < self.size:
-            raise ValueError(
-                f"--speculative-draft-window-size {window} is shorter than the draft model's block "
-                f"of {self.size} tokens; give at least {self.size}"
-            )
+        """With one window, at least a block, for every layer."""
         return replace(self, windows=(window,) * len(self.windows))
 
 
@@ -72,6 +63,12 @@ def settings_of(config: Json) -> dict[str, Any]:
     if not isinstance(own, Mapping):
         raise ValueError("the draft model's dflash_config must be an object")
     return {**config, **own}
+
+
+def stated_block(config: Json) -> int | None:
+    """The size of the block that a config.json states, right or not; None where there is none."""
+    size = settings_of(config).get("block_size")
+    return size if isinstance(size, int) else None
 
 
 def refuse_relatives(settings: Json) -> None:

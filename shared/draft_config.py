@@ -171,11 +171,7 @@ class DraftConfig:
         )
 
     def with_window(self, window: int | None) -> "DraftConfig":
-        """With one window for all layers of a DFLASH head; None leaves each what it has.
-
-        Raises:
-          ValueError: The window is shorter than the block.
-        """
+        """With one window for all layers of a DFLASH head; None leaves each what it has."""
         if window is None or self.block is None:
             return self
         return replace(self, block=self.block.with_window(window))

@@ -1,9 +1,8 @@
-"""Flags of the drafter NGRAM; `shared.config` holds them against the others."""
+"""Flags of the drafter NGRAM; `shared.capabilities` holds them against the others."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from shared.flags import ConfigError, check_rules, flag, spelling
+from shared.flags import check_rules, flag
 
 RECENCY, FREQUENCY = MATCH_TYPES = ("BFS", "PROB")
 TENANT, REQUEST = SCOPES = ("tenant", "request")
@@ -47,43 +46,8 @@ class NgramConfig:
 
     def __post_init__(self) -> None:
         check_rules(self)
-        low, high = self.speculative_ngram_min_bfs_breadth, self.speculative_ngram_max_bfs_breadth
-        if low > high:
-            raise ConfigError(
-                f"--speculative-ngram-min-bfs-breadth {low} is above "
-                f"--speculative-ngram-max-bfs-breadth {high}; lower it"
-            )
-        path, budget = self.speculative_ngram_external_corpus_path, self.sam_budget
-        if path is not None and not budget:
-            raise ConfigError(
-                "--speculative-ngram-external-corpus-path needs draft nodes of its own; give their "
-                "number as --speculative-ngram-external-sam-budget"
-            )
 
     @property
     def sam_budget(self) -> int:
         """Draft nodes that external corpora share."""
         return self.speculative_ngram_external_sam_budget
-
-    def check_drafter(self, given: Collection[str], draws_on_text: bool, nodes: int) -> None:
-        """Holds the flags against the drafter that was chosen.
-
-        Args:
-          given: Names of all fields that were given, of any part.
-          draws_on_text: The drafter is NGRAM.
-          nodes: N, nodes of its tree.
-
-        Raises:
-          ConfigError: A flag means nothing for this drafter, or leaves no room in the tree.
-        """
-        ours = [item.name for item in fields(self) if item.name in given]
-        if ours and not draws_on_text:
-            raise ConfigError(
-                f"{spelling(ours[0])} belongs to another drafter; add --speculative-algorithm "
-                "NGRAM or leave the flag out"
-            )
-        if draws_on_text and self.sam_budget >= nodes:
-            raise ConfigError(
-                f"--speculative-ngram-external-sam-budget must be at most {nodes - 1}, the draft "
-                f"nodes of --speculative-num-draft-tokens {nodes}, got {self.sam_budget}"
-            )

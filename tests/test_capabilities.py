@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shared import capabilities
-from shared.capabilities import RULES, Setup, refusals
+from shared.capabilities import RULES, refusals
 from shared.checkpoint import open_checkpoint
 from shared.config import (
     ALGORITHMS,
@@ -26,10 +26,11 @@ from shared.config import (
 from shared.engine.request import Request, SamplingParams
 from shared.memory_plan import Device
 from shared.server import launch
+from shared.setup import Setup
 from tests import reference_serve
 from tests.driving import Outcome, drive
 from tests.http_fixtures import save_tokenizer
-from tests.tiny_heads import write_tiny_block, write_tiny_head
+from tests.tiny_heads import BLOCK_SIZE, write_tiny_block, write_tiny_head
 from tests.tiny_models import tiny_model, write_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,8 +153,13 @@ def test_what_is_not_refused_is_served(
 def blocked(drafter: str, line: list[str]) -> list[str]:
     """What the rules say of a start whose files are right."""
     model, _ = tiny_model(FAMILY, 0)
+    return refusals(Setup(options=parse(line), model=model, has_mtp=True, **drafting(drafter)))
+
+
+def drafting(drafter: str) -> dict:
+    """What the files of a drafter's plain start tell."""
     head_kind = drafter if drafter in HEAD_ALGORITHMS else None
-    return refusals(Setup(options=parse(line), model=model, has_mtp=True, head_kind=head_kind))
+    return {"head_kind": head_kind, "block": BLOCK_SIZE if head_kind == BLOCK_ALGORITHM else None}
 
 
 def test_every_drafter_takes_every_rule_of_acceptance(house: House) -> None:
@@ -170,13 +176,11 @@ def test_an_example_is_refused_for_the_reason_that_it_stands_beside(rule, house:
     example = rule.example
     family = example.model_type or FAMILY
     model, _ = tiny_model(family, 0, with_mtp=example.model_type is None)
-    head_kind = example.drafter if example.drafter in HEAD_ALGORITHMS else None
 
     def setup(flags: tuple[str, ...]) -> Setup:
         options = parse(house.start(example.drafter, flags))
-        return Setup(
-            options=options, model=model, has_mtp=example.model_type is None, head_kind=head_kind
-        )
+        has_mtp = example.model_type is None
+        return Setup(options=options, model=model, has_mtp=has_mtp, **drafting(example.drafter))
 
     refused = setup(example.flags)
     assert rule.sentence(refused.words()) in refusals(refused)

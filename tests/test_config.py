@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shared.backend import Work
-from shared.capabilities import Setup, refusals
+from shared.capabilities import refusals
 from shared.config import PARTS, ConfigError, parse, spelling
 from shared.engine.allocator import Allocator
 from shared.engine.controller import StaticController
@@ -14,6 +14,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.engine.scheduler import Scheduler
 from shared.foreign_flags import NOT_SUPPORTED
 from shared.memory_plan import Device, plan
+from shared.setup import Setup
 from tests.tiny_heads import tiny_head
 from tests.tiny_models import tiny_model
 
@@ -35,7 +36,7 @@ REFUSED = {
         "--speculative-ngram-min-bfs-breadth 11 is above --speculative-ngram-max-bfs-breadth 10"
     ),
     "--speculative-algo NGRAM --speculative-ngram-external-sam-budget 12": (
-        "--speculative-ngram-external-sam-budget must be at most 11"
+        "of --speculative-num-draft-tokens 12; give at most 11"
     ),
     "--speculative-algo NGRAM --speculative-ngram-external-corpus-path x": (
         "give their number as --speculative-ngram-external-sam-budget"

@@ -276,6 +276,10 @@ def test_capabilities_name_the_drafters_and_what_is_refused(server):
     for entry in found["refused"]:
         assert entry.keys() == {"reason", "way_out", "example"}
         assert entry["example"]["drafter"] in found["drafters"]
+        for name, value in entry["example"]["request"].items():
+            for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+                answer = server.post(path, **prompt, **{name: value})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 def test_health_and_metrics(server):

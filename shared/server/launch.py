@@ -17,9 +17,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from shared.backend import Backend, Limits
-from shared.capabilities import Setup, refusals
+from shared.capabilities import refusals
 from shared.checkpoint import Checkpoint, Parameter, parameters
-from shared.config import ConfigError, Options, parse
+from shared.config import BLOCK_ALGORITHM, ConfigError, Options, parse
+from shared.dflash_config import stated_block
 from shared.draft_checkpoint import (
     HeadFiles,
     ModelFiles,
@@ -34,9 +35,10 @@ from shared.engine.controller import HostDraftController, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram_index import NgramIndex
 from shared.memory_plan import Device, MemoryPlan, draft_shape, plan
-from shared.model_config import ModelConfig
+from shared.model_config import ModelConfig, read_json
 from shared.server import engine_process
 from shared.server.frames import ModelFacts
+from shared.setup import Setup
 
 REPORT_S = 2.0  # between two lines of progress where there is no terminal to draw a bar on
 
@@ -128,7 +130,13 @@ def prepare(
     stored = open_head(path) if path else None
     is_model = draft.drafts_with_a_model and stored is not None and not is_head(stored.names)
     head_kind = kind_of(stored.names) if stored and not is_model else None
-    setup = Setup(options=options, model=model, has_mtp=checkpoint.has_mtp, head_kind=head_kind)
+    setup = Setup(
+        options=options,
+        model=model,
+        has_mtp=checkpoint.has_mtp,
+        head_kind=head_kind,
+        block=_block(path) if head_kind == BLOCK_ALGORITHM else None,
+    )
     if refused := refusals(setup):
         raise ConfigError("\n".join(refused))
     checkpoint.check(model, draft.with_mtp)
@@ -153,6 +161,14 @@ def _draft_files(
     head = HeadFiles(config.with_window(draft.speculative_draft_window_size), stored)
     check_head(stored, head.config)
     return head
+
+
+def _block(path: str | None) -> int | None:
+    """The block that a DFLASH head states; None where its settings cannot be read."""
+    try:
+        return stated_block(read_json(Path(path or "") / "config.json"))
+    except (OSError, ValueError):
+        return None  # `DraftConfig` says what is wrong
 
 
 def _small_config(path: str) -> ModelConfig:

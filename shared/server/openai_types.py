@@ -9,34 +9,13 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
+from shared.request_fields import CHAT, COMPLETIONS, NOT_SERVED
+
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 1024  # of all prompts of one request
 MAX_BIAS = 100  # of a token, either way
 MAX_DRAFT_TOKENS = 1 << 16  # more than any step has; what a request allows beyond means the same
-
-# Fields of OpenAI's API that are not there yet, with the values that ask for nothing.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "metadata": ({},),
-    "prediction": (),
-}
-_UNSUPPORTED_COMPLETION = _UNSUPPORTED | {"echo": (False,), "suffix": ("",)}
-_UNSUPPORTED_CHAT = _UNSUPPORTED | {
-    "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
-}
 
 
 class ApiError(Exception):
@@ -256,6 +235,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    parallel_tool_calls: bool | None = None  # says nothing without tools
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:
@@ -280,8 +260,8 @@ def parse(body: bytes, kind: type[Body]) -> Body:
     Raises:
       ApiError: Status 400; names the field at fault.
     """
-    table = _UNSUPPORTED_CHAT if kind is ChatRequest else _UNSUPPORTED_COMPLETION
-    request = _checked(_drop_neutral(_read_object(body), table), kind)
+    endpoint = CHAT if kind is ChatRequest else COMPLETIONS
+    request = _checked(_drop_neutral(_read_object(body), endpoint), kind)
     _check_together(request)
     return request
 
@@ -312,13 +292,13 @@ def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
         raise _api_error(error) from error
 
 
-def _drop_neutral(fields: dict[str, Any], table: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    for name in table.keys() & fields.keys():
-        value = fields[name]
-        neutral = any(type(value) is type(other) and value == other for other in table[name])
-        if value is not None and not neutral:
-            raise ApiError(400, f"{name} is not supported, leave it out", name)
-    return {name: value for name, value in fields.items() if name not in table}
+def _drop_neutral(fields: dict[str, Any], endpoint: str) -> dict[str, Any]:
+    """Without the fields that are not served, whose values here ask for nothing."""
+    known = {field.name: field for field in NOT_SERVED if endpoint in field.endpoints}
+    for name in known.keys() & fields.keys():
+        if known[name].refuses(fields[name]):
+            raise ApiError(400, f"{known[name].reason}, {known[name].way_out}", name)
+    return {name: value for name, value in fields.items() if name not in known}
 
 
 def _api_error(error: ValidationError) -> ApiError:
