@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
 
 from models import make_random
@@ -23,6 +24,7 @@ from tests.http_fixtures import save_tokenizer
 from tests.tiny_heads import write_tiny_head
 from tests.tiny_models import tiny_model, tiny_weights, write_tiny
 from tests.tiny_small import small_config
+from torch_impl import serve as torch_serve
 
 ROOT = Path(__file__).resolve().parents[1]
 RANDOM_MODEL = ROOT / "models" / "random"
@@ -302,3 +304,18 @@ def test_a_corpus_that_is_no_file_ends_the_start_before_anything_is_loaded(folde
     assert (
         f"--speculative-ngram-external-corpus-path {corpus} is no file" in capsys.readouterr().err
     )
+
+
+def test_a_small_model_gets_one_thread_of_torch_and_a_large_one_all(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr(torch_serve, "ALL_THREADS", 2)
+    try:
+        for size, wanted in ((9_000_000, 1), (600_000_000, 2)):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            torch_serve.take_threads(size)
+            assert torch.get_num_threads() == wanted
+            monkeypatch.setenv("OMP_NUM_THREADS", "3")
+            torch_serve.take_threads(600_000_000 - size)
+            assert torch.get_num_threads() == wanted
+    finally:
+        torch.set_num_threads(before)

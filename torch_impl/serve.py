@@ -1,12 +1,14 @@
 """`python -m torch_impl.serve` serves a checkpoint with torch, on a GPU where there is one."""
 
+import os
 import sys
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
 from shared.backend import Limits
-from shared.checkpoint import Checkpoint, open_checkpoint
+from shared.checkpoint import Checkpoint, open_checkpoint, parameters
 from shared.config import Options
 from shared.draft_checkpoint import ModelFiles
 from shared.memory_plan import Device
@@ -15,6 +17,15 @@ from shared.server.launch import DraftFiles, ProgressCall, launch
 from torch_impl.backend import Drafter, TorchBackend
 from torch_impl.model import Model
 from torch_impl.weights import load, load_head
+
+ALL_THREADS = torch.get_num_threads()
+
+SMALL_MODEL = 50_000_000
+"""Parameters below which a CPU's threads wait for each other longer than they compute.
+
+On two cores one thread decodes a model of 9 million parameters 1.4 to 1.8 times as fast as two, and
+one of 600 million 0.7 times as fast.
+"""
 
 
 def find_device() -> Device:
@@ -42,10 +53,17 @@ def load_backend(
         drafter = Model.of(head.config, small)
     elif head is not None:
         drafter = load_head(head.checkpoint, head.config, dtype, device, progress)
+    take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
     graphs = device.type == "cuda"
     return TorchBackend(
         model, weights, limits, drafter, dtype=dtype, device=device, cuda_graphs=graphs
     )
+
+
+def take_threads(num_parameters: int) -> None:
+    """Gives an operation on a CPU one thread or all; OMP_NUM_THREADS stays what it is."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1 if num_parameters < SMALL_MODEL else ALL_THREADS)
 
 
 def main(argv: Sequence[str]) -> int:
