@@ -183,7 +183,8 @@ def test_the_table_of_files_lands_between_the_markers_of_a_document(measurement,
     )
     assert text.endswith("<!-- /accuracy -->\nbelow\n")
     assert "\nold\n" not in text
-    assert text.count("\n| NEXTN S=2 | ") == 2
+    assert text.count("\n| NEXTN S=2 | ") == 4  # two temperatures of two tables
+    assert f"`{file}` (float32)" in text
     assert "Refused: DFLASH: " in text
     assert capsys.readouterr().out.count("| none | 0 | 1.00 | 1.00 |") == 2
     with pytest.raises(ValueError, match="markers|<!-- accuracy -->"):
@@ -198,6 +199,14 @@ def test_the_table_of_cells_has_acceptance_by_position_and_the_text_of_each(meas
         assert cells[:2] == [row["algorithm"], "torch"]
         assert cells[5] == (" ".join(f"{s:.2f}" for s in row["per_position"]) or "-")
         assert cells[-1] == row["text_hash"]
+
+
+def test_the_matrix_is_shown_and_drawn_from_files(measurement, tmp_path, capsys):
+    picture = tmp_path / "matrix.png"
+    tables = spec_matrix.show([measurement.to_json("bench.spec_matrix")], picture)
+    assert capsys.readouterr().out == f"{tables}\n"
+    assert tables.endswith(f"{accuracy_table.render_cells(measurement.rows)}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def table_row(backend: str, batch: int, algorithm: str, **changes) -> dict:
