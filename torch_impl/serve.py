@@ -53,7 +53,8 @@ def load_backend(
         drafter = Model.of(head.config, small)
     elif head is not None:
         drafter = load_head(head.checkpoint, head.config, dtype, device, progress)
-    take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
+    if device.type == "cpu":
+        take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
     graphs = device.type == "cuda"
     return TorchBackend(
         model, weights, limits, drafter, dtype=dtype, device=device, cuda_graphs=graphs
