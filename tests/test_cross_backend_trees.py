@@ -192,9 +192,10 @@ def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
-def test_steps_of_eagle_without_drafts_give_the_plain_text(sampling, all_backends):
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
+def test_steps_of_eagle_without_drafts_give_the_plain_text(framework, sampling, all_backends):
     each = cell("qwen3_5", "EAGLE", TREES[1], sampling, "alone", 1, 16)
-    assert_starved("torch", each, all_backends)
+    assert_starved(framework, each, all_backends)
 
 
 def assert_starved(framework: str, each: TreeCell, backends: Backends) -> None:
