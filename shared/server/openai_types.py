@@ -9,13 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
-from shared.request_fields import CHAT, COMPLETIONS, NOT_SERVED
+from shared.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED, NotServed
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 1024  # of all prompts of one request
 MAX_BIAS = 100  # of a token, either way
 MAX_DRAFT_TOKENS = 1 << 16  # more than any step has; what a request allows beyond means the same
+
+_NOT_SERVED = {
+    endpoint: {field.name: field for field in NOT_SERVED if endpoint in field.endpoints}
+    for endpoint in BOTH
+}
 
 
 class ApiError(Exception):
@@ -260,8 +265,8 @@ def parse(body: bytes, kind: type[Body]) -> Body:
     Raises:
       ApiError: Status 400; names the field at fault.
     """
-    endpoint = CHAT if kind is ChatRequest else COMPLETIONS
-    request = _checked(_drop_neutral(_read_object(body), endpoint), kind)
+    table = _NOT_SERVED[CHAT if kind is ChatRequest else COMPLETIONS]
+    request = _checked(_drop_neutral(_read_object(body), table), kind)
     _check_together(request)
     return request
 
@@ -292,13 +297,12 @@ def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
         raise _api_error(error) from error
 
 
-def _drop_neutral(fields: dict[str, Any], endpoint: str) -> dict[str, Any]:
+def _drop_neutral(fields: dict[str, Any], table: dict[str, NotServed]) -> dict[str, Any]:
     """Without the fields that are not served, whose values here ask for nothing."""
-    known = {field.name: field for field in NOT_SERVED if endpoint in field.endpoints}
-    for name in known.keys() & fields.keys():
-        if known[name].refuses(fields[name]):
-            raise ApiError(400, f"{known[name].reason}, {known[name].way_out}", name)
-    return {name: value for name, value in fields.items() if name not in known}
+    for name in table.keys() & fields.keys():
+        if table[name].refuses(fields[name]):
+            raise ApiError(400, f"{table[name].reason}, {table[name].way_out}", name)
+    return {name: value for name, value in fields.items() if name not in table}
 
 
 def _api_error(error: ValidationError) -> ApiError:
