@@ -7,6 +7,7 @@ for the fields that choose tokens.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from shared.config import (
@@ -25,6 +26,11 @@ def _wants_mtp(s: Setup) -> bool:
     return s.algorithm in ("NEXTN", "NAIVE_EAGLE") and s.draft.with_mtp
 
 
+def _differ(given: Sequence[int | None], fixed: Sequence[int]) -> bool:
+    """Whether one of the numbers was given and is another one than the fixed."""
+    return any(number not in (None, own) for number, own in zip(given, fixed, strict=True))
+
+
 def _shapes_naive(s: Setup) -> bool:
     draft = s.draft
     given = (
@@ -32,8 +38,7 @@ def _shapes_naive(s: Setup) -> bool:
         draft.speculative_eagle_topk,
         draft.speculative_num_draft_tokens,
     )
-    fits = all(g in (None, fixed) for g, fixed in zip(given, NAIVE_SHAPE, strict=True))
-    return s.algorithm == "NAIVE_EAGLE" and not fits
+    return s.algorithm == "NAIVE_EAGLE" and _differ(given, NAIVE_SHAPE)
 
 
 def _shapes_text(s: Setup) -> bool:
@@ -57,11 +62,7 @@ def _lacks_nodes(s: Setup) -> bool:
 
 def _breaks_block(s: Setup) -> bool:
     given = (s.draft.speculative_num_steps, s.draft.speculative_num_draft_tokens)
-    if s.block is None:
-        return False
-    return any(
-        g not in (None, fixed) for g, fixed in zip(given, (s.block - 1, s.block), strict=True)
-    )
+    return s.block is not None and _differ(given, (s.block - 1, s.block))
 
 
 def _flags(line: str) -> tuple[str, ...]:

@@ -186,6 +186,9 @@ def test_an_example_is_refused_for_the_reason_that_it_stands_beside(rule, house:
     assert rule.sentence(refused.words()) in refusals(refused)
     if example.model_type is None:
         assert refusals(setup(())) == []
+        with pytest.raises(ConfigError) as told:  # by the start too, which reads the files
+            house.serve(house.start(example.drafter, example.flags))
+        assert rule.sentence(refused.words()) in str(told.value).splitlines()
 
 
 def test_all_that_is_refused_is_told_in_one_message(house: House) -> None:

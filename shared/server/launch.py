@@ -135,10 +135,13 @@ def prepare(
         model=model,
         has_mtp=checkpoint.has_mtp,
         head_kind=head_kind,
-        block=_block(path) if head_kind == BLOCK_ALGORITHM else None,
+        block=_block(path) if path and head_kind == BLOCK_ALGORITHM else None,
     )
     if refused := refusals(setup):
         raise ConfigError("\n".join(refused))
+    corpus = options.ngram.speculative_ngram_external_corpus_path
+    if corpus and not os.path.isfile(corpus):
+        raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
     checkpoint.check(model, draft.with_mtp)
     head = _draft_files(options, model, stored) if stored else None
     memory = plan(options, model, head.config if head else None, find_device())
@@ -163,10 +166,10 @@ def _draft_files(
     return head
 
 
-def _block(path: str | None) -> int | None:
+def _block(path: str) -> int | None:
     """The block that a DFLASH head states; None where its settings cannot be read."""
     try:
-        return stated_block(read_json(Path(path or "") / "config.json"))
+        return stated_block(read_json(Path(path) / "config.json"))
     except (OSError, ValueError):
         return None  # `DraftConfig` says what is wrong
 
@@ -179,16 +182,13 @@ def _small_config(path: str) -> ModelConfig:
 
 
 def _expanded(options: Options) -> Options:
-    """With `~` replaced in the folders, and the path of a corpus checked."""
+    """With `~` replaced in the paths."""
     model, draft, ngram = options.model, options.speculative, options.ngram
     folder, path = os.path.expanduser(model.model_path), draft.speculative_draft_model_path
     draft = replace(draft, speculative_draft_model_path=path and os.path.expanduser(path))
     if corpus := ngram.speculative_ngram_external_corpus_path:
-        corpus = os.path.expanduser(corpus)
-        if not os.path.isfile(corpus):
-            raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
         # The server's process reads it, from a folder of its own.
-        corpus = os.path.abspath(corpus)
+        corpus = os.path.abspath(os.path.expanduser(corpus))
         ngram = replace(ngram, speculative_ngram_external_corpus_path=corpus)
     model = replace(model, model_path=folder)
     return replace(options, model=model, speculative=draft, ngram=ngram)
