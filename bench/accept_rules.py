@@ -128,8 +128,7 @@ def render(files: Sequence[File]) -> str:
     cells, parts = cells_of([row for file in files for row in file["rows"]]), []
     for temperature in dict.fromkeys(cell[2] for cell in cells):
         kinds = dict.fromkeys(cell[3] for cell in cells)
-        head = ["drafter", "tasks", *WAYS]
-        lines = [head, ["---"] * len(head)]
+        lines = [["drafter", "tasks", *WAYS]]
         for drafter in dict.fromkeys(cell[0] for cell in cells):
             for kind in sorted(kinds, key=lambda kind: kind == ALL):
                 keys = [(drafter, way, temperature, kind) for way in WAYS]

@@ -36,13 +36,13 @@ def render(files: Sequence[File]) -> str:
         mine, begin = [row for row in rows if _line(row) == line], [line[0], f"{line[1]:g}"]
         values.append(begin + _values(mine, kinds))
         speeds.append(begin + [_gain(line, place, rows) for place in places])
-    return "\n\n".join([*map(_headed, (values, speeds)), *notes(files)])
+    return "\n\n".join([*map(markdown, (values, speeds)), *notes(files)])
 
 
 def render_cells(rows: Sequence[Row]) -> str:
     """The table of a matrix: a line for each cell, with acceptance by position and the hash."""
     head = ("drafter", "backend", "T", "task", "acceptance length", "by draft position")
-    lines = [(*head, "tokens/s", "text"), ("---",) * 8]
+    lines = [(*head, "tokens/s", "text")]
     for row in rows:
         shares = " ".join(f"{share:.2f}" for share in row["per_position"]) or MISSING
         place = (row["algorithm"], row["backend"], f"{row['temperature']:g}", row["kind"])
@@ -52,12 +52,9 @@ def render_cells(rows: Sequence[Row]) -> str:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """Lines of cells as a table; the second one is its rule."""
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _headed(lines: Sequence[Sequence[str]]) -> str:
-    return markdown([lines[0], ["---"] * len(lines[0]), *lines[1:]])
+    """Lines of cells as a table; the first one is its head."""
+    head, *rest = lines
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rest))
 
 
 def _values(mine: list[Row], kinds: list[str]) -> list[str]:

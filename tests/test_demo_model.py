@@ -25,8 +25,8 @@ DEMO = ROOT / "models" / "demo"
 ARCHITECTURES = {"target": "Qwen3_5ForCausalLM", "standalone": "Qwen3ForCausalLM"}
 MOST_BYTES = 24 * 10**6
 COUNT = 5
-SHAPES = {"EAGLE3": ("--speculative-num-steps", "5", "--speculative-eagle-topk", "4")}
-SHAPES["EAGLE3"] += ("--speculative-num-draft-tokens", "16")
+TREE = "--speculative-num-steps 5 --speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
+SHAPES = {"EAGLE3": TREE.split()}
 ACCEPTED = {"NEXTN": 3.0, "EAGLE": 3.0, "EAGLE3": 3.3, "STANDALONE": 3.0, "DFLASH": 3.5}
 """Least tokens of a verify step, on problems that no drafter has seen."""
 
