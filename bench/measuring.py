@@ -21,12 +21,12 @@ from bench.options import Settings, settings_of
 from bench.scoring import Row, Texts, acceptance, is_right, text_hash
 from bench.serving import Run, Served, start, timed
 from models.demo.data import KINDS, Example
-from shared.checkpoint import load_all
 from shared.engine.request import Request, SamplingParams
-from shared.model_config import ModelConfig
+from shared.models.checkpoint import load_all
+from shared.models.config import ModelConfig
 from shared.server.tokenizer import Tokenizer
 from shared.spec.sampling import derive_seed
-from tests.equality import Oracle
+from tests.support.equality import Oracle
 
 CPU_BATCH, GPU_BATCH = 8, 64
 CONTEXT_MULTIPLE = 64

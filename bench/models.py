@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import ml_dtypes
 import numpy as np
 
-from shared.backend import Limits, Program, Work
-from shared.checkpoint import parameters
-from shared.model_config import ModelConfig
+from shared.boundary.backend import Limits, Program, Work
+from shared.models.checkpoint import parameters
+from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 
 QWEN3_0_6B = {
@@ -67,7 +67,7 @@ SIZES = {"qwen3-0.6b": QWEN3_0_6B, "qwen3.5-0.8b": QWEN3_5_0_8B, "tiny-hybrid": 
 def random_weights(
     config: ModelConfig, with_mtp: bool, dtype: str, seed: int
 ) -> dict[str, np.ndarray]:
-    """Normal weights of deviation 1/sqrt(fan-in), by the names of `shared.checkpoint`.
+    """Normal weights of deviation 1/sqrt(fan-in), by the names of `shared.models.checkpoint`.
 
     The unit deviation of the embedding keeps logits some units apart.
     """

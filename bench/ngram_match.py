@@ -20,10 +20,10 @@ from pathlib import Path
 import numba
 import numpy as np
 
-from shared.engine.ngram_corpus import SEPARATOR, Corpus
-from shared.engine.ngram_index import NgramIndex
+from shared.engine.ngram.corpus import SEPARATOR, Corpus
+from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
-from shared.ngram_config import NgramConfig
+from shared.options.ngram import NgramConfig
 
 VOCAB = 151936
 WORDS = 20000

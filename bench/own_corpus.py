@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.serving import Served, timed
-from shared.engine.ngram_corpus import SEPARATOR, Corpus
+from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.request import Request, SamplingParams
 from shared.spec.sampling import derive_seed
 

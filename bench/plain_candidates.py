@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from jaxtyping import Int
 from torch import Tensor
 
-from shared.draft_config import DraftSizes
+from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.backend import TorchBackend
 from torch_impl.device_state import DeviceState, Plan, Prompts

@@ -1,8 +1,8 @@
 """How a run is judged: right answers, accepted drafts, and texts that no drafter may change.
 
 By the match rule every drafter must give the first one's texts, at any temperature and on either
-backend. A text that differs is held against the specification (`tests/equality.py`): only a near
-tie is excused.
+backend. A text that differs is held against the specification (`tests/support/equality.py`):
+only a near tie is excused.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ import numpy as np
 from bench.serving import Outcome
 from models.demo.data import answer_of
 from shared.engine.request import Request
-from tests.equality import MOST_EXCUSED, Oracle
+from tests.support.equality import MOST_EXCUSED, Oracle
 
 Row = dict[str, Any]
 

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 
-from shared.backend import Backend, Limits, Work
-from shared.checkpoint import open_checkpoint
-from shared.config import parse
+from shared.boundary.backend import Backend, Limits, Work
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
-from shared.server import launch
+from shared.models.checkpoint import open_checkpoint
+from shared.options.options import parse
+from shared.process import launch
 
 WARM_UP_TOKENS = 4
 

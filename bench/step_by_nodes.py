@@ -26,13 +26,13 @@ import numpy as np
 
 from bench.models import TINY_HYBRID, limits_for, random_weights
 from bench.step_time import Case, make_backend, versions
-from shared.backend import Backend, Decode, Limits, Program, StepPlan, Work
-from shared.buffers import empty_plan
-from shared.checkpoint import parameters
+from shared.boundary.backend import Backend, Decode, Limits, Program, StepPlan, Work
+from shared.boundary.buffers import empty_plan
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Chunk, Planner, PrefillRows
 from shared.engine.request import Request, SamplingParams
-from shared.model_config import ModelConfig
+from shared.models.checkpoint import parameters
+from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 
 MODEL = TINY_HYBRID | {

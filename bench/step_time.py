@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from bench.models import SIZES, limits_for, random_weights, step_bytes
-from shared.backend import Backend, Limits
+from shared.boundary.backend import Backend, Limits
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 
 PROMPT = 128

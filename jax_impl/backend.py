@@ -24,16 +24,16 @@ from jax_impl.ops import attention
 from jax_impl.ops.sampling import Sampling
 from jax_impl.step import step
 from jax_impl.weights import LoadedHead, LoadedModel, Model
-from shared.backend import (
+from shared.boundary.backend import (
     Limits,
     Program,
     StepPlan,
     StepResult,
     Work,
 )
-from shared.buffers import Field, plan_layout, read_result, result_layout
-from shared.draft_config import DraftHead, DraftSizes
-from shared.model_config import ModelConfig
+from shared.boundary.buffers import Field, plan_layout, read_result, result_layout
+from shared.drafts.config import DraftHead, DraftSizes
+from shared.models.config import ModelConfig
 from shared.spec.standalone import SmallModel
 
 LoadedDrafter = Literal["none", "NEXTN"] | LoadedHead | LoadedModel
@@ -44,7 +44,7 @@ Compiled = Callable[..., tuple[DeviceState, jax.Array]]
 
 
 class JaxBackend:
-    """A `shared.backend.Backend` on one JAX device.
+    """A `shared.boundary.backend.Backend` on one JAX device.
 
     Attributes:
       limits: What it can do.
@@ -65,7 +65,7 @@ class JaxBackend:
         """Allocates the pools of `limits`; programs are compiled when they are first used.
 
         Args:
-          arrays: Loaded weights, or arrays under the names of `shared.checkpoint`.
+          arrays: Loaded weights, or arrays under the names of `shared.models.checkpoint`.
           drafter: How drafts are made: not at all, by the model's own MTP layer, or by a head,
             loaded already or as arrays.
           dtype: Of weights, activations and KV, float32 or bfloat16. Loaded weights have theirs

@@ -1,7 +1,7 @@
 """`python -m jax_impl.convert SRC DST` writes a checkpoint folder with its weights in Orbax form.
 
-DST gets `orbax/`, with one array per parameter under the names of `shared.checkpoint`, and a copy
-of everything else in SRC: configuration and tokenizer. It gives the same tokens as SRC.
+DST gets `orbax/`, with one array per parameter under the names of `shared.models.checkpoint`, and a
+copy of everything else in SRC: configuration and tokenizer. It gives the same tokens as SRC.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Shaped
 
-from shared import checkpoint
-from shared.checkpoint import Checkpoint, CheckpointError, Parameter, parameters
-from shared.model_config import ModelConfig
+from shared.models import checkpoint
+from shared.models.checkpoint import Checkpoint, CheckpointError, Parameter, parameters
+from shared.models.config import ModelConfig
 
 FOLDER = "orbax"
 EXIT_REFUSED = 2
@@ -25,7 +25,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 class OrbaxCheckpoint:
-    """The arrays of an Orbax folder, with the methods of `shared.checkpoint.Checkpoint`."""
+    """The arrays of an Orbax folder, with the methods of `shared.models.checkpoint.Checkpoint`."""
 
     def __init__(self, folder: Path) -> None:
         """Reads names, shapes and dtypes.

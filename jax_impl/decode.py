@@ -14,7 +14,7 @@ from jax_impl.machine import Fields, Machine, logprobs_of
 from jax_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling
 from jax_impl.ops.mamba_state import DeltaState
 from jax_impl.rejection import choose, draft_noise, rejects
-from shared.backend import Program
+from shared.boundary.backend import Program
 
 
 class Trees(NamedTuple):

@@ -9,9 +9,9 @@ from jaxtyping import Bool, Float, Int
 
 from jax_impl.layers import KV
 from jax_impl.ops.mamba_state import DeltaState
-from shared.backend import Limits
-from shared.draft_config import DraftSizes
-from shared.model_config import ModelConfig
+from shared.boundary.backend import Limits
+from shared.drafts.config import DraftSizes
+from shared.models.config import ModelConfig
 from shared.spec.mamba_state import WINDOW
 
 

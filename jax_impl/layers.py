@@ -11,7 +11,7 @@ from jax_impl.ops.attention import Rows
 from jax_impl.ops.linear import linear
 from jax_impl.ops.mamba_state import DeltaState, Kept
 from jax_impl.weights import Attention, GatedDelta, Layers
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from shared.spec.layers import rotary_frequencies
 
 Hidden = Float[jax.Array, "R hidden"]

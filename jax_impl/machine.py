@@ -12,8 +12,8 @@ from jax_impl.device_state import DeviceState, Held
 from jax_impl.drafters import Drafter
 from jax_impl.ops import sampling
 from jax_impl.weights import Model
-from shared.backend import Limits
-from shared.model_config import ModelConfig
+from shared.boundary.backend import Limits
+from shared.models.config import ModelConfig
 
 Fields = dict[str, jax.Array]
 

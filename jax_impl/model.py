@@ -11,7 +11,7 @@ from jax_impl.ops.attention import Rows
 from jax_impl.ops.layers import rms_norm
 from jax_impl.ops.linear import linear_float32
 from jax_impl.weights import Model
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 
 
 class Forward(NamedTuple):

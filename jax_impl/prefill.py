@@ -12,7 +12,7 @@ from jax_impl.drafters import Drafter, Fed, Ranking
 from jax_impl.machine import Fields, Machine, held_by, logprobs_of
 from jax_impl.ops import attention, draft_tree, sampling
 from jax_impl.ops.attention import Rows
-from shared.backend import Program
+from shared.boundary.backend import Program
 from shared.spec.gated_delta import CHUNK
 
 

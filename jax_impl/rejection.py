@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from jax_impl.machine import Machine
 from jax_impl.ops import acceptance, sampling
 from jax_impl.ops.sampling import RESIDUAL_STREAM, TARGET_STREAM
-from shared.backend import Program
+from shared.boundary.backend import Program
 
 RULES = {"rejection": acceptance.rejection_choices, "block": acceptance.block_choices}
 

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jax_impl import convert
 from jax_impl.backend import Drafter, JaxBackend
 from jax_impl.weights import LoadedModel, load, load_head
-from shared.backend import Limits
-from shared.checkpoint import Checkpoint
-from shared.config import Options
-from shared.draft_checkpoint import ModelFiles
-from shared.memory_plan import Device
-from shared.model_config import ModelConfig
-from shared.server.launch import DraftFiles, ProgressCall, launch
+from shared.boundary.backend import Limits
+from shared.drafts.checkpoint import ModelFiles
+from shared.models.checkpoint import Checkpoint
+from shared.models.config import ModelConfig
+from shared.options.options import Options
+from shared.process.launch import DraftFiles, ProgressCall, launch
+from shared.process.memory_plan import Device
 
 CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tandem" / "xla"
 """Compiled programs are kept here from one start to the next."""

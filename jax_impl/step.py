@@ -10,7 +10,7 @@ from jax_impl.decode import decode, draft
 from jax_impl.device_state import DeviceState
 from jax_impl.machine import Fields, Machine
 from jax_impl.prefill import count_tokens, prefill
-from shared.backend import Program, Work
+from shared.boundary.backend import Program, Work
 
 
 def step(

@@ -25,10 +25,10 @@ from jax_impl.training.examples import Batches, Rows, open_tokenizer, read_promp
 from jax_impl.training.loop import Schedule, train
 from jax_impl.training.saving import note_run
 from jax_impl.training.tasks import Precision, Target, Trainable
-from shared.checkpoint import open_checkpoint
-from shared.draft_config import DraftConfig
+from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
-from shared.model_config import Json, ModelConfig, read_json
+from shared.models.checkpoint import open_checkpoint
+from shared.models.config import Json, ModelConfig, read_json
 
 EXIT_REFUSED = 2
 KINDS = ("mtp", "eagle", "eagle3", "dflash")

@@ -1,7 +1,8 @@
 """The weights of a model as NNX modules: one stack `[layers, ...]` per layer kind and parameter.
 
-Names are those of `shared.checkpoint`. Norm weights are float32 with the 1 of zero-centred norms
-added; everything else has the model's dtype, but for what the checkpoint layout keeps in float32.
+Names are those of `shared.models.checkpoint`. Norm weights are float32 with the 1 of zero-centred
+norms added; everything else has the model's dtype, but for what the checkpoint layout keeps in
+float32.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,10 +14,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Shaped
 
-from shared import draft_checkpoint
-from shared.checkpoint import Checkpoint, parameters
-from shared.draft_config import DraftConfig, DraftHead
-from shared.model_config import ModelConfig
+from shared.drafts import checkpoint as draft_checkpoint
+from shared.drafts.config import DraftConfig, DraftHead
+from shared.models.checkpoint import Checkpoint, parameters
+from shared.models.config import ModelConfig
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -110,7 +111,7 @@ class DraftModel(nnx.Module):
 
 
 class LoadedHead(NamedTuple):
-    """A draft head whose weights are on the device; as `shared.draft_config.DraftHead`."""
+    """A draft head whose weights are on the device; as `shared.drafts.config.DraftHead`."""
 
     config: DraftConfig
     weights: DraftModel
@@ -157,7 +158,7 @@ def load_head(
     """Reads a draft head to the device, parameter by parameter; see `load`.
 
     Raises:
-      CheckpointError: See `shared.draft_checkpoint.check_head`.
+      CheckpointError: See `shared.drafts.checkpoint.check_head`.
     """
     arrays = {}
     for parameter in draft_checkpoint.check_head(checkpoint, config):
@@ -172,7 +173,7 @@ def load_head(
 def from_arrays(
     arrays: Arrays, config: ModelConfig, dtype: np.dtype | type, device: jax.Device
 ) -> Model:
-    """Brings arrays under the names of `shared.checkpoint` to the device."""
+    """Brings arrays under the names of `shared.models.checkpoint` to the device."""
     placed = {name: _placed(name, a, config, dtype, device) for name, a in arrays.items()}
     return Model(placed)
 

@@ -17,8 +17,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shared.checkpoint import Parameter, Weights, parameters, save_checkpoint
-from shared.model_config import ModelConfig
+from shared.models.checkpoint import Parameter, Weights, parameters, save_checkpoint
+from shared.models.config import ModelConfig
 
 SEED = 20
 # With these two about half of the greedy tokens follow from the newest token alone.

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
 
-from shared.backend import Backend
-from tests.backends import FRAMEWORKS, make_backend
-from tests.contract_host import Host, Texts, contract_limits, contract_model
-from tests.counting import (  # noqa: F401 - pytest finds its hooks here
+from shared.boundary.backend import Backend
+from tests.support.backends import FRAMEWORKS, make_backend
+from tests.support.contract_host import Host, Texts, contract_limits, contract_model
+from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
     print_counts,
     pytest_configure,
     pytest_sessionfinish,

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from shared.backend import (
+from shared.boundary.backend import (
     Limits,
     Program,
     StepFuture,
@@ -22,9 +22,9 @@ from shared.backend import (
     StepResult,
     Work,
 )
-from shared.buffers import empty_plan, plan_layout, read_result, result_layout
-from shared.draft_config import DraftHead
-from shared.model_config import ModelConfig
+from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
+from shared.drafts.config import DraftHead
+from shared.models.config import ModelConfig
 from shared.spec.standalone import SmallModel
 from torch_impl import drafters
 from torch_impl import weights as weights_module
@@ -43,7 +43,7 @@ Drafter = Literal["none", "NEXTN"] | DraftHead | HeadWeights | BlockWeights | Sm
 
 
 class TorchBackend:
-    """A `shared.backend.Backend` in torch.
+    """A `shared.boundary.backend.Backend` in torch.
 
     Attributes:
       limits: What exists.
@@ -66,7 +66,7 @@ class TorchBackend:
         """Allocates the pools of `limits` on the device.
 
         Args:
-          weights: Loaded already, or arrays under the names of `shared.checkpoint`.
+          weights: Loaded already, or arrays under the names of `shared.models.checkpoint`.
           drafter: How drafts are made: not at all, by the checkpoint's MTP layer, or by a head with
             a checkpoint of its own, loaded already or as arrays.
           dtype: Of weights, KV and activations, float32 or bfloat16. Loaded weights have theirs and

@@ -6,10 +6,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.backend import Limits, Program
-from shared.buffers import plan_layout, result_layout
-from shared.draft_config import DraftSizes
-from shared.model_config import ModelConfig
+from shared.boundary.backend import Limits, Program
+from shared.boundary.buffers import plan_layout, result_layout
+from shared.drafts.config import DraftSizes
+from shared.models.config import ModelConfig
 from shared.spec.gated_delta import CHUNK
 from shared.spec.mamba_state import WINDOW
 from torch_impl.ops import any_row, at_most, attention
@@ -117,7 +117,7 @@ class Plan:
 
     Attributes:
       work: The fields of the program's kind of work, by name.
-      slots, starts, draft_from, page_table: Of the rows; see `shared.backend.StepPlan`.
+      slots, starts, draft_from, page_table: Of the rows; see `shared.boundary.backend.StepPlan`.
       restore, save, save_at: Snapshots.
       sampling: Parameters of the rows.
     """

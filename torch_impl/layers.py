@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from shared.spec import layers as layers_spec
 from torch_impl.ops import attention, gated_delta, layers, mamba_state
 from torch_impl.ops.attention import Rows

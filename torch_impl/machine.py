@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.backend import Limits, Program, Work
+from shared.boundary.backend import Limits, Program, Work
 from torch_impl.device_state import DeviceState, Plan
 from torch_impl.drafters import Drafter, Noise, Ranking
 from torch_impl.model import Model

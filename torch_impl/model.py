@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from torch_impl.layers import (
     DeltaMixer,
     Hidden,

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.backend import Program
+from shared.boundary.backend import Program
 from torch_impl import model
 from torch_impl.device_state import Plan, Prompts, count, put, save, start, take
 from torch_impl.drafters import Fed, Noise, noise_of

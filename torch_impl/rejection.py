@@ -7,7 +7,7 @@ draft x is accepted with the target's probability of x, else a token of the rest
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.backend import Program
+from shared.boundary.backend import Program
 from shared.spec.sampling import RESIDUAL_STREAM, TARGET_STREAM
 from torch_impl.device_state import Plan
 from torch_impl.drafters import Noise

@@ -7,13 +7,13 @@ from math import prod
 
 import torch
 
-from shared.backend import Limits
-from shared.checkpoint import Checkpoint, open_checkpoint, parameters
-from shared.config import Options
-from shared.draft_checkpoint import ModelFiles
-from shared.memory_plan import Device
-from shared.model_config import ModelConfig
-from shared.server.launch import DraftFiles, ProgressCall, launch
+from shared.boundary.backend import Limits
+from shared.drafts.checkpoint import ModelFiles
+from shared.models.checkpoint import Checkpoint, open_checkpoint, parameters
+from shared.models.config import ModelConfig
+from shared.options.options import Options
+from shared.process.launch import DraftFiles, ProgressCall, launch
+from shared.process.memory_plan import Device
 from torch_impl.backend import Drafter, TorchBackend
 from torch_impl.model import Model
 from torch_impl.weights import load, load_head

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from shared.checkpoint import Checkpoint, parameters
-from shared.draft_checkpoint import check_head, draft_ids
-from shared.draft_config import DraftConfig, DraftHead
-from shared.model_config import ModelConfig
+from shared.drafts.checkpoint import check_head, draft_ids
+from shared.drafts.config import DraftConfig, DraftHead
+from shared.models.checkpoint import Checkpoint, parameters
+from shared.models.config import ModelConfig
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
@@ -142,7 +142,7 @@ def load(
 
 
 def from_arrays(config: ModelConfig, arrays: Arrays, dtype: str, device: torch.device) -> Weights:
-    """Weights from arrays under the names of `shared.checkpoint`, which are copied."""
+    """Weights from arrays under the names of `shared.models.checkpoint`, which are copied."""
     kept_float32 = {p.name for p in parameters(config, "mtp.fc" in arrays) if p.float32}
     tensors = {
         name: _tensor(np.array(array), device).to(
@@ -163,7 +163,7 @@ def load_head(
     """Reads a draft head's weights onto a device; the arguments are those of `load`.
 
     Raises:
-      CheckpointError: See `shared.draft_checkpoint.check_head`.
+      CheckpointError: See `shared.drafts.checkpoint.check_head`.
     """
     wanted = check_head(checkpoint, config)
     tensors = {

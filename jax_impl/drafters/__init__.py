@@ -14,7 +14,7 @@ from jax_impl.model import Forward
 from jax_impl.ops import sampling
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.sampling import Sampling
-from shared.draft_config import DraftSizes
+from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import DRAFT_TAU
 

@@ -19,8 +19,8 @@ from jax_impl.ops.attention import Rows
 from jax_impl.ops.layers import rms_norm
 from jax_impl.ops.linear import linear
 from jax_impl.weights import DraftModel, Model
-from shared.dflash_config import BlockConfig
-from shared.draft_config import DraftConfig, DraftSizes
+from shared.drafts.block import BlockConfig
+from shared.drafts.config import DraftConfig, DraftSizes
 from shared.spec.draft_tree import TreeShape
 
 

@@ -19,8 +19,8 @@ from jax_impl.drafters.heads import Head, Logits, Tokens
 from jax_impl.layers import KV
 from jax_impl.ops import draft_tree
 from jax_impl.ops.attention import Rows
-from shared.draft_config import DraftSizes
-from shared.model_config import ModelConfig
+from shared.drafts.config import DraftSizes
+from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 
 Carried = Any

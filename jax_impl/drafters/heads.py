@@ -18,8 +18,8 @@ from jax_impl.ops.attention import Rows
 from jax_impl.ops.layers import rms_norm
 from jax_impl.ops.linear import linear, linear_float32
 from jax_impl.weights import DraftModel, Layers, Model
-from shared.draft_config import DraftConfig
-from shared.model_config import ModelConfig
+from shared.drafts.config import DraftConfig
+from shared.models.config import ModelConfig
 
 Inputs = Float[jax.Array, "R inputs"]
 Tokens = Int[jax.Array, " R"]

@@ -17,8 +17,8 @@ from jax_impl.ops import mamba_state
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.mamba_state import DeltaState
 from jax_impl.weights import Model
-from shared.draft_config import DraftSizes
-from shared.model_config import ModelConfig
+from shared.drafts.config import DraftSizes
+from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
 

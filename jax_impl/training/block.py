@@ -31,7 +31,7 @@ from jax_impl.training.losses import (
     mean,
 )
 from jax_impl.weights import DraftModel, Model
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 
 Anchors = Int[jax.Array, "B A"]
 

@@ -14,7 +14,9 @@ from jaxtyping import Shaped
 from safetensors.numpy import load_file, save_file
 
 from jax_impl.weights import DraftModel, Model, Mtp
-from shared.checkpoint import (
+from shared.drafts.checkpoint import head_parameters
+from shared.drafts.config import DraftConfig
+from shared.models.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
     Weights,
@@ -22,9 +24,7 @@ from shared.checkpoint import (
     save_checkpoint,
     split,
 )
-from shared.draft_checkpoint import head_parameters
-from shared.draft_config import DraftConfig
-from shared.model_config import ModelConfig, read_json
+from shared.models.config import ModelConfig, read_json
 
 Json = Mapping[str, Any]
 
@@ -94,7 +94,7 @@ def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> Non
 
 
 def arrays_of(module: Model | DraftModel | Mtp) -> Weights:
-    """The parameters under the names of `shared.checkpoint`, without `mtp.` those of the layer."""
+    """The parameters by the names of `shared.models.checkpoint`; the MTP layer's without `mtp.`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
     stack = "" if isinstance(module, Model) else "layer."
     return {_name([key.key for key in path], stack): np.asarray(array) for path, array in flat}

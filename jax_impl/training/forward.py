@@ -16,7 +16,7 @@ from jax_impl.ops.layers import rms_norm
 from jax_impl.training import gated_delta, layers
 from jax_impl.training.layers import Rows, normed
 from jax_impl.weights import Attention, Layers, Model
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 
 Hidden = Float[jax.Array, "B T hidden"]
 Tokens = Int[jax.Array, "B T"]

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from jax_impl.ops import gated_delta, layers
 from jax_impl.training.layers import Rows, linear
 from jax_impl.weights import GatedDelta
-from shared.model_config import GatedDeltaConfig, ModelConfig
+from shared.models.config import GatedDeltaConfig, ModelConfig
 
 CHUNK = 32
 """Half of serving's, which spares memory traffic: half the numbers in all matrices of a chunk."""

@@ -24,8 +24,8 @@ from jax_impl.training import layers
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded
 from jax_impl.training.layers import Keys, Queries, Rows, normed
 from jax_impl.weights import DraftModel, Layers, Model, Mtp
-from shared.draft_config import DraftConfig
-from shared.model_config import ModelConfig
+from shared.drafts.config import DraftConfig
+from shared.models.config import ModelConfig
 
 
 class Head(NamedTuple):

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 
 from jax_impl.training.block import Block
 from jax_impl.weights import DraftModel, Layers, Model, Mtp
-from shared.checkpoint import Parameter, decoder_parameters, parameters, single
-from shared.draft_checkpoint import head_parameters
-from shared.draft_config import DraftConfig
-from shared.model_config import ModelConfig
+from shared.drafts.checkpoint import head_parameters
+from shared.drafts.config import DraftConfig
+from shared.models.checkpoint import Parameter, decoder_parameters, parameters, single
+from shared.models.config import ModelConfig
 
 Arrays = dict[str, Float[np.ndarray, "..."]]
 

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from jax_impl.layers import Angles
 from jax_impl.ops import layers
 from jax_impl.weights import Attention, Layers
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 
 Rows = Float[jax.Array, "R hidden"]
 Queries = Float[jax.Array, "B T Hq D"]

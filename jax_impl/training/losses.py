@@ -18,8 +18,8 @@ from jax_impl.training import heads
 from jax_impl.training.forward import Hidden, Passed, Tokens, forward, logits
 from jax_impl.training.heads import Head, later
 from jax_impl.weights import DraftModel, Model, Mtp
-from shared.draft_config import DraftConfig
-from shared.model_config import ModelConfig
+from shared.drafts.config import DraftConfig
+from shared.models.config import ModelConfig
 
 Mask = Float[jax.Array, "B T"]
 Scalar = Float[jax.Array, ""]

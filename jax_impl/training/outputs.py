@@ -21,14 +21,14 @@ from jaxtyping import Int32
 from jax_impl.backend import JaxBackend
 from jax_impl.training.examples import Row, Rows
 from jax_impl.weights import Model
-from shared.backend import Limits, Work
-from shared.checkpoint import Checkpoint
-from shared.config import Options
+from shared.boundary.backend import Limits, Work
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
-from shared.memory_plan import Device, plan
-from shared.model_config import ModelConfig
+from shared.models.checkpoint import Checkpoint
+from shared.models.config import ModelConfig
+from shared.options.options import Options
+from shared.process.memory_plan import Device, plan
 from shared.spec.draft_tree import TreeShape
 
 MAX_PREFILL_ROWS = 64

@@ -18,10 +18,10 @@ from jax_impl.training.block import Block, block_loss
 from jax_impl.training.examples import Batch
 from jax_impl.training.loop import Metrics, Task
 from jax_impl.weights import DraftModel, Model, Mtp
-from shared.checkpoint import open_checkpoint
-from shared.draft_checkpoint import open_head
-from shared.draft_config import DraftConfig
-from shared.model_config import Json, ModelConfig
+from shared.drafts.checkpoint import open_head
+from shared.drafts.config import DraftConfig
+from shared.models.checkpoint import open_checkpoint
+from shared.models.config import Json, ModelConfig
 
 MIN_LAYERS = 3  # of an EAGLE-3 head's target, as it reads three of its streams
 
@@ -57,7 +57,7 @@ def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLi
     """A checkpoint's model on the first device.
 
     Raises:
-      CheckpointError: See `shared.checkpoint.Checkpoint.check`.
+      CheckpointError: See `shared.models.checkpoint.Checkpoint.check`.
     """
     checkpoint = open_checkpoint(folder)
     checkpoint.check(config, with_mtp)

@@ -1,0 +1,1 @@
+"""The host side of serving: requests, pages, schedule, plans; numpy and the standard library."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int32
 
-from shared.backend import Limits
+from shared.boundary.backend import Limits
 
 
 class Allocator:

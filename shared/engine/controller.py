@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from shared.backend import Limits, Work
+from shared.boundary.backend import Limits, Work
 from shared.spec.draft_tree import TreeShape
 
 

@@ -6,11 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from shared.backend import Backend, StepFuture, StepResult
+from shared.boundary.backend import Backend, StepFuture, StepResult
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller, StaticController
 from shared.engine.metrics import Metrics
-from shared.engine.ngram_index import NgramIndex
+from shared.engine.ngram.index import NgramIndex
 from shared.engine.planner import DecodeRows, Planner, PrefillRows
 from shared.engine.request import Event, FinishReason, Refusal, Request, check
 from shared.engine.scheduler import Scheduler

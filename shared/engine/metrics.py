@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from shared.backend import Work
+from shared.boundary.backend import Work
 from shared.engine.request import FinishReason
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from jaxtyping import Int32
 
-from shared.backend import (
+from shared.boundary.backend import (
     Decode,
     HostDraft,
     Limits,
@@ -17,7 +17,7 @@ from shared.backend import (
     StepPlan,
     Work,
 )
-from shared.buffers import empty_plan
+from shared.boundary.buffers import empty_plan
 from shared.engine.allocator import Allocator
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape

@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 from jaxtyping import Int32
 
-from shared.backend import Limits
+from shared.boundary.backend import Limits
 
 
 class FinishReason(Enum):

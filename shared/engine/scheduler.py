@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from shared.backend import Limits, Work
+from shared.boundary.backend import Limits, Work
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
 from shared.engine.planner import Chunk, DecodeRows, PrefillRows

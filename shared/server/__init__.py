@@ -1,1 +1,1 @@
-"""The HTTP server: a process of its own beside the engine's."""
+"""HTTP: the process that clients talk to; it knows the tokenizer and no device framework."""

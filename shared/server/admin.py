@@ -19,7 +19,7 @@ from shared.server.openai_types import ApiError, Strict, parse_plain
 from shared.server.tokenizer import Tokenizer
 
 SEPARATOR = -1
-"""Stands after each document; `shared.engine.ngram_corpus` lets no draft pass it."""
+"""Stands after each document; `shared.engine.ngram.corpus` lets no draft pass it."""
 
 START_CORPUS = "start"
 """Name of the corpus that the start was given."""

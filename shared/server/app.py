@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from shared import capabilities
+from shared.options import capabilities
 from shared.server.admin import AdminRoutes, load_start_corpus
 from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
 from shared.server.generation import Generation, Generator

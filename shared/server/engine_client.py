@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.engine.request import Event, SamplingParams
-from shared.server.frames import (
+from shared.process.frames import (
     FrameReader,
     ModelFacts,
     event_from_row,

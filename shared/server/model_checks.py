@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shared.engine.request import SamplingParams
-from shared.server.frames import ModelFacts
+from shared.process.frames import ModelFacts
 from shared.server.openai_types import ApiError, GenerationRequest
 
 # Below it a temperature is greedy: logits over it would leave float32's range.

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
-from shared.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED, NotServed
+from shared.options.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED, NotServed
 
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024

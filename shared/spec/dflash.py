@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from shared.dflash_config import BlockConfig
-from shared.draft_config import DraftConfig, DraftHead
-from shared.model_config import ModelConfig
+from shared.drafts.block import BlockConfig
+from shared.drafts.config import DraftConfig, DraftHead
+from shared.models.config import ModelConfig
 from shared.spec import attention, layers, model
 from shared.spec.attention import Rows
 from shared.spec.eagle import HeadWeights

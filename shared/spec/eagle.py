@@ -14,8 +14,8 @@ from functools import partial
 import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
-from shared.draft_config import DraftConfig, DraftHead
-from shared.model_config import ModelConfig
+from shared.drafts.config import DraftConfig, DraftHead
+from shared.models.config import ModelConfig
 from shared.spec import draft_tree, layers, model
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape

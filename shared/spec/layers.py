@@ -5,7 +5,7 @@ import math
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.model_config import RotaryConfig
+from shared.models.config import RotaryConfig
 
 
 def linear(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from shared.spec import attention, draft_tree, gated_delta, layers, mamba_state
 from shared.spec.attention import Rows
 from shared.spec.mamba_state import DeltaState, Kept

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from shared.spec import attention, eagle, mamba_state, model
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape
@@ -28,7 +28,7 @@ class SmallModel:
 
     Attributes:
       config: Its own.
-      weights: By the names of `shared.checkpoint`.
+      weights: By the names of `shared.models.checkpoint`.
       target_vocab: Of the model it drafts for.
     """
 

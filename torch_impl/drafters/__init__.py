@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.draft_config import DraftSizes
+from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import DRAFT_TAU, TARGET_STREAM
 from torch_impl.device_state import DeviceState, Plan, Prompts

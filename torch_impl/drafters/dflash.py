@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.dflash_config import BlockConfig
-from shared.draft_config import DraftSizes
+from shared.drafts.block import BlockConfig
+from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DeviceState, Plan, Prompts
 from torch_impl.drafters import Fed, Grown, Noise, Rank, Ranking

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.draft_config import DraftSizes
+from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DeviceState, Plan, Prompts
 from torch_impl.drafters import Fed, Grown, Rank, Ranking

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.model_config import ModelConfig
+from shared.models.config import ModelConfig
 from torch_impl.layers import Hidden, attention_layer, feed_forward, rotary_frequencies, turn
 from torch_impl.model import Forward, Model, logits
 from torch_impl.ops.attention import Rows

@@ -1,0 +1,318 @@
+"""The boundary between the host engine and a device backend.
+
+The host describes one step in a `StepPlan` and hands it to `Backend.submit`, which returns at once;
+the answer comes back in a `StepFuture`. A plan is one int32 buffer: its fields are views into it,
+so a step is one upload, and a result is one int32 array, so a step is one download; both are laid
+out by `shared.boundary.buffers`.
+
+Promises of every backend, each a test of `tests/boundary/test_backend_contract.py`:
+
+- order: steps take effect in the order of submission.
+- continuation: a decode row carries no token and no length; it goes on from what the device holds
+  for its slot, so step n+1 can be submitted before the result of step n is known.
+- reach: a step writes only KV positions at or past the slot's length, the slot's own state, and
+  the snapshots named in the plan.
+- bound: a decode step adds 1..S+1 tokens and uses at most `TreeShape.scratch` positions past the
+  slot's length.
+- independence: a row's tokens depend neither on its neighbours nor on padding.
+- isolation: NaN in a row fails that row, not the step, and harms no later owner of its pages.
+
+Page, slot and snapshot 0 are sinks for padding; nothing reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float32, Int32
+
+from shared.spec.draft_tree import TreeShape
+from shared.spec.sampling import Sampling
+
+
+class Work(Enum):
+    """What a step does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DRAFT = "draft"
+    COUNT = "count"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is compiled or captured once: the work of a step and the sizes of its arrays.
+
+    Attributes:
+      work: What the step does.
+      batch: B, rows of the plan.
+      pages: P, columns of the page table.
+      tokens: T, flat tokens of a prefill or a count; 0 elsewhere.
+      shape: Draft tree of a decode or a draft; the one-node tree elsewhere.
+      host_draft: The tree comes with the plan (`HostDraft`), not from the device's drafter.
+      mask: A grammar mask comes with the plan.
+      logprobs: The result holds logprobs.
+    """
+
+    work: Work
+    batch: int
+    pages: int
+    tokens: int
+    shape: TreeShape
+    host_draft: bool
+    mask: bool
+    logprobs: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Limits:
+    """What a backend can do; what is not listed does not exist, and the planner never asks for it.
+
+    Attributes:
+      page_size: Tokens in a KV page.
+      num_pages, num_slots, num_snapshots: Pool sizes, each with the sink 0.
+      programs: Every program that exists.
+      overlap: Most steps in flight beside the one being planned.
+      context_length: Most tokens of a request, prompt and output together.
+      vocab: Tokens of the target's vocabulary.
+      max_stop_ids, max_bias, max_logprobs: Widths M, K of the plan's and the result's fields.
+      accept_rule: Which of `shared.spec.acceptance.RULES` accepts drafts; all but "match" are for
+        chains.
+
+    Raises:
+      ValueError: A program drafts trees, and the rule is for chains.
+    """
+
+    page_size: int
+    num_pages: int
+    num_slots: int
+    num_snapshots: int
+    programs: tuple[Program, ...]
+    overlap: int
+    context_length: int
+    vocab: int
+    max_stop_ids: int
+    max_bias: int
+    max_logprobs: int
+    accept_rule: str = "match"
+
+    def __post_init__(self) -> None:
+        widest = max((p.shape.width for p in self.programs if not p.host_draft), default=0)
+        if self.accept_rule != "match" and widest > 1:
+            raise ValueError(f"the accept rule {self.accept_rule} is for chains, not for trees")
+
+    @cached_property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Batch buckets, ascending."""
+        return tuple(sorted({p.batch for p in self.programs}))
+
+    @cached_property
+    def token_sizes(self) -> tuple[int, ...]:
+        """Token buckets of a prefill, ascending."""
+        return tuple(sorted({p.tokens for p in self.programs if p.work is Work.PREFILL}))
+
+    @cached_property
+    def page_table_sizes(self) -> tuple[int, ...]:
+        """Page-table buckets, ascending."""
+        return tuple(sorted({p.pages for p in self.programs}))
+
+    @cached_property
+    def shapes(self) -> tuple[TreeShape, ...]:
+        """Draft shapes, the smallest first."""
+        return tuple(sorted({p.shape for p in self.programs}, key=lambda s: (s.nodes, s.rows)))
+
+    @cached_property
+    def max_depth(self) -> int:
+        """S_max: the most drafts that one step can accept."""
+        return max(shape.depth for shape in self.shapes)
+
+    @cached_property
+    def max_width(self) -> int:
+        """k_max: candidates that a drafter's relay holds."""
+        return max(1, *(shape.width for shape in self.shapes))
+
+    @cached_property
+    def scratch(self) -> int:
+        """Most positions past a slot's length that one step writes."""
+        return max(shape.scratch for shape in self.shapes)
+
+    @cached_property
+    def max_positions(self) -> int:
+        """How far page tables and rotary tables reach: the bound with every step in flight."""
+        return self.context_length + (self.overlap + 1) * (self.max_depth + 1) + self.scratch
+
+    def num_pages_for(self, positions: int) -> int:
+        """Pages that hold `positions` tokens."""
+        return -(-positions // self.page_size)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Prompt chunks, one after the other.
+
+    Attributes:
+      tokens: Prompt tokens of all rows; past `row_starts[B]` padding.
+      row_starts: First token of each row, and the end.
+      first_positions: Position of each row's first token; its slot's length so far.
+      ends_prompt: 1 where the row's next token is chosen; 0 where the prompt goes on.
+      next_tokens: The newest token of a row that goes on; not read where `ends_prompt`.
+    """
+
+    tokens: Int32[np.ndarray, " T"]
+    row_starts: Int32[np.ndarray, " B+1"]
+    first_positions: Int32[np.ndarray, " B"]
+    ends_prompt: Int32[np.ndarray, " B"]
+    next_tokens: Int32[np.ndarray, " B"]
+
+
+@dataclass(frozen=True)
+class HostDraft:
+    """Draft trees made by the host.
+
+    Siblings carry different tokens. Node 0 stands for the device's newest token, its entry is not
+    read. `forced` rows are chains accepted whatever the target says.
+    """
+
+    tokens: Int32[np.ndarray, "B N"]
+    parents: Int32[np.ndarray, "B N"]
+    num_nodes: Int32[np.ndarray, " B"]
+    forced: Int32[np.ndarray, " B"]
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One step of drafting (unless `drafts` brings the trees), verifying and committing."""
+
+    shape: TreeShape
+    drafts: HostDraft | None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Drafts and ranks, returns the trees, commits nothing."""
+
+    shape: TreeShape
+
+
+@dataclass(frozen=True)
+class Count:
+    """Adds tokens to `seen` that a cache hit spares the prefill."""
+
+    tokens: Int32[np.ndarray, " T"]
+    row_starts: Int32[np.ndarray, " B+1"]
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """Recurrent state to restore before and to save within a step; 0 names the sink: nothing.
+
+    Attributes:
+      restore: Snapshot that a starting row takes its state from.
+      save: Snapshot that is written if the step passes `save_at`.
+      save_at: Length at which the state is taken.
+    """
+
+    restore: Int32[np.ndarray, " B"]
+    save: Int32[np.ndarray, " B"]
+    save_at: Int32[np.ndarray, " B"]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Allowed tokens by grammar, a second buffer: node `(b, n)` reads `bits[index[b, n]]`."""
+
+    bits: Int32[np.ndarray, "Q words"]
+    index: Int32[np.ndarray, "B N"]
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step. Every array but those of `mask` is a view into `buffer`.
+
+    Attributes:
+      program: The compiled program that runs the plan.
+      buffer: The plan as the device gets it; never refilled while a step may read it.
+      work: What to do.
+      slots: Slot of each row; 0 pads.
+      page_table: Pages of each row; 0 pads.
+      starts: 1 at a row's first step: state, counts and draft memory are set to zero.
+      draft_from: Where whole draft KV begins after a cache hit; read with `starts`.
+      sampling: How tokens are chosen.
+      snapshots: Recurrent state restored and saved.
+      mask: Grammar masks, or None.
+    """
+
+    program: Program
+    buffer: Int32[np.ndarray, " words"]
+    work: Prefill | Decode | Draft | Count
+    slots: Int32[np.ndarray, " B"]
+    page_table: Int32[np.ndarray, "B P"]
+    starts: Int32[np.ndarray, " B"]
+    draft_from: Int32[np.ndarray, " B"]
+    sampling: Sampling
+    snapshots: Snapshots
+    mask: Mask | None
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log softmax of the raw logits, of the chosen tokens and of the best."""
+
+    chosen: Float32[np.ndarray, "B W"]
+    top_ids: Int32[np.ndarray, "B W K"]
+    top_values: Float32[np.ndarray, "B W K"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step gave.
+
+    Attributes:
+      tokens: Tokens of each row; 0 past its count.
+      counts: Tokens the step added to each row's text; 0 where a prompt goes on or the row failed.
+      failed: 1 where a row's logits were not finite.
+      saved: 1 where the row's snapshot was taken.
+      drafts, parents, num_nodes: The draft trees.
+      logprobs: Of each emitted token, or None where the program has none.
+      device_seconds: Time of the step on the device; None where it is unknown (after idling).
+    """
+
+    tokens: Int32[np.ndarray, "B W"]
+    counts: Int32[np.ndarray, " B"]
+    failed: Int32[np.ndarray, " B"]
+    saved: Int32[np.ndarray, " B"]
+    drafts: Int32[np.ndarray, "B N"]
+    parents: Int32[np.ndarray, "B N"]
+    num_nodes: Int32[np.ndarray, " B"]
+    logprobs: Logprobs | None
+    device_seconds: float | None
+
+
+class StepFuture(Protocol):
+    """The result of a submitted step, some time."""
+
+    def done(self) -> bool:
+        """Whether `result` would return at once."""
+        ...
+
+    def result(self) -> StepResult:
+        """Waits for the copy to the host."""
+        ...
+
+
+class Backend(Protocol):
+    """A device that runs steps."""
+
+    limits: Limits
+
+    def submit(self, plan: StepPlan) -> StepFuture:
+        """Queues one step and returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Waits for the steps in flight and frees the device."""
+        ...

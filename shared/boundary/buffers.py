@@ -1,0 +1,172 @@
+"""How plans and results lie in one int32 buffer each: a step is one upload and one download.
+
+Floats and seeds are bit-cast, never converted. Host and device read the same layouts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from functools import cache
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.boundary.backend import (
+    Count,
+    Decode,
+    Draft,
+    HostDraft,
+    Limits,
+    Logprobs,
+    Mask,
+    Prefill,
+    Program,
+    Snapshots,
+    StepPlan,
+    StepResult,
+    Work,
+)
+from shared.spec.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where an array lies in an int32 buffer; other types are bit-cast, never converted."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """Words that the array takes."""
+        return math.prod(self.shape)
+
+    def view(self, buffer: Int32[np.ndarray, " words"]) -> np.ndarray:
+        """The array that lies in `buffer`, without a copy."""
+        words = buffer[self.offset : self.offset + self.size]
+        return words.view(self.dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The fields of one buffer, by name, and its size in words."""
+
+    fields: dict[str, Field]
+    size: int
+
+    def views(self, buffer: Int32[np.ndarray, " words"]) -> dict[str, np.ndarray]:
+        """Every array that lies in `buffer`, without a copy."""
+        return {name: field.view(buffer) for name, field in self.fields.items()}
+
+
+def _lay_out(arrays: list[tuple[str, tuple[int, ...], type]]) -> Layout:
+    fields, offset = {}, 0
+    for name, shape, dtype in arrays:
+        fields[name] = Field(offset, shape, np.dtype(dtype))
+        offset += fields[name].size
+    return Layout(fields, offset)
+
+
+_INTS = ("top_k", "prompt_length", "min_length", "max_drafts", "num_logprobs")
+_SAMPLING_DTYPES: dict[str, type] = {f.name: np.float32 for f in fields(Sampling)}
+_SAMPLING_DTYPES |= {"seed": np.uint32} | dict.fromkeys((*_INTS, "stop_ids", "bias_ids"), np.int32)
+
+
+@cache
+def plan_layout(program: Program, limits: Limits) -> Layout:
+    """Where each field of a plan of `program` lies in its buffer.
+
+    Names are those of the dataclasses; a field of `HostDraft` has the prefix `draft_tree_`.
+    """
+    B, T, N = program.batch, program.tokens, program.shape.nodes
+    work = {
+        Work.PREFILL: [
+            ("tokens", (T,)),
+            ("row_starts", (B + 1,)),
+            ("first_positions", (B,)),
+            ("ends_prompt", (B,)),
+            ("next_tokens", (B,)),
+        ],
+        Work.DECODE: [],
+        Work.DRAFT: [],
+        Work.COUNT: [("tokens", (T,)), ("row_starts", (B + 1,))],
+    }[program.work]
+    if program.host_draft:
+        work = [
+            ("draft_tree_tokens", (B, N)),
+            ("draft_tree_parents", (B, N)),
+            ("draft_tree_num_nodes", (B,)),
+            ("draft_tree_forced", (B,)),
+        ]
+    rows = [("slots", (B,)), ("starts", (B,)), ("draft_from", (B,))]
+    snapshots = [("restore", (B,)), ("save", (B,)), ("save_at", (B,))]
+    widths = {
+        "stop_ids": (limits.max_stop_ids,),
+        "bias_ids": (limits.max_bias,),
+        "bias_values": (limits.max_bias,),
+        "calibration": (max(1, limits.max_depth),),
+    }
+    sampling = [
+        (name, (B, *widths.get(name, ())), dtype) for name, dtype in _SAMPLING_DTYPES.items()
+    ]
+    ints = [(name, shape, np.int32) for name, shape in work + rows + snapshots]
+    return _lay_out(ints + sampling + [("page_table", (B, program.pages), np.int32)])
+
+
+@cache
+def result_layout(program: Program, limits: Limits) -> Layout:
+    """Where each field of a result of `program` lies in its array."""
+    B, N, W, K = program.batch, program.shape.nodes, program.shape.max_tokens, limits.max_logprobs
+    ints = [("tokens", (B, W)), ("counts", (B,)), ("failed", (B,)), ("saved", (B,))]
+    ints += [("drafts", (B, N)), ("parents", (B, N)), ("num_nodes", (B,))]
+    arrays = [(name, shape, np.int32) for name, shape in ints]
+    if program.logprobs:
+        arrays += [
+            ("chosen", (B, W), np.float32),
+            ("top_ids", (B, W, K), np.int32),
+            ("top_values", (B, W, K), np.float32),
+        ]
+    return _lay_out(arrays)
+
+
+def empty_plan(program: Program, limits: Limits, mask: Mask | None) -> StepPlan:
+    """A plan of padding rows only, in a buffer of its own; the planner fills in the rows."""
+    layout = plan_layout(program, limits)
+    buffer = np.zeros(layout.size, np.int32)
+    at = layout.views(buffer)
+    at["top_p"][:] = at["repetition"][:] = at["calibration"][:] = 1.0
+    at["top_k"][:] = limits.vocab
+    sampling = Sampling(**{f.name: at[f.name] for f in fields(Sampling)})
+    snapshots = Snapshots(at["restore"], at["save"], at["save_at"])
+    rows = (at["slots"], at["page_table"], at["starts"], at["draft_from"])
+    return StepPlan(program, buffer, _work(program, at), *rows, sampling, snapshots, mask)
+
+
+def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Draft | Count:
+    match program.work:
+        case Work.PREFILL:
+            return Prefill(**{f.name: at[f.name] for f in fields(Prefill)})
+        case Work.COUNT:
+            return Count(at["tokens"], at["row_starts"])
+        case Work.DRAFT:
+            return Draft(program.shape)
+    if not program.host_draft:
+        return Decode(program.shape, None)
+    trees = HostDraft(**{f.name: at[f"draft_tree_{f.name}"] for f in fields(HostDraft)})
+    return Decode(program.shape, trees)
+
+
+def read_result(
+    program: Program,
+    limits: Limits,
+    words: Int32[np.ndarray, " words"],
+    device_seconds: float | None,
+) -> StepResult:
+    """The result that a backend's one int32 array holds."""
+    at = result_layout(program, limits).views(words)
+    logprobs = None
+    if program.logprobs:
+        logprobs = Logprobs(at.pop("chosen"), at.pop("top_ids"), at.pop("top_values"))
+    return StepResult(**at, logprobs=logprobs, device_seconds=device_seconds)

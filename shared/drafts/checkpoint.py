@@ -1,0 +1,281 @@
+"""Which parameter of a draft head lies where in its safetensors files, and whether it is one.
+
+A head of another kind often loads without a complaint and then drafts nothing that is accepted, so
+the names of its tensors are held against the kind that was asked for.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.drafts.config import DraftConfig, DraftHead
+from shared.models.checkpoint import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Checkpoint,
+    CheckpointError,
+    Parameter,
+    attention_parameters,
+    mlp_parameters,
+    open_checkpoint,
+    parameters,
+    single,
+    stack,
+)
+from shared.models.config import ModelConfig
+
+PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt")
+"""Weights that loading would have to run as a program."""
+
+STREAM_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+"""The older names of the norms of the target's streams; the newer are `fc_norm.0` and on."""
+
+MARKS = {
+    "a Medusa head": ("medusa_head.", "0.linear.weight", "0.0.linear.weight"),
+    "an MTP layer": ("mtp.",),
+    "a hidden-state MLP speculator": ("speculator.", "emb.0.weight"),
+}
+"""How tensors of other drafters begin."""
+
+DFLASH_MARKS = ("hidden_norm.weight", "layers.0.self_attn.q_norm.weight")
+"""Tensors that a DFlash model has beside `fc`, with or without `model.` before their names."""
+
+RELATIVES = {
+    "a DFlash2 draft model": ("conv", "selector"),
+    "a Domino draft model": ("domino", "projector"),
+    "a DSpark draft model": ("markov", "confidence"),
+}
+"""Words in names of tensors of models that have all tensors of a DFlash model and more."""
+
+COPIES = ("embed_tokens.weight", "lm_head.weight")
+"""Tensors of the target that a head's files may repeat."""
+
+IGNORED = (*COPIES, "t2d", "d2t")
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """The settings and the checked files of a draft head that is not read yet."""
+
+    config: DraftConfig
+    checkpoint: Checkpoint
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes that loading it reads."""
+        return self.checkpoint.num_bytes(head_parameters(self.config, self.checkpoint.names))
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The settings and the checked files of a small model that drafts and is not read yet."""
+
+    config: ModelConfig
+    checkpoint: Checkpoint
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes that loading it reads."""
+        return self.checkpoint.num_bytes(parameters(self.config, False))
+
+
+def is_head(names: Collection[str]) -> bool:
+    """Whether tensors of these names are a draft head's, of any kind, and not a whole model's."""
+    return any(f"{prefix}fc.weight" in names for prefix in ("", "model."))
+
+
+def kind_of(names: Collection[str]) -> str:
+    """What the names of its tensors say about a draft model: "EAGLE", "EAGLE3" or "DFLASH".
+
+    Raises:
+      CheckpointError: It is another drafter, or a whole model; one sentence.
+    """
+    if all(f"{_prefix(names)}{mark}" in names for mark in ("fc.weight", *DFLASH_MARKS)):
+        _refuse_relatives(names)
+        return "DFLASH"
+    if "fc.weight" in names:
+        if any(name.endswith("hidden_norm.weight") for name in names if name.count(".") > 1):
+            return "EAGLE3"
+        if "hidden_norm.weight" not in names:
+            return "EAGLE"
+    found = [what for what, marks in MARKS.items() if any(name.startswith(marks) for name in names)]
+    what = found[0] if found else "no EAGLE head, as it has no fc.weight"
+    raise CheckpointError(
+        f"the draft model is {what}; give an EAGLE, EAGLE-3 or DFlash head as "
+        "--speculative-draft-model-path"
+    )
+
+
+def _prefix(names: Collection[str]) -> str:
+    """What stands before the names of a DFlash model's tensors."""
+    return "model." if "model.fc.weight" in names else ""
+
+
+def _refuse_relatives(names: Collection[str]) -> None:
+    for what, words in RELATIVES.items():
+        for name in sorted(names):
+            if any(word in name for word in words):
+                raise CheckpointError(
+                    f"the draft model is {what}, as it has the tensor {name}, which is not "
+                    "supported; give a plain DFlash model as --speculative-draft-model-path"
+                )
+
+
+def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[Parameter]:
+    """Parameters of a head in the order they are loaded.
+
+    Args:
+      names: Tensors of its checkpoint, which spell some names in two ways and may leave out the
+        bias; None before it is opened.
+    """
+    names = frozenset() if names is None else names
+    if config.kind == "DFLASH":
+        return _dflash_parameters(config, _prefix(names))
+    hidden, norm = config.layer.hidden, (config.layer.hidden,)
+    older = any(name.startswith("layers.0.") for name in names) or config.kind == "EAGLE"
+    layer = ["layers.0" if older else "midlayer"]
+    found = [single("fc", "fc.weight", (hidden, config.fc_inputs))]
+    if config.has_bias and (not names or "fc.bias" in names):
+        found.append(single("fc_bias", "fc.bias", norm))
+    if config.kind == "EAGLE3":
+        found += _stream_norms(config, names)
+        found.append(stack("layer.input_norm", layer, {"input_layernorm.weight": norm}))
+        found.append(stack("layer.hidden_norm", layer, {"hidden_norm.weight": norm}))
+    found += [
+        stack("layer.post_attention_norm", layer, {"post_attention_layernorm.weight": norm}),
+        *mlp_parameters("layer.mlp.", config.layer, layer),
+        *attention_parameters("layer.attention.", config.layer, layer, config.attention_inputs),
+    ]
+    if config.kind == "EAGLE3":
+        found.append(single("final_norm", "norm.weight", norm))
+    if config.own_embed:
+        found.append(single("embed", "embed_tokens.weight", (config.layer.vocab, hidden)))
+    if config.own_lm_head:
+        found.append(single("lm_head", "lm_head.weight", (config.draft_vocab, hidden)))
+    return found
+
+
+def _dflash_parameters(config: DraftConfig, prefix: str) -> list[Parameter]:
+    sizes = config.layer
+    norm = (sizes.hidden,)
+    folders = [f"{prefix}layers.{i}" for i in range(sizes.num_layers)]
+    return [
+        single("fc", f"{prefix}fc.weight", (sizes.hidden, config.fc_inputs)),
+        single("hidden_norm", f"{prefix}hidden_norm.weight", norm),
+        stack("layer.input_norm", folders, {"input_layernorm.weight": norm}),
+        stack("layer.post_attention_norm", folders, {"post_attention_layernorm.weight": norm}),
+        *mlp_parameters("layer.mlp.", sizes, folders),
+        *attention_parameters("layer.attention.", sizes, folders, config.attention_inputs),
+        single("final_norm", f"{prefix}norm.weight", norm),
+    ]
+
+
+def _stream_norms(config: DraftConfig, names: Collection[str]) -> list[Parameter]:
+    found, width = [], config.target_hidden
+    if config.norm_aux:
+        older = f"{STREAM_NORMS[0]}.weight" in names
+        chunks = STREAM_NORMS if older else [f"fc_norm.{i}" for i in range(len(STREAM_NORMS))]
+        found.append(stack("aux_norm", chunks, {"weight": (width,)}))
+    if config.norm_input:
+        found.append(single("input_norm", "input_norm.weight", (config.fc_inputs,)))
+    return found
+
+
+def open_head(folder: str | Path) -> Checkpoint:
+    """Opens the safetensors files of a draft model's folder.
+
+    Raises:
+      CheckpointError: It has only pickled weights, or see `checkpoint.open_checkpoint`.
+    """
+    folder = Path(folder)
+    is_safe = (folder / SINGLE_FILE).is_file() or (folder / INDEX_FILE).is_file()
+    pickle = next((name for name in PICKLES if (folder / name).is_file()), None)
+    if pickle and not is_safe:
+        raise CheckpointError(
+            f"the draft model {folder} has its weights in {pickle}, which is not loaded because "
+            f"it can run code; convert it to {SINGLE_FILE}"
+        )
+    return open_checkpoint(folder)
+
+
+def check_head(checkpoint: Checkpoint, config: DraftConfig) -> list[Parameter]:
+    """Checks kind, presence, dtype and shape of a head's tensors before any is read.
+
+    Returns:
+      The parameters to load.
+
+    Raises:
+      CheckpointError: The first fault; tensors that would be left out are a fault too.
+    """
+    kind = kind_of(checkpoint.names)
+    if kind != config.kind:
+        raise CheckpointError(
+            f"the draft model's tensors are those of {_named(kind)}, its config.json describes "
+            f"{_named(config.kind)}; use a config.json that belongs to the tensors"
+        )
+    wanted = head_parameters(config, checkpoint.names)
+    checkpoint.check_parameters(wanted)
+    known = {source.name for parameter in wanted for source in parameter.sources}
+    for name in sorted(set(checkpoint.names) - known):
+        if name.removeprefix("model.") not in IGNORED and not name.endswith("rotary_emb.inv_freq"):
+            raise CheckpointError(
+                f"the tensor {name} has no place in {_named(kind)}; use a head without it"
+            )
+    if config.has_draft_vocab:
+        draft_ids(checkpoint, config)
+    elif checkpoint.has("d2t") and checkpoint.tensor("d2t").any():
+        raise CheckpointError(
+            "the tensor d2t maps a draft vocabulary, and the draft model's config.json has no "
+            "draft_vocab_size below vocab_size"
+        )
+    return wanted
+
+
+def _named(kind: str) -> str:
+    return f"{'a' if kind == 'DFLASH' else 'an'} {kind} head"
+
+
+def draft_ids(checkpoint: Checkpoint, config: DraftConfig) -> Int32[np.ndarray, " draft_vocab"]:
+    """The target's token id of each draft token: `d2t` stores how far it lies above the draft id.
+
+    Raises:
+      CheckpointError: `d2t` is missing or no map into the vocabulary, or `t2d` contradicts it.
+    """
+    offsets = checkpoint.tensor("d2t")
+    vocab, draft_vocab = config.layer.vocab, config.draft_vocab
+    if offsets.shape != (draft_vocab,) or offsets.dtype.kind != "i":
+        raise CheckpointError(
+            f"the tensor d2t must hold {draft_vocab} integers, one per draft token, got "
+            f"{offsets.dtype} {list(offsets.shape)}"
+        )
+    ids = np.arange(draft_vocab) + offsets
+    if ids.min() < 0 or ids.max() >= vocab or len(np.unique(ids)) < draft_vocab:
+        raise CheckpointError(
+            f"the tensor d2t must map the draft tokens to different tokens below {vocab}"
+        )
+    if checkpoint.has("t2d"):
+        kept = checkpoint.tensor("t2d").reshape(-1).astype(bool)
+        if not np.array_equal(np.flatnonzero(kept), np.sort(ids)):
+            raise CheckpointError("the tensors t2d and d2t keep different tokens")
+    return ids.astype(np.int32)
+
+
+def load_head(
+    checkpoint: Checkpoint,
+    config: DraftConfig,
+    dtype: np.dtype | type,
+    progress: Callable[[int], None] = lambda num_bytes: None,
+) -> DraftHead:
+    """Reads a head into main memory.
+
+    Raises:
+      CheckpointError: See `check_head`.
+    """
+    wanted = check_head(checkpoint, config)
+    weights = {p.name: checkpoint.load(p, dtype, progress) for p in wanted}
+    if config.has_draft_vocab:
+        weights["draft_ids"] = draft_ids(checkpoint, config)
+    return DraftHead(config, weights)

@@ -1,0 +1,68 @@
+"""Whether two model folders have one tokenizer: the vocabularies of both tokenizer.json files."""
+
+from pathlib import Path
+from typing import Any
+
+from shared.models.config import ModelConfig, read_json
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def check_same_tokenizer(
+    folder: str | Path, model: ModelConfig, draft_folder: str | Path, draft: ModelConfig
+) -> None:
+    """Refuses a drafter whose tokens are not the target's.
+
+    What counts are the tokens that the tokenizers know; the models may pad them to different sizes.
+    Where the target's folder has no tokenizer, the padded sizes must be equal.
+
+    Raises:
+      ValueError: They differ; one sentence that names the first difference.
+    """
+    ours, theirs = tokens_of(folder), tokens_of(draft_folder)
+    if ours is None and theirs is None:
+        if model.vocab == draft.vocab:
+            return
+        raise ValueError(
+            f"the draft model's vocab_size ({draft.vocab}) is not the target's ({model.vocab}), "
+            f"and neither folder has a {TOKENIZER_FILE} to compare; "
+            "give a draft model with the target's tokenizer"
+        )
+    if ours is None or theirs is None:
+        lacking = folder if ours is None else draft_folder
+        raise ValueError(
+            f"{lacking} has no {TOKENIZER_FILE}, so the tokenizers of target and draft model "
+            "cannot be compared; add the file"
+        )
+    different = [token for token in ours | theirs if ours.get(token) != theirs.get(token)]
+    if different:
+        token = different[0]
+        raise ValueError(
+            f"the draft model has another tokenizer than the target: {token!r} is "
+            f"{_said(theirs, token)} there and {_said(ours, token)} in the target; "
+            "give a draft model with the target's tokenizer"
+        )
+
+
+def tokens_of(folder: str | Path) -> dict[str, int] | None:
+    """Every token that a folder's tokenizer knows, with its id; None without a tokenizer.
+
+    Raises:
+      ValueError: The file is broken; one sentence.
+    """
+    path = Path(folder) / TOKENIZER_FILE
+    if not path.is_file():
+        return None
+    loaded = read_json(path)
+    model: dict[str, Any] = loaded.get("model") or {}
+    vocab = model.get("vocab")
+    if isinstance(vocab, list):  # of a unigram model: tokens with their scores, in order
+        vocab = {token: number for number, (token, _) in enumerate(vocab)}
+    if not isinstance(vocab, dict):
+        raise ValueError(f"{path} has no vocabulary")
+    added = loaded.get("added_tokens") or []
+    return {**vocab, **{token["content"]: token["id"] for token in added}}
+
+
+def _said(tokens: dict[str, int], token: str) -> str:
+    return f"token {tokens[token]}" if token in tokens else "no token"

@@ -1,0 +1,355 @@
+"""What requests have said so far, and the draft trees that follow from it.
+
+Every prompt token handed to the device and every committed token enters a trie, below the root of
+its request's scope: its tenant, or the request alone. A request never reads another scope. External
+corpora are followed beside it. How far each text matches is kept and moved on by its new tokens, so
+no context is read twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.boundary.backend import HostDraft
+from shared.engine.ngram import tree
+from shared.engine.ngram.corpus import SEPARATOR, Corpus, continuations, follow
+from shared.engine.ngram.trie import (
+    BORN,
+    FIRST,
+    SMALLEST_CAPACITY,
+    Trie,
+    advance,
+    extend,
+    forget,
+)
+from shared.engine.request import Refusal, Request, SamplingParams
+from shared.options.ngram import FREQUENCY, REQUEST, NgramConfig
+
+MOST_IDLE_SCOPES = 1024
+"""Scopes whose text was all evicted are looked for when there are this many."""
+
+
+Tokens = tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " T"], Int32[np.ndarray, " n+1"]]
+"""Rows of texts, their new tokens one after the other, and where each begins, and the end."""
+
+
+@dataclass(eq=False)
+class Text:
+    """A request's text as the index knows it.
+
+    Attributes:
+      row: Its row of anchors.
+      scope: Whose text it is.
+      length: Tokens seen.
+    """
+
+    row: int
+    scope: str | int
+    length: int = 0
+
+
+@dataclass
+class Scope:
+    """A root of the trie, and the texts below it that may still grow."""
+
+    root: int
+    born: int
+    num_texts: int = 0
+
+
+def _batch(texts: Sequence[tuple[int, Sequence[int]]]) -> Tokens:
+    """Rows and their new tokens as arrays."""
+    rows = np.array([row for row, _ in texts], np.int32)
+    tokens = np.array([token for _, new in texts for token in new], np.int32)
+    ends = np.cumsum([0, *(len(new) for _, new in texts)], dtype=np.int32)
+    return rows, tokens, ends
+
+
+class NgramIndex:
+    """Drafts for requests from seen text.
+
+    Args:
+      config: What is remembered, and how trees grow.
+      nodes: N, nodes of a tree with its root.
+      depth: S, levels below the root.
+      vocab: Tokens of the target's vocabulary.
+      chain: Every tree is a chain, as some rules of acceptance need it.
+
+    Attributes:
+      num_rows: Trees made so far.
+      num_empty_rows: Those of them for which nothing matched.
+    """
+
+    def __init__(
+        self, config: NgramConfig, *, nodes: int, depth: int, vocab: int, chain: bool
+    ) -> None:
+        self._config, self._nodes, self._depth, self._vocab = config, nodes, depth, vocab
+        self._chain = chain
+        self._trie = Trie.empty(config.speculative_ngram_capacity)
+        self._anchors = np.zeros((1, config.speculative_ngram_max_trie_depth, 2), np.int32)
+        self._texts: dict[int, Text] = {}
+        self._scopes: dict[str | int, Scope] = {}
+        self._free_rows: list[int] = []
+        self._unread: dict[int, list[int]] = {}
+        self._prompts: list[tuple[int, list[int]]] = []
+        self._corpora: dict[str, Corpus] = {}
+        self._in_corpora: dict[str, Int32[np.ndarray, "rows 2"]] = {}
+        self._drafted_from = _batch([])
+        self.num_rows = 0
+        self.num_empty_rows = 0
+
+    def warm_up(self) -> None:
+        """Compiles what drafts, on an index that is thrown away: no step waits for a compiler."""
+        index = NgramIndex(
+            replace(self._config, speculative_ngram_external_sam_budget=1),
+            nodes=self._nodes,
+            depth=self._depth,
+            vocab=self._vocab,
+            chain=self._chain,
+        )
+        words = np.array([0, 0, SEPARATOR], np.int32)
+        index.add_corpus("", Corpus.build(words))
+        for number in range(2):
+            text = Request(request_id=number, prompt=(), sampling=SamplingParams())
+            index.see(text, [0] * SMALLEST_CAPACITY)
+            index.draft([text])
+            index.take_back(text, [0])
+            index.end(text)
+        index._trie.drop(index._trie.new_root())
+
+    # Texts
+
+    @property
+    def num_ngrams(self) -> int:
+        """N-grams that are remembered so far."""
+        return self._trie.num_nodes - len(self._scopes)
+
+    def see_prompt(self, request: Request, end: int) -> None:
+        """Takes in the context of a request up to position `end`, as far as it is new."""
+        text = self._text(request)
+        if end > text.length:
+            self._prompts.append((text.row, request.context[text.length : end].tolist()))
+            text.length = end
+
+    def see(self, request: Request, tokens: Sequence[int]) -> None:
+        """Takes in tokens that were committed to a request's output."""
+        text = self._text(request)
+        text.length += len(tokens)
+        self._unread.setdefault(text.row, []).extend(tokens)
+
+    def learn(self) -> None:
+        """Enters prompts into the trie, and those outputs that trees were made from.
+
+        A tree does not wait for its own text's newest tokens, it follows them through what is
+        there; so the engine learns while the device runs. An output enters only after its request's
+        next tree or end: however steps of other requests fall between, a tree finds the same.
+        """
+        self._enter(self._drafted_from)
+        self._drafted_from = _batch([])
+        if self._prompts:
+            prompts, self._prompts = _batch(self._prompts), []
+            self._follow(prompts)
+            self._enter(prompts)
+
+    def _follow(self, found: Tokens) -> None:
+        for name, corpus in self._corpora.items():
+            automaton = (corpus.states, corpus.edges, corpus.buckets)
+            follow(*automaton, self._in_corpora[name], *found)
+
+    def _enter(self, found: Tokens) -> None:
+        rows, tokens, _ = found
+        if not len(rows):
+            return
+        trie = self._trie
+        trie.reserve(len(tokens) * self._anchors.shape[1])
+        extend(trie.nodes, trie.buckets, trie.head, self._anchors, *found)
+
+    def _take_unread(self, rows: Iterable[int]) -> Tokens:
+        """The unread tokens of texts, which count as read from now on."""
+        return _batch([(row, self._unread.pop(row)) for row in rows if row in self._unread])
+
+    def take_back(self, request: Request, tokens: Sequence[int]) -> None:
+        """Forgets the newest tokens of a request, which turned out not to belong to its text.
+
+        Args:
+          request: It ends with this, and has the tokens no more.
+          tokens: What was committed last.
+        """
+        text = self._texts.get(request.request_id)
+        if text is None or not tokens:
+            return
+        self._finish_reading(text)
+        D = self._anchors.shape[1]
+        kept = [*request.prompt, *request.output][-D:]
+        tail, trie = np.array([*kept, *tokens], np.int32), self._trie
+        root = self._scopes[text.scope].root
+        forget(trie.nodes, trie.buckets, trie.head, root, tail, len(kept), D)
+
+    def end(self, request: Request) -> None:
+        """Lets go of a request that ended; what it said stays, but in a scope of its own."""
+        text = self._texts.pop(request.request_id, None)
+        if text is None:
+            return
+        self._finish_reading(text)
+        self._free_rows.append(text.row)
+        scope = self._scopes[text.scope]
+        scope.num_texts -= 1
+        if not isinstance(text.scope, str):
+            self._trie.drop(scope.root)
+            del self._scopes[text.scope]
+
+    def _finish_reading(self, text: Text) -> None:
+        self.learn()
+        self._enter(self._take_unread([text.row]))
+
+    def _text(self, request: Request) -> Text:
+        text = self._texts.get(request.request_id)
+        if text is None:
+            own = self._config.speculative_ngram_scope == REQUEST
+            text = Text(self._take_row(), request.request_id if own else request.tenant)
+            scope = self._scope(text.scope)
+            scope.num_texts += 1
+            self._anchors[text.row] = 0
+            self._anchors[text.row, 0] = scope.root, scope.born
+            for places in self._in_corpora.values():
+                places[text.row] = 0
+            self._texts[request.request_id] = text
+        return text
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            count = len(self._anchors)
+            self._free_rows = list(range(2 * count - 1, count - 1, -1))
+            self._anchors = np.concatenate([self._anchors, np.zeros_like(self._anchors)])
+            for name, places in self._in_corpora.items():
+                self._in_corpora[name] = np.concatenate([places, np.zeros_like(places)])
+        return self._free_rows.pop()
+
+    def _scope(self, name: str | int) -> Scope:
+        if name not in self._scopes:
+            if len(self._scopes) >= MOST_IDLE_SCOPES:
+                self._drop_empty_scopes()
+            root = self._trie.new_root()
+            self._scopes[name] = Scope(root, int(self._trie.nodes[root, BORN]))
+        return self._scopes[name]
+
+    def _drop_empty_scopes(self) -> None:
+        for name, scope in tuple(self._scopes.items()):
+            if not scope.num_texts and not self._trie.nodes[scope.root, FIRST]:
+                self._trie.drop(scope.root)
+                del self._scopes[name]
+
+    # Trees
+
+    def draft(self, requests: Sequence[Request]) -> HostDraft:
+        """The draft trees of requests; one node, the root, where nothing matches."""
+        B, N = len(requests), self._nodes
+        rows = np.array([self._text(request).row for request in requests], np.int32)
+        self.learn()
+        unread, anchors = self._take_unread(rows.tolist()), self._anchors.copy()
+        self._follow(unread)
+        self._drafted_from = unread
+        advance(self._trie.nodes, self._trie.buckets, anchors, *unread)
+        most = [request.sampling.max_draft_tokens for request in requests]
+        limits = np.array([N if m is None else min(N, 1 + m) for m in most], np.int32)
+        tokens, parents = np.zeros((B, N), np.int32), np.zeros((B, N), np.int32)
+        num_nodes, config = np.ones(B, np.int32), self._config
+        paths, lengths, matched = self._continuations(rows)
+        tree.draft(
+            self._trie.nodes,
+            anchors,
+            rows,
+            limits,
+            paths,
+            lengths,
+            matched,
+            config.sam_budget,
+            config.speculative_ngram_match_type == FREQUENCY,
+            config.speculative_ngram_min_bfs_breadth,
+            config.speculative_ngram_max_bfs_breadth,
+            self._depth,
+            self._chain,
+            tokens,
+            parents,
+            num_nodes,
+        )
+        self.num_rows += B
+        self.num_empty_rows += int((num_nodes == 1).sum())
+        return HostDraft(tokens, parents, num_nodes, np.zeros(B, np.int32))
+
+    def _continuations(
+        self, rows: Int32[np.ndarray, " B"]
+    ) -> tuple[Int32[np.ndarray, "B C S"], Int32[np.ndarray, "B C"], Int32[np.ndarray, "B C"]]:
+        """What each corpus has after each text: tokens, how many, and the length of the match."""
+        B, C = len(rows), len(self._corpora)
+        paths = np.zeros((B, C, self._depth), np.int32)
+        lengths, matched = np.zeros((B, C), np.int32), np.zeros((B, C), np.int32)
+        for index, (name, corpus) in enumerate(self._corpora.items()):
+            continuations(
+                corpus.tokens, corpus.states, self._in_corpora[name], rows,
+                paths[:, index], lengths[:, index], matched[:, index],
+            )  # fmt: skip
+        return paths, lengths, matched
+
+    # Corpora
+
+    @property
+    def corpora(self) -> dict[str, int]:
+        """Tokens of each corpus, by name, in the order in which they were added."""
+        return {name: corpus.num_tokens for name, corpus in self._corpora.items()}
+
+    def check_corpus(self, name: str, tokens: Int32[np.ndarray, " T"]) -> None:
+        """Refuses a corpus that cannot be added.
+
+        Args:
+          name: What it will be called.
+          tokens: Its documents, each with a separator after it.
+
+        Raises:
+          Refusal: Names the field at fault.
+        """
+        held, most = self.corpora, self._config.speculative_ngram_external_corpus_max_tokens
+        words = tokens[tokens != SEPARATOR]
+        if not self._config.sam_budget:
+            raise Refusal(
+                "corpus_id",
+                "external corpora need draft nodes; start the server with "
+                "--speculative-ngram-external-sam-budget",
+            )
+        if name in held:
+            raise Refusal("corpus_id", f"there is a corpus {name!r:.200} already; remove it first")
+        if not len(words):
+            raise Refusal("documents", "documents must have at least one token")
+        if words.min() < 0 or words.max() >= self._vocab:
+            raise Refusal("documents", f"documents has a token outside of 0..{self._vocab - 1}")
+        total = sum(held.values()) + len(words)
+        if total > most:
+            raise Refusal(
+                "documents",
+                f"documents would make {total} tokens of external corpora, and "
+                f"--speculative-ngram-external-corpus-max-tokens is {most}",
+            )
+
+    def add_corpus(self, name: str, corpus: Corpus) -> None:
+        """Drafts from a corpus from now on; texts are followed in it from their next token on.
+
+        Raises:
+          Refusal: As `check_corpus`.
+        """
+        self.check_corpus(name, corpus.tokens)
+        self._corpora[name] = corpus
+        self._in_corpora[name] = np.zeros((len(self._anchors), 2), np.int32)
+
+    def remove_corpus(self, name: str) -> None:
+        """Drafts from a corpus no more.
+
+        Raises:
+          Refusal: There is none of this name.
+        """
+        if name not in self._corpora:
+            raise Refusal("corpus_id", f"there is no corpus {name!r:.200}")
+        del self._corpora[name], self._in_corpora[name]

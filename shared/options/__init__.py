@@ -1,0 +1,1 @@
+"""The flags of a server, and the rules of what does not go together."""

@@ -1,0 +1,354 @@
+"""What is refused, and why: a short list of rules that the start holds a setup against.
+
+`GET /capabilities`, `docs/capabilities.md` (`python -m shared.options.capabilities` prints it) and
+the test that tries every combination read the same list. A flag whose value alone is wrong is
+refused by `shared.options.options`, and what a request may not ask for is
+`shared.options.request_fields`. Nothing is refused for the fields that choose tokens.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from shared.options.options import (
+    ALGORITHMS,
+    BLOCK_ALGORITHM,
+    HEAD_ALGORITHMS,
+    HOST_ALGORITHM,
+    MODEL_ALGORITHM,
+    NAIVE_SHAPE,
+)
+from shared.options.request_fields import NOT_SERVED, NotServed
+from shared.options.setup import WORDS, Example, Rule, Setup
+
+
+def _wants_mtp(s: Setup) -> bool:
+    return s.algorithm in ("NEXTN", "NAIVE_EAGLE") and s.draft.with_mtp
+
+
+def _differ(given: Sequence[int | None], fixed: Sequence[int]) -> bool:
+    """Whether one of the numbers was given and is another one than the fixed."""
+    return any(number not in (None, own) for number, own in zip(given, fixed, strict=True))
+
+
+def _shapes_naive(s: Setup) -> bool:
+    draft = s.draft
+    given = (
+        draft.speculative_num_steps,
+        draft.speculative_eagle_topk,
+        draft.speculative_num_draft_tokens,
+    )
+    return s.algorithm == "NAIVE_EAGLE" and _differ(given, NAIVE_SHAPE)
+
+
+def _shapes_text(s: Setup) -> bool:
+    draft = s.draft
+    given = (
+        draft.speculative_draft_model_path,
+        draft.speculative_num_steps,
+        draft.speculative_eagle_topk,
+    )
+    return draft.drafts_on_host and given != (None, None, None)
+
+
+def _shapes_itself(s: Setup) -> bool:
+    """Whether the drafter's shape follows from the flags of a tree."""
+    return s.draft.drafts and s.algorithm not in ("NAIVE_EAGLE", HOST_ALGORITHM)
+
+
+def _lacks_nodes(s: Setup) -> bool:
+    return _shapes_itself(s) and s.draft.topk > 1 and s.draft.speculative_num_draft_tokens is None
+
+
+def _breaks_block(s: Setup) -> bool:
+    given = (s.draft.speculative_num_steps, s.draft.speculative_num_draft_tokens)
+    return s.block is not None and _differ(given, (s.block - 1, s.block))
+
+
+def _flags(line: str) -> tuple[str, ...]:
+    return tuple(line.split())
+
+
+RULES = (
+    Rule(
+        refuses=lambda s: _wants_mtp(s) and not (s.has_mtp and s.model.has_mtp),
+        reason="--speculative-algorithm {algorithm} drafts with the checkpoint's own mtp layer, "
+        "and this {family} checkpoint has none",
+        way_out="give a draft head with --speculative-algorithm EAGLE or EAGLE3 and "
+        "--speculative-draft-model-path, or leave the flag out",
+        example=Example(drafter="NEXTN", model_type="llama"),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.algorithm == "NEXTN" and s.draft.speculative_draft_model_path is not None
+        ),
+        reason="--speculative-draft-model-path contradicts --speculative-algorithm NEXTN, which "
+        "drafts with the checkpoint's own mtp layer",
+        way_out="leave the flag out",
+        example=Example(drafter="NEXTN", flags=_flags("--speculative-draft-model-path head")),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.algorithm in HEAD_ALGORITHMS and s.draft.speculative_draft_model_path is None
+        ),
+        reason="--speculative-algorithm {algorithm} drafts with a head of its own",
+        way_out="give its folder as --speculative-draft-model-path",
+        example=None,
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.algorithm == MODEL_ALGORITHM and s.draft.speculative_draft_model_path is None
+        ),
+        reason="--speculative-algorithm STANDALONE drafts with a small model that has the target's "
+        "tokenizer",
+        way_out="give its folder as --speculative-draft-model-path",
+        example=None,
+    ),
+    Rule(
+        refuses=lambda s: s.algorithm == MODEL_ALGORITHM and s.head_kind is not None,
+        reason="--speculative-algorithm STANDALONE drafts with a whole model, and the draft "
+        "model's tensors are those of {head}",
+        way_out="give --speculative-algorithm {head_kind}, or a model",
+        example=None,
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.head_kind is not None
+            and s.algorithm in HEAD_ALGORITHMS
+            and s.algorithm != s.head_kind
+        ),
+        reason="--speculative-algorithm {algorithm} does not fit the draft model, whose tensors "
+        "are those of {head}",
+        way_out="give --speculative-algorithm {head_kind}, or another head",
+        example=None,
+    ),
+    Rule(
+        refuses=lambda s: s.algorithm == "NAIVE_EAGLE" and s.head_kind == BLOCK_ALGORITHM,
+        reason="--speculative-algorithm NAIVE_EAGLE drafts one token, and the draft model drafts "
+        "blocks",
+        way_out="give --speculative-algorithm DFLASH",
+        example=None,
+    ),
+    Rule(
+        refuses=lambda s: s.algorithm == BLOCK_ALGORITHM and s.draft.topk > 1,
+        reason="--speculative-eagle-topk {k} contradicts --speculative-algorithm DFLASH, which "
+        "drafts chains",
+        way_out="leave the flag out",
+        example=Example(
+            drafter=BLOCK_ALGORITHM,
+            flags=_flags("--speculative-eagle-topk 2 --speculative-num-draft-tokens 6"),
+        ),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.draft.speculative_draft_window_size is not None and s.algorithm != BLOCK_ALGORITHM
+        ),
+        reason="--speculative-draft-window-size is for --speculative-algorithm DFLASH",
+        way_out="leave the flag out",
+        example=Example(drafter="NEXTN", flags=_flags("--speculative-draft-window-size 512")),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.block is not None and (s.draft.speculative_draft_window_size or s.block) < s.block
+        ),
+        reason="--speculative-draft-window-size {window} is shorter than the draft model's block "
+        "of {block} tokens",
+        way_out="give at least a block",
+        example=Example(drafter=BLOCK_ALGORITHM, flags=_flags("--speculative-draft-window-size 2")),
+    ),
+    Rule(
+        refuses=_breaks_block,
+        reason="--speculative-num-steps and --speculative-num-draft-tokens contradict the draft "
+        "model, which drafts blocks of {block} tokens",
+        way_out="leave them out",
+        example=Example(drafter=BLOCK_ALGORITHM, flags=_flags("--speculative-num-draft-tokens 3")),
+    ),
+    Rule(
+        refuses=_shapes_naive,
+        reason="--speculative-num-steps, --speculative-eagle-topk and "
+        "--speculative-num-draft-tokens contradict --speculative-algorithm NAIVE_EAGLE, which "
+        "always drafts one token",
+        way_out="leave them out",
+        example=Example(drafter="NAIVE_EAGLE", flags=_flags("--speculative-num-steps 2")),
+    ),
+    Rule(
+        refuses=_shapes_text,
+        reason="--speculative-draft-model-path, --speculative-num-steps and "
+        "--speculative-eagle-topk contradict --speculative-algorithm NGRAM, whose trees have "
+        "--speculative-num-draft-tokens nodes of seen text",
+        way_out="leave them out",
+        example=Example(drafter="NGRAM", flags=_flags("--speculative-num-steps 3")),
+    ),
+    Rule(
+        refuses=lambda s: s.ngram_flag is not None and not s.draft.drafts_on_host,
+        reason="{ngram_flag} belongs to another drafter",
+        way_out="add --speculative-algorithm NGRAM or leave the flag out",
+        example=Example(drafter="NEXTN", flags=_flags("--speculative-ngram-capacity 4096")),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.options.ngram.speculative_ngram_min_bfs_breadth
+            > s.options.ngram.speculative_ngram_max_bfs_breadth
+        ),
+        reason="--speculative-ngram-min-bfs-breadth {min_breadth} is above "
+        "--speculative-ngram-max-bfs-breadth {max_breadth}",
+        way_out="lower it",
+        example=Example(
+            drafter=HOST_ALGORITHM, flags=_flags("--speculative-ngram-min-bfs-breadth 64")
+        ),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.draft.drafts_on_host and s.options.ngram.sam_budget >= s.draft.num_draft_tokens
+        ),
+        reason="--speculative-ngram-external-sam-budget {budget} is more than the draft nodes of "
+        "--speculative-num-draft-tokens {N}",
+        way_out="give at most {most_budget}",
+        example=Example(
+            drafter=HOST_ALGORITHM,
+            flags=_flags(
+                "--speculative-num-draft-tokens 4 --speculative-ngram-external-sam-budget 4"
+            ),
+        ),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.options.ngram.speculative_ngram_external_corpus_path is not None
+            and not s.options.ngram.sam_budget
+        ),
+        reason="--speculative-ngram-external-corpus-path needs draft nodes of its own",
+        way_out="give their number as --speculative-ngram-external-sam-budget",
+        example=Example(
+            drafter=HOST_ALGORITHM,
+            flags=_flags("--speculative-ngram-external-corpus-path corpus.jsonl"),
+        ),
+    ),
+    Rule(
+        refuses=_lacks_nodes,
+        reason="--speculative-eagle-topk {k} asks for a draft tree",
+        way_out="give its size as --speculative-num-draft-tokens",
+        example=Example(drafter="NEXTN", flags=_flags("--speculative-eagle-topk 2")),
+    ),
+    Rule(
+        refuses=lambda s: (
+            _shapes_itself(s) and s.draft.topk == 1 and s.draft.num_draft_tokens != s.most_nodes
+        ),
+        reason="--speculative-num-draft-tokens {N} must be --speculative-num-steps + 1 = {chain} "
+        "with --speculative-eagle-topk 1",
+        way_out="leave it out",
+        example=Example(
+            drafter="NEXTN",
+            flags=_flags("--speculative-num-steps 2 --speculative-num-draft-tokens 8"),
+        ),
+    ),
+    Rule(
+        refuses=lambda s: (
+            _shapes_itself(s)
+            and s.draft.topk > 1
+            and not _lacks_nodes(s)
+            and not s.draft.num_steps < s.draft.num_draft_tokens <= s.most_nodes
+        ),
+        reason="--speculative-num-draft-tokens must be {chain} to {most} with "
+        "--speculative-num-steps {S} and --speculative-eagle-topk {k}, got {N}",
+        way_out="give a number of that range",
+        example=Example(
+            drafter="NEXTN",
+            flags=_flags(
+                "--speculative-num-steps 2 --speculative-eagle-topk 2 "
+                "--speculative-num-draft-tokens 64"
+            ),
+        ),
+    ),
+    Rule(
+        refuses=lambda s: s.draft.verification != "match" and s.draft.topk > 1,
+        reason="--accept-rule rejection accepts chains, and --speculative-eagle-topk {k} asks for "
+        "a draft tree",
+        way_out="give --accept-rule match, or leave --speculative-eagle-topk out",
+        example=Example(
+            drafter="NEXTN",
+            flags=_flags(
+                "--accept-rule rejection --speculative-num-steps 2 --speculative-eagle-topk 2 "
+                "--speculative-num-draft-tokens 6"
+            ),
+        ),
+    ),
+    Rule(
+        refuses=lambda s: s.draft.block_verification and s.draft.accept_rule != "rejection",
+        reason="--block-verification is a way to reject chains",
+        way_out="add --accept-rule rejection, or leave it out",
+        example=Example(drafter="NEXTN", flags=("--block-verification",)),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.options.engine.disable_overlap_schedule and bool(s.options.engine.overlap)
+        ),
+        reason="--disable-overlap-schedule contradicts --overlap {overlap}",
+        way_out="give one of them",
+        example=Example(drafter="NEXTN", flags=_flags("--overlap 2 --disable-overlap-schedule")),
+    ),
+    Rule(
+        refuses=lambda s: (s.options.model.context_length or 0) > s.model.context_length,
+        reason="--context-length {context} is beyond the model's {model_context} positions",
+        way_out="give a smaller one or leave the flag out",
+        example=Example(drafter="NEXTN", flags=_flags("--context-length 16777216")),
+    ),
+)
+
+
+def refusals(setup: Setup) -> list[str]:
+    """One sentence for every rule that refuses the setup; an empty list where it can be served."""
+    words = setup.words()
+    return [rule.sentence(words) for rule in RULES if rule.refuses(setup)]
+
+
+def to_json() -> dict[str, Any]:
+    """What `GET /capabilities` answers."""
+    listed = [rule.to_json() for rule in RULES if rule.example is not None]
+    return {"drafters": list(ALGORITHMS), "refused": [*listed, *map(_field_json, NOT_SERVED)]}
+
+
+def _field_json(field: NotServed) -> dict[str, Any]:
+    """No drafter changes what a field means, so the first one stands for all."""
+    example = Example(drafter=ALGORITHMS[0], request=((field.name, field.example),))
+    return {"reason": field.reason, "way_out": field.way_out, "example": example.to_json()}
+
+
+def to_markdown() -> str:
+    """The page `docs/capabilities.md`."""
+    lines = [_HEAD.format(drafters=", ".join(f"`{name}`" for name in ALGORITHMS))]
+    for rule in RULES:
+        lines.append(f"- {rule.reason.format(**WORDS)}; {rule.way_out.format(**WORDS)}.")
+        example = rule.example
+        if example is None:
+            lines.append("  The files decide.")
+            continue
+        model = f" with a {example.model_type} model" if example.model_type else ""
+        flags = f" and `{' '.join(example.flags)}`" if example.flags else ""
+        lines.append(f"  Example: `{example.drafter}`{model}{flags}.")
+    lines.append(_FIELDS)
+    for field in NOT_SERVED:
+        told = json.dumps({field.name: field.example})
+        lines.append(f"| `{field.name}` | {', '.join(field.endpoints)} | `{told}` |")
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = """<!-- Made by `python -m shared.options.capabilities`; a test compares. -->
+# What works with what
+
+The drafters are {drafters};
+a start without `--speculative-algorithm` decodes plainly. Every drafter works with every model
+family, page size, overlap depth and field of a request, but for what is listed here. What is listed
+is refused at the start by exit code 2, all that applies at once; the running server answers the
+same list at `GET /capabilities`. No field of a request that chooses tokens is
+refused with any drafter.
+"""
+
+_FIELDS = """
+Fields of OpenAI's API that no drafter changes and that are not there yet: a value that asks for
+something gets HTTP 400 with the field's name, one that asks for nothing is taken.
+
+| field | of | refused, for example |
+|---|---|---|"""
+
+if __name__ == "__main__":
+    print(to_markdown(), end="")

@@ -1,0 +1,393 @@
+"""What a start can be told: frozen dataclasses; each field is the command-line flag of its name.
+
+Spellings and defaults are those that users of SGLang know. `parse` refuses what it does not know,
+what is known but not served yet, and what contradicts itself, each by name.
+"""
+
+import argparse
+import difflib
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from shared.options.flags import ConfigError, check_rules, flag, spelling
+from shared.options.ngram import DEFAULT_NODES, NgramConfig
+from shared.options.not_served import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
+
+DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
+CHUNK_ALIGNMENT = 64
+"""Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
+
+DTYPES = ("auto", "float32", "bfloat16")
+BLOCK_ALGORITHM = "DFLASH"
+"""Drafts a chain as long as the block of its head."""
+
+HEAD_ALGORITHMS = ("EAGLE", "EAGLE3", BLOCK_ALGORITHM)
+"""Draft with a head of its own files."""
+
+HOST_ALGORITHM = "NGRAM"
+"""Drafts on the host, from text that was seen."""
+
+MODEL_ALGORITHM = "STANDALONE"
+"""Drafts with a small model that has the target's tokenizer."""
+
+ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE", MODEL_ALGORITHM, HOST_ALGORITHM)
+
+ACCEPT_RULES = ("match", "rejection")
+
+CHAIN_SHAPE = (3, 1, 4)
+TREE_SHAPE = (5, 4, 8)
+NAIVE_SHAPE = (1, 1, 2)
+"""S, k and N where no flag says otherwise; the tree is that of a Llama model with a head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What is served."""
+
+    model_path: str = flag(
+        str(DEFAULT_MODEL),
+        "folder of a Hugging Face checkpoint (default: the model that ships)",
+        aliases=("--model",),
+    )
+    dtype: str = flag(
+        "auto", "auto is float32 on a CPU and bfloat16 on a GPU", choices=DTYPES, metavar="DTYPE"
+    )
+    context_length: int | None = flag(
+        None, "most tokens of prompt and output (default: the model's)", low=2, high=1 << 24
+    )
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where requests come in."""
+
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    served_model_name: str | None = flag(
+        None, "name in requests and answers (default: the folder's name)"
+    )
+    admin_api_key: str | None = flag(
+        None, "bearer token of the routes that change the server (default: no such routes)"
+    )
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        for name in ("host", "served_model_name"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{spelling(name)} is empty; give a name or leave the flag out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of the host engine."""
+
+    page_size: int | None = flag(
+        None, "tokens in a KV page, a power of two (default: 16 on a CPU, 64 on a GPU)",
+        low=1, high=1024,
+    )  # fmt: skip
+    max_total_tokens: int | None = flag(
+        None, "KV positions of all requests together (default: what fits)", low=1, high=1 << 30
+    )
+    max_running_requests: int | None = flag(
+        None, "requests decoded at once (default: 8 on a CPU, 48 on a GPU)", low=1, high=4096
+    )
+    chunked_prefill_size: int | None = flag(
+        None, "most prompt tokens in a step (default: 256 on a CPU, 2048 on a GPU)",
+        low=CHUNK_ALIGNMENT, high=1 << 20, multiple_of=CHUNK_ALIGNMENT,
+    )  # fmt: skip
+    overlap: int | None = flag(
+        None, "steps on the device while the host plans the next (default: 1)", low=0, high=2
+    )
+    disable_overlap_schedule: bool = flag(False, "the same as --overlap 0")
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        if self.page_size and self.page_size & (self.page_size - 1):
+            raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
+
+    @property
+    def overlap_depth(self) -> int:
+        """Steps in flight beside the one being planned."""
+        if self.disable_overlap_schedule:
+            return 0
+        return 1 if self.overlap is None else self.overlap
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made, and how wide a draft tree is."""
+
+    speculative_algorithm: str | None = flag(
+        None, "NEXTN drafts with the checkpoint's own mtp layer, EAGLE, EAGLE3 and DFLASH with a "
+        "head, NAIVE_EAGLE one token with either, STANDALONE with a small model, NGRAM from seen "
+        "text (default: no drafts)",
+        aliases=("--speculative-algo",),
+    )  # fmt: skip
+    speculative_draft_model_path: str | None = flag(
+        None, "folder of a draft head or of a small model", aliases=("--speculative-draft-model",)
+    )
+    speculative_num_steps: int | None = flag(
+        None, "S, levels of a draft tree (default: 3; 5 for a Llama model with a head)",
+        low=1, high=16,
+    )  # fmt: skip
+    speculative_eagle_topk: int | None = flag(
+        None, "k, nodes that a level expands (default: 1, a chain; 4 for a Llama model with a "
+        "head)", low=1, high=16,
+    )  # fmt: skip
+    speculative_num_draft_tokens: int | None = flag(
+        None, "N, nodes of a draft tree with its root (default: S + 1 of a chain; 8 for a Llama "
+        "model with a head)", low=2, high=64,
+    )  # fmt: skip
+    speculative_draft_window_size: int | None = flag(
+        None, "positions that a DFLASH head looks back, at least its block (default: what its "
+        "config.json says)", low=2, high=1 << 24,
+    )  # fmt: skip
+    accept_rule: str | None = flag(
+        None, "match keeps the text of plain decoding, rejection its law only, and accepts more of "
+        "a chain (default: match)", choices=ACCEPT_RULES, metavar="RULE",
+    )  # fmt: skip
+    block_verification: bool = flag(False, "reject chains as a whole, not token by token")
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        if self.speculative_algorithm is None:
+            self._refuse_draft_flags()
+            return
+        self._check_algorithm()
+
+    def _refuse_draft_flags(self) -> None:
+        for item in fields(self):
+            if getattr(self, item.name) not in (None, False):
+                raise ConfigError(
+                    f"{spelling(item.name)} needs a drafter; add --speculative-algorithm "
+                    f"{ALGORITHMS[0]} or leave the flag out"
+                )
+
+    def _check_algorithm(self) -> None:
+        name = self.speculative_algorithm
+        if name not in ALGORITHMS:
+            raise ConfigError(
+                f"--speculative-algorithm must be one of {', '.join(ALGORITHMS)}, got {name}"
+            )
+
+    def settled(self, is_llama: bool, block: int | None) -> Self:
+        """With no shape left open, in a start that drafts.
+
+        Args:
+          is_llama: The target is a Llama model.
+          block: Size of the block of a DFLASH head; None without one.
+        """
+        if self.speculative_algorithm is None:
+            return self
+        if self.drafts_on_host:
+            return replace(self, speculative_num_draft_tokens=self.num_draft_tokens)
+        shape = (self.num_steps, self.topk, self.num_draft_tokens)
+        is_open = all(getattr(self, item) is None for item in _SHAPE_FIELDS)
+        has_trees = self.speculative_algorithm in HEAD_ALGORITHMS and self.verification == "match"
+        if is_open and is_llama and has_trees:
+            shape = TREE_SHAPE
+        if block is not None:
+            shape = (block - 1, 1, block)
+        return replace(self, **dict(zip(_SHAPE_FIELDS, shape, strict=True)))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether anything drafts."""
+        return self.speculative_algorithm is not None
+
+    @property
+    def with_mtp(self) -> bool:
+        """Whether the checkpoint's own mtp layer drafts."""
+        has_path = self.speculative_draft_model_path is not None
+        return self.drafts and not (has_path or self.drafts_on_host)
+
+    @property
+    def head_path(self) -> str | None:
+        """Folder of the draft model; None of a drafter that has none."""
+        has_none = self.speculative_algorithm in ("NEXTN", HOST_ALGORITHM)
+        return None if has_none else self.speculative_draft_model_path
+
+    @property
+    def drafts_with_a_model(self) -> bool:
+        """Whether the draft model is a whole model."""
+        return self.speculative_algorithm == MODEL_ALGORITHM
+
+    @property
+    def drafts_on_host(self) -> bool:
+        """Whether drafts come from text that was seen, not from a model."""
+        return self.speculative_algorithm == HOST_ALGORITHM
+
+    @property
+    def verification(self) -> str:
+        """Which of `shared.spec.acceptance.RULES` accepts drafts."""
+        return "block" if self.block_verification else self.accept_rule or ACCEPT_RULES[0]
+
+    @property
+    def topk(self) -> int:
+        """k, nodes that a level expands."""
+        return self.speculative_eagle_topk or 1
+
+    @property
+    def num_steps(self) -> int:
+        """S, levels below the root; a chain's follow from its number of nodes."""
+        if self.speculative_num_steps:
+            return self.speculative_num_steps
+        if self.speculative_algorithm == "NAIVE_EAGLE":
+            return NAIVE_SHAPE[0]
+        if self.drafts_on_host:
+            return (self.speculative_num_draft_tokens or DEFAULT_NODES) - 1
+        nodes = self.speculative_num_draft_tokens
+        return nodes - 1 if nodes and self.topk == 1 else CHAIN_SHAPE[0]
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """N, nodes with the root."""
+        return self.speculative_num_draft_tokens or self.num_steps + 1
+
+
+_SHAPE_FIELDS = (
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Everything that a start was told.
+
+    Attributes:
+      given: Names of the fields that were named, of any part.
+    """
+
+    model: ModelOptions
+    server: ServerOptions
+    engine: EngineConfig
+    speculative: SpeculativeConfig
+    ngram: NgramConfig
+    given: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Self:
+        """Options of the given fields, whatever part they belong to; the rest have their defaults.
+
+        Raises:
+          ConfigError: A value is out of range.
+        """
+        made = {}
+        for part, made_of in PARTS.items():
+            names = {item.name for item in fields(made_of)}
+            made[part] = made_of(**{name: values[name] for name in names & values.keys()})
+        return cls(**made, given=frozenset(values))
+
+
+PARTS = {
+    "model": ModelOptions,
+    "server": ServerOptions,
+    "engine": EngineConfig,
+    "speculative": SpeculativeConfig,
+    "ngram": NgramConfig,
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        flag_names, _, fault = message.removeprefix("argument ").partition(": ")
+        fault = "needs a value" if "expected one argument" in fault else f"is wrong: {fault}"
+        raise ConfigError(f"{flag_names} {fault}; --help lists the flags")
+
+
+class _Once(argparse.Action):
+    """Stores a flag's value and refuses a second, other one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if values == "":
+            raise ConfigError(f"{option_string} is empty; give a value or leave the flag out")
+        if getattr(namespace, self.dest, values) != values:
+            raise ConfigError(f"{option_string} is given twice; leave one out")
+        setattr(namespace, self.dest, values)
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """The options of a command line.
+
+    Raises:
+      ConfigError: A flag is unknown, not supported, out of range or contradicts another.
+    """
+    parser = _make_parser()
+    known = set(parser._option_string_actions)
+    for word in argv:
+        if word.startswith("-") and not _is_number(word):
+            _check_known(word.split("=", 1)[0], known)
+    found, stray = parser.parse_known_args(list(argv))
+    if stray:
+        raise ConfigError(f"{stray[0]} belongs to no flag; --help lists the flags")
+    given = vars(found)
+    kinds = {name: kind for part in PARTS.values() for name, kind in _kinds(part).items()}
+    return Options.from_values({name: kinds[name](name, given[name]) for name in given})
+
+
+def _make_parser() -> _Parser:
+    parser = _Parser(
+        prog="serve", allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=True
+    )
+    for part in PARTS.values():
+        group = parser.add_argument_group(part.__doc__)
+        for item in fields(part):
+            _add(group, item)
+    return parser
+
+
+def _add(group: Any, item: "Field[Any]") -> None:
+    names = (spelling(item.name), *item.metadata.get("aliases", ()))
+    text = item.metadata["help"].replace("%", "%%")
+    if item.default not in (None, MISSING, False) and "default" not in text:
+        text += f" (default: {item.default})"
+    if item.default is False:
+        group.add_argument(*names, dest=item.name, action="store_true", help=text)
+    else:
+        metavar = item.metadata.get("metavar", "N" if "low" in item.metadata else "X")
+        group.add_argument(*names, dest=item.name, action=_Once, metavar=metavar, help=text)
+
+
+def _kinds(part: type) -> dict[str, Callable[[str, Any], Any]]:
+    """How the text of each field's flag becomes its value."""
+    return {
+        item.name: _whole_number if "low" in item.metadata else lambda name, value: value
+        for item in fields(part)
+    }
+
+
+def _whole_number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{spelling(name)} must be a whole number, got {text}") from None
+
+
+def _is_number(word: str) -> bool:
+    return word[1:].replace(".", "").isdigit()
+
+
+def _check_known(word: str, known: set[str]) -> None:
+    if word in known:
+        return
+    if word in NOT_SUPPORTED:
+        raise ConfigError(f"{word} is not supported: {NOT_SUPPORTED[word]}")
+    if word.startswith(NOT_SUPPORTED_PREFIXES):
+        raise ConfigError(f"{word} is not supported; leave the flag out")
+    near = difflib.get_close_matches(word, sorted(known), n=1)
+    hint = f"did you mean {near[0]}?" if near else "--help lists the flags"
+    raise ConfigError(f"{word} is no flag of this server; {hint}")

@@ -1,0 +1,150 @@
+"""What a start was told, and how a combination that does not work is told of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shared.models.config import ModelConfig
+from shared.options.flags import spelling
+from shared.options.ngram import NgramConfig
+from shared.options.options import BLOCK_ALGORITHM, Options, SpeculativeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the rules look at.
+
+    Attributes:
+      options: What the start was told.
+      model: The checkpoint's config.json.
+      has_mtp: Whether the checkpoint holds `mtp.*` tensors.
+      head_kind: What the draft model is by its tensors, "EAGLE", "EAGLE3" or "DFLASH"; None
+        without one, and of a whole model.
+      block: Tokens of a DFLASH head's block; None without one.
+    """
+
+    options: Options
+    model: ModelConfig
+    has_mtp: bool
+    head_kind: str | None
+    block: int | None = None
+
+    @property
+    def draft(self) -> SpeculativeConfig:
+        """How drafts are made."""
+        return self.options.speculative
+
+    @property
+    def algorithm(self) -> str | None:
+        """The drafter's name."""
+        return self.draft.speculative_algorithm
+
+    @property
+    def most_nodes(self) -> int:
+        """Nodes of the largest tree with the S and k of the setup."""
+        k = self.draft.topk
+        return 1 + k + (self.draft.num_steps - 1) * k * k
+
+    @property
+    def ngram_flag(self) -> str | None:
+        """The first flag of NGRAM that was given."""
+        names = [item.name for item in fields(NgramConfig)]
+        return next((spelling(name) for name in names if name in self.options.given), None)
+
+    def words(self) -> dict[str, Any]:
+        """What the sentences of the rules speak of."""
+        return {
+            "algorithm": self.algorithm,
+            "family": self.model.family,
+            "head_kind": self.head_kind,
+            "head": f"{'a' if self.head_kind == BLOCK_ALGORITHM else 'an'} {self.head_kind} head",
+            "S": self.draft.num_steps,
+            "k": self.draft.topk,
+            "N": self.draft.num_draft_tokens,
+            "chain": self.draft.num_steps + 1,
+            "most": self.most_nodes,
+            "overlap": self.options.engine.overlap,
+            "block": self.block,
+            "window": self.draft.speculative_draft_window_size,
+            "ngram_flag": self.ngram_flag,
+            "min_breadth": self.options.ngram.speculative_ngram_min_bfs_breadth,
+            "max_breadth": self.options.ngram.speculative_ngram_max_bfs_breadth,
+            "budget": self.options.ngram.sam_budget,
+            "most_budget": self.draft.num_draft_tokens - 1,
+            "context": self.options.model.context_length,
+            "model_context": self.model.context_length,
+        }
+
+
+WORDS = {
+    "algorithm": "NAME",
+    "family": "FAMILY",
+    "head_kind": "KIND",
+    "head": "another head",
+    "S": "S",
+    "k": "k",
+    "N": "N",
+    "chain": "S + 1",
+    "most": "1 + k + (S - 1) k^2",
+    "overlap": "N",
+    "block": "a number of",
+    "window": "N",
+    "ngram_flag": "--speculative-ngram-*",
+    "min_breadth": "N",
+    "max_breadth": "M",
+    "budget": "N",
+    "most_budget": "N - 1",
+    "context": "N",
+    "model_context": "own",
+}
+"""The same words where no setup is at hand."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A combination that a rule refuses.
+
+    Attributes:
+      drafter: One of `shared.options.options.ALGORITHMS`.
+      model_type: Of a model that the rule is about; None: of any.
+      flags: Added to the plain start of that drafter.
+      request: Fields added to a plain request.
+    """
+
+    drafter: str
+    model_type: str | None = None
+    flags: tuple[str, ...] = ()
+    request: tuple[tuple[str, Any], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As `GET /capabilities` shows it."""
+        model = {} if self.model_type is None else {"model_type": self.model_type}
+        rest = {"flags": list(self.flags), "request": dict(self.request)}
+        return {"drafter": self.drafter, **model, **rest}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One combination that does not work.
+
+    Attributes:
+      refuses: Whether a setup is one of them.
+      reason: Why, with the flag; a format string over `Setup.words`.
+      way_out: What to do instead, a format string too.
+      example: One that is refused; None where files decide, which no flag can name.
+    """
+
+    refuses: Callable[[Setup], bool]
+    reason: str
+    way_out: str
+    example: Example | None
+
+    def sentence(self, words: dict[str, Any]) -> str:
+        """Why, and what to do instead."""
+        return f"{self.reason}; {self.way_out}".format(**words)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `GET /capabilities` shows it; only of a rule with an example."""
+        assert self.example is not None  # what files decide is not listed
+        told = {"reason": self.reason.format(**WORDS), "way_out": self.way_out.format(**WORDS)}
+        return {**told, "example": self.example.to_json()}

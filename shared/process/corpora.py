@@ -1,0 +1,92 @@
+"""External corpora of the drafter NGRAM, on the engine's side: built beside the steps."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from shared.engine.ngram.corpus import Corpus
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import Refusal
+
+NO_INDEX = "there are no external corpora without --speculative-algorithm NGRAM"
+
+
+class Corpora:
+    """Answers the messages of the admin routes.
+
+    A corpus is built on a thread of its own, whose compiled loops let the engine's run, and joins
+    the index between two steps. Every answer has the ticket of its question.
+
+    Args:
+      index: What drafts from corpora; None where the drafter is another.
+    """
+
+    def __init__(self, index: NgramIndex | None) -> None:
+        self._index = index
+        self._builder = ThreadPoolExecutor(max_workers=1)
+        self._building: list[tuple[int, str, Future[Corpus]]] = []
+        self._answers: list[list[Any]] = []
+
+    def add(self, ticket: int, name: str, tokens: bytes) -> None:
+        """Begins to build a corpus of documents, each with a separator after it, as int32."""
+        words = np.frombuffer(tokens, np.int32)
+        try:
+            self._given().check_corpus(name, words)
+        except Refusal as refusal:
+            self._refuse(ticket, refusal)
+            return
+        self._building.append((ticket, name, self._builder.submit(Corpus.build, words)))
+
+    def remove(self, ticket: int, name: str) -> None:
+        """Drops a corpus."""
+        try:
+            self._given().remove_corpus(name)
+        except Refusal as refusal:
+            self._refuse(ticket, refusal)
+        else:
+            self._list(ticket)
+
+    def list(self, ticket: int) -> None:
+        """Says which corpora there are."""
+        self._list(ticket)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a corpus is being built."""
+        return bool(self._building)
+
+    def answers(self) -> list[list[Any]]:
+        """Takes in the corpora that are ready; the messages that are due."""
+        waiting = []
+        for ticket, name, built in self._building:
+            if not built.done():
+                waiting.append((ticket, name, built))
+                continue
+            try:
+                self._given().add_corpus(name, built.result())
+            except Refusal as refusal:  # another one was added meanwhile
+                self._refuse(ticket, refusal)
+            else:
+                self._list(ticket)
+        self._building = waiting
+        due, self._answers = self._answers, []
+        return due
+
+    def close(self) -> None:
+        """Lets go of what is still being built."""
+        self._builder.shutdown(wait=False, cancel_futures=True)
+
+    def _given(self) -> NgramIndex:
+        if self._index is None:
+            raise Refusal("corpus_id", NO_INDEX)
+        return self._index
+
+    def _list(self, ticket: int) -> None:
+        held = {} if self._index is None else self._index.corpora
+        self._answers.append(["corpora", ticket, held, None, None])
+
+    def _refuse(self, ticket: int, refusal: Refusal) -> None:
+        self._answers.append(["corpora", ticket, {}, str(refusal), refusal.field])

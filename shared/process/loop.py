@@ -1,0 +1,316 @@
+"""The engine's process: runs the engine on one thread and talks to the HTTP server's process.
+
+The server is a child with an inherited socket. The loop reads requests between two steps and sends
+one frame a step; it never waits on a full socket. When one process ends, the other one ends too:
+each sees the end of the socket.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import Event, Refusal, Request
+from shared.process.corpora import Corpora
+from shared.process.frames import (
+    FrameReader,
+    ModelFacts,
+    event_to_row,
+    pack,
+    sampling_from_fields,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+IDLE_WAIT_S = 1.0  # the socket and signals wake an idle engine; this bounds a missed one
+BUILDING_WAIT_S = 0.05  # the end of a corpus's building wakes nobody
+FAREWELL_S = 1.0  # for the last frame to leave
+CHILD_END_S = 3.5  # for the server to end by itself; all in all below 5 s
+RECEIVE_BYTES = 1 << 18
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+
+class Metrics(Protocol):
+    """Counters and gauges of an engine."""
+
+    def snapshot(self) -> dict[str, float]:
+        """Values by name."""
+        ...
+
+
+class HostEngine(Protocol):
+    """What this process needs of an engine (`shared.engine.engine.Engine` is one)."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """What `/metrics` shows."""
+        ...
+
+    @property
+    def ngram(self) -> NgramIndex | None:
+        """What drafts from seen text, if anything does."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        ...
+
+    def add(self, request: Request) -> None:
+        """Takes a request in, or raises `Refusal`."""
+        ...
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request that nobody waits for."""
+        ...
+
+    def finish(self, request_id: int, num_tokens: int) -> None:
+        """Ends a request whose text stopped after `num_tokens` tokens."""
+        ...
+
+    def step(self) -> list[Event]:
+        """Runs one step."""
+        ...
+
+    def close(self) -> None:
+        """Ends the device's work."""
+        ...
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Takes the server's address, before the model is loaded; nobody can connect yet.
+
+    Args:
+      host: Name or address to listen on.
+      port: TCP port; 0 takes a free one.
+
+    Raises:
+      ValueError: The address cannot be had; one sentence.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"--host {host} --port {port} cannot be listened on ({error}); choose another"
+        ) from error
+    return listener
+
+
+def run(engine: HostEngine, facts: ModelFacts, listener: socket.socket) -> int:
+    """Serves until a signal, a failure, or the end of the server's process; ends both processes.
+
+    Args:
+      engine: Closed at the end.
+      facts: Sent to the server first.
+      listener: What `bind` gave; handed to the server.
+
+    Returns:
+      The exit code: 0 after SIGINT or SIGTERM, 2 where the server refused to start, else 1.
+    """
+    stop = _StopSignal()
+    ours, theirs = socket.socketpair()
+    child = _start_server(listener, theirs)
+    link = _Link(ours)
+    link.send(facts.to_message())
+    try:
+        _Loop(engine, link).run(stop)
+        reason, failed = "the server was stopped", False
+    except _ServerEnded:
+        return _after_server(child, engine)
+    except Exception as error:  # any failure of the engine ends the service, with its reason
+        traceback.print_exc()
+        reason, failed = f"the engine failed: {type(error).__name__}: {error}", True
+        print(reason, file=sys.stderr, flush=True)
+    link.farewell(["end", reason, failed])
+    _end_child(child)
+    engine.close()
+    return EXIT_FAILED if failed else 0
+
+
+class _ServerEnded(Exception):
+    """The server's end of the socket is closed."""
+
+
+class _StopSignal:
+    """Turns the first SIGINT or SIGTERM into a flag and a readable socket; a second one kills."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.readable, self._wake = socket.socketpair()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        signal.signal(number, signal.SIG_DFL)
+        self._wake.send(b"\0")
+
+
+class _Link:
+    """The socket to the server; sending never waits."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._reader = FrameReader()
+        self._unsent = bytearray()
+
+    def wait(self, timeout_s: float, other: socket.socket) -> None:
+        """Waits until a message, room to send, or `other` is there."""
+        writers = [self._socket] if self._unsent else []
+        select.select([self._socket, other], writers, [], timeout_s)
+        self._flush()
+
+    def read(self) -> Iterator[list[Any]]:
+        """Messages that have arrived.
+
+        Raises:
+          _ServerEnded: Nothing will arrive any more.
+        """
+        while True:
+            try:
+                received = self._socket.recv(RECEIVE_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise _ServerEnded from error
+            if not received:
+                raise _ServerEnded
+            yield from self._reader.feed(received)
+
+    def send(self, message: list[Any]) -> None:
+        """Sends what the socket takes now and keeps the rest."""
+        self._unsent += pack(message)
+        self._flush()
+
+    def farewell(self, message: list[Any]) -> None:
+        """Sends a last message, with some patience, and closes."""
+        self.send(message)
+        deadline = time.monotonic() + FAREWELL_S
+        while self._unsent and (left := deadline - time.monotonic()) > 0:
+            select.select([], [self._socket], [], left)
+            self._flush()
+        self._socket.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:  # `read` reports the end of the server, after what it still sent
+            self._unsent.clear()
+
+
+class _Loop:
+    """Messages in, steps, one frame a step out."""
+
+    def __init__(self, engine: HostEngine, link: _Link) -> None:
+        self._engine = engine
+        self._link = link
+        self._open: set[int] = set()
+        self._corpora = Corpora(engine.ngram)
+        self._handlers = {
+            "add": self._add,
+            "abort": self._abort,
+            "finish": self._finish,
+            "metrics": self._metrics,
+            "corpus_add": self._corpora.add,
+            "corpus_remove": self._corpora.remove,
+            "corpus_list": self._corpora.list,
+        }
+
+    def run(self, stop: _StopSignal) -> None:
+        """Returns when stopped.
+
+        Raises:
+          _ServerEnded: The server's process is gone.
+        """
+        while not stop.requested:
+            self._link.wait(self._patience_s(), stop.readable)
+            for kind, *fields in self._link.read():
+                self._handlers[kind](*fields)
+            for answer in self._corpora.answers():
+                self._link.send(answer)
+            if self._engine.busy:
+                self._send(self._engine.step())
+
+    def _patience_s(self) -> float:
+        if self._engine.busy:
+            return 0.0
+        return BUILDING_WAIT_S if self._corpora.busy else IDLE_WAIT_S
+
+    def _send(self, events: list[Event]) -> None:
+        events = [event for event in events if event.request_id in self._open]
+        self._open.difference_update(e.request_id for e in events if e.finish_reason)
+        if events:
+            self._link.send(["step", [event_to_row(event) for event in events]])
+
+    def _add(
+        self, prompt: list[int], sampling: dict[str, Any], choices: list[list[int]], tenant: str
+    ) -> None:
+        tokens = tuple(prompt)
+        for request_id, seed32 in choices:
+            params = sampling_from_fields(sampling, seed32)
+            try:
+                request = Request(
+                    request_id=request_id, prompt=tokens, sampling=params, tenant=tenant
+                )
+                self._engine.add(request)
+                self._open.add(request_id)
+            except Refusal as error:
+                self._link.send(["refused", request_id, str(error), error.field])
+
+    def _abort(self, request_id: int) -> None:
+        # The request may have ended while the message was on its way.
+        if request_id in self._open:
+            self._open.remove(request_id)
+            self._engine.abort(request_id)
+
+    def _finish(self, request_id: int, num_tokens: int) -> None:
+        if request_id in self._open:
+            self._open.remove(request_id)
+            self._engine.finish(request_id, num_tokens)
+
+    def _metrics(self) -> None:
+        self._link.send(["metrics", self._engine.metrics.snapshot()])
+
+
+def _start_server(listener: socket.socket, link: socket.socket) -> subprocess.Popen[bytes]:
+    fds = (link.fileno(), listener.fileno())
+    flags = ["--engine-fd", str(fds[0]), "--listen-fd", str(fds[1])]
+    command = [sys.executable, "-m", "shared.server.app", *flags]
+    child = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
+    link.close()
+    listener.close()
+    return child
+
+
+def _end_child(child: subprocess.Popen[bytes]) -> int:
+    try:
+        return child.wait(CHILD_END_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
+def _after_server(child: subprocess.Popen[bytes], engine: HostEngine) -> int:
+    code = _end_child(child)
+    engine.close()
+    if code == EXIT_REFUSED:  # it has said why
+        return EXIT_REFUSED
+    print(f"the HTTP server process ended with exit code {code}", file=sys.stderr, flush=True)
+    return EXIT_FAILED

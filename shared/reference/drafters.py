@@ -1,0 +1,301 @@
+"""Drafters of the reference backend: each holds its own memory of all slots and pages."""
+
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from shared.boundary.backend import Limits
+from shared.models.config import ModelConfig
+from shared.reference.rows import Batch, Fed, Ranking, Trees, put, take
+from shared.spec import attention, dflash, eagle, model, standalone
+from shared.spec.draft_tree import TreeShape
+from shared.spec.eagle import Rank
+from shared.spec.standalone import SmallModel
+
+
+class ReferenceDrafter(Protocol):
+    """What the reference backend asks of a drafter.
+
+    `draft_from` is where the draft KV of each of the batch's rows begins to be whole.
+    """
+
+    def start(self, batch: Batch) -> None:
+        """Resets the slots of starting rows, and restores what the plan names."""
+        ...
+
+    def prefill(
+        self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
+    ) -> None:
+        """Extends the drafter over each row's chunk of a prompt.
+
+        Args:
+          rank: Of the token after each row's newest.
+        """
+        ...
+
+    def draft(
+        self,
+        batch: Batch,
+        newest: Int[np.ndarray, " B"],
+        lengths: Int[np.ndarray, " B"],
+        draft_from: Int[np.ndarray, " B"],
+        shape: TreeShape,
+        rank: Ranking,
+    ) -> Trees:
+        """Drafts a tree for each row; one whose `draft_from` is its length gets its root."""
+        ...
+
+    def extend(
+        self,
+        batch: Batch,
+        fed: Fed,
+        lengths: Int[np.ndarray, " B"],
+        counts: Int[np.ndarray, " B"],
+        draft_from: Int[np.ndarray, " B"],
+        rank: Rank,
+    ) -> None:
+        """Extends the drafter over accepted paths of W rows each.
+
+        Args:
+          fed: B * W rows.
+          lengths: Before the step.
+          counts: How many of a path's rows are real.
+          rank: Of the token after each row's newest.
+        """
+        ...
+
+
+class HeadDrafter:
+    """NEXTN, EAGLE and EAGLE-3."""
+
+    def __init__(self, drafter: eagle.Drafter, limits: Limits) -> None:
+        slots, width = limits.num_slots, limits.max_width
+        self._drafter, self._width = drafter, width
+        self._kv = model.new_kv(drafter.layer, 1, limits.num_pages, limits.page_size)
+        self._relay_arrays = (  # of `eagle.Relay`, by slot
+            np.zeros((slots, width), np.int32),
+            np.zeros((slots, width), np.float32),
+            np.zeros((slots, drafter.layer.hidden), np.float32),
+        )
+        self._relay_logits = np.zeros((slots, limits.vocab), np.float32)
+
+    def start(self, batch: Batch) -> None:
+        """See `ReferenceDrafter`."""
+        for array in self._relay_arrays:
+            array[batch.slots[batch.starts]] = 0
+
+    def prefill(
+        self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
+    ) -> None:
+        """See `ReferenceDrafter`."""
+        out, logits = [], []
+        for b, chunk in enumerate(fed):
+            T = len(chunk.tokens)
+            bounds = (np.array([chunk.first]), draft_from[b : b + 1], batch.page_table[b : b + 1])
+            rows = attention.causal_rows(np.array([0, T]), *bounds, T)
+            reads = self._drafter.reads(chunk.passed)
+            hidden, scores, self._kv = self._drafter.run(rows, chunk.following, reads, self._kv)
+            out.append(hidden[-1])
+            logits.append(scores[-1])
+        self._carry(batch, np.stack(out), np.stack(logits), np.arange(len(fed)), rank)
+
+    def draft(
+        self,
+        batch: Batch,
+        newest: Int[np.ndarray, " B"],
+        lengths: Int[np.ndarray, " B"],
+        draft_from: Int[np.ndarray, " B"],
+        shape: TreeShape,
+        rank: Ranking,
+    ) -> Trees:
+        """See `ReferenceDrafter`."""
+        relay = eagle.Relay(*(array[batch.slots] for array in self._relay_arrays))
+        if rank.kept is not None:  # a relay's candidates were ranked with the target's noise
+            no_path = np.zeros((len(newest), 1, 0), np.int32)
+            ids, weights = rank(self._relay_logits[batch.slots][:, None], no_path)
+            relay = eagle.Relay(ids[:, 0], weights[:, 0], relay.hidden)
+        bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
+        tokens, parents, num_nodes, self._kv = eagle.draft(
+            self._drafter.run, self._kv, relay, newest, *bounds, shape, rank
+        )
+        return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
+
+    def extend(
+        self,
+        batch: Batch,
+        fed: Fed,
+        lengths: Int[np.ndarray, " B"],
+        counts: Int[np.ndarray, " B"],
+        draft_from: Int[np.ndarray, " B"],
+        rank: Rank,
+    ) -> None:
+        """See `ReferenceDrafter`."""
+        W = len(fed.tokens) // len(counts)
+        rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, W - 1)
+        reads = self._drafter.reads(fed.passed)
+        out, logits, self._kv = self._drafter.run(rows, fed.following, reads, self._kv)
+        last = np.arange(len(counts)) * W + np.maximum(counts - 1, 0)
+        self._carry(batch, out, logits, last, rank)
+
+    def _carry(
+        self,
+        batch: Batch,
+        hidden: model.Hidden,
+        logits: eagle.Logits,
+        last: Int[np.ndarray, " B"],
+        rank: Rank,
+    ) -> None:
+        """Sets the slots' relays from each row's last extended row."""
+        relay = eagle.relay_of(hidden, logits, last, rank)
+        self._relay_logits[batch.slots] = logits[last]
+        values = (relay.tokens, relay.weights, relay.hidden)
+        for array, new in zip(self._relay_arrays, values, strict=True):
+            array[batch.slots] = new
+
+
+class BlockDrafter:
+    """DFLASH."""
+
+    def __init__(self, drafter: dflash.Drafter, limits: Limits) -> None:
+        pool = (limits.num_pages, limits.page_size)
+        self._drafter, block = drafter, drafter.head.config.block
+        assert block is not None  # a DFlash head has a block
+        for program in limits.programs:
+            block.check_shape(program.shape.nodes, program.shape.width)
+        self._kv = model.new_kv(drafter.layer, drafter.layer.num_layers, *pool)
+
+    def start(self, batch: Batch) -> None:
+        """See `ReferenceDrafter`; what an earlier owner left lies before no row's context."""
+
+    def prefill(
+        self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
+    ) -> None:
+        """See `ReferenceDrafter`."""
+        for b, chunk in enumerate(fed):
+            T = len(chunk.tokens)
+            bounds = (np.array([chunk.first]), draft_from[b : b + 1], batch.page_table[b : b + 1])
+            rows = attention.causal_rows(np.array([0, T]), *bounds, T)
+            self._kv = self._drafter.extend(rows, self._drafter.reads(chunk.passed), self._kv)
+
+    def draft(
+        self,
+        batch: Batch,
+        newest: Int[np.ndarray, " B"],
+        lengths: Int[np.ndarray, " B"],
+        draft_from: Int[np.ndarray, " B"],
+        shape: TreeShape,
+        rank: Ranking,
+    ) -> Trees:
+        """See `ReferenceDrafter`."""
+
+        def choose(
+            logits: Float[np.ndarray, "B vocab"], drafts: Int[np.ndarray, "B path"]
+        ) -> Int[np.ndarray, " B"]:
+            ids, _ = rank(logits[:, None], drafts[:, None])
+            return ids[:, 0, 0]
+
+        bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
+        tokens, parents, num_nodes = self._drafter.draft(self._kv, newest, *bounds, choose)
+        return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
+
+    def extend(
+        self,
+        batch: Batch,
+        fed: Fed,
+        lengths: Int[np.ndarray, " B"],
+        counts: Int[np.ndarray, " B"],
+        draft_from: Int[np.ndarray, " B"],
+        rank: Rank,
+    ) -> None:
+        """See `ReferenceDrafter`."""
+        depth = len(fed.tokens) // len(counts) - 1
+        rows = eagle.extend_rows(lengths, counts, draft_from, batch.page_table, depth)
+        self._kv = self._drafter.extend(rows, self._drafter.reads(fed.passed), self._kv)
+
+
+class StandaloneDrafter:
+    """STANDALONE."""
+
+    def __init__(self, small: SmallModel, limits: Limits) -> None:
+        config: ModelConfig = small.config
+        pool = (limits.num_pages, limits.page_size)
+        self._small, self._width = small, limits.max_width
+        self._kv = model.new_kv(config, config.num_attention_layers, *pool)
+        self._state = model.new_state(config, limits.num_slots)
+        self._snapshots = model.new_state(config, limits.num_snapshots)
+
+    def start(self, batch: Batch) -> None:
+        """See `ReferenceDrafter`."""
+        slots, restore = batch.slots[batch.starts], batch.snapshots.restore[batch.starts]
+        put(self._state, slots, batch.restored(self._snapshots, restore))
+
+    def prefill(
+        self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank
+    ) -> None:
+        """See `ReferenceDrafter`."""
+        for b, chunk in enumerate(fed):
+            first, save_after = chunk.first, int(batch.snapshots.save_at[b] - chunk.first)
+            for piece in cut(chunk.tokens, save_after):
+                self._prefill_piece(batch, b, piece, first, draft_from[b : b + 1])
+                first += len(piece)
+                if batch.snapshots.save[b] and first == batch.snapshots.save_at[b]:
+                    save, slot = batch.snapshots.save[b : b + 1], batch.slots[b : b + 1]
+                    put(self._snapshots, save, take(self._state, slot))
+
+    def _prefill_piece(
+        self,
+        batch: Batch,
+        b: int,
+        tokens: Int[np.ndarray, " T"],
+        first: int,
+        draft_from: Int[np.ndarray, " one"],
+    ) -> None:
+        slot, table = batch.slots[b : b + 1], batch.page_table[b : b + 1]
+        state = take(self._state, slot)
+        where = (tokens, first, draft_from, table)
+        self._kv, state = standalone.prefill(self._small, self._kv, state, *where)
+        put(self._state, slot, state)
+
+    def draft(
+        self,
+        batch: Batch,
+        newest: Int[np.ndarray, " B"],
+        lengths: Int[np.ndarray, " B"],
+        draft_from: Int[np.ndarray, " B"],
+        shape: TreeShape,
+        rank: Ranking,
+    ) -> Trees:
+        """See `ReferenceDrafter`."""
+        state = take(self._state, batch.slots)
+        bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
+        tokens, parents, num_nodes, self._kv = standalone.draft(
+            self._small, self._kv, state, newest, *bounds, shape, rank
+        )
+        return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
+
+    def extend(
+        self,
+        batch: Batch,
+        fed: Fed,
+        lengths: Int[np.ndarray, " B"],
+        counts: Int[np.ndarray, " B"],
+        draft_from: Int[np.ndarray, " B"],
+        rank: Rank,
+    ) -> None:
+        """See `ReferenceDrafter`."""
+        tokens = fed.tokens.reshape(len(counts), -1)
+        save_after = batch.snapshots.save_at - lengths
+        bounds = (lengths, counts, draft_from, batch.page_table, save_after)
+        state = take(self._state, batch.slots)
+        self._kv, state, saved, passed = standalone.extend(
+            self._small, self._kv, state, tokens, *bounds
+        )
+        passed &= batch.snapshots.save != 0
+        put(self._state, batch.slots, state)
+        put(self._snapshots, batch.snapshots.save[passed], take(saved, passed))
+
+
+def cut(chunk: Int[np.ndarray, " T"], save_after: int) -> list[Int[np.ndarray, " piece"]]:
+    """A chunk in one piece, or in two where a snapshot is taken within it."""
+    return np.split(chunk, [save_after]) if 0 < save_after < len(chunk) else [chunk]

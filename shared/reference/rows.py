@@ -1,0 +1,210 @@
+"""The rows of a plan and their trees, as the reference backend works with them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Int32
+
+from shared.boundary.backend import (
+    Mask,
+    Snapshots,
+    StepPlan,
+)
+from shared.spec import acceptance, sampling
+from shared.spec.mamba_state import DeltaState
+from shared.spec.model import Forward
+from shared.spec.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of a plan that are no padding; `index` is their place in the plan."""
+
+    index: Int[np.ndarray, " B"]
+    slots: Int32[np.ndarray, " B"]
+    page_table: Int32[np.ndarray, "B P"]
+    starts: Bool[np.ndarray, " B"]
+    draft_from: Int32[np.ndarray, " B"]
+    sampling: Sampling
+    snapshots: Snapshots
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> "Batch":
+        """The rows that name a slot."""
+        index = np.flatnonzero(plan.slots)
+        snapshots = plan.snapshots
+        return cls(
+            index,
+            plan.slots[index],
+            plan.page_table[index],
+            plan.starts[index] != 0,
+            plan.draft_from[index],
+            plan.sampling.rows(index),
+            Snapshots(snapshots.restore[index], snapshots.save[index], snapshots.save_at[index]),
+        )
+
+    @staticmethod
+    def restored(snapshots: DeltaState, restore: Int[np.ndarray, " B"]) -> DeltaState:
+        """What starting rows find: zeros where they restore nothing."""
+        saved, is_none = take(snapshots, restore), restore == 0
+        for array in (saved.recurrent, saved.window):
+            array[:, is_none] = 0
+        return saved
+
+
+@dataclass(frozen=True)
+class Fed:
+    """Committed rows that a drafter is extended over: a chunk of one request, or all paths.
+
+    Attributes:
+      first: Position of a chunk's first token; means nothing of paths.
+      tokens: Each row's own token.
+      following: The token after each row's.
+      passed: The target's pass over the rows.
+    """
+
+    first: int
+    tokens: Int[np.ndarray, " R"]
+    following: Int[np.ndarray, " R"]
+    passed: Forward
+
+
+@dataclass(frozen=True)
+class Trees:
+    """The draft tree of each row.
+
+    Attributes:
+      drafted: Processed logits that a chain's drafts were sampled from; None: they were not.
+    """
+
+    tokens: Int[np.ndarray, "B N"]
+    parents: Int[np.ndarray, "B N"]
+    num_nodes: Int[np.ndarray, " B"]
+    forced: Bool[np.ndarray, " B"]
+    drafted: Float[np.ndarray, "B S vocab"] | None = None
+
+    def forced_choices(
+        self, choices: Int[np.ndarray, "B N"]
+    ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
+        """As `acceptance.force`."""
+        return acceptance.force(self.tokens, self.num_nodes, choices, self.forced)
+
+
+def take(state: DeltaState, index: Int[np.ndarray, " B"]) -> DeltaState:
+    """The states of some slots or snapshots."""
+    return DeltaState(state.recurrent[:, index], state.window[:, index])
+
+
+def put(state: DeltaState, index: Int[np.ndarray, " B"], rows: DeltaState) -> None:
+    """Writes the states of some slots or snapshots."""
+    state.recurrent[:, index] = rows.recurrent
+    state.window[:, index] = rows.window
+
+
+def noise_of(
+    scores: Float[np.ndarray, "R vocab"], positions: Int[np.ndarray, " R"], how: Sampling
+) -> Float[np.ndarray, "R vocab"]:
+    """The target's noise; greedy batches compute none."""
+    if not (how.temperature > 0).any():
+        return np.zeros(scores.shape, np.float32)
+    return sampling.gumbel(how.seed, positions, scores.shape[1], sampling.TARGET_STREAM)
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """A drafter's choice of children, with the penalties of the target; see `eagle.Rank`.
+
+    Attributes:
+      sampling, lengths, seen: Of the batch's rows.
+      width: Children of a node.
+      kept: Gets the processed logits of each level where drafts are sampled, to be judged by the
+        rejection rule, and their noise is their own. Else None, and their noise is the target's.
+    """
+
+    sampling: Sampling
+    lengths: Int32[np.ndarray, " B"]
+    seen: Int32[np.ndarray, "B vocab"]
+    width: int
+    kept: list[Float[np.ndarray, "B vocab"]] | None
+
+    def __call__(
+        self, logits: Float[np.ndarray, "B k vocab"], paths: Int[np.ndarray, "B k path"]
+    ) -> tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]]:
+        """The best children of nodes, and the log weights of the edges to them."""
+        B, k, vocab = logits.shape
+        on_path = np.repeat(self.seen, k, axis=0)
+        np.add.at(on_path, (np.arange(B * k)[:, None], paths.reshape(B * k, -1)), 2)
+        positions = np.repeat(self.lengths, k) + paths.shape[2] + 1
+        how = self.sampling.rows(np.repeat(np.arange(B), k))
+        scores = sampling.processed(logits.reshape(B * k, vocab), on_path, positions, how, None)
+        noise = noise_of(scores, positions, how)
+        if self.kept is not None:
+            noise = self._own_noise(paths.shape[2], vocab)
+            self.kept.append(scores)
+        scores = sampling.perturbed(scores, noise, how.temperature)
+        ids = sampling.top_candidates(scores, self.width)
+        weights = sampling.draft_weights(scores, how.temperature, sampling.DRAFT_TAU)
+        weights = np.take_along_axis(weights, ids, axis=1)
+        return ids.reshape(B, k, self.width), weights.reshape(B, k, self.width)
+
+    def _own_noise(self, level: int, vocab: int) -> Float[np.ndarray, "B vocab"]:
+        return sampling.draft_noise(self.sampling.seed, self.lengths, level + 1, vocab)[:, level]
+
+    @property
+    def drafted(self) -> Float[np.ndarray, "B S vocab"]:
+        """What was kept, level by level."""
+        assert self.kept is not None  # drafts were sampled
+        return np.stack(self.kept, axis=1)
+
+
+def judged(
+    rule: str,
+    batch: Batch,
+    lengths: Int32[np.ndarray, " B"],
+    trees: Trees,
+    scores: Float[np.ndarray, "B N vocab"],
+    choices: Int32[np.ndarray, "B N"],
+) -> Int32[np.ndarray, "B N"]:
+    """The token after each node of chains that were sampled, under a rejection rule.
+
+    Args:
+      scores, choices: The target's processed logits and its own choice after each node.
+    """
+    assert trees.drafted is not None  # they were sampled
+    B, N, vocab = scores.shape
+    seed = batch.sampling.seed
+    return _JUDGES[rule](
+        trees.tokens,
+        trees.num_nodes,
+        choices,
+        sampling.probabilities(scores.reshape(B * N, vocab)).reshape(B, N, vocab),
+        acceptance.sampled_law(trees.drafted, trees.tokens),
+        sampling.uniforms(seed, lengths, N - 1),
+        sampling.gumbel(seed, lengths, vocab, sampling.RESIDUAL_STREAM),
+        batch.sampling.temperature,
+    )
+
+
+_JUDGES = {"rejection": acceptance.rejection_choices, "block": acceptance.block_choices}
+
+
+def allowed_of(
+    mask: Mask | None, index: Int[np.ndarray, " B"], vocab: int
+) -> Bool[np.ndarray, "B N vocab"] | None:
+    """The tokens that the grammar allows at each node, or None without a grammar."""
+    if mask is None:
+        return None
+    bytes_of = np.ascontiguousarray(mask.bits).view(np.uint8)
+    bits = np.unpackbits(bytes_of, axis=1, bitorder="little")[:, :vocab]
+    return bits[mask.index[index]] != 0
+
+
+def roots(newest: Int32[np.ndarray, " B"]) -> Trees:
+    """Trees of one node."""
+    parents = np.zeros((len(newest), 1), np.int32)
+    return Trees(newest[:, None], parents, np.ones_like(newest), np.zeros(len(newest), bool))
+
+
+def tree_fields(trees: Trees) -> dict[str, np.ndarray]:
+    """As the result names them."""
+    return {"drafts": trees.tokens, "parents": trees.parents, "num_nodes": trees.num_nodes}

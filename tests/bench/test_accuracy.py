@@ -1,0 +1,306 @@
+"""Accuracy and acceptance are counted right, and a text that a drafter changed is seen."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bench import accuracy, accuracy_table, measuring, spec_matrix
+from bench.drafting import Draft, folders_beside
+from bench.measuring import Measurement, verdict
+from bench.options import Settings
+from bench.scoring import Texts, acceptance, is_right, text_hash
+from bench.serving import Outcome, one_bucket
+from models.demo.data import answer_of
+from models.demo.data import main as write_data
+from shared.boundary.backend import Work
+from shared.engine.request import Request, SamplingParams
+from shared.models.config import ModelConfig
+from shared.options.options import parse
+from shared.process.memory_plan import Device, plan
+
+ROOT = Path(__file__).resolve().parents[2]
+RANDOM_MODEL = ROOT / "models" / "random"
+LM_EVAL = ROOT / "bench" / "lm_eval"
+
+
+def settings(**changes) -> Settings:
+    """Two short texts of each kind on torch: nothing here is compiled."""
+    model = RANDOM_MODEL
+    few = Settings(
+        model=model,
+        backends=["torch"],
+        drafts=[Draft.parse(text) for text in ("none", "NEXTN:S=2", "DFLASH")],
+        folders=folders_beside(model),
+        kinds=["problems", "copying"],
+        temperatures=[0.0, 1.0],
+        count=2,
+        seed=0,
+        batch=2,
+        repeat=2,
+        max_tokens=6,
+        dtype="float32",
+        device=None,
+    )
+    return replace(few, **changes)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer", "right"),
+    [
+        ("problems", "Pens: 1 + 2 = 3\n#### 3", "3 more: 0 + 3 = 3\n#### 3", True),
+        ("problems", "#### 3\nno: 1 + 1 = 2\n#### 2", "#### 3", False),
+        ("problems", "the answer is 3", "#### 3", False),
+        ("problems", "the answer is 3", "no answer either", False),
+        ("copying", "- a\n- b", "- a\n- b", True),
+        ("copying", "- a\n- b\n", "- a\n- b", False),
+    ],
+)
+def test_a_reply_is_right_by_its_number_or_by_every_letter(kind, text, answer, right):
+    assert is_right(kind, text, answer) == right
+
+
+def test_acceptance_counts_the_bonus_token_and_a_position_once_all_before_it_were_accepted():
+    found = acceptance([Outcome([], [0, 1, 3]), Outcome([], [3])], max_depth=3)
+    assert found["accept_length"] == 2.75
+    assert found["accepted_histogram"] == [1, 1, 0, 2]
+    assert found["per_position"] == [0.75, 0.6667, 1.0]
+    nothing = {"accept_length": 1.0, "per_position": [], "accepted_histogram": [0]}
+    assert acceptance([Outcome([5], [])], max_depth=0) == nothing
+
+
+def test_the_hash_sees_every_token_and_where_a_text_ends():
+    texts = [[[1, 2], [3]], [[1], [2, 3]], [[12], [3]], [[1, 2], [4]], [[1, 2]], [[1, 2], [3], []]]
+    assert len(set(map(text_hash, texts))) == len(texts)
+
+
+class Says:
+    """An oracle that knows its answer before it is asked."""
+
+    def __init__(self, is_tie: bool) -> None:
+        self.is_tie = is_tie
+
+    def check(self, prompt, output, params) -> None:
+        assert self.is_tie
+
+
+@pytest.mark.parametrize(
+    ("oracle", "excused", "wrong"), [(None, 0, 1), (Says(False), 0, 1), (Says(True), 1, 0)]
+)
+def test_a_changed_text_is_excused_only_where_the_specification_is_too_close_to_call(
+    oracle, excused, wrong, capsys
+):
+    row = {"temperature": 0.0, "kind": "problems", "algorithm": "NEXTN", "backend": "torch"}
+    row |= {"keeps_text": True}
+    requests = [Request(request_id=i, prompt=(1,), sampling=SamplingParams()) for i in range(2)]
+    texts = Texts(oracle)
+    assert texts.compare(row, requests, [[5, 6], [7]]) == (0, 0)
+    assert texts.compare(row, requests, [[5, 6], [7]]) == (0, 0)
+    assert texts.are_equal
+    assert texts.compare(row, requests, [[5, 8], [7]]) == (excused, wrong)
+    assert texts.compare(row | {"temperature": 1.0}, requests, [[5, 8], [7]]) == (0, 0)
+    assert texts.are_equal == (wrong == 0)
+    said = capsys.readouterr().err
+    assert ("THE TEXT CHANGED" in said) == (wrong == 1)
+    assert "token 1: [6] became [8]" in said
+
+
+def test_near_ties_are_excused_only_while_they_are_rare():
+    texts = Texts(None, tokens=10_000, excused=2)
+    assert not texts.are_equal
+    assert replace(texts, excused=1).are_equal
+    assert replace(texts, tokens=20_000).are_equal
+
+
+@pytest.fixture(scope="module")
+def measurement() -> Measurement:
+    found = Measurement(settings(), lambda so_far: None)
+    found.run()
+    return found
+
+
+def test_every_drafter_has_a_row_for_each_kind_and_temperature_or_a_refusal(measurement):
+    lines = {(r["algorithm"], r["temperature"], r["kind"]) for r in measurement.rows}
+    tasks = [(t, kind) for t in (0.0, 1.0) for kind in ("problems", "copying")]
+    assert lines == {(name, *task) for name in ("none", "NEXTN S=2") for task in tasks}
+    assert [line["algorithm"] for line in measurement.refusals] == ["DFLASH"]
+    assert measurement.refusals[0]["refused"]
+
+
+def test_a_drafter_leaves_hash_and_accuracy_as_they_are_and_accepts_something(measurement):
+    by_task: dict = {}
+    for row in measurement.rows:
+        by_task.setdefault((row["temperature"], row["kind"]), []).append(row)
+        assert row["tokens"] <= 2 * 6
+        assert row["compiles"] == 0
+    for plain, drafted in by_task.values():
+        assert plain["text_hash"] == drafted["text_hash"]
+        assert plain["accuracy"] == drafted["accuracy"]
+        assert (plain["accept_length"], len(drafted["per_position"])) == (1.0, 2)
+    assert max(row["accept_length"] for row in measurement.rows) > 1
+    assert len({rows[0]["text_hash"] for rows in by_task.values()}) == len(by_task)
+    assert verdict(measurement) == 0
+
+
+def test_a_drafter_that_changes_one_token_ends_the_command_with_1(monkeypatch, capsys):
+    run_timed = measuring.timed
+
+    def spoiled(served, requests):
+        run = run_timed(served, requests)
+        if served.max_depth:
+            run.outcomes[1].tokens[-1] ^= 1
+        return run
+
+    monkeypatch.setattr(measuring, "timed", spoiled)
+    found = Measurement(settings(kinds=["problems"], temperatures=[0.0]), lambda so_far: None)
+    found.run()
+    assert verdict(found) == 1
+    said = capsys.readouterr().err
+    assert "THE TEXT CHANGED: NEXTN S=2 on torch, problems 1" in said
+    assert "THE TEXTS ARE NOT EQUAL" in said
+    assert [row["wrong"] for row in found.rows] == [0, 1]
+
+
+def test_a_run_in_which_every_drafter_was_refused_is_no_success(capsys):
+    found = Measurement(settings(drafts=[Draft.parse("DFLASH")]), lambda so_far: None)
+    found.run()
+    assert verdict(found) == 1
+    assert "NOTHING WAS MEASURED" in capsys.readouterr().err
+
+
+def test_the_table_of_files_lands_between_the_markers_of_a_document(measurement, tmp_path, capsys):
+    file, document = tmp_path / "found.json", tmp_path / "README.md"
+    file.write_text(json.dumps(measurement.to_json("bench.accuracy")))
+    document.write_text("above\n<!-- accuracy -->\nold\n<!-- /accuracy -->\nbelow\n")
+    for _ in range(2):  # a second time changes nothing
+        assert accuracy.show([file], document) == 0
+    text = document.read_text()
+    assert text.startswith(
+        "above\n<!-- accuracy -->\n| drafter | T | acceptance length, problems |"
+    )
+    assert text.endswith("<!-- /accuracy -->\nbelow\n")
+    assert "\nold\n" not in text
+    assert text.count("\n| NEXTN S=2 | ") == 4  # two temperatures of two tables
+    assert f"`{file}` (float32)" in text
+    assert "Refused: DFLASH: " in text
+    assert capsys.readouterr().out.count("| none | 0 | 1.00 | 1.00 |") == 2
+    with pytest.raises(ValueError, match="markers|<!-- accuracy -->"):
+        accuracy_table.insert(file, "table")
+
+
+def test_the_table_of_cells_has_acceptance_by_position_and_the_text_of_each(measurement):
+    _, _, *lines = accuracy_table.render_cells(measurement.rows).splitlines()
+    assert len(lines) == len(measurement.rows)
+    for line, row in zip(lines, measurement.rows, strict=True):
+        cells = line.strip("| ").split(" | ")
+        assert cells[:2] == [row["algorithm"], "torch"]
+        assert cells[5] == (" ".join(f"{s:.2f}" for s in row["per_position"]) or "-")
+        assert cells[-1] == row["text_hash"]
+
+
+def test_the_matrix_is_shown_and_drawn_from_files(measurement, tmp_path, capsys):
+    picture = tmp_path / "matrix.png"
+    tables = spec_matrix.show([measurement.to_json("bench.spec_matrix")], picture)
+    assert capsys.readouterr().out == f"{tables}\n"
+    assert tables.endswith(f"{accuracy_table.render_cells(measurement.rows)}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def table_row(backend: str, batch: int, algorithm: str, **changes) -> dict:
+    row = {"backend": backend, "machine": "CPU, 2 cores", "batch": batch, "algorithm": algorithm}
+    row |= {"temperature": 0.0, "kind": "problems", "count": 200, "accuracy": 0.95}
+    row |= {"accept_length": 3.0, "text_hash": "a", "tokens": 100, "seconds": 1.0, "excused": 0}
+    return row | {"keeps_text": True} | changes
+
+
+def table_file(*rows: dict) -> dict:
+    file = {"command": "python -m bench.accuracy", "model": "target", "dtype": "float32"}
+    return file | {"rows": list(rows), "refusals": [], "tokens": 1, "excused": 0, "wrong": 0}
+
+
+def test_the_table_joins_backends_and_batches_and_shows_the_gain_over_plain_decoding():
+    torch = table_file(
+        table_row("torch", 8, "none", accept_length=1.0),
+        table_row("torch", 8, "NEXTN", seconds=0.5),
+    )
+    jax = table_file(table_row("jax", 8, "NEXTN", accept_length=3.01))
+    alone = table_file(
+        table_row("torch", 1, "none", count=5, accept_length=1.0),
+        table_row("torch", 1, "NEXTN", count=5, accuracy=0.2, seconds=0.8),
+    )
+    _, _, *values, _, _, _, plain, drafted, _, _, _, _, _, _ = accuracy_table.render(
+        [torch, jax, alone]
+    ).splitlines()
+    assert values == ["| none | 0 | 1.00 | 95.0% |", "| NEXTN | 0 | 3.00 / 3.01 | 95.0% |"]
+    assert plain == "| none | 0 | 100 | - | 100 |"
+    assert drafted == "| NEXTN | 0 | 200 (2.00x) | 100 | 125 (1.25x) |"
+
+
+def test_files_whose_texts_differ_are_told():
+    same, other = table_file(table_row("torch", 8, "none")), table_row("jax", 8, "NEXTN")
+    assert accuracy_table.faults([same, table_file(other)]) == []
+    assert accuracy_table.faults([same, table_file(other | {"count": 5, "text_hash": "b"})]) == []
+    changed = [same, table_file(other | {"text_hash": "b"})]
+    assert len(accuracy_table.faults(changed)) == 1
+    assert "Texts: NOT EQUAL." in accuracy_table.render(changed)
+    tie = [same, table_file(other | {"text_hash": "b", "excused": 1})]
+    assert accuracy_table.faults(tie) == []
+    assert len(accuracy_table.faults([same | {"wrong": 1}])) == 1
+
+
+@pytest.mark.parametrize("text", dict.fromkeys((*accuracy.DRAFTS, *spec_matrix.DRAFTS)))
+def test_every_drafter_of_the_commands_is_one_that_the_server_takes(text):
+    draft = Draft.parse(text)
+    flags = draft.flags(folders_beside(Path("models/demo/target")))
+    assert parse(flags).speculative.drafts == (text != "none")
+    if draft.algorithm == "EAGLE3":
+        assert flags[3] == str(ROOT / "models" / "demo" / "eagle3")
+    assert str(draft) == re.sub("[:,]", " ", text)
+
+
+def test_a_setting_without_a_value_is_refused():
+    with pytest.raises(ValueError, match="NAME=VALUE"):
+        Draft.parse("NEXTN:S")
+
+
+def test_a_timed_run_has_one_decode_program_for_each_shape():
+    options = parse(["--speculative-algorithm", "NEXTN", "--max-running-requests", "8"])
+    model = ModelConfig.from_folder(RANDOM_MODEL)
+    limits = one_bucket(plan(options, model, None, Device("cpu", "CPU", 1 << 32)).limits)
+    decodes = [p for p in limits.programs if p.work is Work.DECODE]
+    assert sorted(p.shape.nodes for p in decodes) == [1, 4]
+    assert {p.batch for p in decodes} == {8}
+    assert len([p for p in limits.programs if p.work is Work.PREFILL]) == 2
+
+
+@pytest.mark.parametrize("kind", ["problems", "copying"])
+def test_the_lm_eval_task_reads_what_the_data_command_writes(kind, tmp_path):
+    task = yaml.safe_load((LM_EVAL / f"tandem_{kind}.yaml").read_text())
+    data = task["dataset_kwargs"]["data_files"]["test"]
+    assert task["task"] == f"tandem_{kind}"
+    assert task["dataset_path"] == "json"
+    command = f"python -m models.demo.data --split held_out --kind {kind} --count 200 --out {data}"
+    assert command in (LM_EVAL / "README.md").read_text()
+    out = tmp_path / "tasks.jsonl"
+    arguments = command.partition("models.demo.data ")[2].replace(data, str(out)).split()
+    write_data(arguments)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 200
+    # The prompt's template takes the first message alone.
+    assert all(len(line["messages"]) == 1 for line in lines)
+    assert set(re.findall(r"\w+", task["doc_to_target"])) & set(lines[0]) == {"answer"}
+
+
+def test_the_lm_eval_task_finds_the_number_that_the_scoring_finds():
+    task = yaml.safe_load((LM_EVAL / "tandem_problems.yaml").read_text())
+    last_line, first = task["filter_list"][0]["filter"]
+    assert (last_line["group_select"], first["function"]) == (-1, "take_first")
+    for text in ("1 + 2 = 3\n#### 3", "#### 1\n#### 1,024", "#### -5\n"):
+        found = re.findall(last_line["regex_pattern"], text)[-1]
+        assert int(found.replace(*task["metric_list"][0]["regexes_to_ignore"], "")) == (
+            answer_of(text)
+        )
+    assert not re.findall(last_line["regex_pattern"], "the answer is 3, say #### 3 at last")

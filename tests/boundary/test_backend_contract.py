@@ -1,0 +1,341 @@
+"""The promises of `shared.boundary.backend`, each on every backend.
+
+Each test compares two ways to the same text on one backend; that the text is the right one is
+compared elsewhere. The model has a poisoned token, so NaN can be brought in through the front door.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Decode, Prefill, StepPlan
+from shared.engine.planner import Chunk
+from tests.support.contract_host import (
+    BATCH,
+    CHAIN,
+    PAGE_SIZE,
+    PLAIN,
+    POISON,
+    SAMPLED,
+    either_sampling,
+    either_shape,
+    emitted,
+    joined,
+    prompt,
+)
+
+# Speculation, order and continuation
+
+
+@either_sampling
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_chain_gives_the_plain_text_and_accepts_some(host, seed, how):
+    tokens = prompt(seed, 20)
+    request = host.request(tokens, **how)
+    futures = host.submit_text(request, 12, CHAIN)
+    text = joined(futures, 0)
+    assert text == host.alone(tokens, len(text), **how)
+    counts = [int(future.result().counts[0]) for future in futures]
+    assert all(1 <= count <= CHAIN.max_tokens for count in counts)
+    assert sum(counts) > len(counts), "nothing was ever accepted, so nothing was tested"
+
+
+@either_shape
+def test_order_steps_take_effect_in_the_order_of_submission(host, shape):
+    """The slot and the pages of the first request are handed on while its steps are in flight."""
+    first_prompt, second_prompt = prompt(1, 20), prompt(2, 20)
+    first = host.request(first_prompt, positions=120)
+    first_futures = host.submit_text(first, 6, shape)
+    second = host.heir(first, second_prompt, positions=120)
+    second_futures = host.submit_text(second, 6, shape)
+    host.allocator.free(second.slot)
+    for futures, tokens in ((first_futures, first_prompt), (second_futures, second_prompt)):
+        text = joined(futures, 0)
+        assert text == host.alone(tokens, len(text))
+
+
+@either_sampling
+def test_continuation_a_step_goes_on_from_the_device_with_any_shape(host, how):
+    """No step is waited for, and the shapes alternate: a slot keeps its place by itself."""
+    tokens = prompt(1, 20)
+    request = host.request(tokens, **how)
+    shapes = [CHAIN, PLAIN, CHAIN, CHAIN, PLAIN, PLAIN, CHAIN, CHAIN, CHAIN]
+    plans = [host.prefill_plan(request)]
+    plans += [host.decode_plan(request, shape=shape) for shape in shapes]
+    text = joined([host.backend.submit(plan) for plan in plans], 0)
+    assert text == host.alone(tokens, len(text), **how)
+
+
+def test_a_prompt_may_come_in_chunks(host):
+    tokens = prompt(4, 150)
+    request = host.request(tokens)
+    first = host.prefill(Chunk(request, 0, 64))
+    assert first.counts[0] == 0
+    rest = host.prefill(Chunk(request, 64, 150))
+    text = [*emitted(rest, 0), *host.go_on(request, 8, CHAIN)]
+    other = host.request(tokens)
+    host.prefill(Chunk(other, 0, 128))
+    last = host.prefill(Chunk(other, 128, 150))
+    assert text == [*emitted(last, 0), *host.go_on(other, 8, PLAIN)]
+
+
+def test_a_row_that_does_not_end_its_prompt_may_decode(host):
+    """It goes on from `next_tokens`, which the device holds as the newest token."""
+    tokens = prompt(5, 41)
+    request = host.request(tokens)
+    result = host.prefill(Chunk(request, 0, 40))
+    assert result.counts[0] == 0
+    assert not result.failed[0]
+    drafted = host.decode(request, shape=CHAIN)
+    assert drafted.num_nodes[0] == CHAIN.nodes, "the relay of a prompt that goes on is missing"
+    text = [*emitted(drafted, 0), *host.go_on(request, 8, CHAIN)]
+    assert text == host.alone(tokens, len(text))
+
+
+# Reach and bound
+
+
+@either_shape
+def test_reach_a_step_leaves_every_other_slot_alone(host, shape):
+    tokens = prompt(6, 33)
+    request = host.request(tokens, **SAMPLED)
+    text = host.text(request, 5, PLAIN)
+    for seed in range(3):
+        busy = host.request(prompt(100 + seed, 60 + seed), **SAMPLED)
+        host.text(busy, 6, shape)
+    text += host.go_on(request, 10, shape)
+    assert text == host.alone(tokens, len(text), **SAMPLED)
+
+
+def test_reach_full_pages_are_shared_and_never_written(host):
+    """Rows with a common prefix, one of them from a snapshot, decode side by side."""
+    common = prompt(7, 64)
+    first_prompt, second_prompt = (*common, *prompt(8, 9)), (*common, *prompt(9, 14))
+    first = host.request(first_prompt)
+    plan = host.prefill_plan(first)
+    plan.snapshots.save[0], plan.snapshots.save_at[0] = 1, 64
+    result = host.run(plan)
+    assert result.saved[0]
+    texts = [emitted(result, 0), []]
+    second = host.request(second_prompt)
+    host.share(first, second, 64)
+    texts[1] += emitted(host.run(host.restored_plan(second, 64, 1)), 0)
+    for _ in range(6):
+        result = host.decode(first, second, shape=CHAIN)
+        texts = [[*text, *emitted(result, row)] for row, text in enumerate(texts)]
+    third = host.request(second_prompt)
+    host.share(first, third, 64)
+    texts.append(emitted(host.run(host.restored_plan(third, 64, 1)), 0))
+    texts[2] += host.go_on(third, 8, CHAIN)
+    for text, tokens in zip(texts, (first_prompt, second_prompt, second_prompt), strict=True):
+        assert text == host.alone(tokens, len(text))
+
+
+@either_shape
+@pytest.mark.parametrize("length", [20, 21, 22, 23])
+def test_bound_a_step_stays_within_its_reservation(host, shape, length):
+    """Past the reserved pages the table names a neighbour's, whose text would suffer."""
+    neighbour_prompt, tokens = prompt(10, 40), prompt(length, length)
+    neighbour = host.request(neighbour_prompt)
+    neighbours_text = host.text(neighbour, 2, PLAIN)
+    request = host.request(tokens, positions=length)
+    text = emitted(host.prefill(request), 0)
+    while len(text) < 12:
+        reserved = length + len(text) - 1 + shape.scratch
+        host.allocator.reserve(request.slot, reserved)
+        plan = host.decode_plan(request, shape=shape)
+        held = -(-reserved // PAGE_SIZE)
+        plan.page_table[0, held : held + 10] = host.allocator.page_table[neighbour.slot, :10]
+        text += emitted(host.run(plan), 0)
+    assert text == host.alone(tokens, len(text))
+    neighbours_text += host.go_on(neighbour, 8, shape)
+    assert neighbours_text == host.alone(neighbour_prompt, len(neighbours_text))
+
+
+# Independence and isolation
+
+
+@either_sampling
+@either_shape
+def test_independence_text_and_counts_do_not_depend_on_neighbours(host, shape, how):
+    tokens = prompt(1, 20)
+    lonely = host.request(tokens, **how)
+    lonely_futures = host.submit_text(lonely, 8, shape)
+    others = [host.request(prompt(20 + n, 5 + 11 * n), **(SAMPLED | {"seed32": n})) for n in (1, 2)]
+    crowded = host.request(tokens, **how)
+    rows = [*others, crowded]
+    plans = [host.prefill_plan(*rows)]
+    plans += [host.decode_plan(*rows, shape=shape) for _ in range(8)]
+    crowded_futures = [host.backend.submit(plan) for plan in plans]
+    assert joined(crowded_futures, 2) == joined(lonely_futures, 0)
+    for lonely_future, crowded_future in zip(lonely_futures, crowded_futures, strict=True):
+        assert crowded_future.result().counts[2] == lonely_future.result().counts[0]
+        assert lonely_future.result().counts[1:].sum() == 0, "padding has a text"
+
+
+def test_independence_rows_may_come_and_go(host):
+    """Traps: the batch shrank under graphs, rows past it read another request's pages."""
+    prompts = [prompt(30 + n, 10 + n) for n in range(BATCH)]
+    requests = [host.request(tokens) for tokens in prompts]
+    result = host.prefill(*requests)
+    texts = [emitted(result, row) for row in range(BATCH)]
+    for rows in ([0, 1, 2, 3], [3], [2, 0], [1], [3, 2, 1, 0], [0], [1, 3], [2, 1, 0]):
+        result = host.decode(*(requests[row] for row in rows), shape=CHAIN)
+        for place, row in enumerate(rows):
+            texts[row] += emitted(result, place)
+    for text, tokens in zip(texts, prompts, strict=True):
+        assert text == host.alone(tokens, len(text))
+
+
+@either_shape
+def test_isolation_nan_fails_its_row_only(host, shape):
+    tokens = prompt(1, 20)
+    poisoned = host.request((*prompt(13, 10), POISON, *prompt(14, 10)))
+    healthy = host.request(tokens)
+    result = host.prefill(poisoned, healthy)
+    assert result.failed.tolist()[:2] == [1, 0]
+    assert result.counts.tolist()[:2] == [0, 1]
+    text = emitted(result, 1)
+    for _ in range(5):  # late rows of the failed request, as with steps in flight
+        result = host.decode(poisoned, healthy, shape=shape)
+        assert result.failed.tolist()[:2] == [1, 0]
+        assert result.counts[0] == 0
+        text += emitted(result, 1)
+    assert text == host.alone(tokens, len(text))
+
+
+@either_shape
+def test_isolation_nan_left_in_slot_and_pages_harms_no_later_owner(host, shape):
+    """A longer neighbour makes the batch look at positions that the heir has not written."""
+    tokens = prompt(1, 20)
+    poisoned = host.request((POISON,) * 100)
+    host.prefill(poisoned)
+    host.decode(poisoned, shape=shape)
+    heir, neighbour = host.heir(poisoned, tokens), host.request(prompt(5, 100))
+    results = [host.prefill(heir, neighbour)]
+    results += [host.decode(heir, neighbour, shape=shape) for _ in range(8)]
+    assert not any(result.failed.any() for result in results)
+    text = [token for result in results for token in emitted(result, 0)]
+    assert text == host.alone(tokens, len(text))
+
+
+def test_isolation_nan_in_the_sink_page_harms_nobody(host):
+    poisoned = host.request((POISON,) * 20)
+    plan = host.prefill_plan(poisoned)
+    plan.page_table[:] = 0
+    host.run(plan)
+    tokens = prompt(1, 20)
+    request = host.request(tokens, positions=40)
+    text = joined(host.submit_text(request, 5, CHAIN), 0)
+    assert len(text) >= 6
+    assert text == host.alone(tokens, len(text))
+
+
+def test_a_new_owner_starts_from_nothing(host):
+    """Traps: state, counts and draft memory of the last owner of a slot (SGLang 19415)."""
+    tokens = prompt(1, 20)
+    how = SAMPLED | {"repetition_penalty": 1.8, "frequency_penalty": 1.5}
+    first = host.request(prompt(18, 90), **how)
+    host.text(first, 40, CHAIN)
+    heir = host.heir(first, tokens, **how)
+    futures = host.submit_text(heir, 8, CHAIN)
+    fresh_futures = host.submit_text(host.request(tokens, **how), 8, CHAIN)
+    for future, fresh in zip(futures, fresh_futures, strict=True):
+        assert emitted(future.result(), 0) == emitted(fresh.result(), 0)
+        np.testing.assert_array_equal(future.result().drafts[0], fresh.result().drafts[0])
+
+
+@pytest.mark.parametrize("work", ["prefill", "plain", "chain"])
+def test_the_sink_does_not_grow(host, sink_length, work):
+    """Traps: the padding slot's length grew by one a step and slowed the batch for ever."""
+    request = host.request(prompt(19, 10))
+    host.prefill(request)
+    for _ in range(3):
+        if work == "prefill":
+            host.prefill(request)
+        else:
+            host.decode(request, shape=PLAIN if work == "plain" else CHAIN)
+        assert sink_length() == 0
+
+
+@either_shape
+def test_late_rows_stay_in_their_reach(host, shape):
+    """A request ends, a step of it is still in flight, and its slot and pages go to another."""
+    first = host.request(prompt(1, 20), positions=100)
+    host.text(first, 4, shape)
+    late = [host.backend.submit(host.decode_plan(first, shape=shape)) for _ in range(2)]
+    tokens = prompt(1, 20)
+    heir = host.heir(first, tokens, positions=100)
+    futures = host.submit_text(heir, 6, shape)
+    assert all(future.result().counts[0] >= 1 for future in late)
+    text = joined(futures, 0)
+    assert text == host.alone(tokens, len(text))
+
+
+# Results and plans
+
+
+@either_shape
+def test_logprobs_are_those_of_the_emitted_tokens(host, shape):
+    tokens = prompt(1, 20)
+    request = host.request(tokens, logprobs=3)
+    for result in [host.prefill(request), *(host.decode(request, shape=shape) for _ in range(5))]:
+        assert result.logprobs is not None
+        count = int(result.counts[0])
+        best = result.logprobs.top_ids[0, :count, 0]
+        assert best.tolist() == emitted(result, 0)  # greedy, without penalties
+        np.testing.assert_array_equal(
+            result.logprobs.chosen[0, :count], result.logprobs.top_values[0, :count, 0]
+        )
+        values = result.logprobs.top_values[0, :count]
+        assert (values <= 0).all()
+        assert (np.diff(values, axis=1) <= 0).all()
+
+
+def test_a_result_outlives_the_steps_in_flight(host):
+    """Results come back in buffers of their own for as many steps as may be in flight."""
+    request = host.request(prompt(1, 20))
+    host.prefill(request)
+    in_flight = host.limits.overlap + 1
+    futures = [
+        host.backend.submit(host.decode_plan(request, shape=CHAIN)) for _ in range(in_flight)
+    ]
+    result = futures[0].result()
+    kept = result.tokens.copy(), result.drafts.copy()
+    for future in futures[1:]:
+        future.result()
+        assert future.done()
+    np.testing.assert_array_equal(result.tokens, kept[0])
+    np.testing.assert_array_equal(result.drafts, kept[1])
+
+
+def test_a_plan_is_not_written_by_the_device(host):
+    request = host.request(prompt(1, 20))
+    for plan in (host.prefill_plan(request), host.decode_plan(request, shape=CHAIN)):
+        before = plan.buffer.copy()
+        host.run(plan)
+        np.testing.assert_array_equal(plan.buffer, before)
+
+
+def test_work_without_a_program_is_refused(host):
+    request = host.request(prompt(1, 20))
+    plan = host.decode_plan(request, shape=PLAIN)
+    assert isinstance(plan.work, Decode)
+    smaller = StepPlan(
+        **{**vars(plan), "program": type(plan.program)(**{**vars(plan.program), "batch": 2})}
+    )
+    with pytest.raises(ValueError, match="program"):
+        host.backend.submit(smaller)
+
+
+def test_padding_tokens_of_a_prefill_are_not_read(host):
+    tokens = prompt(1, 20)
+    request = host.request(tokens)
+    plan = host.prefill_plan(request)
+    assert isinstance(plan.work, Prefill)
+    plan.work.tokens[20:] = POISON
+    result = host.run(plan)
+    assert not result.failed[0]
+    text = [*emitted(result, 0), *host.go_on(request, 6, CHAIN)]
+    assert text == host.alone(tokens, len(text))

@@ -1,0 +1,273 @@
+"""What a slot holds between steps, on every backend: snapshots, resumes, drafts and their memory.
+
+As in `test_backend_contract`, each test compares two ways to the same text on one backend.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Count, Draft, Work
+from shared.engine.planner import Chunk
+from shared.spec.draft_tree import TreeShape
+from tests.support.contract_host import (
+    CHAIN,
+    PAGE_SIZE,
+    PLAIN,
+    POISON,
+    SAMPLED,
+    Host,
+    either_sampling,
+    either_shape,
+    emitted,
+    prompt,
+)
+
+# Snapshots, resume
+
+
+@pytest.mark.parametrize(("save_at", "is_saved"), [(64, 1), (70, 1), (71, 0), (0, 0)])
+def test_a_prefill_saves_where_it_passes(host, save_at, is_saved):
+    request = host.request(prompt(20, 70))
+    plan = host.prefill_plan(request)
+    plan.snapshots.save[0], plan.snapshots.save_at[0] = 2, save_at
+    assert host.run(plan).saved.tolist() == [is_saved, 0, 0, 0]
+
+
+@either_shape
+def test_a_decode_step_saves_exactly_where_it_passes(host, shape):
+    """Several steps in flight name the same snapshot; the one that passes the position takes it."""
+    tokens = prompt(21, 30)
+    save_at = place_to_save(host, tokens, shape)
+    request = host.request(tokens, **SAMPLED)
+    plans = [host.prefill_plan(request)]
+    plans += [host.decode_plan(request, shape=shape) for _ in range(14)]
+    for plan in plans:
+        plan.snapshots.save[0], plan.snapshots.save_at[0] = 3, save_at
+    results = [future.result() for future in [host.backend.submit(plan) for plan in plans]]
+    after = len(tokens) - 1 + np.cumsum([result.counts[0] for result in results])
+    before = np.append(0, after[:-1])
+    passes = (before < save_at) & (save_at <= after)
+    assert [bool(result.saved[0]) for result in results] == passes.tolist()
+    text = [token for result in results for token in emitted(result, 0)]
+    num_known = save_at + 1 - len(tokens) + 1  # the restored row prefills one token
+    heir = host.request(tokens, output=text[:num_known], **SAMPLED)
+    host.share(request, heir, save_at)
+    host.run(host.restored_plan(heir, save_at, 3))
+    whole = host.request(tokens, output=text[:num_known], **SAMPLED)
+    host.prefill(whole)
+    values = [host.decode(row, shape=PLAIN).logprobs.top_values[0, 0] for row in (heir, whole)]
+    # The states were made by the sequential and by the chunked rule; logits move by 6e-5 at most
+    # between orders of a sum, and by tenths where the state is of another position.
+    np.testing.assert_allclose(values[0], values[1], atol=1e-3)
+
+
+def place_to_save(host: Host, tokens: tuple[int, ...], shape: TreeShape) -> int:
+    """The end of a page that a step passes on its way; a plain step can only end there."""
+    scout = host.request(tokens, **SAMPLED)
+    counts = [f.result().counts[0] for f in host.submit_text(scout, 14, shape)]
+    host.allocator.free(scout.slot)
+    ends = set((len(tokens) - 1 + np.cumsum(counts)).tolist())
+    places = range(32, max(ends), PAGE_SIZE)
+    return next(place for place in places if shape is PLAIN or place not in ends)
+
+
+@pytest.mark.parametrize("draft_from", [0, 64], ids=["whole", "cold"])
+def test_a_restored_row_drafts_from_where_its_draft_memory_is_whole(host, draft_from):
+    """Foreign draft memory before `draft_from` is not read: garbage there changes no draft."""
+    tokens = prompt(22, 80)
+    first = host.request(tokens)
+    plan = host.prefill_plan(first)
+    plan.snapshots.save[0], plan.snapshots.save_at[0] = 1, 64
+    host.run(plan)
+    drafts = []
+    for _ in range(2):
+        request = host.request(tokens)
+        host.share(first, request, 64)
+        plan = host.restored_plan(request, 64, 1)
+        plan.draft_from[0] = draft_from
+        result = host.run(plan)
+        steps = [host.decode(request, shape=CHAIN) for _ in range(6)]
+        text = [*emitted(result, 0), *(t for step in steps for t in emitted(step, 0))]
+        assert text == host.alone(tokens, len(text))
+        drafts.append([step.drafts[0].tolist() for step in steps])
+        if draft_from:
+            spoil_draft_memory(host, first)
+    assert drafts[0] == drafts[1]
+    if not draft_from:
+        unbroken = host.request(tokens)
+        host.prefill(unbroken)
+        steps = [host.decode(unbroken, shape=CHAIN) for _ in range(6)]
+        assert drafts[0] == [step.drafts[0].tolist() for step in steps]
+
+
+def spoil_draft_memory(host: Host, owner) -> None:
+    """Rewrites an owner's first pages with another prompt, then its target KV as it was."""
+    other = host.request((POISON,) * 64)
+    host.share(owner, other, 64)
+    host.prefill(other)
+    saved = owner.context.copy()
+    plan = host.prefill_plan(owner)
+    host.run(plan)
+    np.testing.assert_array_equal(owner.context, saved)
+
+
+@either_sampling
+@either_shape
+def test_a_resume_goes_on_where_the_request_stood(host, shape, how):
+    """Text, and with drafts acceptance too, are those of a request that was never preempted."""
+    tokens = prompt(23, 60)
+    request = host.request(tokens, **how)
+    text = host.text(request, 9, shape)
+    resumed = host.request(tokens, output=text, **how)
+    first = host.prefill(Chunk(resumed, 0, 64))
+    last = host.prefill(Chunk(resumed, 64, resumed.prefill_length))
+    assert first.counts[0] == last.counts[0] == 0
+    text += host.go_on(resumed, 10, shape)
+    assert text == host.alone(tokens, len(text), **how)
+
+
+def test_a_resumed_request_drafts_as_before(host):
+    tokens = prompt(2, 20)
+    request = host.request(tokens, **SAMPLED)
+    text = emitted(host.prefill(request), 0)
+    for _ in range(4):
+        text += emitted(host.decode(request, shape=CHAIN), 0)
+    resumed = host.request(tokens, output=text, **SAMPLED)
+    host.prefill(resumed)
+    for _ in range(5):
+        went_on, came_back = (host.decode(r, shape=CHAIN) for r in (request, resumed))
+        np.testing.assert_array_equal(went_on.drafts[0], came_back.drafts[0])
+        assert emitted(went_on, 0) == emitted(came_back, 0)
+
+
+def test_count_stands_for_the_tokens_that_a_cache_hit_spares(host):
+    """Penalties after a hit are those after a whole prefill."""
+    how = SAMPLED | {"repetition_penalty": 1.9, "logit_bias": {}}
+    tokens = prompt(27, 90)
+    first = host.request(tokens, **how)
+    plan = host.prefill_plan(first)
+    plan.snapshots.save[0], plan.snapshots.save_at[0] = 1, 64
+    host.run(plan)
+    texts = []
+    for counted in (65, 0):
+        request = host.request(tokens, **how)
+        host.share(first, request, 64)
+        text = emitted(host.run(host.restored_plan(request, 64, 1)), 0)
+        plan = host.plan(Work.COUNT, PLAIN, request, host_draft=False)
+        assert isinstance(plan.work, Count)
+        plan.work.tokens[:counted] = tokens[:counted]
+        plan.work.row_starts[1:] = counted
+        host.run(plan)
+        texts.append([*text, *host.go_on(request, 25, CHAIN)])
+    whole = host.alone(tokens, 26, **how)
+    assert texts[0][1:] == whole[1:]
+    assert texts[1][1:] != whole[1:], "the penalties do not matter, so nothing was tested"
+
+
+# Drafts
+
+
+@pytest.mark.parametrize("max_drafts", [0, 1, 2])
+def test_a_row_drafts_no_more_than_it_may(host, max_drafts):
+    tokens = prompt(1, 20)
+    request = host.request(tokens, max_draft_tokens=max_drafts)
+    free = host.request(prompt(2, 20))
+    text = emitted(host.prefill(request, free), 0)
+    for _ in range(8):
+        result = host.decode(request, free, shape=CHAIN)
+        assert result.num_nodes[:2].tolist() == [1 + max_drafts, CHAIN.nodes]
+        assert 1 <= result.counts[0] <= 1 + max_drafts
+        text += emitted(result, 0)
+    assert text == host.alone(tokens, len(text))
+
+
+def test_a_plain_step_leaves_the_drafter_cold_and_one_step_warms_it(host):
+    tokens = prompt(1, 20)
+    request = host.request(tokens)
+    text = emitted(host.prefill(request), 0)
+    sizes = []
+    for shape in (CHAIN, PLAIN, PLAIN, CHAIN, CHAIN, CHAIN):
+        result = host.decode(request, shape=shape)
+        sizes.append(int(result.num_nodes[0]))
+        text += emitted(result, 0)
+    assert sizes == [4, 1, 1, 1, 4, 4]
+    assert text == host.alone(tokens, len(text))
+
+
+def test_holes_in_draft_memory_are_never_read(host):
+    """Traps: switching drafting off leaves holes, and drafts depend on what lay in the page."""
+    drafts = []
+    for before in (prompt(30, 90), (POISON,) * 90):
+        request = host.request(before, positions=92)
+        host.prefill(request)
+        request = host.heir(request, prompt(1, 20), positions=92)
+        host.text(request, 8, PLAIN)
+        steps = [host.decode(request, shape=CHAIN) for _ in range(5)]
+        drafts.append([step.drafts[0].tolist() for step in steps])
+        host.allocator.free(request.slot)
+    assert drafts[0] == drafts[1]
+
+
+@either_sampling
+def test_a_draft_alone_is_the_draft_of_the_step_and_commits_nothing(host, how):
+    tokens = prompt(1, 20)
+    request = host.request(tokens, **how)
+    text = emitted(host.prefill(request), 0)
+    for _ in range(5):
+        plan = host.plan(Work.DRAFT, CHAIN, request, host_draft=False)
+        assert isinstance(plan.work, Draft)
+        drafted, again = host.run(plan), host.run(plan)
+        fused = host.decode(request, shape=CHAIN)
+        assert drafted.counts[0] == 0
+        for result in (drafted, again):
+            np.testing.assert_array_equal(result.drafts[0], fused.drafts[0])
+            np.testing.assert_array_equal(result.parents[0], fused.parents[0])
+            assert result.num_nodes[0] == fused.num_nodes[0]
+        text += emitted(fused, 0)
+    assert text == host.alone(tokens, len(text), **how)
+
+
+@either_sampling
+@pytest.mark.parametrize("right", [1, 2], ids=["first branch", "second branch"])
+def test_a_tree_of_the_hosts_gives_the_plain_text(host, how, right):
+    """The branch that is right is accepted, and the other leaves no trace."""
+    tokens = prompt(2, 20)
+    whole = host.alone(tokens, 30, **how)
+    request = host.request(tokens, **how)
+    text = emitted(host.prefill(request), 0)
+    while len(text) < 24:
+        good, after = whole[len(text)], whole[len(text) + 1]
+        wrong = (good + 1) % 200 + POISON + 1
+        nodes = [good, wrong, after] if right == 1 else [wrong, good, after]
+        result = host.run(host.tree_plan(request, nodes, [0, 0, right]))
+        assert result.counts[0] == 3
+        text += emitted(result, 0)
+    text += host.go_on(request, 4, CHAIN)
+    assert text[:30] == whole[: len(text)]
+
+
+def test_a_wrong_tree_costs_nothing_but_time(host):
+    tokens = prompt(1, 20)
+    request = host.request(tokens)
+    text = emitted(host.prefill(request), 0)
+    for step in range(6):
+        result = host.run(host.tree_plan(request, [10 + step, 11 + step, 12], [0, 0, 1]))
+        text += emitted(result, 0)
+    text += host.go_on(request, 6, CHAIN)
+    assert text == host.alone(tokens, len(text))
+
+
+def test_forced_chains_bring_outputs_back(host):
+    """They are accepted whatever the target says; the last one becomes the newest token."""
+    tokens, forced = prompt(35, 21), prompt(36, 5)
+    request = host.request(tokens, output=forced[:1])
+    host.prefill(request)
+    for start in (1, 3):
+        plan = host.tree_plan(request, forced[start : start + 2], [0, 1], forced=True)
+        result = host.run(plan)
+        assert emitted(result, 0) == list(forced[start : start + 2])
+    prefilled = host.request(tokens, output=forced)
+    host.prefill(prefilled)
+    assert host.go_on(request, 10, CHAIN) == host.go_on(prefilled, 10, CHAIN)

@@ -1,0 +1,136 @@
+"""Planted faults of DFlash: each changes the golden numbers or what is accepted, and is seen.
+
+A fault is planted in the specification; what it drafts is held against torch, which stays healthy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.models.config import ModelConfig
+from shared.reference.drafters import BlockDrafter
+from shared.spec import dflash
+from tests import test_cross_backend_blocks as cross
+from tests import test_dflash as golden
+from tests.device.test_cross_backend import SAMPLED
+from tests.device.test_cross_backend_blocks import Backends
+from tests.support.faults import Patch, after
+from tests.support.golden_blocks import SpecBlock, golden_block_head
+
+
+def causal_in_full_layers(patch: Patch) -> None:
+    def spoil(rows: list[Any], *rest: Any) -> list[Any]:
+        return [replace(r, until=np.where(r.is_real, r.positions + 1, 0)) for r in rows]
+
+    after(patch, dflash, "block_rows", spoil)
+
+
+def block_does_not_see_itself(patch: Patch) -> None:
+    def spoil(rows: list[Any], block: Any, lengths: Any, *rest: Any) -> list[Any]:
+        return [replace(r, until=np.minimum(r.until, lengths[r.request])) for r in rows]
+
+    after(patch, dflash, "block_rows", spoil)
+
+
+def block_left_in_the_context(patch: Patch) -> None:
+    """The newest token's row stays what the block made of it."""
+    healthy = BlockDrafter.extend
+
+    def extend(drafter: BlockDrafter, batch: Any, fed: Any, lengths: Any, *rest: Any) -> None:
+        before = drafter._kv
+        healthy(drafter, batch, fed, lengths, *rest)
+        size = before.k.shape[2]
+        page = batch.page_table[np.arange(len(lengths)), lengths // size]
+        for pool, old in ((drafter._kv.k, before.k), (drafter._kv.v, before.v)):
+            pool[:, page, lengths % size] = old[:, page, lengths % size]
+
+    patch.setattr(BlockDrafter, "extend", extend)
+    keep_block_rows(patch)
+
+
+def keep_block_rows(patch: Patch) -> None:
+    """The specification throws them away; a device leaves them past the length."""
+    healthy = dflash.fill
+
+    def fill(*arguments: Any) -> Any:
+        hidden, kv = healthy(*arguments)
+        before = arguments[-1]
+        before.k[:], before.v[:] = kv.k, kv.v
+        return hidden, kv
+
+    patch.setattr(dflash, "fill", fill)
+
+
+def newest_token_counted_as_context(patch: Patch) -> None:
+    """The block begins one position late, behind a row that nobody has written yet."""
+    healthy = dflash.block_rows
+
+    def block_rows(block: Any, lengths: Any, *rest: Any) -> Any:
+        return healthy(block, lengths + 1, *rest)
+
+    patch.setattr(dflash, "block_rows", block_rows)
+
+
+def rejected_rows_in_the_context(patch: Patch) -> None:
+    """Every row of a path is written, one position further for each that was rejected."""
+    healthy = BlockDrafter.extend
+
+    def extend(
+        drafter: BlockDrafter, batch: Any, fed: Any, lengths: Any, counts: Any, *rest: Any
+    ) -> None:
+        W = len(fed.tokens) // len(counts)
+        healthy(drafter, batch, fed, lengths - (W - counts), np.full_like(counts, W), *rest)
+
+    patch.setattr(BlockDrafter, "extend", extend)
+
+
+GOLDEN_FAULTS = {
+    "causal instead of bidirectional": causal_in_full_layers,
+    "the block does not see itself": block_does_not_see_itself,
+    "the newest token counts as context": newest_token_counted_as_context,
+}
+SERVED_FAULTS = {
+    "the block's rows stay in the context": block_left_in_the_context,
+    "rejected rows get into the context": rejected_rows_in_the_context,
+    "the newest token counts as context": newest_token_counted_as_context,
+}
+
+
+def golden_block(folder: str) -> SpecBlock:
+    head, weights = golden_block_head(golden.GOLDEN / folder, golden.TARGET)
+    return SpecBlock(head, ModelConfig.from_folder(golden.TARGET), weights)
+
+
+@pytest.mark.parametrize("name", GOLDEN_FAULTS)
+def test_a_planted_fault_makes_the_golden_test_fail(name, monkeypatch):
+    golden.test_a_block_gives_the_golden_numbers_wherever_it_starts("dflash", golden_block)
+    GOLDEN_FAULTS[name](monkeypatch)
+    with pytest.raises(AssertionError):
+        golden.test_a_block_gives_the_golden_numbers_wherever_it_starts("dflash", golden_block)
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    made = Backends()
+    yield made
+    made.close()
+
+
+def test_what_the_specification_throws_away_may_as_well_lie_past_the_length(backends, monkeypatch):
+    keep_block_rows(monkeypatch)
+    cross.assert_cell(
+        cross.cell("qwen3", SAMPLED, "mixed", 1, 16), backends, ("reference", "torch")
+    )
+
+
+@pytest.mark.parametrize("name", SERVED_FAULTS)
+def test_a_planted_fault_changes_what_is_accepted(name, backends, monkeypatch):
+    SERVED_FAULTS[name](monkeypatch)
+    each = cross.cell("qwen3", SAMPLED, "mixed", 1, 16)
+    with pytest.raises(AssertionError):
+        cross.assert_cell(each, backends, ("reference", "torch"))

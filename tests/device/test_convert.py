@@ -1,0 +1,100 @@
+"""An Orbax folder serves like the folder that it was made from."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jax_impl import convert, weights
+from jax_impl.convert import EXIT_REFUSED, OrbaxCheckpoint, main
+from shared.models.checkpoint import CheckpointError, parameters
+from shared.models.config import ModelConfig
+from tests.support.tiny_models import write_tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def source(tmp_path):
+    folder = tmp_path / "source"
+    write_tiny(folder, "qwen3_5", 3, num_shards=2)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def leaves(folder):
+    config = ModelConfig.from_folder(folder)
+    read = []
+    model = weights.load(
+        convert.open_checkpoint(folder),
+        config,
+        config.has_mtp,
+        np.float32,
+        jax.devices("cpu")[0],
+        read.append,
+    )
+    return jax.tree.leaves(weights.nnx.state(model)), sum(read)
+
+
+def test_both_forms_load_the_same_weights_and_count_their_bytes(source, tmp_path):
+    target = tmp_path / "target"
+    assert main([str(source), str(target)]) == 0
+    (want, want_bytes), (got, got_bytes) = leaves(source), leaves(target)
+    for a, b in zip(want, got, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert got_bytes == want_bytes > 0
+
+
+def test_everything_but_the_weights_is_copied(source, tmp_path):
+    target = tmp_path / "target"
+    main([str(source), str(target)])
+    names = {file.name for file in target.iterdir()}
+    assert names == {"orbax", "config.json", "generation_config.json", "tokenizer.json"}
+    assert ModelConfig.from_folder(target) == ModelConfig.from_folder(source)
+
+
+def test_a_converted_checkpoint_is_checked_before_it_is_read(source, tmp_path):
+    target = tmp_path / "target"
+    main([str(source), str(target)])
+    config = ModelConfig.from_folder(target)
+    opened = convert.open_checkpoint(target)
+    assert isinstance(opened, OrbaxCheckpoint)
+    assert opened.has_mtp
+    opened.check(config, True)
+    wider = json.loads((target / "config.json").read_text()) | {"intermediate_size": 100}
+    with pytest.raises(CheckpointError, match=r"mlp.gate_up has shape .*, expected"):
+        opened.check(ModelConfig.from_dict(wider), False)
+    with pytest.raises(CheckpointError, match="no array lm_head.weight"):
+        opened.load(parameters(config, False)[0].__class__("lm_head.weight", (), (), False), "f4")
+
+
+def refusal(capsys, *argv):
+    assert main([str(arg) for arg in argv]) == EXIT_REFUSED
+    *_, last = capsys.readouterr().err.strip().splitlines()
+    return last
+
+
+def test_what_cannot_be_converted_is_refused_in_one_sentence(source, tmp_path, capsys):
+    assert "does not exist" in refusal(capsys, tmp_path / "nowhere", tmp_path / "new")
+    assert "exists already" in refusal(capsys, source, source)
+    (source / "model-00001-of-00002.safetensors").write_bytes(b"\0" * 20)
+    assert "truncated" in refusal(capsys, source, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_incomplete_orbax_folder_is_refused(source):
+    (source / "orbax").mkdir()
+    with pytest.raises(CheckpointError, match="no complete Orbax checkpoint"):
+        convert.open_checkpoint(source)
+
+
+def test_the_command_ends_with_code_two_and_no_traceback(tmp_path):
+    command = [sys.executable, "-m", "jax_impl.convert", str(tmp_path / "a"), str(tmp_path / "b")]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ended.returncode == EXIT_REFUSED
+    assert ended.stderr.strip().endswith("does not exist")
+    assert "Traceback" not in ended.stderr

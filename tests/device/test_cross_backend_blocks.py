@@ -1,0 +1,282 @@
+"""DFlash blocks: JAX = torch = the specification, and speculation = plain decoding.
+
+A head of sliding and full layers on a plain and on a hybrid target. Texts and accepted drafts are
+compared as in `tests/device/test_cross_backend.py`, whose requests these are; the targets are those
+whose embeddings a small head can follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Backend
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.request import Request, SamplingParams
+from shared.models.config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+from tests import test_cross_backend as cross
+from tests.device.test_cross_backend import (
+    BATCH,
+    GREEDY,
+    LOADS,
+    OVERLAPS,
+    SAMPLED,
+    Cell,
+    limits_of,
+    requests_of,
+    serve,
+)
+from tests.device.test_draft_heads import Recorder
+from tests.support.backends import make_backend
+from tests.support.driving import drive
+from tests.support.equality import Oracle, assert_few_excused
+from tests.support.golden_blocks import golden_block_head
+from tests.support.starving import Starving
+from tests.support.tiny_heads import BLOCK_SIZE, cyclic, tiny_block_head
+from tests.support.tiny_models import FAMILIES
+
+CHAIN = TreeShape.chain(BLOCK_SIZE - 1, BATCH)
+PLAIN = TreeShape.plain(BATCH)
+
+
+@dataclass(frozen=True)
+class BlockCell(Cell):
+    """A cell of a `cyclic` target with a DFlash head."""
+
+    @property
+    def drafter(self) -> str:
+        return "DFLASH"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.family}-{self.sampling}-{self.load}-overlap{self.overlap}-page{self.page_size}"
+        )
+
+
+def cell(family: str, sampling: str, load: str, overlap: int, page_size: int) -> BlockCell:
+    return BlockCell(family, CHAIN.depth, sampling, load, overlap, page_size)
+
+
+@lru_cache
+def model_of(family: str):
+    config, weights = cross.model_of(family)
+    return config, cyclic(config, weights)
+
+
+@lru_cache
+def head_of(family: str):
+    return tiny_block_head(model_of(family)[0], 4)
+
+
+@lru_cache
+def oracle_of(family: str) -> Oracle:
+    return Oracle(*model_of(family))
+
+
+class Backends:
+    """Backends by framework, target and page size."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str, int], Backend] = {}
+
+    def get(self, framework: str, cell: Cell) -> Backend:
+        key = (framework, cell.family, cell.page_size)
+        if key not in self._made:
+            limits = limits_of(cell.family, cell.page_size, (CHAIN, PLAIN))
+            made = (*model_of(cell.family), limits, head_of(cell.family))
+            self._made[key] = make_backend(framework, *made)
+        return self._made[key]
+
+    def close(self) -> None:
+        for backend in self._made.values():
+            backend.close()
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    made = Backends()
+    yield made
+    made.close()
+
+
+JAX_CELLS = [
+    cell("qwen3_5", how, "mixed", overlap, 16) for how, overlap in ((GREEDY, 1), (SAMPLED, 2))
+]
+CELLS = [
+    cell("qwen3_5", SAMPLED, "mixed", 2, 16),
+    cell("qwen3_5", SAMPLED, "alone", 0, 1),
+    cell("qwen3", GREEDY, "mixed", 2, 64),
+    cell("llama", SAMPLED, "mixed", 0, 16),
+]
+MATRIX = [
+    cell(*each) for each in product(FAMILIES, (GREEDY, SAMPLED), LOADS, OVERLAPS, (1, 16, 64))
+]
+
+
+def assert_cell(cell: Cell, backends: Backends, frameworks: tuple[str, ...]) -> None:
+    served = {framework: serve(backends.get(framework, cell), cell) for framework in frameworks}
+    cross.compare(cell, served, oracle_of(cell.family))
+    assert_few_excused()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_torch_and_the_numpy_backend_agree_with_each_other_and_with_the_specification(
+    cell, backends
+):
+    assert_cell(cell, backends, ("reference", "torch"))
+
+
+@pytest.mark.parametrize("cell", JAX_CELLS, ids=str)
+def test_jax_agrees_with_torch_and_with_the_specification(cell, backends):
+    assert_cell(cell, backends, ("torch", "jax"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cell", MATRIX, ids=str)
+def test_backends_agree_in_the_full_matrix(cell, backends):
+    assert_cell(cell, backends, ("torch", "jax"))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_blocks_are_accepted_to_every_depth_and_the_overlap_changes_nothing(
+    family, sampling, backends
+):
+    """The acceptance of another engine differed in each combination (s#20547)."""
+    runs = [
+        serve(backends.get("torch", each), each)
+        for each in (cell(family, sampling, "mixed", overlap, 16) for overlap in OVERLAPS)
+    ]
+    accepted = [{key: run[key].accepted for key in run} for run in runs]
+    assert accepted[0] == accepted[1] == accepted[2]
+    found = {count for counts in accepted[0].values() for count in counts}
+    assert found == {0, 1, 2, 3}
+
+
+def engine_of(backend: Backend) -> Engine:
+    limits = backend.limits
+    controller = StaticController(limits, nodes=CHAIN.nodes, depth=CHAIN.depth, width=1)
+    return Engine(backend, controller, overlap=1, chunked_prefill_size=64)
+
+
+class InTurns:
+    """Plain steps and drafted ones: a plain step leaves a hole in the context before it."""
+
+    max_rows = BATCH
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def shape_for(self, num_rows: int) -> TreeShape:
+        self._steps += 1
+        return PLAIN if self._steps % 5 in (1, 2) else CHAIN
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_holes_in_the_context_change_no_text_and_no_draft_of_one_backend_alone(family, backends):
+    each, served = cell(family, SAMPLED, "mixed", 1, 16), {}
+    for framework in ("reference", "torch"):
+        engine = Engine(
+            backends.get(framework, each), InTurns(), overlap=1, chunked_prefill_size=64
+        )
+        served[framework] = drive(engine, requests_of(each))
+    cross.compare(each, served, oracle_of(family))
+    assert any(sum(outcome.accepted) for outcome in served["torch"].values())
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(
+    framework, sampling, backends
+):
+    each = cell("qwen3_5", sampling, "alone", 1, 16)
+    backend = Starving(backends.get(framework, each))
+    cross.compare(each, {framework: serve(backend, each)}, oracle_of(each.family))
+    assert backend.most_before, "no step accepted all of its drafts"
+
+
+def with_most_drafts(request: Request, most: int) -> Request:
+    sampling = replace(request.sampling, max_draft_tokens=most)
+    return Request(request_id=request.request_id, prompt=request.prompt, sampling=sampling)
+
+
+@pytest.mark.parametrize("framework", ["reference", "torch"])
+def test_a_limit_of_drafts_shortens_a_chain_and_leaves_the_block_as_wide(framework, backends):
+    """Else the drafts that are left would be other ones: a row sees all of its block."""
+    each, chains = cell("qwen3_5", GREEDY, "alone", 0, 16), []
+    for most in (0, 1, 2, 3):
+        backend = Recorder(backends.get(framework, each))
+        drive(engine_of(backend), [with_most_drafts(requests_of(each)[0], most)])
+        first_tokens, first_parents = backend.trees()[0]
+        assert not any(first_tokens[1 + most :])
+        assert first_parents == tuple(max(i - 1, 0) if i <= most else 0 for i in range(4))
+        chains.append(first_tokens)
+    for most, chain in enumerate(chains):
+        assert chain[: 1 + most] == chains[-1][: 1 + most]
+
+
+@pytest.mark.parametrize("framework", ["reference", "torch"])
+def test_drafting_goes_on_where_a_preempted_request_left_off(framework, backends):
+    """With few pages some requests give theirs up and begin again with prompt and output."""
+    each = cell("qwen3", SAMPLED, "mixed", 1, 16)
+    backend = Crowded(backends.get(framework, each), 1 + 11)
+    engine = engine_of(backend)
+    crowded = drive(engine, requests_of(each))
+    assert engine.scheduler.num_preemptions
+    free = drive(engine_of(backends.get(framework, each)), requests_of(each))
+    cross.compare(each, {"crowded": crowded, "free": free}, oracle_of("qwen3"))
+
+
+class Crowded:
+    """A backend that admits to fewer pages than it has."""
+
+    def __init__(self, backend: Backend, num_pages: int) -> None:
+        self.limits = replace(backend.limits, num_pages=num_pages)
+        self.submit = backend.submit
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
+def test_sampled_chains_are_judged_by_the_rejection_rules_as_by_the_specification(framework, rule):
+    each, served = cell("qwen3", SAMPLED, "mixed", 1, 16), []
+    limits = replace(limits_of("qwen3", 16, (CHAIN,)), accept_rule=rule)
+    for name in ("reference", framework):
+        backend = make_backend(name, *model_of("qwen3"), limits, head_of("qwen3"))
+        served.append(drive(engine_of(backend), requests_of(each)))
+        backend.close()
+    want, got = served
+    for number, outcome in want.items():
+        assert got[number].tokens == outcome.tokens
+        assert got[number].accepted == outcome.accepted
+    assert {n for outcome in want.values() for n in outcome.accepted} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("framework", ["reference", "torch"])
+def test_the_golden_loop_gives_the_golden_text(framework):
+    """The text of the reference implementation's own loop of drafting and verifying."""
+    folder = Path(__file__).parents[1] / "golden"
+    want = np.load(folder / "dflash" / "vectors.npz")
+    prompt, text = want["generate_prompt"].tolist(), want["generate_ids"].tolist()
+    head, weights = golden_block_head(folder / "dflash", folder / "qwen3")
+    shape = TreeShape.chain(7, BATCH)
+    limits = replace(limits_of("qwen3", 16, (shape,)), vocab=head.config.layer.vocab)
+    target = ModelConfig.from_folder(folder / "qwen3")
+    backend = make_backend(framework, target, weights, limits, head)
+    engine = Engine(
+        backend,
+        StaticController(limits, nodes=8, depth=7, width=1),
+        overlap=1,
+        chunked_prefill_size=64,
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=len(text) - len(prompt))
+    asked = Request(request_id=0, prompt=tuple(prompt), sampling=params)
+    assert prompt + drive(engine, [asked])[0].tokens == text
+    backend.close()

@@ -1,0 +1,161 @@
+"""Drafting from seen text: torch = JAX = the numpy backend, and speculation = plain decoding.
+
+The trees come from the host, so what differs between backends is a step with trees in its plan: it
+runs on the contract's backends, whose program of such a step has four nodes and two levels. The
+shape that a start takes, whose width says nothing about the trees, runs on torch; on JAX it stands
+behind the marker `matrix`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Backend, Work
+from shared.engine.controller import HostDraftController, StaticController
+from shared.engine.engine import Engine
+from shared.engine.ngram.corpus import SEPARATOR, Corpus
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import Request, SamplingParams
+from shared.options.ngram import NgramConfig
+from shared.reference.backend import ReferenceBackend
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import make_backend
+from tests.support.contract_host import (
+    BATCH,
+    GREEDY,
+    PLAIN,
+    PREFILL_TOKENS,
+    SAMPLED,
+    contract_limits,
+    contract_model,
+    either_sampling,
+    emitted,
+    prompt,
+)
+from tests.support.driving import Outcome, drive
+
+OVERLAPS = (0, 1, 2)
+TOKENS = 20
+
+
+def requests_of(sampled: bool) -> list[Request]:
+    how = SAMPLED | {"stop_token_ids": (), "min_tokens": 0} if sampled else GREEDY
+    return [
+        Request(
+            request_id=number,
+            prompt=prompt(20 + number, 10 + 5 * number) * 2,
+            sampling=SamplingParams(max_tokens=TOKENS, **how | {"seed32": 50 + number}),
+        )
+        for number in range(5)
+    ]
+
+
+def plain(backend: Backend, sampled: bool) -> dict[int, list[int]]:
+    controller = StaticController(backend.limits, nodes=1, depth=0, width=0)
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=PREFILL_TOKENS)
+    return {n: outcome.tokens for n, outcome in drive(engine, requests_of(sampled)).items()}
+
+
+def drafted(
+    backend: Backend, sampled: bool, overlap: int, texts: dict[int, list[int]]
+) -> dict[int, Outcome]:
+    """Served with two corpora of the texts, in which some tokens are others.
+
+    Where both match, their paths make a tree, of which the accepted branch may be the second; every
+    tenth token is wrong in both.
+    """
+    config = NgramConfig(
+        speculative_ngram_scope="request",
+        speculative_ngram_external_sam_budget=2,
+        speculative_ngram_min_bfs_breadth=2,
+    )
+    controller, vocab = HostDraftController(backend.limits), backend.limits.vocab
+    tree = controller.tree
+    index = NgramIndex(config, nodes=tree.nodes, depth=tree.depth, vocab=vocab, chain=False)
+    words = [token for text in texts.values() for token in [*text, SEPARATOR]]
+    for at in (5, 2):
+        wrong = [
+            20 if (p % 6 == at or p % 10 == 9) and w != SEPARATOR else w
+            for p, w in enumerate(words)
+        ]
+        index.add_corpus(str(at), Corpus.build(np.array(wrong, np.int32)))
+    engine = Engine(
+        backend, controller, overlap=overlap, chunked_prefill_size=PREFILL_TOKENS, ngram=index
+    )
+    return drive(engine, requests_of(sampled))
+
+
+@lru_cache
+def expected(sampled: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """Plain texts, and the drafts accepted in each step, both of the numpy backend."""
+    config, weights = contract_model()
+    backend = ReferenceBackend(config, weights, contract_limits(config), "NEXTN")
+    texts = plain(backend, sampled)
+    found = drafted(backend, sampled, 0, texts)
+    backend.close()
+    assert {n: outcome.tokens for n, outcome in found.items()} == texts
+    return texts, {n: outcome.accepted for n, outcome in found.items()}
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_text_and_accepted_drafts_are_those_of_the_numpy_backend(backend, sampled, overlap):
+    texts, accepted = expected(sampled)
+    found = drafted(backend, sampled, overlap, texts)
+    assert {n: outcome.tokens for n, outcome in found.items()} == texts
+    assert {n: outcome.accepted for n, outcome in found.items()} == accepted
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_plain_texts_are_those_of_the_numpy_backend(backend, sampled):
+    assert plain(backend, sampled) == expected(sampled)[0]
+
+
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_trees_of_the_shape_of_a_start_give_the_same_text_and_more_of_it_a_step(framework, sampled):
+    texts, accepted = expected(sampled)
+    config, weights = contract_model()
+    limits = contract_limits(config)
+    shape = TreeShape.chain(7, BATCH)
+    wide = [replace(p, shape=shape) for p in limits.programs if p.host_draft]
+    plain_ones = [p for p in limits.programs if p.shape.is_plain and p.work is not Work.COUNT]
+    limits = replace(limits, programs=(*plain_ones, *wide))
+    backend = make_backend(framework, config, weights, limits, "NEXTN")
+    found = drafted(backend, sampled, 1, texts)
+    backend.close()
+    assert {n: outcome.tokens for n, outcome in found.items()} == texts
+    steps = [
+        sum(map(len, counts))
+        for counts in (accepted.values(), [o.accepted for o in found.values()])
+    ]
+    assert steps[1] < steps[0]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+def test_drafts_are_accepted_to_every_depth(sampled):
+    """Else the comparison would prove little."""
+    counts = {count for counts in expected(sampled)[1].values() for count in counts}
+    assert counts == {0, 1, 2}
+
+
+@either_sampling
+def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(host, how):
+    """The hybrid's trap (v#52942), where a tree is the text itself and then the root alone."""
+    tokens = prompt(9, 20)
+    want = host.alone(tokens, 24, **how)
+    request = host.request(tokens, **how)
+    text = emitted(host.prefill(request), 0)
+    for num_drafts in (2, 0, 2, None, 1, 0, 0, 2, 0):
+        if num_drafts is None:  # where no row of a batch has a match, the step is a plain one
+            result = host.decode(request, shape=PLAIN)
+        else:
+            drafts = want[len(text) : len(text) + num_drafts]
+            result = host.run(host.tree_plan(request, drafts, range(num_drafts)))
+        assert result.counts[0] == 1 + (num_drafts or 0)
+        text += emitted(result, 0)
+    assert text == want[: len(text)]

@@ -1,0 +1,205 @@
+"""Draft trees: JAX = torch = the specification, and speculation = plain decoding.
+
+NEXTN on the hybrid, EAGLE, EAGLE-3 and small models on plain and hybrid targets, chains and trees
+of several shapes, among them one whose drafting writes more draft KV than the tree has nodes. Texts
+and accepted drafts are compared as in `tests/device/test_cross_backend.py`, whose requests
+these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import pytest
+
+from shared.drafts.config import DraftHead
+from shared.spec.draft_tree import TreeShape
+from shared.spec.standalone import SmallModel
+from tests.device.test_cross_backend import (
+    BATCH,
+    GREEDY,
+    LOADS,
+    OVERLAPS,
+    SAMPLED,
+    Backends,
+    Cell,
+    assert_cell,
+    compare,
+    model_of,
+    oracle_of,
+    serve,
+)
+from tests.support.starving import Starving
+from tests.support.tiny_heads import tiny_head
+from tests.support.tiny_small import small_model
+
+
+def tree(depth: int, width: int, nodes: int) -> TreeShape:
+    return TreeShape(nodes=nodes, depth=depth, width=width, rows=BATCH * nodes)
+
+
+TREES = (tree(3, 1, 4), tree(3, 2, 6), tree(4, 4, 16), tree(5, 8, 64), tree(5, 8, 8))
+DRAFTERS = (
+    ("qwen3_5", "NEXTN"),
+    ("llama", "EAGLE"),
+    ("qwen3_5", "EAGLE"),
+    ("qwen3", "EAGLE3"),
+    ("llama", "EAGLE3"),
+    ("qwen3_5", "EAGLE3"),
+    ("qwen3", "STANDALONE"),
+    ("llama", "STANDALONE"),
+    ("qwen3_5", "STANDALONE"),
+)
+SMALL_OF = {"qwen3": "llama", "llama": "qwen3", "qwen3_5": "qwen3_5"}
+"""The family of the small model that drafts for a target: of the first two each pads another
+vocabulary than its target, and the hybrid has states of its own."""
+
+
+@dataclass(frozen=True)
+class TreeCell(Cell):
+    """A cell with any drafter and tree; `depth` is the tree's."""
+
+    head: str
+    tree: TreeShape
+
+    @property
+    def drafter(self) -> str:
+        return self.head
+
+    @property
+    def shape(self) -> TreeShape:
+        return self.tree
+
+    def __str__(self) -> str:
+        tree = f"s{self.depth}k{self.tree.width}n{self.tree.nodes}"
+        return (
+            f"{self.family}-{self.head.lower()}-{tree}-{self.sampling}-{self.load}"
+            f"-overlap{self.overlap}-page{self.page_size}"
+        )
+
+
+def cell(family, head, shape, sampling, load, overlap, page_size) -> TreeCell:
+    return TreeCell(family, shape.depth, sampling, load, overlap, page_size, head, shape)
+
+
+DEFAULT = {
+    ("qwen3_5", "NEXTN"): TREES[1:3],
+    ("llama", "EAGLE"): TREES[4:],
+    ("qwen3_5", "EAGLE3"): TREES[2:3],
+    ("qwen3_5", "STANDALONE"): TREES[1:2],
+}
+"""Drafters and trees of the default choice: every kind of both, in few compiled programs."""
+
+CELLS = [
+    cell(*drafter, shape, sampling, "mixed", overlap, 16)
+    for drafter, shapes in DEFAULT.items()
+    for shape in shapes
+    for sampling, overlap in ((GREEDY, 1), (SAMPLED, 0), (SAMPLED, 2))
+]
+ALL = [
+    cell(*drafter, shape, sampling, load, overlap, page_size)
+    for drafter, shape, sampling, load, overlap, page_size in product(
+        DRAFTERS, TREES, (GREEDY, SAMPLED), LOADS, OVERLAPS, (1, 16, 64)
+    )
+]
+MATRIX = [each for each in ALL if each not in CELLS]
+
+
+@lru_cache
+def head_of(family: str, drafter: str) -> str | DraftHead | SmallModel:
+    if drafter == "NEXTN":
+        return drafter
+    if drafter == "STANDALONE":
+        return small_model(*model_of(family), SMALL_OF[family], seed=4)
+    return tiny_head(*model_of(family), drafter, seed=4)
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    made = Backends(DEFAULT, head_of)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def all_backends() -> Iterator[Backends]:
+    made = Backends(dict.fromkeys(DRAFTERS, TREES), head_of)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_backends_agree_with_each_other_and_with_the_specification(cell, backends):
+    assert_cell(cell, backends, ("torch", "jax"))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cell", MATRIX, ids=str)
+def test_backends_agree_in_the_full_matrix(cell, all_backends):
+    assert_cell(cell, all_backends, ("torch", "jax"))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [each for each in CELLS if each.overlap == 2 and each.tree.nodes < 64],
+    ids=str,
+)
+def test_backends_accept_what_the_numpy_backend_accepts(cell, backends):
+    assert_cell(cell, backends, ("reference", "torch", "jax"))
+
+
+@pytest.mark.parametrize("drafter", DEFAULT, ids="-".join)
+def test_a_tree_of_this_drafter_is_accepted_to_different_depths(drafter, backends):
+    """Else the matrix would prove little about it."""
+    shape = DEFAULT[drafter][-1]
+    served = serve(
+        backends.get("torch", cell(*drafter, shape, SAMPLED, "mixed", 0, 16)),
+        cell(*drafter, shape, SAMPLED, "mixed", 0, 16),
+    )
+    accepted = {count for outcome in served.values() for count in outcome.accepted}
+    assert {0, 1, 2} <= accepted, accepted
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_accepted_drafts_do_not_depend_on_the_overlap(sampling, backends):
+    served = [
+        serve(backends.get("torch", each), each)
+        for overlap in OVERLAPS
+        for each in [cell("qwen3_5", "NEXTN", TREES[2], sampling, "mixed", overlap, 16)]
+    ]
+    accepted = [{key: run[key].accepted for key in run} for run in served]
+    assert accepted[0] == accepted[1] == accepted[2]
+
+
+STARVED = {
+    ("qwen3_5", "NEXTN"): TREES[1],
+    ("qwen3_5", "EAGLE3"): TREES[2],
+    ("qwen3_5", "STANDALONE"): TREES[1],
+}
+"""Drafters of the hybrid in programs that other tests compile."""
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("drafter", STARVED, ids="-".join)
+def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(
+    drafter, framework, sampling, backends
+):
+    each = cell(*drafter, STARVED[drafter], sampling, "alone", 1, 16)
+    assert_starved(framework, each, backends)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
+def test_steps_of_eagle_without_drafts_give_the_plain_text(framework, sampling, all_backends):
+    each = cell("qwen3_5", "EAGLE", TREES[1], sampling, "alone", 1, 16)
+    assert_starved(framework, each, all_backends)
+
+
+def assert_starved(framework: str, each: TreeCell, backends: Backends) -> None:
+    backend = Starving(backends.get(framework, each))
+    compare(each, {framework: serve(backend, each)}, oracle_of(each.family))
+    assert backend.most_before, "no step accepted all of its drafts"

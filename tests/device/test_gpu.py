@@ -1,0 +1,143 @@
+"""On an NVIDIA GPU, in float32, with the kernels and with the plain ops: the promises of a CPU.
+
+python -m pytest -o addopts= -m gpu tests/device/test_gpu.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+
+import pytest
+
+from shared.boundary.backend import Backend
+from tests import test_cross_backend_blocks as blocks
+from tests import test_rejection as rejection
+from tests.device.test_cross_backend import (
+    GREEDY,
+    SAMPLED,
+    SHAPES,
+    Cell,
+    compare,
+    limits_of,
+    model_of,
+    oracle_of,
+    serve,
+)
+from tests.device.test_cross_backend_trees import TREES, head_of
+from tests.device.test_cross_backend_trees import cell as tree_cell
+from tests.support.backends import make_gpu_backend
+from tests.support.equality import assert_few_excused
+
+pytestmark = pytest.mark.gpu
+
+CELLS = [
+    Cell("llama", 0, SAMPLED, "mixed", 2, 16),
+    Cell("qwen3", 0, GREEDY, "mixed", 1, 64),
+    *(
+        Cell("qwen3_5", depth, sampling, "mixed", overlap, 16)
+        for depth, overlap in ((0, 0), (1, 1), (3, 2), (5, 1))
+        for sampling in (GREEDY, SAMPLED)
+    ),
+]
+TREE_CELLS = [
+    tree_cell("qwen3_5", drafter, TREES[1], sampling, "mixed", overlap, 16)
+    for drafter in ("NEXTN", "STANDALONE")
+    for sampling, overlap in ((GREEDY, 1), (SAMPLED, 2))
+]
+BLOCK_CELLS = [
+    blocks.cell("qwen3_5", GREEDY, "mixed", 1, 16),
+    blocks.cell("qwen3_5", SAMPLED, "mixed", 2, 16),
+    blocks.cell("qwen3", SAMPLED, "mixed", 1, 64),
+]
+FRAMEWORKS = ("torch", "torch graphs", "jax")
+OPS = ("kernels", "plain")
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[dict[tuple[str, str], Backend]]:
+    made: dict[tuple[str, ...], Backend] = {}
+    yield made
+    for backend in made.values():
+        backend.close()
+
+
+def backend_of(backends: dict, framework: str, cell: Cell, ops: str = "kernels") -> Backend:
+    key = framework, ops, cell.family, cell.drafter
+    if key not in backends:
+        trees = () if cell.drafter == "none" else TREES[1:2]
+        shapes = (*SHAPES.get((cell.family, cell.drafter), ()), *trees)
+        limits = limits_of(cell.family, cell.page_size, shapes)
+        drafter = "none" if cell.drafter == "none" else head_of(cell.family, cell.drafter)
+        backends[key] = make_gpu_backend(framework, *model_of(cell.family), limits, drafter)
+    return backends[key]
+
+
+def chosen(framework: str, ops: str) -> AbstractContextManager[None]:
+    """Within it the framework runs with its kernels, which must be there, or without."""
+    found = import_module(f"{framework.split()[0]}_impl.ops")
+    assert set(found.KERNELS) == {"attention"}
+    return found.plain() if ops == "plain" else nullcontext()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_eager_torch_captured_torch_and_jax_give_the_text_of_the_specification(cell, backends):
+    served = {name: serve(backend_of(backends, name, cell), cell) for name in FRAMEWORKS}
+    compare(cell, served, oracle_of(cell.family))
+    assert_few_excused()
+
+
+@pytest.mark.parametrize("cell", [CELLS[0], *TREE_CELLS], ids=str)
+def test_kernels_and_plain_ops_give_the_text_of_the_specification(cell, backends):
+    served = {}
+    for framework in FRAMEWORKS:
+        for ops in OPS:
+            with chosen(framework, ops):
+                backend = backend_of(backends, framework, cell, ops)
+                served[f"{framework}, {ops}"] = serve(backend, cell)
+    compare(cell, served, oracle_of(cell.family))
+    assert_few_excused()
+
+
+@pytest.mark.parametrize("cell", BLOCK_CELLS, ids=str)
+def test_blocks_give_the_text_of_the_specification_and_are_accepted_alike(cell):
+    limits = limits_of(cell.family, cell.page_size, (blocks.CHAIN,))
+    served = {}
+    for name in FRAMEWORKS:
+        made = (*blocks.model_of(cell.family), limits, blocks.head_of(cell.family))
+        backend = make_gpu_backend(name, *made)
+        served[name] = serve(backend, cell)
+        backend.close()
+    compare(cell, served, blocks.oracle_of(cell.family))
+    assert_few_excused()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rejected_chains_are_those_of_the_specification(rule):
+    on_cpu, on_gpu = rejection.Rejecting(), rejection.Rejecting(make_gpu_backend)
+    want = on_cpu.serve("reference", rule, rejection.requests(), overlap=0)
+    for framework in FRAMEWORKS:
+        got = on_gpu.serve(framework, rule, rejection.requests(), overlap=2)
+        for number, kind in enumerate(rejection.KINDS):
+            assert got[number].tokens == want[number].tokens, (framework, kind)
+            assert got[number].accepted == want[number].accepted, (framework, kind)
+    on_cpu.close()
+    on_gpu.close()
+
+
+def test_every_decode_step_was_a_replay_of_one_graph_a_program(backends):
+    cell = CELLS[-1]
+    backend = backend_of(backends, "torch graphs", cell)
+    before = backend.replays
+    served = serve(backend, cell)
+    steps = max(len(outcome.accepted) for outcome in served.values())
+    assert backend.replays - before >= steps
+    assert backend.captures <= len(backend.limits.shapes)
+
+
+def test_jax_compiles_each_program_once(backends):
+    cell = CELLS[-1]
+    backend = backend_of(backends, "jax", cell)
+    serve(backend, cell)
+    assert backend.compiles <= len(backend.limits.programs)

@@ -1,0 +1,98 @@
+"""Requests at random, on servers at random: no crash, no leak, and the text of plain decoding.
+
+A default run serves some hundred requests in numpy and some tens with torch; `-m matrix` serves
+10,000 and 500, and 2,500 with JAX.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.support.equality import TALLY, assert_few_excused
+from tests.support.random_requests import (
+    DRAFTERS,
+    FAMILIES,
+    HYBRID,
+    PAGE_SIZES,
+    RULES,
+    TRAFFIC,
+    Asked,
+    Server,
+    servers,
+)
+from tests.support.random_serving import Backends, check, serve
+
+ANY = {"drafters": DRAFTERS, "page_sizes": PAGE_SIZES, "families": FAMILIES, "rules": RULES}
+MANY = [("reference", 500, n) for n in range(2, 22)] + [("torch", 100, n) for n in range(2, 7)]
+"""How many requests, by framework and number of the draw."""
+
+IN_JAX = [
+    ("match", ("NEXTN", "DFLASH", "NGRAM")),
+    ("match", ("EAGLE", "EAGLE3")),
+    ("match", ("STANDALONE", "none")),
+    ("rejection", ("NEXTN", "DFLASH")),
+    ("block", ("EAGLE3", "STANDALONE")),
+]
+"""Rules and drafters: XLA compiles each of their programs once."""
+
+EXAMPLES = 25
+"""Loads of one draw of hypothesis, which begins with small ones."""
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    made = Backends()
+    yield made
+    made.close()
+
+
+def serve_at_random(backends: Backends, count: int, number: int, strategy) -> None:
+    """Serves at least `count` requests; another `number` draws others."""
+    goal, preempted = TALLY.requests + count, TALLY.preemptions
+    for part in itertools.count():
+        serve_some(backends, 1000 * number + part, strategy)
+        if TALLY.requests >= goal:
+            break
+    assert TALLY.preemptions > preempted, "pages were never short"
+    assert_few_excused()
+
+
+def serve_some(backends: Backends, number: int, strategy) -> None:
+    """Serves `EXAMPLES` loads, and looks for a small one among those that fail."""
+
+    @seed(number)
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(server=strategy, traffic=TRAFFIC)
+    def one(server: Server, traffic: list[Asked]) -> None:
+        for visit in serve(server, traffic, backends):
+            check(server, visit)
+
+    one()
+
+
+@pytest.mark.parametrize(("framework", "count"), [("reference", 150), ("torch", 50)])
+def test_requests_at_random_get_the_text_of_plain_decoding(framework, count, backends):
+    serve_at_random(backends, count, 1, servers(framework, **ANY))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("framework", "count", "number"), MANY)
+def test_many_requests_at_random(framework, count, number, backends):
+    serve_at_random(backends, count, number, servers(framework, **ANY))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("rule", "drafters"), IN_JAX)
+def test_many_requests_at_random_on_few_programs(rule, drafters, backends):
+    few = {"page_sizes": (16,), "families": (HYBRID,), "rules": (rule,)}
+    serve_at_random(backends, 500, 2, servers("jax", drafters=drafters, **few))

@@ -1,0 +1,192 @@
+"""A DFlash model is understood in all its spellings, or refused by the name of what is wrong."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from shared.boundary.backend import Limits
+from shared.drafts.checkpoint import check_head, head_parameters, kind_of, load_head, open_head
+from shared.drafts.config import DraftConfig
+from shared.models.checkpoint import SINGLE_FILE, CheckpointError, split
+from shared.options.capabilities import refusals
+from shared.options.options import parse
+from shared.options.setup import Setup
+from shared.process.memory_plan import Device, plan
+from shared.spec.draft_tree import TreeShape
+from tests.device.test_cross_backend import limits_of
+from tests.support.backends import FRAMEWORKS, make_backend
+from tests.support.tiny_heads import cyclic, tiny_block_config, tiny_block_head
+from tests.support.tiny_models import tiny_model
+
+TARGET, WEIGHTS = tiny_model("qwen3", 6)
+HEAD = tiny_block_head(TARGET, 4)
+CONFIG = tiny_block_config(TARGET)
+
+
+def parsed(target=TARGET, **fields) -> DraftConfig:
+    return DraftConfig.from_dict(tiny_block_config(TARGET, **fields), target)
+
+
+def dflash(**fields) -> dict:
+    """`dflash_config` with some fields changed."""
+    return {"dflash_config": {**CONFIG["dflash_config"], **fields}}
+
+
+def write(folder, prefix: str = "", **fields) -> None:
+    folder.mkdir()
+    config = json.dumps(tiny_block_config(TARGET, **fields))
+    (folder / "config.json").write_text(config, encoding="utf-8")
+    tensors = {}
+    for parameter in head_parameters(HEAD.config, None):
+        tensors.update(split(parameter, HEAD.weights[parameter.name], ""))
+    save_file({f"{prefix}{name}": t for name, t in tensors.items()}, folder / SINGLE_FILE)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_a_written_model_loads_again_with_and_without_a_prefix(prefix, tmp_path):
+    write(tmp_path / "head", prefix)
+    checkpoint = open_head(tmp_path / "head")
+    assert kind_of(checkpoint.names) == "DFLASH"
+    config = DraftConfig.from_folder(tmp_path / "head", TARGET)
+    assert config == HEAD.config
+    got = load_head(checkpoint, config, np.float32)
+    assert got.weights.keys() == HEAD.weights.keys()
+    for name in HEAD.weights:
+        np.testing.assert_array_equal(got.weights[name], HEAD.weights[name], err_msg=name)
+
+
+def test_the_block_is_read_from_either_place():
+    outer = {"block_size": 8, **dflash()}
+    inner = {"block_size": None, **dflash(block_size=8)}
+    assert parsed(**outer).block == parsed(**inner).block
+    assert parsed(**outer).block.size == 8
+
+
+def test_layers_slide_and_look_back_as_config_json_says():
+    block = parsed().block
+    assert block.windows == (2, 2, 2, None)
+    assert block.causal == (True, True, True, False)
+    assert parsed(is_causal=False).block.causal == (False,) * 4
+    assert parsed(**dflash(is_causal=True)).block.causal == (True,) * 4
+    full = parsed(layer_types=None, sliding_window=None).block
+    assert (full.windows, full.causal) == ((None,) * 4, (False,) * 4)
+
+
+def test_a_window_option_replaces_the_windows_of_all_layers():
+    config = parsed()
+    assert config.with_window(None) is config
+    assert config.with_window(6).block.windows == (6,) * 4
+    assert config.with_window(6).block.causal == config.block.causal
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "target_layers", "streams"),
+    [
+        (5, 36, (2, 10, 18, 26, 34)),  # those of the released model for Qwen3-8B
+        (5, 32, (2, 9, 16, 23, 30)),  # Qwen3.5-4B and 9B
+        (8, 40, (2, 7, 12, 17, 23, 28, 33, 38)),
+        (1, 36, (19,)),
+        (2, 8, (2, 6)),
+    ],
+)
+def test_without_ids_the_layers_that_are_read_are_spread_evenly(num_layers, target_layers, streams):
+    target = dataclasses.replace(TARGET, layer_kinds=("attention",) * target_layers)
+    fields = {"num_hidden_layers": num_layers, "num_target_layers": target_layers}
+    found = parsed(target, layer_types=None, **fields, **dflash(target_layer_ids=None))
+    assert found.aux_streams == streams
+
+
+REFUSED = {
+    "conv_kernel_size": ({"conv_kernel_size": 3}, "DFlash2"),
+    "selector_rank": (dflash(selector_rank=8), "DFlash2"),
+    "projector_type": (dflash(projector_type="domino"), "Domino"),
+    "markov_rank": (dflash(markov_rank=16), "DSpark"),
+    "block_size": ({"block_size": 1}, "2 to 17"),
+    "mask_token_id": (dflash(mask_token_id=TARGET.vocab), "below"),
+    "target_layer_ids": (dflash(target_layer_ids=[2, 1]), "ascend"),
+    "num_target_layers": ({"num_target_layers": 9}, "trained for this model"),
+    "vocab_size": ({"vocab_size": 100}, "vocab_size"),
+    "hidden_size": ({"hidden_size": 64}, "hidden_size"),
+    "layer_types": ({"layer_types": ["full_attention", "linear_attention"] * 2}, "linear"),
+    "sliding_window": ({"sliding_window": None}, "whole number"),
+    "use_sliding_window": ({"layer_types": None, "use_sliding_window": True}, "layer_types"),
+    "quantization_config": ({"quantization_config": {"bits": 4}}, "quantization"),
+}
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_what_is_not_supported_is_refused_by_its_name(field):
+    fields, named = REFUSED[field]
+    with pytest.raises(ValueError, match="draft model") as refused:
+        parsed(**fields)
+    assert field in str(refused.value)
+    assert named in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "model"),
+    [
+        ("layers.0.conv1d.weight", "DFlash2"),
+        ("selector.weight", "DFlash2"),
+        ("domino_gru.weight", "Domino"),
+        ("markov_head.weight", "DSpark"),
+        ("layers.7.mlp.up_proj.weight", "layers.7.mlp.up_proj.weight"),
+    ],
+)
+def test_tensors_of_other_models_are_refused_by_name(tensor, model, tmp_path):
+    write(tmp_path / "head")
+    path = tmp_path / "head" / SINGLE_FILE
+    save_file({**load_file(path), tensor: np.zeros(3, np.float32)}, path)
+    with pytest.raises(CheckpointError, match=model):
+        check_head(open_head(tmp_path / "head"), HEAD.config)
+
+
+DFLASH = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "head"]
+CPU = Device("cpu", "CPU", 8 << 30)
+
+
+def test_the_block_decides_the_shape_and_all_layers_are_in_the_memory_plan():
+    planned = plan(parse(DFLASH), TARGET, HEAD.config, CPU)
+    limits, sizes = planned.limits, {line.name: line.num_bytes for line in planned.lines}
+    drafted = {(s.nodes, s.depth, s.width) for s in limits.shapes if not s.is_plain}
+    assert drafted == {(4, 3, 1)}
+    layer = HEAD.config.layer
+    row = 4 * 2 * layer.num_kv_heads * layer.head_size
+    assert sizes["draft KV"] == layer.num_layers * row * limits.num_pages * limits.page_size
+    assert sizes["draft weights"] == 4 * sum(array.size for array in HEAD.weights.values())
+    assert sizes["relay"] == limits.num_slots * 3 * 4  # there is none: what all slots have
+
+
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--speculative-num-draft-tokens 8", "drafts blocks of 4 tokens; leave them out"),
+        ("--speculative-num-steps 2", "drafts blocks of 4 tokens; leave them out"),
+        ("--speculative-draft-window-size 3", "shorter than the draft model's block of 4 tokens"),
+    ],
+)
+def test_a_shape_that_is_not_the_blocks_is_refused(flag, told):
+    options = parse([*DFLASH, *flag.split()])
+    (refused,) = refusals(
+        Setup(options=options, model=TARGET, has_mtp=False, head_kind="DFLASH", block=4)
+    )
+    assert told in refused
+
+
+def test_a_shape_that_is_the_blocks_may_be_given():
+    same = ["--speculative-num-draft-tokens", "4", "--speculative-num-steps", "3"]
+    with_flags, without = (
+        plan(parse(f), TARGET, HEAD.config, CPU) for f in (DFLASH + same, DFLASH)
+    )
+    assert with_flags.limits.shapes == without.limits.shapes
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("shape", [TreeShape.chain(2, 4), TreeShape(4, 2, 2, 16)], ids=str)
+def test_a_backend_drafts_chains_of_the_block_only(shape, framework):
+    limits: Limits = limits_of("qwen3", 16, (shape,))
+    with pytest.raises(ValueError, match="chains of 4 nodes"):
+        make_backend(framework, TARGET, cyclic(TARGET, WEIGHTS), limits, HEAD)

@@ -1,0 +1,396 @@
+"""Drafting from seen text: the text is that of plain decoding, and repetition makes it fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Limits, Program, StepFuture, StepPlan, Work
+from shared.engine.controller import HostDraftController, StaticController
+from shared.engine.engine import Engine
+from shared.engine.ngram.corpus import SEPARATOR, Corpus
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import FinishReason, Request, SamplingParams
+from shared.models.checkpoint import Weights
+from shared.models.config import ModelConfig
+from shared.options.ngram import NgramConfig
+from shared.reference.backend import ReferenceBackend
+from shared.spec.draft_tree import TreeShape
+from tests.support.driving import Outcome, checked_step, drive
+from tests.support.tiny_models import tiny_model
+
+BATCH, NODES = 4, 8
+PLAIN = TreeShape.plain(BATCH)
+TREE = TreeShape.chain(NODES - 1, BATCH)
+GREEDY: dict = {"temperature": 0.0}
+SAMPLED: dict = {"temperature": 1.0, "top_p": 0.95, "presence_penalty": 0.3}
+
+either_sampling = pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+
+
+def ngram_limits(vocab: int, num_pages: int) -> Limits:
+    """One prefill, plain decoding, and trees of the host's."""
+
+    def program(work: Work, shape: TreeShape, tokens: int, host_draft: bool) -> Program:
+        return Program(
+            work=work,
+            batch=BATCH,
+            pages=64,
+            tokens=tokens,
+            shape=shape,
+            host_draft=host_draft,
+            mask=False,
+            logprobs=False,
+        )
+
+    return Limits(
+        page_size=4,
+        num_pages=num_pages,
+        num_slots=1 + BATCH,
+        num_snapshots=1,
+        programs=(
+            program(Work.PREFILL, PLAIN, 64, False),
+            program(Work.DECODE, PLAIN, 0, False),
+            program(Work.DECODE, TREE, 0, True),
+        ),
+        overlap=2,
+        context_length=220,
+        vocab=vocab,
+        max_stop_ids=2,
+        max_bias=2,
+        max_logprobs=1,
+    )
+
+
+@lru_cache
+def model_of(name: str) -> tuple[ModelConfig, Weights]:
+    """A tiny model; "cycle" looks at its newest token only, and goes round all tokens."""
+    config, weights = tiny_model("llama" if name == "cycle" else name, seed=5)
+    if name == "cycle":
+        weights |= {n: 0 * w for n, w in weights.items() if n.endswith(("out", "down"))}
+    return config, weights
+
+
+class Served:
+    """The reference backends of some tests, each made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, int], ReferenceBackend] = {}
+
+    def backend(self, name: str = "llama", num_pages: int = 1 + 64 * BATCH) -> ReferenceBackend:
+        if (name, num_pages) not in self._made:
+            config, weights = model_of(name)
+            limits = ngram_limits(config.vocab, num_pages)
+            self._made[name, num_pages] = ReferenceBackend(config, weights, limits, "none")
+        return self._made[name, num_pages]
+
+    def plain(self, requests: Sequence[Request], name: str = "llama") -> dict[int, Outcome]:
+        """The requests decoded without drafts."""
+        backend = self.backend(name)
+        controller = StaticController(backend.limits, nodes=1, depth=0, width=0)
+        engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64)
+        return drive(engine, [again(request) for request in requests])
+
+    def close(self) -> None:
+        for backend in self._made.values():
+            backend.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.close()
+
+
+def again(request: Request) -> Request:
+    """The same request, not yet begun."""
+    return Request(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        sampling=request.sampling,
+        tenant=request.tenant,
+    )
+
+
+def ngram_engine(backend: ReferenceBackend, *, overlap: int = 1, **fields) -> Engine:
+    config = NgramConfig(**{f"speculative_ngram_{name}": value for name, value in fields.items()})
+    limits = backend.limits
+    index = NgramIndex(config, nodes=NODES, depth=NODES - 1, vocab=limits.vocab, chain=False)
+    controller = HostDraftController(limits)
+    return Engine(backend, controller, overlap=overlap, chunked_prefill_size=64, ngram=index)
+
+
+def request(number: int, prompt: Sequence[int], **sampling) -> Request:
+    params = {"max_tokens": 24, "seed32": 77 + number} | sampling
+    return Request(request_id=number, prompt=tuple(prompt), sampling=SamplingParams(**params))
+
+
+def requests_of(how: dict, count: int = 5) -> list[Request]:
+    """Prompts that repeat themselves, of different lengths."""
+    rng = np.random.default_rng(4)
+    parts = [rng.integers(2, 250, int(rng.integers(3, 20))).tolist() for _ in range(count)]
+    return [request(n, (parts[n] * 3)[: 12 + 3 * n], **how) for n in range(count)]
+
+
+def corpus_of(*documents: Sequence[int]) -> Corpus:
+    words = [token for document in documents for token in [*document, SEPARATOR]]
+    return Corpus.build(np.array(words, np.int32))
+
+
+def tokens_per_step(outcome: Outcome) -> float:
+    return 1 + sum(outcome.accepted) / len(outcome.accepted)
+
+
+def trickle(engine: Engine, requests: Sequence[Request]) -> dict[int, Outcome]:
+    """A request every third step."""
+    outcomes, waiting, step = {r.request_id: Outcome() for r in requests}, list(requests), 0
+    while waiting or engine.busy:
+        if waiting and step % 3 == 0:
+            engine.add(waiting.pop(0))
+        for event in checked_step(engine):
+            outcomes[event.request_id].take(event)
+        step += 1
+    return outcomes
+
+
+@either_sampling
+@pytest.mark.parametrize(
+    ("name", "overlap", "match_type"),
+    [("llama", 0, "BFS"), ("llama", 1, "PROB"), ("llama", 2, "BFS"), ("qwen3_5", 1, "BFS")],
+)
+def test_the_text_is_that_of_plain_decoding(name, overlap, match_type, how, served):
+    requests = requests_of(how)
+    want = served.plain(requests, name)
+    own = corpus_of(*(w.tokens[:9] + w.tokens[10:20] for w in want.values()))
+    fields = {"external_sam_budget": 3, "min_bfs_breadth": 2, "match_type": match_type}
+    engine = ngram_engine(served.backend(name), overlap=overlap, **fields)
+    engine.ngram.add_corpus("own", own)
+    found = trickle(engine, [again(r) for r in requests])
+    assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
+    accepted = {count for outcome in found.values() for count in outcome.accepted}
+    assert {0, 1} <= accepted, accepted
+    assert max(accepted) > 2, accepted
+
+
+@either_sampling
+def test_a_prompt_that_is_copied_gives_more_than_three_tokens_a_step(how, served):
+    """The model goes round all tokens; the prompt is a part of the round, and its first token."""
+    how = how | {"temperature": how["temperature"] * 0.05, "presence_penalty": 0.0}
+    (start,) = served.plain([request(0, [9], max_tokens=60, **how)], "cycle").values()
+    prompt = [*start.tokens, start.tokens[0]]
+    copying = request(1, prompt, max_tokens=40, **how)
+    (found,) = drive(ngram_engine(served.backend("cycle")), [copying]).values()
+    assert found.tokens == start.tokens[1:41]
+    assert tokens_per_step(found) > 3
+
+
+@either_sampling
+@pytest.mark.parametrize("num_others", [0, 2])
+def test_a_corpus_of_the_models_own_outputs_gives_five_tokens_a_step(how, num_others, served):
+    requests, rng = requests_of(how, 3), np.random.default_rng(8)
+    want = served.plain(requests)
+    own = corpus_of(*([*r.prompt, *want[r.request_id].tokens] for r in requests))
+    engine = ngram_engine(served.backend(), external_sam_budget=NODES - 1)
+    for other in range(num_others):
+        engine.ngram.add_corpus(f"other {other}", corpus_of(rng.integers(2, 250, 2000).tolist()))
+    engine.ngram.add_corpus("own", own)
+    found = drive(engine, [again(r) for r in requests])
+    assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
+    assert np.mean([tokens_per_step(outcome) for outcome in found.values()]) >= 5
+
+
+@either_sampling
+def test_in_the_scope_of_a_request_neither_overlap_nor_neighbours_change_what_is_accepted(
+    how, served
+):
+    requests = requests_of(how)
+    runs = [
+        trickle(ngram_engine(served.backend(), overlap=overlap, scope="request"), again_all)
+        for overlap in (0, 1, 2)
+        for again_all in [[again(r) for r in requests]]
+    ]
+    alone: dict[int, Outcome] = {}
+    engine = ngram_engine(served.backend(), scope="request")
+    for each in requests:
+        alone |= drive(engine, [again(each)])
+    accepted = [{n: o.accepted for n, o in run.items()} for run in [*runs, alone]]
+    assert all(run == accepted[0] for run in accepted)
+    assert sum(map(sum, accepted[0].values())), "nothing was accepted, so nothing was compared"
+
+
+@either_sampling
+def test_a_row_without_a_draft_goes_on_from_a_fully_accepted_tree(how, served):
+    """Trap (v#52942): a step of no drafts after one of accepted drafts read a stale state."""
+    requests = requests_of(how, 2)
+    want = served.plain(requests, "qwen3_5")
+    engine = ngram_engine(served.backend("qwen3_5"), external_sam_budget=NODES - 1, scope="request")
+    # The first request's corpus ends in the middle of its text, the other's goes on.
+    first, second = (want[r.request_id].tokens for r in requests)
+    engine.ngram.add_corpus("own", corpus_of(first[: 1 + NODES], second))
+    rows: list[list[tuple[int, int]]] = []
+    drafted = engine.ngram.draft
+
+    def noted(asking):
+        trees = drafted(asking)
+        sizes = trees.num_nodes.tolist()
+        rows.append([(r.request_id, size) for r, size in zip(asking, sizes, strict=True)])
+        return trees
+
+    engine.ngram.draft = noted
+    found = drive(engine, [again(r) for r in requests])
+    assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
+    sizes = [size for row in rows for number, size in row if number == 0]
+    steps = list(zip(sizes, found[0].accepted, strict=True))
+    pairs = pairwise(steps)
+    assert any(a[1] == a[0] - 1 > 0 and b[0] == 1 for a, b in pairs), steps
+    mixed = [row for row in rows if {size > 1 for _, size in row} == {True, False}]
+    assert mixed, "no step had rows of both kinds"
+
+
+class Watched:
+    """A backend that says which decode steps were submitted before the one before was known."""
+
+    def __init__(self, backend: ReferenceBackend) -> None:
+        self._backend, self.limits = backend, backend.limits
+        self.flights: list[tuple[Work, Watched.Future]] = []
+        self.early, self.beside = 0, 0
+
+    class Future:
+        def __init__(self, future: StepFuture) -> None:
+            self._future, self.is_known = future, False
+
+        def done(self) -> bool:
+            return self._future.done()
+
+        def result(self):
+            self.is_known = True
+            return self._future.result()
+
+    def submit(self, plan: StepPlan) -> StepFuture:
+        flying = [work for work, future in self.flights if not future.is_known]
+        is_decode = plan.program.work is Work.DECODE
+        self.early += is_decode and Work.DECODE in flying
+        self.beside += bool(flying)
+        self.flights.append((plan.program.work, Watched.Future(self._backend.submit(plan))))
+        return self.flights[-1][1]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_decode_steps_wait_for_each_other_and_prompts_overlap_them(overlap, served):
+    watched = Watched(served.backend())
+    trickle(ngram_engine(watched, overlap=overlap), requests_of(GREEDY))
+    assert not watched.early
+    assert watched.beside
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_between_two_decode_steps_there_is_at_most_one_prefill(overlap, served):
+    watched = Watched(served.backend())
+    rng = np.random.default_rng(6)
+    longs = [request(n, rng.integers(2, 250, 180).tolist()) for n in range(1, 5)]
+    drive(ngram_engine(watched, overlap=overlap), [request(0, [5, 6]), *longs])
+    works = [work for work, _ in watched.flights]
+    first = works.index(Work.DECODE)
+    last = len(works) - works[::-1].index(Work.PREFILL)
+    runs = "".join("p" if work is Work.PREFILL else "d" for work in works[first:last])
+    assert "pp" not in runs, runs
+
+
+def test_without_any_match_steps_are_plain_and_count_no_drafts(served):
+    engine = ngram_engine(served.backend(), max_trie_depth=2)
+    one = request(0, [2, 3, 4, 5], max_tokens=2, **GREEDY)
+    drive(engine, [one])
+    found = engine.metrics.snapshot()
+    assert found["ngram_rows_total"] == found["ngram_rows_without_match_total"] == 1
+    assert found["spec_decode_num_drafts_total"] == 0
+
+
+def test_a_request_may_forbid_drafts(served):
+    """With the same text."""
+    requests = requests_of(GREEDY, 2)
+    want = served.plain(requests)
+    some = [again(requests[0]), again(requests[1])]
+    some[0].sampling = replace(some[0].sampling, max_draft_tokens=0)
+    found = drive(ngram_engine(served.backend()), some)
+    assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
+    assert not any(found[0].accepted)
+    assert any(found[1].accepted)
+
+
+def test_preempted_requests_resume_with_the_plain_text(served):
+    requests = requests_of({"max_tokens": 60, **GREEDY}, 3)
+    want = served.plain(requests)
+    engine = ngram_engine(served.backend(num_pages=1 + 34), overlap=2)
+    found = drive(engine, [again(r) for r in requests])
+    assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
+    assert engine.scheduler.num_preemptions
+    alone = ngram_engine(served.backend())
+    for each in requests:
+        drive(alone, [again(each)])
+    assert engine.ngram.num_ngrams == alone.ngram.num_ngrams  # every token was seen once
+
+
+def tree_after(index: NgramIndex, tokens: Sequence[int], tenant: str = "") -> list[int]:
+    """The drafts for a request whose text is `tokens`, in an index that does not learn them."""
+    asking = Request(request_id=-1, prompt=(), sampling=SamplingParams(), tenant=tenant)
+    index.see(asking, tokens)
+    drafts = index.draft([asking])
+    asking.output[:] = []
+    index.take_back(asking, tokens)
+    index.end(asking)
+    return drafts.tokens[0, 1 : drafts.num_nodes[0]].tolist()
+
+
+def test_after_a_stop_string_the_index_keeps_the_text_up_to_it(served):
+    """The engine learns late that the text had ended; what came after was never said."""
+    engine, one = ngram_engine(served.backend(), max_trie_depth=4), request(0, [5, 6, 8], **GREEDY)
+    engine.add(one)
+    while len(one.output) < 12:
+        engine.step()
+    text = one.output[:]
+    engine.finish(0, 8)
+    while engine.busy:
+        checked_step(engine)
+    assert len(set(text)) == len(text), "take another prompt: what was cut is said elsewhere too"
+    assert tree_after(engine.ngram, text[5:7]) == text[7:8]
+    assert tree_after(engine.ngram, text[7:8]) == []
+
+
+def test_an_aborted_requests_late_tokens_are_not_learnt(served):
+    engine, one = ngram_engine(served.backend(), max_trie_depth=4), request(0, [5, 6, 7], **GREEDY)
+    (want,) = served.plain([one]).values()
+    engine.add(one)
+    while not (engine._flights and one.output):
+        engine.step()
+    known = len(one.output)
+    engine.abort(0)
+    while engine.busy:
+        checked_step(engine)
+    assert one.finish_reason is FinishReason.ABORT
+    assert tree_after(engine.ngram, want.tokens[known - 1 : known]) == []
+
+
+def test_a_tenants_requests_draft_from_their_own_text_only(served):
+    engine, (first,) = ngram_engine(served.backend()), requests_of(GREEDY, 1)
+    first.tenant = "a"
+    drive(engine, [first])
+    text = [*first.prompt, *first.output]
+    assert tree_after(engine.ngram, text[-6:-3], "a")
+    assert tree_after(engine.ngram, text[-6:-3], "b") == []
+    accepted = {}
+    for tenant in ("a", "b"):
+        request_of = again(first)
+        request_of.tenant = tenant
+        accepted[tenant] = sum(drive(engine, [request_of])[0].accepted)
+    fresh = again(first)
+    assert accepted["b"] == sum(drive(ngram_engine(served.backend()), [fresh])[0].accepted)
+    assert accepted["a"] > accepted["b"]

@@ -1,0 +1,384 @@
+"""The n-gram index: trees as the reference grows them, eviction, ties, tenants and corpora."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shared.engine.ngram.corpus import SEPARATOR, Corpus
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.trie import COUNT, FIRST, LIVE, NEWER, OLDEST, PARENT, USED
+from shared.engine.request import Refusal, Request, SamplingParams
+from shared.options.ngram import NgramConfig
+from tests import ngram_reference as reference
+
+VOCAB = 1000
+NODES, DEPTH = 8, 7
+
+
+def ngram_config(**fields) -> NgramConfig:
+    return NgramConfig(**{f"speculative_ngram_{name}": value for name, value in fields.items()})
+
+
+def index_of(
+    *, nodes: int = NODES, depth: int = DEPTH, chain: bool = False, **fields
+) -> NgramIndex:
+    return NgramIndex(ngram_config(**fields), nodes=nodes, depth=depth, vocab=VOCAB, chain=chain)
+
+
+def request(number: int, *, tenant: str = "", max_drafts: int | None = None) -> Request:
+    sampling = SamplingParams(max_draft_tokens=max_drafts)
+    return Request(request_id=number, prompt=(), sampling=sampling, tenant=tenant)
+
+
+def trees_of(index: NgramIndex, asking: list[Request]) -> list[reference.Tree]:
+    drafts = index.draft(asking)
+    return [
+        (drafts.tokens[row, :size].tolist(), drafts.parents[row, :size].tolist())
+        for row, size in enumerate(drafts.num_nodes)
+    ]
+
+
+def tree_of(index: NgramIndex, asking: Request) -> reference.Tree:
+    """The tree of one request, with all of its text learnt."""
+    index.draft([asking])
+    index.learn()
+    return trees_of(index, [asking])[0]
+
+
+def say(index: NgramIndex, one: Request, tokens: list[int]) -> None:
+    """Commits tokens that are learnt at once."""
+    index.see(one, tokens)
+    tree_of(index, one)
+
+
+def corpus_of(*documents: list[int]) -> Corpus:
+    words = [token for document in documents for token in [*document, SEPARATOR]]
+    return Corpus.build(np.array(words, np.int32))
+
+
+def after(text: list[int], **fields) -> reference.Tree:
+    """The tree after a text, in an index that saw nothing else."""
+    index, one = index_of(**fields), request(1)
+    index.see(one, text)
+    return tree_of(index, one)
+
+
+TOKENS = st.integers(0, 3)
+STEPS = st.lists(
+    st.tuples(st.integers(0, 3), st.lists(TOKENS, min_size=1, max_size=6)),
+    min_size=1,
+    max_size=12,
+)
+DOCUMENTS = st.lists(st.lists(TOKENS, min_size=1, max_size=12), min_size=1, max_size=3)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    steps=STEPS,
+    corpora=st.lists(DOCUMENTS, max_size=3),
+    by_frequency=st.booleans(),
+    longest=st.integers(2, 6),
+    limit=st.integers(1, 12),
+    depth=st.integers(1, 6),
+    breadths=st.sampled_from([(1, 1), (1, 4), (2, 3)]),
+    budget=st.integers(0, 6),
+    chain=st.booleans(),
+)
+def test_trees_are_those_of_the_reference(
+    steps, corpora, by_frequency, longest, limit, depth, breadths, budget, chain
+):
+    """Four requests of two tenants, in any order of commits; a tree lacks its newest n-grams."""
+    index = index_of(
+        nodes=12,
+        depth=depth,
+        chain=chain,
+        max_trie_depth=longest,
+        match_type="PROB" if by_frequency else "BFS",
+        min_bfs_breadth=breadths[0],
+        max_bfs_breadth=breadths[1],
+        external_sam_budget=budget,
+    )
+    if budget:
+        for number, documents in enumerate(corpora):
+            index.add_corpus(str(number), corpus_of(*documents))
+    requests = [request(n, tenant="ab"[n % 2], max_drafts=limit - 1) for n in range(4)]
+    texts: list[list[int]] = [[] for _ in requests]
+    seen = [reference.SeenText(longest) for _ in range(2)]
+    unread: list[list[int]] = [[] for _ in requests]
+    for number, tokens in steps:
+        index.see(requests[number], tokens)
+        unread[number] += tokens
+        asked = sorted({number, 0})
+        trees = trees_of(index, [requests[each] for each in asked])
+        assert trees == [
+            reference.draft(
+                texts[each] + unread[each],
+                seen[each % 2],
+                corpora if budget else [],
+                limit=limit,
+                depth=depth,
+                by_frequency=by_frequency,
+                breadths=breadths,
+                corpus_nodes=budget,
+                chain=chain,
+            )
+            for each in asked
+        ]
+        for each in asked:
+            for token in unread[each]:
+                seen[each % 2].learn(texts[each], token)
+                texts[each].append(token)
+            unread[each] = []
+
+
+@settings(deadline=None, max_examples=60)
+@given(documents=DOCUMENTS, text=st.lists(TOKENS, max_size=20))
+def test_the_automaton_finds_the_longest_match_and_its_first_place(documents, text):
+    index, one = index_of(external_sam_budget=7, max_trie_depth=2), request(1)
+    index.add_corpus("it", corpus_of(*documents))
+    say(index, one, text)
+    tree_of(index, one)
+    rows = np.array([index._text(one).row], np.int32)
+    paths, lengths, matched = index._continuations(rows)
+    size, path = reference.corpus_match(text, documents)
+    assert int(matched[0, 0]) == size
+    assert paths[0, 0, : lengths[0, 0]].tolist() == path[:DEPTH]
+
+
+def test_a_repeated_text_is_drafted_along_its_own_past():
+    assert after([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2]) == (
+        [0, 3, 4, 5, 6, 7, 8, 9],
+        [0, 0, 1, 2, 3, 4, 5, 6],
+    )
+
+
+def test_without_a_match_there_is_the_root_alone():
+    assert after([1, 2, 3, 4]) == ([0], [0])
+
+
+def test_siblings_differ_and_the_newest_comes_first():
+    tokens, parents = after([1, 2, 1, 3, 1, 2, 1], max_trie_depth=2, max_bfs_breadth=4)
+    siblings = list(zip(parents[1:], tokens[1:], strict=True))
+    assert len(set(siblings)) == len(siblings)
+    assert tokens[1:3] == [2, 3]
+
+
+def test_frequency_and_recency_prefer_different_tokens():
+    text = [1, 2, 9, 1, 2, 8, 1, 3, 7, 1]
+    how = {"max_trie_depth": 2, "max_bfs_breadth": 1}
+    assert after(text, match_type="BFS", **how)[0][1] == 3
+    assert after(text, match_type="PROB", **how)[0][1] == 2
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+def test_equally_good_tokens_come_in_the_order_of_insertion_the_newest_first(match_type):
+    """Trap: an order from an unordered map is not the same on every build."""
+    text = [token for follower in (7, 5, 6) for token in (1, follower)] + [1]
+    tokens, parents = after(text, match_type=match_type, max_trie_depth=2, max_bfs_breadth=3)
+    assert (tokens[1:], parents[1:]) == ([6, 5, 7], [0, 0, 0])
+
+
+@pytest.mark.parametrize("max_drafts", [0, 1, 3])
+def test_a_request_gets_no_more_nodes_than_it_may_have(max_drafts):
+    index, one = index_of(), request(1, max_drafts=max_drafts)
+    say(index, one, [1, 2, 3, 4, 5, 6, 1])
+    assert len(tree_of(index, one)[0]) == 1 + max_drafts
+
+
+def test_no_tree_is_deeper_than_the_shape():
+    index, one = index_of(depth=2, external_sam_budget=3), request(1)
+    index.add_corpus("it", corpus_of([1, 2, 3, 4, 5]))
+    say(index, one, [1, 2, 3, 4, 5, 1])
+    tokens, parents = tree_of(index, one)
+    assert (tokens, parents) == ([0, 2, 3], [0, 0, 1])
+
+
+def test_a_tenant_never_reads_another_tenants_text():
+    index = index_of()
+    say(index, request(1, tenant="a"), [1, 2, 3, 4, 5])
+    say(index, request(2, tenant="b"), [1])
+    say(index, request(3, tenant="a"), [1])
+    assert tree_of(index, request(2, tenant="b")) == ([0], [0])
+    assert tree_of(index, request(3, tenant="a"))[0] == [0, 2, 3, 4, 5]
+
+
+def test_a_later_request_reads_what_its_tenant_said_before():
+    index, first = index_of(), request(1)
+    say(index, first, [1, 2, 3])
+    index.end(first)
+    say(index, request(2), [1])
+    assert tree_of(index, request(2))[0] == [0, 2, 3]
+
+
+def test_in_the_scope_of_a_request_nothing_is_shared_and_nothing_stays():
+    index = index_of(scope="request")
+    requests = [request(number) for number in range(3)]
+    for each in requests:
+        say(index, each, [1, 2, 3, 1])
+    for each in requests:
+        assert tree_of(index, each)[0] == [0, 2, 3, 1]
+    for each in requests:
+        index.end(each)
+    assert index.num_ngrams == index._trie.num_nodes == 0
+    say(index, request(9), [1])
+    assert tree_of(index, request(9)) == ([0], [0])
+
+
+def test_only_tokens_up_to_the_stop_stay():
+    index, one = index_of(), request(1)
+    say(index, one, [1, 2, 3])
+    tree_of(index, one)
+    before = index.num_ngrams
+    say(index, one, [4, 5])
+    one.output[:] = [1, 2, 3]
+    index.take_back(one, [4, 5])
+    assert index.num_ngrams == before
+    index.end(one)
+    say(index, request(2), [1, 2])
+    assert tree_of(index, request(2))[0] == [0, 3]
+
+
+def test_what_is_taken_back_stays_where_another_text_said_it_too():
+    index = index_of()
+    one, other = request(1), request(2)
+    for each in (one, other):
+        say(index, each, [1, 2, 3])
+    one.output[:] = [1, 2]
+    index.take_back(one, [3])
+    say(index, request(3), [1, 2])
+    assert tree_of(index, request(3))[0] == [0, 3]
+
+
+def assert_sound(index: NgramIndex) -> None:
+    """Every live node is in its parent's list, and the order of eviction has each leaf once."""
+    nodes, head = index._trie.nodes, index._trie.head
+    order, node = [], int(head[OLDEST])
+    while node:
+        order.append(node)
+        node = int(nodes[node, NEWER])
+    used = np.arange(1, head[USED])
+    below = used[nodes[used, PARENT] > 0]
+    leaves = below[nodes[below, FIRST] == 0]
+    assert sorted(order) == leaves.tolist()
+    assert len(below) + len(index._scopes) == head[LIVE] < len(nodes)
+    assert (nodes[below, COUNT] > 0).all()
+
+
+def test_the_least_recently_used_text_is_forgotten_first():
+    capacity = 1024
+    index, rng = index_of(capacity=capacity, max_trie_depth=4), np.random.default_rng(3)
+    old, loved, writer = request(1), request(2), request(3)
+    say(index, old, [900, 901, 902])
+    say(index, loved, [910, 911, 912])
+    for number in range(40):
+        say(index, writer, rng.integers(0, 500, 20).tolist())
+        if number % 4 == 0:  # 80 tokens are 320 n-grams, well below the capacity
+            say(index, loved, [910, 911, 912])
+    assert_sound(index)
+    assert capacity - 8 <= index._trie.num_nodes < capacity == len(index._trie.nodes)
+    say(index, request(4), [900])
+    assert tree_of(index, request(4)) == ([0], [0])
+    say(index, request(5), [910])
+    assert tree_of(index, request(5))[0][:3] == [0, 911, 912]
+
+
+@settings(deadline=None, max_examples=10)
+@given(seed=st.integers(0, 99), scope=st.sampled_from(["tenant", "request"]))
+def test_a_full_index_stays_sound_while_requests_come_and_go(seed, scope):
+    rng = np.random.default_rng(seed)
+    index = index_of(capacity=1024, max_trie_depth=6, scope=scope)
+    alive: dict[int, Request] = {}
+    for number in range(60):
+        alive[number] = request(number, tenant=str(rng.integers(3)))
+        for each in alive.values():
+            tokens = rng.integers(0, 30, 8).tolist()
+            index.see(each, tokens)
+            each.output += tokens
+        index.draft(list(alive.values()))
+        if number > 4:
+            ended = alive.pop(int(rng.choice(list(alive))))
+            cut = int(rng.integers(4))
+            late = ended.output[len(ended.output) - cut :]
+            del ended.output[len(ended.output) - cut :]
+            index.take_back(ended, late)
+            index.end(ended)
+    assert_sound(index)
+
+
+def test_the_same_texts_give_the_same_trees_again():
+    def run() -> list[reference.Tree]:
+        rng = np.random.default_rng(5)
+        index = index_of(capacity=1024, max_trie_depth=6, match_type="PROB")
+        trees = []
+        for _ in range(200):
+            one = request(int(rng.integers(4)))
+            index.see(one, rng.integers(0, 20, 5).tolist())
+            trees.append(tree_of(index, one))
+        return trees
+
+    assert run() == run()
+
+
+def test_corpora_share_their_budget_and_the_trie_gets_the_rest():
+    index, one = index_of(external_sam_budget=4), request(1)
+    index.add_corpus("a", corpus_of([1, 20, 21, 22, 23, 24, 25]))
+    index.add_corpus("b", corpus_of([1, 30, 31, 32, 33, 34, 35]))
+    say(index, one, [1, 40, 41, 42, 1])
+    tokens, parents = tree_of(index, one)
+    assert tokens == [0, 20, 21, 30, 31, 40, 41, 42]
+    assert parents == [0, 0, 1, 0, 3, 0, 5, 6]
+
+
+def test_the_corpus_that_matches_longest_gets_what_the_trie_leaves():
+    index, one = index_of(external_sam_budget=2), request(1)
+    index.add_corpus("short", corpus_of([2, 30, 31, 32, 33]))
+    index.add_corpus("long", corpus_of([1, 2, 20, 21, 22, 23, 24, 25]))
+    say(index, one, [1, 2])
+    assert tree_of(index, one)[0] == [0, 20, 30, 21, 22, 23, 24, 25]
+
+
+def test_a_removed_corpus_drafts_no_more_and_its_name_is_free():
+    index, one = index_of(external_sam_budget=2), request(1)
+    say(index, one, [1])
+    index.add_corpus("it", corpus_of([1, 2, 3]))
+    assert tree_of(index, one) == ([0], [0])  # texts are followed from their next token on
+    say(index, one, [1])
+    assert tree_of(index, one)[0] == [0, 2, 3, 1]
+    index.remove_corpus("it")
+    assert tree_of(index, one)[0] == [0, 1]
+    with pytest.raises(Refusal, match="there is no corpus 'it'"):
+        index.remove_corpus("it")
+    index.add_corpus("it", corpus_of([1, 5]))
+    assert index.corpora == {"it": 2}
+
+
+@pytest.mark.parametrize(
+    ("documents", "budget", "reason"),
+    [
+        ([[1, 2]], 0, "--speculative-ngram-external-sam-budget"),
+        ([[1, VOCAB]], 2, f"outside of 0..{VOCAB - 1}"),
+        ([[1, -2]], 2, "outside of 0"),
+        ([[]], 2, "at least one token"),
+        ([[1, 2, 3, 4, 5]], 2, "--speculative-ngram-external-corpus-max-tokens is 6"),
+    ],
+)
+def test_a_corpus_that_cannot_be_used_is_refused_by_name(documents, budget, reason):
+    index = index_of(external_sam_budget=budget, external_corpus_max_tokens=6)
+    if budget:
+        index.add_corpus("first", corpus_of([1, 2]))
+    with pytest.raises(Refusal, match=reason):
+        index.add_corpus("second", corpus_of(*documents))
+
+
+def test_scopes_without_text_do_not_pile_up():
+    index = index_of(capacity=1024, max_trie_depth=2)
+    for number in range(5000):
+        one = request(number, tenant=f"tenant {number}")
+        say(index, one, [1, 2])
+        index.draft([one])
+        index.end(one)
+    assert_sound(index)
+    assert len(index._scopes) <= 1025

@@ -1,0 +1,149 @@
+"""Who runs, in what order, and with which pages."""
+
+import pytest
+
+from shared.engine.allocator import Allocator
+from shared.engine.controller import StaticController
+from shared.engine.planner import DecodeRows, PrefillRows
+from shared.engine.request import Request, SamplingParams
+from shared.engine.scheduler import Scheduler
+from tests.support.toy_backend import toy_limits
+
+
+def make(num_pages: int = 400, overlap: int = 0, chunked_prefill_size: int = 128) -> Scheduler:
+    limits = toy_limits(num_pages=num_pages, num_slots=5, overlap=overlap)
+    return Scheduler(
+        limits,
+        Allocator(limits),
+        StaticController(limits, nodes=4, depth=3, width=1),
+        overlap=overlap,
+        chunked_prefill_size=chunked_prefill_size,
+    )
+
+
+def request(number: int, num_prompt: int, max_tokens: int = 20) -> Request:
+    return Request(
+        request_id=number,
+        prompt=(1,) * num_prompt,
+        sampling=SamplingParams(max_tokens=max_tokens),
+    )
+
+
+def start(scheduler: Scheduler, *requests: Request) -> None:
+    for each in requests:
+        scheduler.add(each)
+    scheduler.admit()
+
+
+def test_prompts_and_decodes_take_turns_while_both_wait():
+    scheduler = make()
+    start(scheduler, request(0, 10), request(1, 200))
+    kinds = [type(scheduler.next_rows()) for _ in range(6)]
+    # 10 + 64, then 128, then the last 8 tokens; decodes between.
+    assert kinds == [PrefillRows, DecodeRows, PrefillRows, DecodeRows, PrefillRows, DecodeRows]
+    assert isinstance(scheduler.next_rows(), DecodeRows)
+
+
+def test_chunks_end_at_multiples_of_64_or_with_the_prompt():
+    scheduler = make()
+    start(scheduler, request(0, 10), request(1, 230), request(2, 5))
+    chunks = []
+    while len(chunks) < 5:
+        rows = scheduler.next_rows()
+        if isinstance(rows, PrefillRows):
+            chunks += [(c.request.request_id, c.first, c.end) for c in rows.chunks]
+            assert sum(c.end - c.first for c in rows.chunks) <= 128
+    # After 10 tokens 118 are left: request 1 gets 64 of them, and request 2 all it needs.
+    assert chunks == [(0, 0, 10), (1, 0, 64), (2, 0, 5), (1, 64, 192), (1, 192, 230)]
+
+
+def test_a_prefill_is_at_most_chunked_prefill_size():
+    scheduler = make(chunked_prefill_size=100)
+    start(scheduler, request(0, 128))
+    rows = scheduler.next_rows()
+    assert isinstance(rows, PrefillRows)
+    assert rows.chunks[0].end == 64
+
+
+def test_a_prefill_size_below_a_chunk_is_refused():
+    with pytest.raises(ValueError, match="chunked_prefill_size"):
+        make(chunked_prefill_size=63)
+
+
+def test_a_decode_row_has_pages_however_the_steps_in_flight_end():
+    scheduler = make(overlap=2)
+    one = request(0, 16)
+    start(scheduler, one)
+    scheduler.next_rows()
+    one.launch(1)
+    for in_flight in range(3):
+        rows = scheduler.next_rows()
+        assert isinstance(rows, DecodeRows)
+        held = int(scheduler._allocator.num_pages[one.slot]) * 4
+        # The prompt, the first token, 4 for each step in flight, and this step's scratch.
+        assert held >= 16 + 1 + 4 * in_flight + rows.shape.scratch
+        one.launch(4)
+
+
+def test_a_request_gets_no_step_that_it_surely_does_not_need():
+    scheduler = make(overlap=2)
+    one = request(0, 16, max_tokens=2)
+    start(scheduler, one)
+    scheduler.next_rows()
+    one.launch(1)
+    assert isinstance(scheduler.next_rows(), DecodeRows)
+    one.launch(4)
+    assert scheduler.next_rows() is None
+
+
+def test_admission_leaves_running_requests_room_for_their_widest_step():
+    scheduler = make(num_pages=9)
+    start(scheduler, request(0, 8), request(1, 8))
+    # A request's next step may need 8 + 4 + 4 positions, 4 pages: two fit into 8 pages.
+    assert len(scheduler.running) == 2
+    scheduler = make(num_pages=8)
+    start(scheduler, request(0, 8, max_tokens=12), request(1, 8, max_tokens=12))
+    assert len(scheduler.running) == 1
+
+
+def test_nobody_overtakes_in_the_queue():
+    scheduler = make(num_pages=12)
+    start(scheduler, request(0, 20, 4), request(1, 20, 4), request(2, 1, 1))
+    assert [r.request_id for r in scheduler.running] == [0]
+
+
+def test_a_request_that_can_never_fit_is_refused():
+    scheduler = make(num_pages=9)
+    scheduler.add(request(0, 9, 20))  # 9 + 19 + 4 positions: 8 pages
+    with pytest.raises(ValueError, match="9 pages of 4 tokens, and the server has 8"):
+        scheduler.add(request(1, 10, 20))
+
+
+def test_the_youngest_gives_way_once_its_steps_have_ended():
+    scheduler = make(num_pages=9)
+    old, young = request(0, 8, 15), request(1, 8, 15)
+    start(scheduler, old, young)
+    assert isinstance(scheduler.next_rows(), PrefillRows)
+    young.launch(4)
+    old.output += [1] * 14  # its next step needs 7 pages; both hold 2 of 8
+    assert scheduler.next_rows() is None, "neither may have a step"
+    assert young.slot, "preempted with a step in flight"
+    young.land(4)
+    rows = scheduler.next_rows()
+    assert isinstance(rows, DecodeRows)
+    assert rows.requests == [old]
+    assert not young.slot
+    assert scheduler.waiting[0] is young
+    assert scheduler.num_preemptions == 1
+    scheduler._allocator.check()
+
+
+def test_a_preempted_request_is_older_than_all_that_wait():
+    scheduler = make(num_pages=9)
+    old, young, waiting = request(0, 8, 15), request(1, 8, 15), request(2, 8, 15)
+    start(scheduler, old, young, waiting)
+    scheduler.next_rows()
+    old.output += [1] * 14
+    scheduler.next_rows()
+    assert [r.request_id for r in scheduler.waiting] == [1, 2]
+    assert scheduler.admit() == []

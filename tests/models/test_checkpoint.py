@@ -1,0 +1,178 @@
+"""A checkpoint loads under our names from every layout, or names the tensor that is at fault."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from shared.models.checkpoint import (
+    CheckpointError,
+    load_all,
+    open_checkpoint,
+    parameters,
+    save_checkpoint,
+)
+from shared.models.config import ModelConfig
+from tests.support.tiny_models import FAMILIES, tiny_config, tiny_model, write_tiny
+
+FILE = "model.safetensors"
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+def rewrite(folder, change):
+    """Applies `change` to the tensors of a single-file checkpoint."""
+    tensors = load_file(folder / FILE)
+    save_file(change(tensors), folder / FILE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_shards", [1, 3])
+def test_what_is_saved_loads_again(family, num_shards, tmp_path):
+    config = write_tiny(tmp_path, family, 0, num_shards=num_shards)
+    assert config == ModelConfig.from_folder(tmp_path)
+    assert_same(load_all(tmp_path, config, config.has_mtp), tiny_model(family, 0)[1])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_nested_checkpoint_holds_the_same_arrays(tied, tmp_path):
+    config = write_tiny(tmp_path, "qwen3_5", 0, nested=True, tied=tied)
+    assert "model.language_model.norm.weight" in load_file(tmp_path / FILE)
+    assert_same(load_all(tmp_path, config, True), tiny_model("qwen3_5", 0, tied=tied)[1])
+
+
+@pytest.mark.parametrize("prefix", ["language_model.", "language_model.model.", ""])
+def test_other_prefixes_are_accepted(prefix, tmp_path):
+    config = write_tiny(tmp_path, "qwen3", 0)
+    rewrite(tmp_path, lambda t: {k.replace("model.", prefix, 1): v for k, v in t.items()})
+    assert_same(load_all(tmp_path, config, False), tiny_model("qwen3", 0)[1])
+
+
+def test_a_stack_holds_the_fused_projections_layer_by_layer(tmp_path):
+    config = write_tiny(tmp_path, "qwen3_5", 0)
+    stored, ours = load_file(tmp_path / FILE), load_all(tmp_path, config, True)
+    layer = "model.layers.3.self_attn."  # the second attention layer
+    fused = np.concatenate([stored[f"{layer}{x}_proj.weight"] for x in "qkv"])
+    np.testing.assert_array_equal(ours["attention.qkv"][1], fused)
+    layer = "model.layers.2.linear_attn."  # the second gated-delta layer
+    fused = np.concatenate([stored[f"{layer}in_proj_{x}.weight"] for x in "ba"])
+    np.testing.assert_array_equal(ours["gated_delta.ba"][1], fused)
+    conv = stored[f"{layer}conv1d.weight"]
+    np.testing.assert_array_equal(ours["gated_delta.conv"][1], conv[:, 0])
+
+
+def test_parameters_are_converted_but_for_those_kept_in_float32(tmp_path):
+    config = write_tiny(tmp_path, "qwen3_5", 0)
+    rewrite(tmp_path, lambda t: {k: v.astype(ml_dtypes.bfloat16) for k, v in t.items()})
+    checkpoint = open_checkpoint(tmp_path)
+    for parameter in parameters(config, True):
+        loaded = checkpoint.load(parameter, ml_dtypes.bfloat16)
+        kept = parameter.name in ("gated_delta.a_log", "gated_delta.dt_bias")
+        assert loaded.dtype == (np.float32 if kept else ml_dtypes.bfloat16), parameter.name
+        assert loaded.shape == parameter.shape
+
+
+def test_progress_counts_every_stored_byte(tmp_path):
+    config = write_tiny(tmp_path, "qwen3_5", 0)
+    checkpoint, wanted = open_checkpoint(tmp_path), parameters(config, True)
+    seen = []
+    for parameter in wanted:
+        checkpoint.load(parameter, np.float32, seen.append)
+    assert sum(seen) == checkpoint.num_bytes(wanted)
+    assert sum(seen) == sum(tensor.nbytes for tensor in load_file(tmp_path / FILE).values())
+
+
+def test_an_mtp_layer_that_only_the_config_names_is_noticed(tmp_path):
+    config = write_tiny(tmp_path, "qwen3_5", 0)
+    assert open_checkpoint(tmp_path).has_mtp
+    rewrite(tmp_path, lambda t: {k: v for k, v in t.items() if not k.startswith("mtp.")})
+    checkpoint = open_checkpoint(tmp_path)
+    assert not checkpoint.has_mtp
+    checkpoint.check(config, False)
+    with pytest.raises(CheckpointError, match=r"no mtp\.\* tensors"):
+        checkpoint.check(config, True)
+    with pytest.raises(ValueError, match="mtp_num_hidden_layers"):
+        parameters(write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False), True)
+
+
+def test_tensors_that_a_text_model_does_without_are_ignored(tmp_path):
+    config = write_tiny(tmp_path, "qwen3_5", 0, nested=True, tied=True)
+    extra = {
+        "model.visual.patch_embed.proj.bias": np.zeros(3, np.float32),
+        "model.language_model.layers.1.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
+        "lm_head.weight": np.zeros((config.vocab, config.hidden), np.float32),
+    }
+    rewrite(tmp_path, lambda t: {**t, **extra})
+    assert_same(load_all(tmp_path, config, True), tiny_model("qwen3_5", 0, tied=True)[1])
+
+
+QUERY = "layers.1.self_attn.q_proj.weight"
+
+
+def without(name):
+    return lambda t: {k: v for k, v in t.items() if not k.endswith(name)}
+
+
+def changed(name, change):
+    return lambda t: {k: change(v) if k.endswith(name) else v for k, v in t.items()}
+
+
+FAULTS = {
+    f"no tensor {QUERY}": without(QUERY),
+    rf"{QUERY} has shape \[40, 48\], expected \[64, 48\]": changed(QUERY, lambda q: q[:40].copy()),
+    f"{QUERY} is stored as I8": changed(QUERY, lambda q: q.astype(np.int8)),
+    r"layers\.1\.self_attn\.q_proj\.bias has no place": lambda t: {
+        **t,
+        "model.layers.1.self_attn.q_proj.bias": np.zeros(64, np.float32),
+    },
+    "stored twice": lambda t: {**t, QUERY: t[f"model.{QUERY}"]},
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_a_faulty_tensor_is_named_before_any_is_read(message, tmp_path, monkeypatch):
+    config = write_tiny(tmp_path, "qwen3", 0)
+    rewrite(tmp_path, FAULTS[message])
+    monkeypatch.setattr("shared.models.checkpoint.Checkpoint.load", None)
+    with pytest.raises(CheckpointError, match=message):
+        load_all(tmp_path, config, False)
+
+
+def test_a_faulty_folder_is_refused_in_one_sentence(tmp_path):
+    with pytest.raises(CheckpointError, match="does not exist"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        open_checkpoint(tmp_path)
+    write_tiny(tmp_path, "qwen3", 0)
+    whole = (tmp_path / FILE).read_bytes()
+    for length in (len(whole) - 5, 4, 0):
+        (tmp_path / FILE).write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="truncated"):
+            open_checkpoint(tmp_path)
+    (tmp_path / FILE).unlink()
+    with pytest.raises(CheckpointError, match="neither"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_shard_and_a_broken_index_are_named(tmp_path):
+    write_tiny(tmp_path, "qwen3", 0, num_shards=2)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="shard model-00002-of-00002"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": 3}))
+    with pytest.raises(CheckpointError, match="index"):
+        open_checkpoint(tmp_path)
+
+
+def test_only_whole_weights_are_saved(tmp_path):
+    config = tiny_config("qwen3", nested=False, with_mtp=False, tied=False)
+    _, weights = tiny_model("qwen3", 0)
+    del weights["lm_head"]
+    with pytest.raises(KeyError, match="lm_head"):
+        save_checkpoint(tmp_path, config, weights)

@@ -1,0 +1,216 @@
+"""What the list of refusals says is so: each example is refused, and all else is served.
+
+Every drafter meets every accept rule, shape, page size, overlap and field of a request once,
+through the real start up to the engine, on the numpy backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from shared.engine.request import Request, SamplingParams
+from shared.models.checkpoint import open_checkpoint
+from shared.options import capabilities
+from shared.options.capabilities import RULES, refusals
+from shared.options.options import (
+    ALGORITHMS,
+    BLOCK_ALGORITHM,
+    HEAD_ALGORITHMS,
+    HOST_ALGORITHM,
+    MODEL_ALGORITHM,
+    ConfigError,
+    parse,
+)
+from shared.options.setup import Setup
+from shared.process import launch
+from shared.process.memory_plan import Device
+from tests import reference_serve
+from tests.support.driving import Outcome, drive
+from tests.support.http_fixtures import save_tokenizer
+from tests.support.tiny_heads import BLOCK_SIZE, write_tiny_block, write_tiny_head
+from tests.support.tiny_models import tiny_model, write_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILY = "qwen3_5"
+
+
+@dataclass(frozen=True)
+class House:
+    """Folders of a model and of a head of each kind, and what they serve."""
+
+    folder: Path
+
+    def start(self, drafter: str, flags: tuple[str, ...]) -> list[str]:
+        """The command line of a drafter's plain start, and more flags."""
+        line = ["--model-path", str(self.folder / "model"), "--max-running-requests", "3"]
+        line += ["--context-length", "128", "--chunked-prefill-size", "64"]
+        if drafter != "none":
+            line += ["--speculative-algorithm", drafter]
+        if drafter in (*HEAD_ALGORITHMS, MODEL_ALGORITHM):
+            line += ["--speculative-draft-model-path", str(self.folder / drafter)]
+        given = {flag for flag in flags if flag.startswith("--")}
+        pairs = zip(line[::2], line[1::2], strict=True)
+        return [word for pair in pairs if pair[0] not in given for word in pair] + list(flags)
+
+    def serve(self, line: list[str]) -> dict[int, Outcome]:
+        """Texts of `requests`, by the start's own steps."""
+        device = Device("cpu", "CPU", 1 << 30)
+        model, checkpoint, head, memory = launch.prepare(
+            parse(line), open_checkpoint, lambda: device
+        )
+        loading = (memory.options, checkpoint, model, head, memory.limits, lambda _: None)
+        engine = launch.make_engine(reference_serve.load(*loading), memory.options)
+        try:
+            return drive(engine, requests(model.vocab))
+        finally:
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> House:
+    folder = tmp_path_factory.mktemp("house")
+    target, weights = tiny_model(FAMILY, 0)
+    write_tiny(folder / "model", FAMILY, 0)
+    for kind in ("EAGLE", "EAGLE3"):
+        write_tiny_head(folder / kind, target, weights, kind, 1)
+    write_tiny_block(folder / BLOCK_ALGORITHM, target, 1)
+    write_tiny(folder / MODEL_ALGORITHM, FAMILY, 2, with_mtp=False)
+    for name in ("model", MODEL_ALGORITHM):
+        save_tokenizer(folder / name)
+    return House(folder)
+
+
+FIELDS: dict = {
+    "temperature": 0.9,
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.01,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "repetition_penalty": 1.1,
+    "min_tokens": 4,
+    "logprobs": 2,
+    "seed32": 5,
+}
+
+
+def requests(vocab: int) -> list[Request]:
+    """A greedy one, one with every field that chooses tokens, and one that allows no drafts."""
+    everything = FIELDS | {"stop_token_ids": (3, 9), "logit_bias": {7: 1.5, vocab - 1: -2.0}}
+    asked = [{"temperature": 0.0}, everything, {"temperature": 0.8, "max_draft_tokens": 0}]
+    return [
+        Request(
+            request_id=number,
+            prompt=(5, 9, 5, 9, 11, 5, 9),
+            sampling=SamplingParams(max_tokens=6, **how),
+        )
+        for number, how in enumerate(asked)
+    ]
+
+
+def words(line: str) -> tuple[str, ...]:
+    return tuple(line.split())
+
+
+TREE = words(
+    "--speculative-num-steps 3 --speculative-eagle-topk 2 --speculative-num-draft-tokens 6"
+)
+SETTINGS = {
+    "chain": words("--page-size 16"),
+    "tree": (*words("--page-size 1 --overlap 2"), *TREE),
+    "rejection": words("--page-size 64 --overlap 0 --accept-rule rejection"),
+    "block": words("--page-size 4 --accept-rule rejection --block-verification"),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(house: House) -> dict[int, Outcome]:
+    return house.serve(house.start("none", ()))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("drafter", ALGORITHMS)
+def test_what_is_not_refused_is_served(
+    drafter: str, setting: str, house: House, plain: dict[int, Outcome]
+) -> None:
+    line = house.start(drafter, SETTINGS[setting])
+    if blocked(drafter, line):
+        with pytest.raises(ConfigError):
+            house.serve(line)
+        return
+    served = house.serve(line)
+    # What the drafts of the rejection rule cannot change.
+    is_text_kept = setting in ("chain", "tree") or drafter == HOST_ALGORITHM
+    same = plain.keys() if is_text_kept else (0, 2)
+    for number in plain:
+        assert served[number].finish_reason is plain[number].finish_reason
+        assert number not in same or served[number].tokens == plain[number].tokens
+
+
+def blocked(drafter: str, line: list[str]) -> list[str]:
+    """What the rules say of a start whose files are right."""
+    model, _ = tiny_model(FAMILY, 0)
+    return refusals(Setup(options=parse(line), model=model, has_mtp=True, **drafting(drafter)))
+
+
+def drafting(drafter: str) -> dict:
+    """What the files of a drafter's plain start tell."""
+    head_kind = drafter if drafter in HEAD_ALGORITHMS else None
+    return {"head_kind": head_kind, "block": BLOCK_SIZE if head_kind == BLOCK_ALGORITHM else None}
+
+
+def test_every_drafter_takes_every_rule_of_acceptance(house: House) -> None:
+    for drafter in ALGORITHMS:
+        for setting in ("chain", "rejection", "block"):
+            assert not blocked(drafter, house.start(drafter, SETTINGS[setting]))
+
+
+EXAMPLES = [rule for rule in RULES if rule.example is not None]
+
+
+@pytest.mark.parametrize("rule", EXAMPLES, ids=lambda rule: rule.reason[:50])
+def test_an_example_is_refused_for_the_reason_that_it_stands_beside(rule, house: House) -> None:
+    example = rule.example
+    family = example.model_type or FAMILY
+    model, _ = tiny_model(family, 0, with_mtp=example.model_type is None)
+
+    def setup(flags: tuple[str, ...]) -> Setup:
+        options = parse(house.start(example.drafter, flags))
+        has_mtp = example.model_type is None
+        return Setup(options=options, model=model, has_mtp=has_mtp, **drafting(example.drafter))
+
+    refused = setup(example.flags)
+    assert rule.sentence(refused.words()) in refusals(refused)
+    if example.model_type is None:
+        assert refusals(setup(())) == []
+        with pytest.raises(ConfigError) as told:  # by the start too, which reads the files
+            house.serve(house.start(example.drafter, example.flags))
+        assert rule.sentence(refused.words()) in str(told.value).splitlines()
+
+
+def test_all_that_is_refused_is_told_in_one_message(house: House) -> None:
+    flags = ("--accept-rule", "rejection", *TREE, "--overlap", "2", "--disable-overlap-schedule")
+    with pytest.raises(ConfigError) as refused:
+        house.serve(house.start("NEXTN", flags))
+    told = str(refused.value).splitlines()
+    assert len(told) == 2
+    assert any("--accept-rule rejection accepts chains" in sentence for sentence in told)
+    assert any("--disable-overlap-schedule" in sentence for sentence in told)
+
+
+def test_the_page_of_capabilities_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "capabilities.md").read_text(encoding="utf-8")
+    assert page == capabilities.to_markdown(), "run python -m shared.options.capabilities"
+
+
+def test_the_answer_of_the_server_names_only_drafters_that_exist() -> None:
+    answer = capabilities.to_json()
+    assert answer["drafters"] == list(ALGORITHMS)
+    for entry in answer["refused"]:
+        assert entry["reason"]
+        assert entry["way_out"]
+        assert entry["example"]["drafter"] in ALGORITHMS
+        assert {"flags", "request"} <= entry["example"].keys()

@@ -1,0 +1,385 @@
+"""Flags are known, refused by name, or settled by the memory plan; none is silently ignored."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Work
+from shared.engine.allocator import Allocator
+from shared.engine.controller import StaticController
+from shared.engine.request import Request, SamplingParams
+from shared.engine.scheduler import Scheduler
+from shared.options.capabilities import refusals
+from shared.options.not_served import NOT_SUPPORTED
+from shared.options.options import PARTS, ConfigError, parse, spelling
+from shared.options.setup import Setup
+from shared.process.memory_plan import Device, plan
+from tests.support.tiny_heads import tiny_head
+from tests.support.tiny_models import tiny_model
+
+CPU = Device("cpu", "CPU", 8 << 30)
+GPU = Device("gpu", "GPU", 80 << 30)
+NEXTN = ["--speculative-algorithm", "NEXTN"]
+MODEL, WEIGHTS = tiny_model("qwen3_5", 0)
+DRAFT_HEAD = tiny_head(MODEL, WEIGHTS, "EAGLE3", 0)
+
+REFUSED = {
+    "--tp-size 2": "--tp-size is not supported",
+    "--tp=2": "--tp is not supported",
+    "--mem-fraction-static 0.8": "--mem-fraction-static",
+    "--reasoning-parser qwen3": "--reasoning-parser",
+    "--speculative-ngram-min-bfs-breadth 1": (
+        "--speculative-ngram-min-bfs-breadth belongs to another drafter"
+    ),
+    "--speculative-algo NGRAM --speculative-ngram-min-bfs-breadth 11": (
+        "--speculative-ngram-min-bfs-breadth 11 is above --speculative-ngram-max-bfs-breadth 10"
+    ),
+    "--speculative-algo NGRAM --speculative-ngram-external-sam-budget 12": (
+        "of --speculative-num-draft-tokens 12; give at most 11"
+    ),
+    "--speculative-algo NGRAM --speculative-ngram-external-corpus-path x": (
+        "give their number as --speculative-ngram-external-sam-budget"
+    ),
+    "--speculative-algo NGRAM --speculative-ngram-match-type DFS": (
+        "--speculative-ngram-match-type must be one of BFS, PROB"
+    ),
+    "--speculative-algo NGRAM --speculative-num-steps 3": (
+        "contradict --speculative-algorithm NGRAM"
+    ),
+    "--pagesize 16": "did you mean --page-size?",
+    "--page 16": "--page is no flag",  # no abbreviations
+    "stray": "stray belongs to no flag",
+    "--port": "--port needs a value",
+    "--port x": "--port must be a whole number, got x",
+    "--port 1.5": "--port must be a whole number",
+    "--port -1": "--port must be 0 to 65535, got -1",
+    "--port 65536": "--port must be 0 to 65535",
+    "--port 1 --port 2": "--port is given twice",
+    "--host=": "--host is empty",
+    "--page-size 0": "--page-size must be 1 to 1024",
+    "--page-size 24": "--page-size must be a power of two",
+    "--max-total-tokens 0": "--max-total-tokens must be 1",
+    "--max-running-requests 0": "--max-running-requests must be 1",
+    "--chunked-prefill-size 100": "--chunked-prefill-size must be a multiple of 64",
+    "--chunked-prefill-size -1": "--chunked-prefill-size must be 64",
+    "--context-length 1": "--context-length must be 2",
+    "--dtype float16": "--dtype must be one of auto, float32, bfloat16",
+    "--overlap 3": "--overlap must be 0 to 2",
+    "--overlap 1 --disable-overlap-schedule": "--disable-overlap-schedule contradicts --overlap 1",
+    "--speculative-num-steps 3": "--speculative-num-steps needs a drafter",
+    "--speculative-draft-model-path x": "--speculative-draft-model-path needs a drafter",
+    "--speculative-algo EAGLE3": "give its folder as --speculative-draft-model-path",
+    "--speculative-algo EAGLE": "--speculative-algorithm EAGLE drafts with a head of its own",
+    "--speculative-algorithm nope": "--speculative-algorithm must be one of NEXTN",
+    "--speculative-algo NEXTN --speculative-algorithm EAGLE": "is given twice",
+    "--speculative-algo NEXTN --speculative-draft-model-path x": "--speculative-draft-model-path",
+    "--speculative-algo NEXTN --speculative-num-steps 0": "--speculative-num-steps must be 1 to 16",
+    "--speculative-algo NEXTN --speculative-num-steps 3 --speculative-num-draft-tokens 6": (
+        "--speculative-num-draft-tokens 6 must be --speculative-num-steps + 1 = 4"
+    ),
+    "--speculative-algo NEXTN --speculative-eagle-topk 2 --speculative-num-draft-tokens 64": (
+        "--speculative-num-draft-tokens must be 4 to 11"
+    ),
+    "--speculative-algo NEXTN --speculative-eagle-topk 8 --speculative-num-draft-tokens 65": (
+        "--speculative-num-draft-tokens must be 2 to 64"
+    ),
+    "--speculative-algo NEXTN --speculative-eagle-topk 4": (
+        "give its size as --speculative-num-draft-tokens"
+    ),
+    "--speculative-algo NAIVE_EAGLE --speculative-num-steps 3": (
+        "contradict --speculative-algorithm NAIVE_EAGLE"
+    ),
+    "--speculative-algo NAIVE_EAGLE --speculative-eagle-topk 2": (
+        "contradict --speculative-algorithm NAIVE_EAGLE"
+    ),
+    "--speculative-algo NAIVE_EAGLE --speculative-num-draft-tokens 4": (
+        "contradict --speculative-algorithm NAIVE_EAGLE"
+    ),
+}
+
+
+def faults(line: list[str]) -> list[str]:
+    """What the flags' parser says, or else the rules over a model that has all they need."""
+    try:
+        return refusals(setup(line))
+    except ConfigError as error:
+        return [str(error)]
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_a_wrong_command_line_is_refused_by_name_in_one_sentence(line):
+    (sentence,) = faults(line.split())
+    assert REFUSED[line] in sentence
+    assert "\n" not in sentence
+
+
+@pytest.mark.parametrize("name", NOT_SUPPORTED)
+def test_a_flag_of_sglang_is_refused_with_its_reason(name):
+    with pytest.raises(ConfigError, match="is not supported: ") as refused:
+        parse([name, "1"])
+    assert str(refused.value).startswith(name)
+
+
+def test_no_flag_is_both_known_and_not_supported():
+    fields = {f for part in PARTS.values() for f in dataclasses.fields(part)}
+    known = {spelling(f.name) for f in fields}
+    known |= {alias for f in fields for alias in f.metadata.get("aliases", ())}
+    assert not known & NOT_SUPPORTED.keys()
+
+
+def test_every_flag_of_ngram_arrives_in_the_field_of_its_name():
+    given = {
+        "speculative_ngram_min_bfs_breadth": 2,
+        "speculative_ngram_max_bfs_breadth": 3,
+        "speculative_ngram_match_type": "PROB",
+        "speculative_ngram_max_trie_depth": 9,
+        "speculative_ngram_capacity": 2048,
+        "speculative_ngram_scope": "request",
+        "speculative_ngram_external_corpus_path": "there",
+        "speculative_ngram_external_sam_budget": 4,
+        "speculative_ngram_external_corpus_max_tokens": 77,
+    }
+    line = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
+    line += [word for name, v in given.items() for word in (spelling(name), str(v))]
+    options = parse(line)
+    assert vars(options.ngram) == given
+    shape = options.speculative.settled(is_llama=True, block=None)
+    assert (shape.num_steps, shape.topk, shape.num_draft_tokens) == (5, 1, 6)
+
+
+def test_every_flag_arrives_in_the_field_of_its_name():
+    given = {
+        "model_path": "here",
+        "dtype": "bfloat16",
+        "context_length": 100,
+        "host": "::1",
+        "port": 0,
+        "served_model_name": "it",
+        "admin_api_key": "secret",
+        "page_size": 32,
+        "max_total_tokens": 512,
+        "max_running_requests": 3,
+        "chunked_prefill_size": 128,
+        "overlap": 2,
+        "speculative_algorithm": "NEXTN",
+        "speculative_num_steps": 5,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 6,
+        "accept_rule": "rejection",
+    }
+    options = parse([word for name, v in given.items() for word in (spelling(name), str(v))])
+    parts = PARTS.keys() - {"ngram"}
+    found = {k: v for part in parts for k, v in vars(getattr(options, part)).items()}
+    absent = {"disable_overlap_schedule": False, "speculative_draft_model_path": None}
+    absent |= {"block_verification": False, "speculative_draft_window_size": None}
+    assert found == given | absent
+
+
+@pytest.mark.parametrize(
+    ("line", "depth"),
+    [("", 1), ("--overlap 0", 0), ("--overlap 2", 2), ("--disable-overlap-schedule", 0)]
+    + [("--overlap 0 --disable-overlap-schedule", 0)],
+)
+def test_the_sync_switch_is_overlap_0(line, depth):
+    assert parse(line.split()).engine.overlap_depth == depth
+
+
+HEAD = ["--speculative-draft-model-path", "there"]
+EAGLE = ["--speculative-algorithm", "EAGLE", *HEAD]
+EAGLE3 = ["--speculative-algorithm", "EAGLE3", *HEAD]
+
+
+@pytest.mark.parametrize(
+    ("flags", "shape"),
+    [
+        ([], (3, 1, 4)),
+        (["--speculative-num-steps", "5"], (5, 1, 6)),
+        (["--speculative-num-draft-tokens", "2"], (1, 1, 2)),
+        (["--speculative-eagle-topk", "8", "--speculative-num-draft-tokens", "64"], (3, 8, 64)),
+    ],
+)
+def test_a_chain_is_known_by_its_steps_or_its_nodes(flags, shape):
+    draft = parse(NEXTN + flags).speculative
+    assert (draft.num_steps, draft.topk, draft.num_draft_tokens) == shape
+
+
+@pytest.mark.parametrize(
+    ("line", "is_llama", "shape"),
+    [
+        (EAGLE, True, (5, 4, 8)),
+        (EAGLE, False, (3, 1, 4)),
+        ([*EAGLE, "--speculative-num-steps", "2"], True, (2, 1, 3)),
+        (NEXTN, False, (3, 1, 4)),
+        (["--speculative-algorithm", "NAIVE_EAGLE"], False, (1, 1, 2)),
+        (["--speculative-algorithm", "NAIVE_EAGLE", *HEAD], True, (1, 1, 2)),
+    ],
+)
+def test_a_shape_left_open_is_that_of_the_algorithm_and_the_target(line, is_llama, shape):
+    draft = parse(line).speculative.settled(is_llama, None)
+    given = (
+        draft.speculative_num_steps,
+        draft.speculative_eagle_topk,
+        draft.speculative_num_draft_tokens,
+    )
+    assert given == (draft.num_steps, draft.topk, draft.num_draft_tokens) == shape
+
+
+@pytest.mark.parametrize(
+    ("line", "drafts", "with_mtp"),
+    [
+        ([], False, False),
+        (NEXTN, True, True),
+        (EAGLE, True, False),
+        (["--speculative-algorithm", "NAIVE_EAGLE"], True, True),
+        (["--speculative-algorithm", "NAIVE_EAGLE", *HEAD], True, False),
+    ],
+)
+def test_naive_eagle_drafts_with_the_head_it_is_given_or_else_the_mtp_layer(line, drafts, with_mtp):
+    draft = parse(line).speculative
+    assert (draft.drafts, draft.with_mtp) == (drafts, with_mtp)
+
+
+def setup(
+    line: list[str], model=MODEL, has_mtp: bool = True, head_kind: str | None = None
+) -> Setup:
+    return Setup(options=parse(line), model=model, has_mtp=has_mtp, head_kind=head_kind)
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+def test_a_head_of_another_kind_is_refused_and_naive_eagle_takes_either(kind):
+    other = "EAGLE" if kind == "EAGLE3" else "EAGLE3"
+    line = ["--speculative-algorithm", kind, *HEAD]
+    assert refusals(setup(line, head_kind=kind)) == []
+    (found,) = refusals(setup(line, head_kind=other))
+    assert f"--speculative-algorithm {kind} does not fit" in found
+    assert f"give --speculative-algorithm {other}" in found
+    naive = ["--speculative-algorithm", "NAIVE_EAGLE", *HEAD]
+    assert refusals(setup(naive, has_mtp=False, head_kind=kind)) == []
+
+
+def test_naive_eagle_without_a_head_needs_an_mtp_layer():
+    line = ["--speculative-algorithm", "NAIVE_EAGLE"]
+    assert refusals(setup(line)) == []
+    assert "NAIVE_EAGLE" in refusals(setup(line, has_mtp=False))[0]
+
+
+def test_nextn_needs_the_tensors_of_an_mtp_layer():
+    plain, _ = tiny_model("qwen3", 0, with_mtp=False)
+    assert refusals(setup(NEXTN)) == []
+    assert "NEXTN" in refusals(setup(NEXTN, has_mtp=False))[0]
+    assert "qwen3 checkpoint has none" in refusals(setup(NEXTN, model=plain, has_mtp=False))[0]
+
+
+def test_all_that_blocks_a_setup_is_reported_together():
+    found = refusals(setup([*NEXTN, "--context-length", "999999"], has_mtp=False))
+    flags = ("--speculative-algorithm", "--context-length 999999")
+    for flag, sentence in zip(flags, found, strict=True):
+        assert flag in sentence
+
+
+NODES_6 = ["--speculative-num-draft-tokens", "6"]
+LINES = {
+    "cpu": ([], CPU),
+    "cpu with few pages": (["--max-total-tokens", "512"], CPU),
+    "cpu, pages of one token": (["--page-size", "1", "--overlap", "2", *NEXTN], CPU),
+    "cpu with a head": (EAGLE3, CPU),
+    "cpu with a tree": ([*NEXTN, "--speculative-eagle-topk", "2", *NODES_6], CPU),
+    "cpu with drafts of the host": (["--speculative-algorithm", "NGRAM"], CPU),
+    "gpu": (NEXTN, GPU),
+    "gpu in float32": (["--dtype", "float32", "--max-running-requests", "5"], GPU),
+}
+
+
+def planned(case):
+    """The plan and the device of a line of `LINES`."""
+    line, device = LINES[case]
+    head = DRAFT_HEAD.config if "EAGLE3" in line else None
+    return plan(parse(line), MODEL, head, device), device
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_the_memory_plan_counts_the_real_arrays(case):
+    memory, device = planned(case)
+    line = LINES[case][0]
+    limits, sizes = memory.limits, {x.name: x.num_bytes for x in memory.lines}
+    item = 4 if memory.options.model.dtype == "float32" else 2
+    positions = limits.num_pages * limits.page_size
+    row_bytes = 2 * MODEL.num_kv_heads * MODEL.head_size * item
+    assert sizes["KV"] == MODEL.num_attention_layers * positions * row_bytes
+    head = DRAFT_HEAD.config.layer
+    head_bytes = 2 * head.num_kv_heads * head.head_size * item
+    draft_bytes = {"NEXTN": row_bytes, "EAGLE3": head_bytes}
+    expected = sum(size for name, size in draft_bytes.items() if name in line)
+    assert sizes.get("draft KV", 0) == expected * positions
+    arrays = DRAFT_HEAD.weights.values()
+    draft_weights = sum(w.size * (4 if w.dtype == np.int32 else item) for w in arrays)
+    assert sizes.get("draft weights", 0) == ("EAGLE3" in line) * draft_weights
+    relay = (4 + 4) * limits.max_width + item * MODEL.hidden
+    has_relay = "NEXTN" in line or "EAGLE3" in line
+    assert sizes["relay"] == limits.num_slots * (has_relay * relay + 3 * 4)
+    assert sizes["seen"] == limits.num_slots * MODEL.vocab * 4
+    weights = {n: w for n, w in WEIGHTS.items() if "NEXTN" in line or not n.startswith("mtp.")}
+    kept = ("gated_delta.a_log", "gated_delta.dt_bias")
+    assert sizes["weights"] == sum(
+        w.size * (4 if name in kept else item) for name, w in weights.items()
+    )
+    assert memory.total_bytes == sum(sizes.values()) <= device.free_bytes
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_nothing_is_left_open_and_every_row_has_its_program(case):
+    memory, _ = planned(case)
+    options, limits, drafts = memory.options, memory.limits, memory.options.speculative.drafts
+    assert None not in vars(options.engine).values()
+    assert options.model.dtype != "auto"
+    assert limits.num_slots == options.engine.max_running_requests + 1
+    tables = {p.pages for p in limits.programs}
+    for work, batch in ((Work.DECODE, limits.num_slots - 1), (Work.PREFILL, 1)):
+        assert {p.pages for p in limits.programs if p.work is work and p.batch == batch} == tables
+    reserved = limits.num_pages_for(limits.max_positions)
+    assert max(tables) == min(reserved, limits.num_pages - 1)
+    assert limits.max_depth == (memory.options.speculative.num_steps if drafts else 0)
+    for program in limits.programs:
+        assert dataclasses.replace(program, logprobs=not program.logprobs) in limits.programs
+        drafted = program.work is Work.DECODE and not program.shape.is_plain
+        assert not drafted or program.shape.rows == program.batch * program.shape.nodes
+    decodes = {p.shape.nodes for p in limits.programs if p.work is Work.DECODE}
+    assert decodes == {1} | ({memory.options.speculative.num_draft_tokens} if drafts else set())
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes(case):
+    memory, _ = planned(case)
+    limits, most = memory.limits, memory.max_request_tokens
+    plain = StaticController(limits, nodes=1, depth=0, width=0)
+    chunk = memory.options.engine.chunked_prefill_size
+    scheduler = Scheduler(
+        limits, Allocator(limits), plain, overlap=limits.overlap, chunked_prefill_size=chunk
+    )
+    longest = Request(request_id=1, prompt=(2,), sampling=SamplingParams(max_tokens=most - 1))
+    scheduler.add(longest)
+    if most < limits.context_length:
+        longer = Request(request_id=2, prompt=(2,), sampling=SamplingParams(max_tokens=most))
+        with pytest.raises(ValueError, match="pages"):
+            scheduler.add(longer)
+
+
+@pytest.mark.parametrize(
+    ("line", "device", "flag"),
+    [
+        (["--max-total-tokens", "4"], CPU, "--max-total-tokens 4 has no room"),
+        (["--max-total-tokens", str(1 << 30)], CPU, "lower --max-total-tokens"),
+        ([], Device("gpu", "GPU", 1000), "--max-running-requests"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_with_the_way_out(line, device, flag):
+    with pytest.raises(ConfigError, match=flag):
+        plan(parse(line), MODEL, None, device)
+
+
+def test_a_gpu_takes_what_is_free_and_no_more():
+    small = Device("gpu", "GPU", 300 << 20)
+    memory = plan(parse(["--context-length", "2048"]), MODEL, None, small)
+    assert memory.total_bytes <= small.free_bytes
+    assert memory.total_bytes > small.free_bytes // 2

@@ -1,0 +1,320 @@
+"""The routes over a real server process, with an engine that needs no model."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.support.http_fixtures import (
+    CHAT,
+    COMPLETIONS,
+    END,
+    FAIL,
+    POOL_TOKENS,
+    REFUSED,
+    SLOW,
+    USER,
+    Server,
+    save_tokenizer,
+    serving,
+)
+
+STOPPED = 'tandem_request_success_total{finished_reason="stop"}'
+ABORTED = 'tandem_request_success_total{finished_reason="abort"}'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def bare_server(tmp_path_factory) -> Iterator[Server]:
+    """Its folder has no tokenizer."""
+    with serving(
+        ["-m", "tests.support.http_fixtures", str(tmp_path_factory.mktemp("bare"))]
+    ) as running:
+        yield running
+
+
+def test_a_completion_has_text_tokens_usage_and_speculation(server):
+    body = server.complete("wörld", max_tokens=8, temperature=0, return_token_ids=True)
+    assert body["object"] == "text_completion"
+    assert body["model"] == "repeater"
+    choice = body["choices"][0]
+    assert choice["text"] == "wörldw\ufffd"
+    assert choice["token_ids"] == [*"wörld".encode(), *"wö".encode()[:2]]
+    assert choice["finish_reason"] == "length"
+    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
+    # One token of the prefill, then 7 tokens in steps of 3.
+    want = {"verify_steps": 3, "accept_length": 3.0, "accepted_histogram": [0, 0, 3]}
+    assert body["speculative"] == want
+
+
+def test_one_token_has_no_verify_step(server):
+    body = server.complete("x", max_tokens=1)
+    want = {"verify_steps": 0, "accept_length": 1.0, "accepted_histogram": [0, 0, 0]}
+    assert body["speculative"] == want
+
+
+@pytest.mark.parametrize(
+    ("asked", "histogram"),
+    [
+        ({"enabled": False}, [6, 0, 0]),
+        ({"enabled": False, "max_draft_tokens": 2}, [6, 0, 0]),
+        ({"max_draft_tokens": 0}, [6, 0, 0]),
+        ({"enabled": True, "max_draft_tokens": 1}, [0, 3, 0]),
+        ({"max_draft_tokens": 10**30}, [0, 0, 2]),
+        ({"enabled": True}, [0, 0, 2]),
+        ({}, [0, 0, 2]),
+        (None, [0, 0, 2]),
+    ],
+)
+def test_a_request_says_how_much_is_drafted_for_it(server, asked, histogram):
+    fields = {"temperature": 0, "max_tokens": 7, "speculative": asked}
+    body = server.complete("abc", **fields)
+    assert body["choices"][0]["text"] == "abcabca"
+    assert body["speculative"]["accepted_histogram"] == histogram
+    chat = server.post(CHAT, messages=USER, **fields).json()
+    assert chat["speculative"]["accepted_histogram"] == histogram
+
+
+def test_an_end_token_ends_the_text_unless_it_is_ignored(server):
+    prompt = [*b"ab", END, *b"cd"]
+    plain = server.complete(prompt, temperature=0, max_tokens=9, return_token_ids=True)
+    assert plain["choices"][0]["text"] == "ab"
+    assert plain["choices"][0]["token_ids"] == [*b"ab", END]
+    assert plain["choices"][0]["finish_reason"] == "stop"
+    ignoring = server.complete(prompt, temperature=0, max_tokens=9, ignore_eos=True)
+    assert ignoring["choices"][0]["text"] == "abcdabc"
+    stopped = server.complete(prompt, temperature=0, ignore_eos=True, stop_token_ids=[100])
+    assert stopped["choices"][0]["text"] == "abc"
+
+
+def test_a_stop_string_ends_text_tokens_and_usage_together(server):
+    stopped = server.metrics()[STOPPED]
+    prompt = [SLOW, *b"hello world"]  # slow enough to be told before it reaches max_tokens
+    fields = {"temperature": 0, "max_tokens": 200, "stop": ["o w"], "return_token_ids": True}
+    body = server.complete(prompt, **fields)
+    choice = body["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("hell", "stop")
+    assert choice["token_ids"] == [SLOW, *b"hello w"]
+    assert body["usage"]["completion_tokens"] == 8
+    assert body["speculative"]["verify_steps"] == 3
+    server.wait_for_metric(STOPPED, stopped + 1)  # the engine was told
+
+
+def test_choices_of_one_seed_differ_and_the_first_is_that_of_one(server):
+    alone = server.complete("abc", seed=7, max_tokens=4)
+    body = server.complete("abc", seed=7, n=8, max_tokens=4)
+    texts = [choice["text"] for choice in body["choices"]]
+    assert [choice["index"] for choice in body["choices"]] == list(range(8))
+    assert texts[0] == alone["choices"][0]["text"]
+    assert len(set(texts)) > 1
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 32, "total_tokens": 35}
+    assert body["speculative"]["verify_steps"] == 8
+    assert server.complete("abc", seed=7 + 2**64, n=8, max_tokens=4)["choices"] == body["choices"]
+
+
+def test_several_prompts_are_numbered_prompt_by_prompt(server):
+    body = server.complete(["ab", "cd"], n=2, temperature=0, max_tokens=2)
+    assert [choice["text"] for choice in body["choices"]] == ["ab", "ab", "cd", "cd"]
+    assert body["usage"]["prompt_tokens"] == 4
+    ids = server.complete([[97, 98], [99]], temperature=0, max_tokens=2)
+    assert [choice["text"] for choice in ids["choices"]] == ["ab", "cc"]
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(server):
+    fields = {"prompt": "grün 你好", "max_tokens": 30, "temperature": 0, "stop": "你好g"}
+    whole = server.complete(**fields, return_token_ids=True)
+    events = server.stream(COMPLETIONS, **fields, return_token_ids=True)
+    choices = [event["choices"][0] for event in events]
+    assert "".join(c["text"] for c in choices) == whole["choices"][0]["text"]
+    tokens = [token for choice in choices for token in choice["token_ids"]]
+    assert tokens == whole["choices"][0]["token_ids"]
+    assert [len(c["token_ids"]) for c in choices][:2] == [1, 3]  # a step each
+    assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert events[-1]["usage"] == whole["usage"]
+    assert events[-1]["speculative"] == whole["speculative"]
+    assert all("usage" not in event for event in events[:-1])
+    assert len({event["id"] for event in events}) == 1
+
+
+def test_a_stream_of_choices_ends_with_their_sum(server):
+    events = server.stream(COMPLETIONS, prompt="abc", n=3, max_tokens=5, temperature=0)
+    ends = [e["choices"][0]["index"] for e in events if e["choices"][0]["finish_reason"]]
+    assert sorted(ends) == [0, 1, 2]
+    assert events[-1]["usage"]["completion_tokens"] == 15
+    assert events[-1]["speculative"]["verify_steps"] == 6
+
+
+def test_usage_comes_in_an_event_of_its_own_when_asked_for(server):
+    options = {"include_usage": True}
+    events = server.stream(CHAT, messages=USER, max_tokens=2, stream_options=options)
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 2
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert "usage" not in events[-2]
+
+
+def test_every_choice_of_a_streamed_chat_says_whose_it_is(server):
+    """Even where the first token of a choice has no text yet."""
+    messages = [{"role": "user", "content": "h"}]
+    fields = {"logit_bias": {"195": 100}, "max_tokens": 4, "n": 3}  # first half of a character
+    events = server.stream(CHAT, messages=messages, **fields)
+    firsts: dict[int, dict] = {}
+    for choice in (event["choices"][0] for event in events):
+        firsts.setdefault(choice["index"], choice["delta"])
+    assert [firsts[i]["role"] for i in range(3)] == ["assistant"] * 3
+
+
+def test_logit_bias_and_min_tokens_reach_the_engine(server):
+    body = server.complete("abc", logit_bias={"120": 50.5, "98": -100}, max_tokens=3)
+    assert body["choices"][0]["text"] == "xxx"
+    prompt, fields = [97, END], {"temperature": 0, "max_tokens": 8}
+    body = server.complete(prompt, **fields, min_tokens=4)
+    assert body["choices"][0]["text"] == "a-a-a"
+    assert body["choices"][0]["finish_reason"] == "stop"
+
+
+def test_chat_uses_the_template_and_the_rest_of_the_context(server):
+    body = server.post(CHAT, messages=USER, temperature=0, stop="hihi").json()
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": ""}
+    assert body["usage"]["prompt_tokens"] == 4  # <|user|>hi<|assistant|>
+    body = server.post(CHAT, messages=USER, temperature=0, ignore_eos=True).json()
+    assert body["usage"]["total_tokens"] == POOL_TOKENS
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    again = server.post(CHAT, messages=parts, temperature=0, max_completion_tokens=3).json()
+    assert again["usage"]["completion_tokens"] == 3
+
+
+def test_the_openai_client_works(server):
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    assert [model.id for model in client.models.list()] == ["repeater"]
+    assert client.models.retrieve("repeater").id == "repeater"
+    completion = client.completions.create(
+        model="default", prompt="abc", max_tokens=6, temperature=0
+    )
+    assert completion.choices[0].text == "abcabc"
+    chunks = client.chat.completions.create(
+        model="repeater", messages=USER, max_tokens=8, temperature=0, stream=True
+    )
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hihi"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="default", prompt="abc", temperature=9)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="gpt", prompt="abc")
+
+
+def test_a_refusal_by_the_engine_is_a_bad_request(server):
+    for stream in (False, True):
+        answer = server.post(COMPLETIONS, prompt=[REFUSED], n=2, stream=stream)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["message"], error["param"]) == ("the engine refuses this prompt", "prompt")
+    answer = server.post(CHAT, messages=USER, logit_bias={str(REFUSED): 1})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    server.wait_for_metric("tandem_num_requests_running", 0)
+
+
+def test_a_failed_row_is_an_error_and_its_neighbours_go_on(server):
+    results: list[dict] = []
+    slow = {"temperature": 0, "max_tokens": 60}
+    neighbour = threading.Thread(
+        target=lambda: results.append(server.complete([SLOW, *b"abc"], **slow))
+    )
+    neighbour.start()
+    prompt = [FAIL, *b"abc"]
+    answer = server.post(COMPLETIONS, prompt=prompt)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "the logits are not finite"
+    events = server.stream(COMPLETIONS, prompt=prompt)
+    assert events[-1]["error"]["message"] == "the logits are not finite"
+    neighbour.join()
+    assert results[0]["usage"]["completion_tokens"] == 60
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_ends_its_request(server, stream):
+    """Non-streaming handlers are not cancelled by the framework (s#36333)."""
+    aborted = server.metrics()[ABORTED]
+    body = {"prompt": [SLOW, 97], "max_tokens": 200, "n": 2, "stream": stream}
+    _leave_stream(server, body) if stream else _leave_whole(server, body)
+    server.wait_for_metric("tandem_num_requests_running", 0)
+    server.wait_for_metric(ABORTED, aborted + 2)
+
+
+def _leave_whole(server: Server, body: dict) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + COMPLETIONS, json=body, timeout=0.2)
+
+
+def _leave_stream(server: Server, body: dict) -> None:
+    with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=5) as answer:
+        next(answer.iter_lines())
+
+
+def test_waiting_requests_of_a_client_that_left_never_run(server):
+    body = {"prompt": [SLOW, 97], "max_tokens": 100, "n": 20}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + COMPLETIONS, json=body, timeout=0.3)
+    server.wait_for_metric("tandem_num_requests_waiting", 0, timeout_s=1.0)
+
+
+def test_capabilities_name_the_drafters_and_what_is_refused(server):
+    found = httpx.get(server.url + "/capabilities").json()
+    assert "NEXTN" in found["drafters"]
+    for entry in found["refused"]:
+        assert entry.keys() == {"reason", "way_out", "example"}
+        assert entry["example"]["drafter"] in found["drafters"]
+        for name, value in entry["example"]["request"].items():
+            for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
+                answer = server.post(path, **prompt, **{name: value})
+                assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+
+
+def test_health_and_metrics(server):
+    assert httpx.get(server.url + "/health").status_code == 200
+    server.complete("a")
+    metrics = server.metrics()
+    assert metrics["tandem_state_slots_free"] == 4
+    assert metrics["tandem_e2e_request_latency_seconds_count"] >= 1
+    assert metrics["tandem_time_to_first_token_seconds_count"] >= 1
+
+
+def test_without_a_tokenizer_prompts_are_token_ids(bare_server):
+    body = bare_server.complete([1, 2], temperature=0, max_tokens=3, return_token_ids=True)
+    assert body["choices"][0]["token_ids"] == [1, 2, 1]
+    assert body["choices"][0]["text"] == ""
+    for path, fields, param in (
+        (COMPLETIONS, {"prompt": "text"}, "prompt"),
+        (COMPLETIONS, {"prompt": [1], "stop": "x"}, "stop"),
+        (CHAT, {"messages": USER}, "messages"),
+    ):
+        answer = bare_server.post(path, **fields)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_slow_reader_does_not_hold_up_the_others(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    fields = {"prompt": "abc", "max_tokens": 250, "stream": True, "n": 64, "temperature": 0}
+    body = json.dumps(fields)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        started = time.monotonic()
+        server.complete("a", max_tokens=2)
+        assert time.monotonic() - started < 10

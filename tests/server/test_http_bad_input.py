@@ -1,0 +1,231 @@
+"""Bad input: each gets one clear error that names it, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.support.http_fixtures import (
+    CHAT,
+    COMPLETIONS,
+    CONTEXT,
+    MAX_LOGPROBS,
+    POOL_TOKENS,
+    USER,
+    VOCAB,
+    Server,
+    save_tokenizer,
+    serving,
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
+        yield running
+
+
+BAD_FIELDS = [
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": [[]]}),
+    ("prompt", {"prompt": ["a", ""]}),
+    ("prompt", {"prompt": ["a", [1]]}),
+    ("prompt", {"prompt": [1, True]}),
+    ("prompt", {"prompt": [1.0]}),
+    ("prompt", {"prompt": 5}),
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": {"a": 1}}),
+    ("prompt", {"prompt": [VOCAB]}),
+    ("prompt", {"prompt": [-1]}),
+    ("prompt", {"prompt": [10**30]}),
+    ("prompt", {"prompt": "x" * CONTEXT}),
+    ("prompt", {"prompt": "\ud800"}),
+    ("prompt", {"prompt": ["a"] * 100, "n": 100}),
+    ("max_tokens", {"max_tokens": CONTEXT}),
+    ("max_tokens", {"max_tokens": POOL_TOKENS - 1}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("max_tokens", {"max_tokens": 10**400}),
+    ("max_tokens", {"max_tokens": "5"}),
+    ("max_tokens", {"max_tokens": True}),
+    ("max_tokens", {"max_tokens": 1.5}),
+    ("max_tokens", {"max_tokens": float("nan")}),
+    ("min_tokens", {"min_tokens": -1}),
+    ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
+    ("n", {"n": 0}),
+    ("n", {"n": 129}),
+    ("n", {"n": True}),
+    ("temperature", {"temperature": -0.1}),
+    ("temperature", {"temperature": 1e30}),
+    ("temperature", {"temperature": float("nan")}),
+    ("temperature", {"temperature": float("inf")}),
+    ("temperature", {"temperature": "1"}),
+    ("temperature", {"temperature": True}),
+    ("temperature", {"temperature": [1]}),
+    ("top_p", {"top_p": 0}),
+    ("top_p", {"top_p": 1.1}),
+    ("top_p", {"top_p": float("nan")}),
+    ("top_k", {"top_k": -2}),
+    ("top_k", {"top_k": 1.5}),
+    ("min_p", {"min_p": -0.1}),
+    ("min_p", {"min_p": 1.1}),
+    ("presence_penalty", {"presence_penalty": 2.1}),
+    ("frequency_penalty", {"frequency_penalty": -2.1}),
+    ("repetition_penalty", {"repetition_penalty": 0}),
+    ("repetition_penalty", {"repetition_penalty": float("-inf")}),
+    ("seed", {"seed": 1.5}),
+    ("seed", {"seed": "7"}),
+    ("seed", {"seed": float("nan")}),
+    ("stop", {"stop": ""}),
+    ("stop", {"stop": [""]}),
+    ("stop", {"stop": 5}),
+    ("stop", {"stop": ["a"] * 17}),
+    ("stop_token_ids", {"stop_token_ids": [VOCAB]}),
+    ("stop_token_ids", {"stop_token_ids": [1, 2, 3, 4]}),
+    ("stop_token_ids[0]", {"stop_token_ids": ["a"]}),
+    ("ignore_eos", {"ignore_eos": 1}),
+    ("stream", {"stream": "yes"}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options.more", {"stream": True, "stream_options": {"more": True}}),
+    ("return_token_ids", {"return_token_ids": "yes"}),
+    ("speculative", {"speculative": True}),
+    ("speculative.enabled", {"speculative": {"enabled": 1}}),
+    ("speculative.max_draft_tokens", {"speculative": {"max_draft_tokens": -1}}),
+    ("speculative.max_draft_tokens", {"speculative": {"max_draft_tokens": 1.5}}),
+    ("speculative.depth", {"speculative": {"depth": 1}}),
+    ("model", {"model": 5}),
+    ("logprobs", {"logprobs": MAX_LOGPROBS + 1}),
+    ("logprobs", {"logprobs": 10**30}),
+    ("logprobs", {"logprobs": -1}),
+    ("logprobs", {"logprobs": True}),
+    ("logprobs", {"logprobs": 1.5}),
+    ("top_logprobs", {"top_logprobs": 1}),
+    ("logit_bias", {"logit_bias": [1]}),
+    ("logit_bias", {"logit_bias": "1"}),
+    ("logit_bias", {"logit_bias": {"a": 1}}),
+    ("logit_bias", {"logit_bias": {"": 1}}),
+    ("logit_bias", {"logit_bias": {"-1": 1}}),
+    ("logit_bias", {"logit_bias": {"1.0": 1}}),
+    ("logit_bias", {"logit_bias": {"\u0661": 1}}),
+    ("logit_bias", {"logit_bias": {"9" * 5000: 1}}),
+    ("logit_bias", {"logit_bias": {str(VOCAB): 1}}),
+    ("logit_bias", {"logit_bias": {"1": 100.5}}),
+    ("logit_bias", {"logit_bias": {"1": -101}}),
+    ("logit_bias", {"logit_bias": {"1": float("nan")}}),
+    ("logit_bias", {"logit_bias": {"1": True}}),
+    ("logit_bias", {"logit_bias": {"1": None}}),
+    ("logit_bias", {"logit_bias": {"1": "2"}}),
+    ("logit_bias", {"logit_bias": {"1": 1, "01": 2}}),
+    ("logit_bias", {"logit_bias": {str(i): 1 for i in range(4)}}),
+    ("best_of", {"best_of": 2}),
+    ("echo", {"echo": True}),
+    ("suffix", {"suffix": "x"}),
+    ("unheard_of", {"unheard_of": 1}),
+]
+
+
+@pytest.mark.parametrize(("param", "fields"), BAD_FIELDS, ids=lambda value: repr(value)[:40])
+def test_a_bad_field_is_named(server, param, fields):
+    body = json.dumps({"prompt": "ab", "temperature": 0, **fields})
+    answer = httpx.post(server.url + COMPLETIONS, content=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert param in error["message"]
+    assert len(error["message"]) < 300
+
+
+BAD_CHATS = [
+    ("messages", {"messages": []}),
+    ("messages", {"messages": None}),
+    ("messages", {"messages": [{"role": "system", "content": "refused by the template"}]}),
+    ("messages[0].role", {"messages": [{"role": "wizard", "content": "x"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": None}]}),
+    ("messages[0].content", {"messages": [{"role": "user"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
+    ("messages[0].tool_calls", {"messages": [{"role": "user", "content": "", "tool_calls": []}]}),
+    ("max_completion_tokens", {"max_completion_tokens": 3, "max_tokens": 4}),
+    ("max_completion_tokens", {"max_completion_tokens": CONTEXT}),
+    ("logprobs", {"logprobs": 1}),
+    ("top_logprobs", {"top_logprobs": 3}),
+    ("top_logprobs", {"top_logprobs": 3, "logprobs": False}),
+    ("top_logprobs", {"top_logprobs": MAX_LOGPROBS + 1, "logprobs": True}),
+    ("top_logprobs", {"top_logprobs": -1, "logprobs": True}),
+    ("top_logprobs", {"top_logprobs": True, "logprobs": True}),
+    ("tools", {"tools": [{"type": "function"}]}),
+    ("response_format", {"response_format": {"type": "json_object"}}),
+    ("prompt", {"prompt": "x"}),
+]
+
+
+@pytest.mark.parametrize(("param", "fields"), BAD_CHATS, ids=lambda value: repr(value)[:40])
+def test_a_bad_field_of_a_chat_is_named(server, param, fields):
+    answer = server.post(CHAT, **{"messages": USER, **fields})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_fields_that_ask_for_nothing_are_accepted(server):
+    nothing = dict.fromkeys(
+        ["max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "n",
+         "stream", "stream_options", "user", "model", "logprobs", "logit_bias", "suffix"]
+    )  # fmt: skip
+    server.complete("a", **nothing, best_of=1, echo=False)
+    server.complete("a", temperature=1e-40, top_p=1e-40, top_k=10**30, seed=-(10**40))
+    server.complete("a", top_k=-1, presence_penalty=-2, repetition_penalty=2, stop=["a", "b"] * 4)
+    server.complete("a", logit_bias={})
+    text = {"type": "text"}
+    more = {"tools": [], "response_format": text, "logprobs": False, "top_logprobs": 0}
+    answer = server.post(CHAT, messages=USER, max_tokens=2, **more)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"5", b"{} x", b"\xff\xfe", b"[" * 100_000, b'{"seed":' + b"9" * 5000],
+    ids=lambda body: repr(body)[:12],
+)
+def test_a_malformed_body_is_refused(server, body):
+    answer = httpx.post(server.url + COMPLETIONS, content=body)
+    assert answer.status_code == 400
+    assert "JSON" in answer.json()["error"]["message"]
+
+
+def test_unknown_models_and_paths_are_not_found(server):
+    answer = server.post(COMPLETIONS, prompt="a", model="other")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+    assert httpx.get(server.url + "/v1/models/other").status_code == 404
+    for answer in (httpx.get(server.url + "/v2"), httpx.get(server.url + COMPLETIONS)):
+        assert answer.status_code in (404, 405)
+        assert "message" in answer.json()["error"]
+
+
+def test_a_body_of_100_mb_is_refused_while_it_arrives(server):
+    sent = 0
+
+    def chunks():
+        nonlocal sent
+        for _ in range(100):
+            sent += 1 << 20
+            yield b" " * (1 << 20)
+
+    answer = httpx.post(server.url + COMPLETIONS, content=chunks(), timeout=30)
+    assert answer.status_code == 413
+    # What has left the client beyond the bound lies in socket buffers.
+    assert sent < 30 << 20
+
+
+def test_a_body_whose_length_is_stated_is_refused_at_once(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {100 << 20}\r\n\r\n"
+        connection.sendall(head.encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 413")

@@ -1,0 +1,136 @@
+"""External corpora over HTTP: with the start, and added, listed and removed while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from shared.server.admin import AdminRoutes
+from shared.server.openai_types import ApiError
+from tests.support.http_fixtures import (
+    ADMIN_KEY,
+    MAX_CORPUS_TOKENS,
+    ROOT,
+    VOCAB,
+    Server,
+    save_tokenizer,
+    serving,
+)
+from tests.support.tiny_models import write_tiny
+
+ADD, REMOVE, LIST = "/add_external_corpus", "/remove_external_corpus", "/list_external_corpora"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text('"four"\n\n[1, 2, 3]\n', encoding="utf-8")
+    with serving(["-m", "tests.support.http_fixtures", str(folder), str(corpus)]) as running:
+        yield running
+
+
+def ask(server: Server, route: str, body: object = None, key: str | None = ADMIN_KEY):
+    headers = {"authorization": f"Bearer {key}".encode()} if key else {}
+    method = "GET" if route == LIST else "POST"
+    return httpx.request(method, server.url + route, json=body, headers=headers, timeout=60)
+
+
+def test_corpora_are_added_listed_and_removed_while_it_runs(server):
+    start = {"start": 7}  # 4 letters and 3 ids, from the file
+    assert ask(server, LIST).json() == {"corpora": start}
+    added = ask(server, ADD, {"corpus_id": "more", "documents": ["abc", [5, 6]]})
+    assert (added.status_code, added.json()) == (200, {"corpora": start | {"more": 5}})
+    assert server.complete("hi", max_tokens=2)["choices"]
+    assert ask(server, REMOVE, {"corpus_id": "more"}).json() == {"corpora": start}
+
+
+@pytest.mark.parametrize("route", [ADD, REMOVE, LIST])
+@pytest.mark.parametrize("key", [None, "wrong", "öffne"])
+def test_who_does_not_know_the_key_is_refused(route, key, server):
+    found = ask(server, route, {"corpus_id": "start", "documents": ["x"]}, key)
+    assert found.status_code == 401
+    assert found.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_without_a_key_of_the_server_the_routes_are_closed():
+    client = SimpleNamespace(facts=SimpleNamespace(admin_api_key=None))
+    routes = AdminRoutes(client, None)
+    with pytest.raises(ApiError, match="--admin-api-key") as refused:
+        asyncio.run(routes.list_corpora(SimpleNamespace(headers={"authorization": "Bearer None"})))
+    assert refused.value.status == 403
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "words"),
+    [
+        (ADD, {"documents": ["x"]}, "corpus_id", "is missing"),
+        (ADD, {"corpus_id": "a", "documents": []}, "documents", "at least 1"),
+        (ADD, {"corpus_id": "a", "documents": ["x"], "b": 1}, "b", "not a known field"),
+        (ADD, {"corpus_id": "a", "documents": [[-1]]}, "documents", "negative"),
+        (ADD, {"corpus_id": "a", "documents": [[1 << 40]]}, "documents", "no id"),
+        (ADD, {"corpus_id": "a", "documents": [[VOCAB]]}, "documents", f"0..{VOCAB - 1}"),
+        (ADD, {"corpus_id": "a", "documents": [""]}, "documents", "at least one token"),
+        (ADD, {"corpus_id": "start", "documents": ["x"]}, "corpus_id", "remove it first"),
+        (
+            ADD,
+            {"corpus_id": "a", "documents": ["x" * MAX_CORPUS_TOKENS]},
+            "documents",
+            "--speculative-ngram-external-corpus-max-tokens",
+        ),
+        (REMOVE, {"corpus_id": "a"}, "corpus_id", "there is no corpus"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_its_field(route, body, param, words, server):
+    found = ask(server, route, body)
+    assert found.status_code == 400
+    error = found.json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+    assert ask(server, LIST).json() == {"corpora": {"start": 7}}
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("{}", "line 2 is neither a text"), ("[1.5]", "line 2"), ("[1", "line 2"), ("[999]", "0..")],
+)
+def test_a_file_that_cannot_be_used_ends_the_start_with_its_line(line, words, tmp_path):
+    save_tokenizer(tmp_path)
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text(json.dumps("fine") + "\n" + line, encoding="utf-8")
+    command = [sys.executable, "-m", "tests.support.http_fixtures", str(tmp_path), str(corpus)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.startswith("--speculative-ngram-external-corpus-path")
+    assert words in last
+
+
+def test_a_start_with_ngram_drafts_from_its_tenants_text_and_from_corpora(tmp_path):
+    """The whole way: flags, memory plan, reference backend, engine, socket, HTTP."""
+    write_tiny(tmp_path / "model", "llama", 5)
+    command = ["-m", "tests.support.reference_serve", "--model-path", str(tmp_path / "model")]
+    command += ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6"]
+    command += ["--speculative-ngram-external-sam-budget", "2", "--admin-api-key", ADMIN_KEY]
+    prompt = [9, 10, 11, 12, 13]
+    asked = {"max_tokens": 24, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    with serving([*command, "--port", "0"]) as server:
+        plain = server.complete(prompt, **asked, speculative={"enabled": False}, user="a")
+        (text,) = [choice["token_ids"] for choice in plain["choices"]]
+        for user, at_least in (("a", 3.0), ("b", 1.0)):
+            again = server.complete(prompt, **asked, user=user)
+            assert again["choices"][0]["token_ids"] == text
+            assert again["speculative"]["accept_length"] >= at_least
+        added = ask(server, ADD, {"corpus_id": "own", "documents": [prompt + text]})
+        assert added.json() == {"corpora": {"own": len(prompt + text)}}
+        third = server.complete(prompt, **asked, user="c")
+        assert third["choices"][0]["token_ids"] == text
+        assert third["speculative"]["accept_length"] >= 3

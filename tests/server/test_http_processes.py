@@ -1,0 +1,123 @@
+"""Two processes that end together, with the reason, and leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from shared.process import loop
+from tests.support.http_fixtures import CRASH, ROOT, SLOW, Server, is_alive, save_tokenizer, serving
+
+END_S = 5.0  # the promise
+
+
+@pytest.fixture
+def server(tmp_path):
+    save_tokenizer(tmp_path)
+    with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as running:
+        yield running
+
+
+class OpenRequests:
+    """A whole answer and a stream that are under way when something happens."""
+
+    def __init__(self, server: Server) -> None:
+        self.whole: httpx.Response | None = None
+        self.events: list[dict] = []
+        fields = {"prompt": [SLOW, 97], "max_tokens": 250}
+        self._threads = [
+            threading.Thread(target=self._post, args=(server, fields)),
+            threading.Thread(target=self._stream, args=(server, fields)),
+        ]
+        for thread in self._threads:
+            thread.start()
+        server.wait_for_metric("tandem_num_requests_running", 2)
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(END_S)
+            assert not thread.is_alive()
+
+    def _post(self, server: Server, fields: dict) -> None:
+        self.whole = server.post("/v1/completions", **fields)
+
+    def _stream(self, server: Server, fields: dict) -> None:
+        self.events = server.stream("/v1/completions", **fields)
+
+
+def wait_for_end(server: Server, pids: list[int]) -> int:
+    """The engine's exit code, once every process is gone, within the promised time."""
+    deadline = time.monotonic() + END_S
+    code = server.process.wait(END_S)
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, "a process stays behind"
+        time.sleep(0.02)
+    time.sleep(0.1)  # for the reader of the output
+    return code
+
+
+def assert_errors(requests: OpenRequests, word: str) -> None:
+    requests.join()
+    assert requests.whole is not None
+    assert requests.whole.status_code == 503
+    assert word in requests.whole.json()["error"]["message"]
+    assert word in requests.events[-1]["error"]["message"]
+
+
+def test_a_killed_engine_gives_open_requests_an_error_and_ends_the_server(server):
+    pids, requests = server.pids(), OpenRequests(server)
+    os.kill(server.process.pid, signal.SIGKILL)
+    wait_for_end(server, pids)
+    assert_errors(requests, "killed or crashed")
+    assert any("killed or crashed" in line for line in server.lines)
+
+
+def test_a_failing_engine_ends_both_with_the_reason(server):
+    pids, requests = server.pids(), OpenRequests(server)
+    answer = server.post("/v1/completions", prompt=[CRASH])
+    assert answer.status_code == 503
+    assert wait_for_end(server, pids) == 1
+    assert_errors(requests, "the device fell over")
+    assert any("the device fell over" in line for line in server.lines)
+
+
+def test_a_killed_http_server_ends_the_engine_with_the_reason(server):
+    pids = server.pids()
+    assert len(pids) == 2
+    os.kill(pids[1], signal.SIGKILL)
+    assert wait_for_end(server, pids) == 1
+    assert "the HTTP server process ended with exit code -9" in server.lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_both_in_order(server, number):
+    pids, requests = server.pids(), OpenRequests(server)
+    server.process.send_signal(number)
+    assert wait_for_end(server, pids) == 0
+    assert_errors(requests, "stopped")
+    assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_broken_tokenizer_ends_the_start_with_one_sentence(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    command = [sys.executable, "-m", "tests.support.http_fixtures", str(tmp_path)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert process.returncode == 2
+    assert "tokenizer.json cannot be read" in process.stderr.splitlines()[-1]
+
+
+def test_an_address_in_use_is_refused_by_name():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--host 127.0.0.1 --port {port} cannot be"):
+            loop.bind("127.0.0.1", port)
+    with pytest.raises(ValueError, match="--host no.such.host.invalid"):
+        loop.bind("no.such.host.invalid", 0)

@@ -1,0 +1,236 @@
+"""Text in pieces: characters over several tokens, stop strings over borders, counts that agree."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models
+
+from shared.engine.request import Event, FinishReason
+from shared.server.choice import Choice, Speculation, StopFinder
+from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
+from shared.server.tokenizer import REPLACEMENT, Detokenizer, TemplateFailed, Tokenizer
+from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
+
+BYTES = Tokenizer(byte_tokenizer(), None, {})
+TEXT = "héllo 你好 🦜🏽 end, ünd noch mehr 文字 to pass the window 🎉🎉"
+
+
+def space_tokenizer() -> Tokenizer:
+    """Llama 2's kind: a word's space is part of it, single bytes stand for rare characters."""
+    words = ["▁hello", "▁world", "s", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    strip = decoders.Strip(content=" ", left=1, right=0)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return Tokenizer(tokenizer, None, {})
+
+
+def pieces(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt)
+    return [detokenizer.push(token) for token in tokens] + [detokenizer.flush()]
+
+
+def event(tokens: list[int], accepted: int | None, reason: FinishReason | None = None) -> Event:
+    return Event(1, tokens, accepted, reason, None, None)
+
+
+def with_logprobs(given: Event) -> Event:
+    """The same event with logprobs that tell the tokens apart."""
+    return replace(given, logprobs=[(-float(t), [(t, -float(t))]) for t in given.tokens])
+
+
+def new_choice(stops: tuple[str, ...], min_tokens: int = 0) -> Choice:
+    return Choice(Detokenizer(BYTES, []), StopFinder(stops), min_tokens, Speculation.empty(3))
+
+
+def test_a_piece_never_ends_within_a_character():
+    given_pieces = pieces(BYTES, [], list(TEXT.encode()))
+    assert "".join(given_pieces) == TEXT
+    assert REPLACEMENT not in "".join(given_pieces)
+    assert given_pieces[1:3] == ["", "é"]  # both of its bytes are tokens
+
+
+@given(st.lists(st.integers(0, 255), max_size=80))
+@settings(deadline=None, max_examples=200)
+def test_pieces_of_any_bytes_join_to_the_whole_text(data: list[int]):
+    assert "".join(pieces(BYTES, [], data)) == bytes(data).decode(errors="replace")
+
+
+def test_an_output_that_ends_within_a_character_gives_the_replacement_last():
+    assert pieces(BYTES, [], list("a🦜".encode())[:-1]) == ["a", "", "", "", REPLACEMENT]
+
+
+def test_special_tokens_and_ids_beyond_the_tokenizer_have_no_text():
+    assert "".join(pieces(BYTES, [], [104, END, 299, 105])) == "hi"
+
+
+def test_a_space_that_a_tokenizer_writes_in_front_is_kept_after_a_prompt():
+    tokenizer = space_tokenizer()
+    assert "".join(pieces(tokenizer, [0], [1, 2])) == " worlds"
+    assert "".join(pieces(tokenizer, [], [1] * 40)) == "world" + " world" * 39
+
+
+def test_single_bytes_beside_words_make_characters():
+    first = space_tokenizer()._tokenizer.token_to_id("<0x00>")
+    tokens = [0, *(first + byte for byte in "你".encode()), 1]
+    assert pieces(space_tokenizer(), [], tokens) == ["hello", "", "", "你", " world", ""]
+
+
+@given(st.binary(max_size=40))
+@settings(deadline=None, max_examples=50)
+def test_the_bytes_of_tokens_join_to_the_bytes_of_the_text(data: bytes):
+    assert b"".join(BYTES.bytes_of(token) or b"?" for token in data) == data
+    spaces = space_tokenizer()
+    tokens = [3 + byte for byte in data]
+    assert (
+        b"".join(spaces.bytes_of(token) or b"?" for token in [1, 2, *tokens]) == b" worlds" + data
+    )
+
+
+def test_a_token_is_named_by_its_text_else_its_bytes_else_its_id():
+    names = TokenNames(BYTES)
+    assert names.name(ord(" ")) == " "
+    assert names.name(0xC3) == r"bytes:\xc3"
+    assert names.name(END) == "<|end|>"
+    assert names.name(299) == "token_id:299"
+    assert names.bytes_of(299) is None
+    assert TokenNames(None).name(65) == "token_id:65"
+
+
+def test_best_tokens_of_one_text_are_all_shown():
+    first = space_tokenizer()._tokenizer.token_to_id("<0x73>")
+    entry = TokenLogprob(2, -1.0, [(first, -0.5)], 0)  # "s" as a word and as a byte
+    found = for_completion([entry], TokenNames(space_tokenizer()))
+    assert found["top_logprobs"] == [{"s": -0.5, "token_id:2": -1.0}]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stop_string_is_found_wherever_the_text_is_cut(seed: int):
+    rng = random.Random(seed)
+    text = "".join(rng.choice("ab") for _ in range(60))
+    stops = tuple("".join(rng.choice("ab") for _ in range(rng.randint(3, 6))) for _ in range(3))
+    ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    want = text[: min(ends)[1]] if ends else text
+    finder, got, rest, ended = StopFinder(stops), "", text, False
+    while rest and not ended:
+        size = rng.randint(1, 5)
+        given_text, ended = finder.push(rest[:size], armed=True)
+        got, rest = got + given_text, rest[size:]
+    assert (got if ended else got + finder.flush(), ended) == (want, bool(ends))
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back():
+    finder = StopFinder(("STOP",))
+    assert finder.push("go ST", armed=True) == ("go ", False)
+    assert finder.push("ST", armed=True) == ("ST", False)
+    assert finder.push("OP!", armed=True) == ("", True)
+
+
+def test_tokens_text_and_speculation_end_at_the_same_event():
+    """Others cut tokens, usage and statistics at different lengths (s#26163, s#39826)."""
+    choice = new_choice(("lo w",))
+    choice.take(event(list(b"h"), None))
+    choice.take(event(list(b"ell"), 2))
+    piece = choice.take(event(list(b"o world"), 3))
+    assert (piece.text, piece.tokens, piece.finish_reason) == ("", list(b"o w"), "stop")
+    assert choice.tokens == list(b"hello w")
+    assert choice.speculation.to_json() == {
+        "verify_steps": 2,
+        "accept_length": 3.5,
+        "accepted_histogram": [0, 0, 1, 1],
+    }
+
+
+def test_logprobs_end_where_tokens_end_and_know_their_place_in_the_text():
+    """Others cut tokens and logprobs at different lengths (s#26163, s#39826)."""
+    choice = new_choice(("lo",))
+    choice.take(with_logprobs(event(list("é".encode()), None)))
+    piece = choice.take(with_logprobs(event(list(b"hel"), 2)))
+    assert [entry.offset for entry in piece.logprobs] == [1, 2, 3]
+    piece = choice.take(with_logprobs(event(list(b"lo wor"), 3)))
+    assert piece.tokens == list(b"lo") == [entry.token for entry in piece.logprobs]
+    assert [entry.token for entry in choice.logprobs] == choice.tokens
+    assert [entry.offset for entry in choice.logprobs] == [0, 0, 1, 2, 3, 4, 5]
+    assert choice.logprobs[-1].best == [(ord("o"), -float(ord("o")))]
+
+
+def test_a_stop_string_before_the_length_limit_wins():
+    """A length cap hid an earlier stop elsewhere (s#31599)."""
+    choice = new_choice(("b",))
+    piece = choice.take(event(list(b"abc"), 2, FinishReason.LENGTH))
+    assert (piece.text, choice.tokens, choice.finish_reason) == ("a", list(b"ab"), "stop")
+
+
+def test_a_stop_string_before_min_tokens_is_text():
+    choice = new_choice(("b",), min_tokens=3)
+    assert choice.take(event(list(b"abcab"), 3)).text == "abca"
+    assert choice.tokens == list(b"abcab")
+
+
+def test_a_stop_token_has_no_text_but_counts():
+    choice = new_choice(())
+    piece = choice.take(event(list(b"ab."), 2, FinishReason.STOP))
+    assert (piece.text, choice.tokens) == ("ab", list(b"ab."))
+
+
+def test_held_text_is_given_at_the_end():
+    choice = new_choice(("xyz",))
+    assert choice.take(event(list(b"abxy"), None)).text == "ab"
+    assert choice.take(event(list(b"x"), 0, FinishReason.LENGTH)).text == "xyx"
+
+
+def test_chat_templates_render_as_hugging_face_does(tmp_path):
+    save_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    ids = tokenizer.encode_chat([{"role": "user", "content": "<hé>"}])
+    assert ids == [257, *"<hé>".encode(), 258]
+    with pytest.raises(TemplateFailed, match="no system"):
+        tokenizer.encode_chat([{"role": "system", "content": "x"}])
+
+
+def test_a_template_cannot_reach_the_machine(tmp_path):
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages.__class__.__mro__ }}")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    with pytest.raises(TemplateFailed, match="unsafe"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer_config.json", "{"),
+        ("tokenizer_config.json", "[]"),
+        ("chat_template.jinja", "{% if %}"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, name, content):
+    save_tokenizer(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match="cannot be read|not valid JSON|JSON object") as caught:
+        Tokenizer.from_folder(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer_has_none(tmp_path):
+    assert Tokenizer.from_folder(tmp_path) is None
+
+
+def test_templates_by_name_give_the_default_one(tmp_path):
+    save_tokenizer(tmp_path)
+    templates = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode_chat([]) == [ord("d")]

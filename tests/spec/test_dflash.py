@@ -1,0 +1,231 @@
+"""DFlash: the numbers of the reference implementations, and what each row of a block sees."""
+
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jax_impl.drafters import Ranking as JaxRanking
+from jax_impl.drafters import dflash as jax_dflash
+from jax_impl.ops.sampling import Sampling as JaxSampling
+from shared.drafts.block import BlockConfig
+from shared.drafts.config import DraftHead
+from shared.engine.request import SamplingParams
+from shared.models.config import ModelConfig
+from shared.reference.rows import Ranking
+from shared.spec import attention, dflash, model, sampling
+from tests.support.equality import spec_sampling
+from tests.support.golden_blocks import BLOCKS, golden_block_head
+from tests.support.tiny_heads import cyclic, tiny_block_head
+from tests.support.tiny_models import tiny_model
+from torch_impl.drafters import Ranking as TorchRanking
+from torch_impl.drafters import dflash as torch_dflash
+from torch_impl.ops.sampling import Sampling as TorchSampling
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TARGET = GOLDEN / "qwen3"
+
+# Float32 on both sides, logits of magnitude 4 to 10: only the orders of the sums differ.
+close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(params=BLOCKS)
+def block_of(request):
+    """Makes an implementation of a golden head."""
+
+    def made(folder: str):
+        head, weights = golden_block_head(GOLDEN / folder, TARGET)
+        return BLOCKS[request.param](head, ModelConfig.from_folder(TARGET), weights)
+
+    return made
+
+
+@pytest.mark.parametrize("folder", ["dflash", "dflash_sliding"])
+def test_a_block_gives_the_golden_numbers_wherever_it_starts(folder, block_of):
+    """A start follows another, so rows that an earlier block wrote lie where context goes."""
+    want, block, length = np.load(GOLDEN / folder / "vectors.npz"), block_of(folder), 0
+    for start in want["starts"]:
+        block.extend(want["feats"][length:start])
+        length = start
+        hidden, logits = block.fill(int(want["tokens"][start]))
+        close(hidden, want[f"hidden_{start}"])
+        close(logits, want[f"logits_{start}"])
+
+
+def test_context_rows_are_those_of_the_golden_cache(block_of):
+    want, block = np.load(GOLDEN / "dflash" / "vectors.npz"), block_of("dflash")
+    last = want["starts"][-1]
+    block.extend(want["feats"][:last])
+    block.fill(3)
+    for got, golden in zip(block.context(), (want["ctx_K_0"], want["ctx_V_0"]), strict=True):
+        close(got, golden)
+
+
+SIZE, WINDOWS = 4, (None, 2, 7)
+ROWS = {
+    "spec": lambda block, *given: dflash.block_rows(block, *given),
+    "torch": lambda block, *given: torch_dflash.block_rows(
+        block, *(torch.from_numpy(np.asarray(each, np.int32)) for each in given)
+    ),
+    "jax": lambda block, *given: jax_dflash.block_rows(
+        block, *(jnp.asarray(each, jnp.int32) for each in given)
+    ),
+}
+
+
+@pytest.mark.parametrize("implementation", ROWS)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_row_sees_the_context_and_the_block_as_far_as_its_layer_lets_it(
+    window, is_causal, implementation
+):
+    block = BlockConfig(size=SIZE, mask_id=9, windows=(window,), causal=(is_causal,))
+    lengths, draft_from = np.array([9, 5, 3]), np.array([2, 5, 0])
+    (rows,) = ROWS[implementation](block, lengths, draft_from, np.zeros((3, 4), int))
+    seen = attention.visible(
+        *(np.asarray(each) for each in (rows.first, rows.until, rows.window)), 16
+    )
+    for row, sees in enumerate(seen):
+        request, slot = divmod(row, SIZE)
+        start, length = draft_from[request], lengths[request]
+        position, place = length + slot, np.arange(16)
+        want = (place >= start) & (place < length + SIZE) & (start < length)
+        if window is not None:
+            want &= abs(place - position) < window
+        if is_causal:
+            want &= place <= position
+        np.testing.assert_array_equal(sees, want)
+        assert bool(rows.is_real[row]) == (start < length)
+        if start < length:
+            assert (int(rows.positions[row]), int(rows.places[row])) == (position, position)
+
+
+TARGET_CONFIG, TARGET_WEIGHTS = tiny_model("llama", 0)
+
+
+def head_with(**fields) -> DraftHead:
+    return tiny_block_head(TARGET_CONFIG, 5, **fields)
+
+
+VARIANTS = {
+    "sliding and full": {},
+    "all full": {"layer_types": ["full_attention"] * 4},
+    "symmetric": {"is_causal": False, "sliding_window": 3},
+    "causal": {"is_causal": True, "sliding_window": 5},
+    "yarn": {
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("implementation", ["torch", "jax"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_kind_of_head_gives_the_numbers_of_the_specification(name, implementation):
+    head, weights = head_with(**VARIANTS[name]), cyclic(TARGET_CONFIG, TARGET_WEIGHTS)
+    blocks = [BLOCKS[each](head, TARGET_CONFIG, weights) for each in ("spec", implementation)]
+    features = np.random.default_rng(3).standard_normal((37, head.config.fc_inputs))
+    for cut in np.split(features.astype(np.float32), [11, 30]):
+        for block in blocks:
+            block.extend(cut)
+        want, got = (block.fill(12) for block in blocks)
+        for one, other in zip(got, want, strict=True):
+            close(one, other)
+
+
+def test_the_drafts_of_a_slot_are_told_to_the_next():
+    """So that penalties count the path, as the target's will."""
+    head, weights = head_with(), cyclic(TARGET_CONFIG, TARGET_WEIGHTS)
+    drafter, told = dflash.Drafter(head, weights), []
+
+    def choose(logits, drafts):
+        told.append(drafts)
+        return logits.argmax(axis=1)
+
+    kv = model.new_kv(drafter.layer, drafter.layer.num_layers, 4, 16)
+    where = (np.array([5, 8]), np.array([3, 4]), np.array([0, 4]), np.array([2, 3]))
+    tokens, parents, num_nodes = drafter.draft(kv, *where, np.array([[1], [2]]), choose)
+    assert [each.shape[1] for each in told] == [0, 1, 2]
+    np.testing.assert_array_equal(told[2][0], tokens[0, 1:3])
+    np.testing.assert_array_equal(parents, [[0, 0, 1, 0], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(num_nodes, [3, 1])  # a limit of 2; nothing to draft from
+    np.testing.assert_array_equal(tokens[:, 0], [5, 8])
+    assert not tokens[0, 3:].any()
+    assert not tokens[1, 1:].any()
+
+
+VOCAB, S = 97, 5
+HOW = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.9, "top_k": 40, "top_p": 0.95},
+    # One token is pushed so far up that only what counts the path takes another one.
+    "greedy with penalties": {"temperature": 0.0, "frequency_penalty": 2.0, "logit_bias": {8: 7.0}},
+    "sampled with penalties": {
+        "temperature": 1.0,
+        "presence_penalty": 2.0,
+        "repetition_penalty": 1.5,
+        "logit_bias": {8: 7.0},
+        "min_p": 0.001,
+    },
+}
+
+
+class Choosing:
+    """Logits of two requests' slots, and how an implementation picks a draft for each."""
+
+    def __init__(self, how: dict) -> None:
+        rng = np.random.default_rng(21)
+        self.logits = rng.normal(0, 1.5, (2, S, VOCAB)).astype(np.float32)
+        self.how = spec_sampling(SamplingParams(seed32=77, **how), 3, VOCAB, 2)
+        self.lengths = np.array([6, 11], np.int32)
+        self.seen = np.zeros((2, VOCAB), np.int32)
+        noise = [sampling.gumbel(self.how.seed, self.lengths + 1 + j, VOCAB, 0) for j in range(S)]
+        self.noise = np.stack(noise, axis=1)
+
+    def spec(self) -> tuple[np.ndarray, np.ndarray]:
+        rank = Ranking(self.how, self.lengths, self.seen, 1, [])
+        # Its noise is the target's only where nothing is kept.
+        chooses = Ranking(self.how, self.lengths, self.seen, 1, None)
+        drafts = np.zeros((2, 1, 0), np.int32)
+        for slot in range(S):
+            rank(self.logits[:, slot, None], drafts)
+            ids, _ = chooses(self.logits[:, slot, None], drafts)
+            drafts = np.concatenate([drafts, ids], axis=2)
+        return drafts[:, 0], np.stack(rank.kept, axis=1)
+
+    def torch(self) -> tuple[np.ndarray, np.ndarray]:
+        fields = {name: torch.from_numpy(getattr(self.how, name)) for name in JaxSampling._fields}
+        how = TorchSampling(**fields | {"seed": fields["seed"].view(torch.int32)})
+        seen = torch.from_numpy(self.seen) if how.has_penalty.any() else None
+        given = (torch.from_numpy(each) for each in (self.lengths, self.noise, self.logits))
+        lengths, noise, logits = given
+        ranking = TorchRanking(how, lengths, seen, noise, 1, [])
+        drafts = torch_dflash.choose(logits, ranking)
+        return drafts.numpy(), torch.stack(ranking.kept, dim=1).numpy()
+
+    def jax(self) -> tuple[np.ndarray, np.ndarray]:
+        how = JaxSampling(*(jnp.asarray(getattr(self.how, name)) for name in JaxSampling._fields))
+        ranking = JaxRanking(how, jnp.asarray(self.seen), jnp.asarray(self.lengths), [])
+        given = (jnp.asarray(self.logits), ranking, jnp.asarray(self.noise))
+        drafts = jax_dflash.choose(*given)
+        return np.asarray(drafts), np.stack(ranking.kept, axis=1)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "jax"])
+@pytest.mark.parametrize("name", HOW)
+def test_drafts_are_chosen_as_the_target_chooses_with_the_path_before_them(name, implementation):
+    choosing = Choosing(HOW[name])
+    want, scores = choosing.spec()
+    drafts, kept = getattr(choosing, implementation)()
+    np.testing.assert_array_equal(drafts, want)
+    # Float32 on both sides; -inf stands where a filter keeps a token out.
+    np.testing.assert_allclose(kept, scores, rtol=1e-5, atol=1e-5)
+    if "penalties" in name:
+        assert (want == 8).sum(axis=1).max() < S
+        assert (want == 8).any()

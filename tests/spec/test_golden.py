@@ -1,0 +1,186 @@
+"""Every implementation gives the numbers of the reference implementations, see golden/README.md."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.models.checkpoint import open_checkpoint
+from shared.spec import draft_tree
+from tests.support.golden_jax import JaxHead, JaxModel
+from tests.support.golden_models import GoldenHead, GoldenModel, SpecHead, SpecModel
+from tests.support.golden_torch import TorchHead, TorchModel
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+IMPLEMENTATIONS: dict[str, type[GoldenModel]] = {
+    "spec": SpecModel,
+    "torch": TorchModel,
+    "jax": JaxModel,
+}
+
+# Float32 on both sides, logits of magnitude 4 to 10: the orders of the sums differ, by up to 6e-5
+# between the reference implementation's own chunked and recurrent forms.
+close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return IMPLEMENTATIONS[request.param]
+
+
+def vectors(folder):
+    return dict(np.load(GOLDEN / folder / "vectors.npz"))
+
+
+def chain(length):
+    return np.maximum(np.arange(length) - 1, 0)
+
+
+MODELS = ("llama", "qwen3", "qwen3_5_dense")
+
+
+@pytest.mark.parametrize("folder", MODELS)
+def test_prefill_gives_logits_hidden_and_residual_streams(folder, implementation):
+    want = vectors(folder)
+    got = implementation(GOLDEN / folder).prefill(want["short_ids"], None)
+    close(got.logits, want["short_logits"])
+    close(got.hidden, want["short_hidden"])
+    close(got.streams, want["short_layers"])
+
+
+@pytest.mark.parametrize("folder", MODELS)
+def test_prefill_writes_the_kv_of_the_first_attention_layer(folder, implementation):
+    want = vectors(folder)
+    golden = implementation(GOLDEN / folder)
+    golden.prefill(want["short_ids"], None)
+    layer = 3 if folder == "qwen3_5_dense" else 0
+    k, v = golden.kv(0)
+    close(k, want[f"short_K_{layer}"])
+    close(v, want[f"short_V_{layer}"])
+
+
+@pytest.mark.parametrize("folder", MODELS)
+@pytest.mark.parametrize("step", [1, 3, 8])
+def test_decoding_gives_the_logits_in_any_number_of_steps(folder, step, implementation):
+    want = vectors(folder)
+    golden = implementation(GOLDEN / folder)
+    golden.prefill(want["short_ids"], None)
+    for start in range(0, 8, step):
+        tokens = want["decode_ids"][start : start + step]
+        got = golden.verify(tokens, chain(len(tokens)))
+        close(got.logits, want["decode_logits"][start : start + step])
+        golden.commit(np.arange(len(tokens)))
+
+
+@pytest.mark.parametrize("folder", MODELS)
+def test_rejected_branches_of_a_tree_leave_no_trace(folder, implementation):
+    want = vectors(folder)
+    golden = implementation(GOLDEN / folder)
+    golden.prefill(want["short_ids"], None)
+    a, b, c, *rest = want["decode_ids"]
+    wrong = (b + 1) % 256
+    # Root a; children: a wrong token, b; below the wrong one again b; below b: c.
+    got = golden.verify(np.array([a, wrong, b, b, c]), np.array([0, 0, 0, 1, 2]))
+    close(got.logits[[0, 2, 4]], want["decode_logits"][:3])
+    golden.commit(np.array([0, 2, 4]))
+    got = golden.verify(np.array(rest), chain(5))
+    close(got.logits, want["decode_logits"][3:])
+
+
+@pytest.mark.parametrize("folder", ["llama", "qwen3"])
+def test_far_positions_keep_the_rotation_exact(folder, implementation):
+    want = vectors(folder)
+    got = implementation(GOLDEN / folder).prefill(want["short_ids"], want["far_pos"])
+    close(got.logits, want["far_logits"])
+
+
+def test_states_after_the_prefill_and_after_three_and_eight_tokens(implementation):
+    want = vectors("qwen3_5_dense")
+    for committed in (0, 3, 8):
+        golden = implementation(GOLDEN / "qwen3_5_dense")
+        golden.prefill(want["short_ids"], None)
+        golden.verify(want["decode_ids"], chain(8))
+        golden.commit(np.arange(committed))
+        name = f"decode{committed}" if committed else "short"
+        for layer in range(3):
+            recurrent, window = golden.delta_state(layer)
+            close(recurrent, want[f"{name}_S_{layer}"])
+            close(window.T, want[f"{name}_conv_{layer}"])
+
+
+@pytest.mark.parametrize("cuts", [(150,), (64, 64, 22), (100, 1, 49), (1, 149)], ids=str)
+def test_a_long_prompt_gives_the_same_however_it_is_cut(cuts, implementation):
+    want = vectors("qwen3_5_dense")
+    golden = implementation(GOLDEN / "qwen3_5_dense")
+    chunks = np.split(want["long_ids"], np.cumsum(cuts)[:-1])
+    logits = np.concatenate([golden.prefill(chunk, None).logits for chunk in chunks])
+    close(logits[-32:], want["long_logits_last32"])
+    recurrent, window = golden.delta_state(0)
+    close(recurrent, want["long_S_0"])
+    close(window.T, want["long_conv_0"])
+
+
+def test_the_mtp_layer_reads_the_models_hidden_states_and_then_its_own(implementation):
+    want = vectors("qwen3_5_dense")
+    golden = implementation(GOLDEN / "qwen3_5_dense")
+    hidden, logits = golden.mtp(want["mtp_next_ids"], want["short_hidden"], 0)
+    close(hidden, want["mtp_hidden"])
+    close(logits, want["mtp_logits"])
+    last = hidden[-1:]
+    for i, token in enumerate(want["mtp_chain_ids"]):
+        assert token == logits[-1].argmax()
+        last, logits = golden.mtp(np.array([token]), last, 24 + i)
+        close(last, want["mtp_chain_hidden"][i : i + 1])
+        close(logits, want["mtp_chain_logits"][i : i + 1])
+
+
+HEADS: dict[str, type[GoldenHead]] = {"spec": SpecHead, "torch": TorchHead, "jax": JaxHead}
+
+
+@pytest.fixture(params=HEADS)
+def head_of(request):
+    """Makes an implementation's head on the `llama` target."""
+    return partial(HEADS[request.param], target=GOLDEN / "llama")
+
+
+def head_inputs(name):
+    """The golden numbers of a head, and what it reads of its target."""
+    want = vectors(name)
+    return want, want["aux"] if name == "eagle3" else want["hidden_in"]
+
+
+def assert_logits(name, got, want):
+    """A draft vocabulary is scored, the rest of the target's is out of the question."""
+    if name == "eagle3":
+        offsets = open_checkpoint(GOLDEN / name).tensor("d2t")
+        draft_ids = np.arange(len(offsets)) + offsets
+        assert np.isneginf(np.delete(got, draft_ids, axis=1)).all()
+        got = got[:, draft_ids]
+    close(got, want)
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle1_nobias", "eagle3"])
+def test_an_eagle_head_reads_target_hidden_states_and_then_its_own(name, head_of):
+    want, inputs = head_inputs(name)
+    head = head_of(GOLDEN / name)
+    hidden, logits = head.extend(want["next_ids"], inputs)
+    close(hidden, want["hidden_out"])
+    assert_logits(name, logits, want["logits"])
+    last = hidden[-1:]
+    for i, token in enumerate(want["chain_ids"]):
+        assert token == logits[-1].argmax()
+        last, logits = head.go_on(token, last, 24 + i)
+        close(last, want["chain_hidden"][i : i + 1])
+        assert_logits(name, logits, want["chain_logits"][i : i + 1])
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+def test_an_eagle_head_grows_the_dynamic_tree(name, head_of):
+    want, inputs = head_inputs(name)
+    shape = draft_tree.TreeShape(nodes=12, depth=4, width=4, rows=12)
+    tokens, parents, num_nodes = head_of(GOLDEN / name).draft(want["next_ids"], inputs, shape)
+    assert num_nodes == 12
+    np.testing.assert_array_equal(tokens[0], want["tree_tokens"])
+    np.testing.assert_array_equal(draft_tree.ancestors(parents)[0], want["tree_mask"])
+    np.testing.assert_array_equal(draft_tree.depths(parents)[0], want["tree_depth"])

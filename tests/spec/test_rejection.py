@@ -1,0 +1,236 @@
+"""The rejection rule from plan to text: the backends agree, and the text has the target's law.
+
+What a rule accepts is tested in `tests/spec/test_acceptance.py`, its law on a table of logits in
+`tests/spec/test_rejection_law.py`; here drafts come from a head and logits from a model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Backend, Work
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.request import Request
+from shared.spec import sampling
+from shared.spec.draft_tree import TreeShape
+from tests.spec.test_law import LIMIT, chi_square_deviation
+from tests.support.backends import make_backend
+from tests.support.driving import Outcome, drive
+from tests.support.equality import Oracle, spec_sampling
+from tests.support.tiny_heads import tiny_block_head, tiny_head
+from tests.support.tiny_small import same_model, small_model
+from tests.support.tree_subjects import CHAIN, DRAFTED, Served, request, tree_limits
+
+PROMPT = (5, 17, 3, 29, 8, 40, 2)
+KINDS = {
+    "greedy": {},
+    "greedy with penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    "sampled": {"temperature": 1.0},
+    "cold": {"temperature": 0.3},
+    "filters": {"temperature": 1.1, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"temperature": 0.9, "presence_penalty": 0.6, "repetition_penalty": 1.2},
+    "bias": {"temperature": 0.8, "logit_bias": {7: 4.0, 9: -3.0}},
+    "one draft": {"temperature": 0.7, "max_draft_tokens": 1},
+    "logprobs": {"temperature": 0.7, "logprobs": 3},
+}
+
+
+class Rejecting:
+    """Backends of the hybrid, by framework, rule and drafter; one shape, a chain."""
+
+    def __init__(self, make: Callable[..., Backend] = make_backend) -> None:
+        self.make = make
+        self.config, self.weights = DRAFTED["NEXTN"].model()
+        self.backends: dict[tuple[str, str, str], Backend] = {}
+
+    def drafter(self, name: str) -> Any:
+        """What a backend's constructor gets."""
+        target = (self.config, self.weights)
+        return {
+            "NEXTN": lambda: "NEXTN",
+            "EAGLE3": lambda: tiny_head(*target, "EAGLE3", 4),
+            "DFLASH": lambda: tiny_block_head(self.config, 4, block_size=CHAIN.nodes),
+            "STANDALONE": lambda: small_model(*target, "qwen3", 4),
+            "the target itself": lambda: same_model(*target),
+        }[name]()
+
+    def engine(self, framework: str, rule: str, overlap: int, drafter: str) -> Engine:
+        key = (framework, rule, drafter)
+        if key not in self.backends:
+            limits = tree_limits(self.config.vocab)
+            wanted = [p for p in limits.programs if p.work is Work.PREFILL or p.shape == CHAIN]
+            limits = replace(limits, programs=tuple(wanted), accept_rule=rule)
+            made = (self.config, self.weights, limits, self.drafter(drafter))
+            self.backends[key] = self.make(framework, *made)
+        backend = self.backends[key]
+        controller = StaticController(backend.limits, nodes=4, depth=3, width=1)
+        return Engine(backend, controller, overlap=overlap, chunked_prefill_size=128)
+
+    def serve(
+        self,
+        framework: str,
+        rule: str,
+        requests: list[Request],
+        overlap: int,
+        drafter: str = "NEXTN",
+    ) -> dict[int, Outcome]:
+        return drive(self.engine(framework, rule, overlap, drafter), requests)
+
+    def close(self) -> None:
+        for backend in self.backends.values():
+            backend.close()
+
+
+@pytest.fixture(scope="module")
+def rejecting() -> Iterator[Rejecting]:
+    made = Rejecting()
+    yield made
+    made.close()
+
+
+def requests() -> list[Request]:
+    """One of each kind, with prompts of their own."""
+    return [request(number, (*PROMPT, number), **how) for number, how in enumerate(KINDS.values())]
+
+
+# XLA compiles a rule for one backend only; the other rule differs by an operation that
+# `tests/spec/test_acceptance.py` compares.
+PAIRS = [("rejection", "torch"), ("rejection", "jax"), ("block", "torch")]
+
+
+@pytest.mark.parametrize(("rule", "framework"), PAIRS)
+def test_backends_agree_token_for_token_and_accept_alike(
+    rule: str, framework: str, rejecting: Rejecting
+) -> None:
+    want = rejecting.serve("reference", rule, requests(), overlap=0)
+    got = rejecting.serve(framework, rule, requests(), overlap=2)
+    for number, kind in enumerate(KINDS):
+        assert got[number].tokens == want[number].tokens, kind
+        assert got[number].accepted == want[number].accepted, kind
+    accepted = {count for outcome in got.values() for count in outcome.accepted}
+    assert accepted == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("drafter", ["EAGLE3", "DFLASH", "STANDALONE"])
+def test_every_drafter_tells_what_it_sampled_from(drafter: str, rejecting: Rejecting) -> None:
+    want = rejecting.serve("reference", "rejection", requests(), 0, drafter)
+    got = rejecting.serve("torch", "rejection", requests(), 2, drafter)
+    for number, kind in enumerate(KINDS):
+        assert got[number].tokens == want[number].tokens, kind
+        assert got[number].accepted == want[number].accepted, kind
+    assert len({count for outcome in got.values() for count in outcome.accepted}) > 1
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_drafter_that_is_the_target_is_never_rejected(rule: str, rejecting: Rejecting) -> None:
+    """It proves that q is that of the draft's own level, penalties and filters included."""
+    served = rejecting.serve("torch", rule, requests(), 1, "the target itself")
+    for number, (kind, how) in enumerate(KINDS.items()):
+        most = how.get("max_draft_tokens", CHAIN.depth)
+        assert set(served[number].accepted) == {most}, kind
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_texts_do_not_depend_on_the_overlap_or_the_neighbours(
+    rule: str, rejecting: Rejecting
+) -> None:
+    together = rejecting.serve("torch", rule, requests(), overlap=1)
+    for each in requests():
+        alone = rejecting.serve("torch", rule, [each], overlap=0)[each.request_id]
+        assert alone.tokens == together[each.request_id].tokens
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_what_drafts_cannot_change_is_the_plain_text(rule: str, rejecting: Rejecting) -> None:
+    served = Served()
+    kept = [{}, KINDS["greedy with penalties"], {"temperature": 1.0, "max_draft_tokens": 0}]
+    asked = [request(number, (*PROMPT, number), **how) for number, how in enumerate(kept)]
+    got = rejecting.serve("torch", rule, asked, overlap=1)
+    for each in asked:
+        assert got[each.request_id].tokens == served.plain("NEXTN", each).tokens
+    served.close()
+
+
+def test_logprobs_are_the_targets_own(rejecting: Rejecting) -> None:
+    (asked,) = [each for each in requests() if each.sampling.logprobs]
+    got = rejecting.serve("torch", "rejection", [asked], overlap=1)[asked.request_id]
+    oracle = Oracle(rejecting.config, rejecting.weights)
+    text = np.array([*asked.prompt, *got.tokens], np.int32)
+    logits = oracle._logits(text[:-1])[len(asked.prompt) - 1 :]
+    want = sampling.logprobs(logits, text[len(asked.prompt) :])
+    # Float32 on both sides; sums of another order move a logit by up to 6e-5.
+    np.testing.assert_allclose([chosen for chosen, _ in got.logprobs], want, atol=2e-4)
+
+
+def test_no_backend_has_trees_under_a_rule_for_chains() -> None:
+    with pytest.raises(ValueError, match="the accept rule block is for chains"):
+        replace(tree_limits(272), accept_rule="block")
+
+
+TOKENS, TEXTS, WIDE = 4, 1200, 64
+HOW = {"temperature": 1.0, "top_k": 3, "max_tokens": TOKENS, "presence_penalty": 0.5}
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_texts_have_the_targets_law(rule: str, rejecting: Rejecting) -> None:
+    """Three tokens may follow any text, so that 81 texts can be counted."""
+    asked = [request(number, PROMPT, seed32=number, **HOW) for number in range(TEXTS)]
+    got = drive(wide_engine(rejecting, rule), asked)
+    counts = Counter(tuple(outcome.tokens) for outcome in got.values())
+    law = exact_law()
+    assert counts.keys() <= law.keys()
+    seen = np.array([counts[text] for text in law])
+    assert chi_square_deviation(seen, TEXTS * np.array(list(law.values()))) < LIMIT
+    drafted = [count for outcome in got.values() for count in outcome.accepted]
+    assert {0, 1, 2} <= set(drafted)
+
+
+def wide_engine(rejecting: Rejecting, rule: str) -> Engine:
+    """Serves many requests at once, so that many texts take seconds."""
+    limits, shape = tree_limits(rejecting.config.vocab), TreeShape.chain(3, WIDE)
+    like = replace(limits.programs[0], batch=WIDE, tokens=512, pages=16)
+    programs = (like, replace(like, work=Work.DECODE, tokens=0, shape=shape))
+    sizes = {"num_slots": WIDE + 2, "num_pages": 1 + 16 * (WIDE + 1), "context_length": 40}
+    limits = replace(limits, programs=programs, accept_rule=rule, **sizes)
+    backend = make_backend("torch", rejecting.config, rejecting.weights, limits, "NEXTN")
+    rejecting.backends["torch", rule, "many requests"] = backend
+    controller = StaticController(limits, nodes=4, depth=3, width=1)
+    return Engine(backend, controller, overlap=1, chunked_prefill_size=512)
+
+
+@cache
+def exact_law() -> dict[tuple[int, ...], float]:
+    """The probability of each text by the specification."""
+    config, weights = DRAFTED["NEXTN"].model()
+    oracle, laws = Oracle(config, weights), {(): 1.0}
+    for _ in range(TOKENS):
+        laws = dict(
+            itertools.chain.from_iterable(
+                (((*text, v), before * after) for v, after in _next(oracle, text))
+                for text, before in laws.items()
+            )
+        )
+    return laws
+
+
+def _next(oracle: Oracle, output: tuple[int, ...]) -> list[tuple[int, float]]:
+    text = np.array([*PROMPT, *output], np.int32)
+    params = request(0, PROMPT, **HOW).sampling
+    logits = oracle._logits(text)[-1:]
+    seen = np.zeros(logits.shape, np.int32)
+    seen[0, list(PROMPT)] = 1
+    for token in output:
+        seen[0, token] += 2
+    rows = spec_sampling(params, len(PROMPT), logits.shape[1], 1)
+    scores = sampling.processed(logits.copy(), seen, np.array([len(text)], np.int32), rows, None)
+    (law,) = sampling.probabilities(scores)
+    return [(int(v), float(law[v])) for v in np.flatnonzero(law)]

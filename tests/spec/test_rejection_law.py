@@ -1,0 +1,209 @@
+"""The law of the text under the rejection rule, which depends on the drafts but not in its law.
+
+As `tests/spec/test_law.py`: 50,000 requests of four tokens are 200,000 draws, held against exact
+probabilities. Drafts are sampled from a head that disagrees, or made without sampling.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from shared.spec import acceptance, sampling
+from shared.spec.draft_tree import TreeShape
+from tests.spec.test_law import (
+    BOTH,
+    CHAIN,
+    LIMIT,
+    ROWS,
+    SETTINGS,
+    VOCAB,
+    Rule,
+    Texts,
+    decode,
+    deviation,
+    exact,
+    rule_of,
+    scores,
+    tables,
+)
+
+
+def sampled_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.ndarray]:
+    """Drafts sampled from the head with noise of their own, and the laws that they come from."""
+    B, found, laws = len(texts.newest), [], []
+    noise = rule.sampling.draft_noise(texts.how.seed, texts.lengths, shape.depth, VOCAB)
+    for level in range(shape.depth):
+        last, seen = found[-1] if found else texts.newest, texts.seen.copy()
+        for draft in found:
+            seen[np.arange(B), draft] += 2
+        processed, _, warm = scores(rule, texts, tables()[1][last], seen, np.full(B, level))
+        perturbed = rule.sampling.perturbed(processed, noise[:, level], warm)
+        found.append(rule.sampling.top_candidates(perturbed, 1)[:, 0])
+        laws.append(processed)
+    tokens = np.stack([texts.newest, *found], axis=1)
+    return tokens, rule.acceptance.sampled_law(np.stack(laws, axis=1), tokens)
+
+
+def certain_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.ndarray]:
+    """The head's likeliest drafts, which nobody sampled."""
+    found = [texts.newest]
+    for _ in range(shape.depth):
+        found.append(tables()[1][found[-1]].argmax(axis=1).astype(np.int32))
+    tokens = np.stack(found, axis=1)
+    return tokens, rule.acceptance.certain_law(tokens, VOCAB)
+
+
+CHAINS = {"sampled": sampled_chain, "certain": certain_chain}
+
+
+@dataclass(frozen=True)
+class Rejecting:
+    """A step by the rejection rule; `accepts` names the function, `drafts` one of `CHAINS`."""
+
+    accepts: str
+    drafts: str
+
+    def __call__(self, rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.ndarray]:
+        tokens, q = CHAINS[self.drafts](rule, texts, shape)
+        B, N = tokens.shape
+        parents = np.maximum(np.tile(np.arange(N, dtype=np.int32), (B, 1)) - 1, 0)
+        # Requests may have fewer drafts: here the number goes by the seed.
+        num_nodes = (N - np.arange(B) % 5 // 4).astype(np.int32)
+        seen = rule.sampling.path_seen(texts.seen, tokens, parents)
+        logits, p, choices = tables()[0][tokens], [], []
+        for n in range(N):
+            found, noise, warm = scores(rule, texts, logits[:, n], seen[:, n], np.full(B, n))
+            p.append(rule.sampling.probabilities(found))
+            choices.append(rule.sampling.choose(found, noise, warm))
+        where = (texts.how.seed, texts.lengths)
+        choices = getattr(rule.acceptance, self.accepts)(
+            tokens,
+            num_nodes,
+            np.stack(choices, axis=1),
+            np.stack(p, axis=1),
+            q,
+            rule.sampling.uniforms(*where, N - 1),
+            rule.sampling.gumbel(*where, VOCAB, sampling.RESIDUAL_STREAM),
+            texts.how.temperature,
+        )
+        path, counts = rule.acceptance.walk(tokens, parents, num_nodes, choices, shape.depth)
+        return rule.acceptance.emitted(choices, path, counts), counts
+
+
+REJECTION_CASES = [
+    *(
+        ("specification", accepts, drafts, settings)
+        for accepts in ("rejection_choices", "block_choices")
+        for drafts in CHAINS
+        for settings in ("nothing", "penalties and filters")
+    ),
+    *(
+        (name, accepts, "sampled", settings)
+        for name in ("torch", "jax")
+        for accepts in ("rejection_choices", "block_choices")
+        for settings in ("nothing", "penalties and filters")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "accepts", "drafts", "settings"), REJECTION_CASES)
+def test_rejection_leaves_the_law_as_it_is(
+    name: str, accepts: str, drafts: str, settings: str
+) -> None:
+    by = Rejecting(accepts, drafts)
+    written, first = decode(rule_of(name), CHAIN, SETTINGS[settings], ROWS, by)
+    assert first > 1.4
+    assert deviation(written, exact(SETTINGS[settings])) < LIMIT
+
+
+def test_a_chain_judged_as_a_whole_accepts_more() -> None:
+    def first(accepts: str) -> float:
+        by = Rejecting(accepts, "sampled")
+        return decode(rule_of("specification"), CHAIN, SETTINGS["nothing"], ROWS, by)[1]
+
+    # Of 50,000 steps each mean is known to 0.005.
+    assert first("block_choices") > first("rejection_choices") + 0.02
+
+
+def _q_without_filters(_: Callable) -> Callable:
+    def law(scores: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        logits = tables()[1][tokens[:, :-1]].reshape(-1, VOCAB)
+        return sampling.probabilities(logits).reshape(scores.shape)
+
+    return law
+
+
+def _residual(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[Callable], Callable]:
+    """The draw after a rejection from something else, made of p and the residual."""
+
+    def broken(was: Callable) -> Callable:
+        def decided(*args: np.ndarray) -> np.ndarray:
+            p, residual, *rest = args[4:]
+            return was(*args[:4], p, of(p[:, :-1], residual), *rest)
+
+        return decided
+
+    return broken
+
+
+def _drafts_share_the_residuals_stream(_: Callable) -> Callable:
+    def noise(seeds: np.ndarray, positions: np.ndarray, levels: int, vocab: int) -> np.ndarray:
+        shared = sampling.gumbel(seeds, positions, vocab, sampling.RESIDUAL_STREAM)
+        return np.repeat(shared[:, None], levels, axis=1)
+
+    return noise
+
+
+REJECTION_FAULTS = {
+    "q without filters": (acceptance, "sampled_law", _q_without_filters),
+    "residual is the target's law": (acceptance, "_decided", _residual(lambda p, _: p)),
+    "residual without its sign": (acceptance, "_decided", _residual(lambda _, r: abs(r))),
+    "drafts share the residual's stream": (
+        sampling,
+        "draft_noise",
+        _drafts_share_the_residuals_stream,
+    ),
+}
+
+
+@pytest.mark.parametrize("accepts", ["rejection_choices", "block_choices"])
+@pytest.mark.parametrize("fault", REJECTION_FAULTS)
+def test_the_law_shows_a_planted_fault_of_rejection(
+    fault: str, accepts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, function, broken = REJECTION_FAULTS[fault]
+    monkeypatch.setattr(module, function, broken(getattr(module, function)))
+    by = Rejecting(accepts, "sampled")
+    rule = rule_of("specification")
+    written, _ = decode(rule, CHAIN, SETTINGS[BOTH], ROWS // 2, by)
+    assert deviation(written, exact(SETTINGS[BOTH])) > LIMIT
+
+
+def test_no_word_of_the_cipher_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that begin at different places share none, whatever an earlier one drafted and saw."""
+    drawn, was = [], sampling.threefry2x32
+
+    def noted(key: tuple, counter: tuple) -> tuple:
+        words = np.broadcast_arrays(*key, *counter)
+        drawn.extend(zip(*(part.reshape(-1).tolist() for part in words), strict=True))
+        return was(key, counter)
+
+    monkeypatch.setattr(sampling, "threefry2x32", noted)
+    seeds = np.array([7], np.uint32)
+    for place in range(6):
+        where = (seeds, np.array([place], np.int32))
+        sampling.gumbel(*where, VOCAB, sampling.TARGET_STREAM)
+        sampling.gumbel(*where, VOCAB, sampling.RESIDUAL_STREAM)
+        sampling.draft_noise(*where, 4, VOCAB)
+        sampling.uniforms(*where, 4)
+    assert len(drawn) > 6 * 6 * 4
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_a_drafter_that_is_not_finite_leaves_the_law_as_it_is() -> None:
+    scores_of = np.zeros((1, 2, 4), np.float32)
+    scores_of[0, 1, 3] = np.nan
+    q = acceptance.sampled_law(scores_of, np.array([[0, 1, 3]], np.int32))
+    assert q[0].tolist() == [[0.25] * 4, [0, 0, 0, 1]]

@@ -1,0 +1,408 @@
+"""Choosing a token: published cipher vectors, the law of the choice, the filters, the penalties."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.spec import sampling as spec
+from shared.spec.sampling import Sampling
+from tests.support.implementations import Implementation, each_implementation
+
+REAL_VOCAB = 151_936
+
+
+def neutral(B: int, vocab: int, **changes: np.ndarray) -> Sampling:
+    """Parameters of B greedy rows without any filter, penalty or bias."""
+    zeros, ones = np.zeros(B, np.float32), np.ones(B, np.float32)
+    counts = np.zeros(B, np.int32)
+    ids = np.zeros((B, 1), np.int32)
+    sampling = Sampling(
+        temperature=zeros,
+        top_p=ones,
+        top_k=np.full(B, vocab, np.int32),
+        min_p=zeros,
+        seed=np.arange(B, dtype=np.uint32),
+        presence=zeros,
+        frequency=zeros,
+        repetition=ones,
+        prompt_length=counts,
+        min_length=counts,
+        max_drafts=counts,
+        num_logprobs=counts,
+        stop_ids=ids,
+        bias_ids=ids,
+        bias_values=np.zeros((B, 1), np.float32),
+        calibration=np.ones((B, 1), np.float32),
+    )
+    return replace(sampling, **changes)
+
+
+def f32(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def i32(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+class TestNoise:
+    @pytest.mark.parametrize(
+        ("key", "counter", "words"),
+        [
+            ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
+            ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 2, (0x1CB996FC, 0xBB002BE7)),
+            ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
+        ],
+    )
+    def test_threefry_gives_the_published_words(
+        self, key: tuple[int, int], counter: tuple[int, int], words: tuple[int, int]
+    ) -> None:
+        arrays = [tuple(np.array([word], np.uint32) for word in pair) for pair in (key, counter)]
+        assert tuple(int(word[0]) for word in spec.threefry2x32(*arrays)) == words
+
+    def test_noise_is_numbered_by_token_id(self) -> None:
+        seeds, positions = np.array([7], np.uint32), i32(9)
+        got = spec.gumbel(seeds, positions, 5, 0)
+        for token in range(5):
+            key = (seeds, positions.astype(np.uint32))
+            counter = (np.array([token >> 1], np.uint32), np.zeros(1, np.uint32))
+            word = spec.threefry2x32(key, counter)[token & 1]
+            assert got[0, token] == spec.noise_of_words(word[None])[0, 0]
+        # A wider vocabulary (a padded one) leaves the noise of its first ids as it was.
+        assert (spec.gumbel(seeds, positions, 8, 0)[:, :5] == got).all()
+
+    def test_noise_differs_by_seed_position_and_stream_and_by_nothing_else(self) -> None:
+        def one(seed: int, position: int, stream: int) -> bytes:
+            return spec.gumbel(np.array([seed], np.uint32), i32(position), 16, stream).tobytes()
+
+        assert len({one(1, 1, 0), one(2, 1, 0), one(1, 2, 0), one(1, 1, 1)}) == 4
+        batch = spec.gumbel(np.array([5, 1], np.uint32), i32(3, 1), 16, 0)
+        assert batch[1].tobytes() == one(1, 1, 0)
+
+    def test_every_word_gives_finite_noise_even_where_the_uniform_rounds_to_one(self) -> None:
+        words = np.array([[0, 1, 0xFFFFFFFF, 0xFFFFFF80, 0xFFFFFF7F, 0x80000000]], np.uint32)
+        assert np.float32(words[0, 2]) * np.float32(2**-32) == 1  # the planted trap
+        noise = spec.noise_of_words(words)
+        assert np.isfinite(noise).all()
+        # A large uniform means small noise here, so the clamped end cannot win.
+        assert noise[0, 0] == noise.max()
+        assert noise[0, 2] == noise.min()
+        rng = np.random.default_rng(0)
+        assert np.isfinite(
+            spec.noise_of_words(rng.integers(0, 2**32, (1, 1 << 20), dtype=np.uint32))
+        ).all()
+
+    def test_choices_of_one_seed_differ_and_seeds_are_taken_modulo_two_to_the_64(self) -> None:
+        assert len({spec.derive_seed(3, choice) for choice in range(128)}) == 128
+        assert spec.derive_seed(-5, 2) == spec.derive_seed(2**64 - 5, 2)
+        assert spec.derive_seed(0, 0) == 0x6B200159
+        assert spec.derive_seed(1 << 32, 0) != spec.derive_seed(0, 0)
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    expected = counts.sum() * probabilities
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+class TestLaw:
+    def test_the_choice_follows_the_distribution(self) -> None:
+        logits = f32(2.0, 1.0, 0.0, -0.5, 0.5, -1.0, 1.5, 0.2)
+        draws = 20_000
+        noise = spec.gumbel(np.full(draws, 11, np.uint32), np.arange(draws, dtype=np.int32), 8, 0)
+        rows = np.tile(logits, (draws, 1))
+        chosen = spec.choose(rows, noise, np.ones(draws, np.float32))
+        probabilities = np.exp(logits) / np.exp(logits).sum()
+        # 99.9 % quantile of chi-square with 7 degrees of freedom; seed and positions are fixed.
+        assert chi_square(np.bincount(chosen, minlength=8), probabilities) < 24.3
+
+    def test_the_choice_follows_the_distribution_of_a_real_vocabulary(self) -> None:
+        # Noise that is infinite for one word in 2^24 shows here only: 151,936 words a draw give 1 %
+        # of all draws to a random id. The heavy tail tests the law of unlikely ids in groups, the
+        # light one (0.1 %) would be ten times too frequent.
+        rng = np.random.default_rng(3)
+        tail = rng.normal(size=REAL_VOCAB).astype(np.float32)
+        tail[:8] = rng.normal(size=8) / 4
+        heads = np.arange(REAL_VOCAB) < 8
+        laws = [tail + np.float32(shift) * heads for shift in (10.0, 17.0)]
+        cell = np.where(heads, np.arange(REAL_VOCAB), 8 + np.arange(REAL_VOCAB) % 16)
+        cells = [cell, np.minimum(cell, 8)]
+        counts = [np.zeros(24), np.zeros(9)]
+        for first in range(0, 1500, 50):
+            positions = np.arange(first, first + 50, dtype=np.int32)
+            noise = spec.gumbel(np.full(50, 5, np.uint32), positions, REAL_VOCAB, 0)
+            for law, of_id, count in zip(laws, cells, counts, strict=True):
+                count += np.bincount(of_id[(law + noise).argmax(axis=1)], minlength=len(count))
+        # 99.9 % quantiles with 23 and 8 degrees of freedom.
+        for law, of_id, count, limit in zip(laws, cells, counts, (49.8, 26.1), strict=True):
+            probabilities = np.exp(law.astype(np.float64))
+            expected = np.bincount(of_id, weights=probabilities / probabilities.sum())
+            assert chi_square(count, expected) < limit
+
+    def test_equal_logits_are_chosen_by_the_lower_id(self) -> None:
+        rows = np.array([[1, 3, 3, 2], [0, 0, 0, 0]], np.float32)
+        assert spec.choose(rows, np.zeros_like(rows), f32(0, 0)).tolist() == [1, 0]
+        assert spec.top_candidates(rows, 3).tolist() == [[1, 2, 3], [0, 1, 2]]
+
+    def test_greedy_rows_take_no_noise(self) -> None:
+        rows = np.array([[0, 1, 0], [0, 1, 0]], np.float32)
+        noise = np.array([[0, 0, 9], [0, 0, 9]], np.float32)
+        assert spec.choose(rows, noise, f32(0, 1)).tolist() == [1, 2]
+
+    def test_draft_weights_are_log_probabilities_softened_by_tau(self) -> None:
+        rows = np.array([[0, 1, 2], [0, 1, 2]], np.float32)
+        weights = spec.draft_weights(rows, f32(0, 0.7), 0.5)
+        np.testing.assert_allclose(np.exp(weights).sum(axis=1), 1, rtol=1e-6)
+        # Differences of log probabilities: as the logits at T = 0, divided by tau otherwise.
+        np.testing.assert_allclose(np.diff(weights), [[1, 1], [2, 2]], rtol=1e-6)
+
+
+def kept(probabilities: list[float], **filters: float) -> list[int]:
+    logits = np.log(np.array([probabilities], np.float32))
+    settings = {"top_k": len(probabilities), "top_p": 1.0, "min_p": 0.0} | filters
+    keep = spec.support(
+        logits, i32(int(settings["top_k"])), f32(settings["top_p"]), f32(settings["min_p"])
+    )
+    return np.flatnonzero(keep[0]).tolist()
+
+
+class TestSupport:
+    def test_each_filter_alone(self) -> None:
+        p = [0.1, 0.4, 0.2, 0.3]
+        assert kept(p, top_k=2) == [1, 3]
+        assert kept(p, top_p=0.5) == [1, 3]  # 0.4 is before token 3, still below
+        assert kept(p, top_p=0.3) == [1]
+        assert kept(p, min_p=0.6) == [1, 3]
+        assert kept(p, top_p=1e-9) == [1]
+
+    def test_filters_are_measured_on_the_full_distribution_not_one_after_the_other(self) -> None:
+        # Renormalised over the top 2, 0.4 would become 0.57 and top_p 0.5 would drop token 3.
+        assert kept([0.1, 0.4, 0.2, 0.3], top_k=2, top_p=0.5) == [1, 3]
+        assert kept([0.1, 0.4, 0.2, 0.3], top_k=3, top_p=0.69, min_p=0.7) == [1, 3]
+
+    def test_equal_probabilities_are_ranked_by_id(self) -> None:
+        assert kept([0.25] * 4, top_k=2) == [0, 1]
+        assert kept([0.25] * 4, top_p=0.5) == [0, 1]
+        assert kept([0.25] * 4, min_p=1.0) == [0, 1, 2, 3]
+
+    def test_a_neutral_filter_is_off_and_keeps_the_tail(self) -> None:
+        # Halves, so that a float32 sum reaches 1 after some 25 tokens of 60.
+        logits = -np.log(np.float32(2)) * np.arange(60, dtype=np.float32)[None]
+        assert spec.support(logits, i32(60), f32(1), f32(0)).all()
+        almost_one = np.nextafter(f32(1), f32(0))
+        assert not spec.support(logits, i32(60), almost_one, f32(0)).all()
+
+    def test_the_support_is_taken_at_the_temperature(self) -> None:
+        logits = np.log(np.array([[0.6, 0.3, 0.1]] * 2, np.float32))
+        sampling = neutral(2, 3, temperature=f32(0.5, 2), top_p=f32(0.6, 0.6))
+        got = spec.processed(logits, np.zeros((2, 3), np.int32), i32(0, 0), sampling, None)
+        assert np.isfinite(got).tolist() == [[True, False, False], [True, True, False]]
+
+
+class TestProcessed:
+    def test_neutral_parameters_change_no_bit(self) -> None:
+        logits = np.random.default_rng(0).normal(size=(2, 50)).astype(np.float32)
+        seen = np.random.default_rng(1).integers(0, 9, (2, 50)).astype(np.int32)
+        for temperature in (0.0, 1.0):
+            sampling = neutral(2, 50, temperature=f32(temperature, temperature))
+            got = spec.processed(logits, seen, i32(3, 4), sampling, None)
+            assert got.dtype == np.float32
+            assert (got == logits).all()
+
+    def test_penalties_read_prompt_and_output_apart(self) -> None:
+        logits = np.array([[2, 2, 2, 2, -2]], np.float32)
+        seen = np.array([[0, 1, 2, 5, 1]], np.int32)  # not, prompt, output, both (twice), prompt
+        sampling = neutral(
+            1, 5, repetition=f32(2), presence=f32(0.5), frequency=f32(0.25)
+        )  # fmt: skip
+        got = spec.processed(logits, seen, i32(9), sampling, None)
+        assert got.tolist() == [[2, 1, 1 - 0.5 - 0.25, 1 - 0.5 - 0.5, -4]]
+
+    def test_penalties_are_exact_inside_a_tree(self) -> None:
+        seen = np.array([[0, 1, 2, 0]], np.int32)
+        tokens = np.array([[2, 3, 1, 3, 3]], np.int32)
+        parents = np.array([[0, 0, 1, 1, 0]], np.int32)
+        got = spec.path_seen(seen, tokens, parents)
+        # The root's own token (2) is in `seen` already; siblings do not see one another.
+        want = [[0, 1, 2, 0], [0, 1, 2, 2], [0, 3, 2, 2], [0, 1, 2, 4], [0, 1, 2, 2]]
+        assert got[0].tolist() == want
+
+    def test_bias_stop_ids_and_mask_come_before_the_temperature(self) -> None:
+        logits = np.array([[1, 2, 3, 4]], np.float32)
+        sampling = neutral(
+            1, 4,
+            temperature=f32(0.5),
+            bias_ids=np.array([[0, 1, 0]], np.int32),
+            bias_values=np.array([[5, -1, 0]], np.float32),
+            stop_ids=np.array([[3, 3]], np.int32),
+            min_length=i32(8),
+        )  # fmt: skip
+        seen = np.zeros((1, 4), np.int32)
+        early = spec.processed(logits, seen, i32(7), sampling, None)
+        assert early.tolist() == [[12, 2, 6, -np.inf]]
+        late = spec.processed(logits, seen, i32(8), sampling, None)
+        assert late.tolist() == [[12, 2, 6, 8]]
+        allowed = np.array([[False, True, True, True]])
+        masked = spec.processed(logits, seen, i32(8), sampling, allowed)
+        assert masked.tolist() == [[-np.inf, 2, 6, 8]]
+
+    def test_a_mask_narrows_the_support_it_is_measured_on(self) -> None:
+        logits = np.log(np.array([[0.7, 0.2, 0.1]], np.float32))
+        sampling = neutral(1, 3, temperature=f32(1), top_p=f32(0.6))
+        allowed = np.array([[False, True, True]])
+        got = spec.processed(logits, np.zeros((1, 3), np.int32), i32(0), sampling, allowed)
+        assert np.isfinite(got).tolist() == [[False, True, False]]
+
+    def test_rows_gather_every_parameter(self) -> None:
+        sampling = neutral(
+            3, 4, temperature=f32(1, 2, 3), stop_ids=np.array([[1], [2], [3]], np.int32)
+        )
+        got = sampling.rows(i32(2, 2, 0))
+        assert got.temperature.tolist() == [3, 3, 1]
+        assert got.stop_ids.tolist() == [[3], [3], [1]]
+        assert got.seed.tolist() == [2, 2, 0]
+
+
+class TestLogprobs:
+    def test_logprobs_are_those_of_the_raw_logits(self) -> None:
+        logits = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]], np.float32))
+        np.testing.assert_allclose(
+            np.exp(spec.logprobs(logits, i32(1, 2))), [0.25, 0.7], rtol=1e-6
+        )  # one rounding of exp and log each
+        ids, values = spec.top_logprobs(logits, 2)
+        assert ids.tolist() == [[0, 1], [2, 1]]
+        np.testing.assert_allclose(np.exp(values), [[0.5, 0.25], [0.7, 0.2]], rtol=1e-6)
+
+
+@each_implementation
+def test_implementations_have_the_ciphers_bits(implementation: Implementation) -> None:
+    words = np.random.default_rng(0).integers(0, 2**32, (4, 300), dtype=np.uint32)
+    words[:, :2] = [[0, 2**32 - 1]] * 4
+    want = spec.threefry2x32((words[0], words[1]), (words[2], words[3]))
+    got = implementation("sampling").threefry2x32((words[0], words[1]), (words[2], words[3]))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(g.view(np.uint32), w)
+
+
+@each_implementation
+def test_implementations_have_the_same_noise_at_a_real_vocabulary(
+    implementation: Implementation,
+) -> None:
+    seeds, positions = np.array([7, 2**32 - 1], np.uint32), np.array([0, 70_000], np.int32)
+    for vocab in (REAL_VOCAB, 5):
+        want = spec.gumbel(seeds, positions, vocab, spec.TARGET_STREAM)
+        got = implementation("sampling").gumbel(seeds, positions, vocab, spec.TARGET_STREAM)
+        assert np.isfinite(got).all()
+        # The words are equal; the logarithms of the libraries differ in their last bits.
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+
+
+@each_implementation
+def test_implementations_keep_the_largest_noise_finite(implementation: Implementation) -> None:
+    words = np.array([[0, 1, 2**32 - 1, 2**32 - 2, 2**31]], np.uint32)
+    got = implementation("sampling").noise_of_words(words)
+    np.testing.assert_allclose(got, spec.noise_of_words(words), rtol=2e-6, atol=2e-6)
+
+
+def mixed_rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, Sampling]:
+    """Logits, seen, positions and parameters of rows of which each uses something else."""
+    rng, B = np.random.default_rng(5), 8
+    logits = (3 * rng.standard_normal((B, vocab))).astype(np.float32)
+    seen = rng.integers(0, 6, (B, vocab)).astype(np.int32)
+    sampling = neutral(
+        B,
+        vocab,
+        temperature=f32(0, 0.7, 1, 1.3, 0.5, 1, 0, 2),
+        top_p=f32(0.9, 0.9, 1, 0.5, 1, 0.99, 1, 1e-6),
+        top_k=np.array([3, vocab, 5, vocab, vocab, 20, vocab, vocab], np.int32),
+        min_p=f32(0, 0, 0.1, 0, 0.02, 0, 0.5, 0),
+        presence=f32(0.5, 0, 0, 1, 0, 0, -1, 0),
+        frequency=f32(0, 0.3, 0, 0.2, 0, 0, 0, 0),
+        repetition=f32(1, 1.2, 1, 0.8, 1, 1, 1.5, 1),
+        min_length=np.array([9, 0, 9, 0, 0, 0, 11, 0], np.int32),
+        stop_ids=np.tile(np.array([[4, 4, 17]], np.int32), (B, 1)),
+        bias_ids=np.tile(np.array([[2, 0]], np.int32), (B, 1)),
+        bias_values=np.stack([f32(0, 5, 0, -np.inf, 0, 0, 9, 0), np.zeros(B, np.float32)], 1),
+    )
+    return logits, seen, np.arange(5, 5 + B, dtype=np.int32), sampling
+
+
+@each_implementation
+def test_implementations_process_and_choose_alike(implementation: Implementation) -> None:
+    ops, vocab = implementation("sampling"), 61
+    logits, seen, positions, sampling = mixed_rows(vocab)
+    allowed = np.random.default_rng(1).integers(0, 4, logits.shape) > 0
+    for mask in (None, allowed):
+        want = spec.processed(logits, seen, positions, sampling, mask)
+        got = ops.processed(logits, seen, positions, sampling, mask)
+        np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+        # One rounding for each of up to five products and sums on numbers below 30.
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        noise = spec.gumbel(sampling.seed, positions, vocab, spec.TARGET_STREAM)
+        chosen = ops.choose(want, noise, sampling.temperature)
+        np.testing.assert_array_equal(chosen, spec.choose(want, noise, sampling.temperature))
+
+
+@each_implementation
+def test_implementations_break_ties_in_the_support_by_id(implementation: Implementation) -> None:
+    logits = np.zeros((3, 12), np.float32)
+    logits[1, 5:] = 1
+    args = (logits, np.array([4, 3, 12], np.int32), f32(1, 1, 0.45), f32(0, 0, 0))
+    np.testing.assert_array_equal(implementation("sampling").support(*args), spec.support(*args))
+
+
+@each_implementation
+def test_implementations_count_along_a_path_alike(implementation: Implementation) -> None:
+    rng = np.random.default_rng(2)
+    seen = rng.integers(0, 4, (2, 9)).astype(np.int32)
+    tokens = np.array([[1, 2, 2, 3], [4, 4, 4, 5]], np.int32)
+    parents = np.array([[0, 0, 1, 1], [0, 0, 1, 2]], np.int32)
+    got = implementation("sampling").path_seen(seen, tokens, parents)
+    np.testing.assert_array_equal(got, spec.path_seen(seen, tokens, parents))
+
+
+@each_implementation
+def test_implementations_weigh_and_report_alike(implementation: Implementation) -> None:
+    ops = implementation("sampling")
+    logits = np.random.default_rng(3).integers(-3, 4, (4, 30)).astype(np.float32)  # many ties
+    temperature = f32(0, 1, 0.5, 0)
+    close = {"rtol": 1e-5, "atol": 1e-5}  # a logarithm of a sum of 30 terms
+    want = spec.draft_weights(logits, temperature, spec.DRAFT_TAU)
+    np.testing.assert_allclose(
+        ops.draft_weights(logits, temperature, spec.DRAFT_TAU), want, **close
+    )
+    for k in (1, 4):
+        np.testing.assert_array_equal(ops.top_candidates(logits, k), spec.top_candidates(logits, k))
+    ids, values = spec.top_logprobs(logits, 3)
+    got_ids, got_values = ops.top_logprobs(logits, 3)
+    np.testing.assert_array_equal(got_ids, ids)
+    np.testing.assert_allclose(got_values, values, **close)
+    chosen = ids[:, 0]
+    np.testing.assert_allclose(ops.logprobs(logits, chosen), spec.logprobs(logits, chosen), **close)
+
+
+@each_implementation
+def test_implementations_have_the_rejection_rules_noise(implementation: Implementation) -> None:
+    ops = implementation("sampling")
+    seeds, positions = np.array([3, 2**32 - 1, 7], np.uint32), i32(0, 5, 90_000)
+    # Integers are equal; the uniforms are one rounding of them.
+    np.testing.assert_array_equal(
+        ops.uniforms(seeds, positions, 4), spec.uniforms(seeds, positions, 4)
+    )
+    got = ops.draft_noise(seeds, positions, 3, 33)
+    # As the target's noise: two logarithms.
+    np.testing.assert_allclose(got, spec.draft_noise(seeds, positions, 3, 33), rtol=0, atol=4e-6)
+    scores = np.random.default_rng(0).normal(size=(3, 33)).astype(np.float32)
+    scores[1, 5:] = -np.inf
+    got, want = ops.probabilities(scores), spec.probabilities(scores)
+    # Float32 on both sides: only the order of the sum differs.
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+    assert (got[1, 5:] == 0).all()
+
+
+def test_a_uniform_is_never_0_or_1() -> None:
+    """A draft of the target's own probability is then always accepted."""
+    words = np.array([[0, 1, 2**32 - 1]], np.uint32)
+    made = spec.uniform_of_words(words)
+    assert made.min() > 0
+    assert made.max() < 1

@@ -1,0 +1,256 @@
+"""A host in miniature for the contract tests: plans single steps exactly as a test says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import (
+    Backend,
+    Decode,
+    HostDraft,
+    Limits,
+    Program,
+    StepFuture,
+    StepPlan,
+    StepResult,
+    Work,
+)
+from shared.boundary.buffers import empty_plan
+from shared.engine.allocator import Allocator
+from shared.engine.planner import Chunk, DecodeRows, Planner, PrefillRows
+from shared.engine.request import Request, SamplingParams
+from shared.models.checkpoint import Weights
+from shared.models.config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+from tests.support.tiny_models import tiny_model
+
+BATCH = 4
+PREFILL_TOKENS = 128
+PAGE_SIZE = 4
+PLAIN = TreeShape.plain(BATCH)
+CHAIN = TreeShape.chain(3, BATCH)
+TREE = TreeShape(nodes=4, depth=2, width=2, rows=4 * BATCH)
+
+POISON = 7
+"""The token whose embedding is NaN: what it touches is NaN from then on."""
+
+
+def contract_model() -> tuple[ModelConfig, Weights]:
+    """A hybrid with an MTP layer, one token of which is poisoned and all but never chosen."""
+    config, weights = tiny_model("qwen3_5", seed=3)
+    weights["embed"][POISON] = np.nan
+    weights["lm_head"][POISON] = 0
+    return config, weights
+
+
+def contract_limits(config: ModelConfig) -> Limits:
+    """One bucket of each size, so that few programs are compiled."""
+
+    def program(
+        work: Work, shape: TreeShape, *, tokens: int = 0, host_draft: bool = False
+    ) -> Program:
+        return Program(
+            work=work,
+            batch=BATCH,
+            pages=64,
+            tokens=tokens,
+            shape=shape,
+            host_draft=host_draft,
+            mask=False,
+            logprobs=work in (Work.PREFILL, Work.DECODE) and not host_draft,
+        )
+
+    return Limits(
+        page_size=PAGE_SIZE,
+        num_pages=321,
+        num_slots=9,
+        num_snapshots=4,
+        programs=(
+            program(Work.PREFILL, PLAIN, tokens=PREFILL_TOKENS),
+            program(Work.DECODE, PLAIN),
+            program(Work.DECODE, CHAIN),
+            program(Work.DECODE, TREE, host_draft=True),
+            program(Work.DRAFT, CHAIN),
+            program(Work.COUNT, PLAIN, tokens=PREFILL_TOKENS),
+        ),
+        overlap=2,
+        context_length=200,
+        vocab=config.vocab,
+        max_stop_ids=2,
+        max_bias=2,
+        max_logprobs=3,
+    )
+
+
+Texts = dict[tuple[tuple[int, ...], str], list[int]]
+"""Plain texts that are known, by prompt and parameters: most tests compare with one of a few."""
+
+SHORTEST_TEXT = 24
+
+
+GREEDY: dict = {"temperature": 0.0}
+SAMPLED: dict = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "top_k": 60,
+    "min_p": 0.01,
+    "seed32": 2**31 + 11,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.2,
+    "logit_bias": {20: 1.5, 30: -1.5},
+    "stop_token_ids": (40, 41),
+    "min_tokens": 8,
+}
+
+either_sampling = pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+either_shape = pytest.mark.parametrize("shape", [PLAIN, CHAIN], ids=["plain", "chain"])
+
+
+class Host:
+    """Slots and pages for the requests of one test, and the steps that it asks for.
+
+    Several tests share a backend, each with a host of its own: slots and pages still hold what the
+    tests before left there.
+    """
+
+    def __init__(self, backend: Backend, texts: Texts) -> None:
+        self.backend, self.limits, self._texts = backend, backend.limits, texts
+        self.allocator = Allocator(self.limits)
+        self.planner = Planner(self.limits, self.allocator)
+
+    def request(
+        self,
+        prompt: Iterable[int],
+        *,
+        output: Iterable[int] = (),
+        positions: int = 160,
+        **sampling,
+    ) -> Request:
+        """A request with a slot and pages; with `output` it is to be resumed."""
+        params = {"temperature": 0.0, "max_tokens": 100} | sampling
+        request = Request(
+            request_id=0,
+            prompt=tuple(prompt),
+            sampling=SamplingParams(**params),
+            output=list(output),
+        )
+        request.place(self.allocator.take_slot())
+        assert self.allocator.reserve(request.slot, positions)
+        self.planner.bind(request)
+        return request
+
+    def heir(self, of: Request, prompt: Iterable[int], **sampling) -> Request:
+        """A request that gets the slot and the pages of one that ended."""
+        self.allocator.free(of.slot)
+        request = self.request(prompt, **sampling)
+        assert request.slot == of.slot
+        return request
+
+    def share(self, owner: Request, borrower: Request, positions: int) -> None:
+        """Makes the full pages of the first positions common."""
+        count = positions // PAGE_SIZE
+        table = self.allocator.page_table
+        table[borrower.slot, :count] = table[owner.slot, :count]
+
+    def prefill_plan(self, *parts: Request | Chunk) -> StepPlan:
+        """A plan for whole contexts, or for the chunks that are given."""
+        chunks = tuple(
+            part if isinstance(part, Chunk) else Chunk(part, 0, part.prefill_length)
+            for part in parts
+        )
+        return self.planner.plan(PrefillRows(chunks))
+
+    def restored_plan(self, request: Request, first: int, snapshot: int) -> StepPlan:
+        """The first step of a request that finds `first` tokens in shared pages and a snapshot."""
+        plan = self.prefill_plan(Chunk(request, first, request.prefill_length))
+        plan.starts[0], plan.snapshots.restore[0] = 1, snapshot
+        return plan
+
+    def decode_plan(self, *requests: Request, shape: TreeShape) -> StepPlan:
+        return self.planner.plan(DecodeRows(list(requests), shape))
+
+    def plan(self, work: Work, shape: TreeShape, *requests: Request, host_draft: bool) -> StepPlan:
+        """A plan of a program that the planner does not ask for yet."""
+        program = next(
+            p
+            for p in self.limits.programs
+            if (p.work, p.shape, p.host_draft) == (work, shape, host_draft)
+        )
+        plan = empty_plan(program, self.limits, None)
+        self.planner.fill_rows(plan, np.array([r.slot for r in requests], np.int32))
+        return plan
+
+    def tree_plan(
+        self,
+        request: Request,
+        tokens: Iterable[int],
+        parents: Iterable[int],
+        *,
+        forced: bool = False,
+    ) -> StepPlan:
+        """A decode with a tree of the host's; `tokens` are those of nodes 1 and on."""
+        plan = self.plan(Work.DECODE, TREE, request, host_draft=True)
+        assert isinstance(plan.work, Decode)
+        trees = plan.work.drafts
+        assert isinstance(trees, HostDraft)
+        nodes = [0, *tokens]
+        trees.tokens[0, : len(nodes)] = nodes
+        trees.parents[0, : len(nodes)] = [0, *parents]
+        trees.num_nodes[0], trees.forced[0] = len(nodes), forced
+        return plan
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.backend.submit(plan).result()
+
+    def prefill(self, *parts: Request | Chunk) -> StepResult:
+        return self.run(self.prefill_plan(*parts))
+
+    def decode(self, *requests: Request, shape: TreeShape) -> StepResult:
+        return self.run(self.decode_plan(*requests, shape=shape))
+
+    def submit_text(self, request: Request, steps: int, shape: TreeShape) -> list[StepFuture]:
+        """A prefill and some decode steps, none of them waited for."""
+        plans = [self.prefill_plan(request)]
+        plans += [self.decode_plan(request, shape=shape) for _ in range(steps)]
+        return [self.backend.submit(plan) for plan in plans]
+
+    def go_on(self, request: Request, count: int, shape: TreeShape) -> list[int]:
+        """The next `count` tokens of a request, decoded alone; a chain may go a little further."""
+        tokens: list[int] = []
+        while len(tokens) < count:
+            tokens += emitted(self.decode(request, shape=shape), 0)
+        return tokens[:count]
+
+    def text(self, request: Request, count: int, shape: TreeShape) -> list[int]:
+        """The first `count` tokens of a request, prefilled and decoded alone."""
+        first = emitted(self.prefill(request), 0)
+        return [*first, *self.go_on(request, count - 1, shape)]
+
+    def alone(self, tokens: tuple[int, ...], count: int, **how) -> list[int]:
+        """The plain text of a prompt, served alone in a slot and pages of its own."""
+        key = (tokens, repr(sorted(how.items())))
+        if len(self._texts.get(key, ())) < count:
+            request = self.request(tokens, **how)
+            self._texts[key] = self.text(request, max(count, SHORTEST_TEXT), PLAIN)
+            self.allocator.free(request.slot)
+        return self._texts[key][:count]
+
+
+def emitted(result: StepResult, row: int) -> list[int]:
+    """The tokens that a step added to a row's text."""
+    return result.tokens[row, : result.counts[row]].tolist()
+
+
+def joined(futures: Iterable[StepFuture], row: int) -> list[int]:
+    """The text of a row over several steps."""
+    return [token for future in futures for token in emitted(future.result(), row)]
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    """Random tokens, none of them poisoned."""
+    drawn = np.random.default_rng(seed).integers(POISON + 1, 270, length)
+    return tuple(drawn.tolist())

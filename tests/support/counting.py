@@ -1,0 +1,64 @@
+"""Hooks of pytest that print at the end of a session what was compiled, compared and excused.
+
+Counts of parallel workers are added up. A session that compiles more programs of the JAX backend
+than a test run can afford fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+
+from tests.support.backends import JAX_BACKENDS
+from tests.support.equality import TALLY
+
+MOST_PROGRAMS = 40
+_TOTAL = {"programs": 0, "tokens": 0, "excused": 0, "requests": 0, "preemptions": 0}
+
+
+def _own_counts() -> dict[str, int]:
+    programs = sum(backend.compiles for backend in JAX_BACKENDS)
+    return {"programs": programs, **asdict(TALLY)}
+
+
+def _add(counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        _TOTAL[name] += count
+
+
+class WorkerCounts:
+    """Takes the counts of the workers of pytest-xdist."""
+
+    def pytest_testnodedown(self, node, error) -> None:
+        _add(getattr(node, "workeroutput", {}).get("counts", {}))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(WorkerCounts())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["counts"] = _own_counts()
+        return
+    _add(_own_counts())
+    too_many = "matrix" not in session.config.option.markexpr.replace("not matrix", "")
+    if too_many and _TOTAL["programs"] > MOST_PROGRAMS and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def print_counts(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line, for the end of the session."""
+    terminalreporter.write_line(
+        f"{_TOTAL['programs']} step programs compiled by JAX (at most {MOST_PROGRAMS}), "
+        f"{_TOTAL['tokens']} tokens checked against the specification, "
+        f"{_TOTAL['excused']} excused as near ties"
+    )
+    if _TOTAL["requests"]:
+        terminalreporter.write_line(
+            f"{_TOTAL['requests']} requests drawn at random were served, "
+            f"with {_TOTAL['preemptions']} preemptions"
+        )

@@ -1,0 +1,306 @@
+"""Faults that can be planted in the reference backend, its specifications or the host engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Decode, StepPlan, StepResult
+from shared.engine import planner
+from shared.engine.allocator import Allocator
+from shared.engine.engine import Engine
+from shared.engine.planner import Chunk, Planner
+from shared.engine.scheduler import Scheduler
+from shared.reference.backend import Batch, ReferenceBackend
+from shared.spec import acceptance, attention, draft_tree, gated_delta, mamba_state, sampling
+
+Patch = pytest.MonkeyPatch
+
+
+def after(patch: Patch, owner: Any, name: str, spoil: Callable[..., Any]) -> None:
+    """Lets `spoil(result, *arguments)` replace what a function returns."""
+    healthy = getattr(owner, name)
+
+    def faulty(*arguments: Any, **named: Any) -> Any:
+        return spoil(healthy(*arguments, **named), *arguments, **named)
+
+    patch.setattr(owner, name, faulty)
+
+
+# Order and continuation
+
+
+class _LateFuture:
+    def __init__(self, run: Callable[[], StepResult]) -> None:
+        self._run, self._result = run, None
+
+    def done(self) -> bool:
+        return self._result is not None
+
+    def result(self) -> StepResult:
+        self._result = self._result or self._run()
+        return self._result
+
+
+def prefills_overtake_decodes(patch: Patch) -> None:
+    healthy = ReferenceBackend.submit
+
+    def submit(backend: ReferenceBackend, plan: StepPlan) -> Any:
+        if isinstance(plan.work, Decode):
+            return _LateFuture(lambda: healthy(backend, plan).result())
+        return healthy(backend, plan)
+
+    patch.setattr(ReferenceBackend, "submit", submit)
+
+
+def newest_token_lags(patch: Patch) -> None:
+    healthy = ReferenceBackend._commit
+
+    def commit(backend: ReferenceBackend, batch: Batch, *arguments: Any) -> Any:
+        before = backend._newest.copy()
+        passed = healthy(backend, batch, *arguments)
+        backend._newest[:] = before
+        return passed
+
+    patch.setattr(ReferenceBackend, "_commit", commit)
+
+
+def length_off_by_one(patch: Patch) -> None:
+    def spoil(result: Any, backend: ReferenceBackend, batch: Batch, *rest: Any) -> Any:
+        backend._lengths[batch.slots] += 1
+        return result
+
+    after(patch, ReferenceBackend, "_prefill", spoil)
+
+
+def plan_buffer_refilled_too_early(patch: Patch) -> None:
+    kept: dict[Any, StepPlan] = {}
+
+    def spoil(plan: StepPlan, program: Any, *rest: Any) -> StepPlan:
+        used = kept.setdefault(program, plan)
+        used.buffer[:] = plan.buffer
+        return used
+
+    after(patch, planner, "empty_plan", spoil)
+
+
+def resume_chooses_again(patch: Patch) -> None:
+    patch.setattr(Chunk, "ends_prompt", property(lambda chunk: True))
+
+
+def late_row_kept(patch: Patch) -> None:
+    patch.setattr(Engine, "is_late", staticmethod(lambda request: False))
+
+
+def preemption_ignores_steps_in_flight(patch: Patch) -> None:
+    patch.setattr(Scheduler, "is_settled", staticmethod(lambda request: True))
+
+
+# Reach and bound
+
+
+def stale_state_after_zero_accepts(patch: Patch) -> None:
+    def spoil(found: Any, state: Any, kept: Any, path: Any, counts: Any, save_after: Any) -> Any:
+        new, saved, passed = found
+        is_stale = np.equal(counts, 1)[None, :, None, None, None]
+        return (
+            replace(new, recurrent=np.where(is_stale, state.recurrent, new.recurrent)),
+            saved,
+            passed,
+        )
+
+    after(patch, mamba_state, "replay", spoil)
+
+
+def full_page_rewritten(patch: Patch) -> None:
+    def spoil(result: Any, backend: ReferenceBackend, batch: Batch, *rest: Any) -> Any:
+        backend._kv.v[:, batch.page_table[:, 2]] *= np.float32(0.5)
+        return result
+
+    after(patch, ReferenceBackend, "_commit", spoil)
+
+
+def scratch_of_a_step_too_small(patch: Patch) -> None:
+    patch.setattr(draft_tree.TreeShape, "scratch", property(lambda shape: shape.depth))
+
+
+def accepted_branch_not_moved(patch: Patch) -> None:
+    patch.setattr(attention, "commit_window", lambda pages, *rest, **named: pages)
+
+
+def snapshot_taken_at_the_end_of_the_step(patch: Patch) -> None:
+    def spoil(found: Any, *rest: Any) -> Any:
+        new, _, passed = found
+        return new, new, passed
+
+    after(patch, mamba_state, "replay", spoil)
+
+
+def holes_in_draft_memory_read(patch: Patch) -> None:
+    def spoil(result: Any, backend: ReferenceBackend, batch: Batch, *rest: Any) -> Any:
+        backend._draft_from[batch.slots] = 0
+        return result
+
+    after(patch, ReferenceBackend, "_extend", spoil)
+
+
+def leaked_page(patch: Patch) -> None:
+    def spoil(result: None, allocator: Allocator, slot: int) -> None:
+        allocator._num_free_pages -= 1
+
+    after(patch, Allocator, "free", spoil)
+
+
+def sink_grows(patch: Patch) -> None:
+    def spoil(result: Any, backend: ReferenceBackend, plan: StepPlan) -> Any:
+        backend._lengths[0] += 1
+        return result
+
+    after(patch, ReferenceBackend, "_run", spoil)
+
+
+# Independence and isolation
+
+
+def pages_of_a_neighbour(patch: Patch) -> None:
+    def spoil(batch: Batch, plan: StepPlan) -> Batch:
+        return replace(batch, page_table=np.roll(batch.page_table, 1, axis=0))
+
+    healthy = Batch.of
+    patch.setattr(Batch, "of", staticmethod(lambda plan: spoil(healthy(plan), plan)))
+
+
+def old_pages_in_table_rows_past_the_batch(patch: Patch) -> None:
+    def spoil(result: None, planner: Planner, plan: StepPlan, slots: Any) -> None:
+        plan.page_table[len(slots) :] = plan.page_table[0]
+
+    after(patch, Planner, "fill_rows", spoil)
+
+
+def reused_noise(patch: Patch) -> None:
+    healthy = sampling.gumbel
+
+    def gumbel(seeds: Any, positions: Any, vocab: int, stream: int) -> Any:
+        return healthy(seeds, positions // 2, vocab, stream)
+
+    patch.setattr(sampling, "gumbel", gumbel)
+
+
+def penalties_see_the_last_token_only(patch: Patch) -> None:
+    healthy = ReferenceBackend._count
+
+    def count(backend: ReferenceBackend, slot: int, tokens: Any, first: int, length: int) -> None:
+        healthy(backend, slot, tokens[-1:], first + max(0, len(tokens) - 1), length)
+
+    patch.setattr(ReferenceBackend, "_count", count)
+
+
+def counts_of_the_last_owner(patch: Patch) -> None:
+    healthy = ReferenceBackend._start
+
+    def start(backend: ReferenceBackend, batch: Batch) -> None:
+        before = backend._seen.copy()
+        healthy(backend, batch)
+        backend._seen[:] = before
+
+    patch.setattr(ReferenceBackend, "_start", start)
+
+
+def nan_left_in_a_page(patch: Patch) -> None:
+    patch.setattr(attention, "np", _KeepsMaskedValues())
+
+
+class _KeepsMaskedValues:
+    """numpy, but for the `where` that puts 0 in the place of what a row does not see."""
+
+    def where(self, condition: Any, kept: Any, otherwise: Any) -> Any:
+        is_mask_of_values = np.ndim(kept) == 4 and np.isscalar(otherwise) and otherwise == 0
+        return kept if is_mask_of_values else np.where(condition, kept, otherwise)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+
+def state_reset_by_a_product(patch: Patch) -> None:
+    healthy = ReferenceBackend._start
+
+    def start(backend: ReferenceBackend, batch: Batch) -> None:
+        slots = batch.slots[batch.starts]
+        before = backend._state.recurrent[:, slots].copy()
+        healthy(backend, batch)
+        backend._state.recurrent[:, slots] += 0 * before
+
+    patch.setattr(ReferenceBackend, "_start", start)
+
+
+def nan_fails_the_whole_step(patch: Patch) -> None:
+    def spoil(failed: Any, *rest: Any) -> Any:
+        return np.repeat(failed.any(), len(failed))
+
+    after(patch, acceptance, "failed", spoil)
+
+
+# Trees
+
+
+def mask_row_of_another_node(patch: Patch) -> None:
+    after(patch, draft_tree, "ancestors", lambda sees, parents: np.roll(sees, 1, axis=1))
+
+
+def sibling_visible(patch: Patch) -> None:
+    def spoil(sees: Any, parents: Any) -> Any:
+        is_draft = np.arange(parents.shape[1]) > 0
+        are_siblings = (parents[:, :, None] == parents[:, None, :]) & is_draft & is_draft[:, None]
+        return sees | are_siblings
+
+    after(patch, draft_tree, "ancestors", spoil)
+
+
+def depth_taken_for_the_node_number(patch: Patch) -> None:
+    after(
+        patch,
+        draft_tree,
+        "depths",
+        lambda depths, parents: np.broadcast_to(np.arange(parents.shape[1]), parents.shape),
+    )
+
+
+def penalties_in_a_tree_see_the_node_only(patch: Patch) -> None:
+    def spoil(seen_after: Any, seen: Any, tokens: Any, parents: Any) -> Any:
+        rows, nodes = np.indices(tokens.shape)
+        only = np.repeat(seen[:, None], tokens.shape[1], axis=1)
+        is_draft = nodes > 0
+        only[rows[is_draft], nodes[is_draft], tokens[is_draft]] += 2
+        return only
+
+    after(patch, sampling, "path_seen", spoil)
+
+
+def recurrent_state_of_the_root(patch: Patch) -> None:
+    healthy = gated_delta.verify
+
+    def verify(*arguments: Any) -> Any:
+        *tokens, parents = arguments
+        return healthy(*tokens, np.zeros_like(parents))
+
+    patch.setattr(gated_delta, "verify", verify)
+
+
+def conv_window_of_the_root(patch: Patch) -> None:
+    healthy = mamba_state.tree_windows
+    patch.setattr(
+        mamba_state,
+        "tree_windows",
+        lambda window, inputs, parents: healthy(window, inputs, np.zeros_like(parents)),
+    )
+
+
+def scratch_of_the_nodes_alone(patch: Patch) -> None:
+    patch.setattr(draft_tree.TreeShape, "scratch", property(lambda shape: shape.nodes))
+
+
+# The faults and their proofs

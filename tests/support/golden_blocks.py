@@ -1,0 +1,184 @@
+"""What a golden test asks of a DFlash head, and every implementation's answer to it."""
+
+from pathlib import Path
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from jax_impl import device_state
+from jax_impl import weights as jax_weights
+from jax_impl.backend import compiler_options
+from jax_impl.drafters import dflash as jax_dflash
+from jax_impl.model import Forward as JaxForward
+from jax_impl.model import logits as jax_logits
+from jax_impl.ops import attention as jax_attention
+from shared.drafts.checkpoint import load_head, open_head
+from shared.drafts.config import DraftConfig, DraftHead
+from shared.models.checkpoint import load_all
+from shared.models.config import ModelConfig
+from shared.spec import attention, dflash, model
+from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array
+from torch_impl import model as torch_model
+from torch_impl import weights as torch_weights
+from torch_impl.drafters import dflash as torch_dflash
+from torch_impl.layers import rotary_frequencies
+from torch_impl.ops import attention as torch_attention
+
+POOL = (NUM_PAGES, PAGE_SIZE)
+MOST_ROWS = 40
+
+
+def golden_block_head(folder: Path, target: Path) -> tuple[DraftHead, dict[str, Array]]:
+    """The head of a folder, which may have its weights in `dflash` beside it, and its target."""
+    sizes = ModelConfig.from_folder(target)
+    config = DraftConfig.from_folder(folder, sizes)
+    head = load_head(open_head(folder.parent / "dflash"), config, np.float32)
+    return head, dict(load_all(target, sizes, False))
+
+
+class GoldenBlock(Protocol):
+    """One request on one DFlash head, in float32."""
+
+    def __init__(self, head: DraftHead, target: ModelConfig, weights: dict[str, Array]) -> None: ...
+
+    def extend(self, features: Array) -> None:
+        """Goes on with the context: the target's streams side by side, `[T, inputs]`."""
+        ...
+
+    def fill(self, newest: int) -> tuple[Array, Array]:
+        """The block behind the context: hidden states of all slots, logits of all but the first."""
+        ...
+
+    def context(self) -> tuple[Array, Array]:
+        """Keys and values `[T, Hk, D]` of the first layer's context."""
+        ...
+
+
+class SpecBlock:
+    """The specification as a golden block."""
+
+    def __init__(self, head: DraftHead, target: ModelConfig, weights: dict[str, Array]) -> None:
+        self._head, self._target, self._length = head, weights, 0
+        layer = head.config.layer
+        self._kv = model.new_kv(layer, layer.num_layers, *POOL)
+
+    def extend(self, features: Array) -> None:
+        """See `GoldenBlock`."""
+        T, config, weights = len(features), self._head.config, self._head.weights
+        where = (np.array([0, T]), np.array([self._length]), np.zeros(1, int), TABLE, T)
+        rows = attention.causal_rows(*where)
+        read = dflash.context(config, weights, features)
+        self._kv = dflash.extend(config.layer, weights, rows, read, self._kv)
+        self._length += T
+
+    def fill(self, newest: int) -> tuple[Array, Array]:
+        """See `GoldenBlock`."""
+        config, weights = self._head.config, self._head.weights
+        length = np.array([self._length])
+        rows = dflash.block_rows(config.block, length, np.zeros(1, int), TABLE)
+        hidden, _ = dflash.fill(config, weights, self._target, np.array([newest]), rows, self._kv)
+        return hidden[0], model.logits(self._target, hidden[0, 1:])
+
+    def context(self) -> tuple[Array, Array]:
+        """See `GoldenBlock`."""
+        pools = (self._kv.k[0], self._kv.v[0])
+        k, v = (attention.read(pool, TABLE, self._length)[0] for pool in pools)
+        return k, v
+
+
+class TorchBlock:
+    """The torch implementation as a golden block."""
+
+    def __init__(self, head: DraftHead, target: ModelConfig, weights: dict[str, Array]) -> None:
+        cpu, layer = torch.device("cpu"), head.config.layer
+        loaded = torch_weights.from_arrays(target, weights, "float32", cpu)
+        self._target = torch_model.Model.of(target, loaded)
+        self._weights = torch_weights.head_from_arrays(head, "float32", cpu)
+        self._frequencies = rotary_frequencies(layer, cpu)
+        heads = (layer.num_kv_heads, layer.head_size)
+        self._kv, self._length = torch.zeros(layer.num_layers, 2, *POOL, *heads), 0
+        self._table = torch.from_numpy(TABLE)
+
+    def extend(self, features: Array) -> None:
+        """See `GoldenBlock`."""
+        T, none = len(features), torch.zeros(1, dtype=torch.int32)
+        ends = torch.tensor([0, T], dtype=torch.int32)
+        rows = torch_attention.causal_rows(ends, none + self._length, none, self._table, T)
+        streams = torch.from_numpy(features).chunk(len(self._weights.config.aux_streams), dim=1)
+        passed = torch_model.Forward(streams[0], streams)
+        torch_dflash.write_context(self._weights, self._frequencies, rows, passed, self._kv)
+        self._length += T
+
+    def fill(self, newest: int) -> tuple[Array, Array]:
+        """See `GoldenBlock`."""
+        none = torch.zeros(1, dtype=torch.int32)
+        block, embed = self._weights.config.block, self._target.weights.embed
+        rows = torch_dflash.block_rows(block, none + self._length, none, self._table)
+        given = (embed, self._frequencies, none + newest, rows, self._kv)
+        hidden = torch_dflash.fill(self._weights, *given)[0]
+        return hidden.numpy(), torch_model.logits(self._target, hidden[1:]).numpy()
+
+    def context(self) -> tuple[Array, Array]:
+        """See `GoldenBlock`."""
+        k, v = self._kv[0][:, self._table[0]].flatten(1, 2)[:, : self._length].numpy()
+        return k, v
+
+
+class JaxBlock:
+    """The JAX implementation as a golden block; with padded rows it compiles two programs."""
+
+    def __init__(self, head: DraftHead, target: ModelConfig, weights: dict[str, Array]) -> None:
+        cpu, layer = jax.devices("cpu")[0], head.config.layer
+        self._config, self._length = head.config, 0
+        self._target = jax_weights.from_arrays(weights, target, np.float32, cpu)
+        self._weights = jax_weights.head_from_arrays(head, np.float32, cpu).weights
+        self._kv = device_state.new_kv(layer, layer.num_layers, POOL, np.float32, cpu)
+        self._table = jnp.asarray(TABLE, jnp.int32)
+        how = {"compiler_options": compiler_options(cpu, quick_compile=True)}
+        self._write, self._run = jax.jit(self._written, **how), jax.jit(self._filled, **how)
+
+    def extend(self, features: Array) -> None:
+        """See `GoldenBlock`."""
+        T = len(features)
+        padded = np.pad(features, ((0, MOST_ROWS - T), (0, 0)))
+        self._kv = self._write(self._kv, padded, T, self._length)
+        self._length += T
+
+    def _written(
+        self, kv: jax.Array, features: jax.Array, count: jax.Array, length: jax.Array
+    ) -> jax.Array:
+        none = jnp.zeros(1, jnp.int32)
+        where = (jnp.stack([none[0], count]), none + length, none, self._table)
+        rows = jax_attention.causal_rows(*where, MOST_ROWS, MOST_ROWS)
+        numbers = self._config.aux_streams
+        parts = dict(zip(numbers, jnp.split(features, len(numbers), axis=1), strict=True))
+        unused = parts[numbers[0]]
+        streams = tuple(parts.get(i, unused) for i in range(numbers[-1] + 1))
+        passed = JaxForward(unused, streams, kv)
+        return jax_dflash.write_context(self._config, self._weights, rows, passed, kv)
+
+    def fill(self, newest: int) -> tuple[Array, Array]:
+        """See `GoldenBlock`."""
+        hidden, scores, self._kv = self._run(self._kv, newest, self._length)
+        return np.asarray(hidden), np.asarray(scores)
+
+    def _filled(
+        self, kv: jax.Array, newest: jax.Array, length: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        none = jnp.zeros(1, jnp.int32)
+        block, embed = self._config.block, self._target.embed[...]
+        rows = jax_dflash.block_rows(block, none + length, none, self._table)
+        given = (embed, none + newest, rows, kv)
+        hidden, kv = jax_dflash.fill(self._config, self._weights, *given)
+        return hidden[0], jax_logits(self._target, hidden[0, 1:]), kv
+
+    def context(self) -> tuple[Array, Array]:
+        """See `GoldenBlock`."""
+        k, v = (np.asarray(jax_attention.read(self._kv[0, i], self._table))[0] for i in (0, 1))
+        return k[: self._length], v[: self._length]
+
+
+BLOCKS: dict[str, type[GoldenBlock]] = {"spec": SpecBlock, "torch": TorchBlock, "jax": JaxBlock}

@@ -1,0 +1,241 @@
+"""The JAX implementation as a golden model; see `golden_models`.
+
+Passes are padded to two sizes, so that a model compiles three programs whatever is asked of it.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jax_impl import device_state, layers, model, weights
+from jax_impl.backend import compiler_options
+from jax_impl.drafters import Fed, Ranking, eagle, heads
+from jax_impl.ops import attention, draft_tree, mamba_state
+from jax_impl.ops.sampling import Sampling
+from shared.drafts.checkpoint import open_head
+from shared.drafts.config import DraftConfig
+from shared.engine.request import SamplingParams
+from shared.models.checkpoint import load_all
+from shared.models.config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+from tests.support.equality import spec_sampling
+from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
+
+TOKENS = 160  # of the longest prompt, and padding
+NODES = 8
+ROWS = NODES + 3  # some padding behind the last node
+VOCAB = 256
+
+
+def ints(values: Array) -> jax.Array:
+    return jnp.asarray(np.asarray(values, np.int32))
+
+
+def padded(values: Array, size: int) -> jax.Array:
+    return jnp.pad(jnp.asarray(values), [(0, size - len(values))] + [(0, 0)] * (values.ndim - 1))
+
+
+class JaxModel:
+    """One request on one model."""
+
+    def __init__(self, folder: Path) -> None:
+        self._config = ModelConfig.from_folder(folder)
+        self._passes = passes(folder)
+        cpu, pool = jax.devices("cpu")[0], (NUM_PAGES, PAGE_SIZE)
+        num_layers = self._config.num_attention_layers
+        self._kv = device_state.new_kv(self._config, num_layers, pool, np.float32, cpu)
+        self._mtp_kv = device_state.new_kv(self._config, 1, pool, np.float32, cpu)
+        self._state = device_state.new_states(self._config, 1, np.float32, cpu)
+        self._length = 0
+
+    def prefill(self, tokens: Array, positions: Array | None) -> Pass:
+        """See `GoldenModel`."""
+        count = len(tokens)
+        turned = np.arange(self._length, self._length + count) if positions is None else positions
+        words = (padded(ints(tokens), TOKENS), padded(ints(turned), TOKENS))
+        passed, self._kv, self._state = self._passes.prefill(
+            self._kv, self._state, *words, count, self._length
+        )
+        self._length += count
+        return _cut(passed, count)
+
+    def verify(self, tokens: Array, parents: Array) -> Pass:
+        """See `GoldenModel`."""
+        count = len(tokens)
+        tree = (padded(ints(tokens), NODES)[None], padded(ints(parents), NODES)[None])
+        passed, self._kv, self._kept = self._passes.verify(
+            self._kv, self._state, *tree, count, self._length
+        )
+        return _cut(passed, count)
+
+    def commit(self, path: Array) -> None:
+        """See `GoldenModel`."""
+        count, nodes = len(path), padded(ints(path), NODES)[None]
+        self._kv, self._state = self._passes.commit(
+            self._kv, self._state, self._kept, nodes, count, self._length
+        )
+        self._length += count
+
+    def delta_state(self, layer: int) -> tuple[Array, Array]:
+        """See `GoldenModel`."""
+        return np.asarray(self._state.recurrent[layer, 0]), np.asarray(self._state.window[layer, 0])
+
+    def kv(self, layer: int) -> tuple[Array, Array]:
+        """See `GoldenModel`."""
+        k, v = (np.asarray(attention.read(self._kv[layer, i], ints(TABLE))) for i in (0, 1))
+        return k[0, : self._length], v[0, : self._length]
+
+    def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
+        """See `GoldenModel`."""
+        count = len(tokens)
+        given = (padded(ints(tokens), TOKENS), padded(hidden, TOKENS))
+        out, logits, self._mtp_kv = self._passes.mtp(self._mtp_kv, *given, count, first_position)
+        return np.asarray(out)[:count], np.asarray(logits)[:count]
+
+
+class Passes:
+    """The compiled passes of one model, which all tests of the session share."""
+
+    def __init__(self, folder: Path) -> None:
+        self._config = config = ModelConfig.from_folder(folder)
+        arrays = load_all(folder, config, config.has_mtp)
+        cpu = jax.devices("cpu")[0]
+        self._model = weights.from_arrays(arrays, config, np.float32, cpu)
+        options = compiler_options(cpu, quick_compile=True)
+        for name in ("prefill", "verify", "commit", "mtp"):
+            traced = partial(getattr(self, f"_{name}"), *nnx.split(self._model)[:1])
+            jitted = jax.jit(traced, compiler_options=options)
+            setattr(self, name, partial(jitted, nnx.split(self._model)[1]))
+
+    def _prefill(self, graph, parameters, kv, state, tokens, positions, count, length):
+        loaded, row_starts = nnx.merge(graph, parameters), jnp.stack([0, count])
+        rows = _causal_rows(count, length)._replace(positions=positions)
+        mixer = None
+        if state is not None:
+            where = (rows.request, row_starts, jnp.zeros(1, jnp.int32))
+            stack = loaded.layers.gated_delta
+            mixer = layers.Chunks(self._config, stack, state, *where)
+        passed = model.forward(self._config, loaded, kv, rows, tokens, mixer)
+        after = None if mixer is None else mixer.after()
+        return _pass(loaded, passed), passed.kv, after
+
+    def _verify(self, graph, parameters, kv, state, tokens, parents, count, length):
+        loaded, num_nodes = nnx.merge(graph, parameters), count[None]
+        place = (num_nodes, length[None], ints(TABLE), ROWS)
+        rows, node = attention.tree_rows(parents, *place, is_chain=False)
+        row_starts = jnp.stack([0, count])
+        row_of = draft_tree.flat_rows(row_starts, num_nodes, NODES)
+        mixer = None
+        if state is not None:
+            stack = loaded.layers.gated_delta
+            flat = (row_of, rows.request, node)
+            mixer = layers.Tree(self._config, stack, state, parents, *flat)
+        passed = model.forward(self._config, loaded, kv, rows, tokens[0, node], mixer)
+        kept = None if mixer is None else mixer.kept()
+        return _pass(loaded, passed), passed.kv, kept
+
+    def _commit(self, _, parameters, kv, state, kept, path, count, length):
+        counts = count[None]
+        kv = layers.commit_window(kv, ints(TABLE), length[None], path, counts)
+        if state is not None:
+            state, *_ = mamba_state.replay(state, kept, path, counts, jnp.zeros(1, jnp.int32))
+        return kv, state
+
+    def _mtp(self, graph, parameters, kv, tokens, hidden, count, first):
+        head = heads.mtp(self._config, nnx.merge(graph, parameters))
+        out, kv = head.forward(_causal_rows(count, first), tokens, hidden, kv)
+        return out, head.logits(out), kv
+
+
+class JaxHead:
+    """The JAX implementation as a golden head."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        cpu, config = jax.devices("cpu")[0], ModelConfig.from_folder(target)
+        loaded = weights.from_arrays(load_all(target, config, False), config, np.float32, cpu)
+        own, place = DraftConfig.from_folder(folder, config), (np.float32, cpu)
+        head = weights.load_head(open_head(folder), own, *place, lambda num_bytes: None)
+        self._head = heads.HEADS[own.kind](own, head.weights, loaded)
+        self._aux, self._num_streams = own.aux_streams, config.num_layers + 1
+        self._kv = device_state.new_kv(own.layer, 1, (NUM_PAGES, PAGE_SIZE), np.float32, cpu)
+        self._jit = partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
+        self._forward = self._jit(self._rows)
+
+    def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._pass(tokens, self._head.read(self._passed(reads)), 0)
+
+    def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._pass(np.array([token]), hidden, position)
+
+    def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
+        """See `GoldenHead`."""
+        drafted = self._jit(partial(self._draft, shape))
+        return tuple(map(np.asarray, drafted(self._kv, ints(tokens), self._passed(reads))))
+
+    def _passed(self, reads: Array) -> model.Forward:
+        """A pass of the target that gave what the head reads; other streams mean nothing."""
+        chunks = np.split(reads, len(self._aux) or 1, axis=1)
+        streams = dict(zip(self._aux, chunks, strict=False))  # EAGLE reads no stream
+        filled = tuple(streams.get(i, chunks[0]) for i in range(self._num_streams))
+        return model.Forward(*jax.tree.map(jnp.asarray, (reads, filled, self._kv)))
+
+    def _pass(
+        self, tokens: Array, hidden: Array | jax.Array, first_position: int
+    ) -> tuple[Array, Array]:
+        count = len(tokens)
+        given = (padded(ints(tokens), TOKENS), padded(hidden, TOKENS))
+        out, logits, self._kv = self._forward(self._kv, *given, count, first_position)
+        return np.asarray(out)[:count], np.asarray(logits)[:count]
+
+    def _rows(self, kv, tokens, hidden, count, first):
+        out, kv = self._head.forward(_causal_rows(count, first), tokens, hidden, kv)
+        return out, self._head.logits(out), kv
+
+    def _draft(self, shape, kv, tokens, passed):
+        length, slot = jnp.full(1, len(tokens)), jnp.zeros(1, jnp.int32)
+        rows = attention.causal_rows(
+            jnp.append(slot, length), slot, slot, ints(TABLE), *[len(tokens)] * 2
+        )
+        ranking = greedy_ranking(length, shape)
+        noise = jnp.zeros((1, shape.depth + 1, ranking.seen.shape[1]))
+        fed = Fed(rows, tokens, tokens, passed, length - 1)
+        relay, kv = eagle.feed(self._head, kv, fed, ranking, noise[:, 0], shape.width)
+        where = (tokens[-1:], slot, ints(TABLE), shape, ranking, noise)
+        return eagle.draft(self._head, kv, relay, *where)[0]
+
+
+def greedy_ranking(lengths: jax.Array, shape: TreeShape) -> Ranking:
+    """Ranks children of one request by their logits alone."""
+    how = spec_sampling(SamplingParams(temperature=0.0), 0, VOCAB, 1)
+    how = Sampling(*(jnp.asarray(getattr(how, name)) for name in Sampling._fields))
+    how = how._replace(max_drafts=ints([shape.nodes - 1]))
+    return Ranking(how, jnp.zeros((1, VOCAB), jnp.int32), lengths, None)
+
+
+_MADE: dict[Path, Passes] = {}
+
+
+def passes(folder: Path) -> Passes:
+    if folder not in _MADE:
+        _MADE[folder] = Passes(folder)
+    return _MADE[folder]
+
+
+def _causal_rows(count: jax.Array, first: jax.Array) -> attention.Rows:
+    where = (jnp.stack([0, count]), first[None], jnp.zeros(1, jnp.int32), ints(TABLE))
+    return attention.causal_rows(*where, TOKENS, TOKENS)
+
+
+def _pass(loaded: weights.Model, passed: model.Forward) -> tuple[jax.Array, ...]:
+    return model.logits(loaded, passed.hidden), passed.hidden, jnp.stack(passed.streams)
+
+
+def _cut(passed: tuple[jax.Array, ...], count: int) -> Pass:
+    logits, hidden, streams = map(np.asarray, passed)
+    return Pass(logits[:count], hidden[:count], streams[:, :count])

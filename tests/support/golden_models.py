@@ -1,0 +1,231 @@
+"""What a golden test asks of an implementation, and the specification's answer to it.
+
+One object is one model with one request. Another implementation offers the same methods on its own
+arrays, gives numpy back, and is added to `IMPLEMENTATIONS` of `test_golden.py`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from shared.drafts.checkpoint import load_head, open_head
+from shared.drafts.config import DraftConfig, DraftHead
+from shared.models.checkpoint import load_all
+from shared.models.config import ModelConfig
+from shared.spec import attention, eagle, mamba_state, model, sampling
+from shared.spec.draft_tree import TreeShape
+
+PAGE_SIZE = 16
+NUM_PAGES = 20
+TABLE = 1 + np.random.default_rng(0).permutation(NUM_PAGES - 1)[None]
+"""Pages of the request, in no order, page 0 (the sink) left out."""
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward pass over T tokens gave.
+
+    Attributes:
+      logits: `[T, vocab]`.
+      hidden: `[T, hidden]`, after the final norm.
+      streams: `[L + 1, T, hidden]`, the residual stream into each layer and out of the last.
+    """
+
+    logits: Array
+    hidden: Array
+    streams: Array
+
+
+class GoldenModel(Protocol):
+    """One request on one model, in float32."""
+
+    def __init__(self, folder: Path) -> None: ...
+
+    def prefill(self, tokens: Array, positions: Array | None) -> Pass:
+        """Goes on with the prompt; `positions` are the rotation's, None takes them as they come."""
+        ...
+
+    def verify(self, tokens: Array, parents: Array) -> Pass:
+        """Runs one draft tree (node 0 the newest token) without committing anything."""
+        ...
+
+    def commit(self, path: Array) -> None:
+        """Commits these nodes of the last verify."""
+        ...
+
+    def delta_state(self, layer: int) -> tuple[Array, Array]:
+        """State `[H, K, V]` and window `[3, C]` of one gated-delta layer, counted in its kind."""
+        ...
+
+    def kv(self, layer: int) -> tuple[Array, Array]:
+        """Committed keys and values `[T, Hk, D]` of one attention layer, counted in its kind."""
+        ...
+
+    def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
+        """Consecutive rows of the MTP layer: hidden states and logits, its KV grows."""
+        ...
+
+
+class GoldenHead(Protocol):
+    """One request on one draft head of a target, in float32.
+
+    What it reads of the target is `[T, hidden]` for EAGLE, `[T, 3 * hidden]` for EAGLE-3: the
+    residual streams side by side.
+    """
+
+    def __init__(self, folder: Path, target: Path) -> None: ...
+
+    def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
+        """Rows at position 0 and on, each with its next token: hidden states and logits."""
+        ...
+
+    def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
+        """One row of drafting on the head's own hidden state `[1, hidden]`."""
+        ...
+
+    def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
+        """Extends over rows as `extend`, then drafts greedily: tokens, parents, node counts."""
+        ...
+
+
+class SpecModel:
+    """The specification as a golden model."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config = ModelConfig.from_folder(folder)
+        self.weights = load_all(folder, self.config, self.config.has_mtp)
+        num_layers = self.config.num_attention_layers
+        self._kv = model.new_kv(self.config, num_layers, NUM_PAGES, PAGE_SIZE)
+        self._mtp_kv = model.new_kv(self.config, 1, NUM_PAGES, PAGE_SIZE)
+        self._state = model.new_state(self.config, 1)
+        self._length = 0
+
+    def prefill(self, tokens: Array, positions: Array | None) -> Pass:
+        """See `GoldenModel`."""
+        row_starts, first = np.array([0, len(tokens)]), np.array([self._length])
+        if positions is not None:
+            return self._prefill_at(tokens, positions)
+        passed, self._state = model.prefill(
+            self.config, self.weights, self._kv, self._state, tokens, row_starts, first, TABLE
+        )
+        self._kv = passed.kv
+        self._length += len(tokens)
+        return self._pass(passed, len(tokens))
+
+    def _prefill_at(self, tokens: Array, positions: Array) -> Pass:
+        row_starts, first = np.array([0, len(tokens)]), np.array([self._length])
+        rows = attention.causal_rows(row_starts, first, np.zeros(1, int), TABLE, len(tokens))
+        rows = replace(rows, positions=positions)
+        mixer = model.Chunks(self.config, self.weights, self._state, row_starts)
+        passed = model.forward(self.config, self.weights, self._kv, rows, tokens, mixer)
+        return self._pass(passed, len(tokens))
+
+    def verify(self, tokens: Array, parents: Array) -> Pass:
+        """See `GoldenModel`."""
+        rows = len(tokens) + 3  # some padding behind the last node
+        passed, self._kept = model.verify(
+            self.config,
+            self.weights,
+            self._kv,
+            self._state,
+            tokens[None],
+            parents[None],
+            np.array([len(tokens)]),
+            np.array([self._length]),
+            TABLE,
+            rows,
+        )
+        self._kv = passed.kv
+        return self._pass(passed, len(tokens))
+
+    def commit(self, path: Array) -> None:
+        """See `GoldenModel`."""
+        counts, lengths = np.array([len(path)]), np.array([self._length])
+        moved = [
+            np.stack([attention.commit_window(p, TABLE, lengths, path[None], counts) for p in pool])
+            for pool in (self._kv.k, self._kv.v)
+        ]
+        self._kv = model.KV(*moved)
+        nothing_saved = np.zeros(1, int)
+        self._state, _, _ = mamba_state.replay(
+            self._state, self._kept, path[None], counts, nothing_saved
+        )
+        self._length += len(path)
+
+    def delta_state(self, layer: int) -> tuple[Array, Array]:
+        """See `GoldenModel`."""
+        return self._state.recurrent[layer, 0], self._state.window[layer, 0]
+
+    def kv(self, layer: int) -> tuple[Array, Array]:
+        """See `GoldenModel`."""
+        k, v = (attention.read(p[layer], TABLE, self._length) for p in (self._kv.k, self._kv.v))
+        return k[0], v[0]
+
+    def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
+        """See `GoldenModel`."""
+        row_starts, first = np.array([0, len(tokens)]), np.array([first_position])
+        rows = attention.causal_rows(row_starts, first, np.zeros(1, int), TABLE, len(tokens))
+        out, logits, self._mtp_kv = eagle.mtp(
+            self.config, self.weights, rows, tokens, hidden, self._mtp_kv
+        )
+        return out, logits
+
+    def _pass(self, passed: model.Forward, num_rows: int) -> Pass:
+        logits = model.logits(self.weights, passed.hidden)
+        return Pass(logits[:num_rows], passed.hidden[:num_rows], passed.streams[:, :num_rows])
+
+
+def load_golden_head(folder: Path, target: Path) -> DraftHead:
+    """A head of the golden folder and its settings for the target there."""
+    config = DraftConfig.from_folder(folder, ModelConfig.from_folder(target))
+    return load_head(open_head(folder), config, np.float32)
+
+
+class SpecHead:
+    """The specification as a golden head."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        loaded = load_golden_head(folder, target)
+        shared = load_all(target, ModelConfig.from_folder(target), False)
+        drafter = eagle.Drafter.of_head(loaded, shared)
+        self._head, self._read = drafter.run, lambda reads: reads
+        if loaded.config.kind == "EAGLE3":
+            self._read = partial(eagle.eagle3_project, loaded.config, loaded.weights)
+        self._kv = model.new_kv(drafter.layer, 1, NUM_PAGES, PAGE_SIZE)
+
+    def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._rows(tokens, self._read(reads), 0)
+
+    def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._rows(np.array([token]), hidden, position)
+
+    def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
+        """See `GoldenHead`."""
+        hidden, logits = self.extend(tokens, reads)
+        rank, length = partial(_most_likely, shape.width), np.array([len(tokens)])
+        relay = eagle.relay_of(hidden, logits, length - 1, rank)
+        limits = (np.array([0]), np.array([shape.nodes - 1]))
+        where = (tokens[-1:], length, *limits, TABLE)
+        return eagle.draft(self._head, self._kv, relay, *where, shape, rank)[:3]
+
+    def _rows(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
+        starts, first = np.array([0, len(tokens)]), np.array([first_position])
+        rows = attention.causal_rows(starts, first, np.zeros(1, int), TABLE, len(tokens))
+        out, logits, self._kv = self._head(rows, tokens, hidden, self._kv)
+        return out, logits
+
+
+def _most_likely(width: int, logits: Array, paths: Array) -> tuple[Array, Array]:
+    """Ranks greedily: the `width` most likely children of each node."""
+    B, k, vocab = logits.shape
+    log_probability = sampling.log_softmax(logits.reshape(B * k, vocab))
+    ids = sampling.top_candidates(log_probability, width)
+    edges = np.take_along_axis(log_probability, ids, axis=1)
+    return ids.reshape(B, k, width), edges.reshape(B, k, width)

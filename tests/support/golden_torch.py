@@ -1,0 +1,172 @@
+"""The torch implementation as a golden model; see `golden_models`."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shared.drafts.checkpoint import open_head
+from shared.drafts.config import DraftConfig
+from shared.models.checkpoint import load_all
+from shared.models.config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
+from torch_impl import model, weights
+from torch_impl.drafters import Fed, eagle, heads
+from torch_impl.layers import Chunks, Tree
+from torch_impl.ops import attention, draft_tree, mamba_state, sampling
+from torch_impl.ops.mamba_state import DeltaState
+
+CPU = torch.device("cpu")
+
+
+def ints(values: Array) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, np.int32))
+
+
+def causal_rows(table: torch.Tensor, count: int, first_position: int) -> attention.Rows:
+    where = (ints([0, count]), ints([first_position]), ints([0]))
+    return attention.causal_rows(*where, table, count)
+
+
+class TorchModel:
+    """One request on one model."""
+
+    def __init__(self, folder: Path) -> None:
+        config = ModelConfig.from_folder(folder)
+        loaded = weights.from_arrays(
+            config, load_all(folder, config, config.has_mtp), "float32", CPU
+        )
+        self._model = model.Model.of(config, loaded)
+        pools = (2, NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_size)
+        self._kv = torch.zeros(config.num_attention_layers, *pools)
+        self._mtp_kv = torch.zeros(1, *pools)
+        self._table, self._length = ints(TABLE), 0
+        self._streams = tuple(range(config.num_layers + 1))
+        if sizes := config.gated_delta:
+            heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
+            self._state = DeltaState(
+                torch.zeros(config.num_gated_delta_layers, 1, *heads),
+                torch.zeros(config.num_gated_delta_layers, 1, 3, sizes.channels),
+            )
+
+    def prefill(self, tokens: Array, positions: Array | None) -> Pass:
+        """See `GoldenModel`."""
+        count, row_starts = len(tokens), ints([0, len(tokens)])
+        rows = causal_rows(self._table, count, self._length)
+        if positions is not None:
+            rows = replace(rows, positions=ints(positions))
+        mixer = None
+        if self._model.config.gated_delta:
+            nothing_saved = ints([0])
+            mixer = Chunks(self._model.config, self._state, row_starts, rows, nothing_saved)
+        passed = self._forward(ints(tokens), rows, mixer)
+        if mixer is not None:
+            self._state = DeltaState(*(torch.stack(x) for x in zip(*mixer.new, strict=True)))
+        self._length += count
+        return passed
+
+    def verify(self, tokens: Array, parents: Array) -> Pass:
+        """See `GoldenModel`."""
+        num_nodes, parents = ints([len(tokens)]), ints(parents)[None]
+        lengths, rows = ints([self._length]), len(tokens) + 3  # some padding behind the last node
+        flat, node = attention.tree_rows(parents, num_nodes, lengths, self._table, rows)
+        self._mixer = None
+        if self._model.config.gated_delta:
+            starts, *_ = draft_tree.flatten(num_nodes, rows)
+            row_of = draft_tree.flat_rows(starts, num_nodes, len(tokens))
+            place = (row_of, flat.request, node)
+            self._mixer = Tree(self._model.config, self._state, parents, *place)
+        passed = self._forward(ints(tokens)[node], flat, self._mixer)
+        count = len(tokens)
+        return Pass(passed.logits[:count], passed.hidden[:count], passed.streams[:, :count])
+
+    def commit(self, path: Array) -> None:
+        """See `GoldenModel`."""
+        path, counts = ints(path)[None], ints([len(path)])
+        attention.commit_window(self._kv, self._table, ints([self._length]), path, counts)
+        if self._mixer is not None:
+            kept, nothing_saved = self._mixer.kept(), ints([0])
+            self._state, _, _ = mamba_state.replay(self._state, kept, path, counts, nothing_saved)
+        self._length += path.shape[1]
+
+    def delta_state(self, layer: int) -> tuple[Array, Array]:
+        """See `GoldenModel`."""
+        return self._state.recurrent[layer, 0].numpy(), self._state.window[layer, 0].numpy()
+
+    def kv(self, layer: int) -> tuple[Array, Array]:
+        """See `GoldenModel`."""
+        pages = self._kv[layer][:, self._table[0]].flatten(1, 2)[:, : self._length]
+        return pages[0].numpy(), pages[1].numpy()
+
+    def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
+        """See `GoldenModel`."""
+        head, rows = heads.mtp(self._model), causal_rows(self._table, len(tokens), first_position)
+        given = torch.from_numpy(np.ascontiguousarray(hidden))
+        out = head.forward(rows, ints(tokens), given, self._mtp_kv)
+        return out.numpy(), head.logits(out).numpy()
+
+    def _forward(
+        self, tokens: torch.Tensor, rows: attention.Rows, mixer: Chunks | Tree | None
+    ) -> Pass:
+        passed = model.forward(self._model, tokens, rows, self._kv, mixer, self._streams)
+        logits = model.logits(self._model, passed.hidden)
+        return Pass(logits.numpy(), passed.hidden.numpy(), torch.stack(passed.streams).numpy())
+
+
+class TorchHead:
+    """The torch implementation as a golden head."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        config = ModelConfig.from_folder(target)
+        loaded = weights.from_arrays(config, load_all(target, config, False), "float32", CPU)
+        settings = (DraftConfig.from_folder(folder, config), "float32", CPU)
+        head = weights.load_head(open_head(folder), *settings, progress=lambda num_bytes: None)
+        self._head = heads.HEADS[head.config.kind](model.Model.of(config, loaded), head)
+        layer = self._head.config
+        pools = (2, NUM_PAGES, PAGE_SIZE, layer.num_kv_heads, layer.head_size)
+        self._kv, self._table = torch.zeros(1, *pools), ints(TABLE)
+
+    def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._rows(tokens, self._head.read(self._passed(reads)), 0)
+
+    def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
+        """See `GoldenHead`."""
+        return self._rows(np.array([token]), torch.from_numpy(hidden), position)
+
+    def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
+        """See `GoldenHead`."""
+        rank, length, none = partial(_most_likely, shape.width), ints([len(tokens)]), ints([0])
+        rows = causal_rows(self._table, len(tokens), 0)
+        fed = Fed(rows, ints(tokens), ints(tokens), self._passed(reads), length - 1)
+        relay = eagle.relay_of(self._head, self._kv, fed, rank)
+        where = (ints(tokens[-1:]), length, none, ints([shape.nodes - 1]), self._table)
+        drafted = eagle.draft(self._head, self._kv, relay, *where, shape, rank)
+        return tuple(part.numpy() for part in drafted)
+
+    def _passed(self, reads: Array) -> model.Forward:
+        """A pass of the target that gave what the head reads."""
+        given = torch.from_numpy(reads)
+        num_streams = max(len(self._head.streams), 1)
+        return model.Forward(given, given.chunk(num_streams, dim=1))
+
+    def _rows(
+        self, tokens: Array, hidden: torch.Tensor, first_position: int
+    ) -> tuple[Array, Array]:
+        head, rows = self._head, causal_rows(self._table, len(tokens), first_position)
+        out = head.forward(rows, ints(tokens), hidden, self._kv)
+        return out.numpy(), head.logits(out).numpy()
+
+
+def _most_likely(
+    width: int, logits: torch.Tensor, paths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranks greedily: the `width` most likely children of each node."""
+    B, k, _ = logits.shape
+    log_probability = sampling.log_softmax(logits.flatten(0, 1))
+    ids = sampling.top_candidates(log_probability, width)
+    edges = log_probability.gather(1, ids.long())
+    return ids.view(B, k, width), edges.view(B, k, width)

@@ -1,0 +1,317 @@
+"""What the HTTP tests share: a tiny tokenizer, an engine without a model, a server in its process.
+
+`python -m tests.support.http_fixtures FOLDER` serves the engine without a model from FOLDER, which
+may hold a tokenizer. It repeats the prompt, several tokens a step; some prompts make it misbehave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import Event, FinishReason, Refusal, Request
+from shared.options.ngram import NgramConfig
+from shared.process import loop
+from shared.process.frames import ModelFacts
+
+ROOT = Path(__file__).resolve().parents[2]
+SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+END = 256  # the id of <|end|>
+VOCAB = 300  # ids 260 to 299 are beyond the tokenizer
+CONTEXT = 512
+POOL_TOKENS = 400  # what the pages hold of one request
+TOKENS_PER_STEP = 3
+SLOTS = 4
+MAX_BIAS, MAX_LOGPROBS = 3, 5
+ADMIN_KEY, MAX_CORPUS_TOKENS = "open sesame", 1000
+CRASH, FAIL, SLOW, REFUSED = 290, 291, 292, 293  # first tokens of a prompt; the last also biased
+FILLER = ord("-")
+START_S = 180.0  # a backend may compile first
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token i is byte i; then the special tokens; then one that is two characters and a half."""
+    letters = _byte_letters()
+    vocab = {letter: byte for byte, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def _byte_letters() -> list[str]:
+    """The letter that byte-level tokenizers write for each byte."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = iter(range(256, 512))
+    return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Writes what a checkpoint folder has of a tokenizer."""
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    config = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": SPECIAL[0]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+class Repeater:
+    """An engine that answers with the prompt again and again; `Engine`'s interface, no device.
+
+    Token i of the output is token i of the prompt, but the first differs by seed: it is replaced by
+    a letter of the seed, so that choices can be told apart. A positive bias makes its token every
+    token, and FILLER stands for a stop token before `min_tokens`. A token's logprob is its id by
+    -256, and the ids from it on are the best.
+    """
+
+    def __init__(self) -> None:
+        self.metrics = self
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self.finished: dict[str, int] = dict.fromkeys(("stop", "abort"), 0)
+        config = NgramConfig(
+            speculative_ngram_external_sam_budget=2,
+            speculative_ngram_external_corpus_max_tokens=MAX_CORPUS_TOKENS,
+        )
+        self.ngram = NgramIndex(config, nodes=4, depth=3, vocab=VOCAB, chain=False)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def snapshot(self) -> dict[str, float]:
+        labels = {
+            f'request_success_total{{finished_reason="{name}"}}': count
+            for name, count in self.finished.items()
+        }
+        gauges = {
+            "num_requests_running": len(self.running),
+            "num_requests_waiting": len(self.waiting),
+            "state_slots_free": SLOTS - len(self.running),
+        }
+        return {**gauges, **labels}
+
+    def add(self, request: Request) -> None:
+        if REFUSED in (request.prompt[0], *request.sampling.logit_bias):
+            raise Refusal("prompt", "the engine refuses this prompt")
+        self.waiting.append(request)
+
+    def abort(self, request_id: int) -> None:
+        self.finished["abort"] += 1
+        self._remove(request_id)
+
+    def finish(self, request_id: int, num_tokens: int) -> None:
+        self.finished["stop"] += 1
+        self._remove(request_id)
+
+    def step(self) -> list[Event]:
+        while self.waiting and len(self.running) < SLOTS:
+            self.running.append(self.waiting.pop(0))
+        return [self._advance(request) for request in tuple(self.running)]
+
+    def close(self) -> None:
+        pass
+
+    def _remove(self, request_id: int) -> None:
+        for requests in (self.running, self.waiting):
+            requests[:] = [r for r in requests if r.request_id != request_id]
+
+    def _advance(self, request: Request) -> Event:
+        if request.prompt[0] == CRASH:
+            raise RuntimeError("the device fell over")
+        if request.prompt[0] == FAIL and len(request.output) >= TOKENS_PER_STEP:
+            self._remove(request.request_id)
+            sentence = "the logits are not finite"
+            return Event(request.request_id, [], None, FinishReason.ERROR, sentence, None)
+        if request.prompt[0] == SLOW:
+            time.sleep(0.02)
+        return self._extend(request)
+
+    def _extend(self, request: Request) -> Event:
+        first = not request.output
+        tokens: list[int] = []
+        reason = None
+        drafts = TOKENS_PER_STEP - 1
+        if request.sampling.max_draft_tokens is not None:
+            drafts = min(drafts, request.sampling.max_draft_tokens)
+        for _ in range(1 if first else drafts + 1):
+            token = _token(request, len(request.output))
+            tokens.append(token)
+            request.output.append(token)
+            if token in request.sampling.stop_token_ids:
+                reason = FinishReason.STOP
+            elif len(request.output) == request.sampling.max_tokens:
+                reason = FinishReason.LENGTH
+            if reason:
+                self._remove(request.request_id)
+                break
+        accepted = None if first else drafts
+        count = request.sampling.logprobs
+        logprobs = None if count is None else [_logprob(token, count) for token in tokens]
+        return Event(request.request_id, tokens, accepted, reason, None, logprobs)
+
+
+def _token(request: Request, index: int) -> int:
+    sampling = request.sampling
+    token = request.prompt[index % len(request.prompt)]
+    if sampling.temperature and index == 0:
+        token = ord("a") + sampling.seed32 % 26
+    for biased, bias in sampling.logit_bias.items():
+        token = biased if bias > 0 else token
+    if index < sampling.min_tokens and token in sampling.stop_token_ids:
+        return FILLER
+    return token
+
+
+def _logprob(token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+    best = [(token + i) % VOCAB for i in range(count)]
+    return -token / 256, [(other, -other / 256) for other in best]
+
+
+@dataclass
+class Server:
+    """A server in a process of its own.
+
+    Attributes:
+      process: The engine's process.
+      url: Where it is served.
+      lines: What it printed, complete once the process has ended.
+    """
+
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str]
+
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        """A request with a JSON body."""
+        return httpx.post(self.url + path, json=fields, timeout=60)
+
+    def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
+        """A completion that must succeed."""
+        answer = self.post("/v1/completions", prompt=prompt, **fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def stream(self, path: str, **fields: Any) -> list[dict[str, Any]]:
+        """The events of a stream, without the closing [DONE], which must be there."""
+        with httpx.stream(
+            "POST", self.url + path, json={**fields, "stream": True}, timeout=60
+        ) as answer:
+            assert answer.status_code == 200, answer.read()
+            lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+    def metrics(self) -> dict[str, float]:
+        """The values of /metrics by name."""
+        page = httpx.get(self.url + "/metrics").text
+        rows = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        return {name: float(value) for name, value in rows}
+
+    def wait_for_metric(self, name: str, value: float, timeout_s: float = 10.0) -> None:
+        """Waits until a metric has a value."""
+        deadline = time.monotonic() + timeout_s
+        while self.metrics()[name] != value:
+            assert time.monotonic() < deadline, (name, self.metrics()[name])
+            time.sleep(0.02)
+
+    def pids(self) -> list[int]:
+        """The engine's process and its children."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [pid, *map(int, children)]
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str]) -> Iterator[Server]:
+    """Starts a server with `python COMMAND` on a free port and ends it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    lines: list[str] = []
+    found: queue.Queue[str] = queue.Queue()
+    reader = threading.Thread(target=_read_lines, args=(process, lines, found), daemon=True)
+    reader.start()
+    try:
+        url = found.get(timeout=START_S)
+        assert url, lines
+        yield Server(process, url, lines)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        reader.join(5)
+
+
+def _read_lines(process: subprocess.Popen[str], lines: list[str], found: queue.Queue[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))
+        address = re.search(r" at (http://\S+)$", lines[-1])
+        if address:
+            found.put(address[1])
+    found.put("")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def main() -> int:
+    """Serves a `Repeater`."""
+    facts = ModelFacts(
+        model_name="repeater",
+        model_folder=str(Path(sys.argv[1]).resolve()),
+        context_length=CONTEXT,
+        max_request_tokens=POOL_TOKENS,
+        vocab=VOCAB,
+        eos_ids=(END,),
+        max_stop_ids=4,
+        max_bias=MAX_BIAS,
+        max_logprobs=MAX_LOGPROBS,
+        max_draft_depth=TOKENS_PER_STEP - 1,
+        admin_api_key=ADMIN_KEY,
+        corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
+    )
+    return loop.run(Repeater(), facts, loop.bind("127.0.0.1", 0))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,340 @@
+"""Serves random traffic on a random server, and holds each text against plain decoding.
+
+What is compared with is plain decoding of each request alone, as the specification does it on each
+of the text's own prefixes (`tests/support/equality.py`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
+from shared.engine.engine import Engine
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import FinishReason, Request, SamplingParams
+from shared.models.checkpoint import Weights
+from shared.models.config import ModelConfig
+from shared.options.ngram import NgramConfig
+from shared.spec.draft_tree import TreeShape
+from shared.spec.sampling import derive_seed
+from tests.support.backends import make_backend
+from tests.support.driving import Outcome, checked_step
+from tests.support.equality import TALLY, Oracle
+from tests.support.random_requests import (
+    BATCH,
+    CHUNK,
+    CONTEXT,
+    HYBRID,
+    OVERLAP,
+    PLAIN,
+    Asked,
+    Server,
+)
+from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_small import small_model
+
+MOST_STEPS = 2000
+"""Far more than any traffic needs: one that takes as many does not come to an end."""
+
+LOGPROB_TOLERANCE = 2e-4
+"""Logits of one row move by 6e-5 with the order of sums, and so does their log-sum."""
+
+
+@dataclass
+class Visit:
+    """One request on its way through a server; `cut` once it was ended from outside."""
+
+    asked: Asked
+    request: Request
+    outcome: Outcome
+    cut: bool = False
+
+
+def visits_of(traffic: list[Asked]) -> list[Visit]:
+    """Every choice of every prompt as a request."""
+    pairs = [(each, choice) for each in traffic for choice in range(each.choices)]
+    return [
+        Visit(each, _request(number, each, choice), Outcome())
+        for number, (each, choice) in enumerate(pairs)
+    ]
+
+
+def _request(number: int, asked: Asked, choice: int) -> Request:
+    sampling = replace(asked.sampling, seed32=derive_seed(asked.seed, choice))
+    return Request(request_id=number, prompt=asked.prompt, sampling=sampling, tenant=asked.tenant)
+
+
+@lru_cache
+def target_of(family: str, drafter: str) -> tuple[ModelConfig, Weights]:
+    """The model; a DFLASH head can follow one whose embeddings are in a circle."""
+    config, weights = tiny_model(family, {HYBRID: 3, "llama": 5}[family])
+    return config, cyclic(config, weights) if drafter == "DFLASH" else weights
+
+
+@lru_cache
+def oracle_of(family: str, drafter: str) -> Oracle:
+    return Oracle(*target_of(family, drafter))
+
+
+@lru_cache
+def drafter_of(family: str, drafter: str):
+    """What a backend's constructor gets."""
+    target = target_of(family, drafter)
+    made: dict[str, Callable] = {
+        "EAGLE": lambda: tiny_head(*target, "EAGLE", 5),
+        "EAGLE3": lambda: tiny_head(*target, "EAGLE3", 5),
+        "STANDALONE": lambda: small_model(*target, family, 4),
+        "DFLASH": lambda: tiny_block_head(target[0], 4),
+        "NEXTN": lambda: "NEXTN",
+    }
+    return made[drafter]() if drafter in made else "none"
+
+
+def limits_of(server: Server) -> Limits:
+    """One prefill, plain steps where NGRAM finds nothing, and one program per shape."""
+    vocab = target_of(server.family, server.drafter)[0].vocab
+    bare = Limits(
+        page_size=server.page_size,
+        num_pages=1,
+        num_slots=1 + BATCH,
+        num_snapshots=1,
+        programs=_programs(server, 1),
+        overlap=OVERLAP,
+        context_length=CONTEXT,
+        vocab=vocab,
+        max_stop_ids=2,
+        max_bias=2,
+        max_logprobs=3,
+        accept_rule=server.rule,
+    )
+    pages = bare.num_pages_for(bare.max_positions)
+    return replace(bare, num_pages=1 + BATCH * pages, programs=_programs(server, pages))
+
+
+def _programs(server: Server, pages: int) -> tuple[Program, ...]:
+    def program(work: Work, shape: TreeShape, tokens: int) -> Program:
+        from_host = server.drafts_on_host and work is Work.DECODE and not shape.is_plain
+        return Program(
+            work=work,
+            batch=BATCH,
+            pages=pages,
+            tokens=tokens,
+            shape=shape,
+            host_draft=from_host,
+            mask=False,
+            logprobs=True,
+        )
+
+    decodes = [program(Work.DECODE, shape, 0) for shape in dict.fromkeys(server.existing)]
+    return (program(Work.PREFILL, PLAIN, CHUNK), *decodes)
+
+
+class Backends:
+    """Backends by what cannot change while one runs; each serves many a traffic."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, Backend] = {}
+
+    def get(self, server: Server) -> Backend:
+        limits = limits_of(server)
+        key = (server.framework, server.family, server.drafter, server.page_size, server.rule)
+        key += (limits.programs,)
+        if key not in self._made:
+            made = (*target_of(server.family, server.drafter), limits)
+            head = drafter_of(server.family, server.drafter)
+            self._made[key] = make_backend(server.framework, *made, head)
+        return self._made[key]
+
+    def close(self) -> None:
+        for backend in self._made.values():
+            backend.close()
+
+
+class Watched:
+    """A backend that admits to fewer pages than it has, and keeps what it was told and answered."""
+
+    def __init__(self, backend: Backend, num_pages: int) -> None:
+        self.limits = replace(backend.limits, num_pages=num_pages)
+        self._backend, self.steps = backend, list[tuple[StepPlan, StepFuture]]()
+
+    def submit(self, plan: StepPlan) -> StepFuture:
+        future = self._backend.submit(plan)
+        self.steps.append((plan, future))
+        return future
+
+    def close(self) -> None: ...
+
+    def check(self) -> None:
+        """Every tree is within its request's limit and its shape, and so is what was accepted."""
+        for plan, future in self.steps:
+            result, rows = future.result(), np.flatnonzero(plan.slots)
+            assert not result.failed[rows].any()
+            if plan.program.work is not Work.DECODE:
+                continue
+            drafted = result.num_nodes[rows] - 1
+            most = np.minimum(plan.sampling.max_drafts[rows], plan.program.shape.nodes - 1)
+            assert (drafted >= 0).all()
+            assert (drafted <= most).all(), "a request got more drafts than it allows"
+            accepted = result.counts[rows] - 1
+            assert (accepted >= 0).all()
+            assert (accepted <= np.minimum(drafted, plan.program.shape.depth)).all()
+
+
+class InTurns:
+    """A controller that takes another shape for every step."""
+
+    max_rows = BATCH
+
+    def __init__(self, shapes: list[TreeShape]) -> None:
+        self._shapes, self._rng = shapes, random.Random(len(shapes))
+
+    def shape_for(self, num_rows: int) -> TreeShape:
+        return self._rng.choice(self._shapes)
+
+
+def engine_of(server: Server, backend: Watched) -> Engine:
+    """The engine with a controller of the server's shapes, and an index where the host drafts."""
+    shapes, index = server.taken, None
+    if server.drafts_on_host:
+        # Of one size: an index has trees of N nodes, and a row without a match is plain by itself.
+        shapes = [max(shapes, key=lambda shape: shape.nodes)]
+        index = None if shapes == [PLAIN] else index_of(server, shapes[0], backend.limits.vocab)
+    return Engine(
+        backend, InTurns(shapes), overlap=server.overlap, chunked_prefill_size=CHUNK, ngram=index
+    )
+
+
+def index_of(server: Server, shape: TreeShape, vocab: int) -> NgramIndex:
+    """An index that holds little, so that it forgets as well."""
+    config = NgramConfig(
+        speculative_ngram_scope=server.scope,
+        speculative_ngram_match_type=server.match_type,
+        speculative_ngram_capacity=1024,
+        speculative_ngram_max_trie_depth=6,
+    )
+    is_chain = server.rule != "match"
+    return NgramIndex(config, nodes=shape.nodes, depth=shape.depth, vocab=vocab, chain=is_chain)
+
+
+def num_pages_of(server: Server, limits: Limits, visits: list[Visit]) -> int:
+    """Pages that let the longest request in, and `spare` of what the others would need."""
+    growth = server.overlap * (limits.max_depth + 1)
+    needs = sorted(
+        limits.num_pages_for(visit.request.max_length - 1 + growth + limits.scratch)
+        for visit in visits
+    )
+    return min(limits.num_pages, 1 + needs[-1] + int(server.spare * sum(needs[:-1])))
+
+
+def serve(server: Server, traffic: list[Asked], backends: Backends) -> list[Visit]:
+    """Serves the traffic to its end, and checks everything that holds whatever the text."""
+    visits, backend = visits_of(traffic), backends.get(server)
+    watched = Watched(backend, num_pages_of(server, backend.limits, visits))
+    engine = engine_of(server, watched)
+    step, last = 0, max(each.arrives for each in traffic)
+    while engine.busy or step <= last:
+        for visit in visits:
+            if visit.asked.arrives == step:
+                engine.add(visit.request)
+            if visit.asked.leaves is not None and step == visit.asked.arrives + visit.asked.leaves:
+                end(engine, visit)
+        for event in checked_step(engine):
+            visit = visits[event.request_id]
+            assert not visit.cut, "an event after the end"
+            visit.outcome.take(event)
+        step += 1
+        assert step < MOST_STEPS, "the engine does not come to an end"
+    nothing_is_left(engine)
+    watched.check()
+    TALLY.requests += len(visits)
+    TALLY.preemptions += engine.scheduler.num_preemptions
+    return visits
+
+
+def end(engine: Engine, visit: Visit) -> None:
+    """Ends a request from outside, unless it has ended."""
+    if visit.outcome.finish_reason is not None:
+        return
+    number, late = visit.request.request_id, visit.asked.late
+    if late is None:
+        engine.abort(number)
+    else:
+        engine.finish(number, max(0, len(visit.request.output) - late))
+    visit.cut = True
+
+
+def nothing_is_left(engine: Engine) -> None:
+    """Every page, slot and text of a request is back."""
+    assert not engine.scheduler.running
+    assert not engine.scheduler.waiting
+    assert engine.allocator.usage == 0.0, "a page is lost"
+    assert engine.allocator.num_free_slots == engine.allocator.limits.num_slots - 1
+    assert not engine.allocator.page_table.any()
+    if engine.ngram is not None:
+        assert not engine.ngram._texts, "a text is held for nobody"
+
+
+# What must hold
+
+
+def check(server: Server, visit: Visit) -> None:
+    """Holds what a request got against plain decoding of it alone."""
+    outcome, params = visit.outcome, visit.request.sampling
+    tokens, stops = outcome.tokens, params.stop_token_ids
+    check_end(visit)
+    assert (params.logprobs is not None) == bool(outcome.logprobs) or not tokens
+    if params.logprobs is not None:
+        assert len(outcome.logprobs) == len(tokens)
+    if tokens and is_text_kept(server, params):
+        oracle = oracle_of(server.family, server.drafter)
+        oracle.check(visit.request.prompt, tokens, params)
+        check_logprobs(oracle, visit)
+    assert not set(tokens[: min(params.min_tokens, len(tokens))]) & set(stops)
+
+
+def is_text_kept(server: Server, params: SamplingParams) -> bool:
+    """Whether the rule of acceptance promises the text of plain decoding."""
+    drafts_by_noise = server.drafter != "NGRAM" and server.shape != PLAIN
+    is_drafted = drafts_by_noise and params.max_draft_tokens != 0
+    return server.rule == "match" or params.temperature == 0 or not is_drafted
+
+
+def check_end(visit: Visit) -> None:
+    """The text ends where its parameters say, and by that reason; steps gave what was counted."""
+    outcome, params = visit.outcome, visit.request.sampling
+    tokens = outcome.tokens
+    stopped = bool(tokens) and tokens[-1] in params.stop_token_ids
+    assert not set(tokens[:-1]) & set(params.stop_token_ids), "a text went on behind its stop token"
+    if visit.cut:
+        assert outcome.finish_reason is None
+        assert len(tokens) < params.max_tokens
+    else:
+        assert outcome.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+        assert stopped or len(tokens) == params.max_tokens
+    given = bool(tokens) + sum(accepted + 1 for accepted in outcome.accepted)
+    if params.max_draft_tokens is not None:
+        most = params.max_draft_tokens
+        assert all(accepted <= most for accepted in outcome.accepted), "max_drafts was ignored"
+    last = outcome.accepted[-1] if outcome.accepted else 0
+    assert len(tokens) <= given <= len(tokens) + last
+
+
+def check_logprobs(oracle: Oracle, visit: Visit) -> None:
+    """Logprobs are those of the raw logits, and the best ones are the best."""
+    params, tokens = visit.request.sampling, visit.outcome.tokens
+    if params.logprobs is None:
+        return
+    want = oracle.logprobs(visit.request.prompt, tokens)
+    for row, token, (chosen, best) in zip(want, tokens, visit.outcome.logprobs, strict=True):
+        np.testing.assert_allclose(chosen, row[token], atol=LOGPROB_TOLERANCE, rtol=0)
+        ids, values = [pair[0] for pair in best], [pair[1] for pair in best]
+        assert len(set(ids)) == params.logprobs
+        np.testing.assert_allclose(values, row[ids], atol=LOGPROB_TOLERANCE, rtol=0)
+        highest = np.sort(row)[::-1][: params.logprobs]
+        np.testing.assert_allclose(values, highest, atol=LOGPROB_TOLERANCE, rtol=0)

@@ -1,0 +1,175 @@
+"""Small random checkpoints whose text is worth comparing.
+
+The head of an untied model scores, for each token, how much of one other token's embedding is left
+in the hidden state, so a part of every next token follows from the newest one alone and the rest
+from the whole context. The MTP layer sees the same part, and therefore agrees with the model in
+about every second position; without it acceptance would be near 0 and speculation prove little.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shared.models.checkpoint import Parameter, Weights, parameters, save_checkpoint
+from shared.models.config import ModelConfig
+
+FAMILIES = ("llama", "qwen3", "qwen3_5")
+EOS_ID = 1
+
+_COMMON: dict[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "eos_token_id": EOS_ID,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 288,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 256,
+        },
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": 272,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+    },
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": 272,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "attn_output_gate": True,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+
+EMBEDDING_SCALE = 0.6
+HEAD_SCALE = 2.5
+"""Both were chosen so that about half of the greedy tokens follow from the newest token alone."""
+
+
+def tiny_config(family: str, *, nested: bool, with_mtp: bool, tied: bool) -> dict[str, Any]:
+    """The contents of config.json; `nested` is the form of a checkpoint that can also see."""
+    config = {**_COMMON, **_CONFIGS[family], "tie_word_embeddings": tied}
+    if family == "qwen3_5":
+        config["mtp_num_hidden_layers"] = int(with_mtp)
+    if not nested:
+        return config
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+    return {**outer, "tie_word_embeddings": tied, "text_config": config}
+
+
+def tiny_weights(config: ModelConfig, seed: int) -> Weights:
+    """Random weights in float32, under our names."""
+    rng = np.random.default_rng(seed)
+    weights = {p.name: _random(p, config, rng) for p in parameters(config, config.has_mtp)}
+    if not config.tied:
+        order = rng.permutation(config.vocab)
+        follows = np.empty(config.vocab, np.int64)
+        follows[order] = np.roll(order, 1)  # one cycle through all tokens
+        unit = weights["embed"] / np.linalg.norm(weights["embed"], axis=1, keepdims=True)
+        weights["lm_head"] = np.float32(HEAD_SCALE) * unit[follows]
+    if config.has_mtp:
+        passed_on = np.eye(config.hidden, dtype=np.float32)
+        weights["mtp.fc"][:, : config.hidden] = passed_on
+        weights["mtp.fc"][:, config.hidden :] *= np.float32(0.3)
+    return weights
+
+
+def tiny_model(
+    family: str,
+    seed: int,
+    *,
+    nested: bool = False,
+    with_mtp: bool = True,
+    tied: bool = False,
+) -> tuple[ModelConfig, Weights]:
+    """A config and its weights without a file; only qwen3_5 can be nested or have an MTP layer."""
+    config = ModelConfig.from_dict(tiny_config(family, nested=nested, with_mtp=with_mtp, tied=tied))
+    return config, tiny_weights(config, seed)
+
+
+def write_tiny(
+    folder: str | Path,
+    family: str,
+    seed: int,
+    *,
+    nested: bool = False,
+    with_mtp: bool = True,
+    tied: bool = False,
+    num_shards: int = 1,
+) -> ModelConfig:
+    """Writes a checkpoint folder as it would come from Hugging Face, without a tokenizer."""
+    config_dict = tiny_config(family, nested=nested, with_mtp=with_mtp, tied=tied)
+    config, weights = tiny_model(family, seed, nested=nested, with_mtp=with_mtp, tied=tied)
+    save_checkpoint(folder, config_dict, weights, num_shards)
+    generation = json.dumps({"eos_token_id": [EOS_ID]})
+    (Path(folder) / "generation_config.json").write_text(generation, encoding="utf-8")
+    return config
+
+
+def _random(
+    parameter: Parameter, config: ModelConfig, rng: np.random.Generator
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Normal weights with deviation 1 / sqrt(fan-in), norms around their neutral value."""
+    name, shape = parameter.name, parameter.shape
+    noise = rng.standard_normal(shape)
+    if name == "embed":
+        drawn = EMBEDDING_SCALE * noise
+    elif name == "final_norm" and config.tied:
+        # With one sign for all channels a tied model would repeat its newest token for ever.
+        signs = rng.choice([-1.0, 1.0], shape)
+        drawn = HEAD_SCALE * 0.5 * signs - float(config.zero_centered_norms)
+    elif name.endswith("a_log"):
+        drawn = np.log(rng.uniform(0.05, 3.5, shape))
+    elif name.endswith("dt_bias"):
+        drawn = noise - 1
+    elif name.endswith("norm"):
+        plain = not config.zero_centered_norms or name == "gated_delta.norm"
+        drawn = 0.2 * noise + float(plain)
+    elif name.endswith("conv"):
+        drawn = 0.5 * noise
+    else:
+        drawn = noise / np.sqrt(shape[-1])
+    return drawn.astype(np.float32)

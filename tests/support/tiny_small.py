@@ -1,0 +1,63 @@
+"""Small random models that draft for a tiny target and often agree with it.
+
+A tiny target scores what is left of one token's embedding, and a small model does the same with
+embeddings of its own, so that the two agree where the newest token decides. Layers, heads and
+hidden size are others than the target's, so that no memory of the one can be taken for the other's.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from shared.models.checkpoint import Weights
+from shared.models.config import ModelConfig
+from shared.spec.standalone import SmallModel
+from tests.support.tiny_models import HEAD_SCALE, tiny_config, tiny_weights
+
+SMALLER: dict[str, Any] = {
+    "hidden_size": 40,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+}
+SMALLER_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 3,
+}
+
+
+def small_config(family: str, **fields: Any) -> dict[str, Any]:
+    """The contents of a small model's config.json; `fields` are put into it."""
+    delta = SMALLER_DELTA if family == "qwen3_5" else {}
+    config = tiny_config(family, nested=False, with_mtp=False, tied=False)
+    return {**config, **SMALLER, **delta, **fields}
+
+
+def small_model(
+    target: ModelConfig, target_weights: Weights, family: str, seed: int, **fields: Any
+) -> SmallModel:
+    """A model of any family that drafts for a target; see `small_config`."""
+    config = ModelConfig.from_dict(small_config(family, **fields))
+    weights = tiny_weights(config, seed)
+    weights["lm_head"] = np.float32(HEAD_SCALE) * _unit(weights["embed"])
+    common = min(config.vocab, target.vocab)
+    follows = _followed(target_weights)[:common] % config.vocab
+    weights["lm_head"][:common] = weights["lm_head"][follows]
+    return SmallModel(config, weights, target.vocab)
+
+
+def same_model(target: ModelConfig, weights: Weights) -> SmallModel:
+    """The target as its own drafter, without its MTP layer."""
+    own = {name: array for name, array in weights.items() if not name.startswith("mtp.")}
+    return SmallModel(target, own, target.vocab)
+
+
+def _unit(embed: np.ndarray) -> np.ndarray:
+    return embed / np.linalg.norm(embed, axis=1, keepdims=True)
+
+
+def _followed(target_weights: Weights) -> np.ndarray:
+    """For each token the one whose embedding its row of the target's `lm_head` scores."""
+    return np.argmax(target_weights["lm_head"] @ _unit(target_weights["embed"]).T, axis=1)

@@ -1,0 +1,72 @@
+"""What tests of the training passes share: quick compiles, and golden models as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_impl import weights
+from jax_impl.backend import compiler_options
+from jax_impl.training import init
+from jax_impl.weights import DraftModel, LoadedHead, Model
+from shared.models.checkpoint import load_all
+from shared.models.config import ModelConfig
+from tests.support.golden_models import load_golden_head
+from tests.support.tiny_models import tiny_config
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CPU = jax.devices("cpu")[0]
+
+
+def jitted(function: Callable[..., Any], *fixed: Any, **named: Any) -> Callable[..., Any]:
+    """The function with its first arguments fixed, as one program that is compiled quickly."""
+    options = compiler_options(CPU, quick_compile=True)
+    return jax.jit(partial(function, *fixed, **named), compiler_options=options)
+
+
+def vectors(folder: str) -> dict[str, np.ndarray]:
+    return dict(np.load(GOLDEN / folder / "vectors.npz"))
+
+
+def golden_model(folder: str) -> tuple[ModelConfig, Model]:
+    config = ModelConfig.from_folder(GOLDEN / folder)
+    arrays = load_all(GOLDEN / folder, config, config.has_mtp)
+    return config, weights.from_arrays(arrays, config, np.float32, CPU)
+
+
+def small_hybrid() -> tuple[ModelConfig, Model]:
+    """A fresh model with as few layers as show everything, for these take long to compile."""
+    fields = tiny_config("qwen3_5", nested=False, with_mtp=True, tied=True)
+    fields |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    config = ModelConfig.from_dict(fields)
+    return config, init.fresh_model(config, 0, True)
+
+
+def golden_head(folder: str, target: str) -> LoadedHead:
+    head = load_golden_head(GOLDEN / folder, GOLDEN / target)
+    return weights.head_from_arrays(head, np.float32, CPU)
+
+
+def padded(tokens: np.ndarray, length: int) -> jax.Array:
+    """One row, with padding on the right."""
+    return jnp.asarray(np.pad(tokens, (0, length - len(tokens))), jnp.int32)[None]
+
+
+def lowered(loss: Callable[[Any], Any], module: Model | DraftModel | Any) -> tuple[float, float]:
+    """The loss before and after one step of gradient descent on a module's parameters."""
+    graded = jitted(jax.value_and_grad(lambda own: loss(own)[0], allow_int=True))
+    before, slope = graded(module)
+    floats = [x for x in jax.tree.leaves(slope) if jnp.issubdtype(x.dtype, jnp.floating)]
+    scale = 1e-2 / jnp.sqrt(sum((x * x).sum() for x in floats))
+    moved = jax.tree.map(
+        lambda own, by: own - scale * by if jnp.issubdtype(own.dtype, jnp.floating) else own,
+        module,
+        slope,
+    )
+    return float(before), float(graded(moved)[0])

@@ -1,0 +1,291 @@
+"""`python -m jax_impl.train` end to end: what it writes serves, and others can load it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM
+
+from jax_impl.train import main
+from jax_impl.training import export, init, outputs, tasks
+from jax_impl.training.forward import forward, logits
+from models.make_random import ROOT
+from shared.boundary.backend import Work
+from shared.drafts.checkpoint import kind_of, load_head, open_head
+from shared.drafts.config import DraftConfig
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.request import Request, SamplingParams
+from shared.models.checkpoint import load_all, open_checkpoint, save_checkpoint
+from shared.models.config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import JAX_BACKENDS, make_backend
+from tests.support.contract_host import contract_limits
+from tests.support.driving import drive
+
+TOKENIZER = ROOT / "random"
+DEMO = ROOT / "demo"
+VOCAB, ENDS = 259, [256, 258]
+CHAIN = TreeShape.chain(3, 4)
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "eos_token_id": ENDS,
+}
+HYBRID = COMMON | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+    "mtp_num_hidden_layers": 1,
+}
+QWEN3 = COMMON | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "rope_theta": 10000.0,
+}
+RUN = ["--batch-tokens", "256", "--warmup", "2", "--max-tokens", "64", "--output-tokens", "16"]
+HEAD_RUN = [*RUN, "--steps", "4", "--depth", "2", "--prompts", "6", "--output-slots", "4"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "data.jsonl"
+    turns = [
+        {"messages": [{"role": "user", "content": f"{i}?"}], "answer": f"{i}."} for i in "abcd"
+    ]
+    texts = [{"prompt": "to and fro"}, {"prompt": "1, 2,", "answer": " 3"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in turns + texts), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory, data) -> Path:
+    """A model that the command trained from scratch."""
+    folder = tmp_path_factory.mktemp("target")
+    config = folder / "given.json"
+    config.write_text(json.dumps(HYBRID), encoding="utf-8")
+    words = ["--model", str(config), "--tokenizer", str(TOKENIZER), "--data", str(data)]
+    assert main([*words, "--out", str(folder / "out"), *RUN, "--steps", "60"]) == 0
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory, data, target) -> Path:
+    """The target's own answers, made when the first head is trained."""
+    return tmp_path_factory.mktemp("answers") / "outputs.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch):
+    """Backends that the command makes count like those of other tests."""
+    made = outputs.JaxBackend
+
+    def make(*args, **named):
+        JAX_BACKENDS.append(made(*args, **named))
+        return JAX_BACKENDS[-1]
+
+    monkeypatch.setattr(outputs, "JaxBackend", make)
+
+
+def log_of(folder: Path) -> list[dict]:
+    text = (folder / "training/log.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def trained_head(target: Path, data: Path, answers: Path, kind: str, out: Path) -> int:
+    words = ["--target", str(target), "--draft", kind, "--data", str(data), "--out", str(out)]
+    shape = {"eagle3": ["--draft-vocab", "200"], "dflash": ["--block", "4", "--layers", "2"]}
+    return main([*words, "--outputs", str(answers), *shape.get(kind, []), *HEAD_RUN])
+
+
+def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
+    """What the engine answers on the reference backend."""
+    config = ModelConfig.from_folder(folder)
+    weights = load_all(folder, config, drafter == "NEXTN")
+    limits = contract_limits(config)
+    shape = TreeShape.plain(4) if drafter == "none" else CHAIN
+    programs = [p for p in limits.programs if p.work is Work.PREFILL or p.shape == shape]
+    limits = replace(limits, programs=tuple(programs))  # a block drafts no trees
+    backend = make_backend("reference", config, weights, limits, drafter)
+    controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=128)
+    ends = {"temperature": 0.0, "stop_token_ids": tuple(ENDS)}
+    sampling = SamplingParams(max_tokens=12, **ends)
+    request = Request(request_id=1, prompt=tuple(prompt), sampling=sampling)
+    return drive(engine, [request])[1].tokens
+
+
+def test_training_from_scratch_lowers_the_loss_and_the_result_serves(target):
+    first, *_, last = log_of(target)
+    assert last["loss"] < 0.8 * first["loss"]
+    assert last["mtp_cross_entropy"] < first["mtp_cross_entropy"]
+    config = ModelConfig.from_folder(target)
+    assert config.eos_ids == tuple(ENDS)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (target / name).read_bytes() == (TOKENIZER / name).read_bytes()
+    assert (target / "training/curves.png").is_file()
+    prompt = [65, 66, 67]
+    assert text_of(target, "NEXTN", prompt) == text_of(target, "none", prompt)
+
+
+def test_the_same_command_goes_on_and_another_run_is_refused(target, data, capsys):
+    given = target.parent / "given.json"
+    words = ["--model", str(given), "--tokenizer", str(TOKENIZER), "--data", str(data)]
+    words += ["--out", str(target), *RUN]
+    before = load_file(target / "model.safetensors")
+    assert main([*words, "--steps", "60"]) == 0
+    after = load_file(target / "model.safetensors")
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert main([*words, "--steps", "60", "--seed", "1"]) == 2
+    assert "another seed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle", "eagle3", "dflash"])
+def test_a_head_is_trained_on_the_targets_own_answers_and_serves(
+    target, data, answers, kind, tmp_path
+):
+    out = tmp_path / kind
+    assert trained_head(target, data, answers, kind, out) == 0
+    assert "acceptance_length" in log_of(out)[-1]
+    config, prompt = ModelConfig.from_folder(target), [65, 66, 67]
+    plain = text_of(target, "none", prompt)
+    if kind == "mtp":
+        assert text_of(out, "NEXTN", prompt) == plain
+        old, new = (load_file(f / "model.safetensors") for f in (target, out))
+        kept = [name for name in old if not name.startswith("mtp.")]
+        assert all(np.array_equal(old[name], new[name]) for name in kept)
+        assert not np.array_equal(old["mtp.fc.weight"], new["mtp.fc.weight"])
+        return
+    opened = open_head(out)
+    assert kind_of(opened.names) == kind.upper()
+    head = load_head(opened, DraftConfig.from_folder(out, config), np.float32)
+    assert text_of(target, head, prompt) == plain
+
+
+def test_the_answers_are_the_targets_own_and_are_made_once(target, data, answers, tmp_path):
+    assert trained_head(target, data, answers, "eagle", tmp_path / "a") == 0
+    lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    assert sorted(line["place"] for line in lines[1:]) == list(range(6))
+    for line in lines[1:3]:
+        whole = text_of(target, "none", line["prompt_ids"])
+        assert line["output_ids"][: len(whole)] == whole  # which has at most 12 tokens of 16
+    written = answers.stat().st_mtime_ns
+    answers.write_bytes(answers.read_bytes() + b'{"place": 6, "prom')  # a write that was cut off
+    assert trained_head(target, data, answers, "eagle", tmp_path / "b") == 0
+    assert len(answers.read_text(encoding="utf-8").splitlines()) == 7
+    assert answers.stat().st_mtime_ns > written
+
+
+def test_the_answers_of_another_model_are_refused(target, data, tmp_path, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"target": "0123"}\n', encoding="utf-8")
+    assert trained_head(target, data, other, "eagle", tmp_path / "out") == 2
+    assert "another model" in capsys.readouterr().err
+
+
+def test_a_draft_vocabulary_has_the_most_frequent_tokens_of_the_answers():
+    row = outputs.Row([9, 9, 9, 7, 3, 3, 8], [False, False, False, True, True, True, True])
+    rows = outputs.Rows.of([row], max_tokens=9)
+    assert outputs.frequent_tokens(rows, 10, 1).tolist() == [3]
+    assert outputs.frequent_tokens(rows, 10, 4).tolist() == [0, 3, 7, 8]
+
+
+@pytest.mark.parametrize("config", [HYBRID, QWEN3], ids=["hybrid", "qwen3"])
+def test_an_exported_model_loads_as_it_was_trained_but_for_bfloat16(config, tmp_path):
+    sizes = ModelConfig.from_dict(config)
+    model = init.fresh_model(sizes, 3, sizes.has_mtp)
+    export.save_model(tmp_path, config, model, TOKENIZER)
+    loaded = tasks.load_model(tmp_path, sizes, sizes.has_mtp, np.float32)
+    trained, read = export.arrays_of(model), export.arrays_of(loaded)
+    assert trained.keys() == read.keys()
+    for name, array in trained.items():
+        # bfloat16 keeps 8 bits; a zero-centred norm is 1 here, and stored as an exact 0.
+        np.testing.assert_allclose(read[name], array, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("config", [HYBRID, QWEN3], ids=["hybrid", "qwen3"])
+def test_transformers_loads_an_exported_model_and_computes_the_same(config, tmp_path):
+    sizes = ModelConfig.from_dict(config)
+    export.save_model(tmp_path, config, init.fresh_model(sizes, 3, sizes.has_mtp), TOKENIZER)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 64))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(torch.tensor(tokens)).logits.numpy()
+    model = tasks.load_model(tmp_path, sizes, sizes.has_mtp, np.float32)
+    passed = jax.jit(lambda m, t: forward(sizes, m, t, jnp.float32, False))(model, tokens)
+    # Float32 on both sides: only the orders of the sums differ.
+    np.testing.assert_allclose(logits(model, passed.hidden, jnp.float32), want, rtol=0, atol=1e-4)
+
+
+def test_an_mtp_layer_goes_into_a_copy_of_a_target_in_shards(tmp_path):
+    source, out = tmp_path / "source", tmp_path / "out"
+    without = {**HYBRID, "mtp_num_hidden_layers": 0}
+    sizes = ModelConfig.from_dict(HYBRID)
+    model = init.fresh_model(ModelConfig.from_dict(without), 3, with_mtp=False)
+    weights = export.arrays_of(model)
+    save_checkpoint(source, without, weights, num_shards=2)
+    layer = init.fresh_mtp(sizes, model, 4)
+    export.save_mtp(out, source, sizes, layer)
+    config, opened = ModelConfig.from_folder(out), open_checkpoint(out)
+    opened.check(config, with_mtp=True)
+    read = load_all(out, config, with_mtp=True)
+    assert all(np.array_equal(read[name], array) for name, array in weights.items())
+    fc = export.arrays_of(layer)["fc"]
+    assert np.array_equal(read["mtp.fc"], fc.astype(ml_dtypes.bfloat16).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (["--target", "t"], "--target needs --draft"),
+        (["--model", "m"], "--model needs --tokenizer"),
+        (["--target", "t", "--model", "m"], "either --target and --draft"),
+        (["--target", "t", "--draft", "mtp", "--tokenizer", "x"], "--tokenizer does not go with"),
+        (["--target", "t", "--draft", "mtp"], "as --steps or --minutes"),
+        (["--target", "t", "--draft", "mtp", "--steps", "0"], "--steps must be positive"),
+        (["--target", "t", "--draft", "mtp", "--steps", "1"], "the model folder t does not exist"),
+        (["--model", "m", "--tokenizer", "x", "--steps", "1"], "m is not valid JSON"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(data, tmp_path, words, fault, capsys):
+    assert main([*words, "--data", str(data), "--out", str(tmp_path / "out")]) == 2
+    written = capsys.readouterr().err
+    assert fault in written
+    assert written.count("\n") == 1
+
+
+def test_the_demo_models_have_the_sizes_that_ship():
+    sizes = {}
+    for name in ("target", "standalone"):
+        config_json = json.loads((DEMO / f"{name}_config.json").read_text(encoding="utf-8"))
+        config = ModelConfig.from_dict(config_json)
+        model = init.fresh_model(config, 0, config.has_mtp)
+        sizes[name] = sum(array.size for array in export.arrays_of(model).values())
+    assert 6e6 < sizes["target"] < 10e6
+    assert 1e6 < sizes["standalone"] < 2e6

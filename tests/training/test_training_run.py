@@ -1,0 +1,231 @@
+"""Rows, batches and the loop of the trainer, without a model."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl.training import examples
+from jax_impl.training.examples import Batches, Row, Rows, best_widths, read_rows, row_of
+from jax_impl.training.loop import Schedule, Task, train
+from models.make_random import ROOT
+
+TOKENIZER = ROOT / "random"
+END = 258
+CHAT = [
+    {"role": "user", "content": "2 + 3?"},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "Sure?"},
+]
+
+
+def rows_of(*lengths: int) -> Rows:
+    return Rows.of([Row([i + 1] * n, [True] * n) for i, n in enumerate(lengths)], max_tokens=1000)
+
+
+def write_lines(path, count):
+    lines = [{"messages": CHAT, "answer": f"Yes, {i}."} for i in range(count)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_a_chat_is_tokenised_as_the_server_sends_it_and_every_answer_is_learnt():
+    tokenizer = examples.open_tokenizer(TOKENIZER)
+    row = row_of("line", {"messages": CHAT, "answer": "Yes."}, tokenizer)
+    prompt = tokenizer.encode_chat(CHAT)
+    assert row.tokens == [*prompt, *b"Yes.", END]
+    learnt = [t for t, is_answer in zip(row.tokens, row.is_answer, strict=True) if is_answer]
+    assert learnt == [*b"5", END, *b"Yes.", END]
+
+
+def test_a_template_that_rewrites_history_leaves_the_last_answer_alone_to_learn(tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((TOKENIZER / name).read_bytes())
+    drops = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}|{% endif %}{% endfor %}"
+    )
+    (tmp_path / "chat_template.jinja").write_text(drops, encoding="utf-8")
+    tokenizer = examples.open_tokenizer(tmp_path)
+    row = row_of("line", {"messages": CHAT, "answer": "Yes."}, tokenizer)
+    assert bytes(row.tokens[:-1]) == b"2 + 3?|Sure?|Yes."
+    assert sum(row.is_answer) == len(b"Yes.") + 1
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"text": "a"}', "neither messages nor a prompt"),
+        ('{"messages": [{"role": "user"}]}', "role and content"),
+    ],
+)
+def test_a_line_that_is_no_example_is_refused_with_its_place(tmp_path, line, fault):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=fault) as refused:
+        read_rows([path], TOKENIZER, 100)
+    assert f"{path}, byte 16" in str(refused.value)
+
+
+def test_several_processes_and_the_cache_give_the_rows_of_one(tmp_path, monkeypatch):
+    path = tmp_path / "data.jsonl"
+    write_lines(path, 20)
+    whole = read_rows([path], TOKENIZER, 200)
+    cache = tmp_path / "data.jsonl.tokens.npz"
+    cache.unlink()
+    monkeypatch.setattr(examples, "BYTES_PER_WORKER", path.stat().st_size // 2)
+    monkeypatch.setattr(examples.os, "cpu_count", lambda: 2)
+    parts = read_rows([path], TOKENIZER, 200)
+    assert cache.is_file()
+    monkeypatch.setattr(examples, "_tokenised", None)  # only the cache is left
+    for rows in (parts, read_rows([path], TOKENIZER, 200)):
+        assert np.array_equal(rows.tokens, whole.tokens)
+        assert np.array_equal(rows.is_answer, whole.is_answer)
+        assert np.array_equal(rows.starts, whole.starts)
+
+
+def test_a_changed_file_is_not_read_from_the_cache(tmp_path):
+    path = tmp_path / "data.jsonl"
+    write_lines(path, 3)
+    assert len(read_rows([path], TOKENIZER, 200).lengths) == 3
+    write_lines(path, 4)
+    assert len(read_rows([path], TOKENIZER, 200).lengths) == 4
+    with pytest.raises(ValueError, match="no example of at most 59 tokens"):
+        read_rows([path], TOKENIZER, 59)
+
+
+def test_an_epoch_has_every_row_once_in_an_order_of_its_own():
+    batches = Batches(
+        rows_of(*[10] * 8, *[100] * 4), batch_tokens=256, seed=1, prompt_weight=0.0, shares=1
+    )
+    assert batches.shapes == [(4, 64), (2, 128)]
+    orders = []
+    for epoch in range(2):
+        first = [batches.at(epoch * len(batches) + i).tokens[:, 0] for i in range(len(batches))]
+        orders.append(np.concatenate(first).tolist())
+        assert sorted(orders[-1]) == list(range(1, 13))
+    assert orders[0] != orders[1]
+
+
+def test_padding_and_prompts_weigh_what_they_should():
+    rows = Rows.of([Row([5, 6, 7], [False, True, True])], max_tokens=10)
+    batch = Batches(rows, batch_tokens=64, seed=0, prompt_weight=0.25, shares=1).at(0)
+    assert batch.tokens.shape == (1, 64)
+    assert batch.weights[0, :4].tolist() == [0.25, 1, 1, 0]
+    assert not batch.weights[0, 4:].any()
+
+
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_widths_are_those_that_pad_least(most):
+    lengths = np.array([10] * 50 + [70] * 9 + [130] * 20 + [500])
+    found = best_widths(lengths, most)
+
+    def padded(widths):
+        return np.array(widths)[np.searchsorted(widths, lengths)].sum()
+
+    others = [(512,), (64, 512), (128, 512), (192, 512), (64, 128, 512), (64, 192, 512)]
+    assert len(found) <= most
+    assert padded(found) == min(padded(w) for w in others if len(w) <= most)
+
+
+class Broken(Exception):
+    """The process of a run is gone."""
+
+
+def toy_run(folder, steps, broken_at, minutes=None):
+    """A matrix learns to hold the mean of the tokens, with noise from the run's key."""
+    batches = Batches(rows_of(*range(3, 40)), batch_tokens=256, seed=1, prompt_weight=0.0, shares=1)
+    whole = batches.at
+
+    def at(step):
+        if step == broken_at:
+            raise Broken
+        return whole(step)
+
+    batches.at = at
+
+    def loss(params, frozen, batch, key):
+        noise = 0.1 * jax.random.normal(key)
+        wanted = jnp.mean(batch.tokens * batch.weights) + frozen["offset"] + noise
+        found = jnp.sum((params["matrix"] - wanted) ** 2) + jnp.sum(params["norm"] ** 2)
+        return found, {"loss": found}
+
+    params = {"matrix": jnp.ones((2, 3)), "norm": jnp.ones(2)}
+    task = Task(params=params, frozen={"offset": jnp.ones(())}, loss=loss)
+    schedule = Schedule(steps=steps, minutes=minutes, learning_rate=0.1, warmup=2, save_minutes=0.0)
+    return train(task, batches, schedule, 7, folder)
+
+
+def test_a_run_that_broke_off_goes_on_as_if_it_had_not(tmp_path):
+    whole = toy_run(tmp_path / "whole", 10, None)
+    with pytest.raises(Broken):
+        toy_run(tmp_path / "parts", 10, 5)
+    resumed = toy_run(tmp_path / "parts", 10, None)
+    for name in ("matrix", "norm"):
+        assert np.array_equal(resumed[name], whole[name])
+        assert not np.array_equal(whole[name], np.ones_like(whole[name]))
+    steps = [json.loads(line)["step"] for line in (tmp_path / "parts/log.jsonl").open()]
+    assert steps == [10]
+    assert (tmp_path / "parts/curves.png").stat().st_size
+
+
+def shared_run(folder):
+    """Each row pulls the matrix to its own token; the rows of a batch weigh the same."""
+    batches = Batches(rows_of(*[64] * 12), batch_tokens=256, seed=1, prompt_weight=0.0, shares=2)
+
+    def loss(matrix, frozen, batch, key):
+        pulls = (matrix - batch.tokens[:, :1] - frozen) ** 2
+        return pulls.mean(), {"loss": pulls.mean()}
+
+    task = Task(params=jnp.ones(3), frozen=jnp.ones(()), loss=loss)
+    schedule = Schedule(steps=8, minutes=None, learning_rate=0.1, warmup=2, save_minutes=9.0)
+    return np.asarray(train(task, batches, schedule, 7, folder))
+
+
+TWO_DEVICES = """
+import sys
+import jax
+import numpy as np
+from tests.training.test_training_run import shared_run
+assert jax.device_count() == 2
+np.save(sys.argv[2], shared_run(__import__("pathlib").Path(sys.argv[1])))
+"""
+
+
+def test_two_devices_learn_what_one_does(tmp_path):
+    alone = shared_run(tmp_path / "one")
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", TWO_DEVICES, str(tmp_path / "two"), str(tmp_path / "two.npy")]
+    subprocess.run(command, check=True, env=os.environ | flags, cwd=ROOT.parent)
+    # Means of two halves instead of a whole: one more rounding.
+    np.testing.assert_allclose(np.load(tmp_path / "two.npy"), alone, rtol=1e-5)
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path):
+    done = toy_run(tmp_path, 4, None)
+    again = toy_run(tmp_path, 4, 4)
+    assert np.array_equal(done["matrix"], again["matrix"])
+
+
+def test_the_clock_ends_a_run_with_a_rate_that_has_fallen(tmp_path):
+    schedule = Schedule(steps=None, minutes=1.0, learning_rate=1.0, warmup=10, save_minutes=1.0)
+    assert schedule.rate(4, 0.0) == pytest.approx(0.5)
+    assert schedule.rate(999, 30.0) == pytest.approx(0.51)
+    assert schedule.rate(999, 60.0) == pytest.approx(0.02)
+    toy_run(tmp_path, None, None, minutes=0.05)
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])["step"] > 4
+
+
+def test_a_loss_that_is_no_number_ends_the_run(tmp_path):
+    def loss(params, frozen, batch, key):
+        return jnp.sum(params) / 0, {"loss": jnp.sum(params) / 0}
+
+    task = Task(params=jnp.ones(2), frozen=(), loss=loss)
+    schedule = Schedule(steps=2, minutes=None, learning_rate=0.1, warmup=1, save_minutes=9.0)
+    with pytest.raises(FloatingPointError, match="step 2"):
+        train(task, Batches(rows_of(5), 64, 0, 0.0, 1), schedule, 0, tmp_path)
