@@ -15,10 +15,10 @@ import pytest
 from shared.models.config import ModelConfig
 from shared.reference.drafters import BlockDrafter
 from shared.spec import dflash
-from tests import test_cross_backend_blocks as cross
-from tests import test_dflash as golden
+from tests.device import test_cross_backend_blocks as cross
 from tests.device.test_cross_backend import SAMPLED
 from tests.device.test_cross_backend_blocks import Backends
+from tests.spec import test_dflash as golden
 from tests.support.faults import Patch, after
 from tests.support.golden_blocks import SpecBlock, golden_block_head
 

@@ -22,7 +22,7 @@ from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
-from tests import test_cross_backend as cross
+from tests.device import test_cross_backend as cross
 from tests.device.test_cross_backend import (
     BATCH,
     GREEDY,

@@ -12,8 +12,7 @@ from importlib import import_module
 import pytest
 
 from shared.boundary.backend import Backend
-from tests import test_cross_backend_blocks as blocks
-from tests import test_rejection as rejection
+from tests.device import test_cross_backend_blocks as blocks
 from tests.device.test_cross_backend import (
     GREEDY,
     SAMPLED,
@@ -27,6 +26,7 @@ from tests.device.test_cross_backend import (
 )
 from tests.device.test_cross_backend_trees import TREES, head_of
 from tests.device.test_cross_backend_trees import cell as tree_cell
+from tests.spec import test_rejection as rejection
 from tests.support.backends import make_gpu_backend
 from tests.support.equality import assert_few_excused
 

@@ -14,7 +14,7 @@ import pytest
 
 from shared.boundary.backend import StepResult
 from shared.spec import acceptance, draft_tree
-from tests import contract_host
+from tests.support import contract_host
 from tests.support.contract_host import (
     GREEDY,
     PAGE_SIZE,

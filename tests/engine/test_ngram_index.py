@@ -12,7 +12,7 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.trie import COUNT, FIRST, LIVE, NEWER, OLDEST, PARENT, USED
 from shared.engine.request import Refusal, Request, SamplingParams
 from shared.options.ngram import NgramConfig
-from tests import ngram_reference as reference
+from tests.support import ngram_reference as reference
 
 VOCAB = 1000
 NODES, DEPTH = 8, 7

@@ -27,7 +27,7 @@ from shared.options.options import (
 from shared.options.setup import Setup
 from shared.process import launch
 from shared.process.memory_plan import Device
-from tests import reference_serve
+from tests.support import reference_serve
 from tests.support.driving import Outcome, drive
 from tests.support.http_fixtures import save_tokenizer
 from tests.support.tiny_heads import BLOCK_SIZE, write_tiny_block, write_tiny_head

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from shared.reference.backend import ReferenceBackend
-from tests import test_backend_contract as contract
-from tests import test_backend_contract_memory as memory
-from tests import test_engine, test_planner, test_scheduler
-from tests import test_tree_behaviour as trees
+from tests.boundary import test_backend_contract as contract
+from tests.boundary import test_backend_contract_memory as memory
+from tests.device import test_tree_behaviour as trees
+from tests.engine import test_engine, test_planner, test_scheduler
 from tests.support.contract_host import CHAIN, GREEDY, PLAIN, SAMPLED, Host
 from tests.support.faults import (
     Patch,
