@@ -67,6 +67,17 @@ class Program:
     mask: bool
     logprobs: bool
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every tree is a chain; a plan's own trees may be anything."""
+        return self.shape.width <= 1 and not self.host_draft
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether the device's drafter makes the trees of the step."""
+        drafts = self.work in (Work.DECODE, Work.DRAFT)
+        return drafts and not self.host_draft and not self.shape.is_plain
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits:

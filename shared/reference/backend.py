@@ -40,8 +40,6 @@ from shared.reference.rows import (
     Ranking,
     Trees,
     allowed_of,
-    judged,
-    noise_of,
     put,
     roots,
     take,
@@ -56,10 +54,10 @@ from shared.spec import (
     mamba_state,
     model,
     sampling,
+    slots,
 )
 from shared.spec.draft_tree import TreeShape
 from shared.spec.model import KV, Weights
-from shared.spec.sampling import Sampling
 from shared.spec.standalone import SmallModel
 
 Drafter = Literal["none", "NEXTN"] | DraftHead | SmallModel
@@ -102,14 +100,14 @@ class ReferenceBackend:
         self._allocate(config, limits)
 
     def _allocate(self, config: ModelConfig, limits: Limits) -> None:
-        slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
+        num_slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
         self._kv = model.new_kv(config, config.num_attention_layers, *pool)
-        self._state = model.new_state(config, slots)
+        self._state = model.new_state(config, num_slots)
         self._snapshots = model.new_state(config, limits.num_snapshots)
-        self._lengths = np.zeros(slots, np.int32)
-        self._newest = np.zeros(slots, np.int32)
-        self._draft_from = np.zeros(slots, np.int32)
-        self._seen = np.zeros((slots, limits.vocab), np.int32)
+        self._lengths = np.zeros(num_slots, np.int32)
+        self._newest = np.zeros(num_slots, np.int32)
+        self._draft_from = np.zeros(num_slots, np.int32)
+        self._seen = np.zeros((num_slots, limits.vocab), np.int32)
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queues one step and returns at once.
@@ -154,26 +152,25 @@ class ReferenceBackend:
 
     def _start(self, batch: Batch) -> None:
         """Resets the slots of starting rows, then restores what the plan names."""
-        slots, restore = batch.slots[batch.starts], batch.snapshots.restore[batch.starts]
-        self._lengths[slots] = self._newest[slots] = 0
-        self._seen[slots] = 0
-        self._draft_from[slots] = batch.draft_from[batch.starts]
-        put(self._state, slots, batch.restored(self._snapshots, restore))
+        started, restore = batch.slots[batch.starts], batch.snapshots.restore[batch.starts]
+        self._lengths[started] = self._newest[started] = 0
+        self._seen[started] = 0
+        self._draft_from[started] = batch.draft_from[batch.starts]
+        put(self._state, started, batch.restored(self._snapshots, restore))
         if self._drafter is not None:
             self._drafter.start(batch)
 
-    def _count(self, slot: int, tokens: np.ndarray, first: int, prompt_length: int) -> None:
-        """Adds tokens at positions `first` and on to a slot's `seen`."""
-        is_output = first + np.arange(len(tokens)) >= prompt_length
-        self._seen[slot, tokens[~is_output]] |= 1
-        np.add.at(self._seen[slot], tokens[is_output], 2)
+    def _count(self, batch: Batch, b: int, tokens: Int[np.ndarray, " T"], first: int) -> None:
+        """Adds row b's tokens at positions `first` and on to what its slot has seen."""
+        owner = np.full(len(tokens), batch.slots[b])
+        is_output = first + np.arange(len(tokens)) >= batch.sampling.prompt_length[b]
+        is_counted = np.ones(len(tokens), bool)
+        self._seen = slots.count(self._seen, owner, tokens, is_output, is_counted)
 
     def _count_prompt(self, batch: Batch, work: Count) -> dict[str, np.ndarray]:
-        for slot, row, prompt_length in zip(
-            batch.slots, batch.index, batch.sampling.prompt_length, strict=True
-        ):
+        for b, row in enumerate(batch.index):
             tokens = work.tokens[work.row_starts[row] : work.row_starts[row + 1]]
-            self._count(slot, tokens, 0, prompt_length)
+            self._count(batch, b, tokens, 0)
         return {}
 
     # Prefill
@@ -183,18 +180,19 @@ class ReferenceBackend:
         first, ends = work.first_positions[batch.index], work.ends_prompt[batch.index] != 0
         passes = [self._prefill_row(batch, b, chunk, first[b]) for b, chunk in enumerate(chunks)]
         lengths = first + np.array([len(chunk) for chunk in chunks], np.int32)
-        for b, (slot, chunk) in enumerate(zip(batch.slots, chunks, strict=True)):
+        for b, chunk in enumerate(chunks):
             skipped = 0 if batch.starts[b] else 1  # the token before said that it would be next
-            prompt_length = batch.sampling.prompt_length[b]
-            self._count(slot, chunk[skipped:], first[b] + skipped, prompt_length)
+            self._count(batch, b, chunk[skipped:], first[b] + skipped)
         logits = model.logits(self._weights, np.stack([read.hidden[-1] for read, _ in passes]))
         allowed = allowed_of(mask, batch.index, self.limits.vocab)
         allowed = None if allowed is None else allowed[:, 0]
-        chosen = self._choose(logits, self._seen[batch.slots], lengths, batch.sampling, allowed)
+        seen = sampling.seen_alone(self._seen, batch.slots)
+        everyone = np.arange(len(lengths))
+        chosen = sampling.choose(logits, seen, lengths, batch.sampling, everyone, allowed)
         newest = np.where(ends, chosen, work.next_tokens[batch.index]).astype(np.int32)
         self._lengths[batch.slots], self._newest[batch.slots] = lengths, newest
-        for b, slot in enumerate(batch.slots):
-            self._count(slot, newest[b : b + 1], lengths[b], batch.sampling.prompt_length[b])
+        for b in range(len(newest)):
+            self._count(batch, b, newest[b : b + 1], lengths[b])
         if self._drafter is not None:
             self._feed_prompt(batch, chunks, [read for read, _ in passes], first, newest)
         failed = np.any(~np.isfinite(logits), axis=1)
@@ -281,9 +279,8 @@ class ReferenceBackend:
         row_starts, *_ = draft_tree.flatten(trees.num_nodes, work.shape.rows)
         row_of = draft_tree.flat_rows(row_starts, trees.num_nodes, work.shape.nodes)
         logits = model.logits(self._weights, forward.hidden)[row_of]  # [B, N, vocab]
-        choices = self._choose_nodes(
-            batch, trees, logits, allowed_of(mask, batch.index, logits.shape[2])
-        )
+        allowed = allowed_of(mask, batch.index, logits.shape[2])
+        choices = self._choose(batch, trees, logits, allowed)
         choices, walked = trees.forced_choices(choices)
         path, counts = acceptance.walk(
             trees.tokens, trees.parents, walked, choices, work.shape.depth
@@ -291,7 +288,7 @@ class ReferenceBackend:
         failed = acceptance.failed(np.any(~np.isfinite(logits), axis=2), path)
         counts = np.where(failed, 0, counts).astype(np.int32)
         tokens = acceptance.emitted(choices, path, counts)
-        saved = self._commit(batch, forward.kv, kept, path, counts, tokens)
+        saved = self._commit(batch, work.shape, forward.kv, kept, path, counts, tokens)
         passed = forward.at(np.take_along_axis(row_of, path, axis=1).reshape(-1))
         own = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
         fed = Fed(0, own, tokens.reshape(-1), passed)
@@ -315,8 +312,8 @@ class ReferenceBackend:
         if shape.is_plain:
             return roots(newest)
         assert self._drafter is not None  # a program that drafts has one
-        slots, rank = batch.slots, self._rank(batch, shape.width)
-        bounds = (self._lengths[slots], self._draft_from[slots])
+        rank = self._rank(batch, shape.width)
+        bounds = (self._lengths[batch.slots], self._draft_from[batch.slots])
         if self.limits.accept_rule == "match":
             return self._drafter.draft(batch, newest, *bounds, shape, rank)
         rank = replace(rank, kept=[])
@@ -326,6 +323,7 @@ class ReferenceBackend:
     def _commit(
         self,
         batch: Batch,
+        shape: TreeShape,
         kv: KV,
         kept: mamba_state.Kept,
         path: Int[np.ndarray, "B W"],
@@ -333,7 +331,7 @@ class ReferenceBackend:
         tokens: Int[np.ndarray, "B W"],
     ) -> Bool[np.ndarray, " B"]:
         """Makes the accepted path the slots' past; returns which snapshots were taken."""
-        slots, lengths = batch.slots, self._lengths[batch.slots]
+        lengths = self._lengths[batch.slots]
         move = partial(
             attention.commit_window,
             page_table=batch.page_table,
@@ -343,17 +341,24 @@ class ReferenceBackend:
         )
         self._kv = KV(*(np.stack([move(layer) for layer in pool]) for pool in (kv.k, kv.v)))
         state, snapshots, passed = mamba_state.replay(
-            take(self._state, slots), kept, path, counts, batch.snapshots.save_at - lengths
+            take(self._state, batch.slots), kept, path, counts, batch.snapshots.save_at - lengths
         )
         passed &= batch.snapshots.save != 0
-        put(self._state, slots, state)
+        put(self._state, batch.slots, state)
         put(self._snapshots, batch.snapshots.save[passed], take(snapshots, passed))
-        for b, slot in enumerate(slots):
-            emitted = tokens[b, : counts[b]]
-            self._count(slot, emitted, lengths[b] + 1, batch.sampling.prompt_length[b])
-            if len(emitted):
-                self._newest[slot] = emitted[-1]
-        self._lengths[slots] += counts
+        self._lengths, self._newest, self._seen, draft_from = slots.commit(
+            lengths=self._lengths,
+            newest=self._newest,
+            seen=self._seen,
+            draft_from=self._draft_from if shape.is_plain else None,
+            slots=batch.slots,
+            before=lengths,
+            tokens=tokens,
+            counts=counts,
+            prompt_length=batch.sampling.prompt_length,
+        )
+        if draft_from is not None:  # nobody fed the drafter: a hole in its KV
+            self._draft_from = draft_from
         return passed
 
     def _extend(
@@ -364,55 +369,47 @@ class ReferenceBackend:
         fed: Fed,
         counts: Int[np.ndarray, " B"],
     ) -> None:
-        """Feeds the accepted path to the drafter; a plain step leaves a hole in its KV instead."""
-        if shape.is_plain:
-            self._draft_from[batch.slots] = self._lengths[batch.slots]
-        elif self._drafter is not None:
-            draft_from, rank = (
-                self._draft_from[batch.slots],
-                self._rank(batch, self.limits.max_width),
-            )
+        """Feeds the accepted path to the drafter, which a plain step does not."""
+        if self._drafter is not None and not shape.is_plain:
+            rank = self._rank(batch, self.limits.max_width)
+            draft_from = self._draft_from[batch.slots]
             self._drafter.extend(batch, fed, lengths, counts, draft_from, rank)
 
     # Choosing
 
     def _choose(
         self,
-        logits: Float[np.ndarray, "R vocab"],
-        seen: Int[np.ndarray, "R vocab"],
-        positions: Int[np.ndarray, " R"],
-        how: Sampling,
-        allowed: Bool[np.ndarray, "R vocab"] | None,
-    ) -> Int32[np.ndarray, " R"]:
-        scores = sampling.processed(logits, seen, positions, how, allowed)
-        return sampling.choose(scores, noise_of(scores, positions, how), how.temperature)
-
-    def _choose_nodes(
-        self,
         batch: Batch,
         trees: Trees,
         logits: Float[np.ndarray, "B N vocab"],
         allowed: Bool[np.ndarray, "B N vocab"] | None,
     ) -> Int32[np.ndarray, "B N"]:
-        """The target's token after each node."""
+        """The token after each node."""
         B, N, vocab = logits.shape
-        seen = sampling.path_seen(self._seen[batch.slots], trees.tokens, trees.parents)
+        request, node = np.repeat(np.arange(B), N), np.tile(np.arange(N), B)
+        seen = sampling.seen_in_trees(
+            self._seen, batch.slots, trees.tokens, trees.parents, request, node
+        )
         positions = self._lengths[batch.slots, None] + draft_tree.depths(trees.parents) + 1
-        flat_logits, flat_seen = logits.reshape(B * N, vocab), seen.reshape(B * N, vocab)
-        how = batch.sampling.rows(np.repeat(np.arange(B), N))
+        rows = (logits.reshape(B * N, vocab), seen, positions.reshape(-1), batch.sampling, request)
         mask = None if allowed is None else allowed.reshape(B * N, vocab)
-        flat_positions = positions.reshape(-1)
-        chosen = self._choose(flat_logits, flat_seen, flat_positions, how, mask).reshape(B, N)
         if trees.drafted is None:
-            return chosen
-        scores = sampling.processed(flat_logits, flat_seen, flat_positions, how, mask)
-        lengths, rule = self._lengths[batch.slots], self.limits.accept_rule
-        return judged(rule, batch, lengths, trees, scores.reshape(B, N, vocab), chosen)
+            return sampling.choose(*rows, mask).reshape(B, N)
+        return acceptance.judge(
+            self.limits.accept_rule,
+            *rows,
+            row_of=np.arange(B * N).reshape(B, N),
+            tokens=trees.tokens,
+            num_nodes=trees.num_nodes,
+            lengths=self._lengths[batch.slots],
+            drafted=trees.drafted,
+            allowed=mask,
+        )
 
     def _rank(self, batch: Batch, width: int) -> Ranking:
         """The drafter's choice of children, with the noise and the penalties of the target."""
-        slots = batch.slots
-        return Ranking(batch.sampling, self._lengths[slots], self._seen[slots], width, None)
+        lengths = self._lengths[batch.slots]
+        return Ranking(batch.sampling, batch.slots, lengths, self._seen, width, None)
 
     def _logprob_fields(
         self,

@@ -13,7 +13,7 @@ from shared.boundary.backend import (
 from shared.spec import acceptance, sampling
 from shared.spec.mamba_state import DeltaState
 from shared.spec.model import Forward
-from shared.spec.sampling import Sampling
+from shared.spec.sampling import Sampling, Seen
 
 
 @dataclass(frozen=True)
@@ -101,29 +101,22 @@ def put(state: DeltaState, index: Int[np.ndarray, " B"], rows: DeltaState) -> No
     state.window[:, index] = rows.window
 
 
-def noise_of(
-    scores: Float[np.ndarray, "R vocab"], positions: Int[np.ndarray, " R"], how: Sampling
-) -> Float[np.ndarray, "R vocab"]:
-    """The target's noise; greedy batches compute none."""
-    if not (how.temperature > 0).any():
-        return np.zeros(scores.shape, np.float32)
-    return sampling.gumbel(how.seed, positions, scores.shape[1], sampling.TARGET_STREAM)
-
-
 @dataclass(frozen=True)
 class Ranking:
     """A drafter's choice of children, with the penalties of the target; see `eagle.Rank`.
 
     Attributes:
-      sampling, lengths, seen: Of the batch's rows.
+      sampling, slots, lengths: Of the batch's rows.
+      counts: Of all slots, see `sampling.Seen`.
       width: Children of a node.
-      kept: Gets the processed logits of each level where drafts are sampled, to be judged by the
+      kept: Gets the processed logits of each level where drafts are sampled, to be judged by a
         rejection rule, and their noise is their own. Else None, and their noise is the target's.
     """
 
     sampling: Sampling
+    slots: Int32[np.ndarray, " B"]
     lengths: Int32[np.ndarray, " B"]
-    seen: Int32[np.ndarray, "B vocab"]
+    counts: Int32[np.ndarray, "slots vocab"]
     width: int
     kept: list[Float[np.ndarray, "B vocab"]] | None
 
@@ -131,61 +124,23 @@ class Ranking:
         self, logits: Float[np.ndarray, "B k vocab"], paths: Int[np.ndarray, "B k path"]
     ) -> tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]]:
         """The best children of nodes, and the log weights of the edges to them."""
-        B, k, vocab = logits.shape
-        on_path = np.repeat(self.seen, k, axis=0)
-        np.add.at(on_path, (np.arange(B * k)[:, None], paths.reshape(B * k, -1)), 2)
-        positions = np.repeat(self.lengths, k) + paths.shape[2] + 1
-        how = self.sampling.rows(np.repeat(np.arange(B), k))
-        scores = sampling.processed(logits.reshape(B * k, vocab), on_path, positions, how, None)
-        noise = noise_of(scores, positions, how)
+        B, k, level = paths.shape
+        path = paths.reshape(B * k, level)
+        seen = Seen(self.counts, np.repeat(self.slots, k), path, np.ones(path.shape, bool))
+        positions = self.lengths + level + 1
+        keys, stream = positions, sampling.TARGET_STREAM
         if self.kept is not None:
-            noise = self._own_noise(paths.shape[2], vocab)
-            self.kept.append(scores)
-        scores = sampling.perturbed(scores, noise, how.temperature)
-        ids = sampling.top_candidates(scores, self.width)
-        weights = sampling.draft_weights(scores, how.temperature, sampling.DRAFT_TAU)
-        weights = np.take_along_axis(weights, ids, axis=1)
-        return ids.reshape(B, k, self.width), weights.reshape(B, k, self.width)
-
-    def _own_noise(self, level: int, vocab: int) -> Float[np.ndarray, "B vocab"]:
-        return sampling.draft_noise(self.sampling.seed, self.lengths, level + 1, vocab)[:, level]
+            keys, stream = self.lengths, sampling.DRAFT_STREAM + level
+        ranked = sampling.rank(logits, seen, positions, self.sampling, keys, stream, self.width)
+        if self.kept is not None:
+            self.kept.append(ranked.processed)
+        return ranked.ids, ranked.weights
 
     @property
     def drafted(self) -> Float[np.ndarray, "B S vocab"]:
         """What was kept, level by level."""
         assert self.kept is not None  # drafts were sampled
         return np.stack(self.kept, axis=1)
-
-
-def judged(
-    rule: str,
-    batch: Batch,
-    lengths: Int32[np.ndarray, " B"],
-    trees: Trees,
-    scores: Float[np.ndarray, "B N vocab"],
-    choices: Int32[np.ndarray, "B N"],
-) -> Int32[np.ndarray, "B N"]:
-    """The token after each node of chains that were sampled, under a rejection rule.
-
-    Args:
-      scores, choices: The target's processed logits and its own choice after each node.
-    """
-    assert trees.drafted is not None  # they were sampled
-    B, N, vocab = scores.shape
-    seed = batch.sampling.seed
-    return _JUDGES[rule](
-        trees.tokens,
-        trees.num_nodes,
-        choices,
-        sampling.probabilities(scores.reshape(B * N, vocab)).reshape(B, N, vocab),
-        acceptance.sampled_law(trees.drafted, trees.tokens),
-        sampling.uniforms(seed, lengths, N - 1),
-        sampling.gumbel(seed, lengths, vocab, sampling.RESIDUAL_STREAM),
-        batch.sampling.temperature,
-    )
-
-
-_JUDGES = {"rejection": acceptance.rejection_choices, "block": acceptance.block_choices}
 
 
 def allowed_of(

@@ -16,15 +16,25 @@ Its text has the target's law, but depends on the drafts. Each function takes wh
   p: The target's probabilities after each node.
   q: The drafter's, from which the draft of each level was sampled (`sampled_law`), or all on the
     draft's token where it was not sampled (`certain_law`).
-  uniforms: Of each level, by `sampling.uniforms`.
-  noise: Of the residual, which a step draws from at most once a row.
-  temperature: At 0 a row is greedy.
+  sampling, lengths: Parameters of the rows, and the position of their newest tokens: seed and
+    length name the number that decides on each draft, and the noise of the residual, which a step
+    draws from at most once a row. At temperature 0 a row is greedy.
 """
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from shared.spec.sampling import perturbed, probabilities
+from shared.spec.sampling import (
+    RESIDUAL_STREAM,
+    TARGET_STREAM,
+    Sampling,
+    Seen,
+    best,
+    perturbed,
+    probabilities,
+    processed,
+    uniforms,
+)
 
 RULES = ("match", "rejection", "block")
 """Match, rejection token by token, and rejection that judges a chain as a whole."""
@@ -122,21 +132,28 @@ def rejection_choices(
     choices: Int[np.ndarray, "B N"],
     p: Float[np.ndarray, "B N vocab"],
     q: Float[np.ndarray, "B S vocab"],
-    uniforms: Float[np.ndarray, "B S"],
-    noise: Float[np.ndarray, "B vocab"],
-    temperature: Float[np.ndarray, " B"],
+    sampling: Sampling,
+    lengths: Int[np.ndarray, " B"],
 ) -> Int[np.ndarray, "B N"]:
     """Accepts each draft x with probability min(1, p(x) / q(x)).
 
     A rejected one gives way to a token drawn from the positive part of p - q.
+
+    Args:
+      tokens, num_nodes: The chains.
+      choices: The target's own, for rows at temperature 0 and after the last draft.
+      p, q: The target's law after each node, and the drafter's of each draft.
+      sampling: Parameters of the rows, whose seeds name the noise.
+      lengths: The position of the step's newest token, which names it too.
 
     Returns:
       The choices with which to `walk`.
 
     Source: Leviathan et al. 2023, arXiv:2211.17192.
     """
-    accepted = uniforms * _of_drafts(q, tokens) < _of_drafts(p, tokens)
-    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, noise, temperature)
+    chance = uniforms(sampling.seed, lengths, q.shape[1])
+    accepted = chance * _of_drafts(q, tokens) < _of_drafts(p, tokens)
+    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, sampling, lengths)
 
 
 def block_choices(
@@ -145,9 +162,8 @@ def block_choices(
     choices: Int[np.ndarray, "B N"],
     p: Float[np.ndarray, "B N vocab"],
     q: Float[np.ndarray, "B S vocab"],
-    uniforms: Float[np.ndarray, "B S"],
-    noise: Float[np.ndarray, "B vocab"],
-    temperature: Float[np.ndarray, " B"],
+    sampling: Sampling,
+    lengths: Int[np.ndarray, " B"],
 ) -> Int[np.ndarray, "B N"]:
     """Accepts the longest prefix of a chain that passes; on average more than token by token.
 
@@ -163,6 +179,7 @@ def block_choices(
     B, S, _ = q.shape
     p_of, q_of = _of_drafts(p, tokens), _of_drafts(q, tokens)
     weight, passes, residuals = np.ones(B, np.float32), [], []
+    chance = uniforms(sampling.seed, lengths, S)
     for level in range(S):
         residuals.append(weight[:, None] * p[:, level] - q[:, level])
         ratio = p_of[:, level] / np.where(q_of[:, level] > 0, q_of[:, level], np.float32(1e-30))
@@ -173,11 +190,46 @@ def block_choices(
             total = left + 1 - weight
             passing = np.where(total > 0, left / np.where(total > 0, total, 1), 1)
             share = np.where(level + 2 < num_nodes, passing, weight)
-        passes.append((uniforms[:, level] < share) & (level + 1 < num_nodes))
+        passes.append((chance[:, level] < share) & (level + 1 < num_nodes))
     # A draft is accepted where a prefix passes that reaches it.
     accepted = np.cumsum(np.stack(passes, axis=1)[:, ::-1], axis=1)[:, ::-1] > 0
     residual = np.stack(residuals, axis=1)
-    return _decided(tokens, num_nodes, choices, accepted, p, residual, noise, temperature)
+    return _decided(tokens, num_nodes, choices, accepted, p, residual, sampling, lengths)
+
+
+JUDGES = {"rejection": rejection_choices, "block": block_choices}
+"""The rules that judge sampled drafts."""
+
+
+def judge(
+    rule: str,
+    logits: Float[np.ndarray, "R vocab"],
+    seen: Seen,
+    positions: Int[np.ndarray, " R"],
+    sampling: Sampling,
+    request: Int[np.ndarray, " R"],
+    row_of: Int[np.ndarray, "B N"],
+    tokens: Int[np.ndarray, "B N"],
+    num_nodes: Int[np.ndarray, " B"],
+    lengths: Int[np.ndarray, " B"],
+    drafted: Float[np.ndarray, "B S vocab"],
+    allowed: Bool[np.ndarray, "R vocab"] | None,
+) -> Int[np.ndarray, "B N"]:
+    """The token after each node of chains that were sampled from the drafter.
+
+    Args:
+      rule: A name of `JUDGES`.
+      logits, seen, positions, sampling, request, allowed: Of the target's rows, as in `choose`.
+      row_of: The row of each node.
+      tokens, num_nodes: The chains.
+      lengths: The position of each chain's root, which names the noise of the rule.
+      drafted: The processed logits that each draft was sampled from.
+    """
+    scores = processed(logits, seen, positions, sampling, request, allowed)
+    own = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+    p = probabilities(scores)[row_of]
+    q = sampled_law(drafted, tokens)
+    return JUDGES[rule](tokens, num_nodes, own[row_of], p, q, sampling, lengths)
 
 
 def _of_drafts(
@@ -195,8 +247,8 @@ def _decided(
     accepted: Bool[np.ndarray, "B S"],
     p: Float[np.ndarray, "B N vocab"],
     residual: Float[np.ndarray, "B S vocab"],
-    noise: Float[np.ndarray, "B vocab"],
-    temperature: Float[np.ndarray, " B"],
+    sampling: Sampling,
+    lengths: Int[np.ndarray, " B"],
 ) -> Int[np.ndarray, "B N"]:
     """The draft where it is accepted, else a token drawn from the residual's positive part.
 
@@ -208,8 +260,8 @@ def _decided(
     with np.errstate(divide="ignore"):
         scores = np.log(left).reshape(B * S, vocab)
     rows = np.repeat(np.arange(B), S)
-    drawn = perturbed(scores, noise[rows], temperature[rows]).argmax(axis=1).reshape(B, S)
+    drawn = best(perturbed(scores, sampling, rows, lengths[rows], RESIDUAL_STREAM)).reshape(B, S)
     decided = np.where(accepted, tokens[:, 1:], drawn)
-    is_judged = (np.arange(S) + 1 < num_nodes[:, None]) & (temperature > 0)[:, None]
+    is_judged = (np.arange(S) + 1 < num_nodes[:, None]) & (sampling.temperature > 0)[:, None]
     judged = np.where(is_judged, decided, choices[:, :S])
     return np.concatenate([judged, choices[:, S:]], axis=1).astype(np.int32)

@@ -15,6 +15,8 @@ from jaxtyping import Bool, Float, Int, UInt32
 from jaxtyping import Float32 as F32
 from jaxtyping import Int32 as I32
 
+from shared.spec import draft_tree
+
 TARGET_STREAM = 0
 """The stream of the target's choice, keyed by the position of the token that is chosen.
 
@@ -161,24 +163,55 @@ def gumbel(
     return noise_of_words(words.reshape(len(seeds), -1)[:, :vocab])
 
 
-def path_seen(
-    seen: I32[np.ndarray, "B vocab"],
+@dataclass(frozen=True)
+class Seen:
+    """What stands in the text before each row's choice, as penalties count it.
+
+    It names the tokens instead of holding a row of the vocabulary for every choice: most rows have
+    no penalty, and a kernel adds a path of a few tokens to its slot's counts as it reads them.
+
+    Attributes:
+      counts: By slot: twice a token's count in the output, plus 1 where the prompt has it. The
+        newest token is counted.
+      slots: The slot of each row.
+      path: Drafted tokens that may stand after the newest.
+      on_path: Which of them stand before the row's choice.
+    """
+
+    counts: I32[np.ndarray, "slots vocab"]
+    slots: Int[np.ndarray, " R"]
+    path: Int[np.ndarray, "R path"]
+    on_path: Bool[np.ndarray, "R path"]
+
+
+def seen_alone(counts: I32[np.ndarray, "slots vocab"], slots: Int[np.ndarray, " R"]) -> Seen:
+    """Of rows that choose right after their newest token."""
+    return Seen(counts, slots, np.zeros((len(slots), 0), np.int32), np.zeros((len(slots), 0), bool))
+
+
+def seen_in_trees(
+    counts: I32[np.ndarray, "slots vocab"],
+    slots: Int[np.ndarray, " B"],
     tokens: Int[np.ndarray, "B N"],
     parents: Int[np.ndarray, "B N"],
-) -> I32[np.ndarray, "B N vocab"]:
-    """What `seen` would be after each node of a tree.
+    request: Int[np.ndarray, " R"],
+    node: Int[np.ndarray, " R"],
+) -> Seen:
+    """Of rows that are nodes of draft trees: a node's path are its ancestors and itself.
 
-    Args:
-      seen: Twice the count in the output, plus 1 where the prompt has the token; holds the root.
-      tokens, parents: The trees.
+    Node 0 is the newest token, which `counts` holds.
     """
-    B, N = tokens.shape
-    rows = np.arange(B)
-    after = np.repeat(seen[:, None, :], N, axis=1)
-    for node in range(1, N):
-        after[:, node] = after[rows, parents[:, node]]
-        after[rows, node, tokens[:, node]] += 2
-    return after
+    is_before = draft_tree.ancestors(parents)
+    is_before[:, :, 0] = False
+    return Seen(counts, slots[request], tokens[request], is_before[request, node])
+
+
+def seen_rows(seen: Seen) -> I32[np.ndarray, "R vocab"]:
+    """The counts before each row's choice."""
+    counts = seen.counts[seen.slots]
+    row = np.arange(len(counts))[:, None]
+    np.add.at(counts, (row, seen.path), 2 * seen.on_path.astype(np.int32))
+    return counts
 
 
 def penalized(
@@ -227,9 +260,10 @@ def support(
 
 def processed(
     logits: Float[np.ndarray, "R vocab"],
-    seen: I32[np.ndarray, "R vocab"],
+    seen: Seen,
     positions: Int[np.ndarray, " R"],
     sampling: Sampling,
+    request: Int[np.ndarray, " R"],
     allowed: Bool[np.ndarray, "R vocab"] | None,
 ) -> Float[np.ndarray, "R vocab"]:
     """Everything between raw logits and the choice, but the noise.
@@ -239,40 +273,116 @@ def processed(
 
     Args:
       logits: Raw logits.
-      seen: Tokens of the prefix up to the chosen one, as `path_seen` gives them.
+      seen: The text before each row's choice.
       positions: The position of the token that is chosen.
-      sampling: Parameters of these R rows.
+      sampling: Parameters of the requests.
+      request: The request that a row belongs to.
       allowed: Tokens that the grammar allows, or None without a grammar.
     """
-    logits = penalized(logits, seen, sampling)
+    how = sampling.rows(request)
+    logits = penalized(logits, seen_rows(seen), how)
     row = np.arange(len(logits))[:, None]
-    np.add.at(logits, (row, sampling.bias_ids), sampling.bias_values)
-    too_short = np.flatnonzero(positions < sampling.min_length)
-    logits[too_short[:, None], sampling.stop_ids[too_short]] = -np.inf
+    np.add.at(logits, (row, how.bias_ids), how.bias_values)
+    too_short = np.flatnonzero(positions < how.min_length)
+    logits[too_short[:, None], how.stop_ids[too_short]] = -np.inf
     if allowed is not None:
         logits = np.where(allowed, logits, np.float32(-np.inf))
-    sampled = (sampling.temperature > 0)[:, None]
-    scaled = logits / np.where(sampled, sampling.temperature[:, None], np.float32(1))
-    keep = support(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
+    sampled = (how.temperature > 0)[:, None]
+    scaled = logits / np.where(sampled, how.temperature[:, None], np.float32(1))
+    keep = support(scaled, how.top_k, how.top_p, how.min_p)
     return np.where(keep | ~sampled, scaled, np.float32(-np.inf))
 
 
 def perturbed(
     processed: Float[np.ndarray, "R vocab"],
-    noise: F32[np.ndarray, "R vocab"],
-    temperature: F32[np.ndarray, " R"],
+    sampling: Sampling,
+    request: Int[np.ndarray, " R"],
+    keys: Int[np.ndarray, " R"],
+    stream: int,
 ) -> Float[np.ndarray, "R vocab"]:
-    """Adds the noise to rows with a temperature above 0."""
-    return processed + np.where((temperature > 0)[:, None], noise, np.float32(0))
+    """Adds the noise to rows with a temperature above 0.
+
+    Args:
+      processed: Of `processed`.
+      sampling: Parameters of the requests.
+      request: The request that a row belongs to.
+      keys: The position that names a row's noise.
+      stream: The use that names it, such as `TARGET_STREAM`.
+    """
+    how = sampling.rows(request)
+    if not (how.temperature > 0).any():
+        return processed
+    noise = gumbel(how.seed, keys, processed.shape[1], stream)
+    return processed + np.where((how.temperature > 0)[:, None], noise, np.float32(0))
 
 
 def choose(
-    processed: Float[np.ndarray, "R vocab"],
-    noise: F32[np.ndarray, "R vocab"],
-    temperature: F32[np.ndarray, " R"],
+    logits: Float[np.ndarray, "R vocab"],
+    seen: Seen,
+    positions: Int[np.ndarray, " R"],
+    sampling: Sampling,
+    request: Int[np.ndarray, " R"],
+    allowed: Bool[np.ndarray, "R vocab"] | None,
 ) -> I32[np.ndarray, " R"]:
-    """The token of each row: the first maximum after the noise."""
-    return perturbed(processed, noise, temperature).argmax(axis=1).astype(np.int32)
+    """The target's token of each row: the first maximum of its processed logits and the noise.
+
+    Args:
+      logits, seen, positions, sampling, request, allowed: As in `processed`.
+    """
+    scores = processed(logits, seen, positions, sampling, request, allowed)
+    return best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+
+
+def best(perturbed: Float[np.ndarray, "R vocab"]) -> I32[np.ndarray, " R"]:
+    """The first maximum of each row."""
+    return perturbed.argmax(axis=1).astype(np.int32)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Candidates for the children of nodes.
+
+    Attributes:
+      ids: The best tokens of each node, best first.
+      weights: The log weights of the edges to them.
+      processed: What they were ranked by, less the noise; a rejection rule judges drafts by it.
+    """
+
+    ids: I32[np.ndarray, "B k width"]
+    weights: F32[np.ndarray, "B k width"]
+    processed: F32[np.ndarray, "R vocab"]
+
+
+def rank(
+    logits: Float[np.ndarray, "B k vocab"],
+    seen: Seen,
+    positions: Int[np.ndarray, " B"],
+    sampling: Sampling,
+    keys: Int[np.ndarray, " B"],
+    stream: int,
+    width: int,
+) -> Ranked:
+    """Ranks the children of k nodes of each request as the target will choose among them.
+
+    All nodes of a request stand at one depth: its noise is the same for all of them.
+
+    Args:
+      logits: The drafter's.
+      seen: The text before the choice at each of the B * k nodes.
+      positions: The position of the children.
+      sampling: Parameters of the requests.
+      keys, stream: As in `perturbed`; the target's own under the match rule.
+      width: Children of a node.
+    """
+    B, k, vocab = logits.shape
+    request = np.repeat(np.arange(B), k)
+    flat = logits.reshape(B * k, vocab)
+    scores = processed(flat, seen, positions[request], sampling, request, None)
+    noisy = perturbed(scores, sampling, request, keys[request], stream)
+    ids = top_candidates(noisy, width)
+    weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU)
+    weights = np.take_along_axis(weights, ids, axis=1)
+    return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), scores)
 
 
 def draft_weights(
