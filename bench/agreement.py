@@ -191,7 +191,7 @@ def _trees(
         flat = logits.reshape(-1, logits.shape[2])
         warm = np.full(len(flat), drafter.is_perturbed, np.float32)
         level = np.repeat(noise[:, paths.shape[2]], logits.shape[1], axis=0)
-        scores = sampling.perturbed(flat, level, warm)
+        scores = flat + level if drafter.is_perturbed else flat
         ids = sampling.top_candidates(scores, drafter.shape.width)
         weights = sampling.draft_weights(scores, warm, drafter.tau)
         weights = np.take_along_axis(weights, ids, axis=1)
@@ -231,7 +231,7 @@ def _verify(
     depths = draft_tree.depths(parents)
     at_node = noise[np.arange(B)[:, None], depths].reshape(B * N, -1)
     scores = pair.target[tokens.reshape(-1)]
-    choices = sampling.choose(scores, at_node, np.ones(B * N, np.float32)).reshape(B, N)
+    choices = sampling.best(scores + at_node).reshape(B, N)
     path, counts = acceptance.walk(tokens, parents, num_nodes, choices, shape.depth)
     return acceptance.emitted(choices, path, counts), counts
 

@@ -131,21 +131,6 @@ def uniforms(
     return uniform_of_words(words)
 
 
-def draft_noise(
-    seeds: UInt32[np.ndarray, " R"], positions: Int[np.ndarray, " R"], levels: int, vocab: int
-) -> F32[np.ndarray, "R levels vocab"]:
-    """The noise that the drafts of each level are sampled with under the rejection rule.
-
-    Args:
-      seeds: The rows' seeds.
-      positions: The position of the step's newest token.
-      levels: S, drafts of a row.
-      vocab: As in `gumbel`.
-    """
-    streams = range(DRAFT_STREAM, DRAFT_STREAM + levels)
-    return np.stack([gumbel(seeds, positions, vocab, stream) for stream in streams], axis=1)
-
-
 def gumbel(
     seeds: UInt32[np.ndarray, " R"], positions: Int[np.ndarray, " R"], vocab: int, stream: int
 ) -> F32[np.ndarray, "R vocab"]:

@@ -1,5 +1,7 @@
 """Acceptance: the emitted tokens are the target's own, whatever was drafted."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from shared.spec import acceptance as spec
 from shared.spec import draft_tree
+from tests.spec.test_sampling import neutral
 from tests.support.implementations import Implementation, each_implementation
 
 
@@ -108,7 +111,7 @@ def test_implementations_accept_the_same(N: int, implementation: Implementation)
     np.testing.assert_array_equal(ops.failed(is_nan, path), spec.failed(is_nan, path))
 
 
-def random_chains(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+def random_chains(rng: np.random.Generator) -> tuple:
     """Arguments of the rejection rule's functions, with excluded tokens and greedy rows."""
     B, N, vocab = 64, 4, 6
     tokens = rng.integers(0, vocab, (B, N)).astype(np.int32)
@@ -120,9 +123,13 @@ def random_chains(rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         rng.integers(0, vocab, (B, N)).astype(np.int32),
         p,
         np.where(rng.random((B, 1, 1)) < 0.2, spec.certain_law(tokens, vocab), q[:, 1:]),
-        rng.random((B, N - 1)).astype(np.float32),
-        rng.gumbel(size=(B, vocab)).astype(np.float32),
-        np.where(rng.random(B) < 0.2, 0, 0.7).astype(np.float32),
+        neutral(
+            B,
+            vocab,
+            temperature=np.where(rng.random(B) < 0.2, 0, 0.7).astype(np.float32),
+            seed=rng.integers(0, 2**32, B, dtype=np.uint32),
+        ),
+        rng.integers(0, 90_000, B).astype(np.int32),
     )
 
 
@@ -132,11 +139,11 @@ RULES = ("rejection_choices", "block_choices")
 @pytest.mark.parametrize("rule", RULES)
 def test_greedy_rows_and_the_bonus_token_keep_the_targets_choice(rule: str) -> None:
     chains = random_chains(np.random.default_rng(3))
-    _, num_nodes, choices, *_, temperature = chains
+    _, num_nodes, choices, *_, sampling, _ = chains
     got = getattr(spec, rule)(*chains)
     last, rows = num_nodes - 1, np.arange(len(num_nodes))
     assert (got[rows, last] == choices[rows, last]).all()
-    assert (got[temperature == 0] == choices[temperature == 0]).all()
+    assert (got[sampling.temperature == 0] == choices[sampling.temperature == 0]).all()
     assert (got != choices).any()
 
 
@@ -144,24 +151,25 @@ def test_greedy_rows_and_the_bonus_token_keep_the_targets_choice(rule: str) -> N
 def test_a_rejected_draft_is_never_drawn_again(rule: str) -> None:
     """So the walk, which follows the choices, stops exactly where the rule does."""
     rng = np.random.default_rng(4)
-    tokens, num_nodes, choices, p, q, uniforms, noise, temperature = random_chains(rng)
+    tokens, num_nodes, choices, p, q, sampling, lengths = random_chains(rng)
     # A draft that the target excludes is rejected; the draw that takes its place is another token.
     p[np.arange(len(p))[:, None], np.arange(3), tokens[:, 1:]] = 0
     p /= p.sum(axis=2, keepdims=True) + 1e-9
-    warm = np.full_like(temperature, 0.7)
+    warm = replace(sampling, temperature=np.full_like(sampling.temperature, 0.7))
     everyone = np.full_like(num_nodes, 4)
-    got = getattr(spec, rule)(tokens, everyone, choices, p, q, uniforms, noise, warm)
+    got = getattr(spec, rule)(tokens, everyone, choices, p, q, warm, lengths)
     has_mass = p[:, :3].sum(axis=2) > 0.5
     assert (got[:, 0] != tokens[:, 1])[has_mass[:, 0]].all()
 
 
 def test_equal_laws_accept_every_draft() -> None:
     rng = np.random.default_rng(5)
-    tokens, num_nodes, choices, p, _, uniforms, noise, temperature = random_chains(rng)
+    tokens, num_nodes, choices, p, _, sampling, lengths = random_chains(rng)
     p = rng.dirichlet(np.full(6, 0.5), p.shape[:2]).astype(np.float32)
-    given = (tokens, np.full_like(num_nodes, 4), choices, p, p[:, :3], uniforms, noise)
+    warm = replace(sampling, temperature=np.full_like(sampling.temperature, 0.7))
+    given = (tokens, np.full_like(num_nodes, 4), choices, p, p[:, :3], warm, lengths)
     for rule in RULES:
-        got = getattr(spec, rule)(*given, np.full_like(temperature, 0.7))
+        got = getattr(spec, rule)(*given)
         assert (got[:, :3] == tokens[:, 1:]).all()
 
 

@@ -114,17 +114,22 @@ class Texts:
         self.newest, self.lengths = tokens[rows, counts - 1], self.lengths + counts
 
 
-def scores(
-    rule: Rule, texts: Texts, logits: np.ndarray, seen: np.ndarray, depth: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Processed logits, noise and temperature at one node of each request.
+def rows_of(texts: Texts, seen: np.ndarray, depth: np.ndarray) -> dict[str, Any]:
+    """What names the choice at one node of each request, its counts written out.
 
     Node by node, so that JAX compiles programs of one size for all shapes.
     """
-    positions = (texts.lengths + depth + 1).astype(np.int32)
-    found = rule.sampling.processed(logits, seen, positions, texts.how, None)
-    noise = rule.sampling.gumbel(texts.how.seed, positions, VOCAB, sampling.TARGET_STREAM)
-    return found, noise, texts.how.temperature
+    everyone = np.arange(len(texts.lengths), dtype=np.int32)
+    return {
+        "seen": sampling.seen_alone(seen, everyone),
+        "positions": (texts.lengths + depth + 1).astype(np.int32),
+        "sampling": texts.how,
+    }
+
+
+def everyone(texts: Texts) -> dict[str, Any]:
+    """Each request has one row, and no grammar."""
+    return {"request": np.arange(len(texts.lengths), dtype=np.int32), "allowed": None}
 
 
 def rank(rule: Rule, texts: Texts, path: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -133,11 +138,15 @@ def rank(rule: Rule, texts: Texts, path: np.ndarray, width: int) -> tuple[np.nda
     last, seen = path[:, -1] if depth else texts.newest, texts.seen.copy()
     for place in range(depth):
         seen[np.arange(B), path[:, place]] += 2
-    found, noise, warm = scores(rule, texts, tables()[1][last], seen, np.full(B, depth))
-    found = rule.sampling.perturbed(found, noise, warm)
-    ids = rule.sampling.top_candidates(found, width)
-    weights = rule.sampling.draft_weights(found, warm, sampling.DRAFT_TAU)
-    return ids, np.take_along_axis(weights, ids, axis=1)
+    rows = rows_of(texts, seen, np.full(B, depth))
+    ranked = rule.sampling.rank(
+        tables()[1][last][:, None],
+        **rows,
+        keys=rows["positions"],
+        stream=sampling.TARGET_STREAM,
+        width=width,
+    )
+    return ranked.ids[:, 0], ranked.weights[:, 0]
 
 
 def rank_all(
@@ -172,16 +181,24 @@ def grow(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.nda
     )
 
 
+def counts_at(
+    rule: Rule, texts: Texts, tokens: np.ndarray, parents: np.ndarray, node: int
+) -> np.ndarray:
+    """What penalties count at one node of each tree."""
+    request = np.arange(len(tokens), dtype=np.int32)
+    trees = (texts.seen, request, tokens, parents, request, np.full_like(request, node))
+    return rule.sampling.seen_rows(rule.sampling.seen_in_trees(*trees))
+
+
 def step(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.ndarray]:
     """Drafts, verifies and accepts: the tokens of each request, and how many they are."""
     tokens, parents, num_nodes = grow(rule, texts, shape)
-    seen = rule.sampling.path_seen(texts.seen, tokens, parents)
     depths = rule.draft_tree.depths(parents)
     logits = tables()[0][tokens]
-    choices = [
-        rule.sampling.choose(*scores(rule, texts, logits[:, n], seen[:, n], depths[:, n]))
-        for n in range(shape.nodes)
-    ]
+    choices = []
+    for n in range(shape.nodes):
+        rows = rows_of(texts, counts_at(rule, texts, tokens, parents, n), depths[:, n])
+        choices.append(rule.sampling.choose(logits[:, n], **rows, **everyone(texts)))
     choices = np.stack(choices, axis=1)
     path, counts = rule.acceptance.walk(tokens, parents, num_nodes, choices, shape.depth)
     return rule.acceptance.emitted(choices, path, counts), counts
@@ -323,20 +340,20 @@ def _noise_without_bound(_: Callable) -> Callable:
     return noise
 
 
-def _only_the_last_token_counts(_: Callable) -> Callable:
-    def seen_after(seen: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> np.ndarray:
-        after = np.repeat(seen[:, None], tokens.shape[1], axis=1)
-        after[:, 1:] += 2 * (np.arange(VOCAB) == tokens[:, 1:, None])
-        return after.astype(np.int32)
+def _only_the_last_token_counts(was: Callable) -> Callable:
+    def seen(*trees: np.ndarray) -> sampling.Seen:
+        found, node = was(*trees), trees[-1][:, None]
+        return replace(found, on_path=(np.arange(trees[2].shape[1]) == node) & (node > 0))
 
-    return seen_after
+    return seen
 
 
 def _siblings_count(was: Callable) -> Callable:
-    def seen_after(seen: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> np.ndarray:
-        return was(seen, tokens, np.maximum(np.arange(parents.shape[1]) - 1, 0) + 0 * parents)
+    def seen(counts: Any, slots: Any, tokens: Any, parents: np.ndarray, *rows: Any) -> Any:
+        chains = np.maximum(np.arange(parents.shape[1]) - 1, 0) + 0 * parents
+        return was(counts, slots, tokens, chains, *rows)
 
-    return seen_after
+    return seen
 
 
 def _filters_one_after_another(was: Callable) -> Callable:
@@ -364,8 +381,8 @@ FAULTS = {
     "one noise for all positions": (sampling, "gumbel", _one_noise_for_all_positions, BOTH),
     "one noise for two positions": (sampling, "gumbel", _one_noise_for_two_positions, BOTH),
     "noise without bound": (sampling, "noise_of_words", _noise_without_bound, NOTHING),
-    "only the last token counts": (sampling, "path_seen", _only_the_last_token_counts, BOTH),
-    "siblings count": (sampling, "path_seen", _siblings_count, BOTH),
+    "only the last token counts": (sampling, "seen_in_trees", _only_the_last_token_counts, BOTH),
+    "siblings count": (sampling, "seen_in_trees", _siblings_count, BOTH),
     "filters one after another": (sampling, "support", _filters_one_after_another, BOTH),
     "every draft is accepted": (acceptance, "walk", _every_draft_is_accepted, BOTH),
 }

@@ -21,11 +21,13 @@ from tests.spec.test_law import (
     VOCAB,
     Rule,
     Texts,
+    counts_at,
     decode,
     deviation,
+    everyone,
     exact,
+    rows_of,
     rule_of,
-    scores,
     tables,
 )
 
@@ -33,15 +35,19 @@ from tests.spec.test_law import (
 def sampled_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.ndarray]:
     """Drafts sampled from the head with noise of their own, and the laws that they come from."""
     B, found, laws = len(texts.newest), [], []
-    noise = rule.sampling.draft_noise(texts.how.seed, texts.lengths, shape.depth, VOCAB)
     for level in range(shape.depth):
         last, seen = found[-1] if found else texts.newest, texts.seen.copy()
         for draft in found:
             seen[np.arange(B), draft] += 2
-        processed, _, warm = scores(rule, texts, tables()[1][last], seen, np.full(B, level))
-        perturbed = rule.sampling.perturbed(processed, noise[:, level], warm)
-        found.append(rule.sampling.top_candidates(perturbed, 1)[:, 0])
-        laws.append(processed)
+        ranked = rule.sampling.rank(
+            tables()[1][last][:, None],
+            **rows_of(texts, seen, np.full(B, level)),
+            keys=texts.lengths.astype(np.int32),
+            stream=sampling.DRAFT_STREAM + level,
+            width=1,
+        )
+        found.append(ranked.ids[:, 0, 0])
+        laws.append(ranked.processed)
     tokens = np.stack([texts.newest, *found], axis=1)
     return tokens, rule.acceptance.sampled_law(np.stack(laws, axis=1), tokens)
 
@@ -71,22 +77,20 @@ class Rejecting:
         parents = np.maximum(np.tile(np.arange(N, dtype=np.int32), (B, 1)) - 1, 0)
         # Requests may have fewer drafts: here the number goes by the seed.
         num_nodes = (N - np.arange(B) % 5 // 4).astype(np.int32)
-        seen = rule.sampling.path_seen(texts.seen, tokens, parents)
         logits, p, choices = tables()[0][tokens], [], []
         for n in range(N):
-            found, noise, warm = scores(rule, texts, logits[:, n], seen[:, n], np.full(B, n))
-            p.append(rule.sampling.probabilities(found))
-            choices.append(rule.sampling.choose(found, noise, warm))
-        where = (texts.how.seed, texts.lengths)
+            rows = rows_of(texts, counts_at(rule, texts, tokens, parents, n), np.full(B, n))
+            rows |= everyone(texts)
+            p.append(rule.sampling.probabilities(rule.sampling.processed(logits[:, n], **rows)))
+            choices.append(rule.sampling.choose(logits[:, n], **rows))
         choices = getattr(rule.acceptance, self.accepts)(
             tokens,
             num_nodes,
             np.stack(choices, axis=1),
             np.stack(p, axis=1),
             q,
-            rule.sampling.uniforms(*where, N - 1),
-            rule.sampling.gumbel(*where, VOCAB, sampling.RESIDUAL_STREAM),
-            texts.how.temperature,
+            texts.how,
+            texts.lengths.astype(np.int32),
         )
         path, counts = rule.acceptance.walk(tokens, parents, num_nodes, choices, shape.depth)
         return rule.acceptance.emitted(choices, path, counts), counts
@@ -148,10 +152,10 @@ def _residual(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[C
     return broken
 
 
-def _drafts_share_the_residuals_stream(_: Callable) -> Callable:
-    def noise(seeds: np.ndarray, positions: np.ndarray, levels: int, vocab: int) -> np.ndarray:
-        shared = sampling.gumbel(seeds, positions, vocab, sampling.RESIDUAL_STREAM)
-        return np.repeat(shared[:, None], levels, axis=1)
+def _drafts_share_the_residuals_stream(was: Callable) -> Callable:
+    def noise(seeds: np.ndarray, positions: np.ndarray, vocab: int, stream: int) -> np.ndarray:
+        is_draft = stream >= sampling.DRAFT_STREAM
+        return was(seeds, positions, vocab, sampling.RESIDUAL_STREAM if is_draft else stream)
 
     return noise
 
@@ -162,7 +166,7 @@ REJECTION_FAULTS = {
     "residual without its sign": (acceptance, "_decided", _residual(lambda _, r: abs(r))),
     "drafts share the residual's stream": (
         sampling,
-        "draft_noise",
+        "gumbel",
         _drafts_share_the_residuals_stream,
     ),
 }
@@ -196,7 +200,8 @@ def test_no_word_of_the_cipher_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -
         where = (seeds, np.array([place], np.int32))
         sampling.gumbel(*where, VOCAB, sampling.TARGET_STREAM)
         sampling.gumbel(*where, VOCAB, sampling.RESIDUAL_STREAM)
-        sampling.draft_noise(*where, 4, VOCAB)
+        for level in range(4):
+            sampling.gumbel(*where, VOCAB, sampling.DRAFT_STREAM + level)
         sampling.uniforms(*where, 4)
     assert len(drawn) > 6 * 6 * 4
     assert len(set(drawn)) == len(drawn)

@@ -1,6 +1,7 @@
 """Choosing a token: published cipher vectors, the law of the choice, the filters, the penalties."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +101,44 @@ class TestNoise:
         assert spec.derive_seed(1 << 32, 0) != spec.derive_seed(0, 0)
 
 
+def process(
+    ops: Any,
+    logits: np.ndarray,
+    seen: np.ndarray,
+    positions: np.ndarray,
+    sampling: Sampling,
+    allowed: np.ndarray | None,
+) -> np.ndarray:
+    """`processed` of one row a request, which chooses right after its newest token."""
+    everyone = np.arange(len(logits), dtype=np.int32)
+    alone = spec.seen_alone(seen, everyone)
+    return ops.processed(logits, alone, positions, sampling, everyone, allowed)
+
+
+def choose(
+    ops: Any,
+    logits: np.ndarray,
+    positions: np.ndarray,
+    sampling: Sampling,
+    seen: np.ndarray | None = None,
+    allowed: np.ndarray | None = None,
+) -> np.ndarray:
+    """`choose` of one row a request."""
+    everyone = np.arange(len(logits), dtype=np.int32)
+    counts = np.zeros(logits.shape, np.int32) if seen is None else seen
+    alone = spec.seen_alone(counts, everyone)
+    return ops.choose(logits, alone, positions, sampling, everyone, allowed)
+
+
+def in_tree(ops: Any, seen: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> np.ndarray:
+    """The counts before the choice at every node [B, N, vocab]."""
+    B, N = tokens.shape
+    request = np.repeat(np.arange(B, dtype=np.int32), N)
+    node, slots = np.tile(np.arange(N, dtype=np.int32), B), np.arange(B, dtype=np.int32)
+    rows = ops.seen_in_trees(seen, slots, tokens, parents, request, node)
+    return ops.seen_rows(rows).reshape(B, N, -1)
+
+
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     expected = counts.sum() * probabilities
     return float(((counts - expected) ** 2 / expected).sum())
@@ -109,9 +148,10 @@ class TestLaw:
     def test_the_choice_follows_the_distribution(self) -> None:
         logits = f32(2.0, 1.0, 0.0, -0.5, 0.5, -1.0, 1.5, 0.2)
         draws = 20_000
-        noise = spec.gumbel(np.full(draws, 11, np.uint32), np.arange(draws, dtype=np.int32), 8, 0)
-        rows = np.tile(logits, (draws, 1))
-        chosen = spec.choose(rows, noise, np.ones(draws, np.float32))
+        seeds, warm = np.full(draws, 11, np.uint32), np.ones(draws, np.float32)
+        sampling = neutral(draws, 8, temperature=warm, seed=seeds)
+        positions = np.arange(draws, dtype=np.int32)
+        chosen = choose(spec, np.tile(logits, (draws, 1)), positions, sampling)
         probabilities = np.exp(logits) / np.exp(logits).sum()
         # 99.9 % quantile of chi-square with 7 degrees of freedom; seed and positions are fixed.
         assert chi_square(np.bincount(chosen, minlength=8), probabilities) < 24.3
@@ -141,13 +181,21 @@ class TestLaw:
 
     def test_equal_logits_are_chosen_by_the_lower_id(self) -> None:
         rows = np.array([[1, 3, 3, 2], [0, 0, 0, 0]], np.float32)
-        assert spec.choose(rows, np.zeros_like(rows), f32(0, 0)).tolist() == [1, 0]
+        assert choose(spec, rows, i32(0, 0), neutral(2, 4)).tolist() == [1, 0]
+        assert spec.best(rows).tolist() == [1, 0]
         assert spec.top_candidates(rows, 3).tolist() == [[1, 2, 3], [0, 1, 2]]
 
     def test_greedy_rows_take_no_noise(self) -> None:
-        rows = np.array([[0, 1, 0], [0, 1, 0]], np.float32)
-        noise = np.array([[0, 0, 9], [0, 0, 9]], np.float32)
-        assert spec.choose(rows, noise, f32(0, 1)).tolist() == [1, 2]
+        # Rows whose noise alone decides: 20 of 40 would not choose id 1 by chance.
+        rows = np.tile(f32(0, 1e-6, 0), (40, 1))
+        positions, everyone = np.arange(40, dtype=np.int32), np.arange(40, dtype=np.int32)
+        for temperature, is_noisy in ((0, False), (1, True)):
+            warm = np.full(40, temperature, np.float32)
+            sampling = neutral(40, 3, temperature=warm, seed=np.full(40, 11, np.uint32))
+            chosen = choose(spec, rows, positions, sampling)
+            assert (chosen != 1).any() == is_noisy
+            noisy = spec.perturbed(rows, sampling, everyone, positions, spec.TARGET_STREAM)
+            assert (noisy != rows).any() == is_noisy
 
     def test_draft_weights_are_log_probabilities_softened_by_tau(self) -> None:
         rows = np.array([[0, 1, 2], [0, 1, 2]], np.float32)
@@ -195,7 +243,7 @@ class TestSupport:
     def test_the_support_is_taken_at_the_temperature(self) -> None:
         logits = np.log(np.array([[0.6, 0.3, 0.1]] * 2, np.float32))
         sampling = neutral(2, 3, temperature=f32(0.5, 2), top_p=f32(0.6, 0.6))
-        got = spec.processed(logits, np.zeros((2, 3), np.int32), i32(0, 0), sampling, None)
+        got = process(spec, logits, np.zeros((2, 3), np.int32), i32(0, 0), sampling, None)
         assert np.isfinite(got).tolist() == [[True, False, False], [True, True, False]]
 
 
@@ -205,7 +253,7 @@ class TestProcessed:
         seen = np.random.default_rng(1).integers(0, 9, (2, 50)).astype(np.int32)
         for temperature in (0.0, 1.0):
             sampling = neutral(2, 50, temperature=f32(temperature, temperature))
-            got = spec.processed(logits, seen, i32(3, 4), sampling, None)
+            got = process(spec, logits, seen, i32(3, 4), sampling, None)
             assert got.dtype == np.float32
             assert (got == logits).all()
 
@@ -215,14 +263,14 @@ class TestProcessed:
         sampling = neutral(
             1, 5, repetition=f32(2), presence=f32(0.5), frequency=f32(0.25)
         )  # fmt: skip
-        got = spec.processed(logits, seen, i32(9), sampling, None)
+        got = process(spec, logits, seen, i32(9), sampling, None)
         assert got.tolist() == [[2, 1, 1 - 0.5 - 0.25, 1 - 0.5 - 0.5, -4]]
 
     def test_penalties_are_exact_inside_a_tree(self) -> None:
         seen = np.array([[0, 1, 2, 0]], np.int32)
         tokens = np.array([[2, 3, 1, 3, 3]], np.int32)
         parents = np.array([[0, 0, 1, 1, 0]], np.int32)
-        got = spec.path_seen(seen, tokens, parents)
+        got = in_tree(spec, seen, tokens, parents)
         # The root's own token (2) is in `seen` already; siblings do not see one another.
         want = [[0, 1, 2, 0], [0, 1, 2, 2], [0, 3, 2, 2], [0, 1, 2, 4], [0, 1, 2, 2]]
         assert got[0].tolist() == want
@@ -238,19 +286,19 @@ class TestProcessed:
             min_length=i32(8),
         )  # fmt: skip
         seen = np.zeros((1, 4), np.int32)
-        early = spec.processed(logits, seen, i32(7), sampling, None)
+        early = process(spec, logits, seen, i32(7), sampling, None)
         assert early.tolist() == [[12, 2, 6, -np.inf]]
-        late = spec.processed(logits, seen, i32(8), sampling, None)
+        late = process(spec, logits, seen, i32(8), sampling, None)
         assert late.tolist() == [[12, 2, 6, 8]]
         allowed = np.array([[False, True, True, True]])
-        masked = spec.processed(logits, seen, i32(8), sampling, allowed)
+        masked = process(spec, logits, seen, i32(8), sampling, allowed)
         assert masked.tolist() == [[-np.inf, 2, 6, 8]]
 
     def test_a_mask_narrows_the_support_it_is_measured_on(self) -> None:
         logits = np.log(np.array([[0.7, 0.2, 0.1]], np.float32))
         sampling = neutral(1, 3, temperature=f32(1), top_p=f32(0.6))
         allowed = np.array([[False, True, True]])
-        got = spec.processed(logits, np.zeros((1, 3), np.int32), i32(0), sampling, allowed)
+        got = process(spec, logits, np.zeros((1, 3), np.int32), i32(0), sampling, allowed)
         assert np.isfinite(got).tolist() == [[False, True, False]]
 
     def test_rows_gather_every_parameter(self) -> None:
@@ -333,14 +381,35 @@ def test_implementations_process_and_choose_alike(implementation: Implementation
     logits, seen, positions, sampling = mixed_rows(vocab)
     allowed = np.random.default_rng(1).integers(0, 4, logits.shape) > 0
     for mask in (None, allowed):
-        want = spec.processed(logits, seen, positions, sampling, mask)
-        got = ops.processed(logits, seen, positions, sampling, mask)
+        want = process(spec, logits, seen, positions, sampling, mask)
+        got = process(ops, logits, seen, positions, sampling, mask)
         np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
         # One rounding for each of up to five products and sums on numbers below 30.
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-        noise = spec.gumbel(sampling.seed, positions, vocab, spec.TARGET_STREAM)
-        chosen = ops.choose(want, noise, sampling.temperature)
-        np.testing.assert_array_equal(chosen, spec.choose(want, noise, sampling.temperature))
+        np.testing.assert_array_equal(
+            choose(ops, logits, positions, sampling, seen, mask),
+            choose(spec, logits, positions, sampling, seen, mask),
+        )
+
+
+@each_implementation
+@pytest.mark.parametrize("stream", [spec.TARGET_STREAM, spec.DRAFT_STREAM + 1])
+def test_implementations_rank_alike(implementation: Implementation, stream: int) -> None:
+    ops, (B, k, vocab, width) = implementation("sampling"), (8, 3, 61, 4)
+    _, counts, positions, sampling = mixed_rows(vocab)
+    rng = np.random.default_rng(7)
+    logits = (3 * rng.standard_normal((B, k, vocab))).astype(np.float32)
+    logits[:, :, 9] = logits[:, :, 3]  # ties go by id
+    slots = rng.permutation(B).astype(np.int32)
+    path = rng.integers(0, vocab, (B * k, 3)).astype(np.int32)
+    seen = spec.Seen(counts, np.repeat(slots, k), path, rng.random(path.shape) < 0.6)
+    keys = positions if stream == spec.TARGET_STREAM else positions - 2
+    given = (logits, seen, positions, sampling, keys, stream, width)
+    want, got = spec.rank(*given), ops.rank(*given)
+    np.testing.assert_array_equal(got.ids, want.ids)
+    # One rounding for each of up to five products and sums, and a sum of 61 terms.
+    np.testing.assert_allclose(got.weights, want.weights, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(got.processed, want.processed, rtol=1e-5, atol=1e-5)
 
 
 @each_implementation
@@ -357,8 +426,8 @@ def test_implementations_count_along_a_path_alike(implementation: Implementation
     seen = rng.integers(0, 4, (2, 9)).astype(np.int32)
     tokens = np.array([[1, 2, 2, 3], [4, 4, 4, 5]], np.int32)
     parents = np.array([[0, 0, 1, 1], [0, 0, 1, 2]], np.int32)
-    got = implementation("sampling").path_seen(seen, tokens, parents)
-    np.testing.assert_array_equal(got, spec.path_seen(seen, tokens, parents))
+    got = in_tree(implementation("sampling"), seen, tokens, parents)
+    np.testing.assert_array_equal(got, in_tree(spec, seen, tokens, parents))
 
 
 @each_implementation
@@ -389,9 +458,10 @@ def test_implementations_have_the_rejection_rules_noise(implementation: Implemen
     np.testing.assert_array_equal(
         ops.uniforms(seeds, positions, 4), spec.uniforms(seeds, positions, 4)
     )
-    got = ops.draft_noise(seeds, positions, 3, 33)
-    # As the target's noise: two logarithms.
-    np.testing.assert_allclose(got, spec.draft_noise(seeds, positions, 3, 33), rtol=0, atol=4e-6)
+    for stream in (spec.RESIDUAL_STREAM, spec.DRAFT_STREAM, spec.DRAFT_STREAM + 2):
+        got = ops.gumbel(seeds, positions, 33, stream)
+        # As the target's noise: two logarithms.
+        np.testing.assert_allclose(got, spec.gumbel(seeds, positions, 33, stream), atol=4e-6)
     scores = np.random.default_rng(0).normal(size=(3, 33)).astype(np.float32)
     scores[1, 5:] = -np.inf
     got, want = ops.probabilities(scores), spec.probabilities(scores)

@@ -270,14 +270,12 @@ def depth_taken_for_the_node_number(patch: Patch) -> None:
 
 
 def penalties_in_a_tree_see_the_node_only(patch: Patch) -> None:
-    def spoil(seen_after: Any, seen: Any, tokens: Any, parents: Any) -> Any:
-        rows, nodes = np.indices(tokens.shape)
-        only = np.repeat(seen[:, None], tokens.shape[1], axis=1)
-        is_draft = nodes > 0
-        only[rows[is_draft], nodes[is_draft], tokens[is_draft]] += 2
-        return only
+    def spoil(seen: Any, *trees: Any) -> Any:
+        node = trees[-1][:, None]
+        is_node = np.arange(seen.path.shape[1]) == node
+        return replace(seen, on_path=is_node & (node > 0))
 
-    after(patch, sampling, "path_seen", spoil)
+    after(patch, sampling, "seen_in_trees", spoil)
 
 
 def recurrent_state_of_the_root(patch: Patch) -> None:
