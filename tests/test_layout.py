@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
 ONE_SIDED = {Path("convert.py"), Path("train.py")}  # writing Orbax and training are JAX's alone
 ONE_SIDED_FOLDER = "training"
-SPEC_OF_OP = {"linear": "layers"}  # a matrix product is too small for a specification of its own
 TEST_OF_SPEC = {"model": "golden"}  # its proof is other people's numbers
 MAX_LINES = 450
 
@@ -53,7 +52,7 @@ def test_both_backends_have_the_same_files():
 
 def test_every_op_has_a_specification_and_every_kernel_an_op():
     ops = names("jax_impl/ops")
-    assert {SPEC_OF_OP.get(name, name) for name in ops} <= names("shared/spec")
+    assert ops <= names("shared/spec")
     assert names("kernels") <= ops
 
 

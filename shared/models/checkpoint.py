@@ -1,7 +1,8 @@
 """Which parameter lies where in the safetensors files of a checkpoint, under which of our names.
 
-Our parameters are stacks, one per layer kind: `attention.qkv` holds layer after layer of the fused
-query, key and value projection. Matrices are `[out, in]`, as in Hugging Face checkpoints.
+Our parameters are stacks, one per layer kind: `attention.inputs` holds layer after layer of the
+fused query, key and value projection, `gated_delta.inputs` that of qkv, z, b and a. Matrices
+are `[out, in]`, as in Hugging Face checkpoints.
 """
 
 import json
@@ -129,7 +130,7 @@ def attention_parameters(
         "self_attn.v_proj.weight": (keys, inputs),
     }
     found = [
-        stack(f"{prefix}qkv", layers, qkv),
+        stack(f"{prefix}inputs", layers, qkv),
         stack(f"{prefix}out", layers, {"self_attn.o_proj.weight": (config.hidden, queries)}),
     ]
     if config.qk_norm:
@@ -153,16 +154,15 @@ def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> lis
     assert delta is not None  # the config has gated-delta layers
     hidden, heads = config.hidden, delta.num_value_heads
     values = heads * delta.value_size
-    qkv = {"linear_attn.in_proj_qkv.weight": (delta.channels, hidden)}
-    gates = {
+    inputs = {
+        "linear_attn.in_proj_qkv.weight": (delta.channels, hidden),
+        "linear_attn.in_proj_z.weight": (values, hidden),
         "linear_attn.in_proj_b.weight": (heads, hidden),
         "linear_attn.in_proj_a.weight": (heads, hidden),
     }
     conv = {"linear_attn.conv1d.weight": (delta.channels, 1, delta.conv_width)}
     return [
-        stack(f"{prefix}qkv", layers, qkv),
-        stack(f"{prefix}z", layers, {"linear_attn.in_proj_z.weight": (values, hidden)}),
-        stack(f"{prefix}ba", layers, gates),
+        stack(f"{prefix}inputs", layers, inputs),
         stack(f"{prefix}conv", layers, conv, shape=(delta.channels, delta.conv_width)),
         stack(f"{prefix}a_log", layers, {"linear_attn.A_log": (heads,)}, float32=True),
         stack(f"{prefix}dt_bias", layers, {"linear_attn.dt_bias": (heads,)}, float32=True),

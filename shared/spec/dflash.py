@@ -16,9 +16,10 @@ from jaxtyping import Bool, Float, Int
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
-from shared.spec import attention, layers, model
+from shared.spec import attention, layers, linear, model
 from shared.spec.attention import Rows
 from shared.spec.eagle import HeadWeights
+from shared.spec.linear import Matrix, Stream
 from shared.spec.model import KV, Hidden, Weights
 
 Choose = Callable[
@@ -48,18 +49,16 @@ def extend(config: ModelConfig, weights: HeadWeights, rows: Rows, read: Hidden, 
       rows: Committed tokens whose hidden states are known.
       read: `context` of these rows.
     """
-    size, keys = config.head_size, config.num_kv_heads * config.head_size
-    cos, sin = layers.rotary_angles(rows.positions, config.rotary)
-    where = (rows.page_table, rows.request, rows.places, rows.is_real)
-    pools = ([], [])
+    keys, pools = config.num_kv_heads * config.head_size, []
+    angles, heads = model.angles(config, rows), model.heads(config)
     for layer in range(config.num_layers):
-        weight = weights["layer.attention.qkv"][layer][-2 * keys :]
-        k, v = layers.linear(read, weight).reshape(len(read), 2, -1, size).swapaxes(0, 1)
-        k = layers.rms_norm(k, weights["layer.attention.k_norm"][layer], config.rms_eps)
-        k = layers.apply_rotary(k, cos, sin)
-        pools[0].append(attention.write(kv.k[layer], *where, k))
-        pools[1].append(attention.write(kv.v[layer], *where, v))
-    return KV(*(np.stack(pool) for pool in pools))
+        weight = Matrix(weights["layer.attention.inputs"][layer][-2 * keys :])
+        norms = model.head_norms(config, weights, "layer.", layer)
+        assert norms is not None  # a DFlash head has them
+        written = linear.product(read, weight)
+        pool = (kv.k[layer], kv.v[layer])
+        pools.append(attention.mix_keys(written, heads, norms, angles, rows, *pool))
+    return KV(*(np.stack(pool) for pool in zip(*pools, strict=True)))
 
 
 def block_rows(
@@ -114,14 +113,12 @@ def fill(
     assert block is not None  # a DFlash head has a block
     tokens = np.full((len(newest), block.size), block.mask_id)
     tokens[:, 0] = newest
-    x = target["embed"][tokens.reshape(-1)]
+    stream = Stream(target["embed"][tokens.reshape(-1)])
     for layer, seen in enumerate(rows):
-        y = model.norm(sizes, x, weights["layer.input_norm"][layer])
-        mixed, kv = model.attention_layer(sizes, weights, "layer.", layer, y, seen, kv)
-        x = x + mixed
-        normed = model.norm(sizes, x, weights["layer.post_attention_norm"][layer])
-        x = x + model.mlp(weights, "layer.", layer, normed)
-    out = model.norm(sizes, x, weights["final_norm"])
+        y = model.norm(sizes, stream.rows, weights["layer.input_norm"][layer])
+        stream, kv = model.attention_layer(sizes, weights, "layer.", layer, y, stream, seen, kv)
+        stream = model.mlp(sizes, weights, "layer.", layer, stream)
+    out = model.norm(sizes, stream.rows, weights["final_norm"])
     return out.reshape(len(newest), block.size, -1), kv
 
 

@@ -19,6 +19,7 @@ from shared.models.config import ModelConfig
 from shared.spec import draft_tree, layers, model
 from shared.spec.attention import Rows
 from shared.spec.draft_tree import TreeShape
+from shared.spec.linear import Stream
 from shared.spec.model import KV, Forward, Hidden, Weights
 
 Logits = Float[np.ndarray, "R vocab"]
@@ -183,10 +184,8 @@ def _decoder_layer(
     kv: KV,
 ) -> tuple[Hidden, KV]:
     """One layer with the residual `x`, whose attention reads `y`."""
-    mixed, kv = model.attention_layer(config, weights, prefix, 0, y, rows, kv)
-    x = x + mixed
-    normed = model.norm(config, x, weights[f"{prefix}post_attention_norm"][0])
-    return x + model.mlp(weights, prefix, 0, normed), kv
+    stream, kv = model.attention_layer(config, weights, prefix, 0, y, Stream(x), rows, kv)
+    return model.mlp(config, weights, prefix, 0, stream).rows, kv
 
 
 @dataclass(frozen=True)

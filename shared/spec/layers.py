@@ -52,16 +52,6 @@ def l2norm(x: Float[np.ndarray, "... size"]) -> Float[np.ndarray, "... size"]:
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
-def gated_mlp(
-    x: Float[np.ndarray, "R hidden"],
-    gate_up: Float[np.ndarray, "twice_intermediate hidden"],
-    down: Float[np.ndarray, "hidden intermediate"],
-) -> Float[np.ndarray, "R hidden"]:
-    """down(silu(gate(x)) * up(x)); `gate_up` holds the gate's rows, then those of up."""
-    gate, up = np.split(linear(x, gate_up), 2, axis=-1)
-    return linear(silu(gate) * up, down)
-
-
 def rotary_frequencies(rotary: RotaryConfig) -> Float[np.ndarray, " half"]:
     """Radians per position of each rotated pair, `half = rotary.width // 2`.
 

@@ -7,10 +7,12 @@ state, by the same recurrence in the same order as plain decoding.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from shared.models.config import GatedDeltaConfig
 from shared.spec import gated_delta, layers
 
 WINDOW = 3
@@ -120,3 +122,129 @@ def replay(
     save_window = path_window(state.window, inputs, np.where(passed, save_after, 0))
     new_window = path_window(state.window, inputs, counts)
     return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """What a gated-delta layer holds besides its two matrices.
+
+    Attributes:
+      conv: Taps of the convolution, the oldest input's first.
+      a_log, dt_bias: Of the decay, see `gated_delta.gates`.
+      norm, eps: Of the output norm.
+    """
+
+    conv: Float[np.ndarray, "C 4"]
+    a_log: Float[np.ndarray, " H"]
+    dt_bias: Float[np.ndarray, " H"]
+    norm: Float[np.ndarray, " V"]
+    eps: float
+
+
+def mix_chunks(
+    inputs: Float[np.ndarray, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[np.ndarray, "B H K V"],
+    window: Float[np.ndarray, "B 3 C"],
+    row_starts: Int[np.ndarray, " B1"],
+) -> tuple[Float[np.ndarray, "R values"], Float[np.ndarray, "B H K V"], Float[np.ndarray, "B 3 C"]]:
+    """All that a gated-delta layer does between its two products, over chunks of prompts.
+
+    Convolution, gates, the delta rule in chunks, the gated norm.
+
+    Args:
+      inputs: The projection, see `split_inputs`.
+      recurrent, window: Of each request before its rows.
+      row_starts: First row of each request, and the end; rows past it are padding.
+
+    Returns:
+      The heads' outputs side by side, and the state after the rows.
+    """
+    channels, z, b, a = split_inputs(inputs, sizes)
+    log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    recurrent, window, out = recurrent.copy(), window.copy(), np.zeros_like(z)
+    for row, (start, stop) in enumerate(pairwise(row_starts)):
+        windows = chain_windows(window[row], channels[start:stop])
+        qkv = _heads_of(conv(windows[:-1], channels[start:stop], weights.conv), sizes)
+        gates = (log_decay[start:stop], beta[start:stop])
+        recurrent[row], out[start:stop] = gated_delta.chunked(recurrent[row], *qkv, *gates)
+        window[row] = windows[-1]
+    return _normed(out, z, weights), recurrent, window
+
+
+def mix_tree(
+    inputs: Float[np.ndarray, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[np.ndarray, "B H K V"],
+    window: Float[np.ndarray, "B 3 C"],
+    parents: Int[np.ndarray, "B N"],
+    row_of: Int[np.ndarray, "B N"],
+    request: Int[np.ndarray, " R"],
+    node: Int[np.ndarray, " R"],
+) -> tuple[Float[np.ndarray, "R values"], Kept]:
+    """As `mix_chunks`, over draft trees whose states stay as they are.
+
+    Args:
+      parents: The trees.
+      row_of: The row of each node.
+      request, node: Of each row.
+
+    Returns:
+      The heads' outputs side by side, and what a replay needs, as a stack of one layer.
+    """
+    channels, z, b, a = split_inputs(inputs, sizes)
+    (B, N), C = row_of.shape, channels.shape[1]
+    before = channels[row_of]  # [B, N, C]
+    windows = tree_windows(window, before, parents)
+    after = conv(windows.reshape(B * N, -1, C), before.reshape(B * N, C), weights.conv)
+    q, k, v = (part.reshape(B, N, *part.shape[1:]) for part in _heads_of(after, sizes))
+    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    log_decay, beta = (gate[row_of] for gate in gates)
+    out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, parents)
+    kept = Kept(*(x[None] for x in (k, v, log_decay, beta, before)))
+    return _normed(out[request, node], z, weights), kept
+
+
+def mix_step(
+    inputs: Float[np.ndarray, "B outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[np.ndarray, "B H K V"],
+    window: Float[np.ndarray, "B 3 C"],
+) -> tuple[Float[np.ndarray, "B values"], Float[np.ndarray, "B H K V"], Float[np.ndarray, "B 3 C"]]:
+    """As `mix_chunks`, over one row of each request, by the recurrence itself."""
+    channels, z, b, a = split_inputs(inputs, sizes)
+    qkv = _heads_of(conv(window, channels, weights.conv), sizes)
+    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    recurrent, out = gated_delta.step(recurrent, *qkv, *gates)
+    window = np.concatenate([window[:, 1:], channels[:, None]], axis=1)
+    return _normed(out, z, weights), recurrent, window
+
+
+def split_inputs(
+    inputs: Float[np.ndarray, "R outputs"], sizes: GatedDeltaConfig
+) -> tuple[
+    Float[np.ndarray, "R C"],
+    Float[np.ndarray, "R H V"],
+    Float[np.ndarray, "R H"],
+    Float[np.ndarray, "R H"],
+]:
+    """Takes the projection apart: inputs of the convolution, z, b, a, in this order."""
+    heads, size = sizes.num_value_heads, sizes.value_size
+    ends = np.cumsum([sizes.channels, heads * size, heads])
+    channels, z, b, a = np.split(inputs, ends, axis=1)
+    return channels, z.reshape(len(z), heads, size), b, a
+
+
+def _heads_of(
+    channels: Float[np.ndarray, "R C"], sizes: GatedDeltaConfig
+) -> tuple[Float[np.ndarray, "R H K"], Float[np.ndarray, "R H K"], Float[np.ndarray, "R H V"]]:
+    return gated_delta.split(channels, sizes.num_key_heads, sizes.num_value_heads, sizes.key_size)
+
+
+def _normed(
+    out: Float[np.ndarray, "R H V"], z: Float[np.ndarray, "R H V"], weights: DeltaWeights
+) -> Float[np.ndarray, "R values"]:
+    return gated_delta.gated_norm(out, z, weights.norm, weights.eps).reshape(len(out), -1)

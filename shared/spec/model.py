@@ -6,15 +6,16 @@ as they are. The residual stream `streams[i]` is what enters layer i; `streams[L
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
-from shared.spec import attention, draft_tree, gated_delta, layers, mamba_state
-from shared.spec.attention import Rows
-from shared.spec.mamba_state import DeltaState, Kept
+from shared.spec import attention, draft_tree, layers, linear, mamba_state
+from shared.spec.attention import Angles, HeadNorms, Heads, Rows
+from shared.spec.linear import Matrix, Stream
+from shared.spec.mamba_state import DeltaState, DeltaWeights, Kept
 
 Weights = Mapping[str, Float[np.ndarray, "..."]]
 Hidden = Float[np.ndarray, "R hidden"]
@@ -41,9 +42,9 @@ class Forward:
         return Forward(self.hidden[rows], self.streams[:, rows], self.kv)
 
 
-DeltaMixer = Callable[[int, Hidden], Float[np.ndarray, "R H V"]]
-"""How a pass runs its gated-delta layers: from a layer (counted among its kind) and its normed
-input to the layer's outputs before the output norm."""
+DeltaMixer = Callable[[int, Float[np.ndarray, "R outputs"]], Float[np.ndarray, "R values"]]
+"""How a pass runs its gated-delta layers: from a layer (counted among its kind) and its projected
+inputs to the heads' outputs after the gated norm."""
 
 
 def new_kv(config: ModelConfig, num_layers: int, num_pages: int, page_size: int) -> KV:
@@ -139,20 +140,22 @@ def forward(
       tokens: The token of each row.
       mixer: Runs the gated-delta layers; a model without them never calls it.
     """
-    x = weights["embed"][tokens]
-    streams = [x]
-    place = {"attention": 0, "gated_delta": 0}
+    stream, places = Stream(weights["embed"][tokens]), {"attention": 0, "gated_delta": 0}
+    streams = [stream.rows]
     for layer, kind in enumerate(config.layer_kinds):
-        y = norm(config, x, weights["input_norm"][layer])
+        place, norm_of = places[kind], scale(config, weights["input_norm"][layer])
+        inputs = linear.normed_product(
+            stream, norm_of, config.rms_eps, Matrix(weights[f"{kind}.inputs"][place])
+        )
         if kind == "attention":
-            mixed, kv = attention_layer(config, weights, "", place[kind], y, rows, kv)
+            mixed, kv = mix(config, weights, "", place, inputs, rows, kv)
         else:
-            mixed = _gated_delta_layer(config, weights, place[kind], y, mixer)
-        place[kind] += 1
-        x = x + mixed
-        x = x + mlp(weights, "", layer, norm(config, x, weights["post_attention_norm"][layer]))
-        streams.append(x)
-    return Forward(norm(config, x, weights["final_norm"]), np.stack(streams), kv)
+            mixed = mixer(place, inputs)
+        stream = linear.added_product(mixed, Matrix(weights[f"{kind}.out"][place]), stream)
+        stream = mlp(config, weights, "", layer, stream)
+        places[kind] += 1
+        streams.append(stream.rows)
+    return Forward(norm(config, stream.rows, weights["final_norm"]), np.stack(streams), kv)
 
 
 def logits(weights: Weights, hidden: Hidden) -> Float[np.ndarray, "R vocab"]:
@@ -164,8 +167,52 @@ def norm(
     config: ModelConfig, x: Float[np.ndarray, "..."], weight: Float[np.ndarray, " size"]
 ) -> Float[np.ndarray, "..."]:
     """The model's own kind of RMS norm."""
-    kind = layers.rms_norm_zero_centered if config.zero_centered_norms else layers.rms_norm
-    return kind(x, weight, config.rms_eps)
+    return layers.rms_norm(x, scale(config, weight), config.rms_eps)
+
+
+def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.ndarray, " size"]:
+    """What a norm multiplies by: some models store its distance from 1."""
+    return 1 + weight if config.zero_centered_norms else weight
+
+
+def angles(config: ModelConfig, rows: Rows) -> Angles:
+    """The rotation at each row's position."""
+    return Angles(*layers.rotary_angles(rows.positions, config.rotary))
+
+
+def heads(config: ModelConfig) -> Heads:
+    """How the attention layers' projections are made of heads."""
+    return Heads(config.num_kv_heads, config.head_size, config.attention_gate)
+
+
+def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -> HeadNorms | None:
+    """The norms of one layer's heads, where the model has them."""
+    if not config.qk_norm:
+        return None
+    q, k = (scale(config, weights[f"{prefix}attention.{x}_norm"][layer]) for x in "qk")
+    return HeadNorms(q, k, config.rms_eps)
+
+
+def mix(
+    config: ModelConfig,
+    weights: Weights,
+    prefix: str,
+    layer: int,
+    qkv: Float[np.ndarray, "R outputs"],
+    rows: Rows,
+    kv: KV,
+) -> tuple[Float[np.ndarray, "R heads_size"], KV]:
+    """`attention.mix` of one layer.
+
+    Args:
+      prefix: Before the names of the stack in `weights`, "" or that of a draft head.
+      layer: Place in the stack of weights and of pools.
+      qkv: The layer's projection.
+      kv: The pools of the stack.
+    """
+    norms, pools = head_norms(config, weights, prefix, layer), (kv.k[layer], kv.v[layer])
+    out, k, v = attention.mix(qkv, heads(config), norms, angles(config, rows), rows, *pools)
+    return out, KV(_replaced(kv.k, layer, k), _replaced(kv.v, layer, v))
 
 
 def attention_layer(
@@ -174,57 +221,23 @@ def attention_layer(
     prefix: str,
     layer: int,
     x: Float[np.ndarray, "R inputs"],
+    stream: Stream,
     rows: Rows,
     kv: KV,
-) -> tuple[Hidden, KV]:
-    """One attention layer, from the normed input to the output projection.
-
-    Args:
-      prefix: Before the names of the stack in `weights`, "" or that of a draft head.
-      layer: Place in the stack of weights and of pools.
-      kv: The pools of the stack.
-    """
+) -> tuple[Stream, KV]:
+    """One attention layer of a draft head, whose projection reads `x` and not the stream."""
     name = f"{prefix}attention."
-    q, k, v, gate = _project(config, layers.linear(x, weights[f"{name}qkv"][layer]))
-    if config.qk_norm:
-        q = norm(config, q, weights[f"{name}q_norm"][layer])
-        k = norm(config, k, weights[f"{name}k_norm"][layer])
-    cos, sin = layers.rotary_angles(rows.positions, config.rotary)
-    q, k = layers.apply_rotary(q, cos, sin), layers.apply_rotary(k, cos, sin)
-    where = (rows.page_table, rows.request, rows.places, rows.is_real)
-    k_pages = attention.write(kv.k[layer], *where, k)
-    v_pages = attention.write(kv.v[layer], *where, v)
-    sees = (rows.page_table, rows.request, rows.first, rows.until, rows.window)
-    out = attention.attend(q, k_pages, v_pages, *sees)
-    if gate is not None:
-        out = out * layers.sigmoid(gate)
-    projected = layers.linear(out.reshape(len(x), -1), weights[f"{name}out"][layer])
-    return projected, KV(_replaced(kv.k, layer, k_pages), _replaced(kv.v, layer, v_pages))
+    qkv = linear.product(x, Matrix(weights[f"{name}inputs"][layer]))
+    out, kv = mix(config, weights, prefix, layer, qkv, rows, kv)
+    return linear.added_product(out, Matrix(weights[f"{name}out"][layer]), stream), kv
 
 
-def mlp(weights: Weights, prefix: str, layer: int, x: Hidden) -> Hidden:
-    """The gated MLP of one layer of a stack."""
-    gate_up, down = weights[f"{prefix}mlp.gate_up"], weights[f"{prefix}mlp.down"]
-    return layers.gated_mlp(x, gate_up[layer], down[layer])
-
-
-def _project(
-    config: ModelConfig, qkv: Float[np.ndarray, "R out"]
-) -> tuple[
-    Float[np.ndarray, "R Hq D"],
-    Float[np.ndarray, "R Hk D"],
-    Float[np.ndarray, "R Hk D"],
-    Float[np.ndarray, "R Hq D"] | None,
-]:
-    """Takes the fused projection apart: queries, keys, values, and the gate where there is one."""
-    R, D, keys = len(qkv), config.head_size, config.num_kv_heads * config.head_size
-    queries = qkv.shape[1] - 2 * keys
-    q, k, v = np.split(qkv, [queries, queries + keys], axis=1)
-    k, v = k.reshape(R, -1, D), v.reshape(R, -1, D)
-    if not config.attention_gate:
-        return q.reshape(R, -1, D), k, v, None
-    pairs = q.reshape(R, config.num_heads, 2, D)  # per head its query rows, then its gate rows
-    return pairs[:, :, 0], k, v, pairs[:, :, 1]
+def mlp(config: ModelConfig, weights: Weights, prefix: str, layer: int, stream: Stream) -> Stream:
+    """The gated MLP of one layer of a stack, with its norm before and the residual behind."""
+    norm_of = scale(config, weights[f"{prefix}post_attention_norm"][layer])
+    gate_up, down = (Matrix(weights[f"{prefix}mlp.{x}"][layer]) for x in ("gate_up", "down"))
+    x = linear.gated_product(stream, norm_of, config.rms_eps, gate_up)
+    return linear.added_product(x, down, stream)
 
 
 def _replaced(
@@ -235,41 +248,11 @@ def _replaced(
     return pools
 
 
-def _gated_delta_layer(
-    config: ModelConfig, weights: Weights, layer: int, x: Hidden, mixer: DeltaMixer
-) -> Hidden:
-    out = mixer(layer, x)
-    z = layers.linear(x, weights["gated_delta.z"][layer]).reshape(out.shape)
-    gated = gated_delta.gated_norm(out, z, weights["gated_delta.norm"][layer], config.rms_eps)
-    return layers.linear(gated.reshape(len(x), -1), weights["gated_delta.out"][layer])
-
-
-class _DeltaInputs:
-    """What both ways of running gated-delta layers compute of the rows."""
-
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
-        assert config.gated_delta is not None or not config.num_gated_delta_layers
-        self._sizes = config.gated_delta
-        self._weights = weights
-
-    def conv_inputs(self, layer: int, x: Hidden) -> Float[np.ndarray, "R C"]:
-        return layers.linear(x, self._weights["gated_delta.qkv"][layer])
-
-    def gates(
-        self, layer: int, x: Hidden
-    ) -> tuple[Float[np.ndarray, "R H"], Float[np.ndarray, "R H"]]:
-        b, a = np.split(layers.linear(x, self._weights["gated_delta.ba"][layer]), 2, axis=1)
-        a_log = self._weights["gated_delta.a_log"][layer]
-        return gated_delta.gates(b, a, a_log, self._weights["gated_delta.dt_bias"][layer])
-
-    def qkv(
-        self, layer: int, windows: Float[np.ndarray, "R 3 C"], inputs: Float[np.ndarray, "R C"]
-    ) -> tuple[Float[np.ndarray, "R H K"], Float[np.ndarray, "R H K"], Float[np.ndarray, "R H V"]]:
-        sizes = self._sizes
-        assert sizes is not None  # a config with such layers has their sizes
-        channels = mamba_state.conv(windows, inputs, self._weights["gated_delta.conv"][layer])
-        heads = (sizes.num_key_heads, sizes.num_value_heads)
-        return gated_delta.split(channels, *heads, sizes.key_size)
+def delta_weights(config: ModelConfig, weights: Weights, layer: int) -> DeltaWeights:
+    """What one gated-delta layer holds besides its matrices."""
+    names = ("conv", "a_log", "dt_bias", "norm")
+    found = {name: weights[f"gated_delta.{name}"][layer] for name in names}
+    return DeltaWeights(**found, eps=config.rms_eps)
 
 
 class Chunks:
@@ -282,25 +265,22 @@ class Chunks:
         state: DeltaState,
         row_starts: Int[np.ndarray, " B1"],
     ) -> None:
-        self._inputs = _DeltaInputs(config, weights)
-        self._row_starts = row_starts
+        self._config, self._weights, self._row_starts = config, weights, row_starts
         self.recurrent, self.window = state.recurrent.copy(), state.window.copy()
 
-    def __call__(self, layer: int, x: Hidden) -> Float[np.ndarray, "R H V"]:
+    def __call__(
+        self, layer: int, inputs: Float[np.ndarray, "R outputs"]
+    ) -> Float[np.ndarray, "R values"]:
         """See `DeltaMixer`."""
-        inputs = self._inputs.conv_inputs(layer, x)
-        gates = self._inputs.gates(layer, x)
-        heads, _, size = self.recurrent.shape[2:]
-        out = np.zeros((len(x), heads, size), np.float32)
-        for row, (start, stop) in enumerate(
-            np.stack([self._row_starts[:-1], self._row_starts[1:]], 1)
-        ):
-            windows = mamba_state.chain_windows(self.window[layer, row], inputs[start:stop])
-            qkv = self._inputs.qkv(layer, windows[:-1], inputs[start:stop])
-            self.recurrent[layer, row], out[start:stop] = gated_delta.chunked(
-                self.recurrent[layer, row], *qkv, *(gate[start:stop] for gate in gates)
-            )
-            self.window[layer, row] = windows[-1]
+        assert self._config.gated_delta is not None  # a model with such layers has their sizes
+        out, self.recurrent[layer], self.window[layer] = mamba_state.mix_chunks(
+            inputs,
+            delta_weights(self._config, self._weights, layer),
+            self._config.gated_delta,
+            self.recurrent[layer],
+            self.window[layer],
+            self._row_starts,
+        )
         return out
 
 
@@ -317,28 +297,35 @@ class Tree:
         request: Int[np.ndarray, " R"],
         node: Int[np.ndarray, " R"],
     ) -> None:
-        self._inputs = _DeltaInputs(config, weights)
+        self._config, self._weights = config, weights
         self._state, self._parents, self._row_of = state, parents, row_of
         self._request, self._node = request, node
-        self._kept: list[tuple[np.ndarray, ...]] = []
+        self._kept: list[Kept] = []
 
-    def __call__(self, layer: int, x: Hidden) -> Float[np.ndarray, "R H V"]:
+    def __call__(
+        self, layer: int, inputs: Float[np.ndarray, "R outputs"]
+    ) -> Float[np.ndarray, "R values"]:
         """See `DeltaMixer`."""
-        inputs = self._inputs.conv_inputs(layer, x)[self._row_of]  # [B, N, C]
-        windows = mamba_state.tree_windows(self._state.window[layer], inputs, self._parents)
-        B, N, C = inputs.shape
-        flat = self._inputs.qkv(layer, windows.reshape(B * N, -1, C), inputs.reshape(B * N, C))
-        q, k, v = (part.reshape(B, N, *part.shape[1:]) for part in flat)
-        log_decay, beta = (gate[self._row_of] for gate in self._inputs.gates(layer, x))
-        self._kept.append((k, v, log_decay, beta, inputs))
-        recurrent = self._state.recurrent[layer]
-        out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, self._parents)
-        return out[self._request, self._node]
+        assert self._config.gated_delta is not None  # a model with such layers has their sizes
+        out, kept = mamba_state.mix_tree(
+            inputs,
+            delta_weights(self._config, self._weights, layer),
+            self._config.gated_delta,
+            self._state.recurrent[layer],
+            self._state.window[layer],
+            self._parents,
+            self._row_of,
+            self._request,
+            self._node,
+        )
+        self._kept.append(kept)
+        return out
 
     def all_kept(self) -> Kept:
         """The kept inputs of all layers, stacked."""
         if self._kept:
-            return Kept(*(np.stack(parts) for parts in zip(*self._kept, strict=True)))
+            names = [field.name for field in fields(Kept)]
+            return Kept(*(np.concatenate([getattr(x, n) for x in self._kept]) for n in names))
         gates = np.zeros((0, *self._parents.shape, 0), np.float32)
-        heads = np.zeros((*gates.shape, 0), np.float32)
-        return Kept(heads, heads, gates, gates, gates)
+        heads_of = np.zeros((*gates.shape, 0), np.float32)
+        return Kept(heads_of, heads_of, gates, gates, gates)

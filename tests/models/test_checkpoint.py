@@ -59,10 +59,10 @@ def test_a_stack_holds_the_fused_projections_layer_by_layer(tmp_path):
     stored, ours = load_file(tmp_path / FILE), load_all(tmp_path, config, True)
     layer = "model.layers.3.self_attn."  # the second attention layer
     fused = np.concatenate([stored[f"{layer}{x}_proj.weight"] for x in "qkv"])
-    np.testing.assert_array_equal(ours["attention.qkv"][1], fused)
+    np.testing.assert_array_equal(ours["attention.inputs"][1], fused)
     layer = "model.layers.2.linear_attn."  # the second gated-delta layer
-    fused = np.concatenate([stored[f"{layer}in_proj_{x}.weight"] for x in "ba"])
-    np.testing.assert_array_equal(ours["gated_delta.ba"][1], fused)
+    fused = np.concatenate([stored[f"{layer}in_proj_{x}.weight"] for x in ("qkv", "z", "b", "a")])
+    np.testing.assert_array_equal(ours["gated_delta.inputs"][1], fused)
     conv = stored[f"{layer}conv1d.weight"]
     np.testing.assert_array_equal(ours["gated_delta.conv"][1], conv[:, 0])
 

@@ -184,7 +184,7 @@ def _hand_on(
     """Sets values and output of one layer so that `passed_on` of the input is added to it."""
     hidden, width = layer.hidden, layer.num_kv_heads * layer.head_size
     group = layer.num_heads // layer.num_kv_heads
-    values = weights["layer.attention.qkv"][number][-width:]
+    values = weights["layer.attention.inputs"][number][-width:]
     values[:] = 0
     values[:hidden] = np.eye(hidden, dtype=np.float32)
     padded = np.zeros((hidden, width), np.float32)
@@ -260,7 +260,7 @@ def _look_at_itself(layer: ModelConfig, weights: Weights) -> None:
     """Sets an EAGLE-3 head's attention; the first half of its input is the normed embedding."""
     D, group = layer.head_size, layer.num_heads // layer.num_kv_heads
     width, passed = D * layer.num_kv_heads, min(D * layer.num_kv_heads, layer.hidden)
-    qkv, out = weights["layer.attention.qkv"][0], weights["layer.attention.out"][0]
+    qkv, out = weights["layer.attention.inputs"][0], weights["layer.attention.out"][0]
     q, k, v = np.split(qkv, [group * width, (group + 1) * width])  # views
     k *= SHARPNESS / NOISE
     q.reshape(-1, group, D, q.shape[1])[:] = k.reshape(-1, 1, D, k.shape[1])

@@ -1,0 +1,64 @@
+"""Matrix products with stored weights, and what a layer does right before and after them.
+
+A decoder layer is cut where a GPU cuts it: a product with the norm of its input folded in, the
+mixer, a product that adds the residual, a product of gate and up with the norm before and SiLU
+behind, and a product that adds the residual again. Each is one operation here, and is by definition
+the composition of the small ones in `layers`. What passes from one to the next is a `Stream`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from shared.spec import layers
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A stored weight, `[out, in]`."""
+
+    values: Float[np.ndarray, "outputs inputs"]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream between two operations of a layer."""
+
+    rows: Float[np.ndarray, "R hidden"]
+
+
+def product(x: Float[np.ndarray, "R inputs"], weight: Matrix) -> Float[np.ndarray, "R outputs"]:
+    """Multiplies each row by a weight."""
+    return layers.linear(x, weight.values)
+
+
+def product_float32(
+    x: Float[np.ndarray, "R inputs"], weight: Matrix
+) -> Float[np.ndarray, "R outputs"]:
+    """As `product`, with float32 results whatever type the rows and the weight have."""
+    return layers.linear(x, weight.values).astype(np.float32)
+
+
+def normed_product(
+    stream: Stream, norm: Float[np.ndarray, " hidden"], eps: float, weight: Matrix
+) -> Float[np.ndarray, "R outputs"]:
+    """Multiplies the RMS norm of each row by a weight.
+
+    Args:
+      norm: Scale of the norm; a zero-centred one has its 1 added already.
+    """
+    return product(layers.rms_norm(stream.rows, norm, eps), weight)
+
+
+def added_product(x: Float[np.ndarray, "R inputs"], weight: Matrix, stream: Stream) -> Stream:
+    """Adds the product of each row with a weight to the stream."""
+    return Stream(stream.rows + product(x, weight))
+
+
+def gated_product(
+    stream: Stream, norm: Float[np.ndarray, " hidden"], eps: float, weight: Matrix
+) -> Float[np.ndarray, "R intermediate"]:
+    """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
+    gate, up = np.split(normed_product(stream, norm, eps, weight), 2, axis=-1)
+    return layers.silu(gate) * up

@@ -1,0 +1,70 @@
+"""The products of a layer are the small operations that they are composed of."""
+
+import numpy as np
+import pytest
+
+from shared.spec import layers
+from shared.spec import linear as spec
+from shared.spec.linear import Matrix, Stream
+from tests.support.implementations import Implementation, each_implementation
+
+EPS = 1e-6
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+X, HIDDEN = normal(0, 5, 12), Stream(normal(1, 5, 8))
+NORM, WIDE, BACK = 1 + normal(2, 8) / 4, Matrix(normal(3, 12, 8)), Matrix(normal(4, 8, 12))
+GATE_UP = Matrix(normal(5, 24, 8))
+
+CASES = {
+    "product": (X, BACK),
+    "product_float32": (X, BACK),
+    "normed_product": (HIDDEN, NORM, EPS, WIDE),
+    "added_product": (X, BACK, HIDDEN),
+    "gated_product": (HIDDEN, NORM, EPS, GATE_UP),
+}
+
+
+def rows(result: np.ndarray | Stream) -> np.ndarray:
+    return result.rows if isinstance(result, Stream) else result
+
+
+def test_each_product_is_the_composition_of_its_parts() -> None:
+    normed = layers.rms_norm(HIDDEN.rows, NORM, EPS)
+    gate, up = np.split(normed @ GATE_UP.values.T, 2, axis=1)
+    want = {
+        "product": X @ BACK.values.T,
+        "product_float32": X @ BACK.values.T,
+        "normed_product": normed @ WIDE.values.T,
+        "added_product": HIDDEN.rows + X @ BACK.values.T,
+        "gated_product": layers.silu(gate) * up,
+    }
+    assert want.keys() == CASES.keys()
+    for name, case in CASES.items():
+        np.testing.assert_array_equal(rows(getattr(spec, name)(*case)), want[name])
+
+
+def test_the_mlp_is_a_gated_product_and_an_added_one() -> None:
+    """As Hugging Face's Llama computes it: down(silu(gate(norm(x))) * up(norm(x))) + x."""
+    normed = layers.rms_norm(HIDDEN.rows, NORM, EPS)
+    gate, up = np.split(GATE_UP.values, 2)
+    want = (layers.silu(normed @ gate.T) * (normed @ up.T)) @ BACK.values.T + HIDDEN.rows
+    x = spec.gated_product(HIDDEN, NORM, EPS, GATE_UP)
+    got = spec.added_product(x, BACK, HIDDEN).rows
+    # Float32 on both sides: two products of other sizes.
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@each_implementation
+@pytest.mark.parametrize("name", CASES)
+def test_implementations_compute_what_the_specification_does(
+    name: str, implementation: Implementation
+) -> None:
+    got = getattr(implementation("linear"), name)(*CASES[name])
+    # Float32 on both sides: only the order of the sums over 8 or 12 terms differs.
+    np.testing.assert_allclose(
+        rows(got), rows(getattr(spec, name)(*CASES[name])), rtol=1e-4, atol=1e-5
+    )
