@@ -189,9 +189,10 @@ class Choosing:
         self.noise = np.stack(noise, axis=1)
 
     def spec(self) -> tuple[np.ndarray, np.ndarray]:
-        rank = Ranking(self.how, self.lengths, self.seen, 1, [])
+        slots = np.arange(2, dtype=np.int32)
+        rank = Ranking(self.how, slots, self.lengths, self.seen, 1, [])
         # Its noise is the target's only where nothing is kept.
-        chooses = Ranking(self.how, self.lengths, self.seen, 1, None)
+        chooses = Ranking(self.how, slots, self.lengths, self.seen, 1, None)
         drafts = np.zeros((2, 1, 0), np.int32)
         for slot in range(S):
             rank(self.logits[:, slot, None], drafts)

@@ -127,19 +127,19 @@ class Oracle:
         for place in range(1, count):
             seen[place:, output[place - 1]] += 2
         rows = spec_sampling(params, len(prompt), vocab, count)
-        noise = sampling.gumbel(rows.seed, positions, vocab, sampling.TARGET_STREAM)
-        processed = sampling.processed(logits, seen, positions, rows, None)
-        perturbed = sampling.perturbed(processed, noise, rows.temperature)
+        alone, row = sampling.seen_alone(seen, np.arange(count)), np.arange(count)
+        processed = sampling.processed(logits, alone, positions, rows, row, None)
+        perturbed = sampling.perturbed(processed, rows, row, positions, sampling.TARGET_STREAM)
         best_two = np.sort(perturbed, axis=1)[:, -2:]
         scale = params.temperature or 1.0
         margins = (best_two[:, 1] - best_two[:, 0]) * scale
         chosen = perturbed.argmax(axis=1)
-        edge = self._near_edge(logits, seen, positions, rows, noise, chosen, output)
+        edge = self._near_edge(logits, alone, positions, rows, output)
         return chosen, np.where(edge, 0.0, margins)
 
-    def _near_edge(self, logits, seen, positions, rows, noise, chosen, output) -> np.ndarray:
+    def _near_edge(self, logits, seen, positions, rows, output) -> np.ndarray:
         """Where a support that is `MARGIN` wider or narrower gives the token that was emitted."""
-        found = np.zeros(len(chosen), bool)
+        found, row = np.zeros(len(output), bool), np.arange(len(output))
         for sign in (-1, 1):
             shifted = Sampling(
                 **{field.name: getattr(rows, field.name) for field in fields(Sampling)}
@@ -152,8 +152,8 @@ class Oracle:
                     .astype(np.float32),
                 }
             )
-            processed = sampling.processed(logits.copy(), seen, positions, shifted, None)
-            found |= sampling.choose(processed, noise, rows.temperature) == np.asarray(output)
+            chosen = sampling.choose(logits, seen, positions, shifted, row, None)
+            found |= chosen == np.asarray(output)
         return found
 
     def _logits(self, tokens: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from shared.engine.engine import Engine
 from shared.engine.planner import Chunk, Planner
 from shared.engine.scheduler import Scheduler
 from shared.reference.backend import Batch, ReferenceBackend
-from shared.spec import acceptance, attention, draft_tree, gated_delta, mamba_state, sampling
+from shared.spec import acceptance, attention, draft_tree, gated_delta, mamba_state, sampling, slots
 
 Patch = pytest.MonkeyPatch
 
@@ -191,12 +191,14 @@ def reused_noise(patch: Patch) -> None:
 
 
 def penalties_see_the_last_token_only(patch: Patch) -> None:
-    healthy = ReferenceBackend._count
+    healthy = slots.count
 
-    def count(backend: ReferenceBackend, slot: int, tokens: Any, first: int, length: int) -> None:
-        healthy(backend, slot, tokens[-1:], first + max(0, len(tokens) - 1), length)
+    def count(seen: Any, owners: Any, tokens: Any, is_output: Any, is_counted: Any) -> Any:
+        last = {owners[i]: i for i in np.flatnonzero(is_counted)}
+        is_last = np.isin(np.arange(len(tokens)), list(last.values()))
+        return healthy(seen, owners, tokens, is_output, is_last)
 
-    patch.setattr(ReferenceBackend, "_count", count)
+    patch.setattr(slots, "count", count)
 
 
 def counts_of_the_last_owner(patch: Patch) -> None:
