@@ -1,0 +1,100 @@
+"""How alike the two backends are: which definitions both have, and with which parameters.
+
+`python -m tests.support.twins` prints the table, `tests/test_layout.py` holds it.
+"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TWINS = ("jax_impl", "torch_impl")
+
+CARRIED = {"self", "cls", "state", "kv", "memory"}
+"""Parameters that only functional code needs: what it carries along, torch writes in place."""
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function, class or method; `parameters` are its names in order, less the carried ones."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+
+def files() -> list[Path]:
+    """Python files that both backends have, by their place in the backend."""
+    found = [{p.relative_to(ROOT / twin) for p in (ROOT / twin).rglob("*.py")} for twin in TWINS]
+    return sorted(set.intersection(*found))
+
+
+def definitions(twin: str, file: Path, *, with_private: bool) -> dict[str, Definition]:
+    """The definitions of a file by name, methods as `Class.method`; fields count as parameters."""
+    tree = ast.parse((ROOT / twin / file).read_text(encoding="utf-8"))
+    found = [each for node in tree.body for each in _of(node, "")]
+    return {d.name: d for d in found if with_private or not _is_private(d.name)}
+
+
+def _is_private(name: str) -> bool:
+    last = name.rsplit(".", 1)[-1]
+    return any(part.startswith("_") for part in name.split(".")[:-1]) or last.startswith("_")
+
+
+def _of(node: ast.stmt, owner: str) -> Iterator[Definition]:
+    if isinstance(node, ast.FunctionDef):
+        yield Definition(owner + node.name, _parameters(node.args))
+    elif isinstance(node, ast.ClassDef):
+        fields = [
+            part.target.id
+            for part in node.body
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+        ]
+        yield Definition(owner + node.name, tuple(x for x in fields if x not in CARRIED))
+        for part in node.body:
+            yield from _of(part, f"{owner}{node.name}.")
+
+
+def _parameters(args: ast.arguments) -> tuple[str, ...]:
+    named = [*args.posonlyargs, *args.args, *args.kwonlyargs]
+    return tuple(arg.arg for arg in named if arg.arg not in CARRIED)
+
+
+def differences(file: Path) -> list[str]:
+    """What a reader of one twin would find otherwise in the other, of public definitions."""
+    jax, torch = (definitions(twin, file, with_private=False) for twin in TWINS)
+    found = [f"{file}: {name} is in {TWINS[0]} only" for name in jax.keys() - torch.keys()]
+    found += [f"{file}: {name} is in {TWINS[1]} only" for name in torch.keys() - jax.keys()]
+    for name in jax.keys() & torch.keys():
+        if jax[name] != torch[name]:
+            ours, theirs = (", ".join(side[name].parameters) for side in (jax, torch))
+            found.append(f"{file}: {name}({ours}) in {TWINS[0]}, ({theirs}) in {TWINS[1]}")
+    return sorted(found)
+
+
+def table() -> str:
+    """Lines and definitions of the twins, in and above `ops`, private ones included."""
+    lines = [
+        "| where | lines jax / torch | equal | other parameters | one side only |",
+        "|" + "---|" * 5,
+    ]
+    parts = {"ops": [f for f in files() if f.parts[0] == "ops"]}
+    parts["above ops"] = [f for f in files() if f not in parts["ops"]]
+    for where, names in parts.items():
+        sides = [
+            {(f, n): d for f in names for n, d in definitions(twin, f, with_private=True).items()}
+            for twin in TWINS
+        ]
+        both = sides[0].keys() & sides[1].keys()
+        equal = sum(sides[0][key] == sides[1][key] for key in both)
+        alone = len(sides[0].keys() ^ sides[1].keys())
+        counts = [
+            sum(len((ROOT / twin / f).read_text().splitlines()) for f in names) for twin in TWINS
+        ]
+        row = (where, f"{counts[0]} / {counts[1]}", equal, len(both) - equal, alone)
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
