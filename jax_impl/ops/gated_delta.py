@@ -214,7 +214,7 @@ def _chunks(
 
 
 def _rows_of_chunks(
-    x: Float[jax.Array, "T *rest"],
+    x: Float[jax.Array, " T *rest"],
     at: Int[jax.Array, "chunks c"],
     is_real: Bool[jax.Array, "chunks c"],
 ) -> Float[jax.Array, "chunks H c ..."]:
