@@ -56,6 +56,9 @@ class Tokenizer:
             tokenizer = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} cannot be read: {error}") from error
+        # The file keeps how its last training run cut and padded texts; a prompt is served whole.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         return cls(tokenizer, _chat_template(folder, config), _special_names(config))
 

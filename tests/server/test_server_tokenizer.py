@@ -223,6 +223,21 @@ def test_a_broken_file_is_named(tmp_path, name, content):
     assert str(tmp_path) in str(caught.value)
 
 
+def test_a_prompt_is_whole_whatever_training_left_in_the_file(tmp_path):
+    save_tokenizer(tmp_path)
+    stored = byte_tokenizer()
+    stored.enable_truncation(16)
+    stored.enable_padding(length=24)
+    stored.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    for text in ("hi", "x" * 100):
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.encode_more(text) == list(text.encode())
+    ids = tokenizer.encode_chat([{"role": "user", "content": "x" * 100}])
+    assert ids == [257, *b"x" * 100, 258]
+
+
 def test_a_folder_without_a_tokenizer_has_none(tmp_path):
     assert Tokenizer.from_folder(tmp_path) is None
 
