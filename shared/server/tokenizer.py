@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from datetime import datetime
@@ -19,6 +20,7 @@ WINDOW = 16  # tokens decoded together, so that a character may spread over seve
 CONTEXT = 8  # tokens kept when the window is cut: enough to be in step with characters again
 SPACE_MARK = "\u2581"  # what SentencePiece writes for a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TemplateFailed(ValueError):
@@ -115,6 +117,12 @@ class Tokenizer:
         """Whether a token has text: it is known and not special."""
         return token not in self._special and self._tokenizer.id_to_token(token) is not None
 
+    def byte_of(self, token: int) -> bytes | None:
+        """The byte that a token like `<0xE4>` stands for; None for every other token."""
+        content = self._tokenizer.id_to_token(token) if self._has_byte_tokens else None
+        match = _BYTE.fullmatch(content) if content else None
+        return bytes.fromhex(match[1]) if match else None
+
     def bytes_of(self, token: int) -> bytes | None:
         """A token's own bytes, those of a special one's name; None for an id it does not know."""
         content = self._tokenizer.id_to_token(token)
@@ -124,8 +132,8 @@ class Tokenizer:
             return content.encode()
         if self._is_byte_level:
             return bytes(map(_BYTE_OF_LETTER.__getitem__, content))
-        if self._has_byte_tokens and (match := _BYTE.fullmatch(content)):
-            return bytes.fromhex(match[1])
+        if (byte := self.byte_of(token)) is not None:
+            return byte
         return content.replace(self._space_mark, " ").encode()
 
 
@@ -135,13 +143,20 @@ class Detokenizer:
     A window of the newest tokens is decoded as a whole. What it ends with and is no character yet
     is held back; when the window is cut, the held part is still in it, because UTF-8 falls into
     step with itself again after a few bytes.
+
+    Tokens that stand for one byte each (`Tokenizer.byte_of`) are kept out of the window: its
+    decoder turns every byte of a run into a replacement, complete characters too, for as long as
+    the run's last character is incomplete. They are decoded here, as the UTF-8 that they are.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         """Args: `prompt` gives the first word its space, where the tokenizer writes it in front."""
         self._tokenizer = tokenizer
-        self._window = [token for token in prompt[-CONTEXT:] if tokenizer.shows(token)]
-        if tokenizer.decode(self._window).endswith(REPLACEMENT):
+        self._bytes = _Utf8("replace")
+        shown = [token for token in prompt[-CONTEXT:] if tokenizer.shows(token)]
+        words = [token for token in shown if tokenizer.byte_of(token) is None]
+        self._window = words or shown[-1:]
+        if words and tokenizer.decode(words).endswith(REPLACEMENT):
             self._window = []
         self._emitted = len(tokenizer.decode(self._window))
 
@@ -149,6 +164,27 @@ class Detokenizer:
         """The text that is certain with this token, past what was given before."""
         if not self._tokenizer.shows(token):
             return ""
+        byte = self._tokenizer.byte_of(token)
+        if byte is not None:
+            return self._push_byte(token, byte)
+        cut_short = self._bytes.decode(b"", final=True)
+        return cut_short + self._push_word(token)
+
+    def flush(self) -> str:
+        """What was held back: the output ends within a character."""
+        return self._rest_of_words() + self._bytes.decode(b"", final=True)
+
+    def _push_byte(self, token: int, byte: bytes) -> str:
+        if not self._window:  # the next word is not the text's first one: its space is to stay
+            self._window = [token]
+            self._emitted = len(self._tokenizer.decode(self._window))
+        return self._rest_of_words() + self._bytes.decode(byte)
+
+    def _rest_of_words(self) -> str:
+        text = self._tokenizer.decode(self._window)
+        return self._give(text, len(text))
+
+    def _push_word(self, token: int) -> str:
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         piece = self._give(text, len(text) - _num_held(text))
@@ -157,11 +193,6 @@ class Detokenizer:
             self._window = self._window[-CONTEXT:]
             self._emitted = len(self._tokenizer.decode(self._window)) - held
         return piece
-
-    def flush(self) -> str:
-        """What was held back: the output ends within a character."""
-        text = self._tokenizer.decode(self._window)
-        return self._give(text, len(text))
 
     def _give(self, text: str, end: int) -> str:
         piece = text[self._emitted : end]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -82,6 +83,44 @@ def test_single_bytes_beside_words_make_characters():
     first = space_tokenizer()._tokenizer.token_to_id("<0x00>")
     tokens = [0, *(first + byte for byte in "你".encode()), 1]
     assert pieces(space_tokenizer(), [], tokens) == ["hello", "", "", "你", " world", ""]
+
+
+def space_tokens(text: str) -> list[int]:
+    """A text in tokens of `space_tokenizer`: its words where they stand, single bytes elsewhere."""
+    words, tokens = {" hello": 0, " world": 1}, []
+    for part in re.split("( hello| world)", text):
+        tokens += [words[part]] if part in words else [3 + byte for byte in part.encode()]
+    return tokens
+
+
+RUNS = ["🎉🎉", "👍🏽", "❤️", "😀😁😂 ab", "— “quoted” … hello", "é world你好 hello hello🎉" * 9]
+
+
+@pytest.mark.parametrize("text", RUNS, ids=range(len(RUNS)))
+@pytest.mark.parametrize("prompt", [[], [0], [3 + 0xBD], [*range(3 + 0xA0, 3 + 0xB0)]], ids=len)
+def test_characters_of_single_bytes_in_a_row_are_whole(text, prompt):
+    given_pieces = pieces(space_tokenizer(), prompt, space_tokens(text))
+    assert "".join(given_pieces) == text
+    assert given_pieces[-1] == ""  # nothing waits for the end
+    assert len([piece for piece in given_pieces if piece]) >= len(re.findall(r"\W", text)) / 2
+
+
+WORDS_AND_BYTES = st.lists(
+    st.one_of(st.sampled_from([" hello", " world"]), st.characters(codec="utf-8")), max_size=60
+)
+
+
+@given(WORDS_AND_BYTES)
+@settings(deadline=None, max_examples=200)
+def test_words_and_single_bytes_join_to_the_text(parts: list[str]):
+    text = "".join(parts)
+    assert "".join(pieces(space_tokenizer(), [0], space_tokens(text))) == text
+
+
+def test_a_character_cut_short_by_a_word_is_one_replacement():
+    half = [3 + byte for byte in "好".encode()[:2]]
+    got = pieces(space_tokenizer(), [0], [*half, 1, *half])
+    assert "".join(got) == f"{REPLACEMENT} world{REPLACEMENT}"
 
 
 @given(st.binary(max_size=40))
