@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator
 
@@ -130,17 +131,16 @@ class Generator:
         if request.stop and self.tokenizer is None:
             raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
         tokens = await self._tokens(request)
-        seed = request.draw_seed()
-        seeds = [derive_seed(seed, choice) for choice in range(request.num_choices)]
+        facts, tenant = self.client.facts, request.user or ""
         prompts = [
-            Prompt(t, make_sampling(request, len(t), self.client.facts), seeds, request.user or "")
-            for t in tokens
+            Prompt(ids, make_sampling(request, len(ids), facts), seeds, tenant)
+            for ids, seeds in zip(tokens, _seeds(request, len(tokens)), strict=True)
         ]
         answer = Answer(
             form=form,
-            model=self.client.facts.model_name,
+            model=facts.model_name,
             num_prompt_tokens=sum(map(len, tokens)),
-            choices=[self._choice(request, prompt) for prompt in prompts for _ in seeds],
+            choices=[self._choice(request, p) for p in prompts for _ in p.seeds32],
             names=self._names,
             shows_tokens=bool(request.return_token_ids),
             shows_logprobs=request.asked_logprobs[1] is not None,
@@ -193,3 +193,18 @@ class Generator:
             return await asyncio.to_thread(self.tokenizer.encode_chat, messages)
         except TemplateFailed as error:
             raise ApiError(400, str(error), "messages") from error
+
+
+def _seeds(request: CompletionRequest | ChatRequest, num_prompts: int) -> list[list[int]]:
+    """A seed for each choice of each prompt.
+
+    A request's own seed belongs to every prompt alike, so that a prompt gives the same text in a
+    list as alone. Without one nothing may be shared: equal prompts of a list are to give different
+    texts, and different ones independent texts.
+    """
+    count = request.num_choices
+    if request.seed is not None:
+        return [[derive_seed(request.seed % 2**64, j) for j in range(count)]] * num_prompts
+    drawn = secrets.randbits(64)
+    firsts = range(0, num_prompts * count, count)
+    return [[derive_seed(drawn, first + j) for j in range(count)] for first in firsts]

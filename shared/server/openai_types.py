@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
@@ -210,10 +209,6 @@ class GenerationRequest(Strict):
     def most_drafts(self) -> int | None:
         """Most drafts of a step, or None for all that the step has."""
         return self.speculative.most_drafts if self.speculative else None
-
-    def draw_seed(self) -> int:
-        """The seed, drawn where there is none."""
-        return secrets.randbits(64) if self.seed is None else self.seed % 2**64
 
 
 class CompletionRequest(GenerationRequest):

@@ -126,6 +126,15 @@ def test_choices_of_one_seed_differ_and_the_first_is_that_of_one(server):
     assert server.complete("abc", seed=7 + 2**64, n=8, max_tokens=4)["choices"] == body["choices"]
 
 
+def test_equal_prompts_of_a_list_differ_unless_a_seed_is_given(server):
+    prompts = ["abc"] * 8
+    texts = [choice["text"] for choice in server.complete(prompts, max_tokens=1)["choices"]]
+    assert len(set(texts)) > 1
+    seeded = server.complete(prompts, seed=7, n=2, max_tokens=1)["choices"]
+    alone = server.complete("abc", seed=7, n=2, max_tokens=1)["choices"]
+    assert [choice["text"] for choice in seeded] == [choice["text"] for choice in alone] * 8
+
+
 def test_several_prompts_are_numbered_prompt_by_prompt(server):
     body = server.complete(["ab", "cd"], n=2, temperature=0, max_tokens=2)
     assert [choice["text"] for choice in body["choices"]] == ["ab", "ab", "cd", "cd"]
