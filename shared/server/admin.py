@@ -24,6 +24,7 @@ SEPARATOR = -1
 START_CORPUS = "start"
 """Name of the corpus that the start was given."""
 
+MAX_DOCUMENTS = 1 << 17  # of one message
 Document = str | list[int]
 
 
@@ -31,7 +32,9 @@ class AddCorpus(Strict):
     """Body of /add_external_corpus."""
 
     corpus_id: Annotated[str, Field(min_length=1, max_length=200)]
-    documents: Annotated[list[Document], Field(min_length=1)]
+    documents: Annotated[
+        list[Document], Field(min_length=1, max_length=MAX_DOCUMENTS, fail_fast=True)
+    ]
 
 
 class RemoveCorpus(Strict):

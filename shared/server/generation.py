@@ -18,7 +18,7 @@ from shared.server.engine_client import (
     Submission,
 )
 from shared.server.logprobs import TokenNames
-from shared.server.model_checks import check_prompt, make_sampling
+from shared.server.model_checks import check_length, check_prompt, make_sampling
 from shared.server.openai_types import (
     MAX_CHOICES,
     ApiError,
@@ -171,17 +171,18 @@ class Generator:
         else:
             if len(request.prompt) * request.num_choices > MAX_CHOICES:
                 raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", param)
-            prompts = [await self._encode(prompt) for prompt in request.prompt]
+            prompts = [await self._encode_prompt(prompt) for prompt in request.prompt]
         for tokens in prompts:
             check_prompt(tokens, param, self.client.facts)
         return prompts
 
-    async def _encode(self, prompt: str | list[int]) -> list[int]:
+    async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
             return prompt
         if self.tokenizer is None:
             message = "the model folder has no tokenizer.json: give prompt as token ids"
             raise ApiError(400, message, "prompt")
+        check_length(prompt, "prompt", self.tokenizer, self.client.facts)
         return await asyncio.to_thread(self.tokenizer.encode, prompt)
 
     async def _encode_chat(self, request: ChatRequest) -> list[int]:
@@ -190,9 +191,11 @@ class Generator:
             raise ApiError(400, message, "messages")
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         try:
-            return await asyncio.to_thread(self.tokenizer.encode_chat, messages)
+            text = await asyncio.to_thread(self.tokenizer.render_chat, messages)
         except TemplateFailed as error:
             raise ApiError(400, str(error), "messages") from error
+        check_length(text, "messages", self.tokenizer, self.client.facts)
+        return await asyncio.to_thread(self.tokenizer.encode_more, text)
 
 
 def _seeds(request: CompletionRequest | ChatRequest, num_prompts: int) -> list[list[int]]:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from shared.engine.request import SamplingParams
 from shared.process.frames import ModelFacts
 from shared.server.openai_types import ApiError, GenerationRequest
+from shared.server.tokenizer import Tokenizer
 
 # Below it a temperature is greedy: logits over it would leave float32's range.
 MIN_TEMPERATURE = 1e-5
 # Keeps one token like every smaller top_p, but is not rounded to 0, which would keep none.
 MIN_TOP_P = 1e-6
+
+
+def check_length(text: str, param: str, tokenizer: Tokenizer, facts: ModelFacts) -> None:
+    """Checks a prompt's text before the time is spent that encoding takes.
+
+    Raises:
+      ApiError: It has more tokens than fit, whatever they are.
+    """
+    if not tokenizer.can_fit(text, facts.max_request_tokens):
+        message = f"{param} has {len(text)} characters, more than fit into {_room(facts)}"
+        raise ApiError(400, message, param, "context_length_exceeded")
 
 
 def check_prompt(tokens: list[int], param: str, facts: ModelFacts) -> None:
@@ -22,7 +34,6 @@ def check_prompt(tokens: list[int], param: str, facts: ModelFacts) -> None:
     """
     if not tokens:
         raise ApiError(400, f"{param} must not be empty: it has no tokens", param)
-    _check_ids(tokens, param, facts)
     if len(tokens) >= facts.max_request_tokens:
         raise ApiError(
             400,
@@ -31,11 +42,12 @@ def check_prompt(tokens: list[int], param: str, facts: ModelFacts) -> None:
             param,
             "context_length_exceeded",
         )
+    _check_ids(tokens, param, facts)
 
 
-def _check_ids(ids: Iterable[int], param: str, facts: ModelFacts) -> None:
-    wrong = next((token for token in ids if not 0 <= token < facts.vocab), None)
-    if wrong is not None:
+def _check_ids(ids: Collection[int], param: str, facts: ModelFacts) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < facts.vocab:
+        wrong = next(token for token in ids if not 0 <= token < facts.vocab)
         message = f"{param} has token id {wrong!s:.40}, ids are 0 to {facts.vocab - 1}"
         raise ApiError(400, message, param)
 
@@ -97,19 +109,19 @@ def _max_tokens(request: GenerationRequest, prompt: int, facts: ModelFacts) -> i
 
 def _stop_token_ids(request: GenerationRequest, facts: ModelFacts) -> tuple[int, ...]:
     given = request.stop_token_ids or []
-    _check_ids(given, "stop_token_ids", facts)
     own = () if request.ignore_eos else facts.eos_ids
     ids = tuple(dict.fromkeys((*own, *given)))
     if len(ids) > facts.max_stop_ids:
         room = facts.max_stop_ids - len(own)
         raise ApiError(400, f"stop_token_ids may have at most {room} ids", "stop_token_ids")
+    _check_ids(given, "stop_token_ids", facts)
     return ids
 
 
 def _logit_bias(request: GenerationRequest, facts: ModelFacts) -> dict[int, float]:
-    _check_ids(request.logit_bias, "logit_bias", facts)
     if len(request.logit_bias) > facts.max_bias:
         raise ApiError(400, f"logit_bias may have at most {facts.max_bias} tokens", "logit_bias")
+    _check_ids(request.logit_bias, "logit_bias", facts)
     return request.logit_bias
 
 

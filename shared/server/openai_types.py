@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
@@ -14,7 +16,15 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 1024  # of all prompts of one request
 MAX_BIAS = 100  # of a token, either way
+MAX_MESSAGES = 1 << 14
+MAX_TOKEN_IDS = 1 << 14  # of stop_token_ids and of logit_bias; a model's own bounds are lower
+MAX_PARTS = 1 << 17  # lists, objects, fields or texts of a body
+MAX_VALUES = 1 << 20  # of a body, say of a prompt of token ids
 MAX_DRAFT_TOKENS = 1 << 16  # more than any step has; what a request allows beyond means the same
+
+_A_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SHORT = reprlib.Repr()  # writes the beginning of what a request has, without walking all of it
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 _NOT_SERVED = {
     endpoint: {field.name: field for field in NOT_SERVED if endpoint in field.endpoints}
@@ -57,12 +67,16 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_id_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _read_prompt(value: Any) -> list[str] | list[list[int]]:
     """Prompts, of which a request may have several: all texts or all lists of token ids."""
     prompts = [value] if isinstance(value, str) or (value and _is_id_list(value)) else value
+    if isinstance(prompts, list) and len(prompts) > MAX_CHOICES:
+        raise PydanticCustomError(
+            "prompt", "must have at most {number} prompts", {"number": MAX_CHOICES}
+        )
     if not isinstance(prompts, list) or not (
         all(map(_is_text, prompts)) or all(map(_is_id_list, prompts))
     ):
@@ -76,9 +90,10 @@ def _read_prompt(value: Any) -> list[str] | list[list[int]]:
 
 def _read_stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value if value is not None else []
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+    few = isinstance(stops, list) and stops[: MAX_STOPS + 1]
+    if not isinstance(few, list) or not all(_is_text(s) and s for s in few):
         raise PydanticCustomError("stop", "must be a text or a list of texts, none of them empty")
-    if len(stops) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in stops):
+    if len(few) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in few):
         raise PydanticCustomError(
             "stop",
             "must have at most {number} texts of {length} characters",
@@ -92,6 +107,10 @@ def _read_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict | None):
         raise PydanticCustomError("logit_bias", "must be an object of token ids and their biases")
     biases = value or {}
+    if len(biases) > MAX_TOKEN_IDS:
+        raise PydanticCustomError(
+            "logit_bias", "must have at most {number} token ids", {"number": MAX_TOKEN_IDS}
+        )
     for name, bias in biases.items():
         if not (name.isascii() and name.isdigit() and len(name) < 20):
             raise PydanticCustomError("logit_bias", "must have token ids as its keys")
@@ -182,7 +201,9 @@ class GenerationRequest(Strict):
     logit_bias: Annotated[dict[int, float], PlainValidator(_read_bias)] = {}
     seed: int | None = None
     stop: Annotated[list[str], PlainValidator(_read_stops)] = []
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = (
+        None
+    )
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -231,7 +252,7 @@ class ChatRequest(GenerationRequest):
 
     PROMPT: ClassVar[str] = "messages"
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -276,6 +297,7 @@ def parse_plain(body: bytes, kind: type[Checked]) -> Checked:
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
+    _check_width(body)
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -283,6 +305,24 @@ def _read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ApiError(400, f"the body must be a JSON object, got a {type(fields).__name__}")
     return fields
+
+
+def _check_width(body: bytes) -> None:
+    """Refuses a body of very many parts: nobody else is served while they are read."""
+    # Texts may hold brackets and commas; without many texts it is quick to count without them.
+    if _has_many_texts(body) or (_is_wide(body) and _is_wide(_A_TEXT.sub(b"", body))):
+        message = f"the body has more than {MAX_PARTS} parts or {MAX_VALUES} values"
+        raise ApiError(413, message, code="request_too_large")
+
+
+def _has_many_texts(body: bytes) -> bool:
+    # A quote after a backslash is none, or ends a text that ends with a backslash.
+    return body.count(b'"') - body.count(b'\\"') > 2 * MAX_PARTS
+
+
+def _is_wide(body: bytes) -> bool:
+    num_parts = body.count(b"[") + body.count(b"{") + body.count(b":")
+    return num_parts > MAX_PARTS or body.count(b",") > MAX_VALUES
 
 
 def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
@@ -308,7 +348,7 @@ def _api_error(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param)
     message = first["msg"].removeprefix("Input ")
-    return ApiError(400, f"{param} {message}, got {first['input']!r:.60}", param)
+    return ApiError(400, f"{param} {message}, got {_SHORT.repr(first['input']):.60}", param)
 
 
 def _check_together(request: CompletionRequest | ChatRequest) -> None:

@@ -14,6 +14,8 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from shared.server.text_bound import most_characters
+
 REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character (yet)
 MAX_HALF = 3  # of the 4 bytes of a character, most that can be there without it
 WINDOW = 16  # tokens decoded together, so that a character may spread over several
@@ -42,6 +44,7 @@ class Tokenizer:
         self._is_byte_level = '"ByteLevel"' in decoder
         self._has_byte_tokens = '"ByteFallback"' in decoder
         self._space_mark = SPACE_MARK if SPACE_MARK in decoder else " "
+        self._most_characters = most_characters(tokenizer)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer | None:
@@ -83,31 +86,47 @@ class Tokenizer:
         content = self._names.get(name)
         return None if content is None else self._tokenizer.token_to_id(content)
 
+    def can_fit(self, text: str, num_tokens: int) -> bool:
+        """Whether a text may have no more tokens than this, as far as its length alone says."""
+        most = self._most_characters
+        return most is None or len(text) <= most * num_tokens
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens that the tokenizer adds."""
-        return self._tokenizer.encode(text).ids
+        return self._encode(text, with_special=True)
 
     def encode_more(self, text: str) -> list[int]:
         """Tokens of a text that follows others: nothing is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, with_special=False)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens of a conversation that the assistant is to answer.
+        """Tokens of a conversation that the assistant is to answer; raises as `render_chat`."""
+        return self.encode_more(self.render_chat(messages))
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        """A conversation that the assistant is to answer, as the template writes it.
 
         Args:
           messages: With `role` and `content`.
 
         Raises:
-          TemplateFailed: The template refuses the messages.
+          TemplateFailed: The template refuses the messages, or what it writes is no text.
         """
         assert self._template is not None
         try:
             text = self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, **self._names
             )
+            text.encode()  # a template can write a half of a character, which no tokenizer takes
         except Exception as error:  # a template is a program: whatever it raises is its refusal
             raise TemplateFailed(f"the chat template failed: {error}") from error
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return text
+
+    def _encode(self, text: str, with_special: bool) -> list[int]:
+        # Encoding a single text would hold Python's lock to its end, and with it every other
+        # thread of the process; encoding a batch, here of one, lets it go.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special)
+        return found.ids
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens; ids that it does not know have none."""
