@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from shared.engine.request import Event, FinishReason
 from shared.server.choice import Choice, Speculation, StopFinder
@@ -234,6 +235,34 @@ def test_chat_templates_render_as_hugging_face_does(tmp_path):
     assert ids == [257, *"<hé>".encode(), 258]
     with pytest.raises(TemplateFailed, match="no system"):
         tokenizer.encode_chat([{"role": "system", "content": "x"}])
+
+
+# As templates for training on answers alone mark these, loops and scopes within.
+MARKED = (
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% set x = 1 %}"
+    "{% for c in m.content %}{{ c }}{% endfor %}\n"
+    "{% endgeneration %}{{ x }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+DUMPED = [
+    "{{ messages | tojson }}",
+    "{{ messages | tojson(indent=2) }}",
+    "{{ messages | tojson(ensure_ascii=True) }}",
+    "{{ messages | tojson(ensure_ascii=False, separators=(',', ':')) }}",
+    "{{ messages | tojson(sort_keys=true, separators=[', ', ': ']) }}",
+    "{{ messages | tojson(True, 1) }}",
+]
+
+
+@pytest.mark.parametrize("template", [MARKED, *DUMPED])
+def test_a_template_renders_as_transformers_does(tmp_path, template):
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    messages = [{"role": "user", "content": "<hé>"}, {"role": "assistant", "content": "ja"}]
+    (want,), _ = render_jinja_template([messages], chat_template=template)
+    assert tokenizer.render_chat(messages) == want
 
 
 def test_a_template_cannot_reach_the_machine(tmp_path):
