@@ -34,7 +34,8 @@ class ModelFacts:
       context_length: Most tokens of a request, prompt and output together.
       max_request_tokens: The same, or less where the pages do not hold a whole context.
       vocab: Tokens of the model; ids are below it.
-      eos_ids: Tokens that end a text unless the request ignores them.
+      eos_ids: Tokens that end a text unless the request ignores them, as the model's settings name
+        them; the tokenizer may name one more.
       max_stop_ids: Most stop tokens of one request.
       max_bias: Most tokens of one request's `logit_bias`.
       max_logprobs: Most tokens that can be shown beside each token of the output.

@@ -6,8 +6,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 from shared.engine.request import Event, FinishReason
+from shared.process.frames import ModelFacts
 from shared.server.choice import Choice, Piece, Speculation, StopFinder
 from shared.server.engine_client import (
     ClientLeft,
@@ -118,6 +120,7 @@ class Generator:
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
+        self._facts = _with_end(client.facts, tokenizer)
         self._names = TokenNames(tokenizer)
         self._metrics = metrics
 
@@ -131,14 +134,14 @@ class Generator:
         if request.stop and self.tokenizer is None:
             raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
         tokens = await self._tokens(request)
-        facts, tenant = self.client.facts, request.user or ""
+        tenant = request.user or ""
         prompts = [
-            Prompt(ids, make_sampling(request, len(ids), facts), seeds, tenant)
+            Prompt(ids, make_sampling(request, len(ids), self._facts), seeds, tenant)
             for ids, seeds in zip(tokens, _seeds(request, len(tokens)), strict=True)
         ]
         answer = Answer(
             form=form,
-            model=facts.model_name,
+            model=self._facts.model_name,
             num_prompt_tokens=sum(map(len, tokens)),
             choices=[self._choice(request, p) for p in prompts for _ in p.seeds32],
             names=self._names,
@@ -151,7 +154,7 @@ class Generator:
             raise ApiError(503, str(error), code="engine_lost") from error
 
     def _check_model(self, name: str | None) -> None:
-        served = self.client.facts.model_name
+        served = self._facts.model_name
         if name not in (None, "default", served):
             message = f"the model {name!r:.200} is not served here, {served!r} is"
             raise ApiError(404, message, "model", "model_not_found")
@@ -161,7 +164,7 @@ class Generator:
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
             StopFinder(tuple(request.stop)),
             prompt.sampling.min_tokens,
-            Speculation.empty(self.client.facts.max_draft_depth),
+            Speculation.empty(self._facts.max_draft_depth),
         )
 
     async def _tokens(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
@@ -173,7 +176,7 @@ class Generator:
                 raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", param)
             prompts = [await self._encode_prompt(prompt) for prompt in request.prompt]
         for tokens in prompts:
-            check_prompt(tokens, param, self.client.facts)
+            check_prompt(tokens, param, self._facts)
         return prompts
 
     async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
@@ -182,7 +185,7 @@ class Generator:
         if self.tokenizer is None:
             message = "the model folder has no tokenizer.json: give prompt as token ids"
             raise ApiError(400, message, "prompt")
-        check_length(prompt, "prompt", self.tokenizer, self.client.facts)
+        check_length(prompt, "prompt", self.tokenizer, self._facts)
         return await asyncio.to_thread(self.tokenizer.encode, prompt)
 
     async def _encode_chat(self, request: ChatRequest) -> list[int]:
@@ -194,8 +197,21 @@ class Generator:
             text = await asyncio.to_thread(self.tokenizer.render_chat, messages)
         except TemplateFailed as error:
             raise ApiError(400, str(error), "messages") from error
-        check_length(text, "messages", self.tokenizer, self.client.facts)
+        check_length(text, "messages", self.tokenizer, self._facts)
         return await asyncio.to_thread(self.tokenizer.encode_more, text)
+
+
+def _with_end(facts: ModelFacts, tokenizer: Tokenizer | None) -> ModelFacts:
+    """With the tokenizer's end token among those that end a text.
+
+    A fine-tuned chat model's own end often stands in tokenizer_config.json alone, and config.json
+    still names the base model's. Only this process reads the tokenizer; the engine gets all ends of
+    a text with each request.
+    """
+    end = tokenizer.end_id if tokenizer else None
+    if end is None or end >= facts.vocab or end in facts.eos_ids:
+        return facts
+    return replace(facts, eos_ids=(*facts.eos_ids, end))
 
 
 def _seeds(request: CompletionRequest | ChatRequest, num_prompts: int) -> list[list[int]]:

@@ -32,7 +32,8 @@ from shared.process.frames import ModelFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
-END = 256  # the id of <|end|>
+END = 256  # the id of <|end|>, which only the tokenizer names as the end
+CONFIG_END = 294  # the end that the model's settings name
 VOCAB = 300  # ids 260 to 299 are beyond the tokenizer
 CONTEXT = 512
 POOL_TOKENS = 400  # what the pages hold of one request
@@ -302,7 +303,7 @@ def main() -> int:
         context_length=CONTEXT,
         max_request_tokens=POOL_TOKENS,
         vocab=VOCAB,
-        eos_ids=(END,),
+        eos_ids=(CONFIG_END,),
         max_stop_ids=4,
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
