@@ -195,10 +195,10 @@ class EngineClient:
 
     def add(self, submission: Submission, prompt: Prompt, ids: list[int]) -> None:
         """Sends the choices of one prompt; their events go to `submission`."""
-        self._submissions.update(dict.fromkeys(ids, submission))
         choices = [list(pair) for pair in zip(ids, prompt.seeds32, strict=True)]
         sampling = sampling_to_fields(prompt.sampling)
         self._send(["add", prompt.tokens, sampling, choices, prompt.tenant])
+        self._submissions.update(dict.fromkeys(ids, submission))
 
     def finish(self, request_id: int, num_tokens: int) -> None:
         """Tells the engine where the text of a request ended."""

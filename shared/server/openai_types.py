@@ -7,7 +7,7 @@ import re
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from shared.options.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED, NotServed
@@ -16,6 +16,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 1024  # of all prompts of one request
 MAX_BIAS = 100  # of a token, either way
+MAX_USER_LENGTH = 256  # the drafter NGRAM keeps the name for as long as what was seen of it
 MAX_MESSAGES = 1 << 14
 MAX_TOKEN_IDS = 1 << 14  # of stop_token_ids and of logit_bias; a model's own bounds are lower
 MAX_PARTS = 1 << 17  # lists, objects, fields or texts of a body
@@ -58,7 +59,7 @@ class ApiError(Exception):
         return {"error": error}
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Whether a value is a string of characters; JSON can also write halves of them."""
     try:
         return isinstance(value, str) and value.encode() is not None
@@ -66,19 +67,30 @@ def _is_text(value: Any) -> bool:
         return False
 
 
-def _is_id_list(value: Any) -> bool:
+def _check_text(value: str) -> str:
+    if not is_text(value):
+        raise PydanticCustomError("text", "must be a text, not halves of characters")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+User = Annotated[Text, Field(max_length=MAX_USER_LENGTH)]
+
+
+def is_id_list(value: Any) -> bool:
+    """Whether a value is a list of integers, which may be ids of tokens."""
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _read_prompt(value: Any) -> list[str] | list[list[int]]:
     """Prompts, of which a request may have several: all texts or all lists of token ids."""
-    prompts = [value] if isinstance(value, str) or (value and _is_id_list(value)) else value
+    prompts = [value] if isinstance(value, str) or (value and is_id_list(value)) else value
     if isinstance(prompts, list) and len(prompts) > MAX_CHOICES:
         raise PydanticCustomError(
             "prompt", "must have at most {number} prompts", {"number": MAX_CHOICES}
         )
     if not isinstance(prompts, list) or not (
-        all(map(_is_text, prompts)) or all(map(_is_id_list, prompts))
+        all(map(is_text, prompts)) or all(map(is_id_list, prompts))
     ):
         raise PydanticCustomError(
             "prompt", "must be a text, a list of token ids, or a list of such prompts of one kind"
@@ -91,7 +103,7 @@ def _read_prompt(value: Any) -> list[str] | list[list[int]]:
 def _read_stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value if value is not None else []
     few = isinstance(stops, list) and stops[: MAX_STOPS + 1]
-    if not isinstance(few, list) or not all(_is_text(s) and s for s in few):
+    if not isinstance(few, list) or not all(is_text(s) and s for s in few):
         raise PydanticCustomError("stop", "must be a text or a list of texts, none of them empty")
     if len(few) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in few):
         raise PydanticCustomError(
@@ -126,7 +138,7 @@ def _read_bias(value: Any) -> dict[int, float]:
 
 def _read_content(value: Any) -> str:
     """A message's content: a text, or parts of type text, joined by newlines as vLLM does."""
-    if _is_text(value):
+    if is_text(value):
         return value
     parts = value if isinstance(value, list) and value else [None]
     texts = []
@@ -134,7 +146,7 @@ def _read_content(value: Any) -> str:
         if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
             raise PydanticCustomError("content", "must be a text or a list of parts of type text")
         texts.append(part["text"])
-    if not all(map(_is_text, texts)):
+    if not all(map(is_text, texts)):
         raise PydanticCustomError("content", "has a part whose text is not a string")
     return "\n".join(texts)
 
@@ -173,7 +185,7 @@ class Message(Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, PlainValidator(_read_content)]
-    name: str | None = None
+    name: Text | None = None
 
 
 class GenerationRequest(Strict):
@@ -186,7 +198,7 @@ class GenerationRequest(Strict):
     DEFAULT_TOKENS: ClassVar[int | None] = None
     PROMPT: ClassVar[str]
 
-    model: str | None = None
+    model: Text | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -209,7 +221,7 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     speculative: SpeculativeOptions | None = None
-    user: str | None = None
+    user: User | None = None
 
     @property
     def num_choices(self) -> int:

@@ -40,7 +40,8 @@ POOL_TOKENS = 400  # what the pages hold of one request
 TOKENS_PER_STEP = 3
 SLOTS = 4
 MAX_BIAS, MAX_LOGPROBS = 3, 5
-ADMIN_KEY, MAX_CORPUS_TOKENS = "open sesame", 1000
+ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
+JSON = {"content-type": "application/json"}
 CRASH, FAIL, SLOW, REFUSED = 290, 291, 292, 293  # first tokens of a prompt; the last also biased
 FILLER = ord("-")
 START_S = 180.0  # a backend may compile first
@@ -49,6 +50,7 @@ USER = [{"role": "user", "content": "hi"}]
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% if m.name == 'half' %}{{ '\\ud800' }}{% endif %}"
     "{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -208,7 +210,9 @@ class Server:
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         """A request with a JSON body."""
-        return httpx.post(self.url + path, json=fields, timeout=60)
+        # Written in ASCII, so that it can hold halves of characters.
+        body = json.dumps(fields)
+        return httpx.post(self.url + path, content=body, headers=JSON, timeout=60)
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         """A completion that must succeed."""
