@@ -8,9 +8,11 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from shared.engine.request import Event, FinishReason
+from shared.engine.checks import TOO_LONG, check
+from shared.engine.request import Event, FinishReason, Refusal, SamplingParams
 from shared.process.frames import ModelFacts
 from shared.server.choice import Choice, Piece, Speculation, StopFinder
+from shared.server.delta import PlainText
 from shared.server.engine_client import (
     ClientLeft,
     EngineClient,
@@ -20,7 +22,6 @@ from shared.server.engine_client import (
     Submission,
 )
 from shared.server.logprobs import TokenNames
-from shared.server.model_checks import check_length, check_prompt, make_sampling
 from shared.server.openai_types import (
     MAX_CHOICES,
     ApiError,
@@ -28,6 +29,7 @@ from shared.server.openai_types import (
     CompletionRequest,
 )
 from shared.server.responses import Answer, Form
+from shared.server.sampling import make_sampling
 from shared.server.server_metrics import ServerMetrics
 from shared.server.tokenizer import Detokenizer, TemplateFailed, Tokenizer
 from shared.spec.sampling import derive_seed
@@ -71,25 +73,29 @@ class Generation:
           ClientLeft: The client is gone.
         """
         try:
-            index, event = await self._submission.next()
+            index, event = await self._next_event()
         except EngineLost as error:
             raise ApiError(503, str(error), code="engine_lost") from error
         except Refused as error:
-            raise ApiError(400, str(error), self._param(error.field)) from error
+            names = self.request.names
+            field = error.field and names.get(error.field, error.field)
+            raise ApiError(400, str(error), field) from error
         if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise ApiError(500, event.error or "the engine aborted the request")
         return index, self._take(index, event)
 
-    def _param(self, field: str | None) -> str | None:
-        """The request's name of a field of the engine's."""
-        names = {"prompt": self.request.PROMPT, "max_tokens": self.request.asked_tokens[0]}
-        return names.get(field, field) if field else None
+    async def _next_event(self) -> tuple[int, Event]:
+        """Of a choice that has not ended here: the engine hears of a stop string later."""
+        while True:
+            index, event = await self._submission.next()
+            if self.answer.choices[index].finish_reason is None:
+                return index, event
 
     def _take(self, index: int, event: Event) -> Piece:
-        choice = self.answer.choices[index]
-        piece = choice.take(event)
-        if piece.finish_reason and not event.finish_reason:
-            self._submission.finish(index, len(choice.tokens))
+        piece = self.answer.take(index, event)
+        was_cut = len(piece.tokens) < len(event.tokens)
+        if piece.finish_reason and (was_cut or not event.finish_reason):
+            self._submission.finish(index, len(self.answer.choices[index].tokens))
         self._observe()
         return piece
 
@@ -136,7 +142,7 @@ class Generator:
         tokens = await self._tokens(request)
         tenant = request.user or ""
         prompts = [
-            Prompt(ids, make_sampling(request, len(ids), self._facts), seeds, tenant)
+            Prompt(ids, self._sampling(request, ids), seeds, tenant)
             for ids, seeds in zip(tokens, _seeds(request, len(tokens)), strict=True)
         ]
         answer = Answer(
@@ -159,25 +165,32 @@ class Generator:
             message = f"the model {name!r:.200} is not served here, {served!r} is"
             raise ApiError(404, message, "model", "model_not_found")
 
+    def _sampling(
+        self, request: CompletionRequest | ChatRequest, prompt: list[int]
+    ) -> SamplingParams:
+        limits = self._facts.limits
+        sampling = make_sampling(request, len(prompt), limits, self._facts.eos_ids)
+        try:
+            check(prompt, sampling, limits, request.names)
+        except Refusal as refusal:
+            raise ApiError(400, str(refusal), refusal.field, refusal.code) from refusal
+        return sampling
+
     def _choice(self, request: CompletionRequest | ChatRequest, prompt: Prompt) -> Choice:
         return Choice(
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
             StopFinder(tuple(request.stop)),
+            PlainText(),
             prompt.sampling.min_tokens,
             Speculation.empty(self._facts.max_draft_depth),
         )
 
     async def _tokens(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
-        param = request.PROMPT
         if isinstance(request, ChatRequest):
-            prompts = [await self._encode_chat(request)]
-        else:
-            if len(request.prompt) * request.num_choices > MAX_CHOICES:
-                raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", param)
-            prompts = [await self._encode_prompt(prompt) for prompt in request.prompt]
-        for tokens in prompts:
-            check_prompt(tokens, param, self._facts)
-        return prompts
+            return [await self._encode_chat(request)]
+        if len(request.prompt) * request.num_choices > MAX_CHOICES:
+            raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", "prompt")
+        return [await self._encode_prompt(prompt) for prompt in request.prompt]
 
     async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -185,7 +198,7 @@ class Generator:
         if self.tokenizer is None:
             message = "the model folder has no tokenizer.json: give prompt as token ids"
             raise ApiError(400, message, "prompt")
-        check_length(prompt, "prompt", self.tokenizer, self._facts)
+        self._check_text(prompt, "prompt", self.tokenizer)
         return await asyncio.to_thread(self.tokenizer.encode, prompt)
 
     async def _encode_chat(self, request: ChatRequest) -> list[int]:
@@ -197,8 +210,15 @@ class Generator:
             text = await asyncio.to_thread(self.tokenizer.render_chat, messages)
         except TemplateFailed as error:
             raise ApiError(400, str(error), "messages") from error
-        check_length(text, "messages", self.tokenizer, self._facts)
+        self._check_text(text, "messages", self.tokenizer)
         return await asyncio.to_thread(self.tokenizer.encode_more, text)
+
+    def _check_text(self, text: str, param: str, tokenizer: Tokenizer) -> None:
+        """Refuses a text that cannot fit before the time is spent that encoding takes."""
+        limits = self._facts.limits
+        if not tokenizer.can_fit(text, limits.max_request_tokens):
+            message = f"{param} has {len(text)} characters, more than fit into {limits.room}"
+            raise ApiError(400, message, param, TOO_LONG)
 
 
 def _with_end(facts: ModelFacts, tokenizer: Tokenizer | None) -> ModelFacts:
@@ -209,7 +229,7 @@ def _with_end(facts: ModelFacts, tokenizer: Tokenizer | None) -> ModelFacts:
     a text with each request.
     """
     end = tokenizer.end_id if tokenizer else None
-    if end is None or end >= facts.vocab or end in facts.eos_ids:
+    if end is None or end >= facts.limits.vocab or end in facts.eos_ids:
         return facts
     return replace(facts, eos_ids=(*facts.eos_ids, end))
 

@@ -239,6 +239,12 @@ class GenerationRequest(Strict):
         return "logprobs", None
 
     @property
+    def names(self) -> dict[str, str]:
+        """This API's words for the fields of a request that the engine calls otherwise."""
+        asked = {"max_tokens": self.asked_tokens[0], "logprobs": self.asked_logprobs[0]}
+        return {"prompt": self.PROMPT, **asked}
+
+    @property
     def most_drafts(self) -> int | None:
         """Most drafts of a step, or None for all that the step has."""
         return self.speculative.most_drafts if self.speculative else None
@@ -369,7 +375,5 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
     name, asked = request.asked_tokens
     if name != "max_tokens" and request.max_tokens not in (None, asked):
         raise ApiError(400, f"max_tokens and {name} differ, give one of them", name)
-    if asked is not None and (request.min_tokens or 0) > asked:
-        raise ApiError(400, f"min_tokens must not exceed {name}", "min_tokens")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")

@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from shared.engine.request import Event, FinishReason
 from shared.server.choice import Choice, Speculation, StopFinder
+from shared.server.delta import PlainText
 from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
 from shared.server.tokenizer import REPLACEMENT, Detokenizer, TemplateFailed, Tokenizer
 from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
@@ -50,7 +51,9 @@ def with_logprobs(given: Event) -> Event:
 
 
 def new_choice(stops: tuple[str, ...], min_tokens: int = 0) -> Choice:
-    return Choice(Detokenizer(BYTES, []), StopFinder(stops), min_tokens, Speculation.empty(3))
+    return Choice(
+        Detokenizer(BYTES, []), StopFinder(stops), PlainText(), min_tokens, Speculation.empty(3)
+    )
 
 
 def test_a_piece_never_ends_within_a_character():
@@ -180,7 +183,7 @@ def test_tokens_text_and_speculation_end_at_the_same_event():
     choice.take(event(list(b"h"), None))
     choice.take(event(list(b"ell"), 2))
     piece = choice.take(event(list(b"o world"), 3))
-    assert (piece.text, piece.tokens, piece.finish_reason) == ("", list(b"o w"), "stop")
+    assert (piece.delta.text, piece.tokens, piece.finish_reason) == ("", list(b"o w"), "stop")
     assert choice.tokens == list(b"hello w")
     assert choice.speculation.to_json() == {
         "verify_steps": 2,
@@ -206,25 +209,25 @@ def test_a_stop_string_before_the_length_limit_wins():
     """A length cap hid an earlier stop elsewhere (s#31599)."""
     choice = new_choice(("b",))
     piece = choice.take(event(list(b"abc"), 2, FinishReason.LENGTH))
-    assert (piece.text, choice.tokens, choice.finish_reason) == ("a", list(b"ab"), "stop")
+    assert (piece.delta.text, choice.tokens, choice.finish_reason) == ("a", list(b"ab"), "stop")
 
 
 def test_a_stop_string_before_min_tokens_is_text():
     choice = new_choice(("b",), min_tokens=3)
-    assert choice.take(event(list(b"abcab"), 3)).text == "abca"
+    assert choice.take(event(list(b"abcab"), 3)).delta.text == "abca"
     assert choice.tokens == list(b"abcab")
 
 
 def test_a_stop_token_has_no_text_but_counts():
     choice = new_choice(())
     piece = choice.take(event(list(b"ab."), 2, FinishReason.STOP))
-    assert (piece.text, choice.tokens) == ("ab", list(b"ab."))
+    assert (piece.delta.text, choice.tokens) == ("ab", list(b"ab."))
 
 
 def test_held_text_is_given_at_the_end():
     choice = new_choice(("xyz",))
-    assert choice.take(event(list(b"abxy"), None)).text == "ab"
-    assert choice.take(event(list(b"x"), 0, FinishReason.LENGTH)).text == "xyx"
+    assert choice.take(event(list(b"abxy"), None)).delta.text == "ab"
+    assert choice.take(event(list(b"x"), 0, FinishReason.LENGTH)).delta.text == "xyx"
 
 
 def test_chat_templates_render_as_hugging_face_does(tmp_path):

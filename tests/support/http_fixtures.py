@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from shared.engine.checks import RequestLimits
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.options.ngram import NgramConfig
@@ -123,12 +124,10 @@ class Repeater:
         self.waiting.append(request)
 
     def abort(self, request_id: int) -> None:
-        self.finished["abort"] += 1
-        self._remove(request_id)
+        self.finished["abort"] += self._remove(request_id)
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        self.finished["stop"] += 1
-        self._remove(request_id)
+        self.finished["stop"] += self._remove(request_id)
 
     def step(self) -> list[Event]:
         while self.waiting and len(self.running) < SLOTS:
@@ -138,9 +137,12 @@ class Repeater:
     def close(self) -> None:
         pass
 
-    def _remove(self, request_id: int) -> None:
+    def _remove(self, request_id: int) -> bool:
+        """Whether it had not ended."""
+        before = len(self.running) + len(self.waiting)
         for requests in (self.running, self.waiting):
             requests[:] = [r for r in requests if r.request_id != request_id]
+        return len(self.running) + len(self.waiting) < before
 
     def _advance(self, request: Request) -> Event:
         if request.prompt[0] == CRASH:
@@ -301,16 +303,19 @@ def is_alive(pid: int) -> bool:
 
 def main() -> int:
     """Serves a `Repeater`."""
-    facts = ModelFacts(
-        model_name="repeater",
-        model_folder=str(Path(sys.argv[1]).resolve()),
+    limits = RequestLimits(
         context_length=CONTEXT,
         max_request_tokens=POOL_TOKENS,
         vocab=VOCAB,
-        eos_ids=(CONFIG_END,),
         max_stop_ids=4,
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
+    )
+    facts = ModelFacts(
+        model_name="repeater",
+        model_folder=str(Path(sys.argv[1]).resolve()),
+        limits=limits,
+        eos_ids=(CONFIG_END,),
         max_draft_depth=TOKENS_PER_STEP - 1,
         admin_api_key=ADMIN_KEY,
         corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
