@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 
 from shared.boundary.backend import Backend, StepFuture, StepResult
 from shared.engine.allocator import Allocator
+from shared.engine.checks import RequestLimits, check
 from shared.engine.controller import Controller, StaticController
 from shared.engine.metrics import Metrics
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.planner import DecodeRows, Planner, PrefillRows
-from shared.engine.request import Event, FinishReason, Refusal, Request, check
+from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.engine.scheduler import Scheduler
 
 
@@ -53,6 +54,7 @@ class Engine:
         self._backend, self._overlap, self.ngram = backend, overlap, ngram
         if ngram is not None:
             self._plain = StaticController(limits, nodes=1, depth=0, width=0)
+        self._request_limits = RequestLimits.of(limits, limits.context_length)
         self.allocator = Allocator(limits)
         self.planner = Planner(limits, self.allocator)
         self.scheduler = Scheduler(
@@ -90,7 +92,7 @@ class Engine:
         """
         if request.request_id in self._requests:
             raise Refusal("request_id", f"request_id {request.request_id} is taken")
-        check(request, self._backend.limits)
+        check(request.prompt, request.sampling, self._request_limits)
         self.scheduler.add(request)
         self._requests[request.request_id] = request
 

@@ -8,8 +8,6 @@ from enum import Enum
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Limits
-
 
 class FinishReason(Enum):
     """Why a request ended, in OpenAI's words where it has one."""
@@ -180,47 +178,11 @@ class Refusal(ValueError):
     """A request that cannot be served; the message is one sentence that names the field.
 
     Attributes:
-      field: The field of `Request` or `SamplingParams` at fault.
+      field: The field at fault, as the sentence names it.
+      code: A word for programs, or None.
     """
 
-    def __init__(self, field: str, reason: str) -> None:
+    def __init__(self, field: str, reason: str, code: str | None = None) -> None:
         super().__init__(reason)
         self.field = field
-
-
-def check(request: Request, limits: Limits) -> None:
-    """Refuses a request that the backend cannot serve, whatever else it serves.
-
-    Raises:
-      Refusal: Names the field.
-    """
-    sampling = request.sampling
-    with_logprobs = any(program.logprobs for program in limits.programs)
-    tokens = {
-        "prompt": request.prompt,
-        "stop_token_ids": sampling.stop_token_ids,
-        "logit_bias": sampling.logit_bias,
-    }
-    most = {
-        "stop_token_ids": (len(sampling.stop_token_ids), limits.max_stop_ids),
-        "logit_bias": (len(sampling.logit_bias), limits.max_bias),
-        "logprobs": (sampling.logprobs or 0, limits.max_logprobs),
-    }
-    if not request.prompt:
-        raise Refusal("prompt", "prompt must have at least one token")
-    if sampling.max_tokens < 1:
-        raise Refusal("max_tokens", f"max_tokens must be at least 1, got {sampling.max_tokens}")
-    for name, ids in tokens.items():
-        if ids and not 0 <= min(ids) <= max(ids) < limits.vocab:
-            raise Refusal(name, f"{name} has a token outside of 0..{limits.vocab - 1}")
-    for name, (count, bound) in most.items():
-        if count > bound:
-            raise Refusal(name, f"{name} may have at most {bound} entries here, got {count}")
-    if sampling.logprobs is not None and not with_logprobs:
-        raise Refusal("logprobs", "logprobs were not enabled when the server started")
-    if request.max_length > limits.context_length:
-        raise Refusal(
-            "max_tokens",
-            f"prompt and max_tokens are {request.max_length} tokens, "
-            f"more than the context length {limits.context_length}",
-        )
+        self.code = code

@@ -28,6 +28,7 @@ from shared.drafts.checkpoint import (
 )
 from shared.drafts.config import DraftConfig
 from shared.drafts.tokenizer import check_same_tokenizer
+from shared.engine.checks import RequestLimits
 from shared.engine.controller import HostDraftController, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.index import NgramIndex
@@ -229,13 +230,8 @@ def _facts(memory: MemoryPlan, model: ModelConfig) -> ModelFacts:
     return ModelFacts(
         model_name=options.server.served_model_name or folder.name,
         model_folder=str(folder),
-        context_length=limits.context_length,
-        max_request_tokens=memory.max_request_tokens,
-        vocab=model.vocab,
+        limits=RequestLimits.of(limits, memory.max_request_tokens),
         eos_ids=model.eos_ids,
-        max_stop_ids=limits.max_stop_ids,
-        max_bias=limits.max_bias,
-        max_logprobs=limits.max_logprobs,
         max_draft_depth=limits.max_depth,
         admin_api_key=options.server.admin_api_key,
         corpus_path=options.ngram.speculative_ngram_external_corpus_path,

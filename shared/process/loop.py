@@ -71,11 +71,14 @@ class HostEngine(Protocol):
         ...
 
     def abort(self, request_id: int) -> None:
-        """Ends a request that nobody waits for."""
+        """Ends a request that nobody waits for; no event follows.
+
+        It may have ended while the message was on its way, and stays ended then.
+        """
         ...
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        """Ends a request whose text stopped after `num_tokens` tokens."""
+        """Ends a request whose text stopped after `num_tokens` tokens; the rest as `abort`."""
         ...
 
     def step(self) -> list[Event]:
@@ -221,12 +224,11 @@ class _Loop:
     def __init__(self, engine: HostEngine, link: _Link) -> None:
         self._engine = engine
         self._link = link
-        self._open: set[int] = set()
         self._corpora = Corpora(engine.ngram)
         self._handlers = {
             "add": self._add,
-            "abort": self._abort,
-            "finish": self._finish,
+            "abort": engine.abort,
+            "finish": engine.finish,
             "metrics": self._metrics,
             "corpus_add": self._corpora.add,
             "corpus_remove": self._corpora.remove,
@@ -254,8 +256,6 @@ class _Loop:
         return BUILDING_WAIT_S if self._corpora.busy else IDLE_WAIT_S
 
     def _send(self, events: list[Event]) -> None:
-        events = [event for event in events if event.request_id in self._open]
-        self._open.difference_update(e.request_id for e in events if e.finish_reason)
         if events:
             self._link.send(["step", [event_to_row(event) for event in events]])
 
@@ -270,20 +270,8 @@ class _Loop:
                     request_id=request_id, prompt=tokens, sampling=params, tenant=tenant
                 )
                 self._engine.add(request)
-                self._open.add(request_id)
             except Refusal as error:
                 self._link.send(["refused", request_id, str(error), error.field])
-
-    def _abort(self, request_id: int) -> None:
-        # The request may have ended while the message was on its way.
-        if request_id in self._open:
-            self._open.remove(request_id)
-            self._engine.abort(request_id)
-
-    def _finish(self, request_id: int, num_tokens: int) -> None:
-        if request_id in self._open:
-            self._open.remove(request_id)
-            self._engine.finish(request_id, num_tokens)
 
     def _metrics(self) -> None:
         self._link.send(["metrics", self._engine.metrics.snapshot()])

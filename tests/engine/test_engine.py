@@ -290,15 +290,17 @@ def test_finish_keeps_the_tokens_of_the_text():
 @pytest.mark.parametrize(
     ("prompt", "sampling", "words"),
     [
-        ((), {}, "prompt must have at least one token"),
-        ((VOCAB,), {}, "prompt has a token outside"),
-        ((-1,), {}, "prompt has a token outside"),
+        ((), {}, "prompt must not be empty"),
+        ((VOCAB,), {}, "prompt has token id"),
+        ((-1,), {}, "prompt has token id"),
         ((1,), {"max_tokens": 0}, "max_tokens"),
-        ((1,) * 200, {"max_tokens": 57}, "context length 256"),
+        ((1,) * 200, {"max_tokens": 57}, "the context of 256 tokens"),
+        ((1,) * 256, {"max_tokens": 1}, "prompt has 256 tokens"),
+        ((1,), {"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed max_tokens"),
         ((1,), {"stop_token_ids": (1, 2, 3)}, "stop_token_ids may have at most 2"),
-        ((1,), {"stop_token_ids": (VOCAB,)}, "stop_token_ids has a token outside"),
+        ((1,), {"stop_token_ids": (VOCAB,)}, "stop_token_ids has token id"),
         ((1,), {"logit_bias": {1: 1.0, 2: 1.0}}, "logit_bias may have at most 1"),
-        ((1,), {"logprobs": 3}, "logprobs may have at most 2"),
+        ((1,), {"logprobs": 3}, "logprobs must be from 0 to 2"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_sentence(prompt, sampling, words):
