@@ -21,7 +21,6 @@ from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
 from shared.options.ngram import NgramConfig
-from shared.reference.backend import ReferenceBackend
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.contract_host import (
@@ -93,7 +92,7 @@ def drafted(
 def expected(sampled: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Plain texts, and the drafts accepted in each step, both of the numpy backend."""
     config, weights = contract_model()
-    backend = ReferenceBackend(config, weights, contract_limits(config), "NEXTN")
+    backend = make_backend("reference", config, weights, contract_limits(config), "NEXTN")
     texts = plain(backend, sampled)
     found = drafted(backend, sampled, 0, texts)
     backend.close()

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Limits, Program, StepFuture, StepPlan, Work
+from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
 from shared.engine.controller import HostDraftController, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
@@ -19,8 +19,8 @@ from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.options.ngram import NgramConfig
-from shared.reference.backend import ReferenceBackend
 from shared.spec.draft_tree import TreeShape
+from tests.support.backends import make_backend
 from tests.support.driving import Outcome, checked_step, drive
 from tests.support.tiny_models import tiny_model
 
@@ -80,13 +80,13 @@ class Served:
     """The reference backends of some tests, each made when it is first asked for."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, int], ReferenceBackend] = {}
+        self._made: dict[tuple[str, int], Backend] = {}
 
-    def backend(self, name: str = "llama", num_pages: int = 1 + 64 * BATCH) -> ReferenceBackend:
+    def backend(self, name: str = "llama", num_pages: int = 1 + 64 * BATCH) -> Backend:
         if (name, num_pages) not in self._made:
             config, weights = model_of(name)
             limits = ngram_limits(config.vocab, num_pages)
-            self._made[name, num_pages] = ReferenceBackend(config, weights, limits, "none")
+            self._made[name, num_pages] = make_backend("reference", config, weights, limits, "none")
         return self._made[name, num_pages]
 
     def plain(self, requests: Sequence[Request], name: str = "llama") -> dict[int, Outcome]:
@@ -118,7 +118,7 @@ def again(request: Request) -> Request:
     )
 
 
-def ngram_engine(backend: ReferenceBackend, *, overlap: int = 1, **fields) -> Engine:
+def ngram_engine(backend: Backend, *, overlap: int = 1, **fields) -> Engine:
     config = NgramConfig(**{f"speculative_ngram_{name}": value for name, value in fields.items()})
     limits = backend.limits
     index = NgramIndex(config, nodes=NODES, depth=NODES - 1, vocab=limits.vocab, chain=False)
@@ -256,7 +256,7 @@ def test_a_row_without_a_draft_goes_on_from_a_fully_accepted_tree(how, served):
 class Watched:
     """A backend that says which decode steps were submitted before the one before was known."""
 
-    def __init__(self, backend: ReferenceBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend, self.limits = backend, backend.limits
         self.flights: list[tuple[Work, Watched.Future]] = []
         self.early, self.beside = 0, 0
