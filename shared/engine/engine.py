@@ -106,8 +106,7 @@ class Engine:
         """
         if request_id in self._requests:
             request = self._requests[request_id]
-            late = request.output[num_tokens:]
-            del request.output[num_tokens:]
+            late = request.cut(num_tokens)
             if self.ngram is not None:
                 self.ngram.take_back(request, late)
             self._end(request, FinishReason.STOP)
@@ -187,7 +186,7 @@ class Engine:
             self.ngram.see(request, tokens[:kept])
         self.metrics.count("generation_tokens_total", kept)
         if request.finish_reason is not None:
-            self._end(request, request.finish_reason)
+            self._let_go(request, request.finish_reason)
         return Event(
             request_id=request.request_id,
             tokens=tokens[:kept],
@@ -214,8 +213,11 @@ class Engine:
         )
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        """Notes the end and gives back what the request held: the one way out of the engine."""
-        request.finish_reason = reason
+        request.end(reason)
+        self._let_go(request, reason)
+
+    def _let_go(self, request: Request, reason: FinishReason) -> None:
+        """Gives back what an ended request held: the one way out of the engine."""
         del self._requests[request.request_id]
         if self.ngram is not None:
             self.ngram.end(request)

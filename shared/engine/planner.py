@@ -33,6 +33,11 @@ class Chunk:
     end: int
 
     @property
+    def starts(self) -> bool:
+        """Whether it is the request's first chunk since it was placed."""
+        return self.first == self.request.first_position
+
+    @property
     def ends_prompt(self) -> bool:
         """Whether the chunk ends where the next token is to be chosen."""
         return self.end == len(self.request.context)
@@ -235,5 +240,5 @@ def _fill_chunks(work: Prefill, starts: Int32[np.ndarray, " B"], chunks: Sequenc
         work.ends_prompt[row] = chunk.ends_prompt
         # Drafters learn of a chunk's last token together with the one that follows it.
         work.next_tokens[row] = 0 if chunk.ends_prompt else context[chunk.end]
-        starts[row] = chunk.first == 0
+        starts[row] = chunk.starts
     work.row_starts[len(chunks) + 1 :] = end

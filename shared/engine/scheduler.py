@@ -122,7 +122,7 @@ class Scheduler:
             if first == end or not self._make_room(request, end):
                 continue
             chunks.append(Chunk(request, first, end))
-            request.prefilled = end
+            request.prefill(end)
             budget -= end - first
             if len(chunks) == self._max_prefill_rows:
                 break
@@ -131,7 +131,7 @@ class Scheduler:
     def _decode_rows(self) -> DecodeRows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]
         if self._drafts_on_host:
-            ready = [r for r in ready if self.is_settled(r)]
+            ready = [r for r in ready if r.is_settled]
         if not ready or self._waits():
             return None
         shape, rows = self._controller.shape_for(len(ready)), []
@@ -148,7 +148,7 @@ class Scheduler:
         """Whether the next decode step needs tokens that are still on their way."""
         if not self._drafts_on_host:
             return False
-        return not all(self.is_settled(request) for request in self._decoded_last)
+        return not all(request.is_settled for request in self._decoded_last)
 
     def _make_room(self, request: Request, positions: int) -> bool:
         """Reserves pages, at the cost of younger requests.
@@ -160,7 +160,7 @@ class Scheduler:
             youngest = self.running[-1]
             if youngest is request:
                 return False
-            if not self.is_settled(youngest):
+            if not youngest.is_settled:
                 self._leaving = youngest
                 return False
             self._give_back(youngest)
@@ -168,15 +168,10 @@ class Scheduler:
             self.num_preemptions += 1
         return True
 
-    @staticmethod
-    def is_settled(request: Request) -> bool:
-        """Whether all its steps have been retired, so that its tokens are known."""
-        return not request.in_flight
-
     def _give_back(self, request: Request) -> None:
         self.running.remove(request)
         self._allocator.free(request.slot)
-        request.slot = 0
+        request.displace()
         self._leaving = None
 
 

@@ -32,8 +32,8 @@ class House:
         self.place(request, positions)
         return request
 
-    def place(self, request: Request, positions: int) -> None:
-        request.place(self.allocator.take_slot())
+    def place(self, request: Request, positions: int, first_position: int = 0) -> None:
+        request.place(self.allocator.take_slot(), first_position)
         assert self.allocator.reserve(request.slot, positions)
         self.planner.bind(request)
 
@@ -150,6 +150,18 @@ def test_a_chunk_that_goes_on_names_the_token_after_it(house):
     work = house.planner.plan(PrefillRows((Chunk(request, 0, 64),))).work
     assert (work.ends_prompt[0], work.next_tokens[0]) == (0, 65)
     assert work.row_starts.tolist() == [0, 64, 64]
+
+
+@pytest.mark.parametrize("output", [[], [9, 10]], ids=["admitted", "resumed"])
+def test_a_row_starts_with_its_first_chunk_wherever_that_begins(house, output):
+    prompt = tuple(range(140))
+    request = Request(request_id=0, prompt=prompt, sampling=SamplingParams(), output=output)
+    house.place(request, 150, first_position=64)
+    other = house.request(70, 70)
+    first = PrefillRows((Chunk(request, 64, 128), Chunk(other, 64, 70)))
+    assert house.planner.plan(first).starts.tolist() == [1, 0]
+    rest = PrefillRows((Chunk(request, 128, 140),))
+    assert house.planner.plan(rest).starts.tolist() == [0, 0]
 
 
 def test_a_resume_feeds_all_but_the_last_output_and_chooses_nothing(house):
