@@ -28,8 +28,9 @@ from shared.drafts.checkpoint import (
 )
 from shared.drafts.config import DraftConfig
 from shared.drafts.tokenizer import check_same_tokenizer
-from shared.engine.controller import HostDraftController, StaticController
+from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
+from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.models.checkpoint import Checkpoint, Parameter, parameters
 from shared.models.config import ModelConfig, read_json
@@ -102,7 +103,9 @@ def launch(
     except ValueError as error:  # CheckpointError, and what the backend refuses
         return _refuse(error)
     engine = make_engine(backend, memory.options)
-    return loop.run(engine, _facts(memory, model), listener)
+    controller = engine.controller
+    index = controller.index if isinstance(controller, NgramController) else None
+    return loop.run(engine, _facts(memory, model), listener, index)
 
 
 def prepare(
@@ -201,26 +204,28 @@ def _refuse(error: ValueError) -> int:
 
 def make_engine(backend: Backend, options: Options) -> Engine:
     """The engine of a backend; `options` are those of its memory plan."""
-    shape, limits = draft_shape(options, 1), backend.limits
-    controller, ngram = None, None
-    if options.speculative.drafts_on_host:
-        controller = HostDraftController(limits)
-        ngram = NgramIndex(
-            options.ngram,
-            nodes=shape.nodes,
-            depth=shape.depth,
-            vocab=limits.vocab,
-            chain=limits.accept_rule != "match",
-        )
-        ngram.warm_up()
     return Engine(
         backend,
-        controller
-        or StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width),
+        make_controller(backend.limits, options),
         overlap=options.engine.overlap_depth,
         chunked_prefill_size=options.engine.chunked_prefill_size or 0,
-        ngram=ngram,
     )
+
+
+def make_controller(limits: Limits, options: Options) -> Controller:
+    """What chooses how requests decode; what it has to compile is compiled."""
+    shape = draft_shape(options, 1)
+    if not options.speculative.drafts_on_host:
+        return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    index = NgramIndex(
+        options.ngram,
+        nodes=shape.nodes,
+        depth=shape.depth,
+        vocab=limits.vocab,
+        chain=limits.accept_rule != "match",
+    )
+    index.warm_up()
+    return NgramController(limits, index)
 
 
 def _facts(memory: MemoryPlan, model: ModelConfig) -> ModelFacts:
