@@ -74,6 +74,9 @@ class Event:
 class Request:
     """One choice of one prompt, alive in the engine.
 
+    Its output, slot and end change by its own methods only: the engine, the scheduler and what
+    drafts read them.
+
     The steps in flight are counted in three numbers, so that the host can plan on before it knows
     what they gave.
 
@@ -85,7 +88,9 @@ class Request:
       output: Tokens committed so far.
       slot: Slot on the device; 0 while it has none.
       context: Tokens of prompt and output at the time it got its slot.
-      prefilled: Tokens handed to the device as prompt since then.
+      first_position: Where its first chunk since then begins: behind what it found in pages that
+        it shares.
+      prefilled: Tokens of the context that the device has or was handed since then.
       in_flight: Steps submitted with a row of it and not yet retired.
       most_growth, least_growth: Tokens that these steps may add at most, and add at least.
       finish_reason: Set once it ended; rows of it still in flight are late.
@@ -98,6 +103,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     slot: int = 0
     context: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    first_position: int = 0
     prefilled: int = 0
     in_flight: int = 0
     most_growth: int = 0
@@ -139,11 +145,36 @@ class Request:
         """Whether it may need more tokens than the steps in flight surely add."""
         return len(self.output) + self.least_growth < self.sampling.max_tokens
 
-    def place(self, slot: int) -> None:
-        """Gives it a slot, from which the prefill starts anew."""
+    @property
+    def is_settled(self) -> bool:
+        """Whether all its steps have been retired, so that its tokens are known."""
+        return not self.in_flight
+
+    def place(self, slot: int, first_position: int = 0) -> None:
+        """Gives it a slot, in which the prefill starts anew.
+
+        Args:
+          slot: The slot.
+          first_position: Tokens that the slot's pages hold already.
+
+        Raises:
+          ValueError: Nothing would be left to prefill, and a request starts with its first chunk.
+        """
         self.slot = slot
         self.context = np.array([*self.prompt, *self.output], np.int32)
-        self.prefilled = 0
+        if not 0 <= first_position < self.prefill_length:
+            raise ValueError(
+                f"first_position must be in 0..{self.prefill_length - 1}, got {first_position}"
+            )
+        self.first_position = self.prefilled = first_position
+
+    def prefill(self, end: int) -> None:
+        """Notes that the context up to position `end` is handed to the device."""
+        self.prefilled = end
+
+    def displace(self) -> None:
+        """Takes its slot away; what it has stays."""
+        self.slot = 0
 
     def launch(self, most_tokens: int) -> None:
         """Notes a step in flight that adds 1..`most_tokens`, or none where that is 0."""
@@ -166,12 +197,23 @@ class Request:
         for count, token in enumerate(tokens, start=1):
             self.output.append(token)
             if token in self.sampling.stop_token_ids:
-                self.finish_reason = FinishReason.STOP
+                self.end(FinishReason.STOP)
             elif len(self.output) == self.sampling.max_tokens:
-                self.finish_reason = FinishReason.LENGTH
+                self.end(FinishReason.LENGTH)
             if self.finish_reason is not None:
                 return count
         return len(tokens)
+
+    def cut(self, num_tokens: int) -> list[int]:
+        """Keeps the first `num_tokens` tokens of its output, and returns the others."""
+        late = self.output[num_tokens:]
+        del self.output[num_tokens:]
+        return late
+
+    def end(self, reason: FinishReason) -> None:
+        """Notes why it ended; it ends once."""
+        assert self.finish_reason is None, f"request {self.request_id} ended as {reason} too"
+        self.finish_reason = reason
 
 
 class Refusal(ValueError):

@@ -13,15 +13,16 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
-from shared.boundary.backend import Backend, Blueprint
+from shared.boundary.backend import Backend, Blueprint, Limits
 from shared.drafts.block import stated_block
 from shared.drafts.checkpoint import DraftFiles, check_head, is_head, kind_of, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.drafts.tokenizer import check_same_tokenizer
 from shared.engine.checks import RequestLimits
-from shared.engine.controller import HostDraftController, StaticController
+from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
+from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.models.checkpoint import Checkpoint, Parameter, parameters
 from shared.models.config import ModelConfig, read_json
@@ -125,7 +126,9 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
     engine = make_engine(backend, start.memory.options)
-    return loop.run(engine, _facts(start.memory), listener)
+    controller = engine.controller
+    index = controller.index if isinstance(controller, NgramController) else None
+    return loop.run(engine, _facts(start.memory), listener, index)
 
 
 def prepare(options: Options, platform: Platform) -> Start:
@@ -207,26 +210,28 @@ def _expanded(options: Options) -> Options:
 
 def make_engine(backend: Backend, options: Options) -> Engine:
     """The engine of a backend; `options` are those of its memory plan."""
-    shape, limits = draft_shape(options, 1), backend.limits
-    controller, ngram = None, None
-    if options.speculative.drafts_on_host:
-        controller = HostDraftController(limits)
-        ngram = NgramIndex(
-            options.ngram,
-            nodes=shape.nodes,
-            depth=shape.depth,
-            vocab=limits.vocab,
-            chain=limits.accept_rule != "match",
-        )
-        ngram.warm_up()
     return Engine(
         backend,
-        controller
-        or StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width),
+        make_controller(backend.limits, options),
         overlap=options.engine.overlap_depth,
         chunked_prefill_size=options.engine.chunked_prefill_size or 0,
-        ngram=ngram,
     )
+
+
+def make_controller(limits: Limits, options: Options) -> Controller:
+    """What chooses how requests decode; what it has to compile is compiled."""
+    shape = draft_shape(options, 1)
+    if not options.speculative.drafts_on_host:
+        return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    index = NgramIndex(
+        options.ngram,
+        nodes=shape.nodes,
+        depth=shape.depth,
+        vocab=limits.vocab,
+        chain=limits.accept_rule != "match",
+    )
+    index.warm_up()
+    return NgramController(limits, index)
 
 
 def _facts(memory: MemoryPlan) -> ModelFacts:

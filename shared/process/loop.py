@@ -57,11 +57,6 @@ class HostEngine(Protocol):
         ...
 
     @property
-    def ngram(self) -> NgramIndex | None:
-        """What drafts from seen text, if anything does."""
-        ...
-
-    @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
         ...
@@ -112,13 +107,16 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run(engine: HostEngine, facts: ModelFacts, listener: socket.socket) -> int:
+def run(
+    engine: HostEngine, facts: ModelFacts, listener: socket.socket, index: NgramIndex | None
+) -> int:
     """Serves until a signal, a failure, or the end of the server's process; ends both processes.
 
     Args:
       engine: Closed at the end.
       facts: Sent to the server first.
       listener: What `bind` gave; handed to the server.
+      index: What drafts from external corpora; None where the drafter is another.
 
     Returns:
       The exit code: 0 after SIGINT or SIGTERM, 2 where the server refused to start, else 1.
@@ -129,7 +127,7 @@ def run(engine: HostEngine, facts: ModelFacts, listener: socket.socket) -> int:
     link = _Link(ours)
     link.send(facts.to_message())
     try:
-        _Loop(engine, link).run(stop)
+        _Loop(engine, link, index).run(stop)
         reason, failed = "the server was stopped", False
     except _ServerEnded:
         return _after_server(child, engine)
@@ -221,10 +219,10 @@ class _Link:
 class _Loop:
     """Messages in, steps, one frame a step out."""
 
-    def __init__(self, engine: HostEngine, link: _Link) -> None:
+    def __init__(self, engine: HostEngine, link: _Link, index: NgramIndex | None) -> None:
         self._engine = engine
         self._link = link
-        self._corpora = Corpora(engine.ngram)
+        self._corpora = Corpora(index)
         self._handlers = {
             "add": self._add,
             "abort": engine.abort,

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend, Work
-from shared.engine.controller import HostDraftController, StaticController
+from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
@@ -72,8 +73,8 @@ def drafted(
         speculative_ngram_external_sam_budget=2,
         speculative_ngram_min_bfs_breadth=2,
     )
-    controller, vocab = HostDraftController(backend.limits), backend.limits.vocab
-    tree = controller.tree
+    vocab = backend.limits.vocab
+    (tree,) = {program.shape for program in backend.limits.programs if program.host_draft}
     index = NgramIndex(config, nodes=tree.nodes, depth=tree.depth, vocab=vocab, chain=False)
     words = [token for text in texts.values() for token in [*text, SEPARATOR]]
     for at in (5, 2):
@@ -82,9 +83,8 @@ def drafted(
             for p, w in enumerate(words)
         ]
         index.add_corpus(str(at), Corpus.build(np.array(wrong, np.int32)))
-    engine = Engine(
-        backend, controller, overlap=overlap, chunked_prefill_size=PREFILL_TOKENS, ngram=index
-    )
+    controller = NgramController(backend.limits, index)
+    engine = Engine(backend, controller, overlap=overlap, chunked_prefill_size=PREFILL_TOKENS)
     return drive(engine, requests_of(sampled))
 
 

@@ -320,7 +320,8 @@ def main() -> int:
         admin_api_key=ADMIN_KEY,
         corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
     )
-    return loop.run(Repeater(), facts, loop.bind("127.0.0.1", 0))
+    engine = Repeater()
+    return loop.run(engine, facts, loop.bind("127.0.0.1", 0), engine.ngram)
 
 
 if __name__ == "__main__":
