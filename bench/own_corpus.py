@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from bench.serving import Served, timed
+from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.request import Request, SamplingParams
 from shared.spec.sampling import derive_seed
@@ -46,7 +47,8 @@ def add(served: Served, outputs: Sequence[Sequence[int]]) -> None:
     Raises:
       ValueError: Its drafter does not read corpora.
     """
-    if served.engine.ngram is None:
+    controller = served.engine.controller
+    if not isinstance(controller, NgramController):
         raise ValueError("corpus=own needs the drafter NGRAM")
     words = [token for output in outputs for token in (*output, SEPARATOR)]
-    served.engine.ngram.add_corpus(NAME, Corpus.build(np.array(words, np.int32)))
+    controller.index.add_corpus(NAME, Corpus.build(np.array(words, np.int32)))

@@ -8,7 +8,6 @@ from importlib import import_module
 from shared.boundary.backend import Backend, Limits, Work
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
-from shared.models.checkpoint import open_checkpoint
 from shared.options.options import parse
 from shared.process import launch
 
@@ -85,16 +84,18 @@ def start(
     serve = import_module(f"{framework}_impl.serve")
     bounds = ["--max-running-requests", str(batch), "--context-length", str(context)]
     options = parse([*flags, *bounds])
-    model, checkpoint, head, memory = launch.prepare(options, open_checkpoint, serve.find_device)
-    limits = one_bucket(memory.limits)
-    backend = serve.load_backend(
-        memory.options, checkpoint, model, head, limits, lambda num_bytes: None
-    )
+    begun = launch.prepare(options, serve.PLATFORM)
+    memory, blueprint = begun.memory, begun.memory.blueprint
+    limits = one_bucket(blueprint.limits)
+    blueprint = replace(blueprint, limits=limits)
+    files = (begun.checkpoint, begun.draft_files)
+    backend = serve.load_backend(blueprint, *files, lambda num_bytes: None)
     if plain_candidates:
         import_module("bench.plain_candidates").rank_plainly(backend)
+    backend.prepare(limits.programs, lambda program: None)
     engine = launch.make_engine(backend, memory.options)
     _warm_up(engine, limits)
-    return Served(backend, engine, model.eos_ids, memory.device.kind, limits.max_depth)
+    return Served(backend, engine, blueprint.config.eos_ids, memory.device.kind, limits.max_depth)
 
 
 def one_bucket(limits: Limits) -> Limits:

@@ -29,8 +29,9 @@ from bench.step_time import Case, make_backend, versions
 from shared.boundary.backend import Backend, Decode, Limits, Program, StepPlan, Work
 from shared.boundary.buffers import empty_plan
 from shared.engine.allocator import Allocator
-from shared.engine.planner import Chunk, Planner, PrefillRows
+from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
+from shared.engine.rows import Chunk, PrefillRows
 from shared.models.checkpoint import parameters
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape

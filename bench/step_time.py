@@ -22,6 +22,7 @@ import numpy as np
 
 from bench.models import SIZES, limits_for, random_weights, step_bytes
 from shared.boundary.backend import Backend, Limits
+from shared.drafts.drafts import Drafts
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
@@ -68,30 +69,21 @@ def make_backend(
     cuda_graphs: bool,
 ) -> Backend:
     """The backend of a case; only the framework that is measured is imported."""
-    drafter = "NEXTN" if case.depth else "none"
+    drafts = Drafts.of_mtp(config) if case.depth else Drafts.none()
+    made_from = (config, weights, limits, drafts, None)
     if framework == "torch":
         from torch_impl.backend import TorchBackend
 
-        return TorchBackend(
-            config,
-            weights,
-            limits,
-            drafter,
-            dtype=case.dtype,
-            device=device,
-            cuda_graphs=cuda_graphs,
-        )
-    from jax_impl.backend import JaxBackend
+        how = {"dtype": case.dtype, "device": device, "cuda_graphs": cuda_graphs}
+        backend = TorchBackend(*made_from, **how)
+    else:
+        from jax_impl.backend import JaxBackend
 
-    return JaxBackend(
-        config,
-        weights,
-        limits,
-        drafter,
-        dtype=case.dtype,
-        device="gpu" if device == "cuda" else "cpu",
-        quick_compile=False,
-    )
+        platform = "gpu" if device == "cuda" else "cpu"
+        how = {"dtype": case.dtype, "device": platform, "quick_compile": False}
+        backend = JaxBackend(*made_from, **how)
+    backend.prepare(limits.programs, lambda program: None)
+    return backend
 
 
 @contextmanager

@@ -1,10 +1,9 @@
 """The boundary in JAX: one jitted step per program over one donated state."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +22,22 @@ from jax_impl.machine import Fields, Machine
 from jax_impl.ops import attention
 from jax_impl.ops.sampling import Sampling
 from jax_impl.step import step
-from jax_impl.weights import LoadedHead, LoadedModel, Model
+from jax_impl.weights import DraftModel, Model
+from jax_impl.workspace import workspace
 from shared.boundary.backend import (
+    Blueprint,
     Limits,
     Program,
     StepPlan,
     StepResult,
-    Work,
 )
 from shared.boundary.buffers import Field, plan_layout, read_result, result_layout
-from shared.drafts.config import DraftHead, DraftSizes
+from shared.boundary.checks import check_limits, check_plan, refuse_masks, to_prepare
+from shared.drafts.config import DraftHead
+from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
-from shared.spec.standalone import SmallModel
 
-LoadedDrafter = Literal["none", "NEXTN"] | LoadedHead | LoadedModel
-Drafter = LoadedDrafter | DraftHead | SmallModel
+Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 Leaf = jax.Array | list[jax.Array]
 Words = Int[jax.Array, " words"]
 Compiled = Callable[..., tuple[DeviceState, jax.Array]]
@@ -48,26 +48,28 @@ class JaxBackend:
 
     Attributes:
       limits: What it can do.
-      compiles: Programs that were compiled so far; after warm-up it must not grow.
+      compiles: Programs that were compiled so far; `prepare` alone makes it grow.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        arrays: Model | Mapping[str, Shaped[np.ndarray, "..."]],
+        arrays: Arrays | Model,
         limits: Limits,
-        drafter: Drafter,
+        drafts: Drafts,
+        draft_arrays: Arrays | Model | DraftModel | None,
         *,
         dtype: str,
         device: jax.Device | str,
         quick_compile: bool,
     ) -> None:
-        """Allocates the pools of `limits`; programs are compiled when they are first used.
+        """Allocates the pools of `limits`; nothing is compiled yet.
 
         Args:
           arrays: Loaded weights, or arrays under the names of `shared.models.checkpoint`.
-          drafter: How drafts are made: not at all, by the model's own MTP layer, or by a head,
-            loaded already or as arrays.
+          drafts: What drafts.
+          draft_arrays: Of a head or a small model, loaded already or as arrays; None of the other
+            kinds.
           dtype: Of weights, activations and KV, float32 or bfloat16. Loaded weights have theirs
             already.
           device: A device, or the name of a platform, whose first one is taken.
@@ -75,43 +77,62 @@ class JaxBackend:
             the speed: for runs of few steps. A GPU's programs are not touched by it.
 
         Raises:
-          ValueError: A drafter or a program is asked for that does not exist, or attention on a GPU
-            does not take the head size.
+          ValueError: Attention on a GPU does not take the head size, or see
+            `shared.boundary.checks.check_limits`.
         """
         device = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
         is_loaded = isinstance(arrays, Model)
         model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, device)
-        if isinstance(drafter, DraftHead):
-            drafter = weights.head_from_arrays(drafter, kind, device)
-        if isinstance(drafter, SmallModel):
-            small = weights.from_arrays(drafter.weights, drafter.config, kind, device)
-            drafter = LoadedModel(drafter.config, small)
-        _check(model, limits, drafter)
+        check_limits(limits, drafts, model.has_mtp)
+        refuse_masks(limits)
+        if isinstance(draft_arrays, Mapping):
+            draft_arrays = _placed(drafts, draft_arrays, kind, device)
+        sizes = drafts.sizes
+        for each in (config, sizes.model if sizes else config):
+            attention.check_head_size(each.head_size, device)
         self.limits, self.compiles = limits, 0
-        self._config, self._device, self._bind = config, device, _binding(config, drafter)
-        own = [] if isinstance(drafter, str) else [drafter.weights]
+        self._blueprint = Blueprint(
+            config=config,
+            drafts=drafts,
+            limits=limits,
+            dtype=dtype,
+            on_gpu=device.platform == "gpu",
+        )
+        self._config, self._device, self._bind = config, device, _binding(config, drafts)
+        own = [] if draft_arrays is None else [draft_arrays]
         self._graphs, parameters = zip(*map(nnx.split, [*own, model]), strict=True)
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
         self._leaves = [_leaf(path, array, device) for path, array in leaves]
-        sizes = _draft_sizes(config, drafter)
-        for each in (config, sizes.model if sizes else config):
-            attention.check_head_size(each.head_size, device)
         self._state = device_state.allocate(config, limits, sizes, kind, device)
         self._options = compiler_options(device, quick_compile)
         self._programs: dict[Program, Compiled] = {}
         self._clock = _Clock()
         self._last: JaxFuture | None = None
 
+    def workspace(self, program: Program) -> int:
+        """Bytes that a step of the program needs beyond weights and pools."""
+        return workspace(program, self._blueprint)
+
+    def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
+        """Compiles programs, or takes them from the cache of earlier starts.
+
+        Raises:
+          ValueError: `limits` does not list a program.
+        """
+        for program in to_prepare(programs, self.limits, self._programs):
+            progress(program)
+            self._programs[program] = self._compiled(program)
+
     def submit(self, plan: StepPlan) -> "JaxFuture":
         """Queues one step and returns at once.
 
         Raises:
-          ValueError: The plan asks for a program that `limits` does not list.
+          ValueError: See `shared.boundary.checks.check_plan`.
         """
-        compiled = self._programs.get(plan.program) or self._compiled(plan.program)
+        check_plan(plan, self._programs)
         words = jax.device_put(plan.buffer, self._device)
-        self._state, result = compiled(self._leaves, self._state, words)
+        self._state, result = self._programs[plan.program](self._leaves, self._state, words)
         # The one download of a step; under a guard that forbids transfers it is the one exception.
         with jax.transfer_guard_device_to_host("allow"):
             result.copy_to_host_async()
@@ -126,12 +147,12 @@ class JaxBackend:
         del self._state
 
     def _compiled(self, program: Program) -> Compiled:
-        if program not in self.limits.programs:
-            raise ValueError(f"there is no program {program}")
-        traced = partial(self._traced, program)
-        compiled = jax.jit(traced, donate_argnums=1, compiler_options=self._options)
-        self._programs[program] = compiled
-        return compiled
+        words = np.zeros(plan_layout(program, self.limits).size, np.int32)
+        step = jax.jit(
+            partial(self._traced, program), donate_argnums=1, compiler_options=self._options
+        )
+        plan = jax.device_put(words, self._device)
+        return step.lower(self._leaves, self._state, plan).compile()
 
     def _traced(
         self,
@@ -184,27 +205,29 @@ def _written(program: Program, limits: Limits, result: Fields) -> Words:
     return jnp.concatenate(parts)
 
 
-def _binding(config: ModelConfig, drafter: LoadedDrafter) -> Callable[..., drafters.Drafter | None]:
+def _placed(
+    drafts: Drafts, arrays: Arrays, dtype: np.dtype, device: jax.Device
+) -> Model | DraftModel | None:
+    """The weights of what drafts, from arrays."""
+    if drafts.head is not None:
+        return weights.head_from_arrays(DraftHead(drafts.head, arrays), dtype, device).weights
+    if drafts.model is not None:
+        return weights.from_arrays(arrays, drafts.model, dtype, device)
+    return None
+
+
+def _binding(config: ModelConfig, drafts: Drafts) -> Callable[..., drafters.Drafter | None]:
     """Makes the drafter of a trace from the weights of its own, if any, and the model's."""
-    if drafter == "none":
-        return lambda model: None
-    if drafter == "NEXTN":
+    if drafts.with_mtp:
         return lambda model: EagleDrafter(heads.mtp(config, model), config)
-    if isinstance(drafter, LoadedModel):
-        return lambda own, model: StandaloneDrafter(drafter.config, own, config.vocab)
-    if drafter.config.block:
-        return partial(BlockDrafter, drafter.config)
-    made, settings = heads.HEADS[drafter.config.kind], drafter.config
-    return lambda own, model: EagleDrafter(made(settings, own, model), settings.layer)
-
-
-def _draft_sizes(config: ModelConfig, drafter: LoadedDrafter) -> DraftSizes | None:
-    """What the drafter keeps; None where there is no drafter."""
-    if drafter == "none":
-        return None
-    if isinstance(drafter, LoadedModel):
-        return DraftSizes.of_model(drafter.config)
-    return DraftSizes(config, 1, 0, True) if drafter == "NEXTN" else drafter.config.sizes
+    if (small := drafts.model) is not None:
+        return lambda own, model: StandaloneDrafter(small, own, config.vocab)
+    if (head := drafts.head) is None:
+        return lambda model: None
+    if drafts.block is not None:
+        return partial(BlockDrafter, head)
+    made = heads.HEADS[drafts.kind]
+    return lambda own, model: EagleDrafter(made(head, own, model), head.layer)
 
 
 def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:
@@ -228,23 +251,6 @@ def _is_known(name: str, value: bool | int, device: jax.Device) -> bool:
     except jax.errors.JaxRuntimeError:
         return False
     return True
-
-
-def _check(model: Model, limits: Limits, drafter: LoadedDrafter) -> None:
-    """Refuses by name what has no code, before anything is allocated or compiled."""
-    if drafter == "NEXTN" and not model.has_mtp:
-        raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
-    for program in limits.programs:
-        shape = program.shape
-        if program.mask:
-            raise ValueError("grammar masks are not supported: no program may have mask=True")
-        if shape.rows < program.batch * shape.nodes and program.work is Work.DECODE:
-            raise ValueError(f"rows must be batch x nodes in {program}")
-        drafts = program.work in (Work.DECODE, Work.DRAFT) and not shape.is_plain
-        if drafts and not program.host_draft and drafter == "none":
-            raise ValueError(f"without a drafter there are no drafts for {program}")
-        if drafts and isinstance(drafter, LoadedHead) and drafter.config.block:
-            drafter.config.block.check_shape(shape.nodes, shape.width)
 
 
 class JaxFuture:

@@ -2,25 +2,29 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from jax_impl import convert
-from jax_impl.backend import Drafter, JaxBackend
-from jax_impl.weights import LoadedModel, load, load_head
-from shared.boundary.backend import Limits
-from shared.drafts.checkpoint import ModelFiles
+from jax_impl.backend import JaxBackend
+from jax_impl.weights import load, load_head
+from jax_impl.workspace import workspace
+from shared.boundary.backend import Blueprint
+from shared.drafts.checkpoint import DraftFiles
 from shared.models.checkpoint import Checkpoint
-from shared.models.config import ModelConfig
-from shared.options.options import Options
-from shared.process.launch import DraftFiles, ProgressCall, launch
-from shared.process.memory_plan import Device
+from shared.process.device import Device
+from shared.process.launch import Platform, launch
+from shared.process.programs import ProgramCosts
 
 CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tandem" / "xla"
 """Compiled programs are kept here from one start to the next."""
+
+GPU_SHARE = "0.95"
+"""Of a GPU's memory that JAX takes at its first use, where the environment names no other share;
+JAX's own default is 0.75."""
 
 
 def find_device() -> Device:
@@ -33,34 +37,44 @@ def find_device() -> Device:
 
 
 def load_backend(
-    options: Options,
+    blueprint: Blueprint,
     checkpoint: Checkpoint | convert.OrbaxCheckpoint,
-    model: ModelConfig,
-    head: DraftFiles,
-    limits: Limits,
-    progress: ProgressCall,
+    draft_files: DraftFiles,
+    progress: Callable[[int], None],
 ) -> JaxBackend:
     """Reads the weights onto the device and makes the backend."""
-    with_mtp, dtype, device = options.speculative.with_mtp, options.model.dtype, jax.devices()[0]
     jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER))
-    kind = jnp.dtype(dtype)
-    weights = load(checkpoint, model, with_mtp, kind, device, progress)
-    drafter: Drafter = "NEXTN" if with_mtp else "none"
-    if isinstance(head, ModelFiles):
-        small = load(head.checkpoint, head.config, False, kind, device, progress)
-        drafter = LoadedModel(head.config, small)
-    elif head is not None:
-        drafter = load_head(head.checkpoint, head.config, kind, device, progress)
-    return JaxBackend(
-        model, weights, limits, drafter, dtype=dtype, device=device, quick_compile=False
+    model, device = blueprint.config, jax.devices()[0]
+    how = (jnp.dtype(blueprint.dtype), device, progress)
+    weights = load(checkpoint, model, blueprint.drafts.with_mtp, *how)
+    draft_weights = draft_files.read(
+        lambda files, config: load_head(files, config, *how),
+        lambda files, config: load(files, config, False, *how),
     )
+    return JaxBackend(
+        model,
+        weights,
+        blueprint.limits,
+        blueprint.drafts,
+        draft_weights,
+        dtype=blueprint.dtype,
+        device=device,
+        quick_compile=False,
+    )
+
+
+PLATFORM = Platform(
+    find_device=find_device,
+    open_checkpoint=convert.open_checkpoint,
+    costs=ProgramCosts(workspace=workspace, are_compiled=True),
+    load=load_backend,
+)
 
 
 def main(argv: Sequence[str]) -> int:
     """Serves until it is told to stop; returns the process's exit code."""
-    return launch(
-        argv, load_backend, open_checkpoint=convert.open_checkpoint, find_device=find_device
-    )
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", GPU_SHARE)
+    return launch(argv, PLATFORM)
 
 
 if __name__ == "__main__":

@@ -117,13 +117,6 @@ class LoadedHead(NamedTuple):
     weights: DraftModel
 
 
-class LoadedModel(NamedTuple):
-    """A model that drafts, its weights on the device; as `shared.spec.standalone.SmallModel`."""
-
-    config: ModelConfig
-    weights: Model
-
-
 def load(
     checkpoint: Checkpoint,
     config: ModelConfig,
@@ -154,7 +147,7 @@ def load_head(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
-) -> LoadedHead:
+) -> DraftModel:
     """Reads a draft head to the device, parameter by parameter; see `load`.
 
     Raises:
@@ -167,7 +160,7 @@ def load_head(
     if config.has_draft_vocab:
         ids = draft_checkpoint.draft_ids(checkpoint, config)
         arrays["draft_ids"] = _placed("draft_ids", ids, config.layer, dtype, device)
-    return LoadedHead(config, DraftModel(arrays))
+    return DraftModel(arrays)
 
 
 def from_arrays(

@@ -1,13 +1,13 @@
 """The torch backend: queues plans, runs them as steps, and brings the results back.
 
 On a CPU a worker thread runs the steps, so `submit` returns at once there too. On a GPU everything
-is queued on one stream; a decode program is captured as a CUDA graph on its first use.
+is queued on one stream; decode programs are captured as CUDA graphs before they are used.
 """
 
 import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from shared.boundary.backend import (
+    Blueprint,
     Limits,
     Program,
     StepFuture,
@@ -23,9 +24,10 @@ from shared.boundary.backend import (
     Work,
 )
 from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
+from shared.boundary.checks import check_limits, check_plan, refuse_masks, to_prepare
 from shared.drafts.config import DraftHead
+from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
-from shared.spec.standalone import SmallModel
 from torch_impl import drafters
 from torch_impl import weights as weights_module
 from torch_impl.device_state import allocate
@@ -38,8 +40,10 @@ from torch_impl.model import Model
 from torch_impl.ops import attention
 from torch_impl.step import step
 from torch_impl.weights import BlockWeights, HeadWeights, Weights
+from torch_impl.workspace import workspace
 
-Drafter = Literal["none", "NEXTN"] | DraftHead | HeadWeights | BlockWeights | SmallModel | Model
+Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
+DraftWeights = Weights | HeadWeights | BlockWeights
 
 
 class TorchBackend:
@@ -55,9 +59,10 @@ class TorchBackend:
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, Shaped[np.ndarray, "..."]] | Weights,
+        weights: Arrays | Weights,
         limits: Limits,
-        drafter: Drafter,
+        drafts: Drafts,
+        draft_weights: Arrays | DraftWeights | None,
         *,
         dtype: str,
         device: torch.device | str,
@@ -67,34 +72,39 @@ class TorchBackend:
 
         Args:
           weights: Loaded already, or arrays under the names of `shared.models.checkpoint`.
-          drafter: How drafts are made: not at all, by the checkpoint's MTP layer, or by a head with
-            a checkpoint of its own, loaded already or as arrays.
+          drafts: What drafts.
+          draft_weights: Of a head or a small model, loaded already or as arrays; None of the other
+            kinds.
           dtype: Of weights, KV and activations, float32 or bfloat16. Loaded weights have theirs and
             their device already.
           cuda_graphs: Whether decode steps are captured and replayed.
 
         Raises:
-          ValueError: A drafter is asked for that the weights do not hold, graphs where there is no
-            GPU, `limits` lists a program that does not exist, or attention on a GPU does not take
-            the head size.
+          ValueError: Graphs are asked for where there is no GPU, attention on a GPU does not take
+            the head size, or see `shared.boundary.checks.check_limits`.
         """
         if not isinstance(weights, Weights):
-            weights = weights_module.from_arrays(config, weights, dtype, torch.device(device))
-        embed = weights.embed
-        _check(weights, limits, drafter, cuda_graphs, embed.device)
-        model = Model.of(config, weights)
-        self.limits = limits
-        self._programs = frozenset(limits.programs)
-        made = _drafter(model, drafter, dtype)
-        kept = made.sizes if made else None
+            weights = weights_module.from_arrays(config, dict(weights), dtype, torch.device(device))
+        device = weights.embed.device
+        check_limits(limits, drafts, weights.mtp is not None)
+        refuse_masks(limits)
+        if cuda_graphs and device.type != "cuda":
+            raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")
+        if isinstance(draft_weights, Mapping):
+            draft_weights = _placed(drafts, draft_weights, dtype, device)
+        kept = drafts.sizes
         for sizes in (config, kept.model if kept else config):
-            attention.check_head_size(sizes.head_size, embed.device)
-        state = allocate(config, limits, kept, embed.dtype, embed.device)
-        machine = Machine(model, made, limits, state)
+            attention.check_head_size(sizes.head_size, device)
+        self.limits = limits
+        self._blueprint = Blueprint(
+            config=config, drafts=drafts, limits=limits, dtype=dtype, on_gpu=device.type == "cuda"
+        )
+        self._ready: set[Program] = set()
+        model = Model.of(config, weights)
+        state = allocate(config, limits, kept, weights.embed.dtype, device)
+        machine = Machine(model, _drafter(model, drafts, draft_weights), limits, state)
         self._queue = (
-            _Stream(machine, embed.device, cuda_graphs)
-            if embed.device.type == "cuda"
-            else _Worker(machine)
+            _Stream(machine, device, cuda_graphs) if device.type == "cuda" else _Worker(machine)
         )
 
     @property
@@ -107,14 +117,28 @@ class TorchBackend:
         """Steps that ran as a CUDA graph."""
         return self._queue.replays
 
+    def workspace(self, program: Program) -> int:
+        """Bytes that a step of the program needs beyond weights and pools."""
+        return workspace(program, self._blueprint)
+
+    def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
+        """Captures decode programs on a GPU and runs the others once; a CPU needs neither.
+
+        Raises:
+          ValueError: `limits` does not list a program.
+        """
+        for program in to_prepare(programs, self.limits, self._ready):
+            progress(program)
+            self._queue.prepare(program)
+            self._ready.add(program)
+
     def submit(self, plan: StepPlan) -> StepFuture:
         """Queues one step and returns at once.
 
         Raises:
-          ValueError: The plan asks for a program that `limits` does not list.
+          ValueError: See `shared.boundary.checks.check_plan`.
         """
-        if plan.program not in self._programs:
-            raise ValueError(f"there is no program {plan.program}")
+        check_plan(plan, self._ready)
         return self._queue.submit(plan)
 
     def close(self) -> None:
@@ -122,41 +146,29 @@ class TorchBackend:
         self._queue.close()
 
 
-def _check(
-    weights: Weights, limits: Limits, drafter: Drafter, cuda_graphs: bool, device: torch.device
-) -> None:
-    if isinstance(drafter, str) and drafter not in ("none", "NEXTN"):
-        raise ValueError(f"the drafter must be none, NEXTN or a draft head, got {drafter}")
-    if drafter == "NEXTN" and weights.mtp is None:
-        raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
-    if cuda_graphs and device.type != "cuda":
-        raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")
-    for program in limits.programs:
-        if program.mask:
-            raise ValueError(f"grammar masks are not supported, asked for by {program}")
-        drafts = program.work in (Work.DECODE, Work.DRAFT) and not program.host_draft
-        if drafts and drafter == "none" and not program.shape.is_plain:
-            raise ValueError(f"a drafter is needed by {program}")
-        if drafts and isinstance(drafter, DraftHead | BlockWeights) and drafter.config.block:
-            drafter.config.block.check_shape(program.shape.nodes, program.shape.width)
+def _placed(
+    drafts: Drafts, arrays: Arrays, dtype: str, device: torch.device
+) -> DraftWeights | None:
+    """The weights of what drafts, from arrays."""
+    if drafts.head is not None:
+        head = DraftHead(drafts.head, arrays)
+        return weights_module.head_from_arrays(head, dtype, device)
+    if drafts.model is not None:
+        return weights_module.from_arrays(drafts.model, dict(arrays), dtype, device)
+    return None
 
 
-def _drafter(model: Model, drafter: Drafter, dtype: str) -> drafters.Drafter | None:
-    if drafter == "none":
-        return None
-    if drafter == "NEXTN":
+def _drafter(model: Model, drafts: Drafts, own: DraftWeights | None) -> drafters.Drafter | None:
+    """What drafts, bound to its weights and the target's."""
+    if drafts.with_mtp:
         return EagleDrafter(heads.mtp(model))
-    device = model.weights.embed.device
-    if isinstance(drafter, SmallModel):
-        small = weights_module.from_arrays(drafter.config, drafter.weights, dtype, device)
-        drafter = Model.of(drafter.config, small)
-    if isinstance(drafter, Model):
-        return StandaloneDrafter(drafter, model.config.vocab)
-    if isinstance(drafter, DraftHead):
-        drafter = weights_module.head_from_arrays(drafter, dtype, device)
-    if isinstance(drafter, BlockWeights):
-        return BlockDrafter.of(model, drafter)
-    return EagleDrafter(heads.HEADS[drafter.config.kind](model, drafter))
+    if drafts.model is not None:
+        return StandaloneDrafter(Model.of(drafts.model, own), model.config.vocab)
+    if drafts.head is None:
+        return None
+    if drafts.block is not None:
+        return BlockDrafter.of(model, own)
+    return EagleDrafter(heads.HEADS[drafts.kind](model, own))
 
 
 class _Worker:
@@ -167,6 +179,9 @@ class _Worker:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
+
+    def prepare(self, program: Program) -> None:
+        """Plain torch compiles nothing."""
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         return self._thread.submit(self._run, plan)
@@ -218,8 +233,8 @@ class _Graph:
 class _Stream:
     """Runs steps on a GPU, in the order of one stream.
 
-    Plans and results go through rings of pinned memory. A ring of plans has two more entries than
-    steps may be in flight, a ring of results one more; an entry that is still read is waited for.
+    Plans and results go through rings of pinned memory. A ring has an entry more than steps may be
+    in flight, counted with the one being planned; an entry that is still read is waited for.
     """
 
     def __init__(self, machine: Machine, device: torch.device, cuda_graphs: bool) -> None:
@@ -249,8 +264,7 @@ class _Stream:
             earlier.result()  # frees its entries of the rings
         staged = self._plans[place][: len(plan.buffer)]
         staged.copy_(torch.from_numpy(plan.buffer))
-        graph = self._graph_of(plan.program)
-        flight = self._launch(plan.program, graph, staged, place)
+        flight = self._launch(plan.program, self._graphs.get(plan.program), staged, place)
         self._flights[place] = flight
         return flight
 
@@ -286,22 +300,23 @@ class _Stream:
         self.replays += 1
         return graph.result
 
-    def _graph_of(self, program: Program) -> _Graph | None:
-        """The program's graph, captured on first use; prompts run without one."""
-        if not self._cuda_graphs or program.work is not Work.DECODE:
-            return None
-        if program not in self._graphs:
-            self._graphs[program] = self._capture(program)
-            self.captures += 1
-        return self._graphs[program]
+    @torch.inference_mode()
+    def prepare(self, program: Program) -> None:
+        """Runs a step over a plan of padding, which touches the sinks only, and captures a decode.
 
-    def _capture(self, program: Program) -> _Graph:
-        """Captures a step over a plan of padding, whose runs touch the sinks only."""
+        The first run sets up libraries and compiles kernels, outside of the capture and of serving;
+        prompts run without a graph.
+        """
         padding = empty_plan(program, self._machine.limits, None).buffer
         with torch.cuda.stream(self._compute):
             plan = torch.from_numpy(padding).to(self._device)
-            step(self._machine, plan, program)  # libraries set themselves up outside the capture
+            step(self._machine, plan, program)
         self._compute.synchronize()
+        if self._cuda_graphs and program.work is Work.DECODE:
+            self._graphs[program] = self._capture(program, plan)
+            self.captures += 1
+
+    def _capture(self, program: Program, plan: Int[Tensor, " words"]) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         # Another thread of the process (a JAX backend, say) may allocate meanwhile.
         how = {"pool": self._pool, "stream": self._compute, "capture_error_mode": "thread_local"}

@@ -2,21 +2,20 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import torch
 
-from shared.boundary.backend import Limits
-from shared.drafts.checkpoint import ModelFiles
+from shared.boundary.backend import Blueprint
+from shared.drafts.checkpoint import DraftFiles
 from shared.models.checkpoint import Checkpoint, open_checkpoint, parameters
-from shared.models.config import ModelConfig
-from shared.options.options import Options
-from shared.process.launch import DraftFiles, ProgressCall, launch
-from shared.process.memory_plan import Device
-from torch_impl.backend import Drafter, TorchBackend
-from torch_impl.model import Model
+from shared.process.device import Device
+from shared.process.launch import Platform, launch
+from shared.process.programs import ProgramCosts
+from torch_impl.backend import TorchBackend
 from torch_impl.weights import load, load_head
+from torch_impl.workspace import workspace
 
 ALL_THREADS = torch.get_num_threads()
 
@@ -36,29 +35,40 @@ def find_device() -> Device:
 
 
 def load_backend(
-    options: Options,
+    blueprint: Blueprint,
     checkpoint: Checkpoint,
-    model: ModelConfig,
-    head: DraftFiles,
-    limits: Limits,
-    progress: ProgressCall,
+    draft_files: DraftFiles,
+    progress: Callable[[int], None],
 ) -> TorchBackend:
     """Reads the weights onto the device and makes the backend; decoding on a GPU is captured."""
-    with_mtp, dtype = options.speculative.with_mtp, options.model.dtype
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    weights = load(checkpoint, model, with_mtp, dtype, device, progress)
-    drafter: Drafter = "NEXTN" if with_mtp else "none"
-    if isinstance(head, ModelFiles):
-        small = load(head.checkpoint, head.config, False, dtype, device, progress)
-        drafter = Model.of(head.config, small)
-    elif head is not None:
-        drafter = load_head(head.checkpoint, head.config, dtype, device, progress)
+    model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
+    device = torch.device("cuda" if blueprint.on_gpu else "cpu")
+    how = (blueprint.dtype, device, progress)
+    weights = load(checkpoint, model, with_mtp, *how)
+    draft_weights = draft_files.read(
+        lambda files, config: load_head(files, config, *how),
+        lambda files, config: load(files, config, False, *how),
+    )
     if device.type == "cpu":
         take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))
-    graphs = device.type == "cuda"
     return TorchBackend(
-        model, weights, limits, drafter, dtype=dtype, device=device, cuda_graphs=graphs
+        model,
+        weights,
+        blueprint.limits,
+        blueprint.drafts,
+        draft_weights,
+        dtype=blueprint.dtype,
+        device=device,
+        cuda_graphs=blueprint.on_gpu,
     )
+
+
+PLATFORM = Platform(
+    find_device=find_device,
+    open_checkpoint=open_checkpoint,
+    costs=ProgramCosts(workspace=workspace, are_compiled=False),
+    load=load_backend,
+)
 
 
 def take_threads(num_parameters: int) -> None:
@@ -69,7 +79,7 @@ def take_threads(num_parameters: int) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Serves until it is told to stop; returns the process's exit code."""
-    return launch(argv, load_backend, open_checkpoint=open_checkpoint, find_device=find_device)
+    return launch(argv, PLATFORM)
 
 
 if __name__ == "__main__":

@@ -148,9 +148,7 @@ def _along_paths(
     keys = jnp.swapaxes(k, 2, 3)
     among = jnp.tril(beta * _matmul(k, keys) * decay, -1)
     target = beta * (v - carried * _matmul(k, state))
-    stored = lax.linalg.triangular_solve(
-        among, target, left_side=True, lower=True, unit_diagonal=True
-    )
+    stored = _solve(among, target)
     return carried * _matmul(q, state) + _matmul(_matmul(q, keys) * decay, stored)
 
 
@@ -214,7 +212,7 @@ def _chunks(
 
 
 def _rows_of_chunks(
-    x: Float[jax.Array, "T *rest"],
+    x: Float[jax.Array, " T *rest"],
     at: Int[jax.Array, "chunks c"],
     is_real: Bool[jax.Array, "chunks c"],
 ) -> Float[jax.Array, "chunks H c ..."]:
@@ -247,10 +245,7 @@ def _prepare(
     among = jnp.tril(beta[..., None] * _matmul(k, keys) * decay, -1)
     carried = jnp.exp(total)[..., None]
     target = jnp.concatenate([beta[..., None] * v, beta[..., None] * carried * k], axis=-1)
-    solved = lax.linalg.triangular_solve(
-        among + jnp.eye(c, dtype=among.dtype), target, left_side=True, lower=True
-    )
-    stored, read = jnp.split(solved, [v.shape[-1]], axis=-1)
+    stored, read = jnp.split(_solve(among, target), [v.shape[-1]], axis=-1)
     left = jnp.exp(total[..., -1:] - total)[..., None] * k
     reach = _matmul(q, keys) * decay
     return stored, read, carried * q, reach, jnp.swapaxes(left, 2, 3), carried[..., -1:, :]
@@ -269,6 +264,36 @@ def _one_chunk(
     stored = stored - _matmul(read, state)
     out = _matmul(queries, state) + _matmul(among, stored)
     return carried * state + _matmul(left, stored), out
+
+
+def _solve(
+    among: Float[jax.Array, "*batch c c"], target: Float[jax.Array, "*batch c size"]
+) -> Float[jax.Array, "*batch c size"]:
+    """Solves `(I + among) x = target`, where `among` has nothing on its diagonal or above.
+
+    Never by JAX's solver on a CPU: it shares its batch out among the threads of XLA's pool and
+    waits in one of them. Where as many solvers as there are threads run at once, and independent
+    ones do, all of them wait for ever.
+    """
+
+    def library(among: jax.Array, target: jax.Array) -> Float[jax.Array, "*batch c size"]:
+        return lax.linalg.triangular_solve(  # noqa: TID251 - no program of a CPU holds it
+            among, target, left_side=True, lower=True, unit_diagonal=True
+        )
+
+    return lax.platform_dependent(among, target, cuda=library, default=_by_rows)
+
+
+def _by_rows(
+    among: Float[jax.Array, "*batch c c"], target: Float[jax.Array, "*batch c size"]
+) -> Float[jax.Array, "*batch c size"]:
+    """As `_solve`: each row less what the rows before it, which are known by then, add to it."""
+
+    def substitute(x: jax.Array, row: Int[jax.Array, ""]) -> tuple[jax.Array, None]:
+        line, wanted = (lax.dynamic_slice_in_dim(part, row, 1, -2) for part in (among, target))
+        return lax.dynamic_update_slice_in_dim(x, wanted - _matmul(line, x), row, -2), None
+
+    return lax.scan(substitute, jnp.zeros_like(target), jnp.arange(among.shape[-1]))[0]
 
 
 def _matmul(a: Float[jax.Array, "..."], b: Float[jax.Array, "..."]) -> Float[jax.Array, "..."]:

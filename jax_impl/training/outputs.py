@@ -21,14 +21,18 @@ from jaxtyping import Int32
 from jax_impl.backend import JaxBackend
 from jax_impl.training.examples import Row, Rows
 from jax_impl.weights import Model
+from jax_impl.workspace import workspace
 from shared.boundary.backend import Limits, Work
+from shared.drafts.drafts import Drafts
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.options.options import Options
-from shared.process.memory_plan import Device, plan
+from shared.process.device import Device
+from shared.process.memory_plan import plan
+from shared.process.programs import ProgramCosts
 from shared.spec.draft_tree import TreeShape
 
 MAX_PREFILL_ROWS = 64
@@ -57,10 +61,11 @@ def make_engine(
     """
     values = {"max_running_requests": slots, "context_length": context, "dtype": dtype}
     device = jax.devices()[0]
-    limits = _limits(plan(Options.from_values(values), config, None, _memory(device)).limits, slots)
-    backend = JaxBackend(
-        config, model, limits, "none", dtype=dtype, device=device, quick_compile=quick_compile
-    )
+    made_for = (config, Drafts.none(), _memory(device), ProgramCosts(workspace, are_compiled=True))
+    limits = _limits(plan(Options.from_values(values), *made_for).limits, slots)
+    how = {"dtype": dtype, "device": device, "quick_compile": quick_compile}
+    backend = JaxBackend(config, model, limits, Drafts.none(), None, **how)
+    backend.prepare(limits.programs, lambda program: None)
     shape = TreeShape.plain(slots)
     controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     chunk = limits.token_sizes[-1]

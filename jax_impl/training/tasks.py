@@ -191,7 +191,7 @@ def load_head(folder: Path, config: DraftConfig) -> DraftModel:
     """A draft head's parameters in float32."""
     device = jax.devices()[0]
     opened = open_head(folder)
-    return weights.load_head(opened, config, np.float32, device, lambda count: None).weights
+    return weights.load_head(opened, config, np.float32, device, lambda count: None)
 
 
 def _trainable(module: Any, frozen: Any, loss: Callable[..., tuple[Any, Metrics]]) -> Trainable:

@@ -16,12 +16,15 @@ Promises of every backend, each a test of `tests/boundary/test_backend_contract.
   slot's length.
 - independence: a row's tokens depend neither on its neighbours nor on padding.
 - isolation: NaN in a row fails that row, not the step, and harms no later owner of its pages.
+- readiness: `submit` compiles and captures nothing; a program that is not prepared is refused.
+- beginnings: a row starts in a prefill or a count; no decode and no draft resets or restores one.
 
 Page, slot and snapshot 0 are sinks for padding; nothing reads them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -30,8 +33,12 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from shared.drafts.drafts import Drafts
+from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import Sampling
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 class Work(Enum):
@@ -77,6 +84,16 @@ class Program:
         """Whether the device's drafter makes the trees of the step."""
         drafts = self.work in (Work.DECODE, Work.DRAFT)
         return drafts and not self.host_draft and not self.shape.is_plain
+
+    def __str__(self) -> str:
+        """The sizes in words."""
+        sizes = [f"{self.batch} rows"]
+        sizes += [f"{self.tokens} tokens"] * bool(self.tokens)
+        sizes += [f"{self.shape.nodes} nodes"] * (not self.shape.is_plain)
+        sizes += [f"{self.pages} pages"]
+        flags = ("host_draft", "mask", "logprobs")
+        named = [name.replace("_", " ") for name in flags if getattr(self, name)]
+        return f"{self.work.value} of {', '.join(sizes + named)}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -161,6 +178,30 @@ class Limits:
         return -(-positions // self.page_size)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Blueprint:
+    """What a backend is made from, known before any memory is taken.
+
+    Attributes:
+      config: The target's settings.
+      drafts: What drafts on the device.
+      limits: What is asked of the backend.
+      dtype: Of weights, KV and activations, float32 or bfloat16.
+      on_gpu: Whether steps run on a GPU.
+    """
+
+    config: ModelConfig
+    drafts: Drafts
+    limits: Limits
+    dtype: str
+    on_gpu: bool
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one number of the dtype."""
+        return ITEM_BYTES[self.dtype]
+
+
 @dataclass(frozen=True)
 class Prefill:
     """Prompt chunks, one after the other.
@@ -221,9 +262,14 @@ class Count:
 class Snapshots:
     """Recurrent state to restore before and to save within a step; 0 names the sink: nothing.
 
+    A decode takes a snapshot at any length that it passes. A prefill takes one where the chunked
+    delta rule has a state of its own: a whole number of `shared.spec.gated_delta.CHUNK` tokens
+    after the first token of the row in this step, or at its last. Elsewhere none is taken, and
+    `StepResult.saved` says so.
+
     Attributes:
       restore: Snapshot that a starting row takes its state from.
-      save: Snapshot that is written if the step passes `save_at`.
+      save: Snapshot that is written if the step passes `save_at` and can take it.
       save_at: Length at which the state is taken.
     """
 
@@ -250,7 +296,8 @@ class StepPlan:
       work: What to do.
       slots: Slot of each row; 0 pads.
       page_table: Pages of each row; 0 pads.
-      starts: 1 at a row's first step: state, counts and draft memory are set to zero.
+      starts: 1 at a row's first step, of a prefill or a count: state, counts and draft memory are
+        set to zero. 0 in a decode and a draft, where nothing reads it.
       draft_from: Where whole draft KV begins after a cache hit; read with `starts`.
       sampling: How tokens are chosen.
       snapshots: Recurrent state restored and saved.
@@ -316,12 +363,35 @@ class StepFuture(Protocol):
 
 
 class Backend(Protocol):
-    """A device that runs steps."""
+    """A device that runs steps.
+
+    Before one is made, its module answers `workspace` too, of a `Blueprint`.
+    """
 
     limits: Limits
 
+    def workspace(self, program: Program) -> int:
+        """Bytes that a step of the program needs beyond weights and pools."""
+        ...
+
+    def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
+        """Makes programs ready to run: compiled, or captured; what is ready already is passed by.
+
+        Args:
+          programs: Some of `limits`.
+          progress: Called with each program before it is made ready.
+
+        Raises:
+          ValueError: `limits` does not list a program.
+        """
+        ...
+
     def submit(self, plan: StepPlan) -> StepFuture:
-        """Queues one step and returns at once."""
+        """Queues one step and returns at once.
+
+        Raises:
+          ValueError: The plan's program was not prepared, or a decode names a row that starts.
+        """
         ...
 
     def close(self) -> None:

@@ -7,11 +7,13 @@ the names of its tensors are held against the kind that was asked for.
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Int32
 
 from shared.drafts.config import DraftConfig, DraftHead
+from shared.drafts.drafts import Drafts
 from shared.models.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -26,6 +28,9 @@ from shared.models.checkpoint import (
     stack,
 )
 from shared.models.config import ModelConfig
+
+Read = TypeVar("Read")
+"""Weights as a backend holds them."""
 
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "model.pt")
 """Weights that loading would have to run as a program."""
@@ -57,29 +62,47 @@ IGNORED = (*COPIES, "t2d", "d2t")
 
 
 @dataclass(frozen=True)
-class HeadFiles:
-    """The settings and the checked files of a draft head that is not read yet."""
+class DraftFiles:
+    """What drafts, and its opened and checked files.
 
-    config: DraftConfig
-    checkpoint: Checkpoint
+    Attributes:
+      drafts: What drafts.
+      checkpoint: Its files; None where it has none of its own.
+    """
 
-    @property
-    def num_bytes(self) -> int:
-        """Stored bytes that loading it reads."""
-        return self.checkpoint.num_bytes(head_parameters(self.config, self.checkpoint.names))
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """The settings and the checked files of a small model that drafts and is not read yet."""
-
-    config: ModelConfig
-    checkpoint: Checkpoint
+    drafts: Drafts
+    checkpoint: Checkpoint | None
 
     @property
     def num_bytes(self) -> int:
         """Stored bytes that loading it reads."""
-        return self.checkpoint.num_bytes(parameters(self.config, False))
+        if self.checkpoint is None:
+            return 0
+        return self.checkpoint.num_bytes(draft_parameters(self.drafts, self.checkpoint.names))
+
+    def read(
+        self,
+        read_head: Callable[[Checkpoint, DraftConfig], Read],
+        read_model: Callable[[Checkpoint, ModelConfig], Read],
+    ) -> Read | None:
+        """The weights of its own, by the reader that fits its kind; None where it has none."""
+        if self.checkpoint is None:
+            return None
+        if self.drafts.head is not None:
+            return read_head(self.checkpoint, self.drafts.head)
+        assert self.drafts.model is not None  # files of its own are a head's or a model's
+        return read_model(self.checkpoint, self.drafts.model)
+
+
+def draft_parameters(drafts: Drafts, names: Collection[str] | None) -> list[Parameter]:
+    """Parameters of the files of what drafts; none where it has no files of its own.
+
+    Args:
+      names: See `head_parameters`.
+    """
+    if drafts.head is not None:
+        return head_parameters(drafts.head, names)
+    return parameters(drafts.model, False) if drafts.model is not None else []
 
 
 def is_head(names: Collection[str]) -> bool:

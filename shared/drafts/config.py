@@ -221,6 +221,11 @@ class DraftSizes:
     has_relay: bool
 
     @classmethod
+    def of_layer(cls, target: ModelConfig) -> "DraftSizes":
+        """Of one attention layer of the target's own sizes."""
+        return cls(target, num_attention_layers=1, num_gated_delta_layers=0, has_relay=True)
+
+    @classmethod
     def of_model(cls, config: ModelConfig) -> "DraftSizes":
         """Of a whole model that drafts."""
         return cls(config, config.num_attention_layers, config.num_gated_delta_layers, False)

@@ -1,4 +1,9 @@
-"""Pages and slots: who owns what. A page belongs to a slot, and a slot to one running request."""
+"""Pages and slots: who owns what.
+
+A slot belongs to one running request. A page is no slot's own: its owners are counted, and it is
+free when the last of them has let go. Slots whose texts begin alike may share full pages, as a step
+writes only past its slot's length.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.backend import Limits
+
+NO_PAGES = np.zeros(0, np.int32)
 
 
 class Allocator:
@@ -16,18 +23,21 @@ class Allocator:
 
     Attributes:
       page_table: The pages of each slot in the order of positions; 0 past its last.
-      num_pages: How many pages each slot owns.
+      num_pages: How many pages each slot has a share in.
+      num_owners: Owners of each page: the slots that name it.
       limits: The sizes of the pools.
     """
 
     page_table: Int32[np.ndarray, "slots P"]
     num_pages: Int32[np.ndarray, " slots"]
+    num_owners: Int32[np.ndarray, " pages"]
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         columns = limits.num_pages_for(limits.max_positions)
         self.page_table = np.zeros((limits.num_slots, columns), np.int32)
         self.num_pages = np.zeros(limits.num_slots, np.int32)
+        self.num_owners = np.zeros(limits.num_pages, np.int32)
         self._free_pages = np.arange(limits.num_pages - 1, 0, -1, dtype=np.int32)
         self._num_free_pages = limits.num_pages - 1
         self._free_slots = list(range(limits.num_slots - 1, 0, -1))
@@ -48,14 +58,23 @@ class Allocator:
         """Share of the pages that have an owner."""
         return 1.0 - self._num_free_pages / max(1, len(self._free_pages))
 
-    def take_slot(self) -> int:
-        """A slot without pages.
+    def take_slot(self, prefix: Int32[np.ndarray, " n"] = NO_PAGES) -> int:
+        """A slot that begins with the pages of `prefix`, of each of which it is one more owner.
+
+        Args:
+          prefix: Pages that have an owner and are full, in the order of positions.
 
         Raises:
           IndexError: No slot is free.
+          ValueError: A page of `prefix` has no owner, so it may be anybody's next.
         """
-        slot = self._free_slots.pop()
+        if (self.num_owners[prefix] == 0).any():
+            raise ValueError("a page of the prefix has no owner")
+        slot, count = self._free_slots.pop(), len(prefix)
         self._taken_slots.add(slot)
+        self.page_table[slot, :count] = prefix
+        self.num_pages[slot] = count
+        self.num_owners[prefix] += 1
         return slot
 
     def num_missing(self, slot: int, positions: int) -> int:
@@ -76,36 +95,47 @@ class Allocator:
             pages = self._free_pages[left : self._num_free_pages]
             self.page_table[slot, start : start + missing] = pages[::-1]
             self.num_pages[slot] += missing
+            self.num_owners[pages] = 1
             self._num_free_pages = left
         return True
 
     def free(self, slot: int) -> None:
-        """Takes back a slot and its pages: the only way back into the pools.
+        """Takes back a slot and its share in its pages.
 
         Raises:
           KeyError: The slot is not taken.
         """
         self._taken_slots.remove(slot)
         self._free_slots.append(slot)
-        count, end = int(self.num_pages[slot]), self._num_free_pages
-        self._free_pages[end : end + count] = self.page_table[slot, :count][::-1]
-        self._num_free_pages += count
+        count = int(self.num_pages[slot])
+        self._disown(self.page_table[slot, :count])
         self.page_table[slot, :count] = 0
         self.num_pages[slot] = 0
 
+    def _disown(self, pages: Int32[np.ndarray, " n"]) -> None:
+        """Takes an owner from each page, no page twice: the only way back into the pool."""
+        self.num_owners[pages] -= 1
+        free = pages[self.num_owners[pages] == 0][::-1]
+        end = self._num_free_pages
+        self._free_pages[end : end + len(free)] = free
+        self._num_free_pages += len(free)
+
     def check(self) -> None:
-        """Asserts that nothing is lost and nothing has two owners.
+        """Asserts that nothing is lost, and that every page has the owners that name it.
 
         Raises:
-          AssertionError: A page or a slot is lost, owned twice, or owned without a slot.
+          AssertionError: A page or a slot is lost, handed out while it has an owner, or owned by
+            what has no slot.
         """
         columns = np.arange(self.page_table.shape[1])
         is_owned = columns < self.num_pages[:, None]
-        owned = self.page_table[is_owned]
-        pages = np.sort(np.concatenate([owned, self._free_pages[: self._num_free_pages]]))
+        shares = np.bincount(self.page_table[is_owned], minlength=self.limits.num_pages)
+        free = np.sort(self._free_pages[: self._num_free_pages])
         slots = sorted([*self._taken_slots, *self._free_slots])
         owners = set(np.flatnonzero(self.num_pages).tolist())
-        assert np.array_equal(pages, np.arange(1, self.limits.num_pages)), "pages lost or shared"
+        assert np.array_equal(shares, self.num_owners), "a page's owners are not those it counts"
+        assert np.array_equal(free, 1 + np.flatnonzero(shares[1:] == 0)), "pages lost or shared"
+        assert shares[0] == 0, "the sink has an owner"
         assert slots == list(range(1, self.limits.num_slots)), "slots lost or shared"
         assert owners <= self._taken_slots, "a free slot owns pages"
         assert not self.page_table[~is_owned].any(), "a page is named past the last one"

@@ -1,74 +1,148 @@
-"""Which draft shape a step takes."""
+"""Which requests decode in a step, with which draft shape and whose drafts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from shared.boundary.backend import Limits, Work
+from shared.boundary.backend import Limits, StepResult, Work
+from shared.engine.request import Request
+from shared.engine.rows import DecodeRows, Rows
 from shared.spec.draft_tree import TreeShape
+
+Reserve = Callable[[Sequence[Request], int], list[Request]]
+"""Those requests that have pages for the step when it writes so many positions past their length;
+younger ones may lose theirs, and wait."""
+
+Gauges = Mapping[str, Callable[[], float]]
+"""What reads a gauge, by name."""
 
 
 class Controller(Protocol):
-    """Chooses among the shapes that exist; the text is the same with any of them.
+    """Chooses how requests decode, and learns from what came of it.
+
+    It is the only chooser of shapes: plain steps, trees of the device's drafter and trees of the
+    host's are all its own. The text is the same whatever it chooses.
 
     Attributes:
       max_rows: Most requests that a decode step may have.
+      gauges: What it counts, for the engine's metrics, by name.
     """
 
     max_rows: int
+    gauges: Gauges
 
-    def shape_for(self, num_rows: int) -> TreeShape:
-        """The shape of a decode step of `num_rows` requests; 1 <= num_rows <= `max_rows`."""
+    @property
+    def waits(self) -> bool:
+        """Whether its next rows need tokens that are still on their way."""
+        ...
+
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+        """The rows of the next decode step; None where there should be none yet.
+
+        Args:
+          ready: Requests that can decode, oldest first; at least one, at most `max_rows`.
+          reserve: Asked once the shape is known, for its `scratch`; whom it leaves out has no row.
+        """
+        ...
+
+    def submitted(self, rows: Rows) -> None:
+        """A step is on its way, and the host has time while the device runs it."""
+        ...
+
+    def learned(self, rows: Rows, result: StepResult) -> None:
+        """What a step gave.
+
+        Args:
+          rows: As it was submitted: its shape, and the request of each row. A request may have
+            ended since.
+          result: Drafts and tokens of each row, and the time on the device. Row i of its arrays is
+            that of request i; those past the last request are padding.
+        """
+        ...
+
+    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+        """Tokens were committed to a request's output."""
+        ...
+
+    def ended(self, request: Request) -> None:
+        """A request ended."""
+        ...
+
+    def cut(self, request_id: int, num_tokens: int) -> None:
+        """The output of a request that ended turned out to end after `num_tokens` tokens."""
         ...
 
 
+def shapes_by_batch(
+    limits: Limits, *, host_draft: bool, is_wanted: Callable[[TreeShape], bool]
+) -> dict[int, TreeShape]:
+    """The tree of each batch bucket, ascending, with most verify rows where there are several.
+
+    Args:
+      limits: The backend's.
+      host_draft: Looks among the decode programs that take the host's trees, or that do not.
+      is_wanted: Picks the tree.
+    """
+    shapes = {
+        (program.batch, program.shape.rows): program.shape
+        for program in limits.programs
+        if program.work is Work.DECODE
+        and program.host_draft is host_draft
+        and is_wanted(program.shape)
+    }
+    # In ascending order the last entry of a batch has the most verify rows.
+    return {batch: shapes[batch, rows] for batch, rows in sorted(shapes)}
+
+
+def smallest_that_holds(shapes: Mapping[int, TreeShape], num_rows: int) -> TreeShape:
+    """The shape of the smallest batch that holds `num_rows` requests."""
+    return next(shape for batch, shape in shapes.items() if batch >= num_rows)
+
+
 class StaticController:
-    """The same tree in every step, with verify rows for the smallest batch that holds the step.
+    """The same tree of the device's drafter in every step; it learns nothing.
 
     Raises:
       ValueError: The backend has no decode program of this tree.
     """
 
     def __init__(self, limits: Limits, *, nodes: int, depth: int, width: int) -> None:
-        shapes = {
-            (program.batch, program.shape.rows): program.shape
-            for program in limits.programs
-            if program.work is Work.DECODE
-            and not program.host_draft
-            and (program.shape.nodes, program.shape.depth, program.shape.width)
-            == (nodes, depth, width)
-        }
-        # In ascending order the last entry of a batch has the most verify rows.
-        self._by_batch = {batch: shapes[batch, rows] for batch, rows in sorted(shapes)}
-        if not self._by_batch:
+        wanted = (nodes, depth, width)
+        self._shapes = shapes_by_batch(
+            limits, host_draft=False, is_wanted=lambda s: (s.nodes, s.depth, s.width) == wanted
+        )
+        if not self._shapes:
             raise ValueError(f"no decode program drafts {nodes} nodes, {depth} deep, {width} wide")
-        self.max_rows = max(self._by_batch)
+        self.max_rows = max(self._shapes)
+        self.gauges: Gauges = {}
+
+    @property
+    def waits(self) -> bool:
+        """A row goes on from what the device holds."""
+        return False
 
     def shape_for(self, num_rows: int) -> TreeShape:
-        """The tree, with the rows of the smallest batch that holds `num_rows` requests."""
-        return next(shape for batch, shape in self._by_batch.items() if batch >= num_rows)
+        """The shape of a decode step of `num_rows` requests; 1 <= num_rows <= `max_rows`."""
+        return smallest_that_holds(self._shapes, num_rows)
 
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+        """Every ready request that has room."""
+        shape = self.shape_for(len(ready))
+        requests = reserve(ready, shape.scratch)
+        return DecodeRows(requests, shape) if requests else None
 
-class HostDraftController:
-    """The same tree of the host's in every step; the largest that the backend takes.
+    def submitted(self, rows: Rows) -> None:
+        """Nothing to do."""
 
-    Raises:
-      ValueError: The backend has no decode program that takes trees of the host's.
-    """
+    def learned(self, rows: Rows, result: StepResult) -> None:
+        """The next step has the same tree."""
 
-    def __init__(self, limits: Limits) -> None:
-        shapes = [
-            (program.batch, program.shape)
-            for program in limits.programs
-            if program.work is Work.DECODE and program.host_draft
-        ]
-        if not shapes:
-            raise ValueError("no decode program takes drafts of the host")
-        self.tree = max((shape for _, shape in shapes), key=lambda shape: shape.nodes)
-        same = [(batch, shape) for batch, shape in shapes if shape.nodes == self.tree.nodes]
-        self._by_batch = dict(sorted(same, key=lambda pair: pair[0]))
-        self.max_rows = max(self._by_batch)
+    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+        """The device drafts."""
 
-    def shape_for(self, num_rows: int) -> TreeShape:
-        """The tree, with the rows of the smallest batch that holds `num_rows` requests."""
-        return next(shape for batch, shape in self._by_batch.items() if batch >= num_rows)
+    def ended(self, request: Request) -> None:
+        """Nothing is kept of a request."""
+
+    def cut(self, request_id: int, num_tokens: int) -> None:
+        """Nothing is kept of a request."""

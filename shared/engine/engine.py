@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shared.boundary.backend import Backend, StepFuture, StepResult
 from shared.engine.allocator import Allocator
-from shared.engine.controller import Controller, StaticController
+from shared.engine.checks import RequestLimits, check
+from shared.engine.controller import Controller
 from shared.engine.metrics import Metrics
-from shared.engine.ngram.index import NgramIndex
-from shared.engine.planner import DecodeRows, Planner, PrefillRows
-from shared.engine.request import Event, FinishReason, Refusal, Request, check
+from shared.engine.planner import Planner
+from shared.engine.request import Event, FinishReason, Refusal, Request
+from shared.engine.rows import Rows
 from shared.engine.scheduler import Scheduler
 
 
@@ -21,7 +21,7 @@ class Flight:
     """A step on the device and the rows that it carries."""
 
     future: StepFuture
-    rows: PrefillRows | DecodeRows
+    rows: Rows
 
 
 class Engine:
@@ -29,10 +29,9 @@ class Engine:
 
     Args:
       backend: The device.
-      controller: Chooses the draft shape of each decode step.
+      controller: Chooses how requests decode.
       overlap: Steps on the device while the host plans the next; at most the backend's.
       chunked_prefill_size: Most prompt tokens of a step.
-      ngram: Drafts on the host from seen text; None where the device drafts, or nothing does.
 
     Raises:
       ValueError: The overlap is more than the backend was made for, or no prefill fits.
@@ -45,14 +44,12 @@ class Engine:
         *,
         overlap: int,
         chunked_prefill_size: int,
-        ngram: NgramIndex | None = None,
     ) -> None:
         limits = backend.limits
         if not 0 <= overlap <= limits.overlap:
             raise ValueError(f"overlap must be in 0..{limits.overlap}, got {overlap}")
-        self._backend, self._overlap, self.ngram = backend, overlap, ngram
-        if ngram is not None:
-            self._plain = StaticController(limits, nodes=1, depth=0, width=0)
+        self._backend, self.controller, self._overlap = backend, controller, overlap
+        self._request_limits = RequestLimits.of(limits, limits.context_length)
         self.allocator = Allocator(limits)
         self.planner = Planner(limits, self.allocator)
         self.scheduler = Scheduler(
@@ -61,7 +58,6 @@ class Engine:
             controller,
             overlap=overlap,
             chunked_prefill_size=chunked_prefill_size,
-            drafts_on_host=ngram is not None,
         )
         self.metrics = Metrics(
             {
@@ -71,8 +67,8 @@ class Engine:
                 "kv_pages_free": lambda: self.allocator.num_free_pages,
                 "state_slots_free": lambda: self.allocator.num_free_slots,
                 "num_preemptions_total": lambda: self.scheduler.num_preemptions,
+                **controller.gauges,
             }
-            | (_ngram_gauges(ngram) if ngram is not None else {})
         )
         self._requests: dict[int, Request] = {}
         self._flights: deque[Flight] = deque()
@@ -90,7 +86,7 @@ class Engine:
         """
         if request.request_id in self._requests:
             raise Refusal("request_id", f"request_id {request.request_id} is taken")
-        check(request, self._backend.limits)
+        check(request.prompt, request.sampling, self._request_limits)
         self.scheduler.add(request)
         self._requests[request.request_id] = request
 
@@ -102,15 +98,13 @@ class Engine:
     def finish(self, request_id: int, num_tokens: int) -> None:
         """Ends a request whose text was found to stop after `num_tokens` tokens of output.
 
-        No event follows, and an ended request stays ended.
+        No event follows. A request that ended before stays ended, but what is kept of its text is
+        cut as well.
         """
-        if request_id in self._requests:
-            request = self._requests[request_id]
-            late = request.output[num_tokens:]
-            del request.output[num_tokens:]
-            if self.ngram is not None:
-                self.ngram.take_back(request, late)
+        if request := self._requests.get(request_id):
             self._end(request, FinishReason.STOP)
+            request.cut(num_tokens)
+        self.controller.cut(request_id, num_tokens)
 
     def step(self) -> list[Event]:
         """Submits the next step, then retires the oldest beyond the overlap."""
@@ -118,9 +112,7 @@ class Engine:
             self.planner.bind(request)
         rows = self.scheduler.next_rows()
         if rows is not None:
-            self._submit(rows if self.ngram is None else self._with_seen_text(rows, self.ngram))
-        if self.ngram is not None:
-            self.ngram.learn()
+            self._submit(rows)
         if self._flights and (rows is None or len(self._flights) > self._overlap):
             return self._retire(self._flights.popleft())
         return []
@@ -132,42 +124,27 @@ class Engine:
         self._flights.clear()
         self._backend.close()
 
-    def _with_seen_text(
-        self, rows: PrefillRows | DecodeRows, ngram: NgramIndex
-    ) -> PrefillRows | DecodeRows:
-        """A prefill as it is, its tokens noted; decode rows with their drafts, or plain ones."""
-        if isinstance(rows, PrefillRows):
-            for chunk in rows.chunks:
-                ngram.see_prompt(chunk.request, chunk.end)
-            return rows
-        drafts = ngram.draft(rows.requests)
-        if drafts.num_nodes.max() > 1:
-            return replace(rows, drafts=drafts)
-        return replace(rows, shape=self._plain.shape_for(len(rows.requests)))
-
-    def _submit(self, rows: PrefillRows | DecodeRows) -> None:
+    def _submit(self, rows: Rows) -> None:
         plan = self.planner.plan(rows)
         self._flights.append(Flight(self._backend.submit(plan), rows))
-        self.metrics.count_step(plan.program.work)
+        self.metrics.count_step(rows.work)
         for request, most in zip(rows.requests, rows.most_tokens, strict=True):
             request.launch(most)
+        self.controller.submitted(rows)
 
     def _retire(self, flight: Flight) -> list[Event]:
         result, rows, events = flight.future.result(), flight.rows, []
-        tokens, counts = result.tokens.tolist(), result.counts.tolist()
+        self.controller.learned(rows, result)
         for row, (request, most) in enumerate(zip(rows.requests, rows.most_tokens, strict=True)):
             request.land(most)
             if self.is_late(request):
                 self.metrics.count("late_rows_total", 1)
             elif result.failed[row]:
                 events.append(self._fail(request))
-            elif counts[row]:
-                events.append(
-                    self._commit(request, tokens[row][: counts[row]], flight, result, row)
-                )
-        if isinstance(rows, PrefillRows):
-            num_tokens = sum(chunk.end - chunk.first for chunk in rows.chunks)
-            self.metrics.count("prompt_tokens_total", num_tokens)
+            elif result.counts[row]:
+                events.append(self._commit(rows, result, row))
+        num_ended = sum(len(c.request.prompt) for c in rows.chunks if c.ends_prompt)
+        self.metrics.count("prompt_tokens_total", num_ended)
         return events
 
     @staticmethod
@@ -175,23 +152,19 @@ class Engine:
         """Whether a row was submitted before its request's end was known; nobody reads it."""
         return request.finish_reason is not None
 
-    def _commit(
-        self, request: Request, tokens: list[int], flight: Flight, result: StepResult, row: int
-    ) -> Event:
-        decoded = isinstance(flight.rows, DecodeRows)
-        accepted = len(tokens) - 1 if decoded else None
-        if isinstance(flight.rows, DecodeRows) and not flight.rows.shape.is_plain:
+    def _commit(self, rows: Rows, result: StepResult, row: int) -> Event:
+        request, tokens = rows.requests[row], result.tokens[row, : result.counts[row]].tolist()
+        if rows.shape is not None and not rows.shape.is_plain:
             self._count_drafts(int(result.num_nodes[row]) - 1, len(tokens) - 1)
         kept = request.commit(tokens)
-        if self.ngram is not None:
-            self.ngram.see(request, tokens[:kept])
+        self.controller.saw(request, tokens[:kept])
         self.metrics.count("generation_tokens_total", kept)
         if request.finish_reason is not None:
-            self._end(request, request.finish_reason)
+            self._let_go(request, request.finish_reason)
         return Event(
             request_id=request.request_id,
             tokens=tokens[:kept],
-            accepted=accepted,
+            accepted=rows.accepted(len(tokens)),
             finish_reason=request.finish_reason,
             error=None,
             logprobs=_logprobs(request, result, row, kept),
@@ -214,23 +187,15 @@ class Engine:
         )
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        """Notes the end and gives back what the request held: the one way out of the engine."""
-        request.finish_reason = reason
+        request.end(reason)
+        self._let_go(request, reason)
+
+    def _let_go(self, request: Request, reason: FinishReason) -> None:
+        """Gives back what an ended request held: the one way out of the engine."""
         del self._requests[request.request_id]
-        if self.ngram is not None:
-            self.ngram.end(request)
+        self.controller.ended(request)
         self.scheduler.release(request)
         self.metrics.count_end(reason)
-
-
-def _ngram_gauges(ngram: NgramIndex) -> dict[str, Callable[[], float]]:
-    return {
-        "ngram_rows_total": lambda: ngram.num_rows,
-        "ngram_rows_without_match_total": lambda: ngram.num_empty_rows,
-        "ngram_seen_ngrams": lambda: ngram.num_ngrams,
-        "ngram_corpora": lambda: len(ngram.corpora),
-        "ngram_corpus_tokens": lambda: sum(ngram.corpora.values()),
-    }
 
 
 def _logprobs(

@@ -2,75 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import (
-    Decode,
-    HostDraft,
-    Limits,
-    Prefill,
-    Program,
-    StepPlan,
-    Work,
-)
+from shared.boundary.backend import Limits, Program, StepPlan
 from shared.boundary.buffers import empty_plan
 from shared.engine.allocator import Allocator
 from shared.engine.request import Request
-from shared.spec.draft_tree import TreeShape
+from shared.engine.rows import Rows
 from shared.spec.sampling import Sampling
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Positions `first` up to `end` of a request's context, to be prefilled in one step."""
-
-    request: Request
-    first: int
-    end: int
-
-    @property
-    def ends_prompt(self) -> bool:
-        """Whether the chunk ends where the next token is to be chosen."""
-        return self.end == len(self.request.context)
-
-
-@dataclass(frozen=True)
-class PrefillRows:
-    """The rows of a prefill step."""
-
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def requests(self) -> list[Request]:
-        """The request of each row."""
-        return [chunk.request for chunk in self.chunks]
-
-    @property
-    def most_tokens(self) -> list[int]:
-        """Most tokens that the step adds to each row."""
-        return [int(chunk.ends_prompt) for chunk in self.chunks]
-
-
-@dataclass(frozen=True)
-class DecodeRows:
-    """The rows of a decode step and its draft shape.
-
-    Attributes:
-      drafts: The host's tree of each row; None where the device drafts, or nothing does.
-    """
-
-    requests: list[Request]
-    shape: TreeShape
-    drafts: HostDraft | None = None
-
-    @property
-    def most_tokens(self) -> list[int]:
-        """Most tokens that the step adds to each row."""
-        return [self.shape.max_tokens] * len(self.requests)
 
 
 class Planner:
@@ -111,61 +53,35 @@ class Planner:
         at.bias_ids[slot, :num_biased] = list(sampling.logit_bias.keys())
         at.bias_values[slot, :num_biased] = list(sampling.logit_bias.values())
 
-    def plan(self, rows: PrefillRows | DecodeRows) -> StepPlan:
-        """A plan in a buffer of its own, of the smallest program that holds the rows."""
-        if isinstance(rows, DecodeRows):
-            from_host = rows.drafts is not None
-            plan = self._empty(Work.DECODE, rows.shape, rows.requests, 0, from_host)
-        else:
-            num_tokens = sum(chunk.end - chunk.first for chunk in rows.chunks)
-            plan = self._empty(Work.PREFILL, None, rows.requests, num_tokens, False)
+    def plan(self, rows: Rows) -> StepPlan:
+        """A plan in a buffer of its own, of the smallest program that holds the rows.
+
+        Raises:
+          LookupError: No program is large enough.
+          ValueError: A row is at no point at which the step may take it.
+        """
+        plan = empty_plan(self.pick(rows), self._limits, None)
         self.fill_rows(plan, np.array([request.slot for request in rows.requests], np.int32))
-        if isinstance(plan.work, Prefill) and isinstance(rows, PrefillRows):
-            _fill_chunks(plan.work, plan.starts, rows.chunks)
-        if isinstance(plan.work, Decode) and isinstance(rows, DecodeRows):
-            _fill_drafts(plan.work, rows.drafts)
+        rows.fill(plan)
         return plan
 
-    def _empty(
-        self,
-        work: Work,
-        shape: TreeShape | None,
-        requests: list[Request],
-        num_tokens: int,
-        host_draft: bool,
-    ) -> StepPlan:
-        num_pages = max(int(self._allocator.num_pages[request.slot]) for request in requests)
-        logprobs = any(request.sampling.logprobs is not None for request in requests)
-        sizes = (len(requests), num_pages, num_tokens, logprobs)
-        program = self.pick(work, shape, *sizes, host_draft)
-        return empty_plan(program, self._limits, None)
-
-    def pick(
-        self,
-        work: Work,
-        shape: TreeShape | None,
-        num_rows: int,
-        num_pages: int,
-        num_tokens: int,
-        logprobs: bool,
-        host_draft: bool,
-    ) -> Program:
-        """The smallest program that holds a step; `shape` is None where the work has none.
+    def pick(self, rows: Rows) -> Program:
+        """The smallest program that holds the rows.
 
         Raises:
           LookupError: No program is large enough.
         """
-        wanted = (num_rows, num_pages, num_tokens, logprobs)
+        held, requests = self._allocator.num_pages, rows.requests
+        num_pages = max(int(held[request.slot]) for request in requests)
+        logprobs = any(request.sampling.logprobs is not None for request in requests)
+        wanted = (len(requests), num_pages, rows.num_tokens, logprobs)
         for program in self._by_size:
             sizes = (program.batch, program.pages, program.tokens, program.logprobs)
-            if (
-                program.work is work
-                and program.host_draft is host_draft
-                and shape in (None, program.shape)
-                and all(size >= want for size, want in zip(sizes, wanted, strict=True))
+            if _does_work_of(program, rows) and all(
+                size >= want for size, want in zip(sizes, wanted, strict=True)
             ):
                 return program
-        raise LookupError(f"no {work.value} program holds {wanted} with {shape}")
+        raise LookupError(f"no {rows.work.value} program holds {wanted} with {rows.shape}")
 
     def fill_rows(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
         """Writes what every step says about its rows: slots, pages and sampling parameters."""
@@ -175,6 +91,14 @@ class Planner:
         plan.page_table[:count, : table.shape[1]] = table
         for name in _SAMPLING_FIELDS:
             getattr(plan.sampling, name)[:count] = getattr(self._sampling, name)[slots]
+
+
+def _does_work_of(program: Program, rows: Rows) -> bool:
+    return (
+        program.work is rows.work
+        and program.host_draft is rows.host_draft
+        and rows.shape in (None, program.shape)
+    )
 
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
@@ -214,26 +138,3 @@ def _max_drafts(request: Request, limits: Limits) -> int:
     most = max(shape.nodes for shape in limits.shapes) - 1
     wanted = request.sampling.max_draft_tokens
     return most if wanted is None else min(wanted, most)
-
-
-def _fill_drafts(work: Decode, trees: HostDraft | None) -> None:
-    if work.drafts is None or trees is None:
-        return
-    for field in fields(HostDraft):
-        values = getattr(trees, field.name)
-        getattr(work.drafts, field.name)[: len(values)] = values
-
-
-def _fill_chunks(work: Prefill, starts: Int32[np.ndarray, " B"], chunks: Sequence[Chunk]) -> None:
-    end = 0
-    for row, chunk in enumerate(chunks):
-        start, end = end, end + chunk.end - chunk.first
-        context = chunk.request.context
-        work.tokens[start:end] = context[chunk.first : chunk.end]
-        work.row_starts[row + 1] = end
-        work.first_positions[row] = chunk.first
-        work.ends_prompt[row] = chunk.ends_prompt
-        # Drafters learn of a chunk's last token together with the one that follows it.
-        work.next_tokens[row] = 0 if chunk.ends_prompt else context[chunk.end]
-        starts[row] = chunk.first == 0
-    work.row_starts[len(chunks) + 1 :] = end

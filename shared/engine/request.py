@@ -8,8 +8,6 @@ from enum import Enum
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Limits
-
 
 class FinishReason(Enum):
     """Why a request ended, in OpenAI's words where it has one."""
@@ -76,6 +74,9 @@ class Event:
 class Request:
     """One choice of one prompt, alive in the engine.
 
+    Its output, slot and end change by its own methods only: the engine, the scheduler and what
+    drafts read them.
+
     The steps in flight are counted in three numbers, so that the host can plan on before it knows
     what they gave.
 
@@ -87,7 +88,9 @@ class Request:
       output: Tokens committed so far.
       slot: Slot on the device; 0 while it has none.
       context: Tokens of prompt and output at the time it got its slot.
-      prefilled: Tokens handed to the device as prompt since then.
+      first_position: Where its first chunk since then begins: behind what it found in pages that
+        it shares.
+      prefilled: Tokens of the context that the device has or was handed since then.
       in_flight: Steps submitted with a row of it and not yet retired.
       most_growth, least_growth: Tokens that these steps may add at most, and add at least.
       finish_reason: Set once it ended; rows of it still in flight are late.
@@ -100,6 +103,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     slot: int = 0
     context: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    first_position: int = 0
     prefilled: int = 0
     in_flight: int = 0
     most_growth: int = 0
@@ -141,11 +145,36 @@ class Request:
         """Whether it may need more tokens than the steps in flight surely add."""
         return len(self.output) + self.least_growth < self.sampling.max_tokens
 
-    def place(self, slot: int) -> None:
-        """Gives it a slot, from which the prefill starts anew."""
+    @property
+    def is_settled(self) -> bool:
+        """Whether all its steps have been retired, so that its tokens are known."""
+        return not self.in_flight
+
+    def place(self, slot: int, first_position: int = 0) -> None:
+        """Gives it a slot, in which the prefill starts anew.
+
+        Args:
+          slot: The slot.
+          first_position: Tokens that the slot's pages hold already.
+
+        Raises:
+          ValueError: Nothing would be left to prefill, and a request starts with its first chunk.
+        """
         self.slot = slot
         self.context = np.array([*self.prompt, *self.output], np.int32)
-        self.prefilled = 0
+        if not 0 <= first_position < self.prefill_length:
+            raise ValueError(
+                f"first_position must be in 0..{self.prefill_length - 1}, got {first_position}"
+            )
+        self.first_position = self.prefilled = first_position
+
+    def prefill(self, end: int) -> None:
+        """Notes that the context up to position `end` is handed to the device."""
+        self.prefilled = end
+
+    def displace(self) -> None:
+        """Takes its slot away; what it has stays."""
+        self.slot = 0
 
     def launch(self, most_tokens: int) -> None:
         """Notes a step in flight that adds 1..`most_tokens`, or none where that is 0."""
@@ -168,59 +197,34 @@ class Request:
         for count, token in enumerate(tokens, start=1):
             self.output.append(token)
             if token in self.sampling.stop_token_ids:
-                self.finish_reason = FinishReason.STOP
+                self.end(FinishReason.STOP)
             elif len(self.output) == self.sampling.max_tokens:
-                self.finish_reason = FinishReason.LENGTH
+                self.end(FinishReason.LENGTH)
             if self.finish_reason is not None:
                 return count
         return len(tokens)
+
+    def cut(self, num_tokens: int) -> list[int]:
+        """Keeps the first `num_tokens` tokens of its output, and returns the others."""
+        late = self.output[num_tokens:]
+        del self.output[num_tokens:]
+        return late
+
+    def end(self, reason: FinishReason) -> None:
+        """Notes why it ended; it ends once."""
+        assert self.finish_reason is None, f"request {self.request_id} ended as {reason} too"
+        self.finish_reason = reason
 
 
 class Refusal(ValueError):
     """A request that cannot be served; the message is one sentence that names the field.
 
     Attributes:
-      field: The field of `Request` or `SamplingParams` at fault.
+      field: The field at fault, as the sentence names it.
+      code: A word for programs, or None.
     """
 
-    def __init__(self, field: str, reason: str) -> None:
+    def __init__(self, field: str, reason: str, code: str | None = None) -> None:
         super().__init__(reason)
         self.field = field
-
-
-def check(request: Request, limits: Limits) -> None:
-    """Refuses a request that the backend cannot serve, whatever else it serves.
-
-    Raises:
-      Refusal: Names the field.
-    """
-    sampling = request.sampling
-    with_logprobs = any(program.logprobs for program in limits.programs)
-    tokens = {
-        "prompt": request.prompt,
-        "stop_token_ids": sampling.stop_token_ids,
-        "logit_bias": sampling.logit_bias,
-    }
-    most = {
-        "stop_token_ids": (len(sampling.stop_token_ids), limits.max_stop_ids),
-        "logit_bias": (len(sampling.logit_bias), limits.max_bias),
-        "logprobs": (sampling.logprobs or 0, limits.max_logprobs),
-    }
-    if not request.prompt:
-        raise Refusal("prompt", "prompt must have at least one token")
-    if sampling.max_tokens < 1:
-        raise Refusal("max_tokens", f"max_tokens must be at least 1, got {sampling.max_tokens}")
-    for name, ids in tokens.items():
-        if ids and not 0 <= min(ids) <= max(ids) < limits.vocab:
-            raise Refusal(name, f"{name} has a token outside of 0..{limits.vocab - 1}")
-    for name, (count, bound) in most.items():
-        if count > bound:
-            raise Refusal(name, f"{name} may have at most {bound} entries here, got {count}")
-    if sampling.logprobs is not None and not with_logprobs:
-        raise Refusal("logprobs", "logprobs were not enabled when the server started")
-    if request.max_length > limits.context_length:
-        raise Refusal(
-            "max_tokens",
-            f"prompt and max_tokens are {request.max_length} tokens, "
-            f"more than the context length {limits.context_length}",
-        )
+        self.code = code

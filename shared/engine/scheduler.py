@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from shared.boundary.backend import Limits, Work
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
-from shared.engine.planner import Chunk, DecodeRows, PrefillRows
 from shared.engine.request import Refusal, Request
+from shared.engine.rows import Chunk, DecodeRows, PrefillRows, Rows
 from shared.spec.gated_delta import CHUNK
 
 
@@ -21,8 +22,6 @@ class Scheduler:
     Args:
       overlap: Steps in flight while the next one is planned.
       chunked_prefill_size: Most prompt tokens of a step.
-      drafts_on_host: A decode step needs its rows' newest tokens, so the whole batch waits for the
-        decode step before.
 
     Raises:
       ValueError: No prefill program is both within `chunked_prefill_size` and a chunk long.
@@ -36,10 +35,7 @@ class Scheduler:
         *,
         overlap: int,
         chunked_prefill_size: int,
-        drafts_on_host: bool = False,
     ) -> None:
-        self._drafts_on_host = drafts_on_host
-        self._decoded_last: list[Request] = []
         self._limits, self._allocator, self._controller = limits, allocator, controller
         self._growth_in_flight = overlap * (limits.max_depth + 1)
         self._max_tokens, self._max_prefill_rows = _prefill_sizes(limits, chunked_prefill_size)
@@ -75,14 +71,14 @@ class Scheduler:
             admitted.append(request)
         return admitted
 
-    def next_rows(self) -> PrefillRows | DecodeRows | None:
+    def next_rows(self) -> Rows | None:
         """The rows of the next step; while both wait, prompts and decodes take turns."""
-        if self._prefilled_last and self._waits():
+        if self._prefilled_last and self._controller.waits:
             return None  # another prefill would make the gap longer than one chunk
         turns = [self._prefill_rows, self._decode_rows]
         for rows_of in reversed(turns) if self._prefilled_last else turns:
             if (rows := rows_of()) is not None:
-                self._prefilled_last = isinstance(rows, PrefillRows)
+                self._prefilled_last = rows.work is Work.PREFILL
                 return rows
         return None
 
@@ -122,7 +118,7 @@ class Scheduler:
             if first == end or not self._make_room(request, end):
                 continue
             chunks.append(Chunk(request, first, end))
-            request.prefilled = end
+            request.prefill(end)
             budget -= end - first
             if len(chunks) == self._max_prefill_rows:
                 break
@@ -130,25 +126,19 @@ class Scheduler:
 
     def _decode_rows(self) -> DecodeRows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]
-        if self._drafts_on_host:
-            ready = [r for r in ready if self.is_settled(r)]
-        if not ready or self._waits():
-            return None
-        shape, rows = self._controller.shape_for(len(ready)), []
-        for request in ready:
-            if not request.slot or request is self._leaving:
-                continue
-            # The ceiling counts the steps in flight, so the pages suffice however they end.
-            if self._make_room(request, request.ceiling + shape.scratch):
-                rows.append(request)
-        self._decoded_last = rows
-        return DecodeRows(rows, shape) if rows else None
+        return self._controller.rows_for(ready, self._reserve) if ready else None
 
-    def _waits(self) -> bool:
-        """Whether the next decode step needs tokens that are still on their way."""
-        if not self._drafts_on_host:
-            return False
-        return not all(self.is_settled(request) for request in self._decoded_last)
+    def _reserve(self, requests: Sequence[Request], scratch: int) -> list[Request]:
+        """Those of the requests that have pages for a step which writes `scratch` positions."""
+        # Whom `_make_room` sends away is asked later and has no slot by then. The ceiling counts
+        # the steps in flight, so the pages suffice however they end.
+        return [
+            request
+            for request in requests
+            if request.slot
+            and request is not self._leaving
+            and self._make_room(request, request.ceiling + scratch)
+        ]
 
     def _make_room(self, request: Request, positions: int) -> bool:
         """Reserves pages, at the cost of younger requests.
@@ -160,7 +150,7 @@ class Scheduler:
             youngest = self.running[-1]
             if youngest is request:
                 return False
-            if not self.is_settled(youngest):
+            if not youngest.is_settled:
                 self._leaving = youngest
                 return False
             self._give_back(youngest)
@@ -168,15 +158,10 @@ class Scheduler:
             self.num_preemptions += 1
         return True
 
-    @staticmethod
-    def is_settled(request: Request) -> bool:
-        """Whether all its steps have been retired, so that its tokens are known."""
-        return not request.in_flight
-
     def _give_back(self, request: Request) -> None:
         self.running.remove(request)
         self._allocator.free(request.slot)
-        request.slot = 0
+        request.displace()
         self._leaving = None
 
 

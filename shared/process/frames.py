@@ -19,6 +19,7 @@ from typing import Any
 
 import msgpack
 
+from shared.engine.checks import RequestLimits
 from shared.engine.request import Event, FinishReason, SamplingParams
 
 _LENGTH = struct.Struct("<I")
@@ -31,13 +32,9 @@ class ModelFacts:
     Attributes:
       model_name: Served name of the model.
       model_folder: Absolute path of the checkpoint, where the tokenizer lies.
-      context_length: Most tokens of a request, prompt and output together.
-      max_request_tokens: The same, or less where the pages do not hold a whole context.
-      vocab: Tokens of the model; ids are below it.
-      eos_ids: Tokens that end a text unless the request ignores them.
-      max_stop_ids: Most stop tokens of one request.
-      max_bias: Most tokens of one request's `logit_bias`.
-      max_logprobs: Most tokens that can be shown beside each token of the output.
+      limits: Bounds of a request.
+      eos_ids: Tokens that end a text unless the request ignores them, as the model's settings name
+        them; the tokenizer may name one more.
       max_draft_depth: S, the most drafts that a step can accept; 0 without speculation.
       admin_api_key: Opens the routes that change the server; None keeps them closed.
       corpus_path: JSONL file of the external corpus to start with, or None.
@@ -45,13 +42,8 @@ class ModelFacts:
 
     model_name: str
     model_folder: str
-    context_length: int
-    max_request_tokens: int
-    vocab: int
+    limits: RequestLimits
     eos_ids: tuple[int, ...]
-    max_stop_ids: int
-    max_bias: int
-    max_logprobs: int
     max_draft_depth: int
     admin_api_key: str | None = None
     corpus_path: str | None = None
@@ -63,7 +55,8 @@ class ModelFacts:
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> ModelFacts:
         """The inverse of `to_message`, from the fields that it carries."""
-        return cls(**{**fields, "eos_ids": tuple(fields["eos_ids"])})
+        limits = RequestLimits(**fields["limits"])
+        return cls(**{**fields, "limits": limits, "eos_ids": tuple(fields["eos_ids"])})
 
 
 def pack(message: list[Any]) -> bytes:

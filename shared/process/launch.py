@@ -5,31 +5,24 @@ Whatever the user can put right ends the start with exit code 2 and one sentence
 
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Blueprint, Limits
 from shared.drafts.block import stated_block
-from shared.drafts.checkpoint import (
-    HeadFiles,
-    ModelFiles,
-    check_head,
-    is_head,
-    kind_of,
-    open_head,
-)
+from shared.drafts.checkpoint import DraftFiles, check_head, is_head, kind_of, open_head
 from shared.drafts.config import DraftConfig
+from shared.drafts.drafts import Drafts
 from shared.drafts.tokenizer import check_same_tokenizer
-from shared.engine.controller import HostDraftController, StaticController
+from shared.engine.checks import RequestLimits
+from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
+from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.models.checkpoint import Checkpoint, Parameter, parameters
 from shared.models.config import ModelConfig, read_json
@@ -37,15 +30,11 @@ from shared.options.capabilities import refusals
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
 from shared.options.setup import Setup
 from shared.process import loop
+from shared.process.device import Device
 from shared.process.frames import ModelFacts
-from shared.process.memory_plan import Device, MemoryPlan, draft_shape, plan
-
-REPORT_S = 2.0  # between two lines of progress where there is no terminal to draw a bar on
-
-ProgressCall = Callable[[int], None]
-DraftFiles = HeadFiles | ModelFiles | None
-LoadBackend = Callable[[Options, Any, ModelConfig, DraftFiles, Limits, ProgressCall], Backend]
-"""Its second argument is what `open_checkpoint` gave."""
+from shared.process.memory_plan import MemoryPlan, plan
+from shared.process.programs import ProgramCosts, draft_shape
+from shared.process.progress import loading_bar, preparing_bar
 
 
 class Weights(Protocol):
@@ -65,22 +54,59 @@ class Weights(Protocol):
         ...
 
 
-def launch(
-    argv: Sequence[str],
-    load_backend: LoadBackend,
-    *,
-    open_checkpoint: Callable[[str], Weights],
-    find_device: Callable[[], Device],
-) -> int:
+LoadCall = Callable[[Blueprint, Any, DraftFiles, Callable[[int], None]], Backend]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """A backend as the start sees it, before it is made.
+
+    Attributes:
+      find_device: Where the backend will run; called after the flags are known to be right.
+      open_checkpoint: Opens the model folder; its files are checked before any weight is read.
+      costs: What the backend says of its programs before it is made.
+      load: Makes the backend from its blueprint, what `open_checkpoint` gave and what drafts; it
+        calls its last argument with the number of stored bytes after each tensor.
+    """
+
+    find_device: Callable[[], Device]
+    open_checkpoint: Callable[[str], Weights]
+    costs: ProgramCosts
+    load: LoadCall
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start that nothing refuses any more, before memory is taken.
+
+    Attributes:
+      checkpoint: The target's files, opened and checked.
+      draft_files: What drafts, and its files.
+      memory: The memory plan, whose options have no open values.
+    """
+
+    checkpoint: Weights
+    draft_files: DraftFiles
+    memory: MemoryPlan
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes that loading reads."""
+        blueprint = self.memory.blueprint
+        wanted = parameters(blueprint.config, blueprint.drafts.with_mtp)
+        return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes
+
+    def load(self, platform: Platform, progress: Callable[[int], None]) -> Backend:
+        """The backend, its weights loaded."""
+        return platform.load(self.memory.blueprint, self.checkpoint, self.draft_files, progress)
+
+
+def launch(argv: Sequence[str], platform: Platform) -> int:
     """Serves until it is told to stop.
 
     Args:
       argv: The command line without the program's name.
-      load_backend: Makes the backend from options without open values, checkpoint, model config,
-        draft head or model (None where none drafts) and limits; it calls its last argument with the
-        number of stored bytes after each tensor.
-      open_checkpoint: Opens the model folder; its files are checked before any weight is read.
-      find_device: Where the backend will run; called after the flags are known to be right.
+      platform: What serves.
 
     Returns:
       The process's exit code: 0 after a signal, 2 where the start was refused, else 1.
@@ -89,43 +115,34 @@ def launch(
     try:
         options = parse(argv)
         listener = loop.bind(options.server.host, options.server.port)
-        model, checkpoint, head, memory = prepare(options, open_checkpoint, find_device)
-    except ValueError as error:  # ConfigError, CheckpointError, and what ModelConfig refuses
-        return _refuse(error)
-    _print_plan(console, memory)
-    try:
-        with_mtp = memory.options.speculative.with_mtp
-        stored_bytes = checkpoint.num_bytes(parameters(model, with_mtp))
-        stored_bytes += head.num_bytes if head else 0
-        with _progress(console, stored_bytes) as progress:
-            backend = load_backend(memory.options, checkpoint, model, head, memory.limits, progress)
-    except ValueError as error:  # CheckpointError, and what the backend refuses
-        return _refuse(error)
-    engine = make_engine(backend, memory.options)
-    return loop.run(engine, _facts(memory, model), listener)
+        start = prepare(options, platform)
+        _print_plan(console, start.memory)
+        with loading_bar(console, start.num_bytes) as progress:
+            backend = start.load(platform, progress)
+        programs = backend.limits.programs
+        with preparing_bar(console, len(programs)) as name:
+            backend.prepare(programs, name)
+    except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
+        print(error, file=sys.stderr, flush=True)
+        return loop.EXIT_REFUSED
+    engine = make_engine(backend, start.memory.options)
+    controller = engine.controller
+    index = controller.index if isinstance(controller, NgramController) else None
+    return loop.run(engine, _facts(start.memory), listener, index)
 
 
-def prepare(
-    options: Options,
-    open_checkpoint: Callable[[str], Weights],
-    find_device: Callable[[], Device],
-) -> tuple[ModelConfig, Weights, DraftFiles, MemoryPlan]:
+def prepare(options: Options, platform: Platform) -> Start:
     """Everything that can be refused before memory is taken.
 
     Args:
       options: As the flags say.
-      open_checkpoint, find_device: See `launch`.
-
-    Returns:
-      The target's settings, its opened files, those of what drafts, and the memory plan, whose
-      options have no open values.
 
     Raises:
       ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
     """
     options = _expanded(options)
     draft, folder = options.speculative, options.model.model_path
-    model, checkpoint = ModelConfig.from_folder(folder), open_checkpoint(folder)
+    model, checkpoint = ModelConfig.from_folder(folder), platform.open_checkpoint(folder)
     path = draft.head_path
     stored = open_head(path) if path else None
     is_model = draft.drafts_with_a_model and stored is not None and not is_head(stored.names)
@@ -143,27 +160,24 @@ def prepare(
     if corpus and not os.path.isfile(corpus):
         raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
     checkpoint.check(model, draft.with_mtp)
-    head = _draft_files(options, model, stored) if stored else None
-    memory = plan(options, model, head.config if head else None, find_device())
-    return model, checkpoint, head, memory
+    draft_files = DraftFiles(_drafts(options, model, stored), stored)
+    memory = plan(options, model, draft_files.drafts, platform.find_device(), platform.costs)
+    return Start(checkpoint, draft_files, memory)
 
 
-def _draft_files(
-    options: Options, model: ModelConfig, stored: Checkpoint
-) -> HeadFiles | ModelFiles:
-    """The draft model's settings and files, held against each other and against the target."""
-    draft = options.speculative
-    path = draft.head_path
-    assert path is not None  # the files lie there
+def _drafts(options: Options, model: ModelConfig, stored: Checkpoint | None) -> Drafts:
+    """What drafts on the device; its files are held against its settings and the target."""
+    draft, path = options.speculative, options.speculative.head_path
+    if stored is None or path is None:
+        return Drafts.of_mtp(model) if draft.with_mtp else Drafts.none()
     if draft.drafts_with_a_model:
-        small = ModelFiles(_small_config(path), stored)
-        stored.check(small.config, with_mtp=False)
-        check_same_tokenizer(options.model.model_path, model, path, small.config)
-        return small
+        small = _small_config(path)
+        stored.check(small, with_mtp=False)
+        check_same_tokenizer(options.model.model_path, model, path, small)
+        return Drafts.of_model(small)
     config = DraftConfig.from_folder(path, model)
-    head = HeadFiles(config.with_window(draft.speculative_draft_window_size), stored)
-    check_head(stored, head.config)
-    return head
+    check_head(stored, config)
+    return Drafts.of_head(config.with_window(draft.speculative_draft_window_size))
 
 
 def _block(path: str) -> int | None:
@@ -194,48 +208,40 @@ def _expanded(options: Options) -> Options:
     return replace(options, model=model, speculative=draft, ngram=ngram)
 
 
-def _refuse(error: ValueError) -> int:
-    print(error, file=sys.stderr, flush=True)
-    return loop.EXIT_REFUSED
-
-
 def make_engine(backend: Backend, options: Options) -> Engine:
     """The engine of a backend; `options` are those of its memory plan."""
-    shape, limits = draft_shape(options, 1), backend.limits
-    controller, ngram = None, None
-    if options.speculative.drafts_on_host:
-        controller = HostDraftController(limits)
-        ngram = NgramIndex(
-            options.ngram,
-            nodes=shape.nodes,
-            depth=shape.depth,
-            vocab=limits.vocab,
-            chain=limits.accept_rule != "match",
-        )
-        ngram.warm_up()
     return Engine(
         backend,
-        controller
-        or StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width),
+        make_controller(backend.limits, options),
         overlap=options.engine.overlap_depth,
         chunked_prefill_size=options.engine.chunked_prefill_size or 0,
-        ngram=ngram,
     )
 
 
-def _facts(memory: MemoryPlan, model: ModelConfig) -> ModelFacts:
-    options, limits = memory.options, memory.limits
+def make_controller(limits: Limits, options: Options) -> Controller:
+    """What chooses how requests decode; what it has to compile is compiled."""
+    shape = draft_shape(options, 1)
+    if not options.speculative.drafts_on_host:
+        return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    index = NgramIndex(
+        options.ngram,
+        nodes=shape.nodes,
+        depth=shape.depth,
+        vocab=limits.vocab,
+        chain=limits.accept_rule != "match",
+    )
+    index.warm_up()
+    return NgramController(limits, index)
+
+
+def _facts(memory: MemoryPlan) -> ModelFacts:
+    options, limits, model = memory.options, memory.limits, memory.blueprint.config
     folder = Path(options.model.model_path).resolve()
     return ModelFacts(
         model_name=options.server.served_model_name or folder.name,
         model_folder=str(folder),
-        context_length=limits.context_length,
-        max_request_tokens=memory.max_request_tokens,
-        vocab=model.vocab,
+        limits=RequestLimits.of(limits, memory.max_request_tokens),
         eos_ids=model.eos_ids,
-        max_stop_ids=limits.max_stop_ids,
-        max_bias=limits.max_bias,
-        max_logprobs=limits.max_logprobs,
         max_draft_depth=limits.max_depth,
         admin_api_key=options.server.admin_api_key,
         corpus_path=options.ngram.speculative_ngram_external_corpus_path,
@@ -258,31 +264,3 @@ def _print_plan(console: Console, memory: MemoryPlan) -> None:
     free = f"of {memory.device.free_bytes:,} that are free"
     table.add_row("total", free, f"{memory.total_bytes:,}")
     console.print(table)
-
-
-@contextmanager
-def _progress(console: Console, total_bytes: int) -> Iterator[ProgressCall]:
-    """A bar in bytes on a terminal, else a line every few seconds and one at the end."""
-    if not console.is_terminal:
-        yield _Lines(console, total_bytes).add
-        console.print(f"loaded {total_bytes:,} bytes")
-        return
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task("loading", total=total_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)
-
-
-class _Lines:
-    """Progress as plain lines."""
-
-    def __init__(self, console: Console, total_bytes: int) -> None:
-        self._console, self._total, self._read = console, total_bytes, 0
-        self._next = time.monotonic() + REPORT_S
-
-    def add(self, num_bytes: int) -> None:
-        """Notes bytes that were read."""
-        self._read += num_bytes
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + REPORT_S
-            self._console.print(f"loading {self._read:,} of {self._total:,} bytes")

@@ -57,11 +57,6 @@ class HostEngine(Protocol):
         ...
 
     @property
-    def ngram(self) -> NgramIndex | None:
-        """What drafts from seen text, if anything does."""
-        ...
-
-    @property
     def busy(self) -> bool:
         """Whether `step` has anything to do."""
         ...
@@ -71,11 +66,14 @@ class HostEngine(Protocol):
         ...
 
     def abort(self, request_id: int) -> None:
-        """Ends a request that nobody waits for."""
+        """Ends a request that nobody waits for; no event follows.
+
+        It may have ended while the message was on its way, and stays ended then.
+        """
         ...
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        """Ends a request whose text stopped after `num_tokens` tokens."""
+        """Ends a request whose text stopped after `num_tokens` tokens; the rest as `abort`."""
         ...
 
     def step(self) -> list[Event]:
@@ -109,13 +107,16 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run(engine: HostEngine, facts: ModelFacts, listener: socket.socket) -> int:
+def run(
+    engine: HostEngine, facts: ModelFacts, listener: socket.socket, index: NgramIndex | None
+) -> int:
     """Serves until a signal, a failure, or the end of the server's process; ends both processes.
 
     Args:
       engine: Closed at the end.
       facts: Sent to the server first.
       listener: What `bind` gave; handed to the server.
+      index: What drafts from external corpora; None where the drafter is another.
 
     Returns:
       The exit code: 0 after SIGINT or SIGTERM, 2 where the server refused to start, else 1.
@@ -126,7 +127,7 @@ def run(engine: HostEngine, facts: ModelFacts, listener: socket.socket) -> int:
     link = _Link(ours)
     link.send(facts.to_message())
     try:
-        _Loop(engine, link).run(stop)
+        _Loop(engine, link, index).run(stop)
         reason, failed = "the server was stopped", False
     except _ServerEnded:
         return _after_server(child, engine)
@@ -218,15 +219,14 @@ class _Link:
 class _Loop:
     """Messages in, steps, one frame a step out."""
 
-    def __init__(self, engine: HostEngine, link: _Link) -> None:
+    def __init__(self, engine: HostEngine, link: _Link, index: NgramIndex | None) -> None:
         self._engine = engine
         self._link = link
-        self._open: set[int] = set()
-        self._corpora = Corpora(engine.ngram)
+        self._corpora = Corpora(index)
         self._handlers = {
             "add": self._add,
-            "abort": self._abort,
-            "finish": self._finish,
+            "abort": engine.abort,
+            "finish": engine.finish,
             "metrics": self._metrics,
             "corpus_add": self._corpora.add,
             "corpus_remove": self._corpora.remove,
@@ -254,8 +254,6 @@ class _Loop:
         return BUILDING_WAIT_S if self._corpora.busy else IDLE_WAIT_S
 
     def _send(self, events: list[Event]) -> None:
-        events = [event for event in events if event.request_id in self._open]
-        self._open.difference_update(e.request_id for e in events if e.finish_reason)
         if events:
             self._link.send(["step", [event_to_row(event) for event in events]])
 
@@ -270,20 +268,8 @@ class _Loop:
                     request_id=request_id, prompt=tokens, sampling=params, tenant=tenant
                 )
                 self._engine.add(request)
-                self._open.add(request_id)
             except Refusal as error:
                 self._link.send(["refused", request_id, str(error), error.field])
-
-    def _abort(self, request_id: int) -> None:
-        # The request may have ended while the message was on its way.
-        if request_id in self._open:
-            self._open.remove(request_id)
-            self._engine.abort(request_id)
-
-    def _finish(self, request_id: int, num_tokens: int) -> None:
-        if request_id in self._open:
-            self._open.remove(request_id)
-            self._engine.finish(request_id, num_tokens)
 
     def _metrics(self) -> None:
         self._link.send(["metrics", self._engine.metrics.snapshot()])

@@ -4,56 +4,26 @@
 up to what the start prints. Nothing is allocated later that is not in the list.
 """
 
-import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path
-from typing import Self
 
-from shared.boundary.backend import (
-    Limits,
-    Program,
-    Work,
-)
+from shared.boundary.backend import ITEM_BYTES, Blueprint, Limits, Work
 from shared.boundary.buffers import plan_layout, result_layout
-from shared.drafts.checkpoint import head_parameters
-from shared.drafts.config import DraftConfig, DraftSizes
+from shared.boundary.workspace import state_layer_bytes
+from shared.drafts.checkpoint import draft_parameters
+from shared.drafts.drafts import Drafts
 from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig
-from shared.options.options import CHUNK_ALIGNMENT, ConfigError, Options
-from shared.process.activations import Drafting, activation_bytes, state_layer_bytes
-from shared.spec.draft_tree import TreeShape
+from shared.options.options import ConfigError, Options
+from shared.process.device import Device
+from shared.process.programs import ProgramCosts, given, limits_for, pages_for
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 MEMORY_SHARE = 0.9
-"""Of a GPU's free memory; the rest is left to its libraries."""
+"""Of a device's free memory; the rest is left to its libraries."""
 
-SMALLEST_PAGE_TABLE = 16
-MAX_STOP_IDS = 16
-MAX_BIAS = 64
-MAX_LOGPROBS = 20
-
-
-@dataclass(frozen=True)
-class Device:
-    """Where the model runs.
-
-    Attributes:
-      kind: "cpu" or "gpu".
-      name: For the reader.
-      free_bytes: Memory that can be allocated.
-    """
-
-    kind: str
-    name: str
-    free_bytes: int
-
-    @classmethod
-    def cpu(cls) -> Self:
-        """This machine's processor and main memory."""
-        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return cls("cpu", "CPU", _available_bytes() or pages)
+NGRAM_BYTES, CORPUS_BYTES = 40, 100
+"""Of an n-gram that is remembered, and of a token of an external corpus."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +41,21 @@ class MemoryPlan:
 
     Attributes:
       options: The start's options with nothing left open.
-      limits: What the backend is asked to provide.
       device: Where.
-      lines: The parts; the activations are an estimate of the widest step, the rest is exact.
+      blueprint: What the backend is made from.
+      device: Where.
+      lines: The parts; a workspace is an estimate of the widest step, the rest is exact.
     """
 
     options: Options
-    limits: Limits
+    blueprint: Blueprint
     device: Device
     lines: tuple[MemoryLine, ...]
+
+    @property
+    def limits(self) -> Limits:
+        """What the backend is asked to provide."""
+        return self.blueprint.limits
 
     @property
     def total_bytes(self) -> int:
@@ -110,20 +86,21 @@ DEFAULTS = {
 CPU_TOTAL_TOKENS = 32768
 
 
-def plan(options: Options, model: ModelConfig, head: Drafting, device: Device) -> MemoryPlan:
+def plan(
+    options: Options, model: ModelConfig, drafts: Drafts, device: Device, costs: ProgramCosts
+) -> MemoryPlan:
     """Divides the device's memory.
 
     Args:
-      head: The draft head or the small model, where the drafter is one.
+      drafts: What drafts on the device.
+      costs: What the backend says of its programs.
 
     Raises:
       ConfigError: The limits contradict each other, or do not fit.
     """
-    options = _with_defaults(options, model, head, device)
-    options = _with_lengths(options, model, head, device)
-    limits = limits_for(options, model, device)
-    lines = tuple(_lines(options, model, head, limits))
-    found = MemoryPlan(options=options, limits=limits, device=device, lines=lines)
+    options = _with_defaults(options, model, drafts, device)
+    sizing = _Sizing(options, model, drafts, device, costs)
+    found = sizing.with_pages(sizing.most_pages())
     if found.total_bytes > device.free_bytes:
         raise ConfigError(
             f"the memory plan needs {found.total_bytes:,} bytes and {device.free_bytes:,} are free "
@@ -132,59 +109,15 @@ def plan(options: Options, model: ModelConfig, head: Drafting, device: Device) -
     return found
 
 
-def limits_for(options: Options, model: ModelConfig, device: Device) -> Limits:
-    """What a backend provides for options without open values: pools, and one program per bucket.
-
-    A CPU gets page-table buckets in powers of 4, as a step's cost follows them; a GPU one.
-    """
-    engine, context = options.engine, _given(options.model.context_length)
-    page_size = _given(engine.page_size)
-    num_pages = _given(engine.max_total_tokens) // page_size
-    table = max(1, min(num_pages, _pages_for(options, context)))
-    tables = _page_tables(table) if device.kind == "cpu" else (table,)
-    batches = _powers(1, 4 if device.kind == "cpu" else 2, _given(engine.max_running_requests))
-    chunk = _given(engine.chunked_prefill_size)
-    small_chunk = -(-chunk // 8 // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
-    programs = [
-        _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch), logprobs)
-        for batch in sorted({1, min(8, batches[-1])})
-        for pages in tables
-        for tokens in sorted({small_chunk, chunk})
-        for logprobs in (False, True)
-    ]
-    programs += [
-        _program(Work.DECODE, batch, pages, 0, shape, logprobs)
-        for batch in batches
-        for pages in tables
-        for shape in dict.fromkeys((TreeShape.plain(batch), draft_shape(options, batch)))
-        for logprobs in (False, True)
-    ]
-    if options.speculative.drafts_on_host:
-        programs = [replace(p, host_draft=not p.shape.is_plain) for p in programs]
-    return Limits(
-        page_size=page_size,
-        num_pages=1 + num_pages,
-        num_slots=1 + _given(engine.max_running_requests),
-        num_snapshots=1,
-        programs=tuple(programs),
-        overlap=engine.overlap_depth,
-        context_length=context,
-        vocab=model.vocab,
-        max_stop_ids=MAX_STOP_IDS,
-        max_bias=MAX_BIAS,
-        max_logprobs=MAX_LOGPROBS,
-        accept_rule=options.speculative.verification,
-    )
-
-
-def _with_defaults(options: Options, model: ModelConfig, head: Drafting, device: Device) -> Options:
-    defaults = DEFAULTS[device.kind]
-    engine = options.engine
+def _with_defaults(options: Options, model: ModelConfig, drafts: Drafts, device: Device) -> Options:
+    """With nothing left open but the number of KV positions."""
+    defaults, engine = DEFAULTS[device.kind], options.engine
     return replace(
         options,
         model=replace(
             options.model,
             dtype=defaults.dtype if options.model.dtype == "auto" else options.model.dtype,
+            context_length=options.model.context_length or model.context_length,
         ),
         engine=replace(
             engine,
@@ -193,197 +126,170 @@ def _with_defaults(options: Options, model: ModelConfig, head: Drafting, device:
             chunked_prefill_size=engine.chunked_prefill_size or defaults.chunked_prefill_size,
             overlap=engine.overlap_depth,
         ),
-        speculative=options.speculative.settled(model.family == "llama", _block_size(head)),
+        speculative=options.speculative.settled(
+            model.family == "llama", drafts.block.size if drafts.block else None
+        ),
     )
 
 
-def _with_lengths(options: Options, model: ModelConfig, head: Drafting, device: Device) -> Options:
-    """Settles context length and KV positions; what was given stays as it is or is refused."""
-    context = options.model.context_length or model.context_length
-    options = replace(options, model=replace(options.model, context_length=context))
-    if options.engine.max_total_tokens is None:
-        return _with_pages(options, _most_pages(options, model, head, device))
-    page_size = _given(options.engine.page_size)
-    pages, needed = options.engine.max_total_tokens // page_size, _pages_for(options, 2)
-    if pages < needed:
-        raise ConfigError(
-            f"--max-total-tokens {options.engine.max_total_tokens} has no room for a request; "
-            f"give at least {needed * page_size}"
+@dataclass(frozen=True)
+class _Sizing:
+    """A start whose number of pages is open; the arguments are those of `plan`."""
+
+    options: Options
+    model: ModelConfig
+    drafts: Drafts
+    device: Device
+    costs: ProgramCosts
+
+    def with_pages(self, pages: int) -> MemoryPlan:
+        """The whole plan with so many pages."""
+        total = pages * given(self.options.engine.page_size)
+        engine = replace(self.options.engine, max_total_tokens=total)
+        options = replace(self.options, engine=engine)
+        blueprint = Blueprint(
+            config=self.model,
+            drafts=self.drafts,
+            limits=limits_for(options, self.model, self.device, self.costs),
+            dtype=options.model.dtype,
+            on_gpu=self.device.kind == "gpu",
         )
-    return _with_pages(options, pages)
+        lines = tuple(_lines(options, blueprint, self.costs))
+        return MemoryPlan(options=options, blueprint=blueprint, device=self.device, lines=lines)
+
+    def most_pages(self) -> int:
+        """What was given, or pages for every request's whole context, or as many as fit."""
+        options, page_size = self.options, given(self.options.engine.page_size)
+        needed = pages_for(options, 2)
+        if options.engine.max_total_tokens is not None:
+            pages = options.engine.max_total_tokens // page_size
+            if pages < needed:
+                raise ConfigError(
+                    f"--max-total-tokens {options.engine.max_total_tokens} has no room for a "
+                    f"request; give at least {needed * page_size}"
+                )
+            return pages
+        pages = self._most_that_fit(self._wanted_pages())
+        if pages < needed:
+            raise ConfigError(
+                f"the model does not fit into the {self.device.free_bytes:,} bytes that are free "
+                f"on the {self.device.name}; give a smaller --model-path, or lower "
+                "--max-running-requests and --chunked-prefill-size"
+            )
+        return pages
+
+    def _wanted_pages(self) -> int:
+        options = self.options
+        context = pages_for(options, given(options.model.context_length))
+        wanted = given(options.engine.max_running_requests) * context
+        if self.device.kind == "cpu":
+            wanted = min(wanted, CPU_TOTAL_TOKENS // given(options.engine.page_size))
+        return wanted
+
+    def _most_that_fit(self, wanted: int) -> int:
+        most, fitting, too_many = MEMORY_SHARE * self.device.free_bytes, 0, wanted + 1
+        while fitting + 1 < too_many:  # bytes grow with pages
+            middle = (fitting + too_many) // 2
+            if self.with_pages(middle).total_bytes <= most:
+                fitting = middle
+            else:
+                too_many = middle
+        return fitting
 
 
-def _most_pages(options: Options, model: ModelConfig, head: Drafting, device: Device) -> int:
-    """Pages for every request's whole context, or as many as fit beside everything else."""
-    page_size = _given(options.engine.page_size)
-    wanted = _given(options.engine.max_running_requests) * _pages_for(
-        options, _given(options.model.context_length)
-    )
-    if device.kind == "cpu":
-        wanted = min(wanted, CPU_TOTAL_TOKENS // page_size)
-    fitting, too_many = 0, wanted + 1
-    while fitting + 1 < too_many:  # bytes grow with pages
-        middle = (fitting + too_many) // 2
-        if _fits(_with_pages(options, middle), model, head, device):
-            fitting = middle
-        else:
-            too_many = middle
-    if fitting < _pages_for(options, 2):
-        raise ConfigError(
-            f"the model does not fit into the {device.free_bytes:,} bytes that are free on the "
-            f"{device.name}; give a smaller --model-path, or lower --max-running-requests and "
-            "--chunked-prefill-size"
-        )
-    return fitting
+def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Iterator[MemoryLine]:
+    yield from _weight_lines(blueprint)
+    yield from _page_lines(blueprint)
+    yield from _slot_lines(blueprint)
+    yield _buffer_line(blueprint.limits)
+    if options.speculative.drafts_on_host and not blueprint.on_gpu:
+        yield from _text_lines(options)
+    yield from _workspace_lines(blueprint, costs)
 
 
-def _fits(options: Options, model: ModelConfig, head: Drafting, device: Device) -> bool:
-    lines = _lines(options, model, head, limits_for(options, model, device))
-    return sum(line.num_bytes for line in lines) <= MEMORY_SHARE * device.free_bytes
+def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
+    drafts = blueprint.drafts
+    wanted = parameters(blueprint.config, drafts.with_mtp)
+    yield _weights_line("weights", blueprint.dtype, wanted)
+    if own := draft_parameters(drafts, None):
+        line = _weights_line("draft weights", blueprint.dtype, own)
+        yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)
 
 
-def _with_pages(options: Options, pages: int) -> Options:
-    total = pages * _given(options.engine.page_size)
-    return replace(options, engine=replace(options.engine, max_total_tokens=total))
+def _weights_line(name: str, dtype: str, wanted: Sequence[Parameter]) -> MemoryLine:
+    num_bytes = sum(prod(p.shape) * (4 if p.float32 else ITEM_BYTES[dtype]) for p in wanted)
+    count = sum(prod(p.shape) for p in wanted)
+    return MemoryLine(name, f"{count:,} parameters in {dtype}", num_bytes)
 
 
-def _lines(
-    options: Options, model: ModelConfig, head: Drafting, limits: Limits
-) -> Iterator[MemoryLine]:
-    item, slots = ITEM_BYTES[options.model.dtype], limits.num_slots
+def _page_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
+    limits, model, drafter = blueprint.limits, blueprint.config, blueprint.drafts.sizes
     pages = f"{limits.num_pages - 1} pages of {limits.page_size} tokens, and a sink"
-    yield _weights_line("weights", options, parameters(model, options.speculative.with_mtp))
-    if isinstance(head, ModelConfig):
-        yield _weights_line("draft weights", options, parameters(head, False))
-    elif head is not None:
-        draft_weights = _weights_line("draft weights", options, head_parameters(head, None))
-        ids_bytes = 4 * head.draft_vocab * head.has_draft_vocab
-        yield replace(draft_weights, num_bytes=draft_weights.num_bytes + ids_bytes)
-    kv_bytes = model.num_attention_layers * _kv_bytes(model, limits, item)
-    yield MemoryLine("KV", pages, kv_bytes)
-    drafter = _draft_sizes(options, model, head)
+    yield MemoryLine("KV", pages, model.num_attention_layers * _kv_bytes(model, blueprint))
     if drafter is not None:
         layers = drafter.num_attention_layers
         detail = f"the same pages, {layers} layer{'s' * (layers > 1)}"
-        yield MemoryLine("draft KV", detail, layers * _kv_bytes(drafter.model, limits, item))
-    yield from _state_lines(model, limits, item, "")
-    if isinstance(head, ModelConfig):
-        yield from _state_lines(head, limits, item, "draft ")
+        yield MemoryLine("draft KV", detail, layers * _kv_bytes(drafter.model, blueprint))
+
+
+def _kv_bytes(config: ModelConfig, blueprint: Blueprint) -> int:
+    """Keys and values of one layer."""
+    positions = blueprint.limits.num_pages * blueprint.limits.page_size
+    return positions * 2 * config.num_kv_heads * config.head_size * blueprint.item_bytes
+
+
+def _slot_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
+    limits, drafter, item = blueprint.limits, blueprint.drafts.sizes, blueprint.item_bytes
+    model, slots = blueprint.config, limits.num_slots
+    yield from _state_lines("", model, model.num_gated_delta_layers, blueprint)
+    if drafter is not None:
+        yield from _state_lines("draft ", drafter.model, drafter.num_gated_delta_layers, blueprint)
     yield MemoryLine("seen", f"{slots} slots x {limits.vocab} tokens", slots * limits.vocab * 4)
     relay = slots * 12
     if drafter is not None and drafter.has_relay:
         relay += slots * (limits.max_width * 8 + drafter.model.hidden * item)
     yield MemoryLine("relay", f"{slots} slots", relay)
-    depth = limits.overlap
+
+
+def _state_lines(
+    whose: str, model: ModelConfig, num_layers: int, blueprint: Blueprint
+) -> Iterator[MemoryLine]:
+    if not num_layers:
+        return
+    limits = blueprint.limits
+    request_bytes = num_layers * state_layer_bytes(model, blueprint.item_bytes)
+    for name, count in (("state", limits.num_slots), ("snapshots", limits.num_snapshots)):
+        detail = f"{count - 1} x {request_bytes:,} bytes, and a sink"
+        yield MemoryLine(f"{whose}{name}", detail, count * request_bytes)
+
+
+def _buffer_line(limits: Limits) -> MemoryLine:
+    """Rings of plans and results; each has an entry more than steps may be in flight."""
+    count = limits.overlap + 2
     plans = max(plan_layout(program, limits).size for program in limits.programs)
     results = max(result_layout(program, limits).size for program in limits.programs)
-    buffers = 4 * ((depth + 2) * plans + (depth + 1) * results)
-    yield MemoryLine("plans and results", f"{depth + 2} plans, {depth + 1} results", buffers)
-    widest = max(
-        activation_bytes(program, model, head, limits, item) for program in limits.programs
-    )
-    yield MemoryLine("activations", "the widest step, estimated", widest)
+    detail = f"{count} plans, {count} results"
+    return MemoryLine("plans and results", detail, 4 * count * (plans + results))
 
 
-def _draft_sizes(options: Options, model: ModelConfig, head: Drafting) -> DraftSizes | None:
-    """What a drafter on the device keeps; None without one."""
-    if not options.speculative.drafts or options.speculative.drafts_on_host:
-        return None
-    if isinstance(head, ModelConfig):
-        return DraftSizes.of_model(head)
-    return DraftSizes(model, 1, 0, True) if head is None else head.sizes
+def _text_lines(options: Options) -> Iterator[MemoryLine]:
+    """Of the drafter that remembers text, in main memory."""
+    ngram = options.ngram
+    count = ngram.speculative_ngram_capacity
+    yield MemoryLine("n-grams", f"at most {count:,}", count * NGRAM_BYTES)
+    if ngram.sam_budget:
+        tokens = ngram.speculative_ngram_external_corpus_max_tokens
+        yield MemoryLine("corpora", f"at most {tokens:,} tokens", tokens * CORPUS_BYTES)
 
 
-def _block_size(head: Drafting) -> int | None:
-    """Of a head that drafts blocks."""
-    return head.block.size if isinstance(head, DraftConfig) and head.block else None
+def _workspace_lines(blueprint: Blueprint, costs: ProgramCosts) -> Iterator[MemoryLine]:
+    """Of prompts and of decoding apart: what one has freed is not always the other's to take.
 
-
-def _kv_bytes(config: ModelConfig, limits: Limits, item: int) -> int:
-    """Keys and values of one layer."""
-    positions = limits.num_pages * limits.page_size
-    return positions * 2 * config.num_kv_heads * config.head_size * item
-
-
-def _weights_line(name: str, options: Options, wanted: list[Parameter]) -> MemoryLine:
-    item = ITEM_BYTES[options.model.dtype]
-    num_bytes = sum(prod(p.shape) * (4 if p.float32 else item) for p in wanted)
-    count = sum(prod(p.shape) for p in wanted)
-    return MemoryLine(name, f"{count:,} parameters in {options.model.dtype}", num_bytes)
-
-
-def _state_lines(model: ModelConfig, limits: Limits, item: int, whose: str) -> Iterator[MemoryLine]:
-    delta = model.gated_delta
-    if delta is None:
-        return
-    layer_bytes = model.num_gated_delta_layers * state_layer_bytes(model, item)
-    for name, count in (("state", limits.num_slots), ("snapshots", limits.num_snapshots)):
-        detail = f"{count - 1} x {layer_bytes:,} bytes, and a sink"
-        yield MemoryLine(f"{whose}{name}", detail, count * layer_bytes)
-
-
-def _program(
-    work: Work, batch: int, pages: int, tokens: int, shape: TreeShape, logprobs: bool
-) -> Program:
-    return Program(
-        work=work,
-        batch=batch,
-        pages=pages,
-        tokens=tokens,
-        shape=shape,
-        host_draft=False,
-        mask=False,
-        logprobs=logprobs,
-    )
-
-
-def draft_shape(options: Options, batch: int) -> TreeShape:
-    """The shape that a start without open values drafts with; plain where nothing drafts."""
-    draft = options.speculative
-    if not draft.drafts:
-        return TreeShape.plain(batch)
-    N = draft.num_draft_tokens
-    return TreeShape(N, draft.num_steps, draft.topk, batch * N)
-
-
-def _reach(options: Options, context: int) -> int:
-    """Positions that one request may write: its tokens, all steps in flight, and the scratch."""
-    shape = draft_shape(options, 1)
-    return context + (options.engine.overlap_depth + 1) * shape.max_tokens + shape.scratch
-
-
-def _pages_for(options: Options, context: int) -> int:
-    """Pages of one request."""
-    return -(-_reach(options, context) // _given(options.engine.page_size))
-
-
-def _page_tables(last: int) -> tuple[int, ...]:
-    """Powers of 4 up to `last`; one that would spare less than half of the last is left out."""
-    powers = _powers(SMALLEST_PAGE_TABLE, 4, last)
-    return (*(pages for pages in powers[:-1] if 2 * pages <= last), last)
-
-
-def _powers(first: int, factor: int, last: int) -> tuple[int, ...]:
-    """The powers first * factor^i below `last`, and `last`."""
-    found = []
-    while first < last:
-        found.append(first)
-        first *= factor
-    return (*found, last)
-
-
-def _given(value: int | None) -> int:
-    """A setting that the defaults have filled in."""
-    if value is None:
-        raise ValueError("a setting was left open")
-    return value
-
-
-def _available_bytes() -> int:
-    """Linux's estimate of memory that can be had without swapping; 0 elsewhere."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(found[0]) if found else 0
+    A captured decode keeps its memory in a pool of its own, beside that of prompts, which run
+    without a capture.
+    """
+    prompts = (Work.PREFILL, Work.COUNT)
+    for name, is_prompt in (("prompt workspace", True), ("decode workspace", False)):
+        programs = [p for p in blueprint.limits.programs if (p.work in prompts) is is_prompt]
+        widest = max((costs.workspace(p, blueprint) for p in programs), default=0)
+        yield MemoryLine(name, "the widest step, estimated", widest)

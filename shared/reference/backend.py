@@ -6,26 +6,31 @@ letter.
 """
 
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32
 
 from shared.boundary.backend import (
+    Blueprint,
     Count,
     Decode,
     Draft,
     Limits,
     Mask,
     Prefill,
+    Program,
     StepPlan,
     StepResult,
 )
 from shared.boundary.buffers import read_result, result_layout
+from shared.boundary.checks import check_limits, check_plan, to_prepare
+from shared.boundary.workspace import Costs, gathered_attention, step_bytes
 from shared.drafts.config import DraftHead
+from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.reference.drafters import (
     BlockDrafter,
@@ -33,6 +38,7 @@ from shared.reference.drafters import (
     ReferenceDrafter,
     StandaloneDrafter,
     cut,
+    takes_snapshot,
 )
 from shared.reference.rows import (
     Batch,
@@ -60,42 +66,60 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.model import KV, Weights
 from shared.spec.standalone import SmallModel
 
-Drafter = Literal["none", "NEXTN"] | DraftHead | SmallModel
-
 
 def _made(
-    drafter: Drafter, config: ModelConfig, weights: Weights, limits: Limits
+    blueprint: Blueprint, weights: Weights, draft_weights: Weights | None
 ) -> ReferenceDrafter | None:
-    if drafter == "none":
-        return None
-    if isinstance(drafter, SmallModel):
-        return StandaloneDrafter(drafter, limits)
-    if isinstance(drafter, DraftHead) and drafter.config.block:
-        return BlockDrafter(dflash.Drafter(drafter, weights), limits)
-    if isinstance(drafter, DraftHead):
-        return HeadDrafter(eagle.Drafter.of_head(drafter, weights), limits)
-    return HeadDrafter(eagle.Drafter.nextn(config, weights), limits)
+    drafts, limits, config = blueprint.drafts, blueprint.limits, blueprint.config
+    if drafts.model is not None:
+        return StandaloneDrafter(
+            SmallModel(drafts.model, draft_weights or {}, config.vocab), limits
+        )
+    if drafts.head is None:
+        made = eagle.Drafter.nextn(config, weights) if drafts.with_mtp else None
+        return HeadDrafter(made, limits) if made else None
+    head = DraftHead(drafts.head, draft_weights or {})
+    if drafts.block is not None:
+        return BlockDrafter(dflash.Drafter(head, weights), limits)
+    return HeadDrafter(eagle.Drafter.of_head(head, weights), limits)
+
+
+def workspace(program: Program, blueprint: Blueprint) -> int:
+    """Bytes that a step of the program needs beyond weights and pools."""
+    return step_bytes(program, blueprint, COSTS)
+
+
+COSTS = Costs(logit=64, reported=16, attention=gathered_attention)
+"""Numpy computes with 8 bytes here and there."""
 
 
 class ReferenceBackend:
     """A `shared.boundary.backend.Backend` without a device."""
 
     def __init__(
-        self, config: ModelConfig, weights: Weights, limits: Limits, drafter: Drafter
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        limits: Limits,
+        drafts: Drafts,
+        draft_weights: Weights | None,
     ) -> None:
         """Allocates the pools of `limits`.
 
         Args:
-          drafter: Nothing, the model's own MTP layer, a head, or a small model.
+          drafts: What drafts.
+          draft_weights: Of a head or a small model; None of the other kinds.
 
         Raises:
-          ValueError: A drafter is asked for that the weights do not hold.
+          ValueError: See `shared.boundary.checks.check_limits`.
         """
-        if drafter == "NEXTN" and "mtp.fc" not in weights:
-            raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
+        check_limits(limits, drafts, "mtp.fc" in weights)
         self.limits = limits
-        self._config, self._weights = config, weights
-        self._drafter = _made(drafter, config, weights, limits)
+        self._blueprint = Blueprint(
+            config=config, drafts=drafts, limits=limits, dtype="float32", on_gpu=False
+        )
+        self._config, self._weights, self._ready = config, weights, set[Program]()
+        self._drafter = _made(self._blueprint, weights, draft_weights)
         self._worker = ThreadPoolExecutor(max_workers=1)
         self._allocate(config, limits)
 
@@ -109,14 +133,27 @@ class ReferenceBackend:
         self._draft_from = np.zeros(num_slots, np.int32)
         self._seen = np.zeros((num_slots, limits.vocab), np.int32)
 
+    def workspace(self, program: Program) -> int:
+        """Bytes that a step of the program needs beyond weights and pools."""
+        return workspace(program, self._blueprint)
+
+    def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
+        """Notes that programs may run; there is nothing to compile.
+
+        Raises:
+          ValueError: `limits` does not list a program.
+        """
+        for program in to_prepare(programs, self.limits, self._ready):
+            progress(program)
+            self._ready.add(program)
+
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queues one step and returns at once.
 
         Raises:
-          ValueError: The plan asks for a program that `limits` does not list.
+          ValueError: See `shared.boundary.checks.check_plan`.
         """
-        if plan.program not in self.limits.programs:
-            raise ValueError(f"there is no program {plan.program}")
+        check_plan(plan, self._ready)
         return self._worker.submit(self._run, plan)
 
     def close(self) -> None:
@@ -128,7 +165,8 @@ class ReferenceBackend:
         words = np.zeros(result_layout(plan.program, self.limits).size, np.int32)
         batch = Batch.of(plan)
         if len(batch.index):
-            self._start(batch)
+            if isinstance(plan.work, Prefill | Count):
+                self._start(batch)
             for name, values in self._step(batch, plan).items():
                 at = result_layout(plan.program, self.limits).fields.get(name)
                 if at is not None:  # logprobs, where the program has none
@@ -212,7 +250,7 @@ class ReferenceBackend:
           The pass over the chunk, and whether the snapshot was taken.
         """
         save_after = int(batch.snapshots.save_at[b] - first)
-        passed = bool(batch.snapshots.save[b] != 0 and 0 < save_after <= len(chunk))
+        passed = bool(batch.snapshots.save[b] != 0) and takes_snapshot(save_after, len(chunk))
         found: list[model.Forward] = []
         for piece in cut(chunk, save_after):
             found.append(self._prefill_piece(batch, b, piece, first))

@@ -11,6 +11,7 @@ from shared.reference.rows import Batch, Fed, Ranking, Trees, put, take
 from shared.spec import attention, dflash, eagle, model, standalone
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Rank
+from shared.spec.gated_delta import CHUNK
 from shared.spec.standalone import SmallModel
 
 
@@ -296,6 +297,13 @@ class StandaloneDrafter:
         put(self._snapshots, batch.snapshots.save[passed], take(saved, passed))
 
 
+def takes_snapshot(save_after: int, length: int) -> bool:
+    """Whether a prefill of `length` tokens has a state after `save_after` of them to save."""
+    is_border = save_after % CHUNK == 0 or save_after == length
+    return 0 < save_after <= length and is_border
+
+
 def cut(chunk: Int[np.ndarray, " T"], save_after: int) -> list[Int[np.ndarray, " piece"]]:
     """A chunk in one piece, or in two where a snapshot is taken within it."""
-    return np.split(chunk, [save_after]) if 0 < save_after < len(chunk) else [chunk]
+    is_within = takes_snapshot(save_after, len(chunk)) and save_after < len(chunk)
+    return np.split(chunk, [save_after]) if is_within else [chunk]

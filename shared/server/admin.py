@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import Field
+from pydantic import Field, PlainValidator
+from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from shared.server.engine_client import EngineClient, EngineLost, Refused
-from shared.server.openai_types import ApiError, Strict, parse_plain
+from shared.server.openai_types import ApiError, Strict, Text, is_id_list, is_text, parse_plain
 from shared.server.tokenizer import Tokenizer
 
 SEPARATOR = -1
@@ -24,20 +25,35 @@ SEPARATOR = -1
 START_CORPUS = "start"
 """Name of the corpus that the start was given."""
 
+MAX_DOCUMENTS = 1 << 17  # of one message
 Document = str | list[int]
+
+
+def _read_texts(value: Any) -> list[Document]:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_DOCUMENTS:
+        raise PydanticCustomError(
+            "documents", "must be a list of at least 1 and at most {most}", {"most": MAX_DOCUMENTS}
+        )
+    if not all(map(_is_document, value)):
+        raise PydanticCustomError("documents", "must be texts or lists of token ids")
+    return value
+
+
+def _is_document(value: Any) -> bool:
+    return is_text(value) or is_id_list(value)
 
 
 class AddCorpus(Strict):
     """Body of /add_external_corpus."""
 
-    corpus_id: Annotated[str, Field(min_length=1, max_length=200)]
-    documents: Annotated[list[Document], Field(min_length=1)]
+    corpus_id: Annotated[Text, Field(min_length=1, max_length=200)]
+    documents: Annotated[list[Document], PlainValidator(_read_texts)]
 
 
 class RemoveCorpus(Strict):
     """Body of /remove_external_corpus."""
 
-    corpus_id: str
+    corpus_id: Text
 
 
 class AdminRoutes:
@@ -69,8 +85,9 @@ class AdminRoutes:
         if key is None:
             reason = "this route is closed; start the server with --admin-api-key"
             raise ApiError(403, reason, code="admin_closed")
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        # Starlette reads a header as latin-1; clients send a key as UTF-8.
+        given = request.headers.get("authorization", "").encode("latin-1").removeprefix(b"Bearer ")
+        if not hmac.compare_digest(given, key.encode()):
             reason = "the admin key is wrong or missing; send it as a bearer token"
             raise ApiError(401, reason, code="invalid_api_key")
 
@@ -124,8 +141,7 @@ def _read_document(line: str) -> Document | None:
         found = json.loads(line)
     except ValueError:
         return None
-    is_ids = isinstance(found, list) and all(type(token) is int for token in found)
-    return found if is_ids or isinstance(found, str) else None
+    return found if _is_document(found) else None
 
 
 def pack_documents(documents: Sequence[Document], tokenizer: Tokenizer | None) -> bytes:

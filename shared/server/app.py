@@ -18,11 +18,13 @@ import uvicorn
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from shared.options import capabilities
 from shared.server.admin import AdminRoutes, load_start_corpus
+from shared.server.delta import Delta
 from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
 from shared.server.generation import Generation, Generator
 from shared.server.openai_types import ApiError, Body, ChatRequest, CompletionRequest, parse
@@ -79,7 +81,7 @@ class Routes:
     def _model(self) -> dict[str, Any]:
         facts = self._client.facts
         card = {"id": facts.model_name, "object": "model", "created": 0, "owned_by": "tandem"}
-        return {**card, "max_model_len": facts.context_length}
+        return {**card, "max_model_len": facts.limits.context_length}
 
     async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:
         if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
@@ -100,10 +102,10 @@ class Routes:
 
 
 async def _whole(generation: Generation) -> dict[str, Any]:
-    texts = [""] * len(generation.answer.choices)
+    messages = [Delta()] * len(generation.answer.choices)
     async for index, piece in generation.pieces():
-        texts[index] += piece.text
-    return generation.answer.whole(texts)
+        messages[index] += piece.delta
+    return generation.answer.whole(messages)
 
 
 async def _events(generation: Generation, usage_last: bool) -> AsyncIterator[bytes]:
@@ -180,6 +182,7 @@ def make_app(client: EngineClient, tokenizer: Tokenizer | None) -> ASGIApp:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientLeft, _on_client_left)
+    app.add_exception_handler(ClientDisconnect, _on_client_left)
     app.add_exception_handler(Exception, _on_fault)
     return BodyLimit(app)
 

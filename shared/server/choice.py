@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from shared.engine.request import Event, FinishReason
+from shared.server.delta import Delta, OutputParser
 from shared.server.logprobs import TokenLogprob
 from shared.server.tokenizer import Detokenizer
 
@@ -14,13 +15,13 @@ class Piece:
     """What one event added to a choice.
 
     Attributes:
-      text: New text; may lag behind the tokens.
+      delta: What it says anew; may lag behind the tokens.
       tokens: New tokens, no further than the one with which the text ends.
       logprobs: Of these tokens; empty where the request did not ask.
       finish_reason: "stop" or "length" in the last piece.
     """
 
-    text: str
+    delta: Delta
     tokens: list[int]
     logprobs: list[TokenLogprob]
     finish_reason: str | None
@@ -129,6 +130,7 @@ class Choice:
     Attributes:
       detokenizer: None where the checkpoint has no tokenizer: the text is empty then.
       stops: Finds the request's stop strings.
+      parser: Tells what the text up to a stop string is.
       min_tokens: A stop string that ends before is part of the text.
       speculation: Verify steps up to and with the one in which the text ends.
       tokens: All tokens so far.
@@ -138,6 +140,7 @@ class Choice:
 
     detokenizer: Detokenizer | None
     stops: StopFinder
+    parser: OutputParser
     min_tokens: int
     speculation: Speculation
     tokens: list[int] = field(default_factory=list)
@@ -169,7 +172,10 @@ class Choice:
 
     def _piece(self, text: str, begin: int) -> Piece:
         """What came in from token number `begin` on."""
-        return Piece(text, self.tokens[begin:], self.logprobs[begin:], self.finish_reason)
+        delta = self.parser.push(text)
+        if self.finish_reason:
+            delta += self.parser.flush()
+        return Piece(delta, self.tokens[begin:], self.logprobs[begin:], self.finish_reason)
 
     def _note(self, event: Event, index: int) -> None:
         token = event.tokens[index]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -60,34 +59,27 @@ class Prompt:
 
 
 class Submission:
-    """All choices of one HTTP request; choices are numbered prompt by prompt."""
+    """All choices of one HTTP request; choices are numbered prompt by prompt.
 
-    def __init__(self, client: EngineClient, prompts: list[Prompt]) -> None:
-        self._client = client
+    Args:
+      client: Knows which of them the engine still works on.
+      ids: The request of each choice, in their order and without gaps.
+    """
+
+    def __init__(self, client: EngineClient, ids: range) -> None:
+        self._client, self._ids = client, ids
         self._queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
-        self._choices: dict[int, int] = {}  # of the requests that have not ended
-        numbers = itertools.count()
-        for prompt in prompts:
-            ids = [client.new_id() for _ in prompt.seeds32]
-            self._choices.update(zip(ids, numbers, strict=False))
-            client.add(self, prompt, ids)
 
     async def next(self) -> tuple[int, Event]:
-        """The number of a choice and its next event.
+        """The number of a choice and its next event, which may be later than its `finish`.
 
         Raises:
           EngineLost, Refused, ClientLeft: There will be no further event.
         """
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, Exception):
-                raise item
-            choice = self._choices.get(item.request_id)
-            if choice is None:  # it was finished here, the event is a late one
-                continue
-            if item.finish_reason:
-                del self._choices[item.request_id]
-            return choice, item
+        item = await self._queue.get()
+        if isinstance(item, Exception):
+            raise item
+        return self._ids.index(item.request_id), item
 
     def put(self, item: Event | Exception) -> None:
         """Hands over an event, or the reason why there is none."""
@@ -95,15 +87,12 @@ class Submission:
 
     def finish(self, choice: int, num_tokens: int) -> None:
         """Ends a choice whose text has ended with its `num_tokens`-th token."""
-        for request_id in [i for i, c in self._choices.items() if c == choice]:
-            del self._choices[request_id]
-            self._client.finish(request_id, num_tokens)
+        self._client.finish(self._ids[choice], num_tokens)
 
     def close(self) -> None:
         """Ends every choice that is still open."""
-        for request_id in self._choices:
+        for request_id in self._ids:
             self._client.abort(request_id)
-        self._choices.clear()
 
 
 class EngineClient:
@@ -122,8 +111,8 @@ class EngineClient:
         self._reader = reader
         self._writer = writer
         self._frames = FrameReader()
-        self._ids = itertools.count(1)
-        self._submissions: dict[int, Submission] = {}
+        self._next_id = 1
+        self._submissions: dict[int, Submission] = {}  # of the requests that have not ended
         self._metrics: dict[str, float] = {}
         self._metrics_waiters: list[asyncio.Future[None]] = []
         self._tickets: dict[int, asyncio.Future[dict[str, int]]] = {}
@@ -164,7 +153,14 @@ class EngineClient:
         """
         if self.ended.done():
             raise EngineLost(self.ended.result().reason)
-        return Submission(self, prompts)
+        ids = self._take_ids(sum(len(prompt.seeds32) for prompt in prompts))
+        submission, following = Submission(self, ids), iter(ids)
+        for prompt in prompts:
+            choices = [[next(following), seed32] for seed32 in prompt.seeds32]
+            sampling = sampling_to_fields(prompt.sampling)
+            self._send(["add", prompt.tokens, sampling, choices, prompt.tenant])
+        self._submissions.update(dict.fromkeys(ids, submission))
+        return submission
 
     async def metrics(self) -> dict[str, float]:
         """The engine's counters now, or the last known ones while a step takes long."""
@@ -184,31 +180,26 @@ class EngineClient:
         """
         if self.ended.done():
             raise EngineLost(self.ended.result().reason)
-        ticket = self.new_id()
+        (ticket,) = self._take_ids(1)
         self._tickets[ticket] = asyncio.get_running_loop().create_future()
         self._send([kind, ticket, *fields])
         return await self._tickets[ticket]
 
-    def new_id(self) -> int:
-        """A request id that was never used."""
-        return next(self._ids)
-
-    def add(self, submission: Submission, prompt: Prompt, ids: list[int]) -> None:
-        """Sends the choices of one prompt; their events go to `submission`."""
-        self._submissions.update(dict.fromkeys(ids, submission))
-        choices = [list(pair) for pair in zip(ids, prompt.seeds32, strict=True)]
-        sampling = sampling_to_fields(prompt.sampling)
-        self._send(["add", prompt.tokens, sampling, choices, prompt.tenant])
-
     def finish(self, request_id: int, num_tokens: int) -> None:
-        """Tells the engine where the text of a request ended."""
-        if self._submissions.pop(request_id, None):
-            self._send(["finish", request_id, num_tokens])
+        """Tells the engine where the text of a request ended, which may have ended there too."""
+        self._submissions.pop(request_id, None)
+        self._send(["finish", request_id, num_tokens])
 
     def abort(self, request_id: int) -> None:
         """Ends a request that nobody waits for."""
         if self._submissions.pop(request_id, None):
             self._send(["abort", request_id])
+
+    def _take_ids(self, count: int) -> range:
+        """Numbers that were never used."""
+        ids = range(self._next_id, self._next_id + count)
+        self._next_id = ids.stop
+        return ids
 
     def _send(self, message: list[Any]) -> None:
         if self.alive:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
-from shared.engine.request import Event, FinishReason
+from shared.engine.checks import TOO_LONG, check
+from shared.engine.request import Event, FinishReason, Refusal, SamplingParams
+from shared.process.frames import ModelFacts
 from shared.server.choice import Choice, Piece, Speculation, StopFinder
+from shared.server.delta import PlainText
 from shared.server.engine_client import (
     ClientLeft,
     EngineClient,
@@ -17,7 +22,6 @@ from shared.server.engine_client import (
     Submission,
 )
 from shared.server.logprobs import TokenNames
-from shared.server.model_checks import check_prompt, make_sampling
 from shared.server.openai_types import (
     MAX_CHOICES,
     ApiError,
@@ -25,6 +29,7 @@ from shared.server.openai_types import (
     CompletionRequest,
 )
 from shared.server.responses import Answer, Form
+from shared.server.sampling import make_sampling
 from shared.server.server_metrics import ServerMetrics
 from shared.server.tokenizer import Detokenizer, TemplateFailed, Tokenizer
 from shared.spec.sampling import derive_seed
@@ -68,25 +73,29 @@ class Generation:
           ClientLeft: The client is gone.
         """
         try:
-            index, event = await self._submission.next()
+            index, event = await self._next_event()
         except EngineLost as error:
             raise ApiError(503, str(error), code="engine_lost") from error
         except Refused as error:
-            raise ApiError(400, str(error), self._param(error.field)) from error
+            names = self.request.names
+            field = error.field and names.get(error.field, error.field)
+            raise ApiError(400, str(error), field) from error
         if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise ApiError(500, event.error or "the engine aborted the request")
         return index, self._take(index, event)
 
-    def _param(self, field: str | None) -> str | None:
-        """The request's name of a field of the engine's."""
-        names = {"prompt": self.request.PROMPT, "max_tokens": self.request.asked_tokens[0]}
-        return names.get(field, field) if field else None
+    async def _next_event(self) -> tuple[int, Event]:
+        """Of a choice that has not ended here: the engine hears of a stop string later."""
+        while True:
+            index, event = await self._submission.next()
+            if self.answer.choices[index].finish_reason is None:
+                return index, event
 
     def _take(self, index: int, event: Event) -> Piece:
-        choice = self.answer.choices[index]
-        piece = choice.take(event)
-        if piece.finish_reason and not event.finish_reason:
-            self._submission.finish(index, len(choice.tokens))
+        piece = self.answer.take(index, event)
+        was_cut = len(piece.tokens) < len(event.tokens)
+        if piece.finish_reason and (was_cut or not event.finish_reason):
+            self._submission.finish(index, len(self.answer.choices[index].tokens))
         self._observe()
         return piece
 
@@ -117,6 +126,7 @@ class Generator:
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
+        self._facts = _with_end(client.facts, tokenizer)
         self._names = TokenNames(tokenizer)
         self._metrics = metrics
 
@@ -130,17 +140,16 @@ class Generator:
         if request.stop and self.tokenizer is None:
             raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
         tokens = await self._tokens(request)
-        seed = request.draw_seed()
-        seeds = [derive_seed(seed, choice) for choice in range(request.num_choices)]
+        tenant = request.user or ""
         prompts = [
-            Prompt(t, make_sampling(request, len(t), self.client.facts), seeds, request.user or "")
-            for t in tokens
+            Prompt(ids, self._sampling(request, ids), seeds, tenant)
+            for ids, seeds in zip(tokens, _seeds(request, len(tokens)), strict=True)
         ]
         answer = Answer(
             form=form,
-            model=self.client.facts.model_name,
+            model=self._facts.model_name,
             num_prompt_tokens=sum(map(len, tokens)),
-            choices=[self._choice(request, prompt) for prompt in prompts for _ in seeds],
+            choices=[self._choice(request, p) for p in prompts for _ in p.seeds32],
             names=self._names,
             shows_tokens=bool(request.return_token_ids),
             shows_logprobs=request.asked_logprobs[1] is not None,
@@ -151,37 +160,45 @@ class Generator:
             raise ApiError(503, str(error), code="engine_lost") from error
 
     def _check_model(self, name: str | None) -> None:
-        served = self.client.facts.model_name
+        served = self._facts.model_name
         if name not in (None, "default", served):
             message = f"the model {name!r:.200} is not served here, {served!r} is"
             raise ApiError(404, message, "model", "model_not_found")
+
+    def _sampling(
+        self, request: CompletionRequest | ChatRequest, prompt: list[int]
+    ) -> SamplingParams:
+        limits = self._facts.limits
+        sampling = make_sampling(request, len(prompt), limits, self._facts.eos_ids)
+        try:
+            check(prompt, sampling, limits, request.names)
+        except Refusal as refusal:
+            raise ApiError(400, str(refusal), refusal.field, refusal.code) from refusal
+        return sampling
 
     def _choice(self, request: CompletionRequest | ChatRequest, prompt: Prompt) -> Choice:
         return Choice(
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
             StopFinder(tuple(request.stop)),
+            PlainText(),
             prompt.sampling.min_tokens,
-            Speculation.empty(self.client.facts.max_draft_depth),
+            Speculation.empty(self._facts.max_draft_depth),
         )
 
     async def _tokens(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
-        param = request.PROMPT
         if isinstance(request, ChatRequest):
-            prompts = [await self._encode_chat(request)]
-        else:
-            if len(request.prompt) * request.num_choices > MAX_CHOICES:
-                raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", param)
-            prompts = [await self._encode(prompt) for prompt in request.prompt]
-        for tokens in prompts:
-            check_prompt(tokens, param, self.client.facts)
-        return prompts
+            return [await self._encode_chat(request)]
+        if len(request.prompt) * request.num_choices > MAX_CHOICES:
+            raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", "prompt")
+        return [await self._encode_prompt(prompt) for prompt in request.prompt]
 
-    async def _encode(self, prompt: str | list[int]) -> list[int]:
+    async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
             return prompt
         if self.tokenizer is None:
             message = "the model folder has no tokenizer.json: give prompt as token ids"
             raise ApiError(400, message, "prompt")
+        self._check_text(prompt, "prompt", self.tokenizer)
         return await asyncio.to_thread(self.tokenizer.encode, prompt)
 
     async def _encode_chat(self, request: ChatRequest) -> list[int]:
@@ -190,6 +207,43 @@ class Generator:
             raise ApiError(400, message, "messages")
         messages = [message.model_dump(exclude_none=True) for message in request.messages]
         try:
-            return await asyncio.to_thread(self.tokenizer.encode_chat, messages)
+            text = await asyncio.to_thread(self.tokenizer.render_chat, messages)
         except TemplateFailed as error:
             raise ApiError(400, str(error), "messages") from error
+        self._check_text(text, "messages", self.tokenizer)
+        return await asyncio.to_thread(self.tokenizer.encode_more, text)
+
+    def _check_text(self, text: str, param: str, tokenizer: Tokenizer) -> None:
+        """Refuses a text that cannot fit before the time is spent that encoding takes."""
+        limits = self._facts.limits
+        if not tokenizer.can_fit(text, limits.max_request_tokens):
+            message = f"{param} has {len(text)} characters, more than fit into {limits.room}"
+            raise ApiError(400, message, param, TOO_LONG)
+
+
+def _with_end(facts: ModelFacts, tokenizer: Tokenizer | None) -> ModelFacts:
+    """With the tokenizer's end token among those that end a text.
+
+    A fine-tuned chat model's own end often stands in tokenizer_config.json alone, and config.json
+    still names the base model's. Only this process reads the tokenizer; the engine gets all ends of
+    a text with each request.
+    """
+    end = tokenizer.end_id if tokenizer else None
+    if end is None or end >= facts.limits.vocab or end in facts.eos_ids:
+        return facts
+    return replace(facts, eos_ids=(*facts.eos_ids, end))
+
+
+def _seeds(request: CompletionRequest | ChatRequest, num_prompts: int) -> list[list[int]]:
+    """A seed for each choice of each prompt.
+
+    A request's own seed belongs to every prompt alike, so that a prompt gives the same text in a
+    list as alone. Without one nothing may be shared: equal prompts of a list are to give different
+    texts, and different ones independent texts.
+    """
+    count = request.num_choices
+    if request.seed is not None:
+        return [[derive_seed(request.seed % 2**64, j) for j in range(count)]] * num_prompts
+    drawn = secrets.randbits(64)
+    firsts = range(0, num_prompts * count, count)
+    return [[derive_seed(drawn, first + j) for j in range(count)] for first in firsts]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import secrets
+import re
+import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 from pydantic_core import PydanticCustomError
 
 from shared.options.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED, NotServed
@@ -15,7 +16,16 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 1024  # of all prompts of one request
 MAX_BIAS = 100  # of a token, either way
+MAX_USER_LENGTH = 256  # the drafter NGRAM keeps the name for as long as what was seen of it
+MAX_MESSAGES = 1 << 14
+MAX_TOKEN_IDS = 1 << 14  # of stop_token_ids and of logit_bias; a model's own bounds are lower
+MAX_PARTS = 1 << 17  # lists, objects, fields or texts of a body
+MAX_VALUES = 1 << 20  # of a body, say of a prompt of token ids
 MAX_DRAFT_TOKENS = 1 << 16  # more than any step has; what a request allows beyond means the same
+
+_A_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SHORT = reprlib.Repr()  # writes the beginning of what a request has, without walking all of it
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
 
 _NOT_SERVED = {
     endpoint: {field.name: field for field in NOT_SERVED if endpoint in field.endpoints}
@@ -49,7 +59,7 @@ class ApiError(Exception):
         return {"error": error}
 
 
-def _is_text(value: Any) -> bool:
+def is_text(value: Any) -> bool:
     """Whether a value is a string of characters; JSON can also write halves of them."""
     try:
         return isinstance(value, str) and value.encode() is not None
@@ -57,15 +67,30 @@ def _is_text(value: Any) -> bool:
         return False
 
 
-def _is_id_list(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+def _check_text(value: str) -> str:
+    if not is_text(value):
+        raise PydanticCustomError("text", "must be a text, not halves of characters")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+User = Annotated[Text, Field(max_length=MAX_USER_LENGTH)]
+
+
+def is_id_list(value: Any) -> bool:
+    """Whether a value is a list of integers, which may be ids of tokens."""
+    return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
 def _read_prompt(value: Any) -> list[str] | list[list[int]]:
     """Prompts, of which a request may have several: all texts or all lists of token ids."""
-    prompts = [value] if isinstance(value, str) or (value and _is_id_list(value)) else value
+    prompts = [value] if isinstance(value, str) or (value and is_id_list(value)) else value
+    if isinstance(prompts, list) and len(prompts) > MAX_CHOICES:
+        raise PydanticCustomError(
+            "prompt", "must have at most {number} prompts", {"number": MAX_CHOICES}
+        )
     if not isinstance(prompts, list) or not (
-        all(map(_is_text, prompts)) or all(map(_is_id_list, prompts))
+        all(map(is_text, prompts)) or all(map(is_id_list, prompts))
     ):
         raise PydanticCustomError(
             "prompt", "must be a text, a list of token ids, or a list of such prompts of one kind"
@@ -77,9 +102,10 @@ def _read_prompt(value: Any) -> list[str] | list[list[int]]:
 
 def _read_stops(value: Any) -> list[str]:
     stops = [value] if isinstance(value, str) else value if value is not None else []
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
+    few = isinstance(stops, list) and stops[: MAX_STOPS + 1]
+    if not isinstance(few, list) or not all(is_text(s) and s for s in few):
         raise PydanticCustomError("stop", "must be a text or a list of texts, none of them empty")
-    if len(stops) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in stops):
+    if len(few) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in few):
         raise PydanticCustomError(
             "stop",
             "must have at most {number} texts of {length} characters",
@@ -93,6 +119,10 @@ def _read_bias(value: Any) -> dict[int, float]:
     if not isinstance(value, dict | None):
         raise PydanticCustomError("logit_bias", "must be an object of token ids and their biases")
     biases = value or {}
+    if len(biases) > MAX_TOKEN_IDS:
+        raise PydanticCustomError(
+            "logit_bias", "must have at most {number} token ids", {"number": MAX_TOKEN_IDS}
+        )
     for name, bias in biases.items():
         if not (name.isascii() and name.isdigit() and len(name) < 20):
             raise PydanticCustomError("logit_bias", "must have token ids as its keys")
@@ -108,7 +138,7 @@ def _read_bias(value: Any) -> dict[int, float]:
 
 def _read_content(value: Any) -> str:
     """A message's content: a text, or parts of type text, joined by newlines as vLLM does."""
-    if _is_text(value):
+    if is_text(value):
         return value
     parts = value if isinstance(value, list) and value else [None]
     texts = []
@@ -116,7 +146,7 @@ def _read_content(value: Any) -> str:
         if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
             raise PydanticCustomError("content", "must be a text or a list of parts of type text")
         texts.append(part["text"])
-    if not all(map(_is_text, texts)):
+    if not all(map(is_text, texts)):
         raise PydanticCustomError("content", "has a part whose text is not a string")
     return "\n".join(texts)
 
@@ -155,7 +185,7 @@ class Message(Strict):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, PlainValidator(_read_content)]
-    name: str | None = None
+    name: Text | None = None
 
 
 class GenerationRequest(Strict):
@@ -168,7 +198,7 @@ class GenerationRequest(Strict):
     DEFAULT_TOKENS: ClassVar[int | None] = None
     PROMPT: ClassVar[str]
 
-    model: str | None = None
+    model: Text | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -183,13 +213,15 @@ class GenerationRequest(Strict):
     logit_bias: Annotated[dict[int, float], PlainValidator(_read_bias)] = {}
     seed: int | None = None
     stop: Annotated[list[str], PlainValidator(_read_stops)] = []
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = (
+        None
+    )
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     speculative: SpeculativeOptions | None = None
-    user: str | None = None
+    user: User | None = None
 
     @property
     def num_choices(self) -> int:
@@ -207,13 +239,15 @@ class GenerationRequest(Strict):
         return "logprobs", None
 
     @property
+    def names(self) -> dict[str, str]:
+        """This API's words for the fields of a request that the engine calls otherwise."""
+        asked = {"max_tokens": self.asked_tokens[0], "logprobs": self.asked_logprobs[0]}
+        return {"prompt": self.PROMPT, **asked}
+
+    @property
     def most_drafts(self) -> int | None:
         """Most drafts of a step, or None for all that the step has."""
         return self.speculative.most_drafts if self.speculative else None
-
-    def draw_seed(self) -> int:
-        """The seed, drawn where there is none."""
-        return secrets.randbits(64) if self.seed is None else self.seed % 2**64
 
 
 class CompletionRequest(GenerationRequest):
@@ -236,7 +270,7 @@ class ChatRequest(GenerationRequest):
 
     PROMPT: ClassVar[str] = "messages"
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -281,6 +315,7 @@ def parse_plain(body: bytes, kind: type[Checked]) -> Checked:
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
+    _check_width(body)
     try:
         fields = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -288,6 +323,24 @@ def _read_object(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ApiError(400, f"the body must be a JSON object, got a {type(fields).__name__}")
     return fields
+
+
+def _check_width(body: bytes) -> None:
+    """Refuses a body of very many parts: nobody else is served while they are read."""
+    # Texts may hold brackets and commas; without many texts it is quick to count without them.
+    if _has_many_texts(body) or (_is_wide(body) and _is_wide(_A_TEXT.sub(b"", body))):
+        message = f"the body has more than {MAX_PARTS} parts or {MAX_VALUES} values"
+        raise ApiError(413, message, code="request_too_large")
+
+
+def _has_many_texts(body: bytes) -> bool:
+    # A quote after a backslash is none, or ends a text that ends with a backslash.
+    return body.count(b'"') - body.count(b'\\"') > 2 * MAX_PARTS
+
+
+def _is_wide(body: bytes) -> bool:
+    num_parts = body.count(b"[") + body.count(b"{") + body.count(b":")
+    return num_parts > MAX_PARTS or body.count(b",") > MAX_VALUES
 
 
 def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
@@ -313,7 +366,7 @@ def _api_error(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param)
     message = first["msg"].removeprefix("Input ")
-    return ApiError(400, f"{param} {message}, got {first['input']!r:.60}", param)
+    return ApiError(400, f"{param} {message}, got {_SHORT.repr(first['input']):.60}", param)
 
 
 def _check_together(request: CompletionRequest | ChatRequest) -> None:
@@ -322,7 +375,5 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
     name, asked = request.asked_tokens
     if name != "max_tokens" and request.max_tokens not in (None, asked):
         raise ApiError(400, f"max_tokens and {name} differ, give one of them", name)
-    if asked is not None and (request.min_tokens or 0) > asked:
-        raise ApiError(400, f"min_tokens must not exceed {name}", "min_tokens")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")

@@ -8,7 +8,9 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from shared.engine.request import Event
 from shared.server.choice import Choice, Piece, Speculation
+from shared.server.delta import Delta, ToolCall
 from shared.server.logprobs import TokenLogprob, TokenNames, for_chat, for_completion
 
 
@@ -19,12 +21,12 @@ class Form(Protocol):
     whole_object: str
     chunk_object: str
 
-    def whole(self, text: str) -> dict[str, Any]:
-        """The fields of a whole choice that hold its text."""
+    def whole(self, message: Delta) -> dict[str, Any]:
+        """The fields of a whole choice that hold what it says."""
         ...
 
-    def part(self, text: str, is_first: bool) -> dict[str, Any]:
-        """The fields of a choice in a stream that hold its new text."""
+    def part(self, delta: Delta, is_first: bool) -> dict[str, Any]:
+        """The fields of a choice in a stream that hold what it says anew."""
         ...
 
     def logprobs(self, entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
@@ -39,13 +41,13 @@ class CompletionForm:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self, message: Delta) -> dict[str, Any]:
         """`text`."""
-        return {"text": text}
+        return {"text": message.text}
 
-    def part(self, text: str, is_first: bool) -> dict[str, Any]:
+    def part(self, delta: Delta, is_first: bool) -> dict[str, Any]:
         """`text`, the new one."""
-        return {"text": text}
+        return {"text": delta.text}
 
     def logprobs(self, entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
         """Lists of equal length."""
@@ -59,18 +61,34 @@ class ChatForm:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def whole(self, text: str) -> dict[str, Any]:
+    def whole(self, message: Delta) -> dict[str, Any]:
         """`message`."""
-        return {"message": {"role": "assistant", "content": text}}
+        calls = [_call(call) for call in message.tool_calls]
+        return {"message": {"role": "assistant", **_said(message, calls)}}
 
-    def part(self, text: str, is_first: bool) -> dict[str, Any]:
+    def part(self, delta: Delta, is_first: bool) -> dict[str, Any]:
         """`delta`; the first one says whose message it is."""
         role = {"role": "assistant"} if is_first else {}
-        return {"delta": {**role, "content": text}}
+        calls = [{"index": call.index, **_call(call)} for call in delta.tool_calls]
+        return {"delta": {**role, **_said(delta, calls)}}
 
     def logprobs(self, entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
         """`content`, an object per token."""
         return for_chat(entries, names)
+
+
+def _said(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a message; those of reasoning and tools only where there is any."""
+    reasoning = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+    return {"content": delta.text, **reasoning, **({"tool_calls": calls} if calls else {})}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    """A call, or the part of one that follows its name."""
+    if not call.call_id:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.call_id, "type": "function", "function": function}
 
 
 @dataclass
@@ -97,35 +115,42 @@ class Answer:
     _id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
+    _num_ended: int = 0
 
     @property
     def ended(self) -> bool:
         """Whether every choice has ended."""
-        return all(choice.finish_reason for choice in self.choices)
+        return self._num_ended == len(self.choices)
 
-    def whole(self, texts: list[str]) -> dict[str, Any]:
+    def take(self, index: int, event: Event) -> Piece:
+        """Adds an event to a choice that has not ended."""
+        piece = self.choices[index].take(event)
+        self._num_ended += piece.finish_reason is not None
+        return piece
+
+    def whole(self, messages: list[Delta]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         pieces = [
-            Piece(text, choice.tokens, choice.logprobs, choice.finish_reason)
-            for text, choice in zip(texts, self.choices, strict=True)
+            Piece(message, choice.tokens, choice.logprobs, choice.finish_reason)
+            for message, choice in zip(messages, self.choices, strict=True)
         ]
         choices = [
-            self._choice(index, self.form.whole(piece.text), piece)
+            self._choice(index, self.form.whole(piece.delta), piece)
             for index, piece in enumerate(pieces)
         ]
         return {**self._head(self.form.whole_object), "choices": choices, **self.totals()}
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """An event of a stream: what one step added to one choice."""
-        part = self.form.part(piece.text, index not in self._begun)
+        part = self.form.part(piece.delta, index not in self._begun)
         self._begun.add(index)
         choice = self._choice(index, part, piece)
         return {**self._head(self.form.chunk_object), "choices": [choice]}
 
     def matters(self, index: int, piece: Piece) -> bool:
-        """Whether a stream has to carry a piece: one without text is of use to few."""
+        """Whether a stream has to carry a piece: one that says nothing is of use to few."""
         shows_more = self.shows_tokens or self.shows_logprobs or index not in self._begun
-        return shows_more or bool(piece.text or piece.finish_reason)
+        return shows_more or bool(piece.delta or piece.finish_reason)
 
     def usage_chunk(self) -> dict[str, Any]:
         """The event that `stream_options.include_usage` asks for, after the last choice."""
@@ -148,9 +173,9 @@ class Answer:
         name = self.form.prefix + self._id
         return {"id": name, "object": kind, "created": self._created, "model": self.model}
 
-    def _choice(self, index: int, text: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
         found = self.form.logprobs(piece.logprobs, self.names) if self.shows_logprobs else None
-        choice = {"index": index, **text, "logprobs": found, "finish_reason": piece.finish_reason}
+        choice = {"index": index, **said, "logprobs": found, "finish_reason": piece.finish_reason}
         return {**choice, "token_ids": piece.tokens} if self.shows_tokens else choice
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from datetime import datetime
@@ -9,9 +10,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
+
+from shared.server.text_bound import most_characters
 
 REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character (yet)
 MAX_HALF = 3  # of the 4 bytes of a character, most that can be there without it
@@ -19,6 +24,7 @@ WINDOW = 16  # tokens decoded together, so that a character may spread over seve
 CONTEXT = 8  # tokens kept when the window is cut: enough to be in step with characters again
 SPACE_MARK = "\u2581"  # what SentencePiece writes for a space
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TemplateFailed(ValueError):
@@ -40,6 +46,7 @@ class Tokenizer:
         self._is_byte_level = '"ByteLevel"' in decoder
         self._has_byte_tokens = '"ByteFallback"' in decoder
         self._space_mark = SPACE_MARK if SPACE_MARK in decoder else " "
+        self._most_characters = most_characters(tokenizer)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer | None:
@@ -56,6 +63,9 @@ class Tokenizer:
             tokenizer = FastTokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{path} cannot be read: {error}") from error
+        # The file keeps how its last training run cut and padded texts; a prompt is served whole.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         return cls(tokenizer, _chat_template(folder, config), _special_names(config))
 
@@ -78,31 +88,47 @@ class Tokenizer:
         content = self._names.get(name)
         return None if content is None else self._tokenizer.token_to_id(content)
 
+    def can_fit(self, text: str, num_tokens: int) -> bool:
+        """Whether a text may have no more tokens than this, as far as its length alone says."""
+        most = self._most_characters
+        return most is None or len(text) <= most * num_tokens
+
     def encode(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens that the tokenizer adds."""
-        return self._tokenizer.encode(text).ids
+        return self._encode(text, with_special=True)
 
     def encode_more(self, text: str) -> list[int]:
         """Tokens of a text that follows others: nothing is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode(text, with_special=False)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Tokens of a conversation that the assistant is to answer.
+        """Tokens of a conversation that the assistant is to answer; raises as `render_chat`."""
+        return self.encode_more(self.render_chat(messages))
+
+    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+        """A conversation that the assistant is to answer, as the template writes it.
 
         Args:
           messages: With `role` and `content`.
 
         Raises:
-          TemplateFailed: The template refuses the messages.
+          TemplateFailed: The template refuses the messages, or what it writes is no text.
         """
         assert self._template is not None
         try:
             text = self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, **self._names
             )
+            text.encode()  # a template can write a half of a character, which no tokenizer takes
         except Exception as error:  # a template is a program: whatever it raises is its refusal
             raise TemplateFailed(f"the chat template failed: {error}") from error
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return text
+
+    def _encode(self, text: str, with_special: bool) -> list[int]:
+        # Encoding a single text would hold Python's lock to its end, and with it every other
+        # thread of the process; encoding a batch, here of one, lets it go.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special)
+        return found.ids
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens; ids that it does not know have none."""
@@ -111,6 +137,12 @@ class Tokenizer:
     def shows(self, token: int) -> bool:
         """Whether a token has text: it is known and not special."""
         return token not in self._special and self._tokenizer.id_to_token(token) is not None
+
+    def byte_of(self, token: int) -> bytes | None:
+        """The byte that a token like `<0xE4>` stands for; None for every other token."""
+        content = self._tokenizer.id_to_token(token) if self._has_byte_tokens else None
+        match = _BYTE.fullmatch(content) if content else None
+        return bytes.fromhex(match[1]) if match else None
 
     def bytes_of(self, token: int) -> bytes | None:
         """A token's own bytes, those of a special one's name; None for an id it does not know."""
@@ -121,8 +153,8 @@ class Tokenizer:
             return content.encode()
         if self._is_byte_level:
             return bytes(map(_BYTE_OF_LETTER.__getitem__, content))
-        if self._has_byte_tokens and (match := _BYTE.fullmatch(content)):
-            return bytes.fromhex(match[1])
+        if (byte := self.byte_of(token)) is not None:
+            return byte
         return content.replace(self._space_mark, " ").encode()
 
 
@@ -132,13 +164,20 @@ class Detokenizer:
     A window of the newest tokens is decoded as a whole. What it ends with and is no character yet
     is held back; when the window is cut, the held part is still in it, because UTF-8 falls into
     step with itself again after a few bytes.
+
+    Tokens that stand for one byte each (`Tokenizer.byte_of`) are kept out of the window: its
+    decoder turns every byte of a run into a replacement, complete characters too, for as long as
+    the run's last character is incomplete. They are decoded here, as the UTF-8 that they are.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         """Args: `prompt` gives the first word its space, where the tokenizer writes it in front."""
         self._tokenizer = tokenizer
-        self._window = [token for token in prompt[-CONTEXT:] if tokenizer.shows(token)]
-        if tokenizer.decode(self._window).endswith(REPLACEMENT):
+        self._bytes = _Utf8("replace")
+        shown = [token for token in prompt[-CONTEXT:] if tokenizer.shows(token)]
+        words = [token for token in shown if tokenizer.byte_of(token) is None]
+        self._window = words or shown[-1:]
+        if words and tokenizer.decode(words).endswith(REPLACEMENT):
             self._window = []
         self._emitted = len(tokenizer.decode(self._window))
 
@@ -146,6 +185,27 @@ class Detokenizer:
         """The text that is certain with this token, past what was given before."""
         if not self._tokenizer.shows(token):
             return ""
+        byte = self._tokenizer.byte_of(token)
+        if byte is not None:
+            return self._push_byte(token, byte)
+        cut_short = self._bytes.decode(b"", final=True)
+        return cut_short + self._push_word(token)
+
+    def flush(self) -> str:
+        """What was held back: the output ends within a character."""
+        return self._rest_of_words() + self._bytes.decode(b"", final=True)
+
+    def _push_byte(self, token: int, byte: bytes) -> str:
+        if not self._window:  # the next word is not the text's first one: its space is to stay
+            self._window = [token]
+            self._emitted = len(self._tokenizer.decode(self._window))
+        return self._rest_of_words() + self._bytes.decode(byte)
+
+    def _rest_of_words(self) -> str:
+        text = self._tokenizer.decode(self._window)
+        return self._give(text, len(text))
+
+    def _push_word(self, token: int) -> str:
         self._window.append(token)
         text = self._tokenizer.decode(self._window)
         piece = self._give(text, len(text) - _num_held(text))
@@ -154,11 +214,6 @@ class Detokenizer:
             self._window = self._window[-CONTEXT:]
             self._emitted = len(self._tokenizer.decode(self._window)) - held
         return piece
-
-    def flush(self) -> str:
-        """What was held back: the output ends within a character."""
-        text = self._tokenizer.decode(self._window)
-        return self._give(text, len(text))
 
     def _give(self, text: str, end: int) -> str:
         piece = text[self._emitted : end]
@@ -220,7 +275,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> jinja2.Template | No
 def _environment() -> jinja2.Environment:
     """The settings that Hugging Face templates are written for."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
@@ -228,9 +283,33 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+class _GenerationBlocks(Extension):
+    """`{% generation %}`: marks an answer for who trains on answers alone; here only its text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The statements of the block, whose names end with it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
     # Jinja's own escapes <, > and & for HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

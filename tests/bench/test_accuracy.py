@@ -17,10 +17,13 @@ from bench.serving import Outcome, one_bucket
 from models.demo.data import answer_of
 from models.demo.data import main as write_data
 from shared.boundary.backend import Work
+from shared.drafts.drafts import Drafts
 from shared.engine.request import Request, SamplingParams
 from shared.models.config import ModelConfig
 from shared.options.options import parse
-from shared.process.memory_plan import Device, plan
+from shared.process.device import Device
+from shared.process.memory_plan import plan
+from tests.support.reference_serve import PLATFORM
 
 ROOT = Path(__file__).resolve().parents[2]
 RANDOM_MODEL = ROOT / "models" / "random"
@@ -269,9 +272,13 @@ def test_a_setting_without_a_value_is_refused():
 def test_a_timed_run_has_one_decode_program_for_each_shape():
     options = parse(["--speculative-algorithm", "NEXTN", "--max-running-requests", "8"])
     model = ModelConfig.from_folder(RANDOM_MODEL)
-    limits = one_bucket(plan(options, model, None, Device("cpu", "CPU", 1 << 32)).limits)
+    limits = one_bucket(
+        plan(
+            options, model, Drafts.of_mtp(model), Device("cpu", "CPU", 1 << 32), PLATFORM.costs
+        ).limits
+    )
     decodes = [p for p in limits.programs if p.work is Work.DECODE]
-    assert sorted(p.shape.nodes for p in decodes) == [1, 4]
+    assert [p.shape.nodes for p in decodes] == [4]
     assert {p.batch for p in decodes} == {8}
     assert len([p for p in limits.programs if p.work is Work.PREFILL]) == 2
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Decode, Prefill, StepPlan
-from shared.engine.planner import Chunk
+from shared.engine.rows import Chunk
 from tests.support.contract_host import (
     BATCH,
     CHAIN,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Count, Draft, Work
-from shared.engine.planner import Chunk
+from shared.engine.rows import Chunk
 from shared.spec.draft_tree import TreeShape
 from tests.support.contract_host import (
     CHAIN,

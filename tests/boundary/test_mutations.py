@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shared.reference.backend import ReferenceBackend
+from tests.support.backends import make_backend
 from tests.support.contract_host import Host, Texts, contract_limits, contract_model
 from tests.support.mutations import MUTATIONS
 
@@ -17,7 +17,7 @@ def plain_texts() -> Texts:
 
 def new_host(texts: Texts) -> Host:
     config, weights = contract_model()
-    return Host(ReferenceBackend(config, weights, contract_limits(config), "NEXTN"), texts)
+    return Host(make_backend("reference", config, weights, contract_limits(config), "NEXTN"), texts)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

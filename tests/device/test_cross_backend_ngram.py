@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend, Work
-from shared.engine.controller import HostDraftController, StaticController
+from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
 from shared.options.ngram import NgramConfig
-from shared.reference.backend import ReferenceBackend
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.contract_host import (
@@ -73,8 +73,8 @@ def drafted(
         speculative_ngram_external_sam_budget=2,
         speculative_ngram_min_bfs_breadth=2,
     )
-    controller, vocab = HostDraftController(backend.limits), backend.limits.vocab
-    tree = controller.tree
+    vocab = backend.limits.vocab
+    (tree,) = {program.shape for program in backend.limits.programs if program.host_draft}
     index = NgramIndex(config, nodes=tree.nodes, depth=tree.depth, vocab=vocab, chain=False)
     words = [token for text in texts.values() for token in [*text, SEPARATOR]]
     for at in (5, 2):
@@ -83,9 +83,8 @@ def drafted(
             for p, w in enumerate(words)
         ]
         index.add_corpus(str(at), Corpus.build(np.array(wrong, np.int32)))
-    engine = Engine(
-        backend, controller, overlap=overlap, chunked_prefill_size=PREFILL_TOKENS, ngram=index
-    )
+    controller = NgramController(backend.limits, index)
+    engine = Engine(backend, controller, overlap=overlap, chunked_prefill_size=PREFILL_TOKENS)
     return drive(engine, requests_of(sampled))
 
 
@@ -93,7 +92,7 @@ def drafted(
 def expected(sampled: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Plain texts, and the drafts accepted in each step, both of the numpy backend."""
     config, weights = contract_model()
-    backend = ReferenceBackend(config, weights, contract_limits(config), "NEXTN")
+    backend = make_backend("reference", config, weights, contract_limits(config), "NEXTN")
     texts = plain(backend, sampled)
     found = drafted(backend, sampled, 0, texts)
     backend.close()

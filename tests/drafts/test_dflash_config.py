@@ -10,14 +10,17 @@ from safetensors.numpy import load_file, save_file
 from shared.boundary.backend import Limits
 from shared.drafts.checkpoint import check_head, head_parameters, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
+from shared.drafts.drafts import Drafts
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError, split
 from shared.options.capabilities import refusals
 from shared.options.options import parse
 from shared.options.setup import Setup
-from shared.process.memory_plan import Device, plan
+from shared.process.device import Device
+from shared.process.memory_plan import plan
 from shared.spec.draft_tree import TreeShape
 from tests.device.test_cross_backend import limits_of
 from tests.support.backends import FRAMEWORKS, make_backend
+from tests.support.reference_serve import PLATFORM
 from tests.support.tiny_heads import cyclic, tiny_block_config, tiny_block_head
 from tests.support.tiny_models import tiny_model
 
@@ -145,11 +148,12 @@ def test_tensors_of_other_models_are_refused_by_name(tensor, model, tmp_path):
 
 
 DFLASH = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", "head"]
+COSTS = PLATFORM.costs
 CPU = Device("cpu", "CPU", 8 << 30)
 
 
 def test_the_block_decides_the_shape_and_all_layers_are_in_the_memory_plan():
-    planned = plan(parse(DFLASH), TARGET, HEAD.config, CPU)
+    planned = plan(parse(DFLASH), TARGET, Drafts.of_head(HEAD.config), CPU, COSTS)
     limits, sizes = planned.limits, {line.name: line.num_bytes for line in planned.lines}
     drafted = {(s.nodes, s.depth, s.width) for s in limits.shapes if not s.is_plain}
     assert drafted == {(4, 3, 1)}
@@ -179,7 +183,8 @@ def test_a_shape_that_is_not_the_blocks_is_refused(flag, told):
 def test_a_shape_that_is_the_blocks_may_be_given():
     same = ["--speculative-num-draft-tokens", "4", "--speculative-num-steps", "3"]
     with_flags, without = (
-        plan(parse(f), TARGET, HEAD.config, CPU) for f in (DFLASH + same, DFLASH)
+        plan(parse(f), TARGET, Drafts.of_head(HEAD.config), CPU, COSTS)
+        for f in (DFLASH + same, DFLASH)
     )
     assert with_flags.limits.shapes == without.limits.shapes
 

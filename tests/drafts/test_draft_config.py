@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.drafts.checkpoint import HeadFiles, check_head, kind_of, load_head, open_head
+from shared.drafts.checkpoint import DraftFiles, check_head, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
+from shared.drafts.drafts import Drafts
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError
 from shared.spec import attention, eagle, layers, model
 from tests.support.tiny_heads import tiny_head, tiny_head_config, write_tiny_head
@@ -53,7 +54,7 @@ def test_a_written_head_loads_again_for_every_target(family, kind, tmp_path):
     assert got.weights.keys() == want.weights.keys()
     for name in want.weights:
         np.testing.assert_array_equal(got.weights[name], want.weights[name], err_msg=name)
-    assert sum(seen) == HeadFiles(config, checkpoint).num_bytes
+    assert sum(seen) == DraftFiles(Drafts.of_head(config), checkpoint).num_bytes
 
 
 @pytest.mark.parametrize("name", EAGLE3_VARIANTS)

@@ -9,7 +9,11 @@ from shared.engine.allocator import Allocator
 from tests.support.toy_backend import toy_limits
 
 ACTIONS = st.lists(
-    st.tuples(st.sampled_from(["take", "reserve", "free"]), st.integers(0, 7), st.integers(0, 60)),
+    st.tuples(
+        st.sampled_from(["take", "share", "reserve", "free"]),
+        st.integers(0, 7),
+        st.integers(0, 60),
+    ),
     max_size=60,
 )
 
@@ -25,6 +29,11 @@ def test_nothing_is_lost_or_shared_whatever_the_order(actions):
     for action, which, positions in actions:
         if action == "take" and allocator.num_free_slots:
             taken.append(allocator.take_slot())
+        elif action == "share" and taken and allocator.num_free_slots:
+            other = taken[which % len(taken)]
+            count, free = min(positions // 4, allocator.num_pages[other]), allocator.num_free_pages
+            taken.append(allocator.take_slot(allocator.page_table[other, :count]))
+            assert allocator.num_free_pages == free
         elif action == "reserve" and taken:
             slot = taken[which % len(taken)]
             missing = allocator.num_missing(slot, positions)
@@ -33,6 +42,10 @@ def test_nothing_is_lost_or_shared_whatever_the_order(actions):
         elif action == "free" and taken:
             allocator.free(taken.pop(which % len(taken)))
         allocator.check()
+    for slot in taken:
+        allocator.free(slot)
+    allocator.check()
+    assert allocator.usage == 0.0
 
 
 def test_a_reservation_is_whole_or_nothing():
@@ -62,7 +75,54 @@ def test_a_slot_cannot_be_freed_twice():
         allocator.free(slot)
 
 
-@pytest.mark.parametrize("fault", ["leak", "share", "stale"])
+def test_two_slots_share_a_prefix_until_the_last_of_them_goes():
+    allocator = make()
+    first = allocator.take_slot()
+    allocator.reserve(first, 16)
+    pages = allocator.page_table[first, :4].copy()
+    second = allocator.take_slot(pages[:3])
+    assert allocator.num_free_pages == 19 - 4
+    assert allocator.reserve(second, 20)  # two pages of its own behind the prefix
+    assert allocator.page_table[second, :3].tolist() == pages[:3].tolist()
+    assert not set(allocator.page_table[second, 3:5].tolist()) & {0, *pages.tolist()}
+    assert allocator.num_owners[pages].tolist() == [2, 2, 2, 1]
+    assert allocator.num_free_pages == 19 - 6
+    allocator.check()
+    allocator.free(first)
+    assert allocator.num_owners[pages].tolist() == [1, 1, 1, 0]
+    assert allocator.num_free_pages == 19 - 5  # the prefix is still the second's
+    assert allocator.page_table[second, :3].tolist() == pages[:3].tolist()
+    allocator.check()
+    allocator.free(second)
+    assert allocator.num_free_pages == 19
+    allocator.check()
+
+
+def test_no_page_is_handed_out_while_it_has_an_owner():
+    allocator = make(num_pages=6)
+    first = allocator.take_slot()
+    allocator.reserve(first, 12)
+    second = allocator.take_slot(allocator.page_table[first, :2])
+    shared = set(allocator.page_table[second, :2].tolist())
+    allocator.free(first)
+    third = allocator.take_slot()
+    assert not allocator.reserve(third, 16)
+    assert allocator.reserve(third, 12)
+    assert not shared & set(allocator.page_table[third, :3].tolist())
+
+
+def test_a_prefix_of_pages_that_nobody_owns_is_refused():
+    allocator = make()
+    slot = allocator.take_slot()
+    allocator.reserve(slot, 8)
+    pages = allocator.page_table[slot, :2].copy()
+    allocator.free(slot)
+    with pytest.raises(ValueError, match="has no owner"):
+        allocator.take_slot(pages)
+    allocator.check()
+
+
+@pytest.mark.parametrize("fault", ["leak", "share", "stale", "miscount"])
 def test_the_check_sees_each_fault(fault):
     allocator = make()
     first, second = allocator.take_slot(), allocator.take_slot()
@@ -73,6 +133,8 @@ def test_the_check_sees_each_fault(fault):
         allocator.page_table[first, allocator.num_pages[first]] = 0
     elif fault == "share":
         allocator.page_table[first, 0] = allocator.page_table[second, 0]
+    elif fault == "miscount":
+        allocator.num_owners[allocator.page_table[first, 0]] += 1
     else:
         allocator.page_table[first, 7] = 1
     with pytest.raises(AssertionError):

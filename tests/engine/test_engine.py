@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from shared.boundary.backend import Limits
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
@@ -73,11 +74,11 @@ def test_acceptance_does_not_depend_on_overlap_or_preemption():
     assert {n: o.accepted for n, o in crowded.items()} == accepted
 
 
-class AnyShape:
+class AnyShape(StaticController):
     """A controller that takes another shape for every step."""
 
-    def __init__(self, seed: int) -> None:
-        self.max_rows = 4
+    def __init__(self, limits: Limits, seed: int) -> None:
+        super().__init__(limits, nodes=4, depth=3, width=1)
         self._rng = random.Random(seed)
 
     def shape_for(self, num_rows: int) -> TreeShape:
@@ -87,7 +88,9 @@ class AnyShape:
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_text_does_not_depend_on_changing_shapes(overlap):
     backend = ToyBackend(toy_limits(num_pages=45, num_slots=5, overlap=2))
-    engine = Engine(backend, AnyShape(overlap), overlap=overlap, chunked_prefill_size=64)
+    engine = Engine(
+        backend, AnyShape(backend.limits, overlap), overlap=overlap, chunked_prefill_size=64
+    )
     requests = random_requests(seed=7, count=30)
     outcomes = drive(engine, requests)
     assert all(outcomes[each.request_id].tokens == plain_text(each) for each in requests)
@@ -172,6 +175,14 @@ class Traffic(RuleBasedStateMachine):
 
 Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestTraffic = Traffic.TestCase
+
+
+def test_a_prompt_is_counted_once_however_often_it_is_fed():
+    engine, requests = make(num_pages=38), random_requests(seed=1, count=30)
+    drive(engine, requests)
+    assert engine.scheduler.num_preemptions
+    total = sum(len(each.prompt) for each in requests)
+    assert engine.metrics.snapshot()["prompt_tokens_total"] == total
 
 
 def test_late_rows_are_dropped():
@@ -290,15 +301,17 @@ def test_finish_keeps_the_tokens_of_the_text():
 @pytest.mark.parametrize(
     ("prompt", "sampling", "words"),
     [
-        ((), {}, "prompt must have at least one token"),
-        ((VOCAB,), {}, "prompt has a token outside"),
-        ((-1,), {}, "prompt has a token outside"),
+        ((), {}, "prompt must not be empty"),
+        ((VOCAB,), {}, "prompt has token id"),
+        ((-1,), {}, "prompt has token id"),
         ((1,), {"max_tokens": 0}, "max_tokens"),
-        ((1,) * 200, {"max_tokens": 57}, "context length 256"),
+        ((1,) * 200, {"max_tokens": 57}, "the context of 256 tokens"),
+        ((1,) * 256, {"max_tokens": 1}, "prompt has 256 tokens"),
+        ((1,), {"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed max_tokens"),
         ((1,), {"stop_token_ids": (1, 2, 3)}, "stop_token_ids may have at most 2"),
-        ((1,), {"stop_token_ids": (VOCAB,)}, "stop_token_ids has a token outside"),
+        ((1,), {"stop_token_ids": (VOCAB,)}, "stop_token_ids has token id"),
         ((1,), {"logit_bias": {1: 1.0, 2: 1.0}}, "logit_bias may have at most 1"),
-        ((1,), {"logprobs": 3}, "logprobs may have at most 2"),
+        ((1,), {"logprobs": 3}, "logprobs must be from 0 to 2"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_sentence(prompt, sampling, words):

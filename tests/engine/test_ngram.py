@@ -10,17 +10,18 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Limits, Program, StepFuture, StepPlan, Work
-from shared.engine.controller import HostDraftController, StaticController
+from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
+from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.options.ngram import NgramConfig
-from shared.reference.backend import ReferenceBackend
 from shared.spec.draft_tree import TreeShape
+from tests.support.backends import make_backend
 from tests.support.driving import Outcome, checked_step, drive
 from tests.support.tiny_models import tiny_model
 
@@ -80,13 +81,13 @@ class Served:
     """The reference backends of some tests, each made when it is first asked for."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, int], ReferenceBackend] = {}
+        self._made: dict[tuple[str, int], Backend] = {}
 
-    def backend(self, name: str = "llama", num_pages: int = 1 + 64 * BATCH) -> ReferenceBackend:
+    def backend(self, name: str = "llama", num_pages: int = 1 + 64 * BATCH) -> Backend:
         if (name, num_pages) not in self._made:
             config, weights = model_of(name)
             limits = ngram_limits(config.vocab, num_pages)
-            self._made[name, num_pages] = ReferenceBackend(config, weights, limits, "none")
+            self._made[name, num_pages] = make_backend("reference", config, weights, limits, "none")
         return self._made[name, num_pages]
 
     def plain(self, requests: Sequence[Request], name: str = "llama") -> dict[int, Outcome]:
@@ -118,12 +119,12 @@ def again(request: Request) -> Request:
     )
 
 
-def ngram_engine(backend: ReferenceBackend, *, overlap: int = 1, **fields) -> Engine:
+def ngram_engine(backend: Backend, *, overlap: int = 1, **fields) -> Engine:
     config = NgramConfig(**{f"speculative_ngram_{name}": value for name, value in fields.items()})
     limits = backend.limits
     index = NgramIndex(config, nodes=NODES, depth=NODES - 1, vocab=limits.vocab, chain=False)
-    controller = HostDraftController(limits)
-    return Engine(backend, controller, overlap=overlap, chunked_prefill_size=64, ngram=index)
+    controller = NgramController(limits, index)
+    return Engine(backend, controller, overlap=overlap, chunked_prefill_size=64)
 
 
 def request(number: int, prompt: Sequence[int], **sampling) -> Request:
@@ -170,7 +171,7 @@ def test_the_text_is_that_of_plain_decoding(name, overlap, match_type, how, serv
     own = corpus_of(*(w.tokens[:9] + w.tokens[10:20] for w in want.values()))
     fields = {"external_sam_budget": 3, "min_bfs_breadth": 2, "match_type": match_type}
     engine = ngram_engine(served.backend(name), overlap=overlap, **fields)
-    engine.ngram.add_corpus("own", own)
+    engine.controller.index.add_corpus("own", own)
     found = trickle(engine, [again(r) for r in requests])
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
     accepted = {count for outcome in found.values() for count in outcome.accepted}
@@ -198,8 +199,10 @@ def test_a_corpus_of_the_models_own_outputs_gives_five_tokens_a_step(how, num_ot
     own = corpus_of(*([*r.prompt, *want[r.request_id].tokens] for r in requests))
     engine = ngram_engine(served.backend(), external_sam_budget=NODES - 1)
     for other in range(num_others):
-        engine.ngram.add_corpus(f"other {other}", corpus_of(rng.integers(2, 250, 2000).tolist()))
-    engine.ngram.add_corpus("own", own)
+        engine.controller.index.add_corpus(
+            f"other {other}", corpus_of(rng.integers(2, 250, 2000).tolist())
+        )
+    engine.controller.index.add_corpus("own", own)
     found = drive(engine, [again(r) for r in requests])
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
     assert np.mean([tokens_per_step(outcome) for outcome in found.values()]) >= 5
@@ -232,9 +235,9 @@ def test_a_row_without_a_draft_goes_on_from_a_fully_accepted_tree(how, served):
     engine = ngram_engine(served.backend("qwen3_5"), external_sam_budget=NODES - 1, scope="request")
     # The first request's corpus ends in the middle of its text, the other's goes on.
     first, second = (want[r.request_id].tokens for r in requests)
-    engine.ngram.add_corpus("own", corpus_of(first[: 1 + NODES], second))
+    engine.controller.index.add_corpus("own", corpus_of(first[: 1 + NODES], second))
     rows: list[list[tuple[int, int]]] = []
-    drafted = engine.ngram.draft
+    drafted = engine.controller.index.draft
 
     def noted(asking):
         trees = drafted(asking)
@@ -242,7 +245,7 @@ def test_a_row_without_a_draft_goes_on_from_a_fully_accepted_tree(how, served):
         rows.append([(r.request_id, size) for r, size in zip(asking, sizes, strict=True)])
         return trees
 
-    engine.ngram.draft = noted
+    engine.controller.index.draft = noted
     found = drive(engine, [again(r) for r in requests])
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
     sizes = [size for row in rows for number, size in row if number == 0]
@@ -256,7 +259,7 @@ def test_a_row_without_a_draft_goes_on_from_a_fully_accepted_tree(how, served):
 class Watched:
     """A backend that says which decode steps were submitted before the one before was known."""
 
-    def __init__(self, backend: ReferenceBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend, self.limits = backend, backend.limits
         self.flights: list[tuple[Work, Watched.Future]] = []
         self.early, self.beside = 0, 0
@@ -336,7 +339,9 @@ def test_preempted_requests_resume_with_the_plain_text(served):
     alone = ngram_engine(served.backend())
     for each in requests:
         drive(alone, [again(each)])
-    assert engine.ngram.num_ngrams == alone.ngram.num_ngrams  # every token was seen once
+    assert (
+        engine.controller.index.num_ngrams == alone.controller.index.num_ngrams
+    )  # every token was seen once
 
 
 def tree_after(index: NgramIndex, tokens: Sequence[int], tenant: str = "") -> list[int]:
@@ -344,25 +349,35 @@ def tree_after(index: NgramIndex, tokens: Sequence[int], tenant: str = "") -> li
     asking = Request(request_id=-1, prompt=(), sampling=SamplingParams(), tenant=tenant)
     index.see(asking, tokens)
     drafts = index.draft([asking])
-    asking.output[:] = []
-    index.take_back(asking, tokens)
+    asking.output[:] = tokens
     index.end(asking)
+    index.cut(-1, 0)
     return drafts.tokens[0, 1 : drafts.num_nodes[0]].tolist()
 
 
-def test_after_a_stop_string_the_index_keeps_the_text_up_to_it(served):
-    """The engine learns late that the text had ended; what came after was never said."""
-    engine, one = ngram_engine(served.backend(), max_trie_depth=4), request(0, [5, 6, 8], **GREEDY)
+@pytest.mark.parametrize("ends_by_itself", [False, True])
+def test_after_a_stop_string_the_index_keeps_the_text_up_to_it(ends_by_itself, served):
+    """The engine learns late that the text had ended; what came after was never said.
+
+    So late that it may have ended the request by itself: the string was in the last tokens.
+    """
+    length = 13 if ends_by_itself else 24
+    engine = ngram_engine(served.backend(), max_trie_depth=4)
+    one = request(0, [5, 6, 8], max_tokens=length, **GREEDY)
     engine.add(one)
     while len(one.output) < 12:
         engine.step()
+    while ends_by_itself and engine.busy:
+        engine.step()
     text = one.output[:]
+    assert (one.finish_reason is FinishReason.LENGTH) == ends_by_itself
     engine.finish(0, 8)
     while engine.busy:
         checked_step(engine)
     assert len(set(text)) == len(text), "take another prompt: what was cut is said elsewhere too"
-    assert tree_after(engine.ngram, text[5:7]) == text[7:8]
-    assert tree_after(engine.ngram, text[7:8]) == []
+    index = engine.controller.index
+    assert tree_after(index, text[5:7]) == text[7:8]
+    assert tree_after(index, text[7:8]) == []
 
 
 def test_an_aborted_requests_late_tokens_are_not_learnt(served):
@@ -376,7 +391,7 @@ def test_an_aborted_requests_late_tokens_are_not_learnt(served):
     while engine.busy:
         checked_step(engine)
     assert one.finish_reason is FinishReason.ABORT
-    assert tree_after(engine.ngram, want.tokens[known - 1 : known]) == []
+    assert tree_after(engine.controller.index, want.tokens[known - 1 : known]) == []
 
 
 def test_a_tenants_requests_draft_from_their_own_text_only(served):
@@ -384,8 +399,8 @@ def test_a_tenants_requests_draft_from_their_own_text_only(served):
     first.tenant = "a"
     drive(engine, [first])
     text = [*first.prompt, *first.output]
-    assert tree_after(engine.ngram, text[-6:-3], "a")
-    assert tree_after(engine.ngram, text[-6:-3], "b") == []
+    assert tree_after(engine.controller.index, text[-6:-3], "a")
+    assert tree_after(engine.controller.index, text[-6:-3], "b") == []
     accepted = {}
     for tenant in ("a", "b"):
         request_of = again(first)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.engine.ngram import index as ngram_index
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.trie import COUNT, FIRST, LIVE, NEWER, OLDEST, PARENT, USED
@@ -233,10 +234,13 @@ def test_only_tokens_up_to_the_stop_stay():
     tree_of(index, one)
     before = index.num_ngrams
     say(index, one, [4, 5])
-    one.output[:] = [1, 2, 3]
-    index.take_back(one, [4, 5])
-    assert index.num_ngrams == before
+    one.output[:] = [1, 2, 3, 4, 5]
     index.end(one)
+    assert index.num_ngrams > before
+    index.cut(1, 3)
+    assert index.num_ngrams == before
+    index.cut(1, 0)  # what was cut once is known no more
+    assert index.num_ngrams == before
     say(index, request(2), [1, 2])
     assert tree_of(index, request(2))[0] == [0, 3]
 
@@ -246,10 +250,29 @@ def test_what_is_taken_back_stays_where_another_text_said_it_too():
     one, other = request(1), request(2)
     for each in (one, other):
         say(index, each, [1, 2, 3])
-    one.output[:] = [1, 2]
-    index.take_back(one, [3])
+    one.output[:] = [1, 2, 3]
+    index.end(one)
+    index.cut(1, 2)
     say(index, request(3), [1, 2])
     assert tree_of(index, request(3))[0] == [0, 3]
+
+
+def test_the_texts_of_ended_requests_are_kept_within_a_bound(monkeypatch):
+    monkeypatch.setattr(ngram_index, "MOST_ENDED_TOKENS", 20)
+    index = index_of(max_trie_depth=4)
+    for number in range(10):
+        one = request(number)
+        one.output[:] = [10 * number + place for place in range(8)]
+        say(index, one, one.output)
+        index.end(one)
+    assert index._num_ended_tokens == 16
+    before = index.num_ngrams
+    index.cut(7, 0)
+    assert index.num_ngrams == before
+    index.cut(8, 0)
+    index.cut(9, 0)
+    assert index.num_ngrams < before
+    assert (index._num_ended_tokens, index._ended) == (0, {})
 
 
 def assert_sound(index: NgramIndex) -> None:
@@ -300,11 +323,8 @@ def test_a_full_index_stays_sound_while_requests_come_and_go(seed, scope):
         index.draft(list(alive.values()))
         if number > 4:
             ended = alive.pop(int(rng.choice(list(alive))))
-            cut = int(rng.integers(4))
-            late = ended.output[len(ended.output) - cut :]
-            del ended.output[len(ended.output) - cut :]
-            index.take_back(ended, late)
             index.end(ended)
+            index.cut(ended.request_id, len(ended.output) - int(rng.integers(4)))
     assert_sound(index)
 
 

@@ -6,10 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Decode, Limits, Prefill, Work
+from shared.boundary.backend import Decode, Limits, Prefill
 from shared.engine.allocator import Allocator
-from shared.engine.planner import Chunk, DecodeRows, Planner, PrefillRows
+from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
+from shared.engine.rows import Chunk, DecodeRows, PrefillRows
 from shared.spec.draft_tree import TreeShape
 from tests.support.toy_backend import VOCAB, toy_limits
 
@@ -32,10 +33,11 @@ class House:
         self.place(request, positions)
         return request
 
-    def place(self, request: Request, positions: int) -> None:
-        request.place(self.allocator.take_slot())
+    def place(self, request: Request, positions: int, first_position: int = 0) -> None:
+        request.place(self.allocator.take_slot(), first_position)
         assert self.allocator.reserve(request.slot, positions)
         self.planner.bind(request)
+        request.prefill(request.prefill_length)
 
 
 @pytest.fixture
@@ -152,6 +154,18 @@ def test_a_chunk_that_goes_on_names_the_token_after_it(house):
     assert work.row_starts.tolist() == [0, 64, 64]
 
 
+@pytest.mark.parametrize("output", [[], [9, 10]], ids=["admitted", "resumed"])
+def test_a_row_starts_with_its_first_chunk_wherever_that_begins(house, output):
+    prompt = tuple(range(140))
+    request = Request(request_id=0, prompt=prompt, sampling=SamplingParams(), output=output)
+    house.place(request, 150, first_position=64)
+    other = house.request(70, 70)
+    first = PrefillRows((Chunk(request, 64, 128), Chunk(other, 64, 70)))
+    assert house.planner.plan(first).starts.tolist() == [1, 0]
+    rest = PrefillRows((Chunk(request, 128, 140),))
+    assert house.planner.plan(rest).starts.tolist() == [0, 0]
+
+
 def test_a_resume_feeds_all_but_the_last_output_and_chooses_nothing(house):
     request = Request(request_id=0, prompt=(7, 8), sampling=SamplingParams(), output=[9, 10, 11])
     house.place(request, 8)
@@ -164,16 +178,32 @@ def test_a_resume_feeds_all_but_the_last_output_and_chooses_nothing(house):
 
 
 def test_the_smallest_program_that_holds_the_step_is_taken(house):
-    pick = house.planner.pick
-    assert pick(Work.PREFILL, None, 1, 1, 65, False, False).tokens == 128
-    assert pick(Work.PREFILL, None, 3, 17, 1, False, False).pages == 128
-    assert pick(Work.DECODE, TreeShape.chain(3, 2), 2, 16, 0, False, False).batch == 2
-    assert pick(Work.DECODE, TreeShape.chain(0, 4), 1, 1, 0, False, False).shape.is_plain
+    pick, requests = house.planner.pick, [house.request(65, 65) for _ in range(3)]
+    short = [house.request(1, 4), house.request(1, 4)]
+    assert pick(PrefillRows((Chunk(short[0], 0, 65),))).tokens == 128
+    assert pick(PrefillRows((Chunk(short[0], 0, 64),))).tokens == 64
+    one_each = PrefillRows(tuple(Chunk(request, 0, 1) for request in requests))
+    assert (pick(one_each).pages, pick(one_each).batch) == (128, 4)  # of 17 pages each
+    assert pick(DecodeRows(short, TreeShape.chain(3, 2))).batch == 2
+    assert pick(DecodeRows(short, TreeShape.chain(3, 2))).pages == 16
+    assert pick(DecodeRows(short[:1], TreeShape.chain(0, 4))).shape.is_plain
 
 
 def test_a_step_that_no_program_holds_is_an_error(house):
-    with pytest.raises(LookupError):
-        house.planner.pick(Work.DECODE, CHAIN, 5, 1, 0, False, False)
+    rows = DecodeRows([house.request(1, 4) for _ in range(5)], CHAIN)
+    with pytest.raises(LookupError, match="no decode program holds"):
+        house.planner.plan(rows)
+
+
+def test_a_decode_never_starts_a_row(house):
+    """Nor does it take one whose prompt goes on."""
+    request = house.request(70, 70)
+    for prefilled in (0, 64):
+        request.prefill(prefilled)
+        with pytest.raises(ValueError, match=f"request 0 has {prefilled} of 70 tokens prefilled"):
+            house.planner.plan(DecodeRows([request], CHAIN))
+    request.prefill(70)
+    assert not house.planner.plan(DecodeRows([request], CHAIN)).starts.any()
 
 
 def test_no_plan_shares_memory_with_another(house):

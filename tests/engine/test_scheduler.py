@@ -4,8 +4,8 @@ import pytest
 
 from shared.engine.allocator import Allocator
 from shared.engine.controller import StaticController
-from shared.engine.planner import DecodeRows, PrefillRows
 from shared.engine.request import Request, SamplingParams
+from shared.engine.rows import DecodeRows, PrefillRows
 from shared.engine.scheduler import Scheduler
 from tests.support.toy_backend import toy_limits
 

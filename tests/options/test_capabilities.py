@@ -6,13 +6,12 @@ through the real start up to the engine, on the numpy backend.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from shared.engine.request import Request, SamplingParams
-from shared.models.checkpoint import open_checkpoint
 from shared.options import capabilities
 from shared.options.capabilities import RULES, refusals
 from shared.options.options import (
@@ -26,7 +25,7 @@ from shared.options.options import (
 )
 from shared.options.setup import Setup
 from shared.process import launch
-from shared.process.memory_plan import Device
+from shared.process.device import Device
 from tests.support import reference_serve
 from tests.support.driving import Outcome, drive
 from tests.support.http_fixtures import save_tokenizer
@@ -57,14 +56,14 @@ class House:
 
     def serve(self, line: list[str]) -> dict[int, Outcome]:
         """Texts of `requests`, by the start's own steps."""
-        device = Device("cpu", "CPU", 1 << 30)
-        model, checkpoint, head, memory = launch.prepare(
-            parse(line), open_checkpoint, lambda: device
-        )
-        loading = (memory.options, checkpoint, model, head, memory.limits, lambda _: None)
-        engine = launch.make_engine(reference_serve.load(*loading), memory.options)
+        device = Device("cpu", "CPU", 1 << 31)
+        platform = replace(reference_serve.PLATFORM, find_device=lambda: device)
+        start = launch.prepare(parse(line), platform)
+        backend = start.load(platform, lambda num_bytes: None)
+        backend.prepare(backend.limits.programs, lambda program: None)
+        engine = launch.make_engine(backend, start.memory.options)
         try:
-            return drive(engine, requests(model.vocab))
+            return drive(engine, requests(backend.limits.vocab))
         finally:
             engine.close()
 

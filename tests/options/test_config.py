@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Work
+from shared.drafts.drafts import Drafts
 from shared.engine.allocator import Allocator
 from shared.engine.controller import StaticController
 from shared.engine.request import Request, SamplingParams
@@ -14,13 +15,16 @@ from shared.options.capabilities import refusals
 from shared.options.not_served import NOT_SUPPORTED
 from shared.options.options import PARTS, ConfigError, parse, spelling
 from shared.options.setup import Setup
-from shared.process.memory_plan import Device, plan
+from shared.process.device import Device
+from shared.process.memory_plan import plan
+from tests.support.reference_serve import PLATFORM
 from tests.support.tiny_heads import tiny_head
 from tests.support.tiny_models import tiny_model
 
 CPU = Device("cpu", "CPU", 8 << 30)
 GPU = Device("gpu", "GPU", 80 << 30)
 NEXTN = ["--speculative-algorithm", "NEXTN"]
+COSTS = PLATFORM.costs
 MODEL, WEIGHTS = tiny_model("qwen3_5", 0)
 DRAFT_HEAD = tiny_head(MODEL, WEIGHTS, "EAGLE3", 0)
 
@@ -294,8 +298,10 @@ LINES = {
 def planned(case):
     """The plan and the device of a line of `LINES`."""
     line, device = LINES[case]
-    head = DRAFT_HEAD.config if "EAGLE3" in line else None
-    return plan(parse(line), MODEL, head, device), device
+    drafts = Drafts.of_mtp(MODEL) if "NEXTN" in line else Drafts.none()
+    if "EAGLE3" in line:
+        drafts = Drafts.of_head(DRAFT_HEAD.config)
+    return plan(parse(line), MODEL, drafts, device, COSTS), device
 
 
 @pytest.mark.parametrize("case", LINES)
@@ -345,17 +351,21 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
         drafted = program.work is Work.DECODE and not program.shape.is_plain
         assert not drafted or program.shape.rows == program.batch * program.shape.nodes
     decodes = {p.shape.nodes for p in limits.programs if p.work is Work.DECODE}
-    assert decodes == {1} | ({memory.options.speculative.num_draft_tokens} if drafts else set())
+    # The host may have no draft for any row; a drafter on the device always has a tree.
+    is_plain = not drafts or memory.options.speculative.drafts_on_host
+    trees = {memory.options.speculative.num_draft_tokens} if drafts else set()
+    assert decodes == trees | ({1} if is_plain else set())
 
 
 @pytest.mark.parametrize("case", LINES)
 def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes(case):
     memory, _ = planned(case)
     limits, most = memory.limits, memory.max_request_tokens
-    plain = StaticController(limits, nodes=1, depth=0, width=0)
+    one = next(p.shape for p in limits.programs if p.work is Work.DECODE)
+    drafting = StaticController(limits, nodes=one.nodes, depth=one.depth, width=one.width)
     chunk = memory.options.engine.chunked_prefill_size
     scheduler = Scheduler(
-        limits, Allocator(limits), plain, overlap=limits.overlap, chunked_prefill_size=chunk
+        limits, Allocator(limits), drafting, overlap=limits.overlap, chunked_prefill_size=chunk
     )
     longest = Request(request_id=1, prompt=(2,), sampling=SamplingParams(max_tokens=most - 1))
     scheduler.add(longest)
@@ -375,11 +385,11 @@ def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes
 )
 def test_a_plan_that_does_not_fit_is_refused_with_the_way_out(line, device, flag):
     with pytest.raises(ConfigError, match=flag):
-        plan(parse(line), MODEL, None, device)
+        plan(parse(line), MODEL, Drafts.none(), device, COSTS)
 
 
 def test_a_gpu_takes_what_is_free_and_no_more():
     small = Device("gpu", "GPU", 300 << 20)
-    memory = plan(parse(["--context-length", "2048"]), MODEL, None, small)
+    memory = plan(parse(["--context-length", "2048"]), MODEL, Drafts.none(), small, COSTS)
     assert memory.total_bytes <= small.free_bytes
     assert memory.total_bytes > small.free_bytes // 2

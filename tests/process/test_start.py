@@ -15,12 +15,13 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from models import make_random
-from shared.models.checkpoint import CheckpointError, open_checkpoint, save_checkpoint
+from shared.models.checkpoint import CheckpointError, save_checkpoint
 from shared.models.config import ModelConfig
+from shared.process.device import Device
 from shared.process.launch import launch
-from shared.process.memory_plan import Device
 from shared.server.tokenizer import Tokenizer
 from tests.support.http_fixtures import save_tokenizer
+from tests.support.reference_serve import PLATFORM
 from tests.support.tiny_heads import write_tiny_head
 from tests.support.tiny_models import tiny_model, tiny_weights, write_tiny
 from tests.support.tiny_small import small_config
@@ -37,12 +38,9 @@ def refuse_to_load(*_):
 
 def start(argv: list[str], load_backend=refuse_to_load) -> int:
     """A start whose backend must not be reached, unless it is given."""
-    return launch(
-        ["--port", "0", *argv],
-        load_backend,
-        open_checkpoint=open_checkpoint,
-        find_device=lambda: Device("cpu", "CPU", 1 << 30),
-    )
+    device = Device("cpu", "CPU", 1 << 30)
+    platform = replace(PLATFORM, find_device=lambda: device, load=load_backend)
+    return launch(["--port", "0", *argv], platform)
 
 
 @pytest.fixture
@@ -160,16 +158,17 @@ def test_a_draft_head_arrives_at_the_backend_with_the_shape_of_its_algorithm(
     want = write_tiny_head(tmp_path / "head", target, weights, kind, 0)
     reached = []
 
-    def load_backend(options, checkpoint, model, head, limits, progress):
-        reached.append((options.speculative, head.config, limits.shapes[-1]))
+    def load_backend(blueprint, checkpoint, draft_files, progress):
+        drafts = blueprint.drafts
+        reached.append((drafts.with_mtp, drafts.head, blueprint.limits.shapes[-1]))
         raise CheckpointError("enough")
 
     name = kind if algorithm == "its own" else algorithm
     drafting = ["--speculative-algorithm", name]
     drafting += ["--speculative-draft-model-path", str(tmp_path / "head")]
     assert start(["--model-path", str(tmp_path / "model"), *drafting], load_backend) == 2
-    ((draft, config, shape),) = reached
-    assert (config, draft.with_mtp) == (want.config, False)
+    ((with_mtp, config, shape),) = reached
+    assert (config, with_mtp) == (want.config, False)
     drafted = {"NAIVE_EAGLE": (2, 1, 1)}.get(name, (8, 5, 4))
     assert (shape.nodes, shape.depth, shape.width) == drafted
 
@@ -241,8 +240,9 @@ def test_a_small_model_arrives_at_the_backend_and_in_the_memory_plan(
     want = write_small(target_and_small[1], family)  # of another padded vocabulary, but the hybrid
     reached = []
 
-    def load_backend(options, checkpoint, model, head, limits, progress):
-        reached.append((options.speculative.with_mtp, head.config, limits.shapes[-1]))
+    def load_backend(blueprint, checkpoint, draft_files, progress):
+        drafts = blueprint.drafts
+        reached.append((drafts.with_mtp, drafts.model, blueprint.limits.shapes[-1]))
         raise CheckpointError("enough")
 
     assert start(standalone(*target_and_small), load_backend) == 2

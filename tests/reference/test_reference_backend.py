@@ -22,8 +22,8 @@ from shared.boundary.backend import (
 )
 from shared.boundary.buffers import empty_plan
 from shared.engine.request import SamplingParams
-from shared.reference.backend import Drafter, ReferenceBackend
 from shared.spec.draft_tree import TreeShape
+from tests.support.backends import Drafter, make_backend
 from tests.support.equality import Oracle
 from tests.support.tiny_heads import tiny_head
 from tests.support.tiny_models import tiny_model
@@ -37,7 +37,7 @@ SAMPLED = {
 GREEDY: dict[str, float] = {}
 
 
-def limits(vocab: int) -> Limits:
+def limits(vocab: int, drafts: bool) -> Limits:
     def program(
         work: Work, shape: TreeShape, host_draft: bool = False, mask: bool = False
     ) -> Program:
@@ -51,8 +51,8 @@ def limits(vocab: int) -> Limits:
     programs = [program(work, plain) for work in (Work.PREFILL, Work.COUNT, Work.DECODE)]
     programs.append(program(Work.DECODE, plain, mask=True))
     for shape in (CHAIN, TREE):
-        programs += [program(Work.DECODE, shape), program(Work.DECODE, shape, host_draft=True)]
-        programs.append(program(Work.DRAFT, shape))
+        programs.append(program(Work.DECODE, shape, host_draft=True))
+        programs += [program(work, shape) for work in (Work.DECODE, Work.DRAFT) if drafts]
     return Limits(
         page_size=16, num_pages=65, num_slots=3, num_snapshots=3, programs=tuple(programs),
         overlap=1, context_length=400, vocab=vocab, max_stop_ids=2, max_bias=2, max_logprobs=3,
@@ -67,7 +67,8 @@ class Device:
         config, weights = tiny_model(family, seed=3)
         if isinstance(drafter, str) and drafter in ("EAGLE", "EAGLE3"):
             drafter = tiny_head(config, weights, drafter, seed=4)
-        self.backend = ReferenceBackend(config, weights, limits(config.vocab), drafter)
+        asked = limits(config.vocab, drafter != "none")
+        self.backend = make_backend("reference", config, weights, asked, drafter)
         self.how = how
         self.prompt_length = 0
 
@@ -409,11 +410,11 @@ class TestResults:
 
     def test_a_program_that_does_not_exist_is_refused(self) -> None:
         device = Device("llama", "none", GREEDY)
-        plan = device.plan(Work.DECODE, CHAIN)
+        plan = device.plan(Work.DECODE, CHAIN, host_draft=True)
         with pytest.raises(ValueError, match="no program"):
             device.backend.submit(replace(plan, program=replace(plan.program, batch=7)))
 
     def test_a_drafter_that_the_weights_do_not_hold_is_refused(self) -> None:
         config, weights = tiny_model("llama", seed=3)
         with pytest.raises(ValueError, match="NEXTN"):
-            ReferenceBackend(config, weights, limits(config.vocab), "NEXTN")
+            make_backend("reference", config, weights, limits(config.vocab, True), "NEXTN")

@@ -15,6 +15,7 @@ import pytest
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
+    CONFIG_END,
     END,
     FAIL,
     POOL_TOKENS,
@@ -89,11 +90,12 @@ def test_a_request_says_how_much_is_drafted_for_it(server, asked, histogram):
     assert chat["speculative"]["accepted_histogram"] == histogram
 
 
-def test_an_end_token_ends_the_text_unless_it_is_ignored(server):
-    prompt = [*b"ab", END, *b"cd"]
+@pytest.mark.parametrize("end", [END, CONFIG_END], ids=["tokenizer", "config"])
+def test_an_end_token_ends_the_text_unless_it_is_ignored(server, end):
+    prompt = [*b"ab", end, *b"cd"]
     plain = server.complete(prompt, temperature=0, max_tokens=9, return_token_ids=True)
     assert plain["choices"][0]["text"] == "ab"
-    assert plain["choices"][0]["token_ids"] == [*b"ab", END]
+    assert plain["choices"][0]["token_ids"] == [*b"ab", end]
     assert plain["choices"][0]["finish_reason"] == "stop"
     ignoring = server.complete(prompt, temperature=0, max_tokens=9, ignore_eos=True)
     assert ignoring["choices"][0]["text"] == "abcdabc"
@@ -124,6 +126,15 @@ def test_choices_of_one_seed_differ_and_the_first_is_that_of_one(server):
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 32, "total_tokens": 35}
     assert body["speculative"]["verify_steps"] == 8
     assert server.complete("abc", seed=7 + 2**64, n=8, max_tokens=4)["choices"] == body["choices"]
+
+
+def test_equal_prompts_of_a_list_differ_unless_a_seed_is_given(server):
+    prompts = ["abc"] * 8
+    texts = [choice["text"] for choice in server.complete(prompts, max_tokens=1)["choices"]]
+    assert len(set(texts)) > 1
+    seeded = server.complete(prompts, seed=7, n=2, max_tokens=1)["choices"]
+    alone = server.complete("abc", seed=7, n=2, max_tokens=1)["choices"]
+    assert [choice["text"] for choice in seeded] == [choice["text"] for choice in alone] * 8
 
 
 def test_several_prompts_are_numbered_prompt_by_prompt(server):
@@ -297,6 +308,8 @@ def test_without_a_tokenizer_prompts_are_token_ids(bare_server):
     body = bare_server.complete([1, 2], temperature=0, max_tokens=3, return_token_ids=True)
     assert body["choices"][0]["token_ids"] == [1, 2, 1]
     assert body["choices"][0]["text"] == ""
+    ended = bare_server.complete([1, CONFIG_END], temperature=0, max_tokens=3)
+    assert ended["choices"][0]["finish_reason"] == "stop"
     for path, fields, param in (
         (COMPLETIONS, {"prompt": "text"}, "prompt"),
         (COMPLETIONS, {"prompt": [1], "stop": "x"}, "stop"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -59,6 +60,7 @@ BAD_FIELDS = [
     ("max_tokens", {"max_tokens": float("nan")}),
     ("min_tokens", {"min_tokens": -1}),
     ("min_tokens", {"min_tokens": 9, "max_tokens": 8}),
+    ("min_tokens", {"min_tokens": 100}),
     ("n", {"n": 0}),
     ("n", {"n": 129}),
     ("n", {"n": True}),
@@ -101,6 +103,11 @@ BAD_FIELDS = [
     ("speculative.max_draft_tokens", {"speculative": {"max_draft_tokens": 1.5}}),
     ("speculative.depth", {"speculative": {"depth": 1}}),
     ("model", {"model": 5}),
+    ("model", {"model": "\ud800"}),
+    ("user", {"user": 5}),
+    ("user", {"user": "x" * 257}),
+    ("user", {"user": "\ud800"}),
+    ("stop", {"stop": "\ud800"}),
     ("logprobs", {"logprobs": MAX_LOGPROBS + 1}),
     ("logprobs", {"logprobs": 10**30}),
     ("logprobs", {"logprobs": -1}),
@@ -152,8 +159,13 @@ BAD_CHATS = [
     ("messages[0].content", {"messages": [{"role": "user"}]}),
     ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     ("messages[0].tool_calls", {"messages": [{"role": "user", "content": "", "tool_calls": []}]}),
+    ("messages", {"messages": [{"role": "user", "name": "half", "content": "x"}]}),
+    ("messages[0].name", {"messages": [{"role": "user", "name": "\ud800", "content": "x"}]}),
+    ("user", {"user": "\udfff"}),
     ("max_completion_tokens", {"max_completion_tokens": 3, "max_tokens": 4}),
     ("max_completion_tokens", {"max_completion_tokens": CONTEXT}),
+    ("max_tokens", {"max_tokens": CONTEXT}),
+    ("min_tokens", {"min_tokens": POOL_TOKENS}),
     ("logprobs", {"logprobs": 1}),
     ("top_logprobs", {"top_logprobs": 3}),
     ("top_logprobs", {"top_logprobs": 3, "logprobs": False}),
@@ -186,6 +198,17 @@ def test_fields_that_ask_for_nothing_are_accepted(server):
     more = {"tools": [], "response_format": text, "logprobs": False, "top_logprobs": 0}
     answer = server.post(CHAT, messages=USER, max_tokens=2, **more)
     assert answer.status_code == 200
+
+
+def test_a_client_that_leaves_while_it_sends_is_no_fault(tmp_path):
+    with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as own:
+        host, port = own.url.removeprefix("http://").split(":")
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(head.encode() + b'{"prompt":')
+            time.sleep(0.2)  # for the handler to wait for the rest
+        own.complete([97], max_tokens=1)
+    assert not any("Traceback" in line for line in own.lines)
 
 
 @pytest.mark.parametrize(

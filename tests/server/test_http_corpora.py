@@ -16,6 +16,7 @@ from shared.server.admin import AdminRoutes
 from shared.server.openai_types import ApiError
 from tests.support.http_fixtures import (
     ADMIN_KEY,
+    JSON,
     MAX_CORPUS_TOKENS,
     ROOT,
     VOCAB,
@@ -39,9 +40,9 @@ def server(tmp_path_factory) -> Iterator[Server]:
 
 
 def ask(server: Server, route: str, body: object = None, key: str | None = ADMIN_KEY):
-    headers = {"authorization": f"Bearer {key}".encode()} if key else {}
-    method = "GET" if route == LIST else "POST"
-    return httpx.request(method, server.url + route, json=body, headers=headers, timeout=60)
+    headers = {**JSON, "authorization": f"Bearer {key}".encode()} if key else JSON
+    method, url, content = "GET" if route == LIST else "POST", server.url + route, json.dumps(body)
+    return httpx.request(method, url, content=content, headers=headers, timeout=60)
 
 
 def test_corpora_are_added_listed_and_removed_while_it_runs(server):
@@ -54,7 +55,7 @@ def test_corpora_are_added_listed_and_removed_while_it_runs(server):
 
 
 @pytest.mark.parametrize("route", [ADD, REMOVE, LIST])
-@pytest.mark.parametrize("key", [None, "wrong", "öffne"])
+@pytest.mark.parametrize("key", [None, "wrong", ADMIN_KEY[:-1]])
 def test_who_does_not_know_the_key_is_refused(route, key, server):
     found = ask(server, route, {"corpus_id": "start", "documents": ["x"]}, key)
     assert found.status_code == 401
@@ -73,6 +74,10 @@ def test_without_a_key_of_the_server_the_routes_are_closed():
     ("route", "body", "param", "words"),
     [
         (ADD, {"documents": ["x"]}, "corpus_id", "is missing"),
+        (ADD, {"corpus_id": "\ud800", "documents": ["x"]}, "corpus_id", "halves"),
+        (ADD, {"corpus_id": "a", "documents": ["\ud800"]}, "documents", "must be texts"),
+        (ADD, {"corpus_id": "a", "documents": [[1.5]]}, "documents", "must be texts"),
+        (REMOVE, {"corpus_id": "\ud800"}, "corpus_id", "halves"),
         (ADD, {"corpus_id": "a", "documents": []}, "documents", "at least 1"),
         (ADD, {"corpus_id": "a", "documents": ["x"], "b": 1}, "b", "not a known field"),
         (ADD, {"corpus_id": "a", "documents": [[-1]]}, "documents", "negative"),
@@ -100,7 +105,13 @@ def test_what_cannot_be_done_is_refused_by_its_field(route, body, param, words, 
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("{}", "line 2 is neither a text"), ("[1.5]", "line 2"), ("[1", "line 2"), ("[999]", "0..")],
+    [
+        ("{}", "line 2 is neither a text"),
+        ("[1.5]", "line 2"),
+        ("[1", "line 2"),
+        ("[999]", "0.."),
+        (r'"\ud800"', "line 2"),
+    ],
 )
 def test_a_file_that_cannot_be_used_ends_the_start_with_its_line(line, words, tmp_path):
     save_tokenizer(tmp_path)

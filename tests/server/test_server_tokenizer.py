@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from shared.engine.request import Event, FinishReason
 from shared.server.choice import Choice, Speculation, StopFinder
+from shared.server.delta import PlainText
 from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
 from shared.server.tokenizer import REPLACEMENT, Detokenizer, TemplateFailed, Tokenizer
 from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
@@ -48,7 +51,9 @@ def with_logprobs(given: Event) -> Event:
 
 
 def new_choice(stops: tuple[str, ...], min_tokens: int = 0) -> Choice:
-    return Choice(Detokenizer(BYTES, []), StopFinder(stops), min_tokens, Speculation.empty(3))
+    return Choice(
+        Detokenizer(BYTES, []), StopFinder(stops), PlainText(), min_tokens, Speculation.empty(3)
+    )
 
 
 def test_a_piece_never_ends_within_a_character():
@@ -82,6 +87,44 @@ def test_single_bytes_beside_words_make_characters():
     first = space_tokenizer()._tokenizer.token_to_id("<0x00>")
     tokens = [0, *(first + byte for byte in "你".encode()), 1]
     assert pieces(space_tokenizer(), [], tokens) == ["hello", "", "", "你", " world", ""]
+
+
+def space_tokens(text: str) -> list[int]:
+    """A text in tokens of `space_tokenizer`: its words where they stand, single bytes elsewhere."""
+    words, tokens = {" hello": 0, " world": 1}, []
+    for part in re.split("( hello| world)", text):
+        tokens += [words[part]] if part in words else [3 + byte for byte in part.encode()]
+    return tokens
+
+
+RUNS = ["🎉🎉", "👍🏽", "❤️", "😀😁😂 ab", "— “quoted” … hello", "é world你好 hello hello🎉" * 9]
+
+
+@pytest.mark.parametrize("text", RUNS, ids=range(len(RUNS)))
+@pytest.mark.parametrize("prompt", [[], [0], [3 + 0xBD], [*range(3 + 0xA0, 3 + 0xB0)]], ids=len)
+def test_characters_of_single_bytes_in_a_row_are_whole(text, prompt):
+    given_pieces = pieces(space_tokenizer(), prompt, space_tokens(text))
+    assert "".join(given_pieces) == text
+    assert given_pieces[-1] == ""  # nothing waits for the end
+    assert len([piece for piece in given_pieces if piece]) >= len(re.findall(r"\W", text)) / 2
+
+
+WORDS_AND_BYTES = st.lists(
+    st.one_of(st.sampled_from([" hello", " world"]), st.characters(codec="utf-8")), max_size=60
+)
+
+
+@given(WORDS_AND_BYTES)
+@settings(deadline=None, max_examples=200)
+def test_words_and_single_bytes_join_to_the_text(parts: list[str]):
+    text = "".join(parts)
+    assert "".join(pieces(space_tokenizer(), [0], space_tokens(text))) == text
+
+
+def test_a_character_cut_short_by_a_word_is_one_replacement():
+    half = [3 + byte for byte in "好".encode()[:2]]
+    got = pieces(space_tokenizer(), [0], [*half, 1, *half])
+    assert "".join(got) == f"{REPLACEMENT} world{REPLACEMENT}"
 
 
 @given(st.binary(max_size=40))
@@ -140,7 +183,7 @@ def test_tokens_text_and_speculation_end_at_the_same_event():
     choice.take(event(list(b"h"), None))
     choice.take(event(list(b"ell"), 2))
     piece = choice.take(event(list(b"o world"), 3))
-    assert (piece.text, piece.tokens, piece.finish_reason) == ("", list(b"o w"), "stop")
+    assert (piece.delta.text, piece.tokens, piece.finish_reason) == ("", list(b"o w"), "stop")
     assert choice.tokens == list(b"hello w")
     assert choice.speculation.to_json() == {
         "verify_steps": 2,
@@ -166,25 +209,25 @@ def test_a_stop_string_before_the_length_limit_wins():
     """A length cap hid an earlier stop elsewhere (s#31599)."""
     choice = new_choice(("b",))
     piece = choice.take(event(list(b"abc"), 2, FinishReason.LENGTH))
-    assert (piece.text, choice.tokens, choice.finish_reason) == ("a", list(b"ab"), "stop")
+    assert (piece.delta.text, choice.tokens, choice.finish_reason) == ("a", list(b"ab"), "stop")
 
 
 def test_a_stop_string_before_min_tokens_is_text():
     choice = new_choice(("b",), min_tokens=3)
-    assert choice.take(event(list(b"abcab"), 3)).text == "abca"
+    assert choice.take(event(list(b"abcab"), 3)).delta.text == "abca"
     assert choice.tokens == list(b"abcab")
 
 
 def test_a_stop_token_has_no_text_but_counts():
     choice = new_choice(())
     piece = choice.take(event(list(b"ab."), 2, FinishReason.STOP))
-    assert (piece.text, choice.tokens) == ("ab", list(b"ab."))
+    assert (piece.delta.text, choice.tokens) == ("ab", list(b"ab."))
 
 
 def test_held_text_is_given_at_the_end():
     choice = new_choice(("xyz",))
-    assert choice.take(event(list(b"abxy"), None)).text == "ab"
-    assert choice.take(event(list(b"x"), 0, FinishReason.LENGTH)).text == "xyx"
+    assert choice.take(event(list(b"abxy"), None)).delta.text == "ab"
+    assert choice.take(event(list(b"x"), 0, FinishReason.LENGTH)).delta.text == "xyx"
 
 
 def test_chat_templates_render_as_hugging_face_does(tmp_path):
@@ -195,6 +238,34 @@ def test_chat_templates_render_as_hugging_face_does(tmp_path):
     assert ids == [257, *"<hé>".encode(), 258]
     with pytest.raises(TemplateFailed, match="no system"):
         tokenizer.encode_chat([{"role": "system", "content": "x"}])
+
+
+# As templates for training on answers alone mark these, loops and scopes within.
+MARKED = (
+    "{% for m in messages %}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% set x = 1 %}"
+    "{% for c in m.content %}{{ c }}{% endfor %}\n"
+    "{% endgeneration %}{{ x }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+DUMPED = [
+    "{{ messages | tojson }}",
+    "{{ messages | tojson(indent=2) }}",
+    "{{ messages | tojson(ensure_ascii=True) }}",
+    "{{ messages | tojson(ensure_ascii=False, separators=(',', ':')) }}",
+    "{{ messages | tojson(sort_keys=true, separators=[', ', ': ']) }}",
+    "{{ messages | tojson(True, 1) }}",
+]
+
+
+@pytest.mark.parametrize("template", [MARKED, *DUMPED])
+def test_a_template_renders_as_transformers_does(tmp_path, template):
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    messages = [{"role": "user", "content": "<hé>"}, {"role": "assistant", "content": "ja"}]
+    (want,), _ = render_jinja_template([messages], chat_template=template)
+    assert tokenizer.render_chat(messages) == want
 
 
 def test_a_template_cannot_reach_the_machine(tmp_path):
@@ -221,6 +292,21 @@ def test_a_broken_file_is_named(tmp_path, name, content):
     with pytest.raises(ValueError, match="cannot be read|not valid JSON|JSON object") as caught:
         Tokenizer.from_folder(tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_a_prompt_is_whole_whatever_training_left_in_the_file(tmp_path):
+    save_tokenizer(tmp_path)
+    stored = byte_tokenizer()
+    stored.enable_truncation(16)
+    stored.enable_padding(length=24)
+    stored.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer is not None
+    for text in ("hi", "x" * 100):
+        assert tokenizer.encode(text) == list(text.encode())
+        assert tokenizer.encode_more(text) == list(text.encode())
+    ids = tokenizer.encode_chat([{"role": "user", "content": "x" * 100}])
+    assert ids == [257, *b"x" * 100, 258]
 
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path):

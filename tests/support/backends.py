@@ -2,51 +2,85 @@
 
 from __future__ import annotations
 
-from shared.boundary.backend import Backend, Limits
+from typing import Any
+
+from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.drafts.config import DraftHead
+from shared.drafts.drafts import Drafts
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
-from shared.reference.backend import Drafter, ReferenceBackend
+from shared.reference.backend import ReferenceBackend
+from shared.spec.standalone import SmallModel
 
 FRAMEWORKS = ("reference", "torch", "jax")
+
+Drafter = str | DraftHead | SmallModel
+"""What drafts in a test: "none", "NEXTN", or a head or a small model with its weights."""
 
 JAX_BACKENDS: list[Backend] = []
 """Every JAX backend of the session, so that its end can say how many programs were compiled."""
 
 
+class PreparedOnUse:
+    """A backend that prepares a program when a test first submits it.
+
+    Limits of a test list more programs than a run of it uses, and each one that JAX compiles takes
+    seconds. What a test reaches for beyond the boundary is the backend's own.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+
+    def submit(self, plan: StepPlan) -> StepFuture:
+        if plan.program in self.backend.limits.programs:
+            self.backend.prepare([plan.program], lambda program: None)
+        return self.backend.submit(plan)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+
+def drafts_of(drafter: Drafter, target: ModelConfig) -> tuple[Drafts, Any]:
+    """What drafts, and its weights, as a backend takes them."""
+    if isinstance(drafter, DraftHead):
+        return Drafts.of_head(drafter.config), drafter.weights
+    if isinstance(drafter, SmallModel):
+        return Drafts.of_model(drafter.config), drafter.weights
+    return {"none": Drafts.none(), "NEXTN": Drafts.of_mtp(target)}[drafter], None
+
+
 def make_backend(
     framework: str, config: ModelConfig, weights: Weights, limits: Limits, drafter: Drafter
-) -> Backend:
+) -> PreparedOnUse:
     """A backend in float32 on the CPU; a framework is imported when it is first asked for."""
+    made_from = (config, weights, limits, *drafts_of(drafter, config))
     if framework == "reference":
-        return ReferenceBackend(config, weights, limits, drafter)
+        return PreparedOnUse(ReferenceBackend(*made_from))
     if framework == "torch":
         from torch_impl.backend import TorchBackend
 
-        return TorchBackend(
-            config, weights, limits, drafter, dtype="float32", device="cpu", cuda_graphs=False
-        )
+        how = {"dtype": "float32", "device": "cpu", "cuda_graphs": False}
+        return PreparedOnUse(TorchBackend(*made_from, **how))
     from jax_impl.backend import JaxBackend
 
-    backend = JaxBackend(
-        config, weights, limits, drafter, dtype="float32", device="cpu", quick_compile=True
-    )
+    how = {"dtype": "float32", "device": "cpu", "quick_compile": True}
+    backend = JaxBackend(*made_from, **how)
     JAX_BACKENDS.append(backend)
-    return backend
+    return PreparedOnUse(backend)
 
 
 def make_gpu_backend(
     framework: str, config: ModelConfig, weights: Weights, limits: Limits, drafter: Drafter
-) -> Backend:
+) -> PreparedOnUse:
     """A backend in float32 on the first GPU: "torch", "torch graphs" or "jax"."""
+    made_from = (config, weights, limits, *drafts_of(drafter, config))
     if framework == "jax":
         from jax_impl.backend import JaxBackend
 
-        return JaxBackend(
-            config, weights, limits, drafter, dtype="float32", device="gpu", quick_compile=False
-        )
+        how = {"dtype": "float32", "device": "gpu", "quick_compile": False}
+        return PreparedOnUse(JaxBackend(*made_from, **how))
     from torch_impl.backend import TorchBackend
 
     graphs = framework == "torch graphs"
-    return TorchBackend(
-        config, weights, limits, drafter, dtype="float32", device="cuda", cuda_graphs=graphs
-    )
+    how = {"dtype": "float32", "device": "cuda", "cuda_graphs": graphs}
+    return PreparedOnUse(TorchBackend(*made_from, **how))

@@ -20,8 +20,9 @@ from shared.boundary.backend import (
 )
 from shared.boundary.buffers import empty_plan
 from shared.engine.allocator import Allocator
-from shared.engine.planner import Chunk, DecodeRows, Planner, PrefillRows
+from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
+from shared.engine.rows import Chunk, DecodeRows, PrefillRows
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
@@ -141,6 +142,7 @@ class Host:
         request.place(self.allocator.take_slot())
         assert self.allocator.reserve(request.slot, positions)
         self.planner.bind(request)
+        request.prefill(request.prefill_length)  # a test says itself in which steps
         return request
 
     def heir(self, of: Request, prompt: Iterable[int], **sampling) -> Request:

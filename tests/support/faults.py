@@ -13,8 +13,9 @@ from shared.boundary.backend import Decode, StepPlan, StepResult
 from shared.engine import planner
 from shared.engine.allocator import Allocator
 from shared.engine.engine import Engine
-from shared.engine.planner import Chunk, Planner
-from shared.engine.scheduler import Scheduler
+from shared.engine.planner import Planner
+from shared.engine.request import Request
+from shared.engine.rows import Chunk
 from shared.reference.backend import Batch, ReferenceBackend
 from shared.spec import acceptance, attention, draft_tree, gated_delta, mamba_state, sampling, slots
 
@@ -97,7 +98,7 @@ def late_row_kept(patch: Patch) -> None:
 
 
 def preemption_ignores_steps_in_flight(patch: Patch) -> None:
-    patch.setattr(Scheduler, "is_settled", staticmethod(lambda request: True))
+    patch.setattr(Request, "is_settled", property(lambda request: True))
 
 
 # Reach and bound

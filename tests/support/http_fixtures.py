@@ -24,6 +24,7 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from shared.engine.checks import RequestLimits
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.options.ngram import NgramConfig
@@ -32,14 +33,16 @@ from shared.process.frames import ModelFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
-END = 256  # the id of <|end|>
+END = 256  # the id of <|end|>, which only the tokenizer names as the end
+CONFIG_END = 294  # the end that the model's settings name
 VOCAB = 300  # ids 260 to 299 are beyond the tokenizer
 CONTEXT = 512
 POOL_TOKENS = 400  # what the pages hold of one request
 TOKENS_PER_STEP = 3
 SLOTS = 4
 MAX_BIAS, MAX_LOGPROBS = 3, 5
-ADMIN_KEY, MAX_CORPUS_TOKENS = "open sesame", 1000
+ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
+JSON = {"content-type": "application/json"}
 CRASH, FAIL, SLOW, REFUSED = 290, 291, 292, 293  # first tokens of a prompt; the last also biased
 FILLER = ord("-")
 START_S = 180.0  # a backend may compile first
@@ -48,6 +51,7 @@ USER = [{"role": "user", "content": "hi"}]
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% if m.name == 'half' %}{{ '\\ud800' }}{% endif %}"
     "{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
@@ -120,12 +124,10 @@ class Repeater:
         self.waiting.append(request)
 
     def abort(self, request_id: int) -> None:
-        self.finished["abort"] += 1
-        self._remove(request_id)
+        self.finished["abort"] += self._remove(request_id)
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        self.finished["stop"] += 1
-        self._remove(request_id)
+        self.finished["stop"] += self._remove(request_id)
 
     def step(self) -> list[Event]:
         while self.waiting and len(self.running) < SLOTS:
@@ -135,9 +137,12 @@ class Repeater:
     def close(self) -> None:
         pass
 
-    def _remove(self, request_id: int) -> None:
+    def _remove(self, request_id: int) -> bool:
+        """Whether it had not ended."""
+        before = len(self.running) + len(self.waiting)
         for requests in (self.running, self.waiting):
             requests[:] = [r for r in requests if r.request_id != request_id]
+        return len(self.running) + len(self.waiting) < before
 
     def _advance(self, request: Request) -> Event:
         if request.prompt[0] == CRASH:
@@ -207,7 +212,9 @@ class Server:
 
     def post(self, path: str, **fields: Any) -> httpx.Response:
         """A request with a JSON body."""
-        return httpx.post(self.url + path, json=fields, timeout=60)
+        # Written in ASCII, so that it can hold halves of characters.
+        body = json.dumps(fields)
+        return httpx.post(self.url + path, content=body, headers=JSON, timeout=60)
 
     def complete(self, prompt: Any, **fields: Any) -> dict[str, Any]:
         """A completion that must succeed."""
@@ -296,21 +303,25 @@ def is_alive(pid: int) -> bool:
 
 def main() -> int:
     """Serves a `Repeater`."""
-    facts = ModelFacts(
-        model_name="repeater",
-        model_folder=str(Path(sys.argv[1]).resolve()),
+    limits = RequestLimits(
         context_length=CONTEXT,
         max_request_tokens=POOL_TOKENS,
         vocab=VOCAB,
-        eos_ids=(END,),
         max_stop_ids=4,
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
+    )
+    facts = ModelFacts(
+        model_name="repeater",
+        model_folder=str(Path(sys.argv[1]).resolve()),
+        limits=limits,
+        eos_ids=(CONFIG_END,),
         max_draft_depth=TOKENS_PER_STEP - 1,
         admin_api_key=ADMIN_KEY,
         corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
     )
-    return loop.run(Repeater(), facts, loop.bind("127.0.0.1", 0))
+    engine = Repeater()
+    return loop.run(engine, facts, loop.bind("127.0.0.1", 0), engine.ngram)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,9 @@ from functools import lru_cache
 import numpy as np
 
 from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
+from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
+from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
@@ -186,28 +188,37 @@ class Watched:
             assert (accepted <= np.minimum(drafted, plan.program.shape.depth)).all()
 
 
-class InTurns:
+class InTurns(StaticController):
     """A controller that takes another shape for every step."""
 
-    max_rows = BATCH
-
-    def __init__(self, shapes: list[TreeShape]) -> None:
-        self._shapes, self._rng = shapes, random.Random(len(shapes))
+    def __init__(self, limits: Limits, shapes: list[TreeShape]) -> None:
+        first = shapes[0]
+        super().__init__(limits, nodes=first.nodes, depth=first.depth, width=first.width)
+        self._taken, self._rng = shapes, random.Random(len(shapes))
 
     def shape_for(self, num_rows: int) -> TreeShape:
-        return self._rng.choice(self._shapes)
+        return self._rng.choice(self._taken)
 
 
 def engine_of(server: Server, backend: Watched) -> Engine:
-    """The engine with a controller of the server's shapes, and an index where the host drafts."""
-    shapes, index = server.taken, None
-    if server.drafts_on_host:
-        # Of one size: an index has trees of N nodes, and a row without a match is plain by itself.
-        shapes = [max(shapes, key=lambda shape: shape.nodes)]
-        index = None if shapes == [PLAIN] else index_of(server, shapes[0], backend.limits.vocab)
+    """The engine of a server."""
     return Engine(
-        backend, InTurns(shapes), overlap=server.overlap, chunked_prefill_size=CHUNK, ngram=index
+        backend,
+        controller_of(server, backend.limits),
+        overlap=server.overlap,
+        chunked_prefill_size=CHUNK,
     )
+
+
+def controller_of(server: Server, limits: Limits) -> Controller:
+    """A controller that takes the server's shapes in turns, or an index where the host drafts."""
+    # Of one size: an index has trees of N nodes, and a row without a match is plain by itself.
+    widest = max(server.taken, key=lambda shape: shape.nodes)
+    if not server.drafts_on_host:
+        return InTurns(limits, server.taken)
+    if widest == PLAIN:
+        return InTurns(limits, [PLAIN])
+    return NgramController(limits, index_of(server, widest, limits.vocab))
 
 
 def index_of(server: Server, shape: TreeShape, vocab: int) -> NgramIndex:
@@ -276,8 +287,8 @@ def nothing_is_left(engine: Engine) -> None:
     assert engine.allocator.usage == 0.0, "a page is lost"
     assert engine.allocator.num_free_slots == engine.allocator.limits.num_slots - 1
     assert not engine.allocator.page_table.any()
-    if engine.ngram is not None:
-        assert not engine.ngram._texts, "a text is held for nobody"
+    if isinstance(engine.controller, NgramController):
+        assert not engine.controller.index._texts, "a text is held for nobody"
 
 
 # What must hold

@@ -3,41 +3,46 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import numpy as np
 
-from shared.boundary.backend import Limits
-from shared.drafts.checkpoint import ModelFiles, load_head
-from shared.models.checkpoint import Checkpoint, load_all, open_checkpoint
+from shared.boundary.backend import Blueprint
+from shared.drafts.checkpoint import DraftFiles, load_head
+from shared.models.checkpoint import Checkpoint, Weights, open_checkpoint, parameters
 from shared.models.config import ModelConfig
-from shared.options.options import Options
-from shared.process.launch import DraftFiles, ProgressCall, launch
-from shared.process.memory_plan import Device
-from shared.reference.backend import ReferenceBackend
-from shared.spec.standalone import SmallModel
+from shared.process.device import Device
+from shared.process.launch import Platform, launch
+from shared.process.programs import ProgramCosts
+from shared.reference.backend import ReferenceBackend, workspace
 
 
 def load(
-    options: Options,
+    blueprint: Blueprint,
     checkpoint: Checkpoint,
-    model: ModelConfig,
-    head: DraftFiles,
-    limits: Limits,
-    progress: ProgressCall,
+    draft_files: DraftFiles,
+    progress: Callable[[int], None],
 ) -> ReferenceBackend:
     """Reads the weights in one go."""
-    with_mtp = options.speculative.with_mtp
-    weights = load_all(options.model.model_path, model, with_mtp)
-    drafter = "NEXTN" if with_mtp else "none"
-    if isinstance(head, ModelFiles):
-        own = load_all(options.speculative.head_path, head.config, False)
-        drafter = SmallModel(head.config, own, model.vocab)
-    elif head is not None:
-        drafter = load_head(head.checkpoint, head.config, np.float32)
-    return ReferenceBackend(model, weights, limits, drafter)
 
+    def read_model(files: Checkpoint, config: ModelConfig) -> Weights:
+        wanted = parameters(config, config is model and blueprint.drafts.with_mtp)
+        return {p.name: files.load(p, np.float32, progress) for p in wanted}
+
+    model = blueprint.config
+    draft_weights = draft_files.read(
+        lambda files, config: load_head(files, config, np.float32, progress).weights, read_model
+    )
+    made_for = (blueprint.limits, blueprint.drafts, draft_weights)
+    return ReferenceBackend(model, read_model(checkpoint, model), *made_for)
+
+
+PLATFORM = Platform(
+    find_device=Device.cpu,
+    open_checkpoint=open_checkpoint,
+    costs=ProgramCosts(workspace=workspace, are_compiled=False),
+    load=load,
+)
 
 if __name__ == "__main__":
-    raise SystemExit(
-        launch(sys.argv[1:], load, open_checkpoint=open_checkpoint, find_device=Device.cpu)
-    )
+    raise SystemExit(launch(sys.argv[1:], PLATFORM))

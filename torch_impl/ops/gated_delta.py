@@ -192,7 +192,7 @@ def _chunks(
 
 
 def _rows_of_chunks(
-    x: Float[Tensor, "T *rest"], at: Int[Tensor, "chunks c"], is_real: Bool[Tensor, "chunks c"]
+    x: Float[Tensor, " T *rest"], at: Int[Tensor, "chunks c"], is_real: Bool[Tensor, "chunks c"]
 ) -> Float[Tensor, "chunks H c ..."]:
     """The chunks' rows, heads first; padding changes nothing: no decay, beta 0, key 0."""
     rows = x[at]

@@ -33,6 +33,10 @@ MOST_IDLE_SCOPES = 1024
 """Scopes whose text was all evicted are looked for when there are this many."""
 
 
+MOST_ENDED_TOKENS = 1 << 18
+"""Texts of ended requests are kept for a late cut as long as they have no more tokens than this."""
+
+
 Tokens = tuple[Int32[np.ndarray, " n"], Int32[np.ndarray, " T"], Int32[np.ndarray, " n+1"]]
 """Rows of texts, their new tokens one after the other, and where each begins, and the end."""
 
@@ -52,13 +56,29 @@ class Text:
     length: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class Scope:
     """A root of the trie, and the texts below it that may still grow."""
 
     root: int
     born: int
     num_texts: int = 0
+
+
+@dataclass(eq=False)
+class Ended:
+    """The text of a request that ended, as long as it may still be cut.
+
+    Attributes:
+      name, scope: Whose text it is.
+      tokens: Its output, behind as much of the prompt as an n-gram may reach back.
+      num_before: How many of them are the prompt's.
+    """
+
+    name: str
+    scope: Scope
+    tokens: Int32[np.ndarray, " T"]
+    num_before: int
 
 
 def _batch(texts: Sequence[tuple[int, Sequence[int]]]) -> Tokens:
@@ -80,6 +100,7 @@ class NgramIndex:
       chain: Every tree is a chain, as some rules of acceptance need it.
 
     Attributes:
+      nodes, depth: N and S.
       num_rows: Trees made so far.
       num_empty_rows: Those of them for which nothing matched.
     """
@@ -87,12 +108,14 @@ class NgramIndex:
     def __init__(
         self, config: NgramConfig, *, nodes: int, depth: int, vocab: int, chain: bool
     ) -> None:
-        self._config, self._nodes, self._depth, self._vocab = config, nodes, depth, vocab
+        self._config, self.nodes, self.depth, self._vocab = config, nodes, depth, vocab
         self._chain = chain
         self._trie = Trie.empty(config.speculative_ngram_capacity)
         self._anchors = np.zeros((1, config.speculative_ngram_max_trie_depth, 2), np.int32)
         self._texts: dict[int, Text] = {}
         self._scopes: dict[str | int, Scope] = {}
+        self._ended: dict[int, Ended] = {}
+        self._num_ended_tokens = 0
         self._free_rows: list[int] = []
         self._unread: dict[int, list[int]] = {}
         self._prompts: list[tuple[int, list[int]]] = []
@@ -106,8 +129,8 @@ class NgramIndex:
         """Compiles what drafts, on an index that is thrown away: no step waits for a compiler."""
         index = NgramIndex(
             replace(self._config, speculative_ngram_external_sam_budget=1),
-            nodes=self._nodes,
-            depth=self._depth,
+            nodes=self.nodes,
+            depth=self.depth,
             vocab=self._vocab,
             chain=self._chain,
         )
@@ -117,8 +140,9 @@ class NgramIndex:
             text = Request(request_id=number, prompt=(), sampling=SamplingParams())
             index.see(text, [0] * SMALLEST_CAPACITY)
             index.draft([text])
-            index.take_back(text, [0])
+            text.commit([0])
             index.end(text)
+            index.cut(number, 0)
         index._trie.drop(index._trie.new_root())
 
     # Texts
@@ -172,23 +196,6 @@ class NgramIndex:
         """The unread tokens of texts, which count as read from now on."""
         return _batch([(row, self._unread.pop(row)) for row in rows if row in self._unread])
 
-    def take_back(self, request: Request, tokens: Sequence[int]) -> None:
-        """Forgets the newest tokens of a request, which turned out not to belong to its text.
-
-        Args:
-          request: It ends with this, and has the tokens no more.
-          tokens: What was committed last.
-        """
-        text = self._texts.get(request.request_id)
-        if text is None or not tokens:
-            return
-        self._finish_reading(text)
-        D = self._anchors.shape[1]
-        kept = [*request.prompt, *request.output][-D:]
-        tail, trie = np.array([*kept, *tokens], np.int32), self._trie
-        root = self._scopes[text.scope].root
-        forget(trie.nodes, trie.buckets, trie.head, root, tail, len(kept), D)
-
     def end(self, request: Request) -> None:
         """Lets go of a request that ended; what it said stays, but in a scope of its own."""
         text = self._texts.pop(request.request_id, None)
@@ -198,9 +205,41 @@ class NgramIndex:
         self._free_rows.append(text.row)
         scope = self._scopes[text.scope]
         scope.num_texts -= 1
-        if not isinstance(text.scope, str):
+        if isinstance(text.scope, str):
+            self._keep(request, text.scope, scope)
+        else:
             self._trie.drop(scope.root)
             del self._scopes[text.scope]
+
+    def _keep(self, request: Request, name: str, scope: Scope) -> None:
+        before = request.prompt[-self._anchors.shape[1] :]
+        tokens = np.array([*before, *request.output], np.int32)
+        self._forget_ended(request.request_id)
+        self._ended[request.request_id] = Ended(name, scope, tokens, len(before))
+        self._num_ended_tokens += len(tokens)
+        while self._num_ended_tokens > MOST_ENDED_TOKENS:
+            self._forget_ended(next(iter(self._ended)))
+
+    def _forget_ended(self, request_id: int) -> Ended | None:
+        ended = self._ended.pop(request_id, None)
+        self._num_ended_tokens -= 0 if ended is None else len(ended.tokens)
+        return ended
+
+    def cut(self, request_id: int, num_tokens: int) -> None:
+        """Forgets all but the first tokens of an ended request's output.
+
+        A stop string is found later than its tokens were taken in, maybe when the request had ended
+        by itself. The texts of the latest ended requests are known, of earlier ones nothing is cut.
+
+        Args:
+          request_id: Its text was ended with `end`.
+          num_tokens: How many tokens of its output belong to its text.
+        """
+        ended, trie = self._forget_ended(request_id), self._trie
+        if ended is None or self._scopes.get(ended.name) is not ended.scope:
+            return
+        keep, D = ended.num_before + num_tokens, self._anchors.shape[1]
+        forget(trie.nodes, trie.buckets, trie.head, ended.scope.root, ended.tokens, keep, D)
 
     def _finish_reading(self, text: Text) -> None:
         self.learn()
@@ -247,7 +286,7 @@ class NgramIndex:
 
     def draft(self, requests: Sequence[Request]) -> HostDraft:
         """The draft trees of requests; one node, the root, where nothing matches."""
-        B, N = len(requests), self._nodes
+        B, N = len(requests), self.nodes
         rows = np.array([self._text(request).row for request in requests], np.int32)
         self.learn()
         unread, anchors = self._take_unread(rows.tolist()), self._anchors.copy()
@@ -271,7 +310,7 @@ class NgramIndex:
             config.speculative_ngram_match_type == FREQUENCY,
             config.speculative_ngram_min_bfs_breadth,
             config.speculative_ngram_max_bfs_breadth,
-            self._depth,
+            self.depth,
             self._chain,
             tokens,
             parents,
@@ -286,7 +325,7 @@ class NgramIndex:
     ) -> tuple[Int32[np.ndarray, "B C S"], Int32[np.ndarray, "B C"], Int32[np.ndarray, "B C"]]:
         """What each corpus has after each text: tokens, how many, and the length of the match."""
         B, C = len(rows), len(self._corpora)
-        paths = np.zeros((B, C, self._depth), np.int32)
+        paths = np.zeros((B, C, self.depth), np.int32)
         lengths, matched = np.zeros((B, C), np.int32), np.zeros((B, C), np.int32)
         for index, (name, corpus) in enumerate(self._corpora.items()):
             continuations(

@@ -1,0 +1,76 @@
+"""What no backend has: refused by name where a backend is made and where a plan arrives."""
+
+from collections.abc import Collection, Iterator, Sequence
+
+from shared.boundary.backend import Limits, Program, StepPlan, Work
+from shared.drafts.drafts import Drafts
+
+
+def check_limits(limits: Limits, drafts: Drafts, has_mtp: bool) -> None:
+    """Holds the programs that are asked of a backend against what drafts on it.
+
+    Args:
+      drafts: What drafts on the backend.
+      has_mtp: Whether the target's weights hold an mtp layer.
+
+    Raises:
+      ValueError: A program cannot exist; one sentence that names it.
+    """
+    if drafts.with_mtp and not has_mtp:
+        raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
+    for program in limits.programs:
+        _check_program(program, drafts)
+
+
+def refuse_masks(limits: Limits) -> None:
+    """Refuses grammar masks, for a backend that has no code for them.
+
+    Raises:
+      ValueError: A program takes a mask.
+    """
+    for program in limits.programs:
+        if program.mask:
+            raise ValueError(f"grammar masks are not supported, asked for by {program}")
+
+
+def _check_program(program: Program, drafts: Drafts) -> None:
+    shape = program.shape
+    if program.work not in (Work.DECODE, Work.DRAFT):
+        return
+    if shape.rows < program.batch * shape.nodes:
+        raise ValueError(f"a verify has rows for every node of its batch, fewer has {program}")
+    if program.host_draft or shape.is_plain:
+        return
+    if not drafts.on_device:
+        raise ValueError(f"a drafter is needed by {program}")
+    if drafts.block is not None:
+        drafts.block.check_shape(shape.nodes, shape.width)
+
+
+def to_prepare(
+    programs: Sequence[Program], limits: Limits, ready: Collection[Program]
+) -> Iterator[Program]:
+    """Those that are not ready yet, each once.
+
+    Raises:
+      ValueError: `limits` does not list a program.
+    """
+    for program in dict.fromkeys(programs):
+        if program not in limits.programs:
+            raise ValueError(f"there is no program {program}")
+        if program not in ready:
+            yield program
+
+
+def check_plan(plan: StepPlan, ready: Collection[Program]) -> None:
+    """Holds a plan against what is ready, and a decode against rows that start.
+
+    Raises:
+      ValueError: The program was not prepared, or a decode or a draft starts a row.
+    """
+    program = plan.program
+    if program not in ready:
+        raise ValueError(f"there is no program ready for a {program}; prepare it first")
+    begins = program.work in (Work.PREFILL, Work.COUNT)
+    if not begins and (plan.starts.any() or plan.snapshots.restore.any()):
+        raise ValueError(f"a row starts in a prefill or a count, not in a {program}")

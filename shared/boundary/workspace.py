@@ -1,0 +1,113 @@
+"""How much memory a step works on beside the pools; each backend brings what differs.
+
+Counted are the largest arrays that live at once: a layer's, its attention's, the streams that are
+kept for what drafts, the replay inputs of a verify, and the logits with all that is made of them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shared.boundary.backend import Blueprint, Limits, Program, Work
+from shared.models.config import ModelConfig
+
+SPLIT = 512
+"""Positions whose sums a GPU's attention keeps apart until the end."""
+
+DRAFT_LAW_BYTES = 24
+"""Of a logit where drafts are sampled: their noise and logits, both laws, the residual and its
+logarithm."""
+
+AttentionBytes = Callable[[Program, ModelConfig, Limits, int], int]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a backend holds where backends differ.
+
+    Attributes:
+      logit: Bytes for each logit that a token is chosen from: raw, processed, sorted, and the
+        counts and noise that go with it.
+      reported: More bytes for each logit whose logarithms are reported.
+      attention: Bytes of one layer's attention.
+    """
+
+    logit: int
+    reported: int
+    attention: AttentionBytes
+
+
+def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
+    """Bytes that a step of the program needs beyond weights and pools."""
+    if program.work is Work.COUNT:
+        return 4 * program.batch * blueprint.limits.vocab
+    sizes, small = blueprint.config, blueprint.drafts.model
+    own = _model_bytes(program, sizes, blueprint, costs)
+    kept = _logit_bytes(program, blueprint, costs) + _stream_bytes(program, blueprint)
+    if small is None:
+        return own + kept
+    # A small model runs after the target, or before it; each node of a level has its own states.
+    nodes = program.batch * program.shape.width * small.num_gated_delta_layers
+    states = 3 * nodes * state_layer_bytes(small, blueprint.item_bytes)
+    return max(own, _model_bytes(program, small, blueprint, costs) + states) + kept
+
+
+def gathered_attention(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
+    """Of plain attention: the keys and values of whole page tables, and the scores of all rows."""
+    queries = program.tokens or program.shape.nodes  # a row is padded to the longest
+    keys = program.pages * limits.page_size
+    gathered = 2 * program.batch * keys * model.num_kv_heads * model.head_size * item
+    return gathered + 2 * program.batch * model.num_heads * queries * keys * 4
+
+
+def split_attention(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
+    """Of the kernel: sums, peaks and totals of every split in float32, and the output."""
+    splits = -(-program.pages * limits.page_size // SPLIT)
+    heads = rows_of(program) * model.num_heads
+    return heads * (splits * (model.head_size + 2) * 4 + model.head_size * item)
+
+
+def rows_of(program: Program) -> int:
+    """Flat rows of a step's forward pass."""
+    return program.tokens or program.batch * program.shape.nodes
+
+
+def state_layer_bytes(model: ModelConfig, item: int) -> int:
+    """One request's state in one gated-delta layer."""
+    delta = model.gated_delta
+    if delta is None:
+        return 0
+    state = delta.num_value_heads * delta.key_size * delta.value_size * 4
+    return state + (delta.conv_width - 1) * delta.channels * item
+
+
+def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, costs: Costs) -> int:
+    """The widest layer of a forward pass, and what is kept of all gated-delta layers."""
+    heads, item = model.num_heads * model.head_size, blueprint.item_bytes
+    layer = rows_of(program) * (4 * model.hidden + 3 * model.intermediate + 4 * heads) * item
+    attention = costs.attention(program, model, blueprint.limits, item)
+    return layer + attention + _delta_bytes(program, model)
+
+
+def _delta_bytes(program: Program, model: ModelConfig) -> int:
+    """Replay inputs of every layer of a verify, and the states that a layer works on."""
+    delta = model.gated_delta
+    if delta is None:
+        return 0
+    kept = delta.num_value_heads * (delta.key_size + delta.value_size + 2) + delta.channels
+    layers = 1 if program.tokens else model.num_gated_delta_layers
+    states = 2 * program.batch * delta.num_value_heads * delta.key_size * delta.value_size
+    return 4 * (rows_of(program) * kept * layers + states)
+
+
+def _stream_bytes(program: Program, blueprint: Blueprint) -> int:
+    streams = len(blueprint.drafts.streams)
+    return rows_of(program) * streams * blueprint.config.hidden * blueprint.item_bytes
+
+
+def _logit_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
+    rows = program.batch if program.tokens else rows_of(program)
+    each = rows * costs.logit
+    if blueprint.limits.accept_rule != "match" and not program.shape.is_plain:
+        each += rows * DRAFT_LAW_BYTES
+    each += program.batch * program.shape.max_tokens * program.logprobs * costs.reported
+    return each * blueprint.limits.vocab

@@ -1,0 +1,74 @@
+"""What drafts on the device, as one value: the start plans with it and backends are made for it."""
+
+from dataclasses import dataclass
+from typing import Self
+
+from shared.drafts.block import BlockConfig
+from shared.drafts.config import DraftConfig, DraftSizes
+from shared.models.config import ModelConfig
+
+NOTHING, MTP, MODEL = "none", "NEXTN", "STANDALONE"
+"""Kinds beside those of a head, which are `DraftConfig.kind`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """What drafts on the device; it holds no weights.
+
+    Attributes:
+      kind: "none" where nothing drafts on the device, "NEXTN" of the target's own mtp layer,
+        "EAGLE", "EAGLE3" or "DFLASH" of a head, "STANDALONE" of a whole model.
+      sizes: What is kept on the device between steps; None where nothing drafts.
+      head: Settings of a head; None of the other kinds.
+      model: Settings of a whole model that drafts; None of the other kinds.
+    """
+
+    kind: str
+    sizes: DraftSizes | None
+    head: DraftConfig | None
+    model: ModelConfig | None
+
+    @classmethod
+    def none(cls) -> Self:
+        """Nothing drafts on the device; the host may bring drafts."""
+        return cls(kind=NOTHING, sizes=None, head=None, model=None)
+
+    @classmethod
+    def of_mtp(cls, target: ModelConfig) -> Self:
+        """The target's own mtp layer drafts."""
+        return cls(kind=MTP, sizes=DraftSizes.of_layer(target), head=None, model=None)
+
+    @classmethod
+    def of_head(cls, head: DraftConfig) -> Self:
+        """A head drafts."""
+        return cls(kind=head.kind, sizes=head.sizes, head=head, model=None)
+
+    @classmethod
+    def of_model(cls, model: ModelConfig) -> Self:
+        """A whole model drafts."""
+        return cls(kind=MODEL, sizes=DraftSizes.of_model(model), head=None, model=model)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether anything drafts on the device."""
+        return self.sizes is not None
+
+    @property
+    def with_mtp(self) -> bool:
+        """Whether the target's mtp layer is needed."""
+        return self.kind == MTP
+
+    @property
+    def block(self) -> BlockConfig | None:
+        """What is drafted in one pass; None where drafts are trees."""
+        return self.head.block if self.head else None
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """Residual streams of the target that are kept for what drafts."""
+        return self.head.aux_streams if self.head else ()
+
+    @property
+    def num_draft_ids(self) -> int:
+        """Tokens of a vocabulary of its own, each of which has an id of the target's."""
+        return self.head.draft_vocab if self.head and self.head.has_draft_vocab else 0

@@ -1,0 +1,135 @@
+"""What a request may ask for: one check, which the HTTP server and the engine both call."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from shared.boundary.backend import Limits
+from shared.engine.request import Refusal, SamplingParams
+
+TOO_LONG = "context_length_exceeded"
+"""The word for programs where a request has too many tokens, as OpenAI has it."""
+
+OWN_NAMES = {name: name for name in ("prompt", "max_tokens", "logprobs")}
+"""The engine's words for the fields that an API may call otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """The bounds of a request.
+
+    Attributes:
+      context_length: Most tokens of a request, prompt and output together.
+      max_request_tokens: The same, or less where the pages do not hold a whole context.
+      vocab: Tokens of the model; ids are below it.
+      max_stop_ids: Most tokens that end the text.
+      max_bias: Most tokens of `logit_bias`.
+      max_logprobs: Most tokens that can be shown beside each token of the output; None where
+        logprobs were not enabled at the start.
+    """
+
+    context_length: int
+    max_request_tokens: int
+    vocab: int
+    max_stop_ids: int
+    max_bias: int
+    max_logprobs: int | None
+
+    @classmethod
+    def of(cls, limits: Limits, max_request_tokens: int) -> RequestLimits:
+        """The bounds that a backend's limits set."""
+        has_logprobs = any(program.logprobs for program in limits.programs)
+        return cls(
+            context_length=limits.context_length,
+            max_request_tokens=max_request_tokens,
+            vocab=limits.vocab,
+            max_stop_ids=limits.max_stop_ids,
+            max_bias=limits.max_bias,
+            max_logprobs=limits.max_logprobs if has_logprobs else None,
+        )
+
+    @property
+    def room(self) -> str:
+        """What a request must fit into, in words."""
+        if self.max_request_tokens < self.context_length:
+            return f"the {self.max_request_tokens} tokens that the KV pages hold for one request"
+        return f"the context of {self.context_length} tokens"
+
+
+def check(
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    limits: RequestLimits,
+    names: Mapping[str, str] = OWN_NAMES,
+) -> None:
+    """Refuses a request that cannot be served, whatever else is served.
+
+    Args:
+      prompt, sampling: What the request asks.
+      limits: Bounds of the model and the engine.
+      names: What the caller calls these fields; refusals name them so.
+
+    Raises:
+      Refusal: Names the field.
+    """
+    _check_prompt(prompt, limits, names["prompt"])
+    _check_length(len(prompt), sampling, limits, names["max_tokens"])
+    if sampling.min_tokens > sampling.max_tokens:
+        raise Refusal(
+            "min_tokens",
+            f"min_tokens must not exceed {names['max_tokens']}, which is {sampling.max_tokens}",
+        )
+    _check_count("stop_token_ids", sampling.stop_token_ids, limits.max_stop_ids, "ids")
+    _check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab)
+    _check_count("logit_bias", sampling.logit_bias, limits.max_bias, "tokens")
+    _check_ids("logit_bias", sampling.logit_bias, limits.vocab)
+    _check_logprobs(sampling.logprobs, limits.max_logprobs, names["logprobs"])
+
+
+def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> None:
+    if not prompt:
+        raise Refusal(name, f"{name} must not be empty: it has no tokens")
+    if len(prompt) >= limits.max_request_tokens:
+        raise Refusal(
+            name,
+            f"{name} has {len(prompt)} tokens, which leaves no room for an answer within "
+            f"{limits.room}",
+            TOO_LONG,
+        )
+    _check_ids(name, prompt, limits.vocab)
+
+
+def _check_length(
+    prompt_tokens: int, sampling: SamplingParams, limits: RequestLimits, name: str
+) -> None:
+    asked = sampling.max_tokens
+    if asked < 1:
+        raise Refusal(name, f"{name} must be at least 1, got {asked}")
+    if prompt_tokens + asked > limits.max_request_tokens:
+        raise Refusal(
+            name,
+            f"the prompt has {prompt_tokens} tokens and {name} is {asked!s:.40}: together more "
+            f"than {limits.room}",
+            TOO_LONG,
+        )
+
+
+def _check_count(name: str, entries: Collection[int], most: int, noun: str) -> None:
+    if len(entries) > most:
+        raise Refusal(name, f"{name} may have at most {most} {noun} here, got {len(entries)}")
+
+
+def _check_ids(name: str, ids: Collection[int], vocab: int) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < vocab:
+        wrong = next(token for token in ids if not 0 <= token < vocab)
+        raise Refusal(name, f"{name} has token id {wrong!s:.40}, ids are 0 to {vocab - 1}")
+
+
+def _check_logprobs(asked: int | None, most: int | None, name: str) -> None:
+    if asked is None:
+        return
+    if most is None:
+        raise Refusal(name, f"{name} cannot be had: the server was started without logprobs")
+    if not 0 <= asked <= most:
+        raise Refusal(name, f"{name} must be from 0 to {most}, got {asked!s:.40}")

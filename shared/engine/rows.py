@@ -1,0 +1,200 @@
+"""The rows of one step: whose they are, and what they bring to its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from shared.boundary.backend import Decode, HostDraft, Prefill, StepPlan, Work
+from shared.engine.request import Request
+from shared.spec.draft_tree import TreeShape
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Positions `first` up to `end` of a request's context, to be prefilled in one step."""
+
+    request: Request
+    first: int
+    end: int
+
+    @property
+    def starts(self) -> bool:
+        """Whether it is the request's first chunk since it was placed."""
+        return self.first == self.request.first_position
+
+    @property
+    def ends_prompt(self) -> bool:
+        """Whether the chunk ends where the next token is to be chosen."""
+        return self.end == len(self.request.context)
+
+
+class Rows(Protocol):
+    """The rows of a step of any work (`PrefillRows` and `DecodeRows` are such)."""
+
+    @property
+    def work(self) -> Work:
+        """What the step does."""
+        ...
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """The request of each row."""
+        ...
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """The chunk of each row, in a step that feeds prompts; none in any other."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks."""
+        ...
+
+    @property
+    def shape(self) -> TreeShape | None:
+        """The draft shape, in a step that decodes."""
+        ...
+
+    @property
+    def host_draft(self) -> bool:
+        """Whether the host's trees come with the plan."""
+        ...
+
+    @property
+    def most_tokens(self) -> Sequence[int]:
+        """Most tokens that the step adds to each row."""
+        ...
+
+    def accepted(self, num_tokens: int) -> int | None:
+        """Drafts among the tokens that the step gave a row; None where it verifies nothing."""
+        ...
+
+    def fill(self, plan: StepPlan) -> None:
+        """Writes what the rows bring beside slots, pages and sampling parameters.
+
+        Raises:
+          ValueError: A row is at no point at which the step may take it.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class PrefillRows:
+    """The rows of a prefill step."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def work(self) -> Work:
+        """What the step does."""
+        return Work.PREFILL
+
+    @property
+    def requests(self) -> list[Request]:
+        """The request of each row."""
+        return [chunk.request for chunk in self.chunks]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all chunks."""
+        return sum(chunk.end - chunk.first for chunk in self.chunks)
+
+    @property
+    def shape(self) -> None:
+        """A prefill drafts nothing."""
+        return None
+
+    @property
+    def host_draft(self) -> bool:
+        """No trees come with a prefill."""
+        return False
+
+    @property
+    def most_tokens(self) -> list[int]:
+        """Most tokens that the step adds to each row."""
+        return [int(chunk.ends_prompt) for chunk in self.chunks]
+
+    def accepted(self, num_tokens: int) -> None:
+        """A prefill verifies nothing."""
+        return None
+
+    def fill(self, plan: StepPlan) -> None:
+        """Lays the chunks one after the other."""
+        work, end = plan.work, 0
+        assert isinstance(work, Prefill)
+        for row, chunk in enumerate(self.chunks):
+            start, end = end, end + chunk.end - chunk.first
+            context = chunk.request.context
+            work.tokens[start:end] = context[chunk.first : chunk.end]
+            work.row_starts[row + 1] = end
+            work.first_positions[row] = chunk.first
+            work.ends_prompt[row] = chunk.ends_prompt
+            # Drafters learn of a chunk's last token together with the one that follows it.
+            work.next_tokens[row] = 0 if chunk.ends_prompt else context[chunk.end]
+            plan.starts[row] = chunk.starts
+        work.row_starts[len(self.chunks) + 1 :] = end
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The rows of a decode step and its draft shape.
+
+    Attributes:
+      drafts: The host's tree of each row; None where the device drafts, or nothing does.
+    """
+
+    requests: list[Request]
+    shape: TreeShape
+    drafts: HostDraft | None = None
+
+    @property
+    def work(self) -> Work:
+        """What the step does."""
+        return Work.DECODE
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """A decode feeds no prompt."""
+        return ()
+
+    @property
+    def num_tokens(self) -> int:
+        """A decode feeds no prompt."""
+        return 0
+
+    @property
+    def host_draft(self) -> bool:
+        """Whether the host's trees come with the plan."""
+        return self.drafts is not None
+
+    @property
+    def most_tokens(self) -> list[int]:
+        """Most tokens that the step adds to each row."""
+        return [self.shape.max_tokens] * len(self.requests)
+
+    def accepted(self, num_tokens: int) -> int:
+        """All but the last, which is the target's own."""
+        return num_tokens - 1
+
+    def fill(self, plan: StepPlan) -> None:
+        """Copies the host's trees.
+
+        Raises:
+          ValueError: A request's prefill was not handed over whole: a decode never starts a row.
+        """
+        for request in self.requests:
+            if not request.decodes:
+                raise ValueError(
+                    f"request {request.request_id} has {request.prefilled} of "
+                    f"{request.prefill_length} tokens prefilled, and a decode never starts a row"
+                )
+        work = plan.work
+        assert isinstance(work, Decode)
+        if work.drafts is None or self.drafts is None:
+            return
+        for field in fields(HostDraft):
+            values = getattr(self.drafts, field.name)
+            getattr(work.drafts, field.name)[: len(values)] = values

@@ -1,0 +1,161 @@
+"""Which programs a start asks of its backend: one for each bucket of sizes that a step may need."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from shared.boundary.backend import Blueprint, Limits, Program, Work
+from shared.models.config import ModelConfig
+from shared.options.options import CHUNK_ALIGNMENT, Options
+from shared.process.device import Device
+from shared.spec.draft_tree import TreeShape
+
+SMALLEST_PAGE_TABLE = 16
+MOST_PREFILL_ROWS = 8
+MAX_STOP_IDS = 16
+MAX_BIAS = 64
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class ProgramCosts:
+    """What a backend says of its programs before it is made.
+
+    Attributes:
+      workspace: Bytes that a step of a program works on beside the pools.
+      are_compiled: On a CPU each program takes seconds of the start, so there are few.
+    """
+
+    workspace: Callable[[Program, Blueprint], int]
+    are_compiled: bool
+
+
+def limits_for(options: Options, model: ModelConfig, device: Device, costs: ProgramCosts) -> Limits:
+    """What a backend provides for options without open values: pools, and one program per bucket.
+
+    A step takes the smallest program that holds it, so buckets spare work: of padded rows, and on a
+    CPU of padded pages, as plain attention gathers all of them. A GPU's kernels follow the longest
+    row. Where a CPU's programs are compiled there are few: a prompt is prefilled by itself, and
+    logprobs are reported by the widest programs alone.
+    """
+    engine, context = options.engine, given(options.model.context_length)
+    page_size = given(engine.page_size)
+    num_pages = given(engine.max_total_tokens) // page_size
+    table = max(1, min(num_pages, pages_for(options, context)))
+    requests = given(engine.max_running_requests)
+    if device.kind == "gpu":
+        batches, tables = _powers(1, 2, requests), (table,)
+        programs = _programs(options, batches, _prefill_rows(requests), tables)
+    elif not costs.are_compiled:
+        batches, tables = _powers(1, 4, requests), _page_tables(table)
+        programs = _programs(options, batches, _prefill_rows(requests), tables)
+    else:
+        batches, tables = sorted({1, requests}), sorted({-(-table // 4), table})
+        programs = _few(_programs(options, batches, [1], tables))
+    return Limits(
+        page_size=page_size,
+        num_pages=1 + num_pages,
+        num_slots=1 + given(engine.max_running_requests),
+        num_snapshots=1,
+        programs=tuple(programs),
+        overlap=engine.overlap_depth,
+        context_length=context,
+        vocab=model.vocab,
+        max_stop_ids=MAX_STOP_IDS,
+        max_bias=MAX_BIAS,
+        max_logprobs=MAX_LOGPROBS,
+        accept_rule=options.speculative.verification,
+    )
+
+
+def _programs(
+    options: Options, batches: Sequence[int], prefill_rows: Sequence[int], tables: Sequence[int]
+) -> list[Program]:
+    """Every program of these sizes; a tree of the host's may be missing, so it has a plain twin."""
+    chunk, on_host = given(options.engine.chunked_prefill_size), options.speculative.drafts_on_host
+    small_chunk = -(-chunk // 8 // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+    prefills = [
+        _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch), logprobs)
+        for batch in prefill_rows
+        for pages in tables
+        for tokens in sorted({small_chunk, chunk})
+        for logprobs in (False, True)
+    ]
+    decodes = [
+        _program(Work.DECODE, batch, pages, 0, shape, logprobs)
+        for batch in batches
+        for pages in tables
+        for shape in ([TreeShape.plain(batch)] if on_host else []) + [draft_shape(options, batch)]
+        for logprobs in (False, True)
+    ]
+    if on_host:
+        decodes = [replace(p, host_draft=not p.shape.is_plain) for p in decodes]
+    return prefills + decodes
+
+
+def _few(programs: Sequence[Program]) -> list[Program]:
+    """Without programs with logprobs, but for the widest of each work and shape of tree."""
+    widest: dict[tuple[Work, int], Program] = {}
+    for program in programs:  # in ascending order
+        widest[program.work, program.shape.nodes] = program
+    return [p for p in programs if not p.logprobs or p in widest.values()]
+
+
+def _prefill_rows(requests: int) -> list[int]:
+    return sorted({1, min(MOST_PREFILL_ROWS, requests)})
+
+
+def draft_shape(options: Options, batch: int) -> TreeShape:
+    """The shape that a start without open values drafts with; plain where nothing drafts."""
+    draft = options.speculative
+    if not draft.drafts:
+        return TreeShape.plain(batch)
+    N = draft.num_draft_tokens
+    return TreeShape(N, draft.num_steps, draft.topk, batch * N)
+
+
+def given(value: int | None) -> int:
+    """A setting that the defaults have filled in."""
+    if value is None:
+        raise ValueError("a setting was left open")
+    return value
+
+
+def _program(
+    work: Work, batch: int, pages: int, tokens: int, shape: TreeShape, logprobs: bool
+) -> Program:
+    return Program(
+        work=work,
+        batch=batch,
+        pages=pages,
+        tokens=tokens,
+        shape=shape,
+        host_draft=False,
+        mask=False,
+        logprobs=logprobs,
+    )
+
+
+def _reach(options: Options, context: int) -> int:
+    """Positions that one request may write: its tokens, all steps in flight, and the scratch."""
+    shape = draft_shape(options, 1)
+    return context + (options.engine.overlap_depth + 1) * shape.max_tokens + shape.scratch
+
+
+def pages_for(options: Options, context: int) -> int:
+    """Pages of one request."""
+    return -(-_reach(options, context) // given(options.engine.page_size))
+
+
+def _page_tables(last: int) -> tuple[int, ...]:
+    """Powers of 4 up to `last`; one that would spare less than half of the last is left out."""
+    powers = _powers(SMALLEST_PAGE_TABLE, 4, last)
+    return (*(pages for pages in powers[:-1] if 2 * pages <= last), last)
+
+
+def _powers(first: int, factor: int, last: int) -> tuple[int, ...]:
+    """The powers first * factor^i below `last`, and `last`."""
+    found = []
+    while first < last:
+        found.append(first)
+        first *= factor
+    return (*found, last)

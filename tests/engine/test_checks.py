@@ -1,0 +1,58 @@
+"""The one check of a request: what is refused, and in whose words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shared.engine.checks import TOO_LONG, RequestLimits, check
+from shared.engine.request import Refusal, SamplingParams
+
+LIMITS = RequestLimits(
+    context_length=64,
+    max_request_tokens=64,
+    vocab=100,
+    max_stop_ids=2,
+    max_bias=1,
+    max_logprobs=5,
+)
+CHAT = {"prompt": "messages", "max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "field", "words"),
+    [
+        ([], {}, "messages", "messages must not be empty"),
+        ([1] * 64, {"max_tokens": 1}, "messages", "messages has 64 tokens, which leaves no room"),
+        ([100], {}, "messages", "messages has token id 100, ids are 0 to 99"),
+        ([1], {"max_tokens": 64}, "max_completion_tokens", "max_completion_tokens is 64: together"),
+        ([1], {"max_tokens": 0}, "max_completion_tokens", "must be at least 1"),
+        ([1], {"min_tokens": 17}, "min_tokens", "must not exceed max_completion_tokens, which"),
+        ([1], {"stop_token_ids": (1, 2, 3)}, "stop_token_ids", "at most 2 ids here, got 3"),
+        ([1], {"stop_token_ids": (-1,)}, "stop_token_ids", "has token id -1"),
+        ([1], {"logit_bias": {1: 1.0, 2: 1.0}}, "logit_bias", "at most 1 tokens here, got 2"),
+        ([1], {"logit_bias": {10**30: 1.0}}, "logit_bias", "has token id 1000"),
+        ([1], {"logprobs": 6}, "top_logprobs", "top_logprobs must be from 0 to 5, got 6"),
+    ],
+)
+def test_a_refusal_names_the_field_in_the_callers_words(prompt, asked, field, words):
+    with pytest.raises(Refusal, match=words) as refused:
+        check(prompt, SamplingParams(**asked), LIMITS, CHAT)
+    assert refused.value.field == field
+
+
+def test_the_longest_request_is_taken_and_one_token_more_is_not():
+    check([1] * 60, SamplingParams(max_tokens=4, min_tokens=4, logprobs=5), LIMITS)
+    with pytest.raises(Refusal, match="more than the context of 64 tokens") as refused:
+        check([1] * 60, SamplingParams(max_tokens=5), LIMITS)
+    assert refused.value.code == TOO_LONG
+    pages = replace(LIMITS, max_request_tokens=32)
+    with pytest.raises(Refusal, match="the 32 tokens that the KV pages hold") as refused:
+        check([1] * 32, SamplingParams(), pages)
+    assert refused.value.code == TOO_LONG
+
+
+def test_logprobs_that_no_program_computes_are_refused():
+    with pytest.raises(Refusal, match="started without logprobs"):
+        check([1], SamplingParams(logprobs=0), replace(LIMITS, max_logprobs=None))

@@ -1,0 +1,170 @@
+"""Choosers of shapes: what the engine tells them, and what they may choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from shared.boundary.backend import Limits, StepResult, Work
+from shared.engine.controller import Reserve, StaticController
+from shared.engine.engine import Engine
+from shared.engine.ngram.controller import NgramController
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import Request, SamplingParams
+from shared.engine.rows import DecodeRows, Rows
+from shared.options.ngram import NgramConfig
+from shared.spec.draft_tree import TreeShape
+from tests.support.driving import drive
+from tests.support.toy_backend import ToyBackend, toy_limits
+
+
+def request(number: int, num_prompt: int = 5, **sampling) -> Request:
+    params = SamplingParams(**{"max_tokens": 20, "seed32": number} | sampling)
+    return Request(request_id=number, prompt=(1,) * num_prompt, sampling=params)
+
+
+class Diary(StaticController):
+    """Takes turns between a chain and nothing, and writes down what it is told."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits, nodes=4, depth=3, width=1)
+        self.learnt: list[tuple[Rows, StepResult]] = []
+        self.num_submitted = 0
+        self.texts: dict[int, list[int]] = {}
+        self.ends: list[int] = []
+        self.cuts: list[tuple[int, int]] = []
+
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+        off = TreeShape.plain(4)
+        rows = super().rows_for(ready, reserve)
+        return rows and replace(rows, shape=off if self.num_submitted % 2 else rows.shape)
+
+    def submitted(self, rows: Rows) -> None:
+        self.num_submitted += 1
+
+    def learned(self, rows: Rows, result: StepResult) -> None:
+        self.learnt.append((rows, result))
+
+    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+        self.texts.setdefault(request.request_id, []).extend(tokens)
+
+    def ended(self, request: Request) -> None:
+        self.ends.append(request.request_id)
+
+    def cut(self, request_id: int, num_tokens: int) -> None:
+        self.cuts.append((request_id, num_tokens))
+
+
+def diary_engine(overlap: int = 1, num_pages: int = 400) -> tuple[Diary, Engine]:
+    backend = ToyBackend(toy_limits(num_pages=num_pages, num_slots=5, overlap=2))
+    diary = Diary(backend.limits)
+    return diary, Engine(backend, diary, overlap=overlap, chunked_prefill_size=64)
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_a_controller_learns_from_every_step_what_each_row_got(overlap):
+    """What chooses by measured time and acceptance finds both here, by request and by shape."""
+    diary, engine = diary_engine(overlap)
+    outcomes = drive(engine, [request(number) for number in range(6)])
+    accepted: dict[int, list[int]] = {}
+    for rows, result in diary.learnt:
+        assert result.device_seconds is None  # the toy has no clock
+        for row, each in enumerate(rows.requests):
+            drafted = rows.accepted(int(result.counts[row]))
+            accepted.setdefault(each.request_id, []).extend([] if drafted is None else [drafted])
+    for number, outcome in outcomes.items():
+        # A late row's drafts were verified too: it knows of more steps than the text's.
+        assert accepted[number][: len(outcome.accepted)] == outcome.accepted
+    steps = {(rows.work, rows.shape and rows.shape.nodes) for rows, _ in diary.learnt}
+    assert steps == {(Work.PREFILL, None), (Work.DECODE, 4), (Work.DECODE, 1)}
+    assert len(diary.learnt) == diary.num_submitted
+
+
+def test_a_controller_sees_every_token_and_every_end():
+    diary, engine = diary_engine(num_pages=30)
+    outcomes = drive(engine, [request(number, 40, max_tokens=40) for number in range(6)])
+    assert engine.scheduler.num_preemptions
+    assert diary.texts == {number: outcome.tokens for number, outcome in outcomes.items()}
+    assert sorted(diary.ends) == list(range(6))
+
+
+def test_a_cut_reaches_the_controller_even_when_the_request_has_ended_by_itself():
+    """A stop string is found after the event in which the length ended the request."""
+    diary, engine = diary_engine()
+    drive(engine, [request(0, max_tokens=6)])
+    engine.finish(0, 4)
+    assert diary.cuts == [(0, 4)]
+    assert diary.ends == [0]
+    engine.add(request(1))
+    while len(diary.texts.get(1, ())) < 8:
+        engine.step()
+    engine.finish(1, 3)
+    assert diary.cuts == [(0, 4), (1, 3)]
+    assert diary.ends == [0, 1]
+
+
+def host_limits() -> Limits:
+    """The toy's programs, and those of a tree of the host's for batches of 2."""
+    limits = toy_limits(num_pages=400, num_slots=5, overlap=1)
+    trees = tuple(
+        replace(program, host_draft=True, shape=TreeShape(4, 2, 2, 8))
+        for program in limits.programs
+        if program.work is Work.DECODE and program.batch == 2
+    )
+    return replace(limits, programs=(*limits.programs, *trees))
+
+
+def index_of(nodes: int, depth: int) -> NgramIndex:
+    return NgramIndex(NgramConfig(), nodes=nodes, depth=depth, vocab=97, chain=False)
+
+
+def test_the_index_takes_no_more_rows_than_its_trees_have_programs_for():
+    assert NgramController(host_limits(), index_of(4, 2)).max_rows == 2
+
+
+def test_trees_that_no_program_takes_are_refused():
+    with pytest.raises(ValueError, match="trees of the host's, 5 nodes and 4 deep"):
+        NgramController(host_limits(), index_of(5, 4))
+
+
+def test_an_index_waits_for_the_tokens_of_its_last_rows_and_for_no_others():
+    controller = NgramController(host_limits(), index_of(4, 2))
+    first, second = request(1), request(2)
+
+    def reserve(requests: Sequence[Request], scratch: int) -> list[Request]:
+        assert scratch == TreeShape(4, 2, 2, 8).scratch
+        return list(requests)
+
+    second.launch(1)
+    rows = controller.rows_for([first, second], reserve)
+    assert rows is not None
+    assert rows.requests == [first]
+    assert (rows.shape.is_plain, rows.host_draft) == (True, False)  # nothing was seen yet
+    assert not controller.waits
+    first.launch(1)
+    assert controller.waits
+    second.land(1)
+    assert controller.rows_for([first, second], reserve) is None
+    first.land(1)
+    controller.saw(first, [5, 6, 7, 5])
+    rows = controller.rows_for([first, second], reserve)
+    assert rows is not None
+    controller.submitted(rows)
+    controller.saw(first, [6])
+    rows = controller.rows_for([first, second], reserve)
+    assert rows is not None
+    assert rows.drafts is not None
+    assert rows.drafts.tokens[0, :3].tolist() == [0, 7, 5]
+    assert rows.drafts.num_nodes.tolist()[1] == 1
+
+
+def test_a_row_without_room_gets_no_tree():
+    """Its text would be learnt, and its next tree would find its own newest tokens."""
+    index = index_of(4, 2)
+    controller, one = NgramController(host_limits(), index), request(1)
+    controller.saw(one, [5, 6, 5])
+    assert controller.rows_for([one], lambda requests, scratch: []) is None
+    assert index.num_rows == 0
+    assert not controller.waits

@@ -1,0 +1,150 @@
+"""What a choice says on its way to the client: deltas, a parser between text and form, the ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from shared.engine.request import Event, FinishReason
+from shared.server.choice import Choice, Piece, Speculation, StopFinder
+from shared.server.delta import Delta, OutputParser, PlainText, ToolCall
+from shared.server.logprobs import TokenNames
+from shared.server.responses import Answer, ChatForm, CompletionForm, Form
+from shared.server.tokenizer import Detokenizer, Tokenizer
+from tests.support.http_fixtures import byte_tokenizer
+
+BYTES = Tokenizer(byte_tokenizer(), None, {})
+SAID = "<let me see>So: {get}{4}{2}."
+
+
+class Marks:
+    """Reads `<reasoning>`, `{name}` of a call, `{argument}`s of it, and text, mark by mark."""
+
+    def __init__(self) -> None:
+        self._held, self._calls = "", 0
+
+    def push(self, text: str) -> Delta:
+        self._held, said = self._held + text, Delta()
+        while found := re.match(r"<(.*?)>|\{(.*?)\}|([^<{]+)", self._held):
+            self._held = self._held[found.end() :]
+            said += self._delta(found)
+        return said
+
+    def flush(self) -> Delta:
+        held, self._held = self._held, ""
+        return Delta(held)
+
+    def _delta(self, found: re.Match[str]) -> Delta:
+        reasoning, call, text = found.groups()
+        if call is None:
+            return Delta(text or "", reasoning or "")
+        first, self._calls = not self._calls, self._calls + 1
+        part = ToolCall(0, "call-0", call, "") if first else ToolCall(0, "", "", call)
+        return Delta(tool_calls=(part,))
+
+
+def new_answer(form: Form, parsers: list[OutputParser], stops: tuple[str, ...] = ()) -> Answer:
+    return Answer(
+        form=form,
+        model="m",
+        num_prompt_tokens=1,
+        choices=[
+            Choice(Detokenizer(BYTES, []), StopFinder(stops), parser, 0, Speculation.empty(3))
+            for parser in parsers
+        ],
+        names=TokenNames(BYTES),
+        shows_tokens=False,
+        shows_logprobs=False,
+    )
+
+
+def events(text: str, size: int) -> Iterator[Event]:
+    tokens = list(text.encode())
+    for begin in range(0, len(tokens), size):
+        reason = FinishReason.LENGTH if begin + size >= len(tokens) else None
+        yield Event(1, tokens[begin : begin + size], None, reason, None, None)
+
+
+def total(pieces: list[Piece]) -> Delta:
+    return sum((piece.delta for piece in pieces), Delta())
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_a_parser_decides_what_the_text_is(size):
+    answer = new_answer(ChatForm(), [Marks()])
+    pieces = [answer.take(0, event) for event in events(SAID, size)]
+    message = answer.whole([total(pieces)])["choices"][0]["message"]
+    function = {"name": "get", "arguments": "42"}
+    assert message == {
+        "role": "assistant",
+        "content": "So: .",
+        "reasoning_content": "let me see",
+        "tool_calls": [{"id": "call-0", "type": "function", "function": function}],
+    }
+
+
+def test_a_stream_carries_the_parts_of_a_call():
+    answer = new_answer(ChatForm(), [Marks()])
+    pieces = [answer.take(0, event) for event in events(SAID, 1)]
+    shown = [answer.chunk(0, piece) for piece in pieces if answer.matters(0, piece)]
+    parts = [c["tool_calls"][0] for c in deltas(shown) if "tool_calls" in c]
+    begun = {"name": "get", "arguments": ""}
+    assert parts == [
+        {"index": 0, "id": "call-0", "type": "function", "function": begun},
+        {"index": 0, "function": {"arguments": "4"}},
+        {"index": 0, "function": {"arguments": "2"}},
+    ]
+    assert "".join(c.get("reasoning_content", "") for c in deltas(shown)) == "let me see"
+    assert [c for c in deltas(shown) if "role" in c] == deltas(shown)[:1]
+
+
+def deltas(chunks: list[dict]) -> list[dict]:
+    return [chunk["choices"][0]["delta"] for chunk in chunks]
+
+
+def test_what_a_parser_holds_back_is_said_at_the_end():
+    answer = new_answer(CompletionForm(), [Marks()])
+    pieces = [answer.take(0, event) for event in events("a<b", 1)]
+    assert [piece.delta.text for piece in pieces] == ["a", "", "<b"]
+
+
+def test_a_stop_string_ends_what_a_parser_sees():
+    answer = new_answer(ChatForm(), [Marks()], stops=("{get}",))
+    pieces = [answer.take(0, event) for event in events(SAID, 100)]
+    assert total(pieces) == Delta("So: ", "let me see")
+    assert pieces[-1].finish_reason == "stop"
+
+
+def test_plain_text_says_nothing_of_reasoning_and_tools():
+    answer = new_answer(ChatForm(), [PlainText()])
+    pieces = [answer.take(0, event) for event in events(SAID, 2)]
+    message = answer.whole([total(pieces)])["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": SAID}
+
+
+def test_calls_of_different_index_are_different_calls():
+    one, two = ToolCall(0, "a", "f", "{"), ToolCall(1, "b", "g", "")
+    more = Delta(tool_calls=(ToolCall(1, "", "", "[]"), ToolCall(0, "", "", "}")))
+    got = Delta(tool_calls=(one,)) + Delta(tool_calls=(two,)) + more
+    assert got == Delta(tool_calls=(ToolCall(0, "a", "f", "{}"), ToolCall(1, "b", "g", "[]")))
+    assert got
+    assert not Delta()
+
+
+class Unwalkable(list):
+    """A list that may be indexed only."""
+
+    def __iter__(self):
+        raise AssertionError("all choices are walked for one event")
+
+
+def test_the_end_of_an_answer_is_known_without_walking_its_choices():
+    answer = new_answer(CompletionForm(), [PlainText() for _ in range(3)])
+    answer.choices = Unwalkable(answer.choices)
+    for index in (2, 0, 1):
+        assert not answer.ended
+        for event in events("ab", 1):
+            answer.take(index, event)
+    assert answer.ended

@@ -1,0 +1,16 @@
+"""How much memory a step works on, as `shared.boundary.workspace` counts it."""
+
+from shared.boundary.backend import Blueprint, Program
+from shared.boundary.workspace import Costs, gathered_attention, split_attention, step_bytes
+
+LOGIT, REPORTED = 41, 4
+"""Measured: counts of each node twice, noise, the processed and the sorted logits, and ids of 8
+bytes."""
+
+ON_CPU = Costs(logit=LOGIT, reported=REPORTED, attention=gathered_attention)
+ON_GPU = Costs(logit=LOGIT, reported=REPORTED, attention=split_attention)
+
+
+def workspace(program: Program, blueprint: Blueprint) -> int:
+    """Bytes that a step of the program needs beyond weights and pools."""
+    return step_bytes(program, blueprint, ON_GPU if blueprint.on_gpu else ON_CPU)
