@@ -94,7 +94,13 @@ def tree_case(
 
 
 def prompt_case(
-    *, chunks: Sequence[tuple[int, int]], heads: tuple[int, int], D: int, page: int, seed: int
+    *,
+    chunks: Sequence[tuple[int, int]],
+    heads: tuple[int, int] = (4, 2),
+    D: int = 16,
+    page: int = 16,
+    half: bool = False,
+    seed: int = 0,
 ) -> Case:
     """Chunks of prompts, each the first position and the end; the last row is padding."""
     rng = np.random.default_rng(seed)
@@ -106,7 +112,7 @@ def prompt_case(
     q = rng.standard_normal((starts[-1] + 1, heads[0], D), np.float32)
     ints = (x.astype(np.int32) for x in (starts, rows.first, rows.until))
     most_rows = int((until - first).max())
-    return Case(q, k_pages, v_pages, table, *ints, rows.window, most_rows, True)
+    return Case(q, k_pages, v_pages, table, *ints, rows.window, most_rows, half)
 
 
 def _pools(
@@ -119,47 +125,41 @@ def _pools(
     return table, k_pages, v_pages
 
 
-SMALL: dict[str, dict] = {
-    "tree": {"num_nodes": [7, 4, 1], "lengths": [30, 17, 119]},
-    "nothing committed": {"num_nodes": [7, 1, 7], "lengths": [0, 0, 64]},
-    "whole draft KV later": {
-        "num_nodes": [5, 7, 2],
-        "lengths": [100, 90, 40],
-        "draft_from": (70, 90, 80),
-    },
-    "request without rows": {"num_nodes": [4, 0, 2], "lengths": [9, 0, 60]},
-    "root alone, one position a page": {
-        "nodes": 1,
-        "num_nodes": [1, 1, 1],
-        "lengths": [1, 40, 77],
-        "page": 1,
-        "columns": 78,
-    },
-    "large pages, many splits": {
-        "num_nodes": [7, 3, 7],
-        "lengths": [1100, 509, 512],
-        "heads": (2, 1),
-        "page": 64,
-        "columns": 18,
-    },
-    "group of five": {"num_nodes": [3, 2, 7], "lengths": [20, 5, 9], "heads": (10, 2), "D": 64},
-    "half precision": {
-        "num_nodes": [7, 6, 5],
-        "lengths": [70, 530, 0],
-        "heads": (8, 1),
-        "D": 64,
-        "page": 64,
-        "columns": 9,
-        "half": True,
-    },
+SMALL: dict[str, Callable[..., Case]] = {
+    "tree": partial(tree_case, num_nodes=[7, 4, 1], lengths=[30, 17, 119]),
+    "nothing committed": partial(tree_case, num_nodes=[7, 1, 7], lengths=[0, 0, 64]),
+    "whole draft KV later": partial(
+        tree_case, num_nodes=[5, 7, 2], lengths=[100, 90, 40], draft_from=(70, 90, 80)
+    ),
+    "request without rows": partial(tree_case, num_nodes=[4, 0, 2], lengths=[9, 0, 60]),
+    "root alone, one position a page": partial(
+        tree_case, nodes=1, num_nodes=[1, 1, 1], lengths=[1, 40, 77], page=1, columns=78
+    ),
+    "large pages, many splits": partial(
+        tree_case, num_nodes=[7, 3, 7], lengths=[1100, 509, 512], heads=(2, 1), page=64, columns=18
+    ),
+    "group of five": partial(
+        tree_case, num_nodes=[3, 2, 7], lengths=[20, 5, 9], heads=(10, 2), D=64
+    ),
+    "half precision": partial(
+        tree_case,
+        num_nodes=[7, 6, 5],
+        lengths=[70, 530, 0],
+        heads=(8, 1),
+        D=64,
+        page=64,
+        columns=9,
+        half=True,
+    ),
+    "chunks of prompts": partial(prompt_case, chunks=[(0, 7), (16, 37), (20, 21)]),
 }
-CASES = {name: tree_case(**sizes) for name, sizes in SMALL.items()}
+CASES = {name: make() for name, make in SMALL.items()}
 
-# Heads and pages of an 8B model.
+# Heads and pages of an 8B model; its values are rounded to bfloat16.
 _MODEL = {"heads": (32, 8), "D": 128, "page": 64}
 _CONTEXT = 4096
 _LARGE = {
-    f"{B} trees of {N}": partial(
+    f"{B} x {N} nodes": partial(
         tree_case,
         **_MODEL,
         num_nodes=[N] * B,
@@ -187,10 +187,6 @@ def _bytes(arguments: Arguments, item_bytes: int) -> int:
     return D * item_bytes * (2 * positions * k_heads + 2 * int(starts[-1]) * q.shape[1])
 
 
-def _dtype_of(sizes: dict) -> str:
-    return "bfloat16" if sizes.get("half") else "float32"
-
-
 def _op_case(name: str, make: Callable[..., Case], dtype: str, is_large: bool) -> OpCase:
     return OpCase(
         op="attention",
@@ -206,6 +202,6 @@ def _op_case(name: str, make: Callable[..., Case], dtype: str, is_large: bool) -
 
 
 TABLE = [
-    _op_case(name, partial(tree_case, **sizes), _dtype_of(sizes), False)
-    for name, sizes in SMALL.items()
+    _op_case(name, make, "bfloat16" if CASES[name].half else "float32", False)
+    for name, make in SMALL.items()
 ] + [_op_case(name, make, "bfloat16", True) for name, make in _LARGE.items()]
