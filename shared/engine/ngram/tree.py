@@ -7,16 +7,14 @@ that matches longest. A continuation that the tree already has costs no node, so
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
+from shared.engine.ngram.compiled import compiled
 from shared.engine.ngram.trie import BORN, COUNT, FIRST, NEXT, TOKEN, Nodes
 
 SCANNED_CHILDREN = 64
 """Newest children of a node that are weighed by how often they were seen."""
-
-compiled = numba.njit(cache=True, nogil=True)
 
 
 @compiled
