@@ -105,6 +105,14 @@ class NgramIndex:
     ) -> None:
         self._config, self.nodes, self.depth, self._vocab = config, nodes, depth, vocab
         self._chain = chain
+        self._growth = tree.Growth(
+            corpus_nodes=config.sam_budget,
+            by_frequency=config.speculative_ngram_match_type == FREQUENCY,
+            min_breadth=config.speculative_ngram_min_bfs_breadth,
+            max_breadth=config.speculative_ngram_max_bfs_breadth,
+            depth=depth,
+            chain=chain,
+        )
         self._trie = Trie.empty(config.speculative_ngram_capacity)
         self._anchors = np.zeros((1, config.speculative_ngram_max_trie_depth, 2), np.int32)
         self._texts: dict[int, Text] = {}
@@ -298,34 +306,19 @@ class NgramIndex:
         advance(self._trie.nodes, self._trie.buckets, anchors, *unread)
         most = [request.sampling.max_draft_tokens for request in requests]
         limits = np.array([N if m is None else min(N, 1 + m) for m in most], np.int32)
-        tokens, parents = np.zeros((B, N), np.int32), np.zeros((B, N), np.int32)
-        num_nodes, config = np.ones(B, np.int32), self._config
-        paths, lengths, matched = self._continuations(rows)
+        trees = tree.Trees(
+            tokens=np.zeros((B, N), np.int32),
+            parents=np.zeros((B, N), np.int32),
+            num_nodes=np.ones(B, np.int32),
+        )
         tree.draft(
-            self._trie.nodes,
-            anchors,
-            rows,
-            limits,
-            paths,
-            lengths,
-            matched,
-            config.sam_budget,
-            config.speculative_ngram_match_type == FREQUENCY,
-            config.speculative_ngram_min_bfs_breadth,
-            config.speculative_ngram_max_bfs_breadth,
-            self.depth,
-            self._chain,
-            tokens,
-            parents,
-            num_nodes,
+            self._trie.nodes, anchors, rows, limits, self._continuations(rows), self._growth, trees
         )
         self.num_rows += B
-        self.num_empty_rows += int((num_nodes == 1).sum())
-        return HostDraft(tokens, parents, num_nodes, np.zeros(B, np.int32))
+        self.num_empty_rows += int((trees.num_nodes == 1).sum())
+        return HostDraft(**trees._asdict(), forced=np.zeros(B, np.int32))
 
-    def _continuations(
-        self, rows: Int32[np.ndarray, " B"]
-    ) -> tuple[Int32[np.ndarray, "B C S"], Int32[np.ndarray, "B C"], Int32[np.ndarray, "B C"]]:
+    def _continuations(self, rows: Int32[np.ndarray, " B"]) -> tree.Continuations:
         """What each corpus has after each text: tokens, how many, and the length of the match."""
         B, C = len(rows), len(self._corpora)
         paths = np.zeros((B, C, self.depth), np.int32)
@@ -335,7 +328,7 @@ class NgramIndex:
                 corpus.tokens, corpus.states, self._in_corpora[name], rows,
                 paths[:, index], lengths[:, index], matched[:, index],
             )  # fmt: skip
-        return paths, lengths, matched
+        return tree.Continuations(paths=paths, lengths=lengths, matched=matched)
 
     # Corpora
 
