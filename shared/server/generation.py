@@ -19,6 +19,7 @@ from shared.server.engine_client import (
     EngineClient,
     EngineLost,
     Prompt,
+    QueueFull,
     Refused,
     Submission,
 )
@@ -159,6 +160,8 @@ class Generator:
             return Generation(self.client.submit(prompts), answer, request, self._metrics)
         except EngineLost as error:
             raise ApiError(503, str(error), code="engine_lost") from error
+        except QueueFull as error:
+            raise ApiError(503, str(error), code="queue_full") from error
 
     def _check_model(self, name: str | None) -> None:
         served = self._facts.model_name
