@@ -237,11 +237,13 @@ def make_controller(limits: Limits, options: Options) -> Controller:
 def _facts(memory: MemoryPlan) -> ModelFacts:
     options, limits, model = memory.options, memory.limits, memory.blueprint.config
     folder = Path(options.model.model_path).resolve()
+    queued = options.server.max_queued_requests
     return ModelFacts(
         model_name=options.server.served_model_name or folder.name,
         model_folder=str(folder),
         limits=RequestLimits.of(limits, memory.max_request_tokens),
         eos_ids=model.eos_ids,
+        max_open_requests=None if queued is None else limits.num_slots - 1 + queued,
         max_draft_depth=limits.max_depth,
         admin_api_key=options.server.admin_api_key,
         corpus_path=options.ngram.speculative_ngram_external_corpus_path,

@@ -40,6 +40,7 @@ CONTEXT = 512
 POOL_TOKENS = 400  # what the pages hold of one request
 TOKENS_PER_STEP = 3
 SLOTS = 4
+MAX_OPEN = 200
 MAX_BIAS, MAX_LOGPROBS = 3, 5
 ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
 JSON = {"content-type": "application/json"}
@@ -232,6 +233,14 @@ class Server:
         assert lines.pop() == "[DONE]"
         return [json.loads(line) for line in lines]
 
+    @contextlib.contextmanager
+    def post_slowly(self, num_choices: int) -> Iterator[None]:
+        """A request whose choices run and wait until the block ends; then its client leaves."""
+        body = {"prompt": [[SLOW, 97]] * num_choices, "max_tokens": 250, "stream": True}
+        with httpx.stream("POST", self.url + COMPLETIONS, json=body, timeout=60) as answer:
+            assert answer.status_code == 200, answer.read()
+            yield
+
     def metrics(self) -> dict[str, float]:
         """The values of /metrics by name."""
         page = httpx.get(self.url + "/metrics").text
@@ -250,6 +259,12 @@ class Server:
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [pid, *map(int, children)]
+
+
+def post_head(path: str, length: int) -> bytes:
+    """The head of a POST of JSON, for a test that writes its bytes itself."""
+    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
 
 
 @contextlib.contextmanager
@@ -316,6 +331,7 @@ def main() -> int:
         model_folder=str(Path(sys.argv[1]).resolve()),
         limits=limits,
         eos_ids=(CONFIG_END,),
+        max_open_requests=MAX_OPEN,
         max_draft_depth=TOKENS_PER_STEP - 1,
         admin_api_key=ADMIN_KEY,
         corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
