@@ -78,6 +78,10 @@ class ServerOptions:
         low=0,
         high=1 << 20,
     )
+    watchdog_timeout: int = flag(
+        300, "seconds that a step may take; then the server ends itself with the reason",
+        low=1, high=1 << 20,
+    )  # fmt: skip
     admin_api_key: str | None = flag(
         None, "bearer token of the routes that change the server (default: no such routes)"
     )

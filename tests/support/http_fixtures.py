@@ -30,6 +30,7 @@ from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.options.ngram import NgramConfig
 from shared.process import loop
 from shared.process.frames import ModelFacts
+from shared.process.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
@@ -44,8 +45,15 @@ MAX_OPEN = 200
 MAX_BIAS, MAX_LOGPROBS = 3, 5
 ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
 JSON = {"content-type": "application/json"}
-CRASH, FAIL, SLOW, REFUSED = 290, 291, 292, 293  # first tokens of a prompt; the last also biased
+CRASH, FAIL, SLOW, REFUSED, FREEZE = (
+    290,
+    291,
+    292,
+    293,
+    294,
+)  # first tokens of a prompt; the last also biased
 FILLER = ord("-")
+WATCHDOG_S = 5.0
 START_S = 180.0  # a backend may compile first
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -154,6 +162,8 @@ class Repeater:
             return Event(request.request_id, [], None, FinishReason.ERROR, sentence, None)
         if request.prompt[0] == SLOW:
             time.sleep(0.02)
+        if request.prompt[0] == FREEZE:
+            time.sleep(3600)
         return self._extend(request)
 
     def _extend(self, request: Request) -> Event:
@@ -336,8 +346,9 @@ def main() -> int:
         admin_api_key=ADMIN_KEY,
         corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
     )
+    watchdog = Watchdog(WATCHDOG_S)
     engine = Repeater()
-    return loop.run(engine, facts, loop.bind("127.0.0.1", 0), engine.ngram)
+    return loop.run(engine, facts, loop.bind("127.0.0.1", 0), engine.ngram, watchdog)
 
 
 if __name__ == "__main__":
