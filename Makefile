@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 EXTRAS ?= torch,jax,dev
 BACKEND ?= torch
+OP ?= attention
 PORT ?= 8000
 ARGS ?=
 JOBS ?= 2
@@ -14,7 +15,7 @@ JOBS ?= 2
 BIN := .venv/bin
 RUN := $(BIN)/python
 
-.PHONY: serve test venv lint types layers unit matrix format clean
+.PHONY: serve test venv lint types layers unit matrix gpu bench format clean
 
 serve: venv
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
@@ -48,6 +49,16 @@ unit: venv
 # Every cell of the cross-backend product: hours, so it stands beside the test run.
 matrix: venv
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m matrix $(ARGS)
+
+# On a machine with an NVIDIA GPU: the kernels compiled instead of interpreted, and the promises of a
+# CPU on the GPU. EXTRAS="cuda13,dev" installs for one.
+gpu: venv
+	$(RUN) -m pytest -q tests/device/test_attention_kernels.py tests/bench/test_op.py $(ARGS)
+	$(RUN) -m pytest -q -m gpu tests/device $(ARGS)
+
+# The cases of OP on both sides, beside their bytes limit; ARGS="--out FILE" keeps them.
+bench: venv
+	$(RUN) -m bench.op $(OP) $(ARGS)
 
 format: venv
 	$(BIN)/ruff format .

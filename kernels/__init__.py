@@ -1,1 +1,15 @@
-"""GPU kernels, one file per op and framework; they import their framework and nothing of ours."""
+"""GPU kernels, one file per op and language; they import their framework and `kernels.tiles`.
+
+The two languages give the same bits where these are equal in both files of an op:
+
+- what is given: the parameters of the functions, and the order of `shared.spec.numerics`, which
+  `ops` passes in;
+- the order inside a tile: which product comes first, what is scaled before and what after it, and
+  where a value is rounded to the type of its memory;
+- sums over lanes: by the matrix unit, never by a reduction, whose order follows the warps;
+- the constants (`HEAD_SIZES`, `_LOG2_E`, `_NEGATIVE`) and `exp2`, never `exp`;
+- the compiler: products in float32 stay float32 (`HIGHEST`, `ieee`), and Triton is kept from fusing
+  a product with a sum, which XLA's Triton does not do.
+
+The tiles need not be equal: see `kernels/tiles.py`. A change to one file is a change to both.
+"""

@@ -60,6 +60,7 @@ def sink_length(framework: str, backend: Backend) -> Callable[[], int]:
 HOST_FILES = (
     "_contract.py",
     "_contract_memory.py",
+    "test_backend_start.py",
     "test_cross_backend_ngram.py",
     "test_tree_behaviour.py",
 )

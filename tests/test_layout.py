@@ -50,10 +50,11 @@ def test_both_backends_have_the_same_files():
     assert modules("jax_impl") - ONE_SIDED - alone == modules("torch_impl")
 
 
-def test_every_op_has_a_specification_and_every_kernel_an_op():
-    ops = names("jax_impl/ops")
+def test_every_op_has_a_specification_and_every_kernel_an_op_and_cases():
+    ops, kernels = names("jax_impl/ops"), names("kernels/triton_gpu")
     assert ops <= names("shared/spec")
-    assert names("kernels") <= ops
+    assert names("kernels/pallas_gpu") == kernels
+    assert kernels <= ops & names("tests/support/cases")
 
 
 def test_every_specification_has_a_test():

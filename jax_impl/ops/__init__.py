@@ -1,23 +1,82 @@
 """The operations of a step, one module for each specification.
 
-This package is the one place that decides, once and at import, which operations are kernels: those
-of `KERNELS` where there is a GPU. Elsewhere, as in programs for another device of such a machine,
+This package is the one place that decides, once and at import, which operations are kernels: where
+there is a GPU, those of `KERNELS`. Elsewhere, as in programs for another device of such a machine,
 every operation is plain jnp.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial, wraps
 from types import ModuleType
+from typing import Concatenate, ParamSpec, TypeVar
 
 import jax
+from jax import lax
 
-KERNELS: dict[str, ModuleType] = {}
-"""The operations that are kernels on a GPU, by name."""
+from kernels.tiles import Tiles
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of this machine's GPU: the module of each operation that has some, and the tiles.
+
+    The tiles have a field for each operation that has kernels.
+    """
+
+    attention: ModuleType
+    tiles: Tiles
+
+
+KERNELS: Kernels | None = None
 
 if jax.default_backend() == "gpu":
-    from kernels.pallas_gpu import attention as pallas_attention
+    from kernels.pallas_gpu import attention as attention_kernel
 
-    KERNELS["attention"] = pallas_attention
+    KERNELS = Kernels(attention_kernel, Tiles.load("pallas_gpu", jax.devices()[0].device_kind))
+
+
+_is_plain = False
+
+
+def kernels_on(device: jax.Device) -> Kernels | None:
+    """The kernels that operations on a device run; None where they are plain."""
+    return None if _is_plain or device.platform != "gpu" else KERNELS
+
+
+def kernel_names() -> list[str]:
+    """The operations that are kernels on a GPU now."""
+    is_any = KERNELS is not None and not _is_plain
+    return [field.name for field in fields(Tiles)] if is_any else []
+
+
+def kernel_or_plain(
+    kernel: Callable[Concatenate[Kernels, P], R], plain: Callable[P, R]
+) -> Callable[P, R]:
+    """An operation of this machine: `plain`, or with a GPU what a program's platform asks for.
+
+    Args:
+      kernel: Takes the kernels, and what `plain` takes.
+      plain: The operation in plain jnp.
+    """
+    if KERNELS is None:
+        return plain
+    kernels = KERNELS
+
+    @wraps(plain)
+    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        elsewhere = partial(plain, *args, **kwargs)
+        if _is_plain:
+            return elsewhere()
+        return lax.platform_dependent(
+            cuda=partial(kernel, kernels, *args, **kwargs), default=elsewhere
+        )
+
+    return operation
 
 
 @contextmanager
@@ -26,9 +85,9 @@ def plain() -> Iterator[None]:
 
     For tests and benches, which compare; it holds for the whole process.
     """
-    kernels = dict(KERNELS)
-    KERNELS.clear()
+    global _is_plain
+    before, _is_plain = _is_plain, True
     try:
         yield
     finally:
-        KERNELS.update(kernels)
+        _is_plain = before

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import KERNELS, draft_tree
+from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, kernels_on
+from shared.spec.numerics import ATTENTION
 
 
 class Rows(NamedTuple):
@@ -130,7 +131,7 @@ def visible(
     return seen
 
 
-def attend(
+def plain_attend(
     q: Float[jax.Array, "R Hq D"],
     k_pages: Float[jax.Array, "P page Hk D"],
     v_pages: Float[jax.Array, "P page Hk D"],
@@ -153,18 +154,50 @@ def attend(
       row_starts, most_rows: See `Rows`.
       k_offset, v_offset: Pages of a larger pool that lie before the keys, and before the values.
     """
+    grid, back = _grid(request, row_starts, most_rows)
+    k, v = read(k_pages, page_table + k_offset), read(v_pages, page_table + v_offset)
+    seen = visible(first[grid], until[grid], window[grid], k.shape[1])
+    out = _softmax_attention(q[grid], k, v, seen)
+    return out.reshape(-1, *q.shape[1:])[back].astype(q.dtype)
 
-    def on_gpu(*arrays: jax.Array) -> Float[jax.Array, "R Hq D"]:
-        offsets = {"k_offset": k_offset, "v_offset": v_offset}
-        return KERNELS["attention"].attend(*arrays, max_rows=most_rows, **offsets)
 
-    def elsewhere(*arrays: jax.Array) -> Float[jax.Array, "R Hq D"]:
-        return _plain(request, most_rows, (k_offset, v_offset), *arrays)
+def kernel_attend(
+    kernels: Kernels,
+    q: Float[jax.Array, "R Hq D"],
+    k_pages: Float[jax.Array, "P page Hk D"],
+    v_pages: Float[jax.Array, "P page Hk D"],
+    page_table: Int[jax.Array, "B table"],
+    request: Int[jax.Array, " R"],
+    row_starts: Int[jax.Array, " B1"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    most_rows: int,
+    k_offset: int = 0,
+    v_offset: int = 0,
+) -> Float[jax.Array, "R Hq D"]:
+    """As `plain_attend`, by the kernel, which finds a row's request by `row_starts`."""
+    item_bytes = q.dtype.itemsize
+    pairs = most_rows * q.shape[1] // k_pages.shape[2]
+    return kernels.attention.attend(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        row_starts,
+        first,
+        until,
+        window,
+        max_rows=most_rows,
+        split=ATTENTION.split,
+        tile=ATTENTION.tile_of(item_bytes),
+        tiles=kernels.tiles.attention.of(item_bytes=item_bytes, rows=pairs),
+        k_offset=k_offset,
+        v_offset=v_offset,
+    )
 
-    arrays = (q, k_pages, v_pages, page_table, row_starts, first, until, window)
-    if "attention" not in KERNELS:
-        return elsewhere(*arrays)
-    return lax.platform_dependent(*arrays, cuda=on_gpu, default=elsewhere)
+
+attend = kernel_or_plain(kernel_attend, plain_attend)
 
 
 def check_head_size(head_size: int, device: jax.Device) -> None:
@@ -173,33 +206,12 @@ def check_head_size(head_size: int, device: jax.Device) -> None:
     Raises:
       ValueError: There is a kernel, and it does not take the size.
     """
-    if device.platform == "gpu" and "attention" in KERNELS:
-        sizes = KERNELS["attention"].HEAD_SIZES
-        if head_size not in sizes:
-            raise ValueError(
-                f"on a GPU the attention head size must be one of {sizes}, got {head_size}"
-            )
-
-
-def _plain(
-    request: Int[jax.Array, " R"],
-    most_rows: int,
-    offsets: tuple[int, int],
-    q: Float[jax.Array, "R Hq D"],
-    k_pages: Float[jax.Array, "P page Hk D"],
-    v_pages: Float[jax.Array, "P page Hk D"],
-    page_table: Int[jax.Array, "B table"],
-    row_starts: Int[jax.Array, " B1"],
-    first: Int[jax.Array, " R"],
-    until: Int[jax.Array, " R"],
-    window: Bool[jax.Array, "R N"],
-) -> Float[jax.Array, "R Hq D"]:
-    """As `attend`; the offsets are those of keys and values."""
-    grid, back = _grid(request, row_starts, most_rows)
-    k, v = read(k_pages, page_table + offsets[0]), read(v_pages, page_table + offsets[1])
-    seen = visible(first[grid], until[grid], window[grid], k.shape[1])
-    out = _softmax_attention(q[grid], k, v, seen)
-    return out.reshape(-1, *q.shape[1:])[back].astype(q.dtype)
+    kernels = kernels_on(device)
+    if kernels is not None and head_size not in kernels.attention.HEAD_SIZES:
+        sizes = kernels.attention.HEAD_SIZES
+        raise ValueError(
+            f"on a GPU the attention head size must be one of {sizes}, got {head_size}"
+        )
 
 
 def _grid(

@@ -3,7 +3,7 @@
 A program sums one split of the positions for one block of rows of one request and one key head; a
 second kernel combines the splits of each row. Splits and tiles lie at fixed positions, so the order
 of a row's sums depends on nothing but where the row stands: not on the batch, not on how many rows
-its request has.
+its request has. What must stay equal in the Triton twin is listed in `kernels/__init__.py`.
 """
 
 import functools
@@ -15,15 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
-# Positions of a split and of a tile, as in the Triton twin: they are the order of the sums.
-SPLIT = 512
-TILE = 64
+from kernels.tiles import AttentionTiles
+
 HEAD_SIZES = (16, 32, 64, 128, 256)
 """Powers of two, at least the fewest columns that a matrix unit takes."""
 
 _LOG2_E = 1.4426950408889634
 _NEGATIVE = -1e30  # finite, since -inf minus -inf is NaN in a tile that a row sees nothing of
-_ONES = 16  # columns of ones, the fewest that a matrix unit takes
 
 
 def attend(
@@ -37,6 +35,9 @@ def attend(
     window: Bool[jax.Array, "R N"],
     *,
     max_rows: int,
+    split: int,
+    tile: int,
+    tiles: AttentionTiles,
     k_offset: int = 0,
     v_offset: int = 0,
     interpret: bool = False,
@@ -50,6 +51,8 @@ def attend(
       q, k_pages, v_pages, page_table, first, until, window: As in the specification.
       row_starts: First flat row of each request, and the end; rows past it are padding.
       max_rows: Most rows that a request can have.
+      split, tile: Positions of a split and of a tile: the order of the sums.
+      tiles: How the work is cut otherwise.
       k_offset, v_offset: Pages of the pool that lie before the layer's keys, and its values.
       interpret: Run on a CPU.
     """
@@ -57,16 +60,15 @@ def attend(
     page, Hk = k_pages.shape[1:3]
     B, columns = page_table.shape
     group = Hq // Hk
-    # Float32 is for comparisons: without a matrix unit, large tiles take minutes to compile.
-    tile, most_lanes = (TILE, 64) if q.dtype.itemsize == 2 else (TILE // 4, 16)
-    lanes = min(most_lanes, max(16, pl.next_power_of_2(max_rows * group)))
-    blocks, splits = pl.cdiv(max_rows * group, lanes), pl.cdiv(columns * page, SPLIT)
+    blocks, splits = pl.cdiv(max_rows * group, tiles.lanes), pl.cdiv(columns * page, split)
     sums, peaks, totals = pl.pallas_call(
         functools.partial(
             _split_kernel,
             group=group,
-            lanes=lanes,
+            lanes=tiles.lanes,
+            ones=tiles.ones,
             blocks=blocks,
+            split_length=split,
             tile=tile,
             nodes=window.shape[1],
             offsets=(k_offset, v_offset),
@@ -77,7 +79,7 @@ def attend(
             jax.ShapeDtypeStruct((splits, R, Hq), jnp.float32),
             jax.ShapeDtypeStruct((splits, R, Hq), jnp.float32),
         ],
-        compiler_params=pltriton.CompilerParams(num_warps=8 if lanes == 64 else 4, num_stages=2),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="attend_split",
     )(
@@ -85,11 +87,13 @@ def attend(
         window.astype(jnp.int8) if window.shape[1] else jnp.zeros((1, 1), jnp.int8),
     )
     return pl.pallas_call(
-        functools.partial(_combine_kernel, nodes=window.shape[1], reach=columns * page),
+        functools.partial(
+            _combine_kernel, split_length=split, nodes=window.shape[1], reach=columns * page
+        ),
         grid=(R, Hq),
         out_specs=pl.BlockSpec((None, None, D), lambda row, head: (row, head, 0)),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=2),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.combine_warps, num_stages=2),
         interpret=interpret,
         name="attend_combine",
     )(sums, peaks, totals, row_starts, first, until)
@@ -110,7 +114,9 @@ def _split_kernel(
     *,
     group,
     lanes,
+    ones,
     blocks,
+    split_length,
     tile,
     nodes,
     offsets,
@@ -122,7 +128,7 @@ def _split_kernel(
     lane = block * lanes + lax.iota(jnp.int32, lanes)
     row = starts_ref[request] + lax.div(lane, group)
     q_head = head * group + lax.rem(lane, group)
-    D = q_ref.shape[2]
+    D, origin = q_ref.shape[2], split * split_length
     column = lax.iota(jnp.int32, D)
 
     @pl.when(starts_ref[request] + lax.div(block * lanes, group) < stop)
@@ -130,8 +136,8 @@ def _split_kernel(
         own = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
         first, until = pltriton.load(first_ref.at[own]), pltriton.load(until_ref.at[own])
         reach = table_ref.shape[1] * k_ref.shape[1]
-        low = jnp.maximum(jnp.min(jnp.minimum(first, until)), split * SPLIT)
-        high = jnp.minimum(jnp.minimum(jnp.max(until) + nodes, reach), (split + 1) * SPLIT)
+        low = jnp.maximum(jnp.min(jnp.minimum(first, until)), origin)
+        high = jnp.minimum(jnp.minimum(jnp.max(until) + nodes, reach), origin + split_length)
 
         @pl.when(low < high)
         def _():
@@ -140,9 +146,8 @@ def _split_kernel(
             add_tile = functools.partial(
                 _add_tile, q, refs, request, head, (own, first, until), high, nodes, offsets
             )
-            sums, peak, total = _over_tiles(
-                add_tile, split * SPLIT, tile, (low, high), (jnp.max(first), jnp.min(until)), q
-            )
+            common = jnp.max(first), jnp.min(until)
+            sums, peak, total = _over_tiles(add_tile, origin, tile, ones, (low, high), common, q)
             is_own = row < stop
             # A lane that is not written gets an index outside, for the interpreter.
             at = jnp.where(is_own, row, q_ref.shape[0])
@@ -152,12 +157,13 @@ def _split_kernel(
             pltriton.store(totals_ref.at[split, at, q_head], total.max(axis=1), mask=is_own)
 
 
-def _over_tiles(add_tile, origin, tile, span, common, q):
+def _over_tiles(add_tile, origin, tile, ones, span, common, q):
     """The sums over the tiles of a split; those that every row sees whole need no mask.
 
     Args:
       add_tile: Adds the tile at a position to the sums.
       origin, tile: Where the split begins, and the positions of a tile.
+      ones: Columns of ones.
       span: First position that any row sees, and the end.
       common: First position that all rows see, and the end.
       q: For the shape of the sums.
@@ -177,7 +183,7 @@ def _over_tiles(add_tile, origin, tile, span, common, q):
     carry = (
         jnp.zeros((lanes, D), jnp.float32),
         jnp.full((lanes,), _NEGATIVE, jnp.float32),
-        jnp.zeros((lanes, _ONES), jnp.float32),
+        jnp.zeros((lanes, ones), jnp.float32),
     )
     carry = loop(begin, whole, carry, True)
     carry = loop(whole, partly, carry, False)
@@ -217,7 +223,7 @@ def _add_tile(q, refs, request, head, rows, high, nodes, offsets, position, carr
         weights = jnp.where(seen, weights, 0.0)
     weights = weights.astype(v.dtype)
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
-    ones = jnp.ones((position.shape[0], _ONES), v.dtype)
+    ones = jnp.ones((position.shape[0], total.shape[1]), v.dtype)
     total = total * decay + pltriton.dot(weights, ones, **exact)
     return sums * decay + pltriton.dot(weights, v, **exact), highest, total
 
@@ -234,14 +240,24 @@ def _seen(window_ref, own, first, until, position, nodes):
 
 
 def _combine_kernel(
-    sums_ref, peaks_ref, totals_ref, starts_ref, first_ref, until_ref, out_ref, *, nodes, reach
+    sums_ref,
+    peaks_ref,
+    totals_ref,
+    starts_ref,
+    first_ref,
+    until_ref,
+    out_ref,
+    *,
+    split_length,
+    nodes,
+    reach,
 ):
     """One program per row and head: adds the splits that the row reaches, in order."""
     row, head = pl.program_id(0), pl.program_id(1)
     first, until = first_ref[row], until_ref[row]
     is_real = row < starts_ref[starts_ref.shape[0] - 1]
-    low = lax.div(jnp.minimum(first, until), SPLIT)
-    high = jnp.where(is_real, pl.cdiv(jnp.minimum(until + nodes, reach), SPLIT), low)
+    low = lax.div(jnp.minimum(first, until), split_length)
+    high = jnp.where(is_real, pl.cdiv(jnp.minimum(until + nodes, reach), split_length), low)
 
     def add(split, carry):
         sums, peak, total = carry

@@ -3,7 +3,7 @@
 A program sums one split of the positions for one block of rows of one request and one key head; a
 second kernel combines the splits of each row. Splits and tiles lie at fixed positions, so the order
 of a row's sums depends on nothing but where the row stands: not on the batch, not on how many rows
-its request has.
+its request has. What must stay equal in the Pallas twin is listed in `kernels/__init__.py`.
 """
 
 import torch
@@ -12,15 +12,13 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-# Positions of a split and of a tile, as in the Pallas twin: they are the order of the sums.
-SPLIT = 512
-TILE = 64
+from kernels.tiles import AttentionTiles
+
 HEAD_SIZES = (16, 32, 64, 128, 256)
 """Powers of two, at least the fewest columns that a matrix unit takes."""
 
 _LOG2_E = 1.4426950408889634
 _NEGATIVE = tl.constexpr(-1e30)  # finite, since -inf minus -inf is NaN where a row sees nothing
-_ONES = tl.constexpr(16)  # columns of ones, the fewest that a matrix unit takes
 
 
 def attend(
@@ -34,6 +32,9 @@ def attend(
     window: Bool[Tensor, "R N"],
     *,
     max_rows: int,
+    split: int,
+    tile: int,
+    tiles: AttentionTiles,
     k_offset: int = 0,
     v_offset: int = 0,
 ) -> Float[Tensor, "R Hq D"]:
@@ -45,6 +46,8 @@ def attend(
       q, k_pages, v_pages, page_table, first, until, window: As in the specification.
       row_starts: First flat row of each request, and the end; rows past it are padding.
       max_rows: Most rows that a request can have.
+      split, tile: Positions of a split and of a tile: the order of the sums.
+      tiles: How the work is cut otherwise.
       k_offset, v_offset: Pages of the pool that lie before the layer's keys, and its values.
 
     Raises:
@@ -56,10 +59,7 @@ def attend(
     page, Hk = k_pages.shape[1:3]
     B, columns = page_table.shape
     group, nodes, reach = Hq // Hk, window.shape[1], columns * page
-    # Float32 is for comparisons: without a matrix unit, large tiles take minutes to compile.
-    tile, most_lanes = (TILE, 64) if q.dtype.itemsize == 2 else (TILE // 4, 16)
-    lanes = min(most_lanes, max(16, triton.next_power_of_2(max_rows * group)))
-    blocks, splits = triton.cdiv(max_rows * group, lanes), triton.cdiv(reach, SPLIT)
+    blocks, splits = triton.cdiv(max_rows * group, tiles.lanes), triton.cdiv(reach, split)
     sums = q.new_empty((splits, R, Hq, D), dtype=torch.float32)
     peaks, totals = q.new_empty((2, splits, R, Hq), dtype=torch.float32)
     _split_kernel[(splits * blocks, Hk, B)](
@@ -71,13 +71,14 @@ def attend(
         k_heads=Hk,
         D=D,
         page=page,
-        lanes=lanes,
+        lanes=tiles.lanes,
+        ones=tiles.ones,
         blocks=blocks,
-        split_length=SPLIT,
+        split_length=split,
         tile=tile,
         nodes=nodes,
-        num_warps=8 if lanes == 64 else 4,
-        num_stages=2,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
         enable_fp_fusion=False,  # XLA's Triton does not fuse: equal bits in Pallas
     )
     out = torch.empty((R, Hq, D), dtype=q.dtype, device=q.device)
@@ -85,9 +86,9 @@ def attend(
         *(sums, peaks, totals, row_starts, first, until, out, B, R, reach),
         heads=Hq,
         D=D,
-        split_length=SPLIT,
+        split_length=split,
         nodes=nodes,
-        num_warps=1,
+        num_warps=tiles.combine_warps,
         enable_fp_fusion=False,
     )
     return out
@@ -114,6 +115,7 @@ def _split_kernel(
     D: tl.constexpr,
     page: tl.constexpr,
     lanes: tl.constexpr,
+    ones: tl.constexpr,
     blocks: tl.constexpr,
     split_length: tl.constexpr,
     tile: tl.constexpr,
@@ -145,7 +147,7 @@ def _split_kernel(
     window_at += own[:, None] * nodes
     sums = tl.zeros((lanes, D), tl.float32)
     peak = tl.full((lanes,), _NEGATIVE, tl.float32)
-    total = tl.zeros((lanes, _ONES), tl.float32)
+    total = tl.zeros((lanes, ones), tl.float32)
     # The tiles that every row sees whole need no mask.
     begin, end = (low - origin) // tile, tl.cdiv(high - origin, tile)
     whole = tl.maximum(tl.max(first) - origin, 0)
@@ -156,19 +158,19 @@ def _split_kernel(
         position = origin + i * tile + tl.arange(0, tile)
         sums, peak, total = _add_tile(
             q, k_at, v_at, table_at, window_at, first, until, position, high, scale,
-            sums, peak, total, D, k_heads, page, nodes, True,
+            sums, peak, total, D, k_heads, page, nodes, ones, True,
         )  # fmt: skip
     for i in range(whole, partly):
         position = origin + i * tile + tl.arange(0, tile)
         sums, peak, total = _add_tile(
             q, k_at, v_at, table_at, window_at, first, until, position, high, scale,
-            sums, peak, total, D, k_heads, page, nodes, False,
+            sums, peak, total, D, k_heads, page, nodes, ones, False,
         )  # fmt: skip
     for i in tl.range(partly, end, num_stages=1):
         position = origin + i * tile + tl.arange(0, tile)
         sums, peak, total = _add_tile(
             q, k_at, v_at, table_at, window_at, first, until, position, high, scale,
-            sums, peak, total, D, k_heads, page, nodes, True,
+            sums, peak, total, D, k_heads, page, nodes, ones, True,
         )  # fmt: skip
 
     place = (split * num_rows + row.to(tl.int64)) * q_heads + q_head
@@ -196,6 +198,7 @@ def _add_tile(
     k_heads: tl.constexpr,
     page: tl.constexpr,
     nodes: tl.constexpr,
+    ones: tl.constexpr,
     is_masked: tl.constexpr,
 ):
     """Adds the positions of one tile to the sums of the weighted values and of the weights."""
@@ -232,8 +235,8 @@ def _add_tile(
         weights = tl.where(seen, weights, 0.0)
     weights = weights.to(v.dtype)
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
-    ones = tl.full((position.shape[0], _ONES), 1.0, v.dtype)
-    total = total * decay + tl.dot(weights, ones, input_precision="ieee")
+    units = tl.full((position.shape[0], ones), 1.0, v.dtype)
+    total = total * decay + tl.dot(weights, units, input_precision="ieee")
     sums = sums * decay + tl.dot(weights, v, input_precision="ieee")
     return sums, highest, total
 

@@ -159,14 +159,12 @@ class ModelConfig:
           ValueError: The model cannot be served; one sentence that names the field.
         """
         family = _family(config)
-        text = config.get("text_config", config)
+        text = _object(config, "text_config") if "text_config" in config else config
         _refuse_unsupported(config, text)
         kinds = _layer_kinds(text, family)
         hybrid = family == "qwen3_5"
         num_heads = _positive(text, "num_attention_heads")
-        head_size = int(
-            text.get("head_dim") or _hidden_per_head(_positive(text, "hidden_size"), num_heads)
-        )
+        head_size = _head_size(text, num_heads)
         rotary = _rotary(text, head_size, 0.25 if hybrid else 1.0)
         return cls(
             family=family,
@@ -175,18 +173,18 @@ class ModelConfig:
             intermediate=_positive(text, "intermediate_size"),
             layer_kinds=kinds,
             num_heads=num_heads,
-            num_kv_heads=int(text.get("num_key_value_heads") or num_heads),
+            num_kv_heads=_positive(text, "num_key_value_heads", num_heads),
             head_size=head_size,
-            rms_eps=float(text.get("rms_norm_eps", 1e-6)),
+            rms_eps=_number(text, "rms_norm_eps", 1e-6),
             rotary=rotary,
             tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
             qk_norm=family != "llama",
             attention_gate=hybrid and bool(text.get("attn_output_gate", True)),
             zero_centered_norms=hybrid,
             gated_delta=_gated_delta(text) if "gated_delta" in kinds else None,
-            has_mtp=hybrid and int(text.get("mtp_num_hidden_layers") or 0) > 0,
+            has_mtp=hybrid and _count(text, "mtp_num_hidden_layers") > 0,
             context_length=_context_length(text, rotary),
-            eos_ids=_eos_ids(config, text, generation_config or {}),
+            eos_ids=_eos_ids(_positive(text, "vocab_size"), config, text, generation_config or {}),
         )
 
 
@@ -241,26 +239,60 @@ def _refuse_unsupported(config: Json, text: Json) -> None:
         raise ValueError(f"hidden_act must be silu, got {text['hidden_act']!r}")
     if text.get("output_gate_type", "silu") not in ("silu", "swish"):
         raise ValueError(f"output_gate_type must be silu, got {text['output_gate_type']!r}")
-    if int(text.get("mtp_num_hidden_layers") or 0) > 1:
+    if _count(text, "mtp_num_hidden_layers") > 1:
         raise ValueError(
             f"mtp_num_hidden_layers must be 0 or 1, got {text['mtp_num_hidden_layers']}"
         )
 
 
-def _positive(text: Json, field: str) -> int:
-    value = text.get(field)
+def _is_number(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def _positive(text: Json, field: str, default: int | None = None) -> int:
+    """A whole number above 0; the default where it is absent or null."""
+    value = default if text.get(field) is None else text[field]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{field} in config.json must be a positive integer, got {value!r}")
     return value
 
 
-def _hidden_per_head(hidden: int, num_heads: int) -> int:
-    if hidden % num_heads:
+def _count(text: Json, field: str) -> int:
+    """A whole number, 0 where it is absent or null."""
+    value = text.get(field) or 0
+    if not _is_number(value, int) or value < 0:
+        raise ValueError(f"{field} in config.json must be a whole number, got {value!r}")
+    return value
+
+
+def _number(text: Json, field: str, default: float) -> float:
+    """A finite number above 0; the default where it is absent."""
+    value = text.get(field, default)
+    if not _is_number(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{field} in config.json must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _object(text: Json, field: str) -> Json:
+    """An object, empty where it is absent or null."""
+    value = text.get(field)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{field} in config.json must be an object, got {value!r}")
+    return value or {}
+
+
+def _head_size(text: Json, num_heads: int) -> int:
+    """What is given, or a head's share of the hidden state; even, as dimensions turn in pairs."""
+    hidden = _positive(text, "hidden_size")
+    if text.get("head_dim") is None and hidden % num_heads:
         raise ValueError(
             f"hidden_size ({hidden}) is no multiple of num_attention_heads ({num_heads}); "
             "give head_dim"
         )
-    return hidden // num_heads
+    size = _positive(text, "head_dim", hidden // num_heads)
+    if size % 2:
+        raise ValueError(f"head_dim in config.json must be even, got {size}")
+    return size
 
 
 def _layer_kinds(text: Json, family: str) -> tuple[str, ...]:
@@ -269,7 +301,7 @@ def _layer_kinds(text: Json, family: str) -> tuple[str, ...]:
         return ("attention",) * num_layers
     types = text.get("layer_types")
     if types is None:
-        interval = int(text.get("full_attention_interval") or 4)
+        interval = _positive(text, "full_attention_interval", 4)
         types = [
             "linear_attention" if (i + 1) % interval else "full_attention"
             for i in range(num_layers)
@@ -298,7 +330,10 @@ def _gated_delta(text: Json) -> GatedDeltaConfig:
 
 def _rotary(text: Json, head_size: int, default_share: float) -> RotaryConfig:
     """Merges the old spelling, `rope_scaling` and `rope_theta`, and the new, `rope_parameters`."""
-    rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    rope = {**_object(text, "rope_scaling"), **_object(text, "rope_parameters")}
+    rope = {name: value for name, value in rope.items() if value is not None}
+    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        raise ValueError(f"rope_parameters by layer type ({nested[0]}) are not supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "mrope":  # the old name of plain rotation with three-row positions
         kind = "default"
@@ -306,8 +341,10 @@ def _rotary(text: Json, head_size: int, default_share: float) -> RotaryConfig:
         raise ValueError(
             f"rope_type {kind!r} is not supported; known are {', '.join(ROTARY_TYPES)}"
         )
-    share = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", default_share))
-    theta = float(rope.get("rope_theta", text.get("rope_theta", 10000.0)))
+    share, theta = (
+        _number(rope, field, _number(text, field, default))
+        for field, default in (("partial_rotary_factor", default_share), ("rope_theta", 10000.0))
+    )
     plain = {"theta": theta, "width": int(head_size * share), "type": kind}
     return RotaryConfig(**plain) if kind == "default" else _scaled_rotary(text, rope, plain)
 
@@ -323,23 +360,22 @@ def _scaled_rotary(text: Json, rope: Json, plain: dict[str, Any]) -> RotaryConfi
         raise ValueError("truncate: false in the rotary settings is not supported")
     if "factor" not in rope:
         raise ValueError(f"the rotary settings of rope_type {kind!r} need a factor")
-    factor = float(rope["factor"])
-    original = rope.get("original_max_position_embeddings")
+    factor = _number(rope, "factor", 1.0)
+    context = _positive(text, "max_position_embeddings")
     return RotaryConfig(
         **plain,
         factor=factor,
-        low_freq_factor=float(rope.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(rope.get("high_freq_factor", 4.0)),
-        original_context=int(original or _positive(text, "max_position_embeddings")),
-        beta_fast=float(rope.get("beta_fast") or 32.0),
-        beta_slow=float(rope.get("beta_slow") or 1.0),
-        attention_factor=_attention_factor(kind, factor, rope.get("attention_factor")),
+        low_freq_factor=_number(rope, "low_freq_factor", 1.0),
+        high_freq_factor=_number(rope, "high_freq_factor", 4.0),
+        original_context=_positive(rope, "original_max_position_embeddings", context),
+        beta_fast=_number(rope, "beta_fast", 32.0),
+        beta_slow=_number(rope, "beta_slow", 1.0),
+        attention_factor=_number(rope, "attention_factor", _attention_factor(kind, factor)),
     )
 
 
-def _attention_factor(kind: str, factor: float, given: float | None) -> float:
-    if given is not None:
-        return float(given)
+def _attention_factor(kind: str, factor: float) -> float:
+    """Where none is given."""
     return 0.1 * math.log(factor) + 1.0 if kind == "yarn" and factor > 1 else 1.0
 
 
@@ -351,11 +387,20 @@ def _context_length(text: Json, rotary: RotaryConfig) -> int:
     return max(stated, int(rotary.factor * rotary.original_context))
 
 
-def _eos_ids(*sources: Json) -> tuple[int, ...]:
+def _eos_ids(vocab: int, *sources: Json) -> tuple[int, ...]:
     """The union of what the files name: they differ in released checkpoints."""
     found: set[int] = set()
     for source in sources:
         ids = source.get("eos_token_id")
         if ids is not None:
-            found.update(ids if isinstance(ids, list) else [ids])
+            found.update(_checked_ids(ids if isinstance(ids, list) else [ids], vocab))
     return tuple(sorted(found))
+
+
+def _checked_ids(ids: list[Any], vocab: int) -> list[int]:
+    for token in ids:
+        if not _is_number(token, int) or not 0 <= token < vocab:
+            raise ValueError(
+                f"eos_token_id must name tokens of the vocabulary, 0 to {vocab - 1}, got {token!r}"
+            )
+    return ids

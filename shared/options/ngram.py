@@ -28,7 +28,7 @@ class NgramConfig:
         18, "tokens of the longest n-gram that is remembered", low=2, high=64
     )
     speculative_ngram_capacity: int = flag(
-        10_000_000, "n-grams that are remembered, of 40 bytes each", low=1024, high=1 << 28
+        10_000_000, "n-grams that are remembered, of 48 bytes each", low=1024, high=1 << 28
     )
     speculative_ngram_scope: str = flag(
         TENANT, "whose text a request's drafts come from: its tenant's (the request field user), "

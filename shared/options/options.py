@@ -72,6 +72,16 @@ class ServerOptions:
     served_model_name: str | None = flag(
         None, "name in requests and answers (default: the folder's name)"
     )
+    max_queued_requests: int | None = flag(
+        None,
+        "requests that may wait for others to end; one more is answered 503 (default: any number)",
+        low=0,
+        high=1 << 20,
+    )
+    watchdog_timeout: int = flag(
+        300, "seconds that a step may take; then the server ends itself with the reason",
+        low=1, high=1 << 20,
+    )  # fmt: skip
     admin_api_key: str | None = flag(
         None, "bearer token of the routes that change the server (default: no such routes)"
     )

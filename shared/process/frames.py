@@ -35,6 +35,7 @@ class ModelFacts:
       limits: Bounds of a request.
       eos_ids: Tokens that end a text unless the request ignores them, as the model's settings name
         them; the tokenizer may name one more.
+      max_open_requests: Most requests that run or wait at a time; None bounds none.
       max_draft_depth: S, the most drafts that a step can accept; 0 without speculation.
       admin_api_key: Opens the routes that change the server; None keeps them closed.
       corpus_path: JSONL file of the external corpus to start with, or None.
@@ -44,6 +45,7 @@ class ModelFacts:
     model_folder: str
     limits: RequestLimits
     eos_ids: tuple[int, ...]
+    max_open_requests: int | None
     max_draft_depth: int
     admin_api_key: str | None = None
     corpus_path: str | None = None

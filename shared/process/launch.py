@@ -4,8 +4,10 @@ Whatever the user can put right ends the start with exit code 2 and one sentence
 """
 
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +37,7 @@ from shared.process.frames import ModelFacts
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.programs import ProgramCosts, draft_shape
 from shared.process.progress import loading_bar, preparing_bar
+from shared.process.watchdog import NamedSteps, Watchdog
 
 
 class Weights(Protocol):
@@ -117,18 +120,36 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         listener = loop.bind(options.server.host, options.server.port)
         start = prepare(options, platform)
         _print_plan(console, start.memory)
-        with loading_bar(console, start.num_bytes) as progress:
-            backend = start.load(platform, progress)
-        programs = backend.limits.programs
-        with preparing_bar(console, len(programs)) as name:
-            backend.prepare(programs, name)
+        with _ended_by_signals():
+            backend = _ready(start, platform, console)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
-    engine = make_engine(backend, start.memory.options)
+    watchdog = Watchdog(options.server.watchdog_timeout)
+    engine = make_engine(NamedSteps(backend, watchdog), start.memory.options)
     controller = engine.controller
     index = controller.index if isinstance(controller, NgramController) else None
-    return loop.run(engine, _facts(start.memory), listener, index)
+    return loop.run(engine, _facts(start.memory), listener, index, watchdog)
+
+
+def _ready(start: Start, platform: Platform, console: Console) -> Backend:
+    """The backend with everything that serving needs: nothing is compiled or captured later."""
+    with loading_bar(console, start.num_bytes) as progress:
+        backend = start.load(platform, progress)
+    programs = backend.limits.programs
+    with preparing_bar(console, len(programs)) as name:
+        backend.prepare(programs, name)
+    return backend
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Lets SIGINT end the process at once, as SIGTERM does: a compiler would not hear Python."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def prepare(options: Options, platform: Platform) -> Start:
@@ -237,11 +258,13 @@ def make_controller(limits: Limits, options: Options) -> Controller:
 def _facts(memory: MemoryPlan) -> ModelFacts:
     options, limits, model = memory.options, memory.limits, memory.blueprint.config
     folder = Path(options.model.model_path).resolve()
+    queued = options.server.max_queued_requests
     return ModelFacts(
         model_name=options.server.served_model_name or folder.name,
         model_folder=str(folder),
         limits=RequestLimits.of(limits, memory.max_request_tokens),
         eos_ids=model.eos_ids,
+        max_open_requests=None if queued is None else limits.num_slots - 1 + queued,
         max_draft_depth=limits.max_depth,
         admin_api_key=options.server.admin_api_key,
         corpus_path=options.ngram.speculative_ngram_external_corpus_path,

@@ -7,6 +7,7 @@ each sees the end of the socket.
 
 from __future__ import annotations
 
+import os
 import select
 import signal
 import socket
@@ -15,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -29,6 +31,7 @@ from shared.process.frames import (
     pack,
     sampling_from_fields,
 )
+from shared.process.watchdog import STOPPED, Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 IDLE_WAIT_S = 1.0  # the socket and signals wake an idle engine; this bounds a missed one
@@ -86,7 +89,10 @@ class HostEngine(Protocol):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Takes the server's address, before the model is loaded; nobody can connect yet.
+    """Takes the server's address, before the model is loaded; who connects waits for the server.
+
+    Two sockets may have one address as long as neither listens, so this one listens at once: a
+    second start is refused here, not after it has loaded its model.
 
     Args:
       host: Name or address to listen on.
@@ -100,6 +106,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.listen()
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"--host {host} --port {port} cannot be listened on ({error}); choose another"
@@ -108,7 +115,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def run(
-    engine: HostEngine, facts: ModelFacts, listener: socket.socket, index: NgramIndex | None
+    engine: HostEngine,
+    facts: ModelFacts,
+    listener: socket.socket,
+    index: NgramIndex | None,
+    watchdog: Watchdog,
 ) -> int:
     """Serves until a signal, a failure, or the end of the server's process; ends both processes.
 
@@ -117,6 +128,7 @@ def run(
       facts: Sent to the server first.
       listener: What `bind` gave; handed to the server.
       index: What drafts from external corpora; None where the drafter is another.
+      watchdog: Ends both processes where a step does not end.
 
     Returns:
       The exit code: 0 after SIGINT or SIGTERM, 2 where the server refused to start, else 1.
@@ -124,21 +136,33 @@ def run(
     stop = _StopSignal()
     ours, theirs = socket.socketpair()
     child = _start_server(listener, theirs)
-    link = _Link(ours)
+    link, corpora = _Link(ours), Corpora(index)
     link.send(facts.to_message())
+    watchdog.start(stop.readable, partial(_end_at_once, link, child))
     try:
-        _Loop(engine, link, index).run(stop)
-        reason, failed = "the server was stopped", False
+        _Loop(engine, link, corpora, watchdog).run(stop)
+        reason, failed = STOPPED, False
     except _ServerEnded:
-        return _after_server(child, engine)
+        corpora.close()
+        return _after_server(child, engine, watchdog)
     except Exception as error:  # any failure of the engine ends the service, with its reason
         traceback.print_exc()
         reason, failed = f"the engine failed: {type(error).__name__}: {error}", True
         print(reason, file=sys.stderr, flush=True)
     link.farewell(["end", reason, failed])
     _end_child(child)
-    engine.close()
+    corpora.close()
+    with watchdog.watched():
+        engine.close()
     return EXIT_FAILED if failed else 0
+
+
+def _end_at_once(link: _Link, child: subprocess.Popen[bytes], reason: str, failed: bool) -> None:
+    """Ends both processes from another thread, while the engine's own waits for the device."""
+    print(reason, file=sys.stderr, flush=True)
+    link.farewell(["end", reason, failed])
+    _end_child(child)
+    os._exit(EXIT_FAILED if failed else 0)
 
 
 class _ServerEnded(Exception):
@@ -146,18 +170,23 @@ class _ServerEnded(Exception):
 
 
 class _StopSignal:
-    """Turns the first SIGINT or SIGTERM into a flag and a readable socket; a second one kills."""
+    """Turns the first SIGINT or SIGTERM into a flag and a readable socket; a second one kills.
+
+    The socket is readable at once. The flag, which Python sets between two of its own steps, may
+    have to wait for a call into a library.
+    """
 
     def __init__(self) -> None:
         self.requested = False
         self.readable, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        signal.set_wakeup_fd(self._wake.fileno())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         signal.signal(number, signal.SIG_DFL)
-        self._wake.send(b"\0")
 
 
 class _Link:
@@ -219,10 +248,11 @@ class _Link:
 class _Loop:
     """Messages in, steps, one frame a step out."""
 
-    def __init__(self, engine: HostEngine, link: _Link, index: NgramIndex | None) -> None:
-        self._engine = engine
-        self._link = link
-        self._corpora = Corpora(index)
+    def __init__(
+        self, engine: HostEngine, link: _Link, corpora: Corpora, watchdog: Watchdog
+    ) -> None:
+        self._engine, self._link = engine, link
+        self._corpora, self._watchdog = corpora, watchdog
         self._handlers = {
             "add": self._add,
             "abort": engine.abort,
@@ -246,7 +276,9 @@ class _Loop:
             for answer in self._corpora.answers():
                 self._link.send(answer)
             if self._engine.busy:
-                self._send(self._engine.step())
+                with self._watchdog.watched():
+                    events = self._engine.step()
+                self._send(events)
 
     def _patience_s(self) -> float:
         if self._engine.busy:
@@ -293,9 +325,10 @@ def _end_child(child: subprocess.Popen[bytes]) -> int:
         return child.wait()
 
 
-def _after_server(child: subprocess.Popen[bytes], engine: HostEngine) -> int:
+def _after_server(child: subprocess.Popen[bytes], engine: HostEngine, watchdog: Watchdog) -> int:
     code = _end_child(child)
-    engine.close()
+    with watchdog.watched():
+        engine.close()
     if code == EXIT_REFUSED:  # it has said why
         return EXIT_REFUSED
     print(f"the HTTP server process ended with exit code {code}", file=sys.stderr, flush=True)

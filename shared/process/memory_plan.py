@@ -22,8 +22,9 @@ from shared.process.programs import ProgramCosts, given, limits_for, pages_for
 MEMORY_SHARE = 0.9
 """Of a device's free memory; the rest is left to its libraries."""
 
-NGRAM_BYTES, CORPUS_BYTES = 40, 100
-"""Of an n-gram that is remembered, and of a token of an external corpus."""
+NGRAM_BYTES, CORPUS_BYTES = 48, 100
+"""Of an n-gram that is remembered (40 of its node, at most 8 of its hash bucket), and of a token of
+an external corpus."""
 
 
 @dataclass(frozen=True)

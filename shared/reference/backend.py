@@ -29,23 +29,16 @@ from shared.boundary.backend import (
 from shared.boundary.buffers import read_result, result_layout
 from shared.boundary.checks import check_limits, check_plan, to_prepare
 from shared.boundary.workspace import Costs, gathered_attention, step_bytes
-from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
-from shared.reference.drafters import (
-    BlockDrafter,
-    HeadDrafter,
-    ReferenceDrafter,
-    StandaloneDrafter,
-    cut,
-    takes_snapshot,
-)
+from shared.reference.drafters import cut, make_drafter, takes_snapshot
 from shared.reference.rows import (
     Batch,
     Fed,
     Ranking,
     Trees,
     allowed_of,
+    logprob_fields,
     put,
     roots,
     take,
@@ -54,9 +47,7 @@ from shared.reference.rows import (
 from shared.spec import (
     acceptance,
     attention,
-    dflash,
     draft_tree,
-    eagle,
     mamba_state,
     model,
     sampling,
@@ -64,24 +55,6 @@ from shared.spec import (
 )
 from shared.spec.draft_tree import TreeShape
 from shared.spec.model import KV, Weights
-from shared.spec.standalone import SmallModel
-
-
-def _made(
-    blueprint: Blueprint, weights: Weights, draft_weights: Weights | None
-) -> ReferenceDrafter | None:
-    drafts, limits, config = blueprint.drafts, blueprint.limits, blueprint.config
-    if drafts.model is not None:
-        return StandaloneDrafter(
-            SmallModel(drafts.model, draft_weights or {}, config.vocab), limits
-        )
-    if drafts.head is None:
-        made = eagle.Drafter.nextn(config, weights) if drafts.with_mtp else None
-        return HeadDrafter(made, limits) if made else None
-    head = DraftHead(drafts.head, draft_weights or {})
-    if drafts.block is not None:
-        return BlockDrafter(dflash.Drafter(head, weights), limits)
-    return HeadDrafter(eagle.Drafter.of_head(head, weights), limits)
 
 
 def workspace(program: Program, blueprint: Blueprint) -> int:
@@ -119,7 +92,7 @@ class ReferenceBackend:
             config=config, drafts=drafts, limits=limits, dtype="float32", on_gpu=False
         )
         self._config, self._weights, self._ready = config, weights, set[Program]()
-        self._drafter = _made(self._blueprint, weights, draft_weights)
+        self._drafter = make_drafter(self._blueprint, weights, draft_weights)
         self._worker = ThreadPoolExecutor(max_workers=1)
         self._allocate(config, limits)
 
@@ -237,7 +210,7 @@ class ReferenceBackend:
         counts = (ends & ~failed).astype(np.int32)
         tokens = np.where(counts > 0, newest, 0)[:, None]
         saved = np.array([saved for _, saved in passes])
-        logprobs = self._logprob_fields(logits[:, None], tokens, counts)
+        logprobs = logprob_fields(logits[:, None], tokens, counts, self.limits.max_logprobs)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
         return fields_of | tree_fields(roots(newest)) | logprobs
 
@@ -333,7 +306,11 @@ class ReferenceBackend:
         self._extend(batch, work.shape, lengths, fed, counts)
         on_path = np.take_along_axis(logits, path[:, :, None], axis=1)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
-        return fields_of | tree_fields(trees) | self._logprob_fields(on_path, tokens, counts)
+        return (
+            fields_of
+            | tree_fields(trees)
+            | logprob_fields(on_path, tokens, counts, self.limits.max_logprobs)
+        )
 
     def _trees(self, batch: Batch, work: Decode) -> Trees:
         if work.drafts is not None:
@@ -448,21 +425,3 @@ class ReferenceBackend:
         """The drafter's choice of children, with the noise and the penalties of the target."""
         lengths = self._lengths[batch.slots]
         return Ranking(batch.sampling, batch.slots, lengths, self._seen, width, None)
-
-    def _logprob_fields(
-        self,
-        logits: Float[np.ndarray, "B W vocab"],
-        tokens: Int[np.ndarray, "B W"],
-        counts: Int[np.ndarray, " B"],
-    ) -> dict[str, np.ndarray]:
-        """Logprobs of the emitted tokens and the best ones; 0 past the counts."""
-        B, W, vocab = logits.shape
-        flat, K = logits.reshape(B * W, vocab), self.limits.max_logprobs
-        is_emitted = np.arange(W) < counts[:, None]
-        chosen = sampling.logprobs(flat, tokens.reshape(-1)).reshape(B, W)
-        ids, values = (top.reshape(B, W, K) for top in sampling.top_logprobs(flat, K))
-        return {
-            "chosen": np.where(is_emitted, chosen, 0),
-            "top_ids": np.where(is_emitted[:, :, None], ids, 0),
-            "top_values": np.where(is_emitted[:, :, None], values, 0),
-        }

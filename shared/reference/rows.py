@@ -163,3 +163,22 @@ def roots(newest: Int32[np.ndarray, " B"]) -> Trees:
 def tree_fields(trees: Trees) -> dict[str, np.ndarray]:
     """As the result names them."""
     return {"drafts": trees.tokens, "parents": trees.parents, "num_nodes": trees.num_nodes}
+
+
+def logprob_fields(
+    logits: Float[np.ndarray, "B W vocab"],
+    tokens: Int[np.ndarray, "B W"],
+    counts: Int[np.ndarray, " B"],
+    K: int,
+) -> dict[str, np.ndarray]:
+    """Logprobs of the emitted tokens and the best ones; 0 past the counts."""
+    B, W, vocab = logits.shape
+    flat = logits.reshape(B * W, vocab)
+    is_emitted = np.arange(W) < counts[:, None]
+    chosen = sampling.logprobs(flat, tokens.reshape(-1)).reshape(B, W)
+    ids, values = (top.reshape(B, W, K) for top in sampling.top_logprobs(flat, K))
+    return {
+        "chosen": np.where(is_emitted, chosen, 0),
+        "top_ids": np.where(is_emitted[:, :, None], ids, 0),
+        "top_values": np.where(is_emitted[:, :, None], values, 0),
+    }

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from shared.server.engine_client import EngineClient, EngineLost, Refused
 from shared.server.openai_types import ApiError, Strict, Text, is_id_list, is_text, parse_plain
 from shared.server.tokenizer import Tokenizer
+from shared.server.transport import read_json
 
 SEPARATOR = -1
 """Stands after each document; `shared.engine.ngram.corpus` lets no draft pass it."""
@@ -65,14 +66,14 @@ class AdminRoutes:
     async def add_corpus(self, request: Request) -> Response:
         """POST /add_external_corpus; answers once requests can be drafted from it."""
         self._check_key(request)
-        body = parse_plain(await request.body(), AddCorpus)
+        body = parse_plain(await read_json(request), AddCorpus)
         tokens = await asyncio.to_thread(pack_documents, body.documents, self._tokenizer)
         return await self._answer("corpus_add", body.corpus_id, tokens)
 
     async def remove_corpus(self, request: Request) -> Response:
         """POST /remove_external_corpus."""
         self._check_key(request)
-        body = parse_plain(await request.body(), RemoveCorpus)
+        body = parse_plain(await read_json(request), RemoveCorpus)
         return await self._answer("corpus_remove", body.corpus_id)
 
     async def list_corpora(self, request: Request) -> Response:

@@ -31,7 +31,7 @@ from shared.server.openai_types import ApiError, Body, ChatRequest, CompletionRe
 from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.server_metrics import ServerMetrics
 from shared.server.tokenizer import Tokenizer
-from shared.server.transport import MAX_BODY_BYTES, BodyLimit, EventStream, too_large, watch_client
+from shared.server.transport import BodyLimit, EventStream, read_json, watch_client
 
 GRACE_S = 1  # for open answers to say their error, once the engine is gone
 HARD_END_S = 3.0  # then the process ends whatever still hangs
@@ -84,9 +84,7 @@ class Routes:
         return {**card, "max_model_len": facts.limits.context_length}
 
     async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:
-        if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
-            raise too_large()
-        body = parse(await request.body(), kind)
+        body = parse(await read_json(request), kind)
         generation = await self._generator.start(body, form)
         usage_last = bool(body.stream_options and body.stream_options.include_usage)
         try:

@@ -36,6 +36,10 @@ class Refused(Exception):
         self.field = field
 
 
+class QueueFull(Exception):
+    """More requests would wait than may."""
+
+
 class ClientLeft(Exception):
     """The client closed its connection."""
 
@@ -150,10 +154,14 @@ class EngineClient:
 
         Raises:
           EngineLost: The engine is gone.
+          QueueFull: They would be more than may run and wait; none of them was sent.
         """
         if self.ended.done():
             raise EngineLost(self.ended.result().reason)
-        ids = self._take_ids(sum(len(prompt.seeds32) for prompt in prompts))
+        count, most = sum(len(prompt.seeds32) for prompt in prompts), self.facts.max_open_requests
+        if most is not None and len(self._submissions) + count > most:
+            raise QueueFull(f"the server is full: at most {most} requests may run and wait")
+        ids = self._take_ids(count)
         submission, following = Submission(self, ids), iter(ids)
         for prompt in prompts:
             choices = [[next(following), seed32] for seed32 in prompt.seeds32]

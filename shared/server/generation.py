@@ -11,6 +11,7 @@ from dataclasses import replace
 from shared.engine.checks import TOO_LONG, check
 from shared.engine.request import Event, FinishReason, Refusal, SamplingParams
 from shared.process.frames import ModelFacts
+from shared.server.chat_template import TemplateFailed
 from shared.server.choice import Choice, Piece, Speculation, StopFinder
 from shared.server.delta import PlainText
 from shared.server.engine_client import (
@@ -18,6 +19,7 @@ from shared.server.engine_client import (
     EngineClient,
     EngineLost,
     Prompt,
+    QueueFull,
     Refused,
     Submission,
 )
@@ -31,7 +33,7 @@ from shared.server.openai_types import (
 from shared.server.responses import Answer, Form
 from shared.server.sampling import make_sampling
 from shared.server.server_metrics import ServerMetrics
-from shared.server.tokenizer import Detokenizer, TemplateFailed, Tokenizer
+from shared.server.tokenizer import Detokenizer, Tokenizer
 from shared.spec.sampling import derive_seed
 
 
@@ -158,6 +160,8 @@ class Generator:
             return Generation(self.client.submit(prompts), answer, request, self._metrics)
         except EngineLost as error:
             raise ApiError(503, str(error), code="engine_lost") from error
+        except QueueFull as error:
+            raise ApiError(503, str(error), code="queue_full") from error
 
     def _check_model(self, name: str | None) -> None:
         served = self._facts.model_name

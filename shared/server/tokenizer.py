@@ -1,21 +1,16 @@
-"""Text to tokens and back: the checkpoint's tokenizer, its chat template, text in pieces."""
+"""Text to tokens and back: the checkpoint's tokenizer, and text in pieces."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import re
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
+from shared.server.chat_template import ChatTemplate
 from shared.server.text_bound import most_characters
 
 REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character (yet)
@@ -27,15 +22,11 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
-class TemplateFailed(ValueError):
-    """The chat template did not accept the messages; the message says why."""
-
-
 class Tokenizer:
     """A checkpoint's tokenizer.json and chat template."""
 
     def __init__(
-        self, tokenizer: FastTokenizer, template: jinja2.Template | None, names: dict[str, str]
+        self, tokenizer: FastTokenizer, template: ChatTemplate | None, names: dict[str, str]
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -67,7 +58,8 @@ class Tokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
-        return cls(tokenizer, _chat_template(folder, config), _special_names(config))
+        names = _special_names(config)
+        return cls(tokenizer, ChatTemplate.from_folder(folder, config, names), names)
 
     @property
     def has_chat_template(self) -> bool:
@@ -106,23 +98,9 @@ class Tokenizer:
         return self.encode_more(self.render_chat(messages))
 
     def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """A conversation that the assistant is to answer, as the template writes it.
-
-        Args:
-          messages: With `role` and `content`.
-
-        Raises:
-          TemplateFailed: The template refuses the messages, or what it writes is no text.
-        """
+        """A conversation as the template writes it; see `ChatTemplate.render`."""
         assert self._template is not None
-        try:
-            text = self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, **self._names
-            )
-            text.encode()  # a template can write a half of a character, which no tokenizer takes
-        except Exception as error:  # a template is a program: whatever it raises is its refusal
-            raise TemplateFailed(f"the chat template failed: {error}") from error
-        return text
+        return self._template.render(messages)
 
     def _encode(self, text: str, with_special: bool) -> list[int]:
         # Encoding a single text would hold Python's lock to its end, and with it every other
@@ -256,65 +234,3 @@ def _special_names(config: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             names[name] = text
     return names
-
-
-def _chat_template(folder: Path, config: dict[str, Any]) -> jinja2.Template | None:
-    """chat_template.jinja, else the `chat_template` of tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
-    source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    if source is None:
-        return None
-    try:
-        return _environment().from_string(source)
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template in {folder} cannot be read: {error}") from error
-
-
-def _environment() -> jinja2.Environment:
-    """The settings that Hugging Face templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-class _GenerationBlocks(Extension):
-    """`{% generation %}`: marks an answer for who trains on answers alone; here only its text."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """The statements of the block, whose names end with it."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own escapes <, > and & for HTML.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

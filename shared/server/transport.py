@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,6 +15,24 @@ from shared.server.generation import Generation
 from shared.server.openai_types import ApiError
 
 MAX_BODY_BYTES = 8 << 20
+
+
+async def read_json(request: Request) -> bytes:
+    """The body of a request that says that it is JSON.
+
+    A web page in the browser of whoever runs the server may post plain text or a form to it, but
+    not JSON, unless the server allows it.
+
+    Raises:
+      ApiError: It says something else, or that it is too long.
+    """
+    if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
+        raise too_large()
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        message = f"the content-type must be application/json, got {media_type!r:.60}"
+        raise ApiError(415, message, code="unsupported_media_type")
+    return await request.body()
 
 
 class BodyLimit:

@@ -27,12 +27,53 @@ from tests.support.contract_host import (
 # Snapshots, resume
 
 
-@pytest.mark.parametrize(("save_at", "is_saved"), [(64, 1), (70, 1), (71, 0), (0, 0)])
-def test_a_prefill_saves_where_it_passes(host, save_at, is_saved):
+@pytest.mark.parametrize(
+    ("save_at", "is_saved"), [(64, 1), (70, 1), (63, 0), (65, 0), (71, 0), (0, 0)]
+)
+def test_a_prefill_saves_where_the_chunked_rule_has_a_state(host, save_at, is_saved):
     request = host.request(prompt(20, 70))
     plan = host.prefill_plan(request)
     plan.snapshots.save[0], plan.snapshots.save_at[0] = 2, save_at
     assert host.run(plan).saved.tolist() == [is_saved, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("save_at", "is_saved"), [(30, 0), (64, 1), (94, 0), (100, 1)])
+def test_a_later_chunk_saves_where_its_own_tokens_make_whole_chunks(host, save_at, is_saved):
+    request = host.request(prompt(20, 100))
+    saved = 0
+    for first, end in ((0, 64), (64, 100)):
+        plan = host.prefill_plan(Chunk(request, first, end))
+        plan.snapshots.save[0], plan.snapshots.save_at[0] = 2, save_at
+        saved += int(host.run(plan).saved[0])
+    assert saved == is_saved
+
+
+@either_shape
+@pytest.mark.parametrize("field", ["starts", "restore"])
+def test_a_decode_never_starts_a_row(host, shape, field):
+    """A plan that says so is refused, and the row goes on as if it had not been submitted."""
+    tokens = prompt(1, 20)
+    request = host.request(tokens)
+    text = emitted(host.prefill(request), 0)
+    plan = host.decode_plan(request, shape=shape)
+    {"starts": plan.starts, "restore": plan.snapshots.restore}[field][0] = 1
+    with pytest.raises(ValueError, match="a row starts in a prefill or a count, not in a decode"):
+        host.backend.submit(plan)
+    text += host.go_on(request, 6, shape)
+    assert text == host.alone(tokens, len(text))
+
+
+def test_a_decode_does_not_read_where_draft_memory_begins(host):
+    tokens = prompt(1, 20)
+    sizes = []
+    for draft_from in (0, 15):
+        request = host.request(tokens)
+        host.prefill(request)
+        plan = host.decode_plan(request, shape=CHAIN)
+        plan.draft_from[0] = draft_from
+        results = [host.run(plan), *(host.decode(request, shape=CHAIN) for _ in range(3))]
+        sizes.append([result.drafts[0].tolist() for result in results])
+    assert sizes[0] == sizes[1]
 
 
 @either_shape

@@ -9,9 +9,9 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,11 @@ import torch
 import jax_impl.ops.attention
 import torch_impl.ops.attention
 from kernels.pallas_gpu import attention as pallas
+from kernels.tiles import MEASURED, AttentionTiles, Tiles
 from shared.drafts.block import BlockConfig
-from shared.spec import attention as spec
 from shared.spec.dflash import block_rows
+from shared.spec.numerics import ATTENTION, AttentionOrder
+from tests.support.cases.attention import CASES, Case, specified, tree_case
 
 ON_GPU = torch.cuda.is_available()
 # Float32 on both sides: the sums have another order, and a GPU's exp2 errs by some 1e-7.
@@ -54,61 +56,60 @@ if importlib.util.find_spec("triton") is not None:
         KERNELS["triton"] = importlib.import_module("kernels.triton_gpu.attention")
 
 
-@dataclass(frozen=True)
-class Case:
-    """One layer's pools and the rows that read them; float32 but for `half` ones."""
-
-    q: np.ndarray
-    k_pages: np.ndarray
-    v_pages: np.ndarray
-    page_table: np.ndarray
-    row_starts: np.ndarray
-    first: np.ndarray
-    until: np.ndarray
-    window: np.ndarray
-    max_rows: int
-    half: bool
-
-    @property
-    def request(self) -> np.ndarray:
-        row = np.arange(len(self.q))
-        found = np.searchsorted(self.row_starts[1:], row, side="right")
-        return np.where(row < self.row_starts[-1], found, 0).astype(np.int32)
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.row_starts[-1])
-
-
-def specified(case: Case) -> np.ndarray:
-    rows = (case.page_table, case.request, case.first, case.until, case.window)
-    return spec.attend(case.q, case.k_pages, case.v_pages, *rows)
-
-
 INTERPRET = jax.default_backend() == "cpu"
 pallas_attend = jax.jit(
     partial(pallas.attend, interpret=INTERPRET),
-    static_argnames=("max_rows", "k_offset", "v_offset"),
+    static_argnames=("max_rows", "split", "tile", "tiles", "k_offset", "v_offset"),
     # The interpreted kernel is compiled once a shape and hardly runs.
     compiler_options={"xla_backend_optimization_level": 0} if INTERPRET else None,
 )
+RECORDER = SimpleNamespace(attend=lambda *arrays, **given: given)
+TILES = {name: Tiles.load(f"{name}_gpu", MEASURED).attention for name in ("pallas", "triton")}
 
 
-def run_pallas(case: Case, **offsets: int) -> np.ndarray:
+def cut(
+    kernel: str,
+    case: Case,
+    order: AttentionOrder = ATTENTION,
+    tiles: AttentionTiles | None = None,
+) -> dict:
+    """What a kernel is given besides the arrays, as `ops` does or with another order or tiles."""
+    item_bytes, group = 2 if case.half else 4, case.q.shape[1] // case.k_pages.shape[2]
+    return {
+        "max_rows": case.max_rows,
+        "split": order.split,
+        "tile": order.tile_of(item_bytes),
+        "tiles": tiles or TILES[kernel].of(item_bytes=item_bytes, rows=case.max_rows * group),
+    }
+
+
+def run_pallas(
+    case: Case,
+    order: AttentionOrder = ATTENTION,
+    tiles: AttentionTiles | None = None,
+    **offsets: int,
+) -> np.ndarray:
     dtype = jnp.bfloat16 if case.half else jnp.float32
     floats = [jnp.asarray(x, dtype) for x in (case.q, case.k_pages, case.v_pages)]
     rows = (case.page_table, case.row_starts, case.first, case.until, case.window)
-    return np.asarray(pallas_attend(*floats, *rows, max_rows=case.max_rows, **offsets), np.float32)
+    out = pallas_attend(*floats, *rows, **cut("pallas", case, order, tiles), **offsets)
+    return np.asarray(out, np.float32)
 
 
-def run_triton(case: Case, **offsets: int) -> np.ndarray:
+def run_triton(
+    case: Case,
+    order: AttentionOrder = ATTENTION,
+    tiles: AttentionTiles | None = None,
+    **offsets: int,
+) -> np.ndarray:
     device = "cuda" if ON_GPU else "cpu"
     # Triton's interpreter computes nonsense in bfloat16.
     dtype = (torch.bfloat16 if ON_GPU else torch.float16) if case.half else torch.float32
     floats = [torch.tensor(x).to(device, dtype) for x in (case.q, case.k_pages, case.v_pages)]
     rows = (case.page_table, case.row_starts, case.first, case.until, case.window)
     rest = [torch.tensor(x, device=device) for x in rows]
-    out = KERNELS["triton"].attend(*floats, *rest, max_rows=case.max_rows, **offsets)
+    given = cut("triton", case, order, tiles)
+    out = KERNELS["triton"].attend(*floats, *rest, **given, **offsets)
     return out.float().cpu().numpy()
 
 
@@ -117,57 +118,7 @@ def run(request: pytest.FixtureRequest) -> Callable[..., np.ndarray]:
     return {"pallas": run_pallas, "triton": run_triton}[request.param]
 
 
-def tree_case(
-    *,
-    num_nodes: list[int],
-    lengths: list[int],
-    nodes: int = 7,
-    heads: tuple[int, int] = (4, 2),
-    D: int = 16,
-    page: int = 16,
-    columns: int = 8,
-    chain: bool = False,
-    draft_from: tuple[int, ...] = (0, 0, 0),
-    half: bool = False,
-) -> Case:
-    """Three trees of random form over scattered pages; the last row is padding at least."""
-    rng = np.random.default_rng(0)
-    B, R = 3, 3 * nodes + 1
-    table = 1 + rng.permutation(B * columns).reshape(B, columns).astype(np.int32)
-    shape = (1 + B * columns, page, heads[1], D)
-    k_pages, v_pages = rng.standard_normal((2, *shape), np.float32)
-    trees = [[0, *(n - 1 if chain else rng.integers(n) for n in range(1, nodes))] for _ in range(B)]
-    rows, _ = spec.tree_rows(
-        np.array(trees, np.int32), np.array(num_nodes), np.array(lengths), table, R
-    )
-    q = rng.standard_normal((R, heads[0], D), np.float32)
-    if half:  # exact in bfloat16 and in float16, so that only the kernel rounds
-        q, k_pages, v_pages = (np.round(x * 16) / 16 for x in (q, k_pages, v_pages))
-    first = np.array(draft_from)[rows.request]
-    starts = np.concatenate([[0], np.cumsum(num_nodes)])
-    ints = (x.astype(np.int32) for x in (starts, first, rows.until))
-    return Case(q, k_pages, v_pages, table, *ints, rows.window, nodes, half)
-
-
-TREE = tree_case(num_nodes=[7, 4, 1], lengths=[30, 17, 119])
-CASES = {
-    "tree": TREE,
-    "nothing committed": tree_case(num_nodes=[7, 1, 7], lengths=[0, 0, 64]),
-    "whole draft KV later": tree_case(
-        num_nodes=[5, 7, 2], lengths=[100, 90, 40], draft_from=(70, 90, 80)
-    ),
-    "request without rows": tree_case(num_nodes=[4, 0, 2], lengths=[9, 0, 60]),
-    "root alone, one position a page": tree_case(
-        nodes=1, num_nodes=[1, 1, 1], lengths=[1, 40, 77], page=1, columns=78
-    ),
-    "large pages, many splits": tree_case(
-        num_nodes=[7, 3, 7], lengths=[1100, 509, 512], heads=(2, 1), page=64, columns=18
-    ),
-    "group of five": tree_case(num_nodes=[3, 2, 7], lengths=[20, 5, 9], heads=(10, 2), D=64),
-    "half precision": tree_case(
-        num_nodes=[7, 6, 5], lengths=[70, 530, 0], heads=(8, 1), D=64, page=64, columns=9, half=True
-    ),
-}
+TREE = CASES["tree"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -264,14 +215,46 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int) -
         *(jax.ShapeDtypeStruct(s, "int32") for s in ints),
         jax.ShapeDtypeStruct((R, max_rows), "bool"),
     ]
-    attend = jax.jit(partial(pallas.attend, max_rows=max_rows))
+    item_bytes = jnp.dtype(dtype).itemsize
+    order = {"split": ATTENTION.split, "tile": ATTENTION.tile_of(item_bytes)}
+    tiles = TILES["pallas"].of(item_bytes=item_bytes, rows=max_rows * 5)
+    attend = jax.jit(partial(pallas.attend, max_rows=max_rows, **order, tiles=tiles))
     lowered = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("__gpu$xla.gpu.triton") == 2
 
 
+OTHER_TILES = [
+    AttentionTiles(lanes=lanes, ones=16, warps=warps, stages=stages, combine_warps=combine_warps)
+    for lanes, warps, stages, combine_warps in [(16, 8, 1, 2), (32, 2, 3, 4)]
+]
+
+
+def test_tiles_leave_the_bits_as_they_are(run) -> None:
+    case = CASES["half precision"]
+    want = run(case)
+    for tiles in OTHER_TILES:
+        np.testing.assert_array_equal(run(case, tiles=tiles), want)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"split": 64}, {"tile_float32": 32}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_another_order_gives_right_results_with_other_bits(changed: dict, run) -> None:
+    got = run(TREE, order=replace(ATTENTION, **changed))
+    np.testing.assert_allclose(got, specified(TREE), atol=FLOAT32, rtol=0)
+    assert (got != run(TREE)).any()
+
+
+def on_a_gpu(monkeypatch, ops: ModuleType, kernel: ModuleType | None) -> Callable:
+    """The op as it is bound where there is a GPU."""
+    monkeypatch.setattr(ops, "KERNELS", ops.Kernels(kernel, Tiles.load("pallas_gpu", MEASURED)))
+    return ops.kernel_or_plain(ops.attention.kernel_attend, ops.attention.plain_attend)
+
+
 def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(monkeypatch) -> None:
-    monkeypatch.setitem(jax_impl.ops.KERNELS, "attention", pallas)
-    traced = traced_op()
+    traced = traced_op(on_a_gpu(monkeypatch, jax_impl.ops, pallas))
     kernels = {
         platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
         for platform in ("cpu", "cuda")
@@ -280,23 +263,38 @@ def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(monkeypatch) -> None:
 
 
 def test_jax_takes_no_kernel_where_the_plain_ops_are_asked_for(monkeypatch) -> None:
-    monkeypatch.setitem(jax_impl.ops.KERNELS, "attention", pallas)
+    op = on_a_gpu(monkeypatch, jax_impl.ops, pallas)
     with jax_impl.ops.plain():
-        assert "pallas_call" not in str(traced_op().jaxpr)
-    assert "pallas_call" in str(traced_op().jaxpr)
-    assert jax_impl.ops.KERNELS["attention"] is pallas
+        assert "pallas_call" not in str(traced_op(op).jaxpr)
+        assert jax_impl.ops.kernel_names() == []
+    assert "pallas_call" in str(traced_op(op).jaxpr)
+    assert jax_impl.ops.kernel_names() == ["attention"]
 
 
 def test_torch_takes_no_kernel_on_a_cpu(monkeypatch) -> None:
-    monkeypatch.setitem(torch_impl.ops.KERNELS, "attention", None)  # would fail if it were called
-    tensors = map(torch.from_numpy, op_arguments(TREE))
-    got = torch_impl.ops.attention.attend(*tensors, TREE.max_rows)[: TREE.num_rows]
+    op = on_a_gpu(monkeypatch, torch_impl.ops, None)  # would fail if it were called
+    got = op(*map(torch.from_numpy, op_arguments(TREE)), TREE.max_rows)[: TREE.num_rows]
     np.testing.assert_allclose(got, specified(TREE)[: TREE.num_rows], atol=FLOAT32, rtol=0)
+
+
+def test_torch_takes_the_kernel_on_a_gpu_unless_the_plain_ops_are_asked_for(monkeypatch) -> None:
+    op = on_a_gpu(monkeypatch, torch_impl.ops, RECORDER)
+    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, shape=(22, 4, 16))
+    pages = SimpleNamespace(shape=(25, 16, 2, 16))
+    given = op(q, pages, pages, *(None,) * 6, 7)
+    assert given == {
+        "max_rows": 7,
+        "split": ATTENTION.split,
+        "tile": ATTENTION.tile_float32,
+        "tiles": TILES["pallas"].of(item_bytes=4, rows=14),
+    }
+    with torch_impl.ops.plain():
+        assert torch_impl.ops.kernels_on(q.device) is None
 
 
 @pytest.mark.parametrize("ops", [jax_impl.ops, torch_impl.ops], ids=["jax", "torch"])
 def test_a_kernel_refuses_other_head_sizes_by_name_on_a_gpu_only(ops, monkeypatch) -> None:
-    monkeypatch.setitem(ops.KERNELS, "attention", pallas)
+    on_a_gpu(monkeypatch, ops, pallas)
     name = {jax_impl.ops: "platform", torch_impl.ops: "type"}[ops]
     gpu = {"platform": "gpu", "type": "cuda"}[name]
     ops.attention.check_head_size(80, SimpleNamespace(**{name: "cpu"}))
@@ -304,28 +302,29 @@ def test_a_kernel_refuses_other_head_sizes_by_name_on_a_gpu_only(ops, monkeypatc
         ops.attention.check_head_size(size, SimpleNamespace(**{name: gpu}))
     with pytest.raises(ValueError, match="head size must be one of .* got 80"):
         ops.attention.check_head_size(80, SimpleNamespace(**{name: gpu}))
+    with ops.plain():
+        ops.attention.check_head_size(80, SimpleNamespace(**{name: gpu}))
 
 
 def test_a_machine_without_a_gpu_has_no_kernels() -> None:
     for ops, has_gpu in ((torch_impl.ops, ON_GPU), (jax_impl.ops, not INTERPRET)):
-        assert set(ops.KERNELS) == ({"attention"} if has_gpu else set())
+        assert ops.kernel_names() == (["attention"] if has_gpu else [])
+        assert (ops.attention.attend is ops.attention.plain_attend) == (not has_gpu)
 
 
-def traced_op() -> jax.stages.Traced:
-    op = partial(jax_impl.ops.attention.attend, most_rows=TREE.max_rows)
+def traced_op(attend: Callable) -> jax.stages.Traced:
+    op = partial(attend, most_rows=TREE.max_rows)
     return jax.jit(op).trace(*map(jnp.asarray, op_arguments(TREE)))
 
 
 def op_arguments(case: Case) -> list[np.ndarray]:
     """What `ops.attention.attend` takes, but `most_rows`."""
-    where = (case.page_table, case.request, case.row_starts, case.first, case.until, case.window)
-    return [case.q, case.k_pages, case.v_pages, *where]
+    return [value for value in case.arguments.values() if isinstance(value, np.ndarray)]
 
 
-def test_the_kernels_have_one_signature_and_one_order_of_sums() -> None:
+def test_the_kernels_have_one_signature() -> None:
     for kernel in KERNELS.values():
         assert kernel.HEAD_SIZES == pallas.HEAD_SIZES
         names = [p for p in inspect.signature(kernel.attend).parameters if p != "interpret"]
         assert names == list(inspect.signature(pallas.attend).parameters)[: len(names)]
-        assert len(names) == 11
-        assert (kernel.SPLIT, kernel.TILE) == (pallas.SPLIT, pallas.TILE)
+        assert len(names) == 14

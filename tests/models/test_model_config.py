@@ -94,6 +94,17 @@ REFUSED = {
     "num_hidden_layers": {"num_hidden_layers": "3"},
     "num_key_value_heads": {"num_key_value_heads": 3},
     "hidden_size": {"hidden_size": 50, "head_dim": None},
+    "text_config in config.json must be an object": {"text_config": [1]},
+    "rms_norm_eps": {"rms_norm_eps": None},
+    "rms_norm_eps in config.json must be a positive number": {"rms_norm_eps": "small"},
+    "rope_theta": {"rope_theta": None},
+    "rope_scaling in config.json must be an object": {"rope_scaling": [1]},
+    "rope_parameters by layer type": {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+    "head_dim in config.json must be even": {"head_dim": 63},
+    "head_dim in config.json must be a positive integer": {"head_dim": 64.5},
+    "eos_token_id must name tokens of the vocabulary": {"eos_token_id": [-1]},
+    "eos_token_id .* got 1000000": {"eos_token_id": 1_000_000},
+    "eos_token_id .* got '<end>'": {"eos_token_id": "<end>"},
 }
 
 

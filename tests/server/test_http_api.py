@@ -23,6 +23,7 @@ from tests.support.http_fixtures import (
     SLOW,
     USER,
     Server,
+    post_head,
     save_tokenizer,
     serving,
 )
@@ -326,8 +327,7 @@ def test_a_slow_reader_does_not_hold_up_the_others(server):
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect((host, int(port)))
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall((head + body).encode())
+        connection.sendall(post_head(COMPLETIONS, len(body)) + body.encode())
         started = time.monotonic()
         server.complete("a", max_tokens=2)
         assert time.monotonic() - started < 10

@@ -14,11 +14,15 @@ from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
     CONTEXT,
+    JSON,
     MAX_LOGPROBS,
+    MAX_OPEN,
     POOL_TOKENS,
+    SLOTS,
     USER,
     VOCAB,
     Server,
+    post_head,
     save_tokenizer,
     serving,
 )
@@ -141,7 +145,7 @@ BAD_FIELDS = [
 @pytest.mark.parametrize(("param", "fields"), BAD_FIELDS, ids=lambda value: repr(value)[:40])
 def test_a_bad_field_is_named(server, param, fields):
     body = json.dumps({"prompt": "ab", "temperature": 0, **fields})
-    answer = httpx.post(server.url + COMPLETIONS, content=body)
+    answer = httpx.post(server.url + COMPLETIONS, content=body, headers=JSON)
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param
@@ -203,9 +207,8 @@ def test_fields_that_ask_for_nothing_are_accepted(server):
 def test_a_client_that_leaves_while_it_sends_is_no_fault(tmp_path):
     with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as own:
         host, port = own.url.removeprefix("http://").split(":")
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(head.encode() + b'{"prompt":')
+            connection.sendall(post_head(COMPLETIONS, 1000) + b'{"prompt":')
             time.sleep(0.2)  # for the handler to wait for the rest
         own.complete([97], max_tokens=1)
     assert not any("Traceback" in line for line in own.lines)
@@ -217,9 +220,35 @@ def test_a_client_that_leaves_while_it_sends_is_no_fault(tmp_path):
     ids=lambda body: repr(body)[:12],
 )
 def test_a_malformed_body_is_refused(server, body):
-    answer = httpx.post(server.url + COMPLETIONS, content=body)
+    answer = httpx.post(server.url + COMPLETIONS, content=body, headers=JSON)
     assert answer.status_code == 400
     assert "JSON" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "", "json"])
+def test_a_body_that_does_not_say_that_it_is_json_is_refused(server, kind):
+    """A web page may send it from the browser of whoever runs the server."""
+    body, headers = b'{"prompt": "a", "max_tokens": 1}', {"content-type": kind}
+    for path in (COMPLETIONS, CHAT):
+        answer = httpx.post(server.url + path, content=body, headers=headers)
+        assert answer.status_code == 415
+        assert "application/json" in answer.json()["error"]["message"]
+    headers = {"content-type": "Application/JSON; charset=utf-8"}
+    answer = httpx.post(server.url + COMPLETIONS, content=body, headers=headers)
+    assert answer.status_code == 200
+
+
+def test_more_requests_than_may_wait_are_refused_and_none_is_left(server):
+    full = server.post(COMPLETIONS, prompt=[[97]] * (MAX_OPEN + 1), max_tokens=1)
+    assert (full.status_code, full.json()["error"]["code"]) == (503, "queue_full")
+    assert f"at most {MAX_OPEN} requests" in full.json()["error"]["message"]
+    assert len(server.complete([[97]] * MAX_OPEN, max_tokens=1)["choices"]) == MAX_OPEN
+    with server.post_slowly(MAX_OPEN):
+        server.wait_for_metric("tandem_num_requests_waiting", MAX_OPEN - SLOTS)
+        full = server.post(COMPLETIONS, prompt=[97], max_tokens=1)
+        assert full.status_code == 503
+    server.wait_for_metric("tandem_num_requests_waiting", 0)
+    server.complete([97], max_tokens=1)
 
 
 def test_unknown_models_and_paths_are_not_found(server):
@@ -240,7 +269,7 @@ def test_a_body_of_100_mb_is_refused_while_it_arrives(server):
             sent += 1 << 20
             yield b" " * (1 << 20)
 
-    answer = httpx.post(server.url + COMPLETIONS, content=chunks(), timeout=30)
+    answer = httpx.post(server.url + COMPLETIONS, content=chunks(), headers=JSON, timeout=30)
     assert answer.status_code == 413
     # What has left the client beyond the bound lies in socket buffers.
     assert sent < 30 << 20
@@ -249,6 +278,5 @@ def test_a_body_of_100_mb_is_refused_while_it_arrives(server):
 def test_a_body_whose_length_is_stated_is_refused_at_once(server):
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {100 << 20}\r\n\r\n"
-        connection.sendall(head.encode())
+        connection.sendall(post_head(COMPLETIONS, 100 << 20))
         assert connection.recv(100).startswith(b"HTTP/1.1 413")

@@ -19,6 +19,7 @@ from shared.server.tokenizer import Tokenizer
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
+    JSON,
     ROOT,
     Server,
     byte_tokenizer,
@@ -101,7 +102,9 @@ def test_nobody_waits_for_a_request_that_is_too_long(server, name):
     with httpx.Client(base_url=server.url, timeout=60) as others:
         gap = worst_gap(
             lambda: others.get("/health"),
-            lambda: answers.append(httpx.post(server.url + path, content=body, timeout=60)),
+            lambda: answers.append(
+                httpx.post(server.url + path, content=body, headers=JSON, timeout=60)
+            ),
         )
     assert answers[0].status_code in (400, 404, 413)
     assert len(answers[0].text) < 500

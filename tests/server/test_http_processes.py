@@ -14,7 +14,17 @@ import httpx
 import pytest
 
 from shared.process import loop
-from tests.support.http_fixtures import CRASH, ROOT, SLOW, Server, is_alive, save_tokenizer, serving
+from tests.support.http_fixtures import (
+    CRASH,
+    FREEZE,
+    ROOT,
+    SLOW,
+    WATCHDOG_S,
+    Server,
+    is_alive,
+    save_tokenizer,
+    serving,
+)
 
 END_S = 5.0  # the promise
 
@@ -106,6 +116,32 @@ def test_a_signal_ends_both_in_order(server, number):
     assert not any("Traceback" in line for line in server.lines)
 
 
+def test_a_step_that_does_not_end_ends_the_server_with_the_reason(server):
+    pids, requests = server.pids(), OpenRequests(server)
+    began = time.monotonic()
+    answer = server.post("/v1/completions", prompt=[FREEZE])
+    assert answer.status_code == 503
+    assert time.monotonic() - began > WATCHDOG_S
+    assert wait_for_end(server, pids) == 1
+    assert_errors(requests, "a step has not ended after 5 s")
+    assert any("a step has not ended after 5 s" in line for line in server.lines)
+    assert any("in _advance" in line for line in server.lines), "nothing says where it stands"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_both_while_a_step_does_not_end(server, number):
+    pids = server.pids()
+    frozen = threading.Thread(
+        target=lambda: server.post("/v1/completions", prompt=[FREEZE]), daemon=True
+    )
+    frozen.start()
+    time.sleep(1.0)  # no metric can tell: the engine does not answer any more
+    server.process.send_signal(number)
+    assert wait_for_end(server, pids) == 0
+    frozen.join(END_S)
+    assert not frozen.is_alive()
+
+
 def test_a_broken_tokenizer_ends_the_start_with_one_sentence(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     command = [sys.executable, "-m", "tests.support.http_fixtures", str(tmp_path)]
@@ -116,6 +152,10 @@ def test_a_broken_tokenizer_ends_the_start_with_one_sentence(tmp_path):
 
 def test_an_address_in_use_is_refused_by_name():
     with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--host 127.0.0.1 --port {port} cannot be"):
+            loop.bind("127.0.0.1", port)
+    with loop.bind("127.0.0.1", 0) as taken:  # by another start, which still loads its model
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"--host 127.0.0.1 --port {port} cannot be"):
             loop.bind("127.0.0.1", port)

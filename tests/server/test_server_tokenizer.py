@@ -15,10 +15,11 @@ from tokenizers import decoders, models
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shared.engine.request import Event, FinishReason
+from shared.server.chat_template import TemplateFailed
 from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.delta import PlainText
 from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
-from shared.server.tokenizer import REPLACEMENT, Detokenizer, TemplateFailed, Tokenizer
+from shared.server.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
 
 BYTES = Tokenizer(byte_tokenizer(), None, {})
@@ -266,6 +267,23 @@ def test_a_template_renders_as_transformers_does(tmp_path, template):
     messages = [{"role": "user", "content": "<hé>"}, {"role": "assistant", "content": "ja"}]
     (want,), _ = render_jinja_template([messages], chat_template=template)
     assert tokenizer.render_chat(messages) == want
+
+
+ROLES = (
+    "{% for m in messages %}{% if m.role == 'system' %}<s>{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_developer_is_a_system_where_the_template_knows_none(tmp_path):
+    """Others pass the role on, and most templates drop the message without a word (s#40082)."""
+    save_tokenizer(tmp_path)
+    messages = [{"role": "developer", "content": "be brief"}]
+    for more, want in (("", "<s>be brief"), ("{# developer #}{{ messages[0].role }}", "developer")):
+        (tmp_path / "chat_template.jinja").write_text(ROLES + more)
+        tokenizer = Tokenizer.from_folder(tmp_path)
+        assert tokenizer is not None
+        assert tokenizer.render_chat(messages) == want
+    assert messages[0]["role"] == "developer"
 
 
 def test_a_template_cannot_reach_the_machine(tmp_path):

@@ -30,6 +30,7 @@ from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.options.ngram import NgramConfig
 from shared.process import loop
 from shared.process.frames import ModelFacts
+from shared.process.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
@@ -40,11 +41,19 @@ CONTEXT = 512
 POOL_TOKENS = 400  # what the pages hold of one request
 TOKENS_PER_STEP = 3
 SLOTS = 4
+MAX_OPEN = 200
 MAX_BIAS, MAX_LOGPROBS = 3, 5
 ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
 JSON = {"content-type": "application/json"}
-CRASH, FAIL, SLOW, REFUSED = 290, 291, 292, 293  # first tokens of a prompt; the last also biased
+CRASH, FAIL, SLOW, REFUSED, FREEZE = (
+    290,
+    291,
+    292,
+    293,
+    294,
+)  # first tokens of a prompt; the last also biased
 FILLER = ord("-")
+WATCHDOG_S = 5.0
 START_S = 180.0  # a backend may compile first
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -153,6 +162,8 @@ class Repeater:
             return Event(request.request_id, [], None, FinishReason.ERROR, sentence, None)
         if request.prompt[0] == SLOW:
             time.sleep(0.02)
+        if request.prompt[0] == FREEZE:
+            time.sleep(3600)
         return self._extend(request)
 
     def _extend(self, request: Request) -> Event:
@@ -232,6 +243,14 @@ class Server:
         assert lines.pop() == "[DONE]"
         return [json.loads(line) for line in lines]
 
+    @contextlib.contextmanager
+    def post_slowly(self, num_choices: int) -> Iterator[None]:
+        """A request whose choices run and wait until the block ends; then its client leaves."""
+        body = {"prompt": [[SLOW, 97]] * num_choices, "max_tokens": 250, "stream": True}
+        with httpx.stream("POST", self.url + COMPLETIONS, json=body, timeout=60) as answer:
+            assert answer.status_code == 200, answer.read()
+            yield
+
     def metrics(self) -> dict[str, float]:
         """The values of /metrics by name."""
         page = httpx.get(self.url + "/metrics").text
@@ -250,6 +269,12 @@ class Server:
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [pid, *map(int, children)]
+
+
+def post_head(path: str, length: int) -> bytes:
+    """The head of a POST of JSON, for a test that writes its bytes itself."""
+    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
 
 
 @contextlib.contextmanager
@@ -316,12 +341,14 @@ def main() -> int:
         model_folder=str(Path(sys.argv[1]).resolve()),
         limits=limits,
         eos_ids=(CONFIG_END,),
+        max_open_requests=MAX_OPEN,
         max_draft_depth=TOKENS_PER_STEP - 1,
         admin_api_key=ADMIN_KEY,
         corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
     )
+    watchdog = Watchdog(WATCHDOG_S)
     engine = Repeater()
-    return loop.run(engine, facts, loop.bind("127.0.0.1", 0), engine.ngram)
+    return loop.run(engine, facts, loop.bind("127.0.0.1", 0), engine.ngram, watchdog)
 
 
 if __name__ == "__main__":

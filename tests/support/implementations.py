@@ -44,17 +44,17 @@ class Ops:
 
     def __init__(self, framework: str, module: ModuleType, specification: ModuleType) -> None:
         self._module, self._specification = module, specification
-        self._in = {"torch": _to_torch, "jax": _to_jax}[framework]
+        self._in = {"torch": to_torch, "jax": to_jax}[framework]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = getattr(self._module, name)
-        if self._in is _to_jax:
+        if self._in is to_jax:
             function = _jitted(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             to_device = partial(_map, leaf=self._in, module=self._module)
             got = function(*map(to_device, args), **{k: to_device(v) for k, v in kwargs.items()})
-            return _map(got, leaf=_to_numpy, module=self._specification)
+            return _map(got, leaf=to_numpy, module=self._specification)
 
         return call
 
@@ -109,7 +109,7 @@ def _narrow(value: np.ndarray) -> np.ndarray:
     return value.astype(np.int32) if value.dtype == np.int64 else value.copy()
 
 
-def _to_torch(value: Any) -> Any:
+def to_torch(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     torch = import_module("torch")
@@ -118,11 +118,11 @@ def _to_torch(value: Any) -> Any:
     return torch.from_numpy(narrow.view(np.int32) if narrow.dtype == np.uint32 else narrow)
 
 
-def _to_jax(value: Any) -> Any:
+def to_jax(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         return value
     return import_module("jax").numpy.asarray(_narrow(value))
 
 
-def _to_numpy(value: Any) -> Any:
+def to_numpy(value: Any) -> Any:
     return np.asarray(value) if hasattr(value, "shape") else value

@@ -1,25 +1,80 @@
 """The operations of a step, one module for each specification.
 
-This package is the one place that decides, once and at import, which operations are kernels: those
-of `KERNELS` where there is a GPU. Triton is not installed on other machines, and there, as for
+This package is the one place that decides, once and at import, which operations are kernels: where
+there is a GPU, those of `KERNELS`. Triton is not installed on other machines, and there, as for
 tensors on the CPU, every operation is plain torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import wraps
 from types import ModuleType
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-KERNELS: dict[str, ModuleType] = {}
-"""The operations that are kernels on a GPU, by name."""
+from kernels.tiles import Tiles
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of this machine's GPU: the module of each operation that has some, and the tiles.
+
+    The tiles have a field for each operation that has kernels.
+    """
+
+    attention: ModuleType
+    tiles: Tiles
+
+
+KERNELS: Kernels | None = None
 
 if torch.cuda.is_available():
-    from kernels.triton_gpu import attention as triton_attention
+    from kernels.triton_gpu import attention as attention_kernel
 
-    KERNELS["attention"] = triton_attention
+    KERNELS = Kernels(attention_kernel, Tiles.load("triton_gpu", torch.cuda.get_device_name()))
+
+
+_is_plain = False
+
+
+def kernels_on(device: torch.device) -> Kernels | None:
+    """The kernels that operations on a device run; None where they are plain."""
+    return None if _is_plain or device.type != "cuda" else KERNELS
+
+
+def kernel_names() -> list[str]:
+    """The operations that are kernels on a GPU now."""
+    is_any = KERNELS is not None and not _is_plain
+    return [field.name for field in fields(Tiles)] if is_any else []
+
+
+def kernel_or_plain(
+    kernel: Callable[Concatenate[Kernels, P], R], plain: Callable[P, R]
+) -> Callable[P, R]:
+    """An operation of this machine: `plain`, or with a GPU what its first argument asks for.
+
+    Args:
+      kernel: Takes the kernels, and what `plain` takes.
+      plain: The operation in plain torch.
+    """
+    if KERNELS is None:
+        return plain
+
+    @wraps(plain)
+    def operation(*args: P.args, **kwargs: P.kwargs) -> R:
+        kernels = kernels_on(args[0].device)
+        if kernels is None:
+            return plain(*args, **kwargs)
+        return kernel(kernels, *args, **kwargs)
+
+    return operation
 
 
 @contextmanager
@@ -28,12 +83,12 @@ def plain() -> Iterator[None]:
 
     For tests and benches, which compare; it holds for the whole process.
     """
-    kernels = dict(KERNELS)
-    KERNELS.clear()
+    global _is_plain
+    before, _is_plain = _is_plain, True
     try:
         yield
     finally:
-        KERNELS.update(kernels)
+        _is_plain = before
 
 
 def any_row(flags: Bool[Tensor, "..."]) -> bool:

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_impl.ops import KERNELS, at_most, draft_tree
+from shared.spec.numerics import ATTENTION
+from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain, kernels_on
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def visible(
     return seen
 
 
-def attend(
+def plain_attend(
     q: Float[Tensor, "R Hq D"],
     k_pages: Float[Tensor, "P page Hk D"],
     v_pages: Float[Tensor, "P page Hk D"],
@@ -130,9 +131,6 @@ def attend(
       q, k_pages, v_pages, page_table, request, first, until, window: As in the specification.
       row_starts, most_rows: See `Rows`.
     """
-    if q.is_cuda and "attention" in KERNELS:
-        sees = (page_table, row_starts, first, until, window)
-        return KERNELS["attention"].attend(q, k_pages, v_pages, *sees, max_rows=most_rows)
     grid, back = _grid(request, row_starts, most_rows)
     page_size = k_pages.shape[1]
     num_pages = at_most(
@@ -147,6 +145,55 @@ def attend(
     return _softmax_attention(q[grid], k, v, seen).flatten(0, 1)[back]
 
 
+def kernel_attend(
+    kernels: Kernels,
+    q: Float[Tensor, "R Hq D"],
+    k_pages: Float[Tensor, "P page Hk D"],
+    v_pages: Float[Tensor, "P page Hk D"],
+    page_table: Int[Tensor, "B table"],
+    request: Int[Tensor, " R"],
+    row_starts: Int[Tensor, " B1"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    window: Bool[Tensor, "R N"],
+    most_rows: int,
+) -> Float[Tensor, "R Hq D"]:
+    """As `plain_attend`, by the kernel, which finds a row's request by `row_starts`."""
+    item_bytes = q.dtype.itemsize
+    pairs = most_rows * q.shape[1] // k_pages.shape[2]
+    return kernels.attention.attend(
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        row_starts,
+        first,
+        until,
+        window,
+        max_rows=most_rows,
+        split=ATTENTION.split,
+        tile=ATTENTION.tile_of(item_bytes),
+        tiles=kernels.tiles.attention.of(item_bytes=item_bytes, rows=pairs),
+    )
+
+
+attend = kernel_or_plain(kernel_attend, plain_attend)
+
+
+def check_head_size(head_size: int, device: torch.device) -> None:
+    """Refuses a size that attention cannot have on the device.
+
+    Raises:
+      ValueError: There is a kernel, and it does not take the size.
+    """
+    kernels = kernels_on(device)
+    if kernels is not None and head_size not in kernels.attention.HEAD_SIZES:
+        sizes = kernels.attention.HEAD_SIZES
+        raise ValueError(
+            f"on a GPU the attention head size must be one of {sizes}, got {head_size}"
+        )
+
+
 def _grid(
     request: Int[Tensor, " R"], row_starts: Int[Tensor, " B1"], most_rows: int
 ) -> tuple[Int[Tensor, "B M"], Int[Tensor, " R"]]:
@@ -158,20 +205,6 @@ def _grid(
     grid = (row_starts[:-1, None] + column).clamp(max=R - 1)
     place = (row - row_starts[request]).clamp(max=most_rows - 1)  # padding takes any
     return grid, request * most_rows + place
-
-
-def check_head_size(head_size: int, device: torch.device) -> None:
-    """Refuses a size that attention cannot have on the device.
-
-    Raises:
-      ValueError: There is a kernel, and it does not take the size.
-    """
-    if device.type == "cuda" and "attention" in KERNELS:
-        sizes = KERNELS["attention"].HEAD_SIZES
-        if head_size not in sizes:
-            raise ValueError(
-                f"on a GPU the attention head size must be one of {sizes}, got {head_size}"
-            )
 
 
 def _softmax_attention(

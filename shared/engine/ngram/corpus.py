@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from jaxtyping import Int32
+
+from shared.engine.ngram.compiled import compiled
 
 SEPARATOR = -1
 LENGTH, LINK, END, EDGE = range(4)
@@ -24,8 +25,6 @@ occurs elsewhere, where the run first ends, and its newest edge."""
 SOURCE, LABEL, TARGET, SIBLING, CHAIN = range(5)
 """Columns of an edge: its state, its token, where it leads, the state's edge before it, and the
 next edge of its hash bucket. Edge 0 is none."""
-
-compiled = numba.njit(cache=True, nogil=True)
 
 
 @dataclass(frozen=True)

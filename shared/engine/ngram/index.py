@@ -8,8 +8,10 @@ no context is read twice.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Int32
@@ -17,20 +19,13 @@ from jaxtyping import Int32
 from shared.boundary.backend import HostDraft
 from shared.engine.ngram import tree
 from shared.engine.ngram.corpus import SEPARATOR, Corpus, continuations, follow
-from shared.engine.ngram.trie import (
-    BORN,
-    FIRST,
-    SMALLEST_CAPACITY,
-    Trie,
-    advance,
-    extend,
-    forget,
-)
+from shared.engine.ngram.trie import BORN, FIRST, Trie, advance, extend, forget
 from shared.engine.request import Refusal, Request, SamplingParams
 from shared.options.ngram import FREQUENCY, REQUEST, NgramConfig
 
-MOST_IDLE_SCOPES = 1024
-"""Scopes whose text was all evicted are looked for when there are this many."""
+SWEPT_SCOPES = 2
+"""Scopes that a new one looks at in turn, to drop those whose text was all evicted. Two are enough
+that no more scopes are empty than are not, and looking at all would stall the engine."""
 
 
 MOST_ENDED_TOKENS = 1 << 18
@@ -110,11 +105,19 @@ class NgramIndex:
     ) -> None:
         self._config, self.nodes, self.depth, self._vocab = config, nodes, depth, vocab
         self._chain = chain
+        self._growth = tree.Growth(
+            corpus_nodes=config.sam_budget,
+            by_frequency=config.speculative_ngram_match_type == FREQUENCY,
+            min_breadth=config.speculative_ngram_min_bfs_breadth,
+            max_breadth=config.speculative_ngram_max_bfs_breadth,
+            depth=depth,
+            chain=chain,
+        )
         self._trie = Trie.empty(config.speculative_ngram_capacity)
         self._anchors = np.zeros((1, config.speculative_ngram_max_trie_depth, 2), np.int32)
         self._texts: dict[int, Text] = {}
-        self._scopes: dict[str | int, Scope] = {}
-        self._ended: dict[int, Ended] = {}
+        self._scopes: OrderedDict[str | int, Scope] = OrderedDict()
+        self._ended: OrderedDict[int, Ended] = OrderedDict()
         self._num_ended_tokens = 0
         self._free_rows: list[int] = []
         self._unread: dict[int, list[int]] = {}
@@ -126,9 +129,17 @@ class NgramIndex:
         self.num_empty_rows = 0
 
     def warm_up(self) -> None:
-        """Compiles what drafts, on an index that is thrown away: no step waits for a compiler."""
+        """Compiles what drafts, and takes the memory of the trie's buckets: no step waits for them.
+
+        The loops run on an index that is thrown away.
+        """
+        self._trie.buckets.fill(0)
         index = NgramIndex(
-            replace(self._config, speculative_ngram_external_sam_budget=1),
+            replace(
+                self._config,
+                speculative_ngram_external_sam_budget=1,
+                speculative_ngram_capacity=1024,
+            ),
             nodes=self.nodes,
             depth=self.depth,
             vocab=self._vocab,
@@ -138,7 +149,7 @@ class NgramIndex:
         index.add_corpus("", Corpus.build(words))
         for number in range(2):
             text = Request(request_id=number, prompt=(), sampling=SamplingParams())
-            index.see(text, [0] * SMALLEST_CAPACITY)
+            index.see(text, [0, 0])
             index.draft([text])
             text.commit([0])
             index.end(text)
@@ -185,11 +196,9 @@ class NgramIndex:
             follow(*automaton, self._in_corpora[name], *found)
 
     def _enter(self, found: Tokens) -> None:
-        rows, tokens, _ = found
-        if not len(rows):
+        if not len(found[0]):
             return
         trie = self._trie
-        trie.reserve(len(tokens) * self._anchors.shape[1])
         extend(trie.nodes, trie.buckets, trie.head, self._anchors, *found)
 
     def _take_unread(self, rows: Iterable[int]) -> Tokens:
@@ -270,15 +279,17 @@ class NgramIndex:
 
     def _scope(self, name: str | int) -> Scope:
         if name not in self._scopes:
-            if len(self._scopes) >= MOST_IDLE_SCOPES:
-                self._drop_empty_scopes()
+            self._sweep_scopes()
             root = self._trie.new_root()
             self._scopes[name] = Scope(root, int(self._trie.nodes[root, BORN]))
         return self._scopes[name]
 
-    def _drop_empty_scopes(self) -> None:
-        for name, scope in tuple(self._scopes.items()):
-            if not scope.num_texts and not self._trie.nodes[scope.root, FIRST]:
+    def _sweep_scopes(self) -> None:
+        for name in tuple(islice(self._scopes, SWEPT_SCOPES)):
+            scope = self._scopes[name]
+            if scope.num_texts or self._trie.nodes[scope.root, FIRST]:
+                self._scopes.move_to_end(name)  # its turn comes after the others'
+            else:
                 self._trie.drop(scope.root)
                 del self._scopes[name]
 
@@ -295,34 +306,19 @@ class NgramIndex:
         advance(self._trie.nodes, self._trie.buckets, anchors, *unread)
         most = [request.sampling.max_draft_tokens for request in requests]
         limits = np.array([N if m is None else min(N, 1 + m) for m in most], np.int32)
-        tokens, parents = np.zeros((B, N), np.int32), np.zeros((B, N), np.int32)
-        num_nodes, config = np.ones(B, np.int32), self._config
-        paths, lengths, matched = self._continuations(rows)
+        trees = tree.Trees(
+            tokens=np.zeros((B, N), np.int32),
+            parents=np.zeros((B, N), np.int32),
+            num_nodes=np.ones(B, np.int32),
+        )
         tree.draft(
-            self._trie.nodes,
-            anchors,
-            rows,
-            limits,
-            paths,
-            lengths,
-            matched,
-            config.sam_budget,
-            config.speculative_ngram_match_type == FREQUENCY,
-            config.speculative_ngram_min_bfs_breadth,
-            config.speculative_ngram_max_bfs_breadth,
-            self.depth,
-            self._chain,
-            tokens,
-            parents,
-            num_nodes,
+            self._trie.nodes, anchors, rows, limits, self._continuations(rows), self._growth, trees
         )
         self.num_rows += B
-        self.num_empty_rows += int((num_nodes == 1).sum())
-        return HostDraft(tokens, parents, num_nodes, np.zeros(B, np.int32))
+        self.num_empty_rows += int((trees.num_nodes == 1).sum())
+        return HostDraft(**trees._asdict(), forced=np.zeros(B, np.int32))
 
-    def _continuations(
-        self, rows: Int32[np.ndarray, " B"]
-    ) -> tuple[Int32[np.ndarray, "B C S"], Int32[np.ndarray, "B C"], Int32[np.ndarray, "B C"]]:
+    def _continuations(self, rows: Int32[np.ndarray, " B"]) -> tree.Continuations:
         """What each corpus has after each text: tokens, how many, and the length of the match."""
         B, C = len(rows), len(self._corpora)
         paths = np.zeros((B, C, self.depth), np.int32)
@@ -332,7 +328,7 @@ class NgramIndex:
                 corpus.tokens, corpus.states, self._in_corpora[name], rows,
                 paths[:, index], lengths[:, index], matched[:, index],
             )  # fmt: skip
-        return paths, lengths, matched
+        return tree.Continuations(paths=paths, lengths=lengths, matched=matched)
 
     # Corpora
 

@@ -7,52 +7,97 @@ that matches longest. A continuation that the tree already has costs no node, so
 
 from __future__ import annotations
 
-import numba
+from typing import NamedTuple
+
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
+from shared.engine.ngram.compiled import compiled
 from shared.engine.ngram.trie import BORN, COUNT, FIRST, NEXT, TOKEN, Nodes
 
 SCANNED_CHILDREN = 64
 """Newest children of a node that are weighed by how often they were seen."""
 
-compiled = numba.njit(cache=True, nogil=True)
+
+class Growth(NamedTuple):
+    """How trees grow.
+
+    Attributes:
+      corpus_nodes: Nodes that the corpora share.
+      by_frequency: Weighs children by how often they were seen instead of how lately.
+      min_breadth, max_breadth: Children of an anchor of the longest and the shortest match.
+      depth: S, levels below the root.
+      chain: Every tree is to be a chain.
+    """
+
+    corpus_nodes: int
+    by_frequency: bool
+    min_breadth: int
+    max_breadth: int
+    depth: int
+    chain: bool
+
+
+class Continuations(NamedTuple):
+    """What C corpora have after each of n texts.
+
+    Attributes:
+      paths: [n, C, S] tokens.
+      lengths: [n, C] how many.
+      matched: [n, C] length of the match.
+    """
+
+    paths: Int32[np.ndarray, "n C S"]
+    lengths: Int32[np.ndarray, "n C"]
+    matched: Int32[np.ndarray, "n C"]
+
+
+class Trees(NamedTuple):
+    """Trees of n texts, as in `HostDraft`; node 0 is the root."""
+
+    tokens: Int32[np.ndarray, "n N"]
+    parents: Int32[np.ndarray, "n N"]
+    num_nodes: Int32[np.ndarray, " n"]
+
+
+class _Tree(NamedTuple):
+    """The tree of one text while it grows to at most `limit` nodes."""
+
+    tokens: Int32[np.ndarray, " N"]
+    parents: Int32[np.ndarray, " N"]
+    limit: int
+    depth: int
+    chain: bool
 
 
 @compiled
-def _child_of(
-    tokens: Int32[np.ndarray, " N"],
-    parents: Int32[np.ndarray, " N"],
-    size: int,
-    parent: int,
-    token: int,
-) -> int:
+def _child_of(tree: _Tree, size: int, parent: int, token: int) -> int:
     """The node below `parent` with `token`, or 0."""
     for node in range(parent + 1, size):
-        if parents[node] == parent and tokens[node] == token:
+        if tree.parents[node] == parent and tree.tokens[node] == token:
             return node
     return 0
 
 
 @compiled
-def _add_path(
-    tokens: Int32[np.ndarray, " N"],
-    parents: Int32[np.ndarray, " N"],
-    size: int,
-    path: Int32[np.ndarray, " S"],
-    length: int,
-    most: int,
-    chain: bool,
-) -> int:
+def _add(tree: _Tree, size: int, parent: int, token: int) -> int:
+    """The new node `size` below `parent`; 0 where a chain would branch."""
+    if tree.chain and parent != size - 1:
+        return 0
+    tree.tokens[size], tree.parents[size] = token, parent
+    return size
+
+
+@compiled
+def _add_path(tree: _Tree, size: int, path: Int32[np.ndarray, " S"], length: int, most: int) -> int:
     """Adds at most `most` new nodes along a path from the root; returns the new size."""
     parent, stop = 0, size + most
     for place in range(length):
-        node = _child_of(tokens, parents, size, parent, path[place])
+        node = _child_of(tree, size, parent, path[place])
         if node == 0:
-            if size == stop or (chain and parent != size - 1):
+            node = 0 if size == stop else _add(tree, size, parent, path[place])
+            if node == 0:
                 break
-            node = size
-            tokens[node], parents[node] = path[place], parent
             size += 1
         parent = node
     return size
@@ -60,14 +105,12 @@ def _add_path(
 
 @compiled
 def _add_corpora(
-    tokens: Int32[np.ndarray, " N"],
-    parents: Int32[np.ndarray, " N"],
+    tree: _Tree,
     size: int,
     most: int,
     paths: Int32[np.ndarray, "C S"],
     lengths: Int32[np.ndarray, " C"],
     matched: Int32[np.ndarray, " C"],
-    chain: bool,
 ) -> tuple[int, int]:
     """Gives each corpus that matches well its share of `most` nodes, the longest match first.
 
@@ -90,41 +133,36 @@ def _add_corpora(
         corpus = int(order[rank])
         if lengths[corpus] and 2 * matched[corpus] >= longest and size < stop:
             new = min(share, stop - size)
-            size = _add_path(tokens, parents, size, paths[corpus], lengths[corpus], new, chain)
+            size = _add_path(tree, size, paths[corpus], lengths[corpus], new)
     return size, best
 
 
 @compiled
 def _add_by_recency(
+    tree: _Tree,
+    size: int,
     nodes: Nodes,
     anchor: int,
     breadth: float,
     fall: float,
-    tokens: Int32[np.ndarray, " N"],
-    parents: Int32[np.ndarray, " N"],
-    size: int,
-    limit: int,
-    depth: int,
     queue: Int64[np.ndarray, "entries 3"],
-    chain: bool,
 ) -> int:
     """Level by level the newest children, fewer of them on each; returns the new size."""
     queue[0, 0], queue[0, 1], queue[0, 2] = anchor, 0, 0
     first, last = 0, 1
-    while first < last and size < limit:
+    while first < last and size < tree.limit:
         source, parent, level = queue[first, 0], queue[first, 1], queue[first, 2]
         first += 1
-        if level == depth:
+        if level == tree.depth:
             break
         left = max(1, int(breadth - level * fall))
         child = nodes[source, FIRST]
-        while child and left and size < limit:
-            node = _child_of(tokens, parents, size, parent, nodes[child, TOKEN])
+        while child and left and size < tree.limit:
+            node = _child_of(tree, size, parent, nodes[child, TOKEN])
             if node == 0:
-                if chain and parent != size - 1:
+                node = _add(tree, size, parent, nodes[child, TOKEN])
+                if node == 0:
                     break
-                node = size
-                tokens[node], parents[node] = nodes[child, TOKEN], parent
                 size += 1
             queue[last, 0], queue[last, 1], queue[last, 2] = child, node, level + 1
             last += 1
@@ -169,21 +207,17 @@ def _push_children(
 
 @compiled
 def _add_by_frequency(
+    tree: _Tree,
+    size: int,
     nodes: Nodes,
     anchor: int,
     breadth: int,
-    tokens: Int32[np.ndarray, " N"],
-    parents: Int32[np.ndarray, " N"],
-    size: int,
-    limit: int,
-    depth: int,
     heap: Int64[np.ndarray, "entries 3"],
     weights: Float64[np.ndarray, " entries"],
-    chain: bool,
 ) -> int:
     """The most probable continuation first, whatever its level; returns the new size."""
     last = _push_children(nodes, anchor, 0, 1, 1.0, breadth, heap, weights, 0)
-    while size < limit:
+    while size < tree.limit:
         best = -1
         for at in range(last):
             if weights[at] > 0.0 and (best < 0 or weights[at] > weights[best]):
@@ -192,14 +226,13 @@ def _add_by_frequency(
             break
         source, parent, level = heap[best, 0], heap[best, 1], heap[best, 2]
         weight, weights[best] = weights[best], 0.0
-        node = _child_of(tokens, parents, size, parent, nodes[source, TOKEN])
+        node = _child_of(tree, size, parent, nodes[source, TOKEN])
         if node == 0:
-            if chain and parent != size - 1:
+            node = _add(tree, size, parent, nodes[source, TOKEN])
+            if node == 0:
                 continue
-            node = size
-            tokens[node], parents[node] = nodes[source, TOKEN], parent
             size += 1
-        if level < depth:
+        if level < tree.depth:
             last = _push_children(
                 nodes, source, node, level + 1, weight, breadth, heap, weights, last
             )
@@ -212,45 +245,29 @@ def draft(
     anchors: Int32[np.ndarray, "texts D 2"],
     texts: Int32[np.ndarray, " n"],
     limits: Int32[np.ndarray, " n"],
-    paths: Int32[np.ndarray, "n C S"],
-    lengths: Int32[np.ndarray, "n C"],
-    matched: Int32[np.ndarray, "n C"],
-    corpus_nodes: int,
-    by_frequency: bool,
-    min_breadth: int,
-    max_breadth: int,
-    depth: int,
-    chain: bool,
-    tokens: Int32[np.ndarray, "n N"],
-    parents: Int32[np.ndarray, "n N"],
-    num_nodes: Int32[np.ndarray, " n"],
+    found: Continuations,
+    how: Growth,
+    trees: Trees,
 ) -> None:
     """Fills the trees of n texts.
 
     Args:
       nodes, anchors, texts: As in `trie.extend`.
       limits: [n] most nodes of each tree with its root.
-      paths, lengths, matched: [n, C, S], [n, C], [n, C] of the corpora, as in `corpus`.
-      corpus_nodes: Nodes that the corpora share.
-      by_frequency: Weighs children by how often they were seen instead of how lately.
-      min_breadth, max_breadth: Children of an anchor of the longest and the shortest match.
-      depth: S, levels below the root.
-      chain: Every tree is to be a chain.
-      tokens, parents: [n, N], filled; node 0 is the root.
-      num_nodes: [n], filled.
+      found: Of the corpora.
+      how: The same for all trees.
+      trees: Zeros, filled.
     """
-    D, N = anchors.shape[1], tokens.shape[1]
-    fall = (max_breadth - min_breadth) / max(1, D - 1)
-    queue = np.empty((2 * N + max_breadth + 2, 3), np.int64)
-    candidates = N * max_breadth + max_breadth if by_frequency else 1
+    D, N = anchors.shape[1], trees.tokens.shape[1]
+    fall = (how.max_breadth - how.min_breadth) / max(1, D - 1)
+    queue = np.empty((2 * N + how.max_breadth + 2, 3), np.int64)
+    candidates = N * how.max_breadth + how.max_breadth if how.by_frequency else 1
     heap, weights = np.empty((candidates, 3), np.int64), np.empty(candidates)
     for row in range(len(texts)):
-        size, limit = 1, min(limits[row], N)
-        most = min(corpus_nodes, limit - 1)
-        size, best = _add_corpora(
-            tokens[row], parents[row], size, most, paths[row], lengths[row], matched[row],
-            chain,
-        )  # fmt: skip
+        limit, paths, lengths = min(limits[row], N), found.paths[row], found.lengths[row]
+        tree = _Tree(trees.tokens[row], trees.parents[row], limit, how.depth, how.chain)
+        most = min(how.corpus_nodes, limit - 1)
+        size, best = _add_corpora(tree, 1, most, paths, lengths, found.matched[row])
         at = anchors[texts[row]]
         for match in range(D - 1, 0, -1):
             anchor = at[match, 0]
@@ -258,20 +275,11 @@ def draft(
                 break
             if anchor == 0 or nodes[anchor, BORN] != at[match, 1] or nodes[anchor, FIRST] == 0:
                 continue
-            if by_frequency:
-                size = _add_by_frequency(
-                    nodes, anchor, max_breadth, tokens[row], parents[row], size, limit, depth,
-                    heap, weights, chain,
-                )  # fmt: skip
+            if how.by_frequency:
+                size = _add_by_frequency(tree, size, nodes, anchor, how.max_breadth, heap, weights)
             else:
-                breadth = (D - match) * fall + min_breadth
-                size = _add_by_recency(
-                    nodes, anchor, breadth, fall, tokens[row], parents[row], size, limit, depth,
-                    queue, chain,
-                )  # fmt: skip
-        if best >= 0 and corpus_nodes:
-            size = _add_path(
-                tokens[row], parents[row], size, paths[row, best], lengths[row, best],
-                limit - size, chain,
-            )  # fmt: skip
-        num_nodes[row] = size
+                breadth = (D - match) * fall + how.min_breadth
+                size = _add_by_recency(tree, size, nodes, anchor, breadth, fall, queue)
+        if best >= 0 and how.corpus_nodes:
+            size = _add_path(tree, size, paths[best], lengths[best], limit - size)
+        trees.num_nodes[row] = size

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 from jaxtyping import Int32, Int64
+
+from shared.engine.ngram.compiled import compiled
 
 TOKEN, PARENT, FIRST, PREV, NEXT, COUNT, OLDER, NEWER, CHAIN, BORN = range(10)
 """Columns of a node: its token and parent, first child, siblings, times passed, neighbours in the
@@ -31,13 +32,10 @@ USED, FREE, LIVE, OLDEST, NEWEST = range(5)
 """Entries of the head: rows ever used, first free row, live nodes, ends of the eviction order."""
 
 NUM_HEADS = 5
-SMALLEST_CAPACITY = 1024
 
 Nodes = Int32[np.ndarray, "rows columns"]
 Buckets = Int32[np.ndarray, " buckets"]
 Head = Int64[np.ndarray, " heads"]
-
-compiled = numba.njit(cache=True, nogil=True)
 
 
 @dataclass
@@ -48,42 +46,32 @@ class Trie:
       nodes: One row a node, see the columns above.
       buckets: First node of each hash bucket, by parent and token; a power of two.
       head: See its entries above.
-      capacity: Most rows that `nodes` may grow to.
     """
 
     nodes: Nodes
     buckets: Buckets
     head: Head
-    capacity: int
 
     @classmethod
     def empty(cls, capacity: int) -> Trie:
-        """A trie of at most `capacity` nodes; its arrays start small."""
+        """A trie with rows for `capacity` - 1 nodes.
+
+        The arrays have their full size from the start, and never move: they are zeros that the
+        system gives memory page by page, as rows are used. An array that grew would be copied while
+        every stream waits, and its buckets filled anew: a second at some millions of nodes.
+        """
         head = np.zeros(NUM_HEADS, np.int64)
         head[USED] = 1
-        nodes = np.zeros((SMALLEST_CAPACITY, NUM_COLUMNS), np.int32)
-        return cls(nodes, np.zeros(SMALLEST_CAPACITY, np.int32), head, capacity)
+        buckets = np.zeros(1 << (capacity - 1).bit_length(), np.int32)
+        return cls(np.zeros((capacity, NUM_COLUMNS), np.int32), buckets, head)
 
     @property
     def num_nodes(self) -> int:
         """Live nodes, the roots included."""
         return int(self.head[LIVE])
 
-    def reserve(self, count: int) -> None:
-        """Makes room for `count` more nodes, or for as many as the capacity allows."""
-        rows = wanted = len(self.nodes)
-        while wanted - 1 - self.num_nodes < count and wanted < self.capacity:
-            wanted = min(2 * wanted, self.capacity)
-        if wanted == rows:
-            return
-        self.nodes = np.concatenate([self.nodes, np.zeros((wanted - rows, NUM_COLUMNS), np.int32)])
-        if wanted > len(self.buckets):
-            self.buckets = np.zeros(1 << (wanted - 1).bit_length(), np.int32)
-            rehash(self.nodes, self.buckets, self.head)
-
     def new_root(self) -> int:
         """A root without children; 0 where there is no room."""
-        self.reserve(1)
         return int(new_root(self.nodes, self.buckets, self.head))
 
     def drop(self, root: int) -> None:
@@ -105,16 +93,6 @@ def find(nodes: Nodes, buckets: Buckets, parent: int, token: int) -> int:
     while node and (nodes[node, PARENT] != parent or nodes[node, TOKEN] != token):
         node = nodes[node, CHAIN]
     return node
-
-
-@compiled
-def rehash(nodes: Nodes, buckets: Buckets, head: Head) -> None:
-    """Fills empty buckets with every node below a root."""
-    for node in range(1, head[USED]):
-        if nodes[node, PARENT]:
-            at = _bucket(nodes[node, PARENT], nodes[node, TOKEN], buckets)
-            nodes[node, CHAIN] = buckets[at]
-            buckets[at] = node
 
 
 @compiled

@@ -1,0 +1,239 @@
+"""How the two frameworks run and time an operation, for `bench/op.py`.
+
+Operations are called as the backends call them, so on a GPU they are the kernels that `ops` has
+bound. A framework is imported when its side is made.
+"""
+
+import gc
+import inspect
+import math
+import statistics
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from tests.support.implementations import to_jax, to_numpy, to_torch
+from tests.support.op_case import Arguments, OpCase, as_list
+
+Operation = Callable[..., Any]
+Placed = list[Any]
+"""The arguments of an operation in its order: arrays on the device, and plain numbers."""
+Timer = Callable[[int], float]
+"""Seconds of one call, from a number of rounds over all sets of arguments."""
+
+GPU_COPY_FLOATS, CPU_COPY_FLOATS = 2**28, 2**24
+ROUND_S = 0.02
+
+
+class Side(ABC):
+    """One framework on the device that it runs on.
+
+    Attributes:
+      name: Of the framework.
+      device: Name of the device.
+      is_gpu: Whether that is a GPU.
+    """
+
+    name: str
+    device: str
+    is_gpu: bool
+
+    def __init__(self) -> None:
+        self._ops = import_module(f"{self.name}_impl.ops")
+
+    @property
+    def kernels(self) -> list[str]:
+        """The operations that are kernels now."""
+        return self._ops.kernel_names()
+
+    @property
+    def version(self) -> str:
+        """Of the framework."""
+        return version(self.name)
+
+    def with_ops(self, ops: str) -> AbstractContextManager[None]:
+        """Within it the operations are `plain`, or what `ops` has bound."""
+        return self._ops.plain() if ops == "plain" else nullcontext()
+
+    def operation(self, case: OpCase) -> Operation:
+        """What a case calls."""
+        return getattr(import_module(f"{self.name}_impl.ops.{case.op}"), case.function)
+
+    def placed(self, case: OpCase, arguments: Arguments) -> Placed:
+        """The arguments on the device."""
+        order = inspect.signature(self.operation(case)).parameters
+        return [self._array(arguments[name], case.dtype) for name in order if name in arguments]
+
+    @abstractmethod
+    def run(self, operation: Operation, placed: Placed) -> list[np.ndarray]:
+        """The results of one call, bfloat16 as float32."""
+
+    @abstractmethod
+    def timer(self, operation: Operation, sets: list[Placed]) -> Timer:
+        """Prepares to time calls that take the sets in turn."""
+
+    def copy_rate(self) -> float:
+        """Bytes a second, read and written, of a large copy on the device."""
+        timer = self._gpu_copies() if self.is_gpu else _cpu_copies()
+        floats = GPU_COPY_FLOATS if self.is_gpu else CPU_COPY_FLOATS
+        return 2 * 4 * floats / statistics.median(timer(1) for _ in range(7))
+
+    def release(self) -> None:
+        """Lets go of the arrays and programs that no one holds, for the next side."""
+        gc.collect()
+
+    @abstractmethod
+    def _gpu_copies(self) -> Timer:
+        """Of copies of `GPU_COPY_FLOATS`."""
+
+    @abstractmethod
+    def _array(self, value: Any, dtype: str) -> Any:
+        """An array on the device, its floats in the dtype; a number as it is."""
+
+
+class TorchSide(Side):
+    """Runs operations of torch; on a GPU, those that are timed stand in one captured graph."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._torch = import_module("torch")
+        self.is_gpu = self._torch.cuda.is_available()
+        self.device = self._torch.cuda.get_device_name() if self.is_gpu else "CPU"
+
+    def run(self, operation: Operation, placed: Placed) -> list[np.ndarray]:
+        results = as_list(operation(*placed))
+        return [to_numpy(x.float().cpu() if x.is_floating_point() else x.cpu()) for x in results]
+
+    def timer(self, operation: Operation, sets: list[Placed]) -> Timer:
+        def once() -> list[Any]:
+            return [operation(*placed) for placed in sets]
+
+        once()
+        return self._captured(once, len(sets)) if self.is_gpu else _on_a_clock(once, len(sets))
+
+    def release(self) -> None:
+        super().release()
+        if self.is_gpu:
+            self._torch.cuda.empty_cache()
+
+    def _gpu_copies(self) -> Timer:
+        source = self._torch.ones(GPU_COPY_FLOATS, device="cuda")
+        target = self._torch.empty_like(source)
+        return self.timer(target.copy_, [[source]])
+
+    def _captured(self, once: Callable[[], Any], count: int) -> Timer:
+        cuda = self._torch.cuda
+        cuda.synchronize()
+        graph = cuda.CUDAGraph()
+        # JAX may allocate meanwhile in a thread of its own.
+        with cuda.graph(graph, capture_error_mode="thread_local"):
+            once()
+
+        def seconds(rounds: int) -> float:
+            begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(rounds):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) / 1e3 / rounds / count
+
+        return seconds
+
+    def _array(self, value: Any, dtype: str) -> Any:
+        found = to_torch(value)
+        if not isinstance(value, np.ndarray):
+            return found
+        where = "cuda" if self.is_gpu else "cpu"
+        is_float = found.is_floating_point()
+        return found.to(where, getattr(self._torch, dtype) if is_float else found.dtype)
+
+
+class JaxSide(Side):
+    """Runs operations of JAX; those that are timed stand in one program."""
+
+    name = "jax"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._jax = import_module("jax")
+        first = self._jax.devices()[0]
+        self.is_gpu = first.platform == "gpu"
+        self.device = first.device_kind if self.is_gpu else "CPU"
+
+    def run(self, operation: Operation, placed: Placed) -> list[np.ndarray]:
+        (results,) = self._program(operation, [placed])()
+        return [_widened(to_numpy(x)) for x in as_list(results)]
+
+    def timer(self, operation: Operation, sets: list[Placed]) -> Timer:
+        program = self._program(operation, sets)
+        for _ in range(3):  # plain, then recorded as a command buffer, then replayed
+            self._jax.block_until_ready(program())
+        return _on_a_clock(program, len(sets), self._jax.block_until_ready)
+
+    def _gpu_copies(self) -> Timer:
+        source = self._jax.numpy.ones(GPU_COPY_FLOATS)
+        return self.timer(lambda x: x + 1, [[source]])
+
+    def _program(self, operation: Operation, sets: list[Placed]) -> Callable[[], Any]:
+        """The calls over all sets; numbers are part of the program."""
+
+        def is_array(x: Any) -> bool:
+            return isinstance(x, self._jax.Array)
+
+        def calls(arrays: list[Placed]) -> list[Any]:
+            merged = [
+                [a if is_array(x) else x for x, a in zip(placed, row, strict=True)]
+                for placed, row in zip(sets, arrays, strict=True)
+            ]
+            return [operation(*placed) for placed in merged]
+
+        arrays = [[x if is_array(x) else None for x in placed] for placed in sets]
+        program = self._jax.jit(calls)
+        return lambda: program(arrays)
+
+    def _array(self, value: Any, dtype: str) -> Any:
+        found = to_jax(value)
+        is_float = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+        return found.astype(dtype) if is_float else found
+
+
+SIDES: dict[str, type[Side]] = {"torch": TorchSide, "jax": JaxSide}
+"""In the order in which they run: JAX takes most of a GPU's memory when it starts."""
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32) if x.dtype.name == "bfloat16" else x
+
+
+def _cpu_copies() -> Timer:
+    source = np.ones(CPU_COPY_FLOATS, np.float32)
+    target = np.empty_like(source)
+    np.copyto(target, source)  # its pages exist from now on
+    return _on_a_clock(lambda: np.copyto(target, source), 1)
+
+
+def _on_a_clock(
+    once: Callable[[], Any], count: int, wait: Callable[[Any], Any] = lambda results: results
+) -> Timer:
+    def seconds(rounds: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(rounds):
+            results = once()
+        wait(results)
+        return (time.perf_counter() - begin) / rounds / count
+
+    return seconds
+
+
+def rounds_for(timer: Timer, count: int) -> int:
+    """So many rounds over `count` sets that they take a while."""
+    return max(1, math.ceil(ROUND_S / max(timer(1) * count, 1e-9)))

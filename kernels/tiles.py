@@ -1,0 +1,145 @@
+"""Tiles: how a kernel cuts its work on one GPU, and how many warps and stages it takes for that.
+
+Tiles are measured, one file of `kernels/gpus` for each GPU, and decide nothing but the speed: what
+decides bits is an order of `shared.spec.numerics`, which no file can change. Which line of a table
+a call takes follows from the sizes of the call alone, so it is settled when a program is compiled
+or captured.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+FOLDER = Path(__file__).parent / "gpus"
+MEASURED = "nvidia_h200"
+"""A GPU without a file has the tiles of this one, until it is measured itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionTiles:
+    """Tiles of `attention.attend`.
+
+    Attributes:
+      lanes: Rows of a product, one for each pair of a query row and a query head of the key head.
+      ones: Columns of ones, by which the weights are multiplied to be summed.
+      warps, stages: Of the kernel that sums a split.
+      combine_warps: Of the kernel that adds the splits.
+    """
+
+    sizes: ClassVar = ("item_bytes", "rows")
+    """Bytes of an element of q, and the most pairs that a request can have."""
+
+    lanes: int
+    ones: int
+    warps: int
+    stages: int
+    combine_warps: int
+
+    def __post_init__(self) -> None:
+        # Fewer than 16 rows or columns a matrix unit does not take.
+        _check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1, "combine_warps": 1})
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self.stages}")
+
+
+def _check_powers_of_two(tiles: object, least: Mapping[str, int]) -> None:
+    for name, bound in least.items():
+        value = getattr(tiles, name)
+        if value < bound or value & (value - 1):
+            raise ValueError(f"{name} must be a power of two from {bound}, got {value}")
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Line(Generic[T]):
+    """Tiles, and the sizes up to which they are taken."""
+
+    at_most: Mapping[str, int]
+    tiles: T
+
+    def takes(self, sizes: Mapping[str, int]) -> bool:
+        """Whether no size is above its bound."""
+        return all(sizes[name] <= bound for name, bound in self.at_most.items())
+
+
+@dataclass(frozen=True)
+class Table(Generic[T]):
+    """The tiles of one kernel; the first line that takes a call's sizes holds, the last takes all.
+
+    Raises:
+      ValueError: The last line does not take all sizes.
+    """
+
+    lines: tuple[Line[T], ...]
+
+    def __post_init__(self) -> None:
+        if not self.lines or self.lines[-1].at_most:
+            raise ValueError("the last line must have no at_most, so that every size has tiles")
+
+    def of(self, **sizes: int) -> T:
+        """The tiles for a call; `sizes` names every one that the tables of the kernel can bound."""
+        return next(line.tiles for line in self.lines if line.takes(sizes))
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tables of all kernels of one language, a field for each operation that has kernels."""
+
+    attention: Table[AttentionTiles]
+
+    @classmethod
+    def load(cls, language: str, gpu: str, folder: Path = FOLDER) -> "Tiles":
+        """Reads the tables of a GPU.
+
+        Args:
+          language: `pallas_gpu` or `triton_gpu`; they are compiled differently, hence two tables.
+          gpu: The name that the driver gives the GPU; a file's name must begin it.
+          folder: Of the files.
+
+        Raises:
+          ValueError: A table is missing, is of no kernel, or has a wrong line; says which.
+        """
+        path = _file_of(gpu, folder)
+        found = json.loads(path.read_text(encoding="utf-8"))[language]
+        if found.keys() != CLASSES.keys():
+            have, want = sorted(found), sorted(CLASSES)
+            raise ValueError(f"{path.name}, {language}: tables must be {want}, got {have}")
+        return cls(**{op: _table(f"{path.name}, {language}", op, found[op]) for op in CLASSES})
+
+
+CLASSES: dict[str, type[AttentionTiles]] = {"attention": AttentionTiles}
+"""The class of the tiles of each operation that has kernels."""
+
+
+def _file_of(gpu: str, folder: Path) -> Path:
+    """The file with the longest name that begins the GPU's."""
+    name = re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") + "_"
+    stems = [path.stem for path in folder.glob("*.json") if name.startswith(path.stem + "_")]
+    return folder / f"{max(stems, key=len, default=MEASURED)}.json"
+
+
+def _table(where: str, op: str, lines: list[dict[str, Any]]) -> Table[Any]:
+    made = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            made.append(_line(CLASSES[op], **line))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}, {op}, line {number}: {error}") from error
+    try:
+        return Table(tuple(made))
+    except ValueError as error:
+        raise ValueError(f"{where}, {op}: {error}") from error
+
+
+def _line(kind: type[T], *, at_most: dict[str, int], **tiles: int) -> Line[T]:
+    names = {field.name for field in fields(kind)}
+    if tiles.keys() != names:
+        raise ValueError(f"tiles must be {sorted(names)}, got {sorted(tiles)}")
+    if unknown := at_most.keys() - set(kind.sizes):
+        raise ValueError(f"at_most takes {list(kind.sizes)}, got {sorted(unknown)}")
+    return Line(at_most, kind(**tiles))

@@ -1,0 +1,113 @@
+"""The end of a step that does not end.
+
+The engine's thread waits for the device and cannot look at a clock meanwhile, so another thread
+does. It is no profiler: it says which step was waited for, and where.
+"""
+
+import faulthandler
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from shared.boundary.backend import Backend, Program, StepFuture, StepPlan, StepResult
+
+STOPPED = "the server was stopped"
+CHECK_S = 0.5
+STOP_WAIT_S = 2.0  # for the step in flight when a signal came; all in all the end takes below 5 s
+
+
+class Watchdog:
+    """Watches the calls of one thread.
+
+    Attributes:
+      doing: What the watched thread is at, for the reader.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        """Watches nothing yet.
+
+        Args:
+          timeout_s: How long a call may take.
+        """
+        self.doing = "a step"
+        self._timeout_s, self._began = timeout_s, None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A call that must end in time."""
+        self._began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._began = None
+
+    def start(self, stop: socket.socket, end: Callable[[str, bool], None]) -> None:
+        """Begins to look at the clock.
+
+        Args:
+          stop: Readable from the moment on at which the process was told to stop.
+          end: Ends the process at once; it gets the reason, and whether that is a failure.
+        """
+        threading.Thread(target=self._watch, args=(stop, end), daemon=True).start()
+
+    def _watch(self, stop: socket.socket, end: Callable[[str, bool], None]) -> None:
+        while not select.select([stop], [], [], CHECK_S)[0]:
+            if self._lasts() > self._timeout_s:
+                faulthandler.dump_traceback(file=sys.stderr)
+                end(f"{self.doing} has not ended after {self._timeout_s:g} s", True)
+                return
+        while self._lasts() < STOP_WAIT_S:
+            time.sleep(CHECK_S / 5)
+        end(STOPPED, False)
+
+    def _lasts(self) -> float:
+        """Seconds of the call that is under way."""
+        began = self._began  # the other thread may set it to None between two looks
+        return 0.0 if began is None else time.monotonic() - began
+
+
+class NamedSteps:
+    """A backend that tells a watchdog which step is waited for."""
+
+    def __init__(self, backend: Backend, watchdog: Watchdog) -> None:
+        self.limits = backend.limits
+        self._backend, self._watchdog, self._count = backend, watchdog, 0
+
+    def workspace(self, program: Program) -> int:
+        """See `Backend`."""
+        return self._backend.workspace(program)
+
+    def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
+        """See `Backend`."""
+        self._backend.prepare(programs, progress)
+
+    def submit(self, plan: StepPlan) -> StepFuture:
+        """See `Backend`."""
+        self._count += 1
+        name = f"step {self._count}, a {plan.program},"
+        self._watchdog.doing = name
+        return _Named(self._backend.submit(plan), name, self._watchdog)
+
+    def close(self) -> None:
+        """See `Backend`."""
+        self._backend.close()
+
+
+class _Named:
+    """The result of a step that has a name."""
+
+    def __init__(self, future: StepFuture, name: str, watchdog: Watchdog) -> None:
+        self._future, self._name, self._watchdog = future, name, watchdog
+
+    def done(self) -> bool:
+        """See `StepFuture`."""
+        return self._future.done()
+
+    def result(self) -> StepResult:
+        """See `StepFuture`."""
+        self._watchdog.doing = self._name
+        return self._future.result()

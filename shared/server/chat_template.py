@@ -1,0 +1,130 @@
+"""A checkpoint's chat template: a conversation as the text that its model was trained on."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class TemplateFailed(ValueError):
+    """The chat template did not accept the messages; the message says why."""
+
+
+class ChatTemplate:
+    """A template that Hugging Face's libraries read too.
+
+    Args:
+      source: The template.
+      names: The special tokens that it may write by name.
+
+    Raises:
+      jinja2.TemplateError: The source is no template.
+    """
+
+    def __init__(self, source: str, names: dict[str, str]) -> None:
+        self._template = _environment().from_string(source)
+        self._names = names
+        self._knows_developers = "developer" in source
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path, config: dict[str, Any], names: dict[str, str]
+    ) -> ChatTemplate | None:
+        """chat_template.jinja, else the `chat_template` of tokenizer_config.json; None without.
+
+        Raises:
+          ValueError: It is broken; one sentence.
+        """
+        path = folder / "chat_template.jinja"
+        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
+        if isinstance(source, list):  # several, by name
+            source = {entry["name"]: entry["template"] for entry in source}.get("default")
+        if source is None:
+            return None
+        try:
+            return cls(source, names)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template in {folder} cannot be read: {error}") from error
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """The text of a conversation that the assistant is to answer.
+
+        A developer is OpenAI's later word for who writes the system message. Most templates do not
+        know it and would drop the message in silence, so they get a system message.
+
+        Args:
+          messages: With `role` and `content`.
+
+        Raises:
+          TemplateFailed: The template refuses the messages, or what it writes is no text.
+        """
+        if not self._knows_developers:
+            messages = [_as_system(message) for message in messages]
+        try:
+            text = self._template.render(
+                messages=messages, add_generation_prompt=True, tools=None, **self._names
+            )
+            text.encode()  # a template can write a half of a character, which no tokenizer takes
+        except Exception as error:  # a template is a program: whatever it raises is its refusal
+            raise TemplateFailed(f"the chat template failed: {error}") from error
+        return text
+
+
+def _as_system(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _environment() -> jinja2.Environment:
+    """The settings that Hugging Face templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}`: marks an answer for who trains on answers alone; here only its text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The statements of the block, whose names end with it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes <, > and & for HTML.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

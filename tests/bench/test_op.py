@@ -1,0 +1,114 @@
+"""The bench of operations: it runs the tests' cases on both sides and sees what is wrong."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import op
+from bench.op_sides import SIDES, Side
+from tests.support.op_case import TOLERANCE, OpCase, table, tables
+
+
+@pytest.fixture(scope="module", params=SIDES)
+def side(request: pytest.FixtureRequest) -> Side:
+    return SIDES[request.param]()
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.op_sides.ROUND_S", 0)
+    monkeypatch.setattr("bench.op_sides.CPU_COPY_FLOATS", 2**16)
+
+
+SMALL = [case for name in tables() for case in table(name) if not case.is_large]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_every_small_case_gives_what_the_specification_says(case: OpCase, side: Side) -> None:
+    arguments = case.arguments(seed=0)
+    got = side.run(side.operation(case), side.placed(case, arguments))
+    assert max(case.errors(arguments, got)) <= TOLERANCE[case.dtype]
+
+
+def test_a_table_has_its_lines_in_the_file_and_its_limits_beside_the_times(
+    tmp_path: Path, short: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "op.json"
+    found = op.run(op.options().parse_args(["gated_delta", "--out", str(out)]), "the command")
+    written = json.loads(out.read_text())
+    assert written == found.found
+    assert written["command"] == "the command"
+    assert written["versions"].keys() == {"python", "numpy", "torch", "jax"}
+    cases = [(side, case.name) for side in SIDES for case in SMALL if case.op == "gated_delta"]
+    assert [(line["side"], line["case"]) for line in written["results"]] == cases
+    for line in written["results"]:
+        rate = written["sides"][line["side"]]["copy_gigabytes_per_s"] * 1e9
+        assert line["limit_us"] == pytest.approx(line["bytes"] / rate * 1e6)
+        assert line["us"] > 0
+        assert line["is_right"]
+    assert written["bits_equal"].keys() == {"step, three states", "verify, three trees"}
+    assert capsys.readouterr().out.count("three trees") == 3
+
+
+@pytest.mark.parametrize("function", ["attend", "step"])
+def test_a_wrong_result_and_one_that_is_no_number_are_seen(
+    function: str, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side, case = SIDES["torch"](), next(case for case in SMALL if case.function == function)
+    rate = side.copy_rate()
+    assert op.measure(side, case, rate)["is_right"]
+    right = side.run
+    for factor in (np.float32(1 + 1e-3), np.float32(np.nan)):
+
+        def spoiled(*given, by: np.float32 = factor) -> list[np.ndarray]:
+            *others, last = right(*given)
+            return [*others, last * by]
+
+        monkeypatch.setattr(side, "run", spoiled)
+        line = op.measure(side, case, rate)
+        assert not line["is_right"]
+        assert op.line_of(line).endswith("WRONG")
+
+
+def test_past_its_time_the_bench_begins_no_case_and_says_so(short: None) -> None:
+    report = op.run(op.options().parse_args(["attention", "--seconds", "0"]), "")
+    assert not report.found["results"]
+    assert len(report.found["left_out"]) == 2 * sum(case.op == "attention" for case in SMALL)
+
+
+def test_a_large_case_is_compared_in_some_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in table("attention") if case.name == "tree")
+    arguments = case.arguments(seed=1)
+    rows = case.real_rows(arguments)
+    (want,) = case.specified(arguments, rows)
+    got = np.concatenate([want, np.zeros_like(arguments["q"][len(want) :])])
+    assert case.errors(arguments, [got]) == [0]
+    monkeypatch.setattr("tests.support.op_case.MOST_COMPARED", 3)
+    large = replace(case, is_large=True)
+    assert large.errors(arguments, [got]) == pytest.approx([0], abs=1e-6)
+    seen = []
+    for row in rows:
+        wrong = got.copy()
+        wrong[row] += 1
+        seen.append(large.errors(arguments, [wrong])[0] > 1e-2)
+    assert sum(seen) == 3
+
+
+def test_a_limit_counts_what_a_call_must_move() -> None:
+    case = next(case for case in table("attention") if case.name == "tree")
+    arguments = case.arguments(seed=0)
+    positions, rows = (30 + 7) + (17 + 7) + (119 + 7), 7 + 4 + 1
+    assert case.bytes_of(arguments, []) == 16 * 4 * (2 * positions * 2 + 2 * rows * 4)
+    step = next(case for case in table("gated_delta") if case.function == "step")
+    given = step.arguments(seed=0)
+    results = [given["state"], given["v"]]
+    assert step.bytes_of(given, results) == sum(x.nbytes for x in (*given.values(), *results))
+
+
+def test_floats_of_a_half_precision_case_have_values_that_it_holds() -> None:
+    half = next(case for case in table("attention") if case.dtype == "bfloat16")
+    bits = half.arguments(seed=0)["q"].view(np.uint32)
+    assert not (bits & 0xFFFF).any()

@@ -1,0 +1,80 @@
+"""What a backend answers and refuses before its first step, each on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from shared.boundary.backend import Backend, Limits, Work
+from shared.boundary.buffers import empty_plan
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import make_backend
+from tests.support.contract_host import contract_limits, contract_model
+
+
+def made(framework: str, **changes: object) -> Backend:
+    """A backend of the contract's model on which nothing is prepared."""
+    config, weights = contract_model()
+    limits = replace(contract_limits(config), **changes)
+    return make_backend(framework, config, weights, limits, "NEXTN").backend
+
+
+@pytest.fixture
+def fresh(framework: str) -> Iterator[Backend]:
+    backend = made(framework)
+    yield backend
+    backend.close()
+
+
+def test_readiness_a_program_that_was_not_prepared_is_refused(fresh):
+    for program in fresh.limits.programs:
+        with pytest.raises(ValueError, match=f"no program ready for a {program}; prepare it"):
+            fresh.submit(empty_plan(program, fresh.limits, None))
+
+
+def test_a_program_that_is_not_listed_cannot_be_prepared(fresh):
+    program = replace(fresh.limits.programs[0], batch=7)
+    with pytest.raises(ValueError, match="there is no program prefill of 7 rows"):
+        fresh.prepare([program], lambda program: None)
+
+
+def test_preparing_names_each_program_once_and_the_ready_ones_never(host):
+    """On the backend that other tests share, so that nothing is compiled for it alone."""
+    plan = empty_plan(host.limits.programs[0], host.limits, None)
+    host.run(plan)
+    named = []
+    host.backend.prepare([plan.program, plan.program], named.append)
+    assert named == []
+
+
+@pytest.mark.parametrize("name", ["reference", "torch"])
+def test_preparing_says_what_it_does_before_it_is_done(name):
+    """JAX would compile for this alone."""
+    backend, named = made(name), []
+    first, second = backend.limits.programs[:2]
+    backend.prepare([first, second, first], named.append)
+    assert named == [first, second]
+    backend.close()
+
+
+def test_a_backend_says_what_a_step_works_on(fresh):
+    limits: Limits = fresh.limits
+    sizes = {p: fresh.workspace(p) for p in limits.programs}
+    assert all(size > 0 for size in sizes.values())
+    plain, chain = (
+        next(p for p in limits.programs if (p.work, p.shape.nodes) == (Work.DECODE, nodes))
+        for nodes in (1, 4)
+    )
+    assert sizes[chain] > sizes[plain]
+    assert fresh.workspace(replace(plain, batch=8)) > sizes[plain]
+
+
+def test_a_verify_with_fewer_rows_than_nodes_is_refused(framework):
+    config, _ = contract_model()
+    programs = contract_limits(config).programs
+    ranked = TreeShape(nodes=4, depth=3, width=1, rows=10)
+    fewer = tuple(replace(p, shape=ranked) if p.shape.nodes == 4 else p for p in programs)
+    with pytest.raises(ValueError, match="rows for every node of its batch, fewer has decode"):
+        made(framework, programs=fewer)

@@ -1,0 +1,83 @@
+"""The files of tiles: what is read for which GPU and call, and what a wrong file is told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kernels.tiles import CLASSES, FOLDER, MEASURED, Tiles
+
+LANGUAGES = ("pallas_gpu", "triton_gpu")
+LINE = {"at_most": {}, "lanes": 32, "ones": 16, "warps": 4, "stages": 2, "combine_warps": 1}
+
+
+def write(folder: Path, name: str, lines: list[dict[str, Any]], **others: Any) -> None:
+    tables = {language: {"attention": lines, **others} for language in LANGUAGES}
+    (folder / f"{name}.json").write_text(json.dumps(tables))
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_every_file_has_tiles_for_every_call(path: Path, language: str) -> None:
+    tiles = Tiles.load(language, path.stem)
+    for item_bytes in (2, 4):
+        for rows in (1, 16, 17, 64, 100_000):
+            assert tiles.attention.of(item_bytes=item_bytes, rows=rows).lanes >= 16
+
+
+def test_the_first_line_that_takes_the_sizes_holds(tmp_path: Path) -> None:
+    lines = [
+        LINE | {"at_most": {"item_bytes": 2, "rows": 16}, "lanes": 16},
+        LINE | {"at_most": {"rows": 40}},
+        LINE | {"lanes": 64},
+    ]
+    write(tmp_path, "some_gpu", lines)
+    table = Tiles.load("triton_gpu", "Some GPU", tmp_path).attention
+    found = {
+        (item_bytes, rows): table.of(item_bytes=item_bytes, rows=rows).lanes
+        for item_bytes, rows in [(2, 16), (2, 17), (4, 16), (4, 41)]
+    }
+    assert found == {(2, 16): 16, (2, 17): 32, (4, 16): 32, (4, 41): 64}
+
+
+def test_a_gpu_has_the_file_with_the_longest_name_that_begins_its_own(tmp_path: Path) -> None:
+    for lanes, name in ((16, MEASURED), (32, "nvidia_h100"), (64, "nvidia_h100_nvl")):
+        write(tmp_path, name, [LINE | {"lanes": lanes}])
+    lanes = {
+        gpu: Tiles.load("pallas_gpu", gpu, tmp_path).attention.of(item_bytes=2, rows=1).lanes
+        for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA H1000")
+    }
+    assert list(lanes.values()) == [16, 32, 64, 16]
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([LINE | {"lanes": 24}], "attention, line 1: lanes must be a power of two from 16, got 24"),
+        ([LINE | {"ones": 8}], "attention, line 1: ones must be a power of two from 16, got 8"),
+        ([LINE | {"stages": 0}], "attention, line 1: stages must be at least 1, got 0"),
+        ([LINE, LINE | {"split": 256}], "attention, line 2: tiles must be .*, got .*'split'"),
+        ([LINE | {"at_most": {"batch": 8}}], r"line 1: at_most takes .*, got \['batch'\]"),
+        ([{"at_most": {}, "lanes": 16}], r"line 1: tiles must be .*, got \['lanes'\]"),
+        ([LINE | {"at_most": {"rows": 8}}], "attention: the last line must have no at_most"),
+        ([], "attention: the last line must have no at_most"),
+    ],
+)
+def test_a_wrong_line_is_refused_with_its_place(
+    lines: list[dict[str, Any]], why: str, tmp_path: Path
+) -> None:
+    write(tmp_path, MEASURED, lines)
+    with pytest.raises(ValueError, match=f"^{MEASURED}.json, pallas_gpu.*{why}"):
+        Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
+
+
+def test_a_table_of_no_kernel_and_a_kernel_without_one_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, MEASURED, [LINE], softmax=[LINE])
+    with pytest.raises(ValueError, match=r"tables must be \['attention'\], got .*'softmax'"):
+        Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
+
+
+def test_every_kernel_has_tiles() -> None:
+    kernels = {path.stem for path in (FOLDER.parent / "triton_gpu").glob("*.py")} - {"__init__"}
+    assert kernels == CLASSES.keys()

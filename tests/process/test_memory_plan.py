@@ -1,0 +1,132 @@
+"""What the memory plan gives a real model on GPUs that nobody needs to have."""
+
+from pathlib import Path
+
+import pytest
+
+from jax_impl import serve as jax_serve
+from kernels.pallas_gpu import attention as pallas_attention
+from kernels.triton_gpu import attention as triton_attention
+from shared.boundary.backend import Work
+from shared.boundary.workspace import SPLIT
+from shared.drafts.drafts import Drafts
+from shared.models.config import ModelConfig
+from shared.options.options import parse
+from shared.process.device import Device, free_in_groups
+from shared.process.memory_plan import MemoryPlan, plan
+from torch_impl import serve as torch_serve
+
+GB = 10**9
+PLATFORMS = {"torch": torch_serve.PLATFORM, "jax": jax_serve.PLATFORM}
+QWEN3_8B = ModelConfig.from_dict(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rope_theta": 1_000_000.0,
+    }
+)
+
+
+def planned(framework: str, free_bytes: int, flags: str = "", kind: str = "gpu") -> MemoryPlan:
+    device, costs = Device(kind, "one", free_bytes), PLATFORMS[framework].costs
+    return plan(parse(flags.split()), QWEN3_8B, Drafts.none(), device, costs)
+
+
+@pytest.mark.parametrize("framework", PLATFORMS)
+@pytest.mark.parametrize(("free_bytes", "positions"), [(140 * GB, 440_000), (80 * GB, 150_000)])
+def test_a_model_of_eight_billions_gets_most_of_a_gpu_for_its_kv(framework, free_bytes, positions):
+    memory = planned(framework, free_bytes)
+    assert memory.options.engine.max_total_tokens >= positions
+    assert memory.max_request_tokens == QWEN3_8B.context_length
+    assert memory.total_bytes <= 0.9 * free_bytes
+
+
+def test_jax_asks_for_a_gpu_and_not_for_three_quarters_of_it():
+    """JAX takes its share of all memory at once: what it leaves is lost to the plan."""
+    share = float(jax_serve.GPU_SHARE)
+    whole, jaxs = planned("torch", 140 * GB), planned("jax", int(share * 140 * GB))
+    assert jaxs.limits.num_pages > 0.9 * whole.limits.num_pages
+
+
+@pytest.mark.parametrize("framework", PLATFORMS)
+def test_prompts_and_decoding_are_counted_apart_by_what_the_backend_says(framework):
+    memory = planned(framework, 140 * GB)
+    sizes = {line.name: line.num_bytes for line in memory.lines}
+    workspace = PLATFORMS[framework].costs.workspace
+    asked = {p: workspace(p, memory.blueprint) for p in memory.limits.programs}
+    for name, work in (("prompt workspace", Work.PREFILL), ("decode workspace", Work.DECODE)):
+        assert sizes[name] == max(size for p, size in asked.items() if p.work is work)
+
+
+def test_a_gpu_counts_the_sums_of_its_kernel_and_a_cpu_the_scores():
+    memory = planned("torch", 140 * GB)
+    widest = max(memory.limits.programs, key=lambda p: p.tokens)
+    positions = widest.pages * memory.limits.page_size
+    heads, size = QWEN3_8B.num_heads, QWEN3_8B.head_size
+    sums = -(-positions // SPLIT) * widest.tokens * heads * size * 4
+    scores = widest.batch * heads * widest.tokens * positions * 4
+    needed = PLATFORMS["torch"].costs.workspace(widest, memory.blueprint)
+    assert sums < needed < 1.5 * sums + QWEN3_8B.vocab * 64 * widest.batch < scores
+    on_cpu = planned("torch", 140 * GB, "--chunked-prefill-size 256", kind="cpu")
+    widest = max(on_cpu.limits.programs, key=lambda p: (p.tokens, p.batch, p.pages))
+    positions = widest.pages * on_cpu.limits.page_size
+    scores = widest.batch * heads * widest.tokens * positions * 4
+    assert PLATFORMS["torch"].costs.workspace(widest, on_cpu.blueprint) > scores
+
+
+def test_the_plan_splits_positions_as_the_kernels_do():
+    assert {SPLIT} == {pallas_attention.SPLIT, triton_attention.SPLIT}
+
+
+def test_both_rings_have_an_entry_for_every_step_in_flight_and_one_more():
+    memory = planned("torch", 140 * GB, "--overlap 2")
+    (line,) = (line for line in memory.lines if line.name == "plans and results")
+    assert line.detail == "4 plans, 4 results"
+
+
+def test_remembered_text_is_in_the_plan_of_a_cpu():
+    flags = "--speculative-algorithm NGRAM --speculative-ngram-capacity 4096 "
+    flags += "--speculative-ngram-external-sam-budget 2 "
+    flags += "--speculative-ngram-external-corpus-max-tokens 1000"
+    sizes = {x.name: x.num_bytes for x in planned("torch", 140 * GB, flags, kind="cpu").lines}
+    assert (sizes["n-grams"], sizes["corpora"]) == (4096 * 40, 1000 * 100)
+
+
+def test_a_cpu_that_compiles_its_programs_has_few_of_them():
+    """Ten: a prompt by itself, one row or all, two lengths of table; logprobs in the widest."""
+    few, many = (planned(name, 140 * GB, kind="cpu").limits for name in ("jax", "torch"))
+    assert (len(few.programs), len(many.programs)) == (10, 70)
+    for work in (Work.PREFILL, Work.DECODE):
+        sizes = {p: (p.batch, p.pages, p.tokens) for p in few.programs if p.work is work}
+        (with_logprobs,) = (p for p in sizes if p.logprobs)
+        assert sizes[with_logprobs] == max(sizes.values())
+
+
+GROUP = "0::/box\n3:memory:/box\n2:cpu:/box\n"
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text)
+
+
+def test_a_containers_limit_is_seen(tmp_path):
+    stat = "anon 5\ninactive_file 30\ntotal_inactive_file 40\n"
+    write(tmp_path / "box", memory__max="1000\n", memory__current="200\n", memory__stat=stat)
+    first = {"memory__limit_in_bytes": "700\n", "memory__usage_in_bytes": "100\n"}
+    write(tmp_path / "memory", **first, memory__stat=stat)
+    assert list(free_in_groups(tmp_path, GROUP)) == [830, 640]
+
+
+def test_no_limit_leaves_what_the_machine_has(tmp_path):
+    write(tmp_path / "box", memory__max="max\n", memory__current="200\n", memory__stat="")
+    assert list(free_in_groups(tmp_path, GROUP)) == []
+    assert list(free_in_groups(tmp_path / "none", "")) == []

@@ -1,0 +1,128 @@
+"""Cases of operations: one table an operation, which its tests and `bench/op.py` share.
+
+`tests/support/cases/NAME.py` has the `TABLE` of the operations of `ops/NAME.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Arguments = dict[str, Any]
+"""Arrays, floats as float32, and numbers that a program is made for, by parameter."""
+
+# Float32 on both sides: the sums have another order, and a GPU's exp2 errs by some 1e-7. bfloat16
+# has 8 bits; intermediate values and results are rounded to it once each.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+MOST_COMPARED = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpCase:
+    """One case of an operation: how it is called, what it must give, and what it must move.
+
+    Attributes:
+      op, function: The name of the specification's and the ops' module, and of the function there.
+      name: Of the case.
+      make: The arguments of the operation for a seed.
+      dtype: What the operation gets its floats in.
+      is_large: Of a real model's size, for a GPU.
+      real_rows: Rows of the result that mean anything; None for all of it.
+      row_arguments: Arguments with an entry a row. Rows do not depend on each other, so that a
+        large case is compared in some of them.
+      num_bytes: What a call must read and write, for the arguments and the bytes of a float; None
+        for all arguments and results.
+    """
+
+    op: str
+    function: str
+    name: str
+    make: Callable[[int], Arguments]
+    dtype: str = "float32"
+    is_large: bool = False
+    real_rows: Callable[[Arguments], np.ndarray] | None = None
+    row_arguments: tuple[str, ...] = ()
+    num_bytes: Callable[[Arguments, int], int] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.function}, {self.name}"
+
+    @property
+    def item_bytes(self) -> int:
+        """Of a float of the operation."""
+        return {"float32": 4, "bfloat16": 2}[self.dtype]
+
+    def arguments(self, seed: int) -> Arguments:
+        """Of the operation; every float has a value that the dtype holds."""
+        made = self.make(seed)
+        return {name: _rounded(value, self.dtype) for name, value in made.items()}
+
+    def errors(self, arguments: Arguments, got: list[np.ndarray]) -> list[float]:
+        """Of each result: the length of the difference over the length of what is wanted.
+
+        NaN stays NaN, which is below no tolerance.
+        """
+        rows = self._compared(arguments)
+        wanted = self.specified(arguments, rows)
+        pairs = zip(got, wanted, strict=True)
+        return [_distance(g if rows is None else g[rows], want) for g, want in pairs]
+
+    def specified(self, arguments: Arguments, rows: np.ndarray | None) -> list[np.ndarray]:
+        """What the specification gives, for some rows or for all."""
+        function = getattr(import_module(f"shared.spec.{self.op}"), self.function)
+        given = {name: arguments[name] for name in inspect.signature(function).parameters}
+        if rows is not None:
+            given |= {name: given[name][rows] for name in self.row_arguments if name in given}
+        return as_list(function(**given))
+
+    def bytes_of(self, arguments: Arguments, results: list[np.ndarray]) -> int:
+        """What a call must read and write at least."""
+        if self.num_bytes is not None:
+            return self.num_bytes(arguments, self.item_bytes)
+        arrays = [x for x in (*arguments.values(), *results) if isinstance(x, np.ndarray)]
+        return sum(x.size * (self.item_bytes if _is_float(x) else x.itemsize) for x in arrays)
+
+    def _compared(self, arguments: Arguments) -> np.ndarray | None:
+        if self.real_rows is None:
+            return None
+        rows = self.real_rows(arguments)
+        if not self.is_large or len(rows) <= MOST_COMPARED:
+            return rows
+        return np.sort(np.random.default_rng(0).choice(rows, MOST_COMPARED, replace=False))
+
+
+def tables() -> list[str]:
+    """The modules of ops that have cases."""
+    return sorted(path.stem for path in (Path(__file__).parent / "cases").glob("*.py"))
+
+
+def table(op: str) -> list[OpCase]:
+    """The cases of an operation's module."""
+    return import_module(f"tests.support.cases.{op}").TABLE
+
+
+def as_list(results: Any) -> list[Any]:
+    """The results of a function that gives one or several."""
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind == "f"
+
+
+def _rounded(value: Any, dtype: str) -> Any:
+    if dtype == "float32" or not _is_float(value):
+        return value
+    return value.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def _distance(got: np.ndarray, want: np.ndarray) -> float:
+    got, want = got.astype(np.float64), want.astype(np.float64)
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
