@@ -11,8 +11,8 @@ from torch import Tensor
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.backend import TorchBackend
-from torch_impl.device_state import DeviceState, Plan, Prompts
-from torch_impl.drafters import Drafter, Fed, Grown, Ranking
+from torch_impl.device_state import DraftState, Plan
+from torch_impl.drafters import Drafted, Drafter, Fed, Prompts, Ranking
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class PlainCandidates:
         return self.drafter.sizes
 
     def prefill(
-        self, state: DeviceState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
         """See `Drafter`."""
-        self.drafter.prefill(state, plan, prompts, fed, replace(rank, noise=None))
+        self.drafter.prefill(memory, plan, prompts, fed, replace(rank, noise=None))
 
     def extend(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
@@ -47,20 +47,20 @@ class PlainCandidates:
         rank: Ranking,
     ) -> None:
         """See `Drafter`."""
-        self.drafter.extend(state, plan, before, counts, fed, replace(rank, noise=None))
+        self.drafter.extend(memory, plan, before, counts, fed, replace(rank, noise=None))
 
     def draft(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
         shape: TreeShape,
         rank: Ranking,
-    ) -> Grown:
+    ) -> Drafted:
         """See `Drafter`."""
         unperturbed = replace(rank, noise=None)
-        return self.drafter.draft(state, plan, newest, lengths, shape, unperturbed)
+        return self.drafter.draft(memory, plan, newest, lengths, shape, unperturbed)
 
 
 def rank_plainly(backend: TorchBackend) -> None:

@@ -59,11 +59,19 @@ def attention_layer(
         k = layers.rms_norm(k, weights.k_norm, config.rms_eps)
     q = layers.apply_rotary(q, turned.cos, turned.sin)
     k = layers.apply_rotary(k, turned.cos, turned.sin)
-    where = (rows.page_table, rows.request, rows.places, rows.is_real)
-    attention.write(pools[0], *where, k)
-    attention.write(pools[1], *where, v)
-    sees = (rows.page_table, rows.request, rows.row_starts, rows.first, rows.until, rows.window)
-    out = attention.attend(q, pools[0], pools[1], *sees, rows.most_rows)
+    _write(pools, rows, k, v)
+    out = attention.attend(
+        q,
+        pools[0],
+        pools[1],
+        rows.page_table,
+        rows.request,
+        rows.row_starts,
+        rows.first,
+        rows.until,
+        rows.window,
+        rows.most_rows,
+    )
     if gate is not None:
         out = out * layers.sigmoid(gate)
     return linear(out.flatten(1), weights.out)
@@ -83,9 +91,14 @@ def write_keys(
     rows, keys = turned.rows, config.num_kv_heads * config.head_size
     k, v = linear(x, weights.qkv[-2 * keys :]).unflatten(1, (2, -1, config.head_size)).unbind(1)
     k = layers.rms_norm(k, weights.k_norm, config.rms_eps)
-    where = (rows.page_table, rows.request, rows.places, rows.is_real)
-    attention.write(pools[0], *where, layers.apply_rotary(k, turned.cos, turned.sin))
-    attention.write(pools[1], *where, v)
+    _write(pools, rows, layers.apply_rotary(k, turned.cos, turned.sin), v)
+
+
+def _write(
+    pools: Pools, rows: Rows, k: Float[Tensor, "R Hk D"], v: Float[Tensor, "R Hk D"]
+) -> None:
+    for pool, values in zip(pools, (k, v), strict=True):
+        attention.write(pool, rows.page_table, rows.request, rows.places, rows.is_real, values)
 
 
 def _project(

@@ -6,12 +6,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.boundary.backend import Limits, Program, Work
-from torch_impl.device_state import DeviceState, Plan
+from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Noise, Ranking
 from torch_impl.model import Model
 from torch_impl.ops import any_row, sampling
-
-Fields = dict[str, Tensor]
 
 
 @dataclass(frozen=True)

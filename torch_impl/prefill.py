@@ -8,41 +8,39 @@ from torch import Tensor
 
 from shared.boundary.backend import Program
 from torch_impl import model
-from torch_impl.device_state import Plan, Prompts, count, put, save, start, take
-from torch_impl.drafters import Fed, Noise, noise_of
+from torch_impl.device_state import Fields, Plan, count, keep, start, take
+from torch_impl.drafters import Fed, Noise, Prompts, noise_of
 from torch_impl.layers import Chunks
-from torch_impl.machine import Fields, Machine, logprobs_of, ranking, seen_of
+from torch_impl.machine import Machine, logprobs_of, ranking, seen_of
 from torch_impl.model import Forward
-from torch_impl.ops import draft_tree, mamba_state, sampling
+from torch_impl.ops import attention, draft_tree, mamba_state, sampling
 
 
 def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
     start(machine.state, plan)
-    row_starts, tokens = plan.work["row_starts"], plan.work["tokens"]
-    request, is_real = draft_tree.request_of(row_starts, program.tokens)
-    place = torch.arange(program.tokens, dtype=torch.int32, device=tokens.device)
-    place = place - row_starts[request]
+    prompt = plan.prompt
+    request, is_real = draft_tree.request_of(prompt.row_starts, program.tokens)
+    place = torch.arange(program.tokens, dtype=torch.int32, device=request.device)
+    place = place - prompt.row_starts[request]
     is_output = place >= plan.sampling.prompt_length[request]
-    count(machine.state, plan.slots[request], tokens, is_output, is_real)
-    return {}
+    count(machine.state, plan.slots[request], prompt.tokens, is_output, is_real)
+    return {"counts": torch.zeros_like(plan.save_at)}
 
 
 def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
-    state, is_row = machine.state, plan.slots != 0
+    state, slots, is_row = machine.state, plan.slots, plan.slots != 0
     start(state, plan)
-    prompts = Prompts.of(plan, program)
-    lengths = prompts.lengths
-    passed, saved = _prefill_forward(machine, plan, prompts, machine.streams(program))
+    prompts = _prompts(plan, program)
+    passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
     _count_prompts(machine, plan, prompts)
     logits = model.logits(machine.model, passed.hidden[prompts.last])
     # The choice's noise, then the relay's.
-    places = 1 + int(machine.relays(program))
+    places, lengths = 1 + int(machine.relays(program)), prompts.lengths
     noise = noise_of(plan.sampling, lengths - 1, places, machine.limits.vocab)
-    chosen = _choose_next(machine, plan, logits, lengths, noise)
-    ends = plan.work["ends_prompt"] != 0
-    newest = torch.where(ends, chosen, plan.work["next_tokens"])
-    state.length[plan.slots], state.newest[plan.slots] = lengths, newest
-    count(state, plan.slots, newest, lengths >= plan.sampling.prompt_length, is_row)
+    chosen, ends = _choose_next(machine, plan, logits, lengths, noise), plan.prompt.ends_prompt
+    newest = torch.where(ends, chosen, plan.prompt.next_tokens)
+    state.lengths[slots], state.newest[slots] = lengths, newest
+    count(state, slots, newest, lengths >= plan.sampling.prompt_length, is_row)
     if machine.feeds(program):
         _feed_prompts(machine, plan, prompts, passed, newest, noise)
     failed = ~logits.isfinite().all(dim=1) & is_row
@@ -53,6 +51,40 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     return found | logprobs_of(machine, program, logits[:, None], emitted, counts)
 
 
+def _prompts(plan: Plan, program: Program) -> Prompts:
+    prompt = plan.prompt
+    row_starts, first = prompt.row_starts, prompt.first_positions
+    rows = attention.causal_rows(
+        row_starts, first, torch.zeros_like(first), plan.page_table, program.tokens
+    )
+    return Prompts(
+        tokens=prompt.tokens[: len(rows.request)],
+        row_starts=row_starts,
+        first=first,
+        lengths=first + row_starts[1:] - row_starts[:-1],
+        last=(row_starts[1:] - 1).clamp(min=0),
+        rows=rows,
+    )
+
+
+def _read_prompts(
+    machine: Machine, plan: Plan, prompts: Prompts, streams: tuple[int, ...]
+) -> tuple[Forward, Bool[Tensor, " B"]]:
+    """Runs the target over prompt chunks and carries its states on; says what was saved."""
+    state, config, rows = machine.state, machine.model.config, prompts.rows
+    if state.delta is None:
+        passed = model.forward(machine.model, prompts.tokens, rows, state.kv, None, streams)
+        return passed, torch.zeros_like(plan.starts)
+    save_after = plan.save_at - prompts.first
+    mixer = Chunks(config, take(state.delta, plan.slots), prompts.row_starts, rows, save_after)
+    passed = model.forward(machine.model, prompts.tokens, rows, state.kv, mixer, streams)
+    is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
+    is_saved &= plan.save != 0
+    new, saved = mamba_state.stacked(mixer.new), mamba_state.stacked(mixer.saved)
+    keep(state.delta, state.snapshots, plan, new, saved, is_saved)
+    return passed, is_saved
+
+
 def _count_prompts(machine: Machine, plan: Plan, prompts: Prompts) -> None:
     """Counts the chunks' tokens, but for those that were their slot's newest token already."""
     rows, starts = prompts.rows, plan.starts
@@ -60,44 +92,6 @@ def _count_prompts(machine: Machine, plan: Plan, prompts: Prompts) -> None:
     is_output = rows.positions >= plan.sampling.prompt_length[rows.request]
     slots = plan.slots[rows.request]
     count(machine.state, slots, prompts.tokens, is_output, rows.is_real & ~was_newest)
-
-
-def _feed_prompts(
-    machine: Machine,
-    plan: Plan,
-    prompts: Prompts,
-    passed: Forward,
-    newest: Int[Tensor, " B"],
-    noise: Noise | None,
-) -> None:
-    """Extends the drafter over the chunks, each row with the token after it."""
-    rows = prompts.rows
-    bound = machine.state.draft_from[plan.slots]
-    is_last = draft_tree.is_last(prompts.row_starts, rows.request)
-    following = torch.where(is_last, newest[rows.request], prompts.tokens.roll(-1))
-    rows = replace(rows, first=bound[rows.request])
-    noise = None if noise is None else noise[:, 1:]
-    rank = ranking(machine, plan, prompts.lengths, noise, machine.limits.max_width, None)
-    fed = Fed(rows, prompts.tokens, following, passed, prompts.last)
-    machine.drafter.prefill(machine.state, plan, prompts, fed, rank)
-
-
-def _prefill_forward(
-    machine: Machine, plan: Plan, prompts: Prompts, streams: tuple[int, ...]
-) -> tuple[Forward, Bool[Tensor, " B"]]:
-    """Runs the target over prompt chunks and carries its states on; says what was saved."""
-    state, config, rows = machine.state, machine.model.config, prompts.rows
-    if not config.num_gated_delta_layers:
-        passed = model.forward(machine.model, prompts.tokens, rows, state.kv, None, streams)
-        return passed, torch.zeros_like(plan.starts)
-    save_after = plan.save_at - prompts.first
-    mixer = Chunks(config, take(state, plan.slots), prompts.row_starts, rows, save_after)
-    passed = model.forward(machine.model, prompts.tokens, rows, state.kv, mixer, streams)
-    is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
-    is_saved &= plan.save != 0
-    put(state, plan.slots, mamba_state.stacked(mixer.new))
-    save(state, torch.where(is_saved, plan.save, 0), mamba_state.stacked(mixer.saved))
-    return passed, is_saved
 
 
 def _choose_next(
@@ -112,3 +106,27 @@ def _choose_next(
     processed = sampling.processed(logits, seen_of(machine, plan), positions, how, None)
     first = None if noise is None else noise[:, 0]
     return sampling.choose(processed, first, how.temperature)
+
+
+def _feed_prompts(
+    machine: Machine,
+    plan: Plan,
+    prompts: Prompts,
+    passed: Forward,
+    newest: Int[Tensor, " B"],
+    noise: Noise | None,
+) -> None:
+    """Extends the drafter over the chunks, each row with the token after it."""
+    rows, draft = prompts.rows, machine.state.draft
+    is_last = draft_tree.is_last(prompts.row_starts, rows.request)
+    following = torch.where(is_last, newest[rows.request], prompts.tokens.roll(-1))
+    noise = None if noise is None else noise[:, 1:]
+    rank = ranking(machine, plan, prompts.lengths, noise, machine.limits.max_width, None)
+    fed = Fed(
+        rows=replace(rows, first=draft.draft_from[plan.slots][rows.request]),
+        tokens=prompts.tokens,
+        following=following,
+        passed=passed,
+        last=prompts.last,
+    )
+    machine.drafter.prefill(draft, plan, prompts, fed, rank)

@@ -19,8 +19,7 @@ RULES = {"rejection": acceptance.rejection_choices, "block": acceptance.block_ch
 
 def rejects(machine: Machine, program: Program) -> bool:
     """Whether a step samples its drafts from the drafter and may reject them."""
-    is_sampled = not (program.host_draft or program.shape.is_plain)
-    return is_sampled and machine.limits.accept_rule in RULES
+    return program.drafts_on_device and machine.limits.accept_rule in RULES
 
 
 def draft_noise(

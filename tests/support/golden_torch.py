@@ -145,7 +145,7 @@ class TorchHead:
         relay = eagle.relay_of(self._head, self._kv, fed, rank)
         where = (ints(tokens[-1:]), length, none, ints([shape.nodes - 1]), self._table)
         drafted = eagle.draft(self._head, self._kv, relay, *where, shape, rank)
-        return tuple(part.numpy() for part in drafted)
+        return drafted.tokens.numpy(), drafted.parents.numpy(), drafted.num_nodes.numpy()
 
     def _passed(self, reads: Array) -> model.Forward:
         """A pass of the target that gave what the head reads."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import DRAFT_TAU, TARGET_STREAM
-from torch_impl.device_state import DeviceState, Plan, Prompts
+from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
 from torch_impl.ops import any_row, sampling
 from torch_impl.ops.attention import Rows
@@ -27,8 +27,25 @@ Rank = Callable[
 """As `shared.spec.eagle.Rank`."""
 
 
-Grown = tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]
-"""Tokens, parents and node counts of drafted trees, as `draft_tree.keep_best`."""
+@dataclass(frozen=True)
+class Prompts:
+    """The prompt chunks of a prefill.
+
+    Attributes:
+      tokens: All chunks, then padding.
+      row_starts: First token of each chunk, and the end.
+      first: Position of each chunk's first token.
+      lengths: Of the slots after the chunks.
+      last: The flat row of each chunk's last token.
+      rows: Where the tokens stand and what they see.
+    """
+
+    tokens: Int[Tensor, " T"]
+    row_starts: Int[Tensor, " B1"]
+    first: Int[Tensor, " B"]
+    lengths: Int[Tensor, " B"]
+    last: Int[Tensor, " B"]
+    rows: Rows
 
 
 @dataclass(frozen=True)
@@ -50,8 +67,17 @@ class Fed:
     last: Int[Tensor, " B"]
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """Drafted trees, as `draft_tree.keep_best` gives them."""
+
+    tokens: Int[Tensor, "B N"]
+    parents: Int[Tensor, "B N"]
+    num_nodes: Int[Tensor, " B"]
+
+
 class Drafter(Protocol):
-    """What a step asks of a drafter; its memory is the draft part of `DeviceState`."""
+    """What a step asks of a drafter; it writes its memory but for `draft_from`."""
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -64,7 +90,7 @@ class Drafter(Protocol):
         ...
 
     def prefill(
-        self, state: DeviceState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
     ) -> None:
         """Extends the drafter over prompt chunks.
 
@@ -75,7 +101,7 @@ class Drafter(Protocol):
 
     def extend(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
@@ -92,13 +118,13 @@ class Drafter(Protocol):
 
     def draft(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
         shape: TreeShape,
         rank: "Ranking",
-    ) -> Grown:
+    ) -> Drafted:
         """Drafts a tree for each request; one whose `draft_from` is its length gets its root."""
         ...
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from torch_impl.device_state import DeviceState, Plan, Prompts
-from torch_impl.drafters import Fed, Grown, Noise, Rank, Ranking
+from torch_impl.device_state import DraftState, Plan
+from torch_impl.drafters import Drafted, Fed, Noise, Prompts, Rank, Ranking
 from torch_impl.drafters.heads import DraftKV
 from torch_impl.layers import (
     attention_layer,
@@ -56,14 +56,14 @@ class BlockDrafter:
         return self.weights.config.sizes
 
     def prefill(
-        self, state: DeviceState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
     ) -> None:
         """See `Drafter`."""
-        write_context(self.weights, self.frequencies, fed.rows, fed.passed, state.draft_kv)
+        write_context(self.weights, self.frequencies, fed.rows, fed.passed, memory.kv)
 
     def extend(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
@@ -71,21 +71,21 @@ class BlockDrafter:
         rank: Rank,
     ) -> None:
         """See `Drafter`."""
-        write_context(self.weights, self.frequencies, fed.rows, fed.passed, state.draft_kv)
+        write_context(self.weights, self.frequencies, fed.rows, fed.passed, memory.kv)
 
     def draft(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
         shape: TreeShape,
         rank: Ranking,
-    ) -> Grown:
+    ) -> Drafted:
         """See `Drafter`; the tree is a chain, and rows past the lengths hold the block's KV."""
-        draft_from, block = state.draft_from[plan.slots], _block_of(self.weights)
+        draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
-        embed, kv = self.target.weights.embed, state.draft_kv
+        embed, kv = self.target.weights.embed, memory.kv
         hidden = fill(self.weights, embed, self.frequencies, newest, rows, kv)[:, 1:]
         scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, block.size - 1))
         drafts = choose(scores, rank)
@@ -131,16 +131,25 @@ def block_rows(
     positions = torch.where(is_real, lengths[request] + place - request * size, 0).int()
     start, end = draft_from[request], lengths[request] + size
     row_starts = size * torch.arange(B + 1, dtype=torch.int32, device=device)
-    no_window = is_real.new_zeros(B * size, 0)
     found = []
     for window, is_causal in zip(block.windows, block.causal, strict=True):
         first, until = start, positions + 1 if is_causal else end
         if window is not None:
             first = torch.maximum(first, positions - window + 1)
             until = torch.minimum(until, positions + window)
-        until = torch.where(is_real, until, 0)
-        where = (request, positions, positions, first, until, no_window, is_real)
-        found.append(Rows(*where, page_table, row_starts, size))
+        rows = Rows(
+            request=request,
+            positions=positions,
+            places=positions,
+            first=first,
+            until=torch.where(is_real, until, 0),
+            window=is_real.new_zeros(B * size, 0),
+            is_real=is_real,
+            page_table=page_table,
+            row_starts=row_starts,
+            most_rows=size,
+        )
+        found.append(rows)
     return found
 
 
@@ -203,7 +212,7 @@ def chains(
     newest: Int[Tensor, " B"],
     max_drafts: Int[Tensor, " B"],
     has_context: Bool[Tensor, " B"],
-) -> Grown:
+) -> Drafted:
     """As the specification."""
     S = drafts.shape[1]
     num_drafts = torch.where(has_context, max_drafts.clamp(0, S), 0)
@@ -211,4 +220,4 @@ def chains(
     is_real = slot < num_drafts[:, None]
     tokens = torch.cat([newest[:, None], torch.where(is_real, drafts, 0)], dim=1)
     parents = torch.cat([torch.zeros_like(newest)[:, None], torch.where(is_real, slot, 0)], dim=1)
-    return tokens, parents, 1 + num_drafts
+    return Drafted(tokens, parents, 1 + num_drafts)

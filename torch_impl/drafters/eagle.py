@@ -9,8 +9,8 @@ from torch import Tensor
 
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from torch_impl.device_state import DeviceState, Plan, Prompts
-from torch_impl.drafters import Fed, Grown, Rank, Ranking
+from torch_impl.device_state import DraftState, Plan, Relay
+from torch_impl.drafters import Drafted, Fed, Prompts, Rank, Ranking
 from torch_impl.drafters.heads import DraftKV, Head, Logits, Tokens
 from torch_impl.ops import draft_tree
 from torch_impl.ops.attention import Rows
@@ -36,14 +36,14 @@ class EagleDrafter:
         return DraftSizes(self.head.config, 1, 0, True)
 
     def prefill(
-        self, state: DeviceState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
     ) -> None:
         """See `Drafter`."""
-        self._extend(state, plan, fed, rank)
+        self._extend(memory, plan, fed, rank)
 
     def extend(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
@@ -51,39 +51,40 @@ class EagleDrafter:
         rank: Rank,
     ) -> None:
         """See `Drafter`."""
-        self._extend(state, plan, fed, rank)
+        self._extend(memory, plan, fed, rank)
 
-    def _extend(self, state: DeviceState, plan: Plan, fed: Fed, rank: Rank) -> None:
-        relay, slots = relay_of(self.head, state.draft_kv, fed, rank), plan.slots
-        state.relay_ids[slots] = relay.tokens
-        state.relay_weights[slots] = relay.weights
-        state.relay_hidden[slots] = relay.hidden
+    def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Rank) -> None:
+        new = relay_of(self.head, memory.kv, fed, rank)
+        memory.relay.tokens[plan.slots] = new.tokens
+        memory.relay.weights[plan.slots] = new.weights
+        memory.relay.hidden[plan.slots] = new.hidden
 
     def draft(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
         shape: TreeShape,
         rank: Ranking,
-    ) -> Grown:
+    ) -> Drafted:
         """See `Drafter`."""
-        slots, draft_from = plan.slots, state.draft_from[plan.slots]
-        relay = Relay(state.relay_ids[slots], state.relay_weights[slots], state.relay_hidden[slots])
+        slots, held = plan.slots, memory.relay
+        relay = Relay(held.tokens[slots], held.weights[slots], held.hidden[slots])
         if rank.kept is not None:
             relay = sampled_relay(self.head, relay, rank)
-        where = (newest, lengths, draft_from, plan.sampling.max_drafts, plan.page_table)
-        return draft(self.head, state.draft_kv, relay, *where, shape, rank)
-
-
-@dataclass(frozen=True)
-class Relay:
-    """As the specification's."""
-
-    tokens: Int[Tensor, "B k"]
-    weights: Float[Tensor, "B k"]
-    hidden: Float[Tensor, "B hidden"]
+        return draft(
+            self.head,
+            memory.kv,
+            relay,
+            newest,
+            lengths,
+            memory.draft_from[slots],
+            plan.sampling.max_drafts,
+            plan.page_table,
+            shape,
+            rank,
+        )
 
 
 def sampled_relay(head: Head, relay: Relay, rank: Ranking) -> Relay:
@@ -112,7 +113,7 @@ def draft(
     page_table: Int[Tensor, "B P"],
     shape: TreeShape,
     rank: Rank,
-) -> Grown:
+) -> Drafted:
     """As the specification."""
     hidden, k = relay.hidden, shape.width
 
@@ -121,9 +122,18 @@ def draft(
         hidden = head.forward(rows, tokens, hidden[parent], kv)
         return head.logits(hidden)
 
-    first = (relay.tokens[:, :k], relay.weights[:, :k])
-    bounds = (lengths, draft_from, max_drafts, page_table)
-    return grow(expand, first, newest, *bounds, shape, rank, 0)
+    return grow(
+        expand,
+        (relay.tokens[:, :k], relay.weights[:, :k]),
+        newest,
+        lengths,
+        draft_from,
+        max_drafts,
+        page_table,
+        shape,
+        rank,
+        root_rows=0,
+    )
 
 
 def grow(
@@ -137,22 +147,24 @@ def grow(
     shape: TreeShape,
     rank: Rank,
     root_rows: int,
-) -> Grown:
+) -> Drafted:
     """As the specification."""
     tokens, weights = first
     can_draft = draft_from < lengths
     found = [(tokens, weights, torch.zeros_like(tokens))]
     level = _first_level(tokens, weights, shape, root_rows)
     for s in range(1, shape.depth):
-        where = (lengths, draft_from, can_draft, page_table)
-        rows = _expansion_rows(level.sees, s, *where, root_rows)
+        rows = _expansion_rows(level.sees, s, lengths, draft_from, can_draft, page_table, root_rows)
         logits = expand(rows, level.tokens.flatten(), level.parents.flatten())
         ids, edges = rank(logits.unflatten(0, level.tokens.shape), level.paths)
         parents, weights = draft_tree.children(level.numbers, level.weights, edges)
         found.append((ids.flatten(1), weights, parents))
         level = level.next(found[-1][0], weights, s, root_rows)
-    drafted = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return draft_tree.keep_best(newest, *drafted, max_drafts, can_draft, shape.nodes)
+    tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    best = draft_tree.keep_best(
+        newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
+    )
+    return Drafted(*best)
 
 
 def extend_rows(
@@ -169,10 +181,18 @@ def extend_rows(
     step = place - request * W
     is_real = step < counts[request]
     positions = torch.where(is_real, lengths[request] + step, 0)
-    until = torch.where(is_real, positions + 1, 0)
-    window, first = is_real.new_zeros(B * W, 0), draft_from[request]
-    where = (request, positions, positions, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts(B, W, lengths.device), W)
+    return Rows(
+        request=request,
+        positions=positions,
+        places=positions,
+        first=draft_from[request],
+        until=torch.where(is_real, positions + 1, 0),
+        window=is_real.new_zeros(B * W, 0),
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts(B, W, lengths.device),
+        most_rows=W,
+    )
 
 
 @dataclass(frozen=True)
@@ -235,11 +255,18 @@ def _expansion_rows(
     request = torch.div(node, k, rounding_mode="floor").long()
     is_real = can_draft[request]
     length = torch.where(is_real, lengths[request], 0) + root_rows
-    places = length + (s - 1) * k + node - request * k
-    window = sees.flatten(0, 1) & is_real[:, None]
-    until, first = length - root_rows, draft_from[request]
-    where = (request, length + s - 1, places, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts(B, k, sees.device), k)
+    return Rows(
+        request=request,
+        positions=length + s - 1,
+        places=length + (s - 1) * k + node - request * k,
+        first=draft_from[request],
+        until=length - root_rows,
+        window=sees.flatten(0, 1) & is_real[:, None],
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts(B, k, sees.device),
+        most_rows=k,
+    )
 
 
 def row_starts(requests: int, rows: int, device: torch.device) -> Int[Tensor, " B1"]:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shared.spec.gated_delta import CHUNK
 from torch_impl.ops import KERNELS, at_most, draft_tree
 
 
@@ -39,16 +40,23 @@ def causal_rows(
     page_table: Int[Tensor, "B table"],
     tokens: int,
 ) -> Rows:
-    """As the specification."""
+    """As the specification, but that on a CPU rows past the last chunk are left out."""
+    tokens = at_most(row_starts[-1], tokens, CHUNK)
     request, is_real = draft_tree.request_of(row_starts, tokens)
     row = torch.arange(tokens, dtype=torch.int32, device=row_starts.device)
     positions = torch.where(is_real, first_positions[request] + row - row_starts[request], 0)
-    until = torch.where(is_real, positions + 1, 0)
-    window = is_real.new_zeros(tokens, 0)
-    first = draft_from[request]
-    most_rows = at_most((row_starts[1:] - row_starts[:-1]).max(), tokens, 1)
-    where = (request, positions, positions, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts, most_rows)
+    return Rows(
+        request=request,
+        positions=positions,
+        places=positions,
+        first=draft_from[request],
+        until=torch.where(is_real, positions + 1, 0),
+        window=is_real.new_zeros(tokens, 0),
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts,
+        most_rows=at_most((row_starts[1:] - row_starts[:-1]).max(), tokens, 1),
+    )
 
 
 def tree_rows(
@@ -60,13 +68,20 @@ def tree_rows(
 ) -> tuple[Rows, Int[Tensor, " R"]]:
     """As the specification."""
     row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
-    depth = draft_tree.depths(parents)[request, node]
     length = lengths[request]
-    until = torch.where(is_real, length, 0)
-    window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
-    first, places = torch.zeros_like(length), length + node
-    where = (request, length + depth, places, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts, parents.shape[1]), node
+    rows_of_trees = Rows(
+        request=request,
+        positions=length + draft_tree.depths(parents)[request, node],
+        places=length + node,
+        first=torch.zeros_like(length),
+        until=torch.where(is_real, length, 0),
+        window=draft_tree.ancestors(parents)[request, node] & is_real[:, None],
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts,
+        most_rows=parents.shape[1],
+    )
+    return rows_of_trees, node
 
 
 def write(
