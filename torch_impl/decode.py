@@ -8,13 +8,13 @@ from torch import Tensor
 
 from shared.boundary.backend import Program
 from torch_impl import model
-from torch_impl.device_state import Fields, HostDraft, Plan, count, keep, take
+from torch_impl.device_state import Fields, HostDraft, Plan, keep, take
 from torch_impl.drafters import Fed, Noise, noise_of
 from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import OneToken, Tree
 from torch_impl.machine import Machine, logprobs_of, ranking, seen_of
 from torch_impl.model import Forward
-from torch_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling
+from torch_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling, slots
 from torch_impl.ops.attention import Rows
 from torch_impl.rejection import choose, draft_noise, rejects
 
@@ -208,19 +208,21 @@ def _commit(
     machine: Machine, plan: Plan, program: Program, verified: Verified, lengths: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
     """Makes the accepted path the slots' past; returns which snapshots were taken."""
-    state, slots, counts = machine.state, plan.slots, verified.counts
+    state, draft = machine.state, machine.state.draft
     if not program.is_chain:
-        attention.commit_window(state.kv, plan.page_table, lengths, verified.path, counts)
+        attention.commit_window(state.kv, plan.page_table, lengths, verified.path, verified.counts)
     saved = _commit_state(machine, plan, verified, plan.save_at - lengths)
-    place = torch.arange(program.shape.max_tokens, dtype=torch.int32, device=slots.device)
-    is_output = lengths[:, None] + 1 + place >= plan.sampling.prompt_length[:, None]
-    owners = slots[:, None].expand_as(verified.tokens)
-    count(state, owners, verified.tokens, is_output, place < counts[:, None])
-    last = verified.tokens.gather(1, (counts - 1).clamp(min=0).long()[:, None])[:, 0]
-    state.newest[slots] = torch.where(counts > 0, last, state.newest[slots])
-    state.lengths[slots] = lengths + counts
-    if state.draft is not None and not machine.feeds(program):
-        state.draft.draft_from[slots] = lengths + counts
+    slots.commit(
+        lengths=state.lengths,
+        newest=state.newest,
+        seen=state.seen,
+        draft_from=None if draft is None or machine.feeds(program) else draft.draft_from,
+        slots=plan.slots,
+        before=lengths,
+        tokens=verified.tokens,
+        counts=verified.counts,
+        prompt_length=plan.sampling.prompt_length,
+    )
     return saved
 
 

@@ -293,21 +293,6 @@ def _restore(plan: Plan, states: DeltaState | None, snapshots: DeltaState | None
         )
 
 
-def count(
-    state: DeviceState,
-    slots: Int[Tensor, "*rows"],
-    tokens: Int[Tensor, "*rows"],
-    is_output: Bool[Tensor, "*rows"],
-    is_counted: Bool[Tensor, "*rows"],
-) -> None:
-    """Adds tokens to `seen`: a mark for one of the prompt, 2 for one of the output."""
-    vocab, flat = state.seen.shape[1], state.seen.view(-1)
-    place = torch.where(is_counted, slots * vocab + tokens, 0)  # 0 is the sink's
-    marked = torch.where(is_output, 0, place)
-    flat[marked] = flat[marked] | 1  # repeated tokens write the same value
-    flat.index_add_(0, place.flatten(), 2 * (is_output & is_counted).flatten().int())
-
-
 def take(states: DeltaState, index: Int[Tensor, " B"]) -> DeltaState:
     """The states of some slots or snapshots."""
     return DeltaState(states.recurrent[:, index], states.window[:, index])

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from shared.boundary.backend import Program
 from torch_impl import model
-from torch_impl.device_state import Fields, Plan, count, keep, start, take
+from torch_impl.device_state import Fields, Plan, keep, start, take
 from torch_impl.drafters import Fed, Noise, Prompts, noise_of
 from torch_impl.layers import Chunks
 from torch_impl.machine import Machine, logprobs_of, ranking, seen_of
 from torch_impl.model import Forward
-from torch_impl.ops import attention, draft_tree, mamba_state, sampling
+from torch_impl.ops import attention, draft_tree, mamba_state, sampling, slots
 
 
 def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
@@ -23,12 +23,13 @@ def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
     place = torch.arange(program.tokens, dtype=torch.int32, device=request.device)
     place = place - prompt.row_starts[request]
     is_output = place >= plan.sampling.prompt_length[request]
-    count(machine.state, plan.slots[request], prompt.tokens, is_output, is_real)
+    seen, owners = machine.state.seen, plan.slots[request]
+    slots.count(seen, owners, prompt.tokens, is_output, is_real)
     return {"counts": torch.zeros_like(plan.save_at)}
 
 
 def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
-    state, slots, is_row = machine.state, plan.slots, plan.slots != 0
+    state, is_row = machine.state, plan.slots != 0
     start(state, plan)
     prompts = _prompts(plan, program)
     passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
@@ -39,8 +40,17 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     noise = noise_of(plan.sampling, lengths - 1, places, machine.limits.vocab)
     chosen, ends = _choose_next(machine, plan, logits, lengths, noise), plan.prompt.ends_prompt
     newest = torch.where(ends, chosen, plan.prompt.next_tokens)
-    state.lengths[slots], state.newest[slots] = lengths, newest
-    count(state, slots, newest, lengths >= plan.sampling.prompt_length, is_row)
+    slots.commit(
+        lengths=state.lengths,
+        newest=state.newest,
+        seen=state.seen,
+        draft_from=None,
+        slots=plan.slots,
+        before=lengths - 1,  # the chunks' tokens are counted already
+        tokens=newest[:, None],
+        counts=is_row.int(),
+        prompt_length=plan.sampling.prompt_length,
+    )
     if machine.feeds(program):
         _feed_prompts(machine, plan, prompts, passed, newest, noise)
     failed = ~logits.isfinite().all(dim=1) & is_row
@@ -90,8 +100,8 @@ def _count_prompts(machine: Machine, plan: Plan, prompts: Prompts) -> None:
     rows, starts = prompts.rows, plan.starts
     was_newest = (rows.positions == prompts.first[rows.request]) & ~starts[rows.request]
     is_output = rows.positions >= plan.sampling.prompt_length[rows.request]
-    slots = plan.slots[rows.request]
-    count(machine.state, slots, prompts.tokens, is_output, rows.is_real & ~was_newest)
+    seen, owners = machine.state.seen, plan.slots[rows.request]
+    slots.count(seen, owners, prompts.tokens, is_output, rows.is_real & ~was_newest)
 
 
 def _choose_next(
