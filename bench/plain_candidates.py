@@ -3,9 +3,10 @@
 The text stays that of plain decoding: the target's own choices do not ask how a tree was drafted.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from jaxtyping import Int
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.drafts.config import DraftSizes
@@ -13,6 +14,38 @@ from shared.spec.draft_tree import TreeShape
 from torch_impl.backend import TorchBackend
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Drafter, Fed, Prompts, Ranking
+from torch_impl.ops import sampling
+from torch_impl.ops.sampling import Ranked
+
+
+@dataclass(frozen=True)
+class PlainRanking(Ranking):
+    """Ranks by the processed logits alone, and weighs as without a temperature."""
+
+    @classmethod
+    def of(cls, rank: Ranking) -> "PlainRanking":
+        """In the place of `rank`."""
+        return cls(**{field.name: getattr(rank, field.name) for field in fields(rank)})
+
+    def __call__(
+        self, logits: Float[Tensor, "B k vocab"], paths: Int[Tensor, "B k path"], depth: int
+    ) -> Ranked:
+        """See `Ranking`."""
+        found = super().__call__(logits, paths, depth)
+        ids = sampling.top_candidates(found.processed, self.width)
+        weights = sampling.log_softmax(found.processed).gather(1, ids.long())
+        return Ranked(ids.view_as(found.ids), weights.view_as(found.weights), found.processed)
+
+    def chain(
+        self, logits: Float[Tensor, "B S vocab"]
+    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
+        """See `Ranking`; one after another, each the likeliest after those before it."""
+        tokens, found = self.slots.new_zeros(len(logits), 1, 0), []
+        for place in range(logits.shape[1]):
+            ranked = self(logits[:, place, None], tokens, place)
+            tokens = torch.cat([tokens, ranked.ids[:, :, :1]], dim=2)
+            found.append(ranked.processed)
+        return tokens[:, 0], torch.stack(found, dim=1)
 
 
 @dataclass(frozen=True)
@@ -35,7 +68,7 @@ class PlainCandidates:
         self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
         """See `Drafter`."""
-        self.drafter.prefill(memory, plan, prompts, fed, replace(rank, noise=None))
+        self.drafter.prefill(memory, plan, prompts, fed, PlainRanking.of(rank))
 
     def extend(
         self,
@@ -47,7 +80,7 @@ class PlainCandidates:
         rank: Ranking,
     ) -> None:
         """See `Drafter`."""
-        self.drafter.extend(memory, plan, before, counts, fed, replace(rank, noise=None))
+        self.drafter.extend(memory, plan, before, counts, fed, PlainRanking.of(rank))
 
     def draft(
         self,
@@ -59,7 +92,7 @@ class PlainCandidates:
         rank: Ranking,
     ) -> Drafted:
         """See `Drafter`."""
-        unperturbed = replace(rank, noise=None)
+        unperturbed = PlainRanking.of(rank)
         return self.drafter.draft(memory, plan, newest, lengths, shape, unperturbed)
 
 

@@ -9,14 +9,13 @@ from torch import Tensor
 from shared.boundary.backend import Program
 from torch_impl import model
 from torch_impl.device_state import Fields, HostDraft, Plan, keep, take
-from torch_impl.drafters import Fed, Noise, noise_of
+from torch_impl.drafters import Fed
 from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import OneToken, Tree
-from torch_impl.machine import Machine, logprobs_of, ranking, seen_of
+from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
 from torch_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling, slots
 from torch_impl.ops.attention import Rows
-from torch_impl.rejection import choose, draft_noise, rejects
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,10 @@ class Verified:
 
 def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
     lengths = machine.state.lengths[plan.slots]
-    # One place more than the tree is deep: the relay's, after a path of any length.
-    places = program.shape.max_tokens + int(machine.relays(program))
-    noise = _noise(machine, plan, program, lengths, places)
-    trees = _trees(machine, plan, program, lengths, noise)
-    verified = _verify(machine, plan, program, trees, lengths, noise)
+    trees = _trees(machine, plan, program, lengths)
+    verified = _verify(machine, plan, program, trees, lengths)
     saved = _commit(machine, plan, program, verified, lengths)
-    _extend(machine, plan, program, trees, verified, lengths, noise)
+    _extend(machine, plan, program, trees, verified, lengths)
     found = {"tokens": verified.tokens, "counts": verified.counts, "failed": verified.failed}
     found |= {"saved": saved} | trees.fields()
     return found | logprobs_of(machine, program, verified.logits, verified.tokens, verified.counts)
@@ -69,22 +65,10 @@ def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
 
 def draft(machine: Machine, plan: Plan, program: Program) -> Fields:
     lengths = machine.state.lengths[plan.slots]
-    noise = _noise(machine, plan, program, lengths, program.shape.depth)
-    return _trees(machine, plan, program, lengths, noise).fields()
+    return _trees(machine, plan, program, lengths).fields()
 
 
-def _noise(
-    machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"], places: int
-) -> Noise | None:
-    """The noise of drafts: the target's own of `places` positions, or one that it never sees."""
-    if rejects(machine, program):
-        return draft_noise(machine, plan, program, lengths)
-    return noise_of(plan.sampling, lengths, places, machine.limits.vocab)
-
-
-def _trees(
-    machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"], noise: Noise | None
-) -> Trees:
+def _trees(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"]) -> Trees:
     """The trees of a step: the plan's, the drafter's, or the root alone."""
     state, shape = machine.state, program.shape
     newest = state.newest[plan.slots]
@@ -92,11 +76,9 @@ def _trees(
         return _host_trees(plan.drafts, newest)
     if shape.is_plain:
         return _roots(newest)
-    kept = [] if rejects(machine, program) else None
-    rank = ranking(machine, plan, lengths, noise, shape.width, kept)
-    grown = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
-    drafted = None if kept is None else torch.stack(kept, dim=1)
-    return Trees(grown.tokens, grown.parents, grown.num_nodes, forced=None, drafted=drafted)
+    rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
+    found = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
+    return Trees(found.tokens, found.parents, found.num_nodes, None, found.processed)
 
 
 def _host_trees(drafts: HostDraft, newest: Int[Tensor, " B"]) -> Trees:
@@ -127,20 +109,24 @@ def _verify(
     program: Program,
     trees: Trees,
     lengths: Int[Tensor, " B"],
-    noise: Noise | None,
 ) -> Verified:
     """Runs the target over all trees and follows its choices; the states stay as they are."""
     shape = program.shape
     rows, node = attention.tree_rows(
-        trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows
+        trees.parents,
+        trees.num_nodes,
+        lengths,
+        plan.page_table,
+        shape.rows,
+        program.is_chain,
     )
-    row_of = draft_tree.rows_of(trees.num_nodes, shape.nodes, shape.rows)
+    row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
     mixer = _mixer(machine, plan, program, trees, row_of, rows, node)
     tokens = trees.tokens[rows.request, node]
     streams = machine.streams(program)
     passed = model.forward(machine.model, tokens, rows, machine.state.kv, mixer, streams)
     logits = model.logits(machine.model, passed.hidden)
-    choices = _choose(machine, plan, trees, logits, rows, node, row_of, lengths, noise)
+    choices = _choose(machine, plan, trees, logits, rows, node, row_of, lengths)
     walked = trees.num_nodes
     if trees.forced is not None:
         choices, walked = acceptance.force(trees.tokens, walked, choices, trees.forced)
@@ -188,20 +174,28 @@ def _choose(
     node: Int[Tensor, " R"],
     row_of: Int[Tensor, "B N"],
     lengths: Int[Tensor, " B"],
-    noise: Noise | None,
 ) -> Int[Tensor, "B N"]:
     """The token after each node, by the target alone or by the rule that judges drafts."""
-    request, level = rows.request, rows.positions - lengths[rows.request]
-    seen = seen_of(machine, plan)
-    if seen is not None:
-        seen = sampling.path_seen(seen, trees.tokens, trees.parents)[request, node]
-    how = plan.sampling if trees.tokens.shape[1] == 1 else plan.sampling.rows(request)
-    scores = sampling.processed(logits, seen, rows.positions + 1, how, None)
-    if trees.drafted is not None:
-        chain = (trees.tokens, trees.num_nodes, trees.drafted)
-        return choose(machine, plan, *chain, scores[row_of], lengths)
-    shared = None if noise is None else noise[request, level]
-    return sampling.choose(scores, shared, how.temperature)[row_of]
+    request, positions, how = rows.request, rows.positions + 1, plan.sampling
+    seen = sampling.seen_in_trees(
+        machine.state.seen, plan.slots, trees.tokens, trees.parents, request, node
+    )
+    if trees.drafted is None:
+        return sampling.choose(logits, seen, positions, how, request, None)[row_of]
+    return acceptance.judge(
+        rule=machine.limits.accept_rule,
+        logits=logits,
+        seen=seen,
+        positions=positions,
+        sampling=how,
+        request=request,
+        row_of=row_of,
+        tokens=trees.tokens,
+        num_nodes=trees.num_nodes,
+        lengths=lengths,
+        drafted=trees.drafted,
+        allowed=None,
+    )
 
 
 def _commit(
@@ -253,7 +247,6 @@ def _extend(
     trees: Trees,
     verified: Verified,
     lengths: Int[Tensor, " B"],
-    noise: Noise | None,
 ) -> None:
     """Extends the drafter over the accepted path, with the target's hidden states.
 
@@ -264,10 +257,7 @@ def _extend(
     (B, W), counts, draft = verified.path.shape, verified.counts, machine.state.draft
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
     request = torch.arange(B, device=counts.device)
-    # The candidates of a relay mean nothing where drafts are sampled.
-    has_noise = noise is not None and machine.relays(program) and trees.drafted is None
-    after = noise[request, counts][:, None] if has_noise else None
-    rank = ranking(machine, plan, lengths + counts, after, machine.limits.max_width, None)
+    rank = ranking(machine, plan, lengths + counts, machine.limits.max_width, False)
     fed = Fed(
         rows=rows,
         tokens=trees.tokens.gather(1, verified.path.long()).flatten(),

@@ -9,9 +9,9 @@ from torch import Tensor
 from shared.boundary.backend import Program
 from torch_impl import model
 from torch_impl.device_state import Fields, Plan, keep, start, take
-from torch_impl.drafters import Fed, Noise, Prompts, noise_of
+from torch_impl.drafters import Fed, Prompts
 from torch_impl.layers import Chunks
-from torch_impl.machine import Machine, logprobs_of, ranking, seen_of
+from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
 from torch_impl.ops import attention, draft_tree, mamba_state, sampling, slots
 
@@ -35,10 +35,8 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
     _count_prompts(machine, plan, prompts)
     logits = model.logits(machine.model, passed.hidden[prompts.last])
-    # The choice's noise, then the relay's.
-    places, lengths = 1 + int(machine.relays(program)), prompts.lengths
-    noise = noise_of(plan.sampling, lengths - 1, places, machine.limits.vocab)
-    chosen, ends = _choose_next(machine, plan, logits, lengths, noise), plan.prompt.ends_prompt
+    lengths, ends = prompts.lengths, plan.prompt.ends_prompt
+    chosen = _choose_next(machine, plan, logits, lengths)
     newest = torch.where(ends, chosen, plan.prompt.next_tokens)
     slots.commit(
         lengths=state.lengths,
@@ -52,7 +50,7 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
         prompt_length=plan.sampling.prompt_length,
     )
     if machine.feeds(program):
-        _feed_prompts(machine, plan, prompts, passed, newest, noise)
+        _feed_prompts(machine, plan, prompts, passed, newest)
     failed = ~logits.isfinite().all(dim=1) & is_row
     counts = (ends & ~failed & is_row).int()
     emitted = torch.where(counts > 0, newest, 0)[:, None]
@@ -108,14 +106,12 @@ def _choose_next(
     machine: Machine,
     plan: Plan,
     logits: Float[Tensor, "B vocab"],
-    positions: Int[Tensor, " B"],
-    noise: Noise | None,
+    lengths: Int[Tensor, " B"],
 ) -> Int[Tensor, " B"]:
-    """The target's token at `positions`, where the noise begins."""
-    how = plan.sampling
-    processed = sampling.processed(logits, seen_of(machine, plan), positions, how, None)
-    first = None if noise is None else noise[:, 0]
-    return sampling.choose(processed, first, how.temperature)
+    """The target's token after each chunk."""
+    seen = sampling.seen_alone(machine.state.seen, plan.slots)
+    request = torch.arange(len(lengths), device=lengths.device)
+    return sampling.choose(logits, seen, lengths, plan.sampling, request, None)
 
 
 def _feed_prompts(
@@ -124,14 +120,12 @@ def _feed_prompts(
     prompts: Prompts,
     passed: Forward,
     newest: Int[Tensor, " B"],
-    noise: Noise | None,
 ) -> None:
     """Extends the drafter over the chunks, each row with the token after it."""
     rows, draft = prompts.rows, machine.state.draft
     is_last = draft_tree.is_last(prompts.row_starts, rows.request)
     following = torch.where(is_last, newest[rows.request], prompts.tokens.roll(-1))
-    noise = None if noise is None else noise[:, 1:]
-    rank = ranking(machine, plan, prompts.lengths, noise, machine.limits.max_width, None)
+    rank = ranking(machine, plan, prompts.lengths, machine.limits.max_width, False)
     fed = Fed(
         rows=replace(rows, first=draft.draft_from[plan.slots][rows.request]),
         tokens=prompts.tokens,

@@ -10,21 +10,55 @@ from torch import Tensor
 
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from shared.spec.sampling import DRAFT_TAU, TARGET_STREAM
+from shared.spec.sampling import DRAFT_STREAM, TARGET_STREAM
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
-from torch_impl.ops import any_row, sampling
+from torch_impl.ops import sampling
 from torch_impl.ops.attention import Rows
-from torch_impl.ops.sampling import Sampling
+from torch_impl.ops.sampling import Ranked, Sampling, Seen
 
-Noise = Float[Tensor, "B places vocab"]
-"""The noise of each request at positions that follow one another."""
+Rank = Callable[[Float[Tensor, "B k vocab"], Int[Tensor, "B k path"], int], Ranked]
+"""Ranks the children of nodes, by the drafter's logits after each, the drafts from below the root
+to each, and how many these are: all nodes stand at one depth."""
 
-Rank = Callable[
-    [Float[Tensor, "B k vocab"], Int[Tensor, "B k path"]],
-    tuple[Int[Tensor, "B k width"], Float[Tensor, "B k width"]],
-]
-"""As `shared.spec.eagle.Rank`."""
+
+@dataclass(frozen=True)
+class Ranking:
+    """Ranks the children of nodes as the target would choose: the same processing and noise.
+
+    Attributes:
+      sampling, slots, lengths: Of the requests.
+      counts: What all slots have seen; see `Seen`.
+      width: Children of a node.
+      is_sampled: Drafts are sampled, to be judged by a rejection rule: their noise is their own.
+    """
+
+    sampling: Sampling
+    counts: Int[Tensor, "slots vocab"]
+    slots: Int[Tensor, " B"]
+    lengths: Int[Tensor, " B"]
+    width: int
+    is_sampled: bool
+
+    def __call__(
+        self, logits: Float[Tensor, "B k vocab"], paths: Int[Tensor, "B k path"], depth: int
+    ) -> Ranked:
+        """See `Rank`."""
+        k, path = paths.shape[1], paths.flatten(0, 1)
+        is_real = torch.ones_like(path, dtype=torch.bool)
+        seen = Seen(self.counts, self.slots.repeat_interleave(k), path, is_real)
+        positions = self.lengths + depth + 1
+        keys, stream = positions, TARGET_STREAM
+        if self.is_sampled:
+            keys, stream = self.lengths, DRAFT_STREAM + depth
+        return sampling.rank(logits, seen, positions, self.sampling, keys, stream, self.width)
+
+    def chain(
+        self, logits: Float[Tensor, "B S vocab"]
+    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
+        """Chooses drafts that follow one another as the target would; see `choose_chain`."""
+        seen = sampling.seen_alone(self.counts, self.slots)
+        return sampling.choose_chain(logits, seen, self.lengths + 1, self.sampling)
 
 
 @dataclass(frozen=True)
@@ -69,11 +103,16 @@ class Fed:
 
 @dataclass(frozen=True)
 class Drafted:
-    """Drafted trees, as `draft_tree.keep_best` gives them."""
+    """Drafted trees, as `draft_tree.keep_best` gives them.
+
+    Attributes:
+      processed: Processed logits that each level of a chain was sampled from; None: it was not.
+    """
 
     tokens: Int[Tensor, "B N"]
     parents: Int[Tensor, "B N"]
     num_nodes: Int[Tensor, " B"]
+    processed: Float[Tensor, "B S vocab"] | None
 
 
 class Drafter(Protocol):
@@ -123,72 +162,7 @@ class Drafter(Protocol):
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
         shape: TreeShape,
-        rank: "Ranking",
+        rank: Ranking,
     ) -> Drafted:
         """Drafts a tree for each request; one whose `draft_from` is its length gets its root."""
         ...
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Ranks the children of nodes as the target would: the same processing, the same noise.
-
-    Attributes:
-      sampling: Parameters of the requests.
-      lengths: Committed positions of the requests.
-      seen: Tokens of the requests with their newest, or None where no row has a penalty.
-      noise: The noise at position `lengths + 1 + path`, or None where children are ranked without:
-        no row has a temperature.
-      width: Children of a node.
-      kept: Gets the processed logits of each level where drafts are sampled, to be judged by the
-        rejection rule; `noise` is then the drafts' own. Else None.
-    """
-
-    sampling: Sampling
-    lengths: Int[Tensor, " B"]
-    seen: Int[Tensor, "B vocab"] | None
-    noise: Noise | None
-    width: int
-    kept: list[Float[Tensor, "B vocab"]] | None
-
-    def __call__(
-        self, logits: Float[Tensor, "B k vocab"], paths: Int[Tensor, "B k path"]
-    ) -> tuple[Int[Tensor, "B k width"], Float[Tensor, "B k width"]]:
-        """See `Rank`."""
-        B, k, _ = logits.shape
-        path = paths.shape[2]
-        request = torch.arange(B, device=logits.device).repeat_interleave(k)
-        rows = self.sampling if k == 1 else self.sampling.rows(request)
-        positions = self.lengths[request] + 1 + path
-        seen = self._seen_after(paths.flatten(0, 1), request)
-        processed = sampling.processed(logits.flatten(0, 1), seen, positions, rows, None)
-        if self.kept is not None:
-            self.kept.append(processed)
-        noise = None if self.noise is None else self.noise[request, path]
-        perturbed = sampling.perturbed(processed, noise, rows.temperature)
-        ids = sampling.top_candidates(perturbed, self.width)
-        tau = 1.0 if noise is None else DRAFT_TAU
-        weights = sampling.draft_weights(perturbed, rows.temperature, tau).gather(1, ids.long())
-        return ids.unflatten(0, (B, k)), weights.unflatten(0, (B, k))
-
-    def _seen_after(
-        self, paths: Int[Tensor, "R path"], request: Int[Tensor, " R"]
-    ) -> Int[Tensor, "R vocab"] | None:
-        if self.seen is None:
-            return None
-        return self.seen[request].scatter_add(1, paths.long(), torch.full_like(paths, 2).int())
-
-
-def noise_of(
-    sampling_of: Sampling, lengths: Int[Tensor, " B"], places: int, vocab: int
-) -> Noise | None:
-    """The noise at positions `lengths + 1` and on, or None where no row has a temperature.
-
-    The target and the drafter share it: all nodes of a depth, and the level that is drafted there.
-    """
-    if not any_row(sampling_of.temperature > 0):
-        return None
-    place = torch.arange(places, dtype=torch.int32, device=lengths.device)
-    positions = (lengths[:, None] + 1 + place).flatten()
-    seeds = sampling_of.seed.repeat_interleave(places)
-    return sampling.gumbel(seeds, positions, vocab, TARGET_STREAM).view(-1, places, vocab)

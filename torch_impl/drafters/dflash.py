@@ -10,7 +10,7 @@ from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
-from torch_impl.drafters import Drafted, Fed, Noise, Prompts, Rank, Ranking
+from torch_impl.drafters import Drafted, Fed, Prompts, Rank, Ranking
 from torch_impl.drafters.heads import DraftKV
 from torch_impl.layers import (
     attention_layer,
@@ -20,7 +20,6 @@ from torch_impl.layers import (
     write_keys,
 )
 from torch_impl.model import Forward, Model, logits
-from torch_impl.ops import sampling
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
 from torch_impl.ops.linear import linear
@@ -88,8 +87,11 @@ class BlockDrafter:
         embed, kv = self.target.weights.embed, memory.kv
         hidden = fill(self.weights, embed, self.frequencies, newest, rows, kv)[:, 1:]
         scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, block.size - 1))
-        drafts = choose(scores, rank)
-        return chains(drafts, newest, plan.sampling.max_drafts, draft_from < lengths)
+        drafts, processed = choose(scores, rank)
+        tokens, parents, num_nodes = chains(
+            drafts, newest, plan.sampling.max_drafts, draft_from < lengths
+        )
+        return Drafted(tokens, parents, num_nodes, processed if rank.is_sampled else None)
 
 
 def _block_of(weights: BlockWeights) -> BlockConfig:
@@ -181,43 +183,30 @@ def fill(
     return out.unflatten(0, (len(newest), block.size))
 
 
-def choose(scores: Float[Tensor, "B S vocab"], ranking: Ranking) -> Int[Tensor, "B S"]:
-    """The draft of each slot; one after another where a penalty counts those before it."""
-    B, S, _ = scores.shape
-    if ranking.seen is None and ranking.kept is None:
-        return _choose_at_once(scores, ranking)
-    drafts = ranking.lengths.new_zeros(B, 1, 0)
-    for slot in range(S):
-        ids, _ = ranking(scores[:, slot, None], drafts)
-        drafts = torch.cat([drafts, ids], dim=2)
-    return drafts[:, 0]
-
-
-def _choose_at_once(scores: Float[Tensor, "B S vocab"], ranking: Ranking) -> Int[Tensor, "B S"]:
-    B, S, _ = scores.shape
-    place = torch.arange(B * S, dtype=torch.int32, device=scores.device)
-    request = torch.div(place, S, rounding_mode="floor").long()
-    rows = ranking.sampling.rows(request)
-    positions = ranking.lengths[request] + 1 + place - request * S
-    processed = sampling.processed(scores.flatten(0, 1), None, positions, rows, None)
-    noise: Noise | None = ranking.noise
-    flat = None if noise is None else noise[:, :S].flatten(0, 1)
-    if ranking.kept is not None:
-        ranking.kept.extend(processed.unflatten(0, (B, S)).unbind(1))
-    return sampling.choose(processed, flat, rows.temperature).unflatten(0, (B, S))
+def choose(
+    logits: Float[Tensor, "B S vocab"], rank: Ranking
+) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
+    """The draft of each slot, and the processed logits that it was chosen by."""
+    if not rank.is_sampled:
+        return rank.chain(logits)
+    drafts, found = rank.lengths.new_zeros(len(logits), 1, 0), []
+    for slot in range(logits.shape[1]):
+        ranked = rank(logits[:, slot, None], drafts, slot)
+        drafts = torch.cat([drafts, ranked.ids], dim=2)
+        found.append(ranked.processed)
+    return drafts[:, 0], torch.stack(found, dim=1)
 
 
 def chains(
     drafts: Int[Tensor, "B S"],
     newest: Int[Tensor, " B"],
     max_drafts: Int[Tensor, " B"],
-    has_context: Bool[Tensor, " B"],
-) -> Drafted:
-    """As the specification."""
+    can_draft: Bool[Tensor, " B"],
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
     S = drafts.shape[1]
-    num_drafts = torch.where(has_context, max_drafts.clamp(0, S), 0)
+    num_drafts = torch.where(can_draft, max_drafts.clamp(0, S), 0)
     slot = torch.arange(S, dtype=torch.int32, device=drafts.device)
     is_real = slot < num_drafts[:, None]
     tokens = torch.cat([newest[:, None], torch.where(is_real, drafts, 0)], dim=1)
     parents = torch.cat([torch.zeros_like(newest)[:, None], torch.where(is_real, slot, 0)], dim=1)
-    return Drafted(tokens, parents, 1 + num_drafts)
+    return tokens, parents, 1 + num_drafts

@@ -14,6 +14,7 @@ from torch_impl.drafters import Drafted, Fed, Prompts, Rank, Ranking
 from torch_impl.drafters.heads import DraftKV, Head, Logits, Tokens
 from torch_impl.ops import draft_tree
 from torch_impl.ops.attention import Rows
+from torch_impl.ops.sampling import Ranked
 
 Expand = Callable[[Rows, Tokens, Int[Tensor, " R"]], Logits]
 """As the specification's; the KV is written in place."""
@@ -71,8 +72,6 @@ class EagleDrafter:
         """See `Drafter`."""
         slots, held = plan.slots, memory.relay
         relay = Relay(held.tokens[slots], held.weights[slots], held.hidden[slots])
-        if rank.kept is not None:
-            relay = sampled_relay(self.head, relay, rank)
         return draft(
             self.head,
             memory.kv,
@@ -87,19 +86,39 @@ class EagleDrafter:
         )
 
 
-def sampled_relay(head: Head, relay: Relay, rank: Ranking) -> Relay:
-    """The relay with a draft sampled anew: a slot does not keep the law that one comes from."""
+@dataclass(frozen=True)
+class First:
+    """The candidates below the roots.
+
+    Attributes:
+      processed: Processed logits that they were sampled from; None: they were not.
+    """
+
+    tokens: Int[Tensor, "B k"]
+    weights: Float[Tensor, "B k"]
+    processed: Float[Tensor, "B vocab"] | None
+
+    @classmethod
+    def of(cls, ranked: Ranked, rank: Ranking) -> "First":
+        """Of the ranked children of one node a request, its root."""
+        law = ranked.processed if rank.is_sampled else None
+        return cls(ranked.ids[:, 0], ranked.weights[:, 0], law)
+
+
+def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First:
+    """The relay's candidates, or a draft sampled anew: a slot does not keep the law of one."""
+    if not rank.is_sampled:
+        return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
     no_path = relay.tokens.new_zeros(len(relay.tokens), 1, 0)
-    ids, weights = rank(head.logits(relay.hidden)[:, None], no_path)
-    return Relay(ids[:, 0], weights[:, 0], relay.hidden)
+    return First.of(rank(head.logits(relay.hidden)[:, None], no_path, 0), rank)
 
 
 def relay_of(head: Head, kv: DraftKV, fed: Fed, rank: Rank) -> Relay:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
     ends = head.forward(fed.rows, fed.following, head.read(fed.passed), kv)[fed.last]
     no_path = fed.last.new_zeros(len(fed.last), 1, 0)
-    ids, weights = rank(head.logits(ends)[:, None], no_path)
-    return Relay(ids[:, 0], weights[:, 0], ends)
+    ranked = rank(head.logits(ends)[:, None], no_path, 0)
+    return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends)
 
 
 def draft(
@@ -112,10 +131,10 @@ def draft(
     max_drafts: Int[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
     shape: TreeShape,
-    rank: Rank,
+    rank: Ranking,
 ) -> Drafted:
     """As the specification."""
-    hidden, k = relay.hidden, shape.width
+    hidden = relay.hidden
 
     def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
         nonlocal hidden
@@ -124,7 +143,7 @@ def draft(
 
     return grow(
         expand,
-        (relay.tokens[:, :k], relay.weights[:, :k]),
+        first_of(head, relay, shape, rank),
         newest,
         lengths,
         draft_from,
@@ -138,33 +157,33 @@ def draft(
 
 def grow(
     expand: Expand,
-    first: tuple[Int[Tensor, "B k"], Float[Tensor, "B k"]],
+    first: First,
     newest: Int[Tensor, " B"],
     lengths: Int[Tensor, " B"],
     draft_from: Int[Tensor, " B"],
     max_drafts: Int[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
     shape: TreeShape,
-    rank: Rank,
+    rank: Ranking,
     root_rows: int,
 ) -> Drafted:
     """As the specification."""
-    tokens, weights = first
-    can_draft = draft_from < lengths
-    found = [(tokens, weights, torch.zeros_like(tokens))]
-    level = _first_level(tokens, weights, shape, root_rows)
+    can_draft, laws = draft_from < lengths, [first.processed]
+    found = [(first.tokens, first.weights, torch.zeros_like(first.tokens))]
+    level = _first_level(first.tokens, first.weights, shape, root_rows)
     for s in range(1, shape.depth):
         rows = _expansion_rows(level.sees, s, lengths, draft_from, can_draft, page_table, root_rows)
         logits = expand(rows, level.tokens.flatten(), level.parents.flatten())
-        ids, edges = rank(logits.unflatten(0, level.tokens.shape), level.paths)
-        parents, weights = draft_tree.children(level.numbers, level.weights, edges)
-        found.append((ids.flatten(1), weights, parents))
+        ranked = rank(logits.unflatten(0, level.tokens.shape), level.paths, s)
+        parents, weights = draft_tree.children(level.numbers, level.weights, ranked.weights)
+        found.append((ranked.ids.flatten(1), weights, parents))
+        laws.append(ranked.processed if rank.is_sampled else None)
         level = level.next(found[-1][0], weights, s, root_rows)
     tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     best = draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
     )
-    return Drafted(*best)
+    return Drafted(*best, torch.stack(laws, dim=1) if rank.is_sampled else None)
 
 
 def extend_rows(

@@ -10,8 +10,8 @@ from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl import model
 from torch_impl.device_state import DraftState, Plan, keep, take
-from torch_impl.drafters import Drafted, Fed, Prompts, Rank
-from torch_impl.drafters.eagle import extend_rows, grow
+from torch_impl.drafters import Drafted, Fed, Prompts, Rank, Ranking
+from torch_impl.drafters.eagle import First, extend_rows, grow
 from torch_impl.drafters.heads import Logits, Tokens
 from torch_impl.layers import Chunks, DeltaMixer, OneToken, Tree
 from torch_impl.model import Model
@@ -86,7 +86,7 @@ class StandaloneDrafter:
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
         shape: TreeShape,
-        rank: Rank,
+        rank: Ranking,
     ) -> Drafted:
         """See `Drafter`."""
         draft_from = memory.draft_from[plan.slots]
@@ -105,10 +105,10 @@ class StandaloneDrafter:
         rows = extend_rows(lengths, can_draft, draft_from, plan.page_table, 0)
         requests = torch.arange(len(newest), device=newest.device)
         logits = expand(rows, newest, requests)
-        ids, weights = rank(logits[:, None], newest.new_zeros(len(newest), 1, 0))
+        ranked = rank(logits[:, None], newest.new_zeros(len(newest), 1, 0), 0)
         return grow(
             expand,
-            (ids[:, 0], weights[:, 0]),
+            First.of(ranked, rank),
             newest,
             lengths,
             draft_from,

@@ -65,17 +65,24 @@ def tree_rows(
     lengths: Int[Tensor, " B"],
     page_table: Int[Tensor, "B table"],
     rows: int,
+    is_chain: bool,
 ) -> tuple[Rows, Int[Tensor, " R"]]:
-    """As the specification."""
+    """As the specification; the ancestors of a chain's nodes are known without its parents."""
     row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
     length = lengths[request]
+    if is_chain:
+        place = torch.arange(parents.shape[1], device=node.device)
+        depth, sees = node.int(), place <= node[:, None]
+    else:
+        depth = draft_tree.depths(parents)[request, node]
+        sees = draft_tree.ancestors(parents)[request, node]
     rows_of_trees = Rows(
         request=request,
-        positions=length + draft_tree.depths(parents)[request, node],
-        places=length + node,
+        positions=length + depth,
+        places=length + node.int(),
         first=torch.zeros_like(length),
         until=torch.where(is_real, length, 0),
-        window=draft_tree.ancestors(parents)[request, node] & is_real[:, None],
+        window=sees & is_real[:, None],
         is_real=is_real,
         page_table=page_table,
         row_starts=row_starts,
