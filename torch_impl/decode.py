@@ -228,7 +228,7 @@ def _commit_state(
     if mixer is None:
         return torch.zeros_like(plan.starts)
     if isinstance(mixer, OneToken):
-        new = saved = mamba_state.stacked(mixer.new)
+        new = saved = mixer.new
         passed = (save_after == 1) & (counts == 1)
     else:
         before = take(state.delta, plan.slots)

@@ -88,8 +88,7 @@ def _read_prompts(
     passed = model.forward(machine.model, prompts.tokens, rows, state.kv, mixer, streams)
     is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
     is_saved &= plan.save != 0
-    new, saved = mamba_state.stacked(mixer.new), mamba_state.stacked(mixer.saved)
-    keep(state.delta, state.snapshots, plan, new, saved, is_saved)
+    keep(state.delta, state.snapshots, plan, mixer.new, mixer.saved, is_saved)
     return passed, is_saved
 
 

@@ -66,7 +66,7 @@ class TorchModel:
             mixer = Chunks(self._model.config, self._state, row_starts, rows, nothing_saved)
         passed = self._forward(ints(tokens), rows, mixer)
         if mixer is not None:
-            self._state = DeltaState(*(torch.stack(x) for x in zip(*mixer.new, strict=True)))
+            self._state = mixer.new
         self._length += count
         return passed
 

@@ -1,6 +1,6 @@
 """As `shared.spec.dflash`, in torch: fills a block of masks in one pass and drafts a chain."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,18 +11,11 @@ from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Fed, Prompts, Rank, Ranking
-from torch_impl.drafters.heads import DraftKV
-from torch_impl.layers import (
-    attention_layer,
-    feed_forward,
-    rotary_frequencies,
-    turn,
-    write_keys,
-)
+from torch_impl.layers import Pools, angles, attention_layer, rotary_frequencies, write_keys
 from torch_impl.model import Forward, Model, logits
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
-from torch_impl.ops.linear import linear
+from torch_impl.ops.linear import Stream, normed_product, product
 from torch_impl.weights import BlockWeights
 
 
@@ -104,7 +97,7 @@ def write_context(
     frequencies: Float[Tensor, " half"],
     rows: Rows,
     passed: Forward,
-    kv: DraftKV,
+    kv: Pools,
 ) -> None:
     """Writes rows of context, committed tokens, to the pools of all layers.
 
@@ -112,11 +105,11 @@ def write_context(
       passed: The target's pass over the rows, with the streams that the head reads.
     """
     config = weights.config.layer
-    joined = linear(torch.cat(passed.streams, dim=1), weights.fc)
+    joined = product(torch.cat(passed.streams, dim=1), weights.fc)
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
-    turned = turn(config, frequencies, rows)
-    for layer in weights.layers:
-        write_keys(config, layer.mixer, read, turned, kv[layer.place])
+    turn = angles(config, frequencies, rows)
+    for place, layer in enumerate(weights.layers):
+        write_keys(config, layer, read, turn, rows, kv, place)
 
 
 def block_rows(
@@ -125,7 +118,6 @@ def block_rows(
     draft_from: Int[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
 ) -> list[Rows]:
-    """As the specification."""
     B, size, device = len(lengths), block.size, lengths.device
     place = torch.arange(B * size, dtype=torch.int32, device=device)
     request = torch.div(place, size, rounding_mode="floor").long()
@@ -161,7 +153,7 @@ def fill(
     frequencies: Float[Tensor, " half"],
     newest: Int[Tensor, " B"],
     rows: list[Rows],
-    kv: DraftKV,
+    kv: Pools,
 ) -> Float[Tensor, "B size hidden"]:
     """Runs the blocks, whose KV is written; gives their hidden states after the final norm.
 
@@ -171,15 +163,13 @@ def fill(
       rows: Of `block_rows`.
     """
     config, block = weights.config.layer, _block_of(weights)
-    turned = turn(config, frequencies, rows[0])
+    turn = angles(config, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
-    x = embed[torch.cat([newest[:, None], masks], dim=1).flatten()]
-    for layer, seen in zip(weights.layers, rows, strict=True):
-        y = rms_norm(x, layer.input_norm, config.rms_eps)
-        where = replace(turned, rows=seen)
-        x = x + attention_layer(config, layer.mixer, y, where, kv[layer.place])
-        x = feed_forward(config, layer, x)
-    out = rms_norm(x, weights.final_norm, config.rms_eps)
+    stream = Stream(embed[torch.cat([newest[:, None], masks], dim=1).flatten()])
+    for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
+        qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
+        stream = attention_layer(config, layer, qkv, stream, turn, seen, kv, place)
+    out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))
 
 

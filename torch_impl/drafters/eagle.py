@@ -11,7 +11,8 @@ from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan, Relay
 from torch_impl.drafters import Drafted, Fed, Prompts, Rank, Ranking
-from torch_impl.drafters.heads import DraftKV, Head, Logits, Tokens
+from torch_impl.drafters.heads import Head, Logits, Tokens
+from torch_impl.layers import Pools
 from torch_impl.ops import draft_tree
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.sampling import Ranked
@@ -113,7 +114,7 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
     return First.of(rank(head.logits(relay.hidden)[:, None], no_path, 0), rank)
 
 
-def relay_of(head: Head, kv: DraftKV, fed: Fed, rank: Rank) -> Relay:
+def relay_of(head: Head, kv: Pools, fed: Fed, rank: Rank) -> Relay:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
     ends = head.forward(fed.rows, fed.following, head.read(fed.passed), kv)[fed.last]
     no_path = fed.last.new_zeros(len(fed.last), 1, 0)
@@ -123,7 +124,7 @@ def relay_of(head: Head, kv: DraftKV, fed: Fed, rank: Rank) -> Relay:
 
 def draft(
     head: Head,
-    kv: DraftKV,
+    kv: Pools,
     relay: Relay,
     newest: Int[Tensor, " B"],
     lengths: Int[Tensor, " B"],
@@ -133,7 +134,6 @@ def draft(
     shape: TreeShape,
     rank: Ranking,
 ) -> Drafted:
-    """As the specification."""
     hidden = relay.hidden
 
     def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
@@ -167,7 +167,6 @@ def grow(
     rank: Ranking,
     root_rows: int,
 ) -> Drafted:
-    """As the specification."""
     can_draft, laws = draft_from < lengths, [first.processed]
     found = [(first.tokens, first.weights, torch.zeros_like(first.tokens))]
     level = _first_level(first.tokens, first.weights, shape, root_rows)
@@ -193,7 +192,6 @@ def extend_rows(
     page_table: Int[Tensor, "B P"],
     depth: int,
 ) -> Rows:
-    """As the specification."""
     B, W = len(lengths), depth + 1
     place = torch.arange(B * W, dtype=torch.int32, device=lengths.device)
     request = torch.div(place, W, rounding_mode="floor").long()
@@ -255,7 +253,6 @@ def _first_level(
 
 
 def _itself(k: int, first: int, sees: Bool[Tensor, "B k window"]) -> Bool[Tensor, "k window"]:
-    """As the specification."""
     place = torch.arange(sees.shape[2], device=sees.device)
     return place == first + torch.arange(k, device=sees.device)[:, None]
 

@@ -52,8 +52,7 @@ class StandaloneDrafter:
         mixer = Chunks(self.small.config, before, prompts.row_starts, fed.rows, save_after)
         self._forward(memory, fed.rows, fed.tokens, mixer)
         is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
-        new, saved = mamba_state.stacked(mixer.new), mamba_state.stacked(mixer.saved)
-        keep(memory.delta, memory.snapshots, plan, new, saved, is_saved)
+        keep(memory.delta, memory.snapshots, plan, mixer.new, mixer.saved, is_saved)
 
     def extend(
         self,
@@ -98,7 +97,7 @@ class StandaloneDrafter:
             if nodes is not None:
                 mixer = OneToken(self.small.config, take(nodes, parent))
             hidden = self._forward(memory, rows, tokens, mixer)
-            nodes = None if mixer is None else mamba_state.stacked(mixer.new)
+            nodes = None if mixer is None else mixer.new
             return over_target(model.logits(self.small, hidden), self.target_vocab)
 
         can_draft = (draft_from < lengths).int()
@@ -135,6 +134,5 @@ def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> Delt
 
 
 def over_target(logits: Float[Tensor, "R draft_vocab"], vocab: int) -> Float[Tensor, "R vocab"]:
-    """As the specification."""
     missing = max(vocab - logits.shape[1], 0)
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)[:, :vocab]

@@ -15,7 +15,8 @@ def count(
     vocab, flat = seen.shape[1], seen.view(-1)
     place = torch.where(is_counted, slots * vocab + tokens, 0)  # 0 is the sink's
     marked = torch.where(is_output, 0, place)
-    flat[marked] = flat[marked] | 1  # repeated tokens write the same value
+    is_mark = (is_counted & ~is_output).int()
+    flat[marked] = flat[marked] | is_mark  # repeated tokens write the same value
     flat.index_add_(0, place, 2 * (is_output & is_counted).int())
     return seen
 
