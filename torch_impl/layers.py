@@ -50,14 +50,14 @@ def attention_layer(
     layer: Layer,
     qkv: Float[Tensor, "R outputs"],
     stream: Stream,
-    turn: Angles,
+    angles: Angles,
     rows: Rows,
     kv: Pools,
     place: int,
 ) -> Stream:
     """A decoder layer with attention, from its projection on; writes the pools at `place`."""
     norms = head_norms(config, layer.mixer)
-    mixed = attention.mix(qkv, heads(config), norms, turn, rows, kv, place)
+    mixed = attention.mix(qkv, heads(config), norms, angles, rows, kv, place)
     return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
 
 
@@ -84,7 +84,7 @@ def write_keys(
     config: ModelConfig,
     layer: Layer,
     x: Float[Tensor, "R inputs"],
-    turn: Angles,
+    angles: Angles,
     rows: Rows,
     kv: Pools,
     place: int,
@@ -96,7 +96,7 @@ def write_keys(
     keys = config.num_kv_heads * config.head_size
     projected = linear.product(x, Matrix(layer.mixer.inputs.values[-2 * keys :]))
     norms = head_norms(config, layer.mixer)
-    attention.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
+    attention.mix_keys(projected, heads(config), norms, angles, rows, kv, place)
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:
@@ -129,8 +129,7 @@ class Chunks:
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        """See `DeltaMixer`."""
-        out, new, saved = mamba_state.mix_chunks(
+        out, *new, saved = mamba_state.mix_chunks(
             inputs,
             delta_weights(self._config, weights),
             self._config.gated_delta,
@@ -140,8 +139,8 @@ class Chunks:
             self._rows.request,
             self._save_after,
         )
-        self._new.append(new)
-        self._saved.append(saved)
+        self._new.append(DeltaState(*(x[None] for x in new)))
+        self._saved.append(DeltaState(*(x[None] for x in saved)))
         return out
 
     @property
@@ -165,15 +164,14 @@ class OneToken:
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        """See `DeltaMixer`."""
-        out, new = mamba_state.mix_step(
+        out, *new = mamba_state.mix_step(
             inputs,
             delta_weights(self._config, weights),
             self._config.gated_delta,
             self._state.recurrent[place],
             self._state.window[place],
         )
-        self._new.append(new)
+        self._new.append(DeltaState(*(x[None] for x in new)))
         return out
 
     @property
@@ -202,7 +200,6 @@ class Tree:
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        """See `DeltaMixer`."""
         out, kept = mamba_state.mix_tree(
             inputs,
             delta_weights(self._config, weights),

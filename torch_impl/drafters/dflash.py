@@ -39,18 +39,15 @@ class BlockDrafter:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """See `Drafter`."""
         return self.weights.config.aux_streams
 
     @property
     def sizes(self) -> DraftSizes:
-        """See `Drafter`."""
         return self.weights.config.sizes
 
     def prefill(
         self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
     ) -> None:
-        """See `Drafter`."""
         write_context(self.weights, self.frequencies, fed.rows, fed.passed, memory.kv)
 
     def extend(
@@ -62,7 +59,6 @@ class BlockDrafter:
         fed: Fed,
         rank: Rank,
     ) -> None:
-        """See `Drafter`."""
         write_context(self.weights, self.frequencies, fed.rows, fed.passed, memory.kv)
 
     def draft(

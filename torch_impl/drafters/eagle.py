@@ -29,18 +29,15 @@ class EagleDrafter:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """See `Drafter`."""
         return self.head.streams
 
     @property
     def sizes(self) -> DraftSizes:
-        """See `Drafter`."""
         return DraftSizes(self.head.config, 1, 0, True)
 
     def prefill(
         self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
     ) -> None:
-        """See `Drafter`."""
         self._extend(memory, plan, fed, rank)
 
     def extend(
@@ -52,7 +49,6 @@ class EagleDrafter:
         fed: Fed,
         rank: Rank,
     ) -> None:
-        """See `Drafter`."""
         self._extend(memory, plan, fed, rank)
 
     def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Rank) -> None:
@@ -70,7 +66,6 @@ class EagleDrafter:
         shape: TreeShape,
         rank: Ranking,
     ) -> Drafted:
-        """See `Drafter`."""
         slots, held = plan.slots, memory.relay
         relay = Relay(held.tokens[slots], held.weights[slots], held.hidden[slots])
         return draft(
@@ -179,10 +174,11 @@ def grow(
         laws.append(ranked.processed if rank.is_sampled else None)
         level = level.next(found[-1][0], weights, s, root_rows)
     tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    best = draft_tree.keep_best(
+    tokens, parents, num_nodes = draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
     )
-    return Drafted(*best, torch.stack(laws, dim=1) if rank.is_sampled else None)
+    processed = torch.stack(laws, dim=1) if rank.is_sampled else None
+    return Drafted(tokens, parents, num_nodes, processed)
 
 
 def extend_rows(

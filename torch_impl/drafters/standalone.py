@@ -33,18 +33,15 @@ class StandaloneDrafter:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """See `Drafter`."""
         return ()
 
     @property
     def sizes(self) -> DraftSizes:
-        """See `Drafter`."""
         return DraftSizes.of_model(self.small.config)
 
     def prefill(
         self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
     ) -> None:
-        """See `Drafter`."""
         if memory.delta is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
@@ -63,7 +60,6 @@ class StandaloneDrafter:
         fed: Fed,
         rank: Rank,
     ) -> None:
-        """See `Drafter`."""
         if memory.delta is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
@@ -87,7 +83,6 @@ class StandaloneDrafter:
         shape: TreeShape,
         rank: Ranking,
     ) -> Drafted:
-        """See `Drafter`."""
         draft_from = memory.draft_from[plan.slots]
         nodes = None if memory.delta is None else _context(memory, plan, lengths)
 

@@ -173,7 +173,12 @@ def mix_chunks(
     row_starts: Int[Tensor, " B1"],
     request: Int[Tensor, " R"],
     save_after: Int[Tensor, " B"],
-) -> tuple[Float[Tensor, "R values"], DeltaState, DeltaState]:
+) -> tuple[
+    Float[Tensor, "R values"],
+    Float[Tensor, "B H K V"],
+    Float[Tensor, "B 3 C"],
+    tuple[Float[Tensor, "B H K V"], Float[Tensor, "B 3 C"]],
+]:
     """As the specification, and the state after some of the rows too.
 
     Args:
@@ -181,7 +186,7 @@ def mix_chunks(
       save_after: Rows after which the state is asked for; see `gated_delta.chunked`.
 
     Returns:
-      The heads' outputs, the state after the rows and that after `save_after`, of one layer each.
+      The heads' outputs side by side, the state after the rows, and that after `save_after`.
     """
     channels, z, b, a = split_inputs(inputs, sizes)
     place = torch.arange(len(request), dtype=torch.int32, device=request.device)
@@ -193,8 +198,7 @@ def mix_chunks(
     end = chain_end(window, channels, row_starts, taken)
     saved_taken = torch.minimum(save_after.clamp(min=0), taken)
     saved_end = chain_end(window, channels, row_starts, saved_taken)
-    states = (DeltaState(new[None], end[None]), DeltaState(saved[None], saved_end[None]))
-    return _normed(out, z, weights), *states
+    return _normed(out, z, weights), new, end, (saved, saved_end)
 
 
 def mix_tree(
@@ -227,14 +231,13 @@ def mix_step(
     sizes: GatedDeltaConfig,
     recurrent: Float[Tensor, "B H K V"],
     window: Float[Tensor, "B 3 C"],
-) -> tuple[Float[Tensor, "B values"], DeltaState]:
-    """As the specification; the state after the row is that of one layer."""
+) -> tuple[Float[Tensor, "B values"], Float[Tensor, "B H K V"], Float[Tensor, "B 3 C"]]:
     channels, z, b, a = split_inputs(inputs, sizes)
     heads = _heads_of(conv(window, channels, weights.conv), sizes)
     gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
     new, out = gated_delta.step(recurrent, *heads, *gates)
     end = torch.cat([window[:, 1:], channels[:, None]], dim=1)
-    return _normed(out, z, weights), DeltaState(new[None], end[None])
+    return _normed(out, z, weights), new, end
 
 
 def split_inputs(
