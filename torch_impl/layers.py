@@ -50,14 +50,14 @@ def attention_layer(
     layer: Layer,
     qkv: Float[Tensor, "R outputs"],
     stream: Stream,
-    angles: Angles,
+    turn: Angles,
     rows: Rows,
     kv: Pools,
     place: int,
 ) -> Stream:
     """A decoder layer with attention, from its projection on; writes the pools at `place`."""
     norms = head_norms(config, layer.mixer)
-    mixed = attention.mix(qkv, heads(config), norms, angles, rows, kv, place)
+    mixed = attention.mix(qkv, heads(config), norms, turn, rows, kv, place)
     return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
 
 
@@ -84,7 +84,7 @@ def write_keys(
     config: ModelConfig,
     layer: Layer,
     x: Float[Tensor, "R inputs"],
-    angles: Angles,
+    turn: Angles,
     rows: Rows,
     kv: Pools,
     place: int,
@@ -96,7 +96,7 @@ def write_keys(
     keys = config.num_kv_heads * config.head_size
     projected = linear.product(x, Matrix(layer.mixer.inputs.values[-2 * keys :]))
     norms = head_norms(config, layer.mixer)
-    attention.mix_keys(projected, heads(config), norms, angles, rows, kv, place)
+    attention.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:

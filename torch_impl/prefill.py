@@ -13,7 +13,7 @@ from torch_impl.drafters import Fed, Prompts
 from torch_impl.layers import Chunks
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
-from torch_impl.ops import attention, draft_tree, mamba_state, sampling, slots
+from torch_impl.ops import draft_tree, mamba_state, sampling, slots
 
 
 def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
@@ -31,7 +31,7 @@ def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
 def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     state, is_row = machine.state, plan.slots != 0
     start(state, plan)
-    prompts = _prompts(plan, program)
+    prompts = Prompts.of(plan, program)
     passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
     _count_prompts(machine, plan, prompts)
     logits = model.logits(machine.model, passed.hidden[prompts.last])
@@ -57,22 +57,6 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     found = {"tokens": emitted, "counts": counts, "failed": failed, "saved": saved}
     found |= {"drafts": newest[:, None], "num_nodes": torch.ones_like(newest)}
     return found | logprobs_of(machine, program, logits[:, None], emitted, counts)
-
-
-def _prompts(plan: Plan, program: Program) -> Prompts:
-    prompt = plan.prompt
-    row_starts, first = prompt.row_starts, prompt.first_positions
-    rows = attention.causal_rows(
-        row_starts, first, torch.zeros_like(first), plan.page_table, program.tokens
-    )
-    return Prompts(
-        tokens=prompt.tokens[: len(rows.request)],
-        row_starts=row_starts,
-        first=first,
-        lengths=first + row_starts[1:] - row_starts[:-1],
-        last=(row_starts[1:] - 1).clamp(min=0),
-        rows=rows,
-    )
 
 
 def _read_prompts(

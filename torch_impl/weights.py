@@ -227,21 +227,28 @@ def _layers(
 def _attention(
     config: ModelConfig, tensors: dict[str, Tensor], prefix: str, place: int
 ) -> Attention:
-    norms = (None, None)
+    q_norm = k_norm = None
     if config.qk_norm:
-        names = (f"{prefix}q_norm", f"{prefix}k_norm")
-        norms = tuple(_norm(config, tensors[name][place]) for name in names)
-    matrices = (Matrix(tensors[f"{prefix}{x}"][place]) for x in ("inputs", "out"))
-    return Attention(*matrices, *norms)
+        q_norm = _norm(config, tensors[f"{prefix}q_norm"][place])
+        k_norm = _norm(config, tensors[f"{prefix}k_norm"][place])
+    inputs, out = (Matrix(tensors[f"{prefix}{x}"][place]) for x in ("inputs", "out"))
+    return Attention(inputs, out, q_norm, k_norm)
 
 
 def _gated_delta(
     config: ModelConfig, tensors: dict[str, Tensor], prefix: str, place: int
 ) -> GatedDelta:
-    names = ("inputs", "conv", "a_log", "dt_bias", "norm", "out")
-    found = {name: tensors[f"{prefix}{name}"][place] for name in names}
-    found["norm"] = found["norm"].float()  # the one norm that is never zero-centred
-    return GatedDelta(**found | {name: Matrix(found[name]) for name in ("inputs", "out")})
+    def at(name: str) -> Tensor:
+        return tensors[f"{prefix}{name}"][place]
+
+    return GatedDelta(
+        inputs=Matrix(at("inputs")),
+        conv=at("conv"),
+        a_log=at("a_log"),
+        dt_bias=at("dt_bias"),
+        norm=at("norm").float(),  # the one norm that is never zero-centred
+        out=Matrix(at("out")),
+    )
 
 
 def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:

@@ -1,6 +1,5 @@
 """How drafts are made; all drafters rank their candidates in the same way."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,18 +7,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shared.boundary.backend import Program
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import DRAFT_STREAM, TARGET_STREAM
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
-from torch_impl.ops import sampling
+from torch_impl.ops import attention, sampling
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.sampling import Ranked, Sampling, Seen
-
-Rank = Callable[[Float[Tensor, "B k vocab"], Int[Tensor, "B k path"], int], Ranked]
-"""Ranks the children of nodes, by the drafter's logits after each, the drafts from below the root
-to each, and how many these are: all nodes stand at one depth."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,12 @@ class Ranking:
     def __call__(
         self, logits: Float[Tensor, "B k vocab"], paths: Int[Tensor, "B k path"], depth: int
     ) -> Ranked:
-        """See `Rank`."""
+        """The best children of nodes, which all stand at one depth.
+
+        Args:
+          logits: The drafter's after each node.
+          paths: The drafts from below the root to each node, `depth` of them.
+        """
         k, path = paths.shape[1], paths.flatten(0, 1)
         is_real = torch.ones_like(path, dtype=torch.bool)
         seen = Seen(self.counts, self.slots.repeat_interleave(k), path, is_real)
@@ -52,6 +53,11 @@ class Ranking:
         if self.is_sampled:
             keys, stream = self.lengths, DRAFT_STREAM + depth
         return sampling.rank(logits, seen, positions, self.sampling, keys, stream, self.width)
+
+    def roots(self, logits: Float[Tensor, "B vocab"]) -> Ranked:
+        """The best children of each request's root."""
+        no_path = self.lengths.new_zeros(len(logits), 1, 0)
+        return self(logits[:, None], no_path, 0)
 
     def chain(
         self, logits: Float[Tensor, "B S vocab"]
@@ -80,6 +86,24 @@ class Prompts:
     lengths: Int[Tensor, " B"]
     last: Int[Tensor, " B"]
     rows: Rows
+
+    @classmethod
+    def of(cls, plan: Plan, program: Program) -> "Prompts":
+        """The chunks of a plan."""
+        prompt = plan.prompt
+        assert prompt is not None  # a prefill has one
+        row_starts, first = prompt.row_starts, prompt.first_positions
+        rows = attention.causal_rows(
+            row_starts, first, torch.zeros_like(first), plan.page_table, program.tokens
+        )
+        return cls(
+            tokens=prompt.tokens[: len(rows.request)],
+            row_starts=row_starts,
+            first=first,
+            lengths=first + row_starts[1:] - row_starts[:-1],
+            last=(row_starts[1:] - 1).clamp(min=0),
+            rows=rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -129,7 +153,7 @@ class Drafter(Protocol):
         ...
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
         """Extends the drafter over prompt chunks.
 
@@ -145,7 +169,7 @@ class Drafter(Protocol):
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
         fed: Fed,
-        rank: Rank,
+        rank: Ranking,
     ) -> None:
         """Extends the drafter over accepted paths, of W rows a request.
 

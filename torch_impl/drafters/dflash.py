@@ -10,7 +10,7 @@ from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
-from torch_impl.drafters import Drafted, Fed, Prompts, Rank, Ranking
+from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.layers import Pools, angles, attention_layer, rotary_frequencies, write_keys
 from torch_impl.model import Forward, Model, logits
 from torch_impl.ops.attention import Rows
@@ -27,15 +27,15 @@ class BlockDrafter:
       frequencies: Of its own rotation.
     """
 
-    weights: BlockWeights
     target: Model
+    weights: BlockWeights
     frequencies: Float[Tensor, " half"]
 
     @classmethod
     def of(cls, model: Model, weights: BlockWeights) -> "BlockDrafter":
         """Binds a head to its target."""
         device = model.weights.embed.device
-        return cls(weights, model, rotary_frequencies(weights.config.layer, device))
+        return cls(model, weights, rotary_frequencies(weights.config.layer, device))
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class BlockDrafter:
         return self.weights.config.sizes
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
         write_context(self.weights, self.frequencies, fed.rows, fed.passed, memory.kv)
 
@@ -57,7 +57,7 @@ class BlockDrafter:
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
         fed: Fed,
-        rank: Rank,
+        rank: Ranking,
     ) -> None:
         write_context(self.weights, self.frequencies, fed.rows, fed.passed, memory.kv)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan, Relay
-from torch_impl.drafters import Drafted, Fed, Prompts, Rank, Ranking
+from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.drafters.heads import Head, Logits, Tokens
 from torch_impl.layers import Pools
 from torch_impl.ops import draft_tree
@@ -36,7 +36,7 @@ class EagleDrafter:
         return DraftSizes(self.head.config, 1, 0, True)
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
         self._extend(memory, plan, fed, rank)
 
@@ -47,11 +47,11 @@ class EagleDrafter:
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
         fed: Fed,
-        rank: Rank,
+        rank: Ranking,
     ) -> None:
         self._extend(memory, plan, fed, rank)
 
-    def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Rank) -> None:
+    def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Ranking) -> None:
         new = relay_of(self.head, memory.kv, fed, rank)
         memory.relay.tokens[plan.slots] = new.tokens
         memory.relay.weights[plan.slots] = new.weights
@@ -105,15 +105,13 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
     """The relay's candidates, or a draft sampled anew: a slot does not keep the law of one."""
     if not rank.is_sampled:
         return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
-    no_path = relay.tokens.new_zeros(len(relay.tokens), 1, 0)
-    return First.of(rank(head.logits(relay.hidden)[:, None], no_path, 0), rank)
+    return First.of(rank.roots(head.logits(relay.hidden)), rank)
 
 
-def relay_of(head: Head, kv: Pools, fed: Fed, rank: Rank) -> Relay:
+def relay_of(head: Head, kv: Pools, fed: Fed, rank: Ranking) -> Relay:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
     ends = head.forward(fed.rows, fed.following, head.read(fed.passed), kv)[fed.last]
-    no_path = fed.last.new_zeros(len(fed.last), 1, 0)
-    ranked = rank(head.logits(ends)[:, None], no_path, 0)
+    ranked = rank.roots(head.logits(ends))
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends)
 
 
@@ -203,7 +201,7 @@ def extend_rows(
         window=is_real.new_zeros(B * W, 0),
         is_real=is_real,
         page_table=page_table,
-        row_starts=row_starts(B, W, lengths.device),
+        row_starts=_row_starts(B, W, lengths.device),
         most_rows=W,
     )
 
@@ -276,11 +274,11 @@ def _expansion_rows(
         window=sees.flatten(0, 1) & is_real[:, None],
         is_real=is_real,
         page_table=page_table,
-        row_starts=row_starts(B, k, sees.device),
+        row_starts=_row_starts(B, k, sees.device),
         most_rows=k,
     )
 
 
-def row_starts(requests: int, rows: int, device: torch.device) -> Int[Tensor, " B1"]:
+def _row_starts(requests: int, rows: int, device: torch.device) -> Int[Tensor, " B1"]:
     """Where every request has `rows` rows."""
     return torch.arange(requests + 1, dtype=torch.int32, device=device) * rows

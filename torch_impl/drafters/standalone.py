@@ -10,7 +10,7 @@ from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl import model
 from torch_impl.device_state import DraftState, Plan, keep, take
-from torch_impl.drafters import Drafted, Fed, Prompts, Rank, Ranking
+from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.drafters.eagle import First, extend_rows, grow
 from torch_impl.drafters.heads import Logits, Tokens
 from torch_impl.layers import Chunks, DeltaMixer, OneToken, Tree
@@ -40,7 +40,7 @@ class StandaloneDrafter:
         return DraftSizes.of_model(self.small.config)
 
     def prefill(
-        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
         if memory.delta is None:
             self._forward(memory, fed.rows, fed.tokens, None)
@@ -58,7 +58,7 @@ class StandaloneDrafter:
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
         fed: Fed,
-        rank: Rank,
+        rank: Ranking,
     ) -> None:
         if memory.delta is None:
             self._forward(memory, fed.rows, fed.tokens, None)
@@ -99,10 +99,9 @@ class StandaloneDrafter:
         rows = extend_rows(lengths, can_draft, draft_from, plan.page_table, 0)
         requests = torch.arange(len(newest), device=newest.device)
         logits = expand(rows, newest, requests)
-        ranked = rank(logits[:, None], newest.new_zeros(len(newest), 1, 0), 0)
         return grow(
             expand,
-            First.of(ranked, rank),
+            First.of(rank.roots(logits), rank),
             newest,
             lengths,
             draft_from,

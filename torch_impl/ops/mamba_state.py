@@ -35,10 +35,12 @@ class Kept:
 State = TypeVar("State", DeltaState, Kept)
 
 
-def joined(parts: list[State]) -> State:
+def joined(layers_of: list[State]) -> State:
     """What some layers have, behind one another, as one."""
-    names = [field.name for field in fields(parts[0])]
-    return type(parts[0])(*(torch.cat([getattr(x, name) for x in parts]) for name in names))
+    names = [field.name for field in fields(layers_of[0])]
+    return type(layers_of[0])(
+        *(torch.cat([getattr(layer, name) for layer in layers_of]) for name in names)
+    )
 
 
 @dataclass(frozen=True)
@@ -158,10 +160,10 @@ def replay(
     return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed
 
 
-def ends_chunk(save_after: Int[Tensor, " B"], taken: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
-    """Whether a prefill of `taken` tokens has a chunk that ends after `save_after` of them."""
-    is_border = (save_after % CHUNK == 0) | (save_after == taken)
-    return (save_after > 0) & (save_after <= taken) & is_border
+def ends_chunk(save_after: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """Whether a prefill of `num_tokens` tokens has a chunk that ends after `save_after` of them."""
+    is_border = (save_after % CHUNK == 0) | (save_after == num_tokens)
+    return (save_after > 0) & (save_after <= num_tokens) & is_border
 
 
 def mix_chunks(
