@@ -3,16 +3,49 @@
 The text stays that of plain decoding: the target's own choices do not ask how a tree was drafted.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from jaxtyping import Int
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.backend import TorchBackend
-from torch_impl.device_state import DeviceState, Plan, Prompts
-from torch_impl.drafters import Drafter, Fed, Grown, Ranking
+from torch_impl.device_state import DraftState, Plan
+from torch_impl.drafters import Drafted, Drafter, Fed, Prompts, Ranking
+from torch_impl.ops import sampling
+from torch_impl.ops.sampling import Ranked
+
+
+@dataclass(frozen=True)
+class PlainRanking(Ranking):
+    """Ranks by the processed logits alone, and weighs as without a temperature."""
+
+    @classmethod
+    def of(cls, rank: Ranking) -> "PlainRanking":
+        """In the place of `rank`."""
+        return cls(**{field.name: getattr(rank, field.name) for field in fields(rank)})
+
+    def __call__(
+        self, logits: Float[Tensor, "B k vocab"], paths: Int[Tensor, "B k path"], depth: int
+    ) -> Ranked:
+        """See `Ranking`."""
+        found = super().__call__(logits, paths, depth)
+        ids = sampling.top_candidates(found.processed, self.width)
+        weights = sampling.log_softmax(found.processed).gather(1, ids.long())
+        return Ranked(ids.view_as(found.ids), weights.view_as(found.weights), found.processed)
+
+    def chain(
+        self, logits: Float[Tensor, "B S vocab"]
+    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
+        """See `Ranking`; one after another, each the likeliest after those before it."""
+        tokens, found = self.slots.new_zeros(len(logits), 1, 0), []
+        for place in range(logits.shape[1]):
+            ranked = self(logits[:, place, None], tokens, place)
+            tokens = torch.cat([tokens, ranked.ids[:, :, :1]], dim=2)
+            found.append(ranked.processed)
+        return tokens[:, 0], torch.stack(found, dim=1)
 
 
 @dataclass(frozen=True)
@@ -32,14 +65,14 @@ class PlainCandidates:
         return self.drafter.sizes
 
     def prefill(
-        self, state: DeviceState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
         """See `Drafter`."""
-        self.drafter.prefill(state, plan, prompts, fed, replace(rank, noise=None))
+        self.drafter.prefill(memory, plan, prompts, fed, PlainRanking.of(rank))
 
     def extend(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
@@ -47,20 +80,20 @@ class PlainCandidates:
         rank: Ranking,
     ) -> None:
         """See `Drafter`."""
-        self.drafter.extend(state, plan, before, counts, fed, replace(rank, noise=None))
+        self.drafter.extend(memory, plan, before, counts, fed, PlainRanking.of(rank))
 
     def draft(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
         shape: TreeShape,
         rank: Ranking,
-    ) -> Grown:
+    ) -> Drafted:
         """See `Drafter`."""
-        unperturbed = replace(rank, noise=None)
-        return self.drafter.draft(state, plan, newest, lengths, shape, unperturbed)
+        unperturbed = PlainRanking.of(rank)
+        return self.drafter.draft(memory, plan, newest, lengths, shape, unperturbed)
 
 
 def rank_plainly(backend: TorchBackend) -> None:

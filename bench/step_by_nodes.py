@@ -176,15 +176,15 @@ def products_ms(framework: str, arrays: list[np.ndarray], rows: int, clock: Cloc
 def _torch_products(arrays: list[np.ndarray], inputs: dict[int, np.ndarray]) -> Callable[[], None]:
     import torch
 
-    from torch_impl.ops.linear import linear
+    from torch_impl.ops.linear import Matrix, product
 
-    tensors = [torch.from_numpy(matrix) for matrix in arrays]
+    weights = [Matrix(torch.from_numpy(matrix)) for matrix in arrays]
     rows = {size: torch.from_numpy(values) for size, values in inputs.items()}
 
     @torch.inference_mode()
     def run() -> None:
-        for matrix in tensors:
-            linear(rows[matrix.shape[1]], matrix)
+        for weight in weights:
+            product(rows[weight.values.shape[1]], weight)
 
     return run
 

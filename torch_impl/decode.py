@@ -8,14 +8,14 @@ from torch import Tensor
 
 from shared.boundary.backend import Program
 from torch_impl import model
-from torch_impl.device_state import Plan, count, put, save, start, take
-from torch_impl.drafters import Fed, Noise, noise_of
+from torch_impl.device_state import Fields, HostDraft, Plan, keep, take
+from torch_impl.drafters import Fed
 from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import OneToken, Tree
-from torch_impl.machine import Fields, Machine, logprobs_of, ranking, seen_of
+from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
-from torch_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling
-from torch_impl.rejection import choose, draft_noise, rejects
+from torch_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling, slots
+from torch_impl.ops.attention import Rows
 
 
 @dataclass(frozen=True)
@@ -53,58 +53,54 @@ class Verified:
 
 
 def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
-    state, shape = machine.state, program.shape
-    start(state, plan)
-    lengths = state.length[plan.slots]
-    # One place more than the tree is deep: the relay's, after a path of any length.
-    places = shape.max_tokens + int(machine.relays(program))
-    noise = _noise(machine, plan, program, lengths, places)
-    trees = _trees(machine, plan, program, lengths, noise)
-    verified = _verify(machine, plan, program, trees, lengths, noise)
+    lengths = machine.state.lengths[plan.slots]
+    trees = _trees(machine, plan, program, lengths)
+    verified = _verify(machine, plan, program, trees, lengths)
     saved = _commit(machine, plan, program, verified, lengths)
-    if machine.feeds(program):
-        _feed_path(machine, plan, program, trees, verified, lengths, noise)
-    elif shape.is_plain:
-        state.draft_from[plan.slots] = lengths + verified.counts
+    _extend(machine, plan, program, trees, verified, lengths)
     found = {"tokens": verified.tokens, "counts": verified.counts, "failed": verified.failed}
     found |= {"saved": saved} | trees.fields()
     return found | logprobs_of(machine, program, verified.logits, verified.tokens, verified.counts)
 
 
 def draft(machine: Machine, plan: Plan, program: Program) -> Fields:
-    lengths = machine.state.length[plan.slots]
-    noise = _noise(machine, plan, program, lengths, program.shape.depth)
-    return _trees(machine, plan, program, lengths, noise).fields()
+    lengths = machine.state.lengths[plan.slots]
+    return _trees(machine, plan, program, lengths).fields()
 
 
-def _noise(
-    machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"], places: int
-) -> Noise | None:
-    """The noise of drafts: the target's own of `places` positions, or one that it never sees."""
-    if rejects(machine, program):
-        return draft_noise(machine, plan, program, lengths)
-    return noise_of(plan.sampling, lengths, places, machine.limits.vocab)
-
-
-def _trees(
-    machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"], noise: Noise | None
-) -> Trees:
+def _trees(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"]) -> Trees:
     """The trees of a step: the plan's, the drafter's, or the root alone."""
-    state, slots, shape = machine.state, plan.slots, program.shape
-    newest = state.newest[slots]
-    if program.host_draft:
-        tokens = torch.cat([newest[:, None], plan.work["draft_tree_tokens"][:, 1:]], dim=1)
-        # A padded row's own node count is 0, but every row verifies its root.
-        num_nodes = plan.work["draft_tree_num_nodes"].clamp(min=1)
-        forced = plan.work["draft_tree_forced"] != 0
-        return Trees(tokens, plan.work["draft_tree_parents"], num_nodes, forced, None)
+    state, shape = machine.state, program.shape
+    newest = state.newest[plan.slots]
+    if plan.drafts is not None:
+        return _host_trees(plan.drafts, newest)
     if shape.is_plain:
-        nothing = torch.zeros_like(newest)
-        return Trees(newest[:, None], nothing[:, None], nothing + 1, None, None)
-    kept = [] if rejects(machine, program) else None
-    rank = ranking(machine, plan, lengths, noise, shape.width, kept)
-    grown = machine.drafter.draft(state, plan, newest, lengths, shape, rank)
-    return Trees(*grown, None, None if kept is None else torch.stack(kept, dim=1))
+        return _roots(newest)
+    rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
+    found = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
+    return Trees(found.tokens, found.parents, found.num_nodes, None, found.processed)
+
+
+def _host_trees(drafts: HostDraft, newest: Int[Tensor, " B"]) -> Trees:
+    return Trees(
+        tokens=torch.cat([newest[:, None], drafts.tokens[:, 1:]], dim=1),
+        parents=drafts.parents,
+        # A padded row's own node count is 0, but every row verifies its root.
+        num_nodes=drafts.num_nodes.clamp(min=1),
+        forced=drafts.forced,
+        drafted=None,
+    )
+
+
+def _roots(newest: Int[Tensor, " B"]) -> Trees:
+    """Trees of one node."""
+    return Trees(
+        tokens=newest[:, None],
+        parents=torch.zeros_like(newest)[:, None],
+        num_nodes=torch.ones_like(newest),
+        forced=None,
+        drafted=None,
+    )
 
 
 def _verify(
@@ -113,29 +109,28 @@ def _verify(
     program: Program,
     trees: Trees,
     lengths: Int[Tensor, " B"],
-    noise: Noise | None,
 ) -> Verified:
     """Runs the target over all trees and follows its choices; the states stay as they are."""
-    shape, parents = program.shape, trees.parents
-    rows, node = attention.tree_rows(parents, trees.num_nodes, lengths, plan.page_table, shape.rows)
-    row_of = draft_tree.rows_of(trees.num_nodes, shape.nodes, shape.rows)
-    mixer = _mixer(machine, plan, program, parents, row_of, rows.request, node)
+    shape = program.shape
+    rows, node = attention.tree_rows(
+        trees.parents,
+        trees.num_nodes,
+        lengths,
+        plan.page_table,
+        shape.rows,
+        program.is_chain,
+    )
+    row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
+    mixer = _mixer(machine, plan, program, trees, row_of, rows, node)
     tokens = trees.tokens[rows.request, node]
     streams = machine.streams(program)
     passed = model.forward(machine.model, tokens, rows, machine.state.kv, mixer, streams)
     logits = model.logits(machine.model, passed.hidden)
-    scores, level = _scores(machine, plan, trees, logits, rows.request, node, lengths)
-    if trees.drafted is not None:
-        chain = (trees.tokens, trees.num_nodes, trees.drafted)
-        choices = choose(machine, plan, *chain, scores[row_of], lengths)
-    else:
-        warm = plan.sampling.temperature[rows.request]
-        shared = None if noise is None else noise[rows.request, level]
-        choices = sampling.choose(scores, shared, warm)[row_of]
+    choices = _choose(machine, plan, trees, logits, rows, node, row_of, lengths)
     walked = trees.num_nodes
     if trees.forced is not None:
         choices, walked = acceptance.force(trees.tokens, walked, choices, trees.forced)
-    path, counts = acceptance.walk(trees.tokens, parents, walked, choices, shape.depth)
+    path, counts = acceptance.walk(trees.tokens, trees.parents, walked, choices, shape.depth)
     is_bad, is_row = ~logits.isfinite().all(dim=1), plan.slots != 0
     failed = acceptance.failed(is_bad[row_of], path) & is_row
     counts = torch.where(is_row & ~failed, counts, 0)
@@ -155,40 +150,73 @@ def _mixer(
     machine: Machine,
     plan: Plan,
     program: Program,
-    parents: Int[Tensor, "B N"],
+    trees: Trees,
     row_of: Int[Tensor, "B N"],
-    request: Int[Tensor, " R"],
+    rows: Rows,
     node: Int[Tensor, " R"],
 ) -> Tree | OneToken | None:
-    config = machine.model.config
-    if not config.num_gated_delta_layers:
+    config, delta = machine.model.config, machine.state.delta
+    if delta is None:
         return None
-    state = take(machine.state, plan.slots)
+    state = take(delta, plan.slots)
     if program.shape.is_plain:
         return OneToken(config, state)
-    return Tree(config, state, None if _is_chain(program) else parents, row_of, request, node)
+    parents = None if program.is_chain else trees.parents
+    return Tree(config, state, parents, row_of, rows.request, node)
 
 
-def _is_chain(program: Program) -> bool:
-    """Whether every tree is a chain; a plan's own trees may be anything."""
-    return program.shape.width <= 1 and not program.host_draft
+def _choose(
+    machine: Machine,
+    plan: Plan,
+    trees: Trees,
+    logits: Float[Tensor, "R vocab"],
+    rows: Rows,
+    node: Int[Tensor, " R"],
+    row_of: Int[Tensor, "B N"],
+    lengths: Int[Tensor, " B"],
+) -> Int[Tensor, "B N"]:
+    """The token after each node, by the target alone or by the rule that judges drafts."""
+    request, positions, how = rows.request, rows.positions + 1, plan.sampling
+    seen = sampling.seen_in_trees(
+        machine.state.seen, plan.slots, trees.tokens, trees.parents, request, node
+    )
+    if trees.drafted is None:
+        return sampling.choose(logits, seen, positions, how, request, None)[row_of]
+    return acceptance.judge(
+        rule=machine.limits.accept_rule,
+        logits=logits,
+        seen=seen,
+        positions=positions,
+        sampling=how,
+        request=request,
+        row_of=row_of,
+        tokens=trees.tokens,
+        num_nodes=trees.num_nodes,
+        lengths=lengths,
+        drafted=trees.drafted,
+        allowed=None,
+    )
 
 
 def _commit(
     machine: Machine, plan: Plan, program: Program, verified: Verified, lengths: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
     """Makes the accepted path the slots' past; returns which snapshots were taken."""
-    state, slots, counts = machine.state, plan.slots, verified.counts
-    if not _is_chain(program):
-        attention.commit_window(state.kv, plan.page_table, lengths, verified.path, counts)
+    state, draft = machine.state, machine.state.draft
+    if not program.is_chain:
+        attention.commit_window(state.kv, plan.page_table, lengths, verified.path, verified.counts)
     saved = _commit_state(machine, plan, verified, plan.save_at - lengths)
-    place = torch.arange(program.shape.max_tokens, dtype=torch.int32, device=slots.device)
-    is_output = lengths[:, None] + 1 + place >= plan.sampling.prompt_length[:, None]
-    owners = slots[:, None].expand_as(verified.tokens)
-    count(state, owners, verified.tokens, is_output, place < counts[:, None])
-    last = verified.tokens.gather(1, (counts - 1).clamp(min=0).long()[:, None])[:, 0]
-    state.newest[slots] = torch.where(counts > 0, last, state.newest[slots])
-    state.length[slots] = lengths + counts
+    slots.commit(
+        lengths=state.lengths,
+        newest=state.newest,
+        seen=state.seen,
+        draft_from=None if draft is None or machine.feeds(program) else draft.draft_from,
+        slots=plan.slots,
+        before=lengths,
+        tokens=verified.tokens,
+        counts=verified.counts,
+        prompt_length=plan.sampling.prompt_length,
+    )
     return saved
 
 
@@ -196,60 +224,45 @@ def _commit_state(
     machine: Machine, plan: Plan, verified: Verified, save_after: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
     """Advances the gated-delta states along the path, or takes over what plain decoding made."""
-    mixer, counts = verified.mixer, verified.counts
+    state, mixer, counts = machine.state, verified.mixer, verified.counts
     if mixer is None:
         return torch.zeros_like(plan.starts)
     if isinstance(mixer, OneToken):
-        new = saved = mamba_state.stacked(mixer.new)
+        new = saved = mixer.new
         passed = (save_after == 1) & (counts == 1)
     else:
-        moves = (take(machine.state, plan.slots), mixer.kept(), verified.path, counts, save_after)
-        new, saved, passed = mamba_state.replay(*moves)
+        before = take(state.delta, plan.slots)
+        new, saved, passed = mamba_state.replay(
+            before, mixer.kept(), verified.path, counts, save_after
+        )
     passed = passed & (plan.save != 0)
-    put(machine.state, plan.slots, new)
-    save(machine.state, torch.where(passed, plan.save, 0), saved)
+    keep(state.delta, state.snapshots, plan, new, saved, passed)
     return passed
 
 
-def _feed_path(
+def _extend(
     machine: Machine,
     plan: Plan,
     program: Program,
     trees: Trees,
     verified: Verified,
     lengths: Int[Tensor, " B"],
-    noise: Noise | None,
 ) -> None:
-    """Extends the drafter over the accepted path, with the target's hidden states."""
-    (B, W), counts = verified.path.shape, verified.counts
-    bound = machine.state.draft_from[plan.slots]
-    rows = extend_rows(lengths, counts, bound, plan.page_table, W - 1)
+    """Extends the drafter over the accepted path, with the target's hidden states.
+
+    A plain step leaves a hole in its KV instead.
+    """
+    if not machine.feeds(program):
+        return
+    (B, W), counts, draft = verified.path.shape, verified.counts, machine.state.draft
+    rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
     request = torch.arange(B, device=counts.device)
-    last = request * W + (counts - 1).clamp(min=0)
-    # The candidates of a relay mean nothing where drafts are sampled.
-    has_noise = noise is not None and machine.relays(program) and trees.drafted is None
-    after = noise[request, counts][:, None] if has_noise else None
-    rank = ranking(machine, plan, lengths + counts, after, machine.limits.max_width, None)
-    tokens = trees.tokens.gather(1, verified.path.long()).flatten()
-    fed = Fed(rows, tokens, verified.tokens.flatten(), verified.passed, last)
-    machine.drafter.extend(machine.state, plan, lengths, counts, fed, rank)
-
-
-def _scores(
-    machine: Machine,
-    plan: Plan,
-    trees: Trees,
-    logits: Float[Tensor, "R vocab"],
-    request: Int[Tensor, " R"],
-    node: Int[Tensor, " R"],
-    lengths: Int[Tensor, " B"],
-) -> tuple[Float[Tensor, "R vocab"], Int[Tensor, " R"]]:
-    """The target's processed logits after each verified node, and how deep the node is."""
-    depth = draft_tree.depths(trees.parents)[request, node]
-    seen = seen_of(machine, plan)
-    if seen is not None:
-        seen = sampling.path_seen(seen, trees.tokens, trees.parents)[request, node]
-    is_plain = trees.tokens.shape[1] == 1
-    rows = plan.sampling if is_plain else plan.sampling.rows(request)
-    positions = lengths[request] + depth + 1
-    return sampling.processed(logits, seen, positions, rows, None), depth
+    rank = ranking(machine, plan, lengths + counts, machine.limits.max_width, False)
+    fed = Fed(
+        rows=rows,
+        tokens=trees.tokens.gather(1, verified.path.long()).flatten(),
+        following=verified.tokens.flatten(),
+        passed=verified.passed,
+        last=request * W + (counts - 1).clamp(min=0),
+    )
+    machine.drafter.extend(draft, plan, lengths, counts, fed, rank)

@@ -6,17 +6,48 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.boundary.backend import Limits, Program
+from shared.boundary.backend import Limits, Program, Work
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
-from shared.spec.gated_delta import CHUNK
 from shared.spec.mamba_state import WINDOW
-from torch_impl.ops import any_row, at_most, attention
 from torch_impl.ops.mamba_state import DeltaState
 from torch_impl.ops.sampling import Sampling
 
-PLAN_SAMPLING = tuple(field.name for field in fields(Sampling))
+Fields = dict[str, Tensor]
+"""Fields of a result by name."""
+
+
+@dataclass(frozen=True)
+class Relay:
+    """What a slot carries from one step's extend to the next step's draft.
+
+    Attributes:
+      tokens, weights: The best candidates for the token after the newest, and their log weights.
+      hidden: The head's hidden state of the last extended row.
+    """
+
+    tokens: Int[Tensor, "B k"]
+    weights: Float[Tensor, "B k"]
+    hidden: Float[Tensor, "B hidden"]
+
+
+@dataclass(frozen=True)
+class DraftState:
+    """What a drafter holds.
+
+    Attributes:
+      draft_from: First position at which the slot's draft KV is whole.
+      relay: By slot; None where the drafter carries none.
+      kv: The drafter's own pools; page numbers are the target's.
+      delta, snapshots: Its recurrent states by slot and by snapshot; None without such layers.
+    """
+
+    draft_from: Int[Tensor, " slots"]
+    relay: Relay | None
+    kv: Float[Tensor, "L 2 pages page H D"]
+    delta: DeltaState | None
+    snapshots: DeltaState | None
 
 
 @dataclass(frozen=True)
@@ -26,35 +57,21 @@ class DeviceState:
     Slot, page and snapshot 0 are sinks.
 
     Attributes:
-      length: Committed positions of each slot.
-      newest: The newest token, which has no KV yet.
-      draft_from: First position at which the draft KV is whole.
+      lengths: Committed tokens of each slot, whose KV is in the pages.
+      newest: The token after them, which has no KV yet.
       seen: Twice a token's count in the output, plus 1 where the prompt has it.
-      relay_ids, relay_weights, relay_hidden: The drafter's candidates for the next step.
       kv: Keys and values of each attention layer's page pool.
-      draft_kv: Those of the drafter's layers.
-      recurrent, window: The state of the gated-delta layers.
-      saved_recurrent, saved_window: Snapshots of it.
-      draft_recurrent, draft_window, draft_saved_recurrent, draft_saved_window: The drafter's.
+      delta, snapshots: Recurrent states by slot and by snapshot; None without such layers.
+      draft: None without a drafter.
     """
 
-    length: Int[Tensor, " slots"]
+    lengths: Int[Tensor, " slots"]
     newest: Int[Tensor, " slots"]
-    draft_from: Int[Tensor, " slots"]
     seen: Int[Tensor, "slots vocab"]
-    relay_ids: Int[Tensor, "slots k"]
-    relay_weights: Float[Tensor, "slots k"]
-    relay_hidden: Float[Tensor, "slots head_hidden"]
     kv: Float[Tensor, "L 2 pages page H D"]
-    draft_kv: Float[Tensor, "Ld 2 pages page Hd Dd"]
-    recurrent: Float[Tensor, "Lg slots Hv K V"]
-    window: Float[Tensor, "Lg slots 3 C"]
-    saved_recurrent: Float[Tensor, "Lg snapshots Hv K V"]
-    saved_window: Float[Tensor, "Lg snapshots 3 C"]
-    draft_recurrent: Float[Tensor, "Ldg slots Hd Kd Vd"]
-    draft_window: Float[Tensor, "Ldg slots 3 Cd"]
-    draft_saved_recurrent: Float[Tensor, "Ldg snapshots Hd Kd Vd"]
-    draft_saved_window: Float[Tensor, "Ldg snapshots 3 Cd"]
+    delta: DeltaState | None
+    snapshots: DeltaState | None
+    draft: DraftState | None
 
 
 def allocate(
@@ -69,46 +86,96 @@ def allocate(
     Args:
       drafter: What the drafter keeps; None without one.
     """
-
-    def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    def delta(sizes: ModelConfig, num_layers: int) -> list[Tensor]:
-        recurrent, window = _delta_shapes(sizes)
-        return [
-            memory
-            for count in (slots, limits.num_snapshots)
-            for memory in (
-                zeros(num_layers, count, *recurrent, dtype=torch.float32),
-                zeros(num_layers, count, *window),
-            )
-        ]
-
-    slots, pages = limits.num_slots, (2, limits.num_pages, limits.page_size)
-    kept = drafter or DraftSizes(config, 0, 0, False)
-    width = limits.max_width if kept.has_relay else 0
-    per_slot = [zeros(slots, dtype=torch.int32) for _ in range(3)]
-    heads = (kept.model.num_kv_heads, kept.model.head_size)
+    slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
+    per_slot = {"dtype": torch.int32, "device": device}
     return DeviceState(
-        *per_slot,
-        zeros(slots, limits.vocab, dtype=torch.int32),
-        zeros(slots, width, dtype=torch.int32),
-        zeros(slots, width, dtype=torch.float32),
-        zeros(slots, kept.model.hidden if kept.has_relay else 0),
-        zeros(config.num_attention_layers, *pages, config.num_kv_heads, config.head_size),
-        zeros(kept.num_attention_layers, *pages, *heads),
-        *delta(config, config.num_gated_delta_layers),
-        *delta(kept.model, kept.num_gated_delta_layers),
+        lengths=torch.zeros(slots, **per_slot),
+        newest=torch.zeros(slots, **per_slot),
+        seen=torch.zeros(slots, limits.vocab, **per_slot),
+        kv=new_kv(config, config.num_attention_layers, pool, dtype, device),
+        delta=new_states(config, slots, dtype, device),
+        snapshots=new_states(config, limits.num_snapshots, dtype, device),
+        draft=None if drafter is None else _new_draft(drafter, limits, dtype, device),
     )
 
 
-def _delta_shapes(config: ModelConfig) -> tuple[tuple[int, int, int], tuple[int, int]]:
-    """One slot's recurrent state and window in one layer; empty without such layers."""
-    sizes = config.gated_delta
+def _new_draft(
+    drafter: DraftSizes, limits: Limits, dtype: torch.dtype, device: torch.device
+) -> DraftState:
+    sizes, slots, pool = drafter.model, limits.num_slots, (limits.num_pages, limits.page_size)
+    delta = snapshots = None
+    if drafter.num_gated_delta_layers:
+        delta = new_states(sizes, slots, dtype, device)
+        snapshots = new_states(sizes, limits.num_snapshots, dtype, device)
+    return DraftState(
+        draft_from=torch.zeros(slots, dtype=torch.int32, device=device),
+        relay=_new_relay(drafter, limits, dtype, device) if drafter.has_relay else None,
+        kv=new_kv(sizes, drafter.num_attention_layers, pool, dtype, device),
+        delta=delta,
+        snapshots=snapshots,
+    )
+
+
+def _new_relay(
+    drafter: DraftSizes, limits: Limits, dtype: torch.dtype, device: torch.device
+) -> Relay:
+    slots, width = limits.num_slots, limits.max_width
+    return Relay(
+        tokens=torch.zeros(slots, width, dtype=torch.int32, device=device),
+        weights=torch.zeros(slots, width, dtype=torch.float32, device=device),
+        hidden=torch.zeros(slots, drafter.model.hidden, dtype=dtype, device=device),
+    )
+
+
+def new_states(
+    config: ModelConfig, count: int, dtype: torch.dtype, device: torch.device
+) -> DeltaState | None:
+    """Recurrent states before the first token; None where the model has no such layers."""
+    sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
     if sizes is None:
-        return (0, 0, 0), (WINDOW, 0)
+        return None
     heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
-    return heads, (WINDOW, sizes.channels)
+    window = (num_layers, count, WINDOW, sizes.channels)
+    return DeltaState(
+        torch.zeros(num_layers, count, *heads, dtype=torch.float32, device=device),
+        torch.zeros(window, dtype=dtype, device=device),
+    )
+
+
+def new_kv(
+    config: ModelConfig,
+    num_layers: int,
+    pool: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Float[Tensor, "L 2 pages page H D"]:
+    """Empty pools of some attention layers; `pool` is the number of pages and their size."""
+    heads = (config.num_kv_heads, config.head_size)
+    return torch.zeros(num_layers, 2, *pool, *heads, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt chunks of a plan; see `shared.boundary.backend.Prefill`.
+
+    Tokens that are only counted stand from position 0 on, and no token follows them.
+    """
+
+    tokens: Int[Tensor, " T"]
+    row_starts: Int[Tensor, " B1"]
+    first_positions: Int[Tensor, " B"]
+    ends_prompt: Bool[Tensor, " B"]
+    next_tokens: Int[Tensor, " B"]
+
+
+@dataclass(frozen=True)
+class HostDraft:
+    """The draft trees of a plan; see `shared.boundary.backend.HostDraft`."""
+
+    tokens: Int[Tensor, "B N"]
+    parents: Int[Tensor, "B N"]
+    num_nodes: Int[Tensor, " B"]
+    forced: Bool[Tensor, " B"]
 
 
 @dataclass(frozen=True)
@@ -116,13 +183,13 @@ class Plan:
     """A plan on the device: views into its words.
 
     Attributes:
-      work: The fields of the program's kind of work, by name.
       slots, starts, draft_from, page_table: Of the rows; see `shared.boundary.backend.StepPlan`.
       restore, save, save_at: Snapshots.
       sampling: Parameters of the rows.
+      prompt: The chunks that are fed or counted; None in other work.
+      drafts: The trees that the plan brings; None where it brings none.
     """
 
-    work: dict[str, Int[Tensor, "..."]]
     slots: Int[Tensor, " B"]
     starts: Bool[Tensor, " B"]
     draft_from: Int[Tensor, " B"]
@@ -131,73 +198,60 @@ class Plan:
     save: Int[Tensor, " B"]
     save_at: Int[Tensor, " B"]
     sampling: Sampling
+    prompt: Prompt | None
+    drafts: HostDraft | None
 
 
 def read_plan(words: Int[Tensor, " words"], program: Program, limits: Limits) -> Plan:
     """Views of a plan's fields; floats are bit-cast, an unsigned seed keeps its bits."""
-    found = {}
+    at = {}
     for name, field in plan_layout(program, limits).fields.items():
         view = words[field.offset : field.offset + field.size].view(field.shape)
-        found[name] = view.view(torch.float32) if field.dtype.kind == "f" else view
-    sampling = Sampling(**{name: found.pop(name) for name in PLAN_SAMPLING})
-    names = [f.name for f in fields(Plan) if f.name not in ("work", "sampling", "starts")]
-    rows = {name: found.pop(name) for name in names}
-    starts = found.pop("starts") != 0
+        at[name] = view.view(torch.float32) if field.dtype.kind == "f" else view
     for name in ("slots", "page_table", "restore", "save"):
-        rows[name] = rows[name].long()  # indices: torch would convert them at every use
-    return Plan(work=found, starts=starts, sampling=sampling, **rows)
+        at[name] = at[name].long()  # indices: torch would convert them at every use
+    return Plan(
+        slots=at["slots"],
+        starts=at["starts"] != 0,
+        draft_from=at["draft_from"],
+        page_table=at["page_table"],
+        restore=at["restore"],
+        save=at["save"],
+        save_at=at["save_at"],
+        sampling=Sampling(**{field.name: at[field.name] for field in fields(Sampling)}),
+        prompt=_read_prompt(at, program),
+        drafts=_read_drafts(at) if program.host_draft else None,
+    )
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """The prompt chunks of a prefill.
-
-    Attributes:
-      tokens: All chunks, then padding.
-      row_starts: First token of each chunk, and the end.
-      first: Position of each chunk's first token.
-      lengths: Of the slots after the chunks.
-      last: The flat row of each chunk's last token.
-      rows: Where the tokens stand and what they see.
-    """
-
-    tokens: Int[Tensor, " T"]
-    row_starts: Int[Tensor, " B1"]
-    first: Int[Tensor, " B"]
-    lengths: Int[Tensor, " B"]
-    last: Int[Tensor, " B"]
-    rows: attention.Rows
-
-    @classmethod
-    def of(cls, plan: Plan, program: Program) -> "Prompts":
-        """The chunks of a plan."""
-        row_starts, first = plan.work["row_starts"], plan.work["first_positions"]
-        num_tokens = at_most(row_starts[-1], program.tokens, CHUNK)
-        no_bound = torch.zeros_like(first)
-        where = (row_starts, first, no_bound, plan.page_table, num_tokens)
-        return cls(
-            tokens=plan.work["tokens"][:num_tokens],
-            row_starts=row_starts,
-            first=first,
-            lengths=first + row_starts[1:] - row_starts[:-1],
-            last=(row_starts[1:] - 1).clamp(min=0),
-            rows=attention.causal_rows(*where),
-        )
+def _read_prompt(at: Fields, program: Program) -> Prompt | None:
+    if program.work not in (Work.PREFILL, Work.COUNT):
+        return None
+    nothing = torch.zeros_like(at["save_at"])
+    return Prompt(
+        tokens=at["tokens"],
+        row_starts=at["row_starts"],
+        first_positions=at.get("first_positions", nothing),
+        ends_prompt=at.get("ends_prompt", nothing) != 0,
+        next_tokens=at.get("next_tokens", nothing),
+    )
 
 
-def pack(
-    found: dict[str, Tensor], program: Program, limits: Limits, words: Int[Tensor, " words"]
-) -> Int[Tensor, " out"]:
-    """Lays the fields of a result behind one another; what the work did not give is 0.
+def _read_drafts(at: Fields) -> HostDraft:
+    return HostDraft(
+        tokens=at["draft_tree_tokens"],
+        parents=at["draft_tree_parents"],
+        num_nodes=at["draft_tree_num_nodes"],
+        forced=at["draft_tree_forced"] != 0,
+    )
 
-    Args:
-      found: Fields of the result by name.
-      words: The plan's words, for their device.
-    """
-    parts = []
+
+def pack(found: Fields, program: Program, limits: Limits) -> Int[Tensor, " out"]:
+    """Lays the fields of a result behind one another; what the work did not give is 0."""
+    device, parts = next(iter(found.values())).device, []
     for name, field in result_layout(program, limits).fields.items():
         if name not in found:
-            parts.append(words.new_zeros(field.size))
+            parts.append(torch.zeros(field.size, dtype=torch.int32, device=device))
             continue
         value = found[name].contiguous()
         value = value.view(torch.int32) if value.is_floating_point() else value.int()
@@ -210,54 +264,58 @@ def start(state: DeviceState, plan: Plan) -> None:
 
     What was there is replaced, not multiplied: it may hold a NaN.
     """
-    if not any_row(plan.starts):
+    slots, draft = plan.slots, state.draft
+    memory = [state.lengths, state.newest, state.seen]
+    if draft is not None and draft.relay is not None:
+        memory += [draft.relay.tokens, draft.relay.weights, draft.relay.hidden]
+    for part in memory:
+        starts = plan.starts.view(-1, *[1] * (part.ndim - 1))
+        part[slots] = torch.where(starts, 0, part[slots])
+    _restore(plan, state.delta, state.snapshots)
+    if draft is not None:
+        held = draft.draft_from[slots]
+        draft.draft_from[slots] = torch.where(plan.starts, plan.draft_from, held)
+        _restore(plan, draft.delta, draft.snapshots)
+
+
+def _restore(plan: Plan, states: DeltaState | None, snapshots: DeltaState | None) -> None:
+    """Gives starting rows the states of their snapshots, or zeros."""
+    if states is None or snapshots is None:
         return
-    slots = plan.slots
-    relay = (state.relay_ids, state.relay_weights, state.relay_hidden)
-    for memory in (state.length, state.newest, state.seen, *relay):
-        starts = plan.starts.view(-1, *[1] * (memory.ndim - 1))
-        memory[slots] = torch.where(starts, 0, memory[slots])
-    state.draft_from[slots] = torch.where(plan.starts, plan.draft_from, state.draft_from[slots])
     for memory, saved in (
-        (state.recurrent, state.saved_recurrent),
-        (state.window, state.saved_window),
-        (state.draft_recurrent, state.draft_saved_recurrent),
-        (state.draft_window, state.draft_saved_window),
+        (states.recurrent, snapshots.recurrent),
+        (states.window, snapshots.window),
     ):
         shape = (1, -1, *[1] * (memory.ndim - 2))
         restored = torch.where((plan.restore != 0).view(shape), saved[:, plan.restore], 0)
-        memory[:, slots] = torch.where(plan.starts.view(shape), restored, memory[:, slots])
+        memory[:, plan.slots] = torch.where(
+            plan.starts.view(shape), restored, memory[:, plan.slots]
+        )
 
 
-def count(
-    state: DeviceState,
-    slots: Int[Tensor, "*rows"],
-    tokens: Int[Tensor, "*rows"],
-    is_output: Bool[Tensor, "*rows"],
-    is_counted: Bool[Tensor, "*rows"],
+def take(states: DeltaState, index: Int[Tensor, " B"]) -> DeltaState:
+    """The states of some slots or snapshots."""
+    return DeltaState(states.recurrent[:, index], states.window[:, index])
+
+
+def put(states: DeltaState, index: Int[Tensor, " B"], rows: DeltaState) -> None:
+    """Replaces the states of some slots or snapshots."""
+    states.recurrent[:, index] = rows.recurrent
+    states.window[:, index] = rows.window
+
+
+def keep(
+    states: DeltaState,
+    snapshots: DeltaState,
+    plan: Plan,
+    new: DeltaState,
+    saved: DeltaState,
+    is_saved: Bool[Tensor, " B"],
 ) -> None:
-    """Adds tokens to `seen`: a mark for one of the prompt, 2 for one of the output."""
-    vocab, flat = state.seen.shape[1], state.seen.view(-1)
-    place = torch.where(is_counted, slots * vocab + tokens, 0)  # 0 is the sink's
-    marked = torch.where(is_output, 0, place)
-    flat[marked] = flat[marked] | 1  # repeated tokens write the same value
-    flat.index_add_(0, place.flatten(), 2 * (is_output & is_counted).flatten().int())
+    """Replaces the rows' states, and writes the snapshots that were taken.
 
-
-def take(state: DeviceState, slots: Int[Tensor, " B"]) -> DeltaState:
-    """The recurrent states of slots."""
-    return DeltaState(state.recurrent[:, slots], state.window[:, slots])
-
-
-def put(state: DeviceState, slots: Int[Tensor, " B"], new: DeltaState) -> None:
-    """Replaces the recurrent states of slots."""
-    state.recurrent[:, slots] = new.recurrent
-    state.window[:, slots] = new.window
-
-
-def save(state: DeviceState, places: Int[Tensor, " B"], saved: DeltaState) -> None:
-    """Writes snapshots; place 0, the sink, takes those that were not taken."""
-    if state.saved_recurrent.shape[1] == 1:
-        return
-    state.saved_recurrent[:, places] = saved.recurrent
-    state.saved_window[:, places] = saved.window
+    Snapshot 0, the sink, takes the others; where there is only the sink nothing is written.
+    """
+    put(states, plan.slots, new)
+    if snapshots.recurrent.shape[1] > 1:
+        put(snapshots, torch.where(is_saved, plan.save, 0), saved)

@@ -1,7 +1,6 @@
 """The layers of a model over flat rows: attention on paged KV, the MLP, gated-delta layers."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -9,141 +8,110 @@ from torch import Tensor
 
 from shared.models.config import ModelConfig
 from shared.spec import layers as layers_spec
-from torch_impl.ops import attention, gated_delta, layers, mamba_state
-from torch_impl.ops.attention import Rows
-from torch_impl.ops.linear import linear
-from torch_impl.ops.mamba_state import DeltaState, Kept
+from torch_impl.ops import attention, layers, linear, mamba_state
+from torch_impl.ops.attention import Angles, HeadNorms, Heads, Rows
+from torch_impl.ops.linear import Matrix, Stream
+from torch_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from torch_impl.weights import Attention, GatedDelta, Layer
 
 Hidden = Float[Tensor, "R hidden"]
-Pools = Float[Tensor, "2 pages page H D"]
+Pools = Float[Tensor, "L 2 pages page H D"]
 
-
-@dataclass(frozen=True)
-class Turned:
-    """The rows of a pass with the cosines and sines of their positions."""
-
-    rows: Rows
-    cos: Float[Tensor, "R half"]
-    sin: Float[Tensor, "R half"]
-
-
-DeltaMixer = Callable[[int, GatedDelta, Hidden], Float[Tensor, "R H V"]]
-"""How a pass runs a gated-delta layer: its place among its kind, its weights and the normed input;
-gives the outputs before the norm."""
+DeltaMixer = Callable[[int, GatedDelta, Float[Tensor, "R outputs"]], Float[Tensor, "R values"]]
+"""How a pass runs a gated-delta layer: from its place among its kind, its weights and its projected
+inputs to the heads' outputs after the gated norm."""
 
 
 def rotary_frequencies(config: ModelConfig, device: torch.device) -> Float[Tensor, " half"]:
-    """The rotary frequencies of a model or a head, which `turn` reads."""
+    """The rotary frequencies of a model or a head, which `angles` reads."""
     return torch.from_numpy(layers_spec.rotary_frequencies(config.rotary)).to(device)
 
 
-def turn(config: ModelConfig, frequencies: Float[Tensor, " half"], rows: Rows) -> Turned:
-    """Computes the angles of a pass once for all its layers."""
+def angles(config: ModelConfig, frequencies: Float[Tensor, " half"], rows: Rows) -> Angles:
+    """The rotation at each row's position, once for all layers of a pass."""
     factor = config.rotary.attention_factor
-    return Turned(rows, *layers.rotary_angles(rows.positions, frequencies, factor))
+    return Angles(*layers.rotary_angles(rows.positions, frequencies, factor))
+
+
+def heads(config: ModelConfig) -> Heads:
+    """How the attention layers' projections are made of heads."""
+    return Heads(config.num_kv_heads, config.head_size, config.attention_gate)
+
+
+def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
+    """The norms of a layer's heads, where the model has them."""
+    if weights.q_norm is None or weights.k_norm is None:
+        return None
+    return HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
 
 
 def attention_layer(
     config: ModelConfig,
-    weights: Attention,
-    x: Float[Tensor, "R inputs"],
-    turned: Turned,
-    pools: Pools,
-) -> Hidden:
-    """One attention layer, from the normed input to the output projection; writes the pools."""
-    rows = turned.rows
-    q, k, v, gate = _project(config, linear(x, weights.qkv))
-    if weights.q_norm is not None:
-        q = layers.rms_norm(q, weights.q_norm, config.rms_eps)
-        k = layers.rms_norm(k, weights.k_norm, config.rms_eps)
-    q = layers.apply_rotary(q, turned.cos, turned.sin)
-    k = layers.apply_rotary(k, turned.cos, turned.sin)
-    where = (rows.page_table, rows.request, rows.places, rows.is_real)
-    attention.write(pools[0], *where, k)
-    attention.write(pools[1], *where, v)
-    sees = (rows.page_table, rows.request, rows.row_starts, rows.first, rows.until, rows.window)
-    out = attention.attend(q, pools[0], pools[1], *sees, rows.most_rows)
-    if gate is not None:
-        out = out * layers.sigmoid(gate)
-    return linear(out.flatten(1), weights.out)
+    layer: Layer,
+    qkv: Float[Tensor, "R outputs"],
+    stream: Stream,
+    turn: Angles,
+    rows: Rows,
+    kv: Pools,
+    place: int,
+) -> Stream:
+    """A decoder layer with attention, from its projection on; writes the pools at `place`."""
+    norms = head_norms(config, layer.mixer)
+    mixed = attention.mix(qkv, heads(config), norms, turn, rows, kv, place)
+    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
+
+
+def gated_delta_layer(
+    config: ModelConfig,
+    layer: Layer,
+    inputs: Float[Tensor, "R outputs"],
+    stream: Stream,
+    mixer: DeltaMixer,
+    place: int,
+) -> Stream:
+    """A decoder layer with the gated delta rule, from its projection on."""
+    mixed = mixer(place, layer.mixer, inputs)
+    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
+
+
+def mlp(config: ModelConfig, layer: Layer, stream: Stream) -> Stream:
+    """The gated MLP with its norm before and the residual behind."""
+    x = linear.gated_product(stream, layer.post_norm, config.rms_eps, layer.mlp.gate_up)
+    return linear.added_product(x, layer.mlp.down, stream)
 
 
 def write_keys(
     config: ModelConfig,
-    weights: Attention,
+    layer: Layer,
     x: Float[Tensor, "R inputs"],
-    turned: Turned,
-    pools: Pools,
+    turn: Angles,
+    rows: Rows,
+    kv: Pools,
+    place: int,
 ) -> None:
-    """Writes the keys and values of one layer's rows, which nothing queries; see `attention_layer`.
+    """Writes the keys and values of one layer's rows, which nothing queries.
 
     For a model with norms of its keys.
     """
-    rows, keys = turned.rows, config.num_kv_heads * config.head_size
-    k, v = linear(x, weights.qkv[-2 * keys :]).unflatten(1, (2, -1, config.head_size)).unbind(1)
-    k = layers.rms_norm(k, weights.k_norm, config.rms_eps)
-    where = (rows.page_table, rows.request, rows.places, rows.is_real)
-    attention.write(pools[0], *where, layers.apply_rotary(k, turned.cos, turned.sin))
-    attention.write(pools[1], *where, v)
+    keys = config.num_kv_heads * config.head_size
+    projected = linear.product(x, Matrix(layer.mixer.inputs.values[-2 * keys :]))
+    norms = head_norms(config, layer.mixer)
+    attention.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
 
 
-def _project(
-    config: ModelConfig, qkv: Float[Tensor, "R out"]
-) -> tuple[
-    Float[Tensor, "R Hq D"],
-    Float[Tensor, "R Hk D"],
-    Float[Tensor, "R Hk D"],
-    Float[Tensor, "R Hq D"] | None,
-]:
-    """Takes the fused projection apart: queries, keys, values, and the gate where there is one."""
-    D, keys = config.head_size, config.num_kv_heads * config.head_size
-    q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
-    k, v = k.unflatten(1, (-1, D)), v.unflatten(1, (-1, D))
-    if not config.attention_gate:
-        return q.unflatten(1, (-1, D)), k, v, None
-    pairs = q.unflatten(1, (-1, 2, D))  # per head its query rows, then its gate rows
-    return pairs[:, :, 0], k, v, pairs[:, :, 1]
-
-
-def feed_forward(config: ModelConfig, weights: Layer, x: Hidden) -> Hidden:
-    """The second half of a decoder layer, the residual included."""
-    normed = layers.rms_norm(x, weights.post_attention_norm, config.rms_eps)
-    return x + layers.gated_mlp(normed, weights.gate_up, weights.down)
-
-
-def gated_delta_layer(
-    config: ModelConfig, weights: GatedDelta, place: int, x: Hidden, mixer: DeltaMixer
-) -> Hidden:
-    """One gated-delta layer, from the normed input to the output projection."""
-    out = mixer(place, weights, x)
-    z = linear(x, weights.z).view(out.shape)
-    gated = gated_delta.gated_norm(out, z, weights.norm, config.rms_eps)
-    return linear(gated.flatten(1), weights.out)
-
-
-def _gates(weights: GatedDelta, x: Hidden) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R H"]]:
-    b, a = linear(x, weights.ba).chunk(2, dim=1)
-    return gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
-
-
-def _qkv(
-    config: ModelConfig,
-    weights: GatedDelta,
-    windows: Float[Tensor, "R 3 C"],
-    inputs: Float[Tensor, "R C"],
-) -> tuple[Float[Tensor, "R H K"], Float[Tensor, "R H K"], Float[Tensor, "R H V"]]:
-    sizes = config.gated_delta
-    channels = mamba_state.conv(windows, inputs, weights.conv)
-    return gated_delta.split(channels, sizes.num_key_heads, sizes.num_value_heads, sizes.key_size)
+def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:
+    """What a gated-delta layer holds besides its two matrices."""
+    return DeltaWeights(
+        conv=weights.conv,
+        a_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        norm=weights.norm,
+        eps=config.rms_eps,
+    )
 
 
 class Chunks:
-    """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on.
-
-    Attributes:
-      new, saved: Per layer the state after the rows, and after `save_after` of them.
-    """
+    """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on."""
 
     def __init__(
         self,
@@ -155,47 +123,61 @@ class Chunks:
     ) -> None:
         self._config, self._state, self._rows = config, state, rows
         self._row_starts, self._save_after = row_starts, save_after
-        self._row = torch.arange(len(rows.request), dtype=torch.int32, device=row_starts.device)
-        self._place = self._row - row_starts[rows.request]
-        self.new: list[tuple[Tensor, Tensor]] = []
-        self.saved: list[tuple[Tensor, Tensor]] = []
+        self._new: list[DeltaState] = []
+        self._saved: list[DeltaState] = []
 
-    def __call__(self, place: int, weights: GatedDelta, x: Hidden) -> Float[Tensor, "R H V"]:
-        """See `DeltaMixer`."""
-        window, inputs = self._state.window[place], linear(x, weights.qkv)
-        windows = mamba_state.chain_windows(window, inputs, self._rows.request, self._place)
-        tokens = (*_qkv(self._config, weights, windows, inputs), *_gates(weights, x))
-        recurrent, out, saved = gated_delta.chunked(
-            self._state.recurrent[place], *tokens, self._row_starts, self._save_after
+    def __call__(
+        self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
+    ) -> Float[Tensor, "R values"]:
+        out, *new, saved = mamba_state.mix_chunks(
+            inputs,
+            delta_weights(self._config, weights),
+            self._config.gated_delta,
+            self._state.recurrent[place],
+            self._state.window[place],
+            self._row_starts,
+            self._rows.request,
+            self._save_after,
         )
-        taken = self._row_starts[1:] - self._row_starts[:-1]
-        ends = (
-            mamba_state.chain_end(window, inputs, self._row_starts, count)
-            for count in (taken, torch.minimum(self._save_after.clamp(min=0), taken))
-        )
-        self.new.append((recurrent, next(ends)))
-        self.saved.append((saved, next(ends)))
+        self._new.append(DeltaState(*(x[None] for x in new)))
+        self._saved.append(DeltaState(*(x[None] for x in saved)))
         return out
+
+    @property
+    def new(self) -> DeltaState:
+        """The states of all layers after the rows."""
+        return mamba_state.joined(self._new)
+
+    @property
+    def saved(self) -> DeltaState:
+        """The states of all layers after `save_after` of each request's rows."""
+        return mamba_state.joined(self._saved)
 
 
 class OneToken:
-    """Gated-delta layers of plain decoding: one token a request, and the state moves with it.
-
-    Attributes:
-      new: Per layer the state after the token.
-    """
+    """Gated-delta layers of plain decoding: one token a request, and the state moves with it."""
 
     def __init__(self, config: ModelConfig, state: DeltaState) -> None:
         self._config, self._state = config, state
-        self.new: list[tuple[Tensor, Tensor]] = []
+        self._new: list[DeltaState] = []
 
-    def __call__(self, place: int, weights: GatedDelta, x: Hidden) -> Float[Tensor, "R H V"]:
-        """See `DeltaMixer`."""
-        window, inputs = self._state.window[place], linear(x, weights.qkv)
-        qkv = _qkv(self._config, weights, window, inputs)
-        recurrent, out = gated_delta.step(self._state.recurrent[place], *qkv, *_gates(weights, x))
-        self.new.append((recurrent, torch.cat([window[:, 1:], inputs[:, None]], dim=1)))
+    def __call__(
+        self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
+    ) -> Float[Tensor, "R values"]:
+        out, *new = mamba_state.mix_step(
+            inputs,
+            delta_weights(self._config, weights),
+            self._config.gated_delta,
+            self._state.recurrent[place],
+            self._state.window[place],
+        )
+        self._new.append(DeltaState(*(x[None] for x in new)))
         return out
+
+    @property
+    def new(self) -> DeltaState:
+        """The states of all layers after the token."""
+        return mamba_state.joined(self._new)
 
 
 class Tree:
@@ -213,20 +195,25 @@ class Tree:
         """`parents` is None where all trees are chains."""
         self._config, self._state, self._parents = config, state, parents
         self._row_of, self._request, self._node = row_of, request, node
-        self._kept: list[tuple[Tensor, ...]] = []
+        self._kept: list[Kept] = []
 
-    def __call__(self, place: int, weights: GatedDelta, x: Hidden) -> Float[Tensor, "R H V"]:
-        """See `DeltaMixer`."""
-        inputs = linear(x, weights.qkv)[self._row_of]  # [B, N, C]
-        windows = mamba_state.tree_windows(self._state.window[place], inputs, self._parents)
-        flat = _qkv(self._config, weights, windows.flatten(0, 1), inputs.flatten(0, 1))
-        q, k, v = (part.unflatten(0, self._row_of.shape) for part in flat)
-        log_decay, beta = (gate[self._row_of] for gate in _gates(weights, x))
-        self._kept.append((k, v, log_decay, beta, inputs))
-        recurrent = self._state.recurrent[place]
-        out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, self._parents)
-        return out[self._request, self._node]
+    def __call__(
+        self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
+    ) -> Float[Tensor, "R values"]:
+        out, kept = mamba_state.mix_tree(
+            inputs,
+            delta_weights(self._config, weights),
+            self._config.gated_delta,
+            self._state.recurrent[place],
+            self._state.window[place],
+            self._parents,
+            self._row_of,
+            self._request,
+            self._node,
+        )
+        self._kept.append(kept)
+        return out
 
     def kept(self) -> Kept:
-        """The kept inputs of all layers, stacked."""
-        return Kept(*(torch.stack(parts) for parts in zip(*self._kept, strict=True)))
+        """The kept inputs of all layers."""
+        return mamba_state.joined(self._kept)

@@ -6,12 +6,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.boundary.backend import Limits, Program, Work
-from torch_impl.device_state import DeviceState, Plan
-from torch_impl.drafters import Drafter, Noise, Ranking
+from torch_impl.device_state import DeviceState, Fields, Plan
+from torch_impl.drafters import Drafter, Ranking
 from torch_impl.model import Model
-from torch_impl.ops import any_row, sampling
-
-Fields = dict[str, Tensor]
+from torch_impl.ops import sampling
 
 
 @dataclass(frozen=True)
@@ -35,32 +33,27 @@ class Machine:
         is_prefill = program.work is Work.PREFILL
         return self.drafter is not None and (is_prefill or not program.shape.is_plain)
 
-    def relays(self, program: Program) -> bool:
-        """Whether a step leaves candidates for the next, for which it needs one more noise."""
-        return self.feeds(program) and self.drafter.sizes.has_relay
+    def samples(self, program: Program) -> bool:
+        """Whether drafts are sampled from the drafter, and judged by a rejection rule."""
+        return program.drafts_on_device and self.limits.accept_rule != "match"
 
     def streams(self, program: Program) -> tuple[int, ...]:
         """The residual streams that a step keeps for the drafter."""
         return self.drafter.streams if self.feeds(program) else ()
 
 
-def seen_of(machine: Machine, plan: Plan) -> Int[Tensor, "B vocab"] | None:
-    """What the rows have seen, or None where no row has a penalty."""
-    if not any_row(plan.sampling.has_penalty):
-        return None
-    return machine.state.seen[plan.slots]
-
-
 def ranking(
-    machine: Machine,
-    plan: Plan,
-    lengths: Int[Tensor, " B"],
-    noise: Noise | None,
-    width: int,
-    kept: list[Float[Tensor, "B vocab"]] | None,
+    machine: Machine, plan: Plan, lengths: Int[Tensor, " B"], width: int, is_sampled: bool
 ) -> Ranking:
-    """How candidates are ranked after `lengths` committed tokens, where the noise begins."""
-    return Ranking(plan.sampling, lengths, seen_of(machine, plan), noise, width, kept)
+    """How candidates are ranked after `lengths` committed tokens."""
+    return Ranking(
+        sampling=plan.sampling,
+        counts=machine.state.seen,
+        slots=plan.slots,
+        lengths=lengths,
+        width=width,
+        is_sampled=is_sampled,
+    )
 
 
 def logprobs_of(

@@ -9,16 +9,16 @@ from shared.models.config import ModelConfig
 from torch_impl.layers import (
     DeltaMixer,
     Hidden,
+    Pools,
+    angles,
     attention_layer,
-    feed_forward,
     gated_delta_layer,
     rotary_frequencies,
-    turn,
 )
-from torch_impl.ops import layers
+from torch_impl.ops import layers, linear
 from torch_impl.ops.attention import Rows
-from torch_impl.ops.linear import linear
-from torch_impl.weights import Attention, Weights
+from torch_impl.ops.linear import Stream
+from torch_impl.weights import Layer, Weights
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,38 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Block:
+    """A decoder layer of a model; `place` counts the layers of its kind."""
+
+    kind: str
+    place: int
+    layer: Layer
+
+
+@dataclass(frozen=True)
 class Model:
-    """A model on a device: its settings, its weights and its rotary frequencies."""
+    """A model on a device: its settings, its weights, its rotary frequencies and its blocks."""
 
     config: ModelConfig
     weights: Weights
     frequencies: Float[Tensor, " half"]
+    blocks: tuple[Block, ...]
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Weights) -> "Model":
         """Binds weights to their settings."""
-        return cls(config, weights, rotary_frequencies(config, weights.embed.device))
+        kinds = config.layer_kinds
+        blocks = tuple(
+            Block(kind, kinds[:i].count(kind), weights.layers[i]) for i, kind in enumerate(kinds)
+        )
+        return cls(config, weights, rotary_frequencies(config, weights.embed.device), blocks)
 
 
 def forward(
     model: Model,
     tokens: Int[Tensor, " R"],
     rows: Rows,
-    kv: Float[Tensor, "L 2 pages page H D"],
+    kv: Pools,
     mixer: DeltaMixer | None,
     kept_streams: tuple[int, ...],
 ) -> Forward:
@@ -65,22 +79,23 @@ def forward(
       kept_streams: Residual streams to keep, ascending: number i is what enters layer i.
     """
     config, weights = model.config, model.weights
-    turned = turn(config, model.frequencies, rows)
-    x, streams = weights.embed[tokens], []
-    for i, layer in enumerate(weights.layers):
+    turn = angles(config, model.frequencies, rows)
+    stream, streams = Stream(weights.embed[tokens]), []
+    for i, block in enumerate(model.blocks):
         if i in kept_streams:
-            streams.append(x)
-        y = layers.rms_norm(x, layer.input_norm, config.rms_eps)
-        if isinstance(layer.mixer, Attention):
-            x = x + attention_layer(config, layer.mixer, y, turned, kv[layer.place])
+            streams.append(stream.rows)
+        layer, place = block.layer, block.place
+        inputs = linear.normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
+        if block.kind == "attention":
+            stream = attention_layer(config, layer, inputs, stream, turn, rows, kv, place)
         else:
-            x = x + gated_delta_layer(config, layer.mixer, layer.place, y, mixer)
-        x = feed_forward(config, layer, x)
-    if len(weights.layers) in kept_streams:
-        streams.append(x)
-    return Forward(layers.rms_norm(x, weights.final_norm, config.rms_eps), tuple(streams))
+            stream = gated_delta_layer(config, layer, inputs, stream, mixer, place)
+    if len(model.blocks) in kept_streams:
+        streams.append(stream.rows)
+    hidden = layers.rms_norm(stream.rows, weights.final_norm, config.rms_eps)
+    return Forward(hidden, tuple(streams))
 
 
 def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R vocab"]:
     """Scores of the next token, float32."""
-    return linear(hidden, model.weights.lm_head).float()
+    return linear.product_float32(hidden, model.weights.lm_head)

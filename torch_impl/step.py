@@ -13,16 +13,17 @@ from torch_impl.device_state import pack, read_plan
 from torch_impl.machine import Machine
 from torch_impl.prefill import count_tokens, prefill
 
+WORK = {
+    Work.PREFILL: prefill,
+    Work.DECODE: decode,
+    Work.DRAFT: draft,
+    Work.COUNT: count_tokens,
+}
+
 
 def step(machine: Machine, words: Int[Tensor, " words"], program: Program) -> Int[Tensor, " out"]:
     """Runs one plan, given as its words; returns the words of its result."""
     plan = read_plan(words, program, machine.limits)
-    work = {
-        Work.PREFILL: prefill,
-        Work.DECODE: decode,
-        Work.DRAFT: draft,
-        Work.COUNT: count_tokens,
-    }[program.work]
-    fields = work(machine, plan, program)
-    machine.state.length[:1].zero_()  # the sink would grow by every padded row
-    return pack(fields, program, machine.limits, words)
+    fields = WORK[program.work](machine, plan, program)
+    machine.state.lengths[:1].zero_()  # the sink would grow by every padded row
+    return pack(fields, program, machine.limits)

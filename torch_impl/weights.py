@@ -13,6 +13,7 @@ from shared.drafts.checkpoint import check_head, draft_ids
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint, parameters
 from shared.models.config import ModelConfig
+from torch_impl.ops.linear import Matrix
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
@@ -27,8 +28,8 @@ DTYPES = {
 class Attention:
     """An attention layer; the norms are None in a model without them."""
 
-    qkv: Float[Tensor, "out hidden"]
-    out: Float[Tensor, "hidden heads_size"]
+    inputs: Matrix
+    out: Matrix
     q_norm: Float[Tensor, " D"] | None
     k_norm: Float[Tensor, " D"] | None
 
@@ -37,36 +38,37 @@ class Attention:
 class GatedDelta:
     """A gated-delta layer."""
 
-    qkv: Float[Tensor, "C hidden"]
-    z: Float[Tensor, "heads_size hidden"]
-    ba: Float[Tensor, "twice_heads hidden"]
+    inputs: Matrix
     conv: Float[Tensor, "C 4"]
     a_log: Float[Tensor, " H"]
     dt_bias: Float[Tensor, " H"]
     norm: Float[Tensor, " V"]
-    out: Float[Tensor, "hidden heads_size"]
+    out: Matrix
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated MLP; `gate_up` holds the gate's rows, then those of up."""
+
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer; `place` counts the layers of its mixer's kind.
+    """A decoder layer; that of an EAGLE head has no norm of its input."""
 
-    An EAGLE head's layer has no norm of its input.
-    """
-
-    place: int
     input_norm: Float[Tensor, " hidden"] | None
     mixer: Attention | GatedDelta
-    post_attention_norm: Float[Tensor, " hidden"]
-    gate_up: Float[Tensor, "twice_intermediate hidden"]
-    down: Float[Tensor, "hidden intermediate"]
+    post_norm: Float[Tensor, " hidden"]
+    mlp: Mlp
 
 
 @dataclass(frozen=True)
 class Mtp:
     """The MTP layer of a Qwen3.5 checkpoint."""
 
-    fc: Float[Tensor, "hidden twice_hidden"]
+    fc: Matrix
     embedding_norm: Float[Tensor, " hidden"]
     hidden_norm: Float[Tensor, " hidden"]
     final_norm: Float[Tensor, " hidden"]
@@ -78,7 +80,7 @@ class Weights:
     """A model's weights. All norm weights are float32 and scale by what they are, not by 1 more."""
 
     embed: Float[Tensor, "vocab hidden"]
-    lm_head: Float[Tensor, "vocab hidden"]
+    lm_head: Matrix
     final_norm: Float[Tensor, " hidden"]
     layers: tuple[Layer, ...]
     mtp: Mtp | None
@@ -93,14 +95,14 @@ class HeadWeights:
     """
 
     config: DraftConfig
-    fc: Float[Tensor, "hidden inputs"]
+    fc: Matrix
     fc_bias: Float[Tensor, " hidden"] | None
     aux_norm: Float[Tensor, "streams target_hidden"] | None
     input_norm: Float[Tensor, " inputs"] | None
     hidden_norm: Float[Tensor, " hidden"] | None
     layer: Layer
     final_norm: Float[Tensor, " hidden"] | None
-    lm_head: Float[Tensor, "draft_vocab hidden"] | None
+    lm_head: Matrix | None
     embed: Float[Tensor, "vocab hidden"] | None
     draft_ids: Int[Tensor, " draft_vocab"] | None
 
@@ -110,7 +112,7 @@ class BlockWeights:
     """A DFlash head; embedding and `lm_head` are its target's."""
 
     config: DraftConfig
-    fc: Float[Tensor, "hidden inputs"]
+    fc: Matrix
     hidden_norm: Float[Tensor, " hidden"]
     layers: tuple[Layer, ...]
     final_norm: Float[Tensor, " hidden"]
@@ -194,7 +196,7 @@ def _tensor(array: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
 def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
     return Weights(
         embed=tensors["embed"],
-        lm_head=tensors.get("lm_head", tensors["embed"]),
+        lm_head=Matrix(tensors.get("lm_head", tensors["embed"])),
         final_norm=_norm(config, tensors["final_norm"]),
         layers=_layers(config, tensors, "", config.layer_kinds),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
@@ -209,19 +211,15 @@ def _norm(config: ModelConfig, weight: Float[Tensor, "..."]) -> Float[Tensor, ".
 def _layers(
     config: ModelConfig, tensors: dict[str, Tensor], prefix: str, kinds: tuple[str, ...]
 ) -> tuple[Layer, ...]:
-    found, places = [], {"attention": 0, "gated_delta": 0}
-    mixers = {"attention": _attention, "gated_delta": _gated_delta}
+    found, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
     for i, kind in enumerate(kinds):
-        input_norm = tensors.get(f"{prefix}input_norm")
+        input_norm, place = tensors.get(f"{prefix}input_norm"), kinds[:i].count(kind)
         layer = Layer(
-            place=places[kind],
             input_norm=None if input_norm is None else _norm(config, input_norm[i]),
-            mixer=mixers[kind](config, tensors, f"{prefix}{kind}.", places[kind]),
-            post_attention_norm=_norm(config, tensors[f"{prefix}post_attention_norm"][i]),
-            gate_up=tensors[f"{prefix}mlp.gate_up"][i],
-            down=tensors[f"{prefix}mlp.down"][i],
+            mixer=mixers[kind](config, tensors, f"{prefix}{kind}.", place),
+            post_norm=_norm(config, tensors[f"{prefix}post_attention_norm"][i]),
+            mlp=Mlp(*(Matrix(tensors[f"{prefix}mlp.{x}"][i]) for x in ("gate_up", "down"))),
         )
-        places[kind] += 1
         found.append(layer)
     return tuple(found)
 
@@ -229,26 +227,34 @@ def _layers(
 def _attention(
     config: ModelConfig, tensors: dict[str, Tensor], prefix: str, place: int
 ) -> Attention:
-    norms = (None, None)
+    q_norm = k_norm = None
     if config.qk_norm:
-        names = (f"{prefix}q_norm", f"{prefix}k_norm")
-        norms = tuple(_norm(config, tensors[name][place]) for name in names)
-    return Attention(tensors[f"{prefix}qkv"][place], tensors[f"{prefix}out"][place], *norms)
+        q_norm = _norm(config, tensors[f"{prefix}q_norm"][place])
+        k_norm = _norm(config, tensors[f"{prefix}k_norm"][place])
+    inputs, out = (Matrix(tensors[f"{prefix}{x}"][place]) for x in ("inputs", "out"))
+    return Attention(inputs, out, q_norm, k_norm)
 
 
 def _gated_delta(
     config: ModelConfig, tensors: dict[str, Tensor], prefix: str, place: int
 ) -> GatedDelta:
-    names = ("qkv", "z", "ba", "conv", "a_log", "dt_bias", "norm", "out")
-    found = {name: tensors[f"{prefix}{name}"][place] for name in names}
-    found["norm"] = found["norm"].float()  # the one norm that is never zero-centred
-    return GatedDelta(**found)
+    def at(name: str) -> Tensor:
+        return tensors[f"{prefix}{name}"][place]
+
+    return GatedDelta(
+        inputs=Matrix(at("inputs")),
+        conv=at("conv"),
+        a_log=at("a_log"),
+        dt_bias=at("dt_bias"),
+        norm=at("norm").float(),  # the one norm that is never zero-centred
+        out=Matrix(at("out")),
+    )
 
 
 def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:
     norms = ("embedding_norm", "hidden_norm", "final_norm")
     return Mtp(
-        fc=tensors["mtp.fc"],
+        fc=Matrix(tensors["mtp.fc"]),
         layer=_layers(config, tensors, "mtp.layer.", ("attention",))[0],
         **{name: _norm(config, tensors[f"mtp.{name}"]) for name in norms},
     )
@@ -261,7 +267,7 @@ def _head(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights | Bloc
 def _block(config: DraftConfig, tensors: dict[str, Tensor]) -> BlockWeights:
     return BlockWeights(
         config=config,
-        fc=tensors["fc"],
+        fc=Matrix(tensors["fc"]),
         hidden_norm=tensors["hidden_norm"].float(),
         layers=_layers(config.layer, tensors, "layer.", config.layer.layer_kinds),
         final_norm=tensors["final_norm"].float(),
@@ -275,14 +281,14 @@ def _eagle(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights:
     hidden_norm, ids = norm("layer.hidden_norm"), tensors.get("draft_ids")
     return HeadWeights(
         config=config,
-        fc=tensors["fc"],
+        fc=Matrix(tensors["fc"]),
         fc_bias=tensors.get("fc_bias"),
         aux_norm=norm("aux_norm"),
         input_norm=norm("input_norm"),
         hidden_norm=None if hidden_norm is None else hidden_norm[0],
         layer=_layers(config.layer, tensors, "layer.", ("attention",))[0],
         final_norm=norm("final_norm"),
-        lm_head=tensors.get("lm_head"),
+        lm_head=Matrix(tensors["lm_head"]) if "lm_head" in tensors else None,
         embed=tensors.get("embed"),
         draft_ids=None if ids is None else ids.long(),
     )

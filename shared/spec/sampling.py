@@ -31,8 +31,8 @@ ACCEPT_STREAM, RESIDUAL_STREAM, DRAFT_STREAM = 1, 2, 3
 DRAFT_TAU = 0.5
 """Softness of draft weights where there is noise; one for all, or the backends' trees differ."""
 
-_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
-_PARITY = np.uint32(0x1BD11BDA)
+ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+PARITY = np.uint32(0x1BD11BDA)
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def threefry2x32(
     counter: tuple[UInt32[np.ndarray, "..."], UInt32[np.ndarray, "..."]],
 ) -> tuple[UInt32[np.ndarray, "..."], UInt32[np.ndarray, "..."]]:
     """Threefry-2x32, 20 rounds: two words from a key of two words and a counter of two words."""
-    keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    keys = (key[0], key[1], key[0] ^ key[1] ^ PARITY)
     x0, x1 = np.broadcast_arrays(counter[0] + keys[0], counter[1] + keys[1])
     for group in range(5):
-        for rotation in _ROTATIONS[4 * (group % 2) : 4 * (group % 2) + 4]:
+        for rotation in ROTATIONS[4 * (group % 2) : 4 * (group % 2) + 4]:
             x0 = x0 + x1
             x1 = (x1 << np.uint32(rotation)) | (x1 >> np.uint32(32 - rotation))
             x1 = x1 ^ x0

@@ -21,7 +21,7 @@ from shared.options.options import parse
 from shared.spec.sampling import log_softmax
 from tests.bench.test_accuracy import settings
 from tests.support.equality import spec_sampling
-from torch_impl.drafters import Ranking, noise_of
+from torch_impl.drafters import Ranking
 from torch_impl.ops.sampling import Sampling as TorchSampling
 
 DRAFTS = (
@@ -87,23 +87,24 @@ def test_plain_candidates_are_the_likeliest_tokens_at_the_temperature():
     how = TorchSampling(**given | {"seed": given["seed"].view(torch.int32)})
     logits = np.random.default_rng(3).normal(0, 1.5, (2, 1, 50)).astype(np.float32)
     lengths, no_path = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 1, 0, dtype=torch.int32)
-    rank = Ranking(how, lengths, None, noise_of(how, lengths, 1, 50), 4, None)
+    counts, slots = torch.zeros(2, 50, dtype=torch.int32), torch.arange(2)
+    rank = Ranking(how, counts, slots, lengths, width=4, is_sampled=False)
     asked = Asked()
     for step in (PlainCandidates(asked).prefill, PlainCandidates(asked).draft):
         step(*[None] * 4, *[None] * (step.__name__ == "draft"), rank)
     PlainCandidates(asked).extend(*[None] * 5, rank)
     want = log_softmax(logits[:, 0] / np.float32(0.7))
     for plain in asked.ranks:
-        ids, weights = plain(torch.from_numpy(logits), no_path)
+        ranked = plain(torch.from_numpy(logits), no_path, 0)
         likeliest = np.argsort(-want, axis=1)[:, :4]
-        np.testing.assert_array_equal(ids[:, 0], likeliest)
+        np.testing.assert_array_equal(ranked.ids[:, 0], likeliest)
         # Float32 on both sides: only the order of the sums over the vocabulary differs.
         np.testing.assert_allclose(
-            weights[:, 0], np.take_along_axis(want, likeliest, axis=1), rtol=1e-5, atol=1e-5
+            ranked.weights[:, 0], np.take_along_axis(want, likeliest, axis=1), rtol=1e-5, atol=1e-5
         )
     assert len(asked.ranks) == 3
-    noisy, _ = rank(torch.from_numpy(logits), no_path)
-    assert (noisy[:, 0].numpy() != likeliest).any()
+    noisy = rank(torch.from_numpy(logits), no_path, 0)
+    assert (noisy.ids[:, 0].numpy() != likeliest).any()
 
 
 def test_only_torch_ranks_without_noise():

@@ -15,7 +15,6 @@ from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftHead
 from shared.engine.request import SamplingParams
 from shared.models.config import ModelConfig
-from shared.reference.rows import Ranking
 from shared.spec import attention, dflash, model, sampling
 from tests.support.equality import spec_sampling
 from tests.support.golden_blocks import BLOCKS, golden_block_head
@@ -184,31 +183,34 @@ class Choosing:
         self.logits = rng.normal(0, 1.5, (2, S, VOCAB)).astype(np.float32)
         self.how = spec_sampling(SamplingParams(seed32=77, **how), 3, VOCAB, 2)
         self.lengths = np.array([6, 11], np.int32)
-        self.seen = np.zeros((2, VOCAB), np.int32)
+        self.seen, self.slots = np.zeros((2, VOCAB), np.int32), np.arange(2)
         noise = [sampling.gumbel(self.how.seed, self.lengths + 1 + j, VOCAB, 0) for j in range(S)]
         self.noise = np.stack(noise, axis=1)
 
     def spec(self) -> tuple[np.ndarray, np.ndarray]:
-        slots = np.arange(2, dtype=np.int32)
-        rank = Ranking(self.how, slots, self.lengths, self.seen, 1, [])
-        # Its noise is the target's only where nothing is kept.
-        chooses = Ranking(self.how, slots, self.lengths, self.seen, 1, None)
-        drafts = np.zeros((2, 1, 0), np.int32)
+        """Slot by slot: the target's own choice after the drafts before it."""
+        everyone, found = np.arange(2), []
+        drafts = np.zeros((2, 0), np.int32)
         for slot in range(S):
-            rank(self.logits[:, slot, None], drafts)
-            ids, _ = chooses(self.logits[:, slot, None], drafts)
-            drafts = np.concatenate([drafts, ids], axis=2)
-        return drafts[:, 0], np.stack(rank.kept, axis=1)
+            before = np.ones(drafts.shape, bool)
+            text = sampling.Seen(self.seen, self.slots, drafts, before)
+            given = (self.logits[:, slot], text, self.lengths + 1 + slot, self.how, everyone, None)
+            found.append(sampling.processed(*given))
+            drafts = np.concatenate([drafts, sampling.choose(*given)[:, None]], axis=1)
+        return drafts, np.stack(found, axis=1)
 
     def torch(self) -> tuple[np.ndarray, np.ndarray]:
         fields = {name: torch.from_numpy(getattr(self.how, name)) for name in JaxSampling._fields}
-        how = TorchSampling(**fields | {"seed": fields["seed"].view(torch.int32)})
-        seen = torch.from_numpy(self.seen) if how.has_penalty.any() else None
-        given = (torch.from_numpy(each) for each in (self.lengths, self.noise, self.logits))
-        lengths, noise, logits = given
-        ranking = TorchRanking(how, lengths, seen, noise, 1, [])
-        drafts = torch_dflash.choose(logits, ranking)
-        return drafts.numpy(), torch.stack(ranking.kept, dim=1).numpy()
+        rank = TorchRanking(
+            sampling=TorchSampling(**fields | {"seed": fields["seed"].view(torch.int32)}),
+            counts=torch.from_numpy(self.seen),
+            slots=torch.from_numpy(self.slots),
+            lengths=torch.from_numpy(self.lengths),
+            width=1,
+            is_sampled=False,
+        )
+        drafts, processed = torch_dflash.choose(torch.from_numpy(self.logits), rank)
+        return drafts.numpy(), processed.numpy()
 
     def jax(self) -> tuple[np.ndarray, np.ndarray]:
         how = JaxSampling(*(jnp.asarray(getattr(self.how, name)) for name in JaxSampling._fields))

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from shared.models.config import GatedDeltaConfig
 from shared.spec import gated_delta, layers
 from shared.spec import mamba_state as spec
 from tests.support.implementations import Implementation, each_implementation
@@ -173,3 +174,74 @@ def test_implementations_have_the_windows_of_prompts_of_any_length(
         want = spec.chain_windows(window[b], inputs[first:stop])
         np.testing.assert_array_equal(before[first:stop], want[:-1])
         np.testing.assert_array_equal(after[b], want[-1])
+
+
+SIZES = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=4, value_size=3)
+
+
+def layer(seed: int) -> tuple[spec.DeltaWeights, tuple[np.ndarray, np.ndarray]]:
+    """One layer's weights, and the states and windows of B requests before it."""
+    rng, heads = np.random.default_rng(seed), SIZES.num_value_heads
+    weights = spec.DeltaWeights(
+        conv=normal(rng, SIZES.channels, 4),
+        a_log=normal(rng, heads),
+        dt_bias=normal(rng, heads),
+        norm=1 + normal(rng, SIZES.value_size) / 4,
+        eps=1e-6,
+    )
+    recurrent = normal(rng, B, heads, SIZES.key_size, SIZES.value_size)
+    return weights, (recurrent, normal(rng, B, spec.WINDOW, SIZES.channels))
+
+
+def projected(seed: int, rows: int) -> np.ndarray:
+    heads = SIZES.num_value_heads
+    outputs = SIZES.channels + heads * SIZES.value_size + 2 * heads
+    return normal(np.random.default_rng(seed), rows, outputs)
+
+
+def all_close(got: tuple, want: tuple) -> None:
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, **CLOSE)
+
+
+@each_implementation
+def test_implementations_mix_one_token_as_the_specification(implementation: Implementation) -> None:
+    weights, state = layer(9)
+    args = (projected(10, B), weights, SIZES, *state)
+    all_close(implementation("mamba_state").mix_step(*args), spec.mix_step(*args))
+
+
+@each_implementation
+@pytest.mark.parametrize("parents", [PARENTS, None], ids=["trees", "chains"])
+def test_implementations_mix_trees_as_the_specification(
+    parents: np.ndarray | None, implementation: Implementation
+) -> None:
+    weights, state = layer(11)
+    row = np.random.default_rng(12).permutation(B * N)  # the nodes stand in any rows
+    request, node = np.divmod(row, N)
+    row_of = np.argsort(row).reshape(B, N)
+    before = (projected(13, B * N), weights, SIZES, *state)
+    chains = np.array([[0, 0, 1, 2, 3, 4]] * B)
+    where = (row_of, request, node)
+    got, kept = implementation("mamba_state").mix_tree(*before, parents, *where)
+    want = spec.mix_tree(*before, chains if parents is None else parents, *where)
+    np.testing.assert_allclose(got, want[0], **CLOSE)
+    names = ("k", "v", "log_decay", "beta", "inputs")
+    all_close(*(tuple(getattr(x, name) for name in names) for x in (kept, want[1])))
+
+
+@each_implementation
+def test_implementations_mix_prompts_as_the_specification(implementation: Implementation) -> None:
+    """Requests of many rows and of few; a snapshot is the state of a shorter prompt."""
+    weights, state = layer(14)
+    counts, save_after = np.array([70, 1, 3]), np.array([64, 5, 3])
+    row_starts, request = np.concatenate([[0], np.cumsum(counts)]), np.repeat(np.arange(B), counts)
+    before = (weights, SIZES, *state)
+    inputs = projected(15, len(request))
+    out, *new, saved = implementation("mamba_state").mix_chunks(
+        inputs, *before, row_starts, request, save_after
+    )
+    all_close((out, *new), spec.mix_chunks(inputs, *before, row_starts))
+    _, *want = spec.mix_chunks(inputs[:66], *before, np.array([0, 64, 65, 66]))
+    all_close([x[0] for x in saved], [x[0] for x in want])
+    all_close([x[2] for x in saved], [x[2] for x in new])

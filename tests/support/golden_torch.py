@@ -1,7 +1,6 @@
 """The torch implementation as a golden model; see `golden_models`."""
 
-from dataclasses import replace
-from functools import partial
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +8,18 @@ import torch
 
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
+from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
+from tests.support.equality import spec_sampling
 from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
 from torch_impl import model, weights
-from torch_impl.drafters import Fed, eagle, heads
+from torch_impl.drafters import Fed, Ranking, eagle, heads
 from torch_impl.layers import Chunks, Tree
-from torch_impl.ops import attention, draft_tree, mamba_state, sampling
+from torch_impl.ops import attention, draft_tree, mamba_state
 from torch_impl.ops.mamba_state import DeltaState
+from torch_impl.ops.sampling import Sampling
 
 CPU = torch.device("cpu")
 
@@ -64,7 +66,7 @@ class TorchModel:
             mixer = Chunks(self._model.config, self._state, row_starts, rows, nothing_saved)
         passed = self._forward(ints(tokens), rows, mixer)
         if mixer is not None:
-            self._state = DeltaState(*(torch.stack(x) for x in zip(*mixer.new, strict=True)))
+            self._state = mixer.new
         self._length += count
         return passed
 
@@ -72,7 +74,9 @@ class TorchModel:
         """See `GoldenModel`."""
         num_nodes, parents = ints([len(tokens)]), ints(parents)[None]
         lengths, rows = ints([self._length]), len(tokens) + 3  # some padding behind the last node
-        flat, node = attention.tree_rows(parents, num_nodes, lengths, self._table, rows)
+        flat, node = attention.tree_rows(
+            parents, num_nodes, lengths, self._table, rows, is_chain=False
+        )
         self._mixer = None
         if self._model.config.gated_delta:
             starts, *_ = draft_tree.flatten(num_nodes, rows)
@@ -125,7 +129,7 @@ class TorchHead:
         settings = (DraftConfig.from_folder(folder, config), "float32", CPU)
         head = weights.load_head(open_head(folder), *settings, progress=lambda num_bytes: None)
         self._head = heads.HEADS[head.config.kind](model.Model.of(config, loaded), head)
-        layer = self._head.config
+        layer, self._vocab = self._head.config, config.vocab
         pools = (2, NUM_PAGES, PAGE_SIZE, layer.num_kv_heads, layer.head_size)
         self._kv, self._table = torch.zeros(1, *pools), ints(TABLE)
 
@@ -139,13 +143,21 @@ class TorchHead:
 
     def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
         """See `GoldenHead`."""
-        rank, length, none = partial(_most_likely, shape.width), ints([len(tokens)]), ints([0])
+        length, none, vocab = ints([len(tokens)]), ints([0]), self._vocab
+        rank = Ranking(
+            sampling=_greedy(vocab),
+            counts=torch.zeros(1, vocab, dtype=torch.int32),
+            slots=torch.zeros(1, dtype=torch.int64),
+            lengths=length,
+            width=shape.width,
+            is_sampled=False,
+        )
         rows = causal_rows(self._table, len(tokens), 0)
         fed = Fed(rows, ints(tokens), ints(tokens), self._passed(reads), length - 1)
         relay = eagle.relay_of(self._head, self._kv, fed, rank)
         where = (ints(tokens[-1:]), length, none, ints([shape.nodes - 1]), self._table)
         drafted = eagle.draft(self._head, self._kv, relay, *where, shape, rank)
-        return tuple(part.numpy() for part in drafted)
+        return drafted.tokens.numpy(), drafted.parents.numpy(), drafted.num_nodes.numpy()
 
     def _passed(self, reads: Array) -> model.Forward:
         """A pass of the target that gave what the head reads."""
@@ -161,12 +173,8 @@ class TorchHead:
         return out.numpy(), head.logits(out).numpy()
 
 
-def _most_likely(
-    width: int, logits: torch.Tensor, paths: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ranks greedily: the `width` most likely children of each node."""
-    B, k, _ = logits.shape
-    log_probability = sampling.log_softmax(logits.flatten(0, 1))
-    ids = sampling.top_candidates(log_probability, width)
-    edges = log_probability.gather(1, ids.long())
-    return ids.view(B, k, width), edges.view(B, k, width)
+def _greedy(vocab: int) -> Sampling:
+    """The parameters of one request that takes the likeliest tokens."""
+    params = spec_sampling(SamplingParams(temperature=0.0), 1, vocab, 1)
+    given = {f.name: torch.from_numpy(getattr(params, f.name)) for f in fields(Sampling)}
+    return Sampling(**given | {"seed": given["seed"].view(torch.int32)})

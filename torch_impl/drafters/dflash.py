@@ -1,6 +1,6 @@
 """As `shared.spec.dflash`, in torch: fills a block of masks in one pass and drafts a chain."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,21 +9,13 @@ from torch import Tensor
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from torch_impl.device_state import DeviceState, Plan, Prompts
-from torch_impl.drafters import Fed, Grown, Noise, Rank, Ranking
-from torch_impl.drafters.heads import DraftKV
-from torch_impl.layers import (
-    attention_layer,
-    feed_forward,
-    rotary_frequencies,
-    turn,
-    write_keys,
-)
+from torch_impl.device_state import DraftState, Plan
+from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
+from torch_impl.layers import Pools, angles, attention_layer, rotary_frequencies, write_keys
 from torch_impl.model import Forward, Model, logits
-from torch_impl.ops import sampling
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
-from torch_impl.ops.linear import linear
+from torch_impl.ops.linear import Stream, normed_product, product
 from torch_impl.weights import BlockWeights
 
 
@@ -35,61 +27,60 @@ class BlockDrafter:
       frequencies: Of its own rotation.
     """
 
-    weights: BlockWeights
     target: Model
+    weights: BlockWeights
     frequencies: Float[Tensor, " half"]
 
     @classmethod
     def of(cls, model: Model, weights: BlockWeights) -> "BlockDrafter":
         """Binds a head to its target."""
         device = model.weights.embed.device
-        return cls(weights, model, rotary_frequencies(weights.config.layer, device))
+        return cls(model, weights, rotary_frequencies(weights.config.layer, device))
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """See `Drafter`."""
         return self.weights.config.aux_streams
 
     @property
     def sizes(self) -> DraftSizes:
-        """See `Drafter`."""
         return self.weights.config.sizes
 
     def prefill(
-        self, state: DeviceState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
-        """See `Drafter`."""
-        write_context(self.weights, self.frequencies, fed.rows, fed.passed, state.draft_kv)
+        write_context(self.weights, self.frequencies, fed.rows, fed.passed, memory.kv)
 
     def extend(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
         fed: Fed,
-        rank: Rank,
+        rank: Ranking,
     ) -> None:
-        """See `Drafter`."""
-        write_context(self.weights, self.frequencies, fed.rows, fed.passed, state.draft_kv)
+        write_context(self.weights, self.frequencies, fed.rows, fed.passed, memory.kv)
 
     def draft(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
         shape: TreeShape,
         rank: Ranking,
-    ) -> Grown:
+    ) -> Drafted:
         """See `Drafter`; the tree is a chain, and rows past the lengths hold the block's KV."""
-        draft_from, block = state.draft_from[plan.slots], _block_of(self.weights)
+        draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
-        embed, kv = self.target.weights.embed, state.draft_kv
+        embed, kv = self.target.weights.embed, memory.kv
         hidden = fill(self.weights, embed, self.frequencies, newest, rows, kv)[:, 1:]
         scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, block.size - 1))
-        drafts = choose(scores, rank)
-        return chains(drafts, newest, plan.sampling.max_drafts, draft_from < lengths)
+        drafts, processed = choose(scores, rank)
+        tokens, parents, num_nodes = chains(
+            drafts, newest, plan.sampling.max_drafts, draft_from < lengths
+        )
+        return Drafted(tokens, parents, num_nodes, processed if rank.is_sampled else None)
 
 
 def _block_of(weights: BlockWeights) -> BlockConfig:
@@ -102,7 +93,7 @@ def write_context(
     frequencies: Float[Tensor, " half"],
     rows: Rows,
     passed: Forward,
-    kv: DraftKV,
+    kv: Pools,
 ) -> None:
     """Writes rows of context, committed tokens, to the pools of all layers.
 
@@ -110,11 +101,11 @@ def write_context(
       passed: The target's pass over the rows, with the streams that the head reads.
     """
     config = weights.config.layer
-    joined = linear(torch.cat(passed.streams, dim=1), weights.fc)
+    joined = product(torch.cat(passed.streams, dim=1), weights.fc)
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
-    turned = turn(config, frequencies, rows)
-    for layer in weights.layers:
-        write_keys(config, layer.mixer, read, turned, kv[layer.place])
+    turn = angles(config, frequencies, rows)
+    for place, layer in enumerate(weights.layers):
+        write_keys(config, layer, read, turn, rows, kv, place)
 
 
 def block_rows(
@@ -123,7 +114,6 @@ def block_rows(
     draft_from: Int[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
 ) -> list[Rows]:
-    """As the specification."""
     B, size, device = len(lengths), block.size, lengths.device
     place = torch.arange(B * size, dtype=torch.int32, device=device)
     request = torch.div(place, size, rounding_mode="floor").long()
@@ -131,16 +121,25 @@ def block_rows(
     positions = torch.where(is_real, lengths[request] + place - request * size, 0).int()
     start, end = draft_from[request], lengths[request] + size
     row_starts = size * torch.arange(B + 1, dtype=torch.int32, device=device)
-    no_window = is_real.new_zeros(B * size, 0)
     found = []
     for window, is_causal in zip(block.windows, block.causal, strict=True):
         first, until = start, positions + 1 if is_causal else end
         if window is not None:
             first = torch.maximum(first, positions - window + 1)
             until = torch.minimum(until, positions + window)
-        until = torch.where(is_real, until, 0)
-        where = (request, positions, positions, first, until, no_window, is_real)
-        found.append(Rows(*where, page_table, row_starts, size))
+        rows = Rows(
+            request=request,
+            positions=positions,
+            places=positions,
+            first=first,
+            until=torch.where(is_real, until, 0),
+            window=is_real.new_zeros(B * size, 0),
+            is_real=is_real,
+            page_table=page_table,
+            row_starts=row_starts,
+            most_rows=size,
+        )
+        found.append(rows)
     return found
 
 
@@ -150,7 +149,7 @@ def fill(
     frequencies: Float[Tensor, " half"],
     newest: Int[Tensor, " B"],
     rows: list[Rows],
-    kv: DraftKV,
+    kv: Pools,
 ) -> Float[Tensor, "B size hidden"]:
     """Runs the blocks, whose KV is written; gives their hidden states after the final norm.
 
@@ -160,53 +159,38 @@ def fill(
       rows: Of `block_rows`.
     """
     config, block = weights.config.layer, _block_of(weights)
-    turned = turn(config, frequencies, rows[0])
+    turn = angles(config, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
-    x = embed[torch.cat([newest[:, None], masks], dim=1).flatten()]
-    for layer, seen in zip(weights.layers, rows, strict=True):
-        y = rms_norm(x, layer.input_norm, config.rms_eps)
-        where = replace(turned, rows=seen)
-        x = x + attention_layer(config, layer.mixer, y, where, kv[layer.place])
-        x = feed_forward(config, layer, x)
-    out = rms_norm(x, weights.final_norm, config.rms_eps)
+    stream = Stream(embed[torch.cat([newest[:, None], masks], dim=1).flatten()])
+    for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
+        qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
+        stream = attention_layer(config, layer, qkv, stream, turn, seen, kv, place)
+    out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))
 
 
-def choose(scores: Float[Tensor, "B S vocab"], ranking: Ranking) -> Int[Tensor, "B S"]:
-    """The draft of each slot; one after another where a penalty counts those before it."""
-    B, S, _ = scores.shape
-    if ranking.seen is None and ranking.kept is None:
-        return _choose_at_once(scores, ranking)
-    drafts = ranking.lengths.new_zeros(B, 1, 0)
-    for slot in range(S):
-        ids, _ = ranking(scores[:, slot, None], drafts)
-        drafts = torch.cat([drafts, ids], dim=2)
-    return drafts[:, 0]
-
-
-def _choose_at_once(scores: Float[Tensor, "B S vocab"], ranking: Ranking) -> Int[Tensor, "B S"]:
-    B, S, _ = scores.shape
-    place = torch.arange(B * S, dtype=torch.int32, device=scores.device)
-    request = torch.div(place, S, rounding_mode="floor").long()
-    rows = ranking.sampling.rows(request)
-    positions = ranking.lengths[request] + 1 + place - request * S
-    processed = sampling.processed(scores.flatten(0, 1), None, positions, rows, None)
-    noise: Noise | None = ranking.noise
-    flat = None if noise is None else noise[:, :S].flatten(0, 1)
-    if ranking.kept is not None:
-        ranking.kept.extend(processed.unflatten(0, (B, S)).unbind(1))
-    return sampling.choose(processed, flat, rows.temperature).unflatten(0, (B, S))
+def choose(
+    logits: Float[Tensor, "B S vocab"], rank: Ranking
+) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
+    """The draft of each slot, and the processed logits that it was chosen by."""
+    if not rank.is_sampled:
+        return rank.chain(logits)
+    drafts, found = rank.lengths.new_zeros(len(logits), 1, 0), []
+    for slot in range(logits.shape[1]):
+        ranked = rank(logits[:, slot, None], drafts, slot)
+        drafts = torch.cat([drafts, ranked.ids], dim=2)
+        found.append(ranked.processed)
+    return drafts[:, 0], torch.stack(found, dim=1)
 
 
 def chains(
     drafts: Int[Tensor, "B S"],
     newest: Int[Tensor, " B"],
     max_drafts: Int[Tensor, " B"],
-    has_context: Bool[Tensor, " B"],
-) -> Grown:
-    """As the specification."""
+    can_draft: Bool[Tensor, " B"],
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
     S = drafts.shape[1]
-    num_drafts = torch.where(has_context, max_drafts.clamp(0, S), 0)
+    num_drafts = torch.where(can_draft, max_drafts.clamp(0, S), 0)
     slot = torch.arange(S, dtype=torch.int32, device=drafts.device)
     is_real = slot < num_drafts[:, None]
     tokens = torch.cat([newest[:, None], torch.where(is_real, drafts, 0)], dim=1)

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from torch_impl.device_state import DeviceState, Plan, Prompts
-from torch_impl.drafters import Fed, Grown, Rank, Ranking
-from torch_impl.drafters.heads import DraftKV, Head, Logits, Tokens
+from torch_impl.device_state import DraftState, Plan, Relay
+from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
+from torch_impl.drafters.heads import Head, Logits, Tokens
+from torch_impl.layers import Pools
 from torch_impl.ops import draft_tree
 from torch_impl.ops.attention import Rows
+from torch_impl.ops.sampling import Ranked
 
 Expand = Callable[[Rows, Tokens, Int[Tensor, " R"]], Logits]
 """As the specification's; the KV is written in place."""
@@ -27,83 +29,95 @@ class EagleDrafter:
 
     @property
     def streams(self) -> tuple[int, ...]:
-        """See `Drafter`."""
         return self.head.streams
 
     @property
     def sizes(self) -> DraftSizes:
-        """See `Drafter`."""
         return DraftSizes(self.head.config, 1, 0, True)
 
     def prefill(
-        self, state: DeviceState, plan: Plan, prompts: Prompts, fed: Fed, rank: Rank
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
-        """See `Drafter`."""
-        self._extend(state, plan, fed, rank)
+        self._extend(memory, plan, fed, rank)
 
     def extend(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         before: Int[Tensor, " B"],
         counts: Int[Tensor, " B"],
         fed: Fed,
-        rank: Rank,
+        rank: Ranking,
     ) -> None:
-        """See `Drafter`."""
-        self._extend(state, plan, fed, rank)
+        self._extend(memory, plan, fed, rank)
 
-    def _extend(self, state: DeviceState, plan: Plan, fed: Fed, rank: Rank) -> None:
-        relay, slots = relay_of(self.head, state.draft_kv, fed, rank), plan.slots
-        state.relay_ids[slots] = relay.tokens
-        state.relay_weights[slots] = relay.weights
-        state.relay_hidden[slots] = relay.hidden
+    def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Ranking) -> None:
+        new = relay_of(self.head, memory.kv, fed, rank)
+        memory.relay.tokens[plan.slots] = new.tokens
+        memory.relay.weights[plan.slots] = new.weights
+        memory.relay.hidden[plan.slots] = new.hidden
 
     def draft(
         self,
-        state: DeviceState,
+        memory: DraftState,
         plan: Plan,
         newest: Int[Tensor, " B"],
         lengths: Int[Tensor, " B"],
         shape: TreeShape,
         rank: Ranking,
-    ) -> Grown:
-        """See `Drafter`."""
-        slots, draft_from = plan.slots, state.draft_from[plan.slots]
-        relay = Relay(state.relay_ids[slots], state.relay_weights[slots], state.relay_hidden[slots])
-        if rank.kept is not None:
-            relay = sampled_relay(self.head, relay, rank)
-        where = (newest, lengths, draft_from, plan.sampling.max_drafts, plan.page_table)
-        return draft(self.head, state.draft_kv, relay, *where, shape, rank)
+    ) -> Drafted:
+        slots, held = plan.slots, memory.relay
+        relay = Relay(held.tokens[slots], held.weights[slots], held.hidden[slots])
+        return draft(
+            self.head,
+            memory.kv,
+            relay,
+            newest,
+            lengths,
+            memory.draft_from[slots],
+            plan.sampling.max_drafts,
+            plan.page_table,
+            shape,
+            rank,
+        )
 
 
 @dataclass(frozen=True)
-class Relay:
-    """As the specification's."""
+class First:
+    """The candidates below the roots.
+
+    Attributes:
+      processed: Processed logits that they were sampled from; None: they were not.
+    """
 
     tokens: Int[Tensor, "B k"]
     weights: Float[Tensor, "B k"]
-    hidden: Float[Tensor, "B hidden"]
+    processed: Float[Tensor, "B vocab"] | None
+
+    @classmethod
+    def of(cls, ranked: Ranked, rank: Ranking) -> "First":
+        """Of the ranked children of one node a request, its root."""
+        law = ranked.processed if rank.is_sampled else None
+        return cls(ranked.ids[:, 0], ranked.weights[:, 0], law)
 
 
-def sampled_relay(head: Head, relay: Relay, rank: Ranking) -> Relay:
-    """The relay with a draft sampled anew: a slot does not keep the law that one comes from."""
-    no_path = relay.tokens.new_zeros(len(relay.tokens), 1, 0)
-    ids, weights = rank(head.logits(relay.hidden)[:, None], no_path)
-    return Relay(ids[:, 0], weights[:, 0], relay.hidden)
+def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First:
+    """The relay's candidates, or a draft sampled anew: a slot does not keep the law of one."""
+    if not rank.is_sampled:
+        return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
+    return First.of(rank.roots(head.logits(relay.hidden)), rank)
 
 
-def relay_of(head: Head, kv: DraftKV, fed: Fed, rank: Rank) -> Relay:
+def relay_of(head: Head, kv: Pools, fed: Fed, rank: Ranking) -> Relay:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
     ends = head.forward(fed.rows, fed.following, head.read(fed.passed), kv)[fed.last]
-    no_path = fed.last.new_zeros(len(fed.last), 1, 0)
-    ids, weights = rank(head.logits(ends)[:, None], no_path)
-    return Relay(ids[:, 0], weights[:, 0], ends)
+    ranked = rank.roots(head.logits(ends))
+    return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends)
 
 
 def draft(
     head: Head,
-    kv: DraftKV,
+    kv: Pools,
     relay: Relay,
     newest: Int[Tensor, " B"],
     lengths: Int[Tensor, " B"],
@@ -111,48 +125,58 @@ def draft(
     max_drafts: Int[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
     shape: TreeShape,
-    rank: Rank,
-) -> Grown:
-    """As the specification."""
-    hidden, k = relay.hidden, shape.width
+    rank: Ranking,
+) -> Drafted:
+    hidden = relay.hidden
 
     def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
         nonlocal hidden
         hidden = head.forward(rows, tokens, hidden[parent], kv)
         return head.logits(hidden)
 
-    first = (relay.tokens[:, :k], relay.weights[:, :k])
-    bounds = (lengths, draft_from, max_drafts, page_table)
-    return grow(expand, first, newest, *bounds, shape, rank, 0)
+    return grow(
+        expand,
+        first_of(head, relay, shape, rank),
+        newest,
+        lengths,
+        draft_from,
+        max_drafts,
+        page_table,
+        shape,
+        rank,
+        root_rows=0,
+    )
 
 
 def grow(
     expand: Expand,
-    first: tuple[Int[Tensor, "B k"], Float[Tensor, "B k"]],
+    first: First,
     newest: Int[Tensor, " B"],
     lengths: Int[Tensor, " B"],
     draft_from: Int[Tensor, " B"],
     max_drafts: Int[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
     shape: TreeShape,
-    rank: Rank,
+    rank: Ranking,
     root_rows: int,
-) -> Grown:
-    """As the specification."""
-    tokens, weights = first
-    can_draft = draft_from < lengths
-    found = [(tokens, weights, torch.zeros_like(tokens))]
-    level = _first_level(tokens, weights, shape, root_rows)
+) -> Drafted:
+    can_draft, laws = draft_from < lengths, [first.processed]
+    found = [(first.tokens, first.weights, torch.zeros_like(first.tokens))]
+    level = _first_level(first.tokens, first.weights, shape, root_rows)
     for s in range(1, shape.depth):
-        where = (lengths, draft_from, can_draft, page_table)
-        rows = _expansion_rows(level.sees, s, *where, root_rows)
+        rows = _expansion_rows(level.sees, s, lengths, draft_from, can_draft, page_table, root_rows)
         logits = expand(rows, level.tokens.flatten(), level.parents.flatten())
-        ids, edges = rank(logits.unflatten(0, level.tokens.shape), level.paths)
-        parents, weights = draft_tree.children(level.numbers, level.weights, edges)
-        found.append((ids.flatten(1), weights, parents))
+        ranked = rank(logits.unflatten(0, level.tokens.shape), level.paths, s)
+        parents, weights = draft_tree.children(level.numbers, level.weights, ranked.weights)
+        found.append((ranked.ids.flatten(1), weights, parents))
+        laws.append(ranked.processed if rank.is_sampled else None)
         level = level.next(found[-1][0], weights, s, root_rows)
-    drafted = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    return draft_tree.keep_best(newest, *drafted, max_drafts, can_draft, shape.nodes)
+    tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+    tokens, parents, num_nodes = draft_tree.keep_best(
+        newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
+    )
+    processed = torch.stack(laws, dim=1) if rank.is_sampled else None
+    return Drafted(tokens, parents, num_nodes, processed)
 
 
 def extend_rows(
@@ -162,17 +186,24 @@ def extend_rows(
     page_table: Int[Tensor, "B P"],
     depth: int,
 ) -> Rows:
-    """As the specification."""
     B, W = len(lengths), depth + 1
     place = torch.arange(B * W, dtype=torch.int32, device=lengths.device)
     request = torch.div(place, W, rounding_mode="floor").long()
     step = place - request * W
     is_real = step < counts[request]
     positions = torch.where(is_real, lengths[request] + step, 0)
-    until = torch.where(is_real, positions + 1, 0)
-    window, first = is_real.new_zeros(B * W, 0), draft_from[request]
-    where = (request, positions, positions, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts(B, W, lengths.device), W)
+    return Rows(
+        request=request,
+        positions=positions,
+        places=positions,
+        first=draft_from[request],
+        until=torch.where(is_real, positions + 1, 0),
+        window=is_real.new_zeros(B * W, 0),
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=_row_starts(B, W, lengths.device),
+        most_rows=W,
+    )
 
 
 @dataclass(frozen=True)
@@ -216,7 +247,6 @@ def _first_level(
 
 
 def _itself(k: int, first: int, sees: Bool[Tensor, "B k window"]) -> Bool[Tensor, "k window"]:
-    """As the specification."""
     place = torch.arange(sees.shape[2], device=sees.device)
     return place == first + torch.arange(k, device=sees.device)[:, None]
 
@@ -235,13 +265,20 @@ def _expansion_rows(
     request = torch.div(node, k, rounding_mode="floor").long()
     is_real = can_draft[request]
     length = torch.where(is_real, lengths[request], 0) + root_rows
-    places = length + (s - 1) * k + node - request * k
-    window = sees.flatten(0, 1) & is_real[:, None]
-    until, first = length - root_rows, draft_from[request]
-    where = (request, length + s - 1, places, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts(B, k, sees.device), k)
+    return Rows(
+        request=request,
+        positions=length + s - 1,
+        places=length + (s - 1) * k + node - request * k,
+        first=draft_from[request],
+        until=length - root_rows,
+        window=sees.flatten(0, 1) & is_real[:, None],
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=_row_starts(B, k, sees.device),
+        most_rows=k,
+    )
 
 
-def row_starts(requests: int, rows: int, device: torch.device) -> Int[Tensor, " B1"]:
+def _row_starts(requests: int, rows: int, device: torch.device) -> Int[Tensor, " B1"]:
     """Where every request has `rows` rows."""
     return torch.arange(requests + 1, dtype=torch.int32, device=device) * rows

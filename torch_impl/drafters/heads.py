@@ -9,15 +9,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.models.config import ModelConfig
-from torch_impl.layers import Hidden, attention_layer, feed_forward, rotary_frequencies, turn
+from torch_impl.layers import Hidden, Pools, angles, attention_layer, rotary_frequencies
 from torch_impl.model import Forward, Model, logits
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
-from torch_impl.ops.linear import linear
+from torch_impl.ops.linear import Stream, normed_product, product, product_float32
 from torch_impl.weights import HeadWeights, Layer
 
 Tokens = Int[Tensor, " R"]
-DraftKV = Float[Tensor, "L 2 pages page H D"]
 Logits = Float[Tensor, "R vocab"]
 
 
@@ -37,7 +36,7 @@ class Head:
     config: ModelConfig
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
-    forward: Callable[[Rows, Tokens, Hidden, DraftKV], Hidden]
+    forward: Callable[[Rows, Tokens, Hidden, Pools], Hidden]
     logits: Callable[[Hidden], Logits]
 
 
@@ -45,42 +44,42 @@ def mtp(model: Model) -> Head:
     """As the specification; embedding and `lm_head` are the model's."""
     config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
 
-    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: DraftKV) -> Hidden:
+    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
         embedded = rms_norm(model.weights.embed[tokens], weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        x = linear(torch.cat([embedded, normed], dim=1), weights.fc)
-        y = rms_norm(x, weights.layer.input_norm, eps)
-        x = _decoder_layer(config, weights.layer, model.frequencies, x, y, rows, kv)
+        stream = Stream(product(torch.cat([embedded, normed], dim=1), weights.fc))
+        layer = weights.layer
+        qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
+        x = _decoder_layer(config, layer, model.frequencies, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
 
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
-    """As the specification."""
     config, embed = weights.config.layer, _embedding(model, weights)
     turns = rotary_frequencies(config, embed.device)
 
-    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: DraftKV) -> Hidden:
-        x = linear(torch.cat([embed[tokens], hidden], dim=1), weights.fc)
+    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
+        x = product(torch.cat([embed[tokens], hidden], dim=1), weights.fc)
         if weights.fc_bias is not None:
             x = x + weights.fc_bias
-        return _decoder_layer(config, weights.layer, turns, x, x, rows, kv)
+        qkv = product(x, weights.layer.mixer.inputs)
+        return _decoder_layer(config, weights.layer, turns, qkv, Stream(x), rows, kv)
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
 
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
-    """As the specification."""
     config, embed = weights.config.layer, _embedding(model, weights)
     turns, eps = rotary_frequencies(config, embed.device), config.rms_eps
     norm_output = weights.config.norm_output
 
-    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: DraftKV) -> Hidden:
+    def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
         embedded = rms_norm(embed[tokens], weights.layer.input_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        y = torch.cat([embedded, normed], dim=1)
-        x = _decoder_layer(config, weights.layer, turns, hidden, y, rows, kv)
+        qkv = product(torch.cat([embedded, normed], dim=1), weights.layer.mixer.inputs)
+        x = _decoder_layer(config, weights.layer, turns, qkv, Stream(hidden), rows, kv)
         return rms_norm(x, weights.final_norm, eps) if norm_output else x
 
     def scores(hidden: Hidden) -> Logits:
@@ -88,7 +87,7 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
             hidden = rms_norm(hidden, weights.final_norm, eps)
         if weights.lm_head is None:
             return logits(model, hidden)
-        return _over_targets(model, weights, linear(hidden, weights.lm_head).float())
+        return _over_targets(model, weights, product_float32(hidden, weights.lm_head))
 
     return Head(config, weights.config.aux_streams, partial(_project, weights), forward, scores)
 
@@ -110,7 +109,7 @@ def _project(weights: HeadWeights, passed: Forward) -> Hidden:
     joined = torch.cat(aux, dim=1)
     if weights.input_norm is not None:
         joined = rms_norm(joined, weights.input_norm, eps)
-    projected = linear(joined, weights.fc)
+    projected = product(joined, weights.fc)
     return projected if weights.fc_bias is None else projected + weights.fc_bias
 
 
@@ -132,12 +131,11 @@ def _decoder_layer(
     config: ModelConfig,
     weights: Layer,
     turns: Float[Tensor, " half"],
-    x: Hidden,
-    y: Float[Tensor, "R inputs"],
+    qkv: Float[Tensor, "R outputs"],
+    stream: Stream,
     rows: Rows,
-    kv: DraftKV,
+    kv: Pools,
 ) -> Hidden:
-    """One layer with the residual `x`, whose attention reads `y`."""
-    turned = turn(config, turns, rows)
-    x = x + attention_layer(config, weights.mixer, y, turned, kv[0])
-    return feed_forward(config, weights, x)
+    """The head's one layer, from its projection on."""
+    turn = angles(config, turns, rows)
+    return attention_layer(config, weights, qkv, stream, turn, rows, kv, 0).rows

@@ -4,7 +4,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_impl.ops.sampling import perturbed, probabilities
+from shared.spec.sampling import RESIDUAL_STREAM, TARGET_STREAM
+from torch_impl.ops import any_row
+from torch_impl.ops.sampling import (
+    Sampling,
+    Seen,
+    best,
+    perturbed_alike,
+    probabilities,
+    processed,
+    uniforms,
+)
 
 
 def force(
@@ -13,7 +23,6 @@ def force(
     choices: Int[Tensor, "B N"],
     forced: Bool[Tensor, " B"],
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, " B"]]:
-    """As the specification."""
     following = torch.cat([tokens[:, 1:], choices[:, -1:]], dim=1)
     forces = forced & (num_nodes > 1)
     return torch.where(forces[:, None], following, choices), num_nodes - forces.int()
@@ -26,7 +35,6 @@ def walk(
     choices: Int[Tensor, "B N"],
     depth: int,
 ) -> tuple[Int[Tensor, "B W"], Int[Tensor, " B"]]:
-    """As the specification."""
     number = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
     is_draft = (number > 0) & (number < num_nodes[:, None])
     node, counts = torch.zeros_like(num_nodes), torch.ones_like(num_nodes)
@@ -44,18 +52,15 @@ def walk(
 def emitted(
     choices: Int[Tensor, "B N"], path: Int[Tensor, "B W"], counts: Int[Tensor, " B"]
 ) -> Int[Tensor, "B W"]:
-    """As the specification."""
     place = torch.arange(path.shape[1], device=path.device)
     return torch.where(place < counts[:, None], choices.gather(1, path.long()), 0).int()
 
 
 def failed(is_nan: Bool[Tensor, "B N"], path: Int[Tensor, "B W"]) -> Bool[Tensor, " B"]:
-    """As the specification."""
     return is_nan.gather(1, path.long()).any(dim=1)
 
 
 def certain_law(tokens: Int[Tensor, "B N"], vocab: int) -> Float[Tensor, "B S vocab"]:
-    """As the specification."""
     ids = torch.arange(vocab, dtype=torch.int32, device=tokens.device)
     return (tokens[:, 1:, None] == ids).float()
 
@@ -63,7 +68,6 @@ def certain_law(tokens: Int[Tensor, "B N"], vocab: int) -> Float[Tensor, "B S vo
 def sampled_law(
     scores: Float[Tensor, "B S vocab"], tokens: Int[Tensor, "B N"]
 ) -> Float[Tensor, "B S vocab"]:
-    """As the specification."""
     q = probabilities(scores.flatten(0, 1)).view_as(scores)
     is_law = q.isfinite().all(dim=2, keepdim=True)
     return torch.where(is_law, q, certain_law(tokens, scores.shape[2]))
@@ -75,13 +79,12 @@ def rejection_choices(
     choices: Int[Tensor, "B N"],
     p: Float[Tensor, "B N vocab"],
     q: Float[Tensor, "B S vocab"],
-    uniforms: Float[Tensor, "B S"],
-    noise: Float[Tensor, "B vocab"],
-    temperature: Float[Tensor, " B"],
+    sampling: Sampling,
+    lengths: Int[Tensor, " B"],
 ) -> Int[Tensor, "B N"]:
-    """As the specification."""
-    accepted = uniforms * _of_drafts(q, tokens) < _of_drafts(p, tokens)
-    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, noise, temperature)
+    chance = uniforms(sampling.seed, lengths, q.shape[1])
+    accepted = chance * _of_drafts(q, tokens) < _of_drafts(p, tokens)
+    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, sampling, lengths)
 
 
 def block_choices(
@@ -90,14 +93,13 @@ def block_choices(
     choices: Int[Tensor, "B N"],
     p: Float[Tensor, "B N vocab"],
     q: Float[Tensor, "B S vocab"],
-    uniforms: Float[Tensor, "B S"],
-    noise: Float[Tensor, "B vocab"],
-    temperature: Float[Tensor, " B"],
+    sampling: Sampling,
+    lengths: Int[Tensor, " B"],
 ) -> Int[Tensor, "B N"]:
-    """As the specification."""
     S = q.shape[1]
     p_of, q_of = _of_drafts(p, tokens), _of_drafts(q, tokens)
     weight, passes, residuals = torch.ones_like(p_of[:, 0]), [], []
+    chance = uniforms(sampling.seed, lengths, S)
     for level in range(S):
         residuals.append(weight[:, None] * p[:, level] - q[:, level])
         ratio = p_of[:, level] / torch.where(q_of[:, level] > 0, q_of[:, level], 1e-30)
@@ -109,11 +111,44 @@ def block_choices(
             total = left + 1 - weight
             passing = torch.where(total > 0, left / torch.where(total > 0, total, 1), 1)
             share = torch.where(level + 2 < num_nodes, passing, weight)
-        passes.append((uniforms[:, level] < share) & (level + 1 < num_nodes))
+        passes.append((chance[:, level] < share) & (level + 1 < num_nodes))
     # A draft is accepted where a prefix passes that reaches it.
     accepted = torch.stack(passes[::-1], dim=1).int().cumsum(dim=1).flip(1) > 0
     residual = torch.stack(residuals, dim=1)
-    return _decided(tokens, num_nodes, choices, accepted, p, residual, noise, temperature)
+    return _decided(tokens, num_nodes, choices, accepted, p, residual, sampling, lengths)
+
+
+JUDGES = {"rejection": rejection_choices, "block": block_choices}
+"""The rules that judge sampled drafts."""
+
+
+def judge(
+    rule: str,
+    logits: Float[Tensor, "R vocab"],
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    row_of: Int[Tensor, "B N"],
+    tokens: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    drafted: Float[Tensor, "B S vocab"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+) -> Int[Tensor, "B N"]:
+    """As the specification, but that only a chain's last node gets the target's noise.
+
+    The others are judged, and their own choices are not asked for.
+    """
+    scores = processed(logits, seen, positions, sampling, request, allowed)[row_of]
+    after = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
+    choices = best(after.flatten(0, 1)).view_as(tokens)
+    if not any_row(sampling.temperature > 0):
+        return choices
+    p = probabilities(scores.flatten(0, 1)).view_as(scores)
+    return JUDGES[rule](
+        tokens, num_nodes, choices, p, sampled_law(drafted, tokens), sampling, lengths
+    )
 
 
 def _of_drafts(
@@ -131,18 +166,16 @@ def _decided(
     accepted: Bool[Tensor, "B S"],
     p: Float[Tensor, "B N vocab"],
     residual: Float[Tensor, "B S vocab"],
-    noise: Float[Tensor, "B vocab"],
-    temperature: Float[Tensor, " B"],
+    sampling: Sampling,
+    lengths: Int[Tensor, " B"],
 ) -> Int[Tensor, "B N"]:
-    """As the specification."""
-    B, S, vocab = residual.shape
+    B, S, _ = residual.shape
     is_left = residual > 0
     left = torch.where(is_left.any(dim=2, keepdim=True), residual.clamp(min=0), p[:, :S])
-    noises = noise[:, None].expand(B, S, vocab).flatten(0, 1)
-    warm = temperature[:, None].expand(B, S).flatten()
-    drawn = perturbed(left.log().flatten(0, 1), noises, warm).argmax(dim=1).view(B, S)
-    decided = torch.where(accepted, tokens[:, 1:], drawn.int())
+    noisy = perturbed_alike(left.log(), sampling, lengths, RESIDUAL_STREAM)
+    drawn = best(noisy.flatten(0, 1)).view(B, S)
+    decided = torch.where(accepted, tokens[:, 1:], drawn)
     place = torch.arange(S, dtype=torch.int32, device=tokens.device)
-    is_judged = (place + 1 < num_nodes[:, None]) & (temperature > 0)[:, None]
+    is_judged = (place + 1 < num_nodes[:, None]) & (sampling.temperature > 0)[:, None]
     judged = torch.where(is_judged, decided, choices[:, :S])
     return torch.cat([judged, choices[:, S:]], dim=1)

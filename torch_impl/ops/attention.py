@@ -9,8 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shared.spec.gated_delta import CHUNK
 from shared.spec.numerics import ATTENTION
-from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain, kernels_on
+from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain, kernels_on, layers
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,32 @@ class Rows:
     most_rows: int
 
 
+@dataclass(frozen=True)
+class Heads:
+    """As the specification's."""
+
+    num_kv_heads: int
+    head_size: int
+    gated: bool
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """As the specification's."""
+
+    q: Float[Tensor, " D"]
+    k: Float[Tensor, " D"]
+    eps: float
+
+
+@dataclass(frozen=True)
+class Angles:
+    """As the specification's."""
+
+    cos: Float[Tensor, "R half"]
+    sin: Float[Tensor, "R half"]
+
+
 def causal_rows(
     row_starts: Int[Tensor, " B1"],
     first_positions: Int[Tensor, " B"],
@@ -40,16 +67,23 @@ def causal_rows(
     page_table: Int[Tensor, "B table"],
     tokens: int,
 ) -> Rows:
-    """As the specification."""
+    """As the specification, but that on a CPU rows past the last chunk are left out."""
+    tokens = at_most(row_starts[-1], tokens, CHUNK)
     request, is_real = draft_tree.request_of(row_starts, tokens)
     row = torch.arange(tokens, dtype=torch.int32, device=row_starts.device)
     positions = torch.where(is_real, first_positions[request] + row - row_starts[request], 0)
-    until = torch.where(is_real, positions + 1, 0)
-    window = is_real.new_zeros(tokens, 0)
-    first = draft_from[request]
-    most_rows = at_most((row_starts[1:] - row_starts[:-1]).max(), tokens, 1)
-    where = (request, positions, positions, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts, most_rows)
+    return Rows(
+        request=request,
+        positions=positions,
+        places=positions,
+        first=draft_from[request],
+        until=torch.where(is_real, positions + 1, 0),
+        window=is_real.new_zeros(tokens, 0),
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts,
+        most_rows=at_most((row_starts[1:] - row_starts[:-1]).max(), tokens, 1),
+    )
 
 
 def tree_rows(
@@ -58,16 +92,30 @@ def tree_rows(
     lengths: Int[Tensor, " B"],
     page_table: Int[Tensor, "B table"],
     rows: int,
+    is_chain: bool,
 ) -> tuple[Rows, Int[Tensor, " R"]]:
-    """As the specification."""
+    """As the specification; the ancestors of a chain's nodes are known without its parents."""
     row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
-    depth = draft_tree.depths(parents)[request, node]
     length = lengths[request]
-    until = torch.where(is_real, length, 0)
-    window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
-    first, places = torch.zeros_like(length), length + node
-    where = (request, length + depth, places, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts, parents.shape[1]), node
+    if is_chain:
+        place = torch.arange(parents.shape[1], device=node.device)
+        depth, sees = node.int(), place <= node[:, None]
+    else:
+        depth = draft_tree.depths(parents)[request, node]
+        sees = draft_tree.ancestors(parents)[request, node]
+    rows_of_trees = Rows(
+        request=request,
+        positions=length + depth,
+        places=length + node.int(),
+        first=torch.zeros_like(length),
+        until=torch.where(is_real, length, 0),
+        window=sees & is_real[:, None],
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts,
+        most_rows=parents.shape[1],
+    )
+    return rows_of_trees, node
 
 
 def write(
@@ -226,6 +274,83 @@ def _softmax_attention(
     out = weights.to(v.dtype).flatten(2, 3) @ v.permute(0, 2, 1, 3)
     out = out.unflatten(2, (-1, M)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out.masked_fill((seen & spoiled[:, None]).any(dim=2)[:, :, None, None], torch.nan)
+
+
+def mix(
+    qkv: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: Float[Tensor, "L 2 pages page Hk D"],
+    layer: int,
+) -> Float[Tensor, "R outputs_of_heads"]:
+    """As the specification, in place in the pools of one layer of `kv`."""
+    q, k, v, gate = _heads_of(qkv, heads)
+    if norms is not None:
+        q = layers.rms_norm(q, norms.q, norms.eps)
+        k = layers.rms_norm(k, norms.k, norms.eps)
+    q = layers.apply_rotary(q, angles.cos, angles.sin)
+    k = layers.apply_rotary(k, angles.cos, angles.sin)
+    _write_pair(kv[layer], rows, k, v)
+    out = attend(
+        q,
+        kv[layer, 0],
+        kv[layer, 1],
+        rows.page_table,
+        rows.request,
+        rows.row_starts,
+        rows.first,
+        rows.until,
+        rows.window,
+        rows.most_rows,
+    )
+    if gate is not None:
+        out = out * layers.sigmoid(gate)
+    return out.flatten(1)
+
+
+def mix_keys(
+    projected: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms,
+    angles: Angles,
+    rows: Rows,
+    kv: Float[Tensor, "L 2 pages page Hk D"],
+    layer: int,
+) -> None:
+    """As the specification, in place in the pools of one layer of `kv`."""
+    k, v = projected.unflatten(1, (2, -1, heads.head_size)).unbind(1)
+    k = layers.rms_norm(k, norms.k, norms.eps)
+    _write_pair(kv[layer], rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
+
+
+def _write_pair(
+    pools: Float[Tensor, "2 pages page Hk D"],
+    rows: Rows,
+    k: Float[Tensor, "R Hk D"],
+    v: Float[Tensor, "R Hk D"],
+) -> None:
+    for pool, values in zip(pools, (k, v), strict=True):
+        write(pool, rows.page_table, rows.request, rows.places, rows.is_real, values)
+
+
+def _heads_of(
+    qkv: Float[Tensor, "R outputs"], heads: Heads
+) -> tuple[
+    Float[Tensor, "R Hq D"],
+    Float[Tensor, "R Hk D"],
+    Float[Tensor, "R Hk D"],
+    Float[Tensor, "R Hq D"] | None,
+]:
+    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
+    D, keys = heads.head_size, heads.num_kv_heads * heads.head_size
+    q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
+    k, v = k.unflatten(1, (-1, D)), v.unflatten(1, (-1, D))
+    if not heads.gated:
+        return q.unflatten(1, (-1, D)), k, v, None
+    pairs = q.unflatten(1, (-1, 2, D))  # per head its query rows, then its gate rows
+    return pairs[:, :, 0], k, v, pairs[:, :, 1]
 
 
 def commit_window(

@@ -11,7 +11,6 @@ def depths(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
 
 
 def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
-    """As the specification."""
     B, N = parents.shape
     rows = torch.arange(B, device=parents.device)[:, None]
     found = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
@@ -32,7 +31,6 @@ def children(
     frontier_weights: Float[Tensor, "B k"],
     edge_weights: Float[Tensor, "B k k"],
 ) -> tuple[Int[Tensor, "B kk"], Float[Tensor, "B kk"]]:
-    """As the specification."""
     k = frontier_numbers.shape[1]
     weights = frontier_weights[:, :, None] + edge_weights
     return frontier_numbers.repeat_interleave(k, dim=1), weights.flatten(1)
@@ -41,7 +39,6 @@ def children(
 def next_frontier(
     tokens: Int[Tensor, "B kk"], weights: Float[Tensor, "B kk"], first_number: int, width: int
 ) -> tuple[Int[Tensor, "B k"], Float[Tensor, "B k"], Int[Tensor, "B k"], Int[Tensor, "B k"]]:
-    """As the specification."""
     chosen = best(weights, width)
     at = chosen.long()
     parents = torch.div(chosen, width, rounding_mode="floor")
@@ -57,7 +54,6 @@ def keep_best(
     has_relay: Bool[Tensor, " B"],
     nodes: int,
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
-    """As the specification."""
     B, C = tokens.shape
     rank = torch.arange(C, device=tokens.device)
     num_drafts = torch.where(has_relay, max_drafts.clamp(0, min(nodes - 1, C)), 0)
@@ -80,7 +76,6 @@ def keep_best(
 def flatten(
     num_nodes: Int[Tensor, " B"], rows: int
 ) -> tuple[Int[Tensor, " B1"], Int[Tensor, " R"], Int[Tensor, " R"], Bool[Tensor, " R"]]:
-    """As the specification."""
     ends = num_nodes.cumsum(0, dtype=torch.int32)
     row_starts = torch.cat([torch.zeros_like(ends[:1]), ends])
     request, is_real = request_of(row_starts, rows)
@@ -103,16 +98,8 @@ def request_of(
 def flat_rows(
     row_starts: Int[Tensor, " B1"], num_nodes: Int[Tensor, " B"], nodes: int
 ) -> Int[Tensor, "B N"]:
-    """As the specification."""
     node = torch.arange(nodes, dtype=torch.int32, device=num_nodes.device)
     return row_starts[:-1, None] + torch.where(node < num_nodes[:, None], node, 0)
-
-
-def rows_of(num_nodes: Int[Tensor, " B"], nodes: int, rows: int) -> Int[Tensor, "B N"]:
-    """As `flat_rows`, from the node counts alone; never past the `rows` that there are."""
-    ends = num_nodes.cumsum(0, dtype=torch.int32)
-    row_starts = torch.cat([torch.zeros_like(ends[:1]), ends])
-    return flat_rows(row_starts, num_nodes, nodes).clamp(max=rows - 1)
 
 
 def is_last(row_starts: Int[Tensor, " B1"], request: Int[Tensor, " R"]) -> Bool[Tensor, " R"]:

@@ -11,7 +11,6 @@ from torch_impl.ops import at_most, draft_tree, layers
 def split(
     channels: Float[Tensor, "R C"], num_key_heads: int, num_value_heads: int, key_size: int
 ) -> tuple[Float[Tensor, "R H K"], Float[Tensor, "R H K"], Float[Tensor, "R H V"]]:
-    """As the specification."""
     R, keys = channels.shape[0], num_key_heads * key_size
     q, k, v = channels.float().split([keys, keys, channels.shape[1] - 2 * keys], dim=1)
     repeats = num_value_heads // num_key_heads
@@ -27,7 +26,6 @@ def gates(
     a_log: Float[Tensor, " H"],
     dt_bias: Float[Tensor, " H"],
 ) -> tuple[Float[Tensor, "R H"], Float[Tensor, "R H"]]:
-    """As the specification."""
     return -a_log.exp() * layers.softplus(a.float() + dt_bias), layers.sigmoid(b.float())
 
 

@@ -5,11 +5,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from torch_impl.ops.linear import linear
-
 
 def sigmoid(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """As the specification."""
     return torch.sigmoid(x)
 
 
@@ -19,7 +16,6 @@ def softplus(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """As the specification."""
     return functional.silu(x)
 
 
@@ -31,18 +27,7 @@ def rms_norm(
 
 
 def l2norm(x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:
-    """As the specification."""
     return x / torch.sqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
-
-
-def gated_mlp(
-    x: Float[Tensor, "R hidden"],
-    gate_up: Float[Tensor, "twice_intermediate hidden"],
-    down: Float[Tensor, "hidden intermediate"],
-) -> Float[Tensor, "R hidden"]:
-    """As the specification."""
-    gate, up = linear(x, gate_up).chunk(2, dim=-1)
-    return linear(silu(gate) * up, down)
 
 
 def rotary_angles(

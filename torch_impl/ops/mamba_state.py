@@ -1,11 +1,13 @@
 """As `shared.spec.mamba_state`, in torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shared.models.config import GatedDeltaConfig
 from shared.spec.gated_delta import CHUNK
 from shared.spec.mamba_state import WINDOW
 from torch_impl.ops import any_row, at_most, gated_delta, layers
@@ -19,11 +21,6 @@ class DeltaState:
     window: Float[Tensor, "L B 3 C"]
 
 
-def stacked(layers: list[tuple[Tensor, Tensor]]) -> DeltaState:
-    """The states and windows of all layers as one."""
-    return DeltaState(*(torch.stack(parts) for parts in zip(*layers, strict=True)))
-
-
 @dataclass(frozen=True)
 class Kept:
     """As the specification's."""
@@ -33,6 +30,28 @@ class Kept:
     log_decay: Float[Tensor, "L B N H"]
     beta: Float[Tensor, "L B N H"]
     inputs: Float[Tensor, "L B N C"]
+
+
+State = TypeVar("State", DeltaState, Kept)
+
+
+def joined(layers_of: list[State]) -> State:
+    """What some layers have, behind one another, as one."""
+    names = [field.name for field in fields(layers_of[0])]
+    return type(layers_of[0])(
+        *(torch.cat([getattr(layer, name) for layer in layers_of]) for name in names)
+    )
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """As the specification's."""
+
+    conv: Float[Tensor, "C 4"]
+    a_log: Float[Tensor, " H"]
+    dt_bias: Float[Tensor, " H"]
+    norm: Float[Tensor, " V"]
+    eps: float
 
 
 def conv(
@@ -109,7 +128,6 @@ def tree_windows(
 def path_window(
     window: Float[Tensor, "L B 3 C"], inputs: Float[Tensor, "L B W C"], taken: Int[Tensor, " B"]
 ) -> Float[Tensor, "L B 3 C"]:
-    """As the specification."""
     rows = torch.cat([window, inputs], dim=2)
     index = taken[:, None] + torch.arange(WINDOW, dtype=torch.int32, device=taken.device)
     return rows[:, torch.arange(len(taken), device=taken.device)[:, None], index]
@@ -122,7 +140,6 @@ def replay(
     counts: Int[Tensor, " B"],
     save_after: Int[Tensor, " B"],
 ) -> tuple[DeltaState, DeltaState, Bool[Tensor, " B"]]:
-    """As the specification."""
     path = path[:, : at_most(counts.max(), path.shape[1], 1)]
     rows = torch.arange(len(path), device=path.device)[:, None]
     k, v, log_decay, beta, inputs = (
@@ -143,7 +160,105 @@ def replay(
     return DeltaState(recurrent, new_window), DeltaState(saved, save_window), passed
 
 
-def ends_chunk(save_after: Int[Tensor, " B"], taken: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
-    """Whether a prefill of `taken` tokens has a chunk that ends after `save_after` of them."""
-    is_border = (save_after % CHUNK == 0) | (save_after == taken)
-    return (save_after > 0) & (save_after <= taken) & is_border
+def ends_chunk(save_after: Int[Tensor, " B"], num_tokens: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """Whether a prefill of `num_tokens` tokens has a chunk that ends after `save_after` of them."""
+    is_border = (save_after % CHUNK == 0) | (save_after == num_tokens)
+    return (save_after > 0) & (save_after <= num_tokens) & is_border
+
+
+def mix_chunks(
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[Tensor, "B H K V"],
+    window: Float[Tensor, "B 3 C"],
+    row_starts: Int[Tensor, " B1"],
+    request: Int[Tensor, " R"],
+    save_after: Int[Tensor, " B"],
+) -> tuple[
+    Float[Tensor, "R values"],
+    Float[Tensor, "B H K V"],
+    Float[Tensor, "B 3 C"],
+    tuple[Float[Tensor, "B H K V"], Float[Tensor, "B 3 C"]],
+]:
+    """As the specification, and the state after some of the rows too.
+
+    Args:
+      request: The request of each row.
+      save_after: Rows after which the state is asked for; see `gated_delta.chunked`.
+
+    Returns:
+      The heads' outputs side by side, the state after the rows, and that after `save_after`.
+    """
+    channels, z, b, a = split_inputs(inputs, sizes)
+    place = torch.arange(len(request), dtype=torch.int32, device=request.device)
+    windows = chain_windows(window, channels, request, place - row_starts[request])
+    heads = _heads_of(conv(windows, channels, weights.conv), sizes)
+    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    new, out, saved = gated_delta.chunked(recurrent, *heads, *gates, row_starts, save_after)
+    taken = row_starts[1:] - row_starts[:-1]
+    end = chain_end(window, channels, row_starts, taken)
+    saved_taken = torch.minimum(save_after.clamp(min=0), taken)
+    saved_end = chain_end(window, channels, row_starts, saved_taken)
+    return _normed(out, z, weights), new, end, (saved, saved_end)
+
+
+def mix_tree(
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[Tensor, "B H K V"],
+    window: Float[Tensor, "B 3 C"],
+    parents: Int[Tensor, "B N"] | None,
+    row_of: Int[Tensor, "B N"],
+    request: Int[Tensor, " R"],
+    node: Int[Tensor, " R"],
+) -> tuple[Float[Tensor, "R values"], Kept]:
+    """As the specification; None for the parents of chains."""
+    channels, z, b, a = split_inputs(inputs, sizes)
+    before = channels[row_of]  # [B, N, C]
+    windows = tree_windows(window, before, parents)
+    flat = conv(windows.flatten(0, 1), before.flatten(0, 1), weights.conv)
+    q, k, v = (part.unflatten(0, row_of.shape) for part in _heads_of(flat, sizes))
+    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    log_decay, beta = (gate[row_of] for gate in gates)
+    out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, parents)
+    kept = Kept(*(x[None] for x in (k, v, log_decay, beta, before)))
+    return _normed(out[request, node], z, weights), kept
+
+
+def mix_step(
+    inputs: Float[Tensor, "B outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[Tensor, "B H K V"],
+    window: Float[Tensor, "B 3 C"],
+) -> tuple[Float[Tensor, "B values"], Float[Tensor, "B H K V"], Float[Tensor, "B 3 C"]]:
+    channels, z, b, a = split_inputs(inputs, sizes)
+    heads = _heads_of(conv(window, channels, weights.conv), sizes)
+    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    new, out = gated_delta.step(recurrent, *heads, *gates)
+    end = torch.cat([window[:, 1:], channels[:, None]], dim=1)
+    return _normed(out, z, weights), new, end
+
+
+def split_inputs(
+    inputs: Float[Tensor, "R outputs"], sizes: GatedDeltaConfig
+) -> tuple[
+    Float[Tensor, "R C"], Float[Tensor, "R H V"], Float[Tensor, "R H"], Float[Tensor, "R H"]
+]:
+    heads, size = sizes.num_value_heads, sizes.value_size
+    channels, z, b, a = inputs.split([sizes.channels, heads * size, heads, heads], dim=1)
+    return channels, z.unflatten(1, (heads, size)), b, a
+
+
+def _heads_of(
+    channels: Float[Tensor, "R C"], sizes: GatedDeltaConfig
+) -> tuple[Float[Tensor, "R H K"], Float[Tensor, "R H K"], Float[Tensor, "R H V"]]:
+    return gated_delta.split(channels, sizes.num_key_heads, sizes.num_value_heads, sizes.key_size)
+
+
+def _normed(
+    out: Float[Tensor, "R H V"], z: Float[Tensor, "R H V"], weights: DeltaWeights
+) -> Float[Tensor, "R values"]:
+    return gated_delta.gated_norm(out, z, weights.norm, weights.eps).flatten(1)

@@ -6,12 +6,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_impl.ops import any_row
+from shared.spec.sampling import ACCEPT_STREAM, DRAFT_TAU, PARITY, ROTATIONS, TARGET_STREAM
+from torch_impl.ops import any_row, draft_tree
 
-ACCEPT_STREAM, RESIDUAL_STREAM, DRAFT_STREAM = 1, 2, 3
-
-_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
-_PARITY = 0x1BD11BDA
+_PARITY = int(PARITY)  # of a word that an int32 holds
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def threefry2x32(
     x0, x1 = torch.broadcast_tensors(counter[0] + keys[0], counter[1] + keys[1])
     x0, x1 = x0.clone(), x1.clone()
     for group in range(5):
-        for rotation in _ROTATIONS[4 * (group % 2) : 4 * (group % 2) + 4]:
+        for rotation in ROTATIONS[4 * (group % 2) : 4 * (group % 2) + 4]:
             x0 += x1
             # The shift to the right copies the sign: the mask takes it off again.
             low = (x1 >> (32 - rotation)).bitwise_and_((1 << rotation) - 1)
@@ -81,58 +79,58 @@ def noise_of_words(words: Int[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
 def uniforms(
     seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int
 ) -> Float[Tensor, "R levels"]:
-    """As the specification."""
     counter = torch.arange(levels, dtype=torch.int32, device=seeds.device)[None, :]
     key = (seeds[:, None], positions[:, None])
     words, _ = threefry2x32(key, (counter, torch.full_like(counter, ACCEPT_STREAM)))
     return uniform_of_words(words)
 
 
-def draft_noise(
-    seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int, vocab: int
-) -> Float[Tensor, "R levels vocab"]:
-    """As the specification."""
-    level = torch.arange(levels, dtype=torch.int32, device=seeds.device)
-    streams = (level + DRAFT_STREAM).repeat(len(seeds))[:, None]
-    rows = (seeds.repeat_interleave(levels), positions.repeat_interleave(levels))
-    return gumbel(*rows, vocab, streams).view(-1, levels, vocab)
-
-
 def gumbel(
-    seeds: Int[Tensor, " R"],
-    positions: Int[Tensor, " R"],
-    vocab: int,
-    stream: int | Int[Tensor, "R 1"],
+    seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], vocab: int, stream: int
 ) -> Float[Tensor, "R vocab"]:
-    """As the specification, by one stream or by one of each row."""
     counter = torch.arange(-(-vocab // 2), dtype=torch.int32, device=seeds.device)[None, :]
     key = (seeds[:, None], positions[:, None])
-    words = threefry2x32(key, (counter, torch.zeros_like(counter) + stream))
+    words = threefry2x32(key, (counter, torch.full_like(counter, stream)))
     return noise_of_words(torch.stack(words, dim=-1).flatten(1)[:, :vocab].contiguous())
 
 
-def path_seen(
-    seen: Int[Tensor, "B vocab"], tokens: Int[Tensor, "B N"], parents: Int[Tensor, "B N"]
-) -> Int[Tensor, "B N vocab"]:
-    """As the specification."""
-    B, N = tokens.shape
-    rows = torch.arange(B, device=seen.device)
-    after = seen[:, None, :].repeat(1, N, 1)
-    for node in range(1, N):
-        after[:, node] = seen_after(after[rows, parents[:, node].long()], tokens[:, node])
-    return after
+@dataclass(frozen=True)
+class Seen:
+    """What stands in the text before each row's choice; fields as in the specification."""
+
+    counts: Int[Tensor, "slots vocab"]
+    slots: Int[Tensor, " R"]
+    path: Int[Tensor, "R path"]
+    on_path: Bool[Tensor, "R path"]
 
 
-def seen_after(seen: Int[Tensor, "B vocab"], tokens: Int[Tensor, " B"]) -> Int[Tensor, "B vocab"]:
-    """What `seen` is after one more output token in each row."""
-    two = torch.full_like(tokens, 2)[:, None]
-    return seen.scatter_add(1, tokens.long()[:, None], two)
+def seen_alone(counts: Int[Tensor, "slots vocab"], slots: Int[Tensor, " R"]) -> Seen:
+    nothing = slots.new_zeros(len(slots), 0)
+    return Seen(counts, slots, nothing, nothing.bool())
+
+
+def seen_in_trees(
+    counts: Int[Tensor, "slots vocab"],
+    slots: Int[Tensor, " B"],
+    tokens: Int[Tensor, "B N"],
+    parents: Int[Tensor, "B N"],
+    request: Int[Tensor, " R"],
+    node: Int[Tensor, " R"],
+) -> Seen:
+    if tokens.shape[1] == 1:
+        return seen_alone(counts, slots[request])
+    is_before = draft_tree.ancestors(parents)
+    is_before[:, :, 0] = False
+    return Seen(counts, slots[request], tokens[request], is_before[request, node])
+
+
+def seen_rows(seen: Seen) -> Int[Tensor, "R vocab"]:
+    return seen.counts[seen.slots].scatter_add_(1, seen.path.long(), 2 * seen.on_path.int())
 
 
 def penalized(
     logits: Float[Tensor, "R vocab"], seen: Int[Tensor, "R vocab"], sampling: Sampling
 ) -> Float[Tensor, "R vocab"]:
-    """As the specification."""
     repetition = sampling.repetition[:, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(seen > 0, repeated, logits)
@@ -147,7 +145,6 @@ def support(
     top_p: Float[Tensor, " R"],
     min_p: Float[Tensor, " R"],
 ) -> Bool[Tensor, "R vocab"]:
-    """As the specification."""
     vocab = logits.shape[1]
     order = logits.sort(dim=1, descending=True, stable=True).indices
     ranked = log_softmax(logits).exp().gather(1, order)
@@ -162,26 +159,27 @@ def support(
 
 def processed(
     logits: Float[Tensor, "R vocab"],
-    seen: Int[Tensor, "R vocab"] | None,
+    seen: Seen,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
+    request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
 ) -> Float[Tensor, "R vocab"]:
-    """As the specification; `seen` may be None where no row has a penalty."""
-    if seen is not None:
-        logits = penalized(logits, seen, sampling)
+    if any_row(sampling.has_penalty):
+        logits = penalized(logits, seen_rows(seen), sampling.rows(request))
     if any_row(sampling.bias_values != 0):
-        logits = logits.scatter_add(1, sampling.bias_ids.long(), sampling.bias_values)
-    too_short = positions < sampling.min_length
+        ids, values = sampling.bias_ids.long()[request], sampling.bias_values[request]
+        logits = logits.scatter_add(1, ids, values)
+    too_short = positions < sampling.min_length[request]
     if any_row(too_short):
-        logits = _without_stops(logits, sampling.stop_ids, too_short)
+        logits = _without_stops(logits, sampling.stop_ids[request], too_short)
     if allowed is not None:
         logits = logits.masked_fill(~allowed, -torch.inf)
     sampled = sampling.temperature > 0
     if not any_row(sampled):
         return logits
-    scaled = logits / torch.where(sampled, sampling.temperature, 1)[:, None]
-    return _supported(scaled, sampled, sampling)
+    scaled = logits / torch.where(sampled, sampling.temperature, 1)[request, None]
+    return _supported(scaled, sampling, request)
 
 
 def _without_stops(
@@ -193,40 +191,147 @@ def _without_stops(
 
 
 def _supported(
-    scaled: Float[Tensor, "R vocab"], sampled: Bool[Tensor, " R"], sampling: Sampling
+    scaled: Float[Tensor, "R vocab"], sampling: Sampling, request: Int[Tensor, " R"]
 ) -> Float[Tensor, "R vocab"]:
-    filters = (sampling.top_k < scaled.shape[1]) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    filters &= sampled
-    if not any_row(filters):
+    sampled, top_k, top_p = sampling.temperature > 0, sampling.top_k, sampling.top_p
+    filters = (top_k < scaled.shape[1]) | (top_p < 1) | (sampling.min_p > 0)
+    if not any_row(filters & sampled):
         return scaled
-    keep = support(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
-    return scaled.masked_fill(~keep & sampled[:, None], -torch.inf)
+    keep = support(scaled, top_k[request], top_p[request], sampling.min_p[request])
+    return scaled.masked_fill(~keep & sampled[request, None], -torch.inf)
 
 
 def perturbed(
     processed: Float[Tensor, "R vocab"],
-    noise: Float[Tensor, "R vocab"] | None,
-    temperature: Float[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    keys: Int[Tensor, " R"],
+    stream: int,
 ) -> Float[Tensor, "R vocab"]:
-    """As the specification; `noise` may be None where no row has a temperature above 0."""
-    if noise is None:
+    warm = sampling.temperature > 0
+    if not any_row(warm):
         return processed
-    return processed + torch.where((temperature > 0)[:, None], noise, 0)
+    noise = _noise(sampling.seed, request, keys, processed.shape[1], stream)
+    return processed + torch.where(warm[request, None], noise, 0)
+
+
+def _noise(
+    seeds: Int[Tensor, " B"],
+    request: Int[Tensor, " R"],
+    keys: Int[Tensor, " R"],
+    vocab: int,
+    stream: int,
+) -> Float[Tensor, "R vocab"]:
+    """The noise of rows; nodes of one depth share theirs, which a CPU makes only once."""
+    if keys.is_cuda:
+        return gumbel(seeds[request], keys, vocab, stream)
+    (owners, named), row = torch.stack([request.int(), keys]).unique(dim=1, return_inverse=True)
+    return gumbel(seeds[owners], named, vocab, stream)[row]
+
+
+def perturbed_alike(
+    processed: Float[Tensor, "B k vocab"], sampling: Sampling, keys: Int[Tensor, " B"], stream: int
+) -> Float[Tensor, "B k vocab"]:
+    """As `perturbed`, where the k rows of a request share one row of noise."""
+    warm = sampling.temperature > 0
+    if not any_row(warm):
+        return processed
+    noise = gumbel(sampling.seed, keys, processed.shape[2], stream)
+    return processed + torch.where(warm[:, None], noise, 0)[:, None]
 
 
 def choose(
-    processed: Float[Tensor, "R vocab"],
-    noise: Float[Tensor, "R vocab"] | None,
-    temperature: Float[Tensor, " R"],
+    logits: Float[Tensor, "R vocab"],
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
 ) -> Int[Tensor, " R"]:
-    """As the specification; `torch.argmax` gives the first maximum."""
-    return perturbed(processed, noise, temperature).argmax(dim=1).int()
+    scores = processed(logits, seen, positions, sampling, request, allowed)
+    return best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+
+
+def choose_chain(
+    logits: Float[Tensor, "B S vocab"],
+    seen: Seen,
+    positions: Int[Tensor, " B"],
+    sampling: Sampling,
+) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
+    """Chooses the tokens of places that follow one another, each after those before it.
+
+    Args:
+      logits: Of the places.
+      seen: The text before the first of them.
+      positions: The position of the first.
+
+    Returns:
+      The tokens, and the processed logits of their choices.
+    """
+    if any_row(sampling.has_penalty):
+        return _choose_in_turn(logits, seen, positions, sampling)
+    B, S, _ = logits.shape
+    request = torch.arange(B, device=logits.device).repeat_interleave(S)
+    place = torch.arange(S, dtype=torch.int32, device=logits.device)
+    at, alone = (positions[:, None] + place).flatten(), seen_alone(seen.counts, seen.slots[request])
+    scores = processed(logits.flatten(0, 1), alone, at, sampling, request, None)
+    tokens = best(perturbed(scores, sampling, request, at, TARGET_STREAM))
+    return tokens.view(B, S), scores.view_as(logits)
+
+
+def _choose_in_turn(
+    logits: Float[Tensor, "B S vocab"],
+    seen: Seen,
+    positions: Int[Tensor, " B"],
+    sampling: Sampling,
+) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
+    """As `choose_chain`, with penalties for the tokens that it chooses itself."""
+    B, S, _ = logits.shape
+    request, tokens, found = torch.arange(B, device=logits.device), positions[:, None][:, :0], []
+    for i in range(S):
+        before = Seen(seen.counts, seen.slots, tokens, torch.ones_like(tokens, dtype=torch.bool))
+        scores = processed(logits[:, i], before, positions + i, sampling, request, None)
+        noisy = perturbed(scores, sampling, request, positions + i, TARGET_STREAM)
+        tokens = torch.cat([tokens, best(noisy)[:, None]], dim=1)
+        found.append(scores)
+    return tokens, torch.stack(found, dim=1)
+
+
+def best(perturbed: Float[Tensor, "R vocab"]) -> Int[Tensor, " R"]:
+    """The first maximum of each row, which is the one that `torch.argmax` gives."""
+    return perturbed.argmax(dim=1).int()
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Candidates for the children of nodes; fields as in the specification."""
+
+    ids: Int[Tensor, "B k width"]
+    weights: Float[Tensor, "B k width"]
+    processed: Float[Tensor, "R vocab"]
+
+
+def rank(
+    logits: Float[Tensor, "B k vocab"],
+    seen: Seen,
+    positions: Int[Tensor, " B"],
+    sampling: Sampling,
+    keys: Int[Tensor, " B"],
+    stream: int,
+    width: int,
+) -> Ranked:
+    B, k, vocab = logits.shape
+    request = torch.arange(B, device=logits.device).repeat_interleave(k)
+    scores = processed(logits.flatten(0, 1), seen, positions[request], sampling, request, None)
+    noisy = perturbed_alike(scores.view(B, k, vocab), sampling, keys, stream).flatten(0, 1)
+    ids = top_candidates(noisy, width)
+    weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU).gather(1, ids.long())
+    return Ranked(ids.view(B, k, width), weights.view(B, k, width), scores)
 
 
 def draft_weights(
     perturbed: Float[Tensor, "R vocab"], temperature: Float[Tensor, " R"], tau: float
 ) -> Float[Tensor, "R vocab"]:
-    """As the specification."""
     softness = torch.where(temperature > 0, tau, 1.0)
     return log_softmax(perturbed / softness[:, None])
 
@@ -249,24 +354,20 @@ def _ranked(x: Float[Tensor, "R vocab"]) -> Int[Tensor, "R vocab"]:
 
 
 def log_softmax(logits: Float[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
-    """As the specification."""
     return torch.log_softmax(logits, dim=1)
 
 
 def probabilities(processed: Float[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
-    """As the specification."""
     return torch.softmax(processed, dim=1)
 
 
 def logprobs(logits: Float[Tensor, "R vocab"], ids: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
-    """As the specification."""
     return log_softmax(logits).gather(1, ids.long()[:, None])[:, 0]
 
 
 def top_logprobs(
     logits: Float[Tensor, "R vocab"], k: int
 ) -> tuple[Int[Tensor, "R k"], Float[Tensor, "R k"]]:
-    """As the specification."""
     ids = top_candidates(logits, k)
     return ids, log_softmax(logits).gather(1, ids.long())
 

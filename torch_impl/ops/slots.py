@@ -1,0 +1,50 @@
+"""As `shared.spec.slots`, in torch; the arrays of the slots are written in place."""
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+def count(
+    seen: Int[Tensor, "slots vocab"],
+    slots: Int[Tensor, " R"],
+    tokens: Int[Tensor, " R"],
+    is_output: Bool[Tensor, " R"],
+    is_counted: Bool[Tensor, " R"],
+) -> Int[Tensor, "slots vocab"]:
+    vocab, flat = seen.shape[1], seen.view(-1)
+    place = torch.where(is_counted, slots * vocab + tokens, 0)  # 0 is the sink's
+    marked = torch.where(is_output, 0, place)
+    is_mark = (is_counted & ~is_output).int()
+    flat[marked] = flat[marked] | is_mark  # repeated tokens write the same value
+    flat.index_add_(0, place, 2 * (is_output & is_counted).int())
+    return seen
+
+
+def commit(
+    lengths: Int[Tensor, " slots"],
+    newest: Int[Tensor, " slots"],
+    seen: Int[Tensor, "slots vocab"],
+    draft_from: Int[Tensor, " slots"] | None,
+    slots: Int[Tensor, " B"],
+    before: Int[Tensor, " B"],
+    tokens: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+    prompt_length: Int[Tensor, " B"],
+) -> tuple[
+    Int[Tensor, " slots"],
+    Int[Tensor, " slots"],
+    Int[Tensor, "slots vocab"],
+    Int[Tensor, " slots"] | None,
+]:
+    place = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    is_output = before[:, None] + 1 + place >= prompt_length[:, None]
+    is_counted = place < counts[:, None]
+    owners = slots[:, None].expand_as(tokens)
+    count(seen, *(x.flatten() for x in (owners, tokens, is_output, is_counted)))
+    last = tokens.gather(1, (counts - 1).clamp(min=0).long()[:, None])[:, 0]
+    newest[slots] = torch.where(counts > 0, last, newest[slots])
+    lengths[slots] = before + counts
+    if draft_from is not None:
+        draft_from[slots] = before + counts
+    return lengths, newest, seen, draft_from
