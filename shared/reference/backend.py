@@ -28,18 +28,9 @@ from shared.boundary.backend import (
 )
 from shared.boundary.buffers import read_result, result_layout
 from shared.boundary.checks import check_limits, check_plan, to_prepare
-from shared.boundary.workspace import Costs, gathered_attention, step_bytes
-from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
-from shared.reference.drafters import (
-    BlockDrafter,
-    HeadDrafter,
-    ReferenceDrafter,
-    StandaloneDrafter,
-    cut,
-    takes_snapshot,
-)
+from shared.reference.drafters import cut, drafter_of, takes_snapshot
 from shared.reference.rows import (
     Batch,
     Fed,
@@ -53,46 +44,11 @@ from shared.reference.rows import (
     take,
     tree_fields,
 )
-from shared.spec import (
-    acceptance,
-    attention,
-    dflash,
-    draft_tree,
-    eagle,
-    mamba_state,
-    model,
-    sampling,
-)
+from shared.reference.workspace import workspace
+from shared.spec import acceptance, attention, draft_tree, mamba_state, model, sampling
 from shared.spec.draft_tree import TreeShape
 from shared.spec.model import KV, Weights
 from shared.spec.sampling import Sampling
-from shared.spec.standalone import SmallModel
-
-
-def _made(
-    blueprint: Blueprint, weights: Weights, draft_weights: Weights | None
-) -> ReferenceDrafter | None:
-    drafts, limits, config = blueprint.drafts, blueprint.limits, blueprint.config
-    if drafts.model is not None:
-        return StandaloneDrafter(
-            SmallModel(drafts.model, draft_weights or {}, config.vocab), limits
-        )
-    if drafts.head is None:
-        made = eagle.Drafter.nextn(config, weights) if drafts.with_mtp else None
-        return HeadDrafter(made, limits) if made else None
-    head = DraftHead(drafts.head, draft_weights or {})
-    if drafts.block is not None:
-        return BlockDrafter(dflash.Drafter(head, weights), limits)
-    return HeadDrafter(eagle.Drafter.of_head(head, weights), limits)
-
-
-def workspace(program: Program, blueprint: Blueprint) -> int:
-    """Bytes that a step of the program needs beyond weights and pools."""
-    return step_bytes(program, blueprint, COSTS)
-
-
-COSTS = Costs(logit=64, reported=16, attention=gathered_attention)
-"""Numpy computes with 8 bytes here and there."""
 
 
 class ReferenceBackend:
@@ -121,7 +77,7 @@ class ReferenceBackend:
             config=config, drafts=drafts, limits=limits, dtype="float32", on_gpu=False
         )
         self._config, self._weights, self._ready = config, weights, set[Program]()
-        self._drafter = _made(self._blueprint, weights, draft_weights)
+        self._drafter = drafter_of(self._blueprint, weights, draft_weights)
         self._worker = ThreadPoolExecutor(max_workers=1)
         self._allocate(config, limits)
 

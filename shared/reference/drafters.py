@@ -5,13 +5,15 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Blueprint, Limits
+from shared.drafts.config import DraftHead
 from shared.models.config import ModelConfig
 from shared.reference.rows import Batch, Fed, Ranking, Trees, put, take
 from shared.spec import attention, dflash, eagle, model, standalone
 from shared.spec.draft_tree import TreeShape
 from shared.spec.eagle import Rank
 from shared.spec.gated_delta import CHUNK
+from shared.spec.model import Weights
 from shared.spec.standalone import SmallModel
 
 
@@ -307,3 +309,21 @@ def cut(chunk: Int[np.ndarray, " T"], save_after: int) -> list[Int[np.ndarray, "
     """A chunk in one piece, or in two where a snapshot is taken within it."""
     is_within = takes_snapshot(save_after, len(chunk)) and save_after < len(chunk)
     return np.split(chunk, [save_after]) if is_within else [chunk]
+
+
+def drafter_of(
+    blueprint: Blueprint, weights: Weights, draft_weights: Weights | None
+) -> ReferenceDrafter | None:
+    """What drafts, bound to its weights and the target's; None where nothing does."""
+    drafts, limits, config = blueprint.drafts, blueprint.limits, blueprint.config
+    if drafts.model is not None:
+        return StandaloneDrafter(
+            SmallModel(drafts.model, draft_weights or {}, config.vocab), limits
+        )
+    if drafts.head is None:
+        made = eagle.Drafter.nextn(config, weights) if drafts.with_mtp else None
+        return HeadDrafter(made, limits) if made else None
+    head = DraftHead(drafts.head, draft_weights or {})
+    if drafts.block is not None:
+        return BlockDrafter(dflash.Drafter(head, weights), limits)
+    return HeadDrafter(eagle.Drafter.of_head(head, weights), limits)
