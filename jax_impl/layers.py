@@ -98,12 +98,18 @@ def _project(
 def _write(
     kv: KV, layer: int, rows: Rows, k: Float[jax.Array, "R Hk D"], v: Float[jax.Array, "R Hk D"]
 ) -> KV:
-    """Writes into the stack as one long pool, so that no layer's pool is copied out and back."""
-    num_pages = kv.shape[2]
+    """Writes into the stack as one long pool, so that no layer's pool is copied out and back.
+
+    Keys and values are written at once: between two writes a read of the first would keep a copy
+    of the whole pool alive.
+    """
+    num_pages, requests = kv.shape[2], len(rows.page_table)
     pool = kv.reshape(-1, *kv.shape[3:])
-    for i, new in enumerate((k, v)):
-        table = rows.page_table + (2 * layer + i) * num_pages
-        pool = attention.write(pool, table, rows.request, rows.places, rows.is_real, new)
+    first = 2 * layer * num_pages
+    tables = jnp.concatenate([rows.page_table + first, rows.page_table + first + num_pages])
+    request = jnp.concatenate([rows.request, rows.request + requests])
+    places, is_real = jnp.tile(rows.places, 2), jnp.tile(rows.is_real, 2)
+    pool = attention.write(pool, tables, request, places, is_real, jnp.concatenate([k, v]))
     return pool.reshape(kv.shape)
 
 

@@ -36,11 +36,9 @@ class Sampling(NamedTuple):
     prompt_length: Int[jax.Array, " B"]
     min_length: Int[jax.Array, " B"]
     max_drafts: Int[jax.Array, " B"]
-    num_logprobs: Int[jax.Array, " B"]
     stop_ids: Int[jax.Array, "B M"]
     bias_ids: Int[jax.Array, "B K"]
     bias_values: Float[jax.Array, "B K"]
-    calibration: Float[jax.Array, "B S_max"]
 
     def rows(self, index: Int[jax.Array, " R"]) -> "Sampling":
         """The parameters of the rows that `index` names, which may repeat."""

@@ -69,7 +69,7 @@ def _lay_out(arrays: list[tuple[str, tuple[int, ...], type]]) -> Layout:
     return Layout(fields, offset)
 
 
-_INTS = ("top_k", "prompt_length", "min_length", "max_drafts", "num_logprobs")
+_INTS = ("top_k", "prompt_length", "min_length", "max_drafts")
 _SAMPLING_DTYPES: dict[str, type] = {f.name: np.float32 for f in fields(Sampling)}
 _SAMPLING_DTYPES |= {"seed": np.uint32} | dict.fromkeys((*_INTS, "stop_ids", "bias_ids"), np.int32)
 
@@ -106,7 +106,6 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
         "stop_ids": (limits.max_stop_ids,),
         "bias_ids": (limits.max_bias,),
         "bias_values": (limits.max_bias,),
-        "calibration": (max(1, limits.max_depth),),
     }
     sampling = [
         (name, (B, *widths.get(name, ())), dtype) for name, dtype in _SAMPLING_DTYPES.items()
@@ -136,7 +135,7 @@ def empty_plan(program: Program, limits: Limits, mask: Mask | None) -> StepPlan:
     layout = plan_layout(program, limits)
     buffer = np.zeros(layout.size, np.int32)
     at = layout.views(buffer)
-    at["top_p"][:] = at["repetition"][:] = at["calibration"][:] = 1.0
+    at["top_p"][:] = at["repetition"][:] = 1.0
     at["top_k"][:] = limits.vocab
     sampling = Sampling(**{f.name: at[f.name] for f in fields(Sampling)})
     snapshots = Snapshots(at["restore"], at["save"], at["save_at"])

@@ -39,7 +39,6 @@ class Planner:
         at.repetition[slot] = sampling.repetition_penalty
         at.prompt_length[slot] = len(request.prompt)
         at.max_drafts[slot] = _max_drafts(request, self._limits)
-        at.num_logprobs[slot] = sampling.logprobs or 0
         self._bind_ids(request)
 
     def _bind_ids(self, request: Request) -> None:
@@ -126,11 +125,9 @@ def _neutral_sampling(limits: Limits) -> Sampling:
         prompt_length=ints(),
         min_length=ints(),
         max_drafts=ints(),
-        num_logprobs=ints(),
         stop_ids=ints(limits.max_stop_ids),
         bias_ids=ints(limits.max_bias),
         bias_values=floats(limits.max_bias),
-        calibration=floats(max(1, limits.max_depth), fill=1.0),
     )
 
 

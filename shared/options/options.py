@@ -72,6 +72,12 @@ class ServerOptions:
     served_model_name: str | None = flag(
         None, "name in requests and answers (default: the folder's name)"
     )
+    sampling_defaults: str = flag(
+        "model",
+        "temperature and filters of requests that name none: the model's generation_config.json, "
+        "or openai's",
+        choices=("model", "openai"),
+    )
     max_queued_requests: int | None = flag(
         None,
         "requests that may wait for others to end; one more is answered 503 (default: any number)",

@@ -21,6 +21,7 @@ import msgpack
 
 from shared.engine.checks import RequestLimits
 from shared.engine.request import Event, FinishReason, SamplingParams
+from shared.models.sampling import SamplingDefaults
 
 _LENGTH = struct.Struct("<I")
 
@@ -35,6 +36,7 @@ class ModelFacts:
       limits: Bounds of a request.
       eos_ids: Tokens that end a text unless the request ignores them, as the model's settings name
         them; the tokenizer may name one more.
+      sampling_defaults: Of requests that leave fields open.
       max_open_requests: Most requests that run or wait at a time; None bounds none.
       max_draft_depth: S, the most drafts that a step can accept; 0 without speculation.
       admin_api_key: Opens the routes that change the server; None keeps them closed.
@@ -45,6 +47,7 @@ class ModelFacts:
     model_folder: str
     limits: RequestLimits
     eos_ids: tuple[int, ...]
+    sampling_defaults: SamplingDefaults
     max_open_requests: int | None
     max_draft_depth: int
     admin_api_key: str | None = None
@@ -58,7 +61,10 @@ class ModelFacts:
     def from_fields(cls, fields: dict[str, Any]) -> ModelFacts:
         """The inverse of `to_message`, from the fields that it carries."""
         limits = RequestLimits(**fields["limits"])
-        return cls(**{**fields, "limits": limits, "eos_ids": tuple(fields["eos_ids"])})
+        defaults = SamplingDefaults(**fields["sampling_defaults"])
+        eos_ids = tuple(fields["eos_ids"])
+        parts = {"limits": limits, "sampling_defaults": defaults, "eos_ids": eos_ids}
+        return cls(**{**fields, **parts})
 
 
 def pack(message: list[Any]) -> bytes:

@@ -28,6 +28,7 @@ from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.models.checkpoint import Checkpoint, Parameter, parameters
 from shared.models.config import ModelConfig, read_json
+from shared.models.sampling import SamplingDefaults
 from shared.options.capabilities import refusals
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
 from shared.options.setup import Setup
@@ -86,11 +87,13 @@ class Start:
       checkpoint: The target's files, opened and checked.
       draft_files: What drafts, and its files.
       memory: The memory plan, whose options have no open values.
+      defaults: How tokens are chosen where a request leaves it open.
     """
 
     checkpoint: Weights
     draft_files: DraftFiles
     memory: MemoryPlan
+    defaults: SamplingDefaults
 
     @property
     def num_bytes(self) -> int:
@@ -120,6 +123,8 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         listener = loop.bind(options.server.host, options.server.port)
         start = prepare(options, platform)
         _print_plan(console, start.memory)
+        if named := str(start.defaults):
+            console.print(f"{named} where a request names none, as generation_config.json says")
         with _ended_by_signals():
             backend = _ready(start, platform, console)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
@@ -129,7 +134,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     engine = make_engine(NamedSteps(backend, watchdog), start.memory.options)
     controller = engine.controller
     index = controller.index if isinstance(controller, NgramController) else None
-    return loop.run(engine, _facts(start.memory), listener, index, watchdog)
+    return loop.run(engine, _facts(start), listener, index, watchdog)
 
 
 def _ready(start: Start, platform: Platform, console: Console) -> Backend:
@@ -181,9 +186,11 @@ def prepare(options: Options, platform: Platform) -> Start:
     if corpus and not os.path.isfile(corpus):
         raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
     checkpoint.check(model, draft.with_mtp)
+    theirs = options.server.sampling_defaults == "openai"
+    defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
     memory = plan(options, model, draft_files.drafts, platform.find_device(), platform.costs)
-    return Start(checkpoint, draft_files, memory)
+    return Start(checkpoint, draft_files, memory, defaults)
 
 
 def _drafts(options: Options, model: ModelConfig, stored: Checkpoint | None) -> Drafts:
@@ -255,7 +262,8 @@ def make_controller(limits: Limits, options: Options) -> Controller:
     return NgramController(limits, index)
 
 
-def _facts(memory: MemoryPlan) -> ModelFacts:
+def _facts(start: Start) -> ModelFacts:
+    memory = start.memory
     options, limits, model = memory.options, memory.limits, memory.blueprint.config
     folder = Path(options.model.model_path).resolve()
     queued = options.server.max_queued_requests
@@ -264,6 +272,7 @@ def _facts(memory: MemoryPlan) -> ModelFacts:
         model_folder=str(folder),
         limits=RequestLimits.of(limits, memory.max_request_tokens),
         eos_ids=model.eos_ids,
+        sampling_defaults=start.defaults,
         max_open_requests=None if queued is None else limits.num_slots - 1 + queued,
         max_draft_depth=limits.max_depth,
         admin_api_key=options.server.admin_api_key,

@@ -28,10 +28,9 @@ from shared.boundary.backend import (
 )
 from shared.boundary.buffers import read_result, result_layout
 from shared.boundary.checks import check_limits, check_plan, to_prepare
-from shared.boundary.workspace import Costs, gathered_attention, step_bytes
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
-from shared.reference.drafters import cut, make_drafter, takes_snapshot
+from shared.reference.drafters import cut, drafter_of, takes_snapshot
 from shared.reference.rows import (
     Batch,
     Fed,
@@ -44,26 +43,10 @@ from shared.reference.rows import (
     take,
     tree_fields,
 )
-from shared.spec import (
-    acceptance,
-    attention,
-    draft_tree,
-    mamba_state,
-    model,
-    sampling,
-    slots,
-)
+from shared.reference.workspace import workspace
+from shared.spec import acceptance, attention, draft_tree, mamba_state, model, sampling, slots
 from shared.spec.draft_tree import TreeShape
 from shared.spec.model import KV, Weights
-
-
-def workspace(program: Program, blueprint: Blueprint) -> int:
-    """Bytes that a step of the program needs beyond weights and pools."""
-    return step_bytes(program, blueprint, COSTS)
-
-
-COSTS = Costs(logit=64, reported=16, attention=gathered_attention)
-"""Numpy computes with 8 bytes here and there."""
 
 
 class ReferenceBackend:
@@ -92,7 +75,7 @@ class ReferenceBackend:
             config=config, drafts=drafts, limits=limits, dtype="float32", on_gpu=False
         )
         self._config, self._weights, self._ready = config, weights, set[Program]()
-        self._drafter = make_drafter(self._blueprint, weights, draft_weights)
+        self._drafter = drafter_of(self._blueprint, weights, draft_weights)
         self._worker = ThreadPoolExecutor(max_workers=1)
         self._allocate(config, limits)
 

@@ -311,10 +311,10 @@ def cut(chunk: Int[np.ndarray, " T"], save_after: int) -> list[Int[np.ndarray, "
     return np.split(chunk, [save_after]) if is_within else [chunk]
 
 
-def make_drafter(
+def drafter_of(
     blueprint: Blueprint, weights: Weights, draft_weights: Weights | None
 ) -> ReferenceDrafter | None:
-    """The drafter that a blueprint names; None where the host drafts, or nobody."""
+    """What drafts, bound to its weights and the target's; None where nothing does."""
     drafts, limits, config = blueprint.drafts, blueprint.limits, blueprint.config
     if drafts.model is not None:
         return StandaloneDrafter(

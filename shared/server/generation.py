@@ -173,7 +173,7 @@ class Generator:
         self, request: CompletionRequest | ChatRequest, prompt: list[int]
     ) -> SamplingParams:
         limits = self._facts.limits
-        sampling = make_sampling(request, len(prompt), limits, self._facts.eos_ids)
+        sampling = make_sampling(request, len(prompt), self._facts)
         try:
             check(prompt, sampling, limits, request.names)
         except Refusal as refusal:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shared.engine.checks import RequestLimits
 from shared.engine.request import SamplingParams
+from shared.process.frames import ModelFacts
 from shared.server.openai_types import GenerationRequest
 
 # Below it a temperature is greedy: logits over it would leave float32's range.
@@ -13,7 +13,7 @@ MIN_TOP_P = 1e-6
 
 
 def make_sampling(
-    request: GenerationRequest, prompt_tokens: int, limits: RequestLimits, ends: tuple[int, ...]
+    request: GenerationRequest, prompt_tokens: int, facts: ModelFacts
 ) -> SamplingParams:
     """Sampling parameters, but for the seeds, which each choice has of its own.
 
@@ -22,22 +22,20 @@ def make_sampling(
     Args:
       request: What was asked.
       prompt_tokens: Tokens of the prompt; an output without a bound takes the room behind them.
-      limits: Bounds of the model and the engine.
-      ends: Tokens that end a text unless the request ignores them.
+      facts: Bounds, ends of a text, and what holds where the request leaves a field open.
     """
-    temperature = 1.0 if request.temperature is None else request.temperature
-    top_p = 1.0 if request.top_p is None else request.top_p
-    repetition = request.repetition_penalty
-    top_k = request.top_k or 0
-    own = () if request.ignore_eos else ends
+    limits, default = facts.limits, facts.sampling_defaults
+    temperature = _value(request.temperature, default.temperature)
+    top_k = _value(request.top_k, default.top_k)
+    own = () if request.ignore_eos else facts.eos_ids
     return SamplingParams(
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
-        top_p=max(top_p, MIN_TOP_P),
-        top_k=top_k if 0 < top_k < limits.vocab else None,
-        min_p=request.min_p or 0.0,
+        top_p=max(_value(request.top_p, default.top_p), MIN_TOP_P),
+        top_k=int(top_k) if 0 < top_k < limits.vocab else None,
+        min_p=_value(request.min_p, default.min_p),
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if repetition is None else repetition,
+        repetition_penalty=_value(request.repetition_penalty, default.repetition_penalty),
         max_tokens=_max_tokens(request, limits.max_request_tokens - prompt_tokens),
         min_tokens=request.min_tokens or 0,
         stop_token_ids=tuple(dict.fromkeys((*own, *(request.stop_token_ids or [])))),
@@ -45,6 +43,10 @@ def make_sampling(
         logprobs=request.asked_logprobs[1],
         max_draft_tokens=request.most_drafts,
     )
+
+
+def _value(asked: float | None, default: float) -> float:
+    return default if asked is None else asked
 
 
 def _max_tokens(request: GenerationRequest, room: int) -> int:

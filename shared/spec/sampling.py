@@ -48,10 +48,8 @@ class Sampling:
       prompt_length: Position of the first output token.
       min_length: Position before which `stop_ids` are not chosen.
       max_drafts: Most nodes of the row's tree beside the root.
-      num_logprobs: Top logprobs to report.
       stop_ids: Padded with the row's first id; without ids `min_length` is 0.
       bias_ids, bias_values: Added to the logits; padded with (0, 0.0).
-      calibration: By draft position, at most 1; 1 leaves the drafts' weights as they are.
     """
 
     temperature: F32[np.ndarray, " B"]
@@ -65,11 +63,9 @@ class Sampling:
     prompt_length: I32[np.ndarray, " B"]
     min_length: I32[np.ndarray, " B"]
     max_drafts: I32[np.ndarray, " B"]
-    num_logprobs: I32[np.ndarray, " B"]
     stop_ids: I32[np.ndarray, "B M"]
     bias_ids: I32[np.ndarray, "B K"]
     bias_values: F32[np.ndarray, "B K"]
-    calibration: F32[np.ndarray, "B S_max"]
 
     def rows(self, index: Int[np.ndarray, " R"]) -> "Sampling":
         """The parameters of the rows that `index` names, which may repeat."""

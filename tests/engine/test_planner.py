@@ -81,11 +81,9 @@ def test_a_decode_plan_says_everything_about_its_rows(house):
     assert sampling.prompt_length.tolist() == [5, 3, 0, 0]
     assert sampling.min_length.tolist() == [9, 0, 0, 0]
     assert sampling.max_drafts.tolist() == [1, 3, 0, 0]
-    assert sampling.num_logprobs.tolist() == [2, 0, 0, 0]
     assert sampling.stop_ids.tolist() == [[11, 11], [0, 0], [0, 0], [0, 0]]
     assert sampling.bias_ids.tolist() == [[3], [0], [0], [0]]
     assert sampling.bias_values.tolist() == [[-100.0], [0], [0], [0]]
-    assert (sampling.calibration == 1).all()
     for field in (plan.snapshots.restore, plan.snapshots.save, plan.draft_from):
         assert not field.any()
 

@@ -162,6 +162,8 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "served_model_name": "it",
         "admin_api_key": "secret",
         "max_queued_requests": 0,
+        "watchdog_timeout": 9,
+        "sampling_defaults": "openai",
         "page_size": 32,
         "max_total_tokens": 512,
         "max_running_requests": 3,

@@ -281,6 +281,21 @@ def test_a_wrong_flag_ends_the_process_with_code_2_and_no_traceback(backend):
     assert ended.stderr.splitlines()[-1].startswith("--tp-size is not supported")
 
 
+def test_the_start_says_how_the_model_would_have_its_tokens_chosen(folder, capfd):
+    def give_up(*_):
+        raise ValueError("far enough")
+
+    stated = json.dumps({"temperature": 0.6, "top_k": 20})
+    (folder / "generation_config.json").write_text(stated)
+    for flags, is_said in (([], True), (["--sampling-defaults", "openai"], False)):
+        assert start(["--model-path", str(folder), *flags], give_up) == 2
+        said = "temperature 0.6, top_k 20 where a request names none" in capfd.readouterr().err
+        assert said == is_said
+    (folder / "generation_config.json").write_text('{"top_p": "all"}')
+    assert start(["--model-path", str(folder)]) == 2
+    assert "top_p in" in capfd.readouterr().err
+
+
 def test_the_random_model_is_what_its_script_writes(tmp_path):
     make_random.write(tmp_path)
     stored = {path.name: path.read_bytes() for path in RANDOM_MODEL.iterdir()}

@@ -331,3 +331,13 @@ def test_a_slow_reader_does_not_hold_up_the_others(server):
         started = time.monotonic()
         server.complete("a", max_tokens=2)
         assert time.monotonic() - started < 10
+
+
+def test_a_model_says_how_its_tokens_are_chosen_where_a_request_does_not(tmp_path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.0}')
+    with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as own:
+        fields = {"n": 16, "max_tokens": 1, "return_token_ids": True}
+        greedy = own.complete([SLOW, 97], **fields)["choices"]
+        assert [choice["token_ids"] for choice in greedy] == [[SLOW]] * 16
+        sampled = own.complete([SLOW, 97], **fields, temperature=1)["choices"]
+        assert len({tuple(choice["token_ids"]) for choice in sampled}) > 1

@@ -30,11 +30,9 @@ def neutral(B: int, vocab: int, **changes: np.ndarray) -> Sampling:
         prompt_length=counts,
         min_length=counts,
         max_drafts=counts,
-        num_logprobs=counts,
         stop_ids=ids,
         bias_ids=ids,
         bias_values=np.zeros((B, 1), np.float32),
-        calibration=np.ones((B, 1), np.float32),
     )
     return replace(sampling, **changes)
 

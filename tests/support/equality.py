@@ -59,14 +59,12 @@ def spec_sampling(params: SamplingParams, prompt_length: int, vocab: int, rows: 
         # Without stop tokens the field's ids mean nothing.
         "min_length": prompt_length + params.min_tokens if params.stop_token_ids else 0,
         "max_drafts": 0,
-        "num_logprobs": 0,
         "stop_ids": stop_ids,
         "bias_ids": tuple(bias),
         "bias_values": tuple(bias.values()),
-        "calibration": (1.0,),
     }
     floats = {"temperature", "top_p", "min_p", "presence", "frequency", "repetition"}
-    floats |= {"bias_values", "calibration"}
+    floats.add("bias_values")
     arrays = {}
     for field in fields(Sampling):
         kind = np.float32 if field.name in floats else np.int32

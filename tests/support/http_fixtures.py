@@ -27,6 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from shared.engine.checks import RequestLimits
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Event, FinishReason, Refusal, Request
+from shared.models.sampling import SamplingDefaults
 from shared.options.ngram import NgramConfig
 from shared.process import loop
 from shared.process.frames import ModelFacts
@@ -341,6 +342,7 @@ def main() -> int:
         model_folder=str(Path(sys.argv[1]).resolve()),
         limits=limits,
         eos_ids=(CONFIG_END,),
+        sampling_defaults=SamplingDefaults.from_folder(sys.argv[1]),
         max_open_requests=MAX_OPEN,
         max_draft_depth=TOKENS_PER_STEP - 1,
         admin_api_key=ADMIN_KEY,

@@ -14,7 +14,8 @@ from shared.models.config import ModelConfig
 from shared.process.device import Device
 from shared.process.launch import Platform, launch
 from shared.process.programs import ProgramCosts
-from shared.reference.backend import ReferenceBackend, workspace
+from shared.reference.backend import ReferenceBackend
+from shared.reference.workspace import workspace
 
 
 def load(

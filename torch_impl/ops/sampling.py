@@ -30,11 +30,9 @@ class Sampling:
     prompt_length: Int[Tensor, " B"]
     min_length: Int[Tensor, " B"]
     max_drafts: Int[Tensor, " B"]
-    num_logprobs: Int[Tensor, " B"]
     stop_ids: Int[Tensor, "B M"]
     bias_ids: Int[Tensor, "B K"]
     bias_values: Float[Tensor, "B K"]
-    calibration: Float[Tensor, "B S_max"]
 
     def rows(self, index: Int[Tensor, " R"]) -> "Sampling":
         """The parameters of the rows that `index` names, which may repeat."""

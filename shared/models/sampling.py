@@ -1,0 +1,54 @@
+"""How a model's makers would have its tokens chosen, as generation_config.json says."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from shared.models.config import Json, read_json
+
+_BOUNDS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 2.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingDefaults:
+    """The value of each field that a request leaves open; without a file, OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "SamplingDefaults":
+        """Those of a checkpoint.
+
+        Raises:
+          ValueError: A value cannot be meant; one sentence that names it.
+        """
+        path = Path(folder) / "generation_config.json"
+        stated = read_json(path) if path.is_file() else {}
+        named = [field.name for field in fields(cls) if stated.get(field.name) is not None]
+        return cls(**{name: _checked(stated, name, path) for name in named})
+
+    def __str__(self) -> str:
+        """The fields that differ from OpenAI's, with their values."""
+        ours, theirs = vars(self), vars(SamplingDefaults())
+        return ", ".join(f"{name} {ours[name]}" for name in ours if ours[name] != theirs[name])
+
+
+def _checked(stated: Json, name: str, path: Path) -> Any:
+    value, (low, high) = stated[name], _BOUNDS[name]
+    kinds = (int,) if name == "top_k" else (int, float)
+    if type(value) not in kinds or not low <= value <= high:
+        raise ValueError(
+            f"{name} in {path} must be a number from {low} to {high}, got {value!r:.60}; "
+            "mend it or start with --sampling-defaults openai"
+        )
+    return value
