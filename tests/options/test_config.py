@@ -160,6 +160,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "host": "::1",
         "port": 0,
         "served_model_name": "it",
+        "watchdog_timeout": 30,
         "admin_api_key": "secret",
         "max_queued_requests": 0,
         "watchdog_timeout": 9,
