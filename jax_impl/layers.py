@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.ops import attention, gated_delta, layers, mamba_state
-from jax_impl.ops.attention import Rows
+from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.linear import linear
 from jax_impl.ops.mamba_state import DeltaState, Kept
 from jax_impl.weights import Attention, GatedDelta, Layers
@@ -16,10 +16,9 @@ from shared.spec.layers import rotary_frequencies
 
 Hidden = Float[jax.Array, "R hidden"]
 Angles = tuple[Float[jax.Array, "R half"], Float[jax.Array, "R half"]]
-KV = Float[jax.Array, "L 2 P page Hk D"]
-DeltaMixer = Callable[[int, Hidden], Float[jax.Array, "R H V"]]
-"""How a pass runs its gated-delta layers: from a layer's number among its kind and its normed input
-to the outputs before the norm."""
+DeltaMixer = Callable[[int, GatedDelta, Hidden], Float[jax.Array, "R H V"]]
+"""How a pass runs a gated-delta layer: its place among its kind, the stack's weights and the normed
+input; gives the outputs before the norm."""
 
 
 def angles(config: ModelConfig, positions: Int[jax.Array, " R"]) -> Angles:
@@ -112,24 +111,20 @@ def _attend(
 ) -> Float[jax.Array, "R Hq D"]:
     """Reads the stack as one long pool, so that no layer's pool is copied for a kernel."""
     pool, num_pages = kv.reshape(-1, *kv.shape[3:]), kv.shape[2]
-    sees = (rows.page_table, rows.request, rows.row_starts, rows.first, rows.until, rows.window)
-    offsets = (2 * layer * num_pages, (2 * layer + 1) * num_pages)
-    return attention.attend(q, pool, pool, *sees, rows.most_rows, *offsets)
-
-
-def commit_window(
-    kv: KV,
-    page_table: Int[jax.Array, "B table"],
-    lengths: Int[jax.Array, " B"],
-    path: Int[jax.Array, "B W"],
-    counts: Int[jax.Array, " B"],
-) -> KV:
-    """Moves an accepted path to the front of the window in every pool of a stack."""
-    pool = kv.reshape(-1, *kv.shape[3:])
-    for i in range(kv.shape[0] * 2):
-        table = page_table + i * kv.shape[2]
-        pool = attention.commit_window(pool, table, lengths, path, counts)
-    return pool.reshape(kv.shape)
+    return attention.attend(
+        q=q,
+        k_pages=pool,
+        v_pages=pool,
+        page_table=rows.page_table,
+        request=rows.request,
+        row_starts=rows.row_starts,
+        first=rows.first,
+        until=rows.until,
+        window=rows.window,
+        most_rows=rows.most_rows,
+        k_offset=2 * layer * num_pages,
+        v_offset=(2 * layer + 1) * num_pages,
+    )
 
 
 def mlp(weights: Layers, layer: int, x: Hidden) -> Hidden:
@@ -138,80 +133,81 @@ def mlp(weights: Layers, layer: int, x: Hidden) -> Hidden:
 
 
 def gated_delta_layer(
-    config: ModelConfig, weights: GatedDelta, layer: int, x: Hidden, mixer: DeltaMixer
+    config: ModelConfig, weights: GatedDelta, place: int, x: Hidden, mixer: DeltaMixer
 ) -> Hidden:
     """One gated-delta layer, from the normed input to the output projection."""
-    out = mixer(layer, x)
-    z = linear(x, weights.z[layer]).reshape(out.shape)
-    gated = gated_delta.gated_norm(out, z, weights.norm[layer], config.rms_eps)
-    return linear(gated.reshape(len(x), -1), weights.out[layer])
+    out = mixer(place, weights, x)
+    z = linear(x, weights.z[place]).reshape(out.shape)
+    gated = gated_delta.gated_norm(out, z, weights.norm[place], config.rms_eps)
+    return linear(gated.reshape(len(x), -1), weights.out[place])
 
 
-class _DeltaInputs:
-    """What every way of running gated-delta layers computes of the rows."""
+def _gates(
+    weights: GatedDelta, place: int, x: Hidden
+) -> tuple[Float[jax.Array, "R H"], Float[jax.Array, "R H"]]:
+    b, a = jnp.split(linear(x, weights.ba[place]), 2, axis=1)
+    return gated_delta.gates(b, a, weights.a_log[place], weights.dt_bias[place])
 
-    def __init__(self, config: ModelConfig, weights: GatedDelta) -> None:
-        self._sizes, self._weights = config.gated_delta, weights
 
-    def conv_inputs(self, layer: int, x: Hidden) -> Float[jax.Array, "R C"]:
-        return linear(x, self._weights.qkv[layer])
-
-    def gates(
-        self, layer: int, x: Hidden
-    ) -> tuple[Float[jax.Array, "R H"], Float[jax.Array, "R H"]]:
-        b, a = jnp.split(linear(x, self._weights.ba[layer]), 2, axis=1)
-        return gated_delta.gates(b, a, self._weights.a_log[layer], self._weights.dt_bias[layer])
-
-    def qkv(
-        self, layer: int, windows: Float[jax.Array, "R 3 C"], inputs: Float[jax.Array, "R C"]
-    ) -> tuple[Float[jax.Array, "R H K"], Float[jax.Array, "R H K"], Float[jax.Array, "R H V"]]:
-        sizes = self._sizes
-        channels = mamba_state.conv(windows, inputs, self._weights.conv[layer])
-        heads = (sizes.num_key_heads, sizes.num_value_heads)
-        return gated_delta.split(channels, *heads, sizes.key_size)
+def _qkv(
+    config: ModelConfig,
+    weights: GatedDelta,
+    place: int,
+    windows: Float[jax.Array, "R 3 C"],
+    inputs: Float[jax.Array, "R C"],
+) -> tuple[Float[jax.Array, "R H K"], Float[jax.Array, "R H K"], Float[jax.Array, "R H V"]]:
+    sizes = config.gated_delta
+    assert sizes is not None  # the config has such layers
+    channels = mamba_state.conv(windows, inputs, weights.conv[place])
+    return gated_delta.split(channels, sizes.num_key_heads, sizes.num_value_heads, sizes.key_size)
 
 
 class Chunks:
-    """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on."""
+    """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on.
+
+    Attributes:
+      new, saved: The states after the rows, and after `save_after` of them where that is the end of
+        a chunk; of all layers.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: GatedDelta,
         state: DeltaState,
-        request: Int[jax.Array, " T"],
         row_starts: Int[jax.Array, " B1"],
+        rows: Rows,
         save_after: Int[jax.Array, " B"],
     ) -> None:
-        self._inputs, self._state = _DeltaInputs(config, weights), state
-        self._request, self._row_starts, self._save_after = request, row_starts, save_after
-        self._places = jnp.arange(len(request), dtype=jnp.int32) - row_starts[request]
-        self._after: list[DeltaState] = []
+        self._config, self._state, self._request = config, state, rows.request
+        self._row_starts, self._save_after = row_starts, save_after
+        row = jnp.arange(len(rows.request), dtype=jnp.int32)
+        self._places = row - row_starts[rows.request]
+        self._new: list[DeltaState] = []
         self._saved: list[DeltaState] = []
 
-    def __call__(self, layer: int, x: Hidden) -> Float[jax.Array, "R H V"]:
+    def __call__(self, place: int, weights: GatedDelta, x: Hidden) -> Float[jax.Array, "R H V"]:
         """As a `DeltaMixer`."""
-        inputs = self._inputs.conv_inputs(layer, x)
-        window, row_starts = self._state.window[layer], self._row_starts
+        inputs = linear(x, weights.qkv[place])
+        window, row_starts = self._state.window[place], self._row_starts
         windows = mamba_state.chain_windows(window, inputs, self._request, self._places)
-        qkv = self._inputs.qkv(layer, windows, inputs)
-        gates, state = self._inputs.gates(layer, x), self._state.recurrent[layer]
+        qkv = _qkv(self._config, weights, place, windows, inputs)
+        gates, state = _gates(weights, place, x), self._state.recurrent[place]
         after, out, saved = gated_delta.chunked(state, *qkv, *gates, row_starts, self._save_after)
         lengths = row_starts[1:] - row_starts[:-1]
         ends = (
             mamba_state.chain_end(window, inputs, row_starts, taken)
             for taken in (lengths, jnp.clip(self._save_after, 0, lengths))
         )
-        self._after.append(DeltaState(after, next(ends)))
+        self._new.append(DeltaState(after, next(ends)))
         self._saved.append(DeltaState(saved, next(ends)))
         return out
 
-    def after(self) -> DeltaState:
-        """The states after the rows, of all layers."""
-        return _stacked(self._after)
+    @property
+    def new(self) -> DeltaState:
+        return _stacked(self._new)
 
+    @property
     def saved(self) -> DeltaState:
-        """The states after `save_after` rows, where that is the end of a chunk."""
         return _stacked(self._saved)
 
 
@@ -221,28 +217,29 @@ class Tree:
     def __init__(
         self,
         config: ModelConfig,
-        weights: GatedDelta,
         state: DeltaState,
         parents: Int[jax.Array, "B N"] | None,
         row_of: Int[jax.Array, "B N"],
         request: Int[jax.Array, " R"],
         node: Int[jax.Array, " R"],
     ) -> None:
-        self._inputs, self._state = _DeltaInputs(config, weights), state
+        self._config, self._state = config, state
         self._parents, self._row_of = parents, row_of
         self._request, self._node = request, node
         self._kept: list[Kept] = []
 
-    def __call__(self, layer: int, x: Hidden) -> Float[jax.Array, "R H V"]:
+    def __call__(self, place: int, weights: GatedDelta, x: Hidden) -> Float[jax.Array, "R H V"]:
         """As a `DeltaMixer`."""
-        inputs = self._inputs.conv_inputs(layer, x)[self._row_of]  # [B, N, C]
-        windows = mamba_state.tree_windows(self._state.window[layer], inputs, self._parents)
+        inputs = linear(x, weights.qkv[place])[self._row_of]  # [B, N, C]
+        windows = mamba_state.tree_windows(self._state.window[place], inputs, self._parents)
         B, N, C = inputs.shape
-        flat = self._inputs.qkv(layer, windows.reshape(B * N, -1, C), inputs.reshape(B * N, C))
+        flat = _qkv(
+            self._config, weights, place, windows.reshape(B * N, -1, C), inputs.reshape(B * N, C)
+        )
         q, k, v = (part.reshape(B, N, *part.shape[1:]) for part in flat)
-        log_decay, beta = (gate[self._row_of] for gate in self._inputs.gates(layer, x))
+        log_decay, beta = (gate[self._row_of] for gate in _gates(weights, place, x))
         self._kept.append(Kept(k, v, log_decay, beta, inputs))
-        recurrent = self._state.recurrent[layer]
+        recurrent = self._state.recurrent[place]
         out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, self._parents)
         return out[self._request, self._node]
 
@@ -251,26 +248,30 @@ class Tree:
         return jax.tree.map(lambda *layers: jnp.stack(layers), *self._kept)
 
 
-class Single:
-    """Gated-delta layers of a plain step: one row per request, its state carried on."""
+class OneToken:
+    """Gated-delta layers of plain decoding: one token a request, and the state moves with it.
 
-    def __init__(self, config: ModelConfig, weights: GatedDelta, state: DeltaState) -> None:
-        self._inputs, self._state = _DeltaInputs(config, weights), state
-        self._after: list[DeltaState] = []
+    Attributes:
+      new: The states after the token, of all layers.
+    """
 
-    def __call__(self, layer: int, x: Hidden) -> Float[jax.Array, "R H V"]:
+    def __init__(self, config: ModelConfig, state: DeltaState) -> None:
+        self._config, self._state = config, state
+        self._new: list[DeltaState] = []
+
+    def __call__(self, place: int, weights: GatedDelta, x: Hidden) -> Float[jax.Array, "R H V"]:
         """As a `DeltaMixer`."""
-        inputs, window = self._inputs.conv_inputs(layer, x), self._state.window[layer]
-        qkv = self._inputs.qkv(layer, window, inputs)
-        gates = self._inputs.gates(layer, x)
-        after, out = gated_delta.step(self._state.recurrent[layer], *qkv, *gates)
+        inputs, window = linear(x, weights.qkv[place]), self._state.window[place]
+        qkv = _qkv(self._config, weights, place, window, inputs)
+        gates = _gates(weights, place, x)
+        after, out = gated_delta.step(self._state.recurrent[place], *qkv, *gates)
         following = jnp.concatenate([window[:, 1:], inputs[:, None]], axis=1)
-        self._after.append(DeltaState(after, following))
+        self._new.append(DeltaState(after, following))
         return out
 
-    def after(self) -> DeltaState:
-        """The states after the rows, of all layers."""
-        return _stacked(self._after)
+    @property
+    def new(self) -> DeltaState:
+        return _stacked(self._new)
 
 
 def _stacked(states: list[DeltaState]) -> DeltaState:

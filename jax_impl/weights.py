@@ -69,7 +69,7 @@ class Mtp(nnx.Module):
         self.layers = Layers(arrays, "mtp.layer.")
 
 
-class Model(nnx.Module):
+class Weights(nnx.Module):
     """A model; `lm_head` is the embedding where the two are tied."""
 
     def __init__(self, arrays: Arrays) -> None:
@@ -124,7 +124,7 @@ def load(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
-) -> Model:
+) -> Weights:
     """Reads a checkpoint to the device, parameter by parameter.
 
     Args:
@@ -138,7 +138,7 @@ def load(
     for parameter in parameters(config, with_mtp):
         array = checkpoint.load(parameter, dtype, progress)
         arrays[parameter.name] = _placed(parameter.name, array, config, dtype, device)
-    return Model(arrays)
+    return Weights(arrays)
 
 
 def load_head(
@@ -165,10 +165,10 @@ def load_head(
 
 def from_arrays(
     arrays: Arrays, config: ModelConfig, dtype: np.dtype | type, device: jax.Device
-) -> Model:
+) -> Weights:
     """Brings arrays under the names of `shared.models.checkpoint` to the device."""
     placed = {name: _placed(name, a, config, dtype, device) for name, a in arrays.items()}
-    return Model(placed)
+    return Weights(placed)
 
 
 def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device) -> LoadedHead:

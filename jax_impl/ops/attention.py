@@ -14,6 +14,9 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, kernels_on
 from shared.spec.numerics import ATTENTION
 
+KV = Float[jax.Array, "L 2 P page Hk D"]
+"""Keys and values of the page pools of a stack of attention layers."""
+
 
 class Rows(NamedTuple):
     """Where the rows of a forward pass stand and what they see.
@@ -48,16 +51,23 @@ def causal_rows(
     draft_from: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
     tokens: int,
-    most_rows: int,
 ) -> Rows:
     """Consecutive rows of each request, each of which sees its request up to itself."""
     num_rows = row_starts[1:] - row_starts[:-1]
     _, request, column, is_real = draft_tree.flatten(num_rows, tokens)
     positions = jnp.where(is_real, first_positions[request] + column, 0)
-    until = jnp.where(is_real, positions + 1, 0)
-    window, first = jnp.zeros((tokens, 0), bool), draft_from[request]
-    where = (request, positions, positions, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts, most_rows)
+    return Rows(
+        request=request,
+        positions=positions,
+        places=positions,
+        first=draft_from[request],
+        until=jnp.where(is_real, positions + 1, 0),
+        window=jnp.zeros((tokens, 0), bool),
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts,
+        most_rows=tokens,
+    )
 
 
 def tree_rows(
@@ -79,16 +89,26 @@ def tree_rows(
     """
     row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
     length = lengths[request]
-    places, first = length + node, jnp.zeros(rows, jnp.int32)
+    places = length + node
     if is_chain:
         positions, until, window = places, places + 1, jnp.zeros((rows, 0), bool)
     else:
         positions = length + draft_tree.depths(parents)[request, node]
         until = length
         window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
-    until = jnp.where(is_real, until, 0)
-    where = (request, positions, places, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts, parents.shape[1]), node
+    found = Rows(
+        request=request,
+        positions=positions,
+        places=places,
+        first=jnp.zeros(rows, jnp.int32),
+        until=jnp.where(is_real, until, 0),
+        window=window,
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts,
+        most_rows=parents.shape[1],
+    )
+    return found, node
 
 
 def write(
@@ -249,18 +269,19 @@ def _softmax_attention(
 
 
 def commit_window(
-    pages: Float[jax.Array, "P page H D"],
+    pages: Float[jax.Array, "*pools P page H D"],
     page_table: Int[jax.Array, "B table"],
     lengths: Int[jax.Array, " B"],
     path: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
-) -> Float[jax.Array, "P page H D"]:
-    """Moves the rows of an accepted path to the front of the window; reads all before it writes."""
-    page_size = pages.shape[1]
+) -> Float[jax.Array, "*pools P page H D"]:
+    """Moves the rows of an accepted path to the front of the window, in any number of pools."""
+    page_size = pages.shape[-3]
     steps = jnp.arange(path.shape[1])
     is_real = steps < counts[:, None]
     source = lengths[:, None] + jnp.where(is_real, path, 0)
     target = lengths[:, None] + jnp.where(is_real, steps, 0)
-    moved = pages[jnp.take_along_axis(page_table, source // page_size, 1), source % page_size]
+    pools = pages.reshape(-1, *pages.shape[-4:])
+    moved = pools[:, jnp.take_along_axis(page_table, source // page_size, 1), source % page_size]
     page = jnp.where(is_real, jnp.take_along_axis(page_table, target // page_size, 1), 0)
-    return pages.at[page, target % page_size].set(moved)
+    return pools.at[:, page, target % page_size].set(moved).reshape(pages.shape)

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import gated_delta, layers
+from jax_impl.ops import gated_delta, layers, scan
+from shared.spec.gated_delta import CHUNK
 from shared.spec.mamba_state import WINDOW
 
 
@@ -109,6 +109,14 @@ def path_window(
     return rows[:, jnp.arange(len(taken))[:, None], index]
 
 
+def ends_chunk(
+    save_after: Int[jax.Array, " B"], num_tokens: Int[jax.Array, " B"]
+) -> Bool[jax.Array, " B"]:
+    """Whether a state exists after `save_after` of a prefill's tokens: at the end of a chunk."""
+    is_end = (save_after % CHUNK == 0) | (save_after == num_tokens)
+    return is_end & (save_after > 0) & (save_after <= num_tokens)
+
+
 def replay(
     state: DeltaState,
     kept: Kept,
@@ -133,7 +141,7 @@ def replay(
 
     numbers = jnp.arange(path.shape[1])
     carry = (state.recurrent, state.recurrent)
-    (recurrent, saved), _ = lax.scan(advance, carry, (numbers, tokens))
+    (recurrent, saved), _ = scan(advance, carry, (numbers, tokens))
     passed = (save_after >= 1) & (save_after <= counts)
     save_window = path_window(state.window, inputs, jnp.where(passed, save_after, 0))
     new_window = path_window(state.window, inputs, counts)
