@@ -164,7 +164,7 @@ class JaxBackend:
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
         parts = zip(self._graphs, jax.tree.unflatten(self._tree, leaves), strict=True)
         *own, model = (nnx.merge(*part) for part in parts)
-        target = Model(self._config, model)
+        target = Model.of(self._config, model)
         machine = Machine(target, self._bind(*own, target), self.limits)
         return step(machine, state, words, program)
 
@@ -196,7 +196,7 @@ def _binding(config: ModelConfig, drafts: Drafts) -> Callable[..., drafters.Draf
     if drafts.with_mtp:
         return lambda model: EagleDrafter(heads.mtp(model))
     if (small := drafts.model) is not None:
-        return lambda own, model: StandaloneDrafter(Model(small, own), config.vocab)
+        return lambda own, model: StandaloneDrafter(Model.of(small, own), config.vocab)
     if (head := drafts.head) is None:
         return lambda model: None
     if drafts.block is not None:

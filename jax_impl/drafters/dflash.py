@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jax_impl import layers
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
+from jax_impl.layers import angles, attention_layer, write_keys
 from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import scan
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
-from jax_impl.ops.linear import linear
-from jax_impl.weights import LoadedHead
+from jax_impl.ops.linear import Matrix, Stream, normed_product, product
+from jax_impl.weights import Layer, LoadedHead
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftSizes
 from shared.spec.draft_tree import TreeShape
@@ -81,18 +81,23 @@ def _block_of(config: DraftConfig) -> BlockConfig:
     return config.block
 
 
+def _layers_of(weights: LoadedHead) -> list[Layer]:
+    stack, number = weights.weights.layers, weights.config.layer.num_layers
+    return [stack.layer(place, "attention", place) for place in range(number)]
+
+
 def write_context(weights: LoadedHead, rows: Rows, passed: Forward, kv: KV) -> KV:
     """Writes rows of context, committed tokens, to the pools of all layers.
 
     Args:
       passed: The target's pass over the rows, with the streams that the head reads.
     """
-    layer, own = weights.config.layer, weights.weights
-    stack, aux = own.layers.attention, jnp.concatenate(passed.streams, axis=1)
-    read = rms_norm(linear(aux, own.fc[...]), own.hidden_norm[...], layer.rms_eps)
-    turn = layers.angles(layer, rows.positions)
-    for number in range(layer.num_layers):
-        kv = layers.write_keys(layer, stack, number, read, rows, turn, kv)
+    config, own = weights.config.layer, weights.weights
+    joined = product(jnp.concatenate(passed.streams, axis=1), Matrix(own.fc[...]))
+    read = rms_norm(joined, own.hidden_norm[...], config.rms_eps)
+    turn = angles(config, rows.positions)
+    for place, layer in enumerate(_layers_of(weights)):
+        kv = write_keys(config, layer, read, turn, rows, kv, place)
     return kv
 
 
@@ -148,18 +153,14 @@ def fill(
       newest: The token of slot 0; the others hold masks.
       rows: Of `block_rows`.
     """
-    layer, own, block = weights.config.layer, weights.weights, _block_of(weights.config)
-    stack = own.layers
-    turn = layers.angles(layer, rows[0].positions)
+    config, block = weights.config.layer, _block_of(weights.config)
+    turn = angles(config, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
-    x = embed[tokens.reshape(-1)]
-    for number, seen in enumerate(rows):
-        y = rms_norm(x, stack.input_norm[number], layer.rms_eps)
-        out, kv = layers.attention_layer(layer, stack.attention, number, y, seen, turn, kv)
-        x = x + out
-        normed = rms_norm(x, stack.post_attention_norm[number], layer.rms_eps)
-        x = x + layers.mlp(stack, number, normed)
-    out = rms_norm(x, own.final_norm[...], layer.rms_eps)
+    stream = Stream(embed[tokens.reshape(-1)])
+    for place, (layer, seen) in enumerate(zip(_layers_of(weights), rows, strict=True)):
+        qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
+        stream, kv = attention_layer(config, layer, qkv, stream, turn, seen, kv, place)
+    out = rms_norm(stream.rows, weights.weights.final_norm[...], config.rms_eps)
     return out.reshape(*tokens.shape, -1), kv
 
 

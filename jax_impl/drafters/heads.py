@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl import layers
-from jax_impl.layers import Hidden
+from jax_impl.layers import Hidden, angles, attention_layer
 from jax_impl.model import Forward, Model, logits
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
-from jax_impl.ops.linear import linear, linear_float32
-from jax_impl.weights import DraftModel, Layers, LoadedHead
+from jax_impl.ops.linear import Matrix, Stream, normed_product, product, product_float32
+from jax_impl.weights import DraftModel, Layer, LoadedHead
 from shared.models.config import ModelConfig
 
 Inputs = Float[jax.Array, "R inputs"]
@@ -48,13 +47,15 @@ class Head(NamedTuple):
 def mtp(model: Model) -> Head:
     """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model."""
     config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
+    layer = weights.layers.layer(0, "attention", 0)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
         embedded = rms_norm(model.weights.embed[...][tokens], weights.embedding_norm[...], eps)
         normed = rms_norm(hidden, weights.hidden_norm[...], eps)
-        x = linear(jnp.concatenate([embedded, normed], axis=1), weights.fc[...])
-        y = rms_norm(x, weights.layers.input_norm[0], eps)
-        x, kv = _decoder_layer(config, weights.layers, x, y, rows, kv)
+        joined = jnp.concatenate([embedded, normed], axis=1)
+        stream = Stream(product(joined, Matrix(weights.fc[...])))
+        qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
+        x, kv = _decoder_layer(config, layer, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm[...], eps), kv
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
@@ -66,11 +67,13 @@ def eagle(model: Model, weights: LoadedHead) -> Head:
     It shares embedding and head with the target.
     """
     config, own = weights.config.layer, weights.weights
+    layer = own.layers.layer(0, "attention", 0)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
         embedded = model.weights.embed[...][tokens]
         x = _fc(own, jnp.concatenate([embedded, hidden], axis=1))
-        return _decoder_layer(config, own.layers, x, x, rows, kv)
+        qkv = product(x, layer.mixer.inputs)
+        return _decoder_layer(config, layer, qkv, Stream(x), rows, kv)
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
 
@@ -78,14 +81,14 @@ def eagle(model: Model, weights: LoadedHead) -> Head:
 def eagle3(model: Model, weights: LoadedHead) -> Head:
     """An EAGLE-3 head: one layer whose attention reads embedding and hidden state side by side."""
     config, own, settings = weights.config.layer, weights.weights, weights.config
-    eps, layer = config.rms_eps, own.layers
+    eps, layer = config.rms_eps, own.layers.layer(0, "attention", 0)
     embed = own.embed if settings.own_embed else model.weights.embed
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        embedded = rms_norm(embed[...][tokens], layer.input_norm[0], eps)
-        normed = rms_norm(hidden, layer.hidden_norm[0], eps)
-        y = jnp.concatenate([embedded, normed], axis=1)
-        x, kv = _decoder_layer(config, layer, hidden, y, rows, kv)
+        embedded = rms_norm(embed[...][tokens], layer.input_norm, eps)
+        normed = rms_norm(hidden, own.layers.hidden_norm[0], eps)
+        qkv = product(jnp.concatenate([embedded, normed], axis=1), layer.mixer.inputs)
+        x, kv = _decoder_layer(config, layer, qkv, Stream(hidden), rows, kv)
         return rms_norm(x, own.final_norm[...], eps) if settings.norm_output else x, kv
 
     def scores(hidden: Hidden) -> Logits:
@@ -93,7 +96,7 @@ def eagle3(model: Model, weights: LoadedHead) -> Head:
             hidden = rms_norm(hidden, own.final_norm[...], eps)
         if not settings.own_lm_head:
             return logits(model, hidden)
-        return _over_targets(model, own, linear_float32(hidden, own.lm_head[...]))
+        return _over_targets(model, own, product_float32(hidden, Matrix(own.lm_head[...])))
 
     return Head(config, settings.aux_streams, partial(_project, weights), forward, scores)
 
@@ -120,19 +123,22 @@ def _project(weights: LoadedHead, passed: Forward) -> Hidden:
 
 
 def _fc(weights: DraftModel, x: Inputs) -> Hidden:
-    x = linear(x, weights.fc[...])
+    x = product(x, Matrix(weights.fc[...]))
     return x + weights.fc_bias[...] if hasattr(weights, "fc_bias") else x
 
 
 def _decoder_layer(
-    config: ModelConfig, weights: Layers, x: Hidden, y: Inputs, rows: Rows, kv: KV
+    config: ModelConfig,
+    layer: Layer,
+    qkv: Float[jax.Array, "R outputs"],
+    stream: Stream,
+    rows: Rows,
+    kv: KV,
 ) -> tuple[Hidden, KV]:
-    """One layer with the residual `x`, whose attention reads `y`; angles are the head's own."""
-    turn = layers.angles(config, rows.positions)
-    out, kv = layers.attention_layer(config, weights.attention, 0, y, rows, turn, kv)
-    x = x + out
-    normed = rms_norm(x, weights.post_attention_norm[0], config.rms_eps)
-    return x + layers.mlp(weights, 0, normed), kv
+    """The head's one layer, from its projection on; angles are the head's own."""
+    turn = angles(config, rows.positions)
+    stream, kv = attention_layer(config, layer, qkv, stream, turn, rows, kv, 0)
+    return stream.rows, kv
 
 
 def _over_targets(

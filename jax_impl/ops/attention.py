@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, kernels_on
+from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, kernels_on, layers
 from shared.spec.numerics import ATTENTION
 
 KV = Float[jax.Array, "L 2 P page Hk D"]
@@ -43,6 +43,29 @@ class Rows(NamedTuple):
     page_table: Int[jax.Array, "B table"]
     row_starts: Int[jax.Array, " B1"]
     most_rows: int
+
+
+class Heads(NamedTuple):
+    """How a layer's projection is made of heads; fields as in the specification."""
+
+    num_kv_heads: int
+    head_size: int
+    gated: bool
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each query and key head; fields as in the specification."""
+
+    q: Float[jax.Array, " D"]
+    k: Float[jax.Array, " D"]
+    eps: float
+
+
+class Angles(NamedTuple):
+    """Cosine and sine of the rotation at each row's position."""
+
+    cos: Float[jax.Array, "R half"]
+    sin: Float[jax.Array, "R half"]
 
 
 def causal_rows(
@@ -266,6 +289,95 @@ def _softmax_attention(
     out = jnp.einsum("bhgmp,bphd->bmhgd", weights.astype(v.dtype), v, **product)
     sees_spoiled = (seen & spoiled[:, None]).any(axis=2)[:, :, None, None]
     return jnp.where(sees_spoiled, jnp.nan, out.reshape(B, M, Hq, D))
+
+
+def mix(
+    qkv: Float[jax.Array, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: KV,
+    layer: int | Int[jax.Array, ""],
+) -> tuple[Float[jax.Array, "R outputs_of_heads"], KV]:
+    """All that an attention layer does between its two products; `layer` names its pools in `kv`.
+
+    The stack of pools is read as one long pool, so that no layer's is copied out for a kernel.
+    """
+    q, k, v, gate = _heads_of(qkv, heads)
+    if norms is not None:
+        q = layers.rms_norm(q, norms.q, norms.eps)
+        k = layers.rms_norm(k, norms.k, norms.eps)
+    q = layers.apply_rotary(q, angles.cos, angles.sin)
+    kv = _write_pair(kv, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
+    pool, num_pages = kv.reshape(-1, *kv.shape[3:]), kv.shape[2]
+    out = attend(
+        q=q,
+        k_pages=pool,
+        v_pages=pool,
+        page_table=rows.page_table + 2 * layer * num_pages,
+        request=rows.request,
+        row_starts=rows.row_starts,
+        first=rows.first,
+        until=rows.until,
+        window=rows.window,
+        most_rows=rows.most_rows,
+        k_offset=0,
+        v_offset=num_pages,
+    )
+    if gate is not None:
+        out = out * layers.sigmoid(gate)
+    return out.reshape(len(qkv), -1), kv
+
+
+def mix_keys(
+    projected: Float[jax.Array, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms,
+    angles: Angles,
+    rows: Rows,
+    kv: KV,
+    layer: int | Int[jax.Array, ""],
+) -> KV:
+    """The part of `mix` that writes, of rows that nothing queries: key heads, then value heads."""
+    k, v = jnp.split(projected, 2, axis=1)
+    k, v = (part.reshape(len(projected), -1, heads.head_size) for part in (k, v))
+    k = layers.rms_norm(k, norms.k, norms.eps)
+    return _write_pair(kv, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
+
+
+def _write_pair(
+    kv: KV,
+    layer: int | Int[jax.Array, ""],
+    rows: Rows,
+    k: Float[jax.Array, "R Hk D"],
+    v: Float[jax.Array, "R Hk D"],
+) -> KV:
+    num_pages = kv.shape[2]
+    pool = kv.reshape(-1, *kv.shape[3:])
+    for i, values in enumerate((k, v)):
+        table = rows.page_table + (2 * layer + i) * num_pages
+        pool = write(pool, table, rows.request, rows.places, rows.is_real, values)
+    return pool.reshape(kv.shape)
+
+
+def _heads_of(
+    qkv: Float[jax.Array, "R outputs"], heads: Heads
+) -> tuple[
+    Float[jax.Array, "R Hq D"],
+    Float[jax.Array, "R Hk D"],
+    Float[jax.Array, "R Hk D"],
+    Float[jax.Array, "R Hq D"] | None,
+]:
+    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
+    R, D, keys = len(qkv), heads.head_size, heads.num_kv_heads * heads.head_size
+    queries = qkv.shape[1] - 2 * keys
+    q, k, v = jnp.split(qkv, [queries, queries + keys], axis=1)
+    k, v = k.reshape(R, -1, D), v.reshape(R, -1, D)
+    if not heads.gated:
+        return q.reshape(R, -1, D), k, v, None
+    pairs = q.reshape(R, -1, 2, D)  # per head its query rows, then its gate rows
+    return pairs[:, :, 0], k, v, pairs[:, :, 1]
 
 
 def commit_window(

@@ -11,11 +11,12 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jax_impl.layers import Angles, angles
+from jax_impl.layers import angles
+from jax_impl.ops.attention import Angles
 from jax_impl.ops.layers import rms_norm
 from jax_impl.training import gated_delta, layers
 from jax_impl.training.layers import Rows, normed
-from jax_impl.weights import Attention, Layers, Weights
+from jax_impl.weights import AttentionStack, Layers, Weights
 from shared.models.config import ModelConfig
 
 Hidden = Float[jax.Array, "B T hidden"]
@@ -95,7 +96,7 @@ def _layer(
 
 
 def _attention(
-    config: ModelConfig, weights: Attention, place: int, x: Rows, turn: Angles, B: int
+    config: ModelConfig, weights: AttentionStack, place: int, x: Rows, turn: Angles, B: int
 ) -> Rows:
     q, k, v, gate = layers.project(config, weights, place, x, turn)
     out = layers.causal(*(part.reshape(B, -1, *part.shape[1:]) for part in (q, k, v)))

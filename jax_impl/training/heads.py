@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
-from jax_impl.layers import Angles, angles
+from jax_impl.layers import angles
+from jax_impl.ops.attention import Angles
 from jax_impl.ops.layers import rms_norm
 from jax_impl.training import layers
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded

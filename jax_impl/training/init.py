@@ -152,7 +152,7 @@ def _take_over(
     if not config.num_attention_layers:
         return
     places = [max(config.layer_kinds[: layer + 1].count("attention") - 1, 0) for layer in layers]
-    parts = ("qkv", "out", "q_norm", "k_norm")
+    parts = ("inputs", "out", "q_norm", "k_norm")
     found = {p: getattr(stack.attention, p)[...] for p in parts if hasattr(stack.attention, p)}
     fits = all(f"{prefix}attention.{p}" in arrays for p in found) and all(
         arrays[f"{prefix}attention.{p}"].shape[1:] == own.shape[1:] for p, own in found.items()

@@ -16,6 +16,7 @@ from jax_impl.ops import sampling
 from shared.boundary.backend import Limits, Program, Work
 from shared.boundary.buffers import plan_layout
 from shared.spec.draft_tree import TreeShape
+from tests.support.backends import drafts_of
 from tests.support.random_serving import drafter_of, target_of
 
 FAMILY, BATCH, PAGES = "qwen3_5", 2, 8
@@ -58,7 +59,7 @@ def lowered(drafter: str, shape: TreeShape, host_draft: bool, rule: str, platfor
         config,
         weights,
         limits,
-        drafter_of(FAMILY, drafter),
+        *drafts_of(drafter_of(FAMILY, drafter), config),
         dtype="float32",
         device="cpu",
         quick_compile=True,

@@ -135,7 +135,7 @@ class JaxBlock:
         cpu, layer = jax.devices("cpu")[0], head.config.layer
         self._length = 0
         loaded = jax_weights.from_arrays(weights, target, np.float32, cpu)
-        self._target = JaxModel(target, loaded)
+        self._target = JaxModel.of(target, loaded)
         self._weights = jax_weights.head_from_arrays(head, np.float32, cpu)
         self._kv = device_state.new_kv(layer, layer.num_layers, POOL, np.float32, cpu)
         self._table = jnp.asarray(TABLE, jnp.int32)

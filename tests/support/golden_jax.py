@@ -113,7 +113,7 @@ class Passes:
             setattr(self, name, partial(jitted, nnx.split(self._model)[1]))
 
     def _merged(self, graph, parameters) -> model.Model:
-        return model.Model(self._config, nnx.merge(graph, parameters))
+        return model.Model.of(self._config, nnx.merge(graph, parameters))
 
     def _prefill(self, graph, parameters, kv, state, tokens, positions, count, length):
         loaded, row_starts = self._merged(graph, parameters), jnp.stack([0, count])
@@ -159,7 +159,7 @@ class JaxHead:
         loaded = weights.from_arrays(load_all(target, config, False), config, np.float32, cpu)
         own, place = DraftConfig.from_folder(folder, config), (np.float32, cpu)
         head = weights.load_head(open_head(folder), own, *place, lambda num_bytes: None)
-        self._head = heads.HEADS[own.kind](model.Model(config, loaded), head)
+        self._head = heads.HEADS[own.kind](model.Model.of(config, loaded), head)
         self._aux = own.aux_streams
         self._kv = device_state.new_kv(own.layer, 1, (NUM_PAGES, PAGE_SIZE), np.float32, cpu)
         self._jit = partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
