@@ -193,12 +193,12 @@ def _jax_products(arrays: list[np.ndarray], inputs: dict[int, np.ndarray]) -> Ca
     import jax
 
     from jax_impl.backend import compiler_options
-    from jax_impl.ops.linear import linear
+    from jax_impl.ops.linear import Matrix, product
 
     cpu = jax.devices("cpu")[0]
 
     def products(matrices: list[jax.Array], rows: dict[int, jax.Array]) -> list[jax.Array]:
-        return [linear(rows[matrix.shape[1]], matrix) for matrix in matrices]
+        return [product(rows[matrix.shape[1]], Matrix(matrix)) for matrix in matrices]
 
     compiled = jax.jit(products, compiler_options=compiler_options(cpu, False))
     on_device = jax.device_put((arrays, inputs), cpu)

@@ -3,13 +3,11 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 from jaxtyping import Int, Shaped
 
 from jax_impl import device_state, drafters, weights
@@ -18,11 +16,11 @@ from jax_impl.drafters import heads
 from jax_impl.drafters.dflash import BlockDrafter
 from jax_impl.drafters.eagle import EagleDrafter
 from jax_impl.drafters.standalone import StandaloneDrafter
-from jax_impl.machine import Fields, Machine
+from jax_impl.machine import Machine
+from jax_impl.model import Model
 from jax_impl.ops import attention
-from jax_impl.ops.sampling import Sampling
 from jax_impl.step import step
-from jax_impl.weights import DraftModel, Model
+from jax_impl.weights import DraftModel, LoadedHead, Weights
 from jax_impl.workspace import workspace
 from shared.boundary.backend import (
     Blueprint,
@@ -31,7 +29,7 @@ from shared.boundary.backend import (
     StepPlan,
     StepResult,
 )
-from shared.boundary.buffers import Field, plan_layout, read_result, result_layout
+from shared.boundary.buffers import plan_layout, read_result
 from shared.boundary.checks import check_limits, check_plan, refuse_masks, to_prepare
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
@@ -54,10 +52,10 @@ class JaxBackend:
     def __init__(
         self,
         config: ModelConfig,
-        arrays: Arrays | Model,
+        arrays: Arrays | Weights,
         limits: Limits,
         drafts: Drafts,
-        draft_arrays: Arrays | Model | DraftModel | None,
+        draft_arrays: Arrays | Weights | DraftModel | None,
         *,
         dtype: str,
         device: jax.Device | str,
@@ -82,7 +80,7 @@ class JaxBackend:
         """
         device = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
-        is_loaded = isinstance(arrays, Model)
+        is_loaded = isinstance(arrays, Weights)
         model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, device)
         check_limits(limits, drafts, model.has_mtp)
         refuse_masks(limits)
@@ -166,9 +164,9 @@ class JaxBackend:
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
         parts = zip(self._graphs, jax.tree.unflatten(self._tree, leaves), strict=True)
         *own, model = (nnx.merge(*part) for part in parts)
-        machine = Machine(self._config, self.limits, model, self._bind(*own, model))
-        state, result = step(program, machine, state, _read(program, self.limits, words))
-        return state, _written(program, self.limits, result)
+        target = Model.of(self._config, model)
+        machine = Machine(target, self._bind(*own, target), self.limits)
+        return step(machine, state, words, program)
 
 
 def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
@@ -182,32 +180,9 @@ def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
     return list(array) if is_stack and device.platform == "cpu" else array
 
 
-def _read(program: Program, limits: Limits, words: Words) -> SimpleNamespace:
-    """The plan's arrays by name, and its `sampling`."""
-    layout = plan_layout(program, limits)
-    at = {name: _view(words, field) for name, field in layout.fields.items()}
-    how = Sampling(**{name: at[name] for name in Sampling._fields})
-    return SimpleNamespace(**at, sampling=how)
-
-
-def _view(words: Words, field: Field) -> jax.Array:
-    part = lax.slice(words, (field.offset,), (field.offset + field.size,))
-    return lax.bitcast_convert_type(part, jnp.dtype(field.dtype)).reshape(field.shape)
-
-
-def _written(program: Program, limits: Limits, result: Fields) -> Words:
-    """The result's fields as one int32 array; what a step does not have is 0."""
-    parts = []
-    for name, field in result_layout(program, limits).fields.items():
-        value = result.get(name, jnp.zeros(field.shape, field.dtype))
-        flat = value.astype(field.dtype).reshape(-1)
-        parts.append(lax.bitcast_convert_type(flat, jnp.int32))
-    return jnp.concatenate(parts)
-
-
 def _placed(
     drafts: Drafts, arrays: Arrays, dtype: np.dtype, device: jax.Device
-) -> Model | DraftModel | None:
+) -> Weights | DraftModel | None:
     """The weights of what drafts, from arrays."""
     if drafts.head is not None:
         return weights.head_from_arrays(DraftHead(drafts.head, arrays), dtype, device).weights
@@ -219,15 +194,15 @@ def _placed(
 def _binding(config: ModelConfig, drafts: Drafts) -> Callable[..., drafters.Drafter | None]:
     """Makes the drafter of a trace from the weights of its own, if any, and the model's."""
     if drafts.with_mtp:
-        return lambda model: EagleDrafter(heads.mtp(config, model), config)
+        return lambda model: EagleDrafter(heads.mtp(model))
     if (small := drafts.model) is not None:
-        return lambda own, model: StandaloneDrafter(small, own, config.vocab)
+        return lambda own, model: StandaloneDrafter(Model.of(small, own), config.vocab)
     if (head := drafts.head) is None:
         return lambda model: None
     if drafts.block is not None:
-        return partial(BlockDrafter, head)
+        return lambda own, model: BlockDrafter(model, LoadedHead(head, own))
     made = heads.HEADS[drafts.kind]
-    return lambda own, model: EagleDrafter(made(head, own, model), head.layer)
+    return lambda own, model: EagleDrafter(made(model, LoadedHead(head, own)))
 
 
 def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:

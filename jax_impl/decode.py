@@ -1,19 +1,19 @@
 """Steps of decoding: draft, verify, accept, commit and draft-extend."""
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jax_impl import device_state, layers, model
-from jax_impl.device_state import DeviceState
-from jax_impl.drafters import Fed, Ranking, eagle
-from jax_impl.machine import Fields, Machine, logprobs_of
-from jax_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling
-from jax_impl.ops.mamba_state import DeltaState
-from jax_impl.rejection import choose, draft_noise, rejects
+from jax_impl import model
+from jax_impl.device_state import DeviceState, Fields, Plan, keep, select, take
+from jax_impl.drafters import Fed
+from jax_impl.drafters.eagle import extend_rows
+from jax_impl.layers import OneToken, Tree
+from jax_impl.machine import Machine, logprobs_of, ranking
+from jax_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling, slots
+from jax_impl.ops.attention import Rows
 from shared.boundary.backend import Program
 
 
@@ -21,258 +21,254 @@ class Trees(NamedTuple):
     """The draft tree of each row.
 
     Attributes:
+      forced: Rows that force theirs; None: no row can.
       drafted: Processed logits that a chain's drafts were sampled from; None: they were not.
     """
 
     tokens: Int[jax.Array, "B N"]
     parents: Int[jax.Array, "B N"]
     num_nodes: Int[jax.Array, " B"]
-    forced: Bool[jax.Array, " B"]
+    forced: Bool[jax.Array, " B"] | None
     drafted: Float[jax.Array, "B S vocab"] | None
 
     def fields(self) -> Fields:
-        """As the result names them."""
+        """The trees as fields of a result."""
         return {"drafts": self.tokens, "parents": self.parents, "num_nodes": self.num_nodes}
 
 
-def draft(
-    program: Program, machine: Machine, state: DeviceState, plan: SimpleNamespace
-) -> tuple[DeviceState, Fields]:
-    """Drafts and ranks; writes nothing but draft KV past the lengths."""
-    noise = _noise(program, machine, state, plan)
-    trees, state = _grown(program, machine, state, plan, noise)
-    return state, trees.fields()
-
-
-def _noise(
-    program: Program, machine: Machine, state: DeviceState, plan: SimpleNamespace
-) -> Float[jax.Array, "B levels vocab"]:
-    """The noise of every position that the step chooses or drafts at, from the newest's next on.
-
-    Where drafts are sampled, it is the noise of their levels, and of nothing else.
-    """
-    if rejects(machine, program):
-        return draft_noise(machine, plan, program, state.lengths[plan.slots])
-    depth = program.shape.depth
-    levels = depth + 1 + (machine.has_relay and depth > 0)
-    first = state.lengths[plan.slots] + 1
-    return sampling.gumbel_levels(plan.sampling, first, levels, machine.limits.vocab)
-
-
-def _grown(
-    program: Program,
-    machine: Machine,
-    state: DeviceState,
-    plan: SimpleNamespace,
-    noise: Float[jax.Array, "B levels vocab"],
-) -> tuple[Trees, DeviceState]:
-    """The trees of the plan, or those that the drafter grows; the root alone in a plain shape."""
-    slots, newest = plan.slots, state.newest[plan.slots]
-    if program.host_draft:
-        tokens = plan.draft_tree_tokens.at[:, 0].set(newest)
-        num_nodes = jnp.maximum(plan.draft_tree_num_nodes, 1)
-        forced = plan.draft_tree_forced != 0
-        return Trees(tokens, plan.draft_tree_parents, num_nodes, forced, None), state
-    if program.shape.is_plain:
-        return _roots(newest), state
-    kept = [] if rejects(machine, program) else None
-    ranking = Ranking(plan.sampling, state.seen[slots], state.lengths[slots], kept)
-    drafting = (state.draft, plan, newest, program.shape, ranking, noise)
-    grown, memory = machine.drafter.draft(*drafting)
-    drafted = None if kept is None else jnp.stack(kept, axis=1)
-    trees = Trees(*grown, jnp.zeros(len(newest), bool), drafted)
-    return trees, state._replace(draft=memory)
-
-
-def _roots(newest: Int[jax.Array, " B"]) -> Trees:
-    """Trees of one node."""
-    parents = jnp.zeros((len(newest), 1), jnp.int32)
-    no_row = jnp.zeros(len(newest), bool)
-    return Trees(newest[:, None], parents, jnp.ones_like(newest), no_row, None)
-
-
 class Verified(NamedTuple):
-    """What a verify gave; `mixer` holds what the states' commit needs."""
+    """What a verify found.
+
+    Attributes:
+      passed: The target's pass over the nodes of the paths; its pools hold all nodes.
+      path, counts, tokens: Each row's path, how long it is, and what it emits.
+      failed: Rows with a logit on the way that is not finite.
+      logits: Of the nodes of the paths.
+      mixer: Ran the gated-delta layers, and knows what is left of them.
+    """
 
     passed: model.Forward
-    logits: Float[jax.Array, "R vocab"]
-    row_of: Int[jax.Array, "B N"]
-    request: Int[jax.Array, " R"]
-    node: Int[jax.Array, " R"]
-    positions: Int[jax.Array, " R"]
-    mixer: layers.Tree | layers.Single | None
-
-
-def _verified(
-    program: Program, machine: Machine, state: DeviceState, plan: SimpleNamespace, trees: Trees
-) -> Verified:
-    """Runs the target over all nodes; no slot's state changes."""
-    shape, lengths = program.shape, state.lengths[plan.slots]
-    is_chain = _is_chain(program)
-    rows, node = attention.tree_rows(
-        trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows, is_chain
-    )
-    row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
-    mixer = None
-    if state.delta is not None:
-        stack = machine.weights.layers.gated_delta
-        delta = device_state.take(state.delta, plan.slots)
-        if shape.is_plain:
-            mixer = layers.Single(machine.config, stack, delta)
-        else:
-            parents = None if is_chain else trees.parents
-            mixer = layers.Tree(machine.config, stack, delta, parents, row_of, rows.request, node)
-    tokens = trees.tokens[rows.request, node]
-    passed = model.forward(machine.config, machine.weights, state.kv, rows, tokens, mixer)
-    logits = model.logits(machine.weights, passed.hidden)
-    return Verified(passed, logits, row_of, rows.request, node, rows.positions, mixer)
-
-
-def _is_chain(program: Program) -> bool:
-    """Whether every tree is a chain; a plan's own trees may be anything."""
-    return program.shape.width <= 1 and not program.host_draft
-
-
-def _choices(
-    machine: Machine,
-    plan: SimpleNamespace,
-    state: DeviceState,
-    trees: Trees,
-    verified: Verified,
-    noise: Float[jax.Array, "B levels vocab"],
-) -> Int[jax.Array, "B N"]:
-    """The token after each node."""
-    request, node = verified.request, verified.node
-    lengths = state.lengths[plan.slots]
-
-    def seen() -> Int[jax.Array, "R vocab"]:
-        on_path = draft_tree.ancestors(trees.parents).at[:, :, 0].set(False)[request, node]
-        return sampling.seen_along(state.seen[plan.slots][request], trees.tokens[request], on_path)
-
-    how = plan.sampling.rows(request)
-    positions = verified.positions + 1
-    scores = sampling.processed_after(verified.logits, seen, positions, how, None)
-    if trees.drafted is not None:
-        chain = (trees.tokens, trees.num_nodes, trees.drafted)
-        return choose(machine, plan, *chain, scores[verified.row_of], lengths)
-    level = jnp.clip(verified.positions - lengths[request], 0, noise.shape[1] - 1)
-    chosen = sampling.choose(scores, noise[request, level], how.temperature)
-    return chosen[verified.row_of]
+    path: Int[jax.Array, "B W"]
+    counts: Int[jax.Array, " B"]
+    tokens: Int[jax.Array, "B W"]
+    failed: Bool[jax.Array, " B"]
+    logits: Float[jax.Array, "B W vocab"]
+    mixer: Tree | OneToken | None
 
 
 def decode(
-    program: Program, machine: Machine, state: DeviceState, plan: SimpleNamespace
+    machine: Machine, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
-    noise = _noise(program, machine, state, plan)
-    trees, state = _grown(program, machine, state, plan, noise)
-    verified = _verified(program, machine, state, plan, trees)
-    choices = _choices(machine, plan, state, trees, verified, noise)
-    choices, walked = acceptance.force(trees.tokens, trees.num_nodes, choices, trees.forced)
-    path, counts = acceptance.walk(
-        trees.tokens, trees.parents, walked, choices, program.shape.depth
-    )
-    is_spoiled = ~jnp.isfinite(verified.logits).all(axis=1)
-    failed = acceptance.failed(is_spoiled[verified.row_of], path)
-    counts = jnp.where(failed | (plan.slots == 0), 0, counts)
-    tokens = acceptance.emitted(choices, path, counts)
-    before = state.lengths[plan.slots]
-    state, saved = _committed(program, state, plan, verified, path, counts, tokens)
-    if machine.drafter is not None:
-        on_path = jnp.take_along_axis(verified.row_of, path, axis=1).reshape(-1)
-        own = jnp.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
-        fed = (verified.passed.at(on_path), own, tokens)
-        state = _extended(program, machine, state, plan, before, counts, *fed, noise)
-    result = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
-    result |= trees.fields()
-    if program.logprobs:
-        on_path = jnp.take_along_axis(verified.row_of, path, axis=1)
-        top = machine.limits.max_logprobs
-        result |= logprobs_of(verified.logits[on_path], tokens, counts, top)
-    return state, result
+    """Drafts or takes the plan's trees, verifies them, and commits what is accepted."""
+    lengths = state.lengths[plan.slots]
+    trees, state = _trees(machine, state, plan, program, lengths)
+    verified = _verify(machine, state, plan, program, trees, lengths)
+    state, saved = _commit(machine, state, plan, program, verified, lengths)
+    if machine.feeds(program):
+        state = _extend(machine, state, plan, program, trees, verified, lengths)
+    found = {"tokens": verified.tokens, "counts": verified.counts, "failed": verified.failed}
+    found |= {"saved": saved} | trees.fields()
+    emitted = (verified.logits, verified.tokens, verified.counts)
+    return state, found | logprobs_of(machine, program, *emitted)
 
 
-def _committed(
-    program: Program,
-    state: DeviceState,
-    plan: SimpleNamespace,
-    verified: Verified,
-    path: Int[jax.Array, "B W"],
-    counts: Int[jax.Array, " B"],
-    tokens: Int[jax.Array, "B W"],
-) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
-    """Makes the accepted path the slots' past; says which snapshots were taken."""
-    slots, shape, kv = plan.slots, program.shape, verified.passed.kv
-    lengths = state.lengths[slots]
-    if not _is_chain(program):
-        kv = layers.commit_window(kv, plan.page_table, lengths, path, counts)
-    save_after = plan.save_at - lengths
-    is_taken = (plan.save != 0) & (save_after >= 1) & (save_after <= counts)
-    if state.delta is not None:
-        after, saved = _delta_after(shape.is_plain, state, plan, verified, path, counts, save_after)
-        places = jnp.where(is_taken, plan.save, 0)
-        state = device_state.with_states(state, slots, after, saved, places)
-    B, W = tokens.shape
-    request = jnp.repeat(jnp.arange(B), W)
-    number = jnp.tile(jnp.arange(W), B)
-    positions = lengths[request] + 1 + number
-    counting = (request, tokens.reshape(-1), positions, number < counts[request])
-    seen = sampling.counted(state.seen[slots], *counting, plan.sampling.prompt_length)
-    last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-    newest = jnp.where(counts > 0, last, state.newest[slots])
-    state = state._replace(
-        lengths=state.lengths.at[slots].add(counts),
-        newest=state.newest.at[slots].set(newest),
-        seen=state.seen.at[slots].set(seen),
-        kv=kv,
-    )
-    return state, is_taken
+def draft(
+    machine: Machine, state: DeviceState, plan: Plan, program: Program
+) -> tuple[DeviceState, Fields]:
+    """Drafts and ranks; writes nothing but draft KV past the lengths."""
+    trees, state = _trees(machine, state, plan, program, state.lengths[plan.slots])
+    return state, trees.fields()
 
 
-def _delta_after(
-    is_plain: bool,
-    state: DeviceState,
-    plan: SimpleNamespace,
-    verified: Verified,
-    path: Int[jax.Array, "B W"],
-    counts: Int[jax.Array, " B"],
-    save_after: Int[jax.Array, " B"],
-) -> tuple[DeltaState, DeltaState]:
-    """The rows' states after their paths, and their snapshots."""
-    before = device_state.take(state.delta, plan.slots)
-    if not is_plain:
-        kept = verified.mixer.kept()
-        return mamba_state.replay(before, kept, path, counts, save_after)[:2]
-    after = device_state.select(counts > 0, verified.mixer.after(), before)
-    return after, after
-
-
-def _extended(
-    program: Program,
+def _trees(
     machine: Machine,
     state: DeviceState,
-    plan: SimpleNamespace,
-    before: Int[jax.Array, " B"],
-    counts: Int[jax.Array, " B"],
-    passed: model.Forward,
-    own: Int[jax.Array, " R"],
-    tokens: Int[jax.Array, "B W"],
-    noise: Float[jax.Array, "B levels vocab"],
-) -> DeviceState:
-    """Feeds the accepted path to the drafter; a plain step leaves a hole in its KV instead.
+    plan: Plan,
+    program: Program,
+    lengths: Int[jax.Array, " B"],
+) -> tuple[Trees, DeviceState]:
+    """The trees of a step: the plan's, the drafter's, or the root alone."""
+    newest, shape = state.newest[plan.slots], program.shape
+    if plan.drafts is not None:
+        tokens = plan.drafts.tokens.at[:, 0].set(newest)
+        # A padded row's own node count is 0, but every row verifies its root.
+        num_nodes = jnp.maximum(plan.drafts.num_nodes, 1)
+        return Trees(tokens, plan.drafts.parents, num_nodes, plan.drafts.forced, None), state
+    if shape.is_plain:
+        nothing = jnp.zeros_like(newest)
+        return Trees(newest[:, None], nothing[:, None], nothing + 1, None, None), state
+    assert machine.drafter is not None  # a program that drafts has one
+    assert state.draft is not None
+    rank = ranking(machine, state, plan, lengths, shape.width, machine.samples(program))
+    drafted, memory = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
+    trees = Trees(drafted.tokens, drafted.parents, drafted.num_nodes, None, drafted.processed)
+    return trees, state._replace(draft=memory)
 
-    Args:
-      passed: The target's pass over the path's B * W rows.
-      own: The tokens of those rows; `tokens` follow them.
-    """
-    slots, lengths = plan.slots, state.lengths[plan.slots]
+
+def _verify(
+    machine: Machine,
+    state: DeviceState,
+    plan: Plan,
+    program: Program,
+    trees: Trees,
+    lengths: Int[jax.Array, " B"],
+) -> Verified:
+    """Runs the target over all trees and follows its choices; the states stay as they are."""
+    shape, is_row = program.shape, plan.slots != 0
+    rows, node = attention.tree_rows(
+        trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows, program.is_chain
+    )
+    row_of = draft_tree.flat_rows(rows.row_starts, trees.num_nodes, shape.nodes)
+    mixer = _mixer(machine, state, plan, program, trees, rows, node, row_of)
+    tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
+    passed = model.forward(machine.model, tokens, rows, state.kv, mixer, streams)
+    logits = model.logits(machine.model, passed.hidden)
+    choices = _choose(machine, state, plan, program, trees, logits, rows, node, row_of, lengths)
+    walked = trees.num_nodes
+    if trees.forced is not None:
+        choices, walked = acceptance.force(trees.tokens, walked, choices, trees.forced)
+    path, counts = acceptance.walk(trees.tokens, trees.parents, walked, choices, shape.depth)
+    is_bad = ~jnp.isfinite(logits).all(axis=1)
+    failed = acceptance.failed(is_bad[row_of], path) & is_row
+    counts = jnp.where(is_row & ~failed, counts, 0)
+    on_path = jnp.take_along_axis(row_of, path, axis=1)
+    return Verified(
+        passed=passed.at(on_path.reshape(-1)),
+        path=path,
+        counts=counts,
+        tokens=acceptance.emitted(choices, path, counts),
+        failed=failed,
+        logits=logits[on_path],
+        mixer=mixer,
+    )
+
+
+def _mixer(
+    machine: Machine,
+    state: DeviceState,
+    plan: Plan,
+    program: Program,
+    trees: Trees,
+    rows: Rows,
+    node: Int[jax.Array, " R"],
+    row_of: Int[jax.Array, "B N"],
+) -> Tree | OneToken | None:
+    """How the step runs gated-delta layers; None where the model has none."""
+    if state.delta is None:
+        return None
+    config, held = machine.model.config, take(state.delta, plan.slots)
     if program.shape.is_plain:
-        start = state.draft.start.at[slots].set(lengths)
-        return state._replace(draft=state.draft._replace(start=start))
-    start = state.draft.start[slots]
-    rows, last = eagle.extend_rows(before, counts, start, plan.page_table, tokens.shape[1])
-    fed = Fed(rows, own, tokens.reshape(-1), passed, last)
-    ranking = Ranking(plan.sampling, state.seen[slots], lengths, None)
-    # Without a relay nothing is ranked, and a path as deep as the tree has no noise after it.
-    after = noise[jnp.arange(len(counts)), jnp.minimum(counts, noise.shape[1] - 1)]
-    extended = machine.drafter.extend(state.draft, plan, before, counts, fed, ranking, after)
-    return state._replace(draft=extended)
+        return OneToken(config, held)
+    parents = None if program.is_chain else trees.parents
+    return Tree(config, held, parents, row_of, rows.request, node)
+
+
+def _choose(
+    machine: Machine,
+    state: DeviceState,
+    plan: Plan,
+    program: Program,
+    trees: Trees,
+    logits: Float[jax.Array, "R vocab"],
+    rows: Rows,
+    node: Int[jax.Array, " R"],
+    row_of: Int[jax.Array, "B N"],
+    lengths: Int[jax.Array, " B"],
+) -> Int[jax.Array, "B N"]:
+    """The token after each node."""
+    seen = sampling.seen_in_trees(
+        state.seen, plan.slots, trees.tokens, trees.parents, rows.request, node
+    )
+    positions, how = rows.positions + 1, plan.sampling
+    if trees.drafted is None:
+        return sampling.choose(logits, seen, positions, how, rows.request, None)[row_of]
+    return acceptance.judge(
+        rule=machine.limits.accept_rule,
+        logits=logits,
+        seen=seen,
+        positions=positions,
+        sampling=how,
+        request=rows.request,
+        row_of=row_of,
+        tokens=trees.tokens,
+        num_nodes=trees.num_nodes,
+        lengths=lengths,
+        drafted=trees.drafted,
+        allowed=None,
+    )
+
+
+def _commit(
+    machine: Machine,
+    state: DeviceState,
+    plan: Plan,
+    program: Program,
+    verified: Verified,
+    lengths: Int[jax.Array, " B"],
+) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
+    """Makes the accepted path the slots' past; says which snapshots were taken."""
+    kv, counts = verified.passed.kv, verified.counts
+    if not program.is_chain:
+        kv = attention.commit_window(kv, plan.page_table, lengths, verified.path, counts)
+    state, saved = _commit_state(machine, state, plan, verified, plan.save_at - lengths)
+    leaves_hole = state.draft is not None and not machine.feeds(program)
+    new_lengths, newest, seen, draft_from = slots.commit(
+        lengths=state.lengths,
+        newest=state.newest,
+        seen=state.seen,
+        draft_from=state.draft.draft_from if leaves_hole else None,
+        slots=plan.slots,
+        before=lengths,
+        tokens=verified.tokens,
+        counts=counts,
+        prompt_length=plan.sampling.prompt_length,
+    )
+    state = state._replace(lengths=new_lengths, newest=newest, seen=seen, kv=kv)
+    if leaves_hole:
+        state = state._replace(draft=state.draft._replace(draft_from=draft_from))
+    return state, saved
+
+
+def _commit_state(
+    machine: Machine,
+    state: DeviceState,
+    plan: Plan,
+    verified: Verified,
+    save_after: Int[jax.Array, " B"],
+) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
+    """Advances the gated-delta states along the path, or takes over what plain decoding made."""
+    mixer, counts = verified.mixer, verified.counts
+    passed = (plan.save != 0) & (save_after >= 1) & (save_after <= counts)
+    if mixer is None or state.delta is None or state.snapshots is None:
+        return state, passed
+    before = take(state.delta, plan.slots)
+    if isinstance(mixer, OneToken):
+        new = saved = select(counts > 0, mixer.new, before)
+    else:
+        kept, path = mixer.kept(), verified.path
+        new, saved, _ = mamba_state.replay(before, kept, path, counts, save_after)
+    delta, snapshots = keep(state.delta, state.snapshots, plan, new, saved, passed)
+    return state._replace(delta=delta, snapshots=snapshots), passed
+
+
+def _extend(
+    machine: Machine,
+    state: DeviceState,
+    plan: Plan,
+    program: Program,
+    trees: Trees,
+    verified: Verified,
+    lengths: Int[jax.Array, " B"],
+) -> DeviceState:
+    """Extends the drafter over the accepted path, with the target's hidden states."""
+    assert machine.drafter is not None  # there is one to feed
+    assert state.draft is not None
+    (B, W), counts = verified.path.shape, verified.counts
+    draft_from = state.draft.draft_from[plan.slots]
+    rows = extend_rows(lengths, counts, draft_from, plan.page_table, W - 1)
+    last = W * jnp.arange(B, dtype=jnp.int32) + jnp.maximum(counts - 1, 0)
+    rank = ranking(machine, state, plan, lengths + counts, machine.limits.max_width, False)
+    tokens = jnp.take_along_axis(trees.tokens, verified.path, axis=1).reshape(-1)
+    fed = Fed(rows, tokens, verified.tokens.reshape(-1), verified.passed, last)
+    memory = machine.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
+    return state._replace(draft=memory)

@@ -1,18 +1,27 @@
 """What a device holds between steps: KV pages, recurrent states, and a few numbers per slot."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.layers import KV
+from jax_impl.ops.attention import KV
 from jax_impl.ops.mamba_state import DeltaState
-from shared.boundary.backend import Limits
+from jax_impl.ops.sampling import Sampling
+from shared.boundary.backend import Limits, Program, Work
+from shared.boundary.buffers import Field, plan_layout, result_layout
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
 from shared.spec.mamba_state import WINDOW
+
+Fields = dict[str, jax.Array]
+"""Fields of a result by name."""
+
+Words = Int[jax.Array, " words"]
 
 
 class Relay(NamedTuple):
@@ -32,13 +41,13 @@ class DraftState(NamedTuple):
     """What a drafter holds.
 
     Attributes:
-      start: `draft_from`: where the slot's whole draft KV begins.
+      draft_from: Where the slot's whole draft KV begins.
       relay: By slot; None where the drafter carries none.
       kv: The drafter's own pools; page numbers are the target's.
       delta, snapshots: Its recurrent states by slot and by snapshot; None without such layers.
     """
 
-    start: Int[jax.Array, " slots"]
+    draft_from: Int[jax.Array, " slots"]
     relay: Relay | None
     kv: KV
     delta: DeltaState | None
@@ -66,20 +75,56 @@ class DeviceState(NamedTuple):
     draft: DraftState | None
 
 
-class Held(NamedTuple):
-    """What the slots of a step's rows hold when it begins.
+def allocate(
+    config: ModelConfig,
+    limits: Limits,
+    drafter: DraftSizes | None,
+    dtype: np.dtype | type,
+    device: jax.Device,
+) -> DeviceState:
+    """The state before the first step, all zeros.
 
-    Attributes:
-      seen: See `DeviceState`.
-      delta: Recurrent states; None without such layers.
-      start: Where whole draft KV begins; None without a drafter.
-      draft_delta: The drafter's recurrent states; None where it has no such layers.
+    Args:
+      drafter: What the drafter keeps; None without one.
     """
+    slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
+    return DeviceState(
+        lengths=jnp.zeros(slots, np.int32, device=device),
+        newest=jnp.zeros(slots, np.int32, device=device),
+        seen=jnp.zeros((slots, limits.vocab), np.int32, device=device),
+        kv=new_kv(config, config.num_attention_layers, pool, dtype, device),
+        delta=new_states(config, slots, dtype, device),
+        snapshots=new_states(config, limits.num_snapshots, dtype, device),
+        draft=None if drafter is None else _new_draft(drafter, limits, dtype, device),
+    )
 
-    seen: Int[jax.Array, "B vocab"]
-    delta: DeltaState | None
-    start: Int[jax.Array, " B"] | None
-    draft_delta: DeltaState | None
+
+def _new_draft(
+    drafter: DraftSizes, limits: Limits, dtype: np.dtype | type, device: jax.Device
+) -> DraftState:
+    sizes, slots, pool = drafter.model, limits.num_slots, (limits.num_pages, limits.page_size)
+    delta = snapshots = None
+    if drafter.num_gated_delta_layers:
+        delta = new_states(sizes, slots, dtype, device)
+        snapshots = new_states(sizes, limits.num_snapshots, dtype, device)
+    return DraftState(
+        draft_from=jnp.zeros(slots, np.int32, device=device),
+        relay=_new_relay(drafter, limits, dtype, device) if drafter.has_relay else None,
+        kv=new_kv(sizes, drafter.num_attention_layers, pool, dtype, device),
+        delta=delta,
+        snapshots=snapshots,
+    )
+
+
+def _new_relay(
+    drafter: DraftSizes, limits: Limits, dtype: np.dtype | type, device: jax.Device
+) -> Relay:
+    slots, width = limits.num_slots, limits.max_width
+    return Relay(
+        tokens=jnp.zeros((slots, width), np.int32, device=device),
+        weights=jnp.zeros((slots, width), np.float32, device=device),
+        hidden=jnp.zeros((slots, drafter.model.hidden), dtype, device=device),
+    )
 
 
 def new_states(
@@ -108,60 +153,175 @@ def new_kv(
     return jnp.zeros((num_layers, 2, *pool, *heads), dtype, device=device)
 
 
-def allocate(
-    config: ModelConfig,
-    limits: Limits,
-    drafter: DraftSizes | None,
-    dtype: np.dtype | type,
-    device: jax.Device,
-) -> DeviceState:
-    """The state before the first step, all zeros.
+@dataclass(frozen=True)
+class Prompt:
+    """The prompt chunks of a plan; see `shared.boundary.backend.Prefill`.
 
-    Args:
-      drafter: What the drafter keeps; None without one.
+    Tokens that are only counted stand from position 0 on, and no token follows them.
     """
-    slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
 
-    def zeros(*shape: int, dtype: np.dtype | type = np.int32) -> jax.Array:
-        return jnp.zeros(shape, dtype, device=device)
+    tokens: Int[jax.Array, " T"]
+    row_starts: Int[jax.Array, " B1"]
+    first_positions: Int[jax.Array, " B"]
+    ends_prompt: Bool[jax.Array, " B"]
+    next_tokens: Int[jax.Array, " B"]
 
-    def relay(kept: DraftSizes) -> Relay | None:
-        if not kept.has_relay:
-            return None
-        width = limits.max_width
-        weights = zeros(slots, width, dtype=np.float32)
-        return Relay(zeros(slots, width), weights, zeros(slots, kept.model.hidden, dtype=dtype))
 
-    draft = None
-    if drafter is not None:
-        kv = new_kv(drafter.model, drafter.num_attention_layers, pool, dtype, device)
-        states = [None, None]
-        if drafter.num_gated_delta_layers:
-            counts = (slots, limits.num_snapshots)
-            states = [new_states(drafter.model, count, dtype, device) for count in counts]
-        draft = DraftState(zeros(slots), relay(drafter), kv, *states)
-    return DeviceState(
-        lengths=zeros(slots),
-        newest=zeros(slots),
-        seen=zeros(slots, limits.vocab),
-        kv=new_kv(config, config.num_attention_layers, pool, dtype, device),
-        delta=new_states(config, slots, dtype, device),
-        snapshots=new_states(config, limits.num_snapshots, dtype, device),
-        draft=draft,
+@dataclass(frozen=True)
+class HostDraft:
+    """The draft trees of a plan; see `shared.boundary.backend.HostDraft`."""
+
+    tokens: Int[jax.Array, "B N"]
+    parents: Int[jax.Array, "B N"]
+    num_nodes: Int[jax.Array, " B"]
+    forced: Bool[jax.Array, " B"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan on the device: views into its words.
+
+    Attributes:
+      slots, starts, draft_from, page_table: Of the rows; see `shared.boundary.backend.StepPlan`.
+      restore, save, save_at: Snapshots.
+      sampling: Parameters of the rows.
+      prompt: The chunks that are fed or counted; None in other work.
+      drafts: The trees that the plan brings; None where it brings none.
+    """
+
+    slots: Int[jax.Array, " B"]
+    starts: Bool[jax.Array, " B"]
+    draft_from: Int[jax.Array, " B"]
+    page_table: Int[jax.Array, "B P"]
+    restore: Int[jax.Array, " B"]
+    save: Int[jax.Array, " B"]
+    save_at: Int[jax.Array, " B"]
+    sampling: Sampling
+    prompt: Prompt | None
+    drafts: HostDraft | None
+
+
+def read_plan(words: Words, program: Program, limits: Limits) -> Plan:
+    """Views of a plan's fields; floats and seeds are bit-cast."""
+    layout = plan_layout(program, limits)
+    at = {name: _view(words, field) for name, field in layout.fields.items()}
+    return Plan(
+        slots=at["slots"],
+        starts=at["starts"] != 0,
+        draft_from=at["draft_from"],
+        page_table=at["page_table"],
+        restore=at["restore"],
+        save=at["save"],
+        save_at=at["save_at"],
+        sampling=Sampling(**{name: at[name] for name in Sampling._fields}),
+        prompt=_read_prompt(at, program),
+        drafts=_read_drafts(at) if program.host_draft else None,
     )
 
 
-def take(state: DeltaState, index: Int[jax.Array, " B"]) -> DeltaState:
+def _view(words: Words, field: Field) -> jax.Array:
+    part = lax.slice(words, (field.offset,), (field.offset + field.size,))
+    return lax.bitcast_convert_type(part, jnp.dtype(field.dtype)).reshape(field.shape)
+
+
+def _read_prompt(at: Fields, program: Program) -> Prompt | None:
+    if program.work not in (Work.PREFILL, Work.COUNT):
+        return None
+    nothing = jnp.zeros_like(at["save_at"])
+    return Prompt(
+        tokens=at["tokens"],
+        row_starts=at["row_starts"],
+        first_positions=at.get("first_positions", nothing),
+        ends_prompt=at.get("ends_prompt", nothing) != 0,
+        next_tokens=at.get("next_tokens", nothing),
+    )
+
+
+def _read_drafts(at: Fields) -> HostDraft:
+    return HostDraft(
+        tokens=at["draft_tree_tokens"],
+        parents=at["draft_tree_parents"],
+        num_nodes=at["draft_tree_num_nodes"],
+        forced=at["draft_tree_forced"] != 0,
+    )
+
+
+def pack(found: Fields, program: Program, limits: Limits) -> Words:
+    """Lays the fields of a result behind one another; what the work did not give is 0."""
+    parts = []
+    for name, field in result_layout(program, limits).fields.items():
+        value = found.get(name, jnp.zeros(field.shape, field.dtype))
+        flat = value.astype(field.dtype).reshape(-1)
+        parts.append(lax.bitcast_convert_type(flat, jnp.int32))
+    return jnp.concatenate(parts)
+
+
+def start(state: DeviceState, plan: Plan) -> DeviceState:
+    """Resets the slots of starting rows and restores their snapshots.
+
+    What was there is replaced, not multiplied: it may hold a NaN.
+    """
+    state = state._replace(
+        lengths=_reset(plan, state.lengths),
+        newest=_reset(plan, state.newest),
+        seen=_reset(plan, state.seen),
+        delta=_restore(plan, state.delta, state.snapshots),
+    )
+    if state.draft is None:
+        return state
+    draft, held = state.draft, state.draft.draft_from[plan.slots]
+    draft_from = jnp.where(plan.starts, plan.draft_from, held)
+    draft = draft._replace(
+        draft_from=draft.draft_from.at[plan.slots].set(draft_from),
+        relay=jax.tree.map(lambda memory: _reset(plan, memory), draft.relay),
+        delta=_restore(plan, draft.delta, draft.snapshots),
+    )
+    return state._replace(draft=draft)
+
+
+def _reset(plan: Plan, memory: jax.Array) -> jax.Array:
+    """Zeros in the slots of starting rows."""
+    starts = plan.starts.reshape(-1, *[1] * (memory.ndim - 1))
+    rows = jnp.where(starts, jnp.zeros((), memory.dtype), memory[plan.slots])
+    return memory.at[plan.slots].set(rows)
+
+
+def _restore(
+    plan: Plan, states: DeltaState | None, snapshots: DeltaState | None
+) -> DeltaState | None:
+    """Gives starting rows the states of their snapshots, or zeros."""
+    if states is None or snapshots is None:
+        return None
+    held = take(states, plan.slots)
+    zeros = jax.tree.map(jnp.zeros_like, held)
+    restored = select(plan.restore != 0, take(snapshots, plan.restore), zeros)
+    return put(states, plan.slots, select(plan.starts, restored, held))
+
+
+def take(states: DeltaState, index: Int[jax.Array, " B"]) -> DeltaState:
     """The states of some slots or snapshots."""
-    return DeltaState(state.recurrent[:, index], state.window[:, index])
+    return DeltaState(states.recurrent[:, index], states.window[:, index])
 
 
-def put(state: DeltaState, index: Int[jax.Array, " B"], rows: DeltaState) -> DeltaState:
+def put(states: DeltaState, index: Int[jax.Array, " B"], rows: DeltaState) -> DeltaState:
     """Replaces the states of some slots or snapshots."""
     return DeltaState(
-        state.recurrent.at[:, index].set(rows.recurrent),
-        state.window.at[:, index].set(rows.window),
+        states.recurrent.at[:, index].set(rows.recurrent),
+        states.window.at[:, index].set(rows.window),
     )
+
+
+def keep(
+    states: DeltaState,
+    snapshots: DeltaState,
+    plan: Plan,
+    new: DeltaState,
+    saved: DeltaState,
+    is_saved: Bool[jax.Array, " B"],
+) -> tuple[DeltaState, DeltaState]:
+    """Replaces the rows' states, and writes the snapshots that were taken; the sink has others."""
+    places = jnp.where(is_saved, plan.save, 0)
+    return put(states, plan.slots, new), put(snapshots, places, saved)
 
 
 def select(is_first: Bool[jax.Array, " B"], first: DeltaState, second: DeltaState) -> DeltaState:
@@ -172,56 +332,3 @@ def select(is_first: Bool[jax.Array, " B"], first: DeltaState, second: DeltaStat
         return jnp.where(mask, first, second)
 
     return jax.tree.map(pick, first, second)
-
-
-def begun(
-    state: DeviceState,
-    slots: Int[jax.Array, " B"],
-    starts: Bool[jax.Array, " B"],
-    restore: Int[jax.Array, " B"],
-    draft_from: Int[jax.Array, " B"],
-) -> Held:
-    """What the rows' slots hold before the step; what a starting row finds is replaced.
-
-    Args:
-      starts: A row's first step: an earlier owner may have left anything, a NaN as well.
-      restore: Snapshot that a starting row takes its state from; 0 for zeros.
-      draft_from: Where a starting row's whole draft KV begins.
-    """
-    seen = jnp.where(starts[:, None], 0, state.seen[slots])
-    start, draft_delta = None, None
-    if state.draft is not None:
-        start = jnp.where(starts, draft_from, state.draft.start[slots])
-        draft_delta = _begun(state.draft.delta, state.draft.snapshots, slots, starts, restore)
-    delta = _begun(state.delta, state.snapshots, slots, starts, restore)
-    return Held(seen, delta, start, draft_delta)
-
-
-def _begun(
-    states: DeltaState | None,
-    snapshots: DeltaState | None,
-    slots: Int[jax.Array, " B"],
-    starts: Bool[jax.Array, " B"],
-    restore: Int[jax.Array, " B"],
-) -> DeltaState | None:
-    """The rows' recurrent states before the step, of a target or of a drafter."""
-    if states is None or snapshots is None:
-        return None
-    held = take(states, slots)
-    zeros = jax.tree.map(jnp.zeros_like, held)
-    return select(starts, select(restore != 0, take(snapshots, restore), zeros), held)
-
-
-def with_states(
-    state: DeviceState,
-    slots: Int[jax.Array, " B"],
-    after: DeltaState,
-    saved: DeltaState,
-    places: Int[jax.Array, " B"],
-) -> DeviceState:
-    """Writes the rows' states, and snapshots to `places`, which is the sink where none is taken."""
-    assert state.delta is not None  # there are states to write
-    assert state.snapshots is not None
-    return state._replace(
-        delta=put(state.delta, slots, after), snapshots=put(state.snapshots, places, saved)
-    )

@@ -1,180 +1,132 @@
-"""The layers of a model over flat rows: attention on paged KV, gated delta, and the MLP."""
+"""The layers of a model over flat rows: attention on paged KV, the MLP, gated-delta layers."""
 
-from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import attention, gated_delta, layers, mamba_state
-from jax_impl.ops.attention import Rows
-from jax_impl.ops.linear import linear
-from jax_impl.ops.mamba_state import DeltaState, Kept
-from jax_impl.weights import Attention, GatedDelta, Layers
-from shared.models.config import ModelConfig
+from jax_impl.ops import attention, layers, linear, mamba_state
+from jax_impl.ops.attention import KV, Angles, HeadNorms, Heads, Rows
+from jax_impl.ops.linear import Matrix, Stream
+from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
+from jax_impl.weights import Attention, GatedDelta, Layer
+from shared.models.config import GatedDeltaConfig, ModelConfig
 from shared.spec.layers import rotary_frequencies
 
 Hidden = Float[jax.Array, "R hidden"]
-Angles = tuple[Float[jax.Array, "R half"], Float[jax.Array, "R half"]]
-KV = Float[jax.Array, "L 2 P page Hk D"]
-DeltaMixer = Callable[[int, Hidden], Float[jax.Array, "R H V"]]
-"""How a pass runs its gated-delta layers: from a layer's number among its kind and its normed input
-to the outputs before the norm."""
+Place = int | Int[jax.Array, ""]
+"""A layer's number among its kind."""
+
+Left = Any
+"""What one gated-delta layer leaves: its states, or what a replay needs of its nodes."""
+
+
+class DeltaMixer(Protocol):
+    """How a pass runs its gated-delta layers.
+
+    Attributes:
+      left: What each layer left, in their order; a pass adds to it layer by layer.
+    """
+
+    left: list[Left]
+
+    def __call__(
+        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"]
+    ) -> tuple[Float[jax.Array, "R values"], Left]:
+        """From a layer's projected inputs to the heads' outputs after the gated norm."""
+        ...
 
 
 def angles(config: ModelConfig, positions: Int[jax.Array, " R"]) -> Angles:
-    """Cosine and sine of the rotation at each row's position."""
+    """The rotation at each row's position, once for all layers of a pass."""
     frequencies = jnp.asarray(rotary_frequencies(config.rotary))
-    return layers.rotary_angles(positions, frequencies, config.rotary.attention_factor)
+    factor = config.rotary.attention_factor
+    return Angles(*layers.rotary_angles(positions, frequencies, factor))
+
+
+def heads(config: ModelConfig) -> Heads:
+    """How the attention layers' projections are made of heads."""
+    return Heads(config.num_kv_heads, config.head_size, config.attention_gate)
+
+
+def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
+    """The norms of a layer's heads, where the model has them."""
+    if weights.q_norm is None or weights.k_norm is None:
+        return None
+    return HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
 
 
 def attention_layer(
     config: ModelConfig,
-    weights: Attention,
-    layer: int,
-    x: Float[jax.Array, "R inputs"],
-    rows: Rows,
+    layer: Layer,
+    qkv: Float[jax.Array, "R outputs"],
+    stream: Stream,
     turn: Angles,
+    rows: Rows,
     kv: KV,
-) -> tuple[Hidden, KV]:
-    """One attention layer, from the normed input to the output projection.
+    place: Place,
+) -> tuple[Stream, KV]:
+    """A decoder layer with attention, from its projection on; its pools are those at `place`."""
+    assert isinstance(layer.mixer, Attention)
+    norms = head_norms(config, layer.mixer)
+    mixed, kv = attention.mix(qkv, heads(config), norms, turn, rows, kv, place)
+    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), kv
 
-    Args:
-      layer: Place in the stack of weights and of pools.
-      turn: See `angles`.
-      kv: The pools of the stack.
-    """
-    q, k, v, gate = _project(config, linear(x, weights.qkv[layer]))
-    if config.qk_norm:
-        q = layers.rms_norm(q, weights.q_norm[layer], config.rms_eps)
-        k = layers.rms_norm(k, weights.k_norm[layer], config.rms_eps)
-    q, k = layers.apply_rotary(q, *turn), layers.apply_rotary(k, *turn)
-    kv = _write(kv, layer, rows, k, v)
-    out = _attend(q, kv, layer, rows)
-    if gate is not None:
-        out = out * layers.sigmoid(gate)
-    return linear(out.reshape(len(x), -1), weights.out[layer]), kv
+
+def gated_delta_layer(
+    config: ModelConfig,
+    layer: Layer,
+    inputs: Float[jax.Array, "R outputs"],
+    stream: Stream,
+    mixer: DeltaMixer,
+    place: Place,
+) -> tuple[Stream, Left]:
+    """A decoder layer with the gated delta rule, from its projection on."""
+    assert isinstance(layer.mixer, GatedDelta)
+    mixed, left = mixer(place, layer.mixer, inputs)
+    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), left
+
+
+def mlp(config: ModelConfig, layer: Layer, stream: Stream) -> Stream:
+    """The gated MLP with its norm before and the residual behind."""
+    x = linear.gated_product(stream, layer.post_norm, config.rms_eps, layer.mlp.gate_up)
+    return linear.added_product(x, layer.mlp.down, stream)
 
 
 def write_keys(
     config: ModelConfig,
-    weights: Attention,
-    layer: int,
+    layer: Layer,
     x: Float[jax.Array, "R inputs"],
-    rows: Rows,
     turn: Angles,
+    rows: Rows,
     kv: KV,
+    place: Place,
 ) -> KV:
-    """Writes the keys and values of one layer's rows, which nothing queries; see `attention_layer`.
+    """Writes the keys and values of one layer's rows, which nothing queries.
 
     For a model with norms of its keys.
     """
-    keys = config.num_kv_heads * config.head_size
-    k, v = jnp.split(linear(x, weights.qkv[layer][-2 * keys :]), 2, axis=1)
-    k, v = (part.reshape(len(x), -1, config.head_size) for part in (k, v))
-    k = layers.rms_norm(k, weights.k_norm[layer], config.rms_eps)
-    return _write(kv, layer, rows, layers.apply_rotary(k, *turn), v)
+    keys, norms = config.num_kv_heads * config.head_size, head_norms(config, layer.mixer)
+    assert norms is not None  # the model has them
+    projected = linear.product(x, Matrix(layer.mixer.inputs.values[-2 * keys :]))
+    return attention.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
 
 
-def _project(
-    config: ModelConfig, qkv: Float[jax.Array, "R out"]
-) -> tuple[
-    Float[jax.Array, "R Hq D"],
-    Float[jax.Array, "R Hk D"],
-    Float[jax.Array, "R Hk D"],
-    Float[jax.Array, "R Hq D"] | None,
-]:
-    """Takes the fused projection apart: queries, keys, values, and the gate where there is one."""
-    R, D, keys = len(qkv), config.head_size, config.num_kv_heads * config.head_size
-    queries = qkv.shape[1] - 2 * keys
-    q, k, v = jnp.split(qkv, [queries, queries + keys], axis=1)
-    k, v = k.reshape(R, -1, D), v.reshape(R, -1, D)
-    if not config.attention_gate:
-        return q.reshape(R, -1, D), k, v, None
-    pairs = q.reshape(R, config.num_heads, 2, D)  # per head its query rows, then its gate rows
-    return pairs[:, :, 0], k, v, pairs[:, :, 1]
+def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:
+    """What a gated-delta layer holds besides its two matrices."""
+    return DeltaWeights(
+        conv=weights.conv,
+        a_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        norm=weights.norm,
+        eps=config.rms_eps,
+    )
 
 
-def _write(
-    kv: KV, layer: int, rows: Rows, k: Float[jax.Array, "R Hk D"], v: Float[jax.Array, "R Hk D"]
-) -> KV:
-    """Writes into the stack as one long pool, so that no layer's pool is copied out and back.
-
-    Keys and values are written at once: between two writes a read of the first would keep a copy
-    of the whole pool alive.
-    """
-    num_pages, requests = kv.shape[2], len(rows.page_table)
-    pool = kv.reshape(-1, *kv.shape[3:])
-    first = 2 * layer * num_pages
-    tables = jnp.concatenate([rows.page_table + first, rows.page_table + first + num_pages])
-    request = jnp.concatenate([rows.request, rows.request + requests])
-    places, is_real = jnp.tile(rows.places, 2), jnp.tile(rows.is_real, 2)
-    pool = attention.write(pool, tables, request, places, is_real, jnp.concatenate([k, v]))
-    return pool.reshape(kv.shape)
-
-
-def _attend(
-    q: Float[jax.Array, "R Hq D"], kv: KV, layer: int, rows: Rows
-) -> Float[jax.Array, "R Hq D"]:
-    """Reads the stack as one long pool, so that no layer's pool is copied for a kernel."""
-    pool, num_pages = kv.reshape(-1, *kv.shape[3:]), kv.shape[2]
-    sees = (rows.page_table, rows.request, rows.row_starts, rows.first, rows.until, rows.window)
-    offsets = (2 * layer * num_pages, (2 * layer + 1) * num_pages)
-    return attention.attend(q, pool, pool, *sees, rows.most_rows, *offsets)
-
-
-def commit_window(
-    kv: KV,
-    page_table: Int[jax.Array, "B table"],
-    lengths: Int[jax.Array, " B"],
-    path: Int[jax.Array, "B W"],
-    counts: Int[jax.Array, " B"],
-) -> KV:
-    """Moves an accepted path to the front of the window in every pool of a stack."""
-    pool = kv.reshape(-1, *kv.shape[3:])
-    for i in range(kv.shape[0] * 2):
-        table = page_table + i * kv.shape[2]
-        pool = attention.commit_window(pool, table, lengths, path, counts)
-    return pool.reshape(kv.shape)
-
-
-def mlp(weights: Layers, layer: int, x: Hidden) -> Hidden:
-    """The gated MLP of one layer of a stack."""
-    return layers.gated_mlp(x, weights.gate_up[layer], weights.down[layer])
-
-
-def gated_delta_layer(
-    config: ModelConfig, weights: GatedDelta, layer: int, x: Hidden, mixer: DeltaMixer
-) -> Hidden:
-    """One gated-delta layer, from the normed input to the output projection."""
-    out = mixer(layer, x)
-    z = linear(x, weights.z[layer]).reshape(out.shape)
-    gated = gated_delta.gated_norm(out, z, weights.norm[layer], config.rms_eps)
-    return linear(gated.reshape(len(x), -1), weights.out[layer])
-
-
-class _DeltaInputs:
-    """What every way of running gated-delta layers computes of the rows."""
-
-    def __init__(self, config: ModelConfig, weights: GatedDelta) -> None:
-        self._sizes, self._weights = config.gated_delta, weights
-
-    def conv_inputs(self, layer: int, x: Hidden) -> Float[jax.Array, "R C"]:
-        return linear(x, self._weights.qkv[layer])
-
-    def gates(
-        self, layer: int, x: Hidden
-    ) -> tuple[Float[jax.Array, "R H"], Float[jax.Array, "R H"]]:
-        b, a = jnp.split(linear(x, self._weights.ba[layer]), 2, axis=1)
-        return gated_delta.gates(b, a, self._weights.a_log[layer], self._weights.dt_bias[layer])
-
-    def qkv(
-        self, layer: int, windows: Float[jax.Array, "R 3 C"], inputs: Float[jax.Array, "R C"]
-    ) -> tuple[Float[jax.Array, "R H K"], Float[jax.Array, "R H K"], Float[jax.Array, "R H V"]]:
-        sizes = self._sizes
-        channels = mamba_state.conv(windows, inputs, self._weights.conv[layer])
-        heads = (sizes.num_key_heads, sizes.num_value_heads)
-        return gated_delta.split(channels, *heads, sizes.key_size)
+def _sizes(config: ModelConfig) -> GatedDeltaConfig:
+    assert config.gated_delta is not None  # a model with such layers has their sizes
+    return config.gated_delta
 
 
 class Chunks:
@@ -183,42 +135,63 @@ class Chunks:
     def __init__(
         self,
         config: ModelConfig,
-        weights: GatedDelta,
         state: DeltaState,
-        request: Int[jax.Array, " T"],
         row_starts: Int[jax.Array, " B1"],
+        rows: Rows,
         save_after: Int[jax.Array, " B"],
     ) -> None:
-        self._inputs, self._state = _DeltaInputs(config, weights), state
-        self._request, self._row_starts, self._save_after = request, row_starts, save_after
-        self._places = jnp.arange(len(request), dtype=jnp.int32) - row_starts[request]
-        self._after: list[DeltaState] = []
-        self._saved: list[DeltaState] = []
+        self._config, self._state, self._rows = config, state, rows
+        self._row_starts, self._save_after = row_starts, save_after
+        self.left: list[tuple[DeltaState, DeltaState]] = []
 
-    def __call__(self, layer: int, x: Hidden) -> Float[jax.Array, "R H V"]:
-        """As a `DeltaMixer`."""
-        inputs = self._inputs.conv_inputs(layer, x)
-        window, row_starts = self._state.window[layer], self._row_starts
-        windows = mamba_state.chain_windows(window, inputs, self._request, self._places)
-        qkv = self._inputs.qkv(layer, windows, inputs)
-        gates, state = self._inputs.gates(layer, x), self._state.recurrent[layer]
-        after, out, saved = gated_delta.chunked(state, *qkv, *gates, row_starts, self._save_after)
-        lengths = row_starts[1:] - row_starts[:-1]
-        ends = (
-            mamba_state.chain_end(window, inputs, row_starts, taken)
-            for taken in (lengths, jnp.clip(self._save_after, 0, lengths))
+    def __call__(
+        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"]
+    ) -> tuple[Float[jax.Array, "R values"], Left]:
+        out, new, saved = mamba_state.mix_chunks(
+            inputs=inputs,
+            weights=delta_weights(self._config, weights),
+            sizes=_sizes(self._config),
+            recurrent=self._state.recurrent[place],
+            window=self._state.window[place],
+            row_starts=self._row_starts,
+            request=self._rows.request,
+            save_after=self._save_after,
         )
-        self._after.append(DeltaState(after, next(ends)))
-        self._saved.append(DeltaState(saved, next(ends)))
-        return out
+        return out, (new, saved)
 
-    def after(self) -> DeltaState:
-        """The states after the rows, of all layers."""
-        return _stacked(self._after)
+    @property
+    def new(self) -> DeltaState:
+        """The states of all layers after the rows."""
+        return mamba_state.joined([new for new, _ in self.left])
 
+    @property
     def saved(self) -> DeltaState:
-        """The states after `save_after` rows, where that is the end of a chunk."""
-        return _stacked(self._saved)
+        """The states of all layers after `save_after` rows, where that is the end of a chunk."""
+        return mamba_state.joined([saved for _, saved in self.left])
+
+
+class OneToken:
+    """Gated-delta layers of plain decoding: one token a request, and the state moves with it."""
+
+    def __init__(self, config: ModelConfig, state: DeltaState) -> None:
+        self._config, self._state = config, state
+        self.left: list[DeltaState] = []
+
+    def __call__(
+        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"]
+    ) -> tuple[Float[jax.Array, "R values"], Left]:
+        return mamba_state.mix_step(
+            inputs=inputs,
+            weights=delta_weights(self._config, weights),
+            sizes=_sizes(self._config),
+            recurrent=self._state.recurrent[place],
+            window=self._state.window[place],
+        )
+
+    @property
+    def new(self) -> DeltaState:
+        """The states of all layers after the token."""
+        return mamba_state.joined(self.left)
 
 
 class Tree:
@@ -227,57 +200,32 @@ class Tree:
     def __init__(
         self,
         config: ModelConfig,
-        weights: GatedDelta,
         state: DeltaState,
         parents: Int[jax.Array, "B N"] | None,
         row_of: Int[jax.Array, "B N"],
         request: Int[jax.Array, " R"],
         node: Int[jax.Array, " R"],
     ) -> None:
-        self._inputs, self._state = _DeltaInputs(config, weights), state
-        self._parents, self._row_of = parents, row_of
-        self._request, self._node = request, node
-        self._kept: list[Kept] = []
+        """`parents` is None where all trees are chains."""
+        self._config, self._state, self._parents = config, state, parents
+        self._row_of, self._request, self._node = row_of, request, node
+        self.left: list[Kept] = []
 
-    def __call__(self, layer: int, x: Hidden) -> Float[jax.Array, "R H V"]:
-        """As a `DeltaMixer`."""
-        inputs = self._inputs.conv_inputs(layer, x)[self._row_of]  # [B, N, C]
-        windows = mamba_state.tree_windows(self._state.window[layer], inputs, self._parents)
-        B, N, C = inputs.shape
-        flat = self._inputs.qkv(layer, windows.reshape(B * N, -1, C), inputs.reshape(B * N, C))
-        q, k, v = (part.reshape(B, N, *part.shape[1:]) for part in flat)
-        log_decay, beta = (gate[self._row_of] for gate in self._inputs.gates(layer, x))
-        self._kept.append(Kept(k, v, log_decay, beta, inputs))
-        recurrent = self._state.recurrent[layer]
-        out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, self._parents)
-        return out[self._request, self._node]
+    def __call__(
+        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"]
+    ) -> tuple[Float[jax.Array, "R values"], Left]:
+        return mamba_state.mix_tree(
+            inputs=inputs,
+            weights=delta_weights(self._config, weights),
+            sizes=_sizes(self._config),
+            recurrent=self._state.recurrent[place],
+            window=self._state.window[place],
+            parents=self._parents,
+            row_of=self._row_of,
+            request=self._request,
+            node=self._node,
+        )
 
     def kept(self) -> Kept:
-        """The kept inputs of all layers, stacked."""
-        return jax.tree.map(lambda *layers: jnp.stack(layers), *self._kept)
-
-
-class Single:
-    """Gated-delta layers of a plain step: one row per request, its state carried on."""
-
-    def __init__(self, config: ModelConfig, weights: GatedDelta, state: DeltaState) -> None:
-        self._inputs, self._state = _DeltaInputs(config, weights), state
-        self._after: list[DeltaState] = []
-
-    def __call__(self, layer: int, x: Hidden) -> Float[jax.Array, "R H V"]:
-        """As a `DeltaMixer`."""
-        inputs, window = self._inputs.conv_inputs(layer, x), self._state.window[layer]
-        qkv = self._inputs.qkv(layer, window, inputs)
-        gates = self._inputs.gates(layer, x)
-        after, out = gated_delta.step(self._state.recurrent[layer], *qkv, *gates)
-        following = jnp.concatenate([window[:, 1:], inputs[:, None]], axis=1)
-        self._after.append(DeltaState(after, following))
-        return out
-
-    def after(self) -> DeltaState:
-        """The states after the rows, of all layers."""
-        return _stacked(self._after)
-
-
-def _stacked(states: list[DeltaState]) -> DeltaState:
-    return jax.tree.map(lambda *layers: jnp.stack(layers), *states)
+        """The kept inputs of all layers."""
+        return mamba_state.joined(self.left)

@@ -1,56 +1,65 @@
 """What all kinds of step work with, and what more than one of them does."""
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl import device_state
-from jax_impl.device_state import DeviceState, Held
-from jax_impl.drafters import Drafter
+from jax_impl.device_state import DeviceState, Fields, Plan
+from jax_impl.drafters import Drafter, Ranking
+from jax_impl.model import Model
 from jax_impl.ops import sampling
-from jax_impl.weights import Model
-from shared.boundary.backend import Limits
-from shared.models.config import ModelConfig
-
-Fields = dict[str, jax.Array]
+from shared.boundary.backend import Limits, Program, Work
 
 
 class Machine(NamedTuple):
-    """What all steps of a backend have in common."""
+    """All that a step works with beside the state.
 
-    config: ModelConfig
-    limits: Limits
-    weights: Model
+    Attributes:
+      model: The target.
+      drafter: None without one.
+      limits: What exists.
+    """
+
+    model: Model
     drafter: Drafter | None
+    limits: Limits
 
-    @property
-    def has_relay(self) -> bool:
-        """Whether extending the drafter ranks candidates, for which it needs noise."""
-        return self.drafter is not None and self.drafter.sizes.has_relay
+    def feeds(self, program: Program) -> bool:
+        """Whether the drafter follows a step; plain decoding leaves a hole in its KV instead."""
+        is_prefill = program.work is Work.PREFILL
+        return self.drafter is not None and (is_prefill or not program.shape.is_plain)
+
+    def samples(self, program: Program) -> bool:
+        """Whether a step samples its drafts from the drafter, to be judged by a rejection rule."""
+        return program.drafts_on_device and self.limits.accept_rule != "match"
+
+    def streams(self, program: Program) -> tuple[int, ...]:
+        """The residual streams that a step keeps for the drafter."""
+        return self.drafter.streams if self.drafter is not None and self.feeds(program) else ()
 
 
-def held_by(state: DeviceState, plan: SimpleNamespace) -> Held:
-    rows = (plan.slots, plan.starts != 0, plan.restore, plan.draft_from)
-    return device_state.begun(state, *rows)
+def ranking(
+    machine: Machine,
+    state: DeviceState,
+    plan: Plan,
+    lengths: Int[jax.Array, " B"],
+    width: int,
+    is_sampled: bool,
+) -> Ranking:
+    """How candidates are ranked after `lengths` committed tokens."""
+    return Ranking(plan.sampling, state.seen, plan.slots, lengths, width, is_sampled)
 
 
 def logprobs_of(
+    machine: Machine,
+    program: Program,
     logits: Float[jax.Array, "B W vocab"],
     tokens: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
-    top: int,
 ) -> Fields:
-    """Logprobs of the emitted tokens and the best ones; 0 past the counts."""
-    B, W, vocab = logits.shape
-    flat = logits.reshape(B * W, vocab)
-    is_emitted = jnp.arange(W) < counts[:, None]
-    chosen = sampling.logprobs(flat, tokens.reshape(-1)).reshape(B, W)
-    ids, values = (x.reshape(B, W, top) for x in sampling.top_logprobs(flat, top))
-    return {
-        "chosen": jnp.where(is_emitted, chosen, 0),
-        "top_ids": jnp.where(is_emitted[:, :, None], ids, 0),
-        "top_values": jnp.where(is_emitted[:, :, None], values, 0),
-    }
+    """The logprobs among a result's fields; none where the program reports none."""
+    if not program.logprobs:
+        return {}
+    found = sampling.reported(logits, tokens, counts, machine.limits.max_logprobs)
+    return dict(zip(("chosen", "top_ids", "top_values"), found, strict=True))

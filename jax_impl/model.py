@@ -5,12 +5,19 @@ from typing import NamedTuple
 import jax
 from jaxtyping import Float, Int
 
-from jax_impl import layers
-from jax_impl.layers import KV, DeltaMixer, Hidden
-from jax_impl.ops.attention import Rows
-from jax_impl.ops.layers import rms_norm
-from jax_impl.ops.linear import linear_float32
-from jax_impl.weights import Model
+from jax_impl.layers import (
+    DeltaMixer,
+    Hidden,
+    Left,
+    Place,
+    angles,
+    attention_layer,
+    gated_delta_layer,
+)
+from jax_impl.ops import layers, linear
+from jax_impl.ops.attention import KV, Rows
+from jax_impl.ops.linear import Matrix, Stream
+from jax_impl.weights import Layer, Weights
 from shared.models.config import ModelConfig
 
 
@@ -19,7 +26,7 @@ class Forward(NamedTuple):
 
     Attributes:
       hidden: After the final norm.
-      streams: The residual stream that enters each layer, and the one that leaves the last.
+      streams: The residual streams that were kept.
       kv: The pools with the rows' keys and values.
     """
 
@@ -27,39 +34,82 @@ class Forward(NamedTuple):
     streams: tuple[Hidden, ...]
     kv: KV
 
-    def at(self, rows: Int[jax.Array, " R"]) -> "Forward":
-        """What the pass gave of some rows."""
+    def at(self, rows: Int[jax.Array, " some"]) -> "Forward":
+        """What the pass gave for some of its rows."""
         return Forward(self.hidden[rows], tuple(x[rows] for x in self.streams), self.kv)
 
 
+class Block(NamedTuple):
+    """A decoder layer of a model; `place` counts the layers of its kind."""
+
+    kind: str
+    place: int
+    layer: Layer
+
+
+class Model(NamedTuple):
+    """A model on a device: its settings, its weights and its blocks."""
+
+    config: ModelConfig
+    weights: Weights
+    blocks: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, config: ModelConfig, weights: Weights) -> "Model":
+        """Binds weights to their settings."""
+        kinds, blocks = config.layer_kinds, []
+        for number, kind in enumerate(kinds):
+            place = kinds[:number].count(kind)
+            blocks.append(Block(kind, place, weights.layers.layer(number, kind, place)))
+        return cls(config, weights, tuple(blocks))
+
+
 def forward(
-    config: ModelConfig,
-    weights: Model,
-    kv: KV,
-    rows: Rows,
+    model: Model,
     tokens: Int[jax.Array, " R"],
+    rows: Rows,
+    kv: KV,
     mixer: DeltaMixer | None,
+    kept_streams: tuple[int, ...],
 ) -> Forward:
-    """Runs all layers; which rows see which is said by `rows`, how states run by `mixer`."""
-    stack, eps = weights.layers, config.rms_eps
-    turn = layers.angles(config, rows.positions)
-    x = weights.embed[...][tokens]
-    streams, of_kind = [x], {"attention": 0, "gated_delta": 0}
-    for layer, kind in enumerate(config.layer_kinds):
-        y = rms_norm(x, stack.input_norm[layer], eps)
-        place = of_kind[kind]
-        if kind == "attention":
-            out, kv = layers.attention_layer(config, stack.attention, place, y, rows, turn, kv)
+    """Runs all layers over flat rows and writes their KV.
+
+    Args:
+      tokens: The token of each row.
+      rows: Where the rows stand and what they see.
+      kv: The pools of the attention layers.
+      mixer: Runs the gated-delta layers; None for a model without them.
+      kept_streams: Residual streams to keep, ascending: number i is what enters layer i.
+    """
+    config, eps = model.config, model.config.rms_eps
+    turn = angles(config, rows.positions)
+
+    # Traced and lowered once for all blocks of a kind, which differ in their arrays alone.
+    @jax.jit
+    def attention_block(layer: Layer, stream: Stream, kv: KV, place: Place) -> tuple[Stream, KV]:
+        qkv = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
+        return attention_layer(config, layer, qkv, stream, turn, rows, kv, place)
+
+    @jax.jit
+    def delta_block(layer: Layer, stream: Stream, place: Place) -> tuple[Stream, Left]:
+        assert mixer is not None  # the caller has one for a model with such layers
+        inputs = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
+        return gated_delta_layer(config, layer, inputs, stream, mixer, place)
+
+    stream = Stream(model.weights.embed[...][tokens])
+    streams = [stream.rows]
+    for block in model.blocks:
+        if block.kind == "attention":
+            stream, kv = attention_block(block.layer, stream, kv, block.place)
         else:
-            assert mixer is not None  # the caller has one for a model with such layers
-            out = layers.gated_delta_layer(config, stack.gated_delta, place, y, mixer)
-        of_kind[kind] += 1
-        x = x + out
-        x = x + layers.mlp(stack, layer, rms_norm(x, stack.post_attention_norm[layer], eps))
-        streams.append(x)
-    return Forward(rms_norm(x, weights.final_norm[...], eps), tuple(streams), kv)
+            assert mixer is not None
+            stream, left = delta_block(block.layer, stream, block.place)
+            mixer.left.append(left)
+        streams.append(stream.rows)
+    hidden = layers.rms_norm(stream.rows, model.weights.final_norm[...], eps)
+    return Forward(hidden, tuple(streams[i] for i in kept_streams), kv)
 
 
-def logits(weights: Model, hidden: Hidden) -> Float[jax.Array, "R vocab"]:
+def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R vocab"]:
     """Scores of the next token, float32."""
-    return linear_float32(hidden, weights.head[...])
+    return linear.product_float32(hidden, Matrix(model.weights.head[...]))

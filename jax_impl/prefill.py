@@ -1,143 +1,127 @@
 """Steps over prompts: chunks of them are fed, or tokens counted that a cache hit spares."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jax_impl import device_state, layers, model
-from jax_impl.device_state import DeviceState, Held
-from jax_impl.drafters import Drafter, Fed, Ranking
-from jax_impl.machine import Fields, Machine, held_by, logprobs_of
-from jax_impl.ops import attention, draft_tree, sampling
-from jax_impl.ops.attention import Rows
+from jax_impl import model
+from jax_impl.device_state import DeviceState, Fields, Plan, keep, start, take
+from jax_impl.drafters import Fed, Prompts
+from jax_impl.layers import Chunks
+from jax_impl.machine import Machine, logprobs_of, ranking
+from jax_impl.model import Forward
+from jax_impl.ops import draft_tree, mamba_state, sampling, slots
 from shared.boundary.backend import Program
-from shared.spec.gated_delta import CHUNK
-
-
-def prefill(
-    program: Program, machine: Machine, state: DeviceState, plan: SimpleNamespace
-) -> tuple[DeviceState, Fields]:
-    held, slots, how = held_by(state, plan), plan.slots, plan.sampling
-    num_tokens = plan.row_starts[1:] - plan.row_starts[:-1]
-    lengths = plan.first_positions + num_tokens
-    rows = attention.causal_rows(
-        plan.row_starts,
-        plan.first_positions,
-        jnp.zeros_like(slots),
-        plan.page_table,
-        program.tokens,
-        program.tokens,
-    )
-    passed, state, is_taken = _read_prompt(machine, state, plan, held, rows, num_tokens)
-    last = jnp.maximum(plan.row_starts[1:] - 1, 0)
-    logits = model.logits(machine.weights, passed.hidden[last])
-    seen = _prompt_seen(plan, held, rows)
-    noise = sampling.gumbel_levels(how, lengths, 1 + machine.has_relay, seen.shape[1])
-    scores = sampling.processed(logits, seen, lengths, how, None)
-    chosen = sampling.choose(scores, noise[:, 0], how.temperature)
-    ends = plan.ends_prompt != 0
-    newest = jnp.where(ends, chosen, plan.next_tokens)
-    everyone = jnp.arange(len(slots)), newest, lengths, jnp.ones(len(slots), bool)
-    seen = sampling.counted(seen, *everyone, how.prompt_length)
-    state = state._replace(
-        lengths=state.lengths.at[slots].set(lengths),
-        newest=state.newest.at[slots].set(newest),
-        seen=state.seen.at[slots].set(seen),
-    )
-    if machine.drafter is not None:
-        ranked = (Ranking(how, seen, lengths, None), noise[:, -1])
-        state = _feed_prompt(machine.drafter, state, plan, held, rows, newest, passed, *ranked)
-    failed = ~jnp.isfinite(logits).all(axis=1)
-    counts = (ends & ~failed & (slots != 0)).astype(jnp.int32)
-    tokens = jnp.where(counts > 0, newest, 0)[:, None]
-    result = {"tokens": tokens, "counts": counts, "failed": failed, "saved": is_taken}
-    result |= {"drafts": newest[:, None], "num_nodes": jnp.ones_like(newest)}
-    if program.logprobs:
-        result |= logprobs_of(logits[:, None], tokens, counts, machine.limits.max_logprobs)
-    return state, result
-
-
-def _read_prompt(
-    machine: Machine,
-    state: DeviceState,
-    plan: SimpleNamespace,
-    held: Held,
-    rows: Rows,
-    num_tokens: Int[jax.Array, " B"],
-) -> tuple[model.Forward, DeviceState, Bool[jax.Array, " B"]]:
-    """Runs the target over the chunks and carries states on; says which snapshots were taken.
-
-    A snapshot is taken at the end of a chunk of the delta rule, or of the row; no other place has
-    a state of its own.
-    """
-    save_after = plan.save_at - plan.first_positions
-    is_taken = (plan.save != 0) & (save_after > 0) & (save_after <= num_tokens)
-    is_taken &= (save_after % CHUNK == 0) | (save_after == num_tokens)
-    mixer = None
-    if held.delta is not None:
-        stack = machine.weights.layers.gated_delta
-        where = (rows.request, plan.row_starts, save_after)
-        mixer = layers.Chunks(machine.config, stack, held.delta, *where)
-    passed = model.forward(machine.config, machine.weights, state.kv, rows, plan.tokens, mixer)
-    state = state._replace(kv=passed.kv)
-    if mixer is not None:
-        states, places = (mixer.after(), mixer.saved()), jnp.where(is_taken, plan.save, 0)
-        state = device_state.with_states(state, plan.slots, *states, places)
-    return passed, state, is_taken
-
-
-def _prompt_seen(plan: SimpleNamespace, held: Held, rows: Rows) -> Int[jax.Array, "B vocab"]:
-    """What was seen, the chunks' tokens counted.
-
-    The token before a row's first said that it would be next, so the first is counted already.
-    """
-    place = rows.positions - plan.first_positions[rows.request]
-    is_counted = rows.is_real & ((plan.starts != 0)[rows.request] | (place > 0))
-    counting = (rows.request, plan.tokens, rows.positions, is_counted)
-    return sampling.counted(held.seen, *counting, plan.sampling.prompt_length)
-
-
-def _feed_prompt(
-    drafter: Drafter,
-    state: DeviceState,
-    plan: SimpleNamespace,
-    held: Held,
-    rows: Rows,
-    newest: Int[jax.Array, " B"],
-    passed: model.Forward,
-    ranking: Ranking,
-    noise: Float[jax.Array, "B vocab"],
-) -> DeviceState:
-    """Extends the drafter over the chunks: each row with the token after it."""
-    is_last = jnp.arange(len(plan.tokens)) + 1 == plan.row_starts[rows.request + 1]
-    following = jnp.where(is_last, newest[rows.request], jnp.roll(plan.tokens, -1))
-    rows, last = rows._replace(first=held.start[rows.request]), plan.row_starts[1:] - 1
-    fed = Fed(rows, plan.tokens, following, passed, jnp.maximum(last, 0))
-    memory = state.draft._replace(start=state.draft.start.at[plan.slots].set(held.start))
-    return state._replace(draft=drafter.prefill(memory, plan, held, fed, ranking, noise))
 
 
 def count_tokens(
-    program: Program, machine: Machine, state: DeviceState, plan: SimpleNamespace
+    machine: Machine, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Adds tokens from position 0 on to `seen`; of a starting row it resets everything first."""
-    held, slots = held_by(state, plan), plan.slots
-    num_tokens = plan.row_starts[1:] - plan.row_starts[:-1]
+    state, prompt = start(state, plan), plan.prompt
+    assert prompt is not None  # a count has one
+    num_tokens = prompt.row_starts[1:] - prompt.row_starts[:-1]
     _, request, place, is_real = draft_tree.flatten(num_tokens, program.tokens)
-    counting = (request, plan.tokens, place, is_real, plan.sampling.prompt_length)
-    seen = sampling.counted(held.seen, *counting)
-    lengths = jnp.where(plan.starts != 0, 0, state.lengths[slots])
+    is_output = place >= plan.sampling.prompt_length[request]
+    seen = slots.count(state.seen, plan.slots[request], prompt.tokens, is_output, is_real)
+    return state._replace(seen=seen), {"counts": jnp.zeros_like(plan.slots)}
+
+
+def prefill(
+    machine: Machine, state: DeviceState, plan: Plan, program: Program
+) -> tuple[DeviceState, Fields]:
+    """Feeds chunks of prompts, and chooses the first token of those that end."""
+    state, prompt = start(state, plan), plan.prompt
+    assert prompt is not None  # a prefill has one
+    prompts = Prompts.of(plan, program)
+    passed, state, saved = _read_prompts(machine, state, plan, program, prompts)
+    state = _count_prompts(machine, state, plan, prompts)
+    logits = model.logits(machine.model, passed.hidden[prompts.last])
+    chosen = _choose_next(machine, state, plan, logits, prompts.lengths)
+    newest = jnp.where(prompt.ends_prompt, chosen, prompt.next_tokens)
+    is_row = plan.slots != 0
+    is_output = prompts.lengths >= plan.sampling.prompt_length
     state = state._replace(
-        seen=state.seen.at[slots].set(seen), lengths=state.lengths.at[slots].set(lengths)
+        lengths=state.lengths.at[plan.slots].set(prompts.lengths),
+        newest=state.newest.at[plan.slots].set(newest),
+        seen=slots.count(state.seen, plan.slots, newest, is_output, is_row),
     )
-    if held.delta is not None:
-        state = state._replace(delta=device_state.put(state.delta, slots, held.delta))
-    if held.start is not None:
-        start = state.draft.start.at[slots].set(held.start)
-        draft = state.draft._replace(start=start)
-        if held.draft_delta is not None:
-            draft = draft._replace(delta=device_state.put(draft.delta, slots, held.draft_delta))
-        state = state._replace(draft=draft)
-    return state, {}
+    if machine.feeds(program):
+        state = _feed_prompts(machine, state, plan, prompts, passed, newest)
+    failed = ~jnp.isfinite(logits).all(axis=1)
+    counts = (prompt.ends_prompt & ~failed & is_row).astype(jnp.int32)
+    tokens = jnp.where(counts > 0, newest, 0)[:, None]
+    found = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
+    found |= {"drafts": newest[:, None], "num_nodes": jnp.ones_like(newest)}
+    return state, found | logprobs_of(machine, program, logits[:, None], tokens, counts)
+
+
+def _count_prompts(
+    machine: Machine, state: DeviceState, plan: Plan, prompts: Prompts
+) -> DeviceState:
+    """Counts the chunks' tokens, but for those that were their slot's newest token already."""
+    rows = prompts.rows
+    was_newest = (rows.positions == prompts.first[rows.request]) & ~plan.starts[rows.request]
+    is_output = rows.positions >= plan.sampling.prompt_length[rows.request]
+    is_counted = rows.is_real & ~was_newest
+    owners = plan.slots[rows.request]
+    return state._replace(
+        seen=slots.count(state.seen, owners, prompts.tokens, is_output, is_counted)
+    )
+
+
+def _feed_prompts(
+    machine: Machine,
+    state: DeviceState,
+    plan: Plan,
+    prompts: Prompts,
+    passed: Forward,
+    newest: Int[jax.Array, " B"],
+) -> DeviceState:
+    """Extends the drafter over the chunks, each row with the token after it."""
+    assert machine.drafter is not None  # there is one to feed
+    assert state.draft is not None
+    rows, draft_from = prompts.rows, state.draft.draft_from[plan.slots]
+    is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[rows.request + 1]
+    following = jnp.where(is_last, newest[rows.request], jnp.roll(prompts.tokens, -1))
+    rows = rows._replace(first=draft_from[rows.request])
+    rank = ranking(machine, state, plan, prompts.lengths, machine.limits.max_width, False)
+    fed = Fed(rows, prompts.tokens, following, passed, prompts.last)
+    memory = machine.drafter.prefill(state.draft, plan, prompts, fed, rank)
+    return state._replace(draft=memory)
+
+
+def _read_prompts(
+    machine: Machine, state: DeviceState, plan: Plan, program: Program, prompts: Prompts
+) -> tuple[Forward, DeviceState, Bool[jax.Array, " B"]]:
+    """Runs the target over the chunks and carries its states on; says which were saved."""
+    streams, mixer = machine.streams(program), None
+    save_after = plan.save_at - prompts.first
+    if state.delta is not None:
+        held = take(state.delta, plan.slots)
+        mixer = Chunks(machine.model.config, held, prompts.row_starts, prompts.rows, save_after)
+    passed = model.forward(machine.model, prompts.tokens, prompts.rows, state.kv, mixer, streams)
+    state = state._replace(kv=passed.kv)
+    is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
+    is_saved &= plan.save != 0
+    if mixer is not None:
+        assert state.delta is not None
+        assert state.snapshots is not None
+        delta, snapshots = keep(
+            state.delta, state.snapshots, plan, mixer.new, mixer.saved, is_saved
+        )
+        state = state._replace(delta=delta, snapshots=snapshots)
+    return passed, state, is_saved
+
+
+def _choose_next(
+    machine: Machine,
+    state: DeviceState,
+    plan: Plan,
+    logits: Float[jax.Array, "B vocab"],
+    lengths: Int[jax.Array, " B"],
+) -> Int[jax.Array, " B"]:
+    """The target's token after the chunks."""
+    seen = sampling.seen_alone(state.seen, plan.slots)
+    request = jnp.arange(len(lengths))
+    return sampling.choose(logits, seen, lengths, plan.sampling, request, None)

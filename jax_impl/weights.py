@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Shaped
+from jaxtyping import Float, Shaped
 
+from jax_impl.ops.linear import Matrix
 from shared.drafts import checkpoint as draft_checkpoint
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint, parameters
@@ -22,23 +23,80 @@ from shared.models.config import ModelConfig
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
 
-class Attention(nnx.Module):
+class Attention(NamedTuple):
+    """An attention layer; the norms are None in a model without them."""
+
+    inputs: Matrix
+    out: Matrix
+    q_norm: Float[jax.Array, " D"] | None
+    k_norm: Float[jax.Array, " D"] | None
+
+
+class GatedDelta(NamedTuple):
+    """A gated-delta layer."""
+
+    inputs: Matrix
+    conv: Float[jax.Array, "C 4"]
+    a_log: Float[jax.Array, " H"]
+    dt_bias: Float[jax.Array, " H"]
+    norm: Float[jax.Array, " V"]
+    out: Matrix
+
+
+class Mlp(NamedTuple):
+    """A gated MLP; `gate_up` holds the gate's rows, then those of up."""
+
+    gate_up: Matrix
+    down: Matrix
+
+
+class Layer(NamedTuple):
+    """A decoder layer; that of an EAGLE head has no norm of its input."""
+
+    input_norm: Float[jax.Array, " hidden"] | None
+    mixer: Attention | GatedDelta
+    post_norm: Float[jax.Array, " hidden"]
+    mlp: Mlp
+
+
+class AttentionStack(nnx.Module):
     """The attention layers of a stack."""
 
     def __init__(self, arrays: Arrays, prefix: str) -> None:
-        self.qkv = nnx.Param(arrays[f"{prefix}qkv"])
+        self.inputs = nnx.Param(arrays[f"{prefix}inputs"])
         self.out = nnx.Param(arrays[f"{prefix}out"])
         if f"{prefix}q_norm" in arrays:
             self.q_norm = nnx.Param(arrays[f"{prefix}q_norm"])
             self.k_norm = nnx.Param(arrays[f"{prefix}k_norm"])
 
+    def layer(self, place: int) -> Attention:
+        """One of them."""
+        has_norms = hasattr(self, "q_norm")
+        return Attention(
+            inputs=Matrix(self.inputs[place]),
+            out=Matrix(self.out[place]),
+            q_norm=self.q_norm[place] if has_norms else None,
+            k_norm=self.k_norm[place] if has_norms else None,
+        )
 
-class GatedDelta(nnx.Module):
+
+class GatedDeltaStack(nnx.Module):
     """The gated-delta layers of a stack."""
 
     def __init__(self, arrays: Arrays, prefix: str) -> None:
-        for name in ("qkv", "z", "ba", "conv", "a_log", "dt_bias", "norm", "out"):
+        for name in GatedDelta._fields:
             setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
+
+    def layer(self, place: int) -> GatedDelta:
+        """One of them."""
+        return GatedDelta(
+            inputs=Matrix(self.inputs[place]),
+            conv=self.conv[place],
+            a_log=self.a_log[place],
+            dt_bias=self.dt_bias[place],
+            norm=self.norm[place],
+            out=Matrix(self.out[place]),
+        )
 
 
 class Layers(nnx.Module):
@@ -52,10 +110,20 @@ class Layers(nnx.Module):
         self.post_attention_norm = nnx.Param(arrays[f"{prefix}post_attention_norm"])
         self.gate_up = nnx.Param(arrays[f"{prefix}mlp.gate_up"])
         self.down = nnx.Param(arrays[f"{prefix}mlp.down"])
-        if f"{prefix}attention.qkv" in arrays:
-            self.attention = Attention(arrays, f"{prefix}attention.")
-        if f"{prefix}gated_delta.qkv" in arrays:
-            self.gated_delta = GatedDelta(arrays, f"{prefix}gated_delta.")
+        if f"{prefix}attention.inputs" in arrays:
+            self.attention = AttentionStack(arrays, f"{prefix}attention.")
+        if f"{prefix}gated_delta.inputs" in arrays:
+            self.gated_delta = GatedDeltaStack(arrays, f"{prefix}gated_delta.")
+
+    def layer(self, number: int, kind: str, place: int) -> Layer:
+        """The layer of a number, which stands at a place among its kind."""
+        stack = self.attention if kind == "attention" else self.gated_delta
+        return Layer(
+            input_norm=self.input_norm[number] if hasattr(self, "input_norm") else None,
+            mixer=stack.layer(place),
+            post_norm=self.post_attention_norm[number],
+            mlp=Mlp(Matrix(self.gate_up[number]), Matrix(self.down[number])),
+        )
 
 
 class Mtp(nnx.Module):
@@ -69,7 +137,7 @@ class Mtp(nnx.Module):
         self.layers = Layers(arrays, "mtp.layer.")
 
 
-class Model(nnx.Module):
+class Weights(nnx.Module):
     """A model; `lm_head` is the embedding where the two are tied."""
 
     def __init__(self, arrays: Arrays) -> None:
@@ -124,7 +192,7 @@ def load(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
-) -> Model:
+) -> Weights:
     """Reads a checkpoint to the device, parameter by parameter.
 
     Args:
@@ -138,7 +206,7 @@ def load(
     for parameter in parameters(config, with_mtp):
         array = checkpoint.load(parameter, dtype, progress)
         arrays[parameter.name] = _placed(parameter.name, array, config, dtype, device)
-    return Model(arrays)
+    return Weights(arrays)
 
 
 def load_head(
@@ -165,10 +233,10 @@ def load_head(
 
 def from_arrays(
     arrays: Arrays, config: ModelConfig, dtype: np.dtype | type, device: jax.Device
-) -> Model:
+) -> Weights:
     """Brings arrays under the names of `shared.models.checkpoint` to the device."""
     placed = {name: _placed(name, a, config, dtype, device) for name, a in arrays.items()}
-    return Model(placed)
+    return Weights(placed)
 
 
 def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device) -> LoadedHead:

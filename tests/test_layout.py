@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shared.spec import draft_tree
+from tests.support import twins
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
@@ -114,3 +115,37 @@ def test_the_files_and_tests_that_documents_name_exist():
         or (test and f"def {test}(" not in (ROOT / file).read_text(encoding="utf-8"))
     ]
     assert not missing, "\n".join(missing)
+
+
+ONE_SIDED_NAMES = {
+    "backend.py": "the frameworks' names, what compiles and what captures",
+    "weights.py": "stacks of a layer kind in JAX, tensors of each layer in torch",
+    "serve.py::take_threads": "torch's threads",
+    "device_state.py::select": "JAX's states are values",
+    "layers.py::DeltaMixer": "a mixer of JAX gives back what it carries",
+    "layers.py::rotary_frequencies": "torch keeps what JAX folds into the program",
+    "layers.py::angles": "the same",
+    "model.py::Model": "the same",
+    "drafters/dflash.py::BlockDrafter": "the same",
+    "drafters/dflash.py::BlockDrafter.of": "the same",
+    "drafters/dflash.py::fill": "the same",
+    "drafters/dflash.py::write_context": "the same",
+    "drafters/eagle.py::Expand": "what an expansion carries is a value in JAX, a closure in torch",
+    "ops/__init__.py": "how work that few rows need is skipped: by a host's branch, by the program",
+    "ops/attention.py::kernel_attend": "JAX reads one long pool, by offsets",
+    "ops/attention.py::plain_attend": "the same",
+    "ops/attention.py::read": "the same",
+    "ops/draft_tree.py::is_last": "torch's prompts",
+    "ops/draft_tree.py::request_of": "the same",
+}
+"""What stands in one twin only, or with other parameters, and why."""
+
+
+def test_a_reader_of_one_twin_knows_the_other():
+    """Public names and parameters are equal, but for what functional code carries."""
+    found = {key: said for file in twins.files() for key, said in twins.differences(file).items()}
+    excused = {key for key in found if {key, key.split("::")[0]} & ONE_SIDED_NAMES.keys()}
+    unknown = [f"{key}: {found[key]}" for key in sorted(found.keys() - excused)]
+    assert not unknown, "\n".join(unknown)
+    used = {name for name in ONE_SIDED_NAMES for key in found if key.split("::")[0] == name}
+    assert found.keys() | used >= ONE_SIDED_NAMES.keys(), "an exception that nothing needs any more"

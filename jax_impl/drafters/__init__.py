@@ -1,90 +1,126 @@
 """How drafts are made; all drafters rank their candidates in the same way."""
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Float, Int
 
-from jax_impl.device_state import DraftState, Held
+from jax_impl.device_state import DraftState, Plan
 from jax_impl.model import Forward
-from jax_impl.ops import sampling
+from jax_impl.ops import attention, sampling
 from jax_impl.ops.attention import Rows
-from jax_impl.ops.sampling import Sampling
+from jax_impl.ops.sampling import Ranked, Sampling, Seen
+from shared.boundary.backend import Program
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from shared.spec.sampling import DRAFT_TAU
+from shared.spec.sampling import DRAFT_STREAM, TARGET_STREAM
 
-Carry = TypeVar("Carry")
 
-Trees = tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]
+class Drafted(NamedTuple):
+    """Draft trees, as `draft_tree.keep_best` builds them.
+
+    Attributes:
+      processed: The processed logits that the draft of each level of a chain was sampled from; None
+        where drafts are not sampled.
+    """
+
+    tokens: Int[jax.Array, "B N"]
+    parents: Int[jax.Array, "B N"]
+    num_nodes: Int[jax.Array, " B"]
+    processed: Float[jax.Array, "B S vocab"] | None
+
+
+class Prompts(NamedTuple):
+    """The prompt chunks of a prefill.
+
+    Attributes:
+      tokens: All chunks, then padding.
+      row_starts: First token of each chunk, and the end.
+      first: Position of each chunk's first token.
+      lengths: Of the slots after the chunks.
+      last: The flat row of each chunk's last token.
+      rows: Where the tokens stand and what they see.
+    """
+
+    tokens: Int[jax.Array, " T"]
+    row_starts: Int[jax.Array, " B1"]
+    first: Int[jax.Array, " B"]
+    lengths: Int[jax.Array, " B"]
+    last: Int[jax.Array, " B"]
+    rows: Rows
+
+    @classmethod
+    def of(cls, plan: Plan, program: Program) -> "Prompts":
+        """The chunks of a plan."""
+        prompt = plan.prompt
+        assert prompt is not None  # a prefill has one
+        row_starts, first = prompt.row_starts, prompt.first_positions
+        no_bound = jnp.zeros_like(first)
+        return cls(
+            tokens=prompt.tokens,
+            row_starts=row_starts,
+            first=first,
+            lengths=first + row_starts[1:] - row_starts[:-1],
+            last=jnp.maximum(row_starts[1:] - 1, 0),
+            rows=attention.causal_rows(
+                row_starts, first, no_bound, plan.page_table, program.tokens
+            ),
+        )
 
 
 class Ranking(NamedTuple):
     """How a batch's candidates are ranked: as the target will choose, with its noise.
 
     Attributes:
-      sampling: Parameters of the B rows.
-      seen: What each row's text holds, the newest token included.
-      lengths: Committed tokens of each row; its newest token stands there.
-      kept: Gets the processed logits of each level as the step is traced, where drafts are sampled
-        to be judged by the rejection rule; their noise is then their own. Else None.
+      sampling: Parameters of the B requests.
+      counts: Of all slots, see `sampling.Seen`; the newest tokens included.
+      slots: Of the requests.
+      lengths: Committed tokens of each request; its newest token stands there.
+      width: Children of a node.
+      is_sampled: Drafts are sampled, to be judged by a rejection rule; their noise is their own.
     """
 
     sampling: Sampling
-    seen: Int[jax.Array, "B vocab"]
+    counts: Int[jax.Array, "slots vocab"]
+    slots: Int[jax.Array, " B"]
     lengths: Int[jax.Array, " B"]
-    kept: list[Float[jax.Array, "B vocab"]] | None
+    width: int
+    is_sampled: bool
 
-    def rank(
+    def __call__(
         self,
         logits: Float[jax.Array, "B k vocab"],
         paths: Int[jax.Array, "B k path"],
         depth: Int[jax.Array, ""] | int,
-        noise: Float[jax.Array, "B vocab"],
-        width: int,
-    ) -> tuple[Int[jax.Array, "B k width"], Float[jax.Array, "B k width"]]:
-        """The best children of nodes at one depth, and the log weights of the edges to them.
+    ) -> Ranked:
+        """The best children of k nodes of each request at one depth.
 
         Args:
+          logits: The drafter's.
           paths: Drafts from below the root to each node; the first `depth` of them are real.
-          noise: The target's, for the token after those nodes.
         """
-        B, k, vocab = logits.shape
-        flat, how = logits.reshape(B * k, vocab), self.sampling
-        if k > 1:
-            how = how.rows(jnp.repeat(jnp.arange(B), k))
+        B, k, length = paths.shape
+        path = paths.reshape(B * k, length)
+        on_path = jnp.broadcast_to(jnp.arange(length) < depth, path.shape)
+        seen = Seen(self.counts, jnp.repeat(self.slots, k), path, on_path)
+        positions = self.lengths + depth + 1
+        keys, stream = positions, TARGET_STREAM
+        if self.is_sampled:
+            keys, stream = self.lengths, DRAFT_STREAM + depth
+        return sampling.rank(logits, seen, positions, self.sampling, keys, stream, self.width)
 
-        def seen() -> Int[jax.Array, "R vocab"]:
-            is_real = jnp.broadcast_to(jnp.arange(paths.shape[2]) < depth, paths.shape)
-            before = jnp.repeat(self.seen, k, axis=0)
-            flat_paths = (part.reshape(B * k, -1) for part in (paths, is_real))
-            return sampling.seen_along(before, *flat_paths)
+    def roots(self, logits: Float[jax.Array, "B vocab"]) -> Ranked:
+        """The best children of each request's root."""
+        no_path = jnp.zeros((len(logits), 1, 0), jnp.int32)
+        return self(logits[:, None], no_path, 0)
 
-        positions = jnp.repeat(self.lengths, k) + depth + 1
-        scores = sampling.processed_after(flat, seen, positions, how, None)
-        if self.kept is not None:
-            self.kept.append(scores)
-        scores = sampling.perturbed(scores, jnp.repeat(noise, k, axis=0), how.temperature)
-        ids = sampling.top_candidates(scores, width)
-        weights = sampling.draft_weights(scores, how.temperature, DRAFT_TAU)
-        weights = jnp.take_along_axis(weights, ids, axis=1)
-        return ids.reshape(B, k, width), weights.reshape(B, k, width)
-
-    def along(
-        self, body: Callable[[Carry, Any], tuple[Carry, Any]], carry: Carry, levels: Any
-    ) -> tuple[Carry, Any]:
-        """`lax.scan` over levels; written out where each keeps what cannot leave a scan's body."""
-        if self.kept is None:
-            return lax.scan(body, carry, levels)
-        found = []
-        for level in range(len(jax.tree.leaves(levels)[0])):
-            carry, out = body(carry, jax.tree.map(lambda x, level=level: x[level], levels))
-            found.append(out)
-        return carry, jax.tree.map(lambda *outs: jnp.stack(outs), *found)
+    def chain(
+        self, logits: Float[jax.Array, "B S vocab"]
+    ) -> tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"]]:
+        """The target's own way of choosing at places that follow the newest tokens."""
+        seen = sampling.seen_alone(self.counts, self.slots)
+        return sampling.choose_chain(logits, seen, self.lengths + 1, self.sampling)
 
 
 class Fed(NamedTuple):
@@ -94,7 +130,7 @@ class Fed(NamedTuple):
       rows: Where they stand; they see draft KV from `draft_from` on.
       tokens: Each row's own token.
       following: The token after each row's.
-      passed: The target's pass over the rows.
+      passed: The target's pass over the rows, with the streams that the drafter reads.
       last: The flat row that is each request's last.
     """
 
@@ -106,38 +142,36 @@ class Fed(NamedTuple):
 
 
 class Drafter(Protocol):
-    """What a step asks of a drafter; it writes its memory but for `start`."""
+    """What a step asks of a drafter, whose memory is the draft part of `DeviceState`."""
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        """The residual streams of the target that it reads, ascending."""
+        ...
 
     @property
     def sizes(self) -> DraftSizes:
-        """What it keeps between steps; only with a relay is it ranked while it is extended."""
+        """What it keeps between steps; only with a relay is `rank` used while it is extended."""
         ...
 
     def prefill(
-        self,
-        memory: DraftState,
-        plan: SimpleNamespace,
-        held: Held,
-        fed: Fed,
-        ranking: Ranking,
-        noise: Float[jax.Array, "B vocab"],
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> DraftState:
         """Extends the drafter over prompt chunks.
 
         Args:
-          ranking, noise: Of the token after each row's newest, which the relay holds.
+          rank: Of the token after each row's newest, which the relay holds.
         """
         ...
 
     def extend(
         self,
         memory: DraftState,
-        plan: SimpleNamespace,
+        plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
         fed: Fed,
-        ranking: Ranking,
-        noise: Float[jax.Array, "B vocab"],
+        rank: Ranking,
     ) -> DraftState:
         """Extends the drafter over accepted paths, of W rows a request.
 
@@ -150,19 +184,14 @@ class Drafter(Protocol):
     def draft(
         self,
         memory: DraftState,
-        plan: SimpleNamespace,
+        plan: Plan,
         newest: Int[jax.Array, " B"],
+        lengths: Int[jax.Array, " B"],
         shape: TreeShape,
-        ranking: Ranking,
-        noise: Float[jax.Array, "B levels vocab"],
-    ) -> tuple[Trees, DraftState]:
+        rank: Ranking,
+    ) -> tuple[Drafted, DraftState]:
         """Drafts a tree for each request; one whose `draft_from` is its length gets its root.
 
-        Args:
-          noise: The target's at the position after the newest token and those that follow.
-
-        Returns:
-          Tokens, parents and node counts as `draft_tree.keep_best`, and the memory, whose committed
-          rows are as they were.
+        The memory's committed rows stay as they are.
         """
         ...

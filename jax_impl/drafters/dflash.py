@@ -1,88 +1,79 @@
 """DFlash: fills a block of masks in one pass and drafts a chain; as `shared.spec.dflash`."""
 
-from functools import partial
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl import layers, model
-from jax_impl.device_state import DraftState, Held
-from jax_impl.drafters import Fed, Ranking, Trees
-from jax_impl.layers import KV
-from jax_impl.model import Forward
-from jax_impl.ops import sampling
-from jax_impl.ops.attention import Rows
+from jax_impl.device_state import DraftState, Plan
+from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
+from jax_impl.layers import angles, attention_layer, write_keys
+from jax_impl.model import Forward, Model, logits
+from jax_impl.ops import scan
+from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
-from jax_impl.ops.linear import linear
-from jax_impl.weights import DraftModel, Model
+from jax_impl.ops.linear import Matrix, Stream, normed_product, product
+from jax_impl.weights import Layer, LoadedHead
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftSizes
 from shared.spec.draft_tree import TreeShape
 
 
 class BlockDrafter(NamedTuple):
-    """A `jax_impl.drafters.Drafter` made of a DFlash head, on its weights and its target's."""
+    """A `jax_impl.drafters.Drafter` made of a DFlash head, on its weights and its target."""
 
-    config: DraftConfig
-    weights: DraftModel
     target: Model
+    weights: LoadedHead
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        return self.weights.config.aux_streams
 
     @property
     def sizes(self) -> DraftSizes:
-        """See `Drafter`."""
-        return self.config.sizes
+        return self.weights.config.sizes
 
     def prefill(
-        self,
-        memory: DraftState,
-        plan: SimpleNamespace,
-        held: Held,
-        fed: Fed,
-        ranking: Ranking,
-        noise: Float[jax.Array, "B vocab"],
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> DraftState:
-        """See `Drafter`."""
         return self._extend(memory, fed)
 
     def extend(
         self,
         memory: DraftState,
-        plan: SimpleNamespace,
+        plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
         fed: Fed,
-        ranking: Ranking,
-        noise: Float[jax.Array, "B vocab"],
+        rank: Ranking,
     ) -> DraftState:
-        """See `Drafter`."""
         return self._extend(memory, fed)
 
     def _extend(self, memory: DraftState, fed: Fed) -> DraftState:
-        kv = write_context(self.config, self.weights, fed.rows, fed.passed, memory.kv)
-        return memory._replace(kv=kv)
+        return memory._replace(kv=write_context(self.weights, fed.rows, fed.passed, memory.kv))
 
     def draft(
         self,
         memory: DraftState,
-        plan: SimpleNamespace,
+        plan: Plan,
         newest: Int[jax.Array, " B"],
+        lengths: Int[jax.Array, " B"],
         shape: TreeShape,
-        ranking: Ranking,
-        noise: Float[jax.Array, "B levels vocab"],
-    ) -> tuple[Trees, DraftState]:
-        """See `Drafter`; the tree is a chain, and rows past the lengths hold the block's KV."""
-        start, lengths, block = memory.start[plan.slots], ranking.lengths, _block_of(self.config)
-        rows = block_rows(block, lengths, start, plan.page_table)
-        embed = self.target.embed[...]
-        hidden, kv = fill(self.config, self.weights, embed, newest, rows, memory.kv)
-        logits = model.logits(self.target, hidden[:, 1:].reshape(-1, hidden.shape[2]))
-        drafts = choose(logits.reshape(len(newest), block.size - 1, -1), ranking, noise)
-        limits = (plan.sampling.max_drafts, start < lengths)
-        return chains(drafts, newest, *limits), memory._replace(kv=kv)
+        rank: Ranking,
+    ) -> tuple[Drafted, DraftState]:
+        """The tree is a chain, and rows past the lengths hold the block's KV."""
+        draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights.config)
+        rows = block_rows(block, lengths, draft_from, plan.page_table)
+        embed = self.target.weights.embed[...]
+        hidden, kv = fill(self.weights, embed, newest, rows, memory.kv)
+        scores = logits(self.target, hidden[:, 1:].reshape(-1, hidden.shape[2]))
+        drafts, processed = choose(scores.reshape(len(newest), block.size - 1, -1), rank)
+        tokens, parents, num_nodes = chains(
+            drafts, newest, plan.sampling.max_drafts, draft_from < lengths
+        )
+        kept = processed if rank.is_sampled else None
+        return Drafted(tokens, parents, num_nodes, kept), memory._replace(kv=kv)
 
 
 def _block_of(config: DraftConfig) -> BlockConfig:
@@ -90,54 +81,66 @@ def _block_of(config: DraftConfig) -> BlockConfig:
     return config.block
 
 
-def write_context(
-    config: DraftConfig, weights: DraftModel, rows: Rows, passed: Forward, kv: KV
-) -> KV:
+def _layers_of(weights: LoadedHead) -> list[Layer]:
+    stack, number = weights.weights.layers, weights.config.layer.num_layers
+    return [stack.layer(place, "attention", place) for place in range(number)]
+
+
+def write_context(weights: LoadedHead, rows: Rows, passed: Forward, kv: KV) -> KV:
     """Writes rows of context, committed tokens, to the pools of all layers.
 
     Args:
-      passed: The target's pass over the rows.
+      passed: The target's pass over the rows, with the streams that the head reads.
     """
-    layer, stack = config.layer, weights.layers.attention
-    aux = jnp.concatenate([passed.streams[i] for i in config.aux_streams], axis=1)
-    read = rms_norm(linear(aux, weights.fc[...]), weights.hidden_norm[...], layer.rms_eps)
-    turn = layers.angles(layer, rows.positions)
-    for number in range(layer.num_layers):
-        kv = layers.write_keys(layer, stack, number, read, rows, turn, kv)
+    config, own = weights.config.layer, weights.weights
+    joined = product(jnp.concatenate(passed.streams, axis=1), Matrix(own.fc[...]))
+    read = rms_norm(joined, own.hidden_norm[...], config.rms_eps)
+    turn = angles(config, rows.positions)
+    for place, layer in enumerate(_layers_of(weights)):
+        kv = write_keys(config, layer, read, turn, rows, kv, place)
     return kv
 
 
 def block_rows(
     block: BlockConfig,
     lengths: Int[jax.Array, " B"],
-    start: Int[jax.Array, " B"],
+    draft_from: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
 ) -> list[Rows]:
     """The B * size rows of the blocks, as each layer sees them."""
     B, size = len(lengths), block.size
     request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), size)
     slot = jnp.tile(jnp.arange(size, dtype=jnp.int32), B)
-    is_real = (start < lengths)[request]
+    is_real = (draft_from < lengths)[request]
     positions = jnp.where(is_real, lengths[request] + slot, 0)
     no_window = jnp.zeros((B * size, 0), bool)
     row_starts = size * jnp.arange(B + 1, dtype=jnp.int32)
     found = []
     for window, is_causal in zip(block.windows, block.causal, strict=True):
-        first, until = start[request], lengths[request] + size
+        first, until = draft_from[request], lengths[request] + size
         if is_causal:
             until = positions + 1
         if window is not None:
             first = jnp.maximum(first, positions - window + 1)
             until = jnp.minimum(until, positions + window)
-        until = jnp.where(is_real, until, 0)
-        where = (request, positions, positions, first, until, no_window, is_real)
-        found.append(Rows(*where, page_table, row_starts, size))
+        rows = Rows(
+            request=request,
+            positions=positions,
+            places=positions,
+            first=first,
+            until=jnp.where(is_real, until, 0),
+            window=no_window,
+            is_real=is_real,
+            page_table=page_table,
+            row_starts=row_starts,
+            most_rows=size,
+        )
+        found.append(rows)
     return found
 
 
 def fill(
-    config: DraftConfig,
-    weights: DraftModel,
+    weights: LoadedHead,
     embed: Float[jax.Array, "vocab hidden"],
     newest: Int[jax.Array, " B"],
     rows: list[Rows],
@@ -150,86 +153,44 @@ def fill(
       newest: The token of slot 0; the others hold masks.
       rows: Of `block_rows`.
     """
-    layer, stack, block = config.layer, weights.layers, _block_of(config)
-    turn = layers.angles(layer, rows[0].positions)
+    config, block = weights.config.layer, _block_of(weights.config)
+    turn = angles(config, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
-    x = embed[tokens.reshape(-1)]
-    for number, seen in enumerate(rows):
-        y = rms_norm(x, stack.input_norm[number], layer.rms_eps)
-        out, kv = layers.attention_layer(layer, stack.attention, number, y, seen, turn, kv)
-        x = x + out
-        normed = rms_norm(x, stack.post_attention_norm[number], layer.rms_eps)
-        x = x + layers.mlp(stack, number, normed)
-    out = rms_norm(x, weights.final_norm[...], layer.rms_eps)
+    stream = Stream(embed[tokens.reshape(-1)])
+    for place, (layer, seen) in enumerate(zip(_layers_of(weights), rows, strict=True)):
+        qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
+        stream, kv = attention_layer(config, layer, qkv, stream, turn, seen, kv, place)
+    out = rms_norm(stream.rows, weights.weights.final_norm[...], config.rms_eps)
     return out.reshape(*tokens.shape, -1), kv
 
 
 def choose(
-    logits: Float[jax.Array, "B S vocab"],
-    ranking: Ranking,
-    noise: Float[jax.Array, "B levels vocab"],
-) -> Int[jax.Array, "B S"]:
-    """The draft of each slot; one after another where a penalty counts those before it."""
-    noise, keeps = noise[:, : logits.shape[1]], ranking.kept is not None
-    drafts, scores = lax.cond(
-        ranking.sampling.has_penalty,
-        partial(_one_by_one, ranking, keeps, logits, noise),
-        partial(_at_once, ranking, keeps, logits, noise),
-    )
-    if ranking.kept is not None:
-        ranking.kept.extend(scores[:, slot] for slot in range(scores.shape[1]))
-    return drafts
-
-
-Chosen = tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"] | None]
-"""Drafts, and where they are sampled the processed logits that they are sampled from."""
-
-
-def _one_by_one(
-    ranking: Ranking,
-    keeps: bool,
-    logits: Float[jax.Array, "B S vocab"],
-    noise: Float[jax.Array, "B S vocab"],
-) -> Chosen:
+    logits: Float[jax.Array, "B S vocab"], rank: Ranking
+) -> tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"]]:
+    """The draft of each slot, and the processed logits that it is chosen from."""
+    if not rank.is_sampled:
+        return rank.chain(logits)
     B, S, _ = logits.shape
 
     def body(drafts: Int[jax.Array, "B 1 S"], at: tuple) -> tuple:
-        slot, slot_logits, slot_noise = at
-        own = ranking._replace(kept=[])
-        ids, _ = own.rank(slot_logits[:, None], drafts, slot, slot_noise, 1)
-        return drafts.at[:, 0, slot].set(ids[:, 0, 0]), own.kept[0] if keeps else None
+        slot, of_slot = at
+        ranked = rank(of_slot[:, None], drafts, slot)
+        return drafts.at[:, 0, slot].set(ranked.ids[:, 0, 0]), ranked.processed
 
-    along = (jnp.moveaxis(logits, 1, 0), jnp.moveaxis(noise, 1, 0))
-    slots = (jnp.arange(S, dtype=jnp.int32), *along)
-    drafts, scores = lax.scan(body, jnp.zeros((B, 1, S), jnp.int32), slots)
-    return drafts[:, 0], jnp.moveaxis(scores, 0, 1) if keeps else None
-
-
-def _at_once(
-    ranking: Ranking,
-    keeps: bool,
-    logits: Float[jax.Array, "B S vocab"],
-    noise: Float[jax.Array, "B S vocab"],
-) -> Chosen:
-    B, S, vocab = logits.shape
-    request, slot = jnp.repeat(jnp.arange(B), S), jnp.tile(jnp.arange(S), B)
-    how, positions = ranking.sampling.rows(request), ranking.lengths[request] + slot + 1
-    flat = logits.reshape(B * S, vocab)
-    nothing = partial(jnp.zeros, flat.shape, jnp.int32)
-    scores = sampling.processed_after(flat, nothing, positions, how, None)
-    chosen = sampling.choose(scores, noise.reshape(B * S, vocab), how.temperature)
-    return chosen.reshape(B, S), scores.reshape(B, S, vocab) if keeps else None
+    slots = (jnp.arange(S, dtype=jnp.int32), jnp.moveaxis(logits, 1, 0))
+    drafts, processed = scan(body, jnp.zeros((B, 1, S), jnp.int32), slots)
+    return drafts[:, 0], jnp.moveaxis(processed, 0, 1)
 
 
 def chains(
     drafts: Int[jax.Array, "B S"],
     newest: Int[jax.Array, " B"],
     max_drafts: Int[jax.Array, " B"],
-    has_context: Bool[jax.Array, " B"],
-) -> Trees:
-    """The first `max_drafts` drafts of each request, none without context, below its root."""
+    can_draft: Bool[jax.Array, " B"],
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """The first `max_drafts` drafts of each request, none where it cannot, below its root."""
     S = drafts.shape[1]
-    num_drafts = jnp.where(has_context, jnp.clip(max_drafts, 0, S), 0)
+    num_drafts = jnp.where(can_draft, jnp.clip(max_drafts, 0, S), 0)
     slot = jnp.arange(S, dtype=jnp.int32)
     is_real = slot < num_drafts[:, None]
     tokens = jnp.concatenate([newest[:, None], jnp.where(is_real, drafts, 0)], axis=1)

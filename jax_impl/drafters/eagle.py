@@ -6,130 +6,134 @@ target; while drafting it goes on from its own. How its tree grows is how any dr
 """
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.device_state import DraftState, Held, Relay
-from jax_impl.drafters import Fed, Ranking, Trees
+from jax_impl.device_state import DraftState, Plan, Relay
+from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.drafters.heads import Head, Logits, Tokens
-from jax_impl.layers import KV
-from jax_impl.ops import draft_tree
-from jax_impl.ops.attention import Rows
+from jax_impl.ops import draft_tree, scan
+from jax_impl.ops.attention import KV, Rows
+from jax_impl.ops.sampling import Ranked
 from shared.drafts.config import DraftSizes
-from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
 
 Carried = Any
-"""What a drafter hands on from a row to the rows of its children: a pytree of arrays."""
+"""What a drafter's row hands on to the rows of its children: a pytree of arrays."""
 
-Expand = Callable[[Rows, Tokens, Carried, KV], tuple[Logits, Carried, KV]]
-"""Runs a drafter on the nodes of a level, each with what its parent's row handed on."""
 
-Pick = Callable[[Carried, Int[jax.Array, " R"]], Carried]
-"""What some rows handed on."""
+class Expand(NamedTuple):
+    """How a drafter expands nodes.
+
+    Attributes:
+      run: Runs the nodes of a level, each with what its parent's row handed on: their logits, what
+        they hand on, and the drafter's pools.
+      pick: What some of a level's rows handed on.
+      carried: What each request's root hands on.
+    """
+
+    run: Callable[[Rows, Tokens, Carried, KV], tuple[Logits, Carried, KV]]
+    pick: Callable[[Carried, Int[jax.Array, " R"]], Carried]
+    carried: Carried
 
 
 class EagleDrafter(NamedTuple):
-    """A `jax_impl.drafters.Drafter` made of a head; `layer` are the sizes of its one layer."""
+    """A `jax_impl.drafters.Drafter` made of a head."""
 
     head: Head
-    layer: ModelConfig
+
+    @property
+    def streams(self) -> tuple[int, ...]:
+        return self.head.streams
 
     @property
     def sizes(self) -> DraftSizes:
-        """See `Drafter`."""
-        return DraftSizes(self.layer, 1, 0, True)
+        return DraftSizes(self.head.config, 1, 0, True)
 
     def prefill(
-        self,
-        memory: DraftState,
-        plan: SimpleNamespace,
-        held: Held,
-        fed: Fed,
-        ranking: Ranking,
-        noise: Float[jax.Array, "B vocab"],
+        self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> DraftState:
-        """See `Drafter`."""
-        return self._extend(memory, plan, fed, ranking, noise)
+        return self._extend(memory, plan, fed, rank)
 
     def extend(
         self,
         memory: DraftState,
-        plan: SimpleNamespace,
+        plan: Plan,
         before: Int[jax.Array, " B"],
         counts: Int[jax.Array, " B"],
         fed: Fed,
-        ranking: Ranking,
-        noise: Float[jax.Array, "B vocab"],
+        rank: Ranking,
     ) -> DraftState:
-        """See `Drafter`."""
-        return self._extend(memory, plan, fed, ranking, noise)
+        return self._extend(memory, plan, fed, rank)
 
-    def _extend(
-        self,
-        memory: DraftState,
-        plan: SimpleNamespace,
-        fed: Fed,
-        ranking: Ranking,
-        noise: Float[jax.Array, "B vocab"],
-    ) -> DraftState:
+    def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Ranking) -> DraftState:
         assert memory.relay is not None  # a head's memory has one
-        width = memory.relay.tokens.shape[1]
-        new, kv = feed(self.head, memory.kv, fed, ranking, noise, width)
+        new, kv = relay_of(self.head, memory.kv, fed, rank)
         relay = jax.tree.map(lambda old, rows: old.at[plan.slots].set(rows), memory.relay, new)
         return memory._replace(kv=kv, relay=relay)
 
     def draft(
         self,
         memory: DraftState,
-        plan: SimpleNamespace,
+        plan: Plan,
         newest: Int[jax.Array, " B"],
+        lengths: Int[jax.Array, " B"],
         shape: TreeShape,
-        ranking: Ranking,
-        noise: Float[jax.Array, "B levels vocab"],
-    ) -> tuple[Trees, DraftState]:
-        """See `Drafter`."""
-        assert memory.relay is not None  # a head's memory has one
+        rank: Ranking,
+    ) -> tuple[Drafted, DraftState]:
         relay = jax.tree.map(lambda values: values[plan.slots], memory.relay)
-        if ranking.kept is not None:
-            relay = sampled_relay(self.head, relay, ranking, noise[:, 0])
-        where = (newest, memory.start[plan.slots], plan.page_table)
-        trees, kv = draft(self.head, memory.kv, relay, *where, shape, ranking, noise)
-        return trees, memory._replace(kv=kv)
+        drafted, kv = draft(
+            head=self.head,
+            kv=memory.kv,
+            relay=relay,
+            newest=newest,
+            lengths=lengths,
+            draft_from=memory.draft_from[plan.slots],
+            max_drafts=plan.sampling.max_drafts,
+            page_table=plan.page_table,
+            shape=shape,
+            rank=rank,
+        )
+        return drafted, memory._replace(kv=kv)
 
 
-def feed(
-    head: Head,
-    kv: KV,
-    fed: Fed,
-    ranking: Ranking,
-    noise: Float[jax.Array, "B vocab"],
-    width: int,
-) -> tuple[Relay, KV]:
-    """Runs the head over committed rows and makes the relay from each request's last.
-
-    Args:
-      ranking, noise: For the token after the newest, the rows' tokens counted.
-      width: k_max, candidates of a relay.
-    """
+def relay_of(head: Head, kv: KV, fed: Fed, rank: Ranking) -> tuple[Relay, KV]:
+    """Extends the draft KV over committed rows, and makes the relay of each request's last."""
     out, kv = head.forward(fed.rows, fed.following, head.read(fed.passed), kv)
-    out = out[fed.last]
-    no_path = jnp.zeros((len(out), 1, 0), jnp.int32)
-    ids, weights = ranking.rank(head.logits(out)[:, None], no_path, 0, noise, width)
-    return Relay(ids[:, 0], weights[:, 0], out), kv
+    ends = out[fed.last]
+    ranked = rank.roots(head.logits(ends))
+    return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends), kv
 
 
-def sampled_relay(
-    head: Head, relay: Relay, ranking: Ranking, noise: Float[jax.Array, "B vocab"]
-) -> Relay:
-    """The relay with a draft sampled anew: a slot does not keep the law that one comes from."""
-    no_path = jnp.zeros((len(relay.hidden), 1, 0), jnp.int32)
-    ids, weights = ranking.rank(head.logits(relay.hidden)[:, None], no_path, 0, noise, 1)
-    return Relay(ids[:, 0], weights[:, 0], relay.hidden)
+class First(NamedTuple):
+    """The first level of a tree: the candidates below its root.
+
+    Attributes:
+      processed: The processed logits that a chain's first draft was sampled from; None: it was not.
+    """
+
+    tokens: Int[jax.Array, "B k"]
+    weights: Float[jax.Array, "B k"]
+    processed: Float[jax.Array, "B vocab"] | None
+
+    @classmethod
+    def of(cls, ranked: Ranked, rank: Ranking) -> "First":
+        """Of the roots' ranked children."""
+        processed = ranked.processed if rank.is_sampled else None
+        return cls(ranked.ids[:, 0], ranked.weights[:, 0], processed)
+
+
+def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First:
+    """The relay's candidates; a draft that is judged is sampled anew.
+
+    A slot does not keep the law that such a one comes from.
+    """
+    if rank.is_sampled:
+        return First.of(rank.roots(head.logits(relay.hidden)), rank)
+    return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
 
 
 def draft(
@@ -137,48 +141,65 @@ def draft(
     kv: KV,
     relay: Relay,
     newest: Int[jax.Array, " B"],
-    start: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    draft_from: Int[jax.Array, " B"],
+    max_drafts: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
     shape: TreeShape,
-    ranking: Ranking,
-    noise: Float[jax.Array, "B levels vocab"],
-) -> tuple[Trees, KV]:
+    rank: Ranking,
+) -> tuple[Drafted, KV]:
     """Grows one draft tree per request: the relay is its first level, then S - 1 expansions."""
 
-    def expand(rows: Rows, tokens: Tokens, hidden: Carried, kv: KV) -> tuple[Logits, Carried, KV]:
+    def run(rows: Rows, tokens: Tokens, hidden: Carried, kv: KV) -> tuple[Logits, Carried, KV]:
         out, kv = head.forward(rows, tokens, hidden, kv)
         return head.logits(out), out, kv
 
     def pick(hidden: Carried, rows: Int[jax.Array, " R"]) -> Carried:
         return hidden[rows]
 
-    first = (relay.tokens[:, : shape.width], relay.weights[:, : shape.width])
-    how = (page_table, shape, ranking, noise, 0)
-    return grow(expand, pick, relay.hidden, kv, first, newest, start, *how)
+    return grow(
+        expand=Expand(run, pick, relay.hidden),
+        kv=kv,
+        first=first_of(head, relay, shape, rank),
+        newest=newest,
+        lengths=lengths,
+        draft_from=draft_from,
+        max_drafts=max_drafts,
+        page_table=page_table,
+        shape=shape,
+        rank=rank,
+        root_rows=0,
+    )
 
 
 def extend_rows(
     lengths: Int[jax.Array, " B"],
     counts: Int[jax.Array, " B"],
-    start: Int[jax.Array, " B"],
+    draft_from: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
-    max_tokens: int,
-) -> tuple[Rows, Int[jax.Array, " B"]]:
-    """The B * W rows that extend a head over an accepted path, and the last real one of each.
+    depth: int,
+) -> Rows:
+    """The B * (depth + 1) rows that extend a drafter over accepted paths.
 
     Row j of a request stands at position `lengths + j` and is padding from `counts` on.
     """
-    B, W = len(lengths), max_tokens
+    B, W = len(lengths), depth + 1
     request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), W)
     number = jnp.tile(jnp.arange(W, dtype=jnp.int32), B)
     is_real = number < counts[request]
     positions = jnp.where(is_real, lengths[request] + number, 0)
-    until = jnp.where(is_real, positions + 1, 0)
-    window = jnp.zeros((B * W, 0), bool)
-    row_starts = W * jnp.arange(B + 1, dtype=jnp.int32)
-    where = (request, positions, positions, start[request], until, window, is_real)
-    rows = Rows(*where, page_table, row_starts, W)
-    return rows, row_starts[:-1] + jnp.maximum(counts - 1, 0)
+    return Rows(
+        request=request,
+        positions=positions,
+        places=positions,
+        first=draft_from[request],
+        until=jnp.where(is_real, positions + 1, 0),
+        window=jnp.zeros((B * W, 0), bool),
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=W * jnp.arange(B + 1, dtype=jnp.int32),
+        most_rows=W,
+    )
 
 
 class _Level(NamedTuple):
@@ -201,92 +222,109 @@ class _Level(NamedTuple):
     kv: KV
 
 
+class _Candidates(NamedTuple):
+    """What an expansion found: its k * k candidates, and what `Drafted` keeps of a sampled one."""
+
+    tokens: Int[jax.Array, "B kk"]
+    weights: Float[jax.Array, "B kk"]
+    parents: Int[jax.Array, "B kk"]
+    processed: Float[jax.Array, "B vocab"] | None
+
+
 def grow(
     expand: Expand,
-    pick: Pick,
-    carried: Carried,
     kv: KV,
-    first: tuple[Int[jax.Array, "B k"], Float[jax.Array, "B k"]],
+    first: First,
     newest: Int[jax.Array, " B"],
-    start: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    draft_from: Int[jax.Array, " B"],
+    max_drafts: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
     shape: TreeShape,
-    ranking: Ranking,
-    noise: Float[jax.Array, "B levels vocab"],
+    rank: Ranking,
     root_rows: int,
-) -> tuple[Trees, KV]:
-    """As the specification.
-
-    Args:
-      carried: What each request's root hands on.
-      noise: The target's at the position after the newest token and those that follow.
-    """
-    (tokens, weights), k, S = first, shape.width, shape.depth
-    B, can_draft = len(newest), start < ranking.lengths
-    found = [(tokens, weights, jnp.zeros((B, k), jnp.int32))]
+) -> tuple[Drafted, KV]:
+    """Grows trees from their first level; `root_rows` of the window are the root's."""
+    B, k, S = len(newest), shape.width, shape.depth
+    can_draft = draft_from < lengths
+    found = [_Candidates(first.tokens, first.weights, jnp.zeros((B, k), jnp.int32), None)]
+    processed = [] if first.processed is None else [first.processed[:, None]]
     if S > 1:
-        requests = jnp.repeat(jnp.arange(B), k)
-        level = _first_level(tokens, weights, pick(carried, requests), shape, root_rows, kv)
 
-        def step(level: _Level, at: tuple) -> tuple[_Level, tuple]:
-            s, level_noise = at
-            where = (ranking.lengths, start, can_draft, page_table)
-            rows = _expansion_rows(level.sees, s, *where, root_rows)
-            logits, carried, kv = expand(rows, level.tokens.reshape(-1), level.carried, level.kv)
-            ids, edges = ranking.rank(logits.reshape(B, k, -1), level.paths, s, level_noise, k)
-            parents, weights = draft_tree.children(level.numbers, level.weights, edges)
-            candidates = (ids.reshape(B, k * k), weights, parents)
+        def body(level: _Level, s: Int[jax.Array, ""]) -> tuple[_Level, _Candidates]:
+            rows = _expansion_rows(
+                sees=level.sees,
+                s=s,
+                lengths=lengths,
+                draft_from=draft_from,
+                can_draft=can_draft,
+                page_table=page_table,
+                root_rows=root_rows,
+            )
+            tokens = level.tokens.reshape(-1)
+            logits, carried, kv = expand.run(rows, tokens, level.carried, level.kv)
+            ranked = rank(logits.reshape(B, k, -1), level.paths, s)
+            parents, weights = draft_tree.children(level.numbers, level.weights, ranked.weights)
+            scores = ranked.processed if rank.is_sampled else None
+            candidates = _Candidates(ranked.ids.reshape(B, k * k), weights, parents, scores)
             level = level._replace(carried=carried, kv=kv)
-            return _next_level(level, *candidates[:2], s, root_rows, pick), candidates
+            return _next_level(level, candidates, s, root_rows, expand), candidates
 
-        steps = (jnp.arange(1, S, dtype=jnp.int32), jnp.moveaxis(noise[:, 1:S], 1, 0))
-        level, candidates = ranking.along(step, level, steps)
+        level = _first_level(expand, kv, first, shape, root_rows)
+        level, levels = scan(body, level, jnp.arange(1, S, dtype=jnp.int32))
         kv = level.kv
-        found.append(tuple(jnp.moveaxis(x, 0, 1).reshape(B, -1) for x in candidates))
-    drafted = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
-    limits = (ranking.sampling.max_drafts, can_draft, shape.nodes)
-    return draft_tree.keep_best(newest, *drafted, *limits), kv
+        if levels.processed is not None:
+            processed.append(jnp.moveaxis(levels.processed, 0, 1))
+            levels = levels._replace(processed=None)
+        found.append(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1), levels))
+    tokens, parents, num_nodes = draft_tree.keep_best(
+        newest=newest,
+        tokens=jnp.concatenate([each.tokens for each in found], axis=1),
+        weights=jnp.concatenate([each.weights for each in found], axis=1),
+        parents=jnp.concatenate([each.parents for each in found], axis=1),
+        max_drafts=max_drafts,
+        has_relay=can_draft,
+        nodes=shape.nodes,
+    )
+    judged = jnp.concatenate(processed, axis=1) if processed else None
+    return Drafted(tokens, parents, num_nodes, judged), kv
 
 
-def _first_level(
-    tokens: Int[jax.Array, "B k"],
-    weights: Float[jax.Array, "B k"],
-    carried: Carried,
-    shape: TreeShape,
-    root_rows: int,
-    kv: KV,
-) -> _Level:
-    (B, k), expansions = tokens.shape, shape.depth - 1
+def _first_level(expand: Expand, kv: KV, first: First, shape: TreeShape, root_rows: int) -> _Level:
+    (B, k), expansions = first.tokens.shape, shape.depth - 1
     numbers = jnp.tile(jnp.arange(1, k + 1, dtype=jnp.int32), (B, 1))
-    paths = jnp.zeros((B, k, expansions), jnp.int32).at[:, :, 0].set(tokens)
+    paths = jnp.zeros((B, k, expansions), jnp.int32).at[:, :, 0].set(first.tokens)
     window = jnp.arange(root_rows + k * expansions)
     sees = (window < root_rows) | (window == root_rows + jnp.arange(k)[:, None])
-    sees = jnp.broadcast_to(sees, (B, *sees.shape))
-    return _Level(tokens, weights, carried, numbers, paths, sees, kv)
+    return _Level(
+        tokens=first.tokens,
+        weights=first.weights,
+        carried=expand.pick(expand.carried, jnp.repeat(jnp.arange(B), k)),
+        numbers=numbers,
+        paths=paths,
+        sees=jnp.broadcast_to(sees, (B, *sees.shape)),
+        kv=kv,
+    )
 
 
 def _next_level(
-    level: _Level,
-    tokens: Int[jax.Array, "B kk"],
-    weights: Float[jax.Array, "B kk"],
-    s: Int[jax.Array, ""],
-    root_rows: int,
-    pick: Pick,
+    level: _Level, candidates: _Candidates, s: Int[jax.Array, ""], root_rows: int, expand: Expand
 ) -> _Level:
     """The best k of the candidates that expansion `s` found; `level` carries what its rows gave."""
     k, window = level.sees.shape[1:]
     first_number = 1 + k + (s - 1) * k * k
-    chosen, best, numbers, parent = draft_tree.next_frontier(tokens, weights, first_number, k)
+    chosen, best, numbers, parent = draft_tree.next_frontier(
+        candidates.tokens, candidates.weights, first_number, k
+    )
     rows = jnp.arange(len(chosen))[:, None]
     own = jnp.arange(window) == root_rows + s * k + jnp.arange(k)[:, None]
     is_own = jnp.arange(level.paths.shape[2]) == s
-    paths = jnp.where(is_own, chosen[:, :, None], level.paths[rows, parent])
     return _Level(
         tokens=chosen,
         weights=best,
-        carried=pick(level.carried, (rows * k + parent).reshape(-1)),
+        carried=expand.pick(level.carried, (rows * k + parent).reshape(-1)),
         numbers=numbers,
-        paths=paths,
+        paths=jnp.where(is_own, chosen[:, :, None], level.paths[rows, parent]),
         sees=level.sees[rows, parent] | own,
         kv=level.kv,
     )
@@ -296,7 +334,7 @@ def _expansion_rows(
     sees: Bool[jax.Array, "B k window"],
     s: Int[jax.Array, ""],
     lengths: Int[jax.Array, " B"],
-    start: Int[jax.Array, " B"],
+    draft_from: Int[jax.Array, " B"],
     can_draft: Bool[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
     root_rows: int,
@@ -306,9 +344,16 @@ def _expansion_rows(
     request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), k)
     is_real = can_draft[request]
     until = jnp.where(is_real, lengths[request], 0)
-    positions = until + root_rows + s - 1
-    places = until + root_rows + (s - 1) * k + jnp.tile(jnp.arange(k, dtype=jnp.int32), B)
-    window = sees.reshape(B * k, -1) & is_real[:, None]
-    row_starts = k * jnp.arange(B + 1, dtype=jnp.int32)
-    where = (request, positions, places, start[request], until, window, is_real)
-    return Rows(*where, page_table, row_starts, k)
+    number = jnp.tile(jnp.arange(k, dtype=jnp.int32), B)
+    return Rows(
+        request=request,
+        positions=until + root_rows + s - 1,
+        places=until + root_rows + (s - 1) * k + number,
+        first=draft_from[request],
+        until=until,
+        window=sees.reshape(B * k, -1) & is_real[:, None],
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=k * jnp.arange(B + 1, dtype=jnp.int32),
+        most_rows=k,
+    )

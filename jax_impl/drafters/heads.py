@@ -5,20 +5,19 @@ one layer, and in whose matrix gives their logits. How they draft is in `jax_imp
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl import layers, model
-from jax_impl.layers import KV, Hidden
-from jax_impl.model import Forward
-from jax_impl.ops.attention import Rows
+from jax_impl.layers import Hidden, angles, attention_layer
+from jax_impl.model import Forward, Model, logits
+from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
-from jax_impl.ops.linear import linear, linear_float32
-from jax_impl.weights import DraftModel, Layers, Model
-from shared.drafts.config import DraftConfig
+from jax_impl.ops.linear import Matrix, Stream, normed_product, product, product_float32
+from jax_impl.weights import DraftModel, Layer, LoadedHead
 from shared.models.config import ModelConfig
 
 Inputs = Float[jax.Array, "R inputs"]
@@ -27,78 +26,79 @@ Logits = Float[jax.Array, "R vocab"]
 
 
 class Head(NamedTuple):
-    """A head bound to its weights.
+    """A head bound to its weights and its target.
 
     Attributes:
+      config: Settings of its one decoder layer, which also size the draft KV and the relay.
+      streams: Residual streams of the target that `read` needs, ascending.
       read: From a pass of the target, the hidden states of its rows as the head reads them.
-      forward: From rows, each row's next token and hidden state, and the head's KV: the hidden
-        state that the next draft step reads, and the KV.
-      logits: Scores over the target's vocabulary, from that hidden state.
+      forward: Runs the head over rows, each with its next token and its hidden state; gives the
+        hidden state that the next draft step reads, and the head's KV.
+      logits: Scores over the target's vocabulary, from what `forward` gives.
     """
 
+    config: ModelConfig
+    streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
     forward: Callable[[Rows, Tokens, Hidden, KV], tuple[Hidden, KV]]
     logits: Callable[[Hidden], Logits]
 
 
-def mtp(config: ModelConfig, weights: Model) -> Head:
+def mtp(model: Model) -> Head:
     """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model."""
-    own, eps = weights.mtp, config.rms_eps
+    config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
+    layer = weights.layers.layer(0, "attention", 0)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        embedded = rms_norm(weights.embed[...][tokens], own.embedding_norm[...], eps)
-        normed = rms_norm(hidden, own.hidden_norm[...], eps)
-        x = linear(jnp.concatenate([embedded, normed], axis=1), own.fc[...])
-        y = rms_norm(x, own.layers.input_norm[0], eps)
-        x, kv = _decoder_layer(config, own.layers, x, y, rows, kv)
-        return rms_norm(x, own.final_norm[...], eps), kv
+        embedded = rms_norm(model.weights.embed[...][tokens], weights.embedding_norm[...], eps)
+        normed = rms_norm(hidden, weights.hidden_norm[...], eps)
+        joined = jnp.concatenate([embedded, normed], axis=1)
+        stream = Stream(product(joined, Matrix(weights.fc[...])))
+        qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
+        x, kv = _decoder_layer(config, layer, qkv, stream, rows, kv)
+        return rms_norm(x, weights.final_norm[...], eps), kv
 
-    return Head(_final_hidden, forward, lambda hidden: model.logits(weights, hidden))
+    return Head(config, (), _final_hidden, forward, partial(logits, model))
 
 
-def eagle(config: DraftConfig, weights: DraftModel, target: Model) -> Head:
+def eagle(model: Model, weights: LoadedHead) -> Head:
     """An EAGLE-1 or EAGLE-2 head: one layer without an input norm, no final norm.
 
     It shares embedding and head with the target.
     """
+    config, own = weights.config.layer, weights.weights
+    layer = own.layers.layer(0, "attention", 0)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        x = _fc(weights, jnp.concatenate([target.embed[...][tokens], hidden], axis=1))
-        return _decoder_layer(config.layer, weights.layers, x, x, rows, kv)
+        embedded = model.weights.embed[...][tokens]
+        x = _fc(own, jnp.concatenate([embedded, hidden], axis=1))
+        qkv = product(x, layer.mixer.inputs)
+        return _decoder_layer(config, layer, qkv, Stream(x), rows, kv)
 
-    return Head(_final_hidden, forward, lambda hidden: model.logits(target, hidden))
+    return Head(config, (), _final_hidden, forward, partial(logits, model))
 
 
-def eagle3(config: DraftConfig, weights: DraftModel, target: Model) -> Head:
+def eagle3(model: Model, weights: LoadedHead) -> Head:
     """An EAGLE-3 head: one layer whose attention reads embedding and hidden state side by side."""
-    eps, layer = config.layer.rms_eps, weights.layers
-    embed = weights.embed if config.own_embed else target.embed
-
-    def read(passed: Forward) -> Hidden:
-        aux = [passed.streams[i] for i in config.aux_streams]
-        if config.norm_aux:
-            norms = zip(aux, weights.aux_norm[...], strict=True)
-            aux = [rms_norm(stream, norm, eps) for stream, norm in norms]
-        joined = jnp.concatenate(aux, axis=1)
-        if config.norm_input:
-            joined = rms_norm(joined, weights.input_norm[...], eps)
-        return _fc(weights, joined)
+    config, own, settings = weights.config.layer, weights.weights, weights.config
+    eps, layer = config.rms_eps, own.layers.layer(0, "attention", 0)
+    embed = own.embed if settings.own_embed else model.weights.embed
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        embedded = rms_norm(embed[...][tokens], layer.input_norm[0], eps)
-        normed = rms_norm(hidden, layer.hidden_norm[0], eps)
-        y = jnp.concatenate([embedded, normed], axis=1)
-        x, kv = _decoder_layer(config.layer, layer, hidden, y, rows, kv)
-        return rms_norm(x, weights.final_norm[...], eps) if config.norm_output else x, kv
+        embedded = rms_norm(embed[...][tokens], layer.input_norm, eps)
+        normed = rms_norm(hidden, own.layers.hidden_norm[0], eps)
+        qkv = product(jnp.concatenate([embedded, normed], axis=1), layer.mixer.inputs)
+        x, kv = _decoder_layer(config, layer, qkv, Stream(hidden), rows, kv)
+        return rms_norm(x, own.final_norm[...], eps) if settings.norm_output else x, kv
 
-    def logits(hidden: Hidden) -> Logits:
-        if not config.norm_output:
-            hidden = rms_norm(hidden, weights.final_norm[...], eps)
-        if not config.own_lm_head:
-            return model.logits(target, hidden)
-        return _over_target(weights, linear_float32(hidden, weights.lm_head[...]), target)
+    def scores(hidden: Hidden) -> Logits:
+        if not settings.norm_output:
+            hidden = rms_norm(hidden, own.final_norm[...], eps)
+        if not settings.own_lm_head:
+            return logits(model, hidden)
+        return _over_targets(model, own, product_float32(hidden, Matrix(own.lm_head[...])))
 
-    return Head(read, forward, logits)
+    return Head(config, settings.aux_streams, partial(_project, weights), forward, scores)
 
 
 HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
@@ -109,27 +109,43 @@ def _final_hidden(passed: Forward) -> Hidden:
     return passed.hidden
 
 
+def _project(weights: LoadedHead, passed: Forward) -> Hidden:
+    """As `shared.spec.eagle.eagle3_project`."""
+    config, own, aux = weights.config, weights.weights, list(passed.streams)
+    eps = config.layer.rms_eps
+    if config.norm_aux:
+        pairs = zip(aux, own.aux_norm[...], strict=True)
+        aux = [rms_norm(stream, norm, eps) for stream, norm in pairs]
+    joined = jnp.concatenate(aux, axis=1)
+    if config.norm_input:
+        joined = rms_norm(joined, own.input_norm[...], eps)
+    return _fc(own, joined)
+
+
 def _fc(weights: DraftModel, x: Inputs) -> Hidden:
-    x = linear(x, weights.fc[...])
+    x = product(x, Matrix(weights.fc[...]))
     return x + weights.fc_bias[...] if hasattr(weights, "fc_bias") else x
 
 
 def _decoder_layer(
-    config: ModelConfig, weights: Layers, x: Hidden, y: Inputs, rows: Rows, kv: KV
+    config: ModelConfig,
+    layer: Layer,
+    qkv: Float[jax.Array, "R outputs"],
+    stream: Stream,
+    rows: Rows,
+    kv: KV,
 ) -> tuple[Hidden, KV]:
-    """One layer with the residual `x`, whose attention reads `y`; angles are the head's own."""
-    turn = layers.angles(config, rows.positions)
-    out, kv = layers.attention_layer(config, weights.attention, 0, y, rows, turn, kv)
-    x = x + out
-    normed = rms_norm(x, weights.post_attention_norm[0], config.rms_eps)
-    return x + layers.mlp(weights, 0, normed), kv
+    """The head's one layer, from its projection on; angles are the head's own."""
+    turn = angles(config, rows.positions)
+    stream, kv = attention_layer(config, layer, qkv, stream, turn, rows, kv, 0)
+    return stream.rows, kv
 
 
-def _over_target(
-    weights: DraftModel, scores: Float[jax.Array, "R draft_vocab"], target: Model
+def _over_targets(
+    model: Model, weights: DraftModel, scores: Float[jax.Array, "R draft_vocab"]
 ) -> Logits:
     """Scores over the target's vocabulary; -inf where the head has no token."""
     if not hasattr(weights, "draft_ids"):
         return scores
-    nothing = jnp.full((len(scores), len(target.embed)), -jnp.inf, scores.dtype)
-    return nothing.at[:, weights.draft_ids[...]].set(scores)
+    found = jnp.full((len(scores), model.config.vocab), -jnp.inf, scores.dtype)
+    return found.at[:, weights.draft_ids[...]].set(scores)

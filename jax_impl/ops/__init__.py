@@ -10,15 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, wraps
 from types import ModuleType
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
 from jax import lax
+from jaxtyping import Bool
 
 from kernels.tiles import Tiles
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Carry = TypeVar("Carry")
 
 
 @dataclass(frozen=True)
@@ -91,3 +93,35 @@ def plain() -> Iterator[None]:
         yield
     finally:
         _is_plain = before
+
+
+def when_any(
+    flags: Bool[jax.Array, "*rows"],
+    work: Callable[..., R],
+    skipped: Callable[..., R],
+    *arrays: jax.Array,
+) -> R:
+    """`work` of the arrays where a flag is set, else `skipped`, which must give the same then.
+
+    A GPU always does the work: a branch would have to wait for the flags, and a step is one command
+    buffer that nothing interrupts.
+    """
+
+    def by_data(*arrays: jax.Array) -> R:
+        return lax.cond(flags.any(), work, skipped, *arrays)
+
+    return lax.platform_dependent(*arrays, cuda=work, default=by_data)
+
+
+def scan(
+    body: Callable[[Carry, Any], tuple[Carry, Any]], carry: Carry, inputs: Any
+) -> tuple[Carry, Any]:
+    """`lax.scan`; on a GPU the steps are written out, for a command buffer has no loops."""
+
+    def loop(carry: Carry, inputs: Any) -> tuple[Carry, Any]:
+        return lax.scan(body, carry, inputs)
+
+    def written_out(carry: Carry, inputs: Any) -> tuple[Carry, Any]:
+        return lax.scan(body, carry, inputs, unroll=True)
+
+    return lax.platform_dependent(carry, inputs, cuda=written_out, default=loop)

@@ -4,7 +4,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops.sampling import perturbed, probabilities
+from jax_impl.ops import when_any
+from jax_impl.ops.sampling import (
+    Sampling,
+    Seen,
+    best,
+    perturbed_alike,
+    probabilities,
+    processed,
+    uniforms,
+)
+from shared.spec.sampling import RESIDUAL_STREAM, TARGET_STREAM
 
 
 def force(
@@ -76,13 +86,13 @@ def rejection_choices(
     choices: Int[jax.Array, "B N"],
     p: Float[jax.Array, "B N vocab"],
     q: Float[jax.Array, "B S vocab"],
-    uniforms: Float[jax.Array, "B S"],
-    noise: Float[jax.Array, "B vocab"],
-    temperature: Float[jax.Array, " B"],
+    sampling: Sampling,
+    lengths: Int[jax.Array, " B"],
 ) -> Int[jax.Array, "B N"]:
     """Accepts each draft x with probability min(1, p(x) / q(x)), or draws from what is left."""
-    accepted = uniforms * _of_drafts(q, tokens) < _of_drafts(p, tokens)
-    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, noise, temperature)
+    chance = uniforms(sampling.seed, lengths, q.shape[1])
+    accepted = chance * _of_drafts(q, tokens) < _of_drafts(p, tokens)
+    return _decided(tokens, num_nodes, choices, accepted, p, p[:, :-1] - q, sampling, lengths)
 
 
 def block_choices(
@@ -91,14 +101,14 @@ def block_choices(
     choices: Int[jax.Array, "B N"],
     p: Float[jax.Array, "B N vocab"],
     q: Float[jax.Array, "B S vocab"],
-    uniforms: Float[jax.Array, "B S"],
-    noise: Float[jax.Array, "B vocab"],
-    temperature: Float[jax.Array, " B"],
+    sampling: Sampling,
+    lengths: Int[jax.Array, " B"],
 ) -> Int[jax.Array, "B N"]:
     """Accepts the longest prefix of a chain that passes, or draws from what is left after it."""
     S = q.shape[1]
     p_of, q_of = _of_drafts(p, tokens), _of_drafts(q, tokens)
     weight, passes, residuals = jnp.ones(len(p), jnp.float32), [], []
+    chance = uniforms(sampling.seed, lengths, S)
     for level in range(S):
         residuals.append(weight[:, None] * p[:, level] - q[:, level])
         ratio = p_of[:, level] / jnp.where(q_of[:, level] > 0, q_of[:, level], 1e-30)
@@ -110,11 +120,47 @@ def block_choices(
             total = left + 1 - weight
             passing = jnp.where(total > 0, left / jnp.where(total > 0, total, 1), 1)
             share = jnp.where(level + 2 < num_nodes, passing, weight)
-        passes.append((uniforms[:, level] < share) & (level + 1 < num_nodes))
+        passes.append((chance[:, level] < share) & (level + 1 < num_nodes))
     # A draft is accepted where a prefix passes that reaches it.
     reached = jnp.cumsum(jnp.stack(passes, axis=1)[:, ::-1].astype(jnp.int32), axis=1)
     accepted, residual = reached[:, ::-1] > 0, jnp.stack(residuals, axis=1)
-    return _decided(tokens, num_nodes, choices, accepted, p, residual, noise, temperature)
+    return _decided(tokens, num_nodes, choices, accepted, p, residual, sampling, lengths)
+
+
+JUDGES = {"rejection": rejection_choices, "block": block_choices}
+"""The rules that judge sampled drafts."""
+
+
+def judge(
+    rule: str,
+    logits: Float[jax.Array, "R vocab"],
+    seen: Seen,
+    positions: Int[jax.Array, " R"],
+    sampling: Sampling,
+    request: Int[jax.Array, " R"],
+    row_of: Int[jax.Array, "B N"],
+    tokens: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    drafted: Float[jax.Array, "B S vocab"],
+    allowed: Bool[jax.Array, "R vocab"] | None,
+) -> Int[jax.Array, "B N"]:
+    """The token after each node of chains that were sampled from the drafter."""
+    scores = processed(logits, seen, positions, sampling, request, allowed)[row_of]
+    B, N, vocab = scores.shape
+
+    def judged(scores: Float[jax.Array, "B N vocab"]) -> Int[jax.Array, "B N"]:
+        # A chain's last node is the only one that asks for the target's noise.
+        noisy = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
+        own = best(noisy.reshape(B * N, vocab)).reshape(B, N)
+        p = probabilities(scores.reshape(B * N, vocab)).reshape(B, N, vocab)
+        q = sampled_law(drafted, tokens)
+        return JUDGES[rule](tokens, num_nodes, own, p, q, sampling, lengths)
+
+    def greedy(scores: Float[jax.Array, "B N vocab"]) -> Int[jax.Array, "B N"]:
+        return best(scores.reshape(B * N, vocab)).reshape(B, N)
+
+    return when_any(sampling.temperature > 0, judged, greedy, scores)
 
 
 def _of_drafts(
@@ -132,16 +178,16 @@ def _decided(
     accepted: Bool[jax.Array, "B S"],
     p: Float[jax.Array, "B N vocab"],
     residual: Float[jax.Array, "B S vocab"],
-    noise: Float[jax.Array, "B vocab"],
-    temperature: Float[jax.Array, " B"],
+    sampling: Sampling,
+    lengths: Int[jax.Array, " B"],
 ) -> Int[jax.Array, "B N"]:
     """The draft where it is accepted, else a token drawn from the residual's positive part."""
     B, S, vocab = residual.shape
     is_left = residual > 0
     left = jnp.where(is_left.any(axis=2, keepdims=True), jnp.maximum(residual, 0), p[:, :S])
-    scores, rows = jnp.log(left).reshape(B * S, vocab), jnp.repeat(jnp.arange(B), S)
-    drawn = jnp.argmax(perturbed(scores, noise[rows], temperature[rows]), axis=1).reshape(B, S)
-    decided = jnp.where(accepted, tokens[:, 1:], drawn.astype(jnp.int32))
-    is_judged = (jnp.arange(S) + 1 < num_nodes[:, None]) & (temperature > 0)[:, None]
+    scores = perturbed_alike(jnp.log(left), sampling, lengths, RESIDUAL_STREAM)
+    drawn = best(scores.reshape(B * S, vocab)).reshape(B, S)
+    decided = jnp.where(accepted, tokens[:, 1:], drawn)
+    is_judged = (jnp.arange(S) + 1 < num_nodes[:, None]) & (sampling.temperature > 0)[:, None]
     judged = jnp.where(is_judged, decided, choices[:, :S])
     return jnp.concatenate([judged, choices[:, S:]], axis=1)

@@ -11,8 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, kernels_on
+from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, kernels_on, layers
 from shared.spec.numerics import ATTENTION
+
+KV = Float[jax.Array, "L 2 P page Hk D"]
+"""Keys and values of the page pools of a stack of attention layers."""
 
 
 class Rows(NamedTuple):
@@ -42,22 +45,52 @@ class Rows(NamedTuple):
     most_rows: int
 
 
+class Heads(NamedTuple):
+    """How a layer's projection is made of heads; fields as in the specification."""
+
+    num_kv_heads: int
+    head_size: int
+    gated: bool
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each query and key head; fields as in the specification."""
+
+    q: Float[jax.Array, " D"]
+    k: Float[jax.Array, " D"]
+    eps: float
+
+
+class Angles(NamedTuple):
+    """Cosine and sine of the rotation at each row's position."""
+
+    cos: Float[jax.Array, "R half"]
+    sin: Float[jax.Array, "R half"]
+
+
 def causal_rows(
     row_starts: Int[jax.Array, " B1"],
     first_positions: Int[jax.Array, " B"],
     draft_from: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
     tokens: int,
-    most_rows: int,
 ) -> Rows:
     """Consecutive rows of each request, each of which sees its request up to itself."""
     num_rows = row_starts[1:] - row_starts[:-1]
     _, request, column, is_real = draft_tree.flatten(num_rows, tokens)
     positions = jnp.where(is_real, first_positions[request] + column, 0)
-    until = jnp.where(is_real, positions + 1, 0)
-    window, first = jnp.zeros((tokens, 0), bool), draft_from[request]
-    where = (request, positions, positions, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts, most_rows)
+    return Rows(
+        request=request,
+        positions=positions,
+        places=positions,
+        first=draft_from[request],
+        until=jnp.where(is_real, positions + 1, 0),
+        window=jnp.zeros((tokens, 0), bool),
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts,
+        most_rows=tokens,
+    )
 
 
 def tree_rows(
@@ -79,16 +112,26 @@ def tree_rows(
     """
     row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
     length = lengths[request]
-    places, first = length + node, jnp.zeros(rows, jnp.int32)
+    places = length + node
     if is_chain:
         positions, until, window = places, places + 1, jnp.zeros((rows, 0), bool)
     else:
         positions = length + draft_tree.depths(parents)[request, node]
         until = length
         window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
-    until = jnp.where(is_real, until, 0)
-    where = (request, positions, places, first, until, window, is_real)
-    return Rows(*where, page_table, row_starts, parents.shape[1]), node
+    found = Rows(
+        request=request,
+        positions=positions,
+        places=places,
+        first=jnp.zeros(rows, jnp.int32),
+        until=jnp.where(is_real, until, 0),
+        window=window,
+        is_real=is_real,
+        page_table=page_table,
+        row_starts=row_starts,
+        most_rows=parents.shape[1],
+    )
+    return found, node
 
 
 def write(
@@ -248,19 +291,116 @@ def _softmax_attention(
     return jnp.where(sees_spoiled, jnp.nan, out.reshape(B, M, Hq, D))
 
 
+def mix(
+    qkv: Float[jax.Array, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: KV,
+    layer: int | Int[jax.Array, ""],
+) -> tuple[Float[jax.Array, "R outputs_of_heads"], KV]:
+    """All that an attention layer does between its two products; `layer` names its pools in `kv`.
+
+    The stack of pools is read as one long pool, so that no layer's is copied out for a kernel.
+    """
+    q, k, v, gate = _heads_of(qkv, heads)
+    if norms is not None:
+        q = layers.rms_norm(q, norms.q, norms.eps)
+        k = layers.rms_norm(k, norms.k, norms.eps)
+    q = layers.apply_rotary(q, angles.cos, angles.sin)
+    kv = _write_pair(kv, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
+    pool, num_pages = kv.reshape(-1, *kv.shape[3:]), kv.shape[2]
+    out = attend(
+        q=q,
+        k_pages=pool,
+        v_pages=pool,
+        page_table=rows.page_table + 2 * layer * num_pages,
+        request=rows.request,
+        row_starts=rows.row_starts,
+        first=rows.first,
+        until=rows.until,
+        window=rows.window,
+        most_rows=rows.most_rows,
+        k_offset=0,
+        v_offset=num_pages,
+    )
+    if gate is not None:
+        out = out * layers.sigmoid(gate)
+    return out.reshape(len(qkv), -1), kv
+
+
+def mix_keys(
+    projected: Float[jax.Array, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms,
+    angles: Angles,
+    rows: Rows,
+    kv: KV,
+    layer: int | Int[jax.Array, ""],
+) -> KV:
+    """The part of `mix` that writes, of rows that nothing queries: key heads, then value heads."""
+    k, v = jnp.split(projected, 2, axis=1)
+    k, v = (part.reshape(len(projected), -1, heads.head_size) for part in (k, v))
+    k = layers.rms_norm(k, norms.k, norms.eps)
+    return _write_pair(kv, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
+
+
+def _write_pair(
+    kv: KV,
+    layer: int | Int[jax.Array, ""],
+    rows: Rows,
+    k: Float[jax.Array, "R Hk D"],
+    v: Float[jax.Array, "R Hk D"],
+) -> KV:
+    """Writes into the stack as one long pool, so that no layer's pool is copied out and back.
+
+    Keys and values are written at once: between two writes a read of the first would keep a copy
+    of the whole pool alive.
+    """
+    num_pages, requests = kv.shape[2], len(rows.page_table)
+    pool = kv.reshape(-1, *kv.shape[3:])
+    keys = rows.page_table + 2 * layer * num_pages
+    tables = jnp.concatenate([keys, keys + num_pages])
+    request = jnp.concatenate([rows.request, rows.request + requests])
+    places, is_real = jnp.tile(rows.places, 2), jnp.tile(rows.is_real, 2)
+    pool = write(pool, tables, request, places, is_real, jnp.concatenate([k, v]))
+    return pool.reshape(kv.shape)
+
+
+def _heads_of(
+    qkv: Float[jax.Array, "R outputs"], heads: Heads
+) -> tuple[
+    Float[jax.Array, "R Hq D"],
+    Float[jax.Array, "R Hk D"],
+    Float[jax.Array, "R Hk D"],
+    Float[jax.Array, "R Hq D"] | None,
+]:
+    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
+    R, D, keys = len(qkv), heads.head_size, heads.num_kv_heads * heads.head_size
+    queries = qkv.shape[1] - 2 * keys
+    q, k, v = jnp.split(qkv, [queries, queries + keys], axis=1)
+    k, v = k.reshape(R, -1, D), v.reshape(R, -1, D)
+    if not heads.gated:
+        return q.reshape(R, -1, D), k, v, None
+    pairs = q.reshape(R, -1, 2, D)  # per head its query rows, then its gate rows
+    return pairs[:, :, 0], k, v, pairs[:, :, 1]
+
+
 def commit_window(
-    pages: Float[jax.Array, "P page H D"],
+    pages: Float[jax.Array, "*pools P page H D"],
     page_table: Int[jax.Array, "B table"],
     lengths: Int[jax.Array, " B"],
     path: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
-) -> Float[jax.Array, "P page H D"]:
-    """Moves the rows of an accepted path to the front of the window; reads all before it writes."""
-    page_size = pages.shape[1]
+) -> Float[jax.Array, "*pools P page H D"]:
+    """Moves the rows of an accepted path to the front of the window, in any number of pools."""
+    page_size = pages.shape[-3]
     steps = jnp.arange(path.shape[1])
     is_real = steps < counts[:, None]
     source = lengths[:, None] + jnp.where(is_real, path, 0)
     target = lengths[:, None] + jnp.where(is_real, steps, 0)
-    moved = pages[jnp.take_along_axis(page_table, source // page_size, 1), source % page_size]
+    pools = pages.reshape(-1, *pages.shape[-4:])
+    moved = pools[:, jnp.take_along_axis(page_table, source // page_size, 1), source % page_size]
     page = jnp.where(is_real, jnp.take_along_axis(page_table, target // page_size, 1), 0)
-    return pages.at[page, target % page_size].set(moved)
+    return pools.at[:, page, target % page_size].set(moved).reshape(pages.shape)

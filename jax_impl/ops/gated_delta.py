@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import draft_tree, layers
+from jax_impl.ops import draft_tree, layers, scan
 from shared.spec.gated_delta import CHUNK
 
 
@@ -110,7 +110,7 @@ def verify(
     nodes = (q, k, v, log_decay, beta)
     if parents is None:
         nodes = tuple(jnp.moveaxis(x, 1, 0) for x in nodes)
-        return jnp.moveaxis(lax.scan(lambda s, node: step(s, *node), state, nodes)[1], 0, 1)
+        return jnp.moveaxis(scan(lambda s, node: step(s, *node), state, nodes)[1], 0, 1)
     sees = draft_tree.ancestors(parents)
     # 0 x NaN is NaN: a spoiled node is taken out, and given back to those below it.
     spoiled = ~jnp.stack([jnp.isfinite(x).reshape(*sees.shape[:2], -1).all(2) for x in nodes[1:]])

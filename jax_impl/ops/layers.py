@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops.linear import linear
-
 Array = Float[jax.Array, "..."]
 
 
@@ -39,16 +37,6 @@ def rms_norm(
 def l2norm(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... size"]:
     """Scales the last axis to unit length; the 1e-6 stands inside the root."""
     return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def gated_mlp(
-    x: Float[jax.Array, "R hidden"],
-    gate_up: Float[jax.Array, "twice_intermediate hidden"],
-    down: Float[jax.Array, "hidden intermediate"],
-) -> Float[jax.Array, "R hidden"]:
-    """down(silu(gate(x)) * up(x)); `gate_up` holds the gate's rows, then those of up."""
-    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(silu(gate) * up, down)
 
 
 def rotary_angles(

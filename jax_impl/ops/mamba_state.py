@@ -1,13 +1,15 @@
 """The state that a slot holds for gated-delta layers; as `shared.spec.mamba_state`."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import gated_delta, layers
+from jax_impl.ops import gated_delta, layers, scan
+from shared.models.config import GatedDeltaConfig
+from shared.spec.gated_delta import CHUNK
 from shared.spec.mamba_state import WINDOW
 
 
@@ -26,6 +28,19 @@ class Kept(NamedTuple):
     log_decay: Float[jax.Array, "L B N H"]
     beta: Float[jax.Array, "L B N H"]
     inputs: Float[jax.Array, "L B N C"]
+
+
+States = TypeVar("States", DeltaState, Kept)
+
+
+class DeltaWeights(NamedTuple):
+    """What a gated-delta layer holds besides its two matrices; fields as in the specification."""
+
+    conv: Float[jax.Array, "C 4"]
+    a_log: Float[jax.Array, " H"]
+    dt_bias: Float[jax.Array, " H"]
+    norm: Float[jax.Array, " V"]
+    eps: float
 
 
 def conv(
@@ -109,6 +124,14 @@ def path_window(
     return rows[:, jnp.arange(len(taken))[:, None], index]
 
 
+def ends_chunk(
+    save_after: Int[jax.Array, " B"], num_tokens: Int[jax.Array, " B"]
+) -> Bool[jax.Array, " B"]:
+    """Whether a state exists after `save_after` of a prefill's tokens: at the end of a chunk."""
+    is_end = (save_after % CHUNK == 0) | (save_after == num_tokens)
+    return is_end & (save_after > 0) & (save_after <= num_tokens)
+
+
 def replay(
     state: DeltaState,
     kept: Kept,
@@ -133,7 +156,7 @@ def replay(
 
     numbers = jnp.arange(path.shape[1])
     carry = (state.recurrent, state.recurrent)
-    (recurrent, saved), _ = lax.scan(advance, carry, (numbers, tokens))
+    (recurrent, saved), _ = scan(advance, carry, (numbers, tokens))
     passed = (save_after >= 1) & (save_after <= counts)
     save_window = path_window(state.window, inputs, jnp.where(passed, save_after, 0))
     new_window = path_window(state.window, inputs, counts)
@@ -142,3 +165,110 @@ def replay(
 
 def _per_row(flags: Bool[jax.Array, " B"]) -> Bool[jax.Array, "1 B 1 1 1"]:
     return flags[None, :, None, None, None]
+
+
+def mix_chunks(
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[jax.Array, "B H K V"],
+    window: Float[jax.Array, "B 3 C"],
+    row_starts: Int[jax.Array, " B1"],
+    request: Int[jax.Array, " R"],
+    save_after: Int[jax.Array, " B"],
+) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
+    """All that a gated-delta layer does between its two products, over chunks of prompts.
+
+    Args:
+      request: The request of each row.
+      save_after: Rows after which the state is asked for; see `gated_delta.chunked`.
+
+    Returns:
+      The heads' outputs, the state after the rows and that after `save_after`, of one layer each.
+    """
+    channels, z, b, a = split_inputs(inputs, sizes)
+    places = jnp.arange(len(request), dtype=jnp.int32) - row_starts[request]
+    windows = chain_windows(window, channels, request, places)
+    q, k, v = _heads_of(conv(windows, channels, weights.conv), sizes)
+    log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    new, out, saved = gated_delta.chunked(
+        recurrent, q, k, v, log_decay, beta, row_starts, save_after
+    )
+    taken = row_starts[1:] - row_starts[:-1]
+    end = chain_end(window, channels, row_starts, taken)
+    saved_end = chain_end(window, channels, row_starts, jnp.clip(save_after, 0, taken))
+    states = (DeltaState(new[None], end[None]), DeltaState(saved[None], saved_end[None]))
+    return _normed(out, z, weights), *states
+
+
+def mix_tree(
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[jax.Array, "B H K V"],
+    window: Float[jax.Array, "B 3 C"],
+    parents: Int[jax.Array, "B N"] | None,
+    row_of: Int[jax.Array, "B N"],
+    request: Int[jax.Array, " R"],
+    node: Int[jax.Array, " R"],
+) -> tuple[Float[jax.Array, "R values"], Kept]:
+    """As `mix_chunks`, over draft trees whose states stay; None for the parents of chains."""
+    channels, z, b, a = split_inputs(inputs, sizes)
+    (B, N), C = row_of.shape, channels.shape[1]
+    before = channels[row_of]  # [B, N, C]
+    windows = tree_windows(window, before, parents)
+    after = conv(windows.reshape(B * N, -1, C), before.reshape(B * N, C), weights.conv)
+    q, k, v = (part.reshape(B, N, *part.shape[1:]) for part in _heads_of(after, sizes))
+    gates = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    log_decay, beta = (gate[row_of] for gate in gates)
+    out = gated_delta.verify(recurrent, q, k, v, log_decay, beta, parents)
+    kept = Kept(*(x[None] for x in (k, v, log_decay, beta, before)))
+    return _normed(out[request, node], z, weights), kept
+
+
+def mix_step(
+    inputs: Float[jax.Array, "B outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    recurrent: Float[jax.Array, "B H K V"],
+    window: Float[jax.Array, "B 3 C"],
+) -> tuple[Float[jax.Array, "B values"], DeltaState]:
+    """As `mix_chunks`, over one row of each request; the state after it is that of one layer."""
+    channels, z, b, a = split_inputs(inputs, sizes)
+    q, k, v = _heads_of(conv(window, channels, weights.conv), sizes)
+    log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
+    new, out = gated_delta.step(recurrent, q, k, v, log_decay, beta)
+    end = jnp.concatenate([window[:, 1:], channels[:, None]], axis=1)
+    return _normed(out, z, weights), DeltaState(new[None], end[None])
+
+
+def split_inputs(
+    inputs: Float[jax.Array, "R outputs"], sizes: GatedDeltaConfig
+) -> tuple[
+    Float[jax.Array, "R C"],
+    Float[jax.Array, "R H V"],
+    Float[jax.Array, "R H"],
+    Float[jax.Array, "R H"],
+]:
+    """Takes the projection apart: inputs of the convolution, z, b, a, in this order."""
+    heads, size = sizes.num_value_heads, sizes.value_size
+    ends = (sizes.channels, sizes.channels + heads * size, sizes.channels + heads * (size + 1))
+    channels, z, b, a = jnp.split(inputs, ends, axis=1)
+    return channels, z.reshape(len(z), heads, size), b, a
+
+
+def joined(layers_of: Sequence[States]) -> States:
+    """The states (or kept inputs) of single layers as one stack."""
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *layers_of)
+
+
+def _heads_of(
+    channels: Float[jax.Array, "R C"], sizes: GatedDeltaConfig
+) -> tuple[Float[jax.Array, "R H K"], Float[jax.Array, "R H K"], Float[jax.Array, "R H V"]]:
+    return gated_delta.split(channels, sizes.num_key_heads, sizes.num_value_heads, sizes.key_size)
+
+
+def _normed(
+    out: Float[jax.Array, "R H V"], z: Float[jax.Array, "R H V"], weights: DeltaWeights
+) -> Float[jax.Array, "R values"]:
+    return gated_delta.gated_norm(out, z, weights.norm, weights.eps).reshape(len(out), -1)

@@ -1,10 +1,9 @@
 """From logits to the chosen token; as `shared.spec.sampling`.
 
-What no row of a step needs - penalties, filters, noise - is skipped by data (`lax.cond`), so one
-compiled program serves all mixtures of rows.
+What no row of a step needs - penalties, filters, noise - is skipped by data on a CPU, so one
+compiled program serves all mixtures of rows; on a GPU all of it runs, see `when_any`.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,14 +11,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int, UInt32
 
-from jax_impl.ops import draft_tree
+from jax_impl.ops import draft_tree, scan, when_any
+from shared.spec.sampling import ACCEPT_STREAM, DRAFT_TAU, PARITY, ROTATIONS, TARGET_STREAM
 
-TARGET_STREAM = 0
-ACCEPT_STREAM, RESIDUAL_STREAM, DRAFT_STREAM = 1, 2, 3
-
-_ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
-_PARITY = 0x1BD11BDA
 _BLOCK = 128
+_DIGIT = 4  # bits of the border that a pass of `_searched` finds
+
+Scores = Float[jax.Array, "R vocab"]
+Filter = Float[jax.Array, " R"]
+Support = Bool[jax.Array, "R vocab"]
+Stream = int | Int[jax.Array, ""]
 
 
 class Sampling(NamedTuple):
@@ -45,9 +46,9 @@ class Sampling(NamedTuple):
         return Sampling(*(field[index] for field in self))
 
     @property
-    def has_penalty(self) -> Bool[jax.Array, ""]:
-        """Whether any row looks at what was seen before."""
-        return ((self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)).any()
+    def has_penalty(self) -> Bool[jax.Array, " B"]:
+        """Whether a row looks at what was seen before."""
+        return (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)
 
 
 def threefry2x32(
@@ -55,10 +56,10 @@ def threefry2x32(
     counter: tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]],
 ) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]]:
     """Threefry-2x32 with 20 rounds: two words from a key and a counter of two words each."""
-    keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(_PARITY))
+    keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(PARITY))
     x0, x1 = jnp.broadcast_arrays(counter[0] + keys[0], counter[1] + keys[1])
     for group in range(5):
-        for rotation in _ROTATIONS[4 * (group % 2) : 4 * (group % 2) + 4]:
+        for rotation in ROTATIONS[4 * (group % 2) : 4 * (group % 2) + 4]:
             x0 = x0 + x1
             x1 = (x1 << jnp.uint32(rotation)) | (x1 >> jnp.uint32(32 - rotation))
             x1 = x1 ^ x0
@@ -88,82 +89,50 @@ def uniforms(
     return uniform_of_words(words)
 
 
-def draft_noise(
-    seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int, vocab: int
-) -> Float[jax.Array, "R levels vocab"]:
-    """The noise of each level's drafts under the rejection rule; `positions` as in `uniforms`."""
-    streams = jnp.tile(jnp.arange(levels, dtype=jnp.uint32) + DRAFT_STREAM, len(seeds))
-    rows = (jnp.repeat(seeds, levels), jnp.repeat(positions, levels))
-    return gumbel(*rows, vocab, streams[:, None]).reshape(len(seeds), levels, vocab)
-
-
 def gumbel(
-    seeds: UInt32[jax.Array, " R"],
-    positions: Int[jax.Array, " R"],
-    vocab: int,
-    stream: int | UInt32[jax.Array, "R 1"],
+    seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], vocab: int, stream: Stream
 ) -> Float[jax.Array, "R vocab"]:
-    """The noise of every token id at one position of each row, by one stream or one of each row."""
+    """The noise of every token id at one position of each row."""
     counter = jnp.arange(-(-vocab // 2), dtype=jnp.uint32)[None, :]
     key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
-    words = threefry2x32(key, (counter, jnp.asarray(stream, jnp.uint32)))
+    words = threefry2x32(key, (counter, jnp.asarray(stream).astype(jnp.uint32)))
     return noise_of_words(jnp.stack(words, axis=-1).reshape(len(seeds), -1)[:, :vocab])
 
 
-def gumbel_levels(
-    sampling: Sampling, first_positions: Int[jax.Array, " B"], levels: int, vocab: int
-) -> Float[jax.Array, "B levels vocab"]:
-    """The target's noise at `levels` positions in a row; zeros where no row samples.
+class Seen(NamedTuple):
+    """What stands in the text before each row's choice; fields as in the specification."""
 
-    One row of noise serves a depth: all nodes of that depth and the drafter's level share it, so a
-    step makes all of its noise at once.
-    """
-    B = len(first_positions)
-
-    def make() -> Float[jax.Array, "B levels vocab"]:
-        positions = (first_positions[:, None] + jnp.arange(levels)).reshape(-1)
-        seeds = jnp.repeat(sampling.seed, levels)
-        return gumbel(seeds, positions, vocab, TARGET_STREAM).reshape(B, levels, vocab)
-
-    none = jnp.zeros((B, levels, vocab), jnp.float32)
-    return lax.cond((sampling.temperature > 0).any(), make, lambda: none)
+    counts: Int[jax.Array, "slots vocab"]
+    slots: Int[jax.Array, " R"]
+    path: Int[jax.Array, "R path"]
+    on_path: Bool[jax.Array, "R path"]
 
 
-def path_seen(
-    seen: Int[jax.Array, "B vocab"],
+def seen_alone(counts: Int[jax.Array, "slots vocab"], slots: Int[jax.Array, " R"]) -> Seen:
+    """Of rows that choose right after their newest token."""
+    nothing = jnp.zeros((len(slots), 0), jnp.int32)
+    return Seen(counts, slots, nothing, nothing > 0)
+
+
+def seen_in_trees(
+    counts: Int[jax.Array, "slots vocab"],
+    slots: Int[jax.Array, " B"],
     tokens: Int[jax.Array, "B N"],
     parents: Int[jax.Array, "B N"],
-) -> Int[jax.Array, "B N vocab"]:
-    """What `seen` would be after each node of a tree."""
-    B, N = tokens.shape
-    on_path = draft_tree.ancestors(parents).at[:, :, 0].set(False).reshape(B * N, N)
-    before, paths = jnp.repeat(seen, N, axis=0), jnp.repeat(tokens, N, axis=0)
-    return seen_along(before, paths, on_path).reshape(B, N, -1)
-
-
-def seen_along(
-    seen: Int[jax.Array, "R vocab"],
-    tokens: Int[jax.Array, "R path"],
-    is_real: Bool[jax.Array, "R path"],
-) -> Int[jax.Array, "R vocab"]:
-    """What `seen` would be after the real ones of some output tokens."""
-    rows = jnp.arange(len(tokens))[:, None]
-    return seen.at[rows, tokens].add(2 * is_real.astype(jnp.int32))
-
-
-def counted(
-    seen: Int[jax.Array, "B vocab"],
     request: Int[jax.Array, " R"],
-    tokens: Int[jax.Array, " R"],
-    positions: Int[jax.Array, " R"],
-    is_counted: Bool[jax.Array, " R"],
-    prompt_length: Int[jax.Array, " B"],
-) -> Int[jax.Array, "B vocab"]:
-    """Adds tokens to what was seen: an output counts each time, the prompt's mark is a maximum."""
-    is_output = positions >= prompt_length[request]
-    seen = seen.at[request, tokens].add(2 * (is_counted & is_output).astype(jnp.int32))
-    marks = jnp.zeros(seen.shape, jnp.int32)
-    return seen | marks.at[request, tokens].max((is_counted & ~is_output).astype(jnp.int32))
+    node: Int[jax.Array, " R"],
+) -> Seen:
+    """Of rows that are nodes of draft trees; node 0 is the newest token, which `counts` holds."""
+    if tokens.shape[1] == 1:
+        return seen_alone(counts, slots[request])
+    is_before = draft_tree.ancestors(parents).at[:, :, 0].set(False)
+    return Seen(counts, slots[request], tokens[request], is_before[request, node])
+
+
+def seen_rows(seen: Seen) -> Int[jax.Array, "R vocab"]:
+    """The counts before each row's choice."""
+    counts, row = seen.counts[seen.slots], jnp.arange(len(seen.slots))[:, None]
+    return counts.at[row, seen.path].add(2 * seen.on_path.astype(jnp.int32))
 
 
 def penalized(
@@ -184,19 +153,68 @@ def support(
     top_p: Float[jax.Array, " R"],
     min_p: Float[jax.Array, " R"],
 ) -> Bool[jax.Array, "R vocab"]:
-    """The tokens that may be chosen, each filter measured on the full distribution."""
-    vocab = logits.shape[1]
-    ids = jnp.broadcast_to(jnp.arange(vocab, dtype=jnp.int32), logits.shape)
+    """The tokens that may be chosen, each filter measured on the full distribution.
+
+    A GPU searches for the border of the support: sorting a vocabulary there is many passes over it.
+    """
+    return lax.platform_dependent(logits, top_k, top_p, min_p, cuda=_searched, default=_sorted)
+
+
+def _sorted(logits: Scores, top_k: Int[jax.Array, " R"], top_p: Filter, min_p: Filter) -> Support:
+    ids = jnp.broadcast_to(jnp.arange(logits.shape[1], dtype=jnp.int32), logits.shape)
     negated, order = lax.sort((-logits, ids), dimension=1, num_keys=1, is_stable=True)
     ranked = jnp.exp(log_softmax(-negated))
     before = _running_sum(ranked) - ranked
-    rank = jnp.arange(vocab)[None, :]
-    stays = (rank < top_k[:, None]) | (top_k >= vocab)[:, None]
+    rank = jnp.arange(logits.shape[1])[None, :]
+    stays = (rank < top_k[:, None]) | (top_k >= logits.shape[1])[:, None]
     stays &= (before < top_p[:, None]) | (top_p >= 1)[:, None]
     stays &= (ranked >= min_p[:, None] * ranked[:, :1]) | (min_p <= 0)[:, None]
     stays |= rank == 0
     rows = jnp.arange(len(logits))[:, None]
     return jnp.zeros(logits.shape, bool).at[rows, order].set(stays, unique_indices=True)
+
+
+def _searched(logits: Scores, top_k: Int[jax.Array, " R"], top_p: Filter, min_p: Filter) -> Support:
+    """Finds the smallest logit that has fewer than `top_k` tokens and less than `top_p` above it.
+
+    Of the tokens that share it the first ones stay, as many as the bounds have room for.
+    """
+    vocab = logits.shape[1]
+    most = jnp.where(top_k >= vocab, vocab + 1, jnp.maximum(top_k, 1))[:, None]
+    # The first token stays whatever `top_p` says, so its bound lies above the mass before it.
+    mass = jnp.where(top_p >= 1, jnp.inf, jnp.maximum(top_p, 1e-30))[:, None]
+    probability, keys = probabilities(logits), _order_keys(logits)
+    border = jnp.zeros((len(logits), 1), jnp.uint32)
+    ways = jnp.arange(1, 2**_DIGIT, dtype=jnp.uint32)
+    for shift in range(32 - _DIGIT, -1, -_DIGIT):
+        # The border is in the first part whose last key has too little above it to reach a bound.
+        count, above = _above(keys, probability, border + (ways << shift) - 1)
+        reaches = (count >= most) | (above >= mass)
+        border += reaches.sum(axis=1, keepdims=True, dtype=jnp.uint32) << shift
+    count, above = _above(keys, probability, border)
+    ties = keys == border
+    earlier = _running_sum(ties.astype(jnp.float32)) - ties
+    room = (count + earlier < most) & (above + earlier * probability < mass)
+    stays = (keys > border) | (ties & room)
+    highest = probability.max(axis=1, keepdims=True)
+    stays &= (probability >= min_p[:, None] * highest) | (min_p <= 0)[:, None]
+    return stays | (jnp.arange(vocab) == best(logits)[:, None])
+
+
+def _order_keys(x: Scores) -> UInt32[jax.Array, "R vocab"]:
+    """Unsigned words in the order of the numbers; both zeros have one."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _above(
+    keys: UInt32[jax.Array, "R vocab"], probability: Scores, borders: UInt32[jax.Array, "R ways"]
+) -> tuple[Int[jax.Array, "R ways"], Float[jax.Array, "R ways"]]:
+    """How many tokens lie above each border, and how probable they are together."""
+    is_above = keys[:, None] > borders[:, :, None]
+    above = jnp.where(is_above, probability[:, None], 0)
+    return is_above.sum(axis=2, dtype=jnp.int32), above.sum(axis=2)
 
 
 def _running_sum(x: Float[jax.Array, "R vocab"]) -> Float[jax.Array, "R vocab"]:
@@ -214,68 +232,165 @@ def _running_sum(x: Float[jax.Array, "R vocab"]) -> Float[jax.Array, "R vocab"]:
 
 def processed(
     logits: Float[jax.Array, "R vocab"],
-    seen: Int[jax.Array, "R vocab"],
+    seen: Seen,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
+    request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
 ) -> Float[jax.Array, "R vocab"]:
     """Everything between raw logits and the choice, but the noise; excluded tokens are -inf."""
-    return processed_after(logits, lambda: seen, positions, sampling, allowed)
+    how = sampling.rows(request)
 
+    def with_penalties(logits: Scores) -> Scores:
+        return penalized(logits, seen_rows(seen), how)
 
-def processed_after(
-    logits: Float[jax.Array, "R vocab"],
-    seen: Callable[[], Int[jax.Array, "R vocab"]],
-    positions: Int[jax.Array, " R"],
-    sampling: Sampling,
-    allowed: Bool[jax.Array, "R vocab"] | None,
-) -> Float[jax.Array, "R vocab"]:
-    """As `processed`; `seen` is computed only in steps where a row has a penalty."""
-
-    def with_penalties() -> Float[jax.Array, "R vocab"]:
-        return penalized(logits, seen(), sampling)
-
-    logits = lax.cond(sampling.has_penalty, with_penalties, lambda: logits)
+    logits = when_any(sampling.has_penalty, with_penalties, _as_it_is, logits)
     row = jnp.arange(len(logits))[:, None]
-    logits = logits.at[row, sampling.bias_ids].add(sampling.bias_values)
-    too_short = (positions < sampling.min_length)[:, None]
-    bound = jnp.where(too_short, -jnp.inf, jnp.inf)
-    logits = logits.at[row, sampling.stop_ids].min(jnp.broadcast_to(bound, sampling.stop_ids.shape))
+    logits = logits.at[row, how.bias_ids].add(how.bias_values)
+    bound = jnp.where(positions < how.min_length, -jnp.inf, jnp.inf)[:, None]
+    logits = logits.at[row, how.stop_ids].min(jnp.broadcast_to(bound, how.stop_ids.shape))
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
-    sampled = sampling.temperature > 0
-    scaled = logits / jnp.where(sampled, sampling.temperature, 1)[:, None]
-    filters = (sampling.top_k < logits.shape[1]) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    is_sampled = how.temperature > 0
+    scaled = logits / jnp.where(is_sampled, how.temperature, 1)[:, None]
+    filters = (how.top_k < logits.shape[1]) | (how.top_p < 1) | (how.min_p > 0)
 
-    def filtered() -> Float[jax.Array, "R vocab"]:
-        keep = support(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
-        return jnp.where(keep | ~sampled[:, None], scaled, -jnp.inf)
+    def filtered(scaled: Scores) -> Scores:
+        keep = support(scaled, how.top_k, how.top_p, how.min_p)
+        return jnp.where(keep | ~is_sampled[:, None], scaled, -jnp.inf)
 
-    return lax.cond((filters & sampled).any(), filtered, lambda: scaled)
+    return when_any(filters & is_sampled, filtered, _as_it_is, scaled)
+
+
+def _as_it_is(x: jax.Array) -> jax.Array:
+    return x
 
 
 def perturbed(
     processed: Float[jax.Array, "R vocab"],
-    noise: Float[jax.Array, "R vocab"],
-    temperature: Float[jax.Array, " R"],
+    sampling: Sampling,
+    request: Int[jax.Array, " R"],
+    keys: Int[jax.Array, " R"],
+    stream: Stream,
 ) -> Float[jax.Array, "R vocab"]:
     """Adds the noise to rows with a temperature above 0."""
-    return processed + jnp.where((temperature > 0)[:, None], noise, 0)
+    warm = (sampling.temperature > 0)[request, None]
+
+    def noisy(processed: Scores) -> Scores:
+        noise = gumbel(sampling.seed[request], keys, processed.shape[1], stream)
+        return processed + jnp.where(warm, noise, 0)
+
+    return when_any(sampling.temperature > 0, noisy, _as_it_is, processed)
+
+
+def perturbed_alike(
+    processed: Float[jax.Array, "B k vocab"],
+    sampling: Sampling,
+    keys: Int[jax.Array, " B"],
+    stream: Stream,
+) -> Float[jax.Array, "B k vocab"]:
+    """As `perturbed`, where one row of noise serves the k rows of a request."""
+    warm = (sampling.temperature > 0)[:, None, None]
+
+    def noisy(processed: Float[jax.Array, "B k vocab"]) -> Float[jax.Array, "B k vocab"]:
+        noise = gumbel(sampling.seed, keys, processed.shape[2], stream)
+        return processed + jnp.where(warm, noise[:, None], 0)
+
+    return when_any(sampling.temperature > 0, noisy, _as_it_is, processed)
 
 
 def choose(
-    processed: Float[jax.Array, "R vocab"],
-    noise: Float[jax.Array, "R vocab"],
-    temperature: Float[jax.Array, " R"],
+    logits: Float[jax.Array, "R vocab"],
+    seen: Seen,
+    positions: Int[jax.Array, " R"],
+    sampling: Sampling,
+    request: Int[jax.Array, " R"],
+    allowed: Bool[jax.Array, "R vocab"] | None,
 ) -> Int[jax.Array, " R"]:
-    """The token of each row: the first maximum after the noise."""
-    return _first_maximum(perturbed(processed, noise, temperature))
+    """The target's token of each row: the first maximum of its processed logits and the noise."""
+    scores = processed(logits, seen, positions, sampling, request, allowed)
+    return best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
 
 
-def _first_maximum(x: Float[jax.Array, "R vocab"]) -> Int[jax.Array, " R"]:
-    """As `jnp.argmax`, NaN as the maximum included; that one takes nine times as long on a CPU."""
-    is_maximum = (x == x.max(axis=1, keepdims=True)) | jnp.isnan(x)
-    return jnp.where(is_maximum, jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[1]).min(axis=1)
+Chain = tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"]]
+
+
+def choose_chain(
+    logits: Float[jax.Array, "B S vocab"],
+    seen: Seen,
+    positions: Int[jax.Array, " B"],
+    sampling: Sampling,
+) -> Chain:
+    """Drafts at S places in a row as the target would choose them, and their processed logits.
+
+    A place counts the drafts before it; where no row has a penalty, all are chosen at once.
+
+    Args:
+      seen, positions: Of the first place.
+    """
+    B, S, vocab = logits.shape
+    everyone = jnp.arange(B)
+
+    def one_by_one(logits: Float[jax.Array, "B S vocab"]) -> Chain:
+        def body(drafts: Int[jax.Array, "B S"], at: tuple) -> tuple:
+            place, of_place = at
+            is_before = jnp.broadcast_to(jnp.arange(S) < place, (B, S))
+            before = Seen(seen.counts, seen.slots, drafts, is_before)
+            scores = processed(of_place, before, positions + place, sampling, everyone, None)
+            noisy = perturbed(scores, sampling, everyone, positions + place, TARGET_STREAM)
+            return drafts.at[:, place].set(best(noisy)), scores
+
+        places = (jnp.arange(S, dtype=jnp.int32), jnp.moveaxis(logits, 1, 0))
+        drafts, scores = scan(body, jnp.zeros((B, S), jnp.int32), places)
+        return drafts, jnp.moveaxis(scores, 0, 1)
+
+    def at_once(logits: Float[jax.Array, "B S vocab"]) -> Chain:
+        request, place = jnp.repeat(everyone, S), jnp.tile(jnp.arange(S, dtype=jnp.int32), B)
+        where, flat = positions[request] + place, logits.reshape(B * S, vocab)
+        before = seen_alone(seen.counts, seen.slots[request])
+        scores = processed(flat, before, where, sampling, request, None)
+        drafts = best(perturbed(scores, sampling, request, where, TARGET_STREAM))
+        return drafts.reshape(B, S), scores.reshape(B, S, vocab)
+
+    return when_any(sampling.has_penalty, one_by_one, at_once, logits)
+
+
+def best(perturbed: Float[jax.Array, "R vocab"]) -> Int[jax.Array, " R"]:
+    """The first maximum of each row, NaN as the maximum included.
+
+    `jnp.argmax` takes nine times as long on a CPU.
+    """
+    is_maximum = (perturbed == perturbed.max(axis=1, keepdims=True)) | jnp.isnan(perturbed)
+    vocab = perturbed.shape[1]
+    return jnp.where(is_maximum, jnp.arange(vocab, dtype=jnp.int32), vocab).min(axis=1)
+
+
+class Ranked(NamedTuple):
+    """Candidates for the children of nodes; fields as in the specification."""
+
+    ids: Int[jax.Array, "B k width"]
+    weights: Float[jax.Array, "B k width"]
+    processed: Float[jax.Array, "R vocab"]
+
+
+def rank(
+    logits: Float[jax.Array, "B k vocab"],
+    seen: Seen,
+    positions: Int[jax.Array, " B"],
+    sampling: Sampling,
+    keys: Int[jax.Array, " B"],
+    stream: Stream,
+    width: int,
+) -> Ranked:
+    """Ranks the children of k nodes of each request as the target will choose among them."""
+    (B, k, vocab), request = logits.shape, jnp.repeat(jnp.arange(len(logits)), logits.shape[1])
+    flat = logits.reshape(B * k, vocab)
+    scores = processed(flat, seen, positions[request], sampling, request, None)
+    noisy = perturbed_alike(scores.reshape(B, k, vocab), sampling, keys, stream).reshape(flat.shape)
+    ids = top_candidates(noisy, width)
+    weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU)
+    weights = jnp.take_along_axis(weights, ids, axis=1)
+    return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), scores)
 
 
 def draft_weights(
@@ -289,7 +404,7 @@ def draft_weights(
 def top_candidates(perturbed: Float[jax.Array, "R vocab"], k: int) -> Int[jax.Array, "R k"]:
     """The ids of the k largest values, best first; equal ones by the lower id."""
     if k == 1:
-        return _first_maximum(perturbed)[:, None]
+        return best(perturbed)[:, None]
     return lax.top_k(perturbed, k)[1].astype(jnp.int32)
 
 
@@ -316,3 +431,18 @@ def top_logprobs(
     """The k most likely tokens of each row under the raw logits, and their log-probabilities."""
     ids = top_candidates(logits, k)
     return ids, jnp.take_along_axis(log_softmax(logits), ids, axis=1)
+
+
+def reported(
+    logits: Float[jax.Array, "B W vocab"],
+    tokens: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+    k: int,
+) -> tuple[Float[jax.Array, "B W"], Int[jax.Array, "B W k"], Float[jax.Array, "B W k"]]:
+    """Logprobs of the emitted tokens, and the best k and theirs; 0 past the counts."""
+    B, W, vocab = logits.shape
+    flat, is_emitted = logits.reshape(B * W, vocab), jnp.arange(W) < counts[:, None]
+    chosen = logprobs(flat, tokens.reshape(-1)).reshape(B, W)
+    best = (x.reshape(B, W, k) for x in top_logprobs(flat, k))
+    ids, values = (jnp.where(is_emitted[:, :, None], x, 0) for x in best)
+    return jnp.where(is_emitted, chosen, 0), ids, values

@@ -30,7 +30,7 @@ from jax_impl.training.losses import (
     cross_entropy,
     mean,
 )
-from jax_impl.weights import DraftModel, Model
+from jax_impl.weights import DraftModel, Weights
 from shared.models.config import ModelConfig
 
 Anchors = Int[jax.Array, "B A"]
@@ -56,7 +56,7 @@ def block_loss(
     block: Block,
     head: DraftModel,
     target_config: ModelConfig,
-    target: Model,
+    target: Weights,
     tokens: Tokens,
     loss_mask: Mask,
     key: jax.Array,
@@ -113,7 +113,7 @@ def draw_anchors(
 def fill(
     block: Block,
     head: DraftModel,
-    target: Model,
+    target: Weights,
     passed: Passed,
     tokens: Tokens,
     anchors: Anchors,
@@ -181,7 +181,7 @@ def _behind(rows: Float[jax.Array, "B T"] | Tokens, anchors: Anchors, size: int)
 
 
 def _scored(
-    target: Model,
+    target: Weights,
     hidden: Float[jax.Array, "B A slots hidden"],
     labels: Int[jax.Array, "B A slots"],
     compute_dtype: DTypeLike,

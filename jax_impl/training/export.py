@@ -13,17 +13,17 @@ from flax import nnx
 from jaxtyping import Shaped
 from safetensors.numpy import load_file, save_file
 
-from jax_impl.weights import DraftModel, Model, Mtp
+from jax_impl.weights import DraftModel, Mtp, Weights
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig
 from shared.models.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
-    Weights,
     parameters,
     save_checkpoint,
     split,
 )
+from shared.models.checkpoint import Weights as Tensors
 from shared.models.config import ModelConfig, read_json
 
 Json = Mapping[str, Any]
@@ -42,7 +42,7 @@ KEPT_IN_FLOAT32 = ("a_log", "dt_bias")
 MTP_FILE = "model-mtp.safetensors"
 
 
-def save_model(folder: Path, config_json: Json, model: Model, tokenizer: Path) -> None:
+def save_model(folder: Path, config_json: Json, model: Weights, tokenizer: Path) -> None:
     """Writes a model with its tokenizer as a folder that serving and transformers load.
 
     Args:
@@ -61,7 +61,7 @@ def save_model(folder: Path, config_json: Json, model: Model, tokenizer: Path) -
 def save_head(folder: Path, config_json: Json, config: DraftConfig, head: DraftModel) -> None:
     """Writes a draft head of a checkpoint of its own."""
     arrays = arrays_of(head)
-    tensors: Weights = {}
+    tensors: Tensors = {}
     for parameter in head_parameters(config, None):
         stored = _stored(parameter.name, arrays[parameter.name], config.layer)
         tensors |= split(parameter, stored, "")
@@ -77,7 +77,7 @@ def save_head(folder: Path, config_json: Json, config: DraftConfig, head: DraftM
 def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> None:
     """Writes a copy of a target's files with this MTP layer in them."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors: Weights = {}
+    tensors: Tensors = {}
     arrays = {f"mtp.{name}": array for name, array in arrays_of(layer).items()}
     for parameter in parameters(config, with_mtp=True):
         if parameter.name.startswith("mtp."):
@@ -93,10 +93,10 @@ def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> Non
         save_file({**_without_mtp(target / SINGLE_FILE), **tensors}, folder / SINGLE_FILE)
 
 
-def arrays_of(module: Model | DraftModel | Mtp) -> Weights:
+def arrays_of(module: Weights | DraftModel | Mtp) -> Tensors:
     """The parameters by the names of `shared.models.checkpoint`; the MTP layer's without `mtp.`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
-    stack = "" if isinstance(module, Model) else "layer."
+    stack = "" if isinstance(module, Weights) else "layer."
     return {_name([key.key for key in path], stack): np.asarray(array) for path, array in flat}
 
 
@@ -128,7 +128,7 @@ def _with_mtp(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _without_mtp(file: Path) -> Weights:
+def _without_mtp(file: Path) -> Tensors:
     return {name: array for name, array in load_file(file).items() if not name.startswith("mtp.")}
 
 

@@ -11,11 +11,12 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jax_impl.layers import Angles, angles
+from jax_impl.layers import angles
+from jax_impl.ops.attention import Angles
 from jax_impl.ops.layers import rms_norm
 from jax_impl.training import gated_delta, layers
 from jax_impl.training.layers import Rows, normed
-from jax_impl.weights import Attention, Layers, Model
+from jax_impl.weights import AttentionStack, Layers, Weights
 from shared.models.config import ModelConfig
 
 Hidden = Float[jax.Array, "B T hidden"]
@@ -35,7 +36,7 @@ class Passed(NamedTuple):
 
 
 def forward(
-    config: ModelConfig, weights: Model, tokens: Tokens, compute_dtype: DTypeLike, remat: bool
+    config: ModelConfig, weights: Weights, tokens: Tokens, compute_dtype: DTypeLike, remat: bool
 ) -> Passed:
     """Runs all layers over a batch of sequences.
 
@@ -62,7 +63,7 @@ def forward(
 
 
 def logits(
-    weights: Model, hidden: Float[jax.Array, "*rows hidden"], compute_dtype: DTypeLike
+    weights: Weights, hidden: Float[jax.Array, "*rows hidden"], compute_dtype: DTypeLike
 ) -> Float[jax.Array, "*rows vocab"]:
     """Scores of the next token, float32."""
     return layers.linear_float32(hidden.astype(compute_dtype), weights.head[...])
@@ -95,7 +96,7 @@ def _layer(
 
 
 def _attention(
-    config: ModelConfig, weights: Attention, place: int, x: Rows, turn: Angles, B: int
+    config: ModelConfig, weights: AttentionStack, place: int, x: Rows, turn: Angles, B: int
 ) -> Rows:
     q, k, v, gate = layers.project(config, weights, place, x, turn)
     out = layers.causal(*(part.reshape(B, -1, *part.shape[1:]) for part in (q, k, v)))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float
 
-from jax_impl.ops import gated_delta, layers
+from jax_impl.ops import gated_delta, layers, mamba_state
 from jax_impl.training.layers import Rows, linear
-from jax_impl.weights import GatedDelta
+from jax_impl.weights import GatedDeltaStack
 from shared.models.config import GatedDeltaConfig, ModelConfig
 
 CHUNK = 32
@@ -20,31 +20,34 @@ CHUNK = 32
 Matrices = Float[jax.Array, "*batch c c"]
 
 
-def layer(config: ModelConfig, weights: GatedDelta, place: int, x: Rows, B: int) -> Rows:
+def layer(config: ModelConfig, weights: GatedDeltaStack, place: int, x: Rows, B: int) -> Rows:
     """One gated-delta layer over B sequences, from the normed input to the output projection.
 
     Args:
       place: The layer's number among its kind.
       x: The rows of all sequences, each of a multiple of CHUNK tokens.
     """
-    assert config.gated_delta is not None  # the config has such layers
-    q, k, v = _qkv(config.gated_delta, weights, place, x, B)
-    b, a = jnp.split(linear(x, weights.ba[place]), 2, axis=1)
+    sizes = config.gated_delta
+    assert sizes is not None  # the config has such layers
+    channels, z, b, a = mamba_state.split_inputs(linear(x, weights.inputs[place]), sizes)
+    q, k, v = _qkv(sizes, weights, place, channels, B)
     gates = gated_delta.gates(b, a, weights.a_log[place], weights.dt_bias[place])
     rows = (part.reshape(B, -1, *part.shape[1:]) for part in (q, k, v, *gates))
     out = chunked(*rows).reshape(v.shape)
-    z = linear(x, weights.z[place]).reshape(out.shape)
     gated = gated_delta.gated_norm(out, z, weights.norm[place], config.rms_eps)
     return linear(gated.reshape(len(x), -1), weights.out[place])
 
 
 def _qkv(
-    sizes: GatedDeltaConfig, weights: GatedDelta, place: int, x: Rows, B: int
+    sizes: GatedDeltaConfig,
+    weights: GatedDeltaStack,
+    place: int,
+    channels: Float[jax.Array, "R C"],
+    B: int,
 ) -> tuple[Float[jax.Array, "R H K"], Float[jax.Array, "R H K"], Float[jax.Array, "R H V"]]:
-    inputs = linear(x, weights.qkv[place]).reshape(B, -1, sizes.channels)
-    channels = _conv(inputs, weights.conv[place]).reshape(len(x), -1)
+    mixed = _conv(channels.reshape(B, -1, sizes.channels), weights.conv[place])
     heads = (sizes.num_key_heads, sizes.num_value_heads)
-    return gated_delta.split(channels, *heads, sizes.key_size)
+    return gated_delta.split(mixed.reshape(len(channels), -1), *heads, sizes.key_size)
 
 
 def _conv(

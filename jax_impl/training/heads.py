@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
-from jax_impl.layers import Angles, angles
+from jax_impl.layers import angles
+from jax_impl.ops.attention import Angles
 from jax_impl.ops.layers import rms_norm
 from jax_impl.training import layers
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded
 from jax_impl.training.layers import Keys, Queries, Rows, normed
-from jax_impl.weights import DraftModel, Layers, Model, Mtp
+from jax_impl.weights import DraftModel, Layers, Mtp, Weights
 from shared.drafts.config import DraftConfig
 from shared.models.config import ModelConfig
 
@@ -53,7 +54,7 @@ class Head(NamedTuple):
     draft_ids: Int[jax.Array, " draft_vocab"] | None
 
 
-def mtp(config: ModelConfig, own: Mtp, target: Model, compute_dtype: DTypeLike) -> Head:
+def mtp(config: ModelConfig, own: Mtp, target: Weights, compute_dtype: DTypeLike) -> Head:
     """The MTP layer; it shares embedding and head with the target."""
     eps = config.rms_eps
 
@@ -73,7 +74,7 @@ def mtp(config: ModelConfig, own: Mtp, target: Model, compute_dtype: DTypeLike) 
     return Head(config, own.layers, table, _final_hidden, enter, leave, scores, None)
 
 
-def eagle(config: DraftConfig, own: DraftModel, target: Model, compute_dtype: DTypeLike) -> Head:
+def eagle(config: DraftConfig, own: DraftModel, target: Weights, compute_dtype: DTypeLike) -> Head:
     """An EAGLE-1 or EAGLE-2 head; it shares embedding and head with the target."""
 
     def enter(embeddings: Rows, hidden: Rows) -> tuple[Rows, Rows]:
@@ -88,7 +89,7 @@ def eagle(config: DraftConfig, own: DraftModel, target: Model, compute_dtype: DT
     return Head(config.layer, own.layers, table, _final_hidden, enter, _as_it_is, scores, None)
 
 
-def eagle3(config: DraftConfig, own: DraftModel, target: Model, compute_dtype: DTypeLike) -> Head:
+def eagle3(config: DraftConfig, own: DraftModel, target: Weights, compute_dtype: DTypeLike) -> Head:
     """An EAGLE-3 head, with or without a vocabulary of its own."""
     eps, stack = config.layer.rms_eps, own.layers
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jax_impl.training.block import Block
-from jax_impl.weights import DraftModel, Layers, Model, Mtp
+from jax_impl.weights import DraftModel, Layers, Mtp, Weights
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig
 from shared.models.checkpoint import Parameter, decoder_parameters, parameters, single
@@ -26,13 +26,13 @@ NOISE = 0.02
 """Of the rest of an `fc` that hands on what it reads, relative to a fresh matrix."""
 
 
-def fresh_model(config: ModelConfig, seed: int, with_mtp: bool) -> Model:
+def fresh_model(config: ModelConfig, seed: int, with_mtp: bool) -> Weights:
     """A model to train from nothing."""
     rng = np.random.default_rng(seed)
-    return Model(_on_device(_drawn(parameters(config, with_mtp), config.num_layers, rng)))
+    return Weights(_on_device(_drawn(parameters(config, with_mtp), config.num_layers, rng)))
 
 
-def fresh_mtp(config: ModelConfig, target: Model, seed: int) -> Mtp:
+def fresh_mtp(config: ModelConfig, target: Weights, seed: int) -> Mtp:
     """An MTP layer for a target that has none; its layer is the target's last of its kind."""
     wanted = [p for p in parameters(config, True) if p.name.startswith("mtp.")]
     arrays = _drawn(wanted, 1, np.random.default_rng(seed))
@@ -45,7 +45,7 @@ def fresh_mtp(config: ModelConfig, target: Model, seed: int) -> Mtp:
 def fresh_head(
     config: DraftConfig,
     target_config: ModelConfig,
-    target: Model,
+    target: Weights,
     seed: int,
     draft_ids: Int[np.ndarray, " draft_vocab"] | None,
 ) -> DraftModel:
@@ -77,7 +77,7 @@ def fresh_head(
     return DraftModel(placed)
 
 
-def fresh_block(block: Block, target_config: ModelConfig, target: Model, seed: int) -> DraftModel:
+def fresh_block(block: Block, target_config: ModelConfig, target: Weights, seed: int) -> DraftModel:
     """A DFlash head for a target; its layers are the target's last ones where they fit."""
     config, norm = block.layer, (block.layer.hidden,)
     names = [f"layers.{i}" for i in range(config.num_layers)]
@@ -142,7 +142,7 @@ def _hand_on(
 
 
 def _take_over(
-    arrays: Arrays, prefix: str, layers: Sequence[int], config: ModelConfig, target: Model
+    arrays: Arrays, prefix: str, layers: Sequence[int], config: ModelConfig, target: Weights
 ) -> None:
     """Copies what fits of the target's layers, and of its attention layers up to each of them."""
     stack: Layers = target.layers
@@ -152,7 +152,7 @@ def _take_over(
     if not config.num_attention_layers:
         return
     places = [max(config.layer_kinds[: layer + 1].count("attention") - 1, 0) for layer in layers]
-    parts = ("qkv", "out", "q_norm", "k_norm")
+    parts = ("inputs", "out", "q_norm", "k_norm")
     found = {p: getattr(stack.attention, p)[...] for p in parts if hasattr(stack.attention, p)}
     fits = all(f"{prefix}attention.{p}" in arrays for p in found) and all(
         arrays[f"{prefix}attention.{p}"].shape[1:] == own.shape[1:] for p, own in found.items()

@@ -11,9 +11,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from jax_impl.layers import Angles
 from jax_impl.ops import layers
-from jax_impl.weights import Attention, Layers
+from jax_impl.ops.attention import Angles
+from jax_impl.weights import AttentionStack, Layers
 from shared.models.config import ModelConfig
 
 Rows = Float[jax.Array, "R hidden"]
@@ -82,7 +82,7 @@ def normed(
 
 def project(
     config: ModelConfig,
-    weights: Attention,
+    weights: AttentionStack,
     layer: int,
     x: Float[jax.Array, "R inputs"],
     turn: Angles,
@@ -93,7 +93,7 @@ def project(
     Float[jax.Array, "R Hq D"] | None,
 ]:
     """Queries and keys, normed and turned, values, and the output gate where there is one."""
-    qkv, D, Hk = linear(x, weights.qkv[layer]), config.head_size, config.num_kv_heads
+    qkv, D, Hk = linear(x, weights.inputs[layer]), config.head_size, config.num_kv_heads
     q, k, v = jnp.split(qkv, [qkv.shape[1] - 2 * Hk * D, qkv.shape[1] - Hk * D], axis=1)
     q, k, v = q.reshape(len(x), config.num_heads, -1), k.reshape(-1, Hk, D), v.reshape(-1, Hk, D)
     q, gate = (q[..., :D], q[..., D:]) if config.attention_gate else (q, None)
@@ -105,14 +105,14 @@ def project(
 
 def keys_and_values(
     config: ModelConfig,
-    weights: Attention,
+    weights: AttentionStack,
     layer: int,
     x: Float[jax.Array, "R inputs"],
     turn: Angles,
 ) -> tuple[Float[jax.Array, "R Hk D"], Float[jax.Array, "R Hk D"]]:
     """As `project` has them, of rows that ask nothing."""
     D, Hk = config.head_size, config.num_kv_heads
-    both = linear(x, weights.qkv[layer][-2 * Hk * D :]).reshape(len(x), 2, Hk, D)
+    both = linear(x, weights.inputs[layer][-2 * Hk * D :]).reshape(len(x), 2, Hk, D)
     k, v = both[:, 0], both[:, 1]
     if config.qk_norm:
         k = layers.rms_norm(k, weights.k_norm[layer], config.rms_eps)
@@ -120,7 +120,7 @@ def keys_and_values(
 
 
 def merge(
-    weights: Attention,
+    weights: AttentionStack,
     layer: int,
     out: Float[jax.Array, "R Hq D"],
     gate: Float[jax.Array, "R Hq D"] | None,

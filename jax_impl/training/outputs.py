@@ -20,7 +20,7 @@ from jaxtyping import Int32
 
 from jax_impl.backend import JaxBackend
 from jax_impl.training.examples import Row, Rows
-from jax_impl.weights import Model
+from jax_impl.weights import Weights
 from jax_impl.workspace import workspace
 from shared.boundary.backend import Limits, Work
 from shared.drafts.drafts import Drafts
@@ -48,7 +48,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def make_engine(
-    config: ModelConfig, model: Model, slots: int, context: int, dtype: str, quick_compile: bool
+    config: ModelConfig, model: Weights, slots: int, context: int, dtype: str, quick_compile: bool
 ) -> Engine:
     """An engine that decodes `slots` requests at once, with one program each for its two works.
 

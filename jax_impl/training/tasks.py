@@ -17,7 +17,7 @@ from jax_impl.training import init, losses
 from jax_impl.training.block import Block, block_loss
 from jax_impl.training.examples import Batch
 from jax_impl.training.loop import Metrics, Task
-from jax_impl.weights import DraftModel, Model, Mtp
+from jax_impl.weights import DraftModel, Mtp, Weights
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
 from shared.models.checkpoint import open_checkpoint
@@ -43,7 +43,7 @@ class Target(NamedTuple):
     """The model that a head drafts for."""
 
     config: ModelConfig
-    model: Model
+    model: Weights
 
 
 class Trainable(NamedTuple):
@@ -53,7 +53,7 @@ class Trainable(NamedTuple):
     merge: Callable[[nnx.State], Any]
 
 
-def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLike) -> Model:
+def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLike) -> Weights:
     """A checkpoint's model on the first device.
 
     Raises:
@@ -79,7 +79,7 @@ def model_task(
     else:
         model = load_model(start, config, config.has_mtp, np.float32)
 
-    def loss(model: Model, frozen: Any, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+    def loss(model: Weights, frozen: Any, batch: Batch, key: Any) -> tuple[Any, Metrics]:
         return losses.language_model_loss(
             config, model, *batch, precision.dtype, mtp_weight, precision.remat
         )
@@ -106,7 +106,7 @@ def mtp_task(
     else:
         layer = load_model(start, config, True, np.float32).mtp
 
-    def loss(layer: Mtp, model: Model, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+    def loss(layer: Mtp, model: Weights, batch: Batch, key: Any) -> tuple[Any, Metrics]:
         return losses.head_loss(
             "mtp", None, layer, config, model, *batch, depth, precision.dtype, precision.remat
         )
@@ -134,7 +134,7 @@ def head_task(
         head = load_head(start, config)
     kind = config.kind.lower()
 
-    def loss(head: DraftModel, model: Model, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+    def loss(head: DraftModel, model: Weights, batch: Batch, key: Any) -> tuple[Any, Metrics]:
         return losses.head_loss(
             kind,
             config,
@@ -171,7 +171,7 @@ def block_task(
     else:
         head = load_head(start, config)
 
-    def loss(head: DraftModel, model: Model, batch: Batch, key: Any) -> tuple[Any, Metrics]:
+    def loss(head: DraftModel, model: Weights, batch: Batch, key: Any) -> tuple[Any, Metrics]:
         return block_loss(
             block,
             head,

@@ -163,7 +163,6 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "watchdog_timeout": 30,
         "admin_api_key": "secret",
         "max_queued_requests": 0,
-        "watchdog_timeout": 9,
         "sampling_defaults": "openai",
         "page_size": 32,
         "max_total_tokens": 512,

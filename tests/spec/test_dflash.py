@@ -184,8 +184,6 @@ class Choosing:
         self.how = spec_sampling(SamplingParams(seed32=77, **how), 3, VOCAB, 2)
         self.lengths = np.array([6, 11], np.int32)
         self.seen, self.slots = np.zeros((2, VOCAB), np.int32), np.arange(2)
-        noise = [sampling.gumbel(self.how.seed, self.lengths + 1 + j, VOCAB, 0) for j in range(S)]
-        self.noise = np.stack(noise, axis=1)
 
     def spec(self) -> tuple[np.ndarray, np.ndarray]:
         """Slot by slot: the target's own choice after the drafts before it."""
@@ -213,11 +211,17 @@ class Choosing:
         return drafts.numpy(), processed.numpy()
 
     def jax(self) -> tuple[np.ndarray, np.ndarray]:
-        how = JaxSampling(*(jnp.asarray(getattr(self.how, name)) for name in JaxSampling._fields))
-        ranking = JaxRanking(how, jnp.asarray(self.seen), jnp.asarray(self.lengths), [])
-        given = (jnp.asarray(self.logits), ranking, jnp.asarray(self.noise))
-        drafts = jax_dflash.choose(*given)
-        return np.asarray(drafts), np.stack(ranking.kept, axis=1)
+        fields = {name: jnp.asarray(getattr(self.how, name)) for name in JaxSampling._fields}
+        rank = JaxRanking(
+            sampling=JaxSampling(**fields),
+            counts=jnp.asarray(self.seen),
+            slots=jnp.asarray(self.slots, jnp.int32),
+            lengths=jnp.asarray(self.lengths),
+            width=1,
+            is_sampled=False,
+        )
+        drafts, processed = jax_dflash.choose(jnp.asarray(self.logits), rank)
+        return np.asarray(drafts), np.asarray(processed)
 
 
 @pytest.mark.parametrize("implementation", ["torch", "jax"])

@@ -13,6 +13,7 @@ from jax_impl import weights as jax_weights
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import dflash as jax_dflash
 from jax_impl.model import Forward as JaxForward
+from jax_impl.model import Model as JaxModel
 from jax_impl.model import logits as jax_logits
 from jax_impl.ops import attention as jax_attention
 from shared.drafts.checkpoint import load_head, open_head
@@ -132,9 +133,10 @@ class JaxBlock:
 
     def __init__(self, head: DraftHead, target: ModelConfig, weights: dict[str, Array]) -> None:
         cpu, layer = jax.devices("cpu")[0], head.config.layer
-        self._config, self._length = head.config, 0
-        self._target = jax_weights.from_arrays(weights, target, np.float32, cpu)
-        self._weights = jax_weights.head_from_arrays(head, np.float32, cpu).weights
+        self._length = 0
+        loaded = jax_weights.from_arrays(weights, target, np.float32, cpu)
+        self._target = JaxModel.of(target, loaded)
+        self._weights = jax_weights.head_from_arrays(head, np.float32, cpu)
         self._kv = device_state.new_kv(layer, layer.num_layers, POOL, np.float32, cpu)
         self._table = jnp.asarray(TABLE, jnp.int32)
         how = {"compiler_options": compiler_options(cpu, quick_compile=True)}
@@ -152,13 +154,10 @@ class JaxBlock:
     ) -> jax.Array:
         none = jnp.zeros(1, jnp.int32)
         where = (jnp.stack([none[0], count]), none + length, none, self._table)
-        rows = jax_attention.causal_rows(*where, MOST_ROWS, MOST_ROWS)
-        numbers = self._config.aux_streams
-        parts = dict(zip(numbers, jnp.split(features, len(numbers), axis=1), strict=True))
-        unused = parts[numbers[0]]
-        streams = tuple(parts.get(i, unused) for i in range(numbers[-1] + 1))
-        passed = JaxForward(unused, streams, kv)
-        return jax_dflash.write_context(self._config, self._weights, rows, passed, kv)
+        rows = jax_attention.causal_rows(*where, MOST_ROWS)
+        streams = jnp.split(features, len(self._weights.config.aux_streams), axis=1)
+        passed = JaxForward(streams[0], tuple(streams), kv)
+        return jax_dflash.write_context(self._weights, rows, passed, kv)
 
     def fill(self, newest: int) -> tuple[Array, Array]:
         """See `GoldenBlock`."""
@@ -169,10 +168,10 @@ class JaxBlock:
         self, kv: jax.Array, newest: jax.Array, length: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         none = jnp.zeros(1, jnp.int32)
-        block, embed = self._config.block, self._target.embed[...]
+        block, embed = self._weights.config.block, self._target.weights.embed[...]
         rows = jax_dflash.block_rows(block, none + length, none, self._table)
         given = (embed, none + newest, rows, kv)
-        hidden, kv = jax_dflash.fill(self._config, self._weights, *given)
+        hidden, kv = jax_dflash.fill(self._weights, *given)
         return hidden[0], jax_logits(self._target, hidden[0, 1:]), kv
 
     def context(self) -> tuple[Array, Array]:

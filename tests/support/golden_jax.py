@@ -102,6 +102,7 @@ class Passes:
 
     def __init__(self, folder: Path) -> None:
         self._config = config = ModelConfig.from_folder(folder)
+        self._streams = tuple(range(config.num_layers + 1))
         arrays = load_all(folder, config, config.has_mtp)
         cpu = jax.devices("cpu")[0]
         self._model = weights.from_arrays(arrays, config, np.float32, cpu)
@@ -111,42 +112,41 @@ class Passes:
             jitted = jax.jit(traced, compiler_options=options)
             setattr(self, name, partial(jitted, nnx.split(self._model)[1]))
 
+    def _merged(self, graph, parameters) -> model.Model:
+        return model.Model.of(self._config, nnx.merge(graph, parameters))
+
     def _prefill(self, graph, parameters, kv, state, tokens, positions, count, length):
-        loaded, row_starts = nnx.merge(graph, parameters), jnp.stack([0, count])
+        loaded, row_starts = self._merged(graph, parameters), jnp.stack([0, count])
         rows = _causal_rows(count, length)._replace(positions=positions)
         mixer = None
         if state is not None:
-            where = (rows.request, row_starts, jnp.zeros(1, jnp.int32))
-            stack = loaded.layers.gated_delta
-            mixer = layers.Chunks(self._config, stack, state, *where)
-        passed = model.forward(self._config, loaded, kv, rows, tokens, mixer)
-        after = None if mixer is None else mixer.after()
+            mixer = layers.Chunks(self._config, state, row_starts, rows, jnp.zeros(1, jnp.int32))
+        passed = model.forward(loaded, tokens, rows, kv, mixer, self._streams)
+        after = None if mixer is None else mixer.new
         return _pass(loaded, passed), passed.kv, after
 
     def _verify(self, graph, parameters, kv, state, tokens, parents, count, length):
-        loaded, num_nodes = nnx.merge(graph, parameters), count[None]
+        loaded, num_nodes = self._merged(graph, parameters), count[None]
         place = (num_nodes, length[None], ints(TABLE), ROWS)
         rows, node = attention.tree_rows(parents, *place, is_chain=False)
         row_starts = jnp.stack([0, count])
         row_of = draft_tree.flat_rows(row_starts, num_nodes, NODES)
         mixer = None
         if state is not None:
-            stack = loaded.layers.gated_delta
-            flat = (row_of, rows.request, node)
-            mixer = layers.Tree(self._config, stack, state, parents, *flat)
-        passed = model.forward(self._config, loaded, kv, rows, tokens[0, node], mixer)
+            mixer = layers.Tree(self._config, state, parents, row_of, rows.request, node)
+        passed = model.forward(loaded, tokens[0, node], rows, kv, mixer, self._streams)
         kept = None if mixer is None else mixer.kept()
         return _pass(loaded, passed), passed.kv, kept
 
     def _commit(self, _, parameters, kv, state, kept, path, count, length):
         counts = count[None]
-        kv = layers.commit_window(kv, ints(TABLE), length[None], path, counts)
+        kv = attention.commit_window(kv, ints(TABLE), length[None], path, counts)
         if state is not None:
             state, *_ = mamba_state.replay(state, kept, path, counts, jnp.zeros(1, jnp.int32))
         return kv, state
 
     def _mtp(self, graph, parameters, kv, tokens, hidden, count, first):
-        head = heads.mtp(self._config, nnx.merge(graph, parameters))
+        head = heads.mtp(self._merged(graph, parameters))
         out, kv = head.forward(_causal_rows(count, first), tokens, hidden, kv)
         return out, head.logits(out), kv
 
@@ -159,8 +159,8 @@ class JaxHead:
         loaded = weights.from_arrays(load_all(target, config, False), config, np.float32, cpu)
         own, place = DraftConfig.from_folder(folder, config), (np.float32, cpu)
         head = weights.load_head(open_head(folder), own, *place, lambda num_bytes: None)
-        self._head = heads.HEADS[own.kind](own, head.weights, loaded)
-        self._aux, self._num_streams = own.aux_streams, config.num_layers + 1
+        self._head = heads.HEADS[own.kind](model.Model.of(config, loaded), head)
+        self._aux = own.aux_streams
         self._kv = device_state.new_kv(own.layer, 1, (NUM_PAGES, PAGE_SIZE), np.float32, cpu)
         self._jit = partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))
         self._forward = self._jit(self._rows)
@@ -179,11 +179,9 @@ class JaxHead:
         return tuple(map(np.asarray, drafted(self._kv, ints(tokens), self._passed(reads))))
 
     def _passed(self, reads: Array) -> model.Forward:
-        """A pass of the target that gave what the head reads; other streams mean nothing."""
-        chunks = np.split(reads, len(self._aux) or 1, axis=1)
-        streams = dict(zip(self._aux, chunks, strict=False))  # EAGLE reads no stream
-        filled = tuple(streams.get(i, chunks[0]) for i in range(self._num_streams))
-        return model.Forward(*jax.tree.map(jnp.asarray, (reads, filled, self._kv)))
+        """A pass of the target that gave what the head reads."""
+        streams = tuple(np.split(reads, len(self._aux) or 1, axis=1))
+        return model.Forward(*jax.tree.map(jnp.asarray, (reads, streams, self._kv)))
 
     def _pass(
         self, tokens: Array, hidden: Array | jax.Array, first_position: int
@@ -199,15 +197,15 @@ class JaxHead:
 
     def _draft(self, shape, kv, tokens, passed):
         length, slot = jnp.full(1, len(tokens)), jnp.zeros(1, jnp.int32)
-        rows = attention.causal_rows(
-            jnp.append(slot, length), slot, slot, ints(TABLE), *[len(tokens)] * 2
-        )
-        ranking = greedy_ranking(length, shape)
-        noise = jnp.zeros((1, shape.depth + 1, ranking.seen.shape[1]))
+        ends, table = jnp.append(slot, length), ints(TABLE)
+        rows = attention.causal_rows(ends, slot, slot, table, len(tokens))
+        rank = greedy_ranking(length, shape)
         fed = Fed(rows, tokens, tokens, passed, length - 1)
-        relay, kv = eagle.feed(self._head, kv, fed, ranking, noise[:, 0], shape.width)
-        where = (tokens[-1:], slot, ints(TABLE), shape, ranking, noise)
-        return eagle.draft(self._head, kv, relay, *where)[0]
+        relay, kv = eagle.relay_of(self._head, kv, fed, rank)
+        limits = (rank.sampling.max_drafts, table, shape, rank)
+        where = (tokens[-1:], length, slot, *limits)
+        drafted, _ = eagle.draft(self._head, kv, relay, *where)
+        return drafted.tokens, drafted.parents, drafted.num_nodes
 
 
 def greedy_ranking(lengths: jax.Array, shape: TreeShape) -> Ranking:
@@ -215,7 +213,8 @@ def greedy_ranking(lengths: jax.Array, shape: TreeShape) -> Ranking:
     how = spec_sampling(SamplingParams(temperature=0.0), 0, VOCAB, 1)
     how = Sampling(*(jnp.asarray(getattr(how, name)) for name in Sampling._fields))
     how = how._replace(max_drafts=ints([shape.nodes - 1]))
-    return Ranking(how, jnp.zeros((1, VOCAB), jnp.int32), lengths, None)
+    counts, slots = jnp.zeros((1, VOCAB), jnp.int32), jnp.zeros(1, jnp.int32)
+    return Ranking(how, counts, slots, lengths, shape.width, False)
 
 
 _MADE: dict[Path, Passes] = {}
@@ -229,10 +228,10 @@ def passes(folder: Path) -> Passes:
 
 def _causal_rows(count: jax.Array, first: jax.Array) -> attention.Rows:
     where = (jnp.stack([0, count]), first[None], jnp.zeros(1, jnp.int32), ints(TABLE))
-    return attention.causal_rows(*where, TOKENS, TOKENS)
+    return attention.causal_rows(*where, TOKENS)
 
 
-def _pass(loaded: weights.Model, passed: model.Forward) -> tuple[jax.Array, ...]:
+def _pass(loaded: model.Model, passed: model.Forward) -> tuple[jax.Array, ...]:
     return model.logits(loaded, passed.hidden), passed.hidden, jnp.stack(passed.streams)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax_impl import weights
 from jax_impl.backend import compiler_options
 from jax_impl.training import init
-from jax_impl.weights import DraftModel, LoadedHead, Model
+from jax_impl.weights import DraftModel, LoadedHead, Weights
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig
 from tests.support.golden_models import load_golden_head
@@ -34,13 +34,13 @@ def vectors(folder: str) -> dict[str, np.ndarray]:
     return dict(np.load(GOLDEN / folder / "vectors.npz"))
 
 
-def golden_model(folder: str) -> tuple[ModelConfig, Model]:
+def golden_model(folder: str) -> tuple[ModelConfig, Weights]:
     config = ModelConfig.from_folder(GOLDEN / folder)
     arrays = load_all(GOLDEN / folder, config, config.has_mtp)
     return config, weights.from_arrays(arrays, config, np.float32, CPU)
 
 
-def small_hybrid() -> tuple[ModelConfig, Model]:
+def small_hybrid() -> tuple[ModelConfig, Weights]:
     """A fresh model with as few layers as show everything, for these take long to compile."""
     fields = tiny_config("qwen3_5", nested=False, with_mtp=True, tied=True)
     fields |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -58,7 +58,7 @@ def padded(tokens: np.ndarray, length: int) -> jax.Array:
     return jnp.asarray(np.pad(tokens, (0, length - len(tokens))), jnp.int32)[None]
 
 
-def lowered(loss: Callable[[Any], Any], module: Model | DraftModel | Any) -> tuple[float, float]:
+def lowered(loss: Callable[[Any], Any], module: Weights | DraftModel | Any) -> tuple[float, float]:
     """The loss before and after one step of gradient descent on a module's parameters."""
     graded = jitted(jax.value_and_grad(lambda own: loss(own)[0], allow_int=True))
     before, slope = graded(module)

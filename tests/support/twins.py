@@ -60,16 +60,21 @@ def _parameters(args: ast.arguments) -> tuple[str, ...]:
     return tuple(arg.arg for arg in named if arg.arg not in CARRIED)
 
 
-def differences(file: Path) -> list[str]:
-    """What a reader of one twin would find otherwise in the other, of public definitions."""
-    jax, torch = (definitions(twin, file, with_private=False) for twin in TWINS)
-    found = [f"{file}: {name} is in {TWINS[0]} only" for name in jax.keys() - torch.keys()]
-    found += [f"{file}: {name} is in {TWINS[1]} only" for name in torch.keys() - jax.keys()]
-    for name in jax.keys() & torch.keys():
-        if jax[name] != torch[name]:
-            ours, theirs = (", ".join(side[name].parameters) for side in (jax, torch))
-            found.append(f"{file}: {name}({ours}) in {TWINS[0]}, ({theirs}) in {TWINS[1]}")
-    return sorted(found)
+def differences(file: Path) -> dict[str, str]:
+    """What a reader of one twin would find otherwise in the other, of public definitions.
+
+    Returns:
+      By `FILE::NAME`, what each twin has.
+    """
+    sides = [definitions(twin, file, with_private=False) for twin in TWINS]
+    return {
+        f"{file}::{name}": "; ".join(
+            f"{twin} has {side[name].parameters if name in side else 'none'}"
+            for twin, side in zip(TWINS, sides, strict=True)
+        )
+        for name in sides[0].keys() | sides[1].keys()
+        if sides[0].get(name) != sides[1].get(name)
+    }
 
 
 def table() -> str:

@@ -1,0 +1,126 @@
+"""A decode step of JAX on a GPU can be one command buffer: it has no branch, no loop and no sort.
+
+A GPU is not needed to see it: the step is lowered for one, and its operations are read.
+"""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl.backend import JaxBackend
+from jax_impl.ops import sampling
+from shared.boundary.backend import Limits, Program, Work
+from shared.boundary.buffers import plan_layout
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import drafts_of
+from tests.support.random_serving import drafter_of, target_of
+
+FAMILY, BATCH, PAGES = "qwen3_5", 2, 8
+PLAIN, CHAIN = TreeShape.plain(BATCH), TreeShape.chain(3, BATCH)
+TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH)
+BRANCHES = ("case", "if", "while")
+
+
+def decode_of(shape: TreeShape, host_draft: bool) -> Program:
+    return Program(
+        work=Work.DECODE,
+        batch=BATCH,
+        pages=PAGES,
+        tokens=0,
+        shape=shape,
+        host_draft=host_draft,
+        mask=False,
+        logprobs=False,
+    )
+
+
+def lowered(drafter: str, shape: TreeShape, host_draft: bool, rule: str, platform: str) -> str:
+    """A decode step of a small hybrid, as StableHLO for a platform."""
+    program, (config, weights) = decode_of(shape, host_draft), target_of(FAMILY, drafter)
+    limits = Limits(
+        page_size=4,
+        num_pages=1 + BATCH * PAGES,
+        num_slots=1 + BATCH,
+        num_snapshots=2,
+        programs=(program,),
+        overlap=0,
+        context_length=16,
+        vocab=config.vocab,
+        max_stop_ids=2,
+        max_bias=2,
+        max_logprobs=2,
+        accept_rule=rule,
+    )
+    backend = JaxBackend(
+        config,
+        weights,
+        limits,
+        *drafts_of(drafter_of(FAMILY, drafter), config),
+        dtype="float32",
+        device="cpu",
+        quick_compile=True,
+    )
+    words = jnp.zeros(plan_layout(program, limits).size, jnp.int32)
+    step = jax.jit(partial(backend._traced, program))
+    traced = step.trace(backend._leaves, backend._state, words)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def operations(text: str) -> set[str]:
+    """The operations of a program; a branch that the platform alone decides is none."""
+    defined: dict[str, str] = {}
+    found = set()
+    for line in text.splitlines():
+        named = re.match(r"\s*(%\w+)(?::\d+)? = \"?(?:stablehlo|chlo)\.(\w+)\"?(.*)", line)
+        if not named:
+            continue
+        name, operation, rest = named.groups()
+        if operation == "case" and defined.get(rest[1 : rest.index(")")]) == "constant":
+            operation = "constant"  # it is folded before anything is compiled
+        defined[name] = operation
+        found.add(operation)
+    return found
+
+
+CASES = {
+    "plain": ("none", PLAIN, False, "match"),
+    "trees of the host": ("none", TREE, True, "match"),
+    "NEXTN, trees": ("NEXTN", TREE, False, "match"),
+    "EAGLE3, trees": ("EAGLE3", TREE, False, "match"),
+    "STANDALONE, trees": ("STANDALONE", TREE, False, "match"),
+    "STANDALONE, a chain": ("STANDALONE", CHAIN, False, "block"),
+    "DFLASH, a chain": ("DFLASH", CHAIN, False, "match"),
+    "DFLASH, a sampled chain": ("DFLASH", CHAIN, False, "rejection"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_decode_step_on_a_gpu_has_no_branch_no_loop_and_no_sort(case):
+    found = operations(lowered(*CASES[case], "cuda"))
+    assert "dot_general" in found  # it is a step
+    assert not found & {*BRANCHES, "sort"}
+
+
+def test_the_same_step_on_a_cpu_skips_what_no_row_needs():
+    """So the test above looks at something: here the branches and the sort are there."""
+    assert {"case", "sort"} <= operations(lowered(*CASES["plain"], "cpu"))
+
+
+def test_the_search_of_a_gpu_finds_the_support_that_a_sort_finds():
+    """On rows with many equal logits, both zeros and tokens that are excluded."""
+    rng, R, vocab = np.random.default_rng(8), 64, 300
+    logits = rng.integers(-6, 7, (R, vocab)).astype(np.float32)
+    logits[::3] += rng.standard_normal((len(logits[::3]), vocab)).astype(np.float32)
+    logits[:, 5] = -0.0
+    logits[1::4, 50:] = -np.inf
+    top_k = rng.choice([1, 2, 7, 60, vocab - 1, vocab, 2 * vocab], R).astype(np.int32)
+    top_p = rng.choice([1e-9, 0.3, 0.77, 0.99, 1], R).astype(np.float32)
+    min_p = rng.choice([0, 0, 0.01, 0.5, 1], R).astype(np.float32)
+    given = tuple(map(jnp.asarray, (logits, top_k, top_p, min_p)))
+    found, want = (np.asarray(jax.jit(f)(*given)) for f in (sampling._searched, sampling._sorted))
+    np.testing.assert_array_equal(found, want)
+    assert len(set(want.sum(axis=1))) > 10  # the cases differ
