@@ -68,8 +68,8 @@ def decode(
         state = _extend(machine, state, plan, program, trees, verified, lengths)
     found = {"tokens": verified.tokens, "counts": verified.counts, "failed": verified.failed}
     found |= {"saved": saved} | trees.fields()
-    emitted = (verified.logits, verified.tokens, verified.counts)
-    return state, found | logprobs_of(machine, program, *emitted)
+    logits, tokens, counts = verified.logits, verified.tokens, verified.counts
+    return state, found | logprobs_of(machine, program, logits, tokens, counts)
 
 
 def draft(
