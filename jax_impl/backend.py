@@ -1,13 +1,16 @@
 """The boundary in JAX: one jitted step per program over one donated state."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.stages import Lowered
 from jaxtyping import Int, Shaped
 
 from jax_impl import device_state, drafters, weights
@@ -118,9 +121,15 @@ class JaxBackend:
         Raises:
           ValueError: `limits` does not list a program.
         """
-        for program in to_prepare(programs, self.limits, self._programs):
-            progress(program)
-            self._programs[program] = self._compiled(program)
+        wanted = to_prepare(programs, self.limits, self._programs)
+        # Python traces one program while XLA compiles those before it. A GPU's measures its own
+        # kernels as it compiles, so there it is one at a time.
+        workers = 1 if self._blueprint.on_gpu else os.cpu_count() or 1
+        with ThreadPoolExecutor(workers) as pool:
+            compiling = {program: pool.submit(self._lowered(program).compile) for program in wanted}
+            for program, compiled in compiling.items():
+                progress(program)
+                self._programs[program] = compiled.result()
 
     def submit(self, plan: StepPlan) -> "JaxFuture":
         """Queues one step and returns at once.
@@ -144,13 +153,13 @@ class JaxBackend:
         self._leaves, self._programs, self._last = [], {}, None
         del self._state
 
-    def _compiled(self, program: Program) -> Compiled:
+    def _lowered(self, program: Program) -> Lowered:
         words = np.zeros(plan_layout(program, self.limits).size, np.int32)
         step = jax.jit(
             partial(self._traced, program), donate_argnums=1, compiler_options=self._options
         )
         plan = jax.device_put(words, self._device)
-        return step.lower(self._leaves, self._state, plan).compile()
+        return step.lower(self._leaves, self._state, plan)
 
     def _traced(
         self,

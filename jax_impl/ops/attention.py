@@ -164,7 +164,15 @@ def visible(
     num_positions: int,
 ) -> Bool[jax.Array, "*R positions"]:
     """Which KV positions each row sees: `[first, until)` and its part of the window behind."""
-    position = jnp.arange(num_positions)
+    return _visible_at(first, until, window, jnp.arange(num_positions))
+
+
+def _visible_at(
+    first: Int[jax.Array, "*R"],
+    until: Int[jax.Array, "*R"],
+    window: Bool[jax.Array, "*R N"],
+    position: Int[jax.Array, " positions"],
+) -> Bool[jax.Array, "*R positions"]:
     seen = (position >= first[..., None]) & (position < until[..., None])
     if window.shape[-1]:
         place = position - until[..., None]
@@ -172,6 +180,10 @@ def visible(
         named = jnp.take_along_axis(window, jnp.where(inside, place, 0), axis=-1)
         seen |= inside & named
     return seen
+
+
+BLOCK = 256
+"""Positions that plain attention reads at once."""
 
 
 def plain_attend(
@@ -190,7 +202,9 @@ def plain_attend(
 ) -> Float[jax.Array, "R Hq D"]:
     """Softmax attention of each row over the positions it sees; query head h reads h // (Hq / Hk).
 
-    A row of padding gives anything.
+    A row of padding gives anything. A page table of more than `BLOCK` positions is read block by
+    block, as far as the longest row sees: one program then serves rows of any length at the cost of
+    the longest of them.
 
     Args:
       q, k_pages, v_pages, page_table, request, first, until, window: As in the specification.
@@ -198,10 +212,25 @@ def plain_attend(
       k_offset, v_offset: Pages of a larger pool that lie before the keys, and before the values.
     """
     grid, back = _grid(request, row_starts, most_rows)
-    k, v = read(k_pages, page_table + k_offset), read(v_pages, page_table + v_offset)
-    seen = visible(first[grid], until[grid], window[grid], k.shape[1])
-    out = _softmax_attention(q[grid], k, v, seen)
-    return out.reshape(-1, *q.shape[1:])[back].astype(q.dtype)
+    bounds, page_size = (first[grid], until[grid], window[grid]), k_pages.shape[1]
+    columns = min(page_table.shape[1], max(1, BLOCK // page_size))
+    num_blocks = -(-page_table.shape[1] // columns)
+    table = jnp.pad(page_table, ((0, 0), (0, num_blocks * columns - page_table.shape[1])))
+
+    def add(block: Int[jax.Array, ""] | int, so_far: Partial) -> Partial:
+        pages = lax.dynamic_slice_in_dim(table, block * columns, columns, axis=1)
+        position = (block * columns * page_size) + jnp.arange(columns * page_size)
+        keys, values = read(k_pages, pages + k_offset), read(v_pages, pages + v_offset)
+        return _with_block(so_far, q[grid], keys, values, _visible_at(*bounds, position))
+
+    nothing = Partial.nothing(q[grid], k_pages.shape[2])
+    if num_blocks == 1:
+        found = add(0, nothing)
+    else:
+        reach = (until + window.shape[1]).max()
+        seen_blocks = jnp.minimum(-(-reach // (columns * page_size)), num_blocks)
+        found = lax.fori_loop(0, seen_blocks, add, nothing)
+    return found.attended().reshape(-1, *q.shape[1:])[back].astype(q.dtype)
 
 
 def kernel_attend(
@@ -269,26 +298,61 @@ def _grid(
     return grid, request * most_rows + place
 
 
-def _softmax_attention(
+class Partial(NamedTuple):
+    """Attention over the positions so far: the softmax's maximum, its sum, and the weighted values.
+
+    Attributes:
+      sees_spoiled: Rows that see a value that is not finite. 0 x NaN is NaN, so such values are
+        taken out before the product, and given back to those rows alone.
+    """
+
+    highest: Float[jax.Array, "B Hk g M"]
+    total: Float[jax.Array, "B Hk g M"]
+    values: Float[jax.Array, "B Hk g M D"]
+    sees_spoiled: Bool[jax.Array, "B M"]
+
+    @classmethod
+    def nothing(cls, q: Float[jax.Array, "B M Hq D"], num_kv_heads: int) -> "Partial":
+        """No position at all; the lowest maximum is finite, so that rows without any give 0."""
+        B, M, Hq, D = q.shape
+        heads = (B, num_kv_heads, Hq // num_kv_heads, M)
+        zeros = jnp.zeros(heads, jnp.float32)
+        return cls(
+            zeros - 1e30, zeros, jnp.zeros((*heads, D), jnp.float32), jnp.zeros((B, M), bool)
+        )
+
+    def attended(self) -> Float[jax.Array, "B M Hq D"]:
+        """The output of each row."""
+        B, Hk, g, M, D = self.values.shape
+        out = self.values / jnp.maximum(self.total, 1e-30)[..., None]
+        out = jnp.moveaxis(out, 3, 1).reshape(B, M, Hk * g, D)
+        return jnp.where(self.sees_spoiled[:, :, None, None], jnp.nan, out)
+
+
+def _with_block(
+    so_far: Partial,
     q: Float[jax.Array, "B M Hq D"],
     k: Float[jax.Array, "B positions Hk D"],
     v: Float[jax.Array, "B positions Hk D"],
     seen: Bool[jax.Array, "B M positions"],
-) -> Float[jax.Array, "B M Hq D"]:
+) -> Partial:
     B, M, Hq, D = q.shape
     Hk = k.shape[2]
     product = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     grouped = q.reshape(B, M, Hk, Hq // Hk, D)
     scores = jnp.einsum("bmhgd,bphd->bhgmp", grouped, k, **product) * jnp.float32(D**-0.5)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-    weights = jnp.exp(scores - jnp.maximum(scores.max(axis=-1, keepdims=True), -1e30))
-    weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 1e-30)
-    # 0 x NaN is NaN: values that are not finite are taken out, and given back to who sees them.
+    highest = jnp.maximum(so_far.highest, scores.max(axis=-1))
+    weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(so_far.highest - highest)
     spoiled = ~jnp.isfinite(v).all(axis=(2, 3))  # [B, positions]
     v = jnp.where(spoiled[:, :, None, None], 0, v)
-    out = jnp.einsum("bhgmp,bphd->bmhgd", weights.astype(v.dtype), v, **product)
-    sees_spoiled = (seen & spoiled[:, None]).any(axis=2)[:, :, None, None]
-    return jnp.where(sees_spoiled, jnp.nan, out.reshape(B, M, Hq, D))
+    out = jnp.einsum("bhgmp,bphd->bhgmd", weights.astype(v.dtype), v, **product)
+    return Partial(
+        highest,
+        so_far.total * kept + weights.sum(axis=-1),
+        so_far.values * kept[..., None] + out,
+        so_far.sees_spoiled | (seen & spoiled[:, None]).any(axis=2),
+    )
 
 
 def mix(

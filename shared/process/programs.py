@@ -32,10 +32,10 @@ class ProgramCosts:
 def limits_for(options: Options, model: ModelConfig, device: Device, costs: ProgramCosts) -> Limits:
     """What a backend provides for options without open values: pools, and one program per bucket.
 
-    A step takes the smallest program that holds it, so buckets spare work: of padded rows, and on a
-    CPU of padded pages, as plain attention gathers all of them. A GPU's kernels follow the longest
-    row. Where a CPU's programs are compiled there are few: a prompt is prefilled by itself, and
-    logprobs are reported by the widest programs alone.
+    A step takes the smallest program that holds it, so buckets spare work: of padded rows, and in
+    torch on a CPU of padded pages, as its plain attention gathers all of them. A GPU's kernels and
+    compiled programs follow the longest row. Where a CPU's programs are compiled there are few: a
+    prompt is prefilled by itself, and logprobs are reported by the widest programs alone.
     """
     engine, context = options.engine, given(options.model.context_length)
     page_size = given(engine.page_size)
@@ -49,7 +49,7 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
         batches, tables = _powers(1, 4, requests), _page_tables(table)
         programs = _programs(options, batches, _prefill_rows(requests), tables)
     else:
-        batches, tables = sorted({1, requests}), sorted({-(-table // 4), table})
+        batches, tables = sorted({1, requests}), (table,)
         programs = _few(_programs(options, batches, [1], tables))
     return Limits(
         page_size=page_size,

@@ -158,7 +158,8 @@ class JaxHead:
         cpu, config = jax.devices("cpu")[0], ModelConfig.from_folder(target)
         loaded = weights.from_arrays(load_all(target, config, False), config, np.float32, cpu)
         own, place = DraftConfig.from_folder(folder, config), (np.float32, cpu)
-        head = weights.load_head(open_head(folder), own, *place, lambda num_bytes: None)
+        read = weights.load_head(open_head(folder), own, *place, lambda num_bytes: None)
+        head = weights.LoadedHead(own, read)
         self._head = heads.HEADS[own.kind](model.Model.of(config, loaded), head)
         self._aux = own.aux_streams
         self._kv = device_state.new_kv(own.layer, 1, (NUM_PAGES, PAGE_SIZE), np.float32, cpu)
