@@ -1,13 +1,25 @@
 """How much memory a step works on, as `shared.boundary.workspace` counts it."""
 
-from shared.boundary.backend import Blueprint, Program
-from shared.boundary.workspace import Costs, gathered_attention, split_attention, step_bytes
+from jax_impl.ops.attention import BLOCK
+from shared.boundary.backend import Blueprint, Limits, Program
+from shared.boundary.workspace import Costs, split_attention, step_bytes
+from shared.models.config import ModelConfig
 
 LOGIT, REPORTED = 41, 4
 """Measured: counts of each node twice, noise, the processed and the sorted logits, and ids of 8
 bytes."""
 
-ON_CPU = Costs(logit=LOGIT, reported=REPORTED, attention=gathered_attention)
+
+def blocked_attention(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
+    """Of plain attention: one block's keys, values and scores, and the outputs so far."""
+    queries = program.tokens or program.shape.nodes  # a row is padded to the longest
+    keys = min(program.pages * limits.page_size, max(BLOCK, limits.page_size))
+    gathered = 2 * program.batch * keys * model.num_kv_heads * model.head_size * item
+    rows = program.batch * model.num_heads * queries
+    return gathered + 2 * rows * (keys + model.head_size + 2) * 4
+
+
+ON_CPU = Costs(logit=LOGIT, reported=REPORTED, attention=blocked_attention)
 ON_GPU = Costs(logit=LOGIT, reported=REPORTED, attention=split_attention)
 
 

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import Blueprint, Limits, Program, Work
 from shared.models.config import ModelConfig
-
-SPLIT = 512
-"""Positions whose sums a GPU's attention keeps apart until the end."""
+from shared.spec.numerics import ATTENTION
 
 DRAFT_LAW_BYTES = 24
 """Of a logit where drafts are sampled: their noise and logits, both laws, the residual and its
@@ -61,7 +59,7 @@ def gathered_attention(program: Program, model: ModelConfig, limits: Limits, ite
 
 def split_attention(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
     """Of the kernel: sums, peaks and totals of every split in float32, and the output."""
-    splits = -(-program.pages * limits.page_size // SPLIT)
+    splits = -(-program.pages * limits.page_size // ATTENTION.split)
     heads = rows_of(program) * model.num_heads
     return heads * (splits * (model.head_size + 2) * 4 + model.head_size * item)
 

@@ -5,15 +5,13 @@ from pathlib import Path
 import pytest
 
 from jax_impl import serve as jax_serve
-from kernels.pallas_gpu import attention as pallas_attention
-from kernels.triton_gpu import attention as triton_attention
 from shared.boundary.backend import Work
-from shared.boundary.workspace import SPLIT
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.options.options import parse
 from shared.process.device import Device, free_in_groups
 from shared.process.memory_plan import MemoryPlan, plan
+from shared.spec.numerics import ATTENTION
 from torch_impl import serve as torch_serve
 
 GB = 10**9
@@ -70,7 +68,7 @@ def test_a_gpu_counts_the_sums_of_its_kernel_and_a_cpu_the_scores():
     widest = max(memory.limits.programs, key=lambda p: p.tokens)
     positions = widest.pages * memory.limits.page_size
     heads, size = QWEN3_8B.num_heads, QWEN3_8B.head_size
-    sums = -(-positions // SPLIT) * widest.tokens * heads * size * 4
+    sums = -(-positions // ATTENTION.split) * widest.tokens * heads * size * 4
     scores = widest.batch * heads * widest.tokens * positions * 4
     needed = PLATFORMS["torch"].costs.workspace(widest, memory.blueprint)
     assert sums < needed < 1.5 * sums + QWEN3_8B.vocab * 64 * widest.batch < scores
@@ -79,10 +77,6 @@ def test_a_gpu_counts_the_sums_of_its_kernel_and_a_cpu_the_scores():
     positions = widest.pages * on_cpu.limits.page_size
     scores = widest.batch * heads * widest.tokens * positions * 4
     assert PLATFORMS["torch"].costs.workspace(widest, on_cpu.blueprint) > scores
-
-
-def test_the_plan_splits_positions_as_the_kernels_do():
-    assert {SPLIT} == {pallas_attention.SPLIT, triton_attention.SPLIT}
 
 
 def test_both_rings_have_an_entry_for_every_step_in_flight_and_one_more():
@@ -96,13 +90,13 @@ def test_remembered_text_is_in_the_plan_of_a_cpu():
     flags += "--speculative-ngram-external-sam-budget 2 "
     flags += "--speculative-ngram-external-corpus-max-tokens 1000"
     sizes = {x.name: x.num_bytes for x in planned("torch", 140 * GB, flags, kind="cpu").lines}
-    assert (sizes["n-grams"], sizes["corpora"]) == (4096 * 40, 1000 * 100)
+    assert (sizes["n-grams"], sizes["corpora"]) == (4096 * 48, 1000 * 100)
 
 
 def test_a_cpu_that_compiles_its_programs_has_few_of_them():
-    """Ten: a prompt by itself, one row or all, two lengths of table; logprobs in the widest."""
+    """Six: a prompt by itself in two lengths, one row or all; logprobs in the widest."""
     few, many = (planned(name, 140 * GB, kind="cpu").limits for name in ("jax", "torch"))
-    assert (len(few.programs), len(many.programs)) == (10, 70)
+    assert (len(few.programs), len(many.programs)) == (6, 70)
     for work in (Work.PREFILL, Work.DECODE):
         sizes = {p: (p.batch, p.pages, p.tokens) for p in few.programs if p.work is work}
         (with_logprobs,) = (p for p in sizes if p.logprobs)
