@@ -135,6 +135,7 @@ ONE_SIDED_NAMES = {
     "ops/attention.py::kernel_attend": "JAX reads one long pool, by offsets",
     "ops/attention.py::plain_attend": "the same",
     "ops/attention.py::read": "the same",
+    "workspace.py::blocked_attention": "JAX's plain attention reads block by block",
     "ops/draft_tree.py::is_last": "torch's prompts",
     "ops/draft_tree.py::request_of": "the same",
 }

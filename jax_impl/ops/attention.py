@@ -104,10 +104,6 @@ def tree_rows(
     """The flat verify rows of a batch of trees, and the node of each row.
 
     Args:
-      parents, num_nodes: The trees.
-      lengths: Committed positions of each request.
-      page_table: Pages of each request.
-      rows: R.
       is_chain: Every tree is known to be a chain, whose nodes need no mask.
     """
     row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
@@ -161,18 +157,9 @@ def visible(
     first: Int[jax.Array, "*R"],
     until: Int[jax.Array, "*R"],
     window: Bool[jax.Array, "*R N"],
-    num_positions: int,
-) -> Bool[jax.Array, "*R positions"]:
-    """Which KV positions each row sees: `[first, until)` and its part of the window behind."""
-    return _visible_at(first, until, window, jnp.arange(num_positions))
-
-
-def _visible_at(
-    first: Int[jax.Array, "*R"],
-    until: Int[jax.Array, "*R"],
-    window: Bool[jax.Array, "*R N"],
     position: Int[jax.Array, " positions"],
 ) -> Bool[jax.Array, "*R positions"]:
+    """Which of some KV positions each row sees: `[first, until)` and its part of the window."""
     seen = (position >= first[..., None]) & (position < until[..., None])
     if window.shape[-1]:
         place = position - until[..., None]
@@ -202,14 +189,9 @@ def plain_attend(
 ) -> Float[jax.Array, "R Hq D"]:
     """Softmax attention of each row over the positions it sees; query head h reads h // (Hq / Hk).
 
-    A row of padding gives anything. A page table of more than `BLOCK` positions is read block by
-    block, as far as the longest row sees: one program then serves rows of any length at the cost of
-    the longest of them.
-
-    Args:
-      q, k_pages, v_pages, page_table, request, first, until, window: As in the specification.
-      row_starts, most_rows: See `Rows`.
-      k_offset, v_offset: Pages of a larger pool that lie before the keys, and before the values.
+    A page table of more than `BLOCK` positions is read block by block, as far as the longest row
+    sees: one program serves rows of any length. A row of padding gives anything. The offsets are
+    pages of a larger pool that lie before the keys, and before the values.
     """
     grid, back = _grid(request, row_starts, most_rows)
     bounds, page_size = (first[grid], until[grid], window[grid]), k_pages.shape[1]
@@ -217,13 +199,13 @@ def plain_attend(
     num_blocks = -(-page_table.shape[1] // columns)
     table = jnp.pad(page_table, ((0, 0), (0, num_blocks * columns - page_table.shape[1])))
 
-    def add(block: Int[jax.Array, ""] | int, so_far: Partial) -> Partial:
+    def add(block: Int[jax.Array, ""] | int, so_far: _Partial) -> _Partial:
         pages = lax.dynamic_slice_in_dim(table, block * columns, columns, axis=1)
         position = (block * columns * page_size) + jnp.arange(columns * page_size)
         keys, values = read(k_pages, pages + k_offset), read(v_pages, pages + v_offset)
-        return _with_block(so_far, q[grid], keys, values, _visible_at(*bounds, position))
+        return _with_block(so_far, q[grid], keys, values, visible(*bounds, position))
 
-    nothing = Partial.nothing(q[grid], k_pages.shape[2])
+    nothing = _Partial.nothing(q[grid], k_pages.shape[2])
     if num_blocks == 1:
         found = add(0, nothing)
     else:
@@ -298,7 +280,7 @@ def _grid(
     return grid, request * most_rows + place
 
 
-class Partial(NamedTuple):
+class _Partial(NamedTuple):
     """Attention over the positions so far: the softmax's maximum, its sum, and the weighted values.
 
     Attributes:
@@ -312,7 +294,7 @@ class Partial(NamedTuple):
     sees_spoiled: Bool[jax.Array, "B M"]
 
     @classmethod
-    def nothing(cls, q: Float[jax.Array, "B M Hq D"], num_kv_heads: int) -> "Partial":
+    def nothing(cls, q: Float[jax.Array, "B M Hq D"], num_kv_heads: int) -> "_Partial":
         """No position at all; the lowest maximum is finite, so that rows without any give 0."""
         B, M, Hq, D = q.shape
         heads = (B, num_kv_heads, Hq // num_kv_heads, M)
@@ -330,12 +312,12 @@ class Partial(NamedTuple):
 
 
 def _with_block(
-    so_far: Partial,
+    so_far: _Partial,
     q: Float[jax.Array, "B M Hq D"],
     k: Float[jax.Array, "B positions Hk D"],
     v: Float[jax.Array, "B positions Hk D"],
     seen: Bool[jax.Array, "B M positions"],
-) -> Partial:
+) -> _Partial:
     B, M, Hq, D = q.shape
     Hk = k.shape[2]
     product = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
@@ -347,7 +329,7 @@ def _with_block(
     spoiled = ~jnp.isfinite(v).all(axis=(2, 3))  # [B, positions]
     v = jnp.where(spoiled[:, :, None, None], 0, v)
     out = jnp.einsum("bhgmp,bphd->bhgmd", weights.astype(v.dtype), v, **product)
-    return Partial(
+    return _Partial(
         highest,
         so_far.total * kept + weights.sum(axis=-1),
         so_far.values * kept[..., None] + out,
@@ -417,11 +399,7 @@ def _write_pair(
     k: Float[jax.Array, "R Hk D"],
     v: Float[jax.Array, "R Hk D"],
 ) -> KV:
-    """Writes into the stack as one long pool, so that no layer's pool is copied out and back.
-
-    Keys and values are written at once: between two writes a read of the first would keep a copy
-    of the whole pool alive.
-    """
+    """Writes keys and values into the stack as one long pool, at once: no pool is copied."""
     num_pages, requests = kv.shape[2], len(rows.page_table)
     pool = kv.reshape(-1, *kv.shape[3:])
     keys = rows.page_table + 2 * layer * num_pages

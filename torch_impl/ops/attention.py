@@ -148,10 +148,9 @@ def visible(
     first: Int[Tensor, "*rows"],
     until: Int[Tensor, "*rows"],
     window: Bool[Tensor, "*rows N"],
-    num_positions: int,
+    position: Int[Tensor, " positions"],
 ) -> Bool[Tensor, "*rows positions"]:
-    """As the specification, for rows in any arrangement."""
-    position = torch.arange(num_positions, dtype=torch.int32, device=first.device)
+    """Which of some KV positions each row sees: `[first, until)` and its part of the window."""
     seen = (position >= first[..., None]) & (position < until[..., None])
     if window.shape[-1]:
         place = position - until[..., None]
@@ -187,7 +186,8 @@ def plain_attend(
         1,
     )
     page_table, num_positions = page_table[:, :num_pages], num_pages * page_size
-    seen = visible(first[grid], until[grid], window[grid], num_positions)
+    position = torch.arange(num_positions, dtype=torch.int32, device=first.device)
+    seen = visible(first[grid], until[grid], window[grid], position)
     # [B, positions, Hk, D]
     k, v = (pages[page_table].flatten(1, 2) for pages in (k_pages, v_pages))
     return _softmax_attention(q[grid], k, v, seen).flatten(0, 1)[back]

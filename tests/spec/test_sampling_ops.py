@@ -1,0 +1,157 @@
+"""Both backends choose, rank and report as the specification does."""
+
+import numpy as np
+import pytest
+
+from shared.spec import sampling as spec
+from shared.spec.sampling import Sampling
+from tests.spec.test_sampling import REAL_VOCAB, choose, f32, i32, in_tree, neutral, process
+from tests.support.implementations import Implementation, each_implementation
+
+
+@each_implementation
+def test_implementations_have_the_ciphers_bits(implementation: Implementation) -> None:
+    words = np.random.default_rng(0).integers(0, 2**32, (4, 300), dtype=np.uint32)
+    words[:, :2] = [[0, 2**32 - 1]] * 4
+    want = spec.threefry2x32((words[0], words[1]), (words[2], words[3]))
+    got = implementation("sampling").threefry2x32((words[0], words[1]), (words[2], words[3]))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_array_equal(g.view(np.uint32), w)
+
+
+@each_implementation
+def test_implementations_have_the_same_noise_at_a_real_vocabulary(
+    implementation: Implementation,
+) -> None:
+    seeds, positions = np.array([7, 2**32 - 1], np.uint32), np.array([0, 70_000], np.int32)
+    for vocab in (REAL_VOCAB, 5):
+        want = spec.gumbel(seeds, positions, vocab, spec.TARGET_STREAM)
+        got = implementation("sampling").gumbel(seeds, positions, vocab, spec.TARGET_STREAM)
+        assert np.isfinite(got).all()
+        # The words are equal; the logarithms of the libraries differ in their last bits.
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+
+
+@each_implementation
+def test_implementations_keep_the_largest_noise_finite(implementation: Implementation) -> None:
+    words = np.array([[0, 1, 2**32 - 1, 2**32 - 2, 2**31]], np.uint32)
+    got = implementation("sampling").noise_of_words(words)
+    np.testing.assert_allclose(got, spec.noise_of_words(words), rtol=2e-6, atol=2e-6)
+
+
+def mixed_rows(vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, Sampling]:
+    """Logits, seen, positions and parameters of rows of which each uses something else."""
+    rng, B = np.random.default_rng(5), 8
+    logits = (3 * rng.standard_normal((B, vocab))).astype(np.float32)
+    seen = rng.integers(0, 6, (B, vocab)).astype(np.int32)
+    sampling = neutral(
+        B,
+        vocab,
+        temperature=f32(0, 0.7, 1, 1.3, 0.5, 1, 0, 2),
+        top_p=f32(0.9, 0.9, 1, 0.5, 1, 0.99, 1, 1e-6),
+        top_k=np.array([3, vocab, 5, vocab, vocab, 20, vocab, vocab], np.int32),
+        min_p=f32(0, 0, 0.1, 0, 0.02, 0, 0.5, 0),
+        presence=f32(0.5, 0, 0, 1, 0, 0, -1, 0),
+        frequency=f32(0, 0.3, 0, 0.2, 0, 0, 0, 0),
+        repetition=f32(1, 1.2, 1, 0.8, 1, 1, 1.5, 1),
+        min_length=np.array([9, 0, 9, 0, 0, 0, 11, 0], np.int32),
+        stop_ids=np.tile(np.array([[4, 4, 17]], np.int32), (B, 1)),
+        bias_ids=np.tile(np.array([[2, 0]], np.int32), (B, 1)),
+        bias_values=np.stack([f32(0, 5, 0, -np.inf, 0, 0, 9, 0), np.zeros(B, np.float32)], 1),
+    )
+    return logits, seen, np.arange(5, 5 + B, dtype=np.int32), sampling
+
+
+@each_implementation
+def test_implementations_process_and_choose_alike(implementation: Implementation) -> None:
+    ops, vocab = implementation("sampling"), 61
+    logits, seen, positions, sampling = mixed_rows(vocab)
+    allowed = np.random.default_rng(1).integers(0, 4, logits.shape) > 0
+    for mask in (None, allowed):
+        want = process(spec, logits, seen, positions, sampling, mask)
+        got = process(ops, logits, seen, positions, sampling, mask)
+        np.testing.assert_array_equal(np.isneginf(got), np.isneginf(want))
+        # One rounding for each of up to five products and sums on numbers below 30.
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(
+            choose(ops, logits, positions, sampling, seen, mask),
+            choose(spec, logits, positions, sampling, seen, mask),
+        )
+
+
+@each_implementation
+@pytest.mark.parametrize("stream", [spec.TARGET_STREAM, spec.DRAFT_STREAM + 1])
+def test_implementations_rank_alike(implementation: Implementation, stream: int) -> None:
+    ops, (B, k, vocab, width) = implementation("sampling"), (8, 3, 61, 4)
+    _, counts, positions, sampling = mixed_rows(vocab)
+    rng = np.random.default_rng(7)
+    logits = (3 * rng.standard_normal((B, k, vocab))).astype(np.float32)
+    logits[:, :, 9] = logits[:, :, 3]  # ties go by id
+    slots = rng.permutation(B).astype(np.int32)
+    path = rng.integers(0, vocab, (B * k, 3)).astype(np.int32)
+    seen = spec.Seen(counts, np.repeat(slots, k), path, rng.random(path.shape) < 0.6)
+    keys = positions if stream == spec.TARGET_STREAM else positions - 2
+    given = (logits, seen, positions, sampling, keys, stream, width)
+    want, got = spec.rank(*given), ops.rank(*given)
+    np.testing.assert_array_equal(got.ids, want.ids)
+    # One rounding for each of up to five products and sums, and a sum of 61 terms.
+    np.testing.assert_allclose(got.weights, want.weights, rtol=1e-5, atol=2e-5)
+    np.testing.assert_allclose(got.processed, want.processed, rtol=1e-5, atol=1e-5)
+
+
+@each_implementation
+def test_implementations_break_ties_in_the_support_by_id(implementation: Implementation) -> None:
+    logits = np.zeros((3, 12), np.float32)
+    logits[1, 5:] = 1
+    args = (logits, np.array([4, 3, 12], np.int32), f32(1, 1, 0.45), f32(0, 0, 0))
+    np.testing.assert_array_equal(implementation("sampling").support(*args), spec.support(*args))
+
+
+@each_implementation
+def test_implementations_count_along_a_path_alike(implementation: Implementation) -> None:
+    rng = np.random.default_rng(2)
+    seen = rng.integers(0, 4, (2, 9)).astype(np.int32)
+    tokens = np.array([[1, 2, 2, 3], [4, 4, 4, 5]], np.int32)
+    parents = np.array([[0, 0, 1, 1], [0, 0, 1, 2]], np.int32)
+    got = in_tree(implementation("sampling"), seen, tokens, parents)
+    np.testing.assert_array_equal(got, in_tree(spec, seen, tokens, parents))
+
+
+@each_implementation
+def test_implementations_weigh_and_report_alike(implementation: Implementation) -> None:
+    ops = implementation("sampling")
+    logits = np.random.default_rng(3).integers(-3, 4, (4, 30)).astype(np.float32)  # many ties
+    temperature = f32(0, 1, 0.5, 0)
+    close = {"rtol": 1e-5, "atol": 1e-5}  # a logarithm of a sum of 30 terms
+    want = spec.draft_weights(logits, temperature, spec.DRAFT_TAU)
+    np.testing.assert_allclose(
+        ops.draft_weights(logits, temperature, spec.DRAFT_TAU), want, **close
+    )
+    for k in (1, 4):
+        np.testing.assert_array_equal(ops.top_candidates(logits, k), spec.top_candidates(logits, k))
+    ids, values = spec.top_logprobs(logits, 3)
+    got_ids, got_values = ops.top_logprobs(logits, 3)
+    np.testing.assert_array_equal(got_ids, ids)
+    np.testing.assert_allclose(got_values, values, **close)
+    chosen = ids[:, 0]
+    np.testing.assert_allclose(ops.logprobs(logits, chosen), spec.logprobs(logits, chosen), **close)
+
+
+@each_implementation
+def test_implementations_have_the_rejection_rules_noise(implementation: Implementation) -> None:
+    ops = implementation("sampling")
+    seeds, positions = np.array([3, 2**32 - 1, 7], np.uint32), i32(0, 5, 90_000)
+    # Integers are equal; the uniforms are one rounding of them.
+    np.testing.assert_array_equal(
+        ops.uniforms(seeds, positions, 4), spec.uniforms(seeds, positions, 4)
+    )
+    for stream in (spec.RESIDUAL_STREAM, spec.DRAFT_STREAM, spec.DRAFT_STREAM + 2):
+        got = ops.gumbel(seeds, positions, 33, stream)
+        # As the target's noise: two logarithms.
+        np.testing.assert_allclose(got, spec.gumbel(seeds, positions, 33, stream), atol=4e-6)
+    scores = np.random.default_rng(0).normal(size=(3, 33)).astype(np.float32)
+    scores[1, 5:] = -np.inf
+    got, want = ops.probabilities(scores), spec.probabilities(scores)
+    # Float32 on both sides: only the order of the sum differs.
+    np.testing.assert_allclose(got, want, rtol=2e-6)
+    assert (got[1, 5:] == 0).all()
