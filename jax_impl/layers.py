@@ -129,6 +129,13 @@ def _sizes(config: ModelConfig) -> GatedDeltaConfig:
     return config.gated_delta
 
 
+def _of_layer(
+    recurrent: Float[jax.Array, "B H K V"], window: Float[jax.Array, "B 3 C"]
+) -> DeltaState:
+    """The states of one layer, as a stack of one."""
+    return DeltaState(recurrent[None], window[None])
+
+
 class Chunks:
     """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on."""
 
@@ -147,7 +154,7 @@ class Chunks:
     def __call__(
         self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"]
     ) -> tuple[Float[jax.Array, "R values"], Left]:
-        out, new, saved = mamba_state.mix_chunks(
+        out, recurrent, window, saved = mamba_state.mix_chunks(
             inputs=inputs,
             weights=delta_weights(self._config, weights),
             sizes=_sizes(self._config),
@@ -157,7 +164,7 @@ class Chunks:
             request=self._rows.request,
             save_after=self._save_after,
         )
-        return out, (new, saved)
+        return out, (_of_layer(recurrent, window), _of_layer(*saved))
 
     @property
     def new(self) -> DeltaState:
@@ -180,13 +187,14 @@ class OneToken:
     def __call__(
         self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"]
     ) -> tuple[Float[jax.Array, "R values"], Left]:
-        return mamba_state.mix_step(
+        out, recurrent, window = mamba_state.mix_step(
             inputs=inputs,
             weights=delta_weights(self._config, weights),
             sizes=_sizes(self._config),
             recurrent=self._state.recurrent[place],
             window=self._state.window[place],
         )
+        return out, _of_layer(recurrent, window)
 
     @property
     def new(self) -> DeltaState:

@@ -96,7 +96,7 @@ def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
     name, shape = parameter.name, parameter.shape
     if name.endswith("a_log"):
         return rng.uniform(-3.0, 1.2, shape)
-    noise = rng.standard_normal(shape)
+    noise = _noise(parameter, rng)
     if name == "embed":
         return EMBEDDING_SCALE * noise
     if name.endswith("dt_bias"):
@@ -106,6 +106,16 @@ def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
     if name.endswith("conv"):
         return 0.5 * noise
     return noise / np.sqrt(shape[-1])
+
+
+def _noise(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
+    """Normal numbers; qkv, z and the gates of a gated-delta layer are drawn one after another."""
+    if parameter.name != "gated_delta.inputs":
+        return rng.standard_normal(parameter.shape)
+    layers, _, hidden = parameter.shape
+    qkv, z, b, a = (source.shape[0] for source in parameter.pieces[0])
+    parts = [rng.standard_normal((layers, rows, hidden)) for rows in (qkv, z, b + a)]
+    return np.concatenate(parts, axis=1)
 
 
 def tokenizer() -> dict[str, Any]:

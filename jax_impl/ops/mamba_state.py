@@ -176,7 +176,12 @@ def mix_chunks(
     row_starts: Int[jax.Array, " B1"],
     request: Int[jax.Array, " R"],
     save_after: Int[jax.Array, " B"],
-) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
+) -> tuple[
+    Float[jax.Array, "R values"],
+    Float[jax.Array, "B H K V"],
+    Float[jax.Array, "B 3 C"],
+    tuple[Float[jax.Array, "B H K V"], Float[jax.Array, "B 3 C"]],
+]:
     """All that a gated-delta layer does between its two products, over chunks of prompts.
 
     Args:
@@ -184,7 +189,7 @@ def mix_chunks(
       save_after: Rows after which the state is asked for; see `gated_delta.chunked`.
 
     Returns:
-      The heads' outputs, the state after the rows and that after `save_after`, of one layer each.
+      The heads' outputs, recurrent state and window after the rows, and both after `save_after`.
     """
     channels, z, b, a = split_inputs(inputs, sizes)
     places = jnp.arange(len(request), dtype=jnp.int32) - row_starts[request]
@@ -197,8 +202,7 @@ def mix_chunks(
     taken = row_starts[1:] - row_starts[:-1]
     end = chain_end(window, channels, row_starts, taken)
     saved_end = chain_end(window, channels, row_starts, jnp.clip(save_after, 0, taken))
-    states = (DeltaState(new[None], end[None]), DeltaState(saved[None], saved_end[None]))
-    return _normed(out, z, weights), *states
+    return _normed(out, z, weights), new, end, (saved, saved_end)
 
 
 def mix_tree(
@@ -232,14 +236,14 @@ def mix_step(
     sizes: GatedDeltaConfig,
     recurrent: Float[jax.Array, "B H K V"],
     window: Float[jax.Array, "B 3 C"],
-) -> tuple[Float[jax.Array, "B values"], DeltaState]:
-    """As `mix_chunks`, over one row of each request; the state after it is that of one layer."""
+) -> tuple[Float[jax.Array, "B values"], Float[jax.Array, "B H K V"], Float[jax.Array, "B 3 C"]]:
+    """As `mix_chunks`, over one row of each request, by the recurrence itself."""
     channels, z, b, a = split_inputs(inputs, sizes)
     q, k, v = _heads_of(conv(window, channels, weights.conv), sizes)
     log_decay, beta = gated_delta.gates(b, a, weights.a_log, weights.dt_bias)
     new, out = gated_delta.step(recurrent, q, k, v, log_decay, beta)
     end = jnp.concatenate([window[:, 1:], channels[:, None]], axis=1)
-    return _normed(out, z, weights), DeltaState(new[None], end[None])
+    return _normed(out, z, weights), new, end
 
 
 def split_inputs(

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend
+from shared.boundary.backend import Backend, Limits
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
@@ -167,12 +167,11 @@ def engine_of(backend: Backend) -> Engine:
     return Engine(backend, controller, overlap=1, chunked_prefill_size=64)
 
 
-class InTurns:
+class InTurns(StaticController):
     """Plain steps and drafted ones: a plain step leaves a hole in the context before it."""
 
-    max_rows = BATCH
-
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width)
         self._steps = 0
 
     def shape_for(self, num_rows: int) -> TreeShape:
@@ -184,9 +183,8 @@ class InTurns:
 def test_holes_in_the_context_change_no_text_and_no_draft_of_one_backend_alone(family, backends):
     each, served = cell(family, SAMPLED, "mixed", 1, 16), {}
     for framework in ("reference", "torch"):
-        engine = Engine(
-            backends.get(framework, each), InTurns(), overlap=1, chunked_prefill_size=64
-        )
+        backend = backends.get(framework, each)
+        engine = Engine(backend, InTurns(backend.limits), overlap=1, chunked_prefill_size=64)
         served[framework] = drive(engine, requests_of(each))
     cross.compare(each, served, oracle_of(family))
     assert any(sum(outcome.accepted) for outcome in served["torch"].values())
