@@ -44,6 +44,10 @@ Words = Int[jax.Array, " words"]
 Compiled = Callable[..., tuple[DeviceState, jax.Array]]
 
 
+MOST_COMPILERS = 8
+"""Programs that are compiled side by side; each takes up to a gigabyte while it is."""
+
+
 class JaxBackend:
     """A `shared.boundary.backend.Backend` on one JAX device.
 
@@ -122,9 +126,8 @@ class JaxBackend:
           ValueError: `limits` does not list a program.
         """
         wanted = to_prepare(programs, self.limits, self._programs)
-        # Python traces one program while XLA compiles those before it. A GPU's measures its own
-        # kernels as it compiles, so there it is one at a time.
-        workers = 1 if self._blueprint.on_gpu else os.cpu_count() or 1
+        # Python traces one program while XLA compiles those before it.
+        workers = min(os.cpu_count() or 1, MOST_COMPILERS)
         with ThreadPoolExecutor(workers) as pool:
             compiling = {program: pool.submit(self._lowered(program).compile) for program in wanted}
             for program, compiled in compiling.items():
