@@ -88,6 +88,8 @@ def main() -> None:
     args = parser.parse_args()
     line = measure(args.backend, args.flags, args.requests)
     command = f"python -m bench.start --backend {args.backend} --requests {args.requests}"
+    if xla := os.environ.get("XLA_FLAGS"):
+        command = f"XLA_FLAGS='{xla}' {command}"
     line = {"command": f"{command} -- {' '.join(args.flags)}".rstrip(" -")} | line
     device = (
         "cuda" if import_module(f"{args.backend}_impl.serve").find_device().kind == "gpu" else "cpu"
