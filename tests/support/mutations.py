@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from shared.reference.backend import ReferenceBackend
 from tests.boundary import test_backend_contract as contract
 from tests.boundary import test_backend_contract_memory as memory
 from tests.device import test_tree_behaviour as trees
@@ -81,8 +80,7 @@ def _of_the_planner(test: Callable[..., None]) -> Proof:
 
 
 def _of_the_sink(host: Host) -> None:
-    backend = host.backend
-    assert isinstance(backend, ReferenceBackend)
+    backend: Any = host.backend  # a reference, whose lengths nothing at the boundary shows
     contract.test_the_sink_does_not_grow(host, lambda: int(backend._lengths[0]), "chain")
 
 
