@@ -144,11 +144,6 @@ class Limits:
         return tuple(sorted({p.tokens for p in self.programs if p.work is Work.PREFILL}))
 
     @cached_property
-    def page_table_sizes(self) -> tuple[int, ...]:
-        """Page-table buckets, ascending."""
-        return tuple(sorted({p.pages for p in self.programs}))
-
-    @cached_property
     def shapes(self) -> tuple[TreeShape, ...]:
         """Draft shapes, the smallest first."""
         return tuple(sorted({p.shape for p in self.programs}, key=lambda s: (s.nodes, s.rows)))
