@@ -12,13 +12,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
-from tests.support.implementations import to_jax, to_numpy, to_torch
+from tests.support.implementations import mapped, to_jax, to_numpy, to_torch
 from tests.support.op_case import Arguments, OpCase, as_list
 
 Operation = Callable[..., Any]
@@ -68,7 +69,10 @@ class Side(ABC):
     def placed(self, case: OpCase, arguments: Arguments) -> Placed:
         """The arguments on the device."""
         order = inspect.signature(self.operation(case)).parameters
-        return [self._array(arguments[name], case.dtype) for name in order if name in arguments]
+        module = import_module(f"{self.name}_impl.ops.{case.op}")
+        leaf = partial(self._array, dtype=case.dtype)
+        given = [arguments[name] for name in order if name in arguments]
+        return [mapped(value, leaf, module) for value in given]
 
     @abstractmethod
     def run(self, operation: Operation, placed: Placed) -> list[np.ndarray]:
@@ -94,7 +98,7 @@ class Side(ABC):
 
     @abstractmethod
     def _array(self, value: Any, dtype: str) -> Any:
-        """An array on the device, its floats in the dtype; a number as it is."""
+        """An array on the device, its floats in the dtype; anything else as it is."""
 
 
 class TorchSide(Side):
@@ -184,20 +188,19 @@ class JaxSide(Side):
         return self.timer(lambda x: x + 1, [[source]])
 
     def _program(self, operation: Operation, sets: list[Placed]) -> Callable[[], Any]:
-        """The calls over all sets; numbers are part of the program."""
+        """The calls over all sets, traced as one; what is no array is the same in all."""
+        jax = self._jax
+        leaves, tree = jax.tree.flatten(sets[0])
+        fixed = [None if isinstance(leaf, jax.Array) else (leaf,) for leaf in leaves]
 
-        def is_array(x: Any) -> bool:
-            return isinstance(x, self._jax.Array)
+        @jax.jit
+        def call(arrays: list[Any]) -> Any:
+            given = iter(arrays)
+            rebuilt = [next(given) if leaf is None else leaf[0] for leaf in fixed]
+            return operation(*jax.tree.unflatten(tree, rebuilt))
 
-        def calls(arrays: list[Placed]) -> list[Any]:
-            merged = [
-                [a if is_array(x) else x for x, a in zip(placed, row, strict=True)]
-                for placed, row in zip(sets, arrays, strict=True)
-            ]
-            return [operation(*placed) for placed in merged]
-
-        arrays = [[x if is_array(x) else None for x in placed] for placed in sets]
-        program = self._jax.jit(calls)
+        program = jax.jit(lambda all_arrays: [call(arrays) for arrays in all_arrays])
+        arrays = [[x for x in jax.tree.leaves(s) if isinstance(x, jax.Array)] for s in sets]
         return lambda: program(arrays)
 
     def _array(self, value: Any, dtype: str) -> Any:

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.ops import attention, layers, linear, mamba_state
 from jax_impl.ops.attention import KV, Angles, HeadNorms, Heads, Rows
-from jax_impl.ops.linear import Matrix, Stream
+from jax_impl.ops.linear import Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from jax_impl.weights import Attention, GatedDelta, Layer
 from shared.models.config import GatedDeltaConfig, ModelConfig
@@ -108,8 +108,9 @@ def write_keys(
     For a model with norms of its keys.
     """
     keys, norms = config.num_kv_heads * config.head_size, head_norms(config, layer.mixer)
+    inputs = layer.mixer.inputs
     assert norms is not None  # the model has them
-    projected = linear.product(x, Matrix(layer.mixer.inputs.values[-2 * keys :]))
+    projected = linear.product(x, inputs, inputs.values.shape[-2] - 2 * keys)
     return attention.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
 
 

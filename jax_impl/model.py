@@ -96,7 +96,7 @@ def forward(
         inputs = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         return gated_delta_layer(config, layer, inputs, stream, mixer, place)
 
-    stream = Stream(model.weights.embed[...][tokens])
+    stream = linear.stream(model.weights.embed[...][tokens])
     streams = [stream.rows]
     for block in model.blocks:
         if block.kind == "attention":

@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Shaped
 
+from jax_impl.ops import linear
 from jax_impl.ops.linear import Matrix
 from shared.drafts import checkpoint as draft_checkpoint
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import Checkpoint, parameters
+from shared.models.checkpoint import Checkpoint, norms_before, parameters
 from shared.models.config import ModelConfig
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
@@ -51,11 +52,14 @@ class Mlp(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A decoder layer; that of an EAGLE head has no norm of its input."""
+    """A decoder layer; that of an EAGLE head has no norm of its input.
+
+    A norm is None too where its scale is in the weight behind it.
+    """
 
     input_norm: Float[jax.Array, " hidden"] | None
     mixer: Attention | GatedDelta
-    post_norm: Float[jax.Array, " hidden"]
+    post_norm: Float[jax.Array, " hidden"] | None
     mlp: Mlp
 
 
@@ -69,12 +73,12 @@ class AttentionStack(nnx.Module):
             self.q_norm = nnx.Param(arrays[f"{prefix}q_norm"])
             self.k_norm = nnx.Param(arrays[f"{prefix}k_norm"])
 
-    def layer(self, place: int) -> Attention:
+    def layer(self, place: int, is_folded: bool) -> Attention:
         """One of them."""
         has_norms = hasattr(self, "q_norm")
         return Attention(
-            inputs=Matrix(self.inputs[place]),
-            out=Matrix(self.out[place]),
+            inputs=_matrix(self.inputs, place, is_folded),
+            out=_matrix(self.out, place, is_folded),
             q_norm=self.q_norm[place] if has_norms else None,
             k_norm=self.k_norm[place] if has_norms else None,
         )
@@ -87,15 +91,15 @@ class GatedDeltaStack(nnx.Module):
         for name in GatedDelta._fields:
             setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
 
-    def layer(self, place: int) -> GatedDelta:
+    def layer(self, place: int, is_folded: bool) -> GatedDelta:
         """One of them."""
         return GatedDelta(
-            inputs=Matrix(self.inputs[place]),
+            inputs=_matrix(self.inputs, place, is_folded),
             conv=self.conv[place],
             a_log=self.a_log[place],
             dt_bias=self.dt_bias[place],
             norm=self.norm[place],
-            out=Matrix(self.out[place]),
+            out=_matrix(self.out, place, is_folded),
         )
 
 
@@ -103,11 +107,10 @@ class Layers(nnx.Module):
     """A stack of decoder layers: what all have, and a stack for each kind of mixer."""
 
     def __init__(self, arrays: Arrays, prefix: str) -> None:
-        # A model's layer lacks the second, an EAGLE head's both.
-        for name in ("input_norm", "hidden_norm"):
+        # A model's layer lacks the second, an EAGLE head's both; what is folded is missing too.
+        for name in ("input_norm", "hidden_norm", "post_attention_norm"):
             if f"{prefix}{name}" in arrays:
                 setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
-        self.post_attention_norm = nnx.Param(arrays[f"{prefix}post_attention_norm"])
         self.gate_up = nnx.Param(arrays[f"{prefix}mlp.gate_up"])
         self.down = nnx.Param(arrays[f"{prefix}mlp.down"])
         if f"{prefix}attention.inputs" in arrays:
@@ -118,12 +121,19 @@ class Layers(nnx.Module):
     def layer(self, number: int, kind: str, place: int) -> Layer:
         """The layer of a number, which stands at a place among its kind."""
         stack = self.attention if kind == "attention" else self.gated_delta
+        is_folded = not hasattr(self, "post_attention_norm")
+        gate_up, down = (_matrix(x, number, is_folded) for x in (self.gate_up, self.down))
         return Layer(
             input_norm=self.input_norm[number] if hasattr(self, "input_norm") else None,
-            mixer=stack.layer(place),
-            post_norm=self.post_attention_norm[number],
-            mlp=Mlp(Matrix(self.gate_up[number]), Matrix(self.down[number])),
+            mixer=stack.layer(place, is_folded),
+            post_norm=None if is_folded else self.post_attention_norm[number],
+            mlp=Mlp(gate_up, down),
         )
+
+
+def _matrix(stack: nnx.Param, place: int, is_folded: bool) -> Matrix:
+    """A weight of a stack: by itself, or where norms are folded, as kernels read it."""
+    return Matrix(stack[...], place) if is_folded else Matrix(stack[place])
 
 
 class Mtp(nnx.Module):
@@ -206,7 +216,7 @@ def load(
     for parameter in parameters(config, with_mtp):
         array = checkpoint.load(parameter, dtype, progress)
         arrays[parameter.name] = _placed(parameter.name, array, config, dtype, device)
-    return Weights(arrays)
+    return _model(arrays, config)
 
 
 def load_head(
@@ -228,7 +238,7 @@ def load_head(
     if config.has_draft_vocab:
         ids = draft_checkpoint.draft_ids(checkpoint, config)
         arrays["draft_ids"] = _placed("draft_ids", ids, config.layer, dtype, device)
-    return DraftModel(arrays)
+    return _head(arrays, config)
 
 
 def from_arrays(
@@ -236,14 +246,38 @@ def from_arrays(
 ) -> Weights:
     """Brings arrays under the names of `shared.models.checkpoint` to the device."""
     placed = {name: _placed(name, a, config, dtype, device) for name, a in arrays.items()}
-    return Weights(placed)
+    return _model(placed, config)
 
 
 def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device) -> LoadedHead:
     """Brings the arrays of a draft head to the device."""
     layer = head.config.layer
     placed = {name: _placed(name, a, layer, dtype, device) for name, a in head.weights.items()}
-    return LoadedHead(head.config, DraftModel(placed))
+    return LoadedHead(head.config, _head(placed, head.config))
+
+
+def _model(arrays: dict[str, jax.Array], config: ModelConfig) -> Weights:
+    norms = norms_before("", config.layer_kinds)
+    norms += norms_before("mtp.layer.", ["attention"]) if "mtp.fc" in arrays else []
+    return Weights(_folded(arrays, norms))
+
+
+def _head(arrays: dict[str, jax.Array], config: DraftConfig) -> DraftModel:
+    norms = norms_before("layer.", config.layer.layer_kinds, with_inputs=False)
+    return DraftModel(_folded(arrays, norms))
+
+
+def _folded(
+    arrays: dict[str, jax.Array], norms: list[tuple[str, list[int], str]]
+) -> dict[str, jax.Array]:
+    """Without norms whose scales are in the weights behind them, where products want that."""
+    if not linear.folds_norms(arrays[norms[0][2]]):
+        return arrays
+    for name, numbers, weight in norms:
+        scale = arrays[name][jnp.asarray(numbers)]
+        arrays[weight] = linear.scaled(Matrix(arrays[weight]), scale).values
+    folded = {name for name, _, _ in norms}
+    return {name: array for name, array in arrays.items() if name not in folded}
 
 
 def _placed(

@@ -45,6 +45,33 @@ class AttentionTiles:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinearTiles:
+    """Tiles of a product of `linear`.
+
+    Attributes:
+      rows, columns: Rows and outputs of a program; fewer rows where a call has fewer.
+      depth: Inputs of a step along the chain.
+      swapped: Whether the outputs, not the rows, are the wide side of the matrix unit.
+      warps, stages: Of the kernel.
+    """
+
+    sizes: ClassVar = ("rows", "outputs", "inputs", "gated")
+    """Rows and outputs of a call and its inputs; 1 where a gate is a second weight, else 0."""
+
+    rows: int
+    columns: int
+    depth: int
+    swapped: bool
+    warps: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        _check_powers_of_two(self, {"rows": 16, "columns": 16, "depth": 16, "warps": 1})
+        if self.stages < 1:
+            raise ValueError(f"stages must be at least 1, got {self.stages}")
+
+
 def _check_powers_of_two(tiles: object, least: Mapping[str, int]) -> None:
     for name, bound in least.items():
         value = getattr(tiles, name)
@@ -91,6 +118,7 @@ class Tiles:
     """The tables of all kernels of one language, a field for each operation that has kernels."""
 
     attention: Table[AttentionTiles]
+    linear: Table[LinearTiles]
 
     @classmethod
     def load(cls, language: str, gpu: str, folder: Path = FOLDER) -> "Tiles":
@@ -112,7 +140,10 @@ class Tiles:
         return cls(**{op: _table(f"{path.name}, {language}", op, found[op]) for op in CLASSES})
 
 
-CLASSES: dict[str, type[AttentionTiles]] = {"attention": AttentionTiles}
+CLASSES: dict[str, type[AttentionTiles] | type[LinearTiles]] = {
+    "attention": AttentionTiles,
+    "linear": LinearTiles,
+}
 """The class of the tiles of each operation that has kernels."""
 
 

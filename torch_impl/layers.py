@@ -10,7 +10,7 @@ from shared.models.config import ModelConfig
 from shared.spec import layers as layers_spec
 from torch_impl.ops import attention, layers, linear, mamba_state
 from torch_impl.ops.attention import Angles, HeadNorms, Heads, Rows
-from torch_impl.ops.linear import Matrix, Stream
+from torch_impl.ops.linear import Stream
 from torch_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from torch_impl.weights import Attention, GatedDelta, Layer
 
@@ -93,8 +93,8 @@ def write_keys(
 
     For a model with norms of its keys.
     """
-    keys = config.num_kv_heads * config.head_size
-    projected = linear.product(x, Matrix(layer.mixer.inputs.values[-2 * keys :]))
+    keys, inputs = config.num_kv_heads * config.head_size, layer.mixer.inputs
+    projected = linear.product(x, inputs, inputs.values.shape[-2] - 2 * keys)
     norms = head_norms(config, layer.mixer)
     attention.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
 

@@ -17,7 +17,6 @@ from torch_impl.layers import (
 )
 from torch_impl.ops import layers, linear
 from torch_impl.ops.attention import Rows
-from torch_impl.ops.linear import Stream
 from torch_impl.weights import Layer, Weights
 
 
@@ -80,7 +79,7 @@ def forward(
     """
     config, weights = model.config, model.weights
     turn = angles(config, model.frequencies, rows)
-    stream, streams = Stream(weights.embed[tokens]), []
+    stream, streams = linear.stream(weights.embed[tokens]), []
     for i, block in enumerate(model.blocks):
         if i in kept_streams:
             streams.append(stream.rows)

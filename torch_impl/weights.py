@@ -11,8 +11,9 @@ from torch import Tensor
 
 from shared.drafts.checkpoint import check_head, draft_ids
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import Checkpoint, parameters
+from shared.models.checkpoint import Checkpoint, norms_before, parameters
 from shared.models.config import ModelConfig
+from torch_impl.ops import linear
 from torch_impl.ops.linear import Matrix
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
@@ -56,11 +57,14 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer; that of an EAGLE head has no norm of its input."""
+    """A decoder layer; that of an EAGLE head has no norm of its input.
+
+    A norm is None too where its scale is in the weight behind it.
+    """
 
     input_norm: Float[Tensor, " hidden"] | None
     mixer: Attention | GatedDelta
-    post_norm: Float[Tensor, " hidden"]
+    post_norm: Float[Tensor, " hidden"] | None
     mlp: Mlp
 
 
@@ -194,6 +198,9 @@ def _tensor(array: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
 
 
 def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
+    tensors = _folded(config, tensors, norms_before("", config.layer_kinds))
+    if "mtp.fc" in tensors:
+        tensors = _folded(config, tensors, norms_before("mtp.layer.", ["attention"]))
     return Weights(
         embed=tensors["embed"],
         lm_head=Matrix(tensors.get("lm_head", tensors["embed"])),
@@ -201,6 +208,21 @@ def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
         layers=_layers(config, tensors, "", config.layer_kinds),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
     )
+
+
+def _folded(
+    config: ModelConfig, tensors: dict[str, Tensor], norms: list[tuple[str, list[int], str]]
+) -> dict[str, Tensor]:
+    """Without norms whose scales are in the weights behind them, where products want that."""
+    if not linear.folds_norms(tensors[norms[0][2]]):
+        return tensors
+    for name, numbers, weight in norms:
+        for matrix, norm in zip(
+            tensors[weight], _norm(config, tensors[name][numbers]), strict=True
+        ):
+            linear.scaled(Matrix(matrix), norm)
+    folded = {name for name, _, _ in norms}
+    return {name: tensor for name, tensor in tensors.items() if name not in folded}
 
 
 def _norm(config: ModelConfig, weight: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -214,10 +236,11 @@ def _layers(
     found, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
     for i, kind in enumerate(kinds):
         input_norm, place = tensors.get(f"{prefix}input_norm"), kinds[:i].count(kind)
+        post_norm = tensors.get(f"{prefix}post_attention_norm")
         layer = Layer(
             input_norm=None if input_norm is None else _norm(config, input_norm[i]),
             mixer=mixers[kind](config, tensors, f"{prefix}{kind}.", place),
-            post_norm=_norm(config, tensors[f"{prefix}post_attention_norm"][i]),
+            post_norm=None if post_norm is None else _norm(config, post_norm[i]),
             mlp=Mlp(*(Matrix(tensors[f"{prefix}mlp.{x}"][i]) for x in ("gate_up", "down"))),
         )
         found.append(layer)
@@ -261,6 +284,8 @@ def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:
 
 
 def _head(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights | BlockWeights:
+    norms = norms_before("layer.", config.layer.layer_kinds, with_inputs=False)
+    tensors = _folded(config.layer, tensors, norms)
     return _block(config, tensors) if config.block else _eagle(config, tensors)
 
 

@@ -10,10 +10,10 @@ from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.layers import angles, attention_layer, write_keys
 from jax_impl.model import Forward, Model, logits
-from jax_impl.ops import scan
+from jax_impl.ops import linear, scan
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
-from jax_impl.ops.linear import Matrix, Stream, normed_product, product
+from jax_impl.ops.linear import Matrix, normed_product, product
 from jax_impl.weights import Layer, LoadedHead
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftSizes
@@ -156,7 +156,7 @@ def fill(
     config, block = weights.config.layer, _block_of(weights.config)
     turn = angles(config, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
-    stream = Stream(embed[tokens.reshape(-1)])
+    stream = linear.stream(embed[tokens.reshape(-1)])
     for place, (layer, seen) in enumerate(zip(_layers_of(weights), rows, strict=True)):
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         stream, kv = attention_layer(config, layer, qkv, stream, turn, seen, kv, place)

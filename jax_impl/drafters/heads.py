@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.layers import Hidden, angles, attention_layer
 from jax_impl.model import Forward, Model, logits
+from jax_impl.ops import linear
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
 from jax_impl.ops.linear import Matrix, Stream, normed_product, product, product_float32
@@ -53,7 +54,7 @@ def mtp(model: Model) -> Head:
         embedded = rms_norm(model.weights.embed[...][tokens], weights.embedding_norm[...], eps)
         normed = rms_norm(hidden, weights.hidden_norm[...], eps)
         joined = jnp.concatenate([embedded, normed], axis=1)
-        stream = Stream(product(joined, Matrix(weights.fc[...])))
+        stream = linear.stream(product(joined, Matrix(weights.fc[...])))
         qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         x, kv = _decoder_layer(config, layer, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm[...], eps), kv

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool
 
@@ -27,10 +28,12 @@ Carry = TypeVar("Carry")
 class Kernels:
     """The kernels of this machine's GPU: the module of each operation that has some, and the tiles.
 
-    The tiles have a field for each operation that has kernels.
+    The tiles have a field for each operation whose kernels are cut.
     """
 
     attention: ModuleType
+    layers: ModuleType
+    linear: ModuleType
     tiles: Tiles
 
 
@@ -38,8 +41,15 @@ KERNELS: Kernels | None = None
 
 if jax.default_backend() == "gpu":
     from kernels.pallas_gpu import attention as attention_kernel
+    from kernels.pallas_gpu import layers as layers_kernel
+    from kernels.pallas_gpu import linear as linear_kernel
 
-    KERNELS = Kernels(attention_kernel, Tiles.load("pallas_gpu", jax.devices()[0].device_kind))
+    KERNELS = Kernels(
+        attention=attention_kernel,
+        layers=layers_kernel,
+        linear=linear_kernel,
+        tiles=Tiles.load("pallas_gpu", jax.devices()[0].device_kind),
+    )
 
 
 _is_plain = False
@@ -53,17 +63,24 @@ def kernels_on(device: jax.Device) -> Kernels | None:
 def kernel_names() -> list[str]:
     """The operations that are kernels on a GPU now."""
     is_any = KERNELS is not None and not _is_plain
-    return [field.name for field in fields(Tiles)] if is_any else []
+    names = [field.name for field in fields(Kernels)]
+    return [name for name in names if name != "tiles"] if is_any else []
 
 
 def kernel_or_plain(
-    kernel: Callable[Concatenate[Kernels, P], R], plain: Callable[P, R]
+    kernel: Callable[Concatenate[Kernels, P], R],
+    plain: Callable[P, R],
+    takes: Callable[[jax.Array], bool] = lambda x: True,
+    elsewhere: Callable[P, R] | None = None,
 ) -> Callable[P, R]:
     """An operation of this machine: `plain`, or with a GPU what a program's platform asks for.
 
     Args:
       kernel: Takes the kernels, and what `plain` takes.
       plain: The operation in plain jnp.
+      takes: Whether the kernel takes such a first argument; of a record, its first field.
+      elsewhere: What programs for other devices run where there are kernels, if that is not `plain`
+        because the results of the two must have one structure.
     """
     if KERNELS is None:
         return plain
@@ -71,14 +88,20 @@ def kernel_or_plain(
 
     @wraps(plain)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        elsewhere = partial(plain, *args, **kwargs)
-        if _is_plain:
-            return elsewhere()
+        first = args[0] if isinstance(args[0], jax.Array) else args[0][0]
+        if _is_plain or not takes(first):
+            return plain(*args, **kwargs)
         return lax.platform_dependent(
-            cuda=partial(kernel, kernels, *args, **kwargs), default=elsewhere
+            cuda=partial(kernel, kernels, *args, **kwargs),
+            default=partial(elsewhere or plain, *args, **kwargs),
         )
 
     return operation
+
+
+def is_bfloat16(x: jax.Array) -> bool:
+    """Whether kernels for numbers of two bytes take an array."""
+    return x.dtype == jnp.bfloat16
 
 
 @contextmanager

@@ -1,11 +1,14 @@
 """The small operations that every layer is made of: float32 inside, the input's dtype outside.
 
-As `shared.spec.layers`.
+As `shared.spec.layers`; on a GPU the norm of bfloat16 is a kernel.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
+
+from jax_impl.ops import Kernels, is_bfloat16, kernel_or_plain
+from shared.spec.numerics import SQUARES
 
 Array = Float[jax.Array, "..."]
 
@@ -25,13 +28,27 @@ def silu(x: Array) -> Array:
     return x * sigmoid(x)
 
 
-def rms_norm(
-    x: Float[jax.Array, "... size"], weight: Float[jax.Array, " size"], eps: float
+def plain_rms_norm(
+    x: Float[jax.Array, "... size"], weight: Float[jax.Array, " size"] | None, eps: float
 ) -> Float[jax.Array, "... size"]:
     """Divides by the root mean square over the last axis and scales by `weight`, in float32."""
     wide = x.astype(jnp.float32)
-    scale = jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide / scale * weight).astype(x.dtype)
+    normed = wide / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (normed if weight is None else normed * weight).astype(x.dtype)
+
+
+def kernel_rms_norm(
+    kernels: Kernels,
+    x: Float[jax.Array, "... size"],
+    weight: Float[jax.Array, " size"] | None,
+    eps: float,
+) -> Float[jax.Array, "... size"]:
+    """As `plain_rms_norm`."""
+    rows = x.reshape(-1, x.shape[-1])
+    return kernels.layers.rms_norm(rows, weight, eps, order=SQUARES).reshape(x.shape)
+
+
+rms_norm = kernel_or_plain(kernel_rms_norm, plain_rms_norm, is_bfloat16)
 
 
 def l2norm(x: Float[jax.Array, "... size"]) -> Float[jax.Array, "... size"]:

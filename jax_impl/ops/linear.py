@@ -1,60 +1,229 @@
 """Matrix products with stored weights, and what a layer does around them; as `shared.spec.linear`.
 
-Sums are float32; what leaves an operation has the dtype of its rows.
+Sums are float32; what leaves an operation has the dtype of its rows. On a GPU the products of
+bfloat16 are kernels; see `jax_impl.ops`.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from jax_impl.ops import layers
+from jax_impl.ops import Kernels, is_bfloat16, kernel_or_plain, kernels_on, layers
+from shared.spec.numerics import SQUARES
 
 
 class Matrix(NamedTuple):
-    """A stored weight, `[out, in]`."""
+    """A stored weight, `[out, in]`.
 
-    values: Float[jax.Array, "outputs inputs"]
+    Attributes:
+      layer: The weight's place, where `values` is a stack `[layers, out, in]`. A kernel reads the
+        stack where it lies; a slice would be copied for it.
+    """
+
+    values: Float[jax.Array, "*layers outputs inputs"]
+    layer: int | Int[jax.Array, ""] | None = None
+
+    @property
+    def alone(self) -> Float[jax.Array, "outputs inputs"]:
+        """The weight by itself."""
+        return self.values if self.layer is None else self.values[self.layer]
 
 
 class Stream(NamedTuple):
-    """The residual stream between two operations of a layer."""
+    """The residual stream between two operations of a layer.
+
+    Attributes:
+      squares: Of each chunk of a row, where kernels keep them for the next norm.
+    """
 
     rows: Float[jax.Array, "R hidden"]
+    squares: Float[jax.Array, "R chunks"] | None = None
 
 
-def product(x: Float[jax.Array, "R inputs"], weight: Matrix) -> Float[jax.Array, "R outputs"]:
-    """Multiplies each row by a weight."""
-    return product_float32(x, weight).astype(x.dtype)
+def plain_stream(rows: Float[jax.Array, "R hidden"]) -> Stream:
+    """The residual stream as a pass begins it."""
+    return Stream(rows)
 
 
-def product_float32(
+def kernel_stream(kernels: Kernels, rows: Float[jax.Array, "R hidden"]) -> Stream:
+    """As `plain_stream`, with the squares of the rows."""
+    return Stream(rows, kernels.layers.chunks_of_squares(rows, order=SQUARES))
+
+
+def _beside_kernels(stream: Stream) -> Stream:
+    """A stream of plain products, of the structure that kernels give: with squares nobody reads."""
+    rows = stream.rows
+    return Stream(rows, jnp.zeros((len(rows), -(-rows.shape[1] // SQUARES.chunk))))
+
+
+stream = kernel_or_plain(
+    kernel_stream, plain_stream, is_bfloat16, lambda rows: _beside_kernels(Stream(rows))
+)
+
+
+def plain_product(
+    x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
+) -> Float[jax.Array, "R outputs"]:
+    """Multiplies each row by a weight; gives the outputs from `first` on."""
+    return _sums(x, weight.alone[first:]).astype(x.dtype)
+
+
+def kernel_product(
+    kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
+) -> Float[jax.Array, "R outputs"]:
+    """As `plain_product`."""
+    return _multiplied(kernels, x, weight, first=first).rows
+
+
+product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
+
+
+def plain_product_float32(
     x: Float[jax.Array, "R inputs"], weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
     """As `product`, but the sums are not rounded to the dtype of the rows."""
+    return _sums(x, weight.alone)
+
+
+def kernel_product_float32(
+    kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix
+) -> Float[jax.Array, "R outputs"]:
+    """As `plain_product_float32`."""
+    return _multiplied(kernels, x, weight, out_type=jnp.float32).rows
+
+
+product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32, is_bfloat16)
+
+
+def plain_normed_product(
+    stream: Stream, norm: Float[jax.Array, " hidden"] | None, eps: float, weight: Matrix
+) -> Float[jax.Array, "R outputs"]:
+    """Multiplies the RMS norm of each row by a weight; without a norm, its scale is in there."""
+    return plain_product(layers.rms_norm(stream.rows, norm, eps), weight)
+
+
+def kernel_normed_product(
+    kernels: Kernels,
+    stream: Stream,
+    norm: Float[jax.Array, " hidden"] | None,
+    eps: float,
+    weight: Matrix,
+) -> Float[jax.Array, "R outputs"]:
+    """As `plain_normed_product`."""
+    if norm is not None:
+        return kernel_product(kernels, layers.rms_norm(stream.rows, norm, eps), weight)
+    return _multiplied(kernels, stream.rows, weight, squares=stream.squares, eps=eps).rows
+
+
+normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
+
+
+def plain_added_product(x: Float[jax.Array, "R inputs"], weight: Matrix, stream: Stream) -> Stream:
+    """Adds the product of each row with a weight to the stream."""
+    return Stream(stream.rows + plain_product(x, weight))
+
+
+def kernel_added_product(
+    kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix, stream: Stream
+) -> Stream:
+    """As `plain_added_product`, with the squares of the sum."""
+    return _multiplied(kernels, x, weight, added=stream.rows)
+
+
+added_product = kernel_or_plain(
+    kernel_added_product,
+    plain_added_product,
+    is_bfloat16,
+    lambda x, weight, stream: _beside_kernels(plain_added_product(x, weight, stream)),
+)
+
+
+def plain_gated_product(
+    stream: Stream, norm: Float[jax.Array, " hidden"] | None, eps: float, weight: Matrix
+) -> Float[jax.Array, "R intermediate"]:
+    """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
+    gate, up = jnp.split(plain_normed_product(stream, norm, eps, weight), 2, axis=-1)
+    return layers.silu(gate) * up
+
+
+def kernel_gated_product(
+    kernels: Kernels,
+    stream: Stream,
+    norm: Float[jax.Array, " hidden"] | None,
+    eps: float,
+    weight: Matrix,
+) -> Float[jax.Array, "R intermediate"]:
+    """As `plain_gated_product`."""
+    if norm is not None:
+        rows = layers.rms_norm(stream.rows, norm, eps)
+        return _multiplied(kernels, rows, weight, is_gated=True).rows
+    how = {"squares": stream.squares, "eps": eps, "is_gated": True}
+    return _multiplied(kernels, stream.rows, weight, **how).rows
+
+
+gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
+
+
+def _sums(
+    x: Float[jax.Array, "R inputs"], values: Float[jax.Array, "outputs inputs"]
+) -> Float[jax.Array, "R outputs"]:
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
     how = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    return lax.dot_general(x, weight.values, contract, **how)
+    return lax.dot_general(x, values, contract, **how)
 
 
-def normed_product(
-    stream: Stream, norm: Float[jax.Array, " hidden"], eps: float, weight: Matrix
-) -> Float[jax.Array, "R outputs"]:
-    """Multiplies the RMS norm of each row by a weight."""
-    return product(layers.rms_norm(stream.rows, norm, eps), weight)
+def _multiplied(
+    kernels: Kernels,
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    *,
+    first: int = 0,
+    out_type: np.dtype | type | None = None,
+    squares: Float[jax.Array, "R chunks"] | None = None,
+    eps: float = 0.0,
+    is_gated: bool = False,
+    added: Float[jax.Array, "R outputs"] | None = None,
+) -> Stream:
+    stored, inputs = weight.values.shape[-2:]
+    outputs = (stored - first) // (2 if is_gated else 1)
+    tiles = kernels.tiles.linear.of(
+        rows=len(x), outputs=outputs, inputs=inputs, gated=int(is_gated)
+    )
+    out, sums = kernels.linear.product(
+        x,
+        weight.values.reshape(-1, stored, inputs),
+        jnp.asarray(0 if weight.layer is None else weight.layer, jnp.int32),
+        first=first,
+        out_type=out_type or x.dtype,
+        squares=squares,
+        eps=eps,
+        is_gated=is_gated,
+        added=added,
+        order=SQUARES,
+        tiles=tiles,
+    )
+    return Stream(out, sums)
 
 
-def added_product(x: Float[jax.Array, "R inputs"], weight: Matrix, stream: Stream) -> Stream:
-    """Adds the product of each row with a weight to the stream."""
-    return Stream(stream.rows + product(x, weight))
+def scaled(weight: Matrix, norm: Float[jax.Array, "*layers inputs"]) -> Matrix:
+    """The weight, or a stack of them, with the scale of the norm before it; in its own memory."""
+    return Matrix(_scaled(weight.values, norm), weight.layer)
 
 
-def gated_product(
-    stream: Stream, norm: Float[jax.Array, " hidden"], eps: float, weight: Matrix
-) -> Float[jax.Array, "R intermediate"]:
-    """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
-    gate, up = jnp.split(normed_product(stream, norm, eps, weight), 2, axis=-1)
-    return layers.silu(gate) * up
+@partial(jax.jit, donate_argnums=0)
+def _scaled(
+    values: Float[jax.Array, "*layers outputs inputs"], norm: Float[jax.Array, "*layers inputs"]
+) -> Float[jax.Array, "*layers outputs inputs"]:
+    return (values.astype(jnp.float32) * norm[..., None, :]).astype(values.dtype)
+
+
+def folds_norms(x: Float[jax.Array, "..."]) -> bool:
+    """Whether products of such arrays want stacks, and the scales of norms in their weights."""
+    (device,) = x.devices()
+    return kernels_on(device) is not None and is_bfloat16(x)

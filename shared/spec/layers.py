@@ -31,13 +31,14 @@ def silu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
 
 
 def rms_norm(
-    x: Float[np.ndarray, "... size"], weight: Float[np.ndarray, " size"], eps: float
+    x: Float[np.ndarray, "... size"], weight: Float[np.ndarray, " size"] | None, eps: float
 ) -> Float[np.ndarray, "... size"]:
-    """Divides by the root mean square over the last axis and scales by `weight`.
+    """Divides by the root mean square over the last axis and scales by `weight`, if there is one.
 
     Source: Root Mean Square Layer Normalization, Zhang and Sennrich 2019, arXiv:1910.07467.
     """
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+    normed = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    return normed if weight is None else normed * weight
 
 
 def rms_norm_zero_centered(

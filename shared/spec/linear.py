@@ -23,14 +23,31 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream between two operations of a layer."""
+    """The residual stream between two operations of a layer.
+
+    Attributes:
+      squares: Of each chunk of a row, where kernels keep them for the next norm; see
+        `shared.spec.numerics.chunks_of_squares`.
+    """
 
     rows: Float[np.ndarray, "R hidden"]
+    squares: Float[np.ndarray, "R chunks"] | None = None
 
 
-def product(x: Float[np.ndarray, "R inputs"], weight: Matrix) -> Float[np.ndarray, "R outputs"]:
-    """Multiplies each row by a weight."""
-    return layers.linear(x, weight.values)
+def stream(rows: Float[np.ndarray, "R hidden"]) -> Stream:
+    """The residual stream as a pass begins it."""
+    return Stream(rows)
+
+
+def product(
+    x: Float[np.ndarray, "R inputs"], weight: Matrix, first: int = 0
+) -> Float[np.ndarray, "R outputs"]:
+    """Multiplies each row by a weight.
+
+    Args:
+      first: The outputs from here on.
+    """
+    return layers.linear(x, weight.values[first:])
 
 
 def product_float32(
@@ -41,12 +58,13 @@ def product_float32(
 
 
 def normed_product(
-    stream: Stream, norm: Float[np.ndarray, " hidden"], eps: float, weight: Matrix
+    stream: Stream, norm: Float[np.ndarray, " hidden"] | None, eps: float, weight: Matrix
 ) -> Float[np.ndarray, "R outputs"]:
     """Multiplies the RMS norm of each row by a weight.
 
     Args:
-      norm: Scale of the norm; a zero-centred one has its 1 added already.
+      norm: Scale of the norm; a zero-centred one has its 1 added already. None: it is in the
+        weight, as `scaled` puts it there.
     """
     return product(layers.rms_norm(stream.rows, norm, eps), weight)
 
@@ -57,8 +75,13 @@ def added_product(x: Float[np.ndarray, "R inputs"], weight: Matrix, stream: Stre
 
 
 def gated_product(
-    stream: Stream, norm: Float[np.ndarray, " hidden"], eps: float, weight: Matrix
+    stream: Stream, norm: Float[np.ndarray, " hidden"] | None, eps: float, weight: Matrix
 ) -> Float[np.ndarray, "R intermediate"]:
     """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
     gate, up = np.split(normed_product(stream, norm, eps, weight), 2, axis=-1)
     return layers.silu(gate) * up
+
+
+def scaled(weight: Matrix, norm: Float[np.ndarray, " inputs"]) -> Matrix:
+    """A weight that has the scale of the norm before it in it, once for all products."""
+    return Matrix(weight.values * norm)

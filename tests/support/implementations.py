@@ -52,9 +52,9 @@ class Ops:
             function = _jitted(function)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            to_device = partial(_map, leaf=self._in, module=self._module)
+            to_device = partial(mapped, leaf=self._in, module=self._module)
             got = function(*map(to_device, args), **{k: to_device(v) for k, v in kwargs.items()})
-            return _map(got, leaf=to_numpy, module=self._specification)
+            return mapped(got, leaf=to_numpy, module=self._specification)
 
         return call
 
@@ -86,9 +86,9 @@ def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _map(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
+def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
     """`value` with `leaf` of each of its arrays, its records those of the same name in `module`."""
-    again = partial(_map, leaf=leaf, module=module)
+    again = partial(mapped, leaf=leaf, module=module)
     if names := _field_names(value):
         record = getattr(module, type(value).__name__)
         return record(**{name: again(getattr(value, name)) for name in names})

@@ -13,9 +13,10 @@ from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.layers import Pools, angles, attention_layer, rotary_frequencies, write_keys
 from torch_impl.model import Forward, Model, logits
+from torch_impl.ops import linear
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
-from torch_impl.ops.linear import Stream, normed_product, product
+from torch_impl.ops.linear import normed_product, product
 from torch_impl.weights import BlockWeights
 
 
@@ -161,7 +162,7 @@ def fill(
     config, block = weights.config.layer, _block_of(weights)
     turn = angles(config, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
-    stream = Stream(embed[torch.cat([newest[:, None], masks], dim=1).flatten()])
+    stream = linear.stream(embed[torch.cat([newest[:, None], masks], dim=1).flatten()])
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         stream = attention_layer(config, layer, qkv, stream, turn, seen, kv, place)

@@ -11,6 +11,7 @@ from torch import Tensor
 from shared.models.config import ModelConfig
 from torch_impl.layers import Hidden, Pools, angles, attention_layer, rotary_frequencies
 from torch_impl.model import Forward, Model, logits
+from torch_impl.ops import linear
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
 from torch_impl.ops.linear import Stream, normed_product, product, product_float32
@@ -47,7 +48,7 @@ def mtp(model: Model) -> Head:
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
         embedded = rms_norm(model.weights.embed[tokens], weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        stream = Stream(product(torch.cat([embedded, normed], dim=1), weights.fc))
+        stream = linear.stream(product(torch.cat([embedded, normed], dim=1), weights.fc))
         layer = weights.layer
         qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         x = _decoder_layer(config, layer, model.frequencies, qkv, stream, rows, kv)

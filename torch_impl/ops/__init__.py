@@ -26,10 +26,12 @@ R = TypeVar("R")
 class Kernels:
     """The kernels of this machine's GPU: the module of each operation that has some, and the tiles.
 
-    The tiles have a field for each operation that has kernels.
+    The tiles have a field for each operation whose kernels are cut.
     """
 
     attention: ModuleType
+    layers: ModuleType
+    linear: ModuleType
     tiles: Tiles
 
 
@@ -37,8 +39,15 @@ KERNELS: Kernels | None = None
 
 if torch.cuda.is_available():
     from kernels.triton_gpu import attention as attention_kernel
+    from kernels.triton_gpu import layers as layers_kernel
+    from kernels.triton_gpu import linear as linear_kernel
 
-    KERNELS = Kernels(attention_kernel, Tiles.load("triton_gpu", torch.cuda.get_device_name()))
+    KERNELS = Kernels(
+        attention=attention_kernel,
+        layers=layers_kernel,
+        linear=linear_kernel,
+        tiles=Tiles.load("triton_gpu", torch.cuda.get_device_name()),
+    )
 
 
 _is_plain = False
@@ -52,29 +61,41 @@ def kernels_on(device: torch.device) -> Kernels | None:
 def kernel_names() -> list[str]:
     """The operations that are kernels on a GPU now."""
     is_any = KERNELS is not None and not _is_plain
-    return [field.name for field in fields(Tiles)] if is_any else []
+    names = [field.name for field in fields(Kernels)]
+    return [name for name in names if name != "tiles"] if is_any else []
 
 
 def kernel_or_plain(
-    kernel: Callable[Concatenate[Kernels, P], R], plain: Callable[P, R]
+    kernel: Callable[Concatenate[Kernels, P], R],
+    plain: Callable[P, R],
+    takes: Callable[[Tensor], bool] = lambda x: True,
 ) -> Callable[P, R]:
     """An operation of this machine: `plain`, or with a GPU what its first argument asks for.
 
     Args:
       kernel: Takes the kernels, and what `plain` takes.
       plain: The operation in plain torch.
+      takes: Whether the kernel takes such a first argument; of a record, its first field.
     """
     if KERNELS is None:
         return plain
 
     @wraps(plain)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        kernels = kernels_on(args[0].device)
-        if kernels is None:
+        first = (
+            args[0] if isinstance(args[0], Tensor) else getattr(args[0], fields(args[0])[0].name)
+        )
+        kernels = kernels_on(first.device)
+        if kernels is None or not takes(first):
             return plain(*args, **kwargs)
         return kernel(kernels, *args, **kwargs)
 
     return operation
+
+
+def is_bfloat16(x: Tensor) -> bool:
+    """Whether kernels for numbers of two bytes take an array."""
+    return x.dtype == torch.bfloat16
 
 
 @contextmanager

@@ -1,9 +1,15 @@
-"""As `shared.spec.layers`, in torch; norms and rotary angles are float32 whatever the model is."""
+"""As `shared.spec.layers`, in torch; norms and rotary angles are float32 whatever the model is.
+
+On a GPU the norm of bfloat16 is a kernel; see `torch_impl.ops`.
+"""
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
+
+from shared.spec.numerics import SQUARES
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain
 
 
 def sigmoid(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
@@ -19,11 +25,24 @@ def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return functional.silu(x)
 
 
-def rms_norm(
-    x: Float[Tensor, "... size"], weight: Float[Tensor, " size"], eps: float
+def plain_rms_norm(
+    x: Float[Tensor, "... size"], weight: Float[Tensor, " size"] | None, eps: float
 ) -> Float[Tensor, "... size"]:
     """As the specification; `weight` is float32, the result has the type of `x`."""
-    return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+    return functional.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+
+
+def kernel_rms_norm(
+    kernels: Kernels,
+    x: Float[Tensor, "... size"],
+    weight: Float[Tensor, " size"] | None,
+    eps: float,
+) -> Float[Tensor, "... size"]:
+    rows = x.reshape(-1, x.shape[-1])
+    return kernels.layers.rms_norm(rows, weight, eps, order=SQUARES).view(x.shape)
+
+
+rms_norm = kernel_or_plain(kernel_rms_norm, plain_rms_norm, is_bfloat16)
 
 
 def l2norm(x: Float[Tensor, "... size"]) -> Float[Tensor, "... size"]:

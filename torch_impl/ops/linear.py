@@ -1,4 +1,7 @@
-"""As `shared.spec.linear`, in torch."""
+"""As `shared.spec.linear`, in torch.
+
+On a GPU the products of bfloat16 are kernels; see `torch_impl.ops`.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from torch_impl.ops import layers
+from shared.spec.numerics import SQUARES
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, kernels_on, layers
 
 
 @dataclass(frozen=True)
@@ -22,31 +26,147 @@ class Stream:
     """As the specification's."""
 
     rows: Float[Tensor, "R hidden"]
+    squares: Float[Tensor, "R chunks"] | None = None
 
 
-def product(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:
-    return functional.linear(x, weight.values)
+def plain_stream(rows: Float[Tensor, "R hidden"]) -> Stream:
+    return Stream(rows)
 
 
-def product_float32(x: Float[Tensor, "R inputs"], weight: Matrix) -> Float[Tensor, "R outputs"]:
+def kernel_stream(kernels: Kernels, rows: Float[Tensor, "R hidden"]) -> Stream:
+    return Stream(rows, kernels.layers.chunks_of_squares(rows, order=SQUARES))
+
+
+stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
+
+
+def plain_product(
+    x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
+) -> Float[Tensor, "R outputs"]:
+    return functional.linear(x, weight.values[first:])
+
+
+def kernel_product(
+    kernels: Kernels, x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
+) -> Float[Tensor, "R outputs"]:
+    return _multiplied(kernels, x, Matrix(weight.values[first:])).rows
+
+
+product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
+
+
+def plain_product_float32(
+    x: Float[Tensor, "R inputs"], weight: Matrix
+) -> Float[Tensor, "R outputs"]:
     """As the specification: the sums, which are float32, are not rounded to the type of `x`."""
     if x.is_cuda:
         return torch.mm(x, weight.values.t(), out_dtype=torch.float32)
     return functional.linear(x.float(), weight.values.float())  # a CPU has no such product
 
 
-def normed_product(
-    stream: Stream, norm: Float[Tensor, " hidden"], eps: float, weight: Matrix
+def kernel_product_float32(
+    kernels: Kernels, x: Float[Tensor, "R inputs"], weight: Matrix
+) -> Float[Tensor, "R outputs"]:
+    return _multiplied(kernels, x, weight, out_type=torch.float32).rows
+
+
+product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32, is_bfloat16)
+
+
+def plain_normed_product(
+    stream: Stream, norm: Float[Tensor, " hidden"] | None, eps: float, weight: Matrix
 ) -> Float[Tensor, "R outputs"]:
     return product(layers.rms_norm(stream.rows, norm, eps), weight)
 
 
-def added_product(x: Float[Tensor, "R inputs"], weight: Matrix, stream: Stream) -> Stream:
+def kernel_normed_product(
+    kernels: Kernels,
+    stream: Stream,
+    norm: Float[Tensor, " hidden"] | None,
+    eps: float,
+    weight: Matrix,
+) -> Float[Tensor, "R outputs"]:
+    if norm is not None:
+        return plain_normed_product(stream, norm, eps, weight)
+    return _multiplied(kernels, stream.rows, weight, squares=stream.squares, eps=eps).rows
+
+
+normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
+
+
+def plain_added_product(x: Float[Tensor, "R inputs"], weight: Matrix, stream: Stream) -> Stream:
     return Stream(stream.rows + product(x, weight))
 
 
-def gated_product(
-    stream: Stream, norm: Float[Tensor, " hidden"], eps: float, weight: Matrix
+def kernel_added_product(
+    kernels: Kernels, x: Float[Tensor, "R inputs"], weight: Matrix, stream: Stream
+) -> Stream:
+    return _multiplied(kernels, x, weight, added=stream.rows)
+
+
+added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bfloat16)
+
+
+def plain_gated_product(
+    stream: Stream, norm: Float[Tensor, " hidden"] | None, eps: float, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
     gate, up = normed_product(stream, norm, eps, weight).chunk(2, dim=-1)
     return layers.silu(gate) * up
+
+
+def kernel_gated_product(
+    kernels: Kernels,
+    stream: Stream,
+    norm: Float[Tensor, " hidden"] | None,
+    eps: float,
+    weight: Matrix,
+) -> Float[Tensor, "R intermediate"]:
+    if norm is not None:
+        rows = layers.rms_norm(stream.rows, norm, eps)
+        return _multiplied(kernels, rows, weight, is_gated=True).rows
+    how = {"squares": stream.squares, "eps": eps, "is_gated": True}
+    return _multiplied(kernels, stream.rows, weight, **how).rows
+
+
+gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
+
+
+def _multiplied(
+    kernels: Kernels,
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    *,
+    out_type: torch.dtype | None = None,
+    squares: Float[Tensor, "R chunks"] | None = None,
+    eps: float = 0.0,
+    is_gated: bool = False,
+    added: Float[Tensor, "R outputs"] | None = None,
+) -> Stream:
+    stored, inputs = weight.values.shape
+    outputs = stored // 2 if is_gated else stored
+    tiles = kernels.tiles.linear.of(
+        rows=len(x), outputs=outputs, inputs=inputs, gated=int(is_gated)
+    )
+    out, sums = kernels.linear.product(
+        x.contiguous(),
+        weight.values,
+        out_type=out_type or x.dtype,
+        squares=squares,
+        eps=eps,
+        is_gated=is_gated,
+        added=added,
+        order=SQUARES,
+        tiles=tiles,
+    )
+    return Stream(out, sums)
+
+
+def scaled(weight: Matrix, norm: Float[Tensor, " inputs"]) -> Matrix:
+    """As the specification, in place: a second copy of all weights would not find room."""
+    weight.values.copy_(weight.values.float() * norm)
+    return weight
+
+
+def folds_norms(x: Tensor) -> bool:
+    """Whether the products of such an array want the scales of norms in their weights."""
+    return kernels_on(x.device) is not None and is_bfloat16(x)

@@ -1,0 +1,85 @@
+"""What stands between the products of a layer, over whole rows, for Pallas."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float
+
+from kernels.pallas_gpu.squares import add_up, exponent_of, in_floats, units_of
+from shared.spec.numerics import SquaresOrder
+
+
+def chunks_of_squares(
+    x: Float[jax.Array, "R size"], *, order: SquaresOrder, interpret: bool = False
+) -> Float[jax.Array, "R chunks"]:
+    """As `shared.spec.numerics.chunks_of_squares`."""
+    shape = (len(x), pl.cdiv(x.shape[1], order.chunk))
+    out = jax.ShapeDtypeStruct(shape, jnp.float32)
+    kernel = functools.partial(_squares_kernel, order=order)
+    return _over_rows(kernel, [x], out, "chunks_of_squares", interpret)
+
+
+def rms_norm(
+    x: Float[jax.Array, "R size"],
+    weight: Float[jax.Array, " size"] | None,
+    eps: float,
+    *,
+    order: SquaresOrder,
+    interpret: bool = False,
+) -> Float[jax.Array, "R size"]:
+    """As `shared.spec.layers.rms_norm`; without a weight, the scale is 1."""
+    operands = [x] if weight is None else [x, weight]
+    kernel = functools.partial(_norm_kernel, eps=eps, order=order)
+    return _over_rows(kernel, operands, jax.ShapeDtypeStruct(x.shape, x.dtype), "norm", interpret)
+
+
+def _over_rows(kernel, operands, out, name, interpret):
+    R, size = operands[0].shape
+    return pl.pallas_call(
+        kernel,
+        grid=(R,),
+        out_shape=out,
+        compiler_params=pltriton.CompilerParams(num_warps=max(1, min(8, size // 512))),
+        interpret=interpret,
+        name=name,
+    )(*operands)
+
+
+def _squares_kernel(x_ref, out_ref, *, order):
+    """One program a row: its squares in chunks."""
+    _, _, sums = _row(x_ref, order)
+    chunks = out_ref.shape[1]
+    part = lax.iota(jnp.int32, sums.shape[0])
+    at = jnp.minimum(part, chunks - 1)
+    pltriton.store(out_ref.at[pl.program_id(0), at], sums, mask=part < chunks)
+
+
+def _norm_kernel(x_ref, *refs, eps, order):
+    """One program a row: its norm, by its squares in chunks."""
+    weight_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
+    x, column, sums = _row(x_ref, order)
+    size, digits = x_ref.shape[1], order.digits_of_chunks
+    exponent = exponent_of(sums.max(), digits)
+    total = in_floats(units_of(sums, exponent, digits).sum(), exponent, digits)
+    x = x * lax.rsqrt(total * (1.0 / size) + eps)
+    if weight_ref is not None:
+        x = x * pltriton.load(weight_ref.at[column], mask=column < size, other=0.0)
+    # A column that is not written gets an index outside, for the interpreter.
+    at = jnp.where(column < size, column, size)
+    x = x.astype(out_ref.dtype)
+    pltriton.store(out_ref.at[pl.program_id(0), at], x, mask=column < size)
+
+
+def _row(x_ref, order):
+    """A row as chunks, the column of each element, and the squares of the chunks."""
+    size = x_ref.shape[1]
+    chunks = pl.next_power_of_2(pl.cdiv(size, order.chunk))
+    part = lax.iota(jnp.int32, chunks)[:, None] * order.chunk
+    column = part + lax.iota(jnp.int32, order.chunk)[None, :]
+    at = x_ref.at[pl.program_id(0), column]
+    x = pltriton.load(at, mask=column < size, other=0.0).astype(jnp.float32)
+    return x, column, add_up(x * x, order.digits)

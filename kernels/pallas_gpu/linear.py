@@ -1,0 +1,215 @@
+"""Products of rows with a stored weight, and what stands before and after them, for Pallas.
+
+A program has a block of rows and a block of outputs and adds along the inputs in one chain, so that
+a row's bits depend neither on the blocks nor on how many rows there are.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
+
+from kernels.pallas_gpu.squares import add_up
+from kernels.tiles import LinearTiles
+from shared.spec.numerics import SquaresOrder
+
+_LOG2_E = 1.4426950408889634
+
+
+def product(
+    x: Float[jax.Array, "R inputs"],
+    weights: Float[jax.Array, "L stored inputs"],
+    layer: Int[jax.Array, ""],
+    *,
+    first: int,
+    out_type: np.dtype | type,
+    squares: Float[jax.Array, "R chunks"] | None,
+    eps: float,
+    is_gated: bool,
+    added: Float[jax.Array, "R outputs"] | None,
+    order: SquaresOrder,
+    tiles: LinearTiles,
+    interpret: bool = False,
+) -> tuple[Float[jax.Array, "R outputs"], Float[jax.Array, "R chunks_out"] | None]:
+    """Multiplies each row by a weight, and does what a layer does right before and after it.
+
+    Args:
+      x: The rows.
+      weights: A stack of weights `[outputs, inputs]`; where they are gated, the gate's rows and
+        then those of up. A slice of it would be copied for the kernel.
+      layer: Which of the stack. An operand: as a constant, each layer would be a kernel of its own.
+      first: The outputs from here on.
+      out_type: Of the result.
+      squares: The rows' squares in chunks, where the product is that of their RMS norm; the norm's
+        scale is in the weight.
+      eps: Of the norm.
+      is_gated: Whether the result is silu(gate) * up.
+      added: What is added to the result; its squares in chunks are returned as well.
+      order: How squares are summed.
+      tiles: How the work is cut.
+      interpret: Run on a CPU.
+    """
+    R, N = x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
+    rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
+    blocks = (pl.cdiv(R, rows), pl.cdiv(N, tiles.columns))
+    operands, shapes = [x, weights, layer.reshape(1)], [jax.ShapeDtypeStruct((R, N), out_type)]
+    if squares is not None:
+        operands.append(squares)
+    if added is not None:
+        operands.append(added)
+        shapes.append(jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32))
+    found = pl.pallas_call(
+        functools.partial(
+            _product_kernel,
+            outputs=N,
+            first=first,
+            eps=eps,
+            is_normed=squares is not None,
+            is_gated=is_gated,
+            is_added=added is not None,
+            row_blocks=blocks[0],
+            rows=rows,
+            order=order,
+            tiles=tiles,
+            is_compiled=not interpret,
+        ),
+        grid=(blocks[0] * blocks[1],),
+        out_shape=shapes,
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="product",
+    )(*operands)
+    return found[0], found[1] if added is not None else None
+
+
+def let_next_start(x):
+    """Lets the next kernel begin its launch; every kernel waits for those before it anyway.
+
+    The assembly counts as free of effects, so a value that is needed must pass through it.
+    """
+    kind = "f" if x.dtype == jnp.float32 else "r"
+    (same,) = pltriton.elementwise_inline_asm(
+        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
+        args=[x],
+        constraints=f"={kind},{kind}",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return same
+
+
+def _product_kernel(
+    x_ref,
+    weights_ref,
+    layer_ref,
+    *refs,
+    outputs,
+    first,
+    eps,
+    is_normed,
+    is_gated,
+    is_added,
+    row_blocks,
+    rows,
+    order,
+    tiles,
+    is_compiled,
+):
+    """One program per block of outputs and block of rows, the rows first: they share the weight."""
+    squares_ref, added_ref, out_ref, sums_ref = _named(refs, is_normed, is_added)
+    R, K = x_ref.shape
+    block = lax.div(pl.program_id(0), row_blocks)
+    row = lax.rem(pl.program_id(0), row_blocks) * rows + lax.iota(jnp.int32, rows)
+    column = block * tiles.columns + lax.iota(jnp.int32, tiles.columns)
+    step, layer = lax.iota(jnp.int32, tiles.depth), layer_ref[0]
+    is_row, is_column = row < R, column < outputs
+    # Asked for before the loop where they are few, so that nothing waits for them after it.
+    is_early = rows <= 32
+    squares = _squares_of(squares_ref, row, is_row) if is_normed and is_early else None
+
+    def tile(ref, at, is_one, has_all):
+        inside = (at + step)[None, :] < K
+        masks = [] if has_all else [is_one[:, None]]
+        masks += [] if K % tiles.depth == 0 else [inside]
+        shape = (is_one.shape[0], tiles.depth)
+        mask = functools.reduce(jnp.logical_and, [jnp.broadcast_to(m, shape) for m in masks], True)
+        how = {"mask": mask, "other": 0.0} if masks else {}
+        return lambda *where: pltriton.load(ref.at[(*where, (at + step)[None, :])], **how)
+
+    def add(i, sums):
+        at = i * tiles.depth
+        x = tile(x_ref, at, is_row, R % rows == 0)(row[:, None])
+        part = tile(weights_ref, at, is_column, outputs % tiles.columns == 0)
+        found = [_add_product(sums[0], x, part(layer, (first + column)[:, None]), tiles.swapped)]
+        if is_gated:
+            weight = part(layer, (first + outputs + column)[:, None])
+            found.append(_add_product(sums[1], x, weight, tiles.swapped))
+        return tuple(found)
+
+    shape = (tiles.columns, rows) if tiles.swapped else (rows, tiles.columns)
+    nothing = (jnp.zeros(shape, jnp.float32),) * (2 if is_gated else 1)
+    sums = list(lax.fori_loop(0, pl.cdiv(K, tiles.depth), add, nothing))
+    if is_compiled:
+        sums[0] = let_next_start(sums[0])
+    if tiles.swapped:
+        sums = [x.T for x in sums]
+
+    if is_normed:
+        if squares is None:
+            squares = _squares_of(squares_ref, row, is_row)
+        scale = lax.rsqrt(add_up(squares, order.digits_of_chunks) * (1.0 / K) + eps)
+        sums = [x * scale[:, None] for x in sums]
+    out = sums[0]
+    if is_gated:
+        out = out / (1.0 + jnp.exp2(-out * _LOG2_E)) * sums[1]
+    is_inside = is_row[:, None] & is_column[None, :]
+    # A row that is not written gets an index outside, for the interpreter.
+    row, column = jnp.where(is_row, row, R), jnp.where(is_column, column, outputs)
+    if is_added:
+        where = added_ref.at[row[:, None], column[None, :]]
+        out += pltriton.load(where, mask=is_inside, other=0.0).astype(jnp.float32)
+    out = out.astype(out_ref.dtype)
+    pltriton.store(out_ref.at[row[:, None], column[None, :]], out, mask=is_inside)
+    if is_added:
+        _store_squares(sums_ref, out, row, is_row, column, block, outputs, tiles.columns, order)
+
+
+def _named(refs, is_normed, is_added):
+    """The optional operands and the results; None for what is not there."""
+    given = list(refs)
+    squares = given.pop(0) if is_normed else None
+    added = given.pop(0) if is_added else None
+    return squares, added, given[0], given[1] if is_added else None
+
+
+def _add_product(total, x, weight, is_swapped):
+    exact = {"precision": lax.Precision.HIGHEST}
+    if is_swapped:  # the outputs are the wide side of the matrix unit, the rows its narrow one
+        return total + pltriton.dot(weight, x.T, **exact)
+    return total + pltriton.dot(x, weight.T, **exact)
+
+
+def _squares_of(squares_ref, row, is_row):
+    """The squares of some rows, in as many columns as the next power of two."""
+    chunks = squares_ref.shape[1]
+    place = lax.iota(jnp.int32, pl.next_power_of_2(chunks))
+    mask = is_row[:, None] & (place < chunks)[None, :]
+    return pltriton.load(squares_ref.at[row[:, None], place[None, :]], mask=mask, other=0.0)
+
+
+def _store_squares(sums_ref, out, row, is_row, column, block, outputs, columns, order):
+    """Stores the squares of a block of the result, chunk by chunk."""
+    terms = out.astype(jnp.float32)
+    terms = jnp.where((column < outputs)[None, :], terms * terms, 0.0)
+    for part in range(columns // order.chunk):
+        place = block * (columns // order.chunk) + part
+        is_part = lax.div(column, order.chunk) == place
+        sums = add_up(jnp.where(is_part[None, :], terms, 0.0), order.digits)
+        is_inside = is_row & (place < sums_ref.shape[1])
+        at = jnp.full(row.shape, jnp.minimum(place, sums_ref.shape[1] - 1))
+        pltriton.store(sums_ref.at[row, at], sums, mask=is_inside)

@@ -1,0 +1,229 @@
+"""Products of rows with a stored weight, and what stands before and after them, in Triton.
+
+A program has a block of rows and a block of outputs and adds along the inputs in one chain, so that
+a row's bits depend neither on the blocks nor on how many rows there are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.tiles import LinearTiles
+from kernels.triton_gpu.squares import add_up
+from shared.spec.numerics import SquaresOrder
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def product(
+    x: Float[Tensor, "R inputs"],
+    weight: Float[Tensor, "stored inputs"],
+    *,
+    out_type: torch.dtype,
+    squares: Float[Tensor, "R chunks"] | None,
+    eps: float,
+    is_gated: bool,
+    added: Float[Tensor, "R outputs"] | None,
+    order: SquaresOrder,
+    tiles: LinearTiles,
+) -> tuple[Float[Tensor, "R outputs"], Float[Tensor, "R chunks_out"] | None]:
+    """Multiplies each row by a weight, and does what a layer does right before and after it.
+
+    Args:
+      x: The rows.
+      weight: `[outputs, inputs]`; where it is gated, the gate's rows and then those of up.
+      out_type: Of the result.
+      squares: The rows' squares in chunks, where the product is that of their RMS norm; the norm's
+        scale is in the weight.
+      eps: Of the norm.
+      is_gated: Whether the result is silu(gate) * up.
+      added: What is added to the result; its squares in chunks are returned as well.
+      order: How squares are summed.
+      tiles: How the work is cut.
+    """
+    (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
+    rows = min(tiles.rows, max(16, triton.next_power_of_2(R)))
+    row_blocks, column_blocks = triton.cdiv(R, rows), triton.cdiv(N, tiles.columns)
+    chunks = 0 if squares is None else squares.shape[1]
+    out = torch.empty((R, N), dtype=out_type, device=x.device)
+    sums = None
+    if added is not None:
+        shape = (R, triton.cdiv(N, order.chunk))
+        sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+    _product_kernel[(row_blocks * column_blocks,)](
+        x,
+        weight,
+        x if squares is None else squares,  # a pointer, that nothing reads without a norm
+        out if added is None else added,
+        out,
+        out if sums is None else sums,
+        R,
+        eps,
+        N=N,
+        K=K,
+        chunks=chunks,
+        spread=triton.next_power_of_2(max(chunks, 1)),
+        chunk=order.chunk,
+        digits=order.digits,
+        digits_of_chunks=order.digits_of_chunks,
+        is_gated=is_gated,
+        is_added=added is not None,
+        has_all_rows=rows * row_blocks == R,
+        row_blocks=row_blocks,
+        rows=rows,
+        columns=tiles.columns,
+        depth=tiles.depth,
+        stages=tiles.stages,
+        is_swapped=tiles.swapped,
+        num_warps=tiles.warps,
+        **launching(x),
+    )
+    return out, sums
+
+
+def launching(x: Tensor) -> dict[str, bool]:
+    """How a kernel is compiled and launched; the interpreter of Triton launches nothing.
+
+    Nothing is fused: equal bits in Pallas. A kernel may be launched while the one before it ends,
+    so each waits before it reads or writes what another kernel knows.
+    """
+    if not x.is_cuda:
+        return {"is_launched": False}
+    return {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _product_kernel(
+    x_at,
+    weight_at,
+    squares_at,
+    added_at,
+    out_at,
+    sums_at,
+    num_rows,
+    eps,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    chunks: tl.constexpr,
+    spread: tl.constexpr,
+    chunk: tl.constexpr,
+    digits: tl.constexpr,
+    digits_of_chunks: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_added: tl.constexpr,
+    has_all_rows: tl.constexpr,
+    row_blocks: tl.constexpr,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+    stages: tl.constexpr,
+    is_swapped: tl.constexpr,
+    is_launched: tl.constexpr,
+):
+    """One program per block of outputs and block of rows, the rows first: they share the weight."""
+    # Programs that run together share a block of the weight; the rows are in the cache anyway.
+    first_row = (tl.program_id(0) % row_blocks) * rows
+    block = tl.program_id(0) // row_blocks
+    row, column = first_row + tl.arange(0, rows), block * columns + tl.arange(0, columns)
+    step = tl.arange(0, depth)
+    is_row, is_column = row < num_rows, column < N
+    x_at += row.to(tl.int64)[:, None] * K + step[None, :]
+    weight_at += column.to(tl.int64)[:, None] * K + step[None, :]
+    if is_launched:
+        gdc_wait()
+    # Asked for before the loop where they are few, so that nothing waits for them after it.
+    early: tl.constexpr = (chunks > 0) & (rows <= 32)
+    if early:
+        squares = _squares_of(squares_at, row, is_row, chunks, spread)
+
+    if is_swapped:
+        acc = tl.zeros((columns, rows), tl.float32)
+    else:
+        acc = tl.zeros((rows, columns), tl.float32)
+    up = acc
+    for at in tl.range(0, K, depth, num_stages=stages):
+        inside = step[None, :] < K - at
+        x = _tile(x_at, is_row, inside, has_all_rows, K % depth == 0)
+        weight = _tile(weight_at, is_column, inside, N % columns == 0, K % depth == 0)
+        acc = _add_product(acc, x, weight, is_swapped)
+        if is_gated:
+            weight = _tile(weight_at + N * K, is_column, inside, N % columns == 0, K % depth == 0)
+            up = _add_product(up, x, weight, is_swapped)
+        x_at += depth
+        weight_at += depth
+    if is_launched:
+        gdc_launch_dependents()
+    if is_swapped:
+        acc = tl.trans(acc)
+        up = tl.trans(up)
+
+    if chunks > 0:
+        if not early:
+            squares = _squares_of(squares_at, row, is_row, chunks, spread)
+        scale = tl.rsqrt(add_up(squares, digits_of_chunks) * (1.0 / K) + eps)
+        acc = acc * scale[:, None]
+        up = up * scale[:, None]
+    if is_gated:
+        acc = acc / (1.0 + tl.exp2(-acc * _LOG2_E)) * up
+    is_inside = is_row[:, None] & is_column[None, :]
+    place = row.to(tl.int64)[:, None] * N + column[None, :]
+    if is_added:
+        acc += tl.load(added_at + place, mask=is_inside, other=0.0).to(tl.float32)
+    out = acc.to(out_at.dtype.element_ty)
+    tl.store(out_at + place, out, mask=is_inside)
+    if is_added:
+        _store_squares(sums_at, out, row, is_row, column, block, N, columns, chunk, digits)
+
+
+@triton.jit
+def _tile(at, is_one, inside, has_all: tl.constexpr, has_all_steps: tl.constexpr):
+    """A tile of rows or of a weight, zero where there is none."""
+    if has_all and has_all_steps:
+        return tl.load(at)
+    if has_all_steps:
+        return tl.load(at, mask=is_one[:, None], other=0.0)
+    return tl.load(at, mask=is_one[:, None] & inside, other=0.0)
+
+
+@triton.jit
+def _add_product(acc, x, weight, is_swapped: tl.constexpr):
+    if is_swapped:  # the outputs are the wide side of the matrix unit, the rows its narrow one
+        return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    return tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+
+
+@triton.jit
+def _squares_of(squares_at, row, is_row, chunks: tl.constexpr, spread: tl.constexpr):
+    """The squares of some rows, [rows, spread]."""
+    place = tl.arange(0, spread)
+    mask = is_row[:, None] & (place < chunks)[None, :]
+    at = squares_at + row.to(tl.int64)[:, None] * chunks + place[None, :]
+    return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_squares(
+    sums_at,
+    out,
+    row,
+    is_row,
+    column,
+    block,
+    N: tl.constexpr,
+    columns: tl.constexpr,
+    chunk: tl.constexpr,
+    digits: tl.constexpr,
+):
+    """Stores the squares of a block of the result, chunk by chunk."""
+    chunks: tl.constexpr = (N + chunk - 1) // chunk
+    terms = out.to(tl.float32)
+    terms = tl.where((column < N)[None, :], terms * terms, 0.0)
+    for part in tl.static_range(columns // chunk):
+        place = block * (columns // chunk) + part
+        is_part = column // chunk == place
+        sums = add_up(tl.where(is_part[None, :], terms, 0.0), digits)
+        at = sums_at + row.to(tl.int64) * chunks + place
+        tl.store(at, sums, mask=is_row & (row * 0 + place < chunks))

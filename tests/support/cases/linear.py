@@ -1,0 +1,83 @@
+"""Cases of the products of `linear`: small and odd ones, and those of a layer of Qwen3-8B."""
+
+from functools import partial
+
+import numpy as np
+
+from shared.spec.linear import Matrix, Stream
+from tests.support.op_case import Arguments, OpCase
+
+EPS = 1e-6
+
+
+def _weight(rng: np.random.Generator, outputs: int, inputs: int) -> Matrix:
+    return Matrix(rng.standard_normal((outputs, inputs), np.float32) / np.float32(inputs**0.5))
+
+
+def product_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
+    """Rows, and a weight."""
+    rng = np.random.default_rng(seed)
+    return {"x": rng.standard_normal((R, K), np.float32), "weight": _weight(rng, N, K)}
+
+
+def added_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
+    """Rows, a weight, and what is added."""
+    rng = np.random.default_rng(seed)
+    stream = Stream(rng.standard_normal((R, N), np.float32))
+    return {
+        "x": rng.standard_normal((R, K), np.float32),
+        "weight": _weight(rng, N, K),
+        "stream": stream,
+    }
+
+
+def normed_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
+    """Rows of a stream, and a weight that has the scale of the norm in it."""
+    rng = np.random.default_rng(seed)
+    stream = Stream(3 * rng.standard_normal((R, K), np.float32))
+    return {"stream": stream, "norm": None, "eps": EPS, "weight": _weight(rng, N, K)}
+
+
+def gated_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
+    """As `normed_arguments`, with a gate."""
+    return normed_arguments(seed, R=R, K=K, N=2 * N)
+
+
+_MAKERS = {
+    "product": product_arguments,
+    "product_float32": product_arguments,
+    "added_product": added_arguments,
+    "normed_product": normed_arguments,
+    "gated_product": gated_arguments,
+}
+_SMALL = {
+    "three rows": {"R": 3, "K": 96, "N": 80},
+    "many rows": {"R": 37, "K": 64, "N": 192},
+}
+# The products of a layer of Qwen3-8B, and its head.
+_LARGE = {
+    "normed_product": {"qkv": (4096, 6144)},
+    "added_product": {"out": (4096, 4096), "down": (12288, 4096)},
+    "gated_product": {"gate and up": (4096, 12288)},
+    "product_float32": {"head": (4096, 151936)},
+}
+_ROWS = (1, 8, 32, 128)
+TABLE = [
+    OpCase(op="linear", function=function, name=name, make=partial(make, **sizes))
+    for function, make in _MAKERS.items()
+    for name, sizes in _SMALL.items()
+]
+TABLE += [
+    OpCase(
+        op="linear",
+        function=function,
+        name=f"{name}, {R} rows",
+        make=partial(_MAKERS[function], R=R, K=K, N=N),
+        dtype="bfloat16",
+        is_large=True,
+    )
+    for function, cases in _LARGE.items()
+    for name, (K, N) in cases.items()
+    for R in _ROWS
+    if name != "head" or R in (1, 32)
+]
