@@ -1,4 +1,4 @@
-"""GPU kernels, one file per op and language; they import their framework and `kernels.tiles`.
+"""GPU kernels, one file per op and language; they import their framework, tiles and orders.
 
 The two languages give the same bits where these are equal in both files of an op:
 
