@@ -52,7 +52,7 @@ def plain_stream(rows: Float[jax.Array, "R hidden"]) -> Stream:
 
 def kernel_stream(kernels: Kernels, rows: Float[jax.Array, "R hidden"]) -> Stream:
     """As `plain_stream`, with the squares of the rows."""
-    return Stream(rows, kernels.layers.chunks_of_squares(rows, order=SQUARES))
+    return Stream(rows, _squares(kernels, Stream(rows)))
 
 
 def _beside_kernels(stream: Stream) -> Stream:
@@ -117,7 +117,8 @@ def kernel_normed_product(
     """As `plain_normed_product`."""
     if norm is not None:
         return kernel_product(kernels, layers.rms_norm(stream.rows, norm, eps), weight)
-    return _multiplied(kernels, stream.rows, weight, squares=stream.squares, eps=eps).rows
+    squares = _squares(kernels, stream)
+    return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps).rows
 
 
 normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
@@ -162,8 +163,8 @@ def kernel_gated_product(
     if norm is not None:
         rows = layers.rms_norm(stream.rows, norm, eps)
         return _multiplied(kernels, rows, weight, is_gated=True).rows
-    how = {"squares": stream.squares, "eps": eps, "is_gated": True}
-    return _multiplied(kernels, stream.rows, weight, **how).rows
+    squares = _squares(kernels, stream)
+    return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps, is_gated=True).rows
 
 
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
@@ -176,6 +177,12 @@ def _sums(
     # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
     how = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     return lax.dot_general(x, values, contract, **how)
+
+
+def _squares(kernels: Kernels, stream: Stream) -> Float[jax.Array, "R chunks"]:
+    if stream.squares is not None:
+        return stream.squares
+    return kernels.layers.chunks_of_squares(stream.rows, order=SQUARES)
 
 
 def _multiplied(

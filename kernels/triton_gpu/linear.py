@@ -182,17 +182,21 @@ def _product_kernel(
 def _tile(at, is_one, inside, has_all: tl.constexpr, has_all_steps: tl.constexpr):
     """A tile of rows or of a weight, zero where there is none."""
     if has_all and has_all_steps:
-        return tl.load(at)
-    if has_all_steps:
-        return tl.load(at, mask=is_one[:, None], other=0.0)
-    return tl.load(at, mask=is_one[:, None] & inside, other=0.0)
+        tile = tl.load(at)
+    elif has_all_steps:
+        tile = tl.load(at, mask=is_one[:, None], other=0.0)
+    else:
+        tile = tl.load(at, mask=is_one[:, None] & inside, other=0.0)
+    return tile
 
 
 @triton.jit
 def _add_product(acc, x, weight, is_swapped: tl.constexpr):
     if is_swapped:  # the outputs are the wide side of the matrix unit, the rows its narrow one
-        return tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    return tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit

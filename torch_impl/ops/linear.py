@@ -34,7 +34,7 @@ def plain_stream(rows: Float[Tensor, "R hidden"]) -> Stream:
 
 
 def kernel_stream(kernels: Kernels, rows: Float[Tensor, "R hidden"]) -> Stream:
-    return Stream(rows, kernels.layers.chunks_of_squares(rows, order=SQUARES))
+    return Stream(rows, _squares(kernels, Stream(rows)))
 
 
 stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
@@ -88,7 +88,8 @@ def kernel_normed_product(
 ) -> Float[Tensor, "R outputs"]:
     if norm is not None:
         return plain_normed_product(stream, norm, eps, weight)
-    return _multiplied(kernels, stream.rows, weight, squares=stream.squares, eps=eps).rows
+    squares = _squares(kernels, stream)
+    return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps).rows
 
 
 normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
@@ -124,11 +125,17 @@ def kernel_gated_product(
     if norm is not None:
         rows = layers.rms_norm(stream.rows, norm, eps)
         return _multiplied(kernels, rows, weight, is_gated=True).rows
-    how = {"squares": stream.squares, "eps": eps, "is_gated": True}
-    return _multiplied(kernels, stream.rows, weight, **how).rows
+    squares = _squares(kernels, stream)
+    return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps, is_gated=True).rows
 
 
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
+
+
+def _squares(kernels: Kernels, stream: Stream) -> Float[Tensor, "R chunks"]:
+    if stream.squares is not None:
+        return stream.squares
+    return kernels.layers.chunks_of_squares(stream.rows, order=SQUARES)
 
 
 def _multiplied(
