@@ -189,7 +189,9 @@ def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
     slices in place and pays for each argument, so it gets the stacks.
     """
     is_stack = any(getattr(key, "key", None) == "layers" for key in path)
-    return list(array) if is_stack and device.platform == "cpu" else array
+    if not is_stack or device.platform != "cpu":
+        return array
+    return [jax.device_put(layer, device) for layer in np.asarray(array)]
 
 
 def _placed(
