@@ -249,10 +249,6 @@ class JaxFuture:
         self._submitted = time.perf_counter()
         self._result: StepResult | None = None
 
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        return self._result is not None or self._words.is_ready()
-
     def result(self) -> StepResult:
         """Waits for the copy to the host."""
         if self._result is None:

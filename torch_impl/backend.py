@@ -209,9 +209,6 @@ class _Launched:
     copied: torch.cuda.Event
     _result: StepResult | None = None
 
-    def done(self) -> bool:
-        return self._result is not None or self.copied.query()
-
     def result(self) -> StepResult:
         if self._result is None:
             self.copied.synchronize()
