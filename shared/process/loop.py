@@ -136,14 +136,13 @@ def run(
     stop = _StopSignal()
     ours, theirs = socket.socketpair()
     child = _start_server(listener, theirs)
-    link, corpora = _Link(ours), Corpora(index)
+    link = _Link(ours)
     link.send(facts.to_message())
     watchdog.start(stop.readable, partial(_end_at_once, link, child))
     try:
-        _Loop(engine, link, corpora, watchdog).run(stop)
+        _Loop(engine, link, Corpora(index), watchdog).run(stop)
         reason, failed = STOPPED, False
     except _ServerEnded:
-        corpora.close()
         return _after_server(child, engine, watchdog)
     except Exception as error:  # any failure of the engine ends the service, with its reason
         traceback.print_exc()
@@ -151,7 +150,6 @@ def run(
         print(reason, file=sys.stderr, flush=True)
     link.farewell(["end", reason, failed])
     _end_child(child)
-    corpora.close()
     with watchdog.watched():
         engine.close()
     return EXIT_FAILED if failed else 0
