@@ -39,6 +39,7 @@ from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.programs import ProgramCosts, draft_shape
 from shared.process.progress import loading_bar, preparing_bar
 from shared.process.watchdog import NamedSteps, Watchdog
+from shared.text.tokenizer import Tokenizer
 
 
 class Weights(Protocol):
@@ -186,6 +187,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     if corpus and not os.path.isfile(corpus):
         raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
     checkpoint.check(model, draft.with_mtp)
+    Tokenizer.from_folder(folder)  # the server's process keeps one; here only its faults count
     theirs = options.server.sampling_defaults == "openai"
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
     draft_files = DraftFiles(_drafts(options, model, stored), stored)

@@ -30,8 +30,8 @@ from shared.server.generation import Generation, Generator
 from shared.server.openai_types import ApiError, Body, ChatRequest, CompletionRequest, parse
 from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.server_metrics import ServerMetrics
-from shared.server.tokenizer import Tokenizer
 from shared.server.transport import BodyLimit, EventStream, read_json, watch_client
+from shared.text.tokenizer import Tokenizer
 
 GRACE_S = 1  # for open answers to say their error, once the engine is gone
 HARD_END_S = 3.0  # then the process ends whatever still hangs
