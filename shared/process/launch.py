@@ -33,6 +33,7 @@ from shared.options.capabilities import refusals
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
 from shared.options.setup import Setup
 from shared.process import loop
+from shared.process.address import bind
 from shared.process.device import Device
 from shared.process.frames import ModelFacts
 from shared.process.memory_plan import MemoryPlan, plan
@@ -121,7 +122,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         options = parse(argv)
-        listener = loop.bind(options.server.host, options.server.port)
+        listeners = bind(options.server.host, options.server.port)
         start = prepare(options, platform)
         _print_plan(console, start.memory)
         if named := str(start.defaults):
@@ -135,7 +136,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     engine = make_engine(NamedSteps(backend, watchdog), start.memory.options)
     controller = engine.controller
     index = controller.index if isinstance(controller, NgramController) else None
-    return loop.run(engine, _facts(start), listener, index, watchdog)
+    return loop.run(engine, _facts(start), listeners, index, watchdog)
 
 
 def _ready(start: Start, platform: Platform, console: Console) -> Backend:

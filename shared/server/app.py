@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -201,7 +201,7 @@ class _HttpServer(uvicorn.Server):
         print(self._greeting, flush=True)
 
 
-async def serve(connection: socket.socket, listener: socket.socket) -> int:
+async def serve(connection: socket.socket, listeners: list[socket.socket]) -> int:
     """Serves until the engine ends or SIGTERM; returns the exit code."""
     try:
         client = await EngineClient.connect(connection)
@@ -218,11 +218,11 @@ async def serve(connection: socket.socket, listener: socket.socket) -> int:
         lifespan="off",
         timeout_graceful_shutdown=GRACE_S,
     )
-    server = _HttpServer(config, _greeting(client.facts.model_name, listener))
+    server = _HttpServer(config, _greeting(client.facts.model_name, listeners))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
     client.ended.add_done_callback(lambda _: _shut_down(server))
-    await server.serve([listener])
+    await server.serve(listeners)
     if client.alive:
         return 0
     end = client.ended.result()
@@ -238,22 +238,27 @@ def _shut_down(server: uvicorn.Server) -> None:
     timer.start()
 
 
-def _greeting(model: str, listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"{model} is served at http://{shown}:{port}"
+def _greeting(model: str, listeners: Sequence[socket.socket]) -> str:
+    shown = []
+    for listener in listeners:
+        host, port = listener.getsockname()[:2]
+        shown.append(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    return f"{model} is served at {' and '.join(shown)}"
 
 
 def main() -> int:
     """Entry of `python -m shared.server.app`, which the engine's process starts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine-fd", type=int, required=True, help="socket to the engine")
-    parser.add_argument("--listen-fd", type=int, required=True, help="bound TCP socket")
+    parser.add_argument(
+        "--listen-fds", type=int, nargs="+", required=True, help="listening TCP sockets"
+    )
     flags = parser.parse_args()
     # Ctrl-C reaches both processes; the engine's ends this one in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=flags.engine_fd)
-    return asyncio.run(serve(connection, socket.socket(fileno=flags.listen_fd)))
+    listeners = [socket.socket(fileno=number) for number in flags.listen_fds]
+    return asyncio.run(serve(connection, listeners))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.models.sampling import SamplingDefaults
 from shared.options.ngram import NgramConfig
 from shared.process import loop
+from shared.process.address import bind
 from shared.process.frames import ModelFacts
 from shared.process.watchdog import Watchdog
 
@@ -350,7 +351,7 @@ def main() -> int:
     )
     watchdog = Watchdog(WATCHDOG_S)
     engine = Repeater()
-    return loop.run(engine, facts, loop.bind("127.0.0.1", 0), engine.ngram, watchdog)
+    return loop.run(engine, facts, bind("127.0.0.1", 0), engine.ngram, watchdog)
 
 
 if __name__ == "__main__":
