@@ -1,9 +1,14 @@
-"""Where the server listens: every address that --host names, with one port."""
+"""Where the server listens, and the names that it answers to."""
 
 import errno
+import ipaddress
 import socket
+from collections.abc import Sequence
+
+from shared.options.options import ServerOptions
 
 NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+ANY = "*"
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
@@ -64,3 +69,28 @@ def _listening(family: int, address: tuple) -> socket.socket | None:
             return None
         raise
     return listener
+
+
+def host_names(
+    options: ServerOptions, listeners: Sequence[socket.socket]
+) -> tuple[str, ...] | None:
+    """The names that a request may call the server by, beside the machine's own; None: any.
+
+    A server that listens on this machine alone answers to no other name, unless it is told:
+    whoever lets a name of theirs stand for 127.0.0.1 could make a browser on the machine speak to
+    it.
+    """
+    if options.allowed_hosts is not None:
+        names = tuple(name.strip().lower() for name in options.allowed_hosts.split(","))
+        return None if ANY in names else names
+    if all(is_local(listener.getsockname()[0]) for listener in listeners):
+        return (options.host.lower(),)
+    return None
+
+
+def is_local(name: str) -> bool:
+    """Whether a name or an address stands for the machine itself wherever it is asked."""
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -24,9 +24,11 @@ from starlette.types import ASGIApp
 
 from shared.options import capabilities
 from shared.server.admin import AdminRoutes, load_start_corpus
+from shared.server.connection import TimedConnection
 from shared.server.delta import Delta
 from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
 from shared.server.generation import Generation, Generator
+from shared.server.hosts import HostCheck
 from shared.server.openai_types import ApiError, Body, ChatRequest, CompletionRequest, parse
 from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.server_metrics import ServerMetrics
@@ -182,7 +184,21 @@ def make_app(client: EngineClient, tokenizer: Tokenizer | None) -> ASGIApp:
     app.add_exception_handler(ClientLeft, _on_client_left)
     app.add_exception_handler(ClientDisconnect, _on_client_left)
     app.add_exception_handler(Exception, _on_fault)
-    return BodyLimit(app)
+    names = client.facts.host_names
+    return BodyLimit(app) if names is None else HostCheck(BodyLimit(app), names)
+
+
+def http_config(app: ASGIApp) -> uvicorn.Config:
+    """How the application is served."""
+    return uvicorn.Config(
+        app,
+        http=TimedConnection,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+    )
 
 
 class _HttpServer(uvicorn.Server):
@@ -210,14 +226,7 @@ async def serve(connection: socket.socket, listeners: list[socket.socket]) -> in
     except (EngineLost, ValueError) as error:
         print(error, file=sys.stderr, flush=True)
         return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
-    config = uvicorn.Config(
-        make_app(client, tokenizer),
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        lifespan="off",
-        timeout_graceful_shutdown=GRACE_S,
-    )
+    config = http_config(make_app(client, tokenizer))
     server = _HttpServer(config, _greeting(client.facts.model_name, listeners))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)

@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from shared.options.options import ServerOptions
 from shared.process import address
 
 
@@ -19,11 +20,8 @@ def names(monkeypatch):
 
 
 def accepts(ip: str, port: int) -> bool:
-    try:
-        with socket.create_connection((ip, port), 5):
-            return True
-    except OSError:
-        return False
+    with socket.socket() as client:
+        return client.connect_ex((ip, port)) == 0
 
 
 def test_every_address_of_a_name_is_listened_on_with_one_port(names):
@@ -43,7 +41,7 @@ def test_an_address_of_another_machine_is_passed_by_where_there_is_one_of_this(n
     with taken:
         assert taken.getsockname()[0] == "127.0.0.1"
     names("192.0.2.1")
-    with pytest.raises(ValueError, match="--host here --port 0 cannot be .* none of its addresses"):
+    with pytest.raises(ValueError, match="--host here --port 0 cannot be .*none of its addresses"):
         address.bind("here", 0)
 
 
@@ -67,3 +65,24 @@ def test_two_starts_do_not_share_an_address():
 def test_a_name_that_nobody_has_is_refused_by_name():
     with pytest.raises(ValueError, match="--host no.such.host.invalid"):
         address.bind("no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("ip", "flags", "names"),
+    [
+        ("127.0.0.1", {}, ("127.0.0.1",)),
+        ("127.0.0.1", {"host": "Desk.example"}, ("desk.example",)),
+        ("127.0.0.1", {"allowed_hosts": "A.example, b.example"}, ("a.example", "b.example")),
+        ("127.0.0.1", {"allowed_hosts": "*"}, None),
+        ("0.0.0.0", {}, None),
+        ("0.0.0.0", {"allowed_hosts": "a.example"}, ("a.example",)),
+    ],
+)
+def test_a_server_on_this_machine_alone_answers_to_its_own_names_unless_told(ip, flags, names):
+    with socket.create_server((ip, 0)) as listener:
+        assert address.host_names(ServerOptions(**flags), [listener]) == names
+
+
+def test_one_address_that_others_reach_opens_the_server_to_any_name():
+    with socket.create_server(("127.0.0.1", 0)) as near, socket.create_server(("", 0)) as far:
+        assert address.host_names(ServerOptions(), [near, far]) is None

@@ -45,6 +45,7 @@ TOKENS_PER_STEP = 3
 SLOTS = 4
 MAX_OPEN = 200
 MAX_BIAS, MAX_LOGPROBS = 3, 5
+HOST_NAME = "model.example"
 ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
 JSON = {"content-type": "application/json"}
 CRASH, FAIL, SLOW, REFUSED, FREEZE = (
@@ -275,7 +276,7 @@ class Server:
 
 def post_head(path: str, length: int) -> bytes:
     """The head of a POST of JSON, for a test that writes its bytes itself."""
-    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    fields = f"Host: {HOST_NAME}\r\nContent-Type: application/json\r\nContent-Length: {length}"
     return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
 
 
@@ -346,6 +347,7 @@ def main() -> int:
         sampling_defaults=SamplingDefaults.from_folder(sys.argv[1]),
         max_open_requests=MAX_OPEN,
         max_draft_depth=TOKENS_PER_STEP - 1,
+        host_names=(HOST_NAME,),
         admin_api_key=ADMIN_KEY,
         corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
     )
