@@ -163,11 +163,14 @@ def _drafter(model: Model, drafts: Drafts, own: DraftWeights | None) -> drafters
     if drafts.with_mtp:
         return EagleDrafter(heads.mtp(model))
     if drafts.model is not None:
+        assert isinstance(own, Weights)
         return StandaloneDrafter(Model.of(drafts.model, own), model.config.vocab)
     if drafts.head is None:
         return None
     if drafts.block is not None:
+        assert isinstance(own, BlockWeights)
         return BlockDrafter.of(model, own)
+    assert isinstance(own, HeadWeights)
     return EagleDrafter(heads.HEADS[drafts.kind](model, own))
 
 
