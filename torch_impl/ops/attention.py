@@ -263,7 +263,7 @@ def _softmax_attention(
 ) -> Float[Tensor, "B M Hq D"]:
     M, D, Hk = q.shape[1], q.shape[3], k.shape[2]
     grouped = q.unflatten(2, (Hk, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hk, G M, D]
-    scores = (grouped @ k.permute(0, 2, 3, 1)).float() * D**-0.5
+    scores = (grouped.float() @ k.float().permute(0, 2, 3, 1)) * D**-0.5
     scores = scores.unflatten(2, (-1, M)).masked_fill(~seen[:, None, None], -torch.inf)
     weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True).clamp(min=-1e30))
     weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-30)
