@@ -87,12 +87,14 @@ def forward(
     # Traced and lowered once for all blocks of a kind, which differ in their arrays alone.
     @jax.jit
     def attention_block(layer: Layer, stream: Stream, kv: KV, place: Place) -> tuple[Stream, KV]:
+        assert layer.input_norm is not None  # only the layer of an EAGLE head has none
         qkv = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         return attention_layer(config, layer, qkv, stream, turn, rows, kv, place)
 
     @jax.jit
     def delta_block(layer: Layer, stream: Stream, place: Place) -> tuple[Stream, Left]:
         assert mixer is not None  # the caller has one for a model with such layers
+        assert layer.input_norm is not None
         inputs = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         return gated_delta_layer(config, layer, inputs, stream, mixer, place)
 

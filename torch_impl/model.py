@@ -85,10 +85,12 @@ def forward(
         if i in kept_streams:
             streams.append(stream.rows)
         layer, place = block.layer, block.place
+        assert layer.input_norm is not None  # only the layer of an EAGLE head has none
         inputs = linear.normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         if block.kind == "attention":
             stream = attention_layer(config, layer, inputs, stream, turn, rows, kv, place)
         else:
+            assert mixer is not None  # the caller has one for a model with such layers
             stream = gated_delta_layer(config, layer, inputs, stream, mixer, place)
     if len(model.blocks) in kept_streams:
         streams.append(stream.rows)

@@ -158,6 +158,7 @@ def fill(
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
     stream = Stream(embed[tokens.reshape(-1)])
     for place, (layer, seen) in enumerate(zip(_layers_of(weights), rows, strict=True)):
+        assert layer.input_norm is not None  # only the layer of an EAGLE head has none
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         stream, kv = attention_layer(config, layer, qkv, stream, turn, seen, kv, place)
     out = rms_norm(stream.rows, weights.weights.final_norm[...], config.rms_eps)

@@ -163,6 +163,7 @@ def fill(
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     stream = Stream(embed[torch.cat([newest[:, None], masks], dim=1).flatten()])
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
+        assert layer.input_norm is not None  # only the layer of an EAGLE head has none
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         stream = attention_layer(config, layer, qkv, stream, turn, seen, kv, place)
     out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)

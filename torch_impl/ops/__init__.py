@@ -69,7 +69,9 @@ def kernel_or_plain(
 
     @wraps(plain)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        kernels = kernels_on(args[0].device)
+        (first, *_) = args
+        assert isinstance(first, Tensor)
+        kernels = kernels_on(first.device)
         if kernels is None:
             return plain(*args, **kwargs)
         return kernel(kernels, *args, **kwargs)
