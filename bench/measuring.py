@@ -24,8 +24,8 @@ from models.demo.data import KINDS, Example
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig
-from shared.server.tokenizer import Tokenizer
 from shared.spec.sampling import derive_seed
+from shared.text.tokenizer import Tokenizer
 from tests.support.equality import Oracle
 
 CPU_BATCH, GPU_BATCH = 8, 64

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -85,32 +86,32 @@ class JaxBackend:
           ValueError: Attention on a GPU does not take the head size, or see
             `shared.boundary.checks.check_limits`.
         """
-        device = jax.devices(device)[0] if isinstance(device, str) else device
+        where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
         is_loaded = isinstance(arrays, Weights)
-        model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, device)
+        model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, where)
         check_limits(limits, drafts, model.has_mtp)
         refuse_masks(limits)
         if isinstance(draft_arrays, Mapping):
-            draft_arrays = _placed(drafts, draft_arrays, kind, device)
+            draft_arrays = _placed(drafts, draft_arrays, kind, where)
         sizes = drafts.sizes
         for each in (config, sizes.model if sizes else config):
-            attention.check_head_size(each.head_size, device)
+            attention.check_head_size(each.head_size, where)
         self.limits, self.compiles = limits, 0
         self._blueprint = Blueprint(
             config=config,
             drafts=drafts,
             limits=limits,
             dtype=dtype,
-            on_gpu=device.platform == "gpu",
+            on_gpu=where.platform == "gpu",
         )
-        self._config, self._device, self._bind = config, device, _binding(config, drafts)
+        self._config, self._device, self._bind = config, where, _binding(config, drafts)
         own = [] if draft_arrays is None else [draft_arrays]
         self._graphs, parameters = zip(*map(nnx.split, [*own, model]), strict=True)
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
-        self._leaves = [_leaf(path, array, device) for path, array in leaves]
-        self._state = device_state.allocate(config, limits, sizes, kind, device)
-        self._options = compiler_options(device, quick_compile)
+        self._leaves = [_leaf(path, array, where) for path, array in leaves]
+        self._state = device_state.allocate(config, limits, sizes, kind, where)
+        self._options = compiler_options(where, quick_compile)
         self._programs: dict[Program, Compiled] = {}
         self._clock = _Clock()
         self._last: JaxFuture | None = None
@@ -143,6 +144,7 @@ class JaxBackend:
         check_plan(plan, self._programs)
         words = jax.device_put(plan.buffer, self._device)
         self._state, result = self._programs[plan.program](self._leaves, self._state, words)
+        assert isinstance(result, Awaited)
         # The one download of a step; under a guard that forbids transfers it is the one exception.
         with jax.transfer_guard_device_to_host("allow"):
             result.copy_to_host_async()
@@ -189,7 +191,9 @@ def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
     slices in place and pays for each argument, so it gets the stacks.
     """
     is_stack = any(getattr(key, "key", None) == "layers" for key in path)
-    return list(array) if is_stack and device.platform == "cpu" else array
+    if not is_stack or device.platform != "cpu":
+        return array
+    return [jax.device_put(layer, device) for layer in np.asarray(array)]
 
 
 def _placed(
@@ -241,17 +245,20 @@ def _is_known(name: str, value: bool | int, device: jax.Device) -> bool:
     return True
 
 
+@runtime_checkable
+class Awaited(Protocol):
+    """An array that may still be computed; `jax.Array` does not declare that it can be asked."""
+
+    def is_ready(self) -> bool: ...
+
+
 class JaxFuture:
     """The result of a submitted step, some time."""
 
-    def __init__(self, program: Program, limits: Limits, words: jax.Array, clock: "_Clock") -> None:
+    def __init__(self, program: Program, limits: Limits, words: Awaited, clock: "_Clock") -> None:
         self._program, self._limits, self._words, self._clock = program, limits, words, clock
         self._submitted = time.perf_counter()
         self._result: StepResult | None = None
-
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        return self._result is not None or self._words.is_ready()
 
     def result(self) -> StepResult:
         """Waits for the copy to the host."""

@@ -36,6 +36,8 @@ class OrbaxCheckpoint:
         self._folder, self._reader = folder, ocp.PyTreeCheckpointer()
         try:
             found = self._reader.metadata(folder).item_metadata
+            if found is None:
+                raise ValueError("nothing is stored")
             self._arrays = {name: (tuple(a.shape), np.dtype(a.dtype)) for name, a in found.items()}
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder} is no complete Orbax checkpoint") from error

@@ -211,12 +211,12 @@ def _commit(
     if not program.is_chain:
         kv = attention.commit_window(kv, plan.page_table, lengths, verified.path, counts)
     state, saved = _commit_state(machine, state, plan, verified, plan.save_at - lengths)
-    leaves_hole = state.draft is not None and not machine.feeds(program)
+    draft = None if machine.feeds(program) else state.draft  # it gets a hole
     new_lengths, newest, seen, draft_from = slots.commit(
         lengths=state.lengths,
         newest=state.newest,
         seen=state.seen,
-        draft_from=state.draft.draft_from if leaves_hole else None,
+        draft_from=None if draft is None else draft.draft_from,
         slots=plan.slots,
         before=lengths,
         tokens=verified.tokens,
@@ -224,8 +224,8 @@ def _commit(
         prompt_length=plan.sampling.prompt_length,
     )
     state = state._replace(lengths=new_lengths, newest=newest, seen=seen, kv=kv)
-    if leaves_hole:
-        state = state._replace(draft=state.draft._replace(draft_from=draft_from))
+    if draft is not None:
+        state = state._replace(draft=draft._replace(draft_from=draft_from))
     return state, saved
 
 

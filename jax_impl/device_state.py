@@ -87,6 +87,22 @@ def allocate(
     Args:
       drafter: What the drafter keeps; None without one.
     """
+
+    # One program: made one by one, each size would be a program of its own.
+    @jax.jit
+    def zeros() -> DeviceState:
+        return _zeros(config, limits, drafter, dtype, device)
+
+    return zeros()
+
+
+def _zeros(
+    config: ModelConfig,
+    limits: Limits,
+    drafter: DraftSizes | None,
+    dtype: np.dtype | type,
+    device: jax.Device,
+) -> DeviceState:
     slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
     return DeviceState(
         lengths=jnp.zeros(slots, np.int32, device=device),

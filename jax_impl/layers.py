@@ -107,6 +107,7 @@ def write_keys(
 
     For a model with norms of its keys.
     """
+    assert isinstance(layer.mixer, Attention)
     keys, norms = config.num_kv_heads * config.head_size, head_norms(config, layer.mixer)
     inputs = layer.mixer.inputs
     assert norms is not None  # the model has them

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
 from jax_impl.training import export, outputs, tasks
 from jax_impl.training.examples import Batches, Rows, open_tokenizer, read_prompts, read_rows
 from jax_impl.training.loop import Schedule, train
 from jax_impl.training.saving import note_run
-from jax_impl.training.tasks import Precision, Target, Trainable
+from jax_impl.training.tasks import Module, Precision, Target, Trainable
+from jax_impl.weights import DraftModel
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import open_checkpoint
@@ -201,7 +201,7 @@ def _head_json(given: argparse.Namespace, target: ModelConfig) -> Json:
 
 def _head_task(
     given: argparse.Namespace, config: DraftConfig, target: Target, rows: Rows
-) -> Trainable:
+) -> Trainable[DraftModel]:
     if config.kind == "DFLASH":
         return tasks.block_task(
             config, target, given.start, given.seed, given.anchors, _precision(given)
@@ -243,7 +243,7 @@ FEW_PROMPTS = 64
 """Fewer do not repay the time in which a CPU's program is compiled well."""
 
 
-def _run(given: argparse.Namespace, made: Trainable, rows: Rows) -> nnx.Module:
+def _run(given: argparse.Namespace, made: Trainable[Module], rows: Rows) -> Module:
     shares = jax.device_count()
     batches = Batches(rows, given.batch_tokens, given.seed, given.prompt_weight, shares)
     print(

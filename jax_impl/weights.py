@@ -6,7 +6,7 @@ float32.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax_impl.ops import linear
 from jax_impl.ops.linear import Matrix
 from shared.drafts import checkpoint as draft_checkpoint
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import Checkpoint, norms_before, parameters
+from shared.models.checkpoint import Checkpoint, Parameter, norms_before, parameters
 from shared.models.config import ModelConfig
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
@@ -87,6 +87,13 @@ class AttentionStack(nnx.Module):
 class GatedDeltaStack(nnx.Module):
     """The gated-delta layers of a stack."""
 
+    inputs: nnx.Param
+    conv: nnx.Param
+    a_log: nnx.Param
+    dt_bias: nnx.Param
+    norm: nnx.Param
+    out: nnx.Param
+
     def __init__(self, arrays: Arrays, prefix: str) -> None:
         for name in GatedDelta._fields:
             setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
@@ -105,6 +112,10 @@ class GatedDeltaStack(nnx.Module):
 
 class Layers(nnx.Module):
     """A stack of decoder layers: what all have, and a stack for each kind of mixer."""
+
+    input_norm: nnx.Param
+    hidden_norm: nnx.Param
+    post_attention_norm: nnx.Param
 
     def __init__(self, arrays: Arrays, prefix: str) -> None:
         # A model's layer lacks the second, an EAGLE head's both; what is folded is missing too.
@@ -177,6 +188,15 @@ class DraftModel(nnx.Module):
     `hidden_norm` beside `fc`, and a stack of several layers.
     """
 
+    fc_bias: nnx.Param
+    aux_norm: nnx.Param
+    input_norm: nnx.Param
+    hidden_norm: nnx.Param
+    post_attention_norm: nnx.Param
+    final_norm: nnx.Param
+    lm_head: nnx.Param
+    embed: nnx.Param
+
     def __init__(self, arrays: Arrays) -> None:
         self.fc = nnx.Param(arrays["fc"])
         norms = ("aux_norm", "input_norm", "hidden_norm", "final_norm")
@@ -188,6 +208,14 @@ class DraftModel(nnx.Module):
         self.layers = Layers(arrays, "layer.")
 
 
+class Stored(Protocol):
+    """What weights are read from, of either form: see `shared.models.checkpoint.Checkpoint`."""
+
+    def load(
+        self, parameter: Parameter, dtype: np.dtype | type, progress: Callable[[int], None]
+    ) -> Shaped[np.ndarray, "..."]: ...
+
+
 class LoadedHead(NamedTuple):
     """A draft head whose weights are on the device; as `shared.drafts.config.DraftHead`."""
 
@@ -196,7 +224,7 @@ class LoadedHead(NamedTuple):
 
 
 def load(
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     config: ModelConfig,
     with_mtp: bool,
     dtype: np.dtype | type,

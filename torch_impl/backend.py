@@ -163,11 +163,14 @@ def _drafter(model: Model, drafts: Drafts, own: DraftWeights | None) -> drafters
     if drafts.with_mtp:
         return EagleDrafter(heads.mtp(model))
     if drafts.model is not None:
+        assert isinstance(own, Weights)
         return StandaloneDrafter(Model.of(drafts.model, own), model.config.vocab)
     if drafts.head is None:
         return None
     if drafts.block is not None:
+        assert isinstance(own, BlockWeights)
         return BlockDrafter.of(model, own)
+    assert isinstance(own, HeadWeights)
     return EagleDrafter(heads.HEADS[drafts.kind](model, own))
 
 
@@ -208,9 +211,6 @@ class _Launched:
     ended: torch.cuda.Event
     copied: torch.cuda.Event
     _result: StepResult | None = None
-
-    def done(self) -> bool:
-        return self._result is not None or self.copied.query()
 
     def result(self) -> StepResult:
         if self._result is None:

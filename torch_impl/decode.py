@@ -76,6 +76,8 @@ def _trees(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, 
         return _host_trees(plan.drafts, newest)
     if shape.is_plain:
         return _roots(newest)
+    assert machine.drafter is not None  # it has the program
+    assert state.draft is not None
     rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
     found = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
     return Trees(found.tokens, found.parents, found.num_nodes, None, found.processed)
@@ -225,7 +227,7 @@ def _commit_state(
 ) -> Bool[Tensor, " B"]:
     """Advances the gated-delta states along the path, or takes over what plain decoding made."""
     state, mixer, counts = machine.state, verified.mixer, verified.counts
-    if mixer is None:
+    if mixer is None or state.delta is None or state.snapshots is None:
         return torch.zeros_like(plan.starts)
     if isinstance(mixer, OneToken):
         new = saved = mixer.new
@@ -255,6 +257,8 @@ def _extend(
     if not machine.feeds(program):
         return
     (B, W), counts, draft = verified.path.shape, verified.counts, machine.state.draft
+    assert machine.drafter is not None  # there is one to feed
+    assert draft is not None
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
     request = torch.arange(B, device=counts.device)
     rank = ranking(machine, plan, lengths + counts, machine.limits.max_width, False)

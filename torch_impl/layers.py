@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.models.config import ModelConfig
+from shared.models.config import GatedDeltaConfig, ModelConfig
 from shared.spec import layers as layers_spec
 from torch_impl.ops import attention, layers, linear, mamba_state
 from torch_impl.ops.attention import Angles, HeadNorms, Heads, Rows
@@ -56,6 +56,7 @@ def attention_layer(
     place: int,
 ) -> Stream:
     """A decoder layer with attention, from its projection on; writes the pools at `place`."""
+    assert isinstance(layer.mixer, Attention)
     norms = head_norms(config, layer.mixer)
     mixed = attention.mix(qkv, heads(config), norms, turn, rows, kv, place)
     return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
@@ -70,6 +71,7 @@ def gated_delta_layer(
     place: int,
 ) -> Stream:
     """A decoder layer with the gated delta rule, from its projection on."""
+    assert isinstance(layer.mixer, GatedDelta)
     mixed = mixer(place, layer.mixer, inputs)
     return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
 
@@ -93,9 +95,11 @@ def write_keys(
 
     For a model with norms of its keys.
     """
-    keys, inputs = config.num_kv_heads * config.head_size, layer.mixer.inputs
-    projected = linear.product(x, inputs, inputs.values.shape[-2] - 2 * keys)
-    norms = head_norms(config, layer.mixer)
+    assert isinstance(layer.mixer, Attention)
+    keys, norms = config.num_kv_heads * config.head_size, head_norms(config, layer.mixer)
+    assert norms is not None  # the model has them
+    inputs = layer.mixer.inputs
+    projected = linear.product(x, inputs, len(inputs.values) - 2 * keys)
     attention.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
 
 
@@ -108,6 +112,11 @@ def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:
         norm=weights.norm,
         eps=config.rms_eps,
     )
+
+
+def _sizes(config: ModelConfig) -> GatedDeltaConfig:
+    assert config.gated_delta is not None  # a model with such layers has their sizes
+    return config.gated_delta
 
 
 class Chunks:
@@ -132,7 +141,7 @@ class Chunks:
         out, *new, saved = mamba_state.mix_chunks(
             inputs,
             delta_weights(self._config, weights),
-            self._config.gated_delta,
+            _sizes(self._config),
             self._state.recurrent[place],
             self._state.window[place],
             self._row_starts,
@@ -167,7 +176,7 @@ class OneToken:
         out, *new = mamba_state.mix_step(
             inputs,
             delta_weights(self._config, weights),
-            self._config.gated_delta,
+            _sizes(self._config),
             self._state.recurrent[place],
             self._state.window[place],
         )
@@ -203,7 +212,7 @@ class Tree:
         out, kept = mamba_state.mix_tree(
             inputs,
             delta_weights(self._config, weights),
-            self._config.gated_delta,
+            _sizes(self._config),
             self._state.recurrent[place],
             self._state.window[place],
             self._parents,

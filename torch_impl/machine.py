@@ -39,7 +39,7 @@ class Machine:
 
     def streams(self, program: Program) -> tuple[int, ...]:
         """The residual streams that a step keeps for the drafter."""
-        return self.drafter.streams if self.feeds(program) else ()
+        return self.drafter.streams if self.drafter is not None and self.feeds(program) else ()
 
 
 def ranking(

@@ -88,6 +88,7 @@ def forward(
         if block.kind == "attention":
             stream = attention_layer(config, layer, inputs, stream, turn, rows, kv, place)
         else:
+            assert mixer is not None  # the caller has one for a model with such layers
             stream = gated_delta_layer(config, layer, inputs, stream, mixer, place)
     if len(model.blocks) in kept_streams:
         streams.append(stream.rows)

@@ -19,6 +19,7 @@ from torch_impl.ops import draft_tree, mamba_state, sampling, slots
 def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
     start(machine.state, plan)
     prompt = plan.prompt
+    assert prompt is not None  # a count has one
     request, is_real = draft_tree.request_of(prompt.row_starts, program.tokens)
     place = torch.arange(program.tokens, dtype=torch.int32, device=request.device)
     place = place - prompt.row_starts[request]
@@ -29,15 +30,16 @@ def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
 
 
 def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
-    state, is_row = machine.state, plan.slots != 0
+    state, is_row, prompt = machine.state, plan.slots != 0, plan.prompt
+    assert prompt is not None  # a prefill has one
     start(state, plan)
     prompts = Prompts.of(plan, program)
     passed, saved = _read_prompts(machine, plan, prompts, machine.streams(program))
     _count_prompts(machine, plan, prompts)
     logits = model.logits(machine.model, passed.hidden[prompts.last])
-    lengths, ends = prompts.lengths, plan.prompt.ends_prompt
+    lengths, ends = prompts.lengths, prompt.ends_prompt
     chosen = _choose_next(machine, plan, logits, lengths)
-    newest = torch.where(ends, chosen, plan.prompt.next_tokens)
+    newest = torch.where(ends, chosen, prompt.next_tokens)
     slots.commit(
         lengths=state.lengths,
         newest=state.newest,
@@ -67,6 +69,7 @@ def _read_prompts(
     if state.delta is None:
         passed = model.forward(machine.model, prompts.tokens, rows, state.kv, None, streams)
         return passed, torch.zeros_like(plan.starts)
+    assert state.snapshots is not None  # slots with states have snapshots
     save_after = plan.save_at - prompts.first
     mixer = Chunks(config, take(state.delta, plan.slots), prompts.row_starts, rows, save_after)
     passed = model.forward(machine.model, prompts.tokens, rows, state.kv, mixer, streams)
@@ -106,6 +109,8 @@ def _feed_prompts(
 ) -> None:
     """Extends the drafter over the chunks, each row with the token after it."""
     rows, draft = prompts.rows, machine.state.draft
+    assert machine.drafter is not None  # there is one to feed
+    assert draft is not None
     is_last = draft_tree.is_last(prompts.row_starts, rows.request)
     following = torch.where(is_last, newest[rows.request], prompts.tokens.roll(-1))
     rank = ranking(machine, plan, prompts.lengths, machine.limits.max_width, False)

@@ -83,10 +83,11 @@ def eagle3(model: Model, weights: LoadedHead) -> Head:
     """An EAGLE-3 head: one layer whose attention reads embedding and hidden state side by side."""
     config, own, settings = weights.config.layer, weights.weights, weights.config
     eps, layer = config.rms_eps, own.layers.layer(0, "attention", 0)
-    embed = own.embed if settings.own_embed else model.weights.embed
+    embed, input_norm = own.embed if settings.own_embed else model.weights.embed, layer.input_norm
+    assert input_norm is not None  # an EAGLE-3 head has one
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        embedded = rms_norm(embed[...][tokens], layer.input_norm, eps)
+        embedded = rms_norm(embed[...][tokens], input_norm, eps)
         normed = rms_norm(hidden, own.layers.hidden_norm[0], eps)
         qkv = product(jnp.concatenate([embedded, normed], axis=1), layer.mixer.inputs)
         x, kv = _decoder_layer(config, layer, qkv, Stream(hidden), rows, kv)

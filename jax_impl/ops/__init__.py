@@ -88,8 +88,7 @@ def kernel_or_plain(
 
     @wraps(plain)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0] if isinstance(args[0], jax.Array) else args[0][0]
-        if _is_plain or not takes(first):
+        if _is_plain or not takes(_first_array(args)):
             return plain(*args, **kwargs)
         return lax.platform_dependent(
             cuda=partial(kernel, kernels, *args, **kwargs),
@@ -97,6 +96,11 @@ def kernel_or_plain(
         )
 
     return operation
+
+
+def _first_array(args: tuple[Any, ...]) -> jax.Array:
+    """The first argument, or its first field where it is a record."""
+    return args[0] if isinstance(args[0], jax.Array) else args[0][0]
 
 
 def is_bfloat16(x: jax.Array) -> bool:

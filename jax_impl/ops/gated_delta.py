@@ -11,6 +11,9 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.ops import draft_tree, layers, scan
 from shared.spec.gated_delta import CHUNK
 
+Prepared = tuple[Float[jax.Array, "chunks H ..."], ...]
+"""What `_one_chunk` takes after the state, of all chunks or of one."""
+
 
 def split(
     channels: Float[jax.Array, "R C"], num_key_heads: int, num_value_heads: int, key_size: int
@@ -181,7 +184,9 @@ def chunked(
     inputs = (_rows_of_chunks(x, at, is_real) for x in (q, k, v, log_decay, beta))
     is_saved = stop - row_starts[owner] == save_after[owner]
 
-    def advance(carry, chunk):
+    def advance(
+        carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array, Prepared]
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         states, saved = carry
         row, saves, prepared = chunk
         after, out = _one_chunk(states[row], *prepared)
@@ -228,7 +233,7 @@ def _prepare(
     v: Float[jax.Array, "chunks H c V"],
     log_decay: Float[jax.Array, "chunks H c"],
     beta: Float[jax.Array, "chunks H c"],
-) -> tuple[Float[jax.Array, "chunks H ..."], ...]:
+) -> Prepared:
     """All of a chunk's work that does not need the incoming state.
 
     Returns:

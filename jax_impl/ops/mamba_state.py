@@ -147,7 +147,9 @@ def replay(
     *steps, inputs = (x[:, rows, path] for x in kept)
     tokens = tuple(jnp.moveaxis(x, 2, 0) for x in steps)
 
-    def advance(carry, token):
+    def advance(
+        carry: tuple[jax.Array, jax.Array], token: tuple[jax.Array, tuple[jax.Array, ...]]
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
         recurrent, saved = carry
         number, kept_inputs = token
         after = gated_delta.update(recurrent, *kept_inputs)

@@ -139,8 +139,8 @@ def fill(
             own = layers.keys_and_values(config, stack.attention, layer, context, whole_turn)
             k, v = (part.reshape(B, T, *part.shape[1:]) for part in own)
             y = normed(x, stack.input_norm[layer], eps, compute_dtype)
-            q, *block_kv, gate = layers.project(config, stack.attention, layer, y, turn)
-            out = _attend(q, k, v, *block_kv, sees, size)
+            q, own_k, own_v, gate = layers.project(config, stack.attention, layer, y, turn)
+            out = _attend(q, k, v, own_k, own_v, sees, size)
             x = x + layers.merge(stack.attention, layer, out, gate)
             y = normed(x, stack.post_attention_norm[layer], eps, compute_dtype)
             return x + layers.mlp(stack, layer, y)
@@ -192,7 +192,9 @@ def _scored(
         labels.reshape(len(labels), -1),
     )
 
-    def score(rows):
+    def score(
+        rows: tuple[Hidden, Tokens],
+    ) -> tuple[Float[jax.Array, " R"], Bool[jax.Array, " R"]]:
         found, _, agrees = cross_entropy(logits(target, rows[0], compute_dtype), rows[1])
         return found, agrees
 

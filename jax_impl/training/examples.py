@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64
 
-from shared.server.chat_template import TemplateFailed
-from shared.server.tokenizer import Tokenizer
+from shared.text.chat_template import TemplateFailed
+from shared.text.tokenizer import Tokenizer
 
 WIDTH_STEP = 64
 """Rows are padded to multiples of it, as the chunked delta rule asks."""

@@ -132,7 +132,7 @@ def _without_mtp(file: Path) -> Tensors:
     return {name: array for name, array in load_file(file).items() if not name.startswith("mtp.")}
 
 
-def _extend_shards(folder: Path, target: Path, tensors: Weights) -> None:
+def _extend_shards(folder: Path, target: Path, tensors: Tensors) -> None:
     """Copies the shards without MTP tensors and adds one that holds them."""
     weight_map = read_json(target / INDEX_FILE)["weight_map"]
     for shard in sorted(set(weight_map.values())):

@@ -4,6 +4,9 @@ As `shared.spec.gated_delta.chunked` from a state of zeros; float32 throughout. 
 incoming state changes runs chunk after chunk.
 """
 
+from functools import reduce
+from operator import add
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -57,7 +60,7 @@ def _conv(
     T, width = inputs.shape[1], weight.shape[1]
     padded = jnp.pad(inputs, ((0, 0), (width - 1, 0), (0, 0))).astype(jnp.float32)
     wide = weight.astype(jnp.float32)
-    return layers.silu(sum(padded[:, j : j + T] * wide[:, j] for j in range(width)))
+    return layers.silu(reduce(add, (padded[:, j : j + T] * wide[:, j] for j in range(width))))
 
 
 def chunked(
@@ -99,7 +102,9 @@ def _carry(
 ) -> tuple[Float[jax.Array, "chunks B H K V"], Float[jax.Array, "chunks B H c V"]]:
     """Carries the states from chunk to chunk: each chunk's first state, and what it stores."""
 
-    def advance(state, chunk):
+    def advance(
+        state: Float[jax.Array, "B H K V"], chunk: tuple[jax.Array, ...]
+    ) -> tuple[Float[jax.Array, "B H K V"], tuple[jax.Array, jax.Array]]:
         stored, reads, left, kept = chunk
         stored = stored - _matmul(reads, state)
         return kept * state + _matmul(left, stored), (state, stored)

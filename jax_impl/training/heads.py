@@ -208,7 +208,7 @@ def chain_attention(
 
 def _own_scores(q: Queries, k: Keys) -> Float[jax.Array, "B Hk group T"]:
     """How well each row's queries fit the keys of the same row."""
-    B, T, Hq, D = q.shape
+    B, T, _, D = q.shape
     grouped = q.reshape(B, T, k.shape[2], -1, D).astype(jnp.float32)
     found = (grouped * k[:, :, :, None].astype(jnp.float32)).sum(axis=-1)
     return jnp.moveaxis(found, 1, -1) * jnp.float32(D**-0.5)

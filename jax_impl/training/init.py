@@ -119,7 +119,8 @@ def _draw(parameter: Parameter, num_layers: int, rng: np.random.Generator) -> np
     if kind == "a_log":
         return np.log(rng.uniform(*DECAY_RATES, shape))
     if kind == "dt_bias":
-        steps = np.exp(rng.uniform(*np.log(TIME_STEPS), shape))
+        low, high = np.log(TIME_STEPS)
+        steps = np.exp(rng.uniform(low, high, shape))
         return steps + np.log(-np.expm1(-steps))  # softplus of it is the step
     if kind == "conv":
         bound = shape[-1] ** -0.5

@@ -150,7 +150,7 @@ def causal(q: Queries, k: Keys, v: Keys) -> Queries:
 def scores(q: Queries, k: Float[jax.Array, "B J Hk D"]) -> Float[jax.Array, "B Hk group T J"]:
     """How well each query fits each key, float32, query heads in the groups of their KV head."""
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
-    B, T, Hq, D = q.shape
+    B, T, _, D = q.shape
     grouped = q.reshape(B, T, k.shape[2], -1, D)
     wide = {"precision": precision, "preferred_element_type": jnp.float32}
     return jnp.einsum("bthgd,bjhd->bhgtj", grouped, k, **wide) * jnp.float32(D**-0.5)

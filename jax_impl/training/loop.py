@@ -226,16 +226,17 @@ class _Run:
         step, rate = jax.jit(traced, donate_argnums=0), jax.ShapeDtypeStruct((), np.float32)
         lowered = {}
         for shape in self._batches.shapes:
-            tokens, weights = (
-                jax.ShapeDtypeStruct(shape, kind, sharding=self._by_rows)
-                for kind in (np.int32, np.float32)
-            )
-            lowered[shape] = step.lower(state, self._task.frozen, Batch(tokens, weights), rate)
+            empty = Batch(np.empty(shape, np.int32), np.empty(shape, np.float32))
+            batch = jax.tree.map(self._placed_shape, empty)
+            lowered[shape] = step.lower(state, self._task.frozen, batch, rate)
         few = self._schedule.steps is not None and self._schedule.steps <= FEW_STEPS
         options = compiler_options(jax.devices()[0], quick_compile=few)
         with ThreadPoolExecutor() as pool:
             found = pool.map(lambda one: one.compile(options), lowered.values())
             self._compiled = dict(zip(lowered, found, strict=True))
+
+    def _placed_shape(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._by_rows)
 
     def _traced(
         self, state: State, frozen: Any, batch: Batch, rate: Float[Array, ""]

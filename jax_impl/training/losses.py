@@ -159,7 +159,7 @@ def weigh(
 def acceptance(rates: list[Scalar]) -> Metrics:
     """Names the shares of chains that agree so far, and their sum with the bonus token."""
     named = {f"agreement_{i}": rate for i, rate in enumerate(rates, start=1)}
-    return named | {"acceptance_length": 1 + sum(rates)}
+    return named | {"acceptance_length": 1 + sum(rates, jnp.zeros(()))}
 
 
 def _cross_entropy(
@@ -174,7 +174,7 @@ def _cross_entropy(
     mask = _ahead(loss_mask, ahead)
     labels = jnp.roll(tokens, -ahead, axis=1)
 
-    def score(block):
+    def score(block: tuple[Hidden, Tokens]) -> tuple[jax.Array, jax.Array, jax.Array]:
         rows, labels = block
         return cross_entropy(scores(rows), labels)
 
@@ -199,7 +199,7 @@ def _steps_scored(
 ) -> list[tuple[Float[jax.Array, "B T"], Bool[jax.Array, "B T"]]]:
     """Each step's cross-entropy against the target, and whether the first choices agree."""
 
-    def score(block):
+    def score(block: tuple[Hidden, ...]) -> list[tuple[jax.Array, jax.Array]]:
         ahead, *steps = block
         whole = lax.stop_gradient(logits(target, ahead, compute_dtype))
         wanted, best = jax.nn.softmax(whole, axis=-1), jnp.argmax(whole, axis=-1)
@@ -237,7 +237,7 @@ def by_blocks(function: Callable[[Any], Any], rows: Any, size: int) -> Any:
     size = min(size, B * T)
     count = -(-B * T // size)
 
-    def cut(x):
+    def cut(x: jax.Array) -> jax.Array:
         flat = x.reshape(B * T, *x.shape[2:])
         spare = jnp.pad(flat, ((0, count * size - B * T), *[(0, 0)] * (flat.ndim - 1)))
         return spare.reshape(count, size, *flat.shape[1:])

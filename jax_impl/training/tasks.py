@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,9 @@ from jax_impl import weights
 from jax_impl.training import init, losses
 from jax_impl.training.block import Block, block_loss
 from jax_impl.training.examples import Batch
+from jax_impl.training.forward import Tokens
 from jax_impl.training.loop import Metrics, Task
+from jax_impl.training.losses import Mask
 from jax_impl.weights import DraftModel, Mtp, Weights
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
@@ -24,6 +26,9 @@ from shared.models.checkpoint import open_checkpoint
 from shared.models.config import Json, ModelConfig
 
 MIN_LAYERS = 3  # of an EAGLE-3 head's target, as it reads three of its streams
+
+
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +51,11 @@ class Target(NamedTuple):
     model: Weights
 
 
-class Trainable(NamedTuple):
+class Trainable(NamedTuple, Generic[Module]):
     """A task, and what gives the module of its parameters back."""
 
     task: Task
-    merge: Callable[[nnx.State], Any]
+    merge: Callable[[nnx.State], Module]
 
 
 def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLike) -> Weights:
@@ -67,7 +72,7 @@ def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLi
 
 def model_task(
     config: ModelConfig, start: Path | None, seed: int, mtp_weight: float, precision: Precision
-) -> Trainable:
+) -> Trainable[Weights]:
     """A model from scratch, with its MTP layer where the config names one.
 
     Args:
@@ -81,7 +86,7 @@ def model_task(
 
     def loss(model: Weights, frozen: Any, batch: Batch, key: Any) -> tuple[Any, Metrics]:
         return losses.language_model_loss(
-            config, model, *batch, precision.dtype, mtp_weight, precision.remat
+            config, model, *_arrays(batch), precision.dtype, mtp_weight, precision.remat
         )
 
     return _trainable(model, (), loss)
@@ -89,7 +94,7 @@ def model_task(
 
 def mtp_task(
     target: Target, start: Path | None, seed: int, depth: int, precision: Precision
-) -> Trainable:
+) -> Trainable[Mtp]:
     """The MTP layer of a target; `start` is a folder whose layer it starts from.
 
     Raises:
@@ -108,7 +113,15 @@ def mtp_task(
 
     def loss(layer: Mtp, model: Weights, batch: Batch, key: Any) -> tuple[Any, Metrics]:
         return losses.head_loss(
-            "mtp", None, layer, config, model, *batch, depth, precision.dtype, precision.remat
+            "mtp",
+            None,
+            layer,
+            config,
+            model,
+            *_arrays(batch),
+            depth,
+            precision.dtype,
+            precision.remat,
         )
 
     return _trainable(layer, target.model, loss)
@@ -122,7 +135,7 @@ def head_task(
     draft_ids: Int32[np.ndarray, " draft_vocab"] | None,
     depth: int,
     precision: Precision,
-) -> Trainable:
+) -> Trainable[DraftModel]:
     """An EAGLE or EAGLE-3 head; `start` is a folder of a head to start from.
 
     Args:
@@ -141,7 +154,7 @@ def head_task(
             head,
             target.config,
             model,
-            *batch,
+            *_arrays(batch),
             depth,
             precision.dtype,
             precision.remat,
@@ -157,7 +170,7 @@ def block_task(
     seed: int,
     num_anchors: int,
     precision: Precision,
-) -> Trainable:
+) -> Trainable[DraftModel]:
     """A DFLASH head; `start` is a folder of a head to start from.
 
     Args:
@@ -177,7 +190,7 @@ def block_task(
             head,
             target.config,
             model,
-            *batch,
+            *_arrays(batch),
             key,
             num_anchors,
             precision.dtype,
@@ -194,12 +207,19 @@ def load_head(folder: Path, config: DraftConfig) -> DraftModel:
     return weights.load_head(opened, config, np.float32, device, lambda count: None)
 
 
-def _trainable(module: Any, frozen: Any, loss: Callable[..., tuple[Any, Metrics]]) -> Trainable:
+def _arrays(batch: Batch) -> tuple[Tokens, Mask]:
+    """A batch as a loss has it."""
+    return jnp.asarray(batch.tokens), jnp.asarray(batch.weights)
+
+
+def _trainable(
+    module: Module, frozen: Any, loss: Callable[..., tuple[Any, Metrics]]
+) -> Trainable[Module]:
     """Splits the module that is trained, and the frozen one, into arrays and their place."""
     graph, params, rest = nnx.split(module, nnx.Param, ...)
     frozen_graph, arrays = nnx.split(frozen) if isinstance(frozen, nnx.Module) else (None, ())
 
-    def merge(params: nnx.State) -> Any:
+    def merge(params: nnx.State) -> Module:
         return nnx.merge(graph, params, rest)
 
     def of_arrays(params: nnx.State, frozen: Any, batch: Batch, key: Any) -> tuple[Any, Metrics]:

@@ -134,11 +134,6 @@ class Limits:
             raise ValueError(f"the accept rule {self.accept_rule} is for chains, not for trees")
 
     @cached_property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """Batch buckets, ascending."""
-        return tuple(sorted({p.batch for p in self.programs}))
-
-    @cached_property
     def token_sizes(self) -> tuple[int, ...]:
         """Token buckets of a prefill, ascending."""
         return tuple(sorted({p.tokens for p in self.programs if p.work is Work.PREFILL}))
@@ -347,10 +342,6 @@ class StepResult:
 
 class StepFuture(Protocol):
     """The result of a submitted step, some time."""
-
-    def done(self) -> bool:
-        """Whether `result` would return at once."""
-        ...
 
     def result(self) -> StepResult:
         """Waits for the copy to the host."""

@@ -50,10 +50,14 @@ def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
 
 
 def gathered_attention(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
-    """Of plain attention: the keys and values of whole page tables, and the scores of all rows."""
+    """Of plain attention: the keys and values of whole page tables, and the scores of all rows.
+
+    Scores are float32 of float32 keys, which are a copy of narrower ones.
+    """
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest
     keys = program.pages * limits.page_size
-    gathered = 2 * program.batch * keys * model.num_kv_heads * model.head_size * item
+    bytes_each = 2 * item + (4 if item < 4 else 0)
+    gathered = program.batch * keys * model.num_kv_heads * model.head_size * bytes_each
     return gathered + 2 * program.batch * model.num_heads * queries * keys * 4
 
 

@@ -67,8 +67,12 @@ class ModelOptions:
 class ServerOptions:
     """Where requests come in."""
 
-    host: str = flag("127.0.0.1", "address to listen on")
+    host: str = flag("127.0.0.1", "address to listen on, or a name, with all its addresses")
     port: int = flag(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    allowed_hosts: str | None = flag(
+        None, "names, separated by commas, that clients may call the server by; * is any (default: "
+        "those of this machine where it listens to this machine alone, else any)",
+    )  # fmt: skip
     served_model_name: str | None = flag(
         None, "name in requests and answers (default: the folder's name)"
     )

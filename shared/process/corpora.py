@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+import threading
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, NoReturn
 
 import numpy as np
+from jaxtyping import Int32
 
 from shared.engine.ngram.corpus import Corpus
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Refusal
 
+Orders = SimpleQueue[tuple[Future[Corpus], Int32[np.ndarray, " words"]]]
 NO_INDEX = "there are no external corpora without --speculative-algorithm NGRAM"
 
 
@@ -18,7 +22,8 @@ class Corpora:
     """Answers the messages of the admin routes.
 
     A corpus is built on a thread of its own, whose compiled loops let the engine's run, and joins
-    the index between two steps. Every answer has the ticket of its question.
+    the index between two steps. Every answer has the ticket of its question. The thread is a
+    daemon: the end of the process waits for no corpus, however large.
 
     Args:
       index: What drafts from corpora; None where the drafter is another.
@@ -26,7 +31,8 @@ class Corpora:
 
     def __init__(self, index: NgramIndex | None) -> None:
         self._index = index
-        self._builder = ThreadPoolExecutor(max_workers=1)
+        self._orders: Orders = SimpleQueue()
+        threading.Thread(target=_build, args=[self._orders], daemon=True).start()
         self._building: list[tuple[int, str, Future[Corpus]]] = []
         self._answers: list[list[Any]] = []
 
@@ -38,7 +44,9 @@ class Corpora:
         except Refusal as refusal:
             self._refuse(ticket, refusal)
             return
-        self._building.append((ticket, name, self._builder.submit(Corpus.build, words)))
+        built: Future[Corpus] = Future()
+        self._building.append((ticket, name, built))
+        self._orders.put((built, words))
 
     def remove(self, ticket: int, name: str) -> None:
         """Drops a corpus."""
@@ -75,10 +83,6 @@ class Corpora:
         due, self._answers = self._answers, []
         return due
 
-    def close(self) -> None:
-        """Lets go of what is still being built."""
-        self._builder.shutdown(wait=False, cancel_futures=True)
-
     def _given(self) -> NgramIndex:
         if self._index is None:
             raise Refusal("corpus_id", NO_INDEX)
@@ -90,3 +94,13 @@ class Corpora:
 
     def _refuse(self, ticket: int, refusal: Refusal) -> None:
         self._answers.append(["corpora", ticket, {}, str(refusal), refusal.field])
+
+
+def _build(orders: Orders) -> NoReturn:
+    """Builds one corpus after the other, for ever."""
+    while True:
+        built, words = orders.get()
+        try:
+            built.set_result(Corpus.build(words))
+        except Exception as error:  # the engine's thread meets it where it asks for the corpus
+            built.set_exception(error)

@@ -39,6 +39,7 @@ class ModelFacts:
       sampling_defaults: Of requests that leave fields open.
       max_open_requests: Most requests that run or wait at a time; None bounds none.
       max_draft_depth: S, the most drafts that a step can accept; 0 without speculation.
+      host_names: What clients may call the server by beside the machine's own names; None: any.
       admin_api_key: Opens the routes that change the server; None keeps them closed.
       corpus_path: JSONL file of the external corpus to start with, or None.
     """
@@ -50,6 +51,7 @@ class ModelFacts:
     sampling_defaults: SamplingDefaults
     max_open_requests: int | None
     max_draft_depth: int
+    host_names: tuple[str, ...] | None
     admin_api_key: str | None = None
     corpus_path: str | None = None
 
@@ -63,8 +65,9 @@ class ModelFacts:
         limits = RequestLimits(**fields["limits"])
         defaults = SamplingDefaults(**fields["sampling_defaults"])
         eos_ids = tuple(fields["eos_ids"])
+        names = None if fields["host_names"] is None else tuple(fields["host_names"])
         parts = {"limits": limits, "sampling_defaults": defaults, "eos_ids": eos_ids}
-        return cls(**{**fields, **parts})
+        return cls(**{**fields, **parts, "host_names": names})
 
 
 def pack(message: list[Any]) -> bytes:

@@ -33,12 +33,14 @@ from shared.options.capabilities import refusals
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
 from shared.options.setup import Setup
 from shared.process import loop
+from shared.process.address import bind, host_names
 from shared.process.device import Device
 from shared.process.frames import ModelFacts
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.programs import ProgramCosts, draft_shape
 from shared.process.progress import loading_bar, preparing_bar
 from shared.process.watchdog import NamedSteps, Watchdog
+from shared.text.tokenizer import Tokenizer
 
 
 class Weights(Protocol):
@@ -120,7 +122,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         options = parse(argv)
-        listener = loop.bind(options.server.host, options.server.port)
+        listeners = bind(options.server.host, options.server.port)
         start = prepare(options, platform)
         _print_plan(console, start.memory)
         if named := str(start.defaults):
@@ -134,7 +136,8 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     engine = make_engine(NamedSteps(backend, watchdog), start.memory.options)
     controller = engine.controller
     index = controller.index if isinstance(controller, NgramController) else None
-    return loop.run(engine, _facts(start), listener, index, watchdog)
+    facts = _facts(start, host_names(options.server, listeners))
+    return loop.run(engine, facts, listeners, index, watchdog)
 
 
 def _ready(start: Start, platform: Platform, console: Console) -> Backend:
@@ -186,6 +189,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     if corpus and not os.path.isfile(corpus):
         raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
     checkpoint.check(model, draft.with_mtp)
+    Tokenizer.from_folder(folder)  # the server's process keeps one; here only its faults count
     theirs = options.server.sampling_defaults == "openai"
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
@@ -262,7 +266,7 @@ def make_controller(limits: Limits, options: Options) -> Controller:
     return NgramController(limits, index)
 
 
-def _facts(start: Start) -> ModelFacts:
+def _facts(start: Start, names: tuple[str, ...] | None) -> ModelFacts:
     memory = start.memory
     options, limits, model = memory.options, memory.limits, memory.blueprint.config
     folder = Path(options.model.model_path).resolve()
@@ -275,6 +279,7 @@ def _facts(start: Start) -> ModelFacts:
         sampling_defaults=start.defaults,
         max_open_requests=None if queued is None else limits.num_slots - 1 + queued,
         max_draft_depth=limits.max_depth,
+        host_names=names,
         admin_api_key=options.server.admin_api_key,
         corpus_path=options.ngram.speculative_ngram_external_corpus_path,
     )

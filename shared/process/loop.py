@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -88,36 +88,10 @@ class HostEngine(Protocol):
         ...
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """Takes the server's address, before the model is loaded; who connects waits for the server.
-
-    Two sockets may have one address as long as neither listens, so this one listens at once: a
-    second start is refused here, not after it has loaded its model.
-
-    Args:
-      host: Name or address to listen on.
-      port: TCP port; 0 takes a free one.
-
-    Raises:
-      ValueError: The address cannot be had; one sentence.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()
-    except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"--host {host} --port {port} cannot be listened on ({error}); choose another"
-        ) from error
-    return listener
-
-
 def run(
     engine: HostEngine,
     facts: ModelFacts,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     index: NgramIndex | None,
     watchdog: Watchdog,
 ) -> int:
@@ -126,7 +100,7 @@ def run(
     Args:
       engine: Closed at the end.
       facts: Sent to the server first.
-      listener: What `bind` gave; handed to the server.
+      listeners: What `address.bind` gave; handed to the server.
       index: What drafts from external corpora; None where the drafter is another.
       watchdog: Ends both processes where a step does not end.
 
@@ -135,15 +109,14 @@ def run(
     """
     stop = _StopSignal()
     ours, theirs = socket.socketpair()
-    child = _start_server(listener, theirs)
-    link, corpora = _Link(ours), Corpora(index)
+    child = _start_server(listeners, theirs)
+    link = _Link(ours)
     link.send(facts.to_message())
     watchdog.start(stop.readable, partial(_end_at_once, link, child))
     try:
-        _Loop(engine, link, corpora, watchdog).run(stop)
+        _Loop(engine, link, Corpora(index), watchdog).run(stop)
         reason, failed = STOPPED, False
     except _ServerEnded:
-        corpora.close()
         return _after_server(child, engine, watchdog)
     except Exception as error:  # any failure of the engine ends the service, with its reason
         traceback.print_exc()
@@ -151,7 +124,6 @@ def run(
         print(reason, file=sys.stderr, flush=True)
     link.farewell(["end", reason, failed])
     _end_child(child)
-    corpora.close()
     with watchdog.watched():
         engine.close()
     return EXIT_FAILED if failed else 0
@@ -307,13 +279,16 @@ class _Loop:
         self._link.send(["metrics", self._engine.metrics.snapshot()])
 
 
-def _start_server(listener: socket.socket, link: socket.socket) -> subprocess.Popen[bytes]:
-    fds = (link.fileno(), listener.fileno())
-    flags = ["--engine-fd", str(fds[0]), "--listen-fd", str(fds[1])]
+def _start_server(
+    listeners: Sequence[socket.socket], link: socket.socket
+) -> subprocess.Popen[bytes]:
+    fds = [handed.fileno() for handed in (link, *listeners)]
+    engine, *listen = map(str, fds)
+    flags = ["--engine-fd", engine, "--listen-fds", *listen]
     command = [sys.executable, "-m", "shared.server.app", *flags]
     child = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
-    link.close()
-    listener.close()
+    for handed in (link, *listeners):
+        handed.close()
     return child
 
 

@@ -103,10 +103,6 @@ class _Named:
     def __init__(self, future: StepFuture, name: str, watchdog: Watchdog) -> None:
         self._future, self._name, self._watchdog = future, name, watchdog
 
-    def done(self) -> bool:
-        """See `StepFuture`."""
-        return self._future.done()
-
     def result(self) -> StepResult:
         """See `StepFuture`."""
         self._watchdog.doing = self._name

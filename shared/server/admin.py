@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from shared.server.engine_client import EngineClient, EngineLost, Refused
 from shared.server.openai_types import ApiError, Strict, Text, is_id_list, is_text, parse_plain
-from shared.server.tokenizer import Tokenizer
 from shared.server.transport import read_json
+from shared.text.tokenizer import Tokenizer
 
 SEPARATOR = -1
 """Stands after each document; `shared.engine.ngram.corpus` lets no draft pass it."""

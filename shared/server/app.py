@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -24,14 +24,16 @@ from starlette.types import ASGIApp
 
 from shared.options import capabilities
 from shared.server.admin import AdminRoutes, load_start_corpus
+from shared.server.connection import TimedConnection
 from shared.server.delta import Delta
 from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
 from shared.server.generation import Generation, Generator
+from shared.server.hosts import HostCheck
 from shared.server.openai_types import ApiError, Body, ChatRequest, CompletionRequest, parse
 from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.server_metrics import ServerMetrics
-from shared.server.tokenizer import Tokenizer
 from shared.server.transport import BodyLimit, EventStream, read_json, watch_client
+from shared.text.tokenizer import Tokenizer
 
 GRACE_S = 1  # for open answers to say their error, once the engine is gone
 HARD_END_S = 3.0  # then the process ends whatever still hangs
@@ -182,7 +184,21 @@ def make_app(client: EngineClient, tokenizer: Tokenizer | None) -> ASGIApp:
     app.add_exception_handler(ClientLeft, _on_client_left)
     app.add_exception_handler(ClientDisconnect, _on_client_left)
     app.add_exception_handler(Exception, _on_fault)
-    return BodyLimit(app)
+    names = client.facts.host_names
+    return BodyLimit(app) if names is None else HostCheck(BodyLimit(app), names)
+
+
+def http_config(app: ASGIApp) -> uvicorn.Config:
+    """How the application is served."""
+    return uvicorn.Config(
+        app,
+        http=TimedConnection,
+        log_level="warning",
+        access_log=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+    )
 
 
 class _HttpServer(uvicorn.Server):
@@ -201,7 +217,7 @@ class _HttpServer(uvicorn.Server):
         print(self._greeting, flush=True)
 
 
-async def serve(connection: socket.socket, listener: socket.socket) -> int:
+async def serve(connection: socket.socket, listeners: list[socket.socket]) -> int:
     """Serves until the engine ends or SIGTERM; returns the exit code."""
     try:
         client = await EngineClient.connect(connection)
@@ -210,19 +226,12 @@ async def serve(connection: socket.socket, listener: socket.socket) -> int:
     except (EngineLost, ValueError) as error:
         print(error, file=sys.stderr, flush=True)
         return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
-    config = uvicorn.Config(
-        make_app(client, tokenizer),
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        lifespan="off",
-        timeout_graceful_shutdown=GRACE_S,
-    )
-    server = _HttpServer(config, _greeting(client.facts.model_name, listener))
+    config = http_config(make_app(client, tokenizer))
+    server = _HttpServer(config, _greeting(client.facts.model_name, listeners))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
     client.ended.add_done_callback(lambda _: _shut_down(server))
-    await server.serve([listener])
+    await server.serve(listeners)
     if client.alive:
         return 0
     end = client.ended.result()
@@ -238,22 +247,27 @@ def _shut_down(server: uvicorn.Server) -> None:
     timer.start()
 
 
-def _greeting(model: str, listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    return f"{model} is served at http://{shown}:{port}"
+def _greeting(model: str, listeners: Sequence[socket.socket]) -> str:
+    shown = []
+    for listener in listeners:
+        host, port = listener.getsockname()[:2]
+        shown.append(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+    return f"{model} is served at {' and '.join(shown)}"
 
 
 def main() -> int:
     """Entry of `python -m shared.server.app`, which the engine's process starts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine-fd", type=int, required=True, help="socket to the engine")
-    parser.add_argument("--listen-fd", type=int, required=True, help="bound TCP socket")
+    parser.add_argument(
+        "--listen-fds", type=int, nargs="+", required=True, help="listening TCP sockets"
+    )
     flags = parser.parse_args()
     # Ctrl-C reaches both processes; the engine's ends this one in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = socket.socket(fileno=flags.engine_fd)
-    return asyncio.run(serve(connection, socket.socket(fileno=flags.listen_fd)))
+    listeners = [socket.socket(fileno=number) for number in flags.listen_fds]
+    return asyncio.run(serve(connection, listeners))
 
 
 if __name__ == "__main__":

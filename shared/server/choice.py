@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from shared.engine.request import Event, FinishReason
 from shared.server.delta import Delta, OutputParser
 from shared.server.logprobs import TokenLogprob
-from shared.server.tokenizer import Detokenizer
+from shared.text.tokenizer import Detokenizer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from shared.engine.checks import TOO_LONG, check
 from shared.engine.request import Event, FinishReason, Refusal, SamplingParams
 from shared.process.frames import ModelFacts
-from shared.server.chat_template import TemplateFailed
 from shared.server.choice import Choice, Piece, Speculation, StopFinder
 from shared.server.delta import PlainText
 from shared.server.engine_client import (
@@ -33,8 +32,9 @@ from shared.server.openai_types import (
 from shared.server.responses import Answer, Form
 from shared.server.sampling import make_sampling
 from shared.server.server_metrics import ServerMetrics
-from shared.server.tokenizer import Detokenizer, Tokenizer
 from shared.spec.sampling import derive_seed
+from shared.text.chat_template import TemplateFailed
+from shared.text.tokenizer import Detokenizer, Tokenizer
 
 
 class Generation:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shared.server.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ is a tree, and ascending numbers put parents before children.
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Bool, Float, Int
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,6 @@ def ancestors(parents: Int[np.ndarray, "B N"]) -> Bool[np.ndarray, "B N N"]:
         found[:, node] = found[np.arange(B), parents[:, node]]
         found[:, node, node] = True
     return found
-
-
-def ancestor_bits(parents: Int[np.ndarray, "B N"]) -> UInt32[np.ndarray, "B N words"]:
-    """`ancestors` packed: node j is bit `j % 32` of word `j // 32`, of ceil(N / 32) words."""
-    B, N = parents.shape
-    mask = np.zeros((B, N, -(-N // 32) * 32), np.uint32)
-    mask[:, :, :N] = ancestors(parents)
-    bits = mask.reshape(B, N, -1, 32) << np.arange(32, dtype=np.uint32)
-    return bits.sum(axis=-1, dtype=np.uint32)
 
 
 def best(weights: Float[np.ndarray, "B C"], count: int) -> Int[np.ndarray, "B count"]:

@@ -41,13 +41,6 @@ def rms_norm(
     return normed if weight is None else normed * weight
 
 
-def rms_norm_zero_centered(
-    x: Float[np.ndarray, "... size"], weight: Float[np.ndarray, " size"], eps: float
-) -> Float[np.ndarray, "... size"]:
-    """As `rms_norm`, with a weight that is stored as its distance from 1."""
-    return rms_norm(x, 1 + weight, eps)
-
-
 def l2norm(x: Float[np.ndarray, "... size"]) -> Float[np.ndarray, "... size"]:
     """Scales the last axis to unit length; the 1e-6 stands inside the root."""
     return x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6)

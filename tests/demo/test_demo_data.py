@@ -25,7 +25,7 @@ from models.demo.problems import draw_problem
 from models.demo.scenes import SCENES
 from models.demo.story import Story, apply
 from models.make_random import SPECIAL_TOKENS
-from shared.server.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"

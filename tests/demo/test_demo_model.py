@@ -16,7 +16,7 @@ from bench.serving import Outcome, serve_all, start
 from models.demo.data import Example
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import DEFAULT_MODEL
-from shared.server.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 from tests.support.golden_models import GoldenModel, SpecModel
 from tests.support.golden_torch import TorchModel
 

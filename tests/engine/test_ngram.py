@@ -268,9 +268,6 @@ class Watched:
         def __init__(self, future: StepFuture) -> None:
             self._future, self.is_known = future, False
 
-        def done(self) -> bool:
-            return self._future.done()
-
         def result(self):
             self.is_known = True
             return self._future.result()

@@ -159,6 +159,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "context_length": 100,
         "host": "::1",
         "port": 0,
+        "allowed_hosts": "it.example,other.example",
         "served_model_name": "it",
         "watchdog_timeout": 30,
         "admin_api_key": "secret",

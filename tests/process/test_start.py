@@ -19,7 +19,7 @@ from shared.models.checkpoint import CheckpointError, save_checkpoint
 from shared.models.config import ModelConfig
 from shared.process.device import Device
 from shared.process.launch import launch
-from shared.server.tokenizer import Tokenizer
+from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import save_tokenizer
 from tests.support.reference_serve import PLATFORM
 from tests.support.tiny_heads import write_tiny_head
@@ -59,6 +59,11 @@ def truncate(folder: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
+def break_template(folder: Path) -> None:
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{% if %}")
+
+
 SPOILED = {
     "another architecture": (
         lambda f: edit_config(f, architectures=["GPT2LMHeadModel"]),
@@ -71,6 +76,8 @@ SPOILED = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json"),
     "broken config": (lambda f: (f / "config.json").write_text("{"), "config.json"),
+    "a broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "tokenizer.json"),
+    "a broken chat template": (break_template, "chat template"),
     "a list for a config": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
 }
 

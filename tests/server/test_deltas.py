@@ -12,7 +12,7 @@ from shared.server.choice import Choice, Piece, Speculation, StopFinder
 from shared.server.delta import Delta, OutputParser, PlainText, ToolCall
 from shared.server.logprobs import TokenNames
 from shared.server.responses import Answer, ChatForm, CompletionForm, Form
-from shared.server.tokenizer import Detokenizer, Tokenizer
+from shared.text.tokenizer import Detokenizer, Tokenizer
 from tests.support.http_fixtures import byte_tokenizer
 
 BYTES = Tokenizer(byte_tokenizer(), None, {})

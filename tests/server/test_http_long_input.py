@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from shared.server.text_bound import most_characters
-from shared.server.tokenizer import Tokenizer
+from shared.text.bound import most_characters
+from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +12,6 @@ import time
 import httpx
 import pytest
 
-from shared.process import loop
 from tests.support.http_fixtures import (
     CRASH,
     FREEZE,
@@ -148,16 +146,3 @@ def test_a_broken_tokenizer_ends_the_start_with_one_sentence(tmp_path):
     process = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert process.returncode == 2
     assert "tokenizer.json cannot be read" in process.stderr.splitlines()[-1]
-
-
-def test_an_address_in_use_is_refused_by_name():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"--host 127.0.0.1 --port {port} cannot be"):
-            loop.bind("127.0.0.1", port)
-    with loop.bind("127.0.0.1", 0) as taken:  # by another start, which still loads its model
-        port = taken.getsockname()[1]
-        with pytest.raises(ValueError, match=f"--host 127.0.0.1 --port {port} cannot be"):
-            loop.bind("127.0.0.1", port)
-    with pytest.raises(ValueError, match="--host no.such.host.invalid"):
-        loop.bind("no.such.host.invalid", 0)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -190,6 +191,22 @@ def test_implementations_attend_over_a_tree_as_the_specification(
     got = attend(implementation, *args, rows, starts_of(c.num_nodes), c.parents.shape[1])
     want = spec.attend(*args, table, rows.request, rows.first, rows.until, rows.window)
     np.testing.assert_allclose(got[rows.is_real], want[rows.is_real], **TOLERANCE)
+
+
+@each_implementation
+def test_the_scores_of_bfloat16_rows_are_not_rounded_to_it(implementation: Implementation) -> None:
+    c = case(7, 16, (252, 600, 3))
+    rows, _ = spec.tree_rows(
+        c.parents, c.num_nodes, c.lengths, c.page_table, int(c.num_nodes.sum())
+    )
+    # Scores of up to 50 or so, which bfloat16 has in steps of 1/4.
+    given = (8 * queries(len(rows.request)), c.k_pages, c.v_pages)
+    narrow = [x.astype(ml_dtypes.bfloat16) for x in given]
+    got = attend(implementation, *narrow, rows, starts_of(c.num_nodes), c.parents.shape[1])
+    wide = [x.astype(np.float32) for x in narrow]
+    where = (c.page_table, rows.request, rows.first, rows.until, rows.window)
+    # Weights and values have 8 bits; scores that had, too, would put values up to 0.03 off.
+    np.testing.assert_allclose(got, spec.attend(*wide, *where), rtol=0, atol=0.02)
 
 
 @each_implementation

@@ -39,9 +39,6 @@ class _LateFuture:
     def __init__(self, run: Callable[[], StepResult]) -> None:
         self._run, self._result = run, None
 
-    def done(self) -> bool:
-        return self._result is not None
-
     def result(self) -> StepResult:
         self._result = self._result or self._run()
         return self._result

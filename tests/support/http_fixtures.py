@@ -30,6 +30,7 @@ from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.models.sampling import SamplingDefaults
 from shared.options.ngram import NgramConfig
 from shared.process import loop
+from shared.process.address import bind
 from shared.process.frames import ModelFacts
 from shared.process.watchdog import Watchdog
 
@@ -44,6 +45,7 @@ TOKENS_PER_STEP = 3
 SLOTS = 4
 MAX_OPEN = 200
 MAX_BIAS, MAX_LOGPROBS = 3, 5
+HOST_NAME = "model.example"
 ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
 JSON = {"content-type": "application/json"}
 CRASH, FAIL, SLOW, REFUSED, FREEZE = (
@@ -274,7 +276,7 @@ class Server:
 
 def post_head(path: str, length: int) -> bytes:
     """The head of a POST of JSON, for a test that writes its bytes itself."""
-    fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    fields = f"Host: {HOST_NAME}\r\nContent-Type: application/json\r\nContent-Length: {length}"
     return f"POST {path} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
 
 
@@ -345,12 +347,13 @@ def main() -> int:
         sampling_defaults=SamplingDefaults.from_folder(sys.argv[1]),
         max_open_requests=MAX_OPEN,
         max_draft_depth=TOKENS_PER_STEP - 1,
+        host_names=(HOST_NAME,),
         admin_api_key=ADMIN_KEY,
         corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
     )
     watchdog = Watchdog(WATCHDOG_S)
     engine = Repeater()
-    return loop.run(engine, facts, loop.bind("127.0.0.1", 0), engine.ngram, watchdog)
+    return loop.run(engine, facts, bind("127.0.0.1", 0), engine.ngram, watchdog)
 
 
 if __name__ == "__main__":

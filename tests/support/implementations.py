@@ -14,6 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -114,6 +115,8 @@ def to_torch(value: Any) -> Any:
         return value
     torch = import_module("torch")
     narrow = _narrow(value)
+    if narrow.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(narrow.view(np.int16)).view(torch.bfloat16)
     # Unsigned words travel as the bits of an int32.
     return torch.from_numpy(narrow.view(np.int32) if narrow.dtype == np.uint32 else narrow)
 
@@ -125,4 +128,9 @@ def to_jax(value: Any) -> Any:
 
 
 def to_numpy(value: Any) -> Any:
-    return np.asarray(value) if hasattr(value, "shape") else value
+    """Numbers of bfloat16 as the float32 that they are."""
+    if not hasattr(value, "shape"):
+        return value
+    if "bfloat16" in str(value.dtype):
+        value = value.float() if hasattr(value, "float") else value.astype("float32")
+    return np.asarray(value)

@@ -90,9 +90,6 @@ class ToyFuture:
         self._backend = backend
         self.value: StepResult | None = None
 
-    def done(self) -> bool:
-        return self.value is not None
-
     def result(self) -> StepResult:
         while self.value is None:
             self._backend.run_next()

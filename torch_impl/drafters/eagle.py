@@ -52,10 +52,11 @@ class EagleDrafter:
         self._extend(memory, plan, fed, rank)
 
     def _extend(self, memory: DraftState, plan: Plan, fed: Fed, rank: Ranking) -> None:
-        new = relay_of(self.head, memory.kv, fed, rank)
-        memory.relay.tokens[plan.slots] = new.tokens
-        memory.relay.weights[plan.slots] = new.weights
-        memory.relay.hidden[plan.slots] = new.hidden
+        new, held = relay_of(self.head, memory.kv, fed, rank), memory.relay
+        assert held is not None  # a head's memory has one
+        held.tokens[plan.slots] = new.tokens
+        held.weights[plan.slots] = new.weights
+        held.hidden[plan.slots] = new.hidden
 
     def draft(
         self,
@@ -67,6 +68,7 @@ class EagleDrafter:
         rank: Ranking,
     ) -> Drafted:
         slots, held = plan.slots, memory.relay
+        assert held is not None  # a head's memory has one
         relay = Relay(held.tokens[slots], held.weights[slots], held.hidden[slots])
         return draft(
             self.head,
@@ -160,7 +162,9 @@ def grow(
     rank: Ranking,
     root_rows: int,
 ) -> Drafted:
-    can_draft, laws = draft_from < lengths, [first.processed]
+    can_draft, laws = draft_from < lengths, []
+    if first.processed is not None:
+        laws.append(first.processed)
     found = [(first.tokens, first.weights, torch.zeros_like(first.tokens))]
     level = _first_level(first.tokens, first.weights, shape, root_rows)
     for s in range(1, shape.depth):
@@ -169,13 +173,14 @@ def grow(
         ranked = rank(logits.unflatten(0, level.tokens.shape), level.paths, s)
         parents, weights = draft_tree.children(level.numbers, level.weights, ranked.weights)
         found.append((ranked.ids.flatten(1), weights, parents))
-        laws.append(ranked.processed if rank.is_sampled else None)
+        if rank.is_sampled:
+            laws.append(ranked.processed)
         level = level.next(found[-1][0], weights, s, root_rows)
     tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     tokens, parents, num_nodes = draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
     )
-    processed = torch.stack(laws, dim=1) if rank.is_sampled else None
+    processed = torch.stack(laws, dim=1) if laws else None
     return Drafted(tokens, parents, num_nodes, processed)
 
 

@@ -44,12 +44,13 @@ class Head:
 def mtp(model: Model) -> Head:
     """As the specification; embedding and `lm_head` are the model's."""
     config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
+    assert weights is not None  # the checkpoint was read with its MTP layer
+    layer = weights.layer
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
         embedded = rms_norm(model.weights.embed[tokens], weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
         stream = linear.stream(product(torch.cat([embedded, normed], dim=1), weights.fc))
-        layer = weights.layer
         qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         x = _decoder_layer(config, layer, model.frequencies, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
@@ -74,18 +75,22 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
 def eagle3(model: Model, weights: HeadWeights) -> Head:
     config, embed = weights.config.layer, _embedding(model, weights)
     turns, eps = rotary_frequencies(config, embed.device), config.rms_eps
-    norm_output = weights.config.norm_output
+    norm_output, input_norm = weights.config.norm_output, weights.layer.input_norm
+    hidden_norm, final_norm = weights.hidden_norm, weights.final_norm
+    assert input_norm is not None  # an EAGLE-3 head has all three
+    assert hidden_norm is not None
+    assert final_norm is not None
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
-        embedded = rms_norm(embed[tokens], weights.layer.input_norm, eps)
-        normed = rms_norm(hidden, weights.hidden_norm, eps)
+        embedded = rms_norm(embed[tokens], input_norm, eps)
+        normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(torch.cat([embedded, normed], dim=1), weights.layer.mixer.inputs)
         x = _decoder_layer(config, weights.layer, turns, qkv, Stream(hidden), rows, kv)
-        return rms_norm(x, weights.final_norm, eps) if norm_output else x
+        return rms_norm(x, final_norm, eps) if norm_output else x
 
     def scores(hidden: Hidden) -> Logits:
         if not norm_output:
-            hidden = rms_norm(hidden, weights.final_norm, eps)
+            hidden = rms_norm(hidden, final_norm, eps)
         if weights.lm_head is None:
             return logits(model, hidden)
         return _over_targets(model, weights, product_float32(hidden, weights.lm_head))

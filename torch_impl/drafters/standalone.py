@@ -42,7 +42,7 @@ class StandaloneDrafter:
     def prefill(
         self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> None:
-        if memory.delta is None:
+        if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
         before, save_after = _context(memory, plan, prompts.first), plan.save_at - prompts.first
@@ -60,7 +60,7 @@ class StandaloneDrafter:
         fed: Fed,
         rank: Ranking,
     ) -> None:
-        if memory.delta is None:
+        if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
         B, W = len(counts), len(fed.tokens) // len(counts)
@@ -122,6 +122,7 @@ class StandaloneDrafter:
 def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> DeltaState:
     """As `shared.spec.standalone.context_of` of the slots' states."""
     is_whole = (memory.draft_from[plan.slots] < lengths).view(1, -1, 1, 1)
+    assert memory.delta is not None  # there are states to read
     held = take(memory.delta, plan.slots)
     recurrent = torch.where(is_whole[..., None], held.recurrent, 0)
     return DeltaState(recurrent, torch.where(is_whole, held.window, 0))

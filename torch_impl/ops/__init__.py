@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import wraps
 from types import ModuleType
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -82,15 +82,20 @@ def kernel_or_plain(
 
     @wraps(plain)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = (
-            args[0] if isinstance(args[0], Tensor) else getattr(args[0], fields(args[0])[0].name)
-        )
+        first = _first_array(args)
         kernels = kernels_on(first.device)
         if kernels is None or not takes(first):
             return plain(*args, **kwargs)
         return kernel(kernels, *args, **kwargs)
 
     return operation
+
+
+def _first_array(args: tuple[Any, ...]) -> Tensor:
+    """The first argument, or its first field where it is a record."""
+    first = args[0] if isinstance(args[0], Tensor) else getattr(args[0], fields(args[0])[0].name)
+    assert isinstance(first, Tensor)  # operations with kernels begin with one
+    return first
 
 
 def is_bfloat16(x: Tensor) -> bool:

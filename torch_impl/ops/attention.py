@@ -261,10 +261,9 @@ def _softmax_attention(
     v: Float[Tensor, "B positions Hk D"],
     seen: Bool[Tensor, "B M positions"],
 ) -> Float[Tensor, "B M Hq D"]:
-    B, M, Hq, D = q.shape
-    Hk = k.shape[2]
-    grouped = q.view(B, M, Hk, -1, D).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hk, G M, D]
-    scores = (grouped @ k.permute(0, 2, 3, 1)).float() * D**-0.5
+    M, D, Hk = q.shape[1], q.shape[3], k.shape[2]
+    grouped = q.unflatten(2, (Hk, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hk, G M, D]
+    scores = (grouped.float() @ k.float().permute(0, 2, 3, 1)) * D**-0.5
     scores = scores.unflatten(2, (-1, M)).masked_fill(~seen[:, None, None], -torch.inf)
     weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True).clamp(min=-1e30))
     weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-30)

@@ -15,11 +15,11 @@ from tokenizers import decoders, models
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from shared.engine.request import Event, FinishReason
-from shared.server.chat_template import TemplateFailed
 from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.delta import PlainText
 from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
-from shared.server.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
+from shared.text.chat_template import TemplateFailed
+from shared.text.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
 
 BYTES = Tokenizer(byte_tokenizer(), None, {})

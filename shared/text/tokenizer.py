@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from shared.server.chat_template import ChatTemplate
-from shared.server.text_bound import most_characters
+from shared.models.config import read_json
+from shared.text.bound import most_characters
+from shared.text.chat_template import ChatTemplate
 
 REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character (yet)
 MAX_HALF = 3  # of the 4 bytes of a character, most that can be there without it
@@ -57,7 +57,8 @@ class Tokenizer:
         # The file keeps how its last training run cut and padded texts; a prompt is served whole.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
+        settings = folder / "tokenizer_config.json"
+        config = read_json(settings) if settings.is_file() else {}
         names = _special_names(config)
         return cls(tokenizer, ChatTemplate.from_folder(folder, config, names), names)
 
@@ -212,18 +213,6 @@ _BYTE_OF_LETTER = {letter: byte for byte, letter in enumerate(_letters())}
 def _num_held(text: str) -> int:
     tail = text[-MAX_HALF:]
     return len(tail) - len(tail.rstrip(REPLACEMENT))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(loaded).__name__}")
-    return loaded
 
 
 def _special_names(config: dict[str, Any]) -> dict[str, str]:

@@ -1,0 +1,96 @@
+"""Where the server listens, and the names that it answers to."""
+
+import errno
+import ipaddress
+import socket
+from collections.abc import Sequence
+
+from shared.options.options import ServerOptions
+
+NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+ANY = "*"
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Takes the server's addresses, before the model is loaded; who connects waits for the server.
+
+    A name may have several addresses, as localhost has one of IPv4 and one of IPv6, and it is the
+    client that chooses among them: all are listened on, but for those that this machine does not
+    have while it has another.
+
+    Args:
+      host: Name or address to listen on.
+      port: TCP port; 0 takes a free one.
+
+    Raises:
+      ValueError: The addresses cannot be had; one sentence.
+    """
+    listeners: list[socket.socket] = []
+    number = port
+    try:
+        for family, address in _addresses(host):
+            listener = _listening(family, (address[0], number, *address[2:]))
+            if listener is not None:
+                listeners.append(listener)
+                number = listener.getsockname()[1]
+        if not listeners:
+            raise OSError("none of its addresses is this machine's")
+    except (OSError, OverflowError) as error:
+        for listener in listeners:
+            listener.close()
+        raise ValueError(
+            f"--host {host} --port {port} cannot be listened on ({error}); choose another"
+        ) from error
+    return listeners
+
+
+def _addresses(host: str) -> list[tuple[int, tuple]]:
+    """Family and address, as sockets take them; each once."""
+    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def _listening(family: int, address: tuple) -> socket.socket | None:
+    """A socket that listens; None where the machine does not have the address.
+
+    Two sockets may have one address as long as neither listens, so this one listens at once: a
+    second start is refused here, not after it has loaded its model.
+    """
+    listener = None
+    try:
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        if listener is not None:
+            listener.close()
+        if error.errno in NOT_OURS:
+            return None
+        raise
+    return listener
+
+
+def host_names(
+    options: ServerOptions, listeners: Sequence[socket.socket]
+) -> tuple[str, ...] | None:
+    """The names that a request may call the server by, beside the machine's own; None: any.
+
+    A server that listens on this machine alone answers to no other name, unless it is told:
+    whoever lets a name of theirs stand for 127.0.0.1 could make a browser on the machine speak to
+    it.
+    """
+    if options.allowed_hosts is not None:
+        names = tuple(name.strip().lower() for name in options.allowed_hosts.split(","))
+        return None if ANY in names else names
+    if all(is_local(listener.getsockname()[0]) for listener in listeners):
+        return (options.host.lower(),)
+    return None
+
+
+def is_local(name: str) -> bool:
+    """Whether a name or an address stands for the machine itself wherever it is asked."""
+    try:
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,71 @@
+"""The connections of clients: how long a request may take to arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from shared.server.openai_types import ApiError
+
+READ_TIMEOUT_S = 60.0  # for the head and the body of a request together
+
+
+class TimedConnection(H11Protocol):
+    """A connection on which requests arrive in time, or that ends.
+
+    uvicorn bounds the time between two requests (its `timeout_keep_alive`) and nothing else: a
+    client that says nothing, or half of a request, would keep its connection for ever. An answer
+    may take as long as it does.
+    """
+
+    _end: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Waits for the first request from now on."""
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        self._look()
+
+    def data_received(self, data: bytes) -> None:
+        """Reads a part of a request."""
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        """Waits for the next request from now on."""
+        super().on_response_complete()
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Waits for nothing any more."""
+        self._stop()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        """Starts the clock where a request is to arrive, and stops it where one has."""
+        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
+            self._stop()
+        elif self._end is None:
+            self._end = self.loop.call_later(READ_TIMEOUT_S, self._give_up)
+
+    def _stop(self) -> None:
+        if self._end is not None:
+            self._end.cancel()
+        self._end = None
+
+    def _give_up(self) -> None:
+        if self.transport.is_closing():
+            return
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_too_late())
+        self.transport.close()
+
+
+def _too_late() -> bytes:
+    message = f"the request has not arrived whole after {READ_TIMEOUT_S:g} s"
+    body = json.dumps(ApiError(408, message, code="request_timeout").to_json()).encode()
+    fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
+    return f"HTTP/1.1 408 Request Timeout\r\n{fields}\r\n\r\n".encode() + body

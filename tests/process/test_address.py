@@ -1,0 +1,88 @@
+"""A start takes every address that --host names, or is refused by name."""
+
+import socket
+
+import pytest
+
+from shared.options.options import ServerOptions
+from shared.process import address
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Gives the name `here` these addresses."""
+
+    def give(*addresses: str) -> None:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 0)) for ip in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+    return give
+
+
+def accepts(ip: str, port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex((ip, port)) == 0
+
+
+def test_every_address_of_a_name_is_listened_on_with_one_port(names):
+    names("127.0.0.1", "127.0.0.2", "127.0.0.1")
+    listeners = address.bind("here", 0)
+    ((first, port), (second, other)) = (taken.getsockname() for taken in listeners)
+    assert (first, second, other) == ("127.0.0.1", "127.0.0.2", port)
+    assert accepts(first, port)
+    assert accepts(second, port)
+    for taken in listeners:
+        taken.close()
+
+
+def test_an_address_of_another_machine_is_passed_by_where_there_is_one_of_this(names):
+    names("192.0.2.1", "127.0.0.1")  # the first is for documents: nobody has it
+    (taken,) = address.bind("here", 0)
+    with taken:
+        assert taken.getsockname()[0] == "127.0.0.1"
+    names("192.0.2.1")
+    with pytest.raises(ValueError, match="--host here --port 0 cannot be .*none of its addresses"):
+        address.bind("here", 0)
+
+
+def test_an_address_in_use_is_refused_by_name_and_nothing_is_kept(names):
+    with socket.create_server(("127.0.0.2", 0)) as other:
+        port = other.getsockname()[1]
+        names("127.0.0.1", "127.0.0.2")
+        with pytest.raises(ValueError, match=f"--host here --port {port} cannot be"):
+            address.bind("here", port)
+        assert not accepts("127.0.0.1", port)
+
+
+def test_two_starts_do_not_share_an_address():
+    (taken,) = address.bind("127.0.0.1", 0)
+    with taken:  # by another start, which still loads its model
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=f"--host 127.0.0.1 --port {port} cannot be"):
+            address.bind("127.0.0.1", port)
+
+
+def test_a_name_that_nobody_has_is_refused_by_name():
+    with pytest.raises(ValueError, match="--host no.such.host.invalid"):
+        address.bind("no.such.host.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("ip", "flags", "names"),
+    [
+        ("127.0.0.1", {}, ("127.0.0.1",)),
+        ("127.0.0.1", {"host": "Desk.example"}, ("desk.example",)),
+        ("127.0.0.1", {"allowed_hosts": "A.example, b.example"}, ("a.example", "b.example")),
+        ("127.0.0.1", {"allowed_hosts": "*"}, None),
+        ("0.0.0.0", {}, None),
+        ("0.0.0.0", {"allowed_hosts": "a.example"}, ("a.example",)),
+    ],
+)
+def test_a_server_on_this_machine_alone_answers_to_its_own_names_unless_told(ip, flags, names):
+    with socket.create_server((ip, 0)) as listener:
+        assert address.host_names(ServerOptions(**flags), [listener]) == names
+
+
+def test_one_address_that_others_reach_opens_the_server_to_any_name():
+    with socket.create_server(("127.0.0.1", 0)) as near, socket.create_server(("", 0)) as far:
+        assert address.host_names(ServerOptions(), [near, far]) is None

@@ -1,0 +1,33 @@
+"""External corpora are built beside the steps, and nothing waits for one that nobody needs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BUILDS_FOR_EVER = """
+import time
+from types import SimpleNamespace
+from shared.engine.ngram.corpus import Corpus
+from shared.process.corpora import Corpora
+
+Corpus.build = lambda words: time.sleep(3600)
+corpora = Corpora(SimpleNamespace(check_corpus=lambda name, words: None))
+corpora.add(1, "large", b"")
+assert corpora.busy and not corpora.answers()
+print("ends", flush=True)
+"""
+
+
+def test_the_end_of_the_process_does_not_wait_for_a_corpus():
+    process = subprocess.Popen(
+        [sys.executable, "-c", BUILDS_FOR_EVER], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "ends\n"
+        assert process.wait(5) == 0
+    finally:
+        process.kill()
+        process.stdout.close()

@@ -1,0 +1,133 @@
+"""Whom the server answers, and how long it waits for a request that does not arrive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+import uvicorn
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from shared.server import connection
+from shared.server.app import http_config
+from tests.support.http_fixtures import COMPLETIONS, HOST_NAME, JSON, Server, serving
+
+TIMEOUT_S = 1.0
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n"
+ASKED = HEAD + b"word"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = str(tmp_path_factory.mktemp("model"))
+    with serving(["-m", "tests.support.http_fixtures", folder]) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["localhost", "LOCALHOST.", "127.0.0.1", "127.9.9.9:80", "[::1]:8000", "[::1]", HOST_NAME],
+)
+def test_the_machines_names_and_those_of_the_start_are_answered(server, name):
+    assert httpx.get(server.url + "/health", headers={"host": name}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("evil.example", "evil.example"),
+        ("Evil.example.:8000", "evil.example"),
+        ("localhost.evil.example", "localhost.evil.example"),
+        ("10.0.0.1", "10.0.0.1"),
+        ("[::2]:80", "::2"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", COMPLETIONS])
+def test_another_name_is_refused_on_every_route(server, host, name, path):
+    method = "POST" if path == COMPLETIONS else "GET"
+    headers, body = {**JSON, "host": host}, b'{"prompt": [97], "max_tokens": 1}'
+    answer = httpx.request(method, server.url + path, headers=headers, content=body)
+    assert answer.status_code == 403
+    message = answer.json()["error"]["message"]
+    assert message == f"this server does not answer to {name!r}; name it with --allowed-hosts"
+
+
+async def _reads_and_waits(scope: Scope, receive: Receive, send: Send) -> None:
+    """Reads the body and answers later than a request may arrive."""
+    body = await Request(scope, receive).body()
+    await asyncio.sleep(2 * TIMEOUT_S)
+    await Response(b"read " + body)(scope, receive, send)
+
+
+@contextlib.asynccontextmanager
+async def _listening() -> AsyncIterator[int]:
+    """The port of a server of this process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = uvicorn.Server(http_config(_reads_and_waits))
+        task = asyncio.create_task(running.serve([listener]))
+        while not running.started:
+            await asyncio.sleep(0.01)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            running.should_exit = True
+            await task
+
+
+async def _converse(*parts: bytes, pause_s: float = 0.0) -> tuple[bytes, float]:
+    """What a client gets until the connection ends, and the seconds that takes."""
+    async with _listening() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        began = time.monotonic()
+        answer = asyncio.create_task(reader.read())
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(pause_s)
+        got = await asyncio.wait_for(answer, 20)
+        lasted = time.monotonic() - began
+        writer.close()
+        return got, lasted
+
+
+@pytest.fixture(autouse=True)
+def short_time(monkeypatch):
+    monkeypatch.setattr(connection, "READ_TIMEOUT_S", TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("parts", "most"),
+    [
+        ([], 10),
+        ([HEAD[:20]], 10),
+        ([HEAD, b"wo"], 10),
+        ([HEAD[i : i + 1] for i in range(5)], 1.6),  # the last one comes after 0.7
+    ],
+    ids=["nothing", "half a head", "half a body", "drop by drop"],
+)
+def test_a_request_that_does_not_arrive_in_time_ends_its_connection(parts, most):
+    got, lasted = asyncio.run(_converse(*parts, pause_s=0.18 * TIMEOUT_S))
+    assert 0.9 * TIMEOUT_S <= lasted < most * TIMEOUT_S  # its clock began before ours
+    assert got.startswith(b"HTTP/1.1 408 ")
+    assert b"not arrived whole after 1 s" in got
+
+
+def test_an_answer_may_take_longer_than_a_request():
+    got, lasted = asyncio.run(_converse(ASKED))
+    assert got.startswith(b"HTTP/1.1 200 ")
+    assert b"read word" in got
+    assert lasted >= 2 * TIMEOUT_S
+
+
+def test_the_next_request_of_a_connection_is_timed_too():
+    got, lasted = asyncio.run(_converse(ASKED, HEAD + b"wo", pause_s=TIMEOUT_S))
+    assert got.count(b"HTTP/1.1 ") == 2
+    assert b"read word" in got
+    assert b"HTTP/1.1 408 " in got
+    assert lasted >= 3 * TIMEOUT_S
