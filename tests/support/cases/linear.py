@@ -11,7 +11,9 @@ EPS = 1e-6
 
 
 def _weight(rng: np.random.Generator, outputs: int, inputs: int) -> Matrix:
-    return Matrix(rng.standard_normal((outputs, inputs), np.float32) / np.float32(inputs**0.5))
+    """Random numbers, repeated in a large one: drawing 600 million of them would take a while."""
+    drawn = rng.standard_normal(min(outputs * inputs, 2**20 - 3), np.float32)
+    return Matrix(np.resize(drawn / np.float32(inputs**0.5), (outputs, inputs)))
 
 
 def product_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
