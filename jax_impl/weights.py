@@ -14,11 +14,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Shaped
 
+from jax_impl import dummy
 from jax_impl.ops.linear import Matrix
 from shared.drafts import checkpoint as draft_checkpoint
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import Checkpoint, Parameter, parameters
+from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig
+from shared.models.dummy import DummyCheckpoint, Stored, size_of
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -230,13 +232,13 @@ def load(
     """
     arrays = {}
     for parameter in parameters(config, with_mtp):
-        array = checkpoint.load(parameter, dtype, progress)
+        array = _loaded(checkpoint, parameter, dtype, device, progress)
         arrays[parameter.name] = _placed(parameter.name, array, config, dtype, device)
     return Weights(arrays)
 
 
 def load_head(
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     config: DraftConfig,
     dtype: np.dtype | type,
     device: jax.Device,
@@ -249,12 +251,28 @@ def load_head(
     """
     arrays = {}
     for parameter in draft_checkpoint.check_head(checkpoint, config):
-        array = checkpoint.load(parameter, dtype, progress)
+        array = _loaded(checkpoint, parameter, dtype, device, progress)
         arrays[parameter.name] = _placed(parameter.name, array, config.layer, dtype, device)
     if config.has_draft_vocab:
         ids = draft_checkpoint.draft_ids(checkpoint, config)
         arrays["draft_ids"] = _placed("draft_ids", ids, config.layer, dtype, device)
     return DraftModel(arrays)
+
+
+def _loaded(
+    checkpoint: Stored,
+    parameter: Parameter,
+    dtype: np.dtype | type,
+    device: jax.Device,
+    progress: Callable[[int], None],
+) -> Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]:
+    """One parameter, read to main memory or made on the device."""
+    if not isinstance(checkpoint, DummyCheckpoint):
+        return checkpoint.load(parameter, dtype, progress)
+    kind = np.float32 if parameter.float32 else dtype
+    made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+    progress(size_of(parameter))
+    return made
 
 
 def from_arrays(

@@ -21,6 +21,10 @@ CHUNK_ALIGNMENT = 64
 """Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
 
 DTYPES = ("auto", "float32", "bfloat16")
+DUMMY = "dummy"
+"""Weights are made from config.json alone."""
+
+LOAD_FORMATS = ("auto", DUMMY)
 BLOCK_ALGORITHM = "DFLASH"
 """Drafts a chain as long as the block of its head."""
 
@@ -55,12 +59,24 @@ class ModelOptions:
     dtype: str = flag(
         "auto", "auto is float32 on a CPU and bfloat16 on a GPU", choices=DTYPES, metavar="DTYPE"
     )
+    load_format: str = flag(
+        "auto",
+        "auto reads the folder's weights, dummy makes random ones of its config.json alone, which "
+        "say nothing and take the time of real ones",
+        choices=LOAD_FORMATS,
+        metavar="FORMAT",
+    )
     context_length: int | None = flag(
         None, "most tokens of prompt and output (default: the model's)", low=2, high=1 << 24
     )
 
     def __post_init__(self) -> None:
         check_rules(self)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the weights come from no file."""
+        return self.load_format == DUMMY
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,6 +156,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
     given = {
         "model_path": "here",
         "dtype": "bfloat16",
+        "load_format": "dummy",
         "context_length": 100,
         "host": "::1",
         "port": 0,

@@ -1,0 +1,50 @@
+"""As `shared.models.dummy`, on the device: a parameter is made there in one compiled pass."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, UInt32
+
+from shared.models.checkpoint import Parameter
+from shared.models.dummy import LAST_SHIFT, ROUNDS, Law, keys_of
+
+
+def mixed(words: UInt32[jax.Array, "..."]) -> UInt32[jax.Array, "..."]:
+    """As the specification."""
+    for shift, factor in ROUNDS:
+        words = (words ^ (words >> shift)) * np.uint32(factor)
+    return words ^ (words >> LAST_SHIFT)
+
+
+def elements(
+    law: Law, key: UInt32[jax.Array, "..."], places: UInt32[jax.Array, "..."]
+) -> Float[jax.Array, "..."]:
+    """As the specification; key and places may have any shapes that go together."""
+    tops = mixed(mixed(places) ^ key) >> (32 - law.bits)
+    whole = 2 * tops.astype(jnp.int32) + (1 - 2**law.bits)
+    return whole.astype(jnp.float32) * np.float32(law.step) + np.float32(law.centre)
+
+
+def parameter_array(
+    parameter: Parameter, law: Law, dtype: np.dtype | type, device: jax.Device
+) -> Float[jax.Array, "..."]:
+    """A whole parameter; nothing else is held while it is made."""
+    keys = keys_of(parameter)
+    layer = parameter.shape[1:] if parameter.stacked else parameter.shape
+    made = _stack(jax.device_put(keys, device), layer, law, jnp.dtype(dtype))
+    return made.reshape(parameter.shape)
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _stack(
+    keys: UInt32[jax.Array, " layers"], layer: tuple[int, ...], law: Law, dtype: np.dtype
+) -> Float[jax.Array, "layers ..."]:
+    """The layers' arrays, one after the other."""
+    shape, places, stride = (len(keys), *layer), jnp.zeros((), jnp.uint32), 1
+    for axis in range(len(layer), 0, -1):
+        places += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride)
+        stride *= shape[axis]
+    key = keys.reshape(len(keys), *[1] * len(layer))
+    return elements(law, key, places).astype(dtype)
