@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shared.options.flags import ConfigError, check_rules, flag, spelling
+from shared.options.lot import rates_of
 from shared.options.ngram import DEFAULT_NODES, NgramConfig
 from shared.options.not_served import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
 
@@ -189,9 +190,15 @@ class SpeculativeConfig:
         "a chain (default: match)", choices=ACCEPT_RULES, metavar="RULE",
     )  # fmt: skip
     block_verification: bool = flag(False, "reject chains as a whole, not token by token")
+    speculative_simulate_accept_length: str | None = flag(
+        None, "accept drafts by lot, for measurements: tokens of a step on average with the bonus "
+        "token, such as 2.5, or how often each level's draft is accepted, such as 0.9,0.6,0; the "
+        "texts are not the model's", metavar="L",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_rules(self)
+        rates_of(self.speculative_simulate_accept_length)
         if self.speculative_algorithm is None:
             self._refuse_draft_flags()
             return
@@ -263,6 +270,11 @@ class SpeculativeConfig:
     def verification(self) -> str:
         """Which of `shared.spec.acceptance.RULES` accepts drafts."""
         return "block" if self.block_verification else self.accept_rule or ACCEPT_RULES[0]
+
+    @property
+    def accept_rates(self) -> tuple[float, ...] | None:
+        """How often the draft of each level is accepted by lot; None where drafts are judged."""
+        return rates_of(self.speculative_simulate_accept_length)
 
     @property
     def topk(self) -> int:

@@ -154,6 +154,12 @@ def _notes(start: Start) -> Iterator[str]:
         yield f"{named} where a request names none, as generation_config.json says"
     if start.memory.options.model.is_dummy:
         yield "the weights are dummies (--load-format dummy): the texts mean nothing"
+    simulated = start.memory.options.speculative.speculative_simulate_accept_length
+    if simulated is not None:
+        yield (
+            f"drafts are accepted by lot (--speculative-simulate-accept-length {simulated}): the "
+            "texts are not the model's"
+        )
 
 
 def _ready(start: Start, platform: Platform, console: Console) -> Backend:

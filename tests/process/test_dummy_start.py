@@ -116,10 +116,19 @@ def test_a_drafter_that_does_not_fit_is_refused_by_its_config(
     assert named in capfd.readouterr().err
 
 
-def test_the_start_says_that_the_texts_mean_nothing(folders, capfd):
+def test_the_start_says_that_the_texts_are_not_the_models(folders, capfd):
     def refuse(*_):
         raise ValueError("far enough")
 
     platform = replace(reference_serve.PLATFORM, load=refuse)
-    assert launch.launch(["--port", "0", *line_of(folders, "none")], platform) == 2
-    assert "the weights are dummies (--load-format dummy)" in capfd.readouterr().err
+    lot = ["--speculative-simulate-accept-length", "1.5"]
+    assert launch.launch(["--port", "0", *line_of(folders, "NEXTN"), *lot], platform) == 2
+    told = capfd.readouterr().err
+    assert "the weights are dummies (--load-format dummy)" in told
+    assert "drafts are accepted by lot (--speculative-simulate-accept-length 1.5)" in told
+
+
+@pytest.mark.parametrize("drafter", ["NGRAM", "STANDALONE", "DFLASH"])
+def test_a_lot_that_rejects_all_keeps_the_text_with_any_drafter(drafter, folders, plain):
+    line = [*line_of(folders, drafter), "--speculative-simulate-accept-length", "1"]
+    assert texts("torch", line) == plain
