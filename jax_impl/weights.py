@@ -198,7 +198,7 @@ class DraftModel(nnx.Module):
         self.layers = Layers(arrays, "layer.")
 
 
-class Stored(Protocol):
+class Loadable(Protocol):
     """What weights are read from, of either form: see `shared.models.checkpoint.Checkpoint`."""
 
     def load(
@@ -214,7 +214,7 @@ class LoadedHead(NamedTuple):
 
 
 def load(
-    checkpoint: Stored,
+    checkpoint: Loadable,
     config: ModelConfig,
     with_mtp: bool,
     dtype: np.dtype | type,
@@ -260,7 +260,7 @@ def load_head(
 
 
 def _loaded(
-    checkpoint: Stored,
+    checkpoint: Loadable,
     parameter: Parameter,
     dtype: np.dtype | type,
     device: jax.Device,
