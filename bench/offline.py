@@ -261,7 +261,8 @@ def _serve(
                 how = replace(load, temperature=temperature, top_p=top_p)
                 line = measure(session, how, rate, options)
                 texts = line.pop("texts")
-                report.add(line | start_facts(session), texts, session.keeps_text)
+                keeps_text = session.served.keeps_text_at(temperature)
+                report.add(line | start_facts(session), texts, keeps_text)
     except ValueError as error:
         report.refuse(backend, draft, error)
 

@@ -38,6 +38,11 @@ class Served:
     load_s: float
     prepare_s: float
 
+    def keeps_text_at(self, temperature: float) -> bool:
+        """Whether the text is plain decoding's: a rejection rule keeps a law, a lot neither."""
+        limits = self.backend.limits
+        return not limits.accept_rates and (limits.accept_rule == "match" or not temperature)
+
 
 class LastStep:
     """A backend that remembers the step that was submitted last."""

@@ -138,12 +138,6 @@ class Session:
         return draft_shape(self.served.memory.options, self.batch)
 
     @property
-    def keeps_text(self) -> bool:
-        """Whether the text is that of plain decoding at every temperature."""
-        limits = self.served.backend.limits
-        return limits.accept_rule == "match" and not limits.accept_rates
-
-    @property
     def made(self) -> int:
         """Programs that were compiled or captured so far."""
         backend = self.served.backend

@@ -12,6 +12,7 @@ import pytest
 from bench import compare, offline
 from bench.drafting import Draft
 from bench.offline import Report, compared, with_lot
+from bench.serving import Served
 from bench.session import Round, folders_of
 from bench.step_bytes import step_bytes
 from bench.trace import Activity, spans_of_chrome, spans_of_planes
@@ -265,3 +266,19 @@ sys.meta_path.insert(0, Nowhere())
 import bench.compare, bench.offline, torch_impl.serve, jax_impl.serve
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rates", "greedy", "sampled"),
+    [
+        ("match", None, True, True),
+        ("match", (), True, True),
+        ("match", (0.5,), False, False),
+        ("rejection", None, True, False),
+    ],
+)
+def test_a_lot_keeps_no_text_and_a_rejection_rule_the_greedy_one(rule, rates, greedy, sampled):
+    limits = SimpleNamespace(accept_rule=rule, accept_rates=rates)
+    served = SimpleNamespace(backend=SimpleNamespace(limits=limits))
+    kept = [Served.keeps_text_at(served, temperature) for temperature in (0.0, 0.8)]
+    assert kept == [greedy, sampled]
