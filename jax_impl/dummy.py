@@ -31,20 +31,23 @@ def parameter_array(
     parameter: Parameter, law: Law, dtype: np.dtype | type, device: jax.Device
 ) -> Float[jax.Array, "..."]:
     """A whole parameter; nothing else is held while it is made."""
-    keys = keys_of(parameter)
-    layer = parameter.shape[1:] if parameter.stacked else parameter.shape
-    made = _stack(jax.device_put(keys, device), layer, law, jnp.dtype(dtype))
-    return made.reshape(parameter.shape)
+    keys = jax.device_put(keys_of(parameter), device)
+    return _made(keys, parameter.shape, parameter.stacked, law, jnp.dtype(dtype))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _stack(
-    keys: UInt32[jax.Array, " layers"], layer: tuple[int, ...], law: Law, dtype: np.dtype
-) -> Float[jax.Array, "layers ..."]:
-    """The layers' arrays, one after the other."""
-    shape, places, stride = (len(keys), *layer), jnp.zeros((), jnp.uint32), 1
-    for axis in range(len(layer), 0, -1):
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _made(
+    keys: UInt32[jax.Array, " layers"],
+    shape: tuple[int, ...],
+    is_stacked: bool,
+    law: Law,
+    dtype: np.dtype,
+) -> Float[jax.Array, "..."]:
+    """All layers' arrays; a place is counted within its layer."""
+    first = int(is_stacked)
+    places, stride = jnp.zeros((), jnp.uint32), 1
+    for axis in range(len(shape) - 1, first - 1, -1):
         places += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride)
         stride *= shape[axis]
-    key = keys.reshape(len(keys), *[1] * len(layer))
+    key = keys.reshape(-1, *[1] * (len(shape) - 1)) if is_stacked else keys[0]
     return elements(law, key, places).astype(dtype)
