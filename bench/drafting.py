@@ -11,6 +11,7 @@ SHAPE_FLAGS = {
     "k": "--speculative-eagle-topk",
     "N": "--speculative-num-draft-tokens",
     "sam": "--speculative-ngram-external-sam-budget",
+    "L": "--speculative-simulate-accept-length",
 }
 RULE_FLAGS = {
     "match": ("--accept-rule", "match"),
@@ -36,7 +37,7 @@ class Draft:
 
     Attributes:
       algorithm: `none`, or a value of `--speculative-algorithm`.
-      settings: Names and values; S, k and N are the shape, sam, rule and `OURS` as above, any
+      settings: Names and values; S, k and N are the shape, sam, L, rule and `OURS` as above, any
         other name is the flag `--NAME`.
     """
 

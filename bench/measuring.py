@@ -152,8 +152,8 @@ class Measurement:
         row |= {"accuracy": self._accuracy(tasks, outputs), "text_hash": text_hash(outputs)}
         row |= acceptance(run.outcomes, served.max_depth) | _speed(run)
         row["load"] = round(os.getloadavg()[0], 2)
-        # The rejection rule keeps the law of what it samples, not the text.
-        row["keeps_text"] = served.backend.limits.accept_rule == "match" or not temperature
+        row["simulated_accept_length"] = served.backend.limits.simulated_accept_length
+        row["keeps_text"] = served.keeps_text_at(temperature)
         row["excused"], row["wrong"] = self.texts.compare(row, requests, outputs)
         self.rows.append(row)
         print(line_of(row), flush=True)

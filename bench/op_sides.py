@@ -30,6 +30,7 @@ Timer = Callable[[int], float]
 
 GPU_COPY_FLOATS, CPU_COPY_FLOATS = 2**28, 2**24
 ROUND_S = 0.02
+WARM_UP_ROUNDS = 10
 
 
 class Side(ABC):
@@ -83,10 +84,16 @@ class Side(ABC):
         """Prepares to time calls that take the sets in turn."""
 
     def copy_rate(self) -> float:
-        """Bytes a second, read and written, of a large copy on the device."""
+        """Bytes a second, read and written, of a large copy on the device.
+
+        A GPU that idled takes a while to reach its clocks, and one copy is too short to time.
+        """
         timer = self._gpu_copies() if self.is_gpu else _cpu_copies()
         floats = GPU_COPY_FLOATS if self.is_gpu else CPU_COPY_FLOATS
-        return 2 * 4 * floats / statistics.median(timer(1) for _ in range(7))
+        rounds = rounds_for(timer, 1)
+        for _ in range(WARM_UP_ROUNDS):
+            timer(rounds)
+        return 2 * 4 * floats / statistics.median(timer(rounds) for _ in range(7))
 
     def release(self) -> None:
         """Lets go of the arrays and programs that no one holds, for the next side."""

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 
-from shared.boundary.backend import Backend, Limits, Work
+from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan, Work
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
 from shared.options.options import parse
 from shared.process import launch
+from shared.process.memory_plan import MemoryPlan
 
 WARM_UP_TOKENS = 4
 
@@ -19,16 +20,47 @@ class Served:
     """A started engine.
 
     Attributes:
+      last: The step that was submitted last.
       eos_ids: Tokens that end a text.
       device: "cpu" or "gpu".
       max_depth: Most drafts that a step can accept.
+      memory: The memory plan.
+      load_s, prepare_s: Seconds that the weights took, and the programs.
     """
 
     backend: Backend
     engine: Engine
+    last: "LastStep"
     eos_ids: tuple[int, ...]
     device: str
     max_depth: int
+    memory: MemoryPlan
+    load_s: float
+    prepare_s: float
+
+    def keeps_text_at(self, temperature: float) -> bool:
+        """Whether the text is plain decoding's: a rejection rule keeps a law, a lot neither."""
+        limits = self.backend.limits
+        return not limits.accept_rates and (limits.accept_rule == "match" or not temperature)
+
+
+class LastStep:
+    """A backend that remembers the step that was submitted last."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.limits, self.workspace = backend.limits, backend.workspace
+        self.prepare, self.close = backend.prepare, backend.close
+        self._backend, self._future = backend, None
+
+    def submit(self, plan: StepPlan) -> StepFuture:
+        """See `Backend`."""
+        self._future = self._backend.submit(plan)
+        return self._future
+
+    def wait(self) -> None:
+        """Waits until the device has done every step."""
+        if self._future is not None:
+            self._future.result()
 
 
 @dataclass
@@ -88,14 +120,27 @@ def start(
     memory, blueprint = begun.memory, begun.memory.blueprint
     limits = one_bucket(blueprint.limits)
     blueprint = replace(blueprint, limits=limits)
-    files = (begun.checkpoint, begun.draft_files)
+    files, clock = (begun.checkpoint, begun.draft_files), [time.perf_counter()]
     backend = serve.load_backend(blueprint, *files, lambda num_bytes: None)
+    clock.append(time.perf_counter())
     if plain_candidates:
         import_module("bench.plain_candidates").rank_plainly(backend)
     backend.prepare(limits.programs, lambda program: None)
-    engine = launch.make_engine(backend, memory.options)
+    clock.append(time.perf_counter())
+    last = LastStep(backend)
+    engine = launch.make_engine(last, memory.options)
     _warm_up(engine, limits)
-    return Served(backend, engine, blueprint.config.eos_ids, memory.device.kind, limits.max_depth)
+    return Served(
+        backend=backend,
+        engine=engine,
+        last=last,
+        eos_ids=blueprint.config.eos_ids,
+        device=memory.device.kind,
+        max_depth=limits.max_depth,
+        memory=replace(memory, blueprint=blueprint),
+        load_s=clock[1] - clock[0],
+        prepare_s=clock[2] - clock[1],
+    )
 
 
 def one_bucket(limits: Limits) -> Limits:

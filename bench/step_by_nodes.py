@@ -20,23 +20,26 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 
-from bench.models import TINY_HYBRID, limits_for, random_weights
-from bench.step_time import Case, make_backend, versions
+from bench.machine import versions
 from shared.boundary.backend import Backend, Decode, Limits, Program, StepPlan, Work
 from shared.boundary.buffers import empty_plan
+from shared.drafts.drafts import Drafts
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import Chunk, PrefillRows
 from shared.models.checkpoint import parameters
 from shared.models.config import ModelConfig
+from shared.models.dummy import DummyCheckpoint
 from shared.spec.draft_tree import TreeShape
 
-MODEL = TINY_HYBRID | {
+MODEL = {
+    "architectures": ["Qwen3_5ForCausalLM"],
     "hidden_size": 512,
     "intermediate_size": 1536,
     "num_hidden_layers": 8,
@@ -47,7 +50,14 @@ MODEL = TINY_HYBRID | {
     "linear_num_value_heads": 8,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "mtp_num_hidden_layers": 1,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25, "rope_type": "default"},
     "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
 }
 """A hybrid whose matrix products are most of a plain step's work."""
 
@@ -60,6 +70,7 @@ SHAPES = {  # by nodes, for one request
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 PROMPT = 128
 CONTEXT = 512
+PAGE_SIZE = 16
 WARM_UP = 5
 STEPS = 40
 
@@ -79,11 +90,8 @@ class Bench:
         clock: Clock,
     ) -> None:
         limits, self._clock = _limits(config, shape), clock
-        case = Case("step-by-nodes", "float32", shape.depth, 1)
         self._limits, self._shape = limits, shape
-        self._backend: Backend = make_backend(
-            framework, config, weights, limits, case, "cpu", cuda_graphs=False
-        )
+        self._backend = make_backend(framework, config, weights, limits)
         allocator = Allocator(limits)
         self._planner = Planner(limits, allocator)
         prompt = np.random.default_rng(1).integers(2, config.vocab, PROMPT)
@@ -124,7 +132,7 @@ class Bench:
 
 def _limits(config: ModelConfig, shape: TreeShape) -> Limits:
     """The step whole, and in a drafted shape its two parts."""
-    limits = limits_for(config, 1, CONTEXT, 16, PROMPT, (shape,), overlap=0)
+    limits = limits_for(config, shape)
     if shape.is_plain:
         return limits
     decode = limits.programs[-1]
@@ -133,6 +141,44 @@ def _limits(config: ModelConfig, shape: TreeShape) -> Limits:
         replace(decode, work=Work.DRAFT),
     )
     return replace(limits, programs=(*limits.programs, *parts))
+
+
+def limits_for(config: ModelConfig, shape: TreeShape) -> Limits:
+    """Limits for one request, with one prefill bucket and one page-table size."""
+    positions = CONTEXT + shape.max_tokens + shape.scratch
+    pages = -(-positions // PAGE_SIZE)
+    common = {"batch": 1, "pages": pages, "host_draft": False, "mask": False, "logprobs": False}
+    prefill = Program(work=Work.PREFILL, tokens=PROMPT, shape=TreeShape.plain(1), **common)
+    return Limits(
+        page_size=PAGE_SIZE,
+        num_pages=1 + pages,
+        num_slots=2,
+        num_snapshots=1,
+        programs=(prefill, Program(work=Work.DECODE, tokens=0, shape=shape, **common)),
+        overlap=0,
+        context_length=CONTEXT,
+        vocab=config.vocab,
+        max_stop_ids=4,
+        max_bias=1,
+        max_logprobs=1,
+    )
+
+
+def make_backend(
+    framework: str, config: ModelConfig, weights: dict[str, np.ndarray], limits: Limits
+) -> Backend:
+    """The backend on the CPU; only the framework that is measured is imported."""
+    plain = limits.programs[-1].shape.is_plain
+    drafts = Drafts.none() if plain else Drafts.of_mtp(config)
+    made_from = (config, weights, limits, drafts, None)
+    if framework == "torch":
+        how = {"dtype": "float32", "device": "cpu", "cuda_graphs": False}
+        backend = import_module("torch_impl.backend").TorchBackend(*made_from, **how)
+    else:
+        how = {"dtype": "float32", "device": "cpu", "quick_compile": False}
+        backend = import_module("jax_impl.backend").JaxBackend(*made_from, **how)
+    backend.prepare(limits.programs, lambda program: None)
+    return backend
 
 
 def fastest(run: Callable[[], None], clock: Clock) -> float:
@@ -259,7 +305,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     config = ModelConfig.from_dict(MODEL)
-    weights = random_weights(config, with_mtp=True, dtype="float32", seed=0)
+    checkpoint = DummyCheckpoint.of_model(config)
+    weights = {p.name: checkpoint.load(p, np.float32) for p in parameters(config, with_mtp=True)}
     command = f"python -m bench.step_by_nodes --backend {args.backend} --clock {args.clock}"
     cores = len(os.sched_getaffinity(0))
     found = {"command": command} | versions(args.backend, "cpu") | {"cores": cores, "lines": []}

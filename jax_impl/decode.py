@@ -124,9 +124,7 @@ def _verify(
     passed = model.forward(machine.model, tokens, rows, state.kv, mixer, streams)
     logits = model.logits(machine.model, passed.hidden)
     choices = _choose(machine, state, plan, program, trees, logits, rows, node, row_of, lengths)
-    walked = trees.num_nodes
-    if trees.forced is not None:
-        choices, walked = acceptance.force(trees.tokens, walked, choices, trees.forced)
+    choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
     path, counts = acceptance.walk(trees.tokens, trees.parents, walked, choices, shape.depth)
     is_bad = ~jnp.isfinite(logits).all(axis=1)
     failed = acceptance.failed(is_bad[row_of], path) & is_row
@@ -196,6 +194,27 @@ def _choose(
         drafted=trees.drafted,
         allowed=None,
     )
+
+
+def _accepting(
+    machine: Machine,
+    plan: Plan,
+    program: Program,
+    trees: Trees,
+    choices: Int[jax.Array, "B N"],
+    lengths: Int[jax.Array, " B"],
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """The choices and the node counts to walk by: the target's, a lot's, or a row's own."""
+    tokens, walked, rates = trees.tokens, trees.num_nodes, machine.limits.accept_rates
+    if rates is not None and not program.shape.is_plain:
+        seeds = plan.sampling.seed
+        choices, walked = acceptance.simulate(
+            tokens, trees.parents, walked, choices, rates, seeds, lengths
+        )
+    if trees.forced is not None:
+        choices, own = acceptance.force(tokens, trees.num_nodes, choices, trees.forced)
+        walked = jnp.where(trees.forced, own, walked)
+    return choices, walked
 
 
 def _commit(

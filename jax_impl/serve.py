@@ -14,7 +14,7 @@ from jax_impl.weights import load, load_head
 from jax_impl.workspace import workspace
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import DraftFiles
-from shared.models.checkpoint import Checkpoint
+from shared.models.dummy import Stored
 from shared.process.device import Device
 from shared.process.launch import Platform, launch
 from shared.process.programs import ProgramCosts
@@ -38,7 +38,7 @@ def find_device() -> Device:
 
 def load_backend(
     blueprint: Blueprint,
-    checkpoint: Checkpoint | convert.OrbaxCheckpoint,
+    checkpoint: Stored | convert.OrbaxCheckpoint,
     draft_files: DraftFiles,
     progress: Callable[[int], None],
 ) -> JaxBackend:

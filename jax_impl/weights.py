@@ -14,12 +14,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Shaped
 
+from jax_impl import dummy
 from jax_impl.ops import linear
 from jax_impl.ops.linear import Matrix
 from shared.drafts import checkpoint as draft_checkpoint
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import Checkpoint, Parameter, norms_before, parameters
+from shared.models.checkpoint import Parameter, norms_before, parameters
 from shared.models.config import ModelConfig
+from shared.models.dummy import DummyCheckpoint, Stored, size_of
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -208,7 +210,7 @@ class DraftModel(nnx.Module):
         self.layers = Layers(arrays, "layer.")
 
 
-class Stored(Protocol):
+class Loadable(Protocol):
     """What weights are read from, of either form: see `shared.models.checkpoint.Checkpoint`."""
 
     def load(
@@ -224,7 +226,7 @@ class LoadedHead(NamedTuple):
 
 
 def load(
-    checkpoint: Stored,
+    checkpoint: Loadable,
     config: ModelConfig,
     with_mtp: bool,
     dtype: np.dtype | type,
@@ -242,13 +244,13 @@ def load(
     """
     arrays = {}
     for parameter in parameters(config, with_mtp):
-        array = checkpoint.load(parameter, dtype, progress)
+        array = _loaded(checkpoint, parameter, dtype, device, progress)
         arrays[parameter.name] = _placed(parameter.name, array, config, dtype, device)
     return _model(arrays, config)
 
 
 def load_head(
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     config: DraftConfig,
     dtype: np.dtype | type,
     device: jax.Device,
@@ -261,12 +263,28 @@ def load_head(
     """
     arrays = {}
     for parameter in draft_checkpoint.check_head(checkpoint, config):
-        array = checkpoint.load(parameter, dtype, progress)
+        array = _loaded(checkpoint, parameter, dtype, device, progress)
         arrays[parameter.name] = _placed(parameter.name, array, config.layer, dtype, device)
     if config.has_draft_vocab:
         ids = draft_checkpoint.draft_ids(checkpoint, config)
         arrays["draft_ids"] = _placed("draft_ids", ids, config.layer, dtype, device)
     return _head(arrays, config)
+
+
+def _loaded(
+    checkpoint: Loadable,
+    parameter: Parameter,
+    dtype: np.dtype | type,
+    device: jax.Device,
+    progress: Callable[[int], None],
+) -> Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]:
+    """One parameter, read to main memory or made on the device."""
+    if not isinstance(checkpoint, DummyCheckpoint):
+        return checkpoint.load(parameter, dtype, progress)
+    kind = np.float32 if parameter.float32 else dtype
+    made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+    progress(size_of(parameter))
+    return made
 
 
 def from_arrays(

@@ -9,7 +9,8 @@ import torch
 
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import DraftFiles
-from shared.models.checkpoint import Checkpoint, open_checkpoint, parameters
+from shared.models.checkpoint import open_checkpoint, parameters
+from shared.models.dummy import Stored
 from shared.process.device import Device
 from shared.process.launch import Platform, launch
 from shared.process.programs import ProgramCosts
@@ -36,7 +37,7 @@ def find_device() -> Device:
 
 def load_backend(
     blueprint: Blueprint,
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     draft_files: DraftFiles,
     progress: Callable[[int], None],
 ) -> TorchBackend:

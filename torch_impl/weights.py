@@ -11,8 +11,10 @@ from torch import Tensor
 
 from shared.drafts.checkpoint import check_head, draft_ids
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import Checkpoint, norms_before, parameters
+from shared.models.checkpoint import Parameter, norms_before, parameters
 from shared.models.config import ModelConfig
+from shared.models.dummy import DummyCheckpoint, Stored, size_of
+from torch_impl import dummy
 from torch_impl.ops import linear
 from torch_impl.ops.linear import Matrix
 
@@ -123,7 +125,7 @@ class BlockWeights:
 
 
 def load(
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     config: ModelConfig,
     with_mtp: bool,
     dtype: str,
@@ -141,9 +143,7 @@ def load(
       CheckpointError: See `Checkpoint.load`.
     """
     wanted = parameters(config, with_mtp)
-    tensors = {
-        p.name: _tensor(checkpoint.load(p, DTYPES[dtype][1], progress), device) for p in wanted
-    }
+    tensors = {p.name: _loaded(checkpoint, p, dtype, device, progress) for p in wanted}
     return _assemble(config, tensors)
 
 
@@ -160,7 +160,7 @@ def from_arrays(config: ModelConfig, arrays: Arrays, dtype: str, device: torch.d
 
 
 def load_head(
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     config: DraftConfig,
     dtype: str,
     device: torch.device,
@@ -172,9 +172,7 @@ def load_head(
       CheckpointError: See `shared.drafts.checkpoint.check_head`.
     """
     wanted = check_head(checkpoint, config)
-    tensors = {
-        p.name: _tensor(checkpoint.load(p, DTYPES[dtype][1], progress), device) for p in wanted
-    }
+    tensors = {p.name: _loaded(checkpoint, p, dtype, device, progress) for p in wanted}
     if config.has_draft_vocab:
         tensors["draft_ids"] = _tensor(draft_ids(checkpoint, config), device)
     return _head(config, tensors)
@@ -189,6 +187,23 @@ def head_from_arrays(
         if tensor.is_floating_point():
             tensors[name] = tensor.to(DTYPES[dtype][0])
     return _head(head.config, tensors)
+
+
+def _loaded(
+    checkpoint: Stored,
+    parameter: Parameter,
+    dtype: str,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> Tensor:
+    """One parameter, read onto the device or made there."""
+    kind, numpy_kind = DTYPES[dtype]
+    if not isinstance(checkpoint, DummyCheckpoint):
+        return _tensor(checkpoint.load(parameter, numpy_kind, progress), device)
+    kind = torch.float32 if parameter.float32 else kind
+    made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+    progress(size_of(parameter))
+    return made
 
 
 def _tensor(array: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:

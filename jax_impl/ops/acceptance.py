@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 
 from jax_impl.ops import when_any
 from jax_impl.ops.sampling import (
@@ -27,6 +27,30 @@ def force(
     following = jnp.concatenate([tokens[:, 1:], choices[:, -1:]], axis=1)
     forces = forced & (num_nodes > 1)
     return jnp.where(forces[:, None], following, choices), num_nodes - forces.astype(jnp.int32)
+
+
+def simulate(
+    tokens: Int[jax.Array, "B N"],
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    choices: Int[jax.Array, "B N"],
+    rates: tuple[float, ...],
+    seeds: UInt32[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """Accepts drafts by lot, whatever they say."""
+    B, N = tokens.shape
+    place, chance = jnp.arange(N), uniforms(seeds, lengths, len(rates))
+    is_draft = (place > 0) & (place < num_nodes[:, None])
+    node, goes_on = jnp.zeros(B, jnp.int32), jnp.ones(B, bool)
+    for level, rate in enumerate(rates):
+        is_child = is_draft & (parents == node[:, None])
+        goes_on = goes_on & is_child.any(axis=1) & (chance[:, level] < rate)
+        child = jnp.argmax(is_child, axis=1).astype(jnp.int32)
+        draft = jnp.take_along_axis(tokens, child[:, None], axis=1)
+        choices = jnp.where(goes_on[:, None] & (place == node[:, None]), draft, choices)
+        node = jnp.where(goes_on, child, node)
+    return choices, node + 1
 
 
 def walk(

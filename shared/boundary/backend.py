@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -110,9 +111,12 @@ class Limits:
       max_stop_ids, max_bias, max_logprobs: Widths M, K of the plan's and the result's fields.
       accept_rule: Which of `shared.spec.acceptance.RULES` accepts drafts; all but "match" are for
         chains.
+      accept_rates: Where they are given, drafts are accepted by lot instead, each level's first
+        with the rate of its level; see `shared.spec.acceptance.simulate`.
 
     Raises:
-      ValueError: A program drafts trees, and the rule is for chains.
+      ValueError: A program drafts trees, and the rule is for chains; or a lot and another rule
+        than "match" are asked for.
     """
 
     page_size: int
@@ -127,11 +131,23 @@ class Limits:
     max_bias: int
     max_logprobs: int
     accept_rule: str = "match"
+    accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         widest = max((p.shape.width for p in self.programs if not p.host_draft), default=0)
         if self.accept_rule != "match" and widest > 1:
             raise ValueError(f"the accept rule {self.accept_rule} is for chains, not for trees")
+        if self.accept_rule != "match" and self.accept_rates is not None:
+            raise ValueError(f"the accept rule {self.accept_rule} and a lot exclude each other")
+
+    @cached_property
+    def simulated_accept_length(self) -> float | None:
+        """Tokens of a step on average, by the lot, where every level has a draft; None: judged."""
+        if self.accept_rates is None:
+            return None
+        return 1 + sum(
+            prod(self.accept_rates[: level + 1]) for level in range(len(self.accept_rates))
+        )
 
     @cached_property
     def token_sizes(self) -> tuple[int, ...]:

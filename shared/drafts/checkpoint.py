@@ -28,6 +28,7 @@ from shared.models.checkpoint import (
     stack,
 )
 from shared.models.config import ModelConfig
+from shared.models.dummy import DummyCheckpoint, Stored
 
 Read = TypeVar("Read")
 """Weights as a backend holds them."""
@@ -71,7 +72,7 @@ class DraftFiles:
     """
 
     drafts: Drafts
-    checkpoint: Checkpoint | None
+    checkpoint: Stored | None
 
     @property
     def num_bytes(self) -> int:
@@ -82,8 +83,8 @@ class DraftFiles:
 
     def read(
         self,
-        read_head: Callable[[Checkpoint, DraftConfig], Read],
-        read_model: Callable[[Checkpoint, ModelConfig], Read],
+        read_head: Callable[[Stored, DraftConfig], Read],
+        read_model: Callable[[Stored, ModelConfig], Read],
     ) -> Read | None:
         """The weights of its own, by the reader that fits its kind; None where it has none."""
         if self.checkpoint is None:
@@ -224,7 +225,19 @@ def open_head(folder: str | Path) -> Checkpoint:
     return open_checkpoint(folder)
 
 
-def check_head(checkpoint: Checkpoint, config: DraftConfig) -> list[Parameter]:
+def dummy_head(config: DraftConfig) -> DummyCheckpoint:
+    """What stands for the files of a head; a draft vocabulary is spread evenly over the target's.
+
+    Args:
+      config: Settings of the head.
+    """
+    ids = np.arange(config.draft_vocab, dtype=np.int64)
+    offsets = (ids * config.layer.vocab // config.draft_vocab - ids).astype(np.int32)
+    maps = {"d2t": offsets} if config.has_draft_vocab else {}
+    return DummyCheckpoint(head_parameters(config, None), False, maps)
+
+
+def check_head(checkpoint: Stored, config: DraftConfig) -> list[Parameter]:
     """Checks kind, presence, dtype and shape of a head's tensors before any is read.
 
     Returns:
@@ -261,7 +274,7 @@ def _named(kind: str) -> str:
     return f"{'a' if kind == 'DFLASH' else 'an'} {kind} head"
 
 
-def draft_ids(checkpoint: Checkpoint, config: DraftConfig) -> Int32[np.ndarray, " draft_vocab"]:
+def draft_ids(checkpoint: Stored, config: DraftConfig) -> Int32[np.ndarray, " draft_vocab"]:
     """The target's token id of each draft token: `d2t` stores how far it lies above the draft id.
 
     Raises:
@@ -287,7 +300,7 @@ def draft_ids(checkpoint: Checkpoint, config: DraftConfig) -> Int32[np.ndarray, 
 
 
 def load_head(
-    checkpoint: Checkpoint,
+    checkpoint: Stored,
     config: DraftConfig,
     dtype: np.dtype | type,
     progress: Callable[[int], None] = lambda num_bytes: None,

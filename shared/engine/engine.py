@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from shared.boundary.backend import Backend, StepFuture, StepResult
+from shared.boundary.backend import Backend, Limits, StepFuture, StepResult
 from shared.engine.allocator import Allocator
 from shared.engine.checks import RequestLimits, check
-from shared.engine.controller import Controller
+from shared.engine.controller import Controller, Gauges
 from shared.engine.metrics import Metrics
 from shared.engine.planner import Planner
 from shared.engine.request import Event, FinishReason, Refusal, Request
@@ -68,6 +68,7 @@ class Engine:
                 "state_slots_free": lambda: self.allocator.num_free_slots,
                 "num_preemptions_total": lambda: self.scheduler.num_preemptions,
                 **controller.gauges,
+                **_lot(limits),
             }
         )
         self._requests: dict[int, Request] = {}
@@ -219,3 +220,9 @@ def _logprobs(
         )
         for index in range(count)
     ]
+
+
+def _lot(limits: Limits) -> Gauges:
+    """That drafts are accepted by lot, where they are."""
+    length = limits.simulated_accept_length
+    return {} if length is None else {"spec_decode_simulated_accept_length": lambda: length}

@@ -65,6 +65,11 @@ def _breaks_block(s: Setup) -> bool:
     return s.block is not None and _differ(given, (s.block - 1, s.block))
 
 
+def _simulates_more(s: Setup) -> bool:
+    """Whether drafts are to be accepted on levels that no tree has."""
+    return len(s.draft.accept_rates or ()) > s.num_levels
+
+
 def _flags(line: str) -> tuple[str, ...]:
     return tuple(line.split())
 
@@ -277,6 +282,25 @@ RULES = (
         reason="--block-verification is a way to reject chains",
         way_out="add --accept-rule rejection, or leave it out",
         example=Example(drafter="NEXTN", flags=("--block-verification",)),
+    ),
+    Rule(
+        refuses=lambda s: s.draft.accept_rates is not None and s.draft.verification != "match",
+        reason="--speculative-simulate-accept-length accepts drafts by lot, "
+        "--accept-rule rejection by their probabilities",
+        way_out="give one of them",
+        example=Example(
+            drafter="NEXTN",
+            flags=_flags("--speculative-simulate-accept-length 2 --accept-rule rejection"),
+        ),
+    ),
+    Rule(
+        refuses=_simulates_more,
+        reason="--speculative-simulate-accept-length {simulated} asks for drafts on more than the "
+        "{levels} levels that are drafted",
+        way_out="lower it, or draft more",
+        example=Example(
+            drafter="NAIVE_EAGLE", flags=_flags("--speculative-simulate-accept-length 2.5")
+        ),
     ),
     Rule(
         refuses=lambda s: (

@@ -20,7 +20,7 @@ NOT_SUPPORTED = {
         + ("--prefill-attention-backend", "--decode-attention-backend", "--sampling-backend")
         + ("--grammar-backend", "--mamba-ssm-dtype", "--max-mamba-cache-size")
         + ("--enable-torch-compile", "--enable-mixed-chunk", "--num-continuous-decode-steps")
-        + ("--load-format", "--device", "--stream-interval"),
+        + ("--device", "--stream-interval"),
         AUTOMATIC,
     ),
     **dict.fromkeys(

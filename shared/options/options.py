@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shared.options.flags import ConfigError, check_rules, flag, spelling
+from shared.options.lot import rates_of
 from shared.options.ngram import DEFAULT_NODES, NgramConfig
 from shared.options.not_served import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
 
@@ -21,6 +22,10 @@ CHUNK_ALIGNMENT = 64
 """Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
 
 DTYPES = ("auto", "float32", "bfloat16")
+DUMMY = "dummy"
+"""Weights are made from config.json alone."""
+
+LOAD_FORMATS = ("auto", DUMMY)
 BLOCK_ALGORITHM = "DFLASH"
 """Drafts a chain as long as the block of its head."""
 
@@ -55,12 +60,24 @@ class ModelOptions:
     dtype: str = flag(
         "auto", "auto is float32 on a CPU and bfloat16 on a GPU", choices=DTYPES, metavar="DTYPE"
     )
+    load_format: str = flag(
+        "auto",
+        "auto reads the folder's weights, dummy makes random ones of its config.json alone, which "
+        "say nothing and take the time of real ones",
+        choices=LOAD_FORMATS,
+        metavar="FORMAT",
+    )
     context_length: int | None = flag(
         None, "most tokens of prompt and output (default: the model's)", low=2, high=1 << 24
     )
 
     def __post_init__(self) -> None:
         check_rules(self)
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the weights come from no file."""
+        return self.load_format == DUMMY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,9 +190,15 @@ class SpeculativeConfig:
         "a chain (default: match)", choices=ACCEPT_RULES, metavar="RULE",
     )  # fmt: skip
     block_verification: bool = flag(False, "reject chains as a whole, not token by token")
+    speculative_simulate_accept_length: str | None = flag(
+        None, "accept drafts by lot, for measurements: tokens of a step on average with the bonus "
+        "token, such as 2.5, or how often each level's draft is accepted, such as 0.9,0.6,0; the "
+        "texts are not the model's", metavar="L",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_rules(self)
+        rates_of(self.speculative_simulate_accept_length)
         if self.speculative_algorithm is None:
             self._refuse_draft_flags()
             return
@@ -247,6 +270,11 @@ class SpeculativeConfig:
     def verification(self) -> str:
         """Which of `shared.spec.acceptance.RULES` accepts drafts."""
         return "block" if self.block_verification else self.accept_rule or ACCEPT_RULES[0]
+
+    @property
+    def accept_rates(self) -> tuple[float, ...] | None:
+        """How often the draft of each level is accepted by lot; None where drafts are judged."""
+        return rates_of(self.speculative_simulate_accept_length)
 
     @property
     def topk(self) -> int:

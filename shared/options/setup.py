@@ -46,6 +46,11 @@ class Setup:
         return 1 + k + (self.draft.num_steps - 1) * k * k
 
     @property
+    def num_levels(self) -> int:
+        """S, the levels that are drafted."""
+        return self.draft.settled(self.model.family == "llama", self.block).num_steps
+
+    @property
     def ngram_flag(self) -> str | None:
         """The first flag of NGRAM that was given."""
         names = [item.name for item in fields(NgramConfig)]
@@ -63,6 +68,8 @@ class Setup:
             "N": self.draft.num_draft_tokens,
             "chain": self.draft.num_steps + 1,
             "most": self.most_nodes,
+            "simulated": self.draft.speculative_simulate_accept_length,
+            "levels": self.num_levels,
             "overlap": self.options.engine.overlap,
             "block": self.block,
             "window": self.draft.speculative_draft_window_size,
@@ -86,6 +93,8 @@ WORDS = {
     "N": "N",
     "chain": "S + 1",
     "most": "1 + k + (S - 1) k^2",
+    "simulated": "L",
+    "levels": "S",
     "overlap": "N",
     "block": "a number of",
     "window": "N",

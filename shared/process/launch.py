@@ -17,7 +17,14 @@ from rich.table import Table
 
 from shared.boundary.backend import Backend, Blueprint, Limits
 from shared.drafts.block import stated_block
-from shared.drafts.checkpoint import DraftFiles, check_head, is_head, kind_of, open_head
+from shared.drafts.checkpoint import (
+    DraftFiles,
+    check_head,
+    dummy_head,
+    is_head,
+    kind_of,
+    open_head,
+)
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.drafts.tokenizer import check_same_tokenizer
@@ -26,8 +33,9 @@ from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.models.checkpoint import Checkpoint, Parameter, parameters
+from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig, read_json
+from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.sampling import SamplingDefaults
 from shared.options.capabilities import refusals
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
@@ -125,8 +133,8 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         listeners = bind(options.server.host, options.server.port)
         start = prepare(options, platform)
         _print_plan(console, start.memory)
-        if named := str(start.defaults):
-            console.print(f"{named} where a request names none, as generation_config.json says")
+        for note in _notes(start):
+            console.print(note)
         with _ended_by_signals():
             backend = _ready(start, platform, console)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
@@ -138,6 +146,20 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     index = controller.index if isinstance(controller, NgramController) else None
     facts = _facts(start, host_names(options.server, listeners))
     return loop.run(engine, facts, listeners, index, watchdog)
+
+
+def _notes(start: Start) -> Iterator[str]:
+    """What a user should know of the texts to come."""
+    if named := str(start.defaults):
+        yield f"{named} where a request names none, as generation_config.json says"
+    if start.memory.options.model.is_dummy:
+        yield "the weights are dummies (--load-format dummy): the texts mean nothing"
+    simulated = start.memory.options.speculative.speculative_simulate_accept_length
+    if simulated is not None:
+        yield (
+            f"drafts are accepted by lot (--speculative-simulate-accept-length {simulated}): the "
+            "texts are not the model's"
+        )
 
 
 def _ready(start: Start, platform: Platform, console: Console) -> Backend:
@@ -171,9 +193,10 @@ def prepare(options: Options, platform: Platform) -> Start:
     """
     options = _expanded(options)
     draft, folder = options.speculative, options.model.model_path
-    model, checkpoint = ModelConfig.from_folder(folder), platform.open_checkpoint(folder)
-    path = draft.head_path
-    stored = open_head(path) if path else None
+    model = ModelConfig.from_folder(folder)
+    is_dummy, path = options.model.is_dummy, draft.head_path
+    checkpoint = DummyCheckpoint.of_model(model) if is_dummy else platform.open_checkpoint(folder)
+    stored = _open_draft(options, path, model) if path else None
     is_model = draft.drafts_with_a_model and stored is not None and not is_head(stored.names)
     head_kind = kind_of(stored.names) if stored and not is_model else None
     setup = Setup(
@@ -197,7 +220,16 @@ def prepare(options: Options, platform: Platform) -> Start:
     return Start(checkpoint, draft_files, memory, defaults)
 
 
-def _drafts(options: Options, model: ModelConfig, stored: Checkpoint | None) -> Drafts:
+def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:
+    """The files of what drafts, or what stands for them."""
+    if not options.model.is_dummy:
+        return open_head(path)
+    if options.speculative.drafts_with_a_model:
+        return DummyCheckpoint.of_model(_small_config(path))
+    return dummy_head(DraftConfig.from_folder(path, model))
+
+
+def _drafts(options: Options, model: ModelConfig, stored: Stored | None) -> Drafts:
     """What drafts on the device; its files are held against its settings and the target."""
     draft, path = options.speculative, options.speculative.head_path
     if stored is None or path is None:

@@ -64,6 +64,7 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
         accept_rule=options.speculative.verification,
+        accept_rates=options.speculative.accept_rates,
     )
 
 

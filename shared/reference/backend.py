@@ -275,7 +275,9 @@ class ReferenceBackend:
         logits = model.logits(self._weights, forward.hidden)[row_of]  # [B, N, vocab]
         allowed = allowed_of(mask, batch.index, logits.shape[2])
         choices = self._choose(batch, trees, logits, allowed)
-        choices, walked = trees.forced_choices(choices)
+        choices, walked = trees.accepting(
+            choices, self.limits.accept_rates, batch.sampling.seed, lengths
+        )
         path, counts = acceptance.walk(
             trees.tokens, trees.parents, walked, choices, work.shape.depth
         )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Int32
+from jaxtyping import Bool, Float, Int, Int32, UInt32
 
 from shared.boundary.backend import (
     Mask,
@@ -83,11 +83,26 @@ class Trees:
     forced: Bool[np.ndarray, " B"]
     drafted: Float[np.ndarray, "B S vocab"] | None = None
 
-    def forced_choices(
-        self, choices: Int[np.ndarray, "B N"]
+    def accepting(
+        self,
+        choices: Int[np.ndarray, "B N"],
+        rates: tuple[float, ...] | None,
+        seeds: UInt32[np.ndarray, " B"],
+        lengths: Int[np.ndarray, " B"],
     ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
-        """As `acceptance.force`."""
-        return acceptance.force(self.tokens, self.num_nodes, choices, self.forced)
+        """The choices and the node counts to walk by: the target's, a lot's, or a row's own.
+
+        Args:
+          choices: The target's.
+          rates: Of the lot, where there is one; see `acceptance.simulate`.
+          seeds, lengths: Of the rows.
+        """
+        walked = self.num_nodes
+        if rates is not None:
+            trees = (self.tokens, self.parents, self.num_nodes)
+            choices, walked = acceptance.simulate(*trees, choices, rates, seeds, lengths)
+        choices, own = acceptance.force(self.tokens, self.num_nodes, choices, self.forced)
+        return choices, np.where(self.forced, own, walked)
 
 
 def take(state: DeltaState, index: Int[np.ndarray, " B"]) -> DeltaState:

@@ -22,7 +22,7 @@ Its text has the target's law, but depends on the drafts. Each function takes wh
 """
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 
 from shared.spec.sampling import (
     RESIDUAL_STREAM,
@@ -58,6 +58,44 @@ def force(
     following = np.concatenate([tokens[:, 1:], choices[:, -1:]], axis=1)
     forces = forced & (num_nodes > 1)
     return np.where(forces[:, None], following, choices), num_nodes - forces.astype(num_nodes.dtype)
+
+
+def simulate(
+    tokens: Int[np.ndarray, "B N"],
+    parents: Int[np.ndarray, "B N"],
+    num_nodes: Int[np.ndarray, " B"],
+    choices: Int[np.ndarray, "B N"],
+    rates: tuple[float, ...],
+    seeds: UInt32[np.ndarray, " B"],
+    lengths: Int[np.ndarray, " B"],
+) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
+    """Accepts drafts by lot, whatever they say: for measurements of speed.
+
+    The way leads from the root to the first child of each node, as far as the lot and the tree go.
+    The nodes on it but the last choose the draft that follows; the last one keeps the target's
+    choice. Its children come after it, so a count of nodes that ends with it leaves them out.
+
+    Args:
+      tokens, parents, num_nodes: The trees.
+      choices: The target's token after each node.
+      rates: For each level how often a draft is accepted, given those before it; never beyond.
+      seeds: Of the rows; with the length one names the numbers that decide.
+      lengths: The position of the step's newest token.
+
+    Returns:
+      The choices and the node counts with which to `walk`.
+    """
+    B, N = tokens.shape
+    place, chance = np.arange(N), uniforms(seeds, lengths, len(rates))
+    node, goes_on = np.zeros(B, np.int32), np.ones(B, bool)
+    for level, rate in enumerate(rates):
+        is_child = (parents == node[:, None]) & (place > 0) & (place < num_nodes[:, None])
+        goes_on = goes_on & is_child.any(axis=1) & (chance[:, level] < np.float32(rate))
+        child = is_child.argmax(axis=1)
+        draft = np.take_along_axis(tokens, child[:, None], axis=1)
+        choices = np.where(goes_on[:, None] & (place == node[:, None]), draft, choices)
+        node = np.where(goes_on, child, node).astype(np.int32)
+    return choices, node + 1
 
 
 def walk(

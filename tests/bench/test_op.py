@@ -37,7 +37,8 @@ def test_a_table_has_its_lines_in_the_file_and_its_limits_beside_the_times(
     tmp_path: Path, short: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "op.json"
-    found = op.run(op.options().parse_args(["gated_delta", "--out", str(out)]), "the command")
+    line = ["gated_delta", "--sizes", "small", "--out", str(out)]
+    found = op.run(op.options().parse_args(line), "the command")
     written = json.loads(out.read_text())
     assert written == found.found
     assert written["command"] == "the command"
@@ -51,6 +52,21 @@ def test_a_table_has_its_lines_in_the_file_and_its_limits_beside_the_times(
         assert line["is_right"]
     assert written["bits_equal"].keys() == {"step, three states", "verify, three trees"}
     assert capsys.readouterr().out.count("three trees") == 3
+
+
+def test_copies_are_timed_warm_and_many_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def timer(rounds: int) -> float:
+        asked.append(rounds)
+        return 5e-4 if len(asked) > 10 else 1e-3  # the clocks rise
+
+    monkeypatch.setattr("bench.op_sides._cpu_copies", lambda: timer)
+    monkeypatch.setattr("bench.op_sides.CPU_COPY_FLOATS", 1000)
+    side = SIDES["torch"]()
+    monkeypatch.setattr(side, "is_gpu", False)
+    assert side.copy_rate() == 2 * 4 * 1000 / 5e-4
+    assert set(asked[1:]) == {20}  # 0.02 s of them
 
 
 @pytest.mark.parametrize("function", ["attend", "step"])
@@ -74,7 +90,9 @@ def test_a_wrong_result_and_one_that_is_no_number_are_seen(
 
 
 def test_past_its_time_the_bench_begins_no_case_and_says_so(short: None) -> None:
-    report = op.run(op.options().parse_args(["attention", "--seconds", "0"]), "")
+    report = op.run(
+        op.options().parse_args(["attention", "--sizes", "small", "--seconds", "0"]), ""
+    )
     assert not report.found["results"]
     assert len(report.found["left_out"]) == 2 * sum(case.op == "attention" for case in SMALL)
 

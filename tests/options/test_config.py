@@ -156,6 +156,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
     given = {
         "model_path": "here",
         "dtype": "bfloat16",
+        "load_format": "dummy",
         "context_length": 100,
         "host": "::1",
         "port": 0,
@@ -181,6 +182,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
     found = {k: v for part in parts for k, v in vars(getattr(options, part)).items()}
     absent = {"disable_overlap_schedule": False, "speculative_draft_model_path": None}
     absent |= {"block_verification": False, "speculative_draft_window_size": None}
+    absent |= {"speculative_simulate_accept_length": None}
     assert found == given | absent
 
 
@@ -397,3 +399,32 @@ def test_a_gpu_takes_what_is_free_and_no_more():
     memory = plan(parse(["--context-length", "2048"]), MODEL, Drafts.none(), small, COSTS)
     assert memory.total_bytes <= small.free_bytes
     assert memory.total_bytes > small.free_bytes // 2
+
+
+LOT = "--speculative-simulate-accept-length"
+
+
+@pytest.mark.parametrize(
+    ("text", "rates"),
+    [
+        ("1", ()),
+        ("3", (1.0, 1.0)),
+        ("2.5", (1.0, 0.5)),
+        ("1.25", (0.25,)),
+        ("0.9,0.5,0", (0.9, 0.5, 0.0)),
+    ],
+)
+def test_a_mean_length_is_rates_of_which_the_last_is_a_share(text, rates):
+    assert parse([*NEXTN, LOT, text]).speculative.accept_rates == rates
+    assert parse(NEXTN).speculative.accept_rates is None
+
+
+@pytest.mark.parametrize("text", ["0.5", "nan", "inf", "65", "0.5,1.1", "0.5,", "-1,0.5", "two"])
+def test_a_lot_of_no_lengths_and_no_rates_is_refused(text):
+    with pytest.raises(ConfigError, match=f"{LOT} must be a number of tokens from 1 to 64, or"):
+        parse([*NEXTN, f"{LOT}={text}"])
+
+
+def test_a_lot_needs_a_drafter():
+    with pytest.raises(ConfigError, match=f"{LOT} needs a drafter"):
+        parse([LOT, "2"])

@@ -28,6 +28,31 @@ def force(
     return torch.where(forces[:, None], following, choices), num_nodes - forces.int()
 
 
+def simulate(
+    tokens: Int[Tensor, "B N"],
+    parents: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    choices: Int[Tensor, "B N"],
+    rates: tuple[float, ...],
+    seeds: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, " B"]]:
+    place = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    is_draft, chance = (
+        (place > 0) & (place < num_nodes[:, None]),
+        uniforms(seeds, lengths, len(rates)),
+    )
+    node, goes_on = torch.zeros_like(num_nodes), torch.ones_like(num_nodes, dtype=torch.bool)
+    for level, rate in enumerate(rates):
+        is_child = (parents == node[:, None]) & is_draft
+        goes_on = goes_on & is_child.any(dim=1) & (chance[:, level] < rate)
+        child = is_child.int().argmax(dim=1).int()
+        draft = tokens.gather(1, child[:, None].long())
+        choices = torch.where(goes_on[:, None] & (place == node[:, None]), draft, choices)
+        node = torch.where(goes_on, child, node)
+    return choices, node + 1
+
+
 def walk(
     tokens: Int[Tensor, "B N"],
     parents: Int[Tensor, "B N"],

@@ -1,0 +1,73 @@
+"""Bytes that a decode step must at least move, and so the time that it must at least take.
+
+Weights are read once for each pass over them, the embedding only where it is the LM head. The KV of
+every row is read once a layer and pass, a recurrent state read and written once, and once more
+where drafts are replayed. What a step writes of KV, and activations, are left out: they are small.
+"""
+
+from math import prod
+
+from shared.boundary.backend import Blueprint
+from shared.drafts.checkpoint import draft_parameters
+from shared.drafts.drafts import MODEL, MTP
+from shared.models.checkpoint import Parameter, parameters
+from shared.models.config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+
+FLOAT32_BYTES = 4
+EMBEDDING = "embed"
+
+
+def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
+    """Bytes of one step of a batch.
+
+    Args:
+      blueprint: What the backend was made from.
+      shape: Of the draft trees.
+      batch: Rows.
+      context: Tokens that each row has seen.
+    """
+    config, item = blueprint.config, blueprint.item_bytes
+    wanted = parameters(config, False)
+    moved = _weight_bytes(wanted, item, config.tied)
+    moved += batch * context * _kv_row(config, config.num_attention_layers, item)
+    delta = config.gated_delta
+    if delta:
+        state = delta.num_value_heads * delta.key_size * delta.value_size * FLOAT32_BYTES
+        touched = 2 if shape.is_plain else 3
+        moved += touched * batch * state * config.num_gated_delta_layers
+    return moved + _draft_bytes(blueprint, shape, batch, context)
+
+
+def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
+    """Of the device's drafter: each level is a pass, but a DFLASH head's, which has one for all.
+
+    Of the S passes of an EAGLE kind one extends it, which also proposes the first level.
+    """
+    drafts, item, config = blueprint.drafts, blueprint.item_bytes, blueprint.config
+    if drafts.sizes is None or shape.is_plain:
+        return 0
+    passes = 1 if drafts.block else shape.depth
+    if drafts.kind == MTP:
+        own = [p for p in parameters(config, True) if p.name.startswith("mtp.")]
+    else:
+        own = draft_parameters(drafts, None)
+    is_tied = drafts.kind == MODEL and drafts.model is not None and drafts.model.tied
+    once = _weight_bytes(own, item, is_tied)
+    if not is_tied and not any(p.name == "lm_head" for p in own):
+        once += config.vocab * config.hidden * item  # the target's LM head scores its drafts
+    kv = batch * context * _kv_row(drafts.sizes.model, drafts.sizes.num_attention_layers, item)
+    return passes * (once + kv)
+
+
+def _weight_bytes(wanted: list[Parameter], item: int, is_tied: bool) -> int:
+    return sum(
+        prod(p.shape) * (FLOAT32_BYTES if p.float32 else item)
+        for p in wanted
+        if is_tied or p.name != EMBEDDING
+    )
+
+
+def _kv_row(config: ModelConfig, num_layers: int, item: int) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * config.num_kv_heads * config.head_size * num_layers * item

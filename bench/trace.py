@@ -1,0 +1,97 @@
+"""What a GPU did while something ran: how many kernels, and how long it was busy.
+
+The frameworks' own profilers are read. Kernels that run side by side count once as busy time.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+COPIES = ("memcpy", "memset")
+"""Parts of names of what is no kernel."""
+
+Span = tuple[str, float, float]
+"""Name, begin and end in milliseconds."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a GPU did.
+
+    Attributes:
+      kernels, copies: How many ran.
+      busy_ms: How long any of them ran.
+    """
+
+    kernels: float
+    copies: float
+    busy_ms: float
+
+    @classmethod
+    def of(cls, spans: Iterable[Span]) -> "Activity":
+        """Of everything that ran."""
+        found = sorted(spans, key=lambda span: span[1])
+        copies = sum(any(part in name.lower() for part in COPIES) for name, _, _ in found)
+        busy, until = 0.0, float("-inf")
+        for _, begin, end in found:
+            busy += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        return cls(len(found) - copies, copies, busy)
+
+    def per_step(self, fewer: "Activity", steps: int) -> "Activity":
+        """Of one step, where this has so many steps more than `fewer`: the edges cancel."""
+        return Activity(
+            (self.kernels - fewer.kernels) / steps,
+            (self.copies - fewer.copies) / steps,
+            (self.busy_ms - fewer.busy_ms) / steps,
+        )
+
+
+def traced(framework: str, run: Callable[[], None]) -> Activity:
+    """What the GPU did in a run, which has to wait for it at its beginning and end."""
+    with tempfile.TemporaryDirectory() as folder:
+        return Activity.of(SPANS[framework](run, Path(folder)))
+
+
+def _of_torch(run: Callable[[], None], folder: Path) -> list[Span]:
+    profiler = import_module("torch.profiler")
+    with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as found:
+        run()
+    found.export_chrome_trace(str(folder / "trace.json"))
+    return spans_of_chrome(json.loads((folder / "trace.json").read_text(encoding="utf-8")))
+
+
+def spans_of_chrome(trace: dict) -> list[Span]:
+    """The device's part of a trace in Chrome's form, whose times are microseconds."""
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    return [
+        (event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+        for event in trace["traceEvents"]
+        if event.get("cat") in kinds
+    ]
+
+
+def _of_jax(run: Callable[[], None], folder: Path) -> list[Span]:
+    profiler = import_module("jax.profiler")
+    with profiler.trace(str(folder)):
+        run()
+    (written,) = folder.rglob("*.xplane.pb")
+    return spans_of_planes(profiler.ProfileData.from_file(str(written)).planes)
+
+
+def spans_of_planes(planes: Iterable) -> list[Span]:
+    """The streams of the GPUs among the planes of a profile, whose times are nanoseconds."""
+    return [
+        (event.name, event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6)
+        for plane in planes
+        if "GPU" in plane.name
+        for line in plane.lines
+        if "Stream" in line.name
+        for event in line.events
+    ]
+
+
+SPANS = {"torch": _of_torch, "jax": _of_jax}

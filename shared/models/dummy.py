@@ -1,0 +1,189 @@
+"""Weights without files: what `--load-format dummy` makes of a config.json alone.
+
+They are random, and the same on every backend to the last bit. An element is a hash, in whole
+numbers of 32 bits, of its parameter's name, its layer and its place there. The top bits of the hash
+are a whole number that float32 holds exactly; one product brings it to its size, and what is added
+to that is 0 or leaves the sum exact, so that a fused multiply-add gives the same bits as two steps.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from jaxtyping import Float32, Int32, UInt32
+
+from shared.models.checkpoint import Array, Checkpoint, Parameter, parameters
+from shared.models.config import ModelConfig
+
+ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
+"""Shift and factor of each round of `mixed`."""
+
+LAST_SHIFT = 16
+
+LOGIT_SCALE = 4.0
+"""Deviation of the logits: near ties are rare, and yet no token is certain."""
+
+STORED_BYTES = 2
+"""Of an element, as released checkpoints store it; what the progress of a load counts in."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """How the elements of a parameter are spread: evenly, around a centre.
+
+    Attributes:
+      bits: An element is one of 2^bits odd whole numbers between -2^bits and 2^bits.
+      step: What the number is multiplied with, a float32. A power of two where there is a centre.
+      centre: What is added.
+    """
+
+    bits: int
+    step: float
+    centre: float
+
+    @classmethod
+    def of_matrix(cls, deviation: float) -> Self:
+        """Around 0, with the given standard deviation."""
+        return cls(23, float(np.float32(math.sqrt(3) * deviation / 2**23)), 0.0)
+
+    @classmethod
+    def around(cls, centre: float, reach: float) -> Self:
+        """At most `reach`, a power of two, away from a centre that is a multiple of 1/4."""
+        return cls(9, reach / 2**9, centre)
+
+
+def law_of(parameter: Parameter, zero_centered_norms: bool) -> Law:
+    """How the elements of a parameter are spread.
+
+    Matrices keep the size of what they are given. Norms scale by about 1. The decays of
+    gated-delta layers have the sizes of a trained model's.
+    """
+    leaf, inputs = parameter.name.rsplit(".", 1)[-1], parameter.shape[-1]
+    if leaf == "a_log":
+        return Law.around(-0.75, 2.0)
+    if leaf == "dt_bias":
+        return Law.around(-1.0, 2.0)
+    if leaf.endswith("norm"):
+        is_offset = zero_centered_norms and parameter.name != "gated_delta.norm"
+        return Law.around(0.0 if is_offset else 1.0, 0.125)
+    if leaf in ("embed", "lm_head"):
+        return Law.of_matrix(LOGIT_SCALE / math.sqrt(inputs))
+    return Law.of_matrix(1 / math.sqrt(inputs))
+
+
+def keys_of(parameter: Parameter) -> UInt32[np.ndarray, " layers"]:
+    """What names each layer of a stack, or the one array of a parameter that is none."""
+    names = [f"{parameter.name}.{layer}" for layer in range(len(parameter.pieces))]
+    return np.array([zlib.crc32(name.encode()) for name in names], np.uint32)
+
+
+def mixed(words: UInt32[np.ndarray, " places"]) -> UInt32[np.ndarray, " places"]:
+    """A permutation of the words in which every bit depends on every bit.
+
+    Source: the finaliser of MurmurHash3, Appleby 2011.
+    """
+    for shift, factor in ROUNDS:
+        words = (words ^ (words >> np.uint32(shift))) * np.uint32(factor)
+    return words ^ (words >> np.uint32(LAST_SHIFT))
+
+
+def elements(
+    law: Law, key: np.uint32, places: UInt32[np.ndarray, " places"]
+) -> Float32[np.ndarray, " places"]:
+    """The elements at some places of a layer.
+
+    Args:
+      law: See `law_of`.
+      key: Of the layer, from `keys_of`.
+      places: Counted through the layer's array, row by row.
+    """
+    tops = mixed(mixed(places) ^ key) >> np.uint32(32 - law.bits)
+    whole = 2 * tops.astype(np.int32) + (1 - 2**law.bits)
+    return whole.astype(np.float32) * np.float32(law.step) + np.float32(law.centre)
+
+
+def parameter_array(parameter: Parameter, law: Law) -> Float32[np.ndarray, "..."]:
+    """A whole parameter."""
+    keys = keys_of(parameter)
+    places = np.arange(math.prod(parameter.shape) // len(keys), dtype=np.uint32)
+    return np.stack([elements(law, key, places) for key in keys]).reshape(parameter.shape)
+
+
+class DummyCheckpoint:
+    """What answers as an opened `Checkpoint` does and has no files.
+
+    Backends make its parameters on their device, by `law`; `load` makes them in main memory.
+
+    Attributes:
+      names: The tensors that a checkpoint of this model would hold, without prefix.
+    """
+
+    def __init__(
+        self,
+        wanted: Sequence[Parameter],
+        zero_centered_norms: bool,
+        maps: dict[str, Int32[np.ndarray, "..."]],
+    ) -> None:
+        """Args:
+        wanted: Every parameter of the model.
+        zero_centered_norms: See `ModelConfig`.
+        maps: Tensors of whole numbers, by name, such as that of a draft vocabulary.
+        """
+        sources = {source.name for parameter in wanted for source in parameter.sources}
+        self.names: Collection[str] = frozenset(sources | maps.keys())
+        self._zero_centered_norms, self._maps = zero_centered_norms, maps
+
+    @classmethod
+    def of_model(cls, config: ModelConfig) -> Self:
+        """Of a whole model, with an MTP layer where its config names one."""
+        return cls(parameters(config, config.has_mtp), config.zero_centered_norms, {})
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether there is an MTP layer."""
+        return any(name.startswith("mtp.") for name in self.names)
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is there."""
+        return name in self.names
+
+    def tensor(self, name: str) -> Array:
+        """One of the tensors of whole numbers."""
+        return self._maps[name]
+
+    def num_bytes(self, wanted: Sequence[Parameter]) -> int:
+        """What stored parameters of these shapes would take."""
+        return sum(map(size_of, wanted))
+
+    def check(self, config: ModelConfig, with_mtp: bool) -> None:
+        """Finds nothing: what a config.json names is there."""
+
+    def check_parameters(self, wanted: Sequence[Parameter]) -> None:
+        """Finds nothing, as `check`."""
+
+    def law(self, parameter: Parameter) -> Law:
+        """How the elements of a parameter are spread."""
+        return law_of(parameter, self._zero_centered_norms)
+
+    def load(
+        self,
+        parameter: Parameter,
+        dtype: np.dtype | type,
+        progress: Callable[[int], None] = lambda num_bytes: None,
+    ) -> Array:
+        """Makes one parameter; the arguments are those of `Checkpoint.load`."""
+        made = parameter_array(parameter, self.law(parameter))
+        progress(size_of(parameter))
+        return made.astype(np.float32 if parameter.float32 else dtype)
+
+
+Stored = Checkpoint | DummyCheckpoint
+"""Where weights come from: files, or nowhere."""
+
+
+def size_of(parameter: Parameter) -> int:
+    """Bytes of a parameter that is stored in half precision."""
+    return STORED_BYTES * math.prod(parameter.shape)

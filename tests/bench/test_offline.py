@@ -1,0 +1,284 @@
+"""The offline bench: what it times and counts, and the texts that it compares."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from bench import compare, offline
+from bench.drafting import Draft
+from bench.offline import Report, compared, with_lot
+from bench.serving import Served
+from bench.session import Round, folders_of
+from bench.step_bytes import step_bytes
+from bench.trace import Activity, spans_of_chrome, spans_of_planes
+from shared.boundary.backend import Blueprint
+from shared.drafts.config import DraftConfig
+from shared.drafts.drafts import Drafts
+from shared.models.config import ModelConfig
+from shared.spec.draft_tree import TreeShape
+from tests.support.tiny_heads import tiny_block_config, tiny_head_config
+from tests.support.tiny_models import tiny_config, tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPES = ROOT / "bench" / "shapes"
+SHORT = ["--input", "10", "--output", "20", "--steps", "4", "--dtype", "float32"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config.json, and those of its heads beside it."""
+    folder, target = tmp_path_factory.mktemp("shapes"), tiny_model("qwen3_5", 0)[0]
+    given = {
+        "tiny": tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False),
+        "tiny-eagle3": tiny_head_config(target, "EAGLE3"),
+        "dflash": tiny_block_config(target),
+    }
+    for name, config in given.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.op_sides.CPU_COPY_FLOATS", 2**16)
+
+
+def run(model: Path, *more: str) -> Report:
+    line = ["--model", str(model), *SHORT, "--rounds", "2", *more]
+    return offline.run(offline.options().parse_args(line), "the command")
+
+
+def test_every_line_is_timed_told_and_written(model, tmp_path, capsys):
+    out = tmp_path / "found.json"
+    drafts = ["none", "EAGLE3:S=2", "NGRAM:N=3", "EAGLE:S=1"]
+    line = ["--backend", "torch", "--batch", "2", "--temperature", "0", "0.8"]
+    report = run(model, *line, "--top-p", "0.9", "--drafts", *drafts, "--out", str(out))
+    found = json.loads(out.read_text())
+    assert found == json.loads(json.dumps(report.found))
+    assert len(found["lines"]) == 3 * 2
+    for each in found["lines"]:
+        assert 0 < each["ms_low"] <= each["ms"] <= each["ms_high"]
+        assert each["share_of_limit"] == pytest.approx(each["limit_ms"] / each["ms"], abs=1e-3)
+        assert each["top_p"] == (0.9 if each["temperature"] else 1.0)
+        assert each["accept_length"] >= 1
+        assert each["tokens_per_s"] > 0
+        assert each["rounds_are_equal"]
+        assert each["programs_made_while_timed"] == 0
+        assert each["planned_bytes"] > 0 < each["peak_bytes"]
+        assert each["trace"] is None  # a CPU has no kernels
+        assert each["texts"] is None or each["texts"]["equal"]
+        assert each["simulated_accept_length"] is None
+    assert {each["drafts"] for each in found["refused"]} == {"EAGLE S=1"}
+    plain, remembering = (
+        [each["accept_length"] for each in found["lines"] if each["drafts"] == name]
+        for name in ("none", "NGRAM N=3")
+    )
+    assert set(plain) == {1}
+    assert min(remembering) > 1.2  # it has seen the text in the round before
+    told = capsys.readouterr().out
+    assert told.count("equal") == 4
+    assert "refused: torch, EAGLE S=1" in told
+
+
+def test_a_lot_says_how_long_steps_are_and_stands_in_the_line(model, capsys):
+    drafts = ["none", "EAGLE3:S=3,L=1", "EAGLE3:S=3"]
+    line = ["--backend", "torch", "--batch", "2", "--accept-length", "2.5", "--output", "64"]
+    lines = run(model, *line, "--drafts", *drafts).found["lines"]
+    assert [each["simulated_accept_length"] for each in lines] == [None, 1, 2.5]
+    assert lines[0]["accept_length"] == lines[1]["accept_length"] == 1
+    assert 2 < lines[2]["accept_length"] <= 3
+    assert lines[1]["texts"]["equal"]  # as plain
+    assert lines[2]["texts"] is None
+    assert "by lot 2.5" in capsys.readouterr().out
+
+
+def test_the_backends_are_held_against_each_other(model):
+    line = ["--backend", "jax", "torch", "--batch", "1", "--drafts", "none"]
+    report = run(model, *line, "--flags", "--chunked-prefill-size 64")
+    assert [each["backend"] for each in report.found["lines"]] == ["torch", "jax"]
+    assert report.found["lines"][1]["texts"] == {
+        "equal": True,
+        "texts_that_differ": 0,
+        "tokens": 20,
+        "tokens_before_a_difference": 20,
+    }
+    assert not report.has_other_texts
+
+
+def test_a_text_that_differs_is_seen(model):
+    report, line = (
+        Report("", None),
+        run(model, "--backend", "torch", "--batch", "1").found["lines"][0],
+    )
+    report.add(line, [[1, 2, 3]], True)
+    report.add(line | {"drafts": "NEXTN"}, [[1, 2, 3]], True)
+    assert not report.has_other_texts
+    report.add(line | {"drafts": "EAGLE3 L=2"}, [[9, 9, 9]], False)  # promises nothing of plain's
+    assert not report.has_other_texts
+    report.add(line | {"drafts": "EAGLE3 L=2", "backend": "jax"}, [[9, 8, 9]], False)
+    assert report.has_other_texts
+    assert compared([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == {
+        "equal": False,
+        "texts_that_differ": 1,
+        "tokens": 4,
+        "tokens_before_a_difference": 3,
+    }
+
+
+def test_outputs_of_too_few_steps_are_refused(model):
+    report = run(model, "--backend", "torch", "--batch", "1", "--steps", "30")
+    assert "raise --output" in report.found["refused"][0]["error"]
+
+
+def test_two_sides_take_turns_and_their_ratio_has_a_spread(model, tmp_path):
+    line = ["--model", str(model), *SHORT, "--turns", "3", "--batch", "2", "--accept-length", "2"]
+    sides = ["--a", "torch none", "--b", "torch EAGLE3:S=2 --overlap 0"]
+    found = compare.run(compare.options().parse_args([*line, *sides]))
+    assert [found[name]["side"] for name in "ab"] == ["torch none", "torch EAGLE3:S=2 --overlap 0"]
+    assert [found[name]["overlap"] for name in "ab"] == [1, 0]
+    assert [found[name]["simulated_accept_length"] for name in "ab"] == [None, 2]
+    assert found["b"]["accept_length"] == 2
+    ratio = found["b_to_a"]["ms"]
+    turns = [b["ms"] / a["ms"] for a, b in zip(*(found[n]["turns"] for n in "ab"), strict=True)]
+    assert len(turns) == 3
+    assert (ratio["low"], ratio["high"]) == (min(turns), max(turns))
+    assert ratio["low"] <= ratio["median"] <= ratio["high"]
+    assert "by lot 2" in compare.table_of(found)
+    json.dumps(found)
+
+
+@pytest.mark.parametrize("side", ["", "torch", "cuda none"])
+def test_a_side_needs_a_backend_and_a_drafter(side, model):
+    line = ["--model", str(model), "--a", side, "--b", "torch none"]
+    with pytest.raises(ValueError, match="--a is BACKEND DRAFTS"):
+        compare.run(compare.options().parse_args(line))
+
+
+def test_a_lot_is_for_drafters_that_name_no_other():
+    assert with_lot(Draft.parse("none"), "2") == Draft.parse("none")
+    assert with_lot(Draft.parse("NEXTN:L=3"), "2") == Draft.parse("NEXTN:L=3")
+    lot = ["--speculative-simulate-accept-length", "0.9,0.5"]
+    assert with_lot(Draft.parse("NEXTN"), "0.9,0.5").flags({})[-2:] == lot
+
+
+def test_heads_are_found_by_the_name_of_their_model(model):
+    named = Path("elsewhere")
+    folders = folders_of(model, {"STANDALONE": named})
+    assert folders["EAGLE3"] == model.parent / "tiny-eagle3"
+    assert folders["DFLASH"] == model.parent / "dflash"
+    assert folders["STANDALONE"] == named
+
+
+def test_a_rest_joins_no_block():
+    served = Round([], 0.0, [0.001, 0.003, 0.002, 0.002, 9.0], 5)
+    assert served.blocks(2) == pytest.approx([2.0, 2.0])
+
+
+# Bytes
+
+
+def blueprint_of(drafts: Drafts, config: ModelConfig) -> Blueprint:
+    limits = SimpleNamespace()
+    return Blueprint(config=config, drafts=drafts, limits=limits, dtype="bfloat16", on_gpu=True)
+
+
+def test_the_limit_of_qwen3_8b_is_its_weights_and_its_kv():
+    config = ModelConfig.from_folder(SHAPES / "qwen3-8b")
+    plain, chain = TreeShape.plain(8), TreeShape.chain(3, 8)
+    found = step_bytes(blueprint_of(Drafts.none(), config), plain, 8, 500)
+    kv = 8 * 500 * 36 * 2 * 8 * 128 * 2
+    assert found - kv == pytest.approx(2 * 7.568e9, rel=1e-3)  # 8.19 less the embedding
+    head = DraftConfig.from_folder(SHAPES / "qwen3-8b-eagle3", config)
+    more = step_bytes(blueprint_of(Drafts.of_head(head), config), chain, 8, 500) - found
+    layer = 3 * 4096 * 12288 + 4096 * (2 * 6144 + 4096) + 4096 * 3 * 4096 + 4 * 4096
+    assert more == 3 * (2 * (layer + 32000 * 4096) + 8 * 500 * 2 * 8 * 128 * 2)
+
+
+def test_a_block_is_one_pass_and_ends_in_the_targets_lm_head():
+    config = ModelConfig.from_folder(SHAPES / "qwen3-8b")
+    head = DraftConfig.from_folder(SHAPES / "qwen3-8b-dflash", config)
+    of_head = blueprint_of(Drafts.of_head(head), config)
+    plain, chain = TreeShape.plain(1), TreeShape.chain(15, 1)
+    more = step_bytes(of_head, chain, 1, 0) - step_bytes(of_head, plain, 1, 0)
+    assert more == pytest.approx(2 * (1.05e9 + config.vocab * config.hidden), rel=0.01)
+
+
+def test_states_are_moved_once_more_where_drafts_are_replayed():
+    config = ModelConfig.from_folder(SHAPES / "qwen3.5-0.8b")
+    of_mtp = blueprint_of(Drafts.of_mtp(config), config)
+    of_host = replace(of_mtp, drafts=Drafts.none())
+    plain, chain = TreeShape.plain(4), TreeShape.chain(3, 4)
+    state = 4 * 18 * 16 * 128 * 128 * 4
+    assert step_bytes(of_host, chain, 4, 0) - step_bytes(of_host, plain, 4, 0) == state
+    mtp = step_bytes(of_mtp, chain, 4, 0) - step_bytes(of_host, chain, 4, 0)
+    assert mtp > 3 * 2 * config.vocab * config.hidden
+
+
+# Traces
+
+
+def test_kernels_side_by_side_are_busy_once_and_edges_cancel():
+    few = Activity.of([("gemm", 0.0, 2.0), ("norm", 1.0, 3.0), ("Memcpy HtoD", 5.0, 6.0)])
+    assert few == Activity(2, 1, 4.0)
+    many = Activity.of([("gemm", i, i + 0.5) for i in range(12)])
+    assert many.per_step(few, 5) == Activity(2.0, -0.2, 0.4)
+
+
+def test_only_the_devices_part_of_a_trace_counts():
+    events = [
+        {"name": "k", "cat": "kernel", "ts": 1000, "dur": 500},
+        {"name": "Memset", "cat": "gpu_memset", "ts": 3000, "dur": 100},
+        {"name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": 0, "dur": 9000},
+        {"name": "process_name", "ph": "M"},
+    ]
+    assert spans_of_chrome({"traceEvents": events}) == [("k", 1, 1.5), ("Memset", 3, 3.1)]
+
+    def line(name: str) -> SimpleNamespace:
+        event = SimpleNamespace(name="k", start_ns=1e6, duration_ns=5e5)
+        return SimpleNamespace(name=name, events=[event])
+
+    planes = [
+        SimpleNamespace(name="/device:GPU:0", lines=[line("Stream #13(Compute)"), line("XLA Ops")]),
+        SimpleNamespace(name="/host:CPU", lines=[line("Stream of thoughts")]),
+    ]
+    assert spans_of_planes(planes) == [("k", 1.0, 1.5)]
+
+
+NOT_THERE = ("fastapi", "starlette", "uvicorn", "pydantic", "msgspec", "beartype", "httpx")
+
+
+def test_the_benches_do_without_the_servers_libraries():
+    program = f"""
+import sys
+
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {NOT_THERE}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Nowhere())
+import bench.compare, bench.offline, torch_impl.serve, jax_impl.serve
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("rule", "rates", "greedy", "sampled"),
+    [
+        ("match", None, True, True),
+        ("match", (), True, True),
+        ("match", (0.5,), False, False),
+        ("rejection", None, True, False),
+    ],
+)
+def test_a_lot_keeps_no_text_and_a_rejection_rule_the_greedy_one(rule, rates, greedy, sampled):
+    limits = SimpleNamespace(accept_rule=rule, accept_rates=rates)
+    served = SimpleNamespace(backend=SimpleNamespace(limits=limits))
+    kept = [Served.keeps_text_at(served, temperature) for temperature in (0.0, 0.8)]
+    assert kept == [greedy, sampled]

@@ -1,0 +1,191 @@
+"""Dummy weights: the same bits on every backend, of the size of a model's, and from no file."""
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from jax_impl import dummy as jax_dummy
+from jax_impl import weights as jax_weights
+from shared.drafts.checkpoint import check_head, draft_ids, dummy_head, head_parameters
+from shared.drafts.config import DraftConfig
+from shared.models.checkpoint import Parameter, parameters, single, stack
+from shared.models.config import ModelConfig
+from shared.models.dummy import (
+    DummyCheckpoint,
+    Law,
+    elements,
+    keys_of,
+    law_of,
+    mixed,
+    parameter_array,
+)
+from tests.support.tiny_heads import tiny_head_config
+from tests.support.tiny_models import FAMILIES, tiny_model
+from torch_impl import dummy as torch_dummy
+from torch_impl import weights as torch_weights
+
+SHAPES = Path(__file__).resolve().parents[2] / "bench" / "shapes"
+CPU = torch.device("cpu")
+TARGETS = ("qwen3-8b", "llama-3.1-8b", "qwen3-0.6b", "qwen3.5-0.8b", "qwen3.5-9b")
+HEADS = {"qwen3-8b-eagle3": "qwen3-8b", "qwen3-8b-dflash": "qwen3-8b"}
+HEADS["llama-3.1-8b-eagle3"] = "llama-3.1-8b"
+
+
+def tiny_config(family: str) -> ModelConfig:
+    return tiny_model(family, 0)[0]
+
+
+def tiny_parameters(family: str) -> list[Parameter]:
+    config = tiny_config(family)
+    return parameters(config, config.has_mtp)
+
+
+def in_torch(parameter: Parameter, law: Law, dtype: str) -> np.ndarray:
+    made = torch_dummy.parameter_array(parameter, law, getattr(torch, dtype), CPU)
+    return made.float().numpy()
+
+
+def in_jax(parameter: Parameter, law: Law, dtype: str) -> np.ndarray:
+    made = jax_dummy.parameter_array(parameter, law, np.dtype(dtype), jax.devices("cpu")[0])
+    return np.asarray(made.astype(np.float32))
+
+
+MADE = {"torch": in_torch, "jax": in_jax}
+
+
+@pytest.mark.parametrize("made", MADE.values(), ids=MADE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_the_specifications_bits(family, dtype, made):
+    zero_centered, laws = tiny_config(family).zero_centered_norms, set()
+    for parameter in tiny_parameters(family):
+        law = law_of(parameter, zero_centered)
+        if (law, parameter.shape) in laws:
+            continue  # one compilation less
+        laws.add((law, parameter.shape))
+        want = parameter_array(parameter, law)
+        kind = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
+        np.testing.assert_array_equal(made(parameter, law, dtype), want.astype(kind), parameter)
+
+
+def test_a_parameter_that_is_made_in_pieces_is_the_same(monkeypatch):
+    parameter = single("mlp", "mlp", (37, 11))
+    law = law_of(parameter, False)
+    monkeypatch.setattr(torch_dummy, "PIECE", 100)
+    np.testing.assert_array_equal(
+        in_torch(parameter, law, "float32"), parameter_array(parameter, law)
+    )
+
+
+def test_places_past_2_to_the_31_have_the_specifications_bits():
+    places = np.array([2**31 - 1, 2**31, 2**32 - 1], np.uint32)
+    law, key = Law.of_matrix(1.0), np.uint32(0xDEADBEEF)
+    want = elements(law, key, places)
+    as_words = torch.from_numpy(places.view(np.int32))
+    key_word = torch.tensor(int(key) - 2**32, dtype=torch.int32)
+    np.testing.assert_array_equal(torch_dummy.elements(law, key_word, as_words).numpy(), want)
+    found = jax_dummy.elements(law, jax.numpy.uint32(key), jax.numpy.asarray(places))
+    np.testing.assert_array_equal(found, want)
+
+
+def test_the_definition_stays_what_results_were_measured_with():
+    places = np.arange(4, dtype=np.uint32)
+    assert mixed(places).tolist() == [0, 1364076727, 821347078, 2247144487]
+    parameter = stack("mlp.down", ["a", "b"], {"w": (2, 3)})
+    assert keys_of(parameter).tolist() == [1601088520, 678010014]
+
+
+def test_values_are_even_and_apart():
+    matrix = single("matrix", "matrix", (512, 1024))
+    found = parameter_array(matrix, law_of(matrix, False)) * 32  # sqrt(1024)
+    assert abs(found.mean()) < 0.01
+    assert found.std() == pytest.approx(1, abs=0.01)
+    assert np.abs(found).max() < np.sqrt(3)
+    assert len(np.unique(found)) > 0.9 * found.size
+    layers = parameter_array(stack("s", list("ab"), {"w": (64, 64)}), Law.of_matrix(1.0))
+    assert abs(np.corrcoef(layers[0].ravel(), layers[1].ravel())[0, 1]) < 0.05
+
+
+@dataclass(frozen=True)
+class Range:
+    low: float
+    high: float
+
+
+RANGES = {
+    ("qwen3", "final_norm"): Range(0.875, 1.125),
+    ("qwen3_5", "final_norm"): Range(-0.125, 0.125),
+    ("qwen3_5", "gated_delta.norm"): Range(0.875, 1.125),
+    ("qwen3_5", "gated_delta.a_log"): Range(-2.75, 1.25),
+    ("qwen3_5", "gated_delta.dt_bias"): Range(-3.0, 1.0),
+}
+
+
+@pytest.mark.parametrize(("family", "name"), RANGES)
+def test_what_is_no_matrix_lies_where_a_trained_models_lies(family, name):
+    config, wanted = tiny_config(family), RANGES[family, name]
+    parameter = next(p for p in parameters(config, False) if p.name == name)
+    found = parameter_array(parameter, law_of(parameter, config.zero_centered_norms))
+    assert wanted.low < found.min() <= found.max() < wanted.high
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_backends_load_what_the_checkpoint_gives(dtype):
+    config = tiny_config("qwen3_5")
+    checkpoint, seen = DummyCheckpoint.of_model(config), []
+    loaded = torch_weights.load(checkpoint, config, True, dtype, CPU, seen.append)
+    kind, device = torch_weights.DTYPES[dtype][1], jax.devices("cpu")[0]
+    in_jax = jax_weights.load(checkpoint, config, True, kind, device, seen.append)
+    wanted = parameters(config, True)
+    assert (
+        sum(seen) == 2 * checkpoint.num_bytes(wanted) == 2 * 2 * sum(prod(p.shape) for p in wanted)
+    )
+    want = {p.name: checkpoint.load(p, kind) for p in wanted}
+    assert want["gated_delta.a_log"].dtype == np.float32
+    delta = loaded.layers[0].mixer
+    pairs = [
+        (loaded.embed, in_jax.embed, want["embed"]),
+        (loaded.final_norm, in_jax.final_norm, want["final_norm"].astype(np.float32) + 1),
+        (delta.a_log, in_jax.layers.gated_delta.a_log[0], want["gated_delta.a_log"][0]),
+    ]
+    for of_torch, of_jax, one in pairs:
+        np.testing.assert_array_equal(of_torch.float().numpy(), one.astype(np.float32))
+        np.testing.assert_array_equal(np.asarray(of_jax[...], np.float32), one.astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])
+def test_a_head_is_of_its_kind_and_maps_its_vocabulary(kind):
+    target = tiny_config("qwen3")
+    config = DraftConfig.from_dict(tiny_head_config(target, kind), target)
+    checkpoint = dummy_head(config)
+    assert check_head(checkpoint, config) == head_parameters(config, checkpoint.names)
+    if config.has_draft_vocab:
+        ids = draft_ids(checkpoint, config)
+        assert ids[0] == 0
+        assert 0.9 * target.vocab < ids[-1] < target.vocab
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_shapes_of_public_models_can_be_served(name):
+    config = ModelConfig.from_folder(SHAPES / name)
+    billions = sum(prod(p.shape) for p in parameters(config, False)) / 1e9
+    stated = float(name.rsplit("-", 1)[-1].removesuffix("b"))
+    assert billions == pytest.approx(stated, rel=0.1)
+    assert DummyCheckpoint.of_model(config).has_mtp == name.startswith("qwen3.5")
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_shapes_of_public_heads_fit_their_targets(name):
+    target = ModelConfig.from_folder(SHAPES / HEADS[name])
+    config = DraftConfig.from_folder(SHAPES / name, target)
+    check_head(dummy_head(config), config)
+    assert config.kind.lower() == name.rsplit("-", 1)[-1]
+    assert {path.name for path in (SHAPES / name).iterdir()} == {"config.json"}
+    assert json.loads((SHAPES / name / "config.json").read_text())["vocab_size"] == target.vocab

@@ -1,0 +1,134 @@
+"""`--load-format dummy` starts from a config.json alone, and every backend makes the same model."""
+
+import json
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from bench.serving import one_bucket
+from shared.engine.request import Request, SamplingParams
+from shared.options.options import parse
+from shared.process import launch
+from shared.process.device import Device
+from tests.support import reference_serve
+from tests.support.driving import drive
+from tests.support.tiny_heads import tiny_block_config, tiny_head_config
+from tests.support.tiny_models import tiny_config, tiny_model
+
+DUMMY = ["--load-format", "dummy"]
+BACKENDS = {
+    "reference": lambda: reference_serve.PLATFORM,
+    "torch": lambda: import_module("torch_impl.serve").PLATFORM,
+    "jax": lambda: import_module("jax_impl.serve").PLATFORM,
+}
+PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3, 200, 4))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Of a target and of what drafts for it, each with a config.json and nothing else."""
+    folder, (target, _) = tmp_path_factory.mktemp("dummies"), tiny_model("qwen3_5", 0)
+    given = {
+        "target": tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False),
+        "STANDALONE": tiny_config("qwen3", nested=False, with_mtp=False, tied=True),
+        "EAGLE": tiny_head_config(target, "EAGLE"),
+        "EAGLE3": tiny_head_config(target, "EAGLE3"),
+        "DFLASH": tiny_block_config(target),
+    }
+    for name, config in given.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def line_of(folders: Path, drafter: str) -> list[str]:
+    line = ["--model-path", str(folders / "target"), *DUMMY, "--max-running-requests", "2"]
+    line += ["--context-length", "64", "--chunked-prefill-size", "64", "--dtype", "float32"]
+    if drafter == "none":
+        return line
+    line += ["--speculative-algorithm", drafter]
+    own = folders / drafter
+    return line + (["--speculative-draft-model-path", str(own)] if own.exists() else [])
+
+
+def texts(backend: str, line: list[str]) -> list[list[int]]:
+    platform = replace(BACKENDS[backend](), find_device=lambda: Device("cpu", "CPU", 1 << 31))
+    start = launch.prepare(parse(line), platform)
+    blueprint = replace(start.memory.blueprint, limits=one_bucket(start.memory.limits))
+    start, read = replace(start, memory=replace(start.memory, blueprint=blueprint)), []
+    made = start.load(platform, read.append)
+    assert sum(read) == start.num_bytes
+    made.prepare(made.limits.programs, lambda program: None)
+    engine = launch.make_engine(made, start.memory.options)
+    sampling = SamplingParams(temperature=0.0, max_tokens=12)
+    asked = [
+        Request(request_id=number, prompt=prompt, sampling=sampling)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    try:
+        return [outcome.tokens for outcome in drive(engine, asked).values()]
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def plain(folders) -> list[list[int]]:
+    return texts("reference", line_of(folders, "none"))
+
+
+def test_the_text_of_dummy_weights_varies(plain):
+    assert len({token for text in plain for token in text}) > 10
+
+
+DRAFTERS = ("none", "NEXTN", "EAGLE", "EAGLE3", "DFLASH", "STANDALONE", "NGRAM")
+
+
+@pytest.mark.parametrize(
+    ("backend", "drafter"), [*(("torch", name) for name in DRAFTERS), ("jax", "EAGLE3")]
+)
+def test_backends_say_the_same_without_a_file_of_weights(backend, drafter, folders, plain):
+    assert texts(backend, line_of(folders, drafter)) == plain
+
+
+def test_without_the_flag_the_same_folder_is_refused(folders, capfd):
+    line = [word for word in line_of(folders, "none") if word not in DUMMY]
+    assert launch.launch(line, reference_serve.PLATFORM) == 2
+    assert "model.safetensors" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("drafter", "files", "named"),
+    [
+        ("EAGLE", "EAGLE3", "--speculative-algorithm EAGLE does not fit the draft model"),
+        ("STANDALONE", "EAGLE3", "LlamaForCausalLMEagle3"),
+        ("EAGLE3", "STANDALONE", "Qwen3ForCausalLM"),
+        ("EAGLE3", "nowhere", "does not exist"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused_by_its_config(
+    drafter, files, named, folders, capfd
+):
+    line = line_of(folders, drafter)
+    line[line.index("--speculative-draft-model-path") + 1] = str(folders / files)
+    assert launch.launch(["--port", "0", *line], reference_serve.PLATFORM) == 2
+    assert named in capfd.readouterr().err
+
+
+def test_the_start_says_that_the_texts_are_not_the_models(folders, capfd):
+    def refuse(*_):
+        raise ValueError("far enough")
+
+    platform = replace(reference_serve.PLATFORM, load=refuse)
+    lot = ["--speculative-simulate-accept-length", "1.5"]
+    assert launch.launch(["--port", "0", *line_of(folders, "NEXTN"), *lot], platform) == 2
+    told = capfd.readouterr().err
+    assert "the weights are dummies (--load-format dummy)" in told
+    assert "drafts are accepted by lot (--speculative-simulate-accept-length 1.5)" in told
+
+
+@pytest.mark.parametrize("drafter", ["NGRAM", "STANDALONE", "DFLASH"])
+def test_a_lot_that_rejects_all_keeps_the_text_with_any_drafter(drafter, folders, plain):
+    line = [*line_of(folders, drafter), "--speculative-simulate-accept-length", "1"]
+    assert texts("torch", line) == plain

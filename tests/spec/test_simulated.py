@@ -1,0 +1,151 @@
+"""Drafts accepted by lot: as far as the rates say, on every backend the same, and told of."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Backend
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.spec import acceptance as spec
+from shared.spec import draft_tree
+from shared.spec.sampling import uniforms
+from tests.spec.test_acceptance import random_trees
+from tests.support.backends import make_backend
+from tests.support.driving import Outcome, drive
+from tests.support.implementations import Implementation, each_implementation
+from tests.support.tree_subjects import CHAIN, DRAFTED, TREE, request, tree_limits
+
+PROMPTS = ((5, 17, 3, 29, 8, 40, 2), (9, 9, 31))
+ROWS = 64
+
+
+def trees_of(seed: int, B: int = ROWS, N: int = 9) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    tokens, parents, num_nodes = random_trees(rng, B, N)
+    choices = rng.integers(0, 3, (B, N)).astype(np.int32)
+    seeds = rng.integers(0, 2**32, B, np.uint32)
+    return tokens, parents, num_nodes, choices, seeds, rng.integers(0, 99, B).astype(np.int32)
+
+
+@pytest.mark.parametrize("rates", [(), (1.0,), (1.0, 0.5), (0.7, 0.7, 0.7, 0.7)])
+def test_the_way_leads_over_first_children_as_far_as_the_lot_goes(rates) -> None:
+    tokens, parents, num_nodes, choices, seeds, lengths = trees_of(1)
+    found, walked = spec.simulate(tokens, parents, num_nodes, choices, rates, seeds, lengths)
+    depth = int(draft_tree.depths(parents).max())
+    path, counts = spec.walk(tokens, parents, walked, found, depth)
+    out, chance = spec.emitted(found, path, counts), uniforms(seeds, lengths, len(rates))
+    for b in range(ROWS):
+        way = [0]
+        for level, rate in enumerate(rates):
+            children = [n for n in range(1, num_nodes[b]) if parents[b, n] == way[-1]]
+            if not children or chance[b, level] >= rate:
+                break
+            way.append(children[0])
+        assert path[b, : counts[b]].tolist() == way
+        assert out[b, : counts[b]].tolist() == [*tokens[b, way[1:]], choices[b, way[-1]]]
+
+
+@each_implementation
+@pytest.mark.parametrize("rates", [(), (1.0, 0.4), (0.9, 0.6, 0.3)])
+def test_both_backends_accept_what_the_specification_does(rates, implementation) -> None:
+    tokens, parents, num_nodes, choices, seeds, lengths = trees_of(2)
+    given = (tokens, parents, num_nodes, choices, rates, seeds, lengths)
+    for got, want in zip(_run(implementation, given), spec.simulate(*given), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+def _run(implementation: Implementation, given: tuple) -> tuple[np.ndarray, ...]:
+    """Rates are numbers of the program, not an array."""
+    *before, rates, seeds, lengths = given
+    module = implementation("acceptance")
+    return module.simulate(*before, rates, seeds, lengths)
+
+
+def test_rates_are_how_often_a_level_is_reached() -> None:
+    B, rates = 4096, (1.0, 0.5, 0.25)
+    parents = np.tile(np.arange(-1, 3, dtype=np.int32).clip(min=0), (B, 1))
+    tokens, num_nodes = np.tile(np.arange(4, dtype=np.int32), (B, 1)), np.full(B, 4, np.int32)
+    choices, lengths = np.zeros((B, 4), np.int32), np.arange(B, dtype=np.int32)
+    given = (tokens, parents, num_nodes, choices, rates, np.full(B, 7, np.uint32), lengths)
+    _, walked = spec.simulate(*given)
+    assert walked.mean() == pytest.approx(1 + 1 + 0.5 + 0.125, abs=0.05)
+    limits = replace(tree_limits(272), accept_rates=rates)
+    assert limits.simulated_accept_length == 1 + 1 + 0.5 + 0.125
+
+
+BACKENDS: dict = {}
+"""By framework and rates; the shapes share one."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed():
+    yield
+    for backend in BACKENDS.values():
+        backend.close()
+    BACKENDS.clear()
+
+
+def backend_of(framework: str, rates: tuple[float, ...] | None) -> Backend:
+    if (framework, rates) not in BACKENDS:
+        config, weights = DRAFTED["NEXTN"].model()
+        limits = replace(tree_limits(config.vocab), accept_rates=rates)
+        made = make_backend(framework, config, weights, limits, "NEXTN")
+        BACKENDS[framework, rates] = made
+    return BACKENDS[framework, rates]
+
+
+def serve(framework: str, shape, rates: tuple[float, ...] | None, temperature: float):
+    """Texts and acceptance of the hybrid with its mtp layer, and the engine's metrics."""
+    backend = backend_of(framework, rates)
+    controller = StaticController(
+        backend.limits, nodes=shape.nodes, depth=shape.depth, width=shape.width
+    )
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=128)
+    asked = [
+        request(number, prompt, temperature=temperature, max_tokens=20, seed32=number)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    return drive(engine, asked), engine.metrics.snapshot()
+
+
+def texts(outcomes: dict[int, Outcome]) -> list[list[int]]:
+    return [outcome.tokens for outcome in outcomes.values()]
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("framework", ["reference", "torch"])
+def test_where_no_draft_is_accepted_the_text_is_plain(framework, temperature, shape) -> None:
+    judged, _ = serve("reference", shape, None, temperature)
+    rejected, metrics = serve(framework, shape, (), temperature)
+    assert texts(rejected) == texts(judged)
+    assert sum(sum(outcome.accepted) for outcome in judged.values()) > 0
+    assert all(set(outcome.accepted) == {0} for outcome in rejected.values())
+    assert metrics["spec_decode_simulated_accept_length"] == 1
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+def test_the_backends_accept_alike_and_say_the_same(framework, shape) -> None:
+    rates = (1.0, 0.6)
+    want, metrics = serve("reference", shape, rates, 0.9)
+    got, _ = serve(framework, shape, rates, 0.9)
+    assert texts(got) == texts(want)
+    lengths = [accepted for outcome in want.values() for accepted in outcome.accepted]
+    assert [a for outcome in got.values() for a in outcome.accepted] == lengths
+    assert set(lengths) == {1, 2}
+    assert metrics["spec_decode_simulated_accept_length"] == 2.6
+
+
+def test_judged_drafts_are_told_of_nowhere() -> None:
+    _, metrics = serve("reference", CHAIN, None, 0.0)
+    assert "spec_decode_simulated_accept_length" not in metrics
+
+
+def test_a_lot_and_a_rule_exclude_each_other() -> None:
+    limits = tree_limits(272)
+    chains = tuple(program for program in limits.programs if program.shape.width <= 1)
+    with pytest.raises(ValueError, match="exclude each other"):
+        replace(limits, programs=chains, accept_rule="block", accept_rates=())
