@@ -21,14 +21,16 @@ class Planner:
     def __init__(self, limits: Limits, allocator: Allocator) -> None:
         self._limits, self._allocator = limits, allocator
         self._sampling = _neutral_sampling(limits)
+        self._reports = np.zeros(limits.num_slots, np.int32)
         self._by_size = sorted(
             (program for program in limits.programs if not program.mask),
             key=lambda program: (program.tokens, program.batch, program.pages, program.logprobs),
         )
 
     def bind(self, request: Request) -> None:
-        """Writes the sampling parameters of a request that has just got its slot."""
+        """Writes what a request that has just got its slot brings to each of its steps."""
         at, slot, sampling = self._sampling, request.slot, request.sampling
+        self._reports[slot] = sampling.logprobs is not None
         at.temperature[slot] = sampling.temperature
         at.top_p[slot] = sampling.top_p
         at.top_k[slot] = self._limits.vocab if sampling.top_k is None else sampling.top_k
@@ -83,11 +85,12 @@ class Planner:
         raise LookupError(f"no {rows.work.value} program holds {wanted} with {rows.shape}")
 
     def fill_rows(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
-        """Writes what every step says about its rows: slots, pages and sampling parameters."""
+        """Writes what every step says about its rows: slots, pages, reports and sampling."""
         count, columns = len(slots), plan.page_table.shape[1]
         plan.slots[:count] = slots
         table = self._allocator.page_table[slots, :columns]
         plan.page_table[:count, : table.shape[1]] = table
+        plan.reports[:count] = self._reports[slots]
         for name in _SAMPLING_FIELDS:
             getattr(plan.sampling, name)[:count] = getattr(self._sampling, name)[slots]
 
