@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import fields
 
 import numpy as np
@@ -24,7 +25,7 @@ class Planner:
         self._reports = np.zeros(limits.num_slots, np.int32)
         self._by_size = sorted(
             (program for program in limits.programs if not program.mask),
-            key=lambda program: (program.tokens, program.batch, program.pages, program.logprobs),
+            key=lambda p: (p.tokens, p.batch, p.pages, p.shape.rows, p.logprobs),
         )
 
     def bind(self, request: Request) -> None:
@@ -69,19 +70,20 @@ class Planner:
     def pick(self, rows: Rows) -> Program:
         """The smallest program that holds the rows.
 
+        Its batch may be wider than the shape of the rows: the widest alone may have logprobs.
+
         Raises:
           LookupError: No program is large enough.
         """
         held, requests = self._allocator.num_pages, rows.requests
         num_pages = max(int(held[request.slot]) for request in requests)
+        verified = 0 if rows.shape is None else rows.shape.rows
         logprobs = any(request.sampling.logprobs is not None for request in requests)
-        wanted = (len(requests), num_pages, rows.num_tokens, logprobs)
-        for program in self._by_size:
-            sizes = (program.batch, program.pages, program.tokens, program.logprobs)
-            if _does_work_of(program, rows) and all(
-                size >= want for size, want in zip(sizes, wanted, strict=True)
-            ):
-                return program
+        wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs)
+        for p in self._by_size:
+            sizes = (p.batch, p.pages, p.tokens, p.shape.rows, p.logprobs)
+            if _does_work_of(p, rows) and all(map(operator.ge, sizes, wanted)):
+                return p
         raise LookupError(f"no {rows.work.value} program holds {wanted} with {rows.shape}")
 
     def fill_rows(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
@@ -99,7 +101,7 @@ def _does_work_of(program: Program, rows: Rows) -> bool:
     return (
         program.work is rows.work
         and program.host_draft is rows.host_draft
-        and rows.shape in (None, program.shape)
+        and (rows.shape is None or rows.shape.tree == program.shape.tree)
     )
 
 

@@ -103,6 +103,21 @@ def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
             assert plan.reports[: len(requests)].tolist() == [int(r is asking) for r in requests]
 
 
+def test_the_widest_program_may_be_the_only_one_with_logprobs():
+    """A step that wants none takes it where no other is wide enough, and no row of it reports."""
+    limits = toy_limits(num_pages=300, num_slots=6, overlap=1)
+    programs = [replace(p, logprobs=p.batch == 4) for p in limits.programs]
+    house = House(replace(limits, programs=tuple(programs)))
+    requests = [house.request(5, 20) for _ in range(4)]
+    asking = house.request(5, 20, logprobs=0)
+    for rows, batch in ((requests[:2], 2), (requests, 4), ([asking], 4)):
+        for depth in (0, 3):
+            plan = house.planner.plan(DecodeRows(rows, TreeShape.chain(depth, len(rows))))
+            assert (plan.program.batch, plan.program.logprobs) == (batch, batch == 4)
+            assert plan.reports[: len(rows)].tolist() == [int(row is asking) for row in rows]
+            assert not plan.reports[len(rows) :].any()
+
+
 def test_a_page_table_names_its_owners_pages_and_the_sink(house):
     """Traps: draft page table rows past the batch kept old ids (TokenSpeed 955)."""
     first, second = house.request(5, 20), house.request(3, 9)
