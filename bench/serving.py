@@ -144,17 +144,20 @@ def start(
 
 
 def one_bucket(limits: Limits) -> Limits:
-    """Keeps the widest program of each kind of step, so that none is compiled in a timed run."""
+    """Keeps the widest program of each kind of step, so that none is compiled in a timed run.
+
+    They are without logprobs, which no timed run asks for.
+    """
     widest = {}
     for program in limits.programs:
         size = (program.batch, program.pages)
         widest[program.work] = max(size, widest.get(program.work, size))
     kept = [
-        program
+        replace(program, logprobs=False)
         for program in limits.programs
-        if (program.batch, program.pages) == widest[program.work] and not program.logprobs
+        if (program.batch, program.pages) == widest[program.work]
     ]
-    return replace(limits, programs=tuple(kept))
+    return replace(limits, programs=tuple(dict.fromkeys(kept)))
 
 
 def _warm_up(engine: Engine, limits: Limits) -> None:

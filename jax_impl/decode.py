@@ -43,7 +43,7 @@ class Verified(NamedTuple):
       passed: The target's pass over the nodes of the paths; its pools hold all nodes.
       path, counts, tokens: Each row's path, how long it is, and what it emits.
       failed: Rows with a logit on the way that is not finite.
-      logits: Of the nodes of the paths.
+      logits, row_of: Of all nodes, and the row of each node of the paths.
       mixer: Ran the gated-delta layers, and knows what is left of them.
     """
 
@@ -52,7 +52,8 @@ class Verified(NamedTuple):
     counts: Int[jax.Array, " B"]
     tokens: Int[jax.Array, "B W"]
     failed: Bool[jax.Array, " B"]
-    logits: Float[jax.Array, "B W vocab"]
+    logits: Float[jax.Array, "R vocab"]
+    row_of: Int[jax.Array, "B W"]
     mixer: Tree | OneToken | None
 
 
@@ -68,8 +69,8 @@ def decode(
         state = _extend(machine, state, plan, program, trees, verified, lengths)
     found = {"tokens": verified.tokens, "counts": verified.counts, "failed": verified.failed}
     found |= {"saved": saved} | trees.fields()
-    logits, tokens, counts = verified.logits, verified.tokens, verified.counts
-    return state, found | logprobs_of(machine, program, logits, tokens, counts)
+    chosen_from = (verified.logits, verified.row_of, verified.tokens, verified.counts)
+    return state, found | logprobs_of(machine, plan, program, *chosen_from)
 
 
 def draft(
@@ -136,7 +137,8 @@ def _verify(
         counts=counts,
         tokens=acceptance.emitted(choices, path, counts),
         failed=failed,
-        logits=logits[on_path],
+        logits=logits,
+        row_of=on_path,
         mixer=mixer,
     )
 

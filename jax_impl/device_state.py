@@ -198,7 +198,8 @@ class Plan:
     """A plan on the device: views into its words.
 
     Attributes:
-      slots, starts, draft_from, page_table: Of the rows; see `shared.boundary.backend.StepPlan`.
+      slots, starts, draft_from, reports, page_table: Of the rows; see
+        `shared.boundary.backend.StepPlan`.
       restore, save, save_at: Snapshots.
       sampling: Parameters of the rows.
       prompt: The chunks that are fed or counted; None in other work.
@@ -208,6 +209,7 @@ class Plan:
     slots: Int[jax.Array, " B"]
     starts: Bool[jax.Array, " B"]
     draft_from: Int[jax.Array, " B"]
+    reports: Bool[jax.Array, " B"]
     page_table: Int[jax.Array, "B P"]
     restore: Int[jax.Array, " B"]
     save: Int[jax.Array, " B"]
@@ -225,6 +227,7 @@ def read_plan(words: Words, program: Program, limits: Limits) -> Plan:
         slots=at["slots"],
         starts=at["starts"] != 0,
         draft_from=at["draft_from"],
+        reports=at["reports"] != 0,
         page_table=at["page_table"],
         restore=at["restore"],
         save=at["save"],

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from jax_impl.device_state import DeviceState, Fields, Plan
 from jax_impl.drafters import Drafter, Ranking
 from jax_impl.model import Model
-from jax_impl.ops import sampling
+from jax_impl.ops import logprobs
 from shared.boundary.backend import Limits, Program, Work
 
 
@@ -53,13 +53,16 @@ def ranking(
 
 def logprobs_of(
     machine: Machine,
+    plan: Plan,
     program: Program,
-    logits: Float[jax.Array, "B W vocab"],
+    logits: Float[jax.Array, "R vocab"],
+    row_of: Int[jax.Array, "B W"],
     tokens: Int[jax.Array, "B W"],
     counts: Int[jax.Array, " B"],
 ) -> Fields:
-    """The logprobs among a result's fields; none where the program reports none."""
+    """The logprobs among a result's fields; none where the program has none."""
     if not program.logprobs:
         return {}
-    found = sampling.reported(logits, tokens, counts, machine.limits.max_logprobs)
-    return dict(zip(("chosen", "top_ids", "top_values"), found, strict=True))
+    k = machine.limits.max_logprobs
+    told = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)
+    return dict(zip(("chosen", "top_ids", "top_values"), told, strict=True))

@@ -53,7 +53,8 @@ def prefill(
     tokens = jnp.where(counts > 0, newest, 0)[:, None]
     found = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
     found |= {"drafts": newest[:, None], "num_nodes": jnp.ones_like(newest)}
-    return state, found | logprobs_of(machine, program, logits[:, None], tokens, counts)
+    row_of = jnp.arange(len(counts), dtype=jnp.int32)[:, None]
+    return state, found | logprobs_of(machine, plan, program, logits, row_of, tokens, counts)
 
 
 def _count_prompts(

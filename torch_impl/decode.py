@@ -41,14 +41,15 @@ class Trees:
 @dataclass(frozen=True)
 class Verified:
     """What a verify found: each row's path, the target's pass over its W nodes, what it emits,
-    and what a commit needs."""
+    and what a commit needs; the logits of all nodes, and the row of each node of the paths."""
 
     passed: Forward
     path: Int[Tensor, "B W"]
     counts: Int[Tensor, " B"]
     tokens: Int[Tensor, "B W"]
     failed: Bool[Tensor, " B"]
-    logits: Float[Tensor, "B W vocab"]
+    logits: Float[Tensor, "R vocab"]
+    row_of: Int[Tensor, "B W"]
     mixer: Tree | OneToken | None
 
 
@@ -60,7 +61,8 @@ def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
     _extend(machine, plan, program, trees, verified, lengths)
     found = {"tokens": verified.tokens, "counts": verified.counts, "failed": verified.failed}
     found |= {"saved": saved} | trees.fields()
-    return found | logprobs_of(machine, program, verified.logits, verified.tokens, verified.counts)
+    chosen_from = (verified.logits, verified.row_of, verified.tokens, verified.counts)
+    return found | logprobs_of(machine, plan, program, *chosen_from)
 
 
 def draft(machine: Machine, plan: Plan, program: Program) -> Fields:
@@ -141,7 +143,8 @@ def _verify(
         counts=counts,
         tokens=acceptance.emitted(choices, path, counts),
         failed=failed,
-        logits=logits[on_path] if program.logprobs else logits[:0],
+        logits=logits,
+        row_of=on_path,
         mixer=mixer,
     )
 

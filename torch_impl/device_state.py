@@ -183,7 +183,8 @@ class Plan:
     """A plan on the device: views into its words.
 
     Attributes:
-      slots, starts, draft_from, page_table: Of the rows; see `shared.boundary.backend.StepPlan`.
+      slots, starts, draft_from, reports, page_table: Of the rows; see
+        `shared.boundary.backend.StepPlan`.
       restore, save, save_at: Snapshots.
       sampling: Parameters of the rows.
       prompt: The chunks that are fed or counted; None in other work.
@@ -193,6 +194,7 @@ class Plan:
     slots: Int[Tensor, " B"]
     starts: Bool[Tensor, " B"]
     draft_from: Int[Tensor, " B"]
+    reports: Bool[Tensor, " B"]
     page_table: Int[Tensor, "B P"]
     restore: Int[Tensor, " B"]
     save: Int[Tensor, " B"]
@@ -214,6 +216,7 @@ def read_plan(words: Int[Tensor, " words"], program: Program, limits: Limits) ->
         slots=at["slots"],
         starts=at["starts"] != 0,
         draft_from=at["draft_from"],
+        reports=at["reports"] != 0,
         page_table=at["page_table"],
         restore=at["restore"],
         save=at["save"],

@@ -9,7 +9,7 @@ from shared.boundary.backend import Limits, Program, Work
 from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Ranking
 from torch_impl.model import Model
-from torch_impl.ops import sampling
+from torch_impl.ops import logprobs
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,15 @@ def ranking(
 
 def logprobs_of(
     machine: Machine,
+    plan: Plan,
     program: Program,
-    logits: Float[Tensor, "B W vocab"],
+    logits: Float[Tensor, "R vocab"],
+    row_of: Int[Tensor, "B W"],
     tokens: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
 ) -> Fields:
     if not program.logprobs:
         return {}
-    found = sampling.reported(logits, tokens, counts, machine.limits.max_logprobs)
-    return dict(zip(("chosen", "top_ids", "top_values"), found, strict=True))
+    k = machine.limits.max_logprobs
+    told = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)
+    return dict(zip(("chosen", "top_ids", "top_values"), told, strict=True))

@@ -58,7 +58,8 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     emitted = torch.where(counts > 0, newest, 0)[:, None]
     found = {"tokens": emitted, "counts": counts, "failed": failed, "saved": saved}
     found |= {"drafts": newest[:, None], "num_nodes": torch.ones_like(newest)}
-    return found | logprobs_of(machine, program, logits[:, None], emitted, counts)
+    row_of = torch.arange(len(counts), device=counts.device)[:, None]
+    return found | logprobs_of(machine, plan, program, logits, row_of, emitted, counts)
 
 
 def _read_prompts(

@@ -416,33 +416,3 @@ def log_softmax(logits: Float[jax.Array, "R vocab"]) -> Float[jax.Array, "R voca
 def probabilities(processed: Float[jax.Array, "R vocab"]) -> Float[jax.Array, "R vocab"]:
     """What a row with a temperature samples from; 0 for what is excluded."""
     return jax.nn.softmax(processed, axis=1)
-
-
-def logprobs(
-    logits: Float[jax.Array, "R vocab"], ids: Int[jax.Array, " R"]
-) -> Float[jax.Array, " R"]:
-    """The log-probability of one token of each row under the raw logits."""
-    return jnp.take_along_axis(log_softmax(logits), ids[:, None], axis=1)[:, 0]
-
-
-def top_logprobs(
-    logits: Float[jax.Array, "R vocab"], k: int
-) -> tuple[Int[jax.Array, "R k"], Float[jax.Array, "R k"]]:
-    """The k most likely tokens of each row under the raw logits, and their log-probabilities."""
-    ids = top_candidates(logits, k)
-    return ids, jnp.take_along_axis(log_softmax(logits), ids, axis=1)
-
-
-def reported(
-    logits: Float[jax.Array, "B W vocab"],
-    tokens: Int[jax.Array, "B W"],
-    counts: Int[jax.Array, " B"],
-    k: int,
-) -> tuple[Float[jax.Array, "B W"], Int[jax.Array, "B W k"], Float[jax.Array, "B W k"]]:
-    """Logprobs of the emitted tokens, and the best k and theirs; 0 past the counts."""
-    B, W, vocab = logits.shape
-    flat, is_emitted = logits.reshape(B * W, vocab), jnp.arange(W) < counts[:, None]
-    chosen = logprobs(flat, tokens.reshape(-1)).reshape(B, W)
-    best = (x.reshape(B, W, k) for x in top_logprobs(flat, k))
-    ids, values = (jnp.where(is_emitted[:, :, None], x, 0) for x in best)
-    return jnp.where(is_emitted, chosen, 0), ids, values

@@ -81,10 +81,7 @@ def _memory(device: jax.Device) -> Device:
 
 def _limits(limits: Limits, slots: int) -> Limits:
     """With the widest program of each work alone, as nobody waits for a single answer."""
-    widest = {}
-    for program in limits.programs:
-        if not program.logprobs:
-            widest[program.work] = program
+    widest = {program.work: replace(program, logprobs=False) for program in limits.programs}
     batch = min(slots, MAX_PREFILL_ROWS)
     prefill = replace(widest[Work.PREFILL], batch=batch, shape=TreeShape.plain(batch))
     return replace(limits, programs=(prefill, widest[Work.DECODE]))

@@ -63,7 +63,7 @@ class Program:
       shape: Draft tree of a decode or a draft; the one-node tree elsewhere.
       host_draft: The tree comes with the plan (`HostDraft`), not from the device's drafter.
       mask: A grammar mask comes with the plan.
-      logprobs: The result holds logprobs.
+      logprobs: The result holds logprobs; which rows report them, the plan says.
     """
 
     work: Work
@@ -305,6 +305,8 @@ class StepPlan:
       starts: 1 at a row's first step, of a prefill or a count: state, counts and draft memory are
         set to zero. 0 in a decode and a draft, where nothing reads it.
       draft_from: Where whole draft KV begins after a cache hit; read with `starts`.
+      reports: 1 where the row's logprobs are wanted; in every plan, and read where the program
+        has logprobs.
       sampling: How tokens are chosen.
       snapshots: Recurrent state restored and saved.
       mask: Grammar masks, or None.
@@ -317,6 +319,7 @@ class StepPlan:
     page_table: Int32[np.ndarray, "B P"]
     starts: Int32[np.ndarray, " B"]
     draft_from: Int32[np.ndarray, " B"]
+    reports: Int32[np.ndarray, " B"]
     sampling: Sampling
     snapshots: Snapshots
     mask: Mask | None
@@ -341,7 +344,8 @@ class StepResult:
       failed: 1 where a row's logits were not finite.
       saved: 1 where the row's snapshot was taken.
       drafts, parents, num_nodes: The draft trees.
-      logprobs: Of each emitted token, or None where the program has none.
+      logprobs: Of each emitted token of the rows that report, 0 elsewhere; None where the program
+        has none.
       device_seconds: Time of the step on the device; None where it is unknown (after idling).
     """
 

@@ -100,7 +100,7 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
             ("draft_tree_num_nodes", (B,)),
             ("draft_tree_forced", (B,)),
         ]
-    rows = [("slots", (B,)), ("starts", (B,)), ("draft_from", (B,))]
+    rows = [("slots", (B,)), ("starts", (B,)), ("draft_from", (B,)), ("reports", (B,))]
     snapshots = [("restore", (B,)), ("save", (B,)), ("save_at", (B,))]
     widths = {
         "stop_ids": (limits.max_stop_ids,),
@@ -139,7 +139,7 @@ def empty_plan(program: Program, limits: Limits, mask: Mask | None) -> StepPlan:
     at["top_k"][:] = limits.vocab
     sampling = Sampling(**{f.name: at[f.name] for f in fields(Sampling)})
     snapshots = Snapshots(at["restore"], at["save"], at["save_at"])
-    rows = (at["slots"], at["page_table"], at["starts"], at["draft_from"])
+    rows = (at["slots"], at["page_table"], at["starts"], at["draft_from"], at["reports"])
     return StepPlan(program, buffer, _work(program, at), *rows, sampling, snapshots, mask)
 
 

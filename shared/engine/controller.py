@@ -110,7 +110,7 @@ class StaticController:
     def __init__(self, limits: Limits, *, nodes: int, depth: int, width: int) -> None:
         wanted = (nodes, depth, width)
         self._shapes = shapes_by_batch(
-            limits, host_draft=False, is_wanted=lambda s: (s.nodes, s.depth, s.width) == wanted
+            limits, host_draft=False, is_wanted=lambda shape: shape.tree == wanted
         )
         if not self._shapes:
             raise ValueError(f"no decode program drafts {nodes} nodes, {depth} deep, {width} wide")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import fields
 
 import numpy as np
@@ -21,14 +22,16 @@ class Planner:
     def __init__(self, limits: Limits, allocator: Allocator) -> None:
         self._limits, self._allocator = limits, allocator
         self._sampling = _neutral_sampling(limits)
+        self._reports = np.zeros(limits.num_slots, np.int32)
         self._by_size = sorted(
             (program for program in limits.programs if not program.mask),
-            key=lambda program: (program.tokens, program.batch, program.pages, program.logprobs),
+            key=lambda p: (p.tokens, p.batch, p.pages, p.shape.rows, p.logprobs),
         )
 
     def bind(self, request: Request) -> None:
-        """Writes the sampling parameters of a request that has just got its slot."""
+        """Writes what a request that has just got its slot brings to each of its steps."""
         at, slot, sampling = self._sampling, request.slot, request.sampling
+        self._reports[slot] = sampling.logprobs is not None
         at.temperature[slot] = sampling.temperature
         at.top_p[slot] = sampling.top_p
         at.top_k[slot] = self._limits.vocab if sampling.top_k is None else sampling.top_k
@@ -67,27 +70,29 @@ class Planner:
     def pick(self, rows: Rows) -> Program:
         """The smallest program that holds the rows.
 
+        Its batch may be wider than the shape of the rows: the widest alone may have logprobs.
+
         Raises:
           LookupError: No program is large enough.
         """
         held, requests = self._allocator.num_pages, rows.requests
         num_pages = max(int(held[request.slot]) for request in requests)
+        verified = 0 if rows.shape is None else rows.shape.rows
         logprobs = any(request.sampling.logprobs is not None for request in requests)
-        wanted = (len(requests), num_pages, rows.num_tokens, logprobs)
-        for program in self._by_size:
-            sizes = (program.batch, program.pages, program.tokens, program.logprobs)
-            if _does_work_of(program, rows) and all(
-                size >= want for size, want in zip(sizes, wanted, strict=True)
-            ):
-                return program
+        wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs)
+        for p in self._by_size:
+            sizes = (p.batch, p.pages, p.tokens, p.shape.rows, p.logprobs)
+            if _does_work_of(p, rows) and all(map(operator.ge, sizes, wanted)):
+                return p
         raise LookupError(f"no {rows.work.value} program holds {wanted} with {rows.shape}")
 
     def fill_rows(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
-        """Writes what every step says about its rows: slots, pages and sampling parameters."""
+        """Writes what every step says about its rows: slots, pages, reports and sampling."""
         count, columns = len(slots), plan.page_table.shape[1]
         plan.slots[:count] = slots
         table = self._allocator.page_table[slots, :columns]
         plan.page_table[:count, : table.shape[1]] = table
+        plan.reports[:count] = self._reports[slots]
         for name in _SAMPLING_FIELDS:
             getattr(plan.sampling, name)[:count] = getattr(self._sampling, name)[slots]
 
@@ -96,7 +101,7 @@ def _does_work_of(program: Program, rows: Rows) -> bool:
     return (
         program.work is rows.work
         and program.host_draft is rows.host_draft
-        and rows.shape in (None, program.shape)
+        and (rows.shape is None or rows.shape.tree == program.shape.tree)
     )
 
 

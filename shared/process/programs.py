@@ -35,7 +35,9 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
     A step takes the smallest program that holds it, so buckets spare work: of padded rows, and in
     torch on a CPU of padded pages, as its plain attention gathers all of them. A GPU's kernels and
     compiled programs follow the longest row. Where a CPU's programs are compiled there are few: a
-    prompt is prefilled by itself, and logprobs are reported by the widest programs alone.
+    prompt is prefilled by itself, and the widest programs alone have logprobs, which a CPU computes
+    only where a row reports them. A GPU always computes what its program has, so there each has a
+    twin without.
     """
     engine, context = options.engine, given(options.model.context_length)
     page_size = given(engine.page_size)
@@ -94,11 +96,15 @@ def _programs(
 
 
 def _few(programs: Sequence[Program]) -> list[Program]:
-    """Without programs with logprobs, but for the widest of each work and shape of tree."""
+    """Of each size one: with logprobs if it is the widest of its work and shape of tree."""
     widest: dict[tuple[Work, int], Program] = {}
     for program in programs:  # in ascending order
-        widest[program.work, program.shape.nodes] = program
-    return [p for p in programs if not p.logprobs or p in widest.values()]
+        widest[program.work, program.shape.nodes] = replace(program, logprobs=True)
+    return [
+        program
+        for program in programs
+        if program.logprobs is (replace(program, logprobs=True) in widest.values())
+    ]
 
 
 def _prefill_rows(requests: int) -> list[int]:

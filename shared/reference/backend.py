@@ -193,9 +193,11 @@ class ReferenceBackend:
         counts = (ends & ~failed).astype(np.int32)
         tokens = np.where(counts > 0, newest, 0)[:, None]
         saved = np.array([saved for _, saved in passes])
-        logprobs = logprob_fields(logits[:, None], tokens, counts, self.limits.max_logprobs)
+        told = logprob_fields(
+            batch, logits, everyone[:, None], tokens, counts, self.limits.max_logprobs
+        )
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
-        return fields_of | tree_fields(roots(newest)) | logprobs
+        return fields_of | tree_fields(roots(newest)) | told
 
     def _prefill_row(
         self, batch: Batch, b: int, chunk: Int[np.ndarray, " T"], first: int
@@ -272,7 +274,8 @@ class ReferenceBackend:
         )
         row_starts, *_ = draft_tree.flatten(trees.num_nodes, work.shape.rows)
         row_of = draft_tree.flat_rows(row_starts, trees.num_nodes, work.shape.nodes)
-        logits = model.logits(self._weights, forward.hidden)[row_of]  # [B, N, vocab]
+        flat_logits = model.logits(self._weights, forward.hidden)
+        logits = flat_logits[row_of]  # [B, N, vocab]
         allowed = allowed_of(mask, batch.index, logits.shape[2])
         choices = self._choose(batch, trees, logits, allowed)
         choices, walked = trees.accepting(
@@ -285,17 +288,15 @@ class ReferenceBackend:
         counts = np.where(failed, 0, counts).astype(np.int32)
         tokens = acceptance.emitted(choices, path, counts)
         saved = self._commit(batch, work.shape, forward.kv, kept, path, counts, tokens)
-        passed = forward.at(np.take_along_axis(row_of, path, axis=1).reshape(-1))
+        on_path = np.take_along_axis(row_of, path, axis=1)
+        passed = forward.at(on_path.reshape(-1))
         own = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
         fed = Fed(0, own, tokens.reshape(-1), passed)
         self._extend(batch, work.shape, lengths, fed, counts)
-        on_path = np.take_along_axis(logits, path[:, :, None], axis=1)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
-        return (
-            fields_of
-            | tree_fields(trees)
-            | logprob_fields(on_path, tokens, counts, self.limits.max_logprobs)
-        )
+        K = self.limits.max_logprobs
+        told = logprob_fields(batch, flat_logits, on_path, tokens, counts, K)
+        return fields_of | tree_fields(trees) | told
 
     def _trees(self, batch: Batch, work: Decode) -> Trees:
         if work.drafts is not None:

@@ -10,7 +10,7 @@ from shared.boundary.backend import (
     Snapshots,
     StepPlan,
 )
-from shared.spec import acceptance, sampling
+from shared.spec import acceptance, logprobs, sampling
 from shared.spec.mamba_state import DeltaState
 from shared.spec.model import Forward
 from shared.spec.sampling import Sampling, Seen
@@ -25,6 +25,7 @@ class Batch:
     page_table: Int32[np.ndarray, "B P"]
     starts: Bool[np.ndarray, " B"]
     draft_from: Int32[np.ndarray, " B"]
+    reports: Bool[np.ndarray, " B"]
     sampling: Sampling
     snapshots: Snapshots
 
@@ -39,6 +40,7 @@ class Batch:
             plan.page_table[index],
             plan.starts[index] != 0,
             plan.draft_from[index],
+            plan.reports[index] != 0,
             plan.sampling.rows(index),
             Snapshots(snapshots.restore[index], snapshots.save[index], snapshots.save_at[index]),
         )
@@ -181,19 +183,13 @@ def tree_fields(trees: Trees) -> dict[str, np.ndarray]:
 
 
 def logprob_fields(
-    logits: Float[np.ndarray, "B W vocab"],
+    batch: Batch,
+    logits: Float[np.ndarray, "R vocab"],
+    row_of: Int[np.ndarray, "B W"],
     tokens: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
-    K: int,
+    k: int,
 ) -> dict[str, np.ndarray]:
-    """Logprobs of the emitted tokens and the best ones; 0 past the counts."""
-    B, W, vocab = logits.shape
-    flat = logits.reshape(B * W, vocab)
-    is_emitted = np.arange(W) < counts[:, None]
-    chosen = sampling.logprobs(flat, tokens.reshape(-1)).reshape(B, W)
-    ids, values = (top.reshape(B, W, K) for top in sampling.top_logprobs(flat, K))
-    return {
-        "chosen": np.where(is_emitted, chosen, 0),
-        "top_ids": np.where(is_emitted[:, :, None], ids, 0),
-        "top_values": np.where(is_emitted[:, :, None], values, 0),
-    }
+    """As the result names them."""
+    told = logprobs.reported(logits, row_of, tokens, counts, batch.reports, k)
+    return dict(zip(("chosen", "top_ids", "top_values"), told, strict=True))

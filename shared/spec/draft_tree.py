@@ -57,6 +57,11 @@ class TreeShape:
         return cls.chain(0, batch)
 
     @property
+    def tree(self) -> tuple[int, int, int]:
+        """What one request's tree is, in a batch of any size: its nodes, depth and width."""
+        return self.nodes, self.depth, self.width
+
+    @property
     def num_candidates(self) -> int:
         """Nodes that a dynamic tree weighs before it keeps the best: k + (S - 1) k^2."""
         return self.width + max(self.depth - 1, 0) * self.width**2

@@ -394,18 +394,3 @@ def log_softmax(logits: Float[np.ndarray, "R vocab"]) -> Float[np.ndarray, "R vo
 def probabilities(processed: Float[np.ndarray, "R vocab"]) -> Float[np.ndarray, "R vocab"]:
     """What a row with a temperature samples from; 0 for what is excluded."""
     return np.exp(log_softmax(processed))
-
-
-def logprobs(
-    logits: Float[np.ndarray, "R vocab"], ids: Int[np.ndarray, " R"]
-) -> Float[np.ndarray, " R"]:
-    """The log-probability of one token of each row under the raw logits."""
-    return log_softmax(logits)[np.arange(len(ids)), ids]
-
-
-def top_logprobs(
-    logits: Float[np.ndarray, "R vocab"], k: int
-) -> tuple[I32[np.ndarray, "R k"], Float[np.ndarray, "R k"]]:
-    """The k most likely tokens of each row under the raw logits, and their log-probabilities."""
-    ids = top_candidates(logits, k)
-    return ids, np.take_along_axis(log_softmax(logits), ids, axis=1)

@@ -269,14 +269,15 @@ def test_a_setting_without_a_value_is_refused():
         Draft.parse("NEXTN:S")
 
 
-def test_a_timed_run_has_one_decode_program_for_each_shape():
+@pytest.mark.parametrize("are_compiled", [False, True])
+def test_a_timed_run_has_one_decode_program_for_each_shape(are_compiled):
+    """Also where the widest programs are made with logprobs alone."""
+    costs = replace(PLATFORM.costs, are_compiled=are_compiled)
     options = parse(["--speculative-algorithm", "NEXTN", "--max-running-requests", "8"])
     model = ModelConfig.from_folder(RANDOM_MODEL)
-    limits = one_bucket(
-        plan(
-            options, model, Drafts.of_mtp(model), Device("cpu", "CPU", 1 << 32), PLATFORM.costs
-        ).limits
-    )
+    device = Device("cpu", "CPU", 1 << 32)
+    limits = one_bucket(plan(options, model, Drafts.of_mtp(model), device, costs).limits)
+    assert not any(program.logprobs for program in limits.programs)
     decodes = [p for p in limits.programs if p.work is Work.DECODE]
     assert [p.shape.nodes for p in decodes] == [4]
     assert {p.batch for p in decodes} == {8}

@@ -293,6 +293,37 @@ def test_logprobs_are_those_of_the_emitted_tokens(host, shape):
         assert (np.diff(values, axis=1) <= 0).all()
 
 
+@either_shape
+def test_a_row_reports_what_it_reports_alone(host, shape):
+    """Beside rows that do not, which have zeros."""
+    tokens, asked = prompt(1, 20), {**SAMPLED, "logprobs": 2}
+    lonely, silent = host.request(tokens, **asked), host.request(prompt(21, 30), **SAMPLED)
+    crowded, other = host.request(tokens, **asked), host.request(prompt(22, 7))
+    packed = (silent, crowded, other)
+    steps = [(host.prefill(lonely), host.prefill(*packed))]
+    steps += [
+        (host.decode(lonely, shape=shape), host.decode(*packed, shape=shape)) for _ in range(5)
+    ]
+    for alone, together in steps:
+        assert emitted(together, 1) == emitted(alone, 0)
+        for name in ("chosen", "top_ids", "top_values"):
+            got, want = getattr(together.logprobs, name), getattr(alone.logprobs, name)
+            # Float32 on both sides, rows in another order of sums.
+            np.testing.assert_allclose(got[1], want[0], atol=2e-4)
+            assert want[0].any()
+            assert not got[[0, 2, 3]].any(), f"{name} of a row that does not report"
+
+
+@either_shape
+def test_a_step_reports_nothing_where_no_row_asks(host, shape):
+    request, asking = host.request(prompt(1, 20)), host.request(prompt(1, 20), logprobs=0)
+    steps = [(host.prefill(row), host.decode(row, shape=shape)) for row in (request, asking)]
+    for silent, told in zip(*steps, strict=True):
+        assert emitted(silent, 0) == emitted(told, 0)
+        assert told.logprobs.chosen.any()
+        assert not any(part.any() for part in vars(silent.logprobs).values())
+
+
 def test_a_result_outlives_the_steps_in_flight(host):
     """Results come back in buffers of their own for as many steps as may be in flight."""
     request = host.request(prompt(1, 20))

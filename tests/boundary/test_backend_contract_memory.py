@@ -93,10 +93,11 @@ def test_a_decode_step_saves_exactly_where_it_passes(host, shape):
     assert [bool(result.saved[0]) for result in results] == passes.tolist()
     text = [token for result in results for token in emitted(result, 0)]
     num_known = save_at + 1 - len(tokens) + 1  # the restored row prefills one token
-    heir = host.request(tokens, output=text[:num_known], **SAMPLED)
+    asked = {**SAMPLED, "logprobs": 3}
+    heir = host.request(tokens, output=text[:num_known], **asked)
     host.share(request, heir, save_at)
     host.run(host.restored_plan(heir, save_at, 3))
-    whole = host.request(tokens, output=text[:num_known], **SAMPLED)
+    whole = host.request(tokens, output=text[:num_known], **asked)
     host.prefill(whole)
     values = [host.decode(row, shape=PLAIN).logprobs.top_values[0, 0] for row in (heir, whole)]
     # The states were made by the sequential and by the chunked rule; logits move by 6e-5 at most

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shared.engine.request import FinishReason, Request
-from shared.spec import sampling
+from shared.spec import logprobs
 from tests.support.backends import FRAMEWORKS
 from tests.support.driving import Outcome, checked_step
 from tests.support.tree_subjects import DRAFTED, NAIVE, TREE, Served, Server, name_of, request
@@ -180,15 +180,15 @@ def test_logprobs_are_the_log_softmax_of_the_targets_raw_logits(server, how):
     assert sum(outcome.accepted) > 0
     text = np.array([*asked.prompt, *outcome.tokens], np.int32)
     logits = server.oracle()._logits(text[:-1])[len(asked.prompt) - 1 :]
-    chosen = sampling.logprobs(logits, np.array(outcome.tokens, np.int32))
-    _, best = sampling.top_logprobs(logits, 3)
+    chosen = logprobs.chosen(logits, np.array(outcome.tokens, np.int32))
+    _, best = logprobs.top(logits, 3)
     # Float32 on both sides, sums in another order: logits move by 6e-5 at most.
     np.testing.assert_allclose([value for value, _ in outcome.logprobs], chosen, atol=2e-4)
     values = [[value for _, value in top] for _, top in outcome.logprobs]
     np.testing.assert_allclose(values, best, atol=2e-4)
     named = np.array([[token for token, _ in top] for _, top in outcome.logprobs], np.int32)
     for column in range(3):
-        found = sampling.logprobs(logits, named[:, column])
+        found = logprobs.chosen(logits, named[:, column])
         np.testing.assert_allclose(found, best[:, column], atol=2e-4)
 
 

@@ -84,6 +84,7 @@ def test_a_decode_plan_says_everything_about_its_rows(house):
     assert sampling.stop_ids.tolist() == [[11, 11], [0, 0], [0, 0], [0, 0]]
     assert sampling.bias_ids.tolist() == [[3], [0], [0], [0]]
     assert sampling.bias_values.tolist() == [[-100.0], [0], [0], [0]]
+    assert plan.reports.tolist() == [1, 0, 0, 0]
     for field in (plan.snapshots.restore, plan.snapshots.save, plan.draft_from):
         assert not field.any()
 
@@ -98,6 +99,23 @@ def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
         chunks = tuple(Chunk(request, 0, 5) for request in requests)
         prefill = house.planner.plan(PrefillRows(chunks))
         assert decode.program.logprobs is prefill.program.logprobs is (asking in requests)
+        for plan in (decode, prefill):
+            assert plan.reports[: len(requests)].tolist() == [int(r is asking) for r in requests]
+
+
+def test_the_widest_program_may_be_the_only_one_with_logprobs():
+    """A step that wants none takes it where no other is wide enough, and no row of it reports."""
+    limits = toy_limits(num_pages=300, num_slots=6, overlap=1)
+    programs = [replace(p, logprobs=p.batch == 4) for p in limits.programs]
+    house = House(replace(limits, programs=tuple(programs)))
+    requests = [house.request(5, 20) for _ in range(4)]
+    asking = house.request(5, 20, logprobs=0)
+    for rows, batch in ((requests[:2], 2), (requests, 4), ([asking], 4)):
+        for depth in (0, 3):
+            plan = house.planner.plan(DecodeRows(rows, TreeShape.chain(depth, len(rows))))
+            assert (plan.program.batch, plan.program.logprobs) == (batch, batch == 4)
+            assert plan.reports[: len(rows)].tolist() == [int(row is asking) for row in rows]
+            assert not plan.reports[len(rows) :].any()
 
 
 def test_a_page_table_names_its_owners_pages_and_the_sink(house):
@@ -120,11 +138,14 @@ def test_the_page_table_is_as_wide_as_the_longest_reservation(house):
 
 
 def test_a_new_owner_of_a_slot_brings_its_own_parameters(house):
-    first = house.request(5, 8, stop_token_ids=(4, 5), min_tokens=2, logit_bias={1: 2.0})
+    how = {"stop_token_ids": (4, 5), "min_tokens": 2, "logit_bias": {1: 2.0}, "logprobs": 1}
+    first = house.request(5, 8, **how)
     house.allocator.free(first.slot)
     second = house.request(2, 8)
     assert first.slot == second.slot
-    sampling = house.planner.plan(DecodeRows([second], CHAIN)).sampling
+    plan = house.planner.plan(DecodeRows([second], CHAIN))
+    sampling = plan.sampling
+    assert plan.reports[0] == 0
     assert sampling.min_length[0] == 0
     assert sampling.stop_ids[0].tolist() == [0, 0]
     assert sampling.bias_values[0].tolist() == [0.0]

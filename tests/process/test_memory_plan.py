@@ -1,17 +1,22 @@
 """What the memory plan gives a real model on GPUs that nobody needs to have."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jax_impl import serve as jax_serve
-from shared.boundary.backend import Work
+from shared.boundary.backend import HostDraft, Work
 from shared.drafts.drafts import Drafts
+from shared.engine.controller import shapes_by_batch, smallest_that_holds
+from shared.engine.rows import Chunk, DecodeRows, PrefillRows
 from shared.models.config import ModelConfig
 from shared.options.options import parse
 from shared.process.device import Device, free_in_groups
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.spec.numerics import ATTENTION
+from tests.engine.test_planner import House
 from torch_impl import serve as torch_serve
 
 GB = 10**9
@@ -94,13 +99,40 @@ def test_remembered_text_is_in_the_plan_of_a_cpu():
 
 
 def test_a_cpu_that_compiles_its_programs_has_few_of_them():
-    """Six: a prompt by itself in two lengths, one row or all; logprobs in the widest."""
+    """Four: a prompt by itself in two lengths, one row or all; logprobs in the widest."""
     few, many = (planned(name, 140 * GB, kind="cpu").limits for name in ("jax", "torch"))
-    assert (len(few.programs), len(many.programs)) == (6, 70)
+    assert (len(few.programs), len(many.programs)) == (4, 70)
     for work in (Work.PREFILL, Work.DECODE):
         sizes = {p: (p.batch, p.pages, p.tokens) for p in few.programs if p.work is work}
         (with_logprobs,) = (p for p in sizes if p.logprobs)
         assert sizes[with_logprobs] == max(sizes.values())
+
+
+@pytest.mark.parametrize("nodes", [1, 8], ids=["plain", "trees"])
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_every_step_has_one_of_the_few_programs(nodes, logprobs):
+    """Traps: a request with logprobs decoded alone, and only the widest batch had them."""
+    flags = "--context-length 256 --max-running-requests 4 --chunked-prefill-size 128"
+    if nodes > 1:
+        flags += f" --speculative-algorithm NGRAM --speculative-num-draft-tokens {nodes}"
+    limits = planned("jax", 140 * GB, flags, kind="cpu").limits
+    assert len(limits.programs) == (4 if nodes == 1 else 6)
+    house, on_host = House(limits), nodes > 1
+    shapes = shapes_by_batch(limits, host_draft=on_host, is_wanted=lambda s: s.nodes == nodes)
+    requests = [house.request(100, 150, logprobs=logprobs) for _ in range(4)]
+    for count in range(1, 5):
+        rows = DecodeRows(requests[:count], smallest_that_holds(shapes, count))
+        rows = replace(rows, drafts=_roots(count, nodes)) if on_host else rows
+        program = house.planner.plan(rows).program
+        assert program.batch == (1 if count == 1 and logprobs is None else 4)
+    for end in (10, 100):
+        chunk = Chunk(requests[0], 0, end)
+        assert house.planner.plan(PrefillRows((chunk,))).program.tokens >= end
+
+
+def _roots(rows: int, nodes: int) -> HostDraft:
+    tokens = np.zeros((rows, nodes), np.int32)
+    return HostDraft(tokens, tokens, np.ones(rows, np.int32), np.zeros(rows, np.int32))
 
 
 GROUP = "0::/box\n3:memory:/box\n2:cpu:/box\n"

@@ -84,6 +84,7 @@ class Device:
         plan.slots[0], plan.page_table[0] = 1, np.arange(1, 33)[::-1]
         plan.sampling.prompt_length[0] = self.prompt_length
         plan.sampling.max_drafts[0] = 9
+        plan.reports[0] = 1
         for name, value in self.how.items():
             getattr(plan.sampling, name)[0] = value
         return plan

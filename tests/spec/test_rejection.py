@@ -20,7 +20,7 @@ from shared.boundary.backend import Backend, Work
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request
-from shared.spec import sampling
+from shared.spec import logprobs, sampling
 from shared.spec.draft_tree import TreeShape
 from tests.spec.test_law import LIMIT, chi_square_deviation
 from tests.support.backends import make_backend
@@ -166,7 +166,7 @@ def test_logprobs_are_the_targets_own(rejecting: Rejecting) -> None:
     oracle = Oracle(rejecting.config, rejecting.weights)
     text = np.array([*asked.prompt, *got.tokens], np.int32)
     logits = oracle._logits(text[:-1])[len(asked.prompt) - 1 :]
-    want = sampling.logprobs(logits, text[len(asked.prompt) :])
+    want = logprobs.chosen(logits, text[len(asked.prompt) :])
     # Float32 on both sides; sums of another order move a logit by up to 6e-5.
     np.testing.assert_allclose([chosen for chosen, _ in got.logprobs], want, atol=2e-4)
 

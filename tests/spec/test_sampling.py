@@ -308,17 +308,6 @@ class TestProcessed:
         assert got.seed.tolist() == [2, 2, 0]
 
 
-class TestLogprobs:
-    def test_logprobs_are_those_of_the_raw_logits(self) -> None:
-        logits = np.log(np.array([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]], np.float32))
-        np.testing.assert_allclose(
-            np.exp(spec.logprobs(logits, i32(1, 2))), [0.25, 0.7], rtol=1e-6
-        )  # one rounding of exp and log each
-        ids, values = spec.top_logprobs(logits, 2)
-        assert ids.tolist() == [[0, 1], [2, 1]]
-        np.testing.assert_allclose(np.exp(values), [[0.5, 0.25], [0.7, 0.2]], rtol=1e-6)
-
-
 def test_a_uniform_is_never_0_or_1() -> None:
     """A draft of the target's own probability is then always accepted."""
     words = np.array([[0, 1, 2**32 - 1]], np.uint32)

@@ -1,4 +1,4 @@
-"""Both backends choose, rank and report as the specification does."""
+"""Both backends choose and rank as the specification does."""
 
 import numpy as np
 import pytest
@@ -118,7 +118,7 @@ def test_implementations_count_along_a_path_alike(implementation: Implementation
 
 
 @each_implementation
-def test_implementations_weigh_and_report_alike(implementation: Implementation) -> None:
+def test_implementations_weigh_candidates_alike(implementation: Implementation) -> None:
     ops = implementation("sampling")
     logits = np.random.default_rng(3).integers(-3, 4, (4, 30)).astype(np.float32)  # many ties
     temperature = f32(0, 1, 0.5, 0)
@@ -129,12 +129,6 @@ def test_implementations_weigh_and_report_alike(implementation: Implementation) 
     )
     for k in (1, 4):
         np.testing.assert_array_equal(ops.top_candidates(logits, k), spec.top_candidates(logits, k))
-    ids, values = spec.top_logprobs(logits, 3)
-    got_ids, got_values = ops.top_logprobs(logits, 3)
-    np.testing.assert_array_equal(got_ids, ids)
-    np.testing.assert_allclose(got_values, values, **close)
-    chosen = ids[:, 0]
-    np.testing.assert_allclose(ops.logprobs(logits, chosen), spec.logprobs(logits, chosen), **close)
 
 
 @each_implementation

@@ -128,7 +128,8 @@ class ToyBackend:
             counts[row] = 0 if failed[row] else len(found)
             tokens[row, : counts[row]] = found[: counts[row]]
         nodes = np.zeros((B, plan.program.shape.nodes), np.int32)
-        top = np.repeat(tokens[:, :, None], self.limits.max_logprobs, axis=2)
+        told = tokens * plan.reports[:, None]
+        top = np.repeat(told[:, :, None], self.limits.max_logprobs, axis=2)
         future.value = StepResult(
             tokens=tokens,
             counts=counts,
@@ -137,7 +138,7 @@ class ToyBackend:
             drafts=nodes,
             parents=nodes,
             num_nodes=np.full(B, W, np.int32),
-            logprobs=Logprobs(-tokens.astype(np.float32), top, -top.astype(np.float32)),
+            logprobs=Logprobs(-told.astype(np.float32), top, -top.astype(np.float32)),
             device_seconds=None,
         )
 

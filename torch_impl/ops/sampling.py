@@ -357,33 +357,3 @@ def log_softmax(logits: Float[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
 
 def probabilities(processed: Float[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
     return torch.softmax(processed, dim=1)
-
-
-def logprobs(logits: Float[Tensor, "R vocab"], ids: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
-    return log_softmax(logits).gather(1, ids.long()[:, None])[:, 0]
-
-
-def top_logprobs(
-    logits: Float[Tensor, "R vocab"], k: int
-) -> tuple[Int[Tensor, "R k"], Float[Tensor, "R k"]]:
-    ids = top_candidates(logits, k)
-    return ids, log_softmax(logits).gather(1, ids.long())
-
-
-def reported(
-    logits: Float[Tensor, "B W vocab"],
-    tokens: Int[Tensor, "B W"],
-    counts: Int[Tensor, " B"],
-    k: int,
-) -> tuple[Float[Tensor, "B W"], Int[Tensor, "B W k"], Float[Tensor, "B W k"]]:
-    """Log-probabilities of emitted tokens, then the k best ids and theirs; 0 past the counts."""
-    (B, W), flat = tokens.shape, logits.flatten(0, 1)
-    is_emitted = torch.arange(W, device=tokens.device) < counts[:, None]
-    chosen = logprobs(flat, tokens.flatten()).view(B, W)
-    ids, values = (best.view(B, W, k) for best in top_logprobs(flat, k))
-    is_top = is_emitted[:, :, None]
-    return (
-        torch.where(is_emitted, chosen, 0),
-        torch.where(is_top, ids, 0),
-        torch.where(is_top, values, 0),
-    )
