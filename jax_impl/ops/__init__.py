@@ -88,7 +88,7 @@ def kernel_or_plain(
 
     @wraps(plain)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _is_plain or not takes(_first_array(args)):
+        if _is_plain or not takes(_first_array((*args, *kwargs.values()))):
             return plain(*args, **kwargs)
         return lax.platform_dependent(
             cuda=partial(kernel, kernels, *args, **kwargs),

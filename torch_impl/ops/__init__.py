@@ -82,7 +82,7 @@ def kernel_or_plain(
 
     @wraps(plain)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        first = _first_array(args)
+        first = _first_array((*args, *kwargs.values()))
         kernels = kernels_on(first.device)
         if kernels is None or not takes(first):
             return plain(*args, **kwargs)
