@@ -1,6 +1,6 @@
 """Checks and times an operation on both sides, over the cases of its tests.
 
-    python -m bench.op attention --out bench/results/op_attention.json
+    python -m bench.op mix --out bench/results/op_mix.json
 
 Every case is compared with the specification and then timed, over inputs that rotate, so that no
 call finds its own in a GPU's cache. Beside the time stands the bytes limit: what a call must read

@@ -12,9 +12,11 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,15 +24,25 @@ import numpy as np
 from tests.support.implementations import mapped, to_jax, to_numpy, to_torch
 from tests.support.op_case import Arguments, OpCase, as_list
 
-Operation = Callable[..., Any]
 Placed = list[Any]
-"""The arguments of an operation in its order: arrays on the device, and plain numbers."""
+"""The arguments of an operation in its order: arrays on the device, numbers, records of both."""
 Timer = Callable[[int], float]
 """Seconds of one call, from a number of rounds over all sets of arguments."""
 
 GPU_COPY_FLOATS, CPU_COPY_FLOATS = 2**28, 2**24
 ROUND_S = 0.02
 WARM_UP_ROUNDS = 10
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a case calls; `in_place` has the places of the arguments that it changes."""
+
+    call: Callable[..., Any]
+    in_place: tuple[int, ...]
+
+    def __call__(self, *placed: Any) -> Any:
+        return self.call(*placed)
 
 
 class Side(ABC):
@@ -65,15 +77,21 @@ class Side(ABC):
 
     def operation(self, case: OpCase) -> Operation:
         """What a case calls."""
-        return getattr(import_module(f"{self.name}_impl.ops.{case.op}"), case.function)
+        call = getattr(self._module(case), case.function)
+        names = list(inspect.signature(call).parameters)
+        return Operation(call, tuple(names.index(name) for name in case.in_place))
 
     def placed(self, case: OpCase, arguments: Arguments) -> Placed:
         """The arguments on the device."""
-        order = inspect.signature(self.operation(case)).parameters
-        module = import_module(f"{self.name}_impl.ops.{case.op}")
-        leaf = partial(self._array, dtype=case.dtype)
-        given = [arguments[name] for name in order if name in arguments]
-        return [mapped(value, leaf, module) for value in given]
+        order = inspect.signature(self.operation(case).call).parameters
+        return [self._argument(case, name, arguments[name]) for name in order if name in arguments]
+
+    def _argument(self, case: OpCase, name: str, value: Any) -> Any:
+        leaf = partial(self._array, dtype=case.dtype_of(name))
+        return mapped(value, leaf=leaf, module=self._module(case))
+
+    def _module(self, case: OpCase) -> ModuleType:
+        return import_module(f"{self.name}_impl.ops.{case.op}")
 
     @abstractmethod
     def run(self, operation: Operation, placed: Placed) -> list[np.ndarray]:
@@ -139,7 +157,8 @@ class TorchSide(Side):
         source = self._torch.ones(GPU_COPY_FLOATS, device="cuda")
         target = self._torch.empty_like(source)
         # Not `copy_`, which a graph gives to the copy engine: a kernel reads and writes faster.
-        return self.timer(lambda x: self._torch.add(x, 1, out=target), [[source]])
+        add = Operation(lambda x: self._torch.add(x, 1, out=target), ())
+        return self.timer(add, [[source]])
 
     def _captured(self, once: Callable[[], Any], count: int) -> Timer:
         cuda = self._torch.cuda
@@ -183,7 +202,7 @@ class JaxSide(Side):
 
     def run(self, operation: Operation, placed: Placed) -> list[np.ndarray]:
         (results,) = self._program(operation, [placed])()
-        return [_widened(to_numpy(x)) for x in as_list(results)]
+        return [_widened(to_numpy(x)) for x in results]
 
     def timer(self, operation: Operation, sets: list[Placed]) -> Timer:
         program = self._program(operation, sets)
@@ -193,23 +212,41 @@ class JaxSide(Side):
 
     def _gpu_copies(self) -> Timer:
         source = self._jax.numpy.ones(GPU_COPY_FLOATS)
-        return self.timer(lambda x: x + 1, [[source]])
+        return self.timer(Operation(lambda x: x + 1, ()), [[source]])
 
     def _program(self, operation: Operation, sets: list[Placed]) -> Callable[[], Any]:
-        """The calls over all sets, traced as one; what is no array is the same in all."""
+        """The calls over all sets, traced as one; what is no array is the same in all.
+
+        What an operation gives back of its arguments is what the next round is given.
+        """
         jax = self._jax
         leaves, tree = jax.tree.flatten(sets[0])
         fixed = [None if isinstance(leaf, jax.Array) else (leaf,) for leaf in leaves]
 
         @jax.jit
-        def call(arrays: list[Any]) -> Any:
+        def call(arrays: list[Any], changed: list[Any]) -> tuple[list[Any], list[Any]]:
             given = iter(arrays)
             rebuilt = [next(given) if leaf is None else leaf[0] for leaf in fixed]
-            return operation(*jax.tree.unflatten(tree, rebuilt))
+            placed = jax.tree.unflatten(tree, rebuilt)
+            for place, value in zip(operation.in_place, changed, strict=True):
+                placed[place] = value
+            found = as_list(operation(*placed))
+            return found[: len(found) - len(changed)], found[len(found) - len(changed) :]
 
-        program = jax.jit(lambda all_arrays: [call(arrays) for arrays in all_arrays])
+        def calls(arrays: list[Any], changed: list[Any]) -> tuple[list[Any], list[Any]]:
+            pairs = [call(a, c) for a, c in zip(arrays, changed, strict=True)]
+            return [found for found, _ in pairs], [after for _, after in pairs]
+
+        program = jax.jit(calls, donate_argnums=1)
         arrays = [[x for x in jax.tree.leaves(s) if isinstance(x, jax.Array)] for s in sets]
-        return lambda: program(arrays)
+        changed = [[placed[place] for place in operation.in_place] for placed in sets]
+        state = [jax.tree.map(jax.numpy.copy, changed)]
+
+        def once() -> Any:
+            results, state[0] = program(arrays, state[0])
+            return results
+
+        return once
 
     def _array(self, value: Any, dtype: str) -> Any:
         found = to_jax(value)

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import attention, layers, linear, mamba_state
-from jax_impl.ops.attention import KV, Angles, HeadNorms, Heads, Rows
+from jax_impl.ops import layers, linear, mamba_state, mix
+from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.linear import Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
+from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.weights import Attention, GatedDelta, Layer
 from shared.models.config import GatedDeltaConfig, ModelConfig
 from shared.spec.layers import rotary_frequencies
@@ -64,13 +65,13 @@ def attention_layer(
     stream: Stream,
     turn: Angles,
     rows: Rows,
-    kv: KV,
+    kv: PagedKV,
     place: Place,
-) -> tuple[Stream, KV]:
+) -> tuple[Stream, PagedKV]:
     """A decoder layer with attention, from its projection on; its pools are those at `place`."""
     assert isinstance(layer.mixer, Attention)
     norms = head_norms(config, layer.mixer)
-    mixed, kv = attention.mix(qkv, heads(config), norms, turn, rows, kv, place)
+    mixed, kv = mix.mix(qkv, heads(config), norms, turn, rows, kv, place)
     return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), kv
 
 
@@ -112,7 +113,7 @@ def write_keys(
     inputs = layer.mixer.inputs
     assert norms is not None  # the model has them
     projected = linear.product(x, inputs, inputs.values.shape[-2] - 2 * keys)
-    return attention.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
+    return mix.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:

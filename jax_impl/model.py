@@ -17,6 +17,7 @@ from jax_impl.layers import (
 from jax_impl.ops import layers, linear
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.linear import Matrix, Stream
+from jax_impl.ops.mix import PagedKV
 from jax_impl.weights import Layer, Weights
 from shared.models.config import ModelConfig
 
@@ -86,7 +87,9 @@ def forward(
 
     # Traced and lowered once for all blocks of a kind, which differ in their arrays alone.
     @jax.jit
-    def attention_block(layer: Layer, stream: Stream, kv: KV, place: Place) -> tuple[Stream, KV]:
+    def attention_block(
+        layer: Layer, stream: Stream, kv: PagedKV, place: Place
+    ) -> tuple[Stream, PagedKV]:
         qkv = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         return attention_layer(config, layer, qkv, stream, turn, rows, kv, place)
 
@@ -97,17 +100,17 @@ def forward(
         return gated_delta_layer(config, layer, inputs, stream, mixer, place)
 
     stream = linear.stream(model.weights.embed[...][tokens])
-    streams = [stream.rows]
+    streams, paged = [stream.rows], PagedKV.of(kv, rows)
     for block in model.blocks:
         if block.kind == "attention":
-            stream, kv = attention_block(block.layer, stream, kv, block.place)
+            stream, paged = attention_block(block.layer, stream, paged, block.place)
         else:
             assert mixer is not None
             stream, left = delta_block(block.layer, stream, block.place)
             mixer.left.append(left)
         streams.append(stream.rows)
     hidden = layers.rms_norm(stream.rows, model.weights.final_norm[...], eps)
-    return Forward(hidden, tuple(streams[i] for i in kept_streams), kv)
+    return Forward(hidden, tuple(streams[i] for i in kept_streams), paged.pools)
 
 
 def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R vocab"]:

@@ -27,12 +27,12 @@ Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
 
 class Attention(NamedTuple):
-    """An attention layer; the norms are None in a model without them."""
+    """An attention layer; the norms, alone or in their stack, are None in a model without them."""
 
     inputs: Matrix
     out: Matrix
-    q_norm: Float[jax.Array, " D"] | None
-    k_norm: Float[jax.Array, " D"] | None
+    q_norm: Float[jax.Array, "*L D"] | None
+    k_norm: Float[jax.Array, "*L D"] | None
 
 
 class GatedDelta(NamedTuple):
@@ -77,12 +77,14 @@ class AttentionStack(nnx.Module):
 
     def layer(self, place: int, is_folded: bool) -> Attention:
         """One of them."""
-        has_norms = hasattr(self, "q_norm")
+        norms = [self.q_norm, self.k_norm] if hasattr(self, "q_norm") else [None, None]
+        # As with the weights: kernels take their layer's of a stack.
+        norms = [x if x is None else x[...] if is_folded else x[place] for x in norms]
         return Attention(
             inputs=_matrix(self.inputs, place, is_folded),
             out=_matrix(self.out, place, is_folded),
-            q_norm=self.q_norm[place] if has_norms else None,
-            k_norm=self.k_norm[place] if has_norms else None,
+            q_norm=norms[0],
+            k_norm=norms[1],
         )
 
 

@@ -24,9 +24,9 @@ class AttentionTiles:
 
     Attributes:
       lanes: Rows of a product, one for each pair of a query row and a query head of the key head.
-      ones: Columns of ones, by which the weights are multiplied to be summed.
-      warps, stages: Of the kernel that sums a split.
-      combine_warps: Of the kernel that adds the splits.
+      ones: Columns of ones, by which the weights are multiplied to be summed. Where they are no
+        more than the lanes, Triton gives its warps rows to do, else columns.
+      warps, stages: Of the kernel.
     """
 
     sizes: ClassVar = ("item_bytes", "rows")
@@ -36,13 +36,42 @@ class AttentionTiles:
     ones: int
     warps: int
     stages: int
-    combine_warps: int
 
     def __post_init__(self) -> None:
         # Fewer than 16 rows or columns a matrix unit does not take.
-        _check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1, "combine_warps": 1})
-        if self.stages < 1:
-            raise ValueError(f"stages must be at least 1, got {self.stages}")
+        _check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1})
+        _check_positive(self, "stages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixTiles:
+    """Tiles of `mix.mix`, which has a lane for each pair that a request can have.
+
+    Attributes:
+      programs: Most programs that share the positions of a request and key head.
+      splits: Fewest splits of a program, unless there are fewer.
+      ones: As of `AttentionTiles`.
+      warps, stages: Of the kernel.
+    """
+
+    sizes: ClassVar = ("item_bytes", "rows", "requests")
+    """Bytes of an element of q, the most pairs that a request can have, and the requests."""
+
+    programs: int
+    splits: int
+    ones: int
+    warps: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        _check_powers_of_two(self, {"ones": 16, "warps": 1})
+        _check_positive(self, "programs", "splits", "stages")
+
+
+def _check_positive(tiles: object, *names: str) -> None:
+    for name in names:
+        if getattr(tiles, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(tiles, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +144,11 @@ class Table(Generic[T]):
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tables of all kernels of one language, a field for each operation that has kernels."""
+    """The tables of all kernels of one language, a field for each module that has some."""
 
     attention: Table[AttentionTiles]
     linear: Table[LinearTiles]
+    mix: Table[MixTiles]
 
     @classmethod
     def load(cls, language: str, gpu: str, folder: Path = FOLDER) -> "Tiles":
@@ -140,11 +170,12 @@ class Tiles:
         return cls(**{op: _table(f"{path.name}, {language}", op, found[op]) for op in CLASSES})
 
 
-CLASSES: dict[str, type[AttentionTiles] | type[LinearTiles]] = {
+CLASSES: dict[str, type[AttentionTiles] | type[LinearTiles] | type[MixTiles]] = {
     "attention": AttentionTiles,
     "linear": LinearTiles,
+    "mix": MixTiles,
 }
-"""The class of the tiles of each operation that has kernels."""
+"""The class of the tiles of each module of kernels that has some."""
 
 
 def _file_of(gpu: str, folder: Path) -> Path:

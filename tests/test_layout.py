@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
 ONE_SIDED = {Path("convert.py"), Path("train.py")}  # writing Orbax and training are JAX's alone
 ONE_SIDED_FOLDER = "training"
-PARTS = {"squares"}  # what kernels share
+PARTS = {"heads", "squares"}  # what kernels share
 TEST_OF_SPEC = {"model": "golden"}  # its proof is other people's numbers
 MAX_LINES = 450
 
@@ -135,8 +135,7 @@ ONE_SIDED_NAMES = {
     "drafters/dflash.py::write_context": "the same",
     "drafters/eagle.py::Expand": "what an expansion carries is a value in JAX, a closure in torch",
     "ops/__init__.py": "how work that few rows need is skipped: by a host's branch, by the program",
-    "ops/attention.py::kernel_attend": "JAX reads one long pool, by offsets",
-    "ops/attention.py::plain_attend": "the same",
+    "ops/attention.py::attend": "JAX reads one long pool, by offsets",
     "ops/attention.py::read": "the same",
     "workspace.py::blocked_attention": "JAX's plain attention reads block by block",
     "ops/draft_tree.py::is_last": "torch's prompts",

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from shared.models.config import GatedDeltaConfig, ModelConfig
 from shared.spec import layers as layers_spec
-from torch_impl.ops import attention, layers, linear, mamba_state
-from torch_impl.ops.attention import Angles, HeadNorms, Heads, Rows
+from torch_impl.ops import layers, linear, mamba_state, mix
+from torch_impl.ops.attention import Rows
 from torch_impl.ops.linear import Stream
 from torch_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
+from torch_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
 from torch_impl.weights import Attention, GatedDelta, Layer
 
 Hidden = Float[Tensor, "R hidden"]
@@ -52,13 +53,13 @@ def attention_layer(
     stream: Stream,
     turn: Angles,
     rows: Rows,
-    kv: Pools,
+    kv: PagedKV,
     place: int,
 ) -> Stream:
     """A decoder layer with attention, from its projection on; writes the pools at `place`."""
     assert isinstance(layer.mixer, Attention)
     norms = head_norms(config, layer.mixer)
-    mixed = attention.mix(qkv, heads(config), norms, turn, rows, kv, place)
+    mixed = mix.mix(qkv, heads(config), norms, turn, rows, kv, place)
     return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
 
 
@@ -100,7 +101,7 @@ def write_keys(
     assert norms is not None  # the model has them
     inputs = layer.mixer.inputs
     projected = linear.product(x, inputs, len(inputs.values) - 2 * keys)
-    attention.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
+    mix.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:

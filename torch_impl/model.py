@@ -17,6 +17,7 @@ from torch_impl.layers import (
 )
 from torch_impl.ops import layers, linear
 from torch_impl.ops.attention import Rows
+from torch_impl.ops.mix import PagedKV
 from torch_impl.weights import Layer, Weights
 
 
@@ -80,13 +81,14 @@ def forward(
     config, weights = model.config, model.weights
     turn = angles(config, model.frequencies, rows)
     stream, streams = linear.stream(weights.embed[tokens]), []
+    paged = PagedKV.of(kv, rows)
     for i, block in enumerate(model.blocks):
         if i in kept_streams:
             streams.append(stream.rows)
         layer, place = block.layer, block.place
         inputs = linear.normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         if block.kind == "attention":
-            stream = attention_layer(config, layer, inputs, stream, turn, rows, kv, place)
+            stream = attention_layer(config, layer, inputs, stream, turn, rows, paged, place)
         else:
             assert mixer is not None  # the caller has one for a model with such layers
             stream = gated_delta_layer(config, layer, inputs, stream, mixer, place)

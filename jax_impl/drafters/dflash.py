@@ -14,6 +14,7 @@ from jax_impl.ops import linear, scan
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
 from jax_impl.ops.linear import Matrix, normed_product, product
+from jax_impl.ops.mix import PagedKV
 from jax_impl.weights import Layer, LoadedHead
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftSizes
@@ -157,11 +158,12 @@ def fill(
     turn = angles(config, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
     stream = linear.stream(embed[tokens.reshape(-1)])
+    paged = PagedKV.of(kv, rows[0])
     for place, (layer, seen) in enumerate(zip(_layers_of(weights), rows, strict=True)):
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
-        stream, kv = attention_layer(config, layer, qkv, stream, turn, seen, kv, place)
+        stream, paged = attention_layer(config, layer, qkv, stream, turn, seen, paged, place)
     out = rms_norm(stream.rows, weights.weights.final_norm[...], config.rms_eps)
-    return out.reshape(*tokens.shape, -1), kv
+    return out.reshape(*tokens.shape, -1), paged.pools
 
 
 def choose(

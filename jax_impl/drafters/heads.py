@@ -18,6 +18,7 @@ from jax_impl.ops import linear
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
 from jax_impl.ops.linear import Matrix, Stream, normed_product, product, product_float32
+from jax_impl.ops.mix import PagedKV
 from jax_impl.weights import DraftModel, Layer, LoadedHead
 from shared.models.config import ModelConfig
 
@@ -139,8 +140,9 @@ def _decoder_layer(
 ) -> tuple[Hidden, KV]:
     """The head's one layer, from its projection on; angles are the head's own."""
     turn = angles(config, rows.positions)
-    stream, kv = attention_layer(config, layer, qkv, stream, turn, rows, kv, 0)
-    return stream.rows, kv
+    paged = PagedKV.of(kv, rows)
+    stream, paged = attention_layer(config, layer, qkv, stream, turn, rows, paged, 0)
+    return stream.rows, paged.pools
 
 
 def _over_targets(

@@ -26,14 +26,13 @@ Carry = TypeVar("Carry")
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of this machine's GPU: the module of each operation that has some, and the tiles.
-
-    The tiles have a field for each operation whose kernels are cut.
-    """
+    """The kernels of this machine's GPU, module by module, and their tiles."""
 
     attention: ModuleType
+    heads: ModuleType
     layers: ModuleType
     linear: ModuleType
+    mix: ModuleType
     tiles: Tiles
 
 
@@ -41,13 +40,17 @@ KERNELS: Kernels | None = None
 
 if jax.default_backend() == "gpu":
     from kernels.pallas_gpu import attention as attention_kernel
+    from kernels.pallas_gpu import heads as heads_kernel
     from kernels.pallas_gpu import layers as layers_kernel
     from kernels.pallas_gpu import linear as linear_kernel
+    from kernels.pallas_gpu import mix as mix_kernel
 
     KERNELS = Kernels(
         attention=attention_kernel,
+        heads=heads_kernel,
         layers=layers_kernel,
         linear=linear_kernel,
+        mix=mix_kernel,
         tiles=Tiles.load("pallas_gpu", jax.devices()[0].device_kind),
     )
 
@@ -61,7 +64,7 @@ def kernels_on(device: jax.Device) -> Kernels | None:
 
 
 def kernel_names() -> list[str]:
-    """The operations that are kernels on a GPU now."""
+    """The modules of kernels that are taken on a GPU now."""
     is_any = KERNELS is not None and not _is_plain
     names = [field.name for field in fields(Kernels)]
     return [name for name in names if name != "tiles"] if is_any else []

@@ -1,7 +1,7 @@
 """Attention over paged KV; as `shared.spec.attention`.
 
-Rows are flat. On a GPU `attend` is a kernel, see `jax_impl.ops`. The plain product pads the queries
-of each request to `most_rows` and reads all positions that the page table reaches.
+Rows are flat. The product pads the queries of each request to `most_rows` and reads all positions
+that the page table reaches.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, kernels_on, layers
-from shared.spec.numerics import ATTENTION
+from jax_impl.ops import draft_tree, kernels_on
 
 KV = Float[jax.Array, "L 2 P page Hk D"]
 """Keys and values of the page pools of a stack of attention layers."""
@@ -43,29 +42,6 @@ class Rows(NamedTuple):
     page_table: Int[jax.Array, "B table"]
     row_starts: Int[jax.Array, " B1"]
     most_rows: int
-
-
-class Heads(NamedTuple):
-    """How a layer's projection is made of heads; fields as in the specification."""
-
-    num_kv_heads: int
-    head_size: int
-    gated: bool
-
-
-class HeadNorms(NamedTuple):
-    """RMS norms of each query and key head; fields as in the specification."""
-
-    q: Float[jax.Array, " D"]
-    k: Float[jax.Array, " D"]
-    eps: float
-
-
-class Angles(NamedTuple):
-    """Cosine and sine of the rotation at each row's position."""
-
-    cos: Float[jax.Array, "R half"]
-    sin: Float[jax.Array, "R half"]
 
 
 def causal_rows(
@@ -173,7 +149,7 @@ BLOCK = 256
 """Positions that plain attention reads at once."""
 
 
-def plain_attend(
+def attend(
     q: Float[jax.Array, "R Hq D"],
     k_pages: Float[jax.Array, "P page Hk D"],
     v_pages: Float[jax.Array, "P page Hk D"],
@@ -213,45 +189,6 @@ def plain_attend(
         seen_blocks = jnp.minimum(-(-reach // (columns * page_size)), num_blocks)
         found = lax.fori_loop(0, seen_blocks, add, nothing)
     return found.attended().reshape(-1, *q.shape[1:])[back].astype(q.dtype)
-
-
-def kernel_attend(
-    kernels: Kernels,
-    q: Float[jax.Array, "R Hq D"],
-    k_pages: Float[jax.Array, "P page Hk D"],
-    v_pages: Float[jax.Array, "P page Hk D"],
-    page_table: Int[jax.Array, "B table"],
-    request: Int[jax.Array, " R"],
-    row_starts: Int[jax.Array, " B1"],
-    first: Int[jax.Array, " R"],
-    until: Int[jax.Array, " R"],
-    window: Bool[jax.Array, "R N"],
-    most_rows: int,
-    k_offset: int = 0,
-    v_offset: int = 0,
-) -> Float[jax.Array, "R Hq D"]:
-    """As `plain_attend`, by the kernel, which finds a row's request by `row_starts`."""
-    item_bytes = q.dtype.itemsize
-    pairs = most_rows * q.shape[1] // k_pages.shape[2]
-    return kernels.attention.attend(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        row_starts,
-        first,
-        until,
-        window,
-        max_rows=most_rows,
-        split=ATTENTION.split,
-        tile=ATTENTION.tile_of(item_bytes),
-        tiles=kernels.tiles.attention.of(item_bytes=item_bytes, rows=pairs),
-        k_offset=k_offset,
-        v_offset=v_offset,
-    )
-
-
-attend = kernel_or_plain(kernel_attend, plain_attend)
 
 
 def check_head_size(head_size: int, device: jax.Device) -> None:
@@ -335,98 +272,6 @@ def _with_block(
         so_far.values * kept[..., None] + out,
         so_far.sees_spoiled | (seen & spoiled[:, None]).any(axis=2),
     )
-
-
-def mix(
-    qkv: Float[jax.Array, "R outputs"],
-    heads: Heads,
-    norms: HeadNorms | None,
-    angles: Angles,
-    rows: Rows,
-    kv: KV,
-    layer: int | Int[jax.Array, ""],
-) -> tuple[Float[jax.Array, "R outputs_of_heads"], KV]:
-    """All that an attention layer does between its two products; `layer` names its pools in `kv`.
-
-    The stack of pools is read as one long pool, so that no layer's is copied out for a kernel.
-    """
-    q, k, v, gate = _heads_of(qkv, heads)
-    if norms is not None:
-        q = layers.rms_norm(q, norms.q, norms.eps)
-        k = layers.rms_norm(k, norms.k, norms.eps)
-    q = layers.apply_rotary(q, angles.cos, angles.sin)
-    kv = _write_pair(kv, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
-    pool, num_pages = kv.reshape(-1, *kv.shape[3:]), kv.shape[2]
-    out = attend(
-        q=q,
-        k_pages=pool,
-        v_pages=pool,
-        page_table=rows.page_table + 2 * layer * num_pages,
-        request=rows.request,
-        row_starts=rows.row_starts,
-        first=rows.first,
-        until=rows.until,
-        window=rows.window,
-        most_rows=rows.most_rows,
-        k_offset=0,
-        v_offset=num_pages,
-    )
-    if gate is not None:
-        out = out * layers.sigmoid(gate)
-    return out.reshape(len(qkv), -1), kv
-
-
-def mix_keys(
-    projected: Float[jax.Array, "R outputs"],
-    heads: Heads,
-    norms: HeadNorms,
-    angles: Angles,
-    rows: Rows,
-    kv: KV,
-    layer: int | Int[jax.Array, ""],
-) -> KV:
-    """The part of `mix` that writes, of rows that nothing queries: key heads, then value heads."""
-    k, v = jnp.split(projected, 2, axis=1)
-    k, v = (part.reshape(len(projected), -1, heads.head_size) for part in (k, v))
-    k = layers.rms_norm(k, norms.k, norms.eps)
-    return _write_pair(kv, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
-
-
-def _write_pair(
-    kv: KV,
-    layer: int | Int[jax.Array, ""],
-    rows: Rows,
-    k: Float[jax.Array, "R Hk D"],
-    v: Float[jax.Array, "R Hk D"],
-) -> KV:
-    """Writes keys and values into the stack as one long pool, at once: no pool is copied."""
-    num_pages, requests = kv.shape[2], len(rows.page_table)
-    pool = kv.reshape(-1, *kv.shape[3:])
-    keys = rows.page_table + 2 * layer * num_pages
-    tables = jnp.concatenate([keys, keys + num_pages])
-    request = jnp.concatenate([rows.request, rows.request + requests])
-    places, is_real = jnp.tile(rows.places, 2), jnp.tile(rows.is_real, 2)
-    pool = write(pool, tables, request, places, is_real, jnp.concatenate([k, v]))
-    return pool.reshape(kv.shape)
-
-
-def _heads_of(
-    qkv: Float[jax.Array, "R outputs"], heads: Heads
-) -> tuple[
-    Float[jax.Array, "R Hq D"],
-    Float[jax.Array, "R Hk D"],
-    Float[jax.Array, "R Hk D"],
-    Float[jax.Array, "R Hq D"] | None,
-]:
-    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
-    R, D, keys = len(qkv), heads.head_size, heads.num_kv_heads * heads.head_size
-    queries = qkv.shape[1] - 2 * keys
-    q, k, v = jnp.split(qkv, [queries, queries + keys], axis=1)
-    k, v = k.reshape(R, -1, D), v.reshape(R, -1, D)
-    if not heads.gated:
-        return q.reshape(R, -1, D), k, v, None
-    pairs = q.reshape(R, -1, 2, D)  # per head its query rows, then its gate rows
-    return pairs[:, :, 0], k, v, pairs[:, :, 1]
 
 
 def commit_window(

@@ -12,8 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jax_impl.layers import angles
-from jax_impl.ops.attention import Angles
 from jax_impl.ops.layers import rms_norm
+from jax_impl.ops.mix import Angles
 from jax_impl.training import gated_delta, layers
 from jax_impl.training.layers import Rows, normed
 from jax_impl.weights import AttentionStack, Layers, Weights

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jax_impl.ops import layers
-from jax_impl.ops.attention import Angles
+from jax_impl.ops.mix import Angles
 from jax_impl.weights import AttentionStack, Layers
 from shared.models.config import ModelConfig
 

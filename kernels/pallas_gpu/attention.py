@@ -1,12 +1,13 @@
 """Attention of flat rows over paged KV, on the Triton lowering of Pallas.
 
-A program sums one split of the positions for one block of rows of one request and one key head; a
-second kernel combines the splits of each row. Splits and tiles lie at fixed positions, so the order
-of a row's sums depends on nothing but where the row stands: not on the batch, not on how many rows
-its request has. What must stay equal in the Triton twin is listed in `kernels/__init__.py`.
+A program sums the positions of one block of rows of one request and one key head. Tiles, splits
+and spans lie at fixed positions, so the order of a row's sums depends on nothing but where the row
+stands: not on the batch, not on how many rows its request has. What must stay equal in the Triton
+twin is listed in `kernels/__init__.py`.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,19 +16,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
+from kernels.pallas_gpu.heads import early
 from kernels.tiles import AttentionTiles
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 """Powers of two, at least the fewest columns that a matrix unit takes."""
 
-_LOG2_E = 1.4426950408889634
-_NEGATIVE = -1e30  # finite, since -inf minus -inf is NaN in a tile that a row sees nothing of
+LOG2_E = 1.4426950408889634
+_NEGATIVE = -1e30  # finite, since -inf minus -inf is NaN where a row sees nothing
 
 
 def attend(
     q: Float[jax.Array, "R Hq D"],
-    k_pages: Float[jax.Array, "P page Hk D"],
-    v_pages: Float[jax.Array, "P page Hk D"],
+    gate: Float[jax.Array, "R outputs"] | None,
+    kv: Float[jax.Array, "L 2 P page Hk D"],
+    layer: Int[jax.Array, " 1"],
     page_table: Int[jax.Array, "B table"],
     row_starts: Int[jax.Array, " B1"],
     first: Int[jax.Array, " R"],
@@ -35,237 +38,318 @@ def attend(
     window: Bool[jax.Array, "R N"],
     *,
     max_rows: int,
+    span: int,
     split: int,
     tile: int,
     tiles: AttentionTiles,
-    k_offset: int = 0,
-    v_offset: int = 0,
     interpret: bool = False,
-) -> Float[jax.Array, "R Hq D"]:
+) -> Float[jax.Array, "R outputs_of_heads"]:
     """As `shared.spec.attention.attend`, for rows that lie together request by request.
 
-    D is one of `HEAD_SIZES`. To read one layer of a pool that holds all of them, pass the
-    whole pool for both, as pages, with the offsets: a slice would be copied for the kernel.
+    A block of rows is one program's, however long the context, so nothing is kept on the way.
 
     Args:
-      q, k_pages, v_pages, page_table, first, until, window: As in the specification.
+      q: Queries; D is one of `HEAD_SIZES`.
+      gate: The projection that the queries come from, if each has its gate there behind it.
+      kv, layer: The pools of all layers, and which is read.
+      page_table, first, until, window: As in the specification.
       row_starts: First flat row of each request, and the end; rows past it are padding.
       max_rows: Most rows that a request can have.
-      split, tile: Positions of a split and of a tile: the order of the sums.
+      span, split, tile: Positions of each: the order of the sums.
       tiles: How the work is cut otherwise.
-      k_offset, v_offset: Pages of the pool that lie before the layer's keys, and its values.
       interpret: Run on a CPU.
     """
     R, Hq, D = q.shape
-    page, Hk = k_pages.shape[1:3]
-    B, columns = page_table.shape
-    group = Hq // Hk
-    blocks, splits = pl.cdiv(max_rows * group, tiles.lanes), pl.cdiv(columns * page, split)
-    sums, peaks, totals = pl.pallas_call(
-        functools.partial(
-            _split_kernel,
-            group=group,
-            lanes=tiles.lanes,
-            ones=tiles.ones,
-            blocks=blocks,
-            split_length=split,
-            tile=tile,
-            nodes=window.shape[1],
-            offsets=(k_offset, v_offset),
-        ),
-        grid=(splits * blocks, Hk, B),
-        out_shape=[
-            jax.ShapeDtypeStruct((splits, R, Hq, D), jnp.float32),
-            jax.ShapeDtypeStruct((splits, R, Hq), jnp.float32),
-            jax.ShapeDtypeStruct((splits, R, Hq), jnp.float32),
-        ],
-        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
-        interpret=interpret,
-        name="attend_split",
-    )(
-        *(q, k_pages, v_pages, page_table, row_starts, first, until),
-        window.astype(jnp.int8) if window.shape[1] else jnp.zeros((1, 1), jnp.int8),
-    )
+    Hk, B = kv.shape[4], len(page_table)
+    blocks = pl.cdiv(max_rows * (Hq // Hk), tiles.lanes)
     return pl.pallas_call(
         functools.partial(
-            _combine_kernel, split_length=split, nodes=window.shape[1], reach=columns * page
+            _attend_kernel,
+            gated=gate is not None,
+            blocks=blocks,
+            lanes=tiles.lanes,
+            order=Order(span, split, tile, tiles.ones, window.shape[1]),
+            interpret=interpret,
         ),
-        grid=(R, Hq),
-        out_specs=pl.BlockSpec((None, None, D), lambda row, head: (row, head, 0)),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=tiles.combine_warps, num_stages=2),
+        grid=(blocks, Hk, B),
+        out_shape=jax.ShapeDtypeStruct((R, Hq * D), q.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
-        name="attend_combine",
-    )(sums, peaks, totals, row_starts, first, until)
+        name="attend",
+    )(
+        *(q, q if gate is None else gate, kv, layer, page_table, row_starts, first, until),
+        window_operand(window),
+    )
 
 
-def _split_kernel(
+def window_operand(window: Bool[jax.Array, "R N"]) -> Int[jax.Array, "some N1"]:
+    """A window as a kernel reads it; a kernel cannot have an array without elements."""
+    return window.astype(jnp.int8) if window.shape[1] else jnp.zeros((1, 1), jnp.int8)
+
+
+class Order(NamedTuple):
+    """What is settled of the sums before a kernel runs; `nodes` is the width of the window."""
+
+    span: int
+    split: int
+    tile: int
+    ones: int
+    nodes: int
+
+
+class Sums(NamedTuple):
+    """Sums over some positions: of the weighted values, the highest score, of the weights."""
+
+    values: jax.Array
+    peak: jax.Array
+    total: jax.Array
+
+    @classmethod
+    def nothing(cls, lanes, D, *ones):
+        """Over no position; within a split the weights have columns of ones."""
+        values = jnp.zeros((lanes, D), jnp.float32)
+        peak = jnp.full((lanes,), _NEGATIVE, jnp.float32)
+        return cls(values, peak, jnp.zeros((lanes, *ones), jnp.float32))
+
+
+class Seen(NamedTuple):
+    """What a program reads: whose positions, the rows that see them, and where."""
+
+    kv_ref: object
+    table_ref: object
+    window_ref: object
+    layer: jax.Array
+    request: jax.Array
+    head: jax.Array
+    row: jax.Array
+    first: jax.Array
+    until: jax.Array
+
+
+def _attend_kernel(
     q_ref,
-    k_ref,
-    v_ref,
+    gate_ref,
+    kv_ref,
+    layer_ref,
     table_ref,
     starts_ref,
     first_ref,
     until_ref,
     window_ref,
-    sums_ref,
-    peaks_ref,
-    totals_ref,
-    *,
-    group,
-    lanes,
-    ones,
-    blocks,
-    split_length,
-    tile,
-    nodes,
-    offsets,
-):
-    """One program per split, block of rows, key head and request; writes nothing for empty ones."""
-    split, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
-    head, request = pl.program_id(1), pl.program_id(2)
-    stop = starts_ref[request + 1]
-    lane = block * lanes + lax.iota(jnp.int32, lanes)
-    row = starts_ref[request] + lax.div(lane, group)
-    q_head = head * group + lax.rem(lane, group)
-    D, origin = q_ref.shape[2], split * split_length
-    column = lax.iota(jnp.int32, D)
-
-    @pl.when(starts_ref[request] + lax.div(block * lanes, group) < stop)
-    def _():
-        own = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
-        first, until = pltriton.load(first_ref.at[own]), pltriton.load(until_ref.at[own])
-        reach = table_ref.shape[1] * k_ref.shape[1]
-        low = jnp.maximum(jnp.min(jnp.minimum(first, until)), origin)
-        high = jnp.minimum(jnp.minimum(jnp.max(until) + nodes, reach), origin + split_length)
-
-        @pl.when(low < high)
-        def _():
-            q = pltriton.load(q_ref.at[own[:, None], q_head[:, None], column[None, :]])
-            refs = (k_ref, v_ref, table_ref, window_ref)
-            add_tile = functools.partial(
-                _add_tile, q, refs, request, head, (own, first, until), high, nodes, offsets
-            )
-            common = jnp.max(first), jnp.min(until)
-            sums, peak, total = _over_tiles(add_tile, origin, tile, ones, (low, high), common, q)
-            is_own = row < stop
-            # A lane that is not written gets an index outside, for the interpreter.
-            at = jnp.where(is_own, row, q_ref.shape[0])
-            where = (split, at[:, None], q_head[:, None], column[None, :])
-            pltriton.store(sums_ref.at[where], sums, mask=is_own[:, None])
-            pltriton.store(peaks_ref.at[split, at, q_head], peak, mask=is_own)
-            pltriton.store(totals_ref.at[split, at, q_head], total.max(axis=1), mask=is_own)
-
-
-def _over_tiles(add_tile, origin, tile, ones, span, common, q):
-    """The sums over the tiles of a split; those that every row sees whole need no mask.
-
-    Args:
-      add_tile: Adds the tile at a position to the sums.
-      origin, tile: Where the split begins, and the positions of a tile.
-      ones: Columns of ones.
-      span: First position that any row sees, and the end.
-      common: First position that all rows see, and the end.
-      q: For the shape of the sums.
-    """
-    lanes, D = q.shape
-    begin, end = lax.div(span[0] - origin, tile), pl.cdiv(span[1] - origin, tile)
-    whole = jnp.clip(pl.cdiv(jnp.maximum(common[0] - origin, 0), tile), begin, end)
-    partly = jnp.clip(lax.div(jnp.maximum(common[1] - origin, 0), tile), whole, end)
-    position = lax.iota(jnp.int32, tile)
-
-    def loop(start, stop, carry, is_masked):
-        def body(i, carry):
-            return add_tile(origin + i * tile + position, carry, is_masked)
-
-        return lax.fori_loop(start, stop, body, carry)
-
-    carry = (
-        jnp.zeros((lanes, D), jnp.float32),
-        jnp.full((lanes,), _NEGATIVE, jnp.float32),
-        jnp.zeros((lanes, ones), jnp.float32),
-    )
-    carry = loop(begin, whole, carry, True)
-    carry = loop(whole, partly, carry, False)
-    return loop(partly, end, carry, True)
-
-
-def _add_tile(q, refs, request, head, rows, high, nodes, offsets, position, carry, is_masked):
-    """Adds the positions of one tile to the sums of the weighted values and of the weights."""
-    k_ref, v_ref, table_ref, window_ref = refs
-    own, first, until = rows
-    sums, peak, total = carry
-    page = k_ref.shape[1]
-    exact = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
-    inside = {"mask": position < high, "other": 0} if is_masked else {}
-    number = pltriton.load(table_ref.at[request, lax.div(position, page)], **inside)
-    inside = {"mask": (position < high)[:, None], "other": 0.0} if is_masked else {}
-    place = lax.rem(position, page)[:, None]
-    column = lax.iota(jnp.int32, q.shape[1])[None, :]
-    k_at = ((number + offsets[0])[:, None], place, head, column)
-    v_at = ((number + offsets[1])[:, None], place, head, column)
-
-    k = pltriton.load(k_ref.at[k_at], **inside)
-    scores = pltriton.dot(q, k.T, **exact) * (q.shape[1] ** -0.5 * _LOG2_E)
-    v = pltriton.load(v_ref.at[v_at], **inside)
-    if is_masked:
-        seen = _seen(window_ref, own, first, until, position, nodes)
-        scores = jnp.where(seen, scores, _NEGATIVE)
-        # 0 x NaN is NaN: such values are taken out, and given back to the rows that see them.
-        spoiled = jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1)  # [tile]
-        v = jnp.where(spoiled[:, None] == 0, v, 0.0).astype(v.dtype)
-        harmed = jnp.max(jnp.where(seen, spoiled[None, :], 0), axis=1)  # [lanes]
-        sums = jnp.where(harmed[:, None] == 0, sums, jnp.nan)
-    highest = jnp.maximum(peak, scores.max(axis=1))
-    decay = jnp.exp2(peak - highest)[:, None]
-    weights = jnp.exp2(scores - highest[:, None])
-    if is_masked:
-        weights = jnp.where(seen, weights, 0.0)
-    weights = weights.astype(v.dtype)
-    # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
-    ones = jnp.ones((position.shape[0], total.shape[1]), v.dtype)
-    total = total * decay + pltriton.dot(weights, ones, **exact)
-    return sums * decay + pltriton.dot(weights, v, **exact), highest, total
-
-
-def _seen(window_ref, own, first, until, position, nodes):
-    """Which positions of a tile each row sees."""
-    seen = (position[None, :] >= first[:, None]) & (position[None, :] < until[:, None])
-    if nodes:
-        place = position[None, :] - until[:, None]
-        inside = (place >= 0) & (place < nodes)
-        at = (own[:, None], jnp.clip(place, 0, nodes - 1))
-        seen |= pltriton.load(window_ref.at[at], mask=inside, other=0) != 0
-    return seen
-
-
-def _combine_kernel(
-    sums_ref,
-    peaks_ref,
-    totals_ref,
-    starts_ref,
-    first_ref,
-    until_ref,
     out_ref,
     *,
-    split_length,
-    nodes,
-    reach,
+    gated,
+    blocks,
+    lanes,
+    order,
+    interpret,
 ):
-    """One program per row and head: adds the splits that the row reaches, in order."""
-    row, head = pl.program_id(0), pl.program_id(1)
-    first, until = first_ref[row], until_ref[row]
-    is_real = row < starts_ref[starts_ref.shape[0] - 1]
-    low = lax.div(jnp.minimum(first, until), split_length)
-    high = jnp.where(is_real, pl.cdiv(jnp.minimum(until + nodes, reach), split_length), low)
+    """One program per block of rows, key head and request."""
+    block, head, request = (pl.program_id(axis) for axis in range(3))
+    group = q_ref.shape[1] // kv_ref.shape[4]
+    turn = request * blocks + block
+    clear_padding(starts_ref, out_ref, head, turn, group, q_ref.shape[2], blocks)
+    start, stop = starts_ref[request], starts_ref[request + 1]
 
-    def add(split, carry):
-        sums, peak, total = carry
-        highest = jnp.maximum(peak, peaks_ref[split, row, head])
-        ours, theirs = jnp.exp2(peak - highest), jnp.exp2(peaks_ref[split, row, head] - highest)
-        sums = sums * ours + sums_ref[split, row, head, :] * theirs
-        return sums, highest, total * ours + totals_ref[split, row, head] * theirs
+    @pl.when(start + lax.div(block * lanes, group) < stop)
+    def _():
+        lane = early(block * lanes + lax.iota(jnp.int32, lanes), interpret)
+        row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
+        own = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
+        first, until = pltriton.load(first_ref.at[own]), pltriton.load(until_ref.at[own])
+        reach = table_ref.shape[1] * kv_ref.shape[3]
+        low = jnp.min(jnp.minimum(first, until))
+        high = jnp.minimum(jnp.max(until) + order.nodes, reach)
+        column = lax.iota(jnp.int32, q_ref.shape[2])[None, :]
+        q = pltriton.load(q_ref.at[own[:, None], q_head[:, None], column])
+        seen = Seen(
+            *(kv_ref, table_ref, window_ref, layer_ref[0], request, head, own, first, until)
+        )
+        sums = sum_positions(q, seen, low, high, order.span, order, None)
+        finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop)
 
-    start = (jnp.zeros(out_ref.shape, jnp.float32), jnp.float32(_NEGATIVE), jnp.float32(0))
-    sums, _, total = lax.fori_loop(low, high, add, start)
-    out_ref[...] = (sums / jnp.maximum(total, 1e-30)).astype(out_ref.dtype)
+
+def clear_padding(starts_ref, out_ref, head, turn, group, D, programs):
+    """Writes 0 for a key head's queries of the rows of padding, which programs take in turns."""
+    R, requests = out_ref.shape[0], starts_ref.shape[0] - 1
+    begin, turns = starts_ref[requests] + turn, requests * programs
+    column, zeros = lax.iota(jnp.int32, D), jnp.zeros((D,), out_ref.dtype)
+
+    def clear(number, _):
+        for member in range(group):
+            columns = (head * group + member) * D + column
+            pltriton.store(out_ref.at[begin + number * turns, columns], zeros)
+
+    lax.fori_loop(0, pl.cdiv(jnp.maximum(R - begin, 0), turns), clear, None)
+
+
+def sum_positions(q, seen, low, high, unit, order, store):
+    """Sums the positions from low to high: tiles to splits, splits to units, and units to a whole.
+
+    A unit is a span, or a split.
+
+    Args:
+      q: Queries of the program's lanes.
+      seen: What they see.
+      low, high: Of the positions.
+      unit: Positions of a unit.
+      order: Of the sums.
+      store: Called with the number of each unit and its sums, where there is no whole to be made.
+    """
+    tile, (lanes, D) = order.tile, q.shape
+    begin = lax.div(low, tile)
+    end = jnp.where(low < high, pl.cdiv(high, tile), begin)
+    # The tiles that every row sees whole need no mask.
+    whole = jnp.clip(pl.cdiv(jnp.max(seen.first), tile), begin, end)
+    partly = jnp.clip(lax.div(jnp.min(seen.until), tile), whole, end)
+    close = functools.partial(_close, end=end, unit=unit, order=order, store=store)
+
+    def masked(i, sums):
+        return close(i, (_add_masked(q, seen, i, high, sums[0], order), *sums[1:]))
+
+    def unmasked(i, carry):
+        number, sums = carry
+        position = i * tile + lax.iota(jnp.int32, tile)
+        page = seen.kv_ref.shape[3]
+        if page % tile == 0:
+            pages, number = number, _page_of(seen, i + 1, tile)
+        else:
+            pages = pltriton.load(seen.table_ref.at[seen.request, lax.div(position, page)])
+            pages = pages[:, None]
+        return number, close(i, (_add_whole(q, seen, position, pages, sums[0]), *sums[1:]))
+
+    nothing = Sums.nothing(lanes, D)
+    sums = (Sums.nothing(lanes, D, order.ones), nothing, nothing)
+    sums = lax.fori_loop(begin, whole, masked, sums)
+    # Of a tile within a page; asked for one tile ahead, so that its keys need not wait for it.
+    _, sums = lax.fori_loop(whole, partly, unmasked, (_page_of(seen, whole, tile), sums))
+    return lax.fori_loop(partly, end, masked, sums)[2]
+
+
+def _page_of(seen, i, tile):
+    """The page of a tile, or of the last one."""
+    column = lax.div(i * tile, seen.kv_ref.shape[3])
+    return seen.table_ref[seen.request, jnp.minimum(column, seen.table_ref.shape[1] - 1)]
+
+
+def _load(seen, which, pages, position, **masked):
+    """Keys (0) or values (1) of some positions."""
+    *_, page, _, D = seen.kv_ref.shape
+    where = (seen.layer, which, pages, lax.rem(position, page)[:, None], seen.head)
+    column = lax.iota(jnp.int32, D)[None, :]
+    return pltriton.load(seen.kv_ref.at[(*where, column)], **masked)
+
+
+_EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
+
+
+def _add_whole(q, seen, position, pages, sums):
+    """Adds a tile that every row sees whole."""
+    k = _load(seen, 0, pages, position)
+    scores = pltriton.dot(q, k.T, **_EXACT) * (q.shape[1] ** -0.5 * LOG2_E)
+    highest = jnp.maximum(sums.peak, scores.max(axis=1))
+    v = _load(seen, 1, pages, position)
+    weights = jnp.exp2(scores - highest[:, None]).astype(v.dtype)
+    return _add(sums, highest, weights, v)
+
+
+def _add_masked(q, seen, i, high, sums, order):
+    """Adds a tile of which some row does not see all."""
+
+    def masked():
+        position = i * order.tile + lax.iota(jnp.int32, order.tile)
+        inside, column = position < high, lax.div(position, seen.kv_ref.shape[3])
+        at = seen.table_ref.at[seen.request, column]
+        pages = pltriton.load(at, mask=inside, other=0)[:, None]
+        load = functools.partial(_load, seen, mask=inside[:, None], other=0.0)
+        k = load(which=0, pages=pages, position=position)
+        scores = pltriton.dot(q, k.T, **_EXACT) * (q.shape[1] ** -0.5 * LOG2_E)
+        sees = _sees(seen, position, order.nodes)
+        scores = jnp.where(sees, scores, _NEGATIVE)
+        highest = jnp.maximum(sums.peak, scores.max(axis=1))
+        weights = jnp.where(sees, jnp.exp2(scores - highest[:, None]), 0.0).astype(q.dtype)
+        # 0 x NaN is NaN: such values are taken out, and given back to the rows that see them.
+        v = load(which=1, pages=pages, position=position)
+        spoiled = jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1)  # [tile]
+        v = jnp.where(spoiled[:, None] == 0, v, jnp.zeros_like(v))
+        harmed = jnp.max(jnp.where(sees, spoiled[None, :], 0), axis=1)  # [lanes]
+        return jnp.where(harmed[:, None] == 0, sums.values, jnp.nan), highest, weights, v
+
+    def none():
+        lanes, D = q.shape
+        weights = jnp.zeros((lanes, order.tile), q.dtype)
+        return sums.values, sums.peak, weights, jnp.zeros((order.tile, D), q.dtype)
+
+    # Always so. What comes out of a branch has lost the narrow types that it was made of, by which
+    # Triton would choose how the matrix unit reads it, and so the order of its sums.
+    values, highest, weights, v = lax.cond(i * order.tile < high, masked, none)
+    return _add(sums._replace(values=values), highest, weights, v)
+
+
+def _sees(seen, position, nodes):
+    """Which positions of a tile each row sees."""
+    first, until = seen.first[:, None], seen.until[:, None]
+    found = (position[None, :] >= first) & (position[None, :] < until)
+    if nodes:
+        node = position[None, :] - until
+        inside = (node >= 0) & (node < nodes)
+        at = (seen.row[:, None], jnp.clip(node, 0, nodes - 1))
+        found |= pltriton.load(seen.window_ref.at[at], mask=inside, other=0) != 0
+    return found
+
+
+def _add(sums, highest, weights, v):
+    """Adds the weighted values of a tile, and the weights."""
+    decay = jnp.exp2(sums.peak - highest)[:, None]
+    # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
+    ones = jnp.ones((v.shape[0], sums.total.shape[1]), v.dtype)
+    total = sums.total * decay + pltriton.dot(weights, ones, **_EXACT)
+    return Sums(sums.values * decay + pltriton.dot(weights, v, **_EXACT), highest, total)
+
+
+def _close(i, sums, end, unit, order, store):
+    """After the last tile of a split adds it to its unit, and after the last split that unit."""
+    after, is_last = (i + 1) * order.tile, i + 1 == end
+
+    def closed(split, of_unit, whole):
+        of_unit = fold(of_unit, split._replace(total=split.total.max(axis=1)))
+        lanes, D = of_unit.values.shape
+
+        def ended(of_unit, whole):
+            if store is None:
+                whole = fold(whole, of_unit)
+            else:
+                store(lax.div(i * order.tile, unit), of_unit)
+            return Sums.nothing(lanes, D), whole
+
+        ends_unit = (lax.rem(after, unit) == 0) | is_last
+        of_unit, whole = lax.cond(ends_unit, ended, _kept, of_unit, whole)
+        return Sums.nothing(lanes, D, order.ones), of_unit, whole
+
+    return lax.cond((lax.rem(after, order.split) == 0) | is_last, closed, _kept, *sums)
+
+
+def _kept(*sums):
+    return sums
+
+
+def fold(sums, more):
+    """Adds the sums over some positions to those over the positions before."""
+    highest = jnp.maximum(sums.peak, more.peak)
+    ours, theirs = jnp.exp2(sums.peak - highest), jnp.exp2(more.peak - highest)
+    values = sums.values * ours[:, None] + more.values * theirs[:, None]
+    return Sums(values, highest, sums.total * ours + more.total * theirs)
+
+
+def finish(sums, gate_ref, out_ref, row, q_head, is_lane):
+    """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
+    D = sums.values.shape[1]
+    column, keep = q_head[:, None] * D + lax.iota(jnp.int32, D)[None, :], is_lane[:, None]
+    out = sums.values / jnp.maximum(sums.total, 1e-30)[:, None]
+    if gate_ref is not None:
+        columns = column + (q_head[:, None] + 1) * D
+        gate = pltriton.load(gate_ref.at[row[:, None], columns], mask=keep, other=0.0)
+        out = out / (1.0 + jnp.exp2(gate.astype(jnp.float32) * -LOG2_E))
+    # A lane that is not written gets a row outside, for the interpreter.
+    at = jnp.where(is_lane, row, out_ref.shape[0])[:, None]
+    pltriton.store(out_ref.at[at, column], out.astype(out_ref.dtype), mask=keep)

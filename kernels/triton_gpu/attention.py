@@ -1,30 +1,32 @@
 """Attention of flat rows over paged KV, in Triton.
 
-A program sums one split of the positions for one block of rows of one request and one key head; a
-second kernel combines the splits of each row. Splits and tiles lie at fixed positions, so the order
-of a row's sums depends on nothing but where the row stands: not on the batch, not on how many rows
-its request has. What must stay equal in the Pallas twin is listed in `kernels/__init__.py`.
+A program sums the positions of one block of rows of one request and one key head. Tiles, splits
+and spans lie at fixed positions, so the order of a row's sums depends on nothing but where the row
+stands: not on the batch, not on how many rows its request has. What must stay equal in the Pallas
+twin is listed in `kernels/__init__.py`.
 """
 
-import torch
 import triton
 import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.tiles import AttentionTiles
+from kernels.triton_gpu.linear import launching
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 """Powers of two, at least the fewest columns that a matrix unit takes."""
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 _NEGATIVE = tl.constexpr(-1e30)  # finite, since -inf minus -inf is NaN where a row sees nothing
 
 
 def attend(
     q: Float[Tensor, "R Hq D"],
-    k_pages: Float[Tensor, "P page Hk D"],
-    v_pages: Float[Tensor, "P page Hk D"],
+    gate: Float[Tensor, "R outputs"] | None,
+    kv: Float[Tensor, "L 2 P page Hk D"],
+    layer: int,
     page_table: Int[Tensor, "B table"],
     row_starts: Int[Tensor, " B1"],
     first: Int[Tensor, " R"],
@@ -32,71 +34,61 @@ def attend(
     window: Bool[Tensor, "R N"],
     *,
     max_rows: int,
+    span: int,
     split: int,
     tile: int,
     tiles: AttentionTiles,
-    k_offset: int = 0,
-    v_offset: int = 0,
-) -> Float[Tensor, "R Hq D"]:
+) -> Float[Tensor, "R outputs_of_heads"]:
     """As `shared.spec.attention.attend`, for rows that lie together request by request.
 
-    D is one of `HEAD_SIZES`. A layer's slice of a larger pool is read where it lies.
+    A block of rows is one program's, however long the context, so nothing is kept on the way.
 
     Args:
-      q, k_pages, v_pages, page_table, first, until, window: As in the specification.
+      q: Queries; D is one of `HEAD_SIZES`.
+      gate: The projection that the queries come from, if each has its gate there behind it.
+      kv, layer: The pools of all layers, and which is read.
+      page_table, first, until, window: As in the specification.
       row_starts: First flat row of each request, and the end; rows past it are padding.
       max_rows: Most rows that a request can have.
-      split, tile: Positions of a split and of a tile: the order of the sums.
+      span, split, tile: Positions of each: the order of the sums.
       tiles: How the work is cut otherwise.
-      k_offset, v_offset: Pages of the pool that lie before the layer's keys, and its values.
 
     Raises:
-      ValueError: An argument but q is not contiguous.
+      ValueError: An argument is not contiguous.
     """
-    if not all(x.is_contiguous() for x in (k_pages, v_pages, page_table, first, until, window)):
-        raise ValueError("pages, page_table, first, until and window must be contiguous")
+    if not all(x.is_contiguous() for x in (q, kv, page_table, first, until, window)):
+        raise ValueError("q, kv, page_table, first, until and window must be contiguous")
     R, Hq, D = q.shape
-    page, Hk = k_pages.shape[1:3]
+    page, Hk = kv.shape[3:5]
     B, columns = page_table.shape
-    group, nodes, reach = Hq // Hk, window.shape[1], columns * page
-    blocks, splits = triton.cdiv(max_rows * group, tiles.lanes), triton.cdiv(reach, split)
-    sums = q.new_empty((splits, R, Hq, D), dtype=torch.float32)
-    peaks, totals = q.new_empty((2, splits, R, Hq), dtype=torch.float32)
-    _split_kernel[(splits * blocks, Hk, B)](
-        *(q.contiguous(), k_pages[k_offset:], v_pages[v_offset:]),
-        *(page_table, row_starts, first, until),
-        window if nodes else until,  # a pointer, that nothing reads without nodes
-        *(sums, peaks, totals, R, columns, D**-0.5 * _LOG2_E),
+    out = q.new_empty((R, Hq * D))
+    blocks = triton.cdiv(max_rows * (Hq // Hk), tiles.lanes)
+    _attend_kernel[(blocks, Hk, B)](
+        *(q, q if gate is None else gate, kv[layer, 0], kv[layer, 1], page_table),
+        *(row_starts, first, until, window if window.shape[1] else until, out),
+        *(R, B, columns, D**-0.5 * LOG2_E.value),
         q_heads=Hq,
         k_heads=Hk,
         D=D,
+        gated=gate is not None,
         page=page,
         lanes=tiles.lanes,
         ones=tiles.ones,
-        blocks=blocks,
-        split_length=split,
+        span=span,
+        split=split,
         tile=tile,
-        nodes=nodes,
+        nodes=window.shape[1],
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        enable_fp_fusion=False,  # XLA's Triton does not fuse: equal bits in Pallas
-    )
-    out = torch.empty((R, Hq, D), dtype=q.dtype, device=q.device)
-    _combine_kernel[(R, Hq)](
-        *(sums, peaks, totals, row_starts, first, until, out, B, R, reach),
-        heads=Hq,
-        D=D,
-        split_length=split,
-        nodes=nodes,
-        num_warps=tiles.combine_warps,
-        enable_fp_fusion=False,
+        **launching(q),
     )
     return out
 
 
-@triton.jit
-def _split_kernel(
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "columns"])
+def _attend_kernel(
     q_at,
+    gate_at,
     k_at,
     v_at,
     table_at,
@@ -104,83 +96,173 @@ def _split_kernel(
     first_at,
     until_at,
     window_at,
-    sums_at,
-    peaks_at,
-    totals_at,
+    out_at,
     num_rows,
+    num_requests,
     columns,
     scale,
     q_heads: tl.constexpr,
     k_heads: tl.constexpr,
     D: tl.constexpr,
+    gated: tl.constexpr,
     page: tl.constexpr,
     lanes: tl.constexpr,
     ones: tl.constexpr,
-    blocks: tl.constexpr,
-    split_length: tl.constexpr,
+    span: tl.constexpr,
+    split: tl.constexpr,
     tile: tl.constexpr,
     nodes: tl.constexpr,
+    is_launched: tl.constexpr,
 ):
-    """One program per split, block of rows, key head and request; writes nothing for empty ones."""
+    """One program per block of rows, key head and request."""
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
     group: tl.constexpr = q_heads // k_heads
-    split, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    head, request = tl.program_id(1), tl.program_id(2)
+    block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    turn, turns = request * tl.num_programs(0) + block, num_requests * tl.num_programs(0)
+    clear_padding(starts_at, out_at, num_requests, num_rows, head, turn, turns, group, k_heads, D)
     start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
     if start + block * lanes // group >= stop:
         return
     lane = block * lanes + tl.arange(0, lanes)
-    row = start + lane // group
-    q_head = head * group + lane % group
-    column = tl.arange(0, D)[None, :]
+    row, q_head = start + lane // group, head * group + lane % group
     own = tl.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
     first, until = tl.load(first_at + own), tl.load(until_at + own)
-    origin = split * split_length
-    low = tl.maximum(tl.min(tl.minimum(first, until)), origin)
-    high = tl.minimum(tl.minimum(tl.max(until) + nodes, columns * page), origin + split_length)
-    if low >= high:
-        return
-
-    q = tl.load(q_at + (own.to(tl.int64) * q_heads + q_head)[:, None] * D + column)
-    k_at += head * D + column
-    v_at += head * D + column
-    table_at += request * columns
-    window_at += own[:, None] * nodes
-    sums = tl.zeros((lanes, D), tl.float32)
-    peak = tl.full((lanes,), _NEGATIVE, tl.float32)
-    total = tl.zeros((lanes, ones), tl.float32)
-    # The tiles that every row sees whole need no mask.
-    begin, end = (low - origin) // tile, tl.cdiv(high - origin, tile)
-    whole = tl.maximum(tl.max(first) - origin, 0)
-    whole = tl.minimum(tl.maximum(tl.cdiv(whole, tile), begin), end)
-    partly = tl.maximum(tl.min(until) - origin, 0) // tile
-    partly = tl.minimum(tl.maximum(partly, whole), end)
-    for i in tl.range(begin, whole, num_stages=1):
-        position = origin + i * tile + tl.arange(0, tile)
-        sums, peak, total = _add_tile(
-            q, k_at, v_at, table_at, window_at, first, until, position, high, scale,
-            sums, peak, total, D, k_heads, page, nodes, ones, True,
-        )  # fmt: skip
-    for i in range(whole, partly):
-        position = origin + i * tile + tl.arange(0, tile)
-        sums, peak, total = _add_tile(
-            q, k_at, v_at, table_at, window_at, first, until, position, high, scale,
-            sums, peak, total, D, k_heads, page, nodes, ones, False,
-        )  # fmt: skip
-    for i in tl.range(partly, end, num_stages=1):
-        position = origin + i * tile + tl.arange(0, tile)
-        sums, peak, total = _add_tile(
-            q, k_at, v_at, table_at, window_at, first, until, position, high, scale,
-            sums, peak, total, D, k_heads, page, nodes, ones, True,
-        )  # fmt: skip
-
-    place = (split * num_rows + row.to(tl.int64)) * q_heads + q_head
-    tl.store(sums_at + place[:, None] * D + column, sums, mask=(row < stop)[:, None])
-    tl.store(peaks_at + place, peak, mask=row < stop)
-    tl.store(totals_at + place, tl.max(total, axis=1), mask=row < stop)
+    low = tl.min(tl.minimum(first, until))
+    high = tl.minimum(tl.max(until) + nodes, columns * page)
+    place = own.to(tl.int64) * q_heads + q_head
+    q = tl.load(q_at + place[:, None] * D + tl.arange(0, D)[None, :])
+    sums, peak, total = sum_positions(
+        q, k_at + head * D, v_at + head * D, table_at + request * columns, columns,
+        window_at + own[:, None] * nodes, first, until, low, high, scale,
+        out_at, out_at, out_at, place, row < stop, 0, 0, span,
+        D, k_heads, page, nodes, ones, split, tile, False,
+    )  # fmt: skip
+    gate_place = own.to(tl.int64) * ((2 * q_heads + 2 * k_heads) * D) + (2 * q_head + 1) * D
+    finish(sums, total, gate_at, gate_place, out_at, place, row < stop, D, gated)
 
 
 @triton.jit
-def _add_tile(
+def clear_padding(
+    starts_at,
+    out_at,
+    num_requests,
+    num_rows,
+    head,
+    turn,
+    turns,
+    group: tl.constexpr,
+    k_heads: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Writes 0 for a key head's queries of the rows of padding, which programs take in turns."""
+    zeros = tl.zeros((D,), out_at.dtype.element_ty)
+    for row in range(tl.load(starts_at + num_requests) + turn, num_rows, turns):
+        for member in tl.static_range(group):
+            place = (row * k_heads + head.to(tl.int64)) * group + member
+            tl.store(out_at + place * D + tl.arange(0, D), zeros)
+
+
+@triton.jit
+def sum_positions(
+    q,
+    k_at,
+    v_at,
+    table_at,
+    columns,
+    window_at,
+    first,
+    until,
+    low,
+    high,
+    scale,
+    sums_at,
+    peaks_at,
+    totals_at,
+    place,
+    is_lane,
+    base,
+    stride,
+    unit,
+    D: tl.constexpr,
+    k_heads: tl.constexpr,
+    page: tl.constexpr,
+    nodes: tl.constexpr,
+    ones: tl.constexpr,
+    split: tl.constexpr,
+    tile: tl.constexpr,
+    in_parts: tl.constexpr,
+):
+    """Sums the positions from low to high: tiles to splits, splits to units, and units to a whole.
+
+    A unit is a span, or a split. With `in_parts` the units are stored, unit `base` first, `stride`
+    places apart, and the whole is nothing.
+    """
+    lanes: tl.constexpr = q.shape[0]
+    sums, peak, _ = no_sums(lanes, D)
+    total = tl.zeros((lanes, ones), tl.float32)
+    u_sums, u_peak, u_total = no_sums(lanes, D)
+    w_sums, w_peak, w_total = no_sums(lanes, D)
+    begin = low // tile
+    end = tl.where(low < high, tl.cdiv(high, tile), begin)
+    # The tiles that every row sees whole need no mask.
+    whole = tl.minimum(tl.maximum(tl.cdiv(tl.max(first), tile), begin), end)
+    partly = tl.minimum(tl.maximum(tl.min(until) // tile, whole), end)
+    for i in tl.range(begin, whole, num_stages=1):
+        sums, peak, total = _add_masked(
+            q, k_at, v_at, table_at, window_at, first, until, i, high, scale,
+            sums, peak, total, D, k_heads, page, nodes, ones, tile,
+        )  # fmt: skip
+        sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total = _close(
+            i, end, sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total,
+            sums_at, peaks_at, totals_at, place, is_lane, base, stride, unit,
+            D, ones, split, tile, in_parts,
+        )  # fmt: skip
+    # Of a tile within a page; asked for one tile ahead, so that its keys need not wait for it.
+    number = tl.load(table_at + tl.minimum(whole * tile // page, columns - 1))
+    for i in range(whole, partly):
+        position = i * tile + tl.arange(0, tile)
+        if page % tile == 0:
+            pages = number
+            number = tl.load(table_at + tl.minimum((i + 1) * tile // page, columns - 1))
+        else:
+            pages = tl.load(table_at + position // page)
+        offset = ((pages.to(tl.int64) * page + position % page) * (k_heads * D))[:, None]
+        offset += tl.arange(0, D)[None, :]
+        k, v = tl.load(k_at + offset), tl.load(v_at + offset)
+        # "ieee": float32 stays float32, no tf32
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        highest = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
+        sums, peak, total = _add(sums, peak, total, highest, weights, v, ones)
+        sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total = _close(
+            i, end, sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total,
+            sums_at, peaks_at, totals_at, place, is_lane, base, stride, unit,
+            D, ones, split, tile, in_parts,
+        )  # fmt: skip
+    for i in tl.range(partly, end, num_stages=1):
+        sums, peak, total = _add_masked(
+            q, k_at, v_at, table_at, window_at, first, until, i, high, scale,
+            sums, peak, total, D, k_heads, page, nodes, ones, tile,
+        )  # fmt: skip
+        sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total = _close(
+            i, end, sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total,
+            sums_at, peaks_at, totals_at, place, is_lane, base, stride, unit,
+            D, ones, split, tile, in_parts,
+        )  # fmt: skip
+    return w_sums, w_peak, w_total
+
+
+@triton.jit
+def no_sums(lanes: tl.constexpr, D: tl.constexpr):
+    """The sums over no position: values, highest score, weights."""
+    peak = tl.full((lanes,), _NEGATIVE, tl.float32)
+    return tl.zeros((lanes, D), tl.float32), peak, tl.zeros((lanes,), tl.float32)
+
+
+@triton.jit
+def _add_masked(
     q,
     k_at,
     v_at,
@@ -188,7 +270,7 @@ def _add_tile(
     window_at,
     first,
     until,
-    position,
+    i,
     high,
     scale,
     sums,
@@ -199,84 +281,113 @@ def _add_tile(
     page: tl.constexpr,
     nodes: tl.constexpr,
     ones: tl.constexpr,
-    is_masked: tl.constexpr,
+    tile: tl.constexpr,
 ):
-    """Adds the positions of one tile to the sums of the weighted values and of the weights."""
+    """Adds a tile of which some row does not see all."""
+    position = i * tile + tl.arange(0, tile)
     inside = position < high
-    if is_masked:
-        number = tl.load(table_at + position // page, mask=inside, other=0)
-    else:
-        number = tl.load(table_at + position // page)
+    number = tl.load(table_at + position // page, mask=inside, other=0)
     offset = ((number.to(tl.int64) * page + position % page) * (k_heads * D))[:, None]
-    if is_masked:
+    offset += tl.arange(0, D)[None, :]
+    highest, weights = peak, tl.zeros((peak.shape[0], tile), q.dtype)
+    v = tl.zeros((tile, D), q.dtype)
+    # Always so. What comes out of a branch has lost the narrow types that it was made of, by which
+    # Triton would choose how the matrix unit reads it, and so the order of its sums.
+    if i * tile < high:
         k = tl.load(k_at + offset, mask=inside[:, None], other=0.0)
-        v = tl.load(v_at + offset, mask=inside[:, None], other=0.0)
-    else:
-        k = tl.load(k_at + offset)
-        v = tl.load(v_at + offset)
-    # "ieee": float32 stays float32, no tf32
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if is_masked:
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = (position[None, :] >= first[:, None]) & (position[None, :] < until[:, None])
         if nodes > 0:
-            place = position[None, :] - until[:, None]
-            in_window = (place >= 0) & (place < nodes)
-            seen |= tl.load(window_at + place, mask=in_window, other=0).to(tl.int32) != 0
+            node = position[None, :] - until[:, None]
+            in_window = (node >= 0) & (node < nodes)
+            seen |= tl.load(window_at + node, mask=in_window, other=0).to(tl.int32) != 0
         scores = tl.where(seen, scores, _NEGATIVE)
+        highest = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0).to(q.dtype)
         # 0 x NaN is NaN: such values are taken out, and given back to the rows that see them.
+        v = tl.load(v_at + offset, mask=inside[:, None], other=0.0)
         spoiled = tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1)  # [tile]
-        v = tl.where(spoiled[:, None] == 0, v, 0.0).to(v.dtype)
+        v = tl.where(spoiled[:, None] == 0, v, tl.zeros_like(v))
         harmed = tl.max(tl.where(seen, spoiled[None, :], 0), axis=1)  # [lanes]
         sums = tl.where(harmed[:, None] == 0, sums, float("nan"))
-    highest = tl.maximum(peak, tl.max(scores, axis=1))
+    return _add(sums, peak, total, highest, weights, v, ones)
+
+
+@triton.jit
+def _add(sums, peak, total, highest, weights, v, ones: tl.constexpr):
+    """Adds the weighted values of a tile, and the weights."""
     decay = tl.exp2(peak - highest)[:, None]
-    weights = tl.exp2(scores - highest[:, None])
-    if is_masked:
-        weights = tl.where(seen, weights, 0.0)
-    weights = weights.to(v.dtype)
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
-    units = tl.full((position.shape[0], ones), 1.0, v.dtype)
+    units = tl.full((v.shape[0], ones), 1.0, v.dtype)
     total = total * decay + tl.dot(weights, units, input_precision="ieee")
     sums = sums * decay + tl.dot(weights, v, input_precision="ieee")
     return sums, highest, total
 
 
 @triton.jit
-def _combine_kernel(
+def _close(
+    i,
+    end,
+    sums,
+    peak,
+    total,
+    u_sums,
+    u_peak,
+    u_total,
+    w_sums,
+    w_peak,
+    w_total,
     sums_at,
     peaks_at,
     totals_at,
-    starts_at,
-    first_at,
-    until_at,
-    out_at,
-    num_requests,
-    num_rows,
-    reach,
-    heads: tl.constexpr,
+    place,
+    is_lane,
+    base,
+    stride,
+    unit,
     D: tl.constexpr,
-    split_length: tl.constexpr,
-    nodes: tl.constexpr,
+    ones: tl.constexpr,
+    split: tl.constexpr,
+    tile: tl.constexpr,
+    in_parts: tl.constexpr,
 ):
-    """One program per row and head: adds the splits that the row reaches, in order."""
-    row, head = tl.program_id(0), tl.program_id(1)
-    column = tl.arange(0, D)
-    first, until = tl.load(first_at + row), tl.load(until_at + row)
-    low = tl.minimum(first, until) // split_length
-    high = tl.cdiv(tl.minimum(until + nodes, reach), split_length)
-    if row >= tl.load(starts_at + num_requests):
-        high = low
-    sums = tl.zeros((D,), tl.float32)
-    peak = tl.full((), _NEGATIVE, tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    for split in range(low, high):
-        place = (split * num_rows + row.to(tl.int64)) * heads + head
-        theirs = tl.load(peaks_at + place)
-        highest = tl.maximum(peak, theirs)
-        ours, theirs = tl.exp2(peak - highest), tl.exp2(theirs - highest)
-        sums = sums * ours + tl.load(sums_at + place * D + column) * theirs
-        total = total * ours + tl.load(totals_at + place) * theirs
-        peak = highest
-    out = sums / tl.maximum(total, 1e-30)
-    place = (row.to(tl.int64) * heads + head) * D
-    tl.store(out_at + place + column, out.to(out_at.dtype.element_ty))
+    """After the last tile of a split adds it to its unit, and after the last split that unit."""
+    lanes: tl.constexpr = sums.shape[0]
+    after, is_last = (i + 1) * tile, i + 1 == end
+    if (after % split == 0) | is_last:
+        u_sums, u_peak, u_total = fold(u_sums, u_peak, u_total, sums, peak, tl.max(total, axis=1))
+        sums, peak, _ = no_sums(lanes, D)
+        total = tl.zeros((lanes, ones), tl.float32)
+        if (after % unit == 0) | is_last:
+            if in_parts:
+                at = (i * tile // unit - base) * stride + place
+                column = tl.arange(0, D)[None, :]
+                tl.store(sums_at + at[:, None] * D + column, u_sums, mask=is_lane[:, None])
+                tl.store(peaks_at + at, u_peak, mask=is_lane)
+                tl.store(totals_at + at, u_total, mask=is_lane)
+            else:
+                w_sums, w_peak, w_total = fold(w_sums, w_peak, w_total, u_sums, u_peak, u_total)
+            u_sums, u_peak, u_total = no_sums(lanes, D)
+    return sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total
+
+
+@triton.jit
+def fold(sums, peak, total, more_sums, more_peak, more_total):
+    """Adds the sums over some positions to those over the positions before."""
+    highest = tl.maximum(peak, more_peak)
+    ours, theirs = tl.exp2(peak - highest), tl.exp2(more_peak - highest)
+    sums = sums * ours[:, None] + more_sums * theirs[:, None]
+    return sums, highest, total * ours + more_total * theirs
+
+
+@triton.jit
+def finish(
+    sums, total, gate_at, gate_place, out_at, place, is_lane, D: tl.constexpr, gated: tl.constexpr
+):
+    """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
+    column, keep = tl.arange(0, D)[None, :], is_lane[:, None]
+    out = sums / tl.maximum(total, 1e-30)[:, None]
+    if gated:
+        gate = tl.load(gate_at + gate_place[:, None] + column, mask=keep, other=0.0)
+        out = out / (1.0 + tl.exp2(gate.to(tl.float32) * -LOG2_E))
+    tl.store(out_at + place[:, None] * D + column, out.to(out_at.dtype.element_ty), mask=keep)

@@ -15,6 +15,10 @@ DRAFT_LAW_BYTES = 24
 """Of a logit where drafts are sampled: their noise and logits, both laws, the residual and its
 logarithm."""
 
+MOST_PARTS = 64
+"""Most partial results that a kernel keeps of a row by split; of longer rows it keeps them by
+span."""
+
 AttentionBytes = Callable[[Program, ModelConfig, Limits, int], int]
 
 
@@ -62,10 +66,17 @@ def gathered_attention(program: Program, model: ModelConfig, limits: Limits, ite
 
 
 def split_attention(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
-    """Of the kernel: sums, peaks and totals of every split in float32, and the output."""
-    splits = -(-program.pages * limits.page_size // ATTENTION.split)
+    """Of the kernels: queries and the output; where rows are few, partial results in float32.
+
+    Those are sums, a peak and a total each.
+    """
     heads = rows_of(program) * model.num_heads
-    return heads * (splits * (model.head_size + 2) * 4 + model.head_size * item)
+    size = 2 * model.head_size * item
+    if not program.tokens:
+        positions = program.pages * limits.page_size
+        splits, spans = -(-positions // ATTENTION.split), -(-positions // ATTENTION.span)
+        size += max(min(splits, MOST_PARTS), spans) * (model.head_size + 2) * 4
+    return heads * size
 
 
 def rows_of(program: Program) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from shared.spec import draft_tree, layers
+from shared.spec import draft_tree
 
 
 @dataclass(frozen=True)
@@ -36,38 +36,6 @@ class Rows:
     window: Bool[np.ndarray, "R N"]
     is_real: Bool[np.ndarray, " R"]
     page_table: Int[np.ndarray, "B table"]
-
-
-@dataclass(frozen=True)
-class Heads:
-    """How a layer's projection is made of heads.
-
-    Attributes:
-      num_kv_heads: Hk.
-      head_size: D.
-      gated: Each query head is followed by rows of its output gate.
-    """
-
-    num_kv_heads: int
-    head_size: int
-    gated: bool
-
-
-@dataclass(frozen=True)
-class HeadNorms:
-    """RMS norms of each query and key head, which some models have; scales as in `linear`."""
-
-    q: Float[np.ndarray, " D"]
-    k: Float[np.ndarray, " D"]
-    eps: float
-
-
-@dataclass(frozen=True)
-class Angles:
-    """Cosine and sine of the rotation at each row's position."""
-
-    cos: Float[np.ndarray, "R half"]
-    sin: Float[np.ndarray, "R half"]
 
 
 def causal_rows(
@@ -210,86 +178,6 @@ def attend(
     weights = np.exp(scores - highest)
     total = np.maximum(weights.sum(axis=-1, keepdims=True), np.float32(1e-30))
     return np.einsum("rhgp,rphd->rhgd", weights / total, v, optimize=True).reshape(R, Hq, D)
-
-
-def mix(
-    qkv: Float[np.ndarray, "R outputs"],
-    heads: Heads,
-    norms: HeadNorms | None,
-    angles: Angles,
-    rows: Rows,
-    k_pages: Float[np.ndarray, "P page Hk D"],
-    v_pages: Float[np.ndarray, "P page Hk D"],
-) -> tuple[
-    Float[np.ndarray, "R outputs_of_heads"],
-    Float[np.ndarray, "P page Hk D"],
-    Float[np.ndarray, "P page Hk D"],
-]:
-    """All that an attention layer does between its two products.
-
-    Head norms, rotation, the rows' own keys and values written, attention, the output gate.
-
-    Args:
-      qkv: The projection: query heads (each with its gate's rows behind it), key heads, values.
-
-    Returns:
-      The heads' outputs side by side, and the pools after the writes.
-    """
-    q, k, v, gate = _heads_of(qkv, heads)
-    if norms is not None:
-        q = layers.rms_norm(q, norms.q, norms.eps)
-        k = layers.rms_norm(k, norms.k, norms.eps)
-    q = layers.apply_rotary(q, angles.cos, angles.sin)
-    k = layers.apply_rotary(k, angles.cos, angles.sin)
-    k_pages = write(k_pages, rows.page_table, rows.request, rows.places, rows.is_real, k)
-    v_pages = write(v_pages, rows.page_table, rows.request, rows.places, rows.is_real, v)
-    out = attend(
-        q, k_pages, v_pages, rows.page_table, rows.request, rows.first, rows.until, rows.window
-    )
-    if gate is not None:
-        out = out * layers.sigmoid(gate)
-    return out.reshape(len(qkv), -1), k_pages, v_pages
-
-
-def mix_keys(
-    kv: Float[np.ndarray, "R outputs"],
-    heads: Heads,
-    norms: HeadNorms,
-    angles: Angles,
-    rows: Rows,
-    k_pages: Float[np.ndarray, "P page Hk D"],
-    v_pages: Float[np.ndarray, "P page Hk D"],
-) -> tuple[Float[np.ndarray, "P page Hk D"], Float[np.ndarray, "P page Hk D"]]:
-    """The part of `mix` that writes, of rows that nothing queries.
-
-    Args:
-      kv: Their projection without the queries: key heads, then value heads.
-    """
-    k, v = kv.reshape(len(kv), 2, -1, heads.head_size).swapaxes(0, 1)
-    k = layers.rms_norm(k, norms.k, norms.eps)
-    k = layers.apply_rotary(k, angles.cos, angles.sin)
-    k_pages = write(k_pages, rows.page_table, rows.request, rows.places, rows.is_real, k)
-    v_pages = write(v_pages, rows.page_table, rows.request, rows.places, rows.is_real, v)
-    return k_pages, v_pages
-
-
-def _heads_of(
-    qkv: Float[np.ndarray, "R outputs"], heads: Heads
-) -> tuple[
-    Float[np.ndarray, "R Hq D"],
-    Float[np.ndarray, "R Hk D"],
-    Float[np.ndarray, "R Hk D"],
-    Float[np.ndarray, "R Hq D"] | None,
-]:
-    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
-    R, D, keys = len(qkv), heads.head_size, heads.num_kv_heads * heads.head_size
-    queries = qkv.shape[1] - 2 * keys
-    q, k, v = np.split(qkv, [queries, queries + keys], axis=1)
-    k, v = k.reshape(R, -1, D), v.reshape(R, -1, D)
-    if not heads.gated:
-        return q.reshape(R, -1, D), k, v, None
-    pairs = q.reshape(R, -1, 2, D)  # per head its query rows, then its gate rows
-    return pairs[:, :, 0], k, v, pairs[:, :, 1]
 
 
 def commit_window(

@@ -16,10 +16,11 @@ from jaxtyping import Bool, Float, Int
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
-from shared.spec import attention, layers, linear, model
+from shared.spec import layers, linear, model
 from shared.spec.attention import Rows
 from shared.spec.eagle import HeadWeights
 from shared.spec.linear import Matrix, Stream
+from shared.spec.mix import mix_keys
 from shared.spec.model import KV, Hidden, Weights
 
 Choose = Callable[
@@ -57,7 +58,7 @@ def extend(config: ModelConfig, weights: HeadWeights, rows: Rows, read: Hidden, 
         assert norms is not None  # a DFlash head has them
         written = linear.product(read, weight)
         pool = (kv.k[layer], kv.v[layer])
-        pools.append(attention.mix_keys(written, heads, norms, angles, rows, *pool))
+        pools.append(mix_keys(written, heads, norms, angles, rows, *pool))
     return KV(*(np.stack(pool) for pool in zip(*pools, strict=True)))
 
 

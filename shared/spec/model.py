@@ -13,9 +13,11 @@ from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
 from shared.spec import attention, draft_tree, layers, linear, mamba_state
-from shared.spec.attention import Angles, HeadNorms, Heads, Rows
+from shared.spec.attention import Rows
 from shared.spec.linear import Matrix, Stream
 from shared.spec.mamba_state import DeltaState, DeltaWeights, Kept
+from shared.spec.mix import Angles, HeadNorms, Heads
+from shared.spec.mix import mix as mix_heads
 
 Weights = Mapping[str, Float[np.ndarray, "..."]]
 Hidden = Float[np.ndarray, "R hidden"]
@@ -202,7 +204,7 @@ def mix(
     rows: Rows,
     kv: KV,
 ) -> tuple[Float[np.ndarray, "R heads_size"], KV]:
-    """`attention.mix` of one layer.
+    """`shared.spec.mix.mix` of one layer.
 
     Args:
       prefix: Before the names of the stack in `weights`, "" or that of a draft head.
@@ -211,7 +213,7 @@ def mix(
       kv: The pools of the stack.
     """
     norms, pools = head_norms(config, weights, prefix, layer), (kv.k[layer], kv.v[layer])
-    out, k, v = attention.mix(qkv, heads(config), norms, angles(config, rows), rows, *pools)
+    out, k, v = mix_heads(qkv, heads(config), norms, angles(config, rows), rows, *pools)
     return out, KV(_replaced(kv.k, layer, k), _replaced(kv.v, layer, v))
 
 

@@ -15,17 +15,19 @@ from jaxtyping import Float32
 class AttentionOrder:
     """The order of the sums over the positions of a row, of `shared.spec.attention.attend`.
 
-    The positions are cut into splits, a split into tiles, both from position 0 on, so that the cut
-    depends on nothing but where the row stands. The tiles of a split are summed one after the
-    other, and then the splits.
+    The positions are cut into spans, a span into splits, a split into tiles, all from position 0
+    on, so that the cut depends on nothing but where the row stands. The tiles of a split are summed
+    one after the other, then the splits of a span, and then the spans.
 
     Attributes:
+      span: Positions of a span.
       split: Positions of a split.
       tile: Positions of a tile.
       tile_float32: The same in float32, which is for comparisons: without a matrix unit, large
         tiles take minutes to compile.
     """
 
+    span: int
     split: int
     tile: int
     tile_float32: int
@@ -37,13 +39,15 @@ class AttentionOrder:
                 raise ValueError(f"{name} must be a power of two from 16, got {tile}")
             if self.split < tile or self.split % tile:
                 raise ValueError(f"split must be a multiple of {name} {tile}, got {self.split}")
+        if self.span < self.split or self.span % self.split:
+            raise ValueError(f"span must be a multiple of split {self.split}, got {self.span}")
 
     def tile_of(self, item_bytes: int) -> int:
         """Positions of a tile for keys of so many bytes each."""
         return self.tile_float32 if item_bytes == 4 else self.tile
 
 
-ATTENTION = AttentionOrder(split=512, tile=64, tile_float32=16)
+ATTENTION = AttentionOrder(span=2048, split=128, tile=64, tile_float32=16)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,7 +69,7 @@ def test_copies_are_timed_warm_and_many_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert set(asked[1:]) == {20}  # 0.02 s of them
 
 
-@pytest.mark.parametrize("function", ["attend", "step"])
+@pytest.mark.parametrize("function", ["attend", "step", "mix"])
 def test_a_wrong_result_and_one_that_is_no_number_are_seen(
     function: str, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,10 +116,10 @@ def test_a_large_case_is_compared_in_some_of_its_rows(monkeypatch: pytest.Monkey
 
 
 def test_a_limit_counts_what_a_call_must_move() -> None:
-    case = next(case for case in table("attention") if case.name == "tree")
+    case = next(case for case in table("mix") if case.name == "two trees")
     arguments = case.arguments(seed=0)
-    positions, rows = (30 + 7) + (17 + 7) + (119 + 7), 7 + 4 + 1
-    assert case.bytes_of(arguments, []) == 16 * 4 * (2 * positions * 2 + 2 * rows * 4)
+    positions, rows = (30 + 7) + (17 + 7), 7 + 4
+    assert case.bytes_of(arguments, []) == 16 * 4 * (2 * positions * 2 + 2 * rows * (4 + 2 + 2))
     step = next(case for case in table("gated_delta") if case.function == "step")
     given = step.arguments(seed=0)
     results = [given["state"], given["v"]]

@@ -10,7 +10,8 @@ from kernels.tiles import CLASSES, FOLDER, MEASURED, Tiles
 from shared.spec.numerics import SQUARES
 
 LANGUAGES = ("pallas_gpu", "triton_gpu")
-LINE = {"at_most": {}, "lanes": 32, "ones": 16, "warps": 4, "stages": 2, "combine_warps": 1}
+LINE = {"at_most": {}, "lanes": 32, "ones": 16, "warps": 4, "stages": 2}
+MIX = {"at_most": {}, "programs": 4, "splits": 1, "ones": 16, "warps": 4, "stages": 2}
 
 
 def write(folder: Path, name: str, lines: list[dict[str, Any]], **others: Any) -> None:
@@ -26,6 +27,8 @@ def test_every_file_has_tiles_for_every_call(path: Path, language: str) -> None:
     for item_bytes in (2, 4):
         for rows in (1, 16, 17, 64, 100_000):
             assert tiles.attention.of(item_bytes=item_bytes, rows=rows).lanes >= 16
+            for requests in (1, 8, 1000):
+                assert tiles.mix.of(item_bytes=item_bytes, rows=rows, requests=requests).warps
     for rows in (1, 16, 32, 128, 4096):
         for outputs, gated in ((64, 0), (4096, 1), (6144, 0), (151936, 0)):
             sizes = {"rows": rows, "outputs": outputs, "inputs": 4096, "gated": gated}
@@ -76,6 +79,13 @@ def test_a_wrong_line_is_refused_with_its_place(
     write(tmp_path, MEASURED, lines)
     with pytest.raises(ValueError, match=f"^{MEASURED}.json, pallas_gpu.*{why}"):
         Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
+
+
+def test_the_tiles_of_the_one_kernel_are_checked_too(tmp_path: Path) -> None:
+    for name in ("programs", "splits", "stages"):
+        write(tmp_path, MEASURED, [LINE], mix=[MIX | {name: 0}])
+        with pytest.raises(ValueError, match=f"mix, line 1: {name} must be at least 1, got 0"):
+            Tiles.load("pallas_gpu", "NVIDIA H200", tmp_path)
 
 
 def test_a_table_of_no_kernel_and_a_kernel_without_one_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from jax_impl import serve as jax_serve
 from shared.boundary.backend import HostDraft, Work
+from shared.boundary.workspace import MOST_PARTS
 from shared.drafts.drafts import Drafts
 from shared.engine.controller import shapes_by_batch, smallest_that_holds
 from shared.engine.rows import Chunk, DecodeRows, PrefillRows
@@ -68,15 +69,23 @@ def test_prompts_and_decoding_are_counted_apart_by_what_the_backend_says(framewo
         assert sizes[name] == max(size for p, size in asked.items() if p.work is work)
 
 
-def test_a_gpu_counts_the_sums_of_its_kernel_and_a_cpu_the_scores():
+def test_a_gpu_counts_the_sums_of_its_kernels_and_a_cpu_the_scores():
     memory = planned("torch", 140 * GB)
+    workspace = PLATFORMS["torch"].costs.workspace
+    heads, size = QWEN3_8B.num_heads, QWEN3_8B.head_size
     widest = max(memory.limits.programs, key=lambda p: p.tokens)
     positions = widest.pages * memory.limits.page_size
-    heads, size = QWEN3_8B.num_heads, QWEN3_8B.head_size
-    sums = -(-positions // ATTENTION.split) * widest.tokens * heads * size * 4
     scores = widest.batch * heads * widest.tokens * positions * 4
-    needed = PLATFORMS["torch"].costs.workspace(widest, memory.blueprint)
-    assert sums < needed < 1.5 * sums + QWEN3_8B.vocab * 64 * widest.batch < scores
+    # A prompt's rows are summed where they are; one position's sums of each would be as large.
+    queries = widest.tokens * heads * size * 2
+    rest = 20 * widest.tokens * (QWEN3_8B.hidden + QWEN3_8B.intermediate)
+    assert queries < workspace(widest, memory.blueprint) < queries + rest + QWEN3_8B.vocab * 64
+    decode = max(memory.limits.programs, key=lambda p: p.batch * (p.work is Work.DECODE))
+    assert positions > MOST_PARTS * ATTENTION.split  # so many are kept, and no more
+    sums = MOST_PARTS * decode.batch * heads * size * 4
+    assert (
+        sums < workspace(decode, memory.blueprint) < 1.1 * sums + QWEN3_8B.vocab * 64 * decode.batch
+    )
     on_cpu = planned("torch", 140 * GB, "--chunked-prefill-size 256", kind="cpu")
     widest = max(on_cpu.limits.programs, key=lambda p: (p.tokens, p.batch, p.pages))
     positions = widest.pages * on_cpu.limits.page_size

@@ -12,6 +12,8 @@ from shared.spec.numerics import ATTENTION
     [
         ({"split": 96}, "split must be a multiple of tile 64, got 96"),
         ({"split": 32}, "split must be a multiple of tile 64, got 32"),
+        ({"span": 200}, "span must be a multiple of split 128, got 200"),
+        ({"span": 64}, "span must be a multiple of split 128, got 64"),
         ({"tile": 48}, "tile must be a power of two from 16, got 48"),
         ({"tile_float32": 8}, "tile_float32 must be a power of two from 16, got 8"),
     ],

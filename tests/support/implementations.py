@@ -88,10 +88,10 @@ def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
-    """`value` with `leaf` of each of its arrays, its records those of the same name in `module`."""
+    """`value` with `leaf` of each of its arrays; its records are `module`'s, if that has them."""
     again = partial(mapped, leaf=leaf, module=module)
     if names := _field_names(value):
-        record = getattr(module, type(value).__name__)
+        record = getattr(module, type(value).__name__, type(value))
         return record(**{name: again(getattr(value, name)) for name in names})
     if isinstance(value, tuple):
         return tuple(map(again, value))

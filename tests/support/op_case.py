@@ -16,7 +16,8 @@ import ml_dtypes
 import numpy as np
 
 Arguments = dict[str, Any]
-"""Arrays, floats as float32, and numbers that a program is made for, by parameter."""
+"""Arrays, floats as float32, numbers that a program is made for, and records of both, by
+parameter."""
 
 # Float32 on both sides: the sums have another order, and a GPU's exp2 errs by some 1e-7. bfloat16
 # has 8 bits; intermediate values and results are rounded to it once each.
@@ -33,10 +34,14 @@ class OpCase:
       name: Of the case.
       make: The arguments of the operation for a seed.
       dtype: What the operation gets its floats in.
+      wide: Arguments whose floats stay float32.
+      in_place: Arguments that torch writes in place, and JAX gives back behind the results.
       is_large: Of a real model's size, for a GPU.
       real_rows: Rows of the result that mean anything; None for all of it.
       row_arguments: Arguments with an entry a row. Rows do not depend on each other, so that a
         large case is compared in some of them.
+      specify: The specification's results for some rows, where it takes more than leaving out the
+        others' entries in `row_arguments`.
       num_bytes: What a call must read and write, for the arguments and the bytes of a float; None
         for all arguments and results.
     """
@@ -46,9 +51,12 @@ class OpCase:
     name: str
     make: Callable[[int], Arguments]
     dtype: str = "float32"
+    wide: tuple[str, ...] = ()
+    in_place: tuple[str, ...] = ()
     is_large: bool = False
     real_rows: Callable[[Arguments], np.ndarray] | None = None
     row_arguments: tuple[str, ...] = ()
+    specify: Callable[[Arguments, np.ndarray], list[np.ndarray]] | None = None
     num_bytes: Callable[[Arguments, int], int] | None = None
 
     def __str__(self) -> str:
@@ -62,7 +70,11 @@ class OpCase:
     def arguments(self, seed: int) -> Arguments:
         """Of the operation; every float has a value that the dtype holds."""
         made = self.make(seed)
-        return {name: _rounded(value, self.dtype) for name, value in made.items()}
+        return {name: _rounded(value, self.dtype_of(name)) for name, value in made.items()}
+
+    def dtype_of(self, name: str) -> str:
+        """What an argument's floats are in."""
+        return "float32" if name in self.wide else self.dtype
 
     def errors(self, arguments: Arguments, got: list[np.ndarray]) -> list[float]:
         """Of each result: the length of the difference over the length of what is wanted.
@@ -76,8 +88,11 @@ class OpCase:
 
     def specified(self, arguments: Arguments, rows: np.ndarray | None) -> list[np.ndarray]:
         """What the specification gives, for some rows or for all."""
+        if self.specify is not None and rows is not None:
+            return self.specify(arguments, rows)
         function = getattr(import_module(f"shared.spec.{self.op}"), self.function)
-        given = {name: arguments[name] for name in inspect.signature(function).parameters}
+        names = inspect.signature(function).parameters
+        given = {name: arguments[name] for name in names if name in arguments}
         if rows is not None:
             given |= {name: given[name][rows] for name in self.row_arguments if name in given}
         return as_list(function(**given))

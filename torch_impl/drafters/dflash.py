@@ -17,6 +17,7 @@ from torch_impl.ops import linear
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
 from torch_impl.ops.linear import normed_product, product
+from torch_impl.ops.mix import PagedKV
 from torch_impl.weights import BlockWeights
 
 
@@ -163,9 +164,10 @@ def fill(
     turn = angles(config, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     stream = linear.stream(embed[torch.cat([newest[:, None], masks], dim=1).flatten()])
+    paged = PagedKV.of(kv, rows[0])
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
-        stream = attention_layer(config, layer, qkv, stream, turn, seen, kv, place)
+        stream = attention_layer(config, layer, qkv, stream, turn, seen, paged, place)
     out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))
 

@@ -15,6 +15,7 @@ from torch_impl.ops import linear
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
 from torch_impl.ops.linear import Stream, normed_product, product, product_float32
+from torch_impl.ops.mix import PagedKV
 from torch_impl.weights import HeadWeights, Layer
 
 Tokens = Int[Tensor, " R"]
@@ -144,4 +145,5 @@ def _decoder_layer(
 ) -> Hidden:
     """The head's one layer, from its projection on."""
     turn = angles(config, turns, rows)
-    return attention_layer(config, weights, qkv, stream, turn, rows, kv, 0).rows
+    paged = PagedKV.of(kv, rows)
+    return attention_layer(config, weights, qkv, stream, turn, rows, paged, 0).rows

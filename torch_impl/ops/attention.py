@@ -1,7 +1,4 @@
-"""As `shared.spec.attention`, in torch; pools are written in place.
-
-On a GPU `attend` is a kernel; see `torch_impl.ops`.
-"""
+"""As `shared.spec.attention`, in torch; pools are written in place."""
 
 from dataclasses import dataclass
 
@@ -10,8 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.gated_delta import CHUNK
-from shared.spec.numerics import ATTENTION
-from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain, kernels_on, layers
+from torch_impl.ops import at_most, draft_tree, kernels_on
 
 
 @dataclass(frozen=True)
@@ -32,32 +28,6 @@ class Rows:
     page_table: Int[Tensor, "B table"]
     row_starts: Int[Tensor, " B1"]
     most_rows: int
-
-
-@dataclass(frozen=True)
-class Heads:
-    """As the specification's."""
-
-    num_kv_heads: int
-    head_size: int
-    gated: bool
-
-
-@dataclass(frozen=True)
-class HeadNorms:
-    """As the specification's."""
-
-    q: Float[Tensor, " D"]
-    k: Float[Tensor, " D"]
-    eps: float
-
-
-@dataclass(frozen=True)
-class Angles:
-    """As the specification's."""
-
-    cos: Float[Tensor, "R half"]
-    sin: Float[Tensor, "R half"]
 
 
 def causal_rows(
@@ -160,7 +130,7 @@ def visible(
     return seen
 
 
-def plain_attend(
+def attend(
     q: Float[Tensor, "R Hq D"],
     k_pages: Float[Tensor, "P page Hk D"],
     v_pages: Float[Tensor, "P page Hk D"],
@@ -191,41 +161,6 @@ def plain_attend(
     # [B, positions, Hk, D]
     k, v = (pages[page_table].flatten(1, 2) for pages in (k_pages, v_pages))
     return _softmax_attention(q[grid], k, v, seen).flatten(0, 1)[back]
-
-
-def kernel_attend(
-    kernels: Kernels,
-    q: Float[Tensor, "R Hq D"],
-    k_pages: Float[Tensor, "P page Hk D"],
-    v_pages: Float[Tensor, "P page Hk D"],
-    page_table: Int[Tensor, "B table"],
-    request: Int[Tensor, " R"],
-    row_starts: Int[Tensor, " B1"],
-    first: Int[Tensor, " R"],
-    until: Int[Tensor, " R"],
-    window: Bool[Tensor, "R N"],
-    most_rows: int,
-) -> Float[Tensor, "R Hq D"]:
-    """As `plain_attend`, by the kernel, which finds a row's request by `row_starts`."""
-    item_bytes = q.dtype.itemsize
-    pairs = most_rows * q.shape[1] // k_pages.shape[2]
-    return kernels.attention.attend(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        row_starts,
-        first,
-        until,
-        window,
-        max_rows=most_rows,
-        split=ATTENTION.split,
-        tile=ATTENTION.tile_of(item_bytes),
-        tiles=kernels.tiles.attention.of(item_bytes=item_bytes, rows=pairs),
-    )
-
-
-attend = kernel_or_plain(kernel_attend, plain_attend)
 
 
 def check_head_size(head_size: int, device: torch.device) -> None:
@@ -273,83 +208,6 @@ def _softmax_attention(
     out = weights.to(v.dtype).flatten(2, 3) @ v.permute(0, 2, 1, 3)
     out = out.unflatten(2, (-1, M)).permute(0, 3, 1, 2, 4).flatten(2, 3)
     return out.masked_fill((seen & spoiled[:, None]).any(dim=2)[:, :, None, None], torch.nan)
-
-
-def mix(
-    qkv: Float[Tensor, "R outputs"],
-    heads: Heads,
-    norms: HeadNorms | None,
-    angles: Angles,
-    rows: Rows,
-    kv: Float[Tensor, "L 2 pages page Hk D"],
-    layer: int,
-) -> Float[Tensor, "R outputs_of_heads"]:
-    """As the specification, in place in the pools of one layer of `kv`."""
-    q, k, v, gate = _heads_of(qkv, heads)
-    if norms is not None:
-        q = layers.rms_norm(q, norms.q, norms.eps)
-        k = layers.rms_norm(k, norms.k, norms.eps)
-    q = layers.apply_rotary(q, angles.cos, angles.sin)
-    k = layers.apply_rotary(k, angles.cos, angles.sin)
-    _write_pair(kv[layer], rows, k, v)
-    out = attend(
-        q,
-        kv[layer, 0],
-        kv[layer, 1],
-        rows.page_table,
-        rows.request,
-        rows.row_starts,
-        rows.first,
-        rows.until,
-        rows.window,
-        rows.most_rows,
-    )
-    if gate is not None:
-        out = out * layers.sigmoid(gate)
-    return out.flatten(1)
-
-
-def mix_keys(
-    projected: Float[Tensor, "R outputs"],
-    heads: Heads,
-    norms: HeadNorms,
-    angles: Angles,
-    rows: Rows,
-    kv: Float[Tensor, "L 2 pages page Hk D"],
-    layer: int,
-) -> None:
-    """As the specification, in place in the pools of one layer of `kv`."""
-    k, v = projected.unflatten(1, (2, -1, heads.head_size)).unbind(1)
-    k = layers.rms_norm(k, norms.k, norms.eps)
-    _write_pair(kv[layer], rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
-
-
-def _write_pair(
-    pools: Float[Tensor, "2 pages page Hk D"],
-    rows: Rows,
-    k: Float[Tensor, "R Hk D"],
-    v: Float[Tensor, "R Hk D"],
-) -> None:
-    for pool, values in zip(pools, (k, v), strict=True):
-        write(pool, rows.page_table, rows.request, rows.places, rows.is_real, values)
-
-
-def _heads_of(
-    qkv: Float[Tensor, "R outputs"], heads: Heads
-) -> tuple[
-    Float[Tensor, "R Hq D"],
-    Float[Tensor, "R Hk D"],
-    Float[Tensor, "R Hk D"],
-    Float[Tensor, "R Hq D"] | None,
-]:
-    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
-    D, keys = heads.head_size, heads.num_kv_heads * heads.head_size
-    q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
-    k, v = k.unflatten(1, (-1, D)), v.unflatten(1, (-1, D))
-    if not heads.gated:
-        return q.unflatten(1, (-1, D)), k, v, None
-    pairs = q.unflatten(1, (-1, 2, D))  # per head its query rows, then its gate rows
-    return pairs[:, :, 0], k, v, pairs[:, :, 1]
 
 
 def commit_window(

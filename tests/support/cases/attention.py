@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 
@@ -155,53 +154,17 @@ SMALL: dict[str, Callable[..., Case]] = {
 }
 CASES = {name: make() for name, make in SMALL.items()}
 
-# Heads and pages of an 8B model; its values are rounded to bfloat16.
-_MODEL = {"heads": (32, 8), "D": 128, "page": 64}
-_CONTEXT = 4096
-_LARGE = {
-    f"{B} x {N} nodes": partial(
-        tree_case,
-        **_MODEL,
-        num_nodes=[N] * B,
-        nodes=N,
-        lengths=[_CONTEXT] * B,
-        columns=-(-(_CONTEXT + N) // 64),
-    )
-    for B in (1, 32)
-    for N in (1, 16)
-} | {
-    "prompt of 2048": partial(prompt_case, **_MODEL, chunks=[(0, 2048)]),
-    "8 chunks of 256": partial(prompt_case, **_MODEL, chunks=[(1024, 1280)] * 8),
-}
 
-
-def _bytes(arguments: Arguments, item_bytes: int) -> int:
-    """Keys and values that any row of a request can see, once; queries and results."""
-    q, starts, nodes = arguments["q"], arguments["row_starts"], arguments["window"].shape[1]
-    k_heads, D = arguments["k_pages"].shape[2:]
-    positions = 0
-    for start, stop in pairwise(starts):
-        if start < stop:
-            low = int(arguments["first"][start:stop].min())
-            positions += max(0, int(arguments["until"][start:stop].max()) + nodes - low)
-    return D * item_bytes * (2 * positions * k_heads + 2 * int(starts[-1]) * q.shape[1])
-
-
-def _op_case(name: str, make: Callable[..., Case], dtype: str, is_large: bool) -> OpCase:
+def _op_case(name: str, make: Callable[..., Case]) -> OpCase:
     return OpCase(
         op="attention",
         function="attend",
         name=name,
         make=lambda seed: make(seed=seed).arguments,
-        dtype=dtype,
-        is_large=is_large,
+        dtype="bfloat16" if CASES[name].half else "float32",
         real_rows=lambda arguments: np.arange(arguments["row_starts"][-1]),
         row_arguments=("q", "request", "first", "until", "window"),
-        num_bytes=_bytes,
     )
 
 
-TABLE = [
-    _op_case(name, make, "bfloat16" if CASES[name].half else "float32", False)
-    for name, make in SMALL.items()
-] + [_op_case(name, make, "bfloat16", True) for name, make in _LARGE.items()]
+TABLE = [_op_case(name, make) for name, make in SMALL.items()]

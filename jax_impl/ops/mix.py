@@ -1,0 +1,263 @@
+"""What an attention layer does between its two products; as `shared.spec.mix`.
+
+On a GPU `mix` and `mix_keys` are kernels, see `jax_impl.ops`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float, Int
+
+from jax_impl.ops import Kernels, kernel_or_plain, layers
+from jax_impl.ops.attention import KV, Rows, attend, write
+from shared.boundary.workspace import MOST_PARTS
+from shared.spec.numerics import ATTENTION, SQUARES
+
+
+class Heads(NamedTuple):
+    """How a layer's projection is made of heads; fields as in the specification."""
+
+    num_kv_heads: int
+    head_size: int
+    gated: bool
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each query and key head; fields as in the specification.
+
+    Scales are a layer's, or those of all attention layers, of which an operation takes its own.
+    """
+
+    q: Float[jax.Array, "*L D"]
+    k: Float[jax.Array, "*L D"]
+    eps: float
+
+
+class Angles(NamedTuple):
+    """Cosine and sine of the rotation at each row's position."""
+
+    cos: Float[jax.Array, "R half"]
+    sin: Float[jax.Array, "R half"]
+
+
+class PagedKV(NamedTuple):
+    """The pools of a stack of attention layers, for the layers of one pass over some rows.
+
+    Attributes:
+      pools: Keys and values of each layer.
+      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+    """
+
+    pools: KV
+    arrivals: Int[jax.Array, "B Hk"]
+
+    @classmethod
+    def of(cls, pools: KV, rows: Rows) -> "PagedKV":
+        """For a pass over the rows."""
+        return cls(pools, jnp.zeros((len(rows.page_table), pools.shape[4]), jnp.int32))
+
+
+def plain_mix(
+    qkv: Float[jax.Array, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: PagedKV,
+    layer: int | Int[jax.Array, ""],
+) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
+    """All that an attention layer does between its two products; `layer` names its pools in `kv`.
+
+    The stack of pools is read as one long pool, so that no layer's is copied out.
+    """
+    q, k, v, gate = _heads_of(qkv, heads)
+    if norms is not None:
+        q = layers.rms_norm(q, _of_layer(norms.q, layer), norms.eps)
+        k = layers.rms_norm(k, _of_layer(norms.k, layer), norms.eps)
+    q = layers.apply_rotary(q, angles.cos, angles.sin)
+    pools = _write_pair(kv.pools, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
+    pool, num_pages = pools.reshape(-1, *pools.shape[3:]), pools.shape[2]
+    out = attend(
+        q=q,
+        k_pages=pool,
+        v_pages=pool,
+        page_table=rows.page_table + 2 * layer * num_pages,
+        request=rows.request,
+        row_starts=rows.row_starts,
+        first=rows.first,
+        until=rows.until,
+        window=rows.window,
+        most_rows=rows.most_rows,
+        k_offset=0,
+        v_offset=num_pages,
+    )
+    if gate is not None:
+        out = out * layers.sigmoid(gate)
+    return out.reshape(len(qkv), -1), kv._replace(pools=pools)
+
+
+def kernel_mix(
+    kernels: Kernels,
+    qkv: Float[jax.Array, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: PagedKV,
+    layer: int | Int[jax.Array, ""],
+) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
+    """As `plain_mix`, by one kernel where rows are few, else by two."""
+    item_bytes, order = qkv.dtype.itemsize, _order(qkv.dtype)
+    group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
+    pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
+    if pairs > kernels.mix.MOST_LANES:
+        q, pools = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
+        gate = qkv if heads.gated else None
+        tiles = kernels.tiles.attention.of(item_bytes=item_bytes, rows=pairs)
+        pool, table = (pools, _operand(layer)), (rows.page_table, rows.row_starts)
+        out = kernels.attention.attend(
+            q, gate, *pool, *table, *sees, max_rows=rows.most_rows, tiles=tiles, **order
+        )
+        return out, kv._replace(pools=pools)
+    requests = len(rows.page_table)
+    out, pools, arrivals = kernels.mix.mix(
+        qkv,
+        *((None, None) if norms is None else (norms.q, norms.k)),
+        angles.cos,
+        angles.sin,
+        kv.pools,
+        _operand(layer),
+        kv.arrivals,
+        rows.page_table,
+        rows.row_starts,
+        rows.places,
+        *sees,
+        rows.is_real,
+        gated=heads.gated,
+        eps=0.0 if norms is None else norms.eps,
+        digits=SQUARES.digits,
+        max_rows=rows.most_rows,
+        most_parts=MOST_PARTS,
+        tiles=kernels.tiles.mix.of(item_bytes=item_bytes, rows=pairs, requests=requests),
+        **order,
+    )
+    return out, PagedKV(pools, arrivals)
+
+
+mix = kernel_or_plain(kernel_mix, plain_mix)
+
+
+def plain_mix_keys(
+    projected: Float[jax.Array, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms,
+    angles: Angles,
+    rows: Rows,
+    kv: KV,
+    layer: int | Int[jax.Array, ""],
+) -> KV:
+    """The part of `mix` that writes, of rows that nothing queries: key heads, then value heads."""
+    k, v = jnp.split(projected, 2, axis=1)
+    k, v = (part.reshape(len(projected), -1, heads.head_size) for part in (k, v))
+    k = layers.rms_norm(k, _of_layer(norms.k, layer), norms.eps)
+    return _write_pair(kv, layer, rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
+
+
+def kernel_mix_keys(
+    kernels: Kernels,
+    projected: Float[jax.Array, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms,
+    angles: Angles,
+    rows: Rows,
+    kv: KV,
+    layer: int | Int[jax.Array, ""],
+) -> KV:
+    """As `plain_mix_keys`, by a kernel."""
+    return _place(kernels, projected, heads, norms, angles, rows, kv, layer)[1]
+
+
+mix_keys = kernel_or_plain(kernel_mix_keys, plain_mix_keys)
+
+
+def _place(
+    kernels: Kernels,
+    projected: Float[jax.Array, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: KV,
+    layer: int | Int[jax.Array, ""],
+) -> tuple[Float[jax.Array, "R Hq D"], KV]:
+    """Writes the rows' keys and values by a kernel, which gives the queries to attend with."""
+    return kernels.heads.place(
+        projected,
+        *((None, None) if norms is None else (norms.q, norms.k)),
+        angles.cos,
+        angles.sin,
+        kv,
+        _operand(layer),
+        rows.page_table,
+        rows.request,
+        rows.places,
+        rows.is_real,
+        gated=heads.gated,
+        eps=0.0 if norms is None else norms.eps,
+        digits=SQUARES.digits,
+    )
+
+
+def _order(dtype: jnp.dtype) -> dict[str, int]:
+    """The order of the sums of attention, as kernels take it."""
+    tile = ATTENTION.tile_of(dtype.itemsize)
+    return {"span": ATTENTION.span, "split": ATTENTION.split, "tile": tile}
+
+
+def _operand(layer: int | Int[jax.Array, ""]) -> Int[jax.Array, " 1"]:
+    """A layer's number as an operand of a kernel: as a constant, each layer would compile one."""
+    return jnp.asarray(layer, jnp.int32).reshape(1)
+
+
+def _of_layer(
+    scales: Float[jax.Array, "*L D"], layer: int | Int[jax.Array, ""]
+) -> Float[jax.Array, " D"]:
+    return scales[layer] if scales.ndim == 2 else scales
+
+
+def _write_pair(
+    kv: KV,
+    layer: int | Int[jax.Array, ""],
+    rows: Rows,
+    k: Float[jax.Array, "R Hk D"],
+    v: Float[jax.Array, "R Hk D"],
+) -> KV:
+    """Writes keys and values into the stack as one long pool, at once: no pool is copied."""
+    num_pages, requests = kv.shape[2], len(rows.page_table)
+    pool = kv.reshape(-1, *kv.shape[3:])
+    keys = rows.page_table + 2 * layer * num_pages
+    tables = jnp.concatenate([keys, keys + num_pages])
+    request = jnp.concatenate([rows.request, rows.request + requests])
+    places, is_real = jnp.tile(rows.places, 2), jnp.tile(rows.is_real, 2)
+    pool = write(pool, tables, request, places, is_real, jnp.concatenate([k, v]))
+    return pool.reshape(kv.shape)
+
+
+def _heads_of(
+    qkv: Float[jax.Array, "R outputs"], heads: Heads
+) -> tuple[
+    Float[jax.Array, "R Hq D"],
+    Float[jax.Array, "R Hk D"],
+    Float[jax.Array, "R Hk D"],
+    Float[jax.Array, "R Hq D"] | None,
+]:
+    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
+    R, D, keys = len(qkv), heads.head_size, heads.num_kv_heads * heads.head_size
+    queries = qkv.shape[1] - 2 * keys
+    q, k, v = jnp.split(qkv, [queries, queries + keys], axis=1)
+    k, v = k.reshape(R, -1, D), v.reshape(R, -1, D)
+    if not heads.gated:
+        return q.reshape(R, -1, D), k, v, None
+    pairs = q.reshape(R, -1, 2, D)  # per head its query rows, then its gate rows
+    return pairs[:, :, 0], k, v, pairs[:, :, 1]

@@ -1,0 +1,327 @@
+"""An attention layer between its two products, in one Pallas kernel, where rows are few.
+
+The programs of a request and key head share its positions. Each writes the new keys and values of
+its own positions before it reads them; the last to arrive combines what all have summed. The order
+of the sums is that of `attend`, so a row has the same bits however many rows and programs there
+are.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Bool, Float, Int
+
+from kernels.pallas_gpu.attention import (
+    Order,
+    Seen,
+    Sums,
+    clear_padding,
+    finish,
+    fold,
+    sum_positions,
+    window_operand,
+)
+from kernels.pallas_gpu.heads import early, turned, write_pair
+from kernels.tiles import MixTiles
+
+MOST_LANES = 64
+"""Most pairs of a row and a query head of a key head that a request can have here."""
+
+
+def mix(
+    projected: Float[jax.Array, "R outputs"],
+    q_norm: Float[jax.Array, "*L D"] | None,
+    k_norm: Float[jax.Array, "*L D"] | None,
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+    kv: Float[jax.Array, "L 2 P page Hk D"],
+    layer: Int[jax.Array, " 1"],
+    arrivals: Int[jax.Array, "B Hk"],
+    page_table: Int[jax.Array, "B table"],
+    row_starts: Int[jax.Array, " B1"],
+    places: Int[jax.Array, " R"],
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    is_real: Bool[jax.Array, " R"],
+    *,
+    gated: bool,
+    eps: float,
+    digits: int,
+    max_rows: int,
+    span: int,
+    split: int,
+    tile: int,
+    most_parts: int,
+    tiles: MixTiles,
+    interpret: bool = False,
+) -> tuple[
+    Float[jax.Array, "R outputs_of_heads"],
+    Float[jax.Array, "L 2 P page Hk D"],
+    Int[jax.Array, "B Hk"],
+]:
+    """As `shared.spec.mix.mix`, for rows that lie together request by request.
+
+    Args:
+      projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
+      gated, eps, digits: The same.
+      arrivals: Zeros.
+      row_starts, first, until, window, max_rows, span, split, tile: See `attend`.
+      most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
+      tiles: How the work is cut otherwise.
+      interpret: Run on a CPU.
+
+    Returns:
+      The heads' outputs side by side, the pools after the writes, and the zeros again.
+    """
+    R, (page, Hk, D) = len(projected), kv.shape[3:]
+    B, columns = page_table.shape
+    Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
+    parts = max(min(pl.cdiv(columns * page, split), most_parts), pl.cdiv(columns * page, span))
+    shapes = ((R, Hq * D), (parts, R, Hq, D), (parts, R, Hq), (parts, R, Hq))
+    dtypes = (projected.dtype, jnp.float32, jnp.float32, jnp.float32)
+    *out, kv, arrivals = pl.pallas_call(
+        functools.partial(
+            _mix_kernel,
+            order=Order(span, split, tile, tiles.ones, window.shape[1]),
+            new=_New(k_norm is not None, gated, eps, digits),
+            sizes=_Sizes(Hq, max_rows, tiles.programs, tiles.splits, most_parts),
+            interpret=interpret,
+        ),
+        grid=(Hk, tiles.programs, B),
+        out_shape=[
+            *map(jax.ShapeDtypeStruct, shapes, dtypes),
+            jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+            jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype),
+        ],
+        input_output_aliases={5: 4, 7: 5},
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
+        interpret=interpret,
+        name="mix",
+    )(
+        projected,
+        *(cos if norm is None else norm for norm in (q_norm, k_norm)),
+        *(cos, sin, kv, layer, arrivals, page_table, row_starts, places, first, until),
+        *(window_operand(window), is_real.astype(jnp.int8)),
+    )
+    return out[0], kv, arrivals
+
+
+class _New(NamedTuple):
+    """How new rows are made of the projection."""
+
+    has_norms: bool
+    gated: bool
+    eps: float
+    digits: int
+
+
+class _Sizes(NamedTuple):
+    """What is settled of the work before a kernel runs."""
+
+    q_heads: int
+    max_rows: int
+    programs: int
+    splits: int
+    most_parts: int
+
+
+class _Share(NamedTuple):
+    """What a program does of a request's positions.
+
+    Attributes:
+      low, high: Positions that any row of the request sees.
+      unit: Positions whose sums are kept together: a span's where there are many, else a split's.
+      by_span: Which of the two.
+      mine, yours: Where its own positions begin, and those of the next program.
+      number, sharing: Which it is of how many programs.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    unit: jax.Array
+    by_span: jax.Array
+    mine: jax.Array
+    yours: jax.Array
+    number: jax.Array
+    sharing: jax.Array
+
+
+def _mix_kernel(
+    projected_ref,
+    q_norm_ref,
+    k_norm_ref,
+    cos_ref,
+    sin_ref,
+    _,
+    layer_ref,
+    __,
+    table_ref,
+    starts_ref,
+    places_ref,
+    first_ref,
+    until_ref,
+    window_ref,
+    real_ref,
+    out_ref,
+    sums_ref,
+    peaks_ref,
+    totals_ref,
+    kv_ref,
+    arrivals_ref,
+    *,
+    order,
+    new,
+    sizes,
+    interpret,
+):
+    """One program per key head, share of the positions, and request."""
+    head, number, request = (pl.program_id(axis) for axis in range(3))
+    D, group = kv_ref.shape[5], sizes.q_heads // kv_ref.shape[4]
+    turn = request * sizes.programs + number
+    clear_padding(starts_ref, out_ref, head, turn, group, D, sizes.programs)
+    start, stop = starts_ref[request], starts_ref[request + 1]
+
+    @pl.when(start < stop)
+    def _():
+        lanes = max(16, pl.next_power_of_2(sizes.max_rows * group))
+        lane = early(lax.iota(jnp.int32, lanes), interpret)
+        row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
+        own = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
+        first, until = pltriton.load(first_ref.at[own]), pltriton.load(until_ref.at[own])
+        written = start + lax.iota(jnp.int32, pl.next_power_of_2(sizes.max_rows))
+        is_new = written < stop
+        is_new &= pltriton.load(real_ref.at[written], mask=is_new, other=0) != 0
+        place = pltriton.load(places_ref.at[written], mask=is_new, other=0)
+        reach = table_ref.shape[1] * kv_ref.shape[3]
+        share = _share(number, reach, first, until, is_new, place, order, sizes)
+        turn = functools.partial(
+            turned,
+            projected_ref,
+            angles=(cos_ref, sin_ref),
+            layer=layer_ref[0],
+            has_norms=new.has_norms,
+            eps=new.eps,
+            digits=new.digits,
+            D=D,
+        )
+
+        @pl.when(share.number < share.sharing)
+        def _():
+            is_mine = is_new & (place >= share.mine) & (place < share.yours)
+
+            @pl.when(jnp.max(is_mine.astype(jnp.int32)) > 0)
+            def _():
+                column = (sizes.q_heads * (1 + new.gated) + head) * D
+                k = turn(
+                    norm_ref=k_norm_ref, row=written, start=column + 0 * written, is_in=is_mine
+                )
+                write_pair(
+                    projected_ref, kv_ref, table_ref, layer_ref[0], written, request, place,
+                    is_mine, head, column, k,
+                )  # fmt: skip
+                _barrier(interpret)  # they are read by other threads than wrote them
+
+            start_of_head = q_head * ((1 + new.gated) * D)
+            q = turn(norm_ref=q_norm_ref, row=own, start=start_of_head, is_in=row < stop)
+            where = (kv_ref, table_ref, window_ref, layer_ref[0], request, head)
+            parts = (sums_ref, peaks_ref, totals_ref)
+            base = lax.div(share.low, share.unit)
+
+            def store(unit, sums):
+                # A lane that is not written gets a row outside, for the interpreter.
+                at = jnp.where(row < stop, row, sums_ref.shape[1])
+                column = lax.iota(jnp.int32, D)[None, :]
+                where = (unit - base, at[:, None], q_head[:, None], column)
+                pltriton.store(sums_ref.at[where], sums.values, mask=(row < stop)[:, None])
+                for ref, x in zip(parts[1:], sums[1:], strict=True):
+                    pltriton.store(ref.at[unit - base, at, q_head], x, mask=row < stop)
+
+            sum_positions(
+                q.astype(projected_ref.dtype), Seen(*where, own, first, until),
+                jnp.maximum(share.low, share.mine), jnp.minimum(share.high, share.yours),
+                share.unit, order, store,
+            )  # fmt: skip
+            _barrier(interpret)
+            arrived = pltriton.atomic_add(arrivals_ref, (request, head), jnp.ones((), jnp.int32))
+
+            @pl.when(arrived == share.sharing - 1)
+            def _():
+                arrivals_ref[request, head] = 0
+                sums = _combine(parts, own, q_head, base, share, order, interpret)
+                gate_ref = projected_ref if new.gated else None
+                finish(sums, gate_ref, out_ref, row, q_head, row < stop)
+
+
+def _share(number, reach, first, until, is_new, place, order, sizes):
+    """What a program does of the positions that are seen or written."""
+    low = jnp.min(jnp.minimum(first, until))
+    high = jnp.minimum(jnp.max(until) + order.nodes, reach)
+    by_span = pl.cdiv(high, order.split) - lax.div(low, order.split) > sizes.most_parts
+    unit = _either(by_span, order.span, order.split)
+    begin = lax.div(jnp.minimum(low, jnp.min(jnp.where(is_new, place, reach))), unit)
+    end = pl.cdiv(jnp.maximum(high, jnp.max(jnp.where(is_new, place + 1, 0))), unit)
+    end = jnp.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
+    fewest = _either(by_span, 1, sizes.splits)
+    each = jnp.maximum(pl.cdiv(end - begin, sizes.programs), fewest)
+    mine = (begin + number * each) * unit
+    sharing = pl.cdiv(end - begin, each)
+    return _Share(low, high, unit, by_span, mine, mine + each * unit, number, sharing)
+
+
+def _either(condition, one, other):
+    """One of two numbers; Pallas gives a choice between constants the type of its condition."""
+    return other + condition.astype(jnp.int32) * (one - other)
+
+
+def _combine(parts, row, q_head, begin, share, order, interpret):
+    """Adds what the programs have stored: units to spans, and spans to a whole.
+
+    Several units at a time, so that one need not wait for the memory of the one before.
+    """
+    (lanes,), D = row.shape, parts[0].shape[3]
+    end = jnp.where(share.low < share.high, pl.cdiv(share.high, share.unit), begin)
+    per_span = _either(share.by_span, 1 << 20, order.span // order.split)
+    unroll = max(1, 16 * 128 * 4 // (lanes * D))
+
+    def load(unit, is_one):
+        column, is_one = lax.iota(jnp.int32, D)[None, :], jnp.broadcast_to(is_one, (lanes,))
+        # Volatile, past the cache of the multiprocessor: other programs have written them.
+        load = functools.partial(pltriton.load, volatile=not interpret)
+        at = (unit - begin, row, q_head)
+        return Sums(
+            load(
+                parts[0].at[(at[0], row[:, None], q_head[:, None], column)],
+                mask=is_one[:, None],
+                other=0.0,
+            ),
+            load(parts[1].at[at], mask=is_one, other=-1e30),
+            load(parts[2].at[at], mask=is_one, other=0.0),
+        )
+
+    def add_span(number, whole):
+        low = jnp.maximum(number * per_span, begin)
+        high = jnp.minimum((number + 1) * per_span, end)
+
+        def add_units(several, sums):
+            units = [several * unroll + member for member in range(unroll)]
+            for more in [load(unit, (unit >= low) & (unit < high)) for unit in units]:
+                sums = fold(sums, more)
+            return sums
+
+        several = (lax.div(low, unroll), pl.cdiv(high, unroll))
+        return fold(whole, lax.fori_loop(*several, add_units, Sums.nothing(lanes, D)))
+
+    spans = (lax.div(begin, per_span), pl.cdiv(end, per_span))
+    return lax.fori_loop(*spans, add_span, Sums.nothing(lanes, D))
+
+
+def _barrier(interpret):
+    """Makes what threads of the program have written seen by its other threads."""
+    if not interpret:
+        pltriton.debug_barrier()

@@ -1,0 +1,261 @@
+"""An attention layer between its two products, in one Triton kernel, where rows are few.
+
+The programs of a request and key head share its positions. Each writes the new keys and values of
+its own positions before it reads them; the last to arrive combines what all have summed. The order
+of the sums is that of `attend`, so a row has the same bits however many rows and programs there
+are.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.tiles import MixTiles
+from kernels.triton_gpu.attention import LOG2_E, clear_padding, finish, fold, no_sums, sum_positions
+from kernels.triton_gpu.heads import turned, write_pair
+from kernels.triton_gpu.linear import launching
+
+MOST_LANES = 64
+"""Most pairs of a row and a query head of a key head that a request can have here."""
+
+
+def mix(
+    projected: Float[Tensor, "R outputs"],
+    q_norm: Float[Tensor, " D"] | None,
+    k_norm: Float[Tensor, " D"] | None,
+    cos: Float[Tensor, "R half"],
+    sin: Float[Tensor, "R half"],
+    kv: Float[Tensor, "L 2 P page Hk D"],
+    layer: int,
+    arrivals: Int[Tensor, "B Hk"],
+    page_table: Int[Tensor, "B table"],
+    row_starts: Int[Tensor, " B1"],
+    places: Int[Tensor, " R"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    window: Bool[Tensor, "R N"],
+    is_real: Bool[Tensor, " R"],
+    *,
+    gated: bool,
+    eps: float,
+    digits: int,
+    max_rows: int,
+    span: int,
+    split: int,
+    tile: int,
+    most_parts: int,
+    tiles: MixTiles,
+) -> Float[Tensor, "R outputs_of_heads"]:
+    """As `shared.spec.mix.mix`, for rows that lie together request by request.
+
+    Args:
+      projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
+      gated, eps, digits: The same.
+      arrivals: Zeros; zeros again afterwards.
+      row_starts, first, until, window, max_rows, span, split, tile: See `attend`.
+      most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
+      tiles: How the work is cut otherwise.
+
+    Raises:
+      ValueError: An argument is not contiguous.
+    """
+    arrays = (projected, cos, sin, kv, page_table, places, first, until, window, is_real)
+    if not all(x.is_contiguous() for x in arrays):
+        raise ValueError("all arguments of mix must be contiguous")
+    R, (page, Hk, D) = len(projected), kv.shape[3:]
+    B, columns = page_table.shape
+    Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
+    lanes = max(16, triton.next_power_of_2(max_rows * (Hq // Hk)))
+    parts = min(triton.cdiv(columns * page, split), most_parts)
+    parts = max(parts, triton.cdiv(columns * page, span))
+    sums = projected.new_empty((parts, R, Hq, D), dtype=torch.float32)
+    peaks, totals = projected.new_empty((2, parts, R, Hq), dtype=torch.float32)
+    out = projected.new_empty((R, Hq * D))
+    _mix_kernel[(Hk, tiles.programs, B)](
+        *(projected, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm),
+        *(cos, sin, kv[layer, 0], kv[layer, 1], arrivals, page_table, row_starts, places),
+        *(first, until, window if window.shape[1] else until, is_real, sums, peaks, totals, out),
+        *(R, B, columns, eps, D**-0.5 * LOG2_E.value, most_parts),
+        q_heads=Hq,
+        k_heads=Hk,
+        D=D,
+        half=cos.shape[1],
+        gated=gated,
+        has_norms=k_norm is not None,
+        page=page,
+        digits=digits,
+        lanes=lanes,
+        new_rows=triton.next_power_of_2(max_rows),
+        ones=tiles.ones,
+        splits=tiles.splits,
+        unroll=max(1, 16 * 128 * 4 // (lanes * D)),
+        span=span,
+        split=split,
+        tile=tile,
+        nodes=window.shape[1],
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **launching(projected),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_requests", "columns", "most_parts"])
+def _mix_kernel(
+    projected_at,
+    q_norm_at,
+    k_norm_at,
+    cos_at,
+    sin_at,
+    k_at,
+    v_at,
+    arrivals_at,
+    table_at,
+    starts_at,
+    places_at,
+    first_at,
+    until_at,
+    window_at,
+    real_at,
+    sums_at,
+    peaks_at,
+    totals_at,
+    out_at,
+    num_rows,
+    num_requests,
+    columns,
+    eps,
+    scale,
+    most_parts,
+    q_heads: tl.constexpr,
+    k_heads: tl.constexpr,
+    D: tl.constexpr,
+    half: tl.constexpr,
+    gated: tl.constexpr,
+    has_norms: tl.constexpr,
+    page: tl.constexpr,
+    digits: tl.constexpr,
+    lanes: tl.constexpr,
+    new_rows: tl.constexpr,
+    ones: tl.constexpr,
+    splits: tl.constexpr,
+    unroll: tl.constexpr,
+    span: tl.constexpr,
+    split: tl.constexpr,
+    tile: tl.constexpr,
+    nodes: tl.constexpr,
+    is_launched: tl.constexpr,
+):
+    """One program per key head, share of the positions, and request."""
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    group: tl.constexpr = q_heads // k_heads
+    width: tl.constexpr = (q_heads * (1 + gated) + 2 * k_heads) * D
+    head, share, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    turn, turns = request * tl.num_programs(1) + share, num_requests * tl.num_programs(1)
+    clear_padding(starts_at, out_at, num_requests, num_rows, head, turn, turns, group, k_heads, D)
+    start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
+    if start >= stop:
+        return
+    lane = tl.arange(0, lanes)
+    row, q_head = start + lane // group, head * group + lane % group
+    own = tl.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
+    first, until = tl.load(first_at + own), tl.load(until_at + own)
+    new = start + tl.arange(0, new_rows)
+    is_new = new < stop
+    is_new &= tl.load(real_at + new, mask=is_new, other=0).to(tl.int32) != 0
+    place = tl.load(places_at + new, mask=is_new, other=0)
+
+    # All positions that the request's rows see, then with those that are written.
+    reach = columns * page
+    low, high = tl.min(tl.minimum(first, until)), tl.minimum(tl.max(until) + nodes, reach)
+    by_span = tl.cdiv(high, split) - low // split > most_parts
+    unit = tl.where(by_span, span, split)
+    begin = tl.minimum(low, tl.min(tl.where(is_new, place, reach))) // unit
+    end = tl.cdiv(tl.maximum(high, tl.max(tl.where(is_new, place + 1, 0))), unit)
+    end = tl.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
+    each = tl.maximum(tl.cdiv(end - begin, tl.num_programs(1)), tl.where(by_span, 1, splits))
+    sharing = tl.cdiv(end - begin, each)
+    if share >= sharing:
+        return
+    mine = (begin + share * each) * unit
+    yours = mine + each * unit  # of the next program
+    table_at += request * columns
+
+    is_mine = is_new & (place >= mine) & (place < yours)
+    if tl.max(is_mine.to(tl.int32)) > 0:
+        write_pair(
+            projected_at, new.to(tl.int64) * width, k_norm_at, cos_at, sin_at, new, is_mine, eps,
+            k_at, v_at, table_at, place, head,
+            q_heads * (1 + gated), k_heads, D, half, has_norms, page, digits,
+        )  # fmt: skip
+        tl.debug_barrier()  # they are read by other threads than wrote them
+    head_place = own.to(tl.int64) * width + q_head * ((1 + gated) * D)
+    q = turned(
+        projected_at, head_place, q_norm_at, cos_at, sin_at, own, row < stop, eps,
+        D, half, has_norms, digits,
+    ).to(projected_at.dtype.element_ty)  # fmt: skip
+    place = own.to(tl.int64) * q_heads + q_head
+    sum_positions(
+        q, k_at + head * D, v_at + head * D, table_at, columns,
+        window_at + own[:, None] * nodes, first, until,
+        tl.maximum(low, mine), tl.minimum(high, yours), scale,
+        sums_at, peaks_at, totals_at, place, row < stop, low // unit, num_rows * q_heads, unit,
+        D, k_heads, page, nodes, ones, split, tile, True,
+    )  # fmt: skip
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_at + request * k_heads + head, 1, sem="acq_rel") == sharing - 1:
+        tl.store(arrivals_at + request * k_heads + head, 0)
+        sums, total = _combine(
+            sums_at, peaks_at, totals_at, place, low // unit,
+            tl.where(low < high, tl.cdiv(high, unit), low // unit),
+            tl.where(by_span, 1 << 20, span // split), num_rows * q_heads, lanes, D, unroll,
+        )  # fmt: skip
+        gate_place = head_place + D
+        finish(sums, total, projected_at, gate_place, out_at, place, row < stop, D, gated)
+
+
+@triton.jit
+def _combine(
+    sums_at,
+    peaks_at,
+    totals_at,
+    place,
+    begin,
+    end,
+    per_span,
+    stride,
+    lanes: tl.constexpr,
+    D: tl.constexpr,
+    unroll: tl.constexpr,
+):
+    """Adds what the programs have stored: units to spans, and spans to a whole.
+
+    Several units at a time, so that one need not wait for the memory of the one before.
+    """
+    column = tl.arange(0, D)[None, :]
+    w_sums, w_peak, w_total = no_sums(lanes, D)
+    for number in range(begin // per_span, tl.cdiv(end, per_span)):
+        sums, peak, total = no_sums(lanes, D)
+        low = tl.maximum(number * per_span, begin)
+        high = tl.minimum((number + 1) * per_span, end)
+        for several in range(low // unroll, tl.cdiv(high, unroll)):
+            for member in tl.static_range(unroll):
+                unit = several * unroll + member + tl.zeros((lanes,), tl.int32)
+                is_one = (unit >= low) & (unit < high)
+                at = (unit - begin) * stride + place
+                more_sums = tl.load(
+                    sums_at + at[:, None] * D + column,
+                    mask=is_one[:, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                more_peak = tl.load(peaks_at + at, mask=is_one, other=-1e30, cache_modifier=".cg")
+                more_total = tl.load(totals_at + at, mask=is_one, other=0.0, cache_modifier=".cg")
+                sums, peak, total = fold(sums, peak, total, more_sums, more_peak, more_total)
+        w_sums, w_peak, w_total = fold(w_sums, w_peak, w_total, sums, peak, total)
+    return w_sums, w_total

@@ -1,0 +1,381 @@
+"""What a layer does between its products, as kernels: on a GPU for real, elsewhere interpreted.
+
+And that `ops` takes the kernels on a GPU, and nowhere else. Interpreted, a program's threads are
+one after the other: that a barrier is missing, only a GPU shows.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jax_impl.ops.attention
+import jax_impl.ops.mix
+import torch_impl.ops.attention
+import torch_impl.ops.mix
+from kernels.pallas_gpu import attention as pallas
+from kernels.tiles import MEASURED, AttentionTiles, MixTiles, Tiles
+from shared.boundary.workspace import MOST_PARTS
+from shared.spec.numerics import ATTENTION, SQUARES, AttentionOrder
+from tests.support.cases.mix import CASES, EPS, MixCase, prompt_case, specified, tree_case
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, triton_interpreter
+
+# Float32 on both sides: the sums have another order, and a GPU's exp2 errs by some 1e-7.
+FLOAT32 = 1e-5
+# Of half precision: keys of up to 4 have 8 bits, weights and results too.
+HALF = 6e-2
+TILES = {name: Tiles.load(f"{name}_gpu", MEASURED) for name in ("pallas", "triton")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    with triton_interpreter():
+        yield
+
+
+class Found(NamedTuple):
+    """The outputs, the pools of the layer and of the others, and the counters."""
+
+    out: np.ndarray
+    pools: np.ndarray
+    others: np.ndarray
+    arrivals: np.ndarray | None
+
+
+class How(NamedTuple):
+    """How kernels are called; tiles of None are those of the tables."""
+
+    is_fused: bool
+    order: AttentionOrder = ATTENTION
+    most_parts: int = MOST_PARTS
+    tiles: MixTiles | AttentionTiles | None = None
+
+
+FUSED, APART = How(True), How(False)
+
+
+def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
+    """What kernels are given besides the arrays: all that make rows, and those that attend."""
+    new = {"gated": case.heads.gated, "eps": EPS, "digits": SQUARES.digits}
+    item_bytes, pairs = 2 if case.half else 4, case.most_rows * case.group
+    sizes = {"item_bytes": item_bytes, "rows": pairs}
+    if how.is_fused:
+        tiles = TILES[language].mix.of(**sizes, requests=len(case.rows.page_table))
+    else:
+        tiles = TILES[language].attention.of(**sizes)
+    tile = how.order.tile_of(item_bytes)
+    order = {"span": how.order.span, "split": how.order.split, "tile": tile}
+    return new, {"max_rows": case.most_rows, **order, "tiles": how.tiles or tiles}
+
+
+def pools_of(case: MixCase) -> np.ndarray:
+    """The case's layer, between two that hold no numbers."""
+    kv = np.stack([case.k_pages, case.v_pages])
+    return np.stack([np.full_like(kv, np.nan), kv, np.full_like(kv, np.nan)])
+
+
+def arrays_of(case: MixCase) -> dict[str, np.ndarray | None]:
+    """All arrays of a case by the kernels' names; floats that are rounded in half precision."""
+    counts = (len(case.rows.page_table), case.heads.num_kv_heads)
+    names = ("page_table", "request", "places", "first", "until", "window", "is_real")
+    return {
+        "projected": case.qkv,
+        "q_norm": None if case.norms is None else case.norms.q,
+        "k_norm": None if case.norms is None else case.norms.k,
+        "cos": case.angles.cos,
+        "sin": case.angles.sin,
+        "kv": pools_of(case),
+        "row_starts": case.row_starts,
+        "arrivals": np.zeros(counts, np.int32),
+        **{name: getattr(case.rows, name) for name in names},
+    }
+
+
+def call_with(kernel: Callable, arrays: dict, **settings: object) -> object:
+    """Calls a kernel with those of the arrays that it takes."""
+    names = inspect.signature(kernel).parameters
+    return kernel(**{k: v for k, v in arrays.items() if k in names}, **settings)
+
+
+def run_pallas(case: MixCase, how: How = FUSED) -> Found:
+    dtype, modules = jnp.bfloat16 if case.half else jnp.float32, KERNELS["pallas"]
+    arrays = {k: None if v is None else jnp.asarray(v) for k, v in arrays_of(case).items()}
+    arrays |= {k: arrays[k].astype(dtype) for k in ("projected", "kv")}
+    arrays["layer"] = jnp.ones(1, jnp.int32)
+    new, attends = ({**x, "interpret": INTERPRET} for x in given(case, how, "pallas"))
+
+    def program(arrays: dict) -> tuple:
+        if how.is_fused:
+            settings = new | attends | {"most_parts": how.most_parts}
+            return call_with(modules["mix"].mix, arrays, **settings)
+        q, kv = call_with(modules["heads"].place, arrays, **new)
+        gate = arrays["projected"] if case.heads.gated else None
+        attend = modules["attention"].attend
+        return call_with(attend, arrays | {"q": q, "gate": gate, "kv": kv}, **attends), kv, None
+
+    out, kv, arrivals = jax.jit(program, compiler_options=OPTIONS)(arrays)
+    kv = np.asarray(kv, np.float32)
+    return Found(np.asarray(out, np.float32), kv[1], kv[::2], arrivals)
+
+
+def run_triton(case: MixCase, how: How = FUSED) -> Found:
+    device, modules = "cuda" if ON_GPU else "cpu", KERNELS["triton"]
+    # Triton's interpreter computes nonsense in bfloat16.
+    dtype = (torch.bfloat16 if ON_GPU else torch.float16) if case.half else torch.float32
+    found = arrays_of(case).items()
+    arrays = {k: None if v is None else torch.tensor(v, device=device) for k, v in found}
+    arrays |= {k: arrays[k].to(dtype) for k in ("projected", "kv")} | {"layer": 1}
+    new, attends = given(case, how, "triton")
+    if how.is_fused:
+        settings = new | attends | {"most_parts": how.most_parts}
+        out = call_with(modules["mix"].mix, arrays, **settings)
+    else:
+        q = call_with(modules["heads"].place, arrays, **new)
+        gate = arrays["projected"] if case.heads.gated else None
+        out = call_with(modules["attention"].attend, arrays | {"q": q, "gate": gate}, **attends)
+    kv = arrays["kv"].float().cpu().numpy()
+    return Found(out.float().cpu().numpy(), kv[1], kv[::2], arrays["arrivals"].cpu().numpy())
+
+
+@pytest.fixture(params=KERNELS)
+def run(request: pytest.FixtureRequest) -> Callable[..., Found]:
+    return {"pallas": run_pallas, "triton": run_triton}[request.param]
+
+
+def real(case: MixCase) -> slice:
+    return slice(0, int(case.row_starts[-1]))
+
+
+@pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_mix_as_the_specification(name: str, how: How, run) -> None:
+    case = CASES[name]
+    got, (out, *pools) = run(case, how), specified(case)
+    tolerance = HALF if case.half else FLOAT32
+    np.testing.assert_allclose(got.out, out, atol=tolerance, rtol=0)
+    written = np.stack(pools)[:, 1:]  # all but the sink, which kernels leave alone
+    np.testing.assert_allclose(got.pools[:, 1:], written, atol=tolerance, rtol=0)
+    kept = written == np.stack([case.k_pages, case.v_pages])[:, 1:]
+    np.testing.assert_array_equal(got.pools[:, 1:][kept], written[kept])
+    assert np.isnan(got.others).all()
+    if how.is_fused:
+        assert not np.asarray(got.arrivals).any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_kernel_and_two_give_the_same_bits(name: str, run) -> None:
+    fused, apart = (run(CASES[name], how) for how in (FUSED, APART))
+    np.testing.assert_array_equal(fused.out, apart.out)
+    np.testing.assert_array_equal(fused.pools[:, 1:], apart.pools[:, 1:])
+
+
+SHORT = replace(ATTENTION, span=64, split=32, tile=16)
+"""So that a small case has several spans."""
+
+
+@pytest.mark.parametrize(
+    ("programs", "splits", "most_parts"),
+    [(1, 1, 64), (2, 3, 64), (3, 1, 2), (64, 2, 64)],
+    ids=["one program", "few", "by span", "more than there are splits"],
+)
+def test_how_programs_share_the_positions_leaves_the_bits_as_they_are(
+    programs: int, splits: int, most_parts: int, run
+) -> None:
+    case = CASES["trees"]
+    tiles = MixTiles(programs=programs, splits=splits, ones=16, warps=4, stages=2)
+    got = run(case, How(True, SHORT, most_parts, tiles))
+    want = run(case, How(False, SHORT))
+    np.testing.assert_array_equal(got.out, want.out)
+    assert not np.asarray(got.arrivals).any()
+
+
+def test_the_order_of_the_spans_is_part_of_the_bits(run) -> None:
+    case = CASES["trees"]
+    orders = (SHORT, replace(SHORT, span=128), replace(SHORT, split=16))
+    found = [run(case, How(True, order)).out for order in orders]
+    for got in found:
+        np.testing.assert_allclose(got, specified(case)[0], atol=FLOAT32, rtol=0)
+    assert (found[0] != found[1]).any()
+    assert (found[0] != found[2]).any()
+
+
+@pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
+def test_a_rows_bits_depend_on_neither_batch_nor_neighbours(how: How, run) -> None:
+    case = CASES["chains"]
+    together = run(case, how)
+    for request, row in [(0, 0), (0, 3), (2, 6)]:
+        # The pools as the kernels wrote them: bits of the specification's keys are others.
+        k_pages, v_pages = together.pools
+        alone = replace(case.only(request, row), k_pages=k_pages, v_pages=v_pages)
+        if INTERPRET and run is run_pallas:  # XLA rounds arrays of one row otherwise on a CPU
+            alone = replace(alone, most_rows=case.most_rows)
+        flat = case.row_starts[request] + row
+        np.testing.assert_array_equal(run(alone, FUSED).out[0], together.out[flat])
+
+
+@pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
+def test_padding_is_zero_and_writes_nothing(how: How, run) -> None:
+    case = tree_case([2, 0], [0, 0], nodes=3)
+    rows = replace(case.rows, is_real=case.rows.is_real & False, until=0 * case.rows.until)
+    rows = replace(rows, window=rows.window & False)
+    got = run(replace(case, rows=rows), how)
+    assert not got.out.any()
+    np.testing.assert_array_equal(got.pools, np.stack([case.k_pages, case.v_pages]))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_value_that_is_no_number_reaches_only_the_rows_that_see_it(bad: float, run) -> None:
+    case, node = CASES["trees"], 2
+    qkv = case.qkv.copy()
+    qkv[node, -1] = bad  # the new value of a node of the first request
+    got, want = run(replace(case, qkv=qkv)), run(case)
+    spoiled = case.rows.window[:, node] & (case.rows.request == 0)
+    assert 1 <= spoiled.sum() < 6
+    harmed = ~np.isfinite(got.out).all(axis=1)
+    np.testing.assert_array_equal(harmed, spoiled)
+    np.testing.assert_array_equal(got.out[~spoiled], want.out[~spoiled])
+
+
+@pytest.mark.parametrize(
+    ("D", "dtype", "page", "max_rows", "gated"),
+    [(16, "float32", 1, 1, False), (128, "bfloat16", 64, 4, False), (256, "bfloat16", 16, 4, True)],
+)
+def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, gated: bool) -> None:
+    # The interpreter takes operations and sizes that the lowering refuses.
+    R, B, item_bytes = 2 * max_rows, 2, jnp.dtype(dtype).itemsize
+    floats = {"projected": (R, (8 * (1 + gated) + 4) * D), "kv": (3, 2, 9, page, 2, D)}
+    singles = {"q_norm": (3, D), "k_norm": (3, D), "cos": (R, 8), "sin": (R, 8)}
+    ints = {"layer": (1,), "arrivals": (B, 2), "page_table": (B, 4096 // page)}
+    ints |= {"row_starts": (B + 1,), "request": (R,), "places": (R,), "first": (R,), "until": (R,)}
+    flags = {"window": (R, max_rows), "is_real": (R,)}
+    dtypes = ((floats, dtype), (singles, "float32"), (ints, "int32"), (flags, "bool"))
+    arrays = {k: jax.ShapeDtypeStruct(v, t) for sizes, t in dtypes for k, v in sizes.items()}
+    new = {"gated": gated, "eps": EPS, "digits": SQUARES.digits}
+    tile = ATTENTION.tile_of(item_bytes)
+    order = {"span": ATTENTION.span, "split": ATTENTION.split, "tile": tile}
+    tiles = TILES["pallas"].mix.of(item_bytes=item_bytes, rows=max_rows * 4, requests=B)
+    sums = order | {"max_rows": max_rows, "most_parts": MOST_PARTS, "tiles": tiles}
+    for kernel, settings in ((KERNELS["pallas"]["mix"].mix, new | sums),
+                             (KERNELS["pallas"]["heads"].place, new)):  # fmt: skip
+        program = jax.jit(partial(call_with, kernel, **settings))
+        lowered = program.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+        assert lowered.count("__gpu$xla.gpu.triton") == 1
+
+
+def test_the_kernels_have_one_signature() -> None:
+    for module, kernel in (("attention", "attend"), ("heads", "place"), ("mix", "mix")):
+        found = [
+            list(inspect.signature(getattr(modules[module], kernel)).parameters)
+            for modules in KERNELS.values()
+        ]
+        assert all([n for n in names if n != "interpret"] == found[0][:-1] for names in found)
+    for modules in KERNELS.values():
+        assert modules["attention"].HEAD_SIZES == pallas.HEAD_SIZES
+        assert modules["mix"].MOST_LANES == KERNELS["pallas"]["mix"].MOST_LANES
+
+
+def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object]) -> Callable:
+    """The op as it is bound where there is a GPU."""
+    tiles = Tiles.load("pallas_gpu", MEASURED)
+    others = {"layers": None, "linear": None}
+    monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**modules, **others, tiles=tiles))
+    return ops.kernel_or_plain(ops.mix.kernel_mix, ops.mix.plain_mix)
+
+
+def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
+    """What `ops.mix.mix` takes."""
+    fields = ("request", "positions", *("places", "first", "until"))
+    fields += ("window", "is_real", "page_table")
+    rows = ops.attention.Rows(
+        **{name: make(getattr(case.rows, name)) for name in fields},
+        row_starts=make(case.row_starts),
+        most_rows=case.most_rows,
+    )
+    norms = case.norms and ops.mix.HeadNorms(make(case.norms.q), make(case.norms.k), EPS)
+    heads = ops.mix.Heads(case.heads.num_kv_heads, case.heads.head_size, case.heads.gated)
+    angles = ops.mix.Angles(make(case.angles.cos), make(case.angles.sin))
+    pools = ops.mix.PagedKV.of(make(pools_of(case)), rows)
+    return [make(case.qkv), heads, norms, angles, rows, pools, 1]
+
+
+FEW, MANY = CASES["trees"], prompt_case([(0, 40), (3, 20)])
+
+
+def traced(op: Callable, case: MixCase) -> jax.stages.Traced:
+    qkv, heads, norms, angles, rows, kv, layer = op_arguments(case, jax_impl.ops, jnp.asarray)
+
+    def program(qkv: jax.Array, kv: object) -> object:
+        return op(qkv, heads, norms, angles, rows, kv, layer)
+
+    return jax.jit(program).trace(qkv, kv)
+
+
+@pytest.mark.parametrize(("case", "launches"), [(FEW, 1), (MANY, 2)], ids=["few rows", "many rows"])
+def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(case, launches, monkeypatch) -> None:
+    program = traced(on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"]), case)
+    found = {
+        platform: program.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
+        for platform in ("cpu", "cuda")
+    }
+    assert found == {"cpu": 0, "cuda": launches}
+
+
+def test_jax_takes_no_kernel_where_the_plain_ops_are_asked_for(monkeypatch) -> None:
+    op = on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"])
+    with jax_impl.ops.plain():
+        assert "pallas_call" not in str(traced(op, FEW).jaxpr)
+        assert jax_impl.ops.kernel_names() == []
+    assert "pallas_call" in str(traced(op, FEW).jaxpr)
+    assert "mix" in jax_impl.ops.kernel_names()
+
+
+def test_torch_takes_no_kernel_on_a_cpu(monkeypatch) -> None:
+    nothing = dict.fromkeys(KERNELS["pallas"])  # would fail if it were called
+    op = on_a_gpu(monkeypatch, torch_impl.ops, nothing)
+    got = op(*op_arguments(FEW, torch_impl.ops, torch.from_numpy))[real(FEW)]
+    np.testing.assert_allclose(got, specified(FEW)[0][real(FEW)], atol=FLOAT32, rtol=0)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize("case", [FEW, MANY], ids=["few rows", "many rows"])
+def test_torch_takes_the_kernels_on_a_gpu_unless_the_plain_ops_are_asked_for(
+    case, monkeypatch
+) -> None:
+    on_a_gpu(monkeypatch, torch_impl.ops, KERNELS["triton"])
+    device = "cuda" if ON_GPU else "cpu"
+    arguments = op_arguments(
+        case, torch_impl.ops, lambda x: torch.from_numpy(np.asarray(x)).to(device)
+    )
+    got = torch_impl.ops.mix.kernel_mix(torch_impl.ops.KERNELS, *arguments).cpu()
+    np.testing.assert_allclose(got[real(case)], specified(case)[0][real(case)], atol=FLOAT32)
+    with torch_impl.ops.plain():
+        assert torch_impl.ops.kernels_on(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("ops", [jax_impl.ops, torch_impl.ops], ids=["jax", "torch"])
+def test_a_kernel_refuses_other_head_sizes_by_name_on_a_gpu_only(ops, monkeypatch) -> None:
+    on_a_gpu(monkeypatch, ops, KERNELS["pallas"])
+    name = {jax_impl.ops: "platform", torch_impl.ops: "type"}[ops]
+    gpu = {"platform": "gpu", "type": "cuda"}[name]
+    ops.attention.check_head_size(80, SimpleNamespace(**{name: "cpu"}))
+    for size in pallas.HEAD_SIZES:
+        ops.attention.check_head_size(size, SimpleNamespace(**{name: gpu}))
+    with pytest.raises(ValueError, match="head size must be one of .* got 80"):
+        ops.attention.check_head_size(80, SimpleNamespace(**{name: gpu}))
+    with ops.plain():
+        ops.attention.check_head_size(80, SimpleNamespace(**{name: gpu}))
+
+
+def test_a_machine_without_a_gpu_has_no_kernels() -> None:
+    for ops, has_gpu in ((torch_impl.ops, ON_GPU), (jax_impl.ops, not INTERPRET)):
+        names = ["attention", "heads", "layers", "linear", "mix"]
+        assert ops.kernel_names() == (names if has_gpu else [])
+        assert (ops.mix.mix is ops.mix.plain_mix) == (not has_gpu)

@@ -1,0 +1,60 @@
+"""The modules of kernels of both languages: on a GPU for real, elsewhere interpreted.
+
+Triton decides at the import of a kernel whether it is interpreted, so its kernels are imported
+here and nowhere else in the tests.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+INTERPRET = jax.default_backend() == "cpu"
+MODULES = ("attention", "heads", "mix")
+# An interpreted Pallas kernel is compiled once a shape and hardly runs. Fused, a product and a sum
+# would be rounded once, which a GPU's compiler does not do.
+UNFUSED = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
+OPTIONS = UNFUSED if INTERPRET else None
+
+
+@contextmanager
+def triton_interpreter() -> Iterator[None]:
+    """Without a GPU, Triton is imported and run as its interpreter, in a test alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setenv("TRITON_INTERPRET", "1")
+            interpreter = importlib.import_module("triton.runtime.interpreter")
+            patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+        yield
+
+
+def _dot(_: object, a: Any, b: Any, d: Any, *how: object) -> Any:
+    """A product that adds a row in one order whatever the others are, as a matrix unit does.
+
+    The interpreter's own, of numpy in float32, does not.
+    """
+    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+    return type(d)((product.astype(np.float32) + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+
+def _modules(language: str) -> dict[str, ModuleType]:
+    return {name: importlib.import_module(f"kernels.{language}_gpu.{name}") for name in MODULES}
+
+
+KERNELS = {"pallas": _modules("pallas")}
+"""Modules by language and name. Where Triton is missing its cases do not exist; tests/conftest.py
+counts them in the summary."""
+
+if importlib.util.find_spec("triton") is not None:
+    assert ON_GPU or "kernels.triton_gpu.mix" not in sys.modules, "too late for the interpreter"
+    with triton_interpreter():
+        KERNELS["triton"] = _modules("triton")

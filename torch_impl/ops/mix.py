@@ -1,0 +1,238 @@
+"""As `shared.spec.mix`, in torch; pools are written in place.
+
+On a GPU `mix` and `mix_keys` are kernels; see `torch_impl.ops`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shared.boundary.workspace import MOST_PARTS
+from shared.spec.numerics import ATTENTION, SQUARES
+from torch_impl.ops import Kernels, kernel_or_plain, layers
+from torch_impl.ops.attention import Rows, attend, write
+
+
+@dataclass(frozen=True)
+class Heads:
+    """As the specification's."""
+
+    num_kv_heads: int
+    head_size: int
+    gated: bool
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """As the specification's."""
+
+    q: Float[Tensor, " D"]
+    k: Float[Tensor, " D"]
+    eps: float
+
+
+@dataclass(frozen=True)
+class Angles:
+    """As the specification's."""
+
+    cos: Float[Tensor, "R half"]
+    sin: Float[Tensor, "R half"]
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """The pools of a stack of attention layers, for the layers of one pass over some rows.
+
+    Attributes:
+      pools: Keys and values of each layer.
+      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+    """
+
+    pools: Float[Tensor, "L 2 pages page Hk D"]
+    arrivals: Int[Tensor, "B Hk"]
+
+    @classmethod
+    def of(cls, pools: Float[Tensor, "L 2 pages page Hk D"], rows: Rows) -> "PagedKV":
+        """For a pass over the rows."""
+        counts = (len(rows.page_table), pools.shape[4])
+        return cls(pools, torch.zeros(counts, dtype=torch.int32, device=pools.device))
+
+
+def plain_mix(
+    qkv: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: PagedKV,
+    layer: int,
+) -> Float[Tensor, "R outputs_of_heads"]:
+    """As the specification, in place in the pools of one layer."""
+    q, k, v, gate = _heads_of(qkv, heads)
+    if norms is not None:
+        q = layers.rms_norm(q, norms.q, norms.eps)
+        k = layers.rms_norm(k, norms.k, norms.eps)
+    q = layers.apply_rotary(q, angles.cos, angles.sin)
+    k = layers.apply_rotary(k, angles.cos, angles.sin)
+    pools = kv.pools[layer]
+    _write_pair(pools, rows, k, v)
+    out = attend(
+        q,
+        pools[0],
+        pools[1],
+        rows.page_table,
+        rows.request,
+        rows.row_starts,
+        rows.first,
+        rows.until,
+        rows.window,
+        rows.most_rows,
+    )
+    if gate is not None:
+        out = out * layers.sigmoid(gate)
+    return out.flatten(1)
+
+
+def kernel_mix(
+    kernels: Kernels,
+    qkv: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: PagedKV,
+    layer: int,
+) -> Float[Tensor, "R outputs_of_heads"]:
+    """As `plain_mix`, by one kernel where rows are few, else by two."""
+    item_bytes, order = qkv.dtype.itemsize, _order(qkv.dtype)
+    group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
+    pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
+    if pairs > kernels.mix.MOST_LANES:
+        q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
+        gate = qkv if heads.gated else None
+        tiles = kernels.tiles.attention.of(item_bytes=item_bytes, rows=pairs)
+        pool, table = (kv.pools, layer), (rows.page_table, rows.row_starts)
+        return kernels.attention.attend(
+            q, gate, *pool, *table, *sees, max_rows=rows.most_rows, tiles=tiles, **order
+        )
+    requests = len(rows.page_table)
+    return kernels.mix.mix(
+        qkv,
+        *((None, None) if norms is None else (norms.q, norms.k)),
+        angles.cos,
+        angles.sin,
+        kv.pools,
+        layer,
+        kv.arrivals,
+        rows.page_table,
+        rows.row_starts,
+        rows.places,
+        *sees,
+        rows.is_real,
+        gated=heads.gated,
+        eps=0.0 if norms is None else norms.eps,
+        digits=SQUARES.digits,
+        max_rows=rows.most_rows,
+        most_parts=MOST_PARTS,
+        tiles=kernels.tiles.mix.of(item_bytes=item_bytes, rows=pairs, requests=requests),
+        **order,
+    )
+
+
+mix = kernel_or_plain(kernel_mix, plain_mix)
+
+
+def plain_mix_keys(
+    projected: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms,
+    angles: Angles,
+    rows: Rows,
+    kv: Float[Tensor, "L 2 pages page Hk D"],
+    layer: int,
+) -> None:
+    """As the specification, in place in the pools of one layer of `kv`."""
+    k, v = projected.unflatten(1, (2, -1, heads.head_size)).unbind(1)
+    k = layers.rms_norm(k, norms.k, norms.eps)
+    _write_pair(kv[layer], rows, layers.apply_rotary(k, angles.cos, angles.sin), v)
+
+
+def kernel_mix_keys(
+    kernels: Kernels,
+    projected: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms,
+    angles: Angles,
+    rows: Rows,
+    kv: Float[Tensor, "L 2 pages page Hk D"],
+    layer: int,
+) -> None:
+    """As `plain_mix_keys`, by a kernel."""
+    _place(kernels, projected, heads, norms, angles, rows, kv, layer)
+
+
+mix_keys = kernel_or_plain(kernel_mix_keys, plain_mix_keys)
+
+
+def _place(
+    kernels: Kernels,
+    projected: Float[Tensor, "R outputs"],
+    heads: Heads,
+    norms: HeadNorms | None,
+    angles: Angles,
+    rows: Rows,
+    kv: Float[Tensor, "L 2 pages page Hk D"],
+    layer: int,
+) -> Float[Tensor, "R Hq D"]:
+    """Writes the rows' keys and values by a kernel, which gives the queries to attend with."""
+    return kernels.heads.place(
+        projected,
+        *((None, None) if norms is None else (norms.q, norms.k)),
+        angles.cos,
+        angles.sin,
+        kv,
+        layer,
+        rows.page_table,
+        rows.request,
+        rows.places,
+        rows.is_real,
+        gated=heads.gated,
+        eps=0.0 if norms is None else norms.eps,
+        digits=SQUARES.digits,
+    )
+
+
+def _order(dtype: torch.dtype) -> dict[str, int]:
+    """The order of the sums of attention, as kernels take it."""
+    tile = ATTENTION.tile_of(dtype.itemsize)
+    return {"span": ATTENTION.span, "split": ATTENTION.split, "tile": tile}
+
+
+def _write_pair(
+    pools: Float[Tensor, "2 pages page Hk D"],
+    rows: Rows,
+    k: Float[Tensor, "R Hk D"],
+    v: Float[Tensor, "R Hk D"],
+) -> None:
+    for pool, values in zip(pools, (k, v), strict=True):
+        write(pool, rows.page_table, rows.request, rows.places, rows.is_real, values)
+
+
+def _heads_of(
+    qkv: Float[Tensor, "R outputs"], heads: Heads
+) -> tuple[
+    Float[Tensor, "R Hq D"],
+    Float[Tensor, "R Hk D"],
+    Float[Tensor, "R Hk D"],
+    Float[Tensor, "R Hq D"] | None,
+]:
+    """Takes the projection apart: queries, keys, values, and the gate where there is one."""
+    D, keys = heads.head_size, heads.num_kv_heads * heads.head_size
+    q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
+    k, v = k.unflatten(1, (-1, D)), v.unflatten(1, (-1, D))
+    if not heads.gated:
+        return q.unflatten(1, (-1, D)), k, v, None
+    pairs = q.unflatten(1, (-1, 2, D))  # per head its query rows, then its gate rows
+    return pairs[:, :, 0], k, v, pairs[:, :, 1]
