@@ -72,6 +72,27 @@ class LinearTiles:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingTiles:
+    """Tiles of `sampling.choose` and `sampling.rank`.
+
+    Attributes:
+      groups, warps: Groups of tokens of a tile, and of the kernel that looks at one.
+      at_once, row_warps: Groups that the search of a support reads at once, and of its kernel.
+    """
+
+    sizes: ClassVar = ("rows",)
+    """Rows of the logits."""
+
+    groups: int
+    warps: int
+    at_once: int
+    row_warps: int
+
+    def __post_init__(self) -> None:
+        _check_powers_of_two(self, {"groups": 1, "warps": 1, "at_once": 1, "row_warps": 1})
+
+
 def _check_powers_of_two(tiles: object, least: Mapping[str, int]) -> None:
     for name, bound in least.items():
         value = getattr(tiles, name)
@@ -119,6 +140,7 @@ class Tiles:
 
     attention: Table[AttentionTiles]
     linear: Table[LinearTiles]
+    sampling: Table[SamplingTiles]
 
     @classmethod
     def load(cls, language: str, gpu: str, folder: Path = FOLDER) -> "Tiles":
@@ -140,9 +162,10 @@ class Tiles:
         return cls(**{op: _table(f"{path.name}, {language}", op, found[op]) for op in CLASSES})
 
 
-CLASSES: dict[str, type[AttentionTiles] | type[LinearTiles]] = {
+CLASSES: dict[str, type[AttentionTiles] | type[LinearTiles] | type[SamplingTiles]] = {
     "attention": AttentionTiles,
     "linear": LinearTiles,
+    "sampling": SamplingTiles,
 }
 """The class of the tiles of each operation that has kernels."""
 

@@ -34,6 +34,7 @@ class Kernels:
     attention: ModuleType
     layers: ModuleType
     linear: ModuleType
+    sampling: ModuleType
     tiles: Tiles
 
 
@@ -43,11 +44,13 @@ if jax.default_backend() == "gpu":
     from kernels.pallas_gpu import attention as attention_kernel
     from kernels.pallas_gpu import layers as layers_kernel
     from kernels.pallas_gpu import linear as linear_kernel
+    from kernels.pallas_gpu import sampling as sampling_kernel
 
     KERNELS = Kernels(
         attention=attention_kernel,
         layers=layers_kernel,
         linear=linear_kernel,
+        sampling=sampling_kernel,
         tiles=Tiles.load("pallas_gpu", jax.devices()[0].device_kind),
     )
 

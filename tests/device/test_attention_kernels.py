@@ -63,6 +63,7 @@ pallas_attend = jax.jit(
     # The interpreted kernel is compiled once a shape and hardly runs.
     compiler_options={"xla_backend_optimization_level": 0} if INTERPRET else None,
 )
+OPERATIONS = ["attention", "layers", "linear", "sampling"]
 RECORDER = SimpleNamespace(attend=lambda *arrays, **given: given)
 TILES = {name: Tiles.load(f"{name}_gpu", MEASURED).attention for name in ("pallas", "triton")}
 
@@ -249,7 +250,11 @@ def test_another_order_gives_right_results_with_other_bits(changed: dict, run) -
 
 def on_a_gpu(monkeypatch, ops: ModuleType, kernel: ModuleType | None) -> Callable:
     """The op as it is bound where there is a GPU."""
-    monkeypatch.setattr(ops, "KERNELS", ops.Kernels(kernel, Tiles.load("pallas_gpu", MEASURED)))
+    others = dict.fromkeys(OPERATIONS, None)
+    kernels = ops.Kernels(
+        **others | {"attention": kernel}, tiles=Tiles.load("pallas_gpu", MEASURED)
+    )
+    monkeypatch.setattr(ops, "KERNELS", kernels)
     return ops.kernel_or_plain(ops.attention.kernel_attend, ops.attention.plain_attend)
 
 
@@ -268,7 +273,7 @@ def test_jax_takes_no_kernel_where_the_plain_ops_are_asked_for(monkeypatch) -> N
         assert "pallas_call" not in str(traced_op(op).jaxpr)
         assert jax_impl.ops.kernel_names() == []
     assert "pallas_call" in str(traced_op(op).jaxpr)
-    assert jax_impl.ops.kernel_names() == ["attention"]
+    assert jax_impl.ops.kernel_names() == OPERATIONS
 
 
 def test_torch_takes_no_kernel_on_a_cpu(monkeypatch) -> None:
@@ -277,9 +282,15 @@ def test_torch_takes_no_kernel_on_a_cpu(monkeypatch) -> None:
     np.testing.assert_allclose(got, specified(TREE)[: TREE.num_rows], atol=FLOAT32, rtol=0)
 
 
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
 def test_torch_takes_the_kernel_on_a_gpu_unless_the_plain_ops_are_asked_for(monkeypatch) -> None:
     op = on_a_gpu(monkeypatch, torch_impl.ops, RECORDER)
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32, shape=(22, 4, 16))
+    q = torch.zeros(22, 4, 16).as_subclass(OnGpu)
     pages = SimpleNamespace(shape=(25, 16, 2, 16))
     given = op(q, pages, pages, *(None,) * 6, 7)
     assert given == {
@@ -308,7 +319,7 @@ def test_a_kernel_refuses_other_head_sizes_by_name_on_a_gpu_only(ops, monkeypatc
 
 def test_a_machine_without_a_gpu_has_no_kernels() -> None:
     for ops, has_gpu in ((torch_impl.ops, ON_GPU), (jax_impl.ops, not INTERPRET)):
-        assert ops.kernel_names() == (["attention"] if has_gpu else [])
+        assert ops.kernel_names() == (OPERATIONS if has_gpu else [])
         assert (ops.attention.attend is ops.attention.plain_attend) == (not has_gpu)
 
 

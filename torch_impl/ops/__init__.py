@@ -32,6 +32,7 @@ class Kernels:
     attention: ModuleType
     layers: ModuleType
     linear: ModuleType
+    sampling: ModuleType
     tiles: Tiles
 
 
@@ -41,11 +42,13 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import attention as attention_kernel
     from kernels.triton_gpu import layers as layers_kernel
     from kernels.triton_gpu import linear as linear_kernel
+    from kernels.triton_gpu import sampling as sampling_kernel
 
     KERNELS = Kernels(
         attention=attention_kernel,
         layers=layers_kernel,
         linear=linear_kernel,
+        sampling=sampling_kernel,
         tiles=Tiles.load("triton_gpu", torch.cuda.get_device_name()),
     )
 
