@@ -31,21 +31,21 @@ class PlainRanking(Ranking):
         self, logits: Float[Tensor, "B k vocab"], paths: Int[Tensor, "B k path"], depth: int
     ) -> Ranked:
         """See `Ranking`."""
-        found = super().__call__(logits, paths, depth)
+        # Only of sampled drafts are the processed logits kept; their noise is not asked for.
+        found = Ranking.__call__(replace(self, is_sampled=True), logits, paths, depth)
+        assert found.processed is not None
         ids = sampling.top_candidates(found.processed, self.width)
         weights = sampling.log_softmax(found.processed).gather(1, ids.long())
-        return Ranked(ids.view_as(found.ids), weights.view_as(found.weights), found.processed)
+        kept = found.processed if self.is_sampled else None
+        return Ranked(ids.view_as(found.ids), weights.view_as(found.weights), kept)
 
-    def chain(
-        self, logits: Float[Tensor, "B S vocab"]
-    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
+    def chain(self, logits: Float[Tensor, "B S vocab"]) -> Int[Tensor, "B S"]:
         """See `Ranking`; one after another, each the likeliest after those before it."""
-        tokens, found = self.slots.new_zeros(len(logits), 1, 0), []
+        tokens = self.slots.new_zeros(len(logits), 1, 0)
         for place in range(logits.shape[1]):
             ranked = self(logits[:, place, None], tokens, place)
             tokens = torch.cat([tokens, ranked.ids[:, :, :1]], dim=2)
-            found.append(ranked.processed)
-        return tokens[:, 0], torch.stack(found, dim=1)
+        return tokens[:, 0]
 
 
 @dataclass(frozen=True)

@@ -124,11 +124,12 @@ def _verify(
     tokens, streams = trees.tokens[rows.request, node], machine.streams(program)
     passed = model.forward(machine.model, tokens, rows, state.kv, mixer, streams)
     logits = model.logits(machine.model, passed.hidden)
-    choices = _choose(machine, state, plan, program, trees, logits, rows, node, row_of, lengths)
+    choices, is_finite = _choose(
+        machine, state, plan, program, trees, logits, rows, node, row_of, lengths
+    )
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
     path, counts = acceptance.walk(trees.tokens, trees.parents, walked, choices, shape.depth)
-    is_bad = ~jnp.isfinite(logits).all(axis=1)
-    failed = acceptance.failed(is_bad[row_of], path) & is_row
+    failed = acceptance.failed(~is_finite[row_of], path) & is_row
     counts = jnp.where(is_row & ~failed, counts, 0)
     on_path = jnp.take_along_axis(row_of, path, axis=1)
     return Verified(
@@ -174,15 +175,16 @@ def _choose(
     node: Int[jax.Array, " R"],
     row_of: Int[jax.Array, "B N"],
     lengths: Int[jax.Array, " B"],
-) -> Int[jax.Array, "B N"]:
-    """The token after each node."""
+) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
+    """The token after each node, and which rows of the logits are finite."""
     seen = sampling.seen_in_trees(
         state.seen, plan.slots, trees.tokens, trees.parents, rows.request, node
     )
     positions, how = rows.positions + 1, plan.sampling
     if trees.drafted is None:
-        return sampling.choose(logits, seen, positions, how, rows.request, None)[row_of]
-    return acceptance.judge(
+        chosen = sampling.choose(logits, seen, positions, how, rows.request, None)
+        return chosen.ids[row_of], chosen.is_finite
+    choices = acceptance.judge(
         rule=machine.limits.accept_rule,
         logits=logits,
         seen=seen,
@@ -196,6 +198,7 @@ def _choose(
         drafted=trees.drafted,
         allowed=None,
     )
+    return choices, sampling.is_finite(logits)
 
 
 def _accepting(

@@ -38,7 +38,7 @@ def prefill(
     state = _count_prompts(machine, state, plan, prompts)
     logits = model.logits(machine.model, passed.hidden[prompts.last])
     chosen = _choose_next(machine, state, plan, logits, prompts.lengths)
-    newest = jnp.where(prompt.ends_prompt, chosen, prompt.next_tokens)
+    newest = jnp.where(prompt.ends_prompt, chosen.ids, prompt.next_tokens)
     is_row = plan.slots != 0
     is_output = prompts.lengths >= plan.sampling.prompt_length
     state = state._replace(
@@ -48,7 +48,7 @@ def prefill(
     )
     if machine.feeds(program):
         state = _feed_prompts(machine, state, plan, prompts, passed, newest)
-    failed = ~jnp.isfinite(logits).all(axis=1)
+    failed = ~chosen.is_finite
     counts = (prompt.ends_prompt & ~failed & is_row).astype(jnp.int32)
     tokens = jnp.where(counts > 0, newest, 0)[:, None]
     found = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
@@ -121,7 +121,7 @@ def _choose_next(
     plan: Plan,
     logits: Float[jax.Array, "B vocab"],
     lengths: Int[jax.Array, " B"],
-) -> Int[jax.Array, " B"]:
+) -> sampling.Chosen:
     """The target's token after the chunks."""
     seen = sampling.seen_alone(state.seen, plan.slots)
     request = jnp.arange(len(lengths))

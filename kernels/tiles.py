@@ -101,6 +101,27 @@ class LinearTiles:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingTiles:
+    """Tiles of `sampling.choose` and `sampling.rank`.
+
+    Attributes:
+      groups, warps: Groups of tokens of a tile, and of the kernel that looks at one.
+      at_once, row_warps: Groups that the search of a support reads at once, and of its kernel.
+    """
+
+    sizes: ClassVar = ("rows",)
+    """Rows of the logits."""
+
+    groups: int
+    warps: int
+    at_once: int
+    row_warps: int
+
+    def __post_init__(self) -> None:
+        _check_powers_of_two(self, {"groups": 1, "warps": 1, "at_once": 1, "row_warps": 1})
+
+
 def _check_powers_of_two(tiles: object, least: Mapping[str, int]) -> None:
     for name, bound in least.items():
         value = getattr(tiles, name)
@@ -149,6 +170,7 @@ class Tiles:
     attention: Table[AttentionTiles]
     linear: Table[LinearTiles]
     mix: Table[MixTiles]
+    sampling: Table[SamplingTiles]
 
     @classmethod
     def load(cls, language: str, gpu: str, folder: Path = FOLDER) -> "Tiles":
@@ -170,10 +192,11 @@ class Tiles:
         return cls(**{op: _table(f"{path.name}, {language}", op, found[op]) for op in CLASSES})
 
 
-CLASSES: dict[str, type[AttentionTiles] | type[LinearTiles] | type[MixTiles]] = {
+CLASSES: dict[str, Any] = {
     "attention": AttentionTiles,
     "linear": LinearTiles,
     "mix": MixTiles,
+    "sampling": SamplingTiles,
 }
 """The class of the tiles of each module of kernels that has some."""
 

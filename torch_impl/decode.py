@@ -130,11 +130,11 @@ def _verify(
     streams = machine.streams(program)
     passed = model.forward(machine.model, tokens, rows, machine.state.kv, mixer, streams)
     logits = model.logits(machine.model, passed.hidden)
-    choices = _choose(machine, plan, trees, logits, rows, node, row_of, lengths)
+    choices, is_finite = _choose(machine, plan, trees, logits, rows, node, row_of, lengths)
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
     path, counts = acceptance.walk(trees.tokens, trees.parents, walked, choices, shape.depth)
-    is_bad, is_row = ~logits.isfinite().all(dim=1), plan.slots != 0
-    failed = acceptance.failed(is_bad[row_of], path) & is_row
+    is_row = plan.slots != 0
+    failed = acceptance.failed(~is_finite[row_of], path) & is_row
     counts = torch.where(is_row & ~failed, counts, 0)
     on_path = row_of.gather(1, path.long())
     return Verified(
@@ -177,15 +177,19 @@ def _choose(
     node: Int[Tensor, " R"],
     row_of: Int[Tensor, "B N"],
     lengths: Int[Tensor, " B"],
-) -> Int[Tensor, "B N"]:
-    """The token after each node, by the target alone or by the rule that judges drafts."""
+) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " R"]]:
+    """The token after each node, by the target alone or by the rule that judges drafts.
+
+    And which rows of the logits are finite.
+    """
     request, positions, how = rows.request, rows.positions + 1, plan.sampling
     seen = sampling.seen_in_trees(
         machine.state.seen, plan.slots, trees.tokens, trees.parents, request, node
     )
     if trees.drafted is None:
-        return sampling.choose(logits, seen, positions, how, request, None)[row_of]
-    return acceptance.judge(
+        chosen = sampling.choose(logits, seen, positions, how, request, None)
+        return chosen.ids[row_of], chosen.is_finite
+    choices = acceptance.judge(
         rule=machine.limits.accept_rule,
         logits=logits,
         seen=seen,
@@ -199,6 +203,7 @@ def _choose(
         drafted=trees.drafted,
         allowed=None,
     )
+    return choices, sampling.is_finite(logits)
 
 
 def _accepting(

@@ -39,7 +39,7 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     logits = model.logits(machine.model, passed.hidden[prompts.last])
     lengths, ends = prompts.lengths, prompt.ends_prompt
     chosen = _choose_next(machine, plan, logits, lengths)
-    newest = torch.where(ends, chosen, prompt.next_tokens)
+    newest = torch.where(ends, chosen.ids, prompt.next_tokens)
     slots.commit(
         lengths=state.lengths,
         newest=state.newest,
@@ -53,7 +53,7 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     )
     if machine.feeds(program):
         _feed_prompts(machine, plan, prompts, passed, newest)
-    failed = ~logits.isfinite().all(dim=1) & is_row
+    failed = ~chosen.is_finite & is_row
     counts = (ends & ~failed & is_row).int()
     emitted = torch.where(counts > 0, newest, 0)[:, None]
     found = {"tokens": emitted, "counts": counts, "failed": failed, "saved": saved}
@@ -94,7 +94,7 @@ def _choose_next(
     plan: Plan,
     logits: Float[Tensor, "B vocab"],
     lengths: Int[Tensor, " B"],
-) -> Int[Tensor, " B"]:
+) -> sampling.Chosen:
     """The target's token after each chunk."""
     seen = sampling.seen_alone(machine.state.seen, plan.slots)
     request = torch.arange(len(lengths), device=lengths.device)

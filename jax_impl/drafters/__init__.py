@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.model import Forward
-from jax_impl.ops import attention, sampling
+from jax_impl.ops import attention, sampling, scan, when_any
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.sampling import Ranked, Sampling, Seen
 from shared.boundary.backend import Program
@@ -108,19 +108,42 @@ class Ranking(NamedTuple):
         keys, stream = positions, TARGET_STREAM
         if self.is_sampled:
             keys, stream = self.lengths, DRAFT_STREAM + depth
-        return sampling.rank(logits, seen, positions, self.sampling, keys, stream, self.width)
+        how = (positions, self.sampling, keys, stream, self.width)
+        return sampling.rank(logits, seen, *how, self.is_sampled)
 
     def roots(self, logits: Float[jax.Array, "B vocab"]) -> Ranked:
         """The best children of each request's root."""
         no_path = jnp.zeros((len(logits), 1, 0), jnp.int32)
         return self(logits[:, None], no_path, 0)
 
-    def chain(
-        self, logits: Float[jax.Array, "B S vocab"]
-    ) -> tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"]]:
-        """The target's own way of choosing at places that follow the newest tokens."""
-        seen = sampling.seen_alone(self.counts, self.slots)
-        return sampling.choose_chain(logits, seen, self.lengths + 1, self.sampling)
+    def chain(self, logits: Float[jax.Array, "B S vocab"]) -> Int[jax.Array, "B S"]:
+        """Drafts at S places in a row as the target would choose them.
+
+        A place counts the drafts before it; where no row has a penalty, all are chosen at once.
+        """
+        B, S, vocab = logits.shape
+        everyone, positions = jnp.arange(B), self.lengths + 1
+
+        def one_by_one(logits: Float[jax.Array, "B S vocab"]) -> Int[jax.Array, "B S"]:
+            def body(drafts: Int[jax.Array, "B S"], at: tuple) -> tuple:
+                place, of_place = at
+                is_before = jnp.broadcast_to(jnp.arange(S) < place, (B, S))
+                seen, where = Seen(self.counts, self.slots, drafts, is_before), positions + place
+                chosen = sampling.choose(of_place, seen, where, self.sampling, everyone, None)
+                return drafts.at[:, place].set(chosen.ids), None
+
+            places = (jnp.arange(S, dtype=jnp.int32), jnp.moveaxis(logits, 1, 0))
+            return scan(body, jnp.zeros((B, S), jnp.int32), places)[0]
+
+        def at_once(logits: Float[jax.Array, "B S vocab"]) -> Int[jax.Array, "B S"]:
+            request, place = jnp.repeat(everyone, S), jnp.tile(jnp.arange(S, dtype=jnp.int32), B)
+            where, flat = positions[request] + place, logits.reshape(B * S, vocab)
+            seen = sampling.seen_alone(self.counts, self.slots[request])
+            return sampling.choose(flat, seen, where, self.sampling, request, None).ids.reshape(
+                B, S
+            )
+
+        return when_any(self.sampling.has_penalty, one_by_one, at_once, logits)
 
 
 class Fed(NamedTuple):

@@ -73,8 +73,7 @@ class BlockDrafter(NamedTuple):
         tokens, parents, num_nodes = chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
-        kept = processed if rank.is_sampled else None
-        return Drafted(tokens, parents, num_nodes, kept), memory._replace(kv=kv)
+        return Drafted(tokens, parents, num_nodes, processed), memory._replace(kv=kv)
 
 
 def _block_of(config: DraftConfig) -> BlockConfig:
@@ -168,10 +167,10 @@ def fill(
 
 def choose(
     logits: Float[jax.Array, "B S vocab"], rank: Ranking
-) -> tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"]]:
-    """The draft of each slot, and the processed logits that it is chosen from."""
+) -> tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"] | None]:
+    """The draft of each slot, and the processed logits that it is sampled from, if it is."""
     if not rank.is_sampled:
-        return rank.chain(logits)
+        return rank.chain(logits), None
     B, S, _ = logits.shape
 
     def body(drafts: Int[jax.Array, "B 1 S"], at: tuple) -> tuple:

@@ -120,10 +120,9 @@ class First(NamedTuple):
     processed: Float[jax.Array, "B vocab"] | None
 
     @classmethod
-    def of(cls, ranked: Ranked, rank: Ranking) -> "First":
+    def of(cls, ranked: Ranked) -> "First":
         """Of the roots' ranked children."""
-        processed = ranked.processed if rank.is_sampled else None
-        return cls(ranked.ids[:, 0], ranked.weights[:, 0], processed)
+        return cls(ranked.ids[:, 0], ranked.weights[:, 0], ranked.processed)
 
 
 def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First:
@@ -132,7 +131,7 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
     A slot does not keep the law that such a one comes from.
     """
     if rank.is_sampled:
-        return First.of(rank.roots(head.logits(relay.hidden)), rank)
+        return First.of(rank.roots(head.logits(relay.hidden)))
     return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
 
 
@@ -265,8 +264,8 @@ def grow(
             logits, carried, kv = expand.run(rows, tokens, level.carried, level.kv)
             ranked = rank(logits.reshape(B, k, -1), level.paths, s)
             parents, weights = draft_tree.children(level.numbers, level.weights, ranked.weights)
-            scores = ranked.processed if rank.is_sampled else None
-            candidates = _Candidates(ranked.ids.reshape(B, k * k), weights, parents, scores)
+            ids = ranked.ids.reshape(B, k * k)
+            candidates = _Candidates(ids, weights, parents, ranked.processed)
             level = level._replace(carried=carried, kv=kv)
             return _next_level(level, candidates, s, root_rows, expand), candidates
 

@@ -99,7 +99,7 @@ class StandaloneDrafter(NamedTuple):
         drafted, kv = grow(
             expand=Expand(run, pick, states),
             kv=kv,
-            first=First.of(rank.roots(logits), rank),
+            first=First.of(rank.roots(logits)),
             newest=newest,
             lengths=lengths,
             draft_from=draft_from,

@@ -33,6 +33,7 @@ class Kernels:
     layers: ModuleType
     linear: ModuleType
     mix: ModuleType
+    sampling: ModuleType
     tiles: Tiles
 
 
@@ -44,6 +45,7 @@ if jax.default_backend() == "gpu":
     from kernels.pallas_gpu import layers as layers_kernel
     from kernels.pallas_gpu import linear as linear_kernel
     from kernels.pallas_gpu import mix as mix_kernel
+    from kernels.pallas_gpu import sampling as sampling_kernel
 
     KERNELS = Kernels(
         attention=attention_kernel,
@@ -51,6 +53,7 @@ if jax.default_backend() == "gpu":
         layers=layers_kernel,
         linear=linear_kernel,
         mix=mix_kernel,
+        sampling=sampling_kernel,
         tiles=Tiles.load("pallas_gpu", jax.devices()[0].device_kind),
     )
 

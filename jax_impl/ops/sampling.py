@@ -1,7 +1,8 @@
 """From logits to the chosen token; as `shared.spec.sampling`.
 
 What no row of a step needs - penalties, filters, noise - is skipped by data on a CPU, so one
-compiled program serves all mixtures of rows; on a GPU all of it runs, see `when_any`.
+compiled program serves all mixtures of rows; on a GPU all of it runs, see `when_any`. There
+`choose` and `rank` are kernels, see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int, UInt32
 
-from jax_impl.ops import draft_tree, scan, when_any
+from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, when_any
 from shared.spec.sampling import ACCEPT_STREAM, DRAFT_TAU, PARITY, ROTATIONS, TARGET_STREAM
 
 _BLOCK = 128
@@ -299,60 +300,51 @@ def perturbed_alike(
     return when_any(sampling.temperature > 0, noisy, _as_it_is, processed)
 
 
-def choose(
+class Chosen(NamedTuple):
+    """The target's tokens; fields as in the specification."""
+
+    ids: Int[jax.Array, " R"]
+    is_finite: Bool[jax.Array, " R"]
+
+
+def plain_choose(
     logits: Float[jax.Array, "R vocab"],
     seen: Seen,
     positions: Int[jax.Array, " R"],
     sampling: Sampling,
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
-) -> Int[jax.Array, " R"]:
+) -> Chosen:
     """The target's token of each row: the first maximum of its processed logits and the noise."""
     scores = processed(logits, seen, positions, sampling, request, allowed)
-    return best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+    ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+    return Chosen(ids, is_finite(logits))
 
 
-Chain = tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"]]
-
-
-def choose_chain(
-    logits: Float[jax.Array, "B S vocab"],
+def kernel_choose(
+    kernels: Kernels,
+    logits: Float[jax.Array, "R vocab"],
     seen: Seen,
-    positions: Int[jax.Array, " B"],
+    positions: Int[jax.Array, " R"],
     sampling: Sampling,
-) -> Chain:
-    """Drafts at S places in a row as the target would choose them, and their processed logits.
+    request: Int[jax.Array, " R"],
+    allowed: Bool[jax.Array, "R vocab"] | None,
+) -> Chosen:
+    """As `plain_choose`, with its kernels."""
+    found = kernels.sampling.choose(
+        *(logits, seen, positions, sampling, request, allowed),
+        stream=TARGET_STREAM,
+        tiles=kernels.tiles.sampling.of(rows=len(logits)),
+    )
+    return Chosen(*found)
 
-    A place counts the drafts before it; where no row has a penalty, all are chosen at once.
 
-    Args:
-      seen, positions: Of the first place.
-    """
-    B, S, vocab = logits.shape
-    everyone = jnp.arange(B)
+choose = kernel_or_plain(kernel_choose, plain_choose)
 
-    def one_by_one(logits: Float[jax.Array, "B S vocab"]) -> Chain:
-        def body(drafts: Int[jax.Array, "B S"], at: tuple) -> tuple:
-            place, of_place = at
-            is_before = jnp.broadcast_to(jnp.arange(S) < place, (B, S))
-            before = Seen(seen.counts, seen.slots, drafts, is_before)
-            scores = processed(of_place, before, positions + place, sampling, everyone, None)
-            noisy = perturbed(scores, sampling, everyone, positions + place, TARGET_STREAM)
-            return drafts.at[:, place].set(best(noisy)), scores
 
-        places = (jnp.arange(S, dtype=jnp.int32), jnp.moveaxis(logits, 1, 0))
-        drafts, scores = scan(body, jnp.zeros((B, S), jnp.int32), places)
-        return drafts, jnp.moveaxis(scores, 0, 1)
-
-    def at_once(logits: Float[jax.Array, "B S vocab"]) -> Chain:
-        request, place = jnp.repeat(everyone, S), jnp.tile(jnp.arange(S, dtype=jnp.int32), B)
-        where, flat = positions[request] + place, logits.reshape(B * S, vocab)
-        before = seen_alone(seen.counts, seen.slots[request])
-        scores = processed(flat, before, where, sampling, request, None)
-        drafts = best(perturbed(scores, sampling, request, where, TARGET_STREAM))
-        return drafts.reshape(B, S), scores.reshape(B, S, vocab)
-
-    return when_any(sampling.has_penalty, one_by_one, at_once, logits)
+def is_finite(logits: Float[jax.Array, "R vocab"]) -> Bool[jax.Array, " R"]:
+    """Rows whose logits are finite, all of them."""
+    return jnp.isfinite(logits).all(axis=1)
 
 
 def best(perturbed: Float[jax.Array, "R vocab"]) -> Int[jax.Array, " R"]:
@@ -370,10 +362,10 @@ class Ranked(NamedTuple):
 
     ids: Int[jax.Array, "B k width"]
     weights: Float[jax.Array, "B k width"]
-    processed: Float[jax.Array, "R vocab"]
+    processed: Float[jax.Array, "R vocab"] | None
 
 
-def rank(
+def plain_rank(
     logits: Float[jax.Array, "B k vocab"],
     seen: Seen,
     positions: Int[jax.Array, " B"],
@@ -381,6 +373,7 @@ def rank(
     keys: Int[jax.Array, " B"],
     stream: Stream,
     width: int,
+    is_sampled: bool,
 ) -> Ranked:
     """Ranks the children of k nodes of each request as the target will choose among them."""
     (B, k, vocab), request = logits.shape, jnp.repeat(jnp.arange(len(logits)), logits.shape[1])
@@ -390,7 +383,31 @@ def rank(
     ids = top_candidates(noisy, width)
     weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU)
     weights = jnp.take_along_axis(weights, ids, axis=1)
-    return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), scores)
+    kept = scores if is_sampled else None
+    return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), kept)
+
+
+def kernel_rank(
+    kernels: Kernels,
+    logits: Float[jax.Array, "B k vocab"],
+    seen: Seen,
+    positions: Int[jax.Array, " B"],
+    sampling: Sampling,
+    keys: Int[jax.Array, " B"],
+    stream: Stream,
+    width: int,
+    is_sampled: bool,
+) -> Ranked:
+    """As `plain_rank`; where drafts are sampled their scores are wanted, and nothing is gained."""
+    given = (logits, seen, positions, sampling, keys, stream, width)
+    if is_sampled or width > kernels.sampling.MOST_WIDTH:
+        return plain_rank(*given, is_sampled)
+    tiles = kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1])
+    ids, weights = kernels.sampling.rank(*given, tau=DRAFT_TAU, tiles=tiles)
+    return Ranked(ids, weights, None)
+
+
+rank = kernel_or_plain(kernel_rank, plain_rank)
 
 
 def draft_weights(

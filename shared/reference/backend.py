@@ -183,13 +183,13 @@ class ReferenceBackend:
         seen = sampling.seen_alone(self._seen, batch.slots)
         everyone = np.arange(len(lengths))
         chosen = sampling.choose(logits, seen, lengths, batch.sampling, everyone, allowed)
-        newest = np.where(ends, chosen, work.next_tokens[batch.index]).astype(np.int32)
+        newest = np.where(ends, chosen.ids, work.next_tokens[batch.index]).astype(np.int32)
         self._lengths[batch.slots], self._newest[batch.slots] = lengths, newest
         for b in range(len(newest)):
             self._count(batch, b, newest[b : b + 1], lengths[b])
         if self._drafter is not None:
             self._feed_prompt(batch, chunks, [read for read, _ in passes], first, newest)
-        failed = np.any(~np.isfinite(logits), axis=1)
+        failed = ~chosen.is_finite
         counts = (ends & ~failed).astype(np.int32)
         tokens = np.where(counts > 0, newest, 0)[:, None]
         saved = np.array([saved for _, saved in passes])
@@ -395,7 +395,7 @@ class ReferenceBackend:
         rows = (logits.reshape(B * N, vocab), seen, positions.reshape(-1), batch.sampling, request)
         mask = None if allowed is None else allowed.reshape(B * N, vocab)
         if trees.drafted is None:
-            return sampling.choose(*rows, mask).reshape(B, N)
+            return sampling.choose(*rows, mask).ids.reshape(B, N)
         return acceptance.judge(
             self.limits.accept_rule,
             *rows,

@@ -148,8 +148,9 @@ class Ranking:
         keys, stream = positions, sampling.TARGET_STREAM
         if self.kept is not None:
             keys, stream = self.lengths, sampling.DRAFT_STREAM + level
-        ranked = sampling.rank(logits, seen, positions, self.sampling, keys, stream, self.width)
-        if self.kept is not None:
+        how = (positions, self.sampling, keys, stream, self.width)
+        ranked = sampling.rank(logits, seen, *how, is_sampled=self.kept is not None)
+        if self.kept is not None and ranked.processed is not None:
             self.kept.append(ranked.processed)
         return ranked.ids, ranked.weights
 

@@ -297,6 +297,19 @@ def perturbed(
     return processed + np.where((how.temperature > 0)[:, None], noise, np.float32(0))
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """The target's tokens.
+
+    Attributes:
+      ids: One of each row.
+      is_finite: Rows whose logits are finite, all of them; the other choices mean nothing.
+    """
+
+    ids: I32[np.ndarray, " R"]
+    is_finite: Bool[np.ndarray, " R"]
+
+
 def choose(
     logits: Float[np.ndarray, "R vocab"],
     seen: Seen,
@@ -304,14 +317,20 @@ def choose(
     sampling: Sampling,
     request: Int[np.ndarray, " R"],
     allowed: Bool[np.ndarray, "R vocab"] | None,
-) -> I32[np.ndarray, " R"]:
+) -> Chosen:
     """The target's token of each row: the first maximum of its processed logits and the noise.
 
     Args:
       logits, seen, positions, sampling, request, allowed: As in `processed`.
     """
     scores = processed(logits, seen, positions, sampling, request, allowed)
-    return best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+    ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+    return Chosen(ids, is_finite(logits))
+
+
+def is_finite(logits: Float[np.ndarray, "R vocab"]) -> Bool[np.ndarray, " R"]:
+    """Rows whose logits are finite, all of them."""
+    return np.asarray(np.isfinite(logits).all(axis=1))
 
 
 def best(perturbed: Float[np.ndarray, "R vocab"]) -> I32[np.ndarray, " R"]:
@@ -327,11 +346,12 @@ class Ranked:
       ids: The best tokens of each node, best first.
       weights: The log weights of the edges to them.
       processed: What they were ranked by, less the noise; a rejection rule judges drafts by it.
+        None where drafts are not sampled.
     """
 
     ids: I32[np.ndarray, "B k width"]
     weights: F32[np.ndarray, "B k width"]
-    processed: F32[np.ndarray, "R vocab"]
+    processed: F32[np.ndarray, "R vocab"] | None
 
 
 def rank(
@@ -342,6 +362,7 @@ def rank(
     keys: Int[np.ndarray, " B"],
     stream: int,
     width: int,
+    is_sampled: bool,
 ) -> Ranked:
     """Ranks the children of k nodes of each request as the target will choose among them.
 
@@ -354,6 +375,7 @@ def rank(
       sampling: Parameters of the requests.
       keys, stream: As in `perturbed`; the target's own under the match rule.
       width: Children of a node.
+      is_sampled: Drafts are sampled, to be judged by a rejection rule.
     """
     B, k, vocab = logits.shape
     request = np.repeat(np.arange(B), k)
@@ -363,7 +385,8 @@ def rank(
     ids = top_candidates(noisy, width)
     weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU)
     weights = np.take_along_axis(weights, ids, axis=1)
-    return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), scores)
+    kept = scores if is_sampled else None
+    return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), kept)
 
 
 def draft_weights(

@@ -77,7 +77,8 @@ def backend_of(backends: dict, framework: str, cell: Cell, ops: str = "kernels")
 def chosen(framework: str, ops: str) -> AbstractContextManager[None]:
     """Within it the framework runs with its kernels, which must be there, or without."""
     found = import_module(f"{framework.split()[0]}_impl.ops")
-    assert found.kernel_names() == ["attention", "heads", "layers", "linear", "mix"]
+    modules = ["attention", "heads", "layers", "linear", "mix", "sampling"]
+    assert found.kernel_names() == modules
     return found.plain() if ops == "plain" else nullcontext()
 
 

@@ -285,7 +285,7 @@ def test_the_kernels_have_one_signature() -> None:
 def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object]) -> Callable:
     """The op as it is bound where there is a GPU."""
     tiles = Tiles.load("pallas_gpu", MEASURED)
-    others = {"layers": None, "linear": None}
+    others = {"layers": None, "linear": None, "sampling": None}
     monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**modules, **others, tiles=tiles))
     return ops.kernel_or_plain(ops.mix.kernel_mix, ops.mix.plain_mix)
 

@@ -32,6 +32,7 @@ def test_every_file_has_tiles_for_every_call(path: Path, language: str) -> None:
     for rows in (1, 16, 32, 128, 4096):
         for outputs, gated in ((64, 0), (4096, 1), (6144, 0), (151936, 0)):
             sizes = {"rows": rows, "outputs": outputs, "inputs": 4096, "gated": gated}
+            assert tiles.sampling.of(rows=rows).groups >= 1
             assert tiles.linear.of(**sizes).columns >= (16 if gated else SQUARES.chunk)
 
 

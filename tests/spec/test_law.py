@@ -145,6 +145,7 @@ def rank(rule: Rule, texts: Texts, path: np.ndarray, width: int) -> tuple[np.nda
         keys=rows["positions"],
         stream=sampling.TARGET_STREAM,
         width=width,
+        is_sampled=False,
     )
     return ranked.ids[:, 0], ranked.weights[:, 0]
 
@@ -198,7 +199,7 @@ def step(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.nda
     choices = []
     for n in range(shape.nodes):
         rows = rows_of(texts, counts_at(rule, texts, tokens, parents, n), depths[:, n])
-        choices.append(rule.sampling.choose(logits[:, n], **rows, **everyone(texts)))
+        choices.append(rule.sampling.choose(logits[:, n], **rows, **everyone(texts)).ids)
     choices = np.stack(choices, axis=1)
     path, counts = rule.acceptance.walk(tokens, parents, num_nodes, choices, shape.depth)
     return rule.acceptance.emitted(choices, path, counts), counts

@@ -45,6 +45,7 @@ def sampled_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarra
             keys=texts.lengths.astype(np.int32),
             stream=sampling.DRAFT_STREAM + level,
             width=1,
+            is_sampled=True,
         )
         found.append(ranked.ids[:, 0, 0])
         laws.append(ranked.processed)
@@ -82,7 +83,7 @@ class Rejecting:
             rows = rows_of(texts, counts_at(rule, texts, tokens, parents, n), np.full(B, n))
             rows |= everyone(texts)
             p.append(rule.sampling.probabilities(rule.sampling.processed(logits[:, n], **rows)))
-            choices.append(rule.sampling.choose(logits[:, n], **rows))
+            choices.append(rule.sampling.choose(logits[:, n], **rows).ids)
         choices = getattr(rule.acceptance, self.accepts)(
             tokens,
             num_nodes,

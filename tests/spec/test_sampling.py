@@ -124,7 +124,7 @@ def choose(
     everyone = np.arange(len(logits), dtype=np.int32)
     counts = np.zeros(logits.shape, np.int32) if seen is None else seen
     alone = spec.seen_alone(counts, everyone)
-    return ops.choose(logits, alone, positions, sampling, everyone, allowed)
+    return ops.choose(logits, alone, positions, sampling, everyone, allowed).ids
 
 
 def in_tree(ops: Any, seen: np.ndarray, tokens: np.ndarray, parents: np.ndarray) -> np.ndarray:

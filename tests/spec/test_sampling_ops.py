@@ -91,7 +91,7 @@ def test_implementations_rank_alike(implementation: Implementation, stream: int)
     path = rng.integers(0, vocab, (B * k, 3)).astype(np.int32)
     seen = spec.Seen(counts, np.repeat(slots, k), path, rng.random(path.shape) < 0.6)
     keys = positions if stream == spec.TARGET_STREAM else positions - 2
-    given = (logits, seen, positions, sampling, keys, stream, width)
+    given = (logits, seen, positions, sampling, keys, stream, width, True)
     want, got = spec.rank(*given), ops.rank(*given)
     np.testing.assert_array_equal(got.ids, want.ids)
     # One rounding for each of up to five products and sums, and a sum of 61 terms.

@@ -151,7 +151,7 @@ class Oracle:
                 }
             )
             chosen = sampling.choose(logits, seen, positions, shifted, row, None)
-            found |= chosen == np.asarray(output)
+            found |= chosen.ids == np.asarray(output)
         return found
 
     def _logits(self, tokens: np.ndarray) -> np.ndarray:

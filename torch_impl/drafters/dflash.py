@@ -82,7 +82,7 @@ class BlockDrafter:
         tokens, parents, num_nodes = chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
-        return Drafted(tokens, parents, num_nodes, processed if rank.is_sampled else None)
+        return Drafted(tokens, parents, num_nodes, processed)
 
 
 def _block_of(weights: BlockWeights) -> BlockConfig:
@@ -174,10 +174,10 @@ def fill(
 
 def choose(
     logits: Float[Tensor, "B S vocab"], rank: Ranking
-) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
-    """The draft of each slot, and the processed logits that it was chosen by."""
+) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"] | None]:
+    """The draft of each slot, and the processed logits that it was sampled from, if it was."""
     if not rank.is_sampled:
-        return rank.chain(logits)
+        return rank.chain(logits), None
     drafts, found = rank.lengths.new_zeros(len(logits), 1, 0), []
     for slot in range(logits.shape[1]):
         ranked = rank(logits[:, slot, None], drafts, slot)

@@ -97,17 +97,16 @@ class First:
     processed: Float[Tensor, "B vocab"] | None
 
     @classmethod
-    def of(cls, ranked: Ranked, rank: Ranking) -> "First":
+    def of(cls, ranked: Ranked) -> "First":
         """Of the ranked children of one node a request, its root."""
-        law = ranked.processed if rank.is_sampled else None
-        return cls(ranked.ids[:, 0], ranked.weights[:, 0], law)
+        return cls(ranked.ids[:, 0], ranked.weights[:, 0], ranked.processed)
 
 
 def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First:
     """The relay's candidates, or a draft sampled anew: a slot does not keep the law of one."""
     if not rank.is_sampled:
         return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
-    return First.of(rank.roots(head.logits(relay.hidden)), rank)
+    return First.of(rank.roots(head.logits(relay.hidden)))
 
 
 def relay_of(head: Head, kv: Pools, fed: Fed, rank: Ranking) -> Relay:

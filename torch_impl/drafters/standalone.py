@@ -101,7 +101,7 @@ class StandaloneDrafter:
         logits = expand(rows, newest, requests)
         return grow(
             expand,
-            First.of(rank.roots(logits), rank),
+            First.of(rank.roots(logits)),
             newest,
             lengths,
             draft_from,

@@ -31,6 +31,7 @@ class Kernels:
     layers: ModuleType
     linear: ModuleType
     mix: ModuleType
+    sampling: ModuleType
     tiles: Tiles
 
 
@@ -42,6 +43,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import layers as layers_kernel
     from kernels.triton_gpu import linear as linear_kernel
     from kernels.triton_gpu import mix as mix_kernel
+    from kernels.triton_gpu import sampling as sampling_kernel
 
     KERNELS = Kernels(
         attention=attention_kernel,
@@ -49,6 +51,7 @@ if torch.cuda.is_available():
         layers=layers_kernel,
         linear=linear_kernel,
         mix=mix_kernel,
+        sampling=sampling_kernel,
         tiles=Tiles.load("triton_gpu", torch.cuda.get_device_name()),
     )
 

@@ -1,4 +1,7 @@
-"""As `shared.spec.sampling`, in torch; what no row needs is skipped where that can be known."""
+"""As `shared.spec.sampling`, in torch; what no row needs is skipped where that can be known.
+
+On a GPU `choose` and `rank` are kernels; see `torch_impl.ops`.
+"""
 
 from dataclasses import dataclass, fields
 
@@ -7,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.sampling import ACCEPT_STREAM, DRAFT_TAU, PARITY, ROTATIONS, TARGET_STREAM
-from torch_impl.ops import any_row, draft_tree
+from torch_impl.ops import Kernels, any_row, draft_tree, kernel_or_plain
 
 _PARITY = int(PARITY)  # of a word that an int32 holds
 
@@ -238,61 +241,49 @@ def perturbed_alike(
     return processed + torch.where(warm[:, None], noise, 0)[:, None]
 
 
-def choose(
+@dataclass(frozen=True)
+class Chosen:
+    """The target's tokens; fields as in the specification."""
+
+    ids: Int[Tensor, " R"]
+    is_finite: Bool[Tensor, " R"]
+
+
+def plain_choose(
     logits: Float[Tensor, "R vocab"],
     seen: Seen,
     positions: Int[Tensor, " R"],
     sampling: Sampling,
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
-) -> Int[Tensor, " R"]:
+) -> Chosen:
     scores = processed(logits, seen, positions, sampling, request, allowed)
-    return best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+    ids = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+    return Chosen(ids, is_finite(logits))
 
 
-def choose_chain(
-    logits: Float[Tensor, "B S vocab"],
+def kernel_choose(
+    kernels: Kernels,
+    logits: Float[Tensor, "R vocab"],
     seen: Seen,
-    positions: Int[Tensor, " B"],
+    positions: Int[Tensor, " R"],
     sampling: Sampling,
-) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
-    """Chooses the tokens of places that follow one another, each after those before it.
-
-    Args:
-      logits: Of the places.
-      seen: The text before the first of them.
-      positions: The position of the first.
-
-    Returns:
-      The tokens, and the processed logits of their choices.
-    """
-    if any_row(sampling.has_penalty):
-        return _choose_in_turn(logits, seen, positions, sampling)
-    B, S, _ = logits.shape
-    request = torch.arange(B, device=logits.device).repeat_interleave(S)
-    place = torch.arange(S, dtype=torch.int32, device=logits.device)
-    at, alone = (positions[:, None] + place).flatten(), seen_alone(seen.counts, seen.slots[request])
-    scores = processed(logits.flatten(0, 1), alone, at, sampling, request, None)
-    tokens = best(perturbed(scores, sampling, request, at, TARGET_STREAM))
-    return tokens.view(B, S), scores.view_as(logits)
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+) -> Chosen:
+    found = kernels.sampling.choose(
+        *(logits, seen, positions, sampling, request, allowed),
+        stream=TARGET_STREAM,
+        tiles=kernels.tiles.sampling.of(rows=len(logits)),
+    )
+    return Chosen(*found)
 
 
-def _choose_in_turn(
-    logits: Float[Tensor, "B S vocab"],
-    seen: Seen,
-    positions: Int[Tensor, " B"],
-    sampling: Sampling,
-) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"]]:
-    """As `choose_chain`, with penalties for the tokens that it chooses itself."""
-    B, S, _ = logits.shape
-    request, tokens, found = torch.arange(B, device=logits.device), positions[:, None][:, :0], []
-    for i in range(S):
-        before = Seen(seen.counts, seen.slots, tokens, torch.ones_like(tokens, dtype=torch.bool))
-        scores = processed(logits[:, i], before, positions + i, sampling, request, None)
-        noisy = perturbed(scores, sampling, request, positions + i, TARGET_STREAM)
-        tokens = torch.cat([tokens, best(noisy)[:, None]], dim=1)
-        found.append(scores)
-    return tokens, torch.stack(found, dim=1)
+choose = kernel_or_plain(kernel_choose, plain_choose)
+
+
+def is_finite(logits: Float[Tensor, "R vocab"]) -> Bool[Tensor, " R"]:
+    return logits.isfinite().all(dim=1)
 
 
 def best(perturbed: Float[Tensor, "R vocab"]) -> Int[Tensor, " R"]:
@@ -306,10 +297,10 @@ class Ranked:
 
     ids: Int[Tensor, "B k width"]
     weights: Float[Tensor, "B k width"]
-    processed: Float[Tensor, "R vocab"]
+    processed: Float[Tensor, "R vocab"] | None
 
 
-def rank(
+def plain_rank(
     logits: Float[Tensor, "B k vocab"],
     seen: Seen,
     positions: Int[Tensor, " B"],
@@ -317,6 +308,7 @@ def rank(
     keys: Int[Tensor, " B"],
     stream: int,
     width: int,
+    is_sampled: bool,
 ) -> Ranked:
     B, k, vocab = logits.shape
     request = torch.arange(B, device=logits.device).repeat_interleave(k)
@@ -324,7 +316,31 @@ def rank(
     noisy = perturbed_alike(scores.view(B, k, vocab), sampling, keys, stream).flatten(0, 1)
     ids = top_candidates(noisy, width)
     weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU).gather(1, ids.long())
-    return Ranked(ids.view(B, k, width), weights.view(B, k, width), scores)
+    kept = scores if is_sampled else None
+    return Ranked(ids.view(B, k, width), weights.view(B, k, width), kept)
+
+
+def kernel_rank(
+    kernels: Kernels,
+    logits: Float[Tensor, "B k vocab"],
+    seen: Seen,
+    positions: Int[Tensor, " B"],
+    sampling: Sampling,
+    keys: Int[Tensor, " B"],
+    stream: int,
+    width: int,
+    is_sampled: bool,
+) -> Ranked:
+    """Where drafts are sampled their scores are wanted whole, and nothing is gained."""
+    given = (logits, seen, positions, sampling, keys, stream, width)
+    if is_sampled or width > kernels.sampling.MOST_WIDTH:
+        return plain_rank(*given, is_sampled)
+    tiles = kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1])
+    ids, weights = kernels.sampling.rank(*given, tau=DRAFT_TAU, tiles=tiles)
+    return Ranked(ids, weights, None)
+
+
+rank = kernel_or_plain(kernel_rank, plain_rank)
 
 
 def draft_weights(

@@ -1,0 +1,85 @@
+"""Gumbel noise and logarithms by sums and products alone, for Pallas.
+
+As `shared.spec.sampling.gumbel`. A library's logarithm is another one in each language and on each
+machine; this one has the same bits everywhere and errs by about one unit in the last place.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
+PARITY = 0x1BD11BDA
+LN2_HIGH, LN2_LOW = (
+    0.693359375,
+    -2.1219444e-4,
+)  # the first has so few digits that products are exact
+LOG_TERMS = (
+    *(0.33333313, -0.2500001, 0.20002119, -0.16667995, 0.14219546),
+    *(-0.124055944, 0.118882045, -0.11675638, 0.06746532),
+)
+"""Coefficients of (log(1 + f) - f + f^2 / 2) / f^3 for 1 + f from sqrt(1/2) to sqrt(2)."""
+
+_ROOT_HALF = 0x3F3504F3  # the bits of sqrt(1/2)
+
+
+def threefry(key0, key1, x0, x1):
+    """Threefry-2x32 with 20 rounds: two words from a key and a counter of two words each."""
+    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(PARITY))
+    x0, x1 = x0 + key0, x1 + key1
+    for group in range(5):
+        for step in range(4):
+            x0 = x0 + x1
+            x1 = _rotated(x1, ROTATIONS[4 * (group % 2) + step]) ^ x0
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + jnp.uint32(group + 1)
+    return x0, x1
+
+
+def _rotated(x, by):
+    return (x << jnp.uint32(by)) | (x >> jnp.uint32(32 - by))
+
+
+def log(x):
+    """The natural logarithm of normal numbers above 0."""
+    mantissa, exponent = _parts(x)
+    return _log(mantissa - 1, exponent)
+
+
+def noise_of_words(words):
+    """Gumbel noise from uniform 32-bit words."""
+    uniform = jnp.minimum(words.astype(jnp.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
+    mantissa, exponent = _parts(1 - uniform)
+    # Below sqrt(1/2) nothing is lost in 1 - uniform that the logarithm would show.
+    fraction = jnp.where(exponent == 0, -uniform, mantissa - 1)
+    return -log(-_log(fraction, exponent))
+
+
+def _parts(x):
+    """Mantissas from sqrt(1/2) to sqrt(2), and exponents of 2."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    exponent = (bits - _ROOT_HALF) >> 23
+    return lax.bitcast_convert_type(bits - (exponent << 23), jnp.float32), exponent
+
+
+def _log(fraction, exponent):
+    """Of 2^exponent * (1 + fraction)."""
+    power = exponent.astype(jnp.float32)
+    square = fraction * fraction
+    series = jnp.full_like(fraction, LOG_TERMS[8])
+    for i in range(8):
+        series = series * fraction + LOG_TERMS[7 - i]
+    rest = series * fraction * square + power * LN2_LOW - square * 0.5
+    return (fraction + rest) + power * LN2_HIGH
+
+
+def gumbel(seed, position, stream, pairs):
+    """The noise of the ids 2 * pair and 2 * pair + 1, [..., 2]; they share the words of a counter.
+
+    Args:
+      seed, position, stream: As in the specification, words each.
+      pairs: Numbers of pairs, [..., 1].
+    """
+    counter = pairs.astype(jnp.uint32)
+    x0, x1 = threefry(seed, position, counter, jnp.zeros_like(counter) + stream)
+    is_first = lax.iota(jnp.int32, 2)[None, None, :] == 0
+    return noise_of_words(jnp.where(is_first, x0, x1))

@@ -1,0 +1,226 @@
+"""What the kernels of sampling share: scores as the specification processes them, and their sums.
+
+Scores are compared as whole numbers in their order (`key_of`), which NaN has a place in, and
+weights are summed as whole numbers: no order and no tile decides anything.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as pltriton
+
+PAIRS = 32  # of token ids in a group
+LOWEST, HIGHEST = -(2**31), 2**31 - 1
+
+_LOG2_E = 1.4426950408889634
+_KEY_OF_NAN = 0x7FC00000
+
+
+class Inputs(NamedTuple):
+    """What both kernels read: first of the rows, then of the requests.
+
+    Attributes:
+      path, on_path, bias_ids, bias_values, mask: Where there are none, anything.
+    """
+
+    logits: Any
+    request: Any
+    positions: Any
+    keys: Any
+    slots: Any
+    counts: Any
+    path: Any
+    on_path: Any
+    mask: Any
+    temperature: Any
+    top_p: Any
+    top_k: Any
+    min_p: Any
+    seed: Any
+    presence: Any
+    frequency: Any
+    repetition: Any
+    min_length: Any
+    stop_ids: Any
+    bias_ids: Any
+    bias_values: Any
+    stream: Any
+
+
+class Sizes(NamedTuple):
+    """Sizes of the arrays, and how many groups are read at once."""
+
+    vocab: int
+    num_path: int
+    num_stops: int
+    num_bias: int
+    bias_lanes: int
+    has_mask: bool
+    nodes: int
+    at_once: int
+
+
+class Wish(NamedTuple):
+    """What a row asks for."""
+
+    request: Any
+    slot: Any
+    noise: tuple[Any, Any]
+    temperature: Any
+    is_filtered: Any
+    has_penalty: Any
+    is_short: Any
+    biases: Any
+
+
+def wish_of(inputs, row, sizes):
+    """What a row asks for."""
+    request = lax.div(row, sizes.nodes) if sizes.nodes else inputs.request[row]
+    named = request if sizes.nodes else row  # positions and keys are a request's, or a row's
+    temperature = inputs.temperature[request]
+    is_filtered = (inputs.top_p[request] < 1) | (inputs.top_k[request] < sizes.vocab)
+    is_filtered = (is_filtered | (inputs.min_p[request] > 0)) & (temperature > 0)
+    has_penalty = (inputs.presence[request] != 0) | (inputs.frequency[request] != 0)
+    has_penalty |= inputs.repetition[request] != 1
+    biases = jnp.int32(0)
+    if sizes.num_bias:
+        j = lax.iota(jnp.int32, sizes.bias_lanes)
+        at = inputs.bias_values.at[request, j]
+        values = pltriton.load(at, mask=j < sizes.num_bias, other=0.0)
+        biases = jnp.max(jnp.where(values != 0, j + 1, 0))
+    return Wish(
+        request=request,
+        slot=inputs.slots[row],
+        noise=(inputs.seed[request], inputs.keys[named].astype(jnp.uint32)),
+        temperature=temperature,
+        is_filtered=is_filtered,
+        has_penalty=has_penalty,
+        is_short=inputs.positions[named] < inputs.min_length[request],
+        biases=biases,
+    )
+
+
+def ids_of(group):
+    """The token ids of groups, [groups, pairs, 2], and the numbers of the pairs."""
+    pairs = group[:, None, None] * PAIRS + lax.iota(jnp.int32, PAIRS)[None, :, None]
+    return pairs, 2 * pairs + lax.iota(jnp.int32, 2)[None, None, :]
+
+
+def scores_of(ids, inputs, row, wish, sizes):
+    """Raw logits of a row's tokens, and what `processed` makes of them before the support."""
+    inside, request = ids < sizes.vocab, wish.request
+    raw = pltriton.load(inputs.logits.at[row, ids], mask=inside, other=0.0)
+    x = lax.cond(
+        wish.has_penalty, lambda: _penalized(raw, ids, inputs, row, wish, sizes), lambda: raw
+    )
+
+    def biased(j, x):
+        return jnp.where(ids == inputs.bias_ids[request, j], x + inputs.bias_values[request, j], x)
+
+    def without_stop(j, x):
+        return jnp.where(ids == inputs.stop_ids[request, j], -jnp.inf, x)
+
+    if sizes.num_bias:
+        x = lax.fori_loop(0, wish.biases, biased, x)
+    num_stops = sizes.num_stops * wish.is_short.astype(jnp.int32)
+    x = lax.fori_loop(0, num_stops, without_stop, x)
+    if sizes.has_mask:
+        is_allowed = pltriton.load(inputs.mask.at[row, ids], mask=inside, other=0) != 0
+        x = jnp.where(is_allowed, x, -jnp.inf)
+    return raw, lax.cond(wish.temperature > 0, lambda: x / wish.temperature, lambda: x)
+
+
+def _penalized(x, ids, inputs, row, wish, sizes):
+    seen = pltriton.load(inputs.counts.at[wish.slot, ids], mask=ids < sizes.vocab, other=0)
+
+    def add(j, seen):
+        return seen + jnp.where(ids == inputs.path[row, j], 2 * inputs.on_path[row, j], 0)
+
+    if sizes.num_path:
+        seen = lax.fori_loop(0, sizes.num_path, add, seen)
+    repetition = inputs.repetition[wish.request]
+    x = jnp.where(seen > 0, jnp.where(x > 0, x / repetition, x * repetition), x)
+    counts = (seen >> 1).astype(jnp.float32)
+    x = x - inputs.presence[wish.request] * jnp.where(counts > 0, 1.0, 0.0)
+    return x - inputs.frequency[wish.request] * counts
+
+
+def key_of(x):
+    """Whole numbers in the order of the scores: NaN is the largest, and both zeros are one."""
+    bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
+    bits = jnp.where(x != x, _KEY_OF_NAN, bits)
+    return jnp.where(bits < 0, bits ^ HIGHEST, bits)
+
+
+def score_of(key):
+    """The score that a key stands for."""
+    return lax.bitcast_convert_type(jnp.where(key < 0, key ^ HIGHEST, key), jnp.float32)
+
+
+def before_all():
+    """A key and an id that lie before all others."""
+    return jnp.int32(HIGHEST), jnp.int32(-1)
+
+
+def next_token(keys, ids, key, winner):
+    """The token after one that is given, by falling keys and then by rising ids."""
+    follows = (keys < key) | ((keys == key) & (ids > winner))
+    best = jnp.max(jnp.where(follows, keys, LOWEST))
+    return best, jnp.min(jnp.where(follows & (keys == best), ids, HIGHEST))
+
+
+def sharpness_of(temperature, tau):
+    """By what scores are multiplied before they become weights."""
+    # Scalars are not chosen between two constants: Pallas lowers that wrongly.
+    return 1.0 + (temperature > 0).astype(jnp.float32) * (1.0 / tau - 1.0)
+
+
+def weight_of(x, highest, sharpness):
+    """How likely scores are beside the highest one."""
+    weight = jnp.exp2((x - highest) * (sharpness * _LOG2_E))
+    return jnp.where(weight <= 1, weight, 0.0)  # not where a score or the highest is no number
+
+
+def store_groups(peaks_at, masses_at, inside, x, keys, sharpness):
+    """The largest key of each group, and how likely the group is beside its own best token."""
+    peaks = keys.max(axis=2).max(axis=1)
+    weights = weight_of(x, score_of(peaks)[:, None, None], sharpness)
+    units = jnp.where(keys > LOWEST, jnp.floor(weights * 2.0**24 + 0.5), 0.0).astype(jnp.int32)
+    masses = units.sum(axis=2).sum(axis=1).astype(jnp.float32) * 2.0**-24
+    pltriton.store(peaks_at, peaks, mask=inside)
+    pltriton.store(masses_at, masses, mask=inside)
+
+
+def _halves(terms):
+    """The sum of numbers up to 1 in units of 2^-15, and the rest of it in units of 2^-30."""
+    high = jnp.floor(terms * 2.0**15)
+    low = jnp.floor((terms * 2.0**15 - high) * 2.0**15 + 0.5)
+    return high.astype(jnp.int32).sum(), low.astype(jnp.int32).sum()
+
+
+def add_halves(sum, terms):
+    """Adds numbers up to 1 to a sum in three words: whole, and the units of `_halves`."""
+    whole, high, low = sum
+    more_high, more_low = _halves(terms)
+    low += more_low
+    high += more_high + (low >> 15)
+    return whole + (high >> 15), high & 32767, low & 32767
+
+
+def number_of(sum):
+    """What a sum in three words stands for."""
+    whole, high, low = (word.astype(jnp.float32) for word in sum)
+    return whole + (high * 2.0**-15 + low * 2.0**-30)
+
+
+def no_sum():
+    """A sum of nothing, in three words."""
+    return jnp.int32(0), jnp.int32(0), jnp.int32(0)
+
+
+def total_of(peaks, masses, highest, sharpness):
+    """How likely all groups are together beside a token with the highest score."""
+    terms = masses * weight_of(score_of(peaks), highest, sharpness) * (0.5 / PAIRS)
+    terms = jnp.where(peaks > LOWEST, terms, 0.0)
+    return number_of(add_halves(no_sum(), terms)) * (2 * PAIRS)

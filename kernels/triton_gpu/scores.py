@@ -1,0 +1,177 @@
+"""What the kernels of sampling share: scores as the specification processes them, and their sums.
+
+Scores are compared as whole numbers in their order (`key_of`), which NaN has a place in, and
+weights are summed as whole numbers: no order and no tile decides anything.
+"""
+
+import triton
+import triton.language as tl
+
+PAIRS = tl.constexpr(32)  # of token ids in a group
+LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_KEY_OF_NAN = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def wish_of(rows, asked, row, sizes: tl.constexpr):
+    """What a row asks for."""
+    vocab: tl.constexpr = sizes[0]
+    num_bias: tl.constexpr = sizes[3]
+    nodes: tl.constexpr = sizes[6]
+    request = row // nodes if nodes > 0 else row
+    named = request  # positions and keys are a request's, or a row's
+    if nodes == 0:
+        request, named = tl.load(rows[1] + row).to(tl.int32), row
+    position = tl.load(rows[2] + named)
+    seed = tl.load(asked[4] + request).to(tl.uint32, bitcast=True)
+    noise = (seed, tl.load(rows[3] + named).to(tl.uint32))
+    temperature = tl.load(asked[0] + request)
+    is_filtered = (tl.load(asked[1] + request) < 1) | (tl.load(asked[2] + request) < vocab)
+    is_filtered = (is_filtered | (tl.load(asked[3] + request) > 0)) & (temperature > 0)
+    has_penalty = (tl.load(asked[5] + request) != 0) | (tl.load(asked[6] + request) != 0)
+    has_penalty |= tl.load(asked[7] + request) != 1
+    is_short = position < tl.load(asked[8] + request)
+    biases = row * 0
+    if num_bias > 0:
+        j = tl.arange(0, sizes[4])
+        values = tl.load(asked[11] + request * num_bias + j, mask=j < num_bias, other=0.0)
+        biases = tl.max(tl.where(values != 0, j + 1, 0))
+    slot = tl.load(rows[4] + row).to(tl.int64)
+    return request, slot, noise, temperature, is_filtered, has_penalty, is_short, biases
+
+
+@triton.jit
+def ids_of(group):
+    """The token ids of groups, [groups, pairs, 2], and the numbers of the pairs."""
+    pairs = group[:, None, None] * PAIRS + tl.arange(0, PAIRS)[None, :, None]
+    return pairs, 2 * pairs + tl.arange(0, 2)[None, None, :]
+
+
+@triton.jit
+def scores_of(ids, rows, asked, row, wish, sizes: tl.constexpr):
+    """Raw logits of a row's tokens, and what `processed` makes of them before the support."""
+    vocab: tl.constexpr = sizes[0]
+    num_path: tl.constexpr = sizes[1]
+    num_stops: tl.constexpr = sizes[2]
+    num_bias: tl.constexpr = sizes[3]
+    request, slot, noise, temperature, is_filtered, has_penalty, is_short, biases = wish
+    inside, start = ids < vocab, row.to(tl.int64) * vocab
+    raw = tl.load(rows[0] + start + ids, mask=inside, other=0.0)
+    x = raw
+    if has_penalty:
+        seen = tl.load(rows[5] + slot * vocab + ids, mask=inside, other=0)
+        for j in range(num_path):
+            token = tl.load(rows[6] + row * num_path + j)
+            is_before = tl.load(rows[7] + row * num_path + j).to(tl.int32)
+            seen += tl.where(ids == token, 2 * is_before, 0)
+        repetition = tl.load(asked[7] + request)
+        x = tl.where(seen > 0, tl.where(x > 0, x / repetition, x * repetition), x)
+        counts = (seen >> 1).to(tl.float32)
+        x = x - tl.load(asked[5] + request) * tl.where(counts > 0, 1.0, 0.0)
+        x = x - tl.load(asked[6] + request) * counts
+    for j in range(biases):
+        value = tl.load(asked[11] + request * num_bias + j)
+        x = tl.where(ids == tl.load(asked[10] + request * num_bias + j), x + value, x)
+    if is_short:
+        for j in range(num_stops):
+            is_stop = ids == tl.load(asked[9] + request * num_stops + j)
+            x = tl.where(is_stop, -float("inf"), x)
+    if sizes[5]:
+        is_allowed = tl.load(rows[8] + start + ids, mask=inside, other=0).to(tl.int32) != 0
+        x = tl.where(is_allowed, x, -float("inf"))
+    if temperature > 0:
+        x = x / temperature
+    return raw, x
+
+
+@triton.jit
+def key_of(x):
+    """Whole numbers in the order of the scores: NaN is the largest, and both zeros are one."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    bits = tl.where(x != x, _KEY_OF_NAN, bits)
+    return tl.where(bits < 0, bits ^ HIGHEST, bits)
+
+
+@triton.jit
+def score_of(key):
+    """The score that a key stands for."""
+    return tl.where(key < 0, key ^ HIGHEST, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def before_all():
+    """A key and an id that lie before all others."""
+    return tl.full((), HIGHEST, tl.int32), tl.full((), -1, tl.int32)
+
+
+@triton.jit
+def next_token(keys, ids, key, winner):
+    """The token after one that is given, by falling keys and then by rising ids."""
+    follows = (keys < key) | ((keys == key) & (ids > winner))
+    best = tl.max(tl.where(follows, keys, LOWEST))
+    return best, tl.min(tl.where(follows & (keys == best), ids, HIGHEST))
+
+
+@triton.jit
+def sharpness_of(temperature, tau: tl.constexpr):
+    """By what scores are multiplied before they become weights."""
+    return tl.where(temperature > 0, 1.0 / tau, 1.0)
+
+
+@triton.jit
+def weight_of(x, highest, sharpness):
+    """How likely scores are beside the highest one."""
+    weight = tl.exp2((x - highest) * (sharpness * _LOG2_E))
+    return tl.where(weight <= 1, weight, 0.0)  # not where a score or the highest is no number
+
+
+@triton.jit
+def store_groups(peaks_at, masses_at, inside, x, keys, sharpness):
+    """The largest key of each group, and how likely the group is beside its own best token."""
+    peaks = tl.max(tl.max(keys, 2), 1)
+    weights = weight_of(x, score_of(peaks)[:, None, None], sharpness)
+    units = tl.where(keys > LOWEST, tl.floor(weights * 2.0**24 + 0.5), 0.0).to(tl.int32)
+    tl.store(peaks_at, peaks, mask=inside)
+    tl.store(masses_at, tl.sum(tl.sum(units, 2), 1).to(tl.float32) * 2.0**-24, mask=inside)
+
+
+@triton.jit
+def _halves(terms):
+    """The sum of numbers up to 1 in units of 2^-15, and the rest of it in units of 2^-30."""
+    high = tl.floor(terms * 2.0**15)
+    low = tl.floor((terms * 2.0**15 - high) * 2.0**15 + 0.5)
+    return tl.sum(high.to(tl.int32)), tl.sum(low.to(tl.int32))
+
+
+@triton.jit
+def add_halves(sum, terms):
+    """Adds numbers up to 1 to a sum in three words: whole, and the units of `_halves`."""
+    whole, high, low = sum
+    more_high, more_low = _halves(terms)
+    low += more_low
+    high += more_high + (low >> 15)
+    return whole + (high >> 15), high & 32767, low & 32767
+
+
+@triton.jit
+def number_of(sum):
+    """What a sum in three words stands for."""
+    whole, high, low = sum
+    return whole.to(tl.float32) + (high.to(tl.float32) * 2.0**-15 + low.to(tl.float32) * 2.0**-30)
+
+
+@triton.jit
+def no_sum():
+    """A sum of nothing, in three words."""
+    zero = tl.full((), 0, tl.int32)
+    return zero, zero, zero
+
+
+@triton.jit
+def total_of(peaks, masses, highest, sharpness):
+    """How likely all groups are together beside a token with the highest score."""
+    terms = masses * weight_of(score_of(peaks), highest, sharpness) * (0.5 / PAIRS)
+    terms = tl.where(peaks > LOWEST, terms, 0.0)
+    return number_of(add_halves(no_sum(), terms)) * (2 * PAIRS)

@@ -1,0 +1,333 @@
+"""The kernels that choose tokens against the specification: on a GPU for real, elsewhere
+interpreted.
+
+And that `ops` takes them on a GPU, and nowhere else.
+"""
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import jax_impl.ops.sampling
+import torch_impl.ops.sampling
+from kernels.pallas_gpu import noise as pallas_noise
+from kernels.pallas_gpu import sampling as pallas
+from kernels.tiles import MEASURED, SamplingTiles, Tiles
+from shared.spec import sampling as spec
+from shared.spec.sampling import DRAFT_TAU, TARGET_STREAM, Seen
+from tests.support.cases.sampling import TABLE, asked, f32, i32, large_arguments, mixed_arguments
+from tests.support.implementations import mapped, to_jax, to_torch
+
+ON_GPU = torch.cuda.is_available()
+LANGUAGES = ["pallas"]
+
+
+@contextmanager
+def triton_interpreter() -> Iterator[None]:
+    """Without a GPU, Triton is imported and run as its interpreter, in this file alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setenv("TRITON_INTERPRET", "1")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def interpreted() -> Iterator[None]:
+    with triton_interpreter():
+        yield
+
+
+# Where Triton is missing its cases do not exist; tests/conftest.py counts them in the summary.
+if importlib.util.find_spec("triton") is not None:
+    with triton_interpreter():
+        import triton
+        import triton.language as tl
+
+        triton_sampling = importlib.import_module("kernels.triton_gpu.sampling")
+        triton_noise = importlib.import_module("kernels.triton_gpu.noise")
+        noise_of_words = triton_noise.noise_of_words
+
+        @triton.jit
+        def noise_kernel(words_at, out_at, lanes: tl.constexpr):
+            """The noise of words."""
+            lane = tl.arange(0, lanes)
+            words = tl.load(words_at + lane).to(tl.uint32, bitcast=True)
+            tl.store(out_at + lane, noise_of_words(words))
+
+    LANGUAGES.append("triton")
+
+INTERPRET = jax.default_backend() == "cpu"
+each_language = pytest.mark.parametrize("language", LANGUAGES)
+CASES = {str(case): case for case in TABLE if not case.is_large}
+
+
+def tiles(**changed: int) -> SamplingTiles:
+    return SamplingTiles(**{"groups": 2, "warps": 4, "at_once": 4, "row_warps": 4} | changed)
+
+
+def run(language: str, arguments: dict[str, Any], cut: SamplingTiles | None = None) -> list:
+    """What the kernel of `choose` or `rank` gives, by what the arguments are of."""
+    given = {name: value for name, value in arguments.items() if name != "is_sampled"}
+    name = "rank" if "width" in given else "choose"
+    how = {"tau": DRAFT_TAU} if name == "rank" else {"stream": TARGET_STREAM}
+    how |= {"tiles": cut or tiles()}
+    if language == "triton":
+        leaf = (
+            (lambda x: to_torch(x).cuda() if isinstance(x, np.ndarray) else x)
+            if ON_GPU
+            else to_torch
+        )
+        on_device = {k: mapped(v, leaf, torch_impl.ops.sampling) for k, v in given.items()}
+        found = getattr(triton_sampling, name)(**on_device, **how)
+        return [x.cpu().numpy() for x in found]
+    on_device = {k: mapped(v, to_jax, jax_impl.ops.sampling) for k, v in given.items()}
+    fixed = {k: v for k, v in on_device.items() if isinstance(v, int) or v is None}
+    arrays = {k: v for k, v in on_device.items() if k not in fixed}
+    program = pallas_program(name, tuple((fixed | how).items()))
+    return [np.asarray(x) for x in program(**arrays)]
+
+
+@cache
+def pallas_program(name: str, fixed: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    function = partial(getattr(pallas, name), **dict(fixed), interpret=INTERPRET)
+    # The interpreted kernel is compiled once a shape and hardly runs.
+    options = {"xla_backend_optimization_level": 0} if INTERPRET else None
+    return jax.jit(function, compiler_options=options)
+
+
+def alone(logits: np.ndarray, sampling: spec.Sampling) -> dict[str, Any]:
+    """Arguments of `choose` for one row a request, before which nothing was seen."""
+    R, vocab = logits.shape
+    everyone = np.arange(R, dtype=np.int32)
+    seen = Seen(
+        np.zeros((R, vocab), np.int32), everyone, np.zeros((R, 0), np.int32), np.zeros((R, 0), bool)
+    )
+    return {
+        "logits": logits,
+        "seen": seen,
+        "positions": everyone + 3,
+        "sampling": sampling,
+        "request": everyone,
+        "allowed": None,
+    }
+
+
+@each_language
+@pytest.mark.parametrize("name", CASES)
+def test_rows_that_ask_for_anything_are_chosen_and_ranked_as_specified(name, language) -> None:
+    case = CASES[name]
+    arguments = case.arguments(seed=3)
+    want = case.specified(arguments, None)
+    got = run(language, arguments)
+    np.testing.assert_array_equal(got[0], want[0])
+    # Weights: one rounding for each of some products and sums, and logarithms of two libraries.
+    np.testing.assert_allclose(got[1], want[1], rtol=2e-5, atol=2e-5)
+
+
+@each_language
+def test_results_depend_on_no_tile(language) -> None:
+    arguments = CASES["rank, as the target"].arguments(seed=4)
+    want = run(language, arguments)
+    other = tiles(groups=8, warps=8, at_once=2, row_warps=2)
+    for w, g in zip(want, run(language, arguments, other), strict=True):
+        np.testing.assert_array_equal(g, w)
+
+
+@each_language
+def test_a_row_does_not_depend_on_its_neighbours(language) -> None:
+    arguments = mixed_arguments(5, vocab=301, is_masked=False)
+    together, seen = run(language, arguments), arguments["seen"]
+    for row in (1, 4):
+        only = slice(row, row + 1)
+        mine = Seen(seen.counts, seen.slots[only], seen.path[only], seen.on_path[only])
+        parts = {name: arguments[name][only] for name in ("logits", "positions", "request")}
+        got = run(language, arguments | parts | {"seen": mine})
+        assert got[0][0] == together[0][row]
+
+
+@each_language
+def test_drafts_on_the_path_count_as_often_as_they_stand_there(language) -> None:
+    logits = np.zeros((3, 130), np.float32)
+    logits[:, 7], logits[:, 8] = 3, 2
+    arguments = alone(logits, asked(3, 130, frequency=f32(0.75, 0.75, 0.75)))
+    # Token 7 loses where it stood there twice before.
+    on_path = np.array([[True, True], [True, False], [False, False]])
+    path = np.full((3, 2), 7, np.int32)
+    arguments["seen"] = replace(arguments["seen"], path=path, on_path=on_path)
+    ids, _ = run(language, arguments)
+    np.testing.assert_array_equal(ids, [8, 7, 7])
+
+
+@each_language
+def test_ties_go_by_the_lower_id_at_every_border(language) -> None:
+    vocab = 200
+    logits = np.zeros((6, vocab), np.float32)
+    logits[1, ::7] = -0.0  # equal to 0
+    logits[2, 150:] = 1
+    logits[3, [7, 70, 190]] = 5
+    how = asked(
+        *(6, vocab),
+        temperature=f32(0, 0, 1, 1, 1, 1),
+        top_k=i32(vocab, vocab, 3, 2, vocab, 130),
+        top_p=f32(1, 1, 1, 1, 0.1, 0.3),
+    )
+    for seed in range(3):
+        arguments = alone(logits, replace(how, seed=how.seed + np.uint32(seed)))
+        want = spec.choose(**arguments).ids
+        np.testing.assert_array_equal(run(language, arguments)[0], want)
+        assert want[0] == want[1] == 0
+        assert want[2] in (150, 151, 152)
+        assert want[3] in (7, 70)
+        assert want[4] < 20
+
+
+@each_language
+def test_what_is_not_finite_is_told_and_harms_its_own_row_alone(language) -> None:
+    arguments = mixed_arguments(6, vocab=130, is_masked=False)
+    arguments |= {"request": np.arange(8, dtype=np.int32)}
+    want, logits = run(language, arguments), arguments["logits"].copy()
+    assert want[1].all()
+    for row, (place, bad) in {
+        0: (5, np.nan),
+        1: (129, np.inf),
+        2: (64, -np.inf),
+        5: (77, np.nan),
+    }.items():
+        logits[row, place] = bad
+    ids, is_finite = run(language, arguments | {"logits": logits})
+    np.testing.assert_array_equal(is_finite, [False, False, False, True, True, False, True, True])
+    np.testing.assert_array_equal(ids[is_finite], want[0][is_finite])
+    assert ((ids >= 0) & (ids < 130)).all()
+    assert ids[0] == 5  # the first that is no number, as the specification has it
+
+
+@each_language
+def test_excluded_tokens_follow_where_fewer_stay_than_are_asked_for(language) -> None:
+    logits = np.random.default_rng(8).standard_normal((2, 1, 150)).astype(np.float32)
+    how = asked(2, 150, temperature=f32(1, 1), top_k=i32(1, 2))
+    arguments = alone(logits[:, 0], how) | {"logits": logits, "keys": i32(3, 4)}
+    arguments |= {"stream": TARGET_STREAM, "width": 4, "is_sampled": False}
+    del arguments["request"], arguments["allowed"]
+    want = spec.rank(**arguments)
+    ids, weights = run(language, arguments)
+    np.testing.assert_array_equal(ids, want.ids)
+    np.testing.assert_allclose(weights, want.weights, rtol=2e-5, atol=2e-5)
+    assert np.isneginf(weights[0, 0, 1:]).all()
+
+
+WORDS = np.concatenate(
+    [
+        np.array([0, 1, 2, 2**31, 2**32 - 1, 2**32 - 2, 2**32 - 257], np.uint32),
+        np.random.default_rng(0).integers(0, 2**32, 4089, dtype=np.uint32),
+    ]
+)
+
+
+def noise(language: str) -> np.ndarray:
+    if language == "pallas":
+        return np.asarray(jax.jit(pallas_noise.noise_of_words)(WORDS))
+    device = "cuda" if ON_GPU else "cpu"
+    words, out = to_torch(WORDS).to(device), torch.empty(len(WORDS), device=device)
+    noise_kernel[(1,)](words, out, lanes=len(WORDS), enable_fp_fusion=False)
+    return out.cpu().numpy()
+
+
+@each_language
+def test_noise_is_as_precise_as_the_specifications(language) -> None:
+    uniform = np.minimum(WORDS.astype(np.float32) * 2.0**-32 + np.float32(2**-33), 1 - 2.0**-24)
+    exact = -np.log(-np.log1p(-uniform.astype(np.float32).astype(np.float64)))
+    # A relative error of 1e-7 of the inner logarithm is an absolute one of the outer.
+    np.testing.assert_allclose(noise(language), exact, rtol=2e-7, atol=2e-7)
+
+
+def test_the_languages_have_one_signature_and_the_specifications_constants() -> None:
+    assert tuple(spec.ROTATIONS) == pallas_noise.ROTATIONS
+    assert int(spec.PARITY) == pallas_noise.PARITY
+    if "triton" not in LANGUAGES:
+        return
+    for name in ("ROTATIONS", "PARITY", "LN2_HIGH", "LN2_LOW", "LOG_TERMS"):
+        assert getattr(triton_noise, name) == getattr(pallas_noise, name)
+    assert (triton_sampling.GROUP, triton_sampling.MOST_WIDTH) == (pallas.GROUP, pallas.MOST_WIDTH)
+    for name in ("choose", "rank"):
+        ours = [p for p in inspect.signature(getattr(pallas, name)).parameters if p != "interpret"]
+        assert list(inspect.signature(getattr(triton_sampling, name)).parameters) == ours
+
+
+def on_a_gpu(monkeypatch, ops: ModuleType, kernel: ModuleType | SimpleNamespace) -> ModuleType:
+    """Binds the ops as where there is a GPU."""
+    kernels = ops.Kernels(
+        attention=None,
+        layers=None,
+        linear=None,
+        sampling=kernel,
+        tiles=Tiles.load("pallas_gpu", MEASURED),
+    )
+    monkeypatch.setattr(ops, "KERNELS", kernels)
+    return ops.sampling
+
+
+@pytest.mark.parametrize("name", ["choose", "rank"])
+def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, monkeypatch) -> None:
+    module = on_a_gpu(monkeypatch, jax_impl.ops, pallas)
+    op = jax_impl.ops.kernel_or_plain(
+        getattr(module, f"kernel_{name}"), getattr(module, f"plain_{name}")
+    )
+    arguments = large_arguments(0, R=2, vocab=9000, temperature=0.8, peak=22.0)
+    if name == "rank":
+        arguments = CASES["rank, as the target"].arguments(seed=0)
+    given = [mapped(value, to_jax, module) for value in arguments.values()]
+    fixed = {i: x for i, x in enumerate(given) if isinstance(x, int) or x is None}
+
+    def call(*arrays: Any) -> Any:
+        rest = iter(arrays)
+        return op(*(fixed[i] if i in fixed else next(rest) for i in range(len(given))))
+
+    traced = jax.jit(call).trace(*(x for i, x in enumerate(given) if i not in fixed))
+    counts = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
+        for platform in ("cpu", "cuda")
+    }
+    assert counts == {"cpu": 0, "cuda": 2}
+
+
+@pytest.mark.parametrize("ops", [jax_impl.ops, torch_impl.ops], ids=["jax", "torch"])
+def test_drafts_that_are_sampled_or_too_many_are_ranked_plainly(ops, monkeypatch) -> None:
+    asked_for = []
+    recorder = SimpleNamespace(
+        MOST_WIDTH=8, rank=lambda *given, **how: asked_for.append(given[-1]) or (None, None)
+    )
+    module = on_a_gpu(monkeypatch, ops, recorder)
+    monkeypatch.setattr(module, "plain_rank", lambda *given: "plain")
+    logits = np.zeros((1, 2, 16), np.float32)
+    call: Callable = partial(module.kernel_rank, ops.KERNELS, logits, *(None,) * 5)
+    assert [call(9, False), call(1, True)] == ["plain", "plain"]
+    assert call(8, False).processed is None
+    assert asked_for == [8]
+
+
+def test_torch_takes_the_kernel_on_a_gpu(monkeypatch) -> None:
+    recorder = SimpleNamespace(choose=lambda *given, **how: (given[0], how))
+    module = on_a_gpu(monkeypatch, torch_impl.ops, recorder)
+    op = torch_impl.ops.kernel_or_plain(module.kernel_choose, module.plain_choose)
+
+    class Rows(torch.Tensor):
+        """Says that it is on a GPU."""
+
+        device = torch.device("cuda")
+
+    logits = torch.zeros(3, 10).as_subclass(Rows)
+    found = op(logits, *(None,) * 5)
+    assert found.ids is logits
+    rows = Tiles.load("pallas_gpu", MEASURED).sampling.of(rows=3)
+    assert found.is_finite == {"stream": TARGET_STREAM, "tiles": rows}
