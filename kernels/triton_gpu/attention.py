@@ -54,10 +54,13 @@ def attend(
       tiles: How the work is cut otherwise.
 
     Raises:
-      ValueError: An argument is not contiguous.
+      ValueError: The pools are not contiguous.
     """
-    if not all(x.is_contiguous() for x in (q, kv, page_table, first, until, window)):
-        raise ValueError("q, kv, page_table, first, until and window must be contiguous")
+    if not kv.is_contiguous():
+        raise ValueError("the pools must be contiguous")
+    q, page_table, first, until, window = (
+        x.contiguous() for x in (q, page_table, first, until, window)
+    )
     R, Hq, D = q.shape
     page, Hk = kv.shape[3:5]
     B, columns = page_table.shape

@@ -60,11 +60,13 @@ def mix(
       tiles: How the work is cut otherwise.
 
     Raises:
-      ValueError: An argument is not contiguous.
+      ValueError: The pools are not contiguous.
     """
-    arrays = (projected, cos, sin, kv, page_table, places, first, until, window, is_real)
-    if not all(x.is_contiguous() for x in arrays):
-        raise ValueError("all arguments of mix must be contiguous")
+    if not kv.is_contiguous():
+        raise ValueError("the pools must be contiguous")
+    read = (projected, cos, sin, page_table, row_starts, places, first, until, window, is_real)
+    projected, cos, sin, page_table, row_starts, places, *read = (x.contiguous() for x in read)
+    first, until, window, is_real = read
     R, (page, Hk, D) = len(projected), kv.shape[3:]
     B, columns = page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)

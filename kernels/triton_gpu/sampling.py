@@ -124,8 +124,9 @@ def _ranked(
     path = seen.path if seen.path.shape[1] else seen.slots  # pointers that nothing reads
     on_path = seen.on_path if seen.path.shape[1] else seen.slots
     rows = (logits, request, positions, keys, seen.slots, seen.counts, path, on_path, mask)
-    if not all(x.is_contiguous() for x in rows):
-        raise ValueError("logits, positions, keys, seen and allowed must be contiguous")
+    rows = tuple(
+        x.contiguous() for x in rows
+    )  # the path of a draft level is a part of a longer one
     asked = (
         *(how.temperature, how.top_p, how.top_k, how.min_p, how.seed),
         *(how.presence, how.frequency, how.repetition, how.min_length),
