@@ -6,7 +6,7 @@ one after the other: that a barrier is missing, only a GPU shows.
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
@@ -285,8 +285,8 @@ def test_the_kernels_have_one_signature() -> None:
 def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object]) -> Callable:
     """The op as it is bound where there is a GPU."""
     tiles = Tiles.load("pallas_gpu", MEASURED)
-    others = {"layers": None, "linear": None, "sampling": None}
-    monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**modules, **others, tiles=tiles))
+    others = {field.name: None for field in fields(ops.Kernels)}
+    monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**others | modules | {"tiles": tiles}))
     return ops.kernel_or_plain(ops.mix.kernel_mix, ops.mix.plain_mix)
 
 

@@ -9,7 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -266,14 +266,9 @@ def test_the_languages_have_one_signature_and_the_specifications_constants() -> 
 
 def on_a_gpu(monkeypatch, ops: ModuleType, kernel: ModuleType | SimpleNamespace) -> ModuleType:
     """Binds the ops as where there is a GPU."""
-    kernels = ops.Kernels(
-        attention=None,
-        layers=None,
-        linear=None,
-        sampling=kernel,
-        tiles=Tiles.load("pallas_gpu", MEASURED),
-    )
-    monkeypatch.setattr(ops, "KERNELS", kernels)
+    others = {field.name: None for field in fields(ops.Kernels)}
+    own = {"sampling": kernel, "tiles": Tiles.load("pallas_gpu", MEASURED)}
+    monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**others | own))
     return ops.sampling
 
 
