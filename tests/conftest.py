@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 
+import jaxtyping
 import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
 
@@ -23,6 +24,18 @@ SINK_LENGTHS: dict[str, Callable] = {
     "torch": lambda backend: backend._queue._machine.state.lengths[0],
     "jax": lambda backend: backend._state.lengths[0],
 }
+
+
+CHECKED_SHAPES = ("tests/spec/", "tests/reference/", "tests/test_layout.py")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """The specification's shapes are checked in its own tests.
+
+    Those that serve whole texts call it as often with the same shapes, in three times the time.
+    """
+    is_checked = item.nodeid.startswith(CHECKED_SHAPES)
+    jaxtyping.config.update("jaxtyping_disable", not is_checked)
 
 
 @pytest.fixture(scope="session", params=FRAMEWORKS)

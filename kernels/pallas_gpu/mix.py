@@ -287,7 +287,7 @@ def _combine(parts, row, q_head, begin, share, order, interpret):
     (lanes,), D = row.shape, parts[0].shape[3]
     end = jnp.where(share.low < share.high, pl.cdiv(share.high, share.unit), begin)
     per_span = _either(share.by_span, 1 << 20, order.span // order.split)
-    unroll = max(1, 16 * 128 * 4 // (lanes * D))
+    unroll = max(1, min(8, 16 * 128 * 4 // (lanes * D)))
 
     def load(unit, is_one):
         column, is_one = lax.iota(jnp.int32, D)[None, :], jnp.broadcast_to(is_one, (lanes,))

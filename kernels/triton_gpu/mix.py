@@ -93,7 +93,7 @@ def mix(
         new_rows=triton.next_power_of_2(max_rows),
         ones=tiles.ones,
         splits=tiles.splits,
-        unroll=max(1, 16 * 128 * 4 // (lanes * D)),
+        unroll=max(1, min(8, 16 * 128 * 4 // (lanes * D))),
         span=span,
         split=split,
         tile=tile,

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,14 +45,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "tiny"
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.op_sides.CPU_COPY_FLOATS", 2**16)
+@pytest.fixture(scope="module", autouse=True)
+def short() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bench.op_sides.CPU_COPY_FLOATS", 2**16)
+        yield
 
 
 def run(model: Path, *more: str) -> Report:
     line = ["--model", str(model), *SHORT, "--rounds", "2", *more]
     return offline.run(offline.options().parse_args(line), "the command")
+
+
+@pytest.fixture(scope="module")
+def both(model: Path) -> Report:
+    line = ["--backend", "jax", "torch", "--batch", "1", "--drafts", "none"]
+    return run(model, *line, "--flags", "--chunked-prefill-size 64")
 
 
 def test_every_line_is_timed_told_and_written(model, tmp_path, capsys):
@@ -98,24 +107,19 @@ def test_a_lot_says_how_long_steps_are_and_stands_in_the_line(model, capsys):
     assert "by lot 2.5" in capsys.readouterr().out
 
 
-def test_the_backends_are_held_against_each_other(model):
-    line = ["--backend", "jax", "torch", "--batch", "1", "--drafts", "none"]
-    report = run(model, *line, "--flags", "--chunked-prefill-size 64")
-    assert [each["backend"] for each in report.found["lines"]] == ["torch", "jax"]
-    assert report.found["lines"][1]["texts"] == {
+def test_the_backends_are_held_against_each_other(both):
+    assert [each["backend"] for each in both.found["lines"]] == ["torch", "jax"]
+    assert both.found["lines"][1]["texts"] == {
         "equal": True,
         "texts_that_differ": 0,
         "tokens": 20,
         "tokens_before_a_difference": 20,
     }
-    assert not report.has_other_texts
+    assert not both.has_other_texts
 
 
-def test_a_text_that_differs_is_seen(model):
-    report, line = (
-        Report("", None),
-        run(model, "--backend", "torch", "--batch", "1").found["lines"][0],
-    )
+def test_a_text_that_differs_is_seen(both):
+    report, line = Report("", None), dict(both.found["lines"][0])
     report.add(line, [[1, 2, 3]], True)
     report.add(line | {"drafts": "NEXTN"}, [[1, 2, 3]], True)
     assert not report.has_other_texts

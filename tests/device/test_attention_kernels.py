@@ -1,6 +1,6 @@
 """The attention kernel against the specification: on a GPU for real, elsewhere interpreted."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -16,16 +16,12 @@ from shared.drafts.block import BlockConfig
 from shared.spec.dflash import block_rows
 from shared.spec.numerics import ATTENTION, AttentionOrder
 from tests.support.cases.attention import CASES, Case, specified, tree_case
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, triton_interpreter
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 # Float32 on both sides: the sums have another order, and a GPU's exp2 errs by some 1e-7.
 FLOAT32 = 1e-5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted() -> Iterator[None]:
-    with triton_interpreter():
-        yield
 
 
 pallas_attend = jax.jit(

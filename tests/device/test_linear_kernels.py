@@ -4,55 +4,25 @@ interpreted.
 And that a row's bits depend neither on the rows beside it nor on the tiles.
 """
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from kernels.pallas_gpu import layers as pallas_layers
-from kernels.pallas_gpu import linear as pallas_linear
 from kernels.tiles import LinearTiles
 from shared.spec import layers as spec_layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, Stream
 from shared.spec.numerics import SQUARES, chunks_of_squares, sum_of_squares
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
 
-ON_GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.usefixtures("interpreted")
+
 EPS = 1e-6
-LANGUAGES = ["pallas"]
-
-
-@contextmanager
-def triton_interpreter() -> Iterator[None]:
-    """Without a GPU, Triton is imported and run as its interpreter, in this file alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not ON_GPU:
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted() -> Iterator[None]:
-    with triton_interpreter():
-        yield
-
-
-# Where Triton is missing its cases do not exist; tests/conftest.py counts them in the summary.
-if importlib.util.find_spec("triton") is not None:
-    with triton_interpreter():
-        triton_linear = importlib.import_module("kernels.triton_gpu.linear")
-        triton_layers = importlib.import_module("kernels.triton_gpu.layers")
-    LANGUAGES.append("triton")
-
-INTERPRET = jax.default_backend() == "cpu"
-each_language = pytest.mark.parametrize("language", LANGUAGES)
+each_language = pytest.mark.parametrize("language", KERNELS)
 Arrays = tuple[np.ndarray, ...]
 
 
@@ -90,16 +60,17 @@ def multiply(
     first: int = 0,
 ) -> Arrays:
     how = {"eps": EPS, "is_gated": is_gated, "order": SQUARES, "tiles": cut or tiles()}
+    module = KERNELS[language]["linear"]
     if language == "triton":
         return in_triton(
-            lambda x, weight, squares, added: triton_linear.product(
+            lambda x, weight, squares, added: module.product(
                 x, weight[first:], squares=squares, added=added, out_type=torch.float32, **how
             ),
             *(x, weight, squares, added),
         )
     stack = np.stack([np.full_like(weight, np.nan), weight])
     return in_pallas(
-        lambda x, stack, squares, added, interpret: pallas_linear.product(
+        lambda x, stack, squares, added, interpret: module.product(
             x,
             stack,
             jnp.int32(1),
@@ -189,9 +160,8 @@ def test_squares_are_summed_in_units_as_if_without_rounding(name: str) -> None:
 def test_a_norm_and_its_squares_are_those_of_the_specification(name: str, language: str) -> None:
     x = ROWS[name]
     weight = 1 + normal(3, x.shape[1]) / 4
-    run, module = in_pallas, pallas_layers
-    if language == "triton":
-        run, module = in_triton, triton_layers
+    run = {"pallas": in_pallas, "triton": in_triton}[language]
+    module = KERNELS[language]["layers"]
     (squares,) = run(module.chunks_of_squares, x, order=SQUARES)
     np.testing.assert_array_equal(squares, chunks_of_squares(x))
     (got,) = run(lambda x, weight, **how: module.rms_norm(x, weight, EPS, **how), x, weight,

@@ -5,9 +5,9 @@ one after the other: that a barrier is missing, only a GPU shows.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
@@ -26,19 +26,15 @@ from kernels.tiles import MEASURED, AttentionTiles, MixTiles, Tiles
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.numerics import ATTENTION, SQUARES, AttentionOrder
 from tests.support.cases.mix import CASES, EPS, MixCase, prompt_case, specified, tree_case
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, triton_interpreter
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
+
+pytestmark = pytest.mark.usefixtures("interpreted")
 
 # Float32 on both sides: the sums have another order, and a GPU's exp2 errs by some 1e-7.
 FLOAT32 = 1e-5
 # Of half precision: keys of up to 4 have 8 bits, weights and results too.
 HALF = 6e-2
 TILES = {name: Tiles.load(f"{name}_gpu", MEASURED) for name in ("pallas", "triton")}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted() -> Iterator[None]:
-    with triton_interpreter():
-        yield
 
 
 class Found(NamedTuple):
@@ -105,23 +101,35 @@ def call_with(kernel: Callable, arrays: dict, **settings: object) -> object:
     return kernel(**{k: v for k, v in arrays.items() if k in names}, **settings)
 
 
-def run_pallas(case: MixCase, how: How = FUSED) -> Found:
-    dtype, modules = jnp.bfloat16 if case.half else jnp.float32, KERNELS["pallas"]
-    arrays = {k: None if v is None else jnp.asarray(v) for k, v in arrays_of(case).items()}
-    arrays |= {k: arrays[k].astype(dtype) for k in ("projected", "kv")}
-    arrays["layer"] = jnp.ones(1, jnp.int32)
-    new, attends = ({**x, "interpret": INTERPRET} for x in given(case, how, "pallas"))
+@cache
+def pallas_program(new: tuple, attends: tuple, most_parts: int | None) -> Callable:
+    """Both kernels in one program; or the one kernel, where `most_parts` is given."""
+    new, attends = ({**dict(x), "interpret": INTERPRET} for x in (new, attends))
+    modules = KERNELS["pallas"]
 
     def program(arrays: dict) -> tuple:
-        if how.is_fused:
-            settings = new | attends | {"most_parts": how.most_parts}
+        if most_parts is not None:
+            settings = new | attends | {"most_parts": most_parts}
             return call_with(modules["mix"].mix, arrays, **settings)
         q, kv = call_with(modules["heads"].place, arrays, **new)
-        gate = arrays["projected"] if case.heads.gated else None
+        gate = arrays["projected"] if new["gated"] else None
         attend = modules["attention"].attend
         return call_with(attend, arrays | {"q": q, "gate": gate, "kv": kv}, **attends), kv, None
 
-    out, kv, arrivals = jax.jit(program, compiler_options=OPTIONS)(arrays)
+    return jax.jit(program, compiler_options=OPTIONS)
+
+
+def run_pallas(case: MixCase, how: How = FUSED) -> Found:
+    dtype = jnp.bfloat16 if case.half else jnp.float32
+    arrays = {k: None if v is None else jnp.asarray(v) for k, v in arrays_of(case).items()}
+    arrays |= {k: arrays[k].astype(dtype) for k in ("projected", "kv")}
+    arrays["layer"] = jnp.ones(1, jnp.int32)
+    new, attends = given(case, how, "pallas")
+    if INTERPRET:  # XLA rounds arrays of one row otherwise on a CPU
+        attends["max_rows"] = max(attends["max_rows"], 4)
+    settings = (tuple(x.items()) for x in (new, attends))
+    program = pallas_program(*settings, how.most_parts if how.is_fused else None)
+    out, kv, arrivals = program(arrays)
     kv = np.asarray(kv, np.float32)
     return Found(np.asarray(out, np.float32), kv[1], kv[::2], arrivals)
 
@@ -130,8 +138,8 @@ def run_triton(case: MixCase, how: How = FUSED) -> Found:
     device, modules = "cuda" if ON_GPU else "cpu", KERNELS["triton"]
     # Triton's interpreter computes nonsense in bfloat16.
     dtype = (torch.bfloat16 if ON_GPU else torch.float16) if case.half else torch.float32
-    found = arrays_of(case).items()
-    arrays = {k: None if v is None else torch.tensor(v, device=device) for k, v in found}
+    own = arrays_of(case).items()
+    arrays = {k: None if v is None else torch.tensor(v, device=device) for k, v in own}
     arrays |= {k: arrays[k].to(dtype) for k in ("projected", "kv")} | {"layer": 1}
     new, attends = given(case, how, "triton")
     if how.is_fused:
@@ -150,6 +158,12 @@ def run(request: pytest.FixtureRequest) -> Callable[..., Found]:
     return {"pallas": run_pallas, "triton": run_triton}[request.param]
 
 
+@cache
+def found(run: Callable[..., Found], name: str, how: How = FUSED) -> Found:
+    """What a kernel makes of a case; several tests look at it."""
+    return run(CASES[name], how)
+
+
 def real(case: MixCase) -> slice:
     return slice(0, int(case.row_starts[-1]))
 
@@ -157,8 +171,8 @@ def real(case: MixCase) -> slice:
 @pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_mix_as_the_specification(name: str, how: How, run) -> None:
-    case = CASES[name]
-    got, (out, *pools) = run(case, how), specified(case)
+    case, got = CASES[name], found(run, name, how)
+    out, *pools = specified(case)
     tolerance = HALF if case.half else FLOAT32
     np.testing.assert_allclose(got.out, out, atol=tolerance, rtol=0)
     written = np.stack(pools)[:, 1:]  # all but the sink, which kernels leave alone
@@ -172,13 +186,14 @@ def test_kernels_mix_as_the_specification(name: str, how: How, run) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_kernel_and_two_give_the_same_bits(name: str, run) -> None:
-    fused, apart = (run(CASES[name], how) for how in (FUSED, APART))
+    fused, apart = (found(run, name, how) for how in (FUSED, APART))
     np.testing.assert_array_equal(fused.out, apart.out)
     np.testing.assert_array_equal(fused.pools[:, 1:], apart.pools[:, 1:])
 
 
 SHORT = replace(ATTENTION, span=64, split=32, tile=16)
 """So that a small case has several spans."""
+SHARED = MixTiles(programs=2, splits=3, ones=16, warps=4, stages=2)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +204,9 @@ SHORT = replace(ATTENTION, span=64, split=32, tile=16)
 def test_how_programs_share_the_positions_leaves_the_bits_as_they_are(
     programs: int, splits: int, most_parts: int, run
 ) -> None:
-    case = CASES["trees"]
-    tiles = MixTiles(programs=programs, splits=splits, ones=16, warps=4, stages=2)
-    got = run(case, How(True, SHORT, most_parts, tiles))
-    want = run(case, How(False, SHORT))
+    tiles = replace(SHARED, programs=programs, splits=splits)
+    got = found(run, "trees", How(True, SHORT, most_parts, tiles))
+    want = found(run, "trees", How(False, SHORT))
     np.testing.assert_array_equal(got.out, want.out)
     assert not np.asarray(got.arrivals).any()
 
@@ -200,30 +214,28 @@ def test_how_programs_share_the_positions_leaves_the_bits_as_they_are(
 def test_the_order_of_the_spans_is_part_of_the_bits(run) -> None:
     case = CASES["trees"]
     orders = (SHORT, replace(SHORT, span=128), replace(SHORT, split=16))
-    found = [run(case, How(True, order)).out for order in orders]
-    for got in found:
+    by_order = [found(run, "trees", How(True, order, tiles=SHARED)).out for order in orders]
+    for got in by_order:
         np.testing.assert_allclose(got, specified(case)[0], atol=FLOAT32, rtol=0)
-    assert (found[0] != found[1]).any()
-    assert (found[0] != found[2]).any()
+    assert (by_order[0] != by_order[1]).any()
+    assert (by_order[0] != by_order[2]).any()
 
 
 @pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
 def test_a_rows_bits_depend_on_neither_batch_nor_neighbours(how: How, run) -> None:
     case = CASES["chains"]
-    together = run(case, how)
+    together = found(run, "chains", how)
     for request, row in [(0, 0), (0, 3), (2, 6)]:
         # The pools as the kernels wrote them: bits of the specification's keys are others.
         k_pages, v_pages = together.pools
         alone = replace(case.only(request, row), k_pages=k_pages, v_pages=v_pages)
-        if INTERPRET and run is run_pallas:  # XLA rounds arrays of one row otherwise on a CPU
-            alone = replace(alone, most_rows=case.most_rows)
         flat = case.row_starts[request] + row
         np.testing.assert_array_equal(run(alone, FUSED).out[0], together.out[flat])
 
 
 @pytest.mark.parametrize("how", [FUSED, APART], ids=["one kernel", "two kernels"])
 def test_padding_is_zero_and_writes_nothing(how: How, run) -> None:
-    case = tree_case([2, 0], [0, 0], nodes=3)
+    case = tree_case([2, 0, 7], [0, 0, 0])
     rows = replace(case.rows, is_real=case.rows.is_real & False, until=0 * case.rows.until)
     rows = replace(rows, window=rows.window & False)
     got = run(replace(case, rows=rows), how)
@@ -236,7 +248,7 @@ def test_a_value_that_is_no_number_reaches_only_the_rows_that_see_it(bad: float,
     case, node = CASES["trees"], 2
     qkv = case.qkv.copy()
     qkv[node, -1] = bad  # the new value of a node of the first request
-    got, want = run(replace(case, qkv=qkv)), run(case)
+    got, want = run(replace(case, qkv=qkv)), found(run, "trees")
     spoiled = case.rows.window[:, node] & (case.rows.request == 0)
     assert 1 <= spoiled.sum() < 6
     harmed = ~np.isfinite(got.out).all(axis=1)
@@ -272,11 +284,11 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, g
 
 def test_the_kernels_have_one_signature() -> None:
     for module, kernel in (("attention", "attend"), ("heads", "place"), ("mix", "mix")):
-        found = [
+        names = [
             list(inspect.signature(getattr(modules[module], kernel)).parameters)
             for modules in KERNELS.values()
         ]
-        assert all([n for n in names if n != "interpret"] == found[0][:-1] for names in found)
+        assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
     for modules in KERNELS.values():
         assert modules["attention"].HEAD_SIZES == pallas.HEAD_SIZES
         assert modules["mix"].MOST_LANES == KERNELS["pallas"]["mix"].MOST_LANES
@@ -284,9 +296,7 @@ def test_the_kernels_have_one_signature() -> None:
 
 def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object]) -> Callable:
     """The op as it is bound where there is a GPU."""
-    tiles = Tiles.load("pallas_gpu", MEASURED)
-    others = {field.name: None for field in fields(ops.Kernels)}
-    monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**others | modules | {"tiles": tiles}))
+    bind_kernels(monkeypatch, ops, modules)
     return ops.kernel_or_plain(ops.mix.kernel_mix, ops.mix.plain_mix)
 
 
@@ -321,11 +331,11 @@ def traced(op: Callable, case: MixCase) -> jax.stages.Traced:
 @pytest.mark.parametrize(("case", "launches"), [(FEW, 1), (MANY, 2)], ids=["few rows", "many rows"])
 def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(case, launches, monkeypatch) -> None:
     program = traced(on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"]), case)
-    found = {
+    launched = {
         platform: program.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
         for platform in ("cpu", "cuda")
     }
-    assert found == {"cpu": 0, "cuda": launches}
+    assert launched == {"cpu": 0, "cuda": launches}
 
 
 def test_jax_takes_no_kernel_where_the_plain_ops_are_asked_for(monkeypatch) -> None:
@@ -376,6 +386,6 @@ def test_a_kernel_refuses_other_head_sizes_by_name_on_a_gpu_only(ops, monkeypatc
 
 def test_a_machine_without_a_gpu_has_no_kernels() -> None:
     for ops, has_gpu in ((torch_impl.ops, ON_GPU), (jax_impl.ops, not INTERPRET)):
-        names = ["attention", "heads", "layers", "linear", "mix"]
+        names = ["attention", "heads", "layers", "linear", "mix", "sampling"]
         assert ops.kernel_names() == (names if has_gpu else [])
         assert (ops.mix.mix is ops.mix.plain_mix) == (not has_gpu)

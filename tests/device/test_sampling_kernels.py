@@ -4,14 +4,11 @@ interpreted.
 And that `ops` takes them on a GPU, and nowhere else.
 """
 
-import importlib
-import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -28,35 +25,23 @@ from shared.spec import sampling as spec
 from shared.spec.sampling import DRAFT_TAU, TARGET_STREAM, Seen
 from tests.support.cases.sampling import TABLE, asked, f32, i32, large_arguments, mixed_arguments
 from tests.support.implementations import mapped, to_jax, to_torch
+from tests.support.kernels import (
+    INTERPRET,
+    KERNELS,
+    ON_GPU,
+    OPTIONS,
+    bind_kernels,
+    triton_interpreter,
+)
 
-ON_GPU = torch.cuda.is_available()
-LANGUAGES = ["pallas"]
+pytestmark = pytest.mark.usefixtures("interpreted")
 
-
-@contextmanager
-def triton_interpreter() -> Iterator[None]:
-    """Without a GPU, Triton is imported and run as its interpreter, in this file alone."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not ON_GPU:
-            patch.setenv("TRITON_INTERPRET", "1")
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interpreted() -> Iterator[None]:
-    with triton_interpreter():
-        yield
-
-
-# Where Triton is missing its cases do not exist; tests/conftest.py counts them in the summary.
-if importlib.util.find_spec("triton") is not None:
+if "triton" in KERNELS:
     with triton_interpreter():
         import triton
         import triton.language as tl
 
-        triton_sampling = importlib.import_module("kernels.triton_gpu.sampling")
-        triton_noise = importlib.import_module("kernels.triton_gpu.noise")
-        noise_of_words = triton_noise.noise_of_words
+        noise_of_words = KERNELS["triton"]["noise"].noise_of_words
 
         @triton.jit
         def noise_kernel(words_at, out_at, lanes: tl.constexpr):
@@ -65,15 +50,13 @@ if importlib.util.find_spec("triton") is not None:
             words = tl.load(words_at + lane).to(tl.uint32, bitcast=True)
             tl.store(out_at + lane, noise_of_words(words))
 
-    LANGUAGES.append("triton")
 
-INTERPRET = jax.default_backend() == "cpu"
-each_language = pytest.mark.parametrize("language", LANGUAGES)
+each_language = pytest.mark.parametrize("language", KERNELS)
 CASES = {str(case): case for case in TABLE if not case.is_large}
 
 
 def tiles(**changed: int) -> SamplingTiles:
-    return SamplingTiles(**{"groups": 2, "warps": 4, "at_once": 4, "row_warps": 4} | changed)
+    return SamplingTiles(**{"groups": 2, "warps": 4, "at_once": 8, "row_warps": 4} | changed)
 
 
 def run(language: str, arguments: dict[str, Any], cut: SamplingTiles | None = None) -> list:
@@ -83,13 +66,13 @@ def run(language: str, arguments: dict[str, Any], cut: SamplingTiles | None = No
     how = {"tau": DRAFT_TAU} if name == "rank" else {"stream": TARGET_STREAM}
     how |= {"tiles": cut or tiles()}
     if language == "triton":
-        leaf = (
-            (lambda x: to_torch(x).cuda() if isinstance(x, np.ndarray) else x)
-            if ON_GPU
-            else to_torch
-        )
+        device = "cuda" if ON_GPU else "cpu"
+
+        def leaf(x: Any) -> Any:
+            return to_torch(x).to(device) if isinstance(x, np.ndarray) else x
+
         on_device = {k: mapped(v, leaf, torch_impl.ops.sampling) for k, v in given.items()}
-        found = getattr(triton_sampling, name)(**on_device, **how)
+        found = getattr(KERNELS["triton"]["sampling"], name)(**on_device, **how)
         return [x.cpu().numpy() for x in found]
     on_device = {k: mapped(v, to_jax, jax_impl.ops.sampling) for k, v in given.items()}
     fixed = {k: v for k, v in on_device.items() if isinstance(v, int) or v is None}
@@ -101,21 +84,19 @@ def run(language: str, arguments: dict[str, Any], cut: SamplingTiles | None = No
 @cache
 def pallas_program(name: str, fixed: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     function = partial(getattr(pallas, name), **dict(fixed), interpret=INTERPRET)
-    # The interpreted kernel is compiled once a shape and hardly runs.
-    options = {"xla_backend_optimization_level": 0} if INTERPRET else None
-    return jax.jit(function, compiler_options=options)
+    return jax.jit(function, compiler_options=OPTIONS)
+
+
+# All tests have arrays of the same sizes: a kernel is compiled for each.
+R, VOCAB, PATH = 8, 301, 5
 
 
 def alone(logits: np.ndarray, sampling: spec.Sampling) -> dict[str, Any]:
     """Arguments of `choose` for one row a request, before which nothing was seen."""
-    R, vocab = logits.shape
-    everyone = np.arange(R, dtype=np.int32)
-    seen = Seen(
-        np.zeros((R, vocab), np.int32), everyone, np.zeros((R, 0), np.int32), np.zeros((R, 0), bool)
-    )
+    everyone, path = np.arange(len(logits), dtype=np.int32), np.zeros((len(logits), PATH), np.int32)
     return {
         "logits": logits,
-        "seen": seen,
+        "seen": Seen(np.zeros(logits.shape, np.int32), everyone, path, path > 0),
         "positions": everyone + 3,
         "sampling": sampling,
         "request": everyone,
@@ -137,7 +118,7 @@ def test_rows_that_ask_for_anything_are_chosen_and_ranked_as_specified(name, lan
 
 @each_language
 def test_results_depend_on_no_tile(language) -> None:
-    arguments = CASES["rank, as the target"].arguments(seed=4)
+    arguments = CASES["choose, any rows"].arguments(seed=4)
     want = run(language, arguments)
     other = tiles(groups=8, warps=8, at_once=2, row_warps=2)
     for w, g in zip(want, run(language, arguments, other), strict=True):
@@ -146,7 +127,7 @@ def test_results_depend_on_no_tile(language) -> None:
 
 @each_language
 def test_a_row_does_not_depend_on_its_neighbours(language) -> None:
-    arguments = mixed_arguments(5, vocab=301, is_masked=False)
+    arguments = mixed_arguments(5, vocab=VOCAB, is_masked=False)
     together, seen = run(language, arguments), arguments["seen"]
     for row in (1, 4):
         only = slice(row, row + 1)
@@ -158,49 +139,47 @@ def test_a_row_does_not_depend_on_its_neighbours(language) -> None:
 
 @each_language
 def test_drafts_on_the_path_count_as_often_as_they_stand_there(language) -> None:
-    logits = np.zeros((3, 130), np.float32)
+    logits = np.zeros((R, VOCAB), np.float32)
     logits[:, 7], logits[:, 8] = 3, 2
-    arguments = alone(logits, asked(3, 130, frequency=f32(0.75, 0.75, 0.75)))
+    arguments = alone(logits, asked(R, VOCAB, frequency=np.full(R, 0.75, np.float32)))
     # Token 7 loses where it stood there twice before.
-    on_path = np.array([[True, True], [True, False], [False, False]])
-    path = np.full((3, 2), 7, np.int32)
+    path, on_path = np.full((R, PATH), 7, np.int32), np.zeros((R, PATH), bool)
+    on_path[0, :2] = on_path[1, :1] = True
     arguments["seen"] = replace(arguments["seen"], path=path, on_path=on_path)
     ids, _ = run(language, arguments)
-    np.testing.assert_array_equal(ids, [8, 7, 7])
+    np.testing.assert_array_equal(ids, [8] + 7 * [7])
 
 
 @each_language
 def test_ties_go_by_the_lower_id_at_every_border(language) -> None:
-    vocab = 200
-    logits = np.zeros((6, vocab), np.float32)
+    logits = np.zeros((R, VOCAB), np.float32)
     logits[1, ::7] = -0.0  # equal to 0
     logits[2, 150:] = 1
     logits[3, [7, 70, 190]] = 5
     how = asked(
-        *(6, vocab),
-        temperature=f32(0, 0, 1, 1, 1, 1),
-        top_k=i32(vocab, vocab, 3, 2, vocab, 130),
-        top_p=f32(1, 1, 1, 1, 0.1, 0.3),
+        *(R, VOCAB),
+        temperature=f32(0, 0, 1, 1, 1, 1, 0, 0),
+        top_k=i32(VOCAB, VOCAB, 3, 2, VOCAB, 130, VOCAB, VOCAB),
+        top_p=f32(1, 1, 1, 1, 0.1, 0.3, 1, 1),
     )
-    for seed in range(3):
-        arguments = alone(logits, replace(how, seed=how.seed + np.uint32(seed)))
-        want = spec.choose(**arguments).ids
-        np.testing.assert_array_equal(run(language, arguments)[0], want)
-        assert want[0] == want[1] == 0
-        assert want[2] in (150, 151, 152)
-        assert want[3] in (7, 70)
-        assert want[4] < 20
+    arguments = alone(logits, how)
+    want = spec.choose(**arguments).ids
+    np.testing.assert_array_equal(run(language, arguments)[0], want)
+    assert want[0] == want[1] == 0
+    assert want[2] in (150, 151, 152)
+    assert want[3] in (7, 70)
+    assert want[4] < 31
 
 
 @each_language
 def test_what_is_not_finite_is_told_and_harms_its_own_row_alone(language) -> None:
-    arguments = mixed_arguments(6, vocab=130, is_masked=False)
+    arguments = mixed_arguments(6, vocab=VOCAB, is_masked=False)
     arguments |= {"request": np.arange(8, dtype=np.int32)}
     want, logits = run(language, arguments), arguments["logits"].copy()
     assert want[1].all()
     for row, (place, bad) in {
         0: (5, np.nan),
-        1: (129, np.inf),
+        1: (VOCAB - 1, np.inf),
         2: (64, -np.inf),
         5: (77, np.nan),
     }.items():
@@ -208,22 +187,21 @@ def test_what_is_not_finite_is_told_and_harms_its_own_row_alone(language) -> Non
     ids, is_finite = run(language, arguments | {"logits": logits})
     np.testing.assert_array_equal(is_finite, [False, False, False, True, True, False, True, True])
     np.testing.assert_array_equal(ids[is_finite], want[0][is_finite])
-    assert ((ids >= 0) & (ids < 130)).all()
+    assert ((ids >= 0) & (ids < VOCAB)).all()
     assert ids[0] == 5  # the first that is no number, as the specification has it
 
 
 @each_language
 def test_excluded_tokens_follow_where_fewer_stay_than_are_asked_for(language) -> None:
-    logits = np.random.default_rng(8).standard_normal((2, 1, 150)).astype(np.float32)
-    how = asked(2, 150, temperature=f32(1, 1), top_k=i32(1, 2))
-    arguments = alone(logits[:, 0], how) | {"logits": logits, "keys": i32(3, 4)}
-    arguments |= {"stream": TARGET_STREAM, "width": 4, "is_sampled": False}
-    del arguments["request"], arguments["allowed"]
+    arguments = CASES["rank, as the target"].arguments(seed=8)
+    ones = np.ones(R, np.float32)
+    arguments["sampling"] = asked(R, VOCAB, temperature=ones, top_k=i32(1, 2, *(R - 2) * [VOCAB]))
     want = spec.rank(**arguments)
     ids, weights = run(language, arguments)
     np.testing.assert_array_equal(ids, want.ids)
     np.testing.assert_allclose(weights, want.weights, rtol=2e-5, atol=2e-5)
-    assert np.isneginf(weights[0, 0, 1:]).all()
+    assert np.isneginf(weights[0, :, 1:]).all()
+    assert np.isneginf(weights[1, :, 2:]).all()
 
 
 WORDS = np.concatenate(
@@ -254,27 +232,22 @@ def test_noise_is_as_precise_as_the_specifications(language) -> None:
 def test_the_languages_have_one_signature_and_the_specifications_constants() -> None:
     assert tuple(spec.ROTATIONS) == pallas_noise.ROTATIONS
     assert int(spec.PARITY) == pallas_noise.PARITY
-    if "triton" not in LANGUAGES:
-        return
-    for name in ("ROTATIONS", "PARITY", "LN2_HIGH", "LN2_LOW", "LOG_TERMS"):
-        assert getattr(triton_noise, name) == getattr(pallas_noise, name)
-    assert (triton_sampling.GROUP, triton_sampling.MOST_WIDTH) == (pallas.GROUP, pallas.MOST_WIDTH)
     for name in ("choose", "rank"):
         ours = [p for p in inspect.signature(getattr(pallas, name)).parameters if p != "interpret"]
-        assert list(inspect.signature(getattr(triton_sampling, name)).parameters) == ours
-
-
-def on_a_gpu(monkeypatch, ops: ModuleType, kernel: ModuleType | SimpleNamespace) -> ModuleType:
-    """Binds the ops as where there is a GPU."""
-    others = {field.name: None for field in fields(ops.Kernels)}
-    own = {"sampling": kernel, "tiles": Tiles.load("pallas_gpu", MEASURED)}
-    monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**others | own))
-    return ops.sampling
+        for modules in KERNELS.values():
+            signature = inspect.signature(getattr(modules["sampling"], name))
+            assert [p for p in signature.parameters if p != "interpret"] == ours
+    for modules in KERNELS.values():
+        for name in ("ROTATIONS", "PARITY", "LN2_HIGH", "LN2_LOW", "LOG_TERMS"):
+            assert getattr(modules["noise"], name) == getattr(pallas_noise, name)
+        for name in ("GROUP", "MOST_WIDTH"):
+            assert getattr(modules["sampling"], name) == getattr(pallas, name)
 
 
 @pytest.mark.parametrize("name", ["choose", "rank"])
 def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, monkeypatch) -> None:
-    module = on_a_gpu(monkeypatch, jax_impl.ops, pallas)
+    bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
+    module = jax_impl.ops.sampling
     op = jax_impl.ops.kernel_or_plain(
         getattr(module, f"kernel_{name}"), getattr(module, f"plain_{name}")
     )
@@ -302,7 +275,8 @@ def test_drafts_that_are_sampled_or_too_many_are_ranked_plainly(ops, monkeypatch
     recorder = SimpleNamespace(
         MOST_WIDTH=8, rank=lambda *given, **how: asked_for.append(given[-1]) or (None, None)
     )
-    module = on_a_gpu(monkeypatch, ops, recorder)
+    bind_kernels(monkeypatch, ops, {"sampling": recorder})
+    module = ops.sampling
     monkeypatch.setattr(module, "plain_rank", lambda *given: "plain")
     logits = np.zeros((1, 2, 16), np.float32)
     call: Callable = partial(module.kernel_rank, ops.KERNELS, logits, *(None,) * 5)
@@ -313,7 +287,8 @@ def test_drafts_that_are_sampled_or_too_many_are_ranked_plainly(ops, monkeypatch
 
 def test_torch_takes_the_kernel_on_a_gpu(monkeypatch) -> None:
     recorder = SimpleNamespace(choose=lambda *given, **how: (given[0], how))
-    module = on_a_gpu(monkeypatch, torch_impl.ops, recorder)
+    bind_kernels(monkeypatch, torch_impl.ops, {"sampling": recorder})
+    module = torch_impl.ops.sampling
     op = torch_impl.ops.kernel_or_plain(module.kernel_choose, module.plain_choose)
 
     class Rows(torch.Tensor):

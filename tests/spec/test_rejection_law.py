@@ -105,10 +105,9 @@ REJECTION_CASES = [
         for settings in ("nothing", "penalties and filters")
     ),
     *(
-        (name, accepts, "sampled", settings)
+        (name, accepts, "sampled", "penalties and filters")
         for name in ("torch", "jax")
         for accepts in ("rejection_choices", "block_choices")
-        for settings in ("nothing", "penalties and filters")
     ),
 ]
 

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from types import ModuleType
 from typing import Any
 
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.tiles import MEASURED, Tiles
+
 ON_GPU = torch.cuda.is_available()
 INTERPRET = jax.default_backend() == "cpu"
-MODULES = ("attention", "heads", "mix")
+MODULES = ("attention", "heads", "layers", "linear", "mix", "noise", "sampling")
 # An interpreted Pallas kernel is compiled once a shape and hardly runs. Fused, a product and a sum
 # would be rounded once, which a GPU's compiler does not do.
 UNFUSED = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
@@ -35,6 +38,13 @@ def triton_interpreter() -> Iterator[None]:
             interpreter = importlib.import_module("triton.runtime.interpreter")
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
         yield
+
+
+def bind_kernels(monkeypatch, ops: ModuleType, modules: dict[str, Any]) -> None:
+    """Gives the ops of a backend these kernels, as where there is a GPU."""
+    kernels = {field.name: modules.get(field.name) for field in fields(ops.Kernels)}
+    kernels |= {"tiles": Tiles.load("pallas_gpu", MEASURED)}
+    monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**kernels))
 
 
 def _dot(_: object, a: Any, b: Any, d: Any, *how: object) -> Any:

@@ -26,9 +26,9 @@ def asked(B: int, vocab: int, **changed: np.ndarray) -> Sampling:
         **dict.fromkeys(("prompt_length", "min_length", "max_drafts"), np.zeros(B, np.int32)),
         "top_k": np.full(B, vocab, np.int32),
         "seed": (2**31 - 3 + 77 * np.arange(B)).astype(np.uint32),
-        "stop_ids": np.zeros((B, 1), np.int32),
-        "bias_ids": np.zeros((B, 1), np.int32),
-        "bias_values": np.zeros((B, 1), np.float32),
+        "stop_ids": np.zeros((B, 3), np.int32),
+        "bias_ids": np.zeros((B, 2), np.int32),
+        "bias_values": np.zeros((B, 2), np.float32),
     }
     return Sampling(**neutral | changed)
 
