@@ -46,11 +46,6 @@ def angles(config: ModelConfig, positions: Int[jax.Array, " R"]) -> Angles:
     return Angles(*layers.rotary_angles(positions, frequencies, factor))
 
 
-def heads(config: ModelConfig) -> Heads:
-    """How the attention layers' projections are made of heads."""
-    return Heads(config.num_kv_heads, config.head_size, config.attention_gate)
-
-
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
     """The norms of a layer's heads, where the model has them."""
     if weights.q_norm is None or weights.k_norm is None:
@@ -71,7 +66,7 @@ def attention_layer(
     """A decoder layer with attention, from its projection on; its pools are those at `place`."""
     assert isinstance(layer.mixer, Attention)
     norms = head_norms(config, layer.mixer)
-    mixed, kv = mix.mix(qkv, heads(config), norms, turn, rows, kv, place)
+    mixed, kv = mix.mix(qkv, Heads.of(config), norms, turn, rows, kv, place)
     return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), kv
 
 
@@ -113,7 +108,7 @@ def write_keys(
     inputs = layer.mixer.inputs
     assert norms is not None  # the model has them
     projected = linear.product(x, inputs, inputs.values.shape[-2] - 2 * keys)
-    return mix.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
+    return mix.mix_keys(projected, Heads.of(config), norms, turn, rows, kv, place)
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:

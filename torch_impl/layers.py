@@ -34,11 +34,6 @@ def angles(config: ModelConfig, frequencies: Float[Tensor, " half"], rows: Rows)
     return Angles(*layers.rotary_angles(rows.positions, frequencies, factor))
 
 
-def heads(config: ModelConfig) -> Heads:
-    """How the attention layers' projections are made of heads."""
-    return Heads(config.num_kv_heads, config.head_size, config.attention_gate)
-
-
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
     """The norms of a layer's heads, where the model has them."""
     if weights.q_norm is None or weights.k_norm is None:
@@ -59,7 +54,7 @@ def attention_layer(
     """A decoder layer with attention, from its projection on; writes the pools at `place`."""
     assert isinstance(layer.mixer, Attention)
     norms = head_norms(config, layer.mixer)
-    mixed = mix.mix(qkv, heads(config), norms, turn, rows, kv, place)
+    mixed = mix.mix(qkv, Heads.of(config), norms, turn, rows, kv, place)
     return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
 
 
@@ -101,7 +96,7 @@ def write_keys(
     assert norms is not None  # the model has them
     inputs = layer.mixer.inputs
     projected = linear.product(x, inputs, len(inputs.values) - 2 * keys)
-    mix.mix_keys(projected, heads(config), norms, turn, rows, kv, place)
+    mix.mix_keys(projected, Heads.of(config), norms, turn, rows, kv, place)
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:

@@ -12,15 +12,8 @@ from jaxtyping import Float, Int
 from jax_impl.ops import Kernels, kernel_or_plain, layers
 from jax_impl.ops.attention import KV, Rows, attend, write
 from shared.boundary.workspace import MOST_PARTS
+from shared.spec.mix import Heads
 from shared.spec.numerics import ATTENTION, SQUARES
-
-
-class Heads(NamedTuple):
-    """How a layer's projection is made of heads; fields as in the specification."""
-
-    num_kv_heads: int
-    head_size: int
-    gated: bool
 
 
 class HeadNorms(NamedTuple):
@@ -108,7 +101,7 @@ def kernel_mix(
     layer: int | Int[jax.Array, ""],
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
     """As `plain_mix`, by one kernel where rows are few, else by two."""
-    item_bytes, order = qkv.dtype.itemsize, _order(qkv.dtype)
+    item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
     pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
     if pairs > kernels.mix.MOST_LANES:
@@ -207,12 +200,6 @@ def _place(
         eps=0.0 if norms is None else norms.eps,
         digits=SQUARES.digits,
     )
-
-
-def _order(dtype: jnp.dtype) -> dict[str, int]:
-    """The order of the sums of attention, as kernels take it."""
-    tile = ATTENTION.tile_of(dtype.itemsize)
-    return {"span": ATTENTION.span, "split": ATTENTION.split, "tile": tile}
 
 
 def _operand(layer: int | Int[jax.Array, ""]) -> Int[jax.Array, " 1"]:

@@ -20,7 +20,7 @@ from shared.spec import layers, linear, model
 from shared.spec.attention import Rows
 from shared.spec.eagle import HeadWeights
 from shared.spec.linear import Matrix, Stream
-from shared.spec.mix import mix_keys
+from shared.spec.mix import Heads, mix_keys
 from shared.spec.model import KV, Hidden, Weights
 
 Choose = Callable[
@@ -51,7 +51,7 @@ def extend(config: ModelConfig, weights: HeadWeights, rows: Rows, read: Hidden, 
       read: `context` of these rows.
     """
     keys, pools = config.num_kv_heads * config.head_size, []
-    angles, heads = model.angles(config, rows), model.heads(config)
+    angles, heads = model.angles(config, rows), Heads.of(config)
     for layer in range(config.num_layers):
         weight = Matrix(weights["layer.attention.inputs"][layer][-2 * keys :])
         norms = model.head_norms(config, weights, "layer.", layer)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from shared.models.config import ModelConfig
 from shared.spec import layers
 from shared.spec.attention import Rows, attend, write
 
@@ -22,6 +23,11 @@ class Heads:
     num_kv_heads: int
     head_size: int
     gated: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Heads":
+        """Those of a model's attention layers."""
+        return cls(config.num_kv_heads, config.head_size, config.attention_gate)
 
 
 @dataclass(frozen=True)

@@ -182,11 +182,6 @@ def angles(config: ModelConfig, rows: Rows) -> Angles:
     return Angles(*layers.rotary_angles(rows.positions, config.rotary))
 
 
-def heads(config: ModelConfig) -> Heads:
-    """How the attention layers' projections are made of heads."""
-    return Heads(config.num_kv_heads, config.head_size, config.attention_gate)
-
-
 def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -> HeadNorms | None:
     """The norms of one layer's heads, where the model has them."""
     if not config.qk_norm:
@@ -213,7 +208,7 @@ def mix(
       kv: The pools of the stack.
     """
     norms, pools = head_norms(config, weights, prefix, layer), (kv.k[layer], kv.v[layer])
-    out, k, v = mix_heads(qkv, heads(config), norms, angles(config, rows), rows, *pools)
+    out, k, v = mix_heads(qkv, Heads.of(config), norms, angles(config, rows), rows, *pools)
     return out, KV(_replaced(kv.k, layer, k), _replaced(kv.v, layer, v))
 
 

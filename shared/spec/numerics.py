@@ -42,9 +42,10 @@ class AttentionOrder:
         if self.span < self.split or self.span % self.split:
             raise ValueError(f"span must be a multiple of split {self.split}, got {self.span}")
 
-    def tile_of(self, item_bytes: int) -> int:
-        """Positions of a tile for keys of so many bytes each."""
-        return self.tile_float32 if item_bytes == 4 else self.tile
+    def sizes_for(self, item_bytes: int) -> dict[str, int]:
+        """Positions of a span, a split and a tile for keys of so many bytes each."""
+        tile = self.tile_float32 if item_bytes == 4 else self.tile
+        return {"span": self.span, "split": self.split, "tile": tile}
 
 
 ATTENTION = AttentionOrder(span=2048, split=128, tile=64, tile_float32=16)

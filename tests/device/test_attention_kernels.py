@@ -42,9 +42,7 @@ def cut(
     item_bytes, group = 2 if case.half else 4, case.q.shape[1] // case.k_pages.shape[2]
     return {
         "max_rows": case.max_rows,
-        "span": order.span,
-        "split": order.split,
-        "tile": order.tile_of(item_bytes),
+        **order.sizes_for(item_bytes),
         "tiles": tiles or TILES[kernel].of(item_bytes=item_bytes, rows=case.max_rows * group),
     }
 
@@ -180,8 +178,7 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int) -
         jax.ShapeDtypeStruct((R, max_rows), "bool"),
     ]
     item_bytes = jnp.dtype(dtype).itemsize
-    tile = ATTENTION.tile_of(item_bytes)
-    order = {"span": ATTENTION.span, "split": ATTENTION.split, "tile": tile}
+    order = ATTENTION.sizes_for(item_bytes)
     tiles = TILES["pallas"].of(item_bytes=item_bytes, rows=max_rows * 5)
     attend = jax.jit(partial(pallas.attend, max_rows=max_rows, **order, tiles=tiles))
     lowered = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()

@@ -67,8 +67,7 @@ def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
         tiles = TILES[language].mix.of(**sizes, requests=len(case.rows.page_table))
     else:
         tiles = TILES[language].attention.of(**sizes)
-    tile = how.order.tile_of(item_bytes)
-    order = {"span": how.order.span, "split": how.order.split, "tile": tile}
+    order = how.order.sizes_for(item_bytes)
     return new, {"max_rows": case.most_rows, **order, "tiles": how.tiles or tiles}
 
 
@@ -271,8 +270,7 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, g
     dtypes = ((floats, dtype), (singles, "float32"), (ints, "int32"), (flags, "bool"))
     arrays = {k: jax.ShapeDtypeStruct(v, t) for sizes, t in dtypes for k, v in sizes.items()}
     new = {"gated": gated, "eps": EPS, "digits": SQUARES.digits}
-    tile = ATTENTION.tile_of(item_bytes)
-    order = {"span": ATTENTION.span, "split": ATTENTION.split, "tile": tile}
+    order = ATTENTION.sizes_for(item_bytes)
     tiles = TILES["pallas"].mix.of(item_bytes=item_bytes, rows=max_rows * 4, requests=B)
     sums = order | {"max_rows": max_rows, "most_parts": MOST_PARTS, "tiles": tiles}
     for kernel, settings in ((KERNELS["pallas"]["mix"].mix, new | sums),

@@ -29,4 +29,5 @@ def test_no_one_changes_an_order() -> None:
 
 
 def test_the_tile_follows_the_type_alone() -> None:
-    assert {size: ATTENTION.tile_of(size) for size in (2, 4)} == {2: 64, 4: 16}
+    tiles = {size: ATTENTION.sizes_for(size)["tile"] for size in (2, 4)}
+    assert tiles == {2: 64, 4: 16}

@@ -10,18 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.boundary.workspace import MOST_PARTS
+from shared.spec.mix import Heads
 from shared.spec.numerics import ATTENTION, SQUARES
 from torch_impl.ops import Kernels, kernel_or_plain, layers
 from torch_impl.ops.attention import Rows, attend, write
-
-
-@dataclass(frozen=True)
-class Heads:
-    """As the specification's."""
-
-    num_kv_heads: int
-    head_size: int
-    gated: bool
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,7 @@ def kernel_mix(
     layer: int,
 ) -> Float[Tensor, "R outputs_of_heads"]:
     """As `plain_mix`, by one kernel where rows are few, else by two."""
-    item_bytes, order = qkv.dtype.itemsize, _order(qkv.dtype)
+    item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
     pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
     if pairs > kernels.mix.MOST_LANES:
@@ -202,12 +194,6 @@ def _place(
         eps=0.0 if norms is None else norms.eps,
         digits=SQUARES.digits,
     )
-
-
-def _order(dtype: torch.dtype) -> dict[str, int]:
-    """The order of the sums of attention, as kernels take it."""
-    tile = ATTENTION.tile_of(dtype.itemsize)
-    return {"span": ATTENTION.span, "split": ATTENTION.split, "tile": tile}
 
 
 def _write_pair(
