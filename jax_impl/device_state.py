@@ -88,31 +88,22 @@ def allocate(
       drafter: What the drafter keeps; None without one.
     """
 
+    slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
+
     # One program: made one by one, each size would be a program of its own.
     @jax.jit
     def zeros() -> DeviceState:
-        return _zeros(config, limits, drafter, dtype, device)
+        return DeviceState(
+            lengths=jnp.zeros(slots, np.int32, device=device),
+            newest=jnp.zeros(slots, np.int32, device=device),
+            seen=jnp.zeros((slots, limits.vocab), np.int32, device=device),
+            kv=new_kv(config, config.num_attention_layers, pool, dtype, device),
+            delta=new_states(config, slots, dtype, device),
+            snapshots=new_states(config, limits.num_snapshots, dtype, device),
+            draft=None if drafter is None else _new_draft(drafter, limits, dtype, device),
+        )
 
     return zeros()
-
-
-def _zeros(
-    config: ModelConfig,
-    limits: Limits,
-    drafter: DraftSizes | None,
-    dtype: np.dtype | type,
-    device: jax.Device,
-) -> DeviceState:
-    slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
-    return DeviceState(
-        lengths=jnp.zeros(slots, np.int32, device=device),
-        newest=jnp.zeros(slots, np.int32, device=device),
-        seen=jnp.zeros((slots, limits.vocab), np.int32, device=device),
-        kv=new_kv(config, config.num_attention_layers, pool, dtype, device),
-        delta=new_states(config, slots, dtype, device),
-        snapshots=new_states(config, limits.num_snapshots, dtype, device),
-        draft=None if drafter is None else _new_draft(drafter, limits, dtype, device),
-    )
 
 
 def _new_draft(

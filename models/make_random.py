@@ -96,7 +96,7 @@ def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
     name, shape = parameter.name, parameter.shape
     if name.endswith("a_log"):
         return rng.uniform(-3.0, 1.2, shape)
-    noise = _noise(parameter, rng)
+    noise = noise_of(parameter, rng)
     if name == "embed":
         return EMBEDDING_SCALE * noise
     if name.endswith("dt_bias"):
@@ -108,8 +108,11 @@ def _random(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
     return noise / np.sqrt(shape[-1])
 
 
-def _noise(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
-    """Normal numbers; qkv, z and the gates of a gated-delta layer are drawn one after another."""
+def noise_of(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
+    """Normal numbers; qkv, z and the gates of a gated-delta layer are drawn apart.
+
+    The text of a model depends on the order of the draws.
+    """
     if parameter.name != "gated_delta.inputs":
         return rng.standard_normal(parameter.shape)
     layers, _, hidden = parameter.shape

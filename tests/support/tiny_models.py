@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from models.make_random import noise_of
 from shared.models.checkpoint import Parameter, Weights, parameters, save_checkpoint
 from shared.models.config import ModelConfig
 
@@ -154,7 +155,7 @@ def _random(
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Normal weights with deviation 1 / sqrt(fan-in), norms around their neutral value."""
     name, shape = parameter.name, parameter.shape
-    noise = _noise(parameter, rng)
+    noise = noise_of(parameter, rng)
     if name == "embed":
         drawn = EMBEDDING_SCALE * noise
     elif name == "final_norm" and config.tied:
@@ -173,16 +174,3 @@ def _random(
     else:
         drawn = noise / np.sqrt(shape[-1])
     return drawn.astype(np.float32)
-
-
-def _noise(parameter: Parameter, rng: np.random.Generator) -> np.ndarray:
-    """Normal numbers; qkv, z and the gates of a gated-delta layer are drawn apart.
-
-    The texts of these models, by which planted faults are seen, depend on the order of the draws.
-    """
-    if parameter.name != "gated_delta.inputs":
-        return rng.standard_normal(parameter.shape)
-    layers, _, hidden = parameter.shape
-    qkv, z, b, a = (source.shape[0] for source in parameter.pieces[0])
-    parts = [rng.standard_normal((layers, rows, hidden)) for rows in (qkv, z, b + a)]
-    return np.concatenate(parts, axis=1)
