@@ -8,7 +8,7 @@ bytes limit: what it must read, at the rate that a large copy reaches on the sam
 are dummies, with which no drafter agrees; `--accept-length` says how many tokens a step shall give,
 and stands in the line. Texts are compared where they promise to be equal: those of the backends,
 and a drafter's with plain decoding's. A drafter that remembers texts has seen the round before. On
-a CPU nothing is known of kernels.
+a CPU nothing is known of kernels; `--kernels` tells which take the most of a step.
 """
 
 import argparse
@@ -32,6 +32,8 @@ from bench.session import Load, Session, folders_of, peak_bytes
 
 Line = dict[str, Any]
 Texts = list[list[int]]
+LONGEST = 16
+"""Kernels that a line names, by the time that they take."""
 LOT = "L"
 """The setting of a drafter whose drafts are accepted by lot."""
 
@@ -48,11 +50,12 @@ class Report:
       found: All of it, as the file has it.
     """
 
-    def __init__(self, command: str, out: Path | None) -> None:
+    def __init__(self, command: str, out: Path | None, tells_kernels: bool = False) -> None:
         versions = {"python": platform.python_version(), "numpy": version("numpy")}
         self.found: dict[str, Any] = {"command": command, "versions": versions, "sides": {}}
         self.found |= {"lines": [], "refused": []}
         self._out, self._texts = out, dict[tuple, Texts]()
+        self._tells_kernels = tells_kernels
 
     def add_side(self, backend: str) -> float:
         """Says where a backend runs; gives the rate of its copies in bytes a second."""
@@ -78,7 +81,7 @@ class Report:
         known = self._texts.setdefault((served, drafts), texts)
         line["texts"] = compared(texts, known) if known is not texts else None
         self.found["lines"].append(line)
-        self._say(line_of(line))
+        self._say("\n".join([line_of(line), *(kernels_of(line) if self._tells_kernels else [])]))
 
     @property
     def has_other_texts(self) -> bool:
@@ -154,10 +157,9 @@ def _trace(
         found = session.activity(load, max(1, steps // 3))
     except Exception as error:  # a profiler that fails must not cost a run its times
         return {"error": f"{type(error).__name__}: {error}"}
-    share = 1 - found.busy_ms / step_ms
-    return {name: round(value, 4) for name, value in asdict(found).items()} | {
-        "idle_share": round(share, 4)
-    }
+    rounded = {n: round(getattr(found, n), 4) for n in ("kernels", "copies", "busy_ms")}
+    longest = {n: [round(x, 4) for x in each] for n, each in found.longest(LONGEST).items()}
+    return rounded | {"idle_share": round(1 - found.busy_ms / step_ms, 4), "longest": longest}
 
 
 def start_facts(session: Session) -> Line:
@@ -188,6 +190,12 @@ def line_of(line: Line) -> str:
         f"{line['accept_length']:8.3f}{line['limit_ms']:8.3f}{line['share_of_limit']:7.1%}"
         f"{kernels}{idle}  {' '.join([told, *notes])}"
     )
+
+
+def kernels_of(line: Line) -> list[str]:
+    """The kernels that take the most of a step: how often, and microseconds in all."""
+    longest = (line["trace"] or {}).get("longest", {})
+    return [f"{1e3 * ms:12.1f} us {count:7.1f} x  {n[:90]}" for n, (count, ms) in longest.items()]
 
 
 @contextmanager
@@ -234,7 +242,7 @@ def run(options: argparse.Namespace, command: str) -> Report:
     Raises:
       ValueError: An option is wrong; one sentence.
     """
-    report = Report(command, options.out)
+    report = Report(command, options.out, options.kernels)
     drafts = [with_lot(Draft.parse(text), options.accept_length) for text in options.drafts]
     # JAX takes most of a GPU's memory when it starts, so torch goes first.
     for backend in sorted(options.backend, key=list(SIDES).index):
@@ -299,6 +307,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=1.0, help="of rows with a temperature")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-trace", action="store_true", help="count no kernels")
+    parser.add_argument("--kernels", action="store_true", help="tell which take the most time")
     parser.add_argument("--ops", choices=("bound", "plain"), default="bound")
     return parser
 

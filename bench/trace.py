@@ -5,7 +5,7 @@ The frameworks' own profilers are read. Kernels that run side by side count once
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -24,30 +24,44 @@ class Activity:
     Attributes:
       kernels, copies: How many ran.
       busy_ms: How long any of them ran.
+      by_name: How often each ran, and for how many milliseconds in all.
     """
 
     kernels: float
     copies: float
     busy_ms: float
+    by_name: Mapping[str, tuple[float, float]]
 
     @classmethod
     def of(cls, spans: Iterable[Span]) -> "Activity":
         """Of everything that ran."""
         found = sorted(spans, key=lambda span: span[1])
         copies = sum(any(part in name.lower() for part in COPIES) for name, _, _ in found)
-        busy, until = 0.0, float("-inf")
-        for _, begin, end in found:
+        busy, until, by_name = 0.0, float("-inf"), dict[str, tuple[float, float]]()
+        for name, begin, end in found:
             busy += max(0.0, end - max(begin, until))
             until = max(until, end)
-        return cls(len(found) - copies, copies, busy)
+            count, total = by_name.get(name, (0, 0.0))
+            by_name[name] = (count + 1, total + end - begin)
+        return cls(len(found) - copies, copies, busy, by_name)
 
     def per_step(self, fewer: "Activity", steps: int) -> "Activity":
         """Of one step, where this has so many steps more than `fewer`: the edges cancel."""
+        by_name = {}
+        for name, (count, ms) in self.by_name.items():
+            less_often, less_ms = fewer.by_name.get(name, (0, 0.0))
+            by_name[name] = ((count - less_often) / steps, (ms - less_ms) / steps)
         return Activity(
             (self.kernels - fewer.kernels) / steps,
             (self.copies - fewer.copies) / steps,
             (self.busy_ms - fewer.busy_ms) / steps,
+            by_name,
         )
+
+    def longest(self, most: int) -> dict[str, tuple[float, float]]:
+        """The names that take the most time, first the longest, with count and milliseconds."""
+        ordered = sorted(self.by_name.items(), key=lambda item: -item[1][1])
+        return dict(ordered[:most])
 
 
 def traced(framework: str, run: Callable[[], None]) -> Activity:

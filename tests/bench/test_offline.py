@@ -12,7 +12,7 @@ import pytest
 
 from bench import compare, offline
 from bench.drafting import Draft
-from bench.offline import Report, compared, with_lot
+from bench.offline import Report, compared, kernels_of, with_lot
 from bench.serving import Served
 from bench.session import Round, folders_of
 from bench.step_bytes import step_bytes
@@ -229,9 +229,23 @@ def test_states_are_moved_once_more_where_drafts_are_replayed():
 
 def test_kernels_side_by_side_are_busy_once_and_edges_cancel():
     few = Activity.of([("gemm", 0.0, 2.0), ("norm", 1.0, 3.0), ("Memcpy HtoD", 5.0, 6.0)])
-    assert few == Activity(2, 1, 4.0)
+    by_name = {"gemm": (1, 2.0), "norm": (1, 2.0), "Memcpy HtoD": (1, 1.0)}
+    assert few == Activity(2, 1, 4.0, by_name)
     many = Activity.of([("gemm", i, i + 0.5) for i in range(12)])
-    assert many.per_step(few, 5) == Activity(2.0, -0.2, 0.4)
+    step = many.per_step(few, 5)
+    assert step == Activity(2.0, -0.2, 0.4, {"gemm": (2.2, 0.8)})
+
+
+def test_the_kernels_that_take_the_most_time_are_named_first():
+    spans = [("short", 0.0, 0.1), ("long", 1.0, 3.0), ("often", 4.0, 4.5), ("often", 5.0, 5.5)]
+    found = Activity.of(spans)
+    assert list(found.longest(2)) == ["long", "often"]
+    longest = {name: list(each) for name, each in found.longest(2).items()}
+    assert kernels_of({"trace": {"longest": longest}}) == [
+        "      2000.0 us     1.0 x  long",
+        "      1000.0 us     2.0 x  often",
+    ]
+    assert kernels_of({"trace": None}) == []
 
 
 def test_only_the_devices_part_of_a_trace_counts():
