@@ -165,7 +165,7 @@ def _attend_kernel(
         seen = Seen(
             *(kv_ref, table_ref, window_ref, layer_ref[0], request, head, own, first, until)
         )
-        sums = sum_positions(q, seen, low, high, order.span, order, None)
+        sums = sum_positions(q, seen, low, high, order.span, order, None, alike=False)
         finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop)
 
 
@@ -183,7 +183,7 @@ def clear_padding(starts_ref, out_ref, head, turn, group, D, programs):
     lax.fori_loop(0, pl.cdiv(jnp.maximum(R - begin, 0), turns), clear, None)
 
 
-def sum_positions(q, seen, low, high, unit, order, store):
+def sum_positions(q, seen, low, high, unit, order, store, alike):
     """Sums the positions from low to high: tiles to splits, splits to units, and units to a whole.
 
     A unit is a span, or a split.
@@ -195,6 +195,8 @@ def sum_positions(q, seen, low, high, unit, order, store):
       unit: Positions of a unit.
       order: Of the sums.
       store: Called with the number of each unit and its sums, where there is no whole to be made.
+      alike: All lanes see the same positions: what one of them does not see is not read, and needs
+        no care.
     """
     tile, (lanes, D) = order.tile, q.shape
     begin = lax.div(low, tile)
@@ -202,6 +204,7 @@ def sum_positions(q, seen, low, high, unit, order, store):
     # The tiles that every row sees whole need no mask.
     whole = jnp.clip(pl.cdiv(jnp.max(seen.first), tile), begin, end)
     partly = jnp.clip(lax.div(jnp.min(seen.until), tile), whole, end)
+    bounds = (jnp.min(seen.first), jnp.max(seen.until)) if alike else None
     close = functools.partial(_close, end=end, unit=unit, order=order, store=store)
 
     def masked(i, sums):
@@ -214,12 +217,15 @@ def sum_positions(q, seen, low, high, unit, order, store):
         if page % tile == 0:
             pages, number = number, _page_of(seen, i + 1, tile)
         else:
-            pages = pltriton.load(seen.table_ref.at[seen.request, lax.div(position, page)])
-            pages = pages[:, None]
-        return number, close(i, (_add_whole(q, seen, position, pages, sums[0]), *sums[1:]))
+            column = jnp.minimum(lax.div(position, page), seen.table_ref.shape[1] - 1)
+            pages = pltriton.load(seen.table_ref.at[seen.request, column])[:, None]
+        added = _add_whole(q, seen, position, pages, sums[0], bounds)
+        return number, close(i, (added, *sums[1:]))
 
     nothing = Sums.nothing(lanes, D)
     sums = (Sums.nothing(lanes, D, order.ones), nothing, nothing)
+    if alike:
+        return lax.fori_loop(begin, end, unmasked, (_page_of(seen, begin, tile), sums))[1][2]
     sums = lax.fori_loop(begin, whole, masked, sums)
     # Of a tile within a page; asked for one tile ahead, so that its keys need not wait for it.
     _, sums = lax.fori_loop(whole, partly, unmasked, (_page_of(seen, whole, tile), sums))
@@ -243,14 +249,22 @@ def _load(seen, which, pages, position, **masked):
 _EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
 
 
-def _add_whole(q, seen, position, pages, sums):
-    """Adds a tile that every row sees whole."""
-    k = _load(seen, 0, pages, position)
+def _add_whole(q, seen, position, pages, sums, bounds):
+    """Adds a tile that every row sees whole; or, with bounds, what all see of it."""
+    is_seen, masked = None, {}
+    if bounds is not None:
+        is_seen = (position >= bounds[0]) & (position < bounds[1])
+        masked = {"mask": is_seen[:, None], "other": 0.0}
+    k = _load(seen, 0, pages, position, **masked)
     scores = pltriton.dot(q, k.T, **_EXACT) * (q.shape[1] ** -0.5 * LOG2_E)
+    if is_seen is not None:
+        scores = jnp.where(is_seen[None, :], scores, _NEGATIVE)
     highest = jnp.maximum(sums.peak, scores.max(axis=1))
-    v = _load(seen, 1, pages, position)
-    weights = jnp.exp2(scores - highest[:, None]).astype(v.dtype)
-    return _add(sums, highest, weights, v)
+    v = _load(seen, 1, pages, position, **masked)
+    weights = jnp.exp2(scores - highest[:, None])
+    if is_seen is not None:
+        weights = jnp.where(is_seen[None, :], weights, 0.0)
+    return _add(sums, highest, weights.astype(v.dtype), v)
 
 
 def _add_masked(q, seen, i, high, sums, order):

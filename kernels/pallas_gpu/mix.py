@@ -245,7 +245,7 @@ def _mix_kernel(
             sum_positions(
                 q.astype(projected_ref.dtype), Seen(*where, own, first, until),
                 jnp.maximum(share.low, share.mine), jnp.minimum(share.high, share.yours),
-                share.unit, order, store,
+                share.unit, order, store, alike=sizes.max_rows == 1 and order.nodes == 0,
             )  # fmt: skip
             _barrier(interpret)
             arrived = pltriton.atomic_add(arrivals_ref, (request, head), jnp.ones((), jnp.int32))

@@ -140,7 +140,7 @@ def _attend_kernel(
         q, k_at + head * D, v_at + head * D, table_at + request * columns, columns,
         window_at + own[:, None] * nodes, first, until, low, high, scale,
         out_at, out_at, out_at, place, row < stop, 0, 0, span,
-        D, k_heads, page, nodes, ones, split, tile, False,
+        D, k_heads, page, nodes, ones, split, tile, False, False,
     )  # fmt: skip
     gate_place = own.to(tl.int64) * ((2 * q_heads + 2 * k_heads) * D) + (2 * q_head + 1) * D
     finish(sums, total, gate_at, gate_place, out_at, place, row < stop, D, gated)
@@ -196,11 +196,13 @@ def sum_positions(
     split: tl.constexpr,
     tile: tl.constexpr,
     in_parts: tl.constexpr,
+    alike: tl.constexpr,
 ):
     """Sums the positions from low to high: tiles to splits, splits to units, and units to a whole.
 
     A unit is a span, or a split. With `in_parts` the units are stored, unit `base` first, `stride`
-    places apart, and the whole is nothing.
+    places apart, and the whole is nothing. Where all lanes see the same positions, `alike`, what
+    one of them does not see is not read, and needs no care.
     """
     lanes: tl.constexpr = q.shape[0]
     sums, peak, _ = no_sums(lanes, D)
@@ -212,6 +214,9 @@ def sum_positions(
     # The tiles that every row sees whole need no mask.
     whole = tl.minimum(tl.maximum(tl.cdiv(tl.max(first), tile), begin), end)
     partly = tl.minimum(tl.maximum(tl.min(until) // tile, whole), end)
+    seen_from, seen_until = tl.min(first), tl.max(until)
+    if alike:
+        whole, partly = begin, end
     for i in tl.range(begin, whole, num_stages=1):
         sums, peak, total = _add_masked(
             q, k_at, v_at, table_at, window_at, first, until, i, high, scale,
@@ -230,14 +235,25 @@ def sum_positions(
             pages = number
             number = tl.load(table_at + tl.minimum((i + 1) * tile // page, columns - 1))
         else:
-            pages = tl.load(table_at + position // page)
+            column = tl.minimum(position // page, columns - 1)
+            pages = tl.load(table_at + column)
         offset = ((pages.to(tl.int64) * page + position % page) * (k_heads * D))[:, None]
         offset += tl.arange(0, D)[None, :]
-        k, v = tl.load(k_at + offset), tl.load(v_at + offset)
+        if alike:
+            seen = (position >= seen_from) & (position < seen_until)
+            k = tl.load(k_at + offset, mask=seen[:, None], other=0.0)
+            v = tl.load(v_at + offset, mask=seen[:, None], other=0.0)
+        else:
+            k, v = tl.load(k_at + offset), tl.load(v_at + offset)
         # "ieee": float32 stays float32, no tf32
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if alike:
+            scores = tl.where(seen[None, :], scores, _NEGATIVE)
         highest = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
+        weights = tl.exp2(scores - highest[:, None])
+        if alike:
+            weights = tl.where(seen[None, :], weights, 0.0)
+        weights = weights.to(v.dtype)
         sums, peak, total = _add(sums, peak, total, highest, weights, v, ones)
         sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total = _close(
             i, end, sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total,

@@ -207,7 +207,7 @@ def _mix_kernel(
         window_at + own[:, None] * nodes, first, until,
         tl.maximum(low, mine), tl.minimum(high, yours), scale,
         sums_at, peaks_at, totals_at, place, row < stop, low // unit, num_rows * q_heads, unit,
-        D, k_heads, page, nodes, ones, split, tile, True,
+        D, k_heads, page, nodes, ones, split, tile, True, new_rows == 1 and nodes == 0,
     )  # fmt: skip
     tl.debug_barrier()
     if tl.atomic_add(arrivals_at + request * k_heads + head, 1, sem="acq_rel") == sharing - 1:

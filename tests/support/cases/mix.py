@@ -217,6 +217,10 @@ CASES = {
             half=True,
         ),
         "chains": partial(prompt_case, [(30, 34), (16, 17), (120, 127)], draft_from=(0, 16, 100)),
+        "one row a request": partial(
+            prompt_case, [(30, 31), (16, 17), (120, 121)], draft_from=(0, 16, 100)
+        ),
+        "one row, one position a page": partial(prompt_case, [(40, 41), (76, 77)], page=1),
         "blocks": partial(block_case, None, False, [60, 109, 31], [0, 100, 31]),
         "blocks of windows": partial(block_case, 12, True, [60, 109, 31], [0, 100, 10]),
     }.items()
