@@ -128,7 +128,9 @@ def _verify(
         machine, state, plan, program, trees, logits, rows, node, row_of, lengths
     )
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
-    path, counts = acceptance.walk(trees.tokens, trees.parents, walked, choices, shape.depth)
+    path, counts = acceptance.walk(
+        trees.tokens, trees.parents, walked, choices, shape.depth, program.is_chain
+    )
     failed = acceptance.failed(~is_finite[row_of], path) & is_row
     counts = jnp.where(is_row & ~failed, counts, 0)
     on_path = jnp.take_along_axis(row_of, path, axis=1)

@@ -132,7 +132,9 @@ def _verify(
     logits = model.logits(machine.model, passed.hidden)
     choices, is_finite = _choose(machine, plan, trees, logits, rows, node, row_of, lengths)
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
-    path, counts = acceptance.walk(trees.tokens, trees.parents, walked, choices, shape.depth)
+    path, counts = acceptance.walk(
+        trees.tokens, trees.parents, walked, choices, shape.depth, program.is_chain
+    )
     is_row = plan.slots != 0
     failed = acceptance.failed(~is_finite[row_of], path) & is_row
     counts = torch.where(is_row & ~failed, counts, 0)

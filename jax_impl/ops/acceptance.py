@@ -59,10 +59,18 @@ def walk(
     num_nodes: Int[jax.Array, " B"],
     choices: Int[jax.Array, "B N"],
     depth: int,
+    is_chain: bool = False,
 ) -> tuple[Int[jax.Array, "B W"], Int[jax.Array, " B"]]:
-    """Follows the target's choices from each root: the nodes on the way, and how many."""
+    """Follows the target's choices from each root: the nodes on the way, and how many.
+
+    The way down a chain is as long as its drafts are the choices.
+    """
     B, N = tokens.shape
-    numbers = jnp.arange(N)
+    numbers = jnp.arange(N, dtype=jnp.int32)
+    if is_chain:
+        is_next = (tokens[:, 1:] == choices[:, :-1]) & (numbers[1:] < num_nodes[:, None])
+        last = jnp.cumprod(is_next.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+        return jnp.minimum(numbers[: depth + 1], last[:, None]), last + 1
     is_draft = (numbers > 0) & (numbers < num_nodes[:, None])
     node, counts = jnp.zeros(B, jnp.int32), jnp.ones(B, jnp.int32)
     path = [node]

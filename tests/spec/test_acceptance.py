@@ -184,3 +184,15 @@ def test_implementations_reject_the_same(rule: str, implementation: Implementati
     # Float32 on both sides: only the order of the sum over the vocabulary differs.
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
     np.testing.assert_array_equal(ops.certain_law(tokens, 6), spec.certain_law(tokens, 6))
+
+
+@each_implementation
+@pytest.mark.parametrize("depth", [0, 1, 5])
+def test_a_chain_is_walked_without_its_parents(depth: int, implementation: Implementation) -> None:
+    ops, rng, B = implementation("acceptance"), np.random.default_rng(depth), 32
+    parents = np.tile(np.maximum(np.arange(depth + 1, dtype=np.int32) - 1, 0), (B, 1))
+    tokens, choices = rng.integers(0, 2, (2, B, depth + 1)).astype(np.int32)
+    num_nodes = rng.integers(1, depth + 2, B).astype(np.int32)
+    given = (tokens, parents, num_nodes, choices, depth)
+    for got, want in zip(ops.walk(*given, True), spec.walk(*given), strict=True):
+        np.testing.assert_array_equal(got, want)

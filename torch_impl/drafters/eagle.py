@@ -161,9 +161,10 @@ def grow(
     rank: Ranking,
     root_rows: int,
 ) -> Drafted:
-    can_draft, laws = draft_from < lengths, []
-    if first.processed is not None:
-        laws.append(first.processed)
+    if shape.width == 1:
+        bounds = (lengths, draft_from, max_drafts, page_table)
+        return _grow_chain(expand, first, newest, *bounds, shape.depth, rank, root_rows)
+    can_draft = draft_from < lengths
     found = [(first.tokens, first.weights, torch.zeros_like(first.tokens))]
     level = _first_level(first.tokens, first.weights, shape, root_rows)
     for s in range(1, shape.depth):
@@ -172,15 +173,60 @@ def grow(
         ranked = rank(logits.unflatten(0, level.tokens.shape), level.paths, s)
         parents, weights = draft_tree.children(level.numbers, level.weights, ranked.weights)
         found.append((ranked.ids.flatten(1), weights, parents))
-        if rank.is_sampled:
-            laws.append(ranked.processed)
         level = level.next(found[-1][0], weights, s, root_rows)
     tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     tokens, parents, num_nodes = draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
     )
-    processed = torch.stack(laws, dim=1) if laws else None
-    return Drafted(tokens, parents, num_nodes, processed)
+    return Drafted(tokens, parents, num_nodes, None)
+
+
+def _grow_chain(
+    expand: Expand,
+    first: First,
+    newest: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    draft_from: Int[Tensor, " B"],
+    max_drafts: Int[Tensor, " B"],
+    page_table: Int[Tensor, "B P"],
+    depth: int,
+    rank: Ranking,
+    root_rows: int,
+) -> Drafted:
+    """As `grow`: a chain's drafts lie in the order of their weights, so none is sorted away."""
+    B, device = len(newest), newest.device
+    can_draft, requests = draft_from < lengths, torch.arange(B, device=device)
+    row_starts, window = _row_starts(B, 1, device), can_draft.new_zeros(B, 0)
+    root = torch.where(can_draft, lengths, 0) + root_rows
+    tokens, laws = [first.tokens], [first.processed]  # of each place, or None
+    for s in range(1, depth):
+        place = root + (s - 1)
+        rows = Rows(
+            request=requests,
+            positions=place,
+            places=place,
+            first=draft_from,
+            until=torch.where(can_draft, place + 1, 0),
+            window=window,
+            is_real=can_draft,
+            page_table=page_table,
+            row_starts=row_starts,
+            most_rows=1,
+        )
+        logits = expand(rows, tokens[-1].flatten(), requests)
+        ranked = rank(logits[:, None], torch.cat(tokens, dim=1)[:, None], s)
+        tokens.append(ranked.ids[:, 0])
+        laws.append(ranked.processed)
+    processed = [law for law in laws if law is not None]
+    num_nodes = 1 + torch.where(can_draft, max_drafts.clamp(0, depth), 0)
+    node = torch.arange(depth + 1, dtype=torch.int32, device=device)
+    is_real = node < num_nodes[:, None]
+    return Drafted(
+        torch.where(is_real, torch.cat([newest[:, None], *tokens], dim=1), 0),
+        torch.where(is_real, (node - 1).clamp(min=0), 0),
+        num_nodes.int(),
+        torch.stack(processed, dim=1) if processed else None,
+    )
 
 
 def extend_rows(

@@ -59,8 +59,14 @@ def walk(
     num_nodes: Int[Tensor, " B"],
     choices: Int[Tensor, "B N"],
     depth: int,
+    is_chain: bool = False,
 ) -> tuple[Int[Tensor, "B W"], Int[Tensor, " B"]]:
+    """As the specification; the way down a chain is as long as its drafts are the choices."""
     number = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+    if is_chain:
+        is_next = (tokens[:, 1:] == choices[:, :-1]) & (number[1:] < num_nodes[:, None])
+        last = is_next.int().cumprod(dim=1, dtype=torch.int32).sum(dim=1, dtype=torch.int32)
+        return torch.minimum(number[: depth + 1], last[:, None]), last + 1
     is_draft = (number > 0) & (number < num_nodes[:, None])
     node, counts = torch.zeros_like(num_nodes), torch.ones_like(num_nodes)
     path = [node]

@@ -65,27 +65,40 @@ def tree_rows(
     is_chain: bool,
 ) -> tuple[Rows, Int[Tensor, " R"]]:
     """As the specification; the ancestors of a chain's nodes are known without its parents."""
-    row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
-    length = lengths[request]
-    if is_chain:
-        place = torch.arange(parents.shape[1], device=node.device)
-        depth, sees = node.int(), place <= node[:, None]
+    if parents.shape == (rows, 1):
+        row_starts, request, node, is_real = _flat_roots(rows, parents.device)
     else:
-        depth = draft_tree.depths(parents)[request, node]
-        sees = draft_tree.ancestors(parents)[request, node]
+        row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
+    length = lengths[request]
+    places = length + node.int()
+    if is_chain:
+        positions, until, window = places, places + 1, is_real.new_zeros(rows, 0)
+    else:
+        positions, until = length + draft_tree.depths(parents)[request, node], length
+        window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
     rows_of_trees = Rows(
         request=request,
-        positions=length + depth,
-        places=length + node.int(),
+        positions=positions,
+        places=places,
         first=torch.zeros_like(length),
-        until=torch.where(is_real, length, 0),
-        window=sees & is_real[:, None],
+        until=torch.where(is_real, until, 0),
+        window=window,
         is_real=is_real,
         page_table=page_table,
         row_starts=row_starts,
         most_rows=parents.shape[1],
     )
     return rows_of_trees, node
+
+
+def _flat_roots(
+    requests: int, device: torch.device
+) -> tuple[Int[Tensor, " B1"], Int[Tensor, " B"], Int[Tensor, " B"], Bool[Tensor, " B"]]:
+    """As `draft_tree.flatten` of trees of one node, in a fourth of the launches."""
+    starts = torch.arange(requests + 1, dtype=torch.int32, device=device)
+    request = torch.arange(requests, device=device)
+    is_real = torch.ones_like(request, dtype=torch.bool)
+    return starts, request, torch.zeros_like(request), is_real
 
 
 def write(

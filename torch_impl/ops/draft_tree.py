@@ -98,6 +98,8 @@ def request_of(
 def flat_rows(
     row_starts: Int[Tensor, " B1"], num_nodes: Int[Tensor, " B"], nodes: int
 ) -> Int[Tensor, "B N"]:
+    if nodes == 1:
+        return row_starts[:-1, None]
     node = torch.arange(nodes, dtype=torch.int32, device=num_nodes.device)
     return row_starts[:-1, None] + torch.where(node < num_nodes[:, None], node, 0)
 
