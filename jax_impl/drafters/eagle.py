@@ -222,12 +222,20 @@ class _Level(NamedTuple):
 
 
 class _Candidates(NamedTuple):
-    """What an expansion found: its k * k candidates, and what `Drafted` keeps of a sampled one."""
+    """What an expansion found: its k * k candidates."""
 
     tokens: Int[jax.Array, "B kk"]
     weights: Float[jax.Array, "B kk"]
     parents: Int[jax.Array, "B kk"]
-    processed: Float[jax.Array, "B vocab"] | None
+
+
+class _Link(NamedTuple):
+    """The end of a chain, as `_Level`."""
+
+    tokens: Int[jax.Array, " B"]
+    carried: Carried
+    paths: Int[jax.Array, "B 1 path"]
+    kv: KV
 
 
 def grow(
@@ -245,9 +253,11 @@ def grow(
 ) -> tuple[Drafted, KV]:
     """Grows trees from their first level; `root_rows` of the window are the root's."""
     B, k, S = len(newest), shape.width, shape.depth
+    if k == 1:
+        bounds = (lengths, draft_from, max_drafts, page_table)
+        return _grow_chain(expand, kv, first, newest, *bounds, S, rank, root_rows)
     can_draft = draft_from < lengths
-    found = [_Candidates(first.tokens, first.weights, jnp.zeros((B, k), jnp.int32), None)]
-    processed = [] if first.processed is None else [first.processed[:, None]]
+    found = [_Candidates(first.tokens, first.weights, jnp.zeros((B, k), jnp.int32))]
     if S > 1:
 
         def body(level: _Level, s: Int[jax.Array, ""]) -> tuple[_Level, _Candidates]:
@@ -265,16 +275,13 @@ def grow(
             ranked = rank(logits.reshape(B, k, -1), level.paths, s)
             parents, weights = draft_tree.children(level.numbers, level.weights, ranked.weights)
             ids = ranked.ids.reshape(B, k * k)
-            candidates = _Candidates(ids, weights, parents, ranked.processed)
+            candidates = _Candidates(ids, weights, parents)
             level = level._replace(carried=carried, kv=kv)
             return _next_level(level, candidates, s, root_rows, expand), candidates
 
         level = _first_level(expand, kv, first, shape, root_rows)
         level, levels = scan(body, level, jnp.arange(1, S, dtype=jnp.int32))
         kv = level.kv
-        if levels.processed is not None:
-            processed.append(jnp.moveaxis(levels.processed, 0, 1))
-            levels = levels._replace(processed=None)
         found.append(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1), levels))
     tokens, parents, num_nodes = draft_tree.keep_best(
         newest=newest,
@@ -285,8 +292,68 @@ def grow(
         has_relay=can_draft,
         nodes=shape.nodes,
     )
-    judged = jnp.concatenate(processed, axis=1) if processed else None
-    return Drafted(tokens, parents, num_nodes, judged), kv
+    return Drafted(tokens, parents, num_nodes, None), kv
+
+
+def _grow_chain(
+    expand: Expand,
+    kv: KV,
+    first: First,
+    newest: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    draft_from: Int[jax.Array, " B"],
+    max_drafts: Int[jax.Array, " B"],
+    page_table: Int[jax.Array, "B table"],
+    depth: int,
+    rank: Ranking,
+    root_rows: int,
+) -> tuple[Drafted, KV]:
+    """As `grow`: a chain's drafts lie in the order of their weights, so none is sorted away."""
+    B, can_draft = len(newest), draft_from < lengths
+    root = jnp.where(can_draft, lengths, 0) + root_rows
+    tokens = first.tokens
+    processed = [] if first.processed is None else [first.processed[:, None]]
+    if depth > 1:
+
+        def body(
+            end: _Link, s: Int[jax.Array, ""]
+        ) -> tuple[_Link, tuple[Int[jax.Array, " B"], Float[jax.Array, "B vocab"] | None]]:
+            place = root + s - 1
+            rows = Rows(
+                request=jnp.arange(B, dtype=jnp.int32),
+                positions=place,
+                places=place,
+                first=draft_from,
+                until=jnp.where(can_draft, place + 1, 0),
+                window=jnp.zeros((B, 0), bool),
+                is_real=can_draft,
+                page_table=page_table,
+                row_starts=jnp.arange(B + 1, dtype=jnp.int32),
+                most_rows=1,
+            )
+            logits, carried, kv = expand.run(rows, end.tokens, end.carried, end.kv)
+            ranked = rank(logits[:, None], end.paths, s)
+            token = ranked.ids[:, 0, 0]
+            is_own = jnp.arange(depth - 1) == s
+            paths = jnp.where(is_own, token[:, None, None], end.paths)
+            return _Link(token, carried, paths, kv), (token, ranked.processed)
+
+        paths = jnp.zeros((B, 1, depth - 1), jnp.int32).at[:, :, 0].set(tokens)
+        end = _Link(tokens[:, 0], expand.carried, paths, kv)
+        end, (more, laws) = scan(body, end, jnp.arange(1, depth, dtype=jnp.int32))
+        tokens, kv = jnp.concatenate([tokens, more.T], axis=1), end.kv
+        if laws is not None:
+            processed.append(jnp.moveaxis(laws, 0, 1))
+    num_nodes = 1 + jnp.where(can_draft, jnp.clip(max_drafts, 0, depth), 0)
+    node = jnp.arange(depth + 1, dtype=jnp.int32)
+    is_real = node < num_nodes[:, None]
+    drafted = Drafted(
+        jnp.where(is_real, jnp.concatenate([newest[:, None], tokens], axis=1), 0),
+        jnp.where(is_real, jnp.maximum(node - 1, 0), 0),
+        num_nodes,
+        jnp.concatenate(processed, axis=1) if processed else None,
+    )
+    return drafted, kv
 
 
 def _first_level(expand: Expand, kv: KV, first: First, shape: TreeShape, root_rows: int) -> _Level:
