@@ -34,6 +34,7 @@ class Kernels:
     linear: ModuleType
     mix: ModuleType
     sampling: ModuleType
+    slots: ModuleType
     tiles: Tiles
 
 
@@ -46,6 +47,7 @@ if jax.default_backend() == "gpu":
     from kernels.pallas_gpu import linear as linear_kernel
     from kernels.pallas_gpu import mix as mix_kernel
     from kernels.pallas_gpu import sampling as sampling_kernel
+    from kernels.pallas_gpu import slots as slots_kernel
 
     KERNELS = Kernels(
         attention=attention_kernel,
@@ -54,6 +56,7 @@ if jax.default_backend() == "gpu":
         linear=linear_kernel,
         mix=mix_kernel,
         sampling=sampling_kernel,
+        slots=slots_kernel,
         tiles=Tiles.load("pallas_gpu", jax.devices()[0].device_kind),
     )
 

@@ -1,8 +1,13 @@
-"""What a step leaves in the few numbers that a slot has; as `shared.spec.slots`."""
+"""What a step leaves in the few numbers that a slot has; as `shared.spec.slots`.
+
+On a GPU `commit` is a kernel; see `jax_impl.ops`.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Int
+
+from jax_impl.ops import Kernels, kernel_or_plain
 
 Slots = Int[jax.Array, " slots"]
 Counts = Int[jax.Array, "slots vocab"]
@@ -23,7 +28,7 @@ def count(
     return seen.at[places].add(2 * out.astype(seen.dtype))
 
 
-def commit(
+def plain_commit(
     lengths: Slots,
     newest: Slots,
     seen: Counts,
@@ -51,3 +56,24 @@ def commit(
     if draft_from is not None:
         draft_from = draft_from.at[slots].set(before + counts)
     return lengths, newest, seen, draft_from
+
+
+def kernel_commit(
+    kernels: Kernels,
+    lengths: Slots,
+    newest: Slots,
+    seen: Counts,
+    draft_from: Slots | None,
+    slots: Int[jax.Array, " B"],
+    before: Int[jax.Array, " B"],
+    tokens: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+    prompt_length: Int[jax.Array, " B"],
+) -> tuple[Slots, Slots, Counts, Slots | None]:
+    """As `plain_commit`."""
+    return kernels.slots.commit(
+        lengths, newest, seen, draft_from, slots, before, tokens, counts, prompt_length
+    )
+
+
+commit = kernel_or_plain(kernel_commit, plain_commit)

@@ -32,6 +32,7 @@ class Kernels:
     linear: ModuleType
     mix: ModuleType
     sampling: ModuleType
+    slots: ModuleType
     tiles: Tiles
 
 
@@ -44,6 +45,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import linear as linear_kernel
     from kernels.triton_gpu import mix as mix_kernel
     from kernels.triton_gpu import sampling as sampling_kernel
+    from kernels.triton_gpu import slots as slots_kernel
 
     KERNELS = Kernels(
         attention=attention_kernel,
@@ -52,6 +54,7 @@ if torch.cuda.is_available():
         linear=linear_kernel,
         mix=mix_kernel,
         sampling=sampling_kernel,
+        slots=slots_kernel,
         tiles=Tiles.load("triton_gpu", torch.cuda.get_device_name()),
     )
 

@@ -1,8 +1,13 @@
-"""As `shared.spec.slots`, in torch; the arrays of the slots are written in place."""
+"""As `shared.spec.slots`, in torch; the arrays of the slots are written in place.
+
+On a GPU `commit` is a kernel; see `torch_impl.ops`.
+"""
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+from torch_impl.ops import Kernels, kernel_or_plain
 
 
 def count(
@@ -21,7 +26,7 @@ def count(
     return seen
 
 
-def commit(
+def plain_commit(
     lengths: Int[Tensor, " slots"],
     newest: Int[Tensor, " slots"],
     seen: Int[Tensor, "slots vocab"],
@@ -48,3 +53,30 @@ def commit(
     if draft_from is not None:
         draft_from[slots] = before + counts
     return lengths, newest, seen, draft_from
+
+
+def kernel_commit(
+    kernels: Kernels,
+    lengths: Int[Tensor, " slots"],
+    newest: Int[Tensor, " slots"],
+    seen: Int[Tensor, "slots vocab"],
+    draft_from: Int[Tensor, " slots"] | None,
+    slots: Int[Tensor, " B"],
+    before: Int[Tensor, " B"],
+    tokens: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+    prompt_length: Int[Tensor, " B"],
+) -> tuple[
+    Int[Tensor, " slots"],
+    Int[Tensor, " slots"],
+    Int[Tensor, "slots vocab"],
+    Int[Tensor, " slots"] | None,
+]:
+
+    kernels.slots.commit(
+        lengths, newest, seen, draft_from, slots, before, tokens, counts, prompt_length
+    )
+    return lengths, newest, seen, draft_from
+
+
+commit = kernel_or_plain(kernel_commit, plain_commit)

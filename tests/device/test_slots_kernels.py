@@ -1,0 +1,83 @@
+"""The kernel that commits to the slots: on a GPU for real, elsewhere interpreted."""
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import jax_impl.ops.slots
+import torch_impl.ops.slots
+from shared.spec import slots as spec
+from tests.support.cases.slots import TABLE, commit_arguments
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+CASES = {str(case): case for case in TABLE if not case.is_large}
+CHANGED = ("lengths", "newest", "seen", "draft_from")
+
+
+def run_pallas(arguments: dict[str, Any]) -> list[np.ndarray]:
+    commit = partial(KERNELS["pallas"]["slots"].commit, interpret=INTERPRET)
+    given = {k: None if v is None else jnp.asarray(v) for k, v in arguments.items()}
+    found = jax.jit(commit, compiler_options=OPTIONS)(**given)
+    return [np.asarray(x) for x in found if x is not None]
+
+
+def run_triton(arguments: dict[str, Any]) -> list[np.ndarray]:
+    device = "cuda" if ON_GPU else "cpu"
+    given = {k: None if v is None else torch.tensor(v, device=device) for k, v in arguments.items()}
+    KERNELS["triton"]["slots"].commit(**given)
+    return [given[name].cpu().numpy() for name in CHANGED if given[name] is not None]
+
+
+@pytest.fixture(params=KERNELS)
+def run(request: pytest.FixtureRequest) -> Callable[[dict[str, Any]], list[np.ndarray]]:
+    return {"pallas": run_pallas, "triton": run_triton}[request.param]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_commits_as_the_specification(name: str, run) -> None:
+    for seed in range(5):
+        arguments = CASES[name].arguments(seed)
+        want = [x for x in spec.commit(**arguments) if x is not None]
+        for got, wanted in zip(run(arguments), want, strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_the_languages_have_one_signature() -> None:
+    specified = list(inspect.signature(spec.commit).parameters)
+    for modules in KERNELS.values():
+        names = inspect.signature(modules["slots"].commit).parameters
+        assert [n for n in names if n != "interpret"] == specified
+
+
+@pytest.mark.parametrize("W", [1, 3])
+def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(W: int, monkeypatch) -> None:
+    bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
+    ops = jax_impl.ops.slots
+    commit = jax_impl.ops.kernel_or_plain(ops.kernel_commit, ops.plain_commit)
+    given = commit_arguments(0, B=2, W=W, vocab=300, is_fed=False)
+    traced = jax.jit(commit).trace(**{k: jnp.asarray(v) for k, v in given.items()})
+    launched = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
+        for platform in ("cpu", "cuda")
+    }
+    assert launched == {"cpu": 0, "cuda": 1}
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+def test_torch_commits_by_the_kernel_on_a_gpu(monkeypatch) -> None:
+    bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
+    device = "cuda" if ON_GPU else "cpu"
+    arguments = commit_arguments(1, B=3, W=4, vocab=9, is_fed=True)
+    given = [None if v is None else torch.tensor(v, device=device) for v in arguments.values()]
+    found = torch_impl.ops.slots.kernel_commit(torch_impl.ops.KERNELS, *given)
+    for got, want in zip(found[:3], spec.commit(**arguments), strict=False):
+        np.testing.assert_array_equal(got.cpu().numpy(), want)
