@@ -53,7 +53,7 @@ matrix: venv
 # On a machine with an NVIDIA GPU: the kernels compiled instead of interpreted, and the promises of a
 # CPU on the GPU. EXTRAS="cuda13,dev" installs for one.
 gpu: venv
-	$(RUN) -m pytest -q tests/device/test_attention_kernels.py tests/bench/test_op.py $(ARGS)
+	$(RUN) -m pytest -q tests/device/test_*_kernels.py tests/bench/test_op.py $(ARGS)
 	$(RUN) -m pytest -q -m gpu tests/device $(ARGS)
 
 # The cases of OP on both sides, beside their bytes limit; ARGS="--out FILE" keeps them.
