@@ -72,7 +72,6 @@ def kernel_commit(
     Int[Tensor, "slots vocab"],
     Int[Tensor, " slots"] | None,
 ]:
-
     kernels.slots.commit(
         lengths, newest, seen, draft_from, slots, before, tokens, counts, prompt_length
     )
