@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.layers import angles, attention_layer, write_keys
 from jax_impl.model import Forward, Model, logits
-from jax_impl.ops import linear, scan
+from jax_impl.ops import draft_tree, linear, scan
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
 from jax_impl.ops.linear import Matrix, normed_product, product
@@ -70,7 +70,7 @@ class BlockDrafter(NamedTuple):
         hidden, kv = fill(self.weights, embed, newest, rows, memory.kv)
         scores = logits(self.target, hidden[:, 1:].reshape(-1, hidden.shape[2]))
         drafts, processed = choose(scores.reshape(len(newest), block.size - 1, -1), rank)
-        tokens, parents, num_nodes = chains(
+        tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
         return Drafted(tokens, parents, num_nodes, processed), memory._replace(kv=kv)
@@ -181,19 +181,3 @@ def choose(
     slots = (jnp.arange(S, dtype=jnp.int32), jnp.moveaxis(logits, 1, 0))
     drafts, processed = scan(body, jnp.zeros((B, 1, S), jnp.int32), slots)
     return drafts[:, 0], jnp.moveaxis(processed, 0, 1)
-
-
-def chains(
-    drafts: Int[jax.Array, "B S"],
-    newest: Int[jax.Array, " B"],
-    max_drafts: Int[jax.Array, " B"],
-    can_draft: Bool[jax.Array, " B"],
-) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """The first `max_drafts` drafts of each request, none where it cannot, below its root."""
-    S = drafts.shape[1]
-    num_drafts = jnp.where(can_draft, jnp.clip(max_drafts, 0, S), 0)
-    slot = jnp.arange(S, dtype=jnp.int32)
-    is_real = slot < num_drafts[:, None]
-    tokens = jnp.concatenate([newest[:, None], jnp.where(is_real, drafts, 0)], axis=1)
-    parents = jnp.pad(jnp.where(is_real, slot, 0), ((0, 0), (1, 0)))
-    return tokens, parents, (1 + num_drafts).astype(jnp.int32)

@@ -309,28 +309,15 @@ def _grow_chain(
     root_rows: int,
 ) -> tuple[Drafted, KV]:
     """As `grow`: a chain's drafts lie in the order of their weights, so none is sorted away."""
-    B, can_draft = len(newest), draft_from < lengths
-    root = jnp.where(can_draft, lengths, 0) + root_rows
-    tokens = first.tokens
+    B, can_draft, tokens = len(newest), draft_from < lengths, first.tokens
     processed = [] if first.processed is None else [first.processed[:, None]]
     if depth > 1:
 
         def body(
             end: _Link, s: Int[jax.Array, ""]
         ) -> tuple[_Link, tuple[Int[jax.Array, " B"], Float[jax.Array, "B vocab"] | None]]:
-            place = root + s - 1
-            rows = Rows(
-                request=jnp.arange(B, dtype=jnp.int32),
-                positions=place,
-                places=place,
-                first=draft_from,
-                until=jnp.where(can_draft, place + 1, 0),
-                window=jnp.zeros((B, 0), bool),
-                is_real=can_draft,
-                page_table=page_table,
-                row_starts=jnp.arange(B + 1, dtype=jnp.int32),
-                most_rows=1,
-            )
+            place = lengths + root_rows + s - 1
+            rows = extend_rows(place, can_draft.astype(jnp.int32), draft_from, page_table, 0)
             logits, carried, kv = expand.run(rows, end.tokens, end.carried, end.kv)
             ranked = rank(logits[:, None], end.paths, s)
             token = ranked.ids[:, 0, 0]
@@ -344,16 +331,8 @@ def _grow_chain(
         tokens, kv = jnp.concatenate([tokens, more.T], axis=1), end.kv
         if laws is not None:
             processed.append(jnp.moveaxis(laws, 0, 1))
-    num_nodes = 1 + jnp.where(can_draft, jnp.clip(max_drafts, 0, depth), 0)
-    node = jnp.arange(depth + 1, dtype=jnp.int32)
-    is_real = node < num_nodes[:, None]
-    drafted = Drafted(
-        jnp.where(is_real, jnp.concatenate([newest[:, None], tokens], axis=1), 0),
-        jnp.where(is_real, jnp.maximum(node - 1, 0), 0),
-        num_nodes,
-        jnp.concatenate(processed, axis=1) if processed else None,
-    )
-    return drafted, kv
+    chains = draft_tree.chains(tokens, newest, max_drafts, can_draft)
+    return Drafted(*chains, jnp.concatenate(processed, axis=1) if processed else None), kv
 
 
 def _first_level(expand: Expand, kv: KV, first: First, shape: TreeShape, root_rows: int) -> _Level:

@@ -87,6 +87,22 @@ def keep_best(
     )
 
 
+def chains(
+    drafts: Int[jax.Array, "B S"],
+    newest: Int[jax.Array, " B"],
+    max_drafts: Int[jax.Array, " B"],
+    can_draft: Bool[jax.Array, " B"],
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """The first `max_drafts` drafts of each request, none where it cannot, below its root."""
+    S = drafts.shape[1]
+    num_drafts = jnp.where(can_draft, jnp.clip(max_drafts, 0, S), 0)
+    slot = jnp.arange(S, dtype=jnp.int32)
+    is_real = slot < num_drafts[:, None]
+    tokens = jnp.concatenate([newest[:, None], jnp.where(is_real, drafts, 0)], axis=1)
+    parents = jnp.pad(jnp.where(is_real, slot, 0), ((0, 0), (1, 0)))
+    return tokens, parents, (1 + num_drafts).astype(jnp.int32)
+
+
 def flatten(
     num_nodes: Int[jax.Array, " B"], rows: int
 ) -> tuple[

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
-from shared.spec import layers, linear, model
+from shared.spec import draft_tree, layers, linear, model
 from shared.spec.attention import Rows
 from shared.spec.eagle import HeadWeights
 from shared.spec.linear import Matrix, Stream
@@ -123,24 +123,6 @@ def fill(
     return out.reshape(len(newest), block.size, -1), kv
 
 
-def chains(
-    drafts: Int[np.ndarray, "B S"],
-    newest: Int[np.ndarray, " B"],
-    max_drafts: Int[np.ndarray, " B"],
-    has_context: Bool[np.ndarray, " B"],
-) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
-    """The draft tree of each request: its first `max_drafts` drafts, none without context."""
-    S = drafts.shape[1]
-    num_drafts = np.where(has_context, np.clip(max_drafts, 0, S), 0)
-    is_real = np.arange(S) < num_drafts[:, None]
-    parents = np.where(is_real, np.arange(S), 0)
-    return (
-        np.concatenate([newest[:, None], np.where(is_real, drafts, 0)], axis=1).astype(np.int32),
-        np.concatenate([np.zeros_like(parents[:, :1]), parents], axis=1).astype(np.int32),
-        (1 + num_drafts).astype(np.int32),
-    )
-
-
 @dataclass(frozen=True)
 class Drafter:
     """A DFlash head bound to its weights and its target's."""
@@ -190,4 +172,4 @@ class Drafter:
         for slot in range(1, config.block.size):
             chosen = choose(model.logits(self.target, hidden[:, slot]), drafts)
             drafts = np.concatenate([drafts, chosen[:, None]], axis=1)
-        return chains(drafts, newest, max_drafts, draft_from < lengths)
+        return draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)

@@ -199,6 +199,24 @@ def keep_best(
     )
 
 
+def chains(
+    drafts: Int[np.ndarray, "B S"],
+    newest: Int[np.ndarray, " B"],
+    max_drafts: Int[np.ndarray, " B"],
+    can_draft: Bool[np.ndarray, " B"],
+) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
+    """Lays the first `max_drafts` drafts of each request, none where it cannot, below its root."""
+    S = drafts.shape[1]
+    num_drafts = np.where(can_draft, np.clip(max_drafts, 0, S), 0)
+    is_real = np.arange(S) < num_drafts[:, None]
+    parents = np.where(is_real, np.arange(S), 0)
+    return (
+        np.concatenate([newest[:, None], np.where(is_real, drafts, 0)], axis=1).astype(np.int32),
+        np.concatenate([np.zeros_like(parents[:, :1]), parents], axis=1).astype(np.int32),
+        (1 + num_drafts).astype(np.int32),
+    )
+
+
 def flatten(
     num_nodes: Int[np.ndarray, " B"], rows: int
 ) -> tuple[

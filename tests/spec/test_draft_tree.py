@@ -246,3 +246,24 @@ def test_implementations_lay_rows_out_alike(
 def same(got: tuple[np.ndarray, ...], want: tuple[np.ndarray, ...]) -> None:
     for g, w in zip(got, want, strict=True):
         np.testing.assert_array_equal(g, w)
+
+
+def test_a_chain_has_the_first_drafts_of_a_request_that_can_draft() -> None:
+    drafts, newest = np.array([[4, 5, 6]] * 3, np.int32), np.array([1, 2, 3], np.int32)
+    limits, can_draft = np.array([9, 2, 9], np.int32), np.array([True, True, False])
+    tokens, parents, num_nodes = spec.chains(drafts, newest, limits, can_draft)
+    assert tokens.tolist() == [[1, 4, 5, 6], [2, 4, 5, 0], [3, 0, 0, 0]]
+    assert parents.tolist() == [[0, 0, 1, 2], [0, 0, 1, 0], [0, 0, 0, 0]]
+    assert num_nodes.tolist() == [4, 3, 1]
+
+
+@each_implementation
+def test_implementations_lay_the_same_chains(implementation: Implementation) -> None:
+    rng, B, S = np.random.default_rng(4), 16, 5
+    drafts = rng.integers(0, 99, (B, S)).astype(np.int32)
+    newest, limits = rng.integers(0, S + 3, (2, B)).astype(np.int32)
+    given = (drafts, newest, limits, rng.random(B) < 0.7)
+    for got, want in zip(
+        implementation("draft_tree").chains(*given), spec.chains(*given), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.drafts.block import BlockConfig
@@ -13,7 +13,7 @@ from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.layers import Pools, angles, attention_layer, rotary_frequencies, write_keys
 from torch_impl.model import Forward, Model, logits
-from torch_impl.ops import linear
+from torch_impl.ops import draft_tree, linear
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
 from torch_impl.ops.linear import normed_product, product
@@ -79,7 +79,7 @@ class BlockDrafter:
         hidden = fill(self.weights, embed, self.frequencies, newest, rows, kv)[:, 1:]
         scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, block.size - 1))
         drafts, processed = choose(scores, rank)
-        tokens, parents, num_nodes = chains(
+        tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
         return Drafted(tokens, parents, num_nodes, processed)
@@ -184,18 +184,3 @@ def choose(
         drafts = torch.cat([drafts, ranked.ids], dim=2)
         found.append(ranked.processed)
     return drafts[:, 0], torch.stack(found, dim=1)
-
-
-def chains(
-    drafts: Int[Tensor, "B S"],
-    newest: Int[Tensor, " B"],
-    max_drafts: Int[Tensor, " B"],
-    can_draft: Bool[Tensor, " B"],
-) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
-    S = drafts.shape[1]
-    num_drafts = torch.where(can_draft, max_drafts.clamp(0, S), 0)
-    slot = torch.arange(S, dtype=torch.int32, device=drafts.device)
-    is_real = slot < num_drafts[:, None]
-    tokens = torch.cat([newest[:, None], torch.where(is_real, drafts, 0)], dim=1)
-    parents = torch.cat([torch.zeros_like(newest)[:, None], torch.where(is_real, slot, 0)], dim=1)
-    return tokens, parents, 1 + num_drafts

@@ -194,39 +194,18 @@ def _grow_chain(
     root_rows: int,
 ) -> Drafted:
     """As `grow`: a chain's drafts lie in the order of their weights, so none is sorted away."""
-    B, device = len(newest), newest.device
-    can_draft, requests = draft_from < lengths, torch.arange(B, device=device)
-    row_starts, window = _row_starts(B, 1, device), can_draft.new_zeros(B, 0)
-    root = torch.where(can_draft, lengths, 0) + root_rows
+    can_draft = draft_from < lengths
     tokens, laws = [first.tokens], [first.processed]  # of each place, or None
     for s in range(1, depth):
-        place = root + (s - 1)
-        rows = Rows(
-            request=requests,
-            positions=place,
-            places=place,
-            first=draft_from,
-            until=torch.where(can_draft, place + 1, 0),
-            window=window,
-            is_real=can_draft,
-            page_table=page_table,
-            row_starts=row_starts,
-            most_rows=1,
-        )
-        logits = expand(rows, tokens[-1].flatten(), requests)
+        place = lengths + (root_rows + s - 1)
+        rows = extend_rows(place, can_draft.int(), draft_from, page_table, 0)
+        logits = expand(rows, tokens[-1].flatten(), rows.request)
         ranked = rank(logits[:, None], torch.cat(tokens, dim=1)[:, None], s)
         tokens.append(ranked.ids[:, 0])
         laws.append(ranked.processed)
     processed = [law for law in laws if law is not None]
-    num_nodes = 1 + torch.where(can_draft, max_drafts.clamp(0, depth), 0)
-    node = torch.arange(depth + 1, dtype=torch.int32, device=device)
-    is_real = node < num_nodes[:, None]
-    return Drafted(
-        torch.where(is_real, torch.cat([newest[:, None], *tokens], dim=1), 0),
-        torch.where(is_real, (node - 1).clamp(min=0), 0),
-        num_nodes.int(),
-        torch.stack(processed, dim=1) if processed else None,
-    )
+    chains = draft_tree.chains(torch.cat(tokens, dim=1), newest, max_drafts, can_draft)
+    return Drafted(*chains, torch.stack(processed, dim=1) if processed else None)
 
 
 def extend_rows(
@@ -237,16 +216,14 @@ def extend_rows(
     depth: int,
 ) -> Rows:
     B, W = len(lengths), depth + 1
-    place = torch.arange(B * W, dtype=torch.int32, device=lengths.device)
-    request = torch.div(place, W, rounding_mode="floor").long()
-    step = place - request * W
-    is_real = step < counts[request]
-    positions = torch.where(is_real, lengths[request] + step, 0)
+    step = torch.arange(W, dtype=torch.int32, device=lengths.device)
+    is_real = (step < counts[:, None]).flatten()
+    positions = torch.where(is_real, (lengths[:, None] + step).flatten(), 0)
     return Rows(
-        request=request,
+        request=torch.arange(B, device=lengths.device)[:, None].expand(B, W).flatten(),
         positions=positions,
         places=positions,
-        first=draft_from[request],
+        first=draft_from[:, None].expand(B, W).flatten(),
         until=torch.where(is_real, positions + 1, 0),
         window=is_real.new_zeros(B * W, 0),
         is_real=is_real,

@@ -73,6 +73,21 @@ def keep_best(
     )
 
 
+def chains(
+    drafts: Int[Tensor, "B S"],
+    newest: Int[Tensor, " B"],
+    max_drafts: Int[Tensor, " B"],
+    can_draft: Bool[Tensor, " B"],
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
+    S = drafts.shape[1]
+    num_drafts = torch.where(can_draft, max_drafts.clamp(0, S), 0)
+    slot = torch.arange(S, dtype=torch.int32, device=drafts.device)
+    is_real = slot < num_drafts[:, None]
+    tokens = torch.cat([newest[:, None], torch.where(is_real, drafts, 0)], dim=1)
+    parents = torch.cat([torch.zeros_like(newest)[:, None], torch.where(is_real, slot, 0)], dim=1)
+    return tokens, parents, 1 + num_drafts
+
+
 def flatten(
     num_nodes: Int[Tensor, " B"], rows: int
 ) -> tuple[Int[Tensor, " B1"], Int[Tensor, " R"], Int[Tensor, " R"], Bool[Tensor, " R"]]:
