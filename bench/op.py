@@ -7,6 +7,11 @@ call finds its own in a GPU's cache. Beside the time stands the bytes limit: wha
 and write, at the rate that a large copy reaches on the same device. On a GPU an operation is the
 kernel that `ops` has bound, and every case runs; elsewhere it is plain, and small cases run. Each
 line is printed, and the file written, as soon as it is known.
+
+    python -m bench.op mix --cases "32 x" --tiles '{}' '{"stages": 2}' '{"stages": 2, "splits": 4}'
+
+finds tiles for a GPU (`kernels/tiles.py`): the cases whose name has the text, with those of the
+GPU's file and with some of them replaced.
 """
 
 import argparse
@@ -20,12 +25,13 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.op_sides import SIDES, Side, rounds_for
+from bench.op_sides import SIDES, Changes, Side, rounds_for
 from tests.support.op_case import TOLERANCE, OpCase, table, tables
 
 # More than the cache of any GPU so far (50 MiB on an H200).
@@ -86,7 +92,7 @@ class Report:
             hashes.setdefault(f"{line['function']}, {line['case']}", []).append(line["bits"])
         equal = {case: len(set(all_)) == 1 for case, all_ in hashes.items() if len(all_) > 1}
         self.found["bits_equal"] = equal
-        self.say("\n".join(f"bits equal on both sides, {case}: {equal[case]}" for case in equal))
+        self.say("\n".join(f"bits equal in all lines, {case}: {equal[case]}" for case in equal))
 
     @property
     def wrong(self) -> list[Line]:
@@ -94,7 +100,7 @@ class Report:
         return [line for line in self.found["results"] if not line["is_right"]]
 
 
-def measure(side: Side, case: OpCase, copy_rate: float) -> Line:
+def measure(side: Side, case: OpCase, tiles: Changes, copy_rate: float) -> Line:
     """Compares one case with the specification and times it: the median of seven."""
     arguments, operation = case.arguments(seed=0), side.operation(case)
     results = side.run(operation, side.placed(case, arguments))
@@ -107,6 +113,7 @@ def measure(side: Side, case: OpCase, copy_rate: float) -> Line:
         "function": case.function,
         "case": case.name,
         "dtype": case.dtype,
+        "tiles": dict(tiles),
         "error": error,
         "is_right": error <= TOLERANCE[case.dtype],
         "bits": _hash(case, arguments, results),
@@ -138,7 +145,8 @@ def line_of(line: Line) -> str:
     cells = f"{line['side']:7}{name:40}{line['dtype']:10}{line['error']:9.1e}{line['us']:10.1f}"
     cells += f"{line['limit_us']:10.2f}{line['gigabytes_per_s']:8.1f}"
     share = line["limit_us"] / line["us"]
-    return f"{cells}{share:7.0%}" + ("" if line["is_right"] else "  WRONG")
+    tiles = "".join(f"  {name} {value}" for name, value in line["tiles"].items())
+    return f"{cells}{share:7.0%}{tiles}" + ("" if line["is_right"] else "  WRONG")
 
 
 def run(arguments: argparse.Namespace, command: str) -> Report:
@@ -149,9 +157,10 @@ def run(arguments: argparse.Namespace, command: str) -> Report:
         with side.with_ops(arguments.ops):
             rate = side.copy_rate()
             report.add_side(side, rate)
-            for case in _cases(arguments, side):
-                if report.may_begin(side, case):
-                    report.add(measure(side, case, rate))
+            for case, tiles in product(_cases(arguments, side), arguments.tiles):
+                with side.with_tiles(case.op, tiles):
+                    if report.may_begin(side, case):
+                        report.add(measure(side, case, tiles, rate))
         side.release()
     report.compare_sides()
     return report
@@ -159,7 +168,7 @@ def run(arguments: argparse.Namespace, command: str) -> Report:
 
 def _cases(arguments: argparse.Namespace, side: Side) -> list[OpCase]:
     sizes = arguments.sizes or (["small", "large"] if side.is_gpu else ["small"])
-    cases = table(arguments.name)
+    cases = [case for case in table(arguments.name) if arguments.cases in str(case)]
     return [case for case in cases if ("large" if case.is_large else "small") in sizes]
 
 
@@ -170,6 +179,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--sizes", nargs="+", choices=("small", "large"))
+    parser.add_argument("--cases", default="", help="text that the names of all have")
+    changes = "JSON: tiles that replace those of the GPU's file"
+    parser.add_argument("--tiles", nargs="+", type=json.loads, default=[{}], help=changes)
     parser.add_argument("--ops", choices=("bound", "plain"), default="bound")
     parser.add_argument("--seconds", type=float, default=300, help="begin no case after that long")
     return parser

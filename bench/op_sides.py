@@ -10,9 +10,9 @@ import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -21,11 +21,14 @@ from typing import Any
 
 import numpy as np
 
+from kernels.tiles import Table
 from tests.support.implementations import mapped, to_jax, to_numpy, to_torch
 from tests.support.op_case import Arguments, OpCase, as_list
 
 Placed = list[Any]
 """The arguments of an operation in its order: arrays on the device, numbers, records of both."""
+Changes = Mapping[str, int]
+"""Fields of tiles, and what they are instead."""
 Timer = Callable[[int], float]
 """Seconds of one call, from a number of rounds over all sets of arguments."""
 
@@ -74,6 +77,25 @@ class Side(ABC):
     def with_ops(self, ops: str) -> AbstractContextManager[None]:
         """Within it the operations are `plain`, or what `ops` has bound."""
         return self._ops.plain() if ops == "plain" else nullcontext()
+
+    @contextmanager
+    def with_tiles(self, op: str, changes: Changes) -> Iterator[None]:
+        """Within it a module's kernels have the tiles of the GPU's file, and some of them changed.
+
+        Raises:
+          ValueError: There are tiles to change and no kernels here that have any.
+        """
+        bound = self._ops.KERNELS
+        if changes and (bound is None or not hasattr(bound.tiles, op)):
+            raise ValueError(f"{op} has no tiles on {self.device}")
+        if changes:
+            lines = getattr(bound.tiles, op).lines
+            table = Table(tuple(replace(x, tiles=replace(x.tiles, **changes)) for x in lines))
+            self._ops.KERNELS = replace(bound, tiles=replace(bound.tiles, **{op: table}))
+        try:
+            yield
+        finally:
+            self._ops.KERNELS = bound
 
     def operation(self, case: OpCase) -> Operation:
         """What a case calls."""

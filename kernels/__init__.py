@@ -9,7 +9,7 @@ The two languages give the same bits where these are equal in both files of an o
 - sums over lanes: by the matrix unit or of whole numbers, never of floats by a reduction, whose
   order follows the warps;
 - logarithms: those of `noise`, never a library's;
-- the constants (`HEAD_SIZES`, `_LOG2_E`, `_NEGATIVE`) and `exp2`, never `exp`;
+- the constants (`HEAD_SIZES`, `_LOG2_E`, `NEGATIVE`) and `exp2`, never `exp`;
 - the compiler: products in float32 stay float32 (`HIGHEST`, `ieee`), and Triton is kept from fusing
   a product with a sum, which XLA's Triton does not do.
 

@@ -104,7 +104,7 @@ def kernel_mix(
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
     pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
-    if pairs > kernels.mix.MOST_LANES:
+    if pairs > kernels.mix.MOST_LANES or rows.window.shape[1] > kernels.mix.MOST_NODES:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
         gate = qkv if heads.gated else None
         tiles = kernels.tiles.attention.of(item_bytes=item_bytes, rows=pairs)

@@ -23,7 +23,7 @@ HEAD_SIZES = (16, 32, 64, 128, 256)
 """Powers of two, at least the fewest columns that a matrix unit takes."""
 
 LOG2_E = 1.4426950408889634
-_NEGATIVE = -1e30  # finite, since -inf minus -inf is NaN where a row sees nothing
+NEGATIVE = -1e30  # finite, since -inf minus -inf is NaN where a row sees nothing
 
 
 def attend(
@@ -108,7 +108,7 @@ class Sums(NamedTuple):
     def nothing(cls, lanes, D, *ones):
         """Over no position; within a split the weights have columns of ones."""
         values = jnp.zeros((lanes, D), jnp.float32)
-        peak = jnp.full((lanes,), _NEGATIVE, jnp.float32)
+        peak = jnp.full((lanes,), NEGATIVE, jnp.float32)
         return cls(values, peak, jnp.zeros((lanes, *ones), jnp.float32))
 
 
@@ -165,7 +165,7 @@ def _attend_kernel(
         seen = Seen(
             *(kv_ref, table_ref, window_ref, layer_ref[0], request, head, own, first, until)
         )
-        sums = sum_positions(q, seen, low, high, order.span, order, None, alike=False)
+        sums = _sum_positions(q, seen, low, high, order)
         finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop)
 
 
@@ -183,20 +183,14 @@ def clear_padding(starts_ref, out_ref, head, turn, group, D, programs):
     lax.fori_loop(0, pl.cdiv(jnp.maximum(R - begin, 0), turns), clear, None)
 
 
-def sum_positions(q, seen, low, high, unit, order, store, alike):
-    """Sums the positions from low to high: tiles to splits, splits to units, and units to a whole.
-
-    A unit is a span, or a split.
+def _sum_positions(q, seen, low, high, order):
+    """Sums the positions from low to high: tiles to splits, splits to spans, and spans to a whole.
 
     Args:
       q: Queries of the program's lanes.
       seen: What they see.
       low, high: Of the positions.
-      unit: Positions of a unit.
       order: Of the sums.
-      store: Called with the number of each unit and its sums, where there is no whole to be made.
-      alike: All lanes see the same positions: what one of them does not see is not read, and needs
-        no care.
     """
     tile, (lanes, D) = order.tile, q.shape
     begin = lax.div(low, tile)
@@ -204,41 +198,43 @@ def sum_positions(q, seen, low, high, unit, order, store, alike):
     # The tiles that every row sees whole need no mask.
     whole = jnp.clip(pl.cdiv(jnp.max(seen.first), tile), begin, end)
     partly = jnp.clip(lax.div(jnp.min(seen.until), tile), whole, end)
-    bounds = (jnp.min(seen.first), jnp.max(seen.until)) if alike else None
-    close = functools.partial(_close, end=end, unit=unit, order=order, store=store)
 
     def masked(i, sums):
-        return close(i, (_add_masked(q, seen, i, high, sums[0], order), *sums[1:]))
+        return _close(i, (_add_masked(q, seen, i, high, sums[0], order), *sums[1:]), end, order)
 
     def unmasked(i, carry):
         number, sums = carry
-        position = i * tile + lax.iota(jnp.int32, tile)
-        page = seen.kv_ref.shape[3]
-        if page % tile == 0:
-            pages, number = number, _page_of(seen, i + 1, tile)
-        else:
-            column = jnp.minimum(lax.div(position, page), seen.table_ref.shape[1] - 1)
-            pages = pltriton.load(seen.table_ref.at[seen.request, column])[:, None]
-        added = _add_whole(q, seen, position, pages, sums[0], bounds)
-        return number, close(i, (added, *sums[1:]))
+        position, pages, number = pages_of(seen, number, i, tile)
+        added = _add_whole(q, seen, position, pages, sums[0])
+        return number, _close(i, (added, *sums[1:]), end, order)
 
     nothing = Sums.nothing(lanes, D)
     sums = (Sums.nothing(lanes, D, order.ones), nothing, nothing)
-    if alike:
-        return lax.fori_loop(begin, end, unmasked, (_page_of(seen, begin, tile), sums))[1][2]
     sums = lax.fori_loop(begin, whole, masked, sums)
-    # Of a tile within a page; asked for one tile ahead, so that its keys need not wait for it.
-    _, sums = lax.fori_loop(whole, partly, unmasked, (_page_of(seen, whole, tile), sums))
+    _, sums = lax.fori_loop(whole, partly, unmasked, (page_of(seen, whole, tile), sums))
     return lax.fori_loop(partly, end, masked, sums)[2]
 
 
-def _page_of(seen, i, tile):
-    """The page of a tile, or of the last one."""
+def page_of(seen, i, tile):
+    """The page in which a tile begins."""
     column = lax.div(i * tile, seen.kv_ref.shape[3])
     return seen.table_ref[seen.request, jnp.minimum(column, seen.table_ref.shape[1] - 1)]
 
 
-def _load(seen, which, pages, position, **masked):
+def pages_of(seen, number, i, tile):
+    """A tile's positions and their pages, and the page of the next tile.
+
+    A page of whole tiles is asked for one tile ahead, so that its keys need not wait for it.
+    """
+    position, page = i * tile + lax.iota(jnp.int32, tile), seen.kv_ref.shape[3]
+    if page % tile == 0:
+        return position, number, page_of(seen, i + 1, tile)
+    column = jnp.minimum(lax.div(position, page), seen.table_ref.shape[1] - 1)
+    pages = pltriton.load(seen.table_ref.at[seen.request, column])[:, None]
+    return position, pages, number
+
+
+def load_rows(seen, which, pages, position, **masked):
     """Keys (0) or values (1) of some positions."""
     *_, page, _, D = seen.kv_ref.shape
     where = (seen.layer, which, pages, lax.rem(position, page)[:, None], seen.head)
@@ -246,25 +242,22 @@ def _load(seen, which, pages, position, **masked):
     return pltriton.load(seen.kv_ref.at[(*where, column)], **masked)
 
 
-_EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
+EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
 
 
-def _add_whole(q, seen, position, pages, sums, bounds):
-    """Adds a tile that every row sees whole; or, with bounds, what all see of it."""
-    is_seen, masked = None, {}
-    if bounds is not None:
-        is_seen = (position >= bounds[0]) & (position < bounds[1])
-        masked = {"mask": is_seen[:, None], "other": 0.0}
-    k = _load(seen, 0, pages, position, **masked)
-    scores = pltriton.dot(q, k.T, **_EXACT) * (q.shape[1] ** -0.5 * LOG2_E)
-    if is_seen is not None:
-        scores = jnp.where(is_seen[None, :], scores, _NEGATIVE)
+def _add_whole(q, seen, position, pages, sums):
+    """Adds a tile that every row sees whole."""
+    k = load_rows(seen, 0, pages, position)
+    scores = scores_of(q, k)
     highest = jnp.maximum(sums.peak, scores.max(axis=1))
-    v = _load(seen, 1, pages, position, **masked)
-    weights = jnp.exp2(scores - highest[:, None])
-    if is_seen is not None:
-        weights = jnp.where(is_seen[None, :], weights, 0.0)
-    return _add(sums, highest, weights.astype(v.dtype), v)
+    v = load_rows(seen, 1, pages, position)
+    weights = jnp.exp2(scores - highest[:, None]).astype(v.dtype)
+    return add_tile(sums, highest, weights, v)
+
+
+def scores_of(q, k):
+    """Scores of a tile's keys, by which 2 is raised."""
+    return pltriton.dot(q, k.T, **EXACT) * (q.shape[1] ** -0.5 * LOG2_E)
 
 
 def _add_masked(q, seen, i, high, sums, order):
@@ -275,11 +268,11 @@ def _add_masked(q, seen, i, high, sums, order):
         inside, column = position < high, lax.div(position, seen.kv_ref.shape[3])
         at = seen.table_ref.at[seen.request, column]
         pages = pltriton.load(at, mask=inside, other=0)[:, None]
-        load = functools.partial(_load, seen, mask=inside[:, None], other=0.0)
+        load = functools.partial(load_rows, seen, mask=inside[:, None], other=0.0)
         k = load(which=0, pages=pages, position=position)
-        scores = pltriton.dot(q, k.T, **_EXACT) * (q.shape[1] ** -0.5 * LOG2_E)
+        scores = scores_of(q, k)
         sees = _sees(seen, position, order.nodes)
-        scores = jnp.where(sees, scores, _NEGATIVE)
+        scores = jnp.where(sees, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))
         weights = jnp.where(sees, jnp.exp2(scores - highest[:, None]), 0.0).astype(q.dtype)
         # 0 x NaN is NaN: such values are taken out, and given back to the rows that see them.
@@ -297,7 +290,7 @@ def _add_masked(q, seen, i, high, sums, order):
     # Always so. What comes out of a branch has lost the narrow types that it was made of, by which
     # Triton would choose how the matrix unit reads it, and so the order of its sums.
     values, highest, weights, v = lax.cond(i * order.tile < high, masked, none)
-    return _add(sums._replace(values=values), highest, weights, v)
+    return add_tile(sums._replace(values=values), highest, weights, v)
 
 
 def _sees(seen, position, nodes):
@@ -312,39 +305,30 @@ def _sees(seen, position, nodes):
     return found
 
 
-def _add(sums, highest, weights, v):
+def add_tile(sums, highest, weights, v):
     """Adds the weighted values of a tile, and the weights."""
     decay = jnp.exp2(sums.peak - highest)[:, None]
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
     ones = jnp.ones((v.shape[0], sums.total.shape[1]), v.dtype)
-    total = sums.total * decay + pltriton.dot(weights, ones, **_EXACT)
-    return Sums(sums.values * decay + pltriton.dot(weights, v, **_EXACT), highest, total)
+    total = sums.total * decay + pltriton.dot(weights, ones, **EXACT)
+    return Sums(sums.values * decay + pltriton.dot(weights, v, **EXACT), highest, total)
 
 
-def _close(i, sums, end, unit, order, store):
-    """After the last tile of a split adds it to its unit, and after the last split that unit."""
+def _close(i, sums, end, order):
+    """After the last tile of a split adds it to its span, and after the last split that span."""
     after, is_last = (i + 1) * order.tile, i + 1 == end
 
-    def closed(split, of_unit, whole):
-        of_unit = fold(of_unit, split._replace(total=split.total.max(axis=1)))
-        lanes, D = of_unit.values.shape
+    def closed(split, of_span, whole):
+        of_span = fold(of_span, split._replace(total=split.total.max(axis=1)))
+        nothing = Sums.nothing(*of_span.values.shape)
+        ends_span = (lax.rem(after, order.span) == 0) | is_last
+        of_span, whole = lax.cond(
+            ends_span, lambda: (nothing, fold(whole, of_span)), lambda: (of_span, whole)
+        )
+        return Sums.nothing(*of_span.values.shape, order.ones), of_span, whole
 
-        def ended(of_unit, whole):
-            if store is None:
-                whole = fold(whole, of_unit)
-            else:
-                store(lax.div(i * order.tile, unit), of_unit)
-            return Sums.nothing(lanes, D), whole
-
-        ends_unit = (lax.rem(after, unit) == 0) | is_last
-        of_unit, whole = lax.cond(ends_unit, ended, _kept, of_unit, whole)
-        return Sums.nothing(lanes, D, order.ones), of_unit, whole
-
-    return lax.cond((lax.rem(after, order.split) == 0) | is_last, closed, _kept, *sums)
-
-
-def _kept(*sums):
-    return sums
+    ends_split = (lax.rem(after, order.split) == 0) | is_last
+    return lax.cond(ends_split, closed, lambda *sums: sums, *sums)
 
 
 def fold(sums, more):

@@ -6,7 +6,7 @@ of the sums is that of `attend`, so a row has the same bits however many rows an
 are.
 """
 
-import functools
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,20 +17,28 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 from kernels.pallas_gpu.attention import (
+    NEGATIVE,
     Order,
     Seen,
     Sums,
+    add_tile,
     clear_padding,
     finish,
     fold,
-    sum_positions,
+    load_rows,
+    page_of,
+    pages_of,
+    scores_of,
     window_operand,
 )
 from kernels.pallas_gpu.heads import early, turned, write_pair
+from kernels.pallas_gpu.window import is_in, pack, sees
 from kernels.tiles import MixTiles
 
 MOST_LANES = 64
 """Most pairs of a row and a query head of a key head that a request can have here."""
+MOST_NODES = 64
+"""Most columns of a window here."""
 
 
 def mix(
@@ -71,7 +79,8 @@ def mix(
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
       gated, eps, digits: The same.
       arrivals: Zeros.
-      row_starts, first, until, window, max_rows, span, split, tile: See `attend`.
+      row_starts, first, until, window, max_rows, span, split, tile: See `attend`. Where there is a
+        window, all rows of a request have the same `until`.
       most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
       tiles: How the work is cut otherwise.
       interpret: Run on a CPU.
@@ -82,18 +91,21 @@ def mix(
     R, (page, Hk, D) = len(projected), kv.shape[3:]
     B, columns = page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
-    parts = max(min(pl.cdiv(columns * page, split), most_parts), pl.cdiv(columns * page, span))
+    splits = pl.cdiv(columns * page, split)
+    parts = max(min(splits, most_parts), pl.cdiv(columns * page, span))
+    programs = min(tiles.programs, pl.cdiv(splits, tiles.splits))
+    sizes = _Sizes(Hq, max_rows, programs, tiles.splits, most_parts, splits > most_parts)
     shapes = ((R, Hq * D), (parts, R, Hq, D), (parts, R, Hq), (parts, R, Hq))
     dtypes = (projected.dtype, jnp.float32, jnp.float32, jnp.float32)
     *out, kv, arrivals = pl.pallas_call(
-        functools.partial(
+        partial(
             _mix_kernel,
             order=Order(span, split, tile, tiles.ones, window.shape[1]),
             new=_New(k_norm is not None, gated, eps, digits),
-            sizes=_Sizes(Hq, max_rows, tiles.programs, tiles.splits, most_parts),
+            sizes=sizes,
             interpret=interpret,
         ),
-        grid=(Hk, tiles.programs, B),
+        grid=(Hk, B, programs),
         out_shape=[
             *map(jax.ShapeDtypeStruct, shapes, dtypes),
             jax.ShapeDtypeStruct(kv.shape, kv.dtype),
@@ -129,6 +141,7 @@ class _Sizes(NamedTuple):
     programs: int
     splits: int
     most_parts: int
+    may_span: bool
 
 
 class _Share(NamedTuple):
@@ -144,8 +157,8 @@ class _Share(NamedTuple):
 
     low: jax.Array
     high: jax.Array
-    unit: jax.Array
-    by_span: jax.Array
+    unit: jax.Array | int
+    by_span: jax.Array | bool
     mine: jax.Array
     yours: jax.Array
     number: jax.Array
@@ -180,12 +193,14 @@ def _mix_kernel(
     sizes,
     interpret,
 ):
-    """One program per key head, share of the positions, and request."""
-    head, number, request = (pl.program_id(axis) for axis in range(3))
+    """One program per key head, request, and share of the positions."""
+    head, request, number = (pl.program_id(axis) for axis in range(3))
     D, group = kv_ref.shape[5], sizes.q_heads // kv_ref.shape[4]
-    turn = request * sizes.programs + number
-    clear_padding(starts_ref, out_ref, head, turn, group, D, sizes.programs)
     start, stop = starts_ref[request], starts_ref[request + 1]
+
+    @pl.when(number == 0)
+    def _():
+        clear_padding(starts_ref, out_ref, head, request, group, D, programs=1)
 
     @pl.when(start < stop)
     def _():
@@ -196,11 +211,11 @@ def _mix_kernel(
         first, until = pltriton.load(first_ref.at[own]), pltriton.load(until_ref.at[own])
         written = start + lax.iota(jnp.int32, pl.next_power_of_2(sizes.max_rows))
         is_new = written < stop
-        is_new &= pltriton.load(real_ref.at[written], mask=is_new, other=0) != 0
         place = pltriton.load(places_ref.at[written], mask=is_new, other=0)
+        is_new &= pltriton.load(real_ref.at[written], mask=is_new, other=0) != 0
         reach = table_ref.shape[1] * kv_ref.shape[3]
         share = _share(number, reach, first, until, is_new, place, order, sizes)
-        turn = functools.partial(
+        turn = partial(
             turned,
             projected_ref,
             angles=(cos_ref, sin_ref),
@@ -213,11 +228,15 @@ def _mix_kernel(
 
         @pl.when(share.number < share.sharing)
         def _():
+            where = (kv_ref, table_ref, window_ref, layer_ref[0], request, head)
+            seen = Seen(*where, own, first, until)
+            low, high = jnp.maximum(share.low, share.mine), jnp.minimum(share.high, share.yours)
+            page = page_of(seen, lax.div(low, order.tile), order.tile)
             is_mine = is_new & (place >= share.mine) & (place < share.yours)
+            column = (sizes.q_heads * (1 + new.gated) + head) * D
 
             @pl.when(jnp.max(is_mine.astype(jnp.int32)) > 0)
             def _():
-                column = (sizes.q_heads * (1 + new.gated) + head) * D
                 k = turn(
                     norm_ref=k_norm_ref, row=written, start=column + 0 * written, is_in=is_mine
                 )
@@ -229,7 +248,11 @@ def _mix_kernel(
 
             start_of_head = q_head * ((1 + new.gated) * D)
             q = turn(norm_ref=q_norm_ref, row=own, start=start_of_head, is_in=row < stop)
-            where = (kv_ref, table_ref, window_ref, layer_ref[0], request, head)
+            window = pack(window_ref, own, order.nodes)
+            is_bad = jnp.zeros(written.shape, bool)
+            if sizes.max_rows > 1:
+                values = column + kv_ref.shape[4] * D
+                is_bad = _is_bad(projected_ref, written, values, is_new, D)
             parts = (sums_ref, peaks_ref, totals_ref)
             base = lax.div(share.low, share.unit)
 
@@ -242,10 +265,9 @@ def _mix_kernel(
                 for ref, x in zip(parts[1:], sums[1:], strict=True):
                     pltriton.store(ref.at[unit - base, at, q_head], x, mask=row < stop)
 
-            sum_positions(
-                q.astype(projected_ref.dtype), Seen(*where, own, first, until),
-                jnp.maximum(share.low, share.mine), jnp.minimum(share.high, share.yours),
-                share.unit, order, store, alike=sizes.max_rows == 1 and order.nodes == 0,
+            _sum_share(
+                q.astype(projected_ref.dtype), seen, page, window, place, is_bad, low, high,
+                share.unit, order, sizes, store,
             )  # fmt: skip
             _barrier(interpret)
             arrived = pltriton.atomic_add(arrivals_ref, (request, head), jnp.ones((), jnp.int32))
@@ -253,7 +275,12 @@ def _mix_kernel(
             @pl.when(arrived == share.sharing - 1)
             def _():
                 arrivals_ref[request, head] = 0
-                sums = _combine(parts, own, q_head, base, share, order, interpret)
+                sums = _combine(parts, own, q_head, base, share, order, sizes, interpret)
+                if sizes.max_rows > 1:
+                    seen_new = sees(place, first, until, window, order.nodes) & is_bad[None, :]
+                    is_harmed = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
+                    values = jnp.where(is_harmed[:, None], jnp.nan, sums.values)
+                    sums = sums._replace(values=values)
                 gate_ref = projected_ref if new.gated else None
                 finish(sums, gate_ref, out_ref, row, q_head, row < stop)
 
@@ -262,12 +289,14 @@ def _share(number, reach, first, until, is_new, place, order, sizes):
     """What a program does of the positions that are seen or written."""
     low = jnp.min(jnp.minimum(first, until))
     high = jnp.minimum(jnp.max(until) + order.nodes, reach)
-    by_span = pl.cdiv(high, order.split) - lax.div(low, order.split) > sizes.most_parts
-    unit = _either(by_span, order.span, order.split)
+    by_span, unit, fewest = False, order.split, sizes.splits
+    if sizes.may_span:
+        by_span = pl.cdiv(high, order.split) - lax.div(low, order.split) > sizes.most_parts
+        unit = _either(by_span, order.span, order.split)
+        fewest = _either(by_span, 1, sizes.splits)
     begin = lax.div(jnp.minimum(low, jnp.min(jnp.where(is_new, place, reach))), unit)
     end = pl.cdiv(jnp.maximum(high, jnp.max(jnp.where(is_new, place + 1, 0))), unit)
     end = jnp.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
-    fewest = _either(by_span, 1, sizes.splits)
     each = jnp.maximum(pl.cdiv(end - begin, sizes.programs), fewest)
     mine = (begin + number * each) * unit
     sharing = pl.cdiv(end - begin, each)
@@ -279,20 +308,82 @@ def _either(condition, one, other):
     return other + condition.astype(jnp.int32) * (one - other)
 
 
-def _combine(parts, row, q_head, begin, share, order, interpret):
+def _is_bad(projected_ref, row, start, is_new, D):
+    """Which new rows have a value that is no number.
+
+    0 x NaN is NaN: such values are not read, and given back to the rows that see them.
+    """
+    at = projected_ref.at[row[:, None], start + lax.iota(jnp.int32, D)[None, :]]
+    v = pltriton.load(at, mask=is_new[:, None], other=0)
+    return jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1) > 0
+
+
+def _sum_share(q, seen, number, window, place, is_bad, low, high, unit, order, sizes, store):
+    """Sums the positions from low to high, tiles to splits and splits to units, which are stored.
+
+    A unit is a split, or a span. What no row sees is not read.
+    """
+    tile, (lanes, D) = order.tile, q.shape
+    seen_from, seen_until = jnp.min(seen.first), jnp.max(seen.until)
+    begin = lax.div(low, tile)
+    end = jnp.where(low < high, pl.cdiv(high, tile), begin)
+
+    def add(i, carry):
+        number, sums, *of_unit = carry
+        position, pages, number = pages_of(seen, number, i, tile)
+        is_read = (position >= seen_from) & (position < seen_until)
+        if order.nodes > 0:
+            node = position - seen_until
+            both = (jnp.broadcast_to(x, node.shape) for x in window[2:])
+            is_read |= is_in(*both, node, order.nodes)
+        if sizes.max_rows > 1:
+            is_one = (position[:, None] == place[None, :]) & is_bad[None, :]
+            is_read &= jnp.max(is_one.astype(jnp.int32), axis=1) == 0
+        load = partial(load_rows, seen, mask=is_read[:, None], other=0.0)
+        scores = scores_of(q, load(which=0, pages=pages, position=position))
+        is_seen = sees(position, seen.first, seen.until, window, order.nodes)
+        scores = jnp.where(is_seen, scores, NEGATIVE)
+        highest = jnp.maximum(sums.peak, scores.max(axis=1))
+        v = load(which=1, pages=pages, position=position)
+        weights = jnp.where(is_seen, jnp.exp2(scores - highest[:, None]), 0.0).astype(v.dtype)
+        sums = add_tile(sums, highest, weights, v)
+        ends_split = (lax.rem((i + 1) * tile, order.split) == 0) | (i + 1 == end)
+        return number, *lax.cond(ends_split, partial(close, i), lambda *x: x, sums, *of_unit)
+
+    def close(i, sums, *of_unit):
+        sums = sums._replace(total=sums.total.max(axis=1))
+        if not of_unit:
+            stored(i, sums)
+            return (nothing,)
+        ends_unit = (lax.rem((i + 1) * tile, unit) == 0) | (i + 1 == end)
+        sums = fold(*of_unit, sums)
+        return nothing, lax.cond(ends_unit, partial(stored, i), lambda x: x, sums)
+
+    def stored(i, sums):
+        store(lax.div(i * tile, unit), sums)
+        return Sums.nothing(lanes, D)
+
+    nothing = Sums.nothing(lanes, D, order.ones)
+    of_unit = [Sums.nothing(lanes, D)] if sizes.may_span else []
+    lax.fori_loop(begin, end, add, (number, nothing, *of_unit))
+
+
+def _combine(parts, row, q_head, begin, share, order, sizes, interpret):
     """Adds what the programs have stored: units to spans, and spans to a whole.
 
     Several units at a time, so that one need not wait for the memory of the one before.
     """
     (lanes,), D = row.shape, parts[0].shape[3]
     end = jnp.where(share.low < share.high, pl.cdiv(share.high, share.unit), begin)
-    per_span = _either(share.by_span, 1 << 20, order.span // order.split)
+    per_span = order.span // order.split
+    if sizes.may_span:
+        per_span = _either(share.by_span, 1 << 20, per_span)
     unroll = max(1, min(8, 16 * 128 * 4 // (lanes * D)))
 
     def load(unit, is_one):
         column, is_one = lax.iota(jnp.int32, D)[None, :], jnp.broadcast_to(is_one, (lanes,))
         # Volatile, past the cache of the multiprocessor: other programs have written them.
-        load = functools.partial(pltriton.load, volatile=not interpret)
+        load = partial(pltriton.load, volatile=not interpret)
         at = (unit - begin, row, q_head)
         return Sums(
             load(

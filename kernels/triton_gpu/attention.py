@@ -19,7 +19,7 @@ HEAD_SIZES = (16, 32, 64, 128, 256)
 """Powers of two, at least the fewest columns that a matrix unit takes."""
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-_NEGATIVE = tl.constexpr(-1e30)  # finite, since -inf minus -inf is NaN where a row sees nothing
+NEGATIVE = tl.constexpr(-1e30)  # finite, since -inf minus -inf is NaN where a row sees nothing
 
 
 def attend(
@@ -136,11 +136,10 @@ def _attend_kernel(
     high = tl.minimum(tl.max(until) + nodes, columns * page)
     place = own.to(tl.int64) * q_heads + q_head
     q = tl.load(q_at + place[:, None] * D + tl.arange(0, D)[None, :])
-    sums, peak, total = sum_positions(
+    sums, total = _sum_positions(
         q, k_at + head * D, v_at + head * D, table_at + request * columns, columns,
         window_at + own[:, None] * nodes, first, until, low, high, scale,
-        out_at, out_at, out_at, place, row < stop, 0, 0, span,
-        D, k_heads, page, nodes, ones, split, tile, False, False,
+        D, k_heads, page, nodes, ones, span, split, tile,
     )  # fmt: skip
     gate_place = own.to(tl.int64) * ((2 * q_heads + 2 * k_heads) * D) + (2 * q_head + 1) * D
     finish(sums, total, gate_at, gate_place, out_at, place, row < stop, D, gated)
@@ -168,7 +167,7 @@ def clear_padding(
 
 
 @triton.jit
-def sum_positions(
+def _sum_positions(
     q,
     k_at,
     v_at,
@@ -180,103 +179,98 @@ def sum_positions(
     low,
     high,
     scale,
-    sums_at,
-    peaks_at,
-    totals_at,
-    place,
-    is_lane,
-    base,
-    stride,
-    unit,
     D: tl.constexpr,
     k_heads: tl.constexpr,
     page: tl.constexpr,
     nodes: tl.constexpr,
     ones: tl.constexpr,
+    span: tl.constexpr,
     split: tl.constexpr,
     tile: tl.constexpr,
-    in_parts: tl.constexpr,
-    alike: tl.constexpr,
 ):
-    """Sums the positions from low to high: tiles to splits, splits to units, and units to a whole.
+    """Sums the positions from low to high: tiles to splits, splits to spans, and spans to a whole.
 
-    A unit is a span, or a split. With `in_parts` the units are stored, unit `base` first, `stride`
-    places apart, and the whole is nothing. Where all lanes see the same positions, `alike`, what
-    one of them does not see is not read, and needs no care.
+    Gives the values and the weights.
     """
     lanes: tl.constexpr = q.shape[0]
     sums, peak, _ = no_sums(lanes, D)
     total = tl.zeros((lanes, ones), tl.float32)
-    u_sums, u_peak, u_total = no_sums(lanes, D)
+    s_sums, s_peak, s_total = no_sums(lanes, D)
     w_sums, w_peak, w_total = no_sums(lanes, D)
     begin = low // tile
     end = tl.where(low < high, tl.cdiv(high, tile), begin)
     # The tiles that every row sees whole need no mask.
     whole = tl.minimum(tl.maximum(tl.cdiv(tl.max(first), tile), begin), end)
     partly = tl.minimum(tl.maximum(tl.min(until) // tile, whole), end)
-    seen_from, seen_until = tl.min(first), tl.max(until)
-    if alike:
-        whole, partly = begin, end
     for i in tl.range(begin, whole, num_stages=1):
         sums, peak, total = _add_masked(
             q, k_at, v_at, table_at, window_at, first, until, i, high, scale,
             sums, peak, total, D, k_heads, page, nodes, ones, tile,
         )  # fmt: skip
-        sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total = _close(
-            i, end, sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total,
-            sums_at, peaks_at, totals_at, place, is_lane, base, stride, unit,
-            D, ones, split, tile, in_parts,
+        sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total = _close(
+            i, end, sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total,
+            D, ones, span, split, tile,
         )  # fmt: skip
-    # Of a tile within a page; asked for one tile ahead, so that its keys need not wait for it.
-    number = tl.load(table_at + tl.minimum(whole * tile // page, columns - 1))
+    number = page_of(table_at, columns, whole, page, tile)
     for i in range(whole, partly):
-        position = i * tile + tl.arange(0, tile)
-        if page % tile == 0:
-            pages = number
-            number = tl.load(table_at + tl.minimum((i + 1) * tile // page, columns - 1))
-        else:
-            column = tl.minimum(position // page, columns - 1)
-            pages = tl.load(table_at + column)
-        offset = ((pages.to(tl.int64) * page + position % page) * (k_heads * D))[:, None]
-        offset += tl.arange(0, D)[None, :]
-        if alike:
-            seen = (position >= seen_from) & (position < seen_until)
-            k = tl.load(k_at + offset, mask=seen[:, None], other=0.0)
-            v = tl.load(v_at + offset, mask=seen[:, None], other=0.0)
-        else:
-            k, v = tl.load(k_at + offset), tl.load(v_at + offset)
+        position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
+        k, v = tl.load(k_at + offset), tl.load(v_at + offset)
         # "ieee": float32 stays float32, no tf32
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if alike:
-            scores = tl.where(seen[None, :], scores, _NEGATIVE)
         highest = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - highest[:, None])
-        if alike:
-            weights = tl.where(seen[None, :], weights, 0.0)
-        weights = weights.to(v.dtype)
-        sums, peak, total = _add(sums, peak, total, highest, weights, v, ones)
-        sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total = _close(
-            i, end, sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total,
-            sums_at, peaks_at, totals_at, place, is_lane, base, stride, unit,
-            D, ones, split, tile, in_parts,
+        weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
+        sums, peak, total = add_tile(sums, peak, total, highest, weights, v, ones)
+        sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total = _close(
+            i, end, sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total,
+            D, ones, span, split, tile,
         )  # fmt: skip
     for i in tl.range(partly, end, num_stages=1):
         sums, peak, total = _add_masked(
             q, k_at, v_at, table_at, window_at, first, until, i, high, scale,
             sums, peak, total, D, k_heads, page, nodes, ones, tile,
         )  # fmt: skip
-        sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total = _close(
-            i, end, sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total,
-            sums_at, peaks_at, totals_at, place, is_lane, base, stride, unit,
-            D, ones, split, tile, in_parts,
+        sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total = _close(
+            i, end, sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total,
+            D, ones, span, split, tile,
         )  # fmt: skip
-    return w_sums, w_peak, w_total
+    return w_sums, w_total
+
+
+@triton.jit
+def page_of(table_at, columns, i, page: tl.constexpr, tile: tl.constexpr):
+    """The page in which a tile begins."""
+    return tl.load(table_at + tl.minimum(i * tile // page, columns - 1))
+
+
+@triton.jit
+def offsets(
+    table_at,
+    columns,
+    number,
+    i,
+    D: tl.constexpr,
+    k_heads: tl.constexpr,
+    page: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """A tile's positions and where they lie in a pool, and the page of the next tile.
+
+    A page of whole tiles is asked for one tile ahead, so that its keys need not wait for it.
+    """
+    position = i * tile + tl.arange(0, tile)
+    if page % tile == 0:
+        pages = number
+        number = page_of(table_at, columns, i + 1, page, tile)
+    else:
+        pages = tl.load(table_at + tl.minimum(position // page, columns - 1))
+    offset = ((pages.to(tl.int64) * page + position % page) * (k_heads * D))[:, None]
+    return position, offset + tl.arange(0, D)[None, :], number
 
 
 @triton.jit
 def no_sums(lanes: tl.constexpr, D: tl.constexpr):
     """The sums over no position: values, highest score, weights."""
-    peak = tl.full((lanes,), _NEGATIVE, tl.float32)
+    peak = tl.full((lanes,), NEGATIVE, tl.float32)
     return tl.zeros((lanes, D), tl.float32), peak, tl.zeros((lanes,), tl.float32)
 
 
@@ -320,7 +314,7 @@ def _add_masked(
             node = position[None, :] - until[:, None]
             in_window = (node >= 0) & (node < nodes)
             seen |= tl.load(window_at + node, mask=in_window, other=0).to(tl.int32) != 0
-        scores = tl.where(seen, scores, _NEGATIVE)
+        scores = tl.where(seen, scores, NEGATIVE)
         highest = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0).to(q.dtype)
         # 0 x NaN is NaN: such values are taken out, and given back to the rows that see them.
@@ -329,11 +323,11 @@ def _add_masked(
         v = tl.where(spoiled[:, None] == 0, v, tl.zeros_like(v))
         harmed = tl.max(tl.where(seen, spoiled[None, :], 0), axis=1)  # [lanes]
         sums = tl.where(harmed[:, None] == 0, sums, float("nan"))
-    return _add(sums, peak, total, highest, weights, v, ones)
+    return add_tile(sums, peak, total, highest, weights, v, ones)
 
 
 @triton.jit
-def _add(sums, peak, total, highest, weights, v, ones: tl.constexpr):
+def add_tile(sums, peak, total, highest, weights, v, ones: tl.constexpr):
     """Adds the weighted values of a tile, and the weights."""
     decay = tl.exp2(peak - highest)[:, None]
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
@@ -350,44 +344,29 @@ def _close(
     sums,
     peak,
     total,
-    u_sums,
-    u_peak,
-    u_total,
+    s_sums,
+    s_peak,
+    s_total,
     w_sums,
     w_peak,
     w_total,
-    sums_at,
-    peaks_at,
-    totals_at,
-    place,
-    is_lane,
-    base,
-    stride,
-    unit,
     D: tl.constexpr,
     ones: tl.constexpr,
+    span: tl.constexpr,
     split: tl.constexpr,
     tile: tl.constexpr,
-    in_parts: tl.constexpr,
 ):
-    """After the last tile of a split adds it to its unit, and after the last split that unit."""
+    """After the last tile of a split adds it to its span, and after the last split that span."""
     lanes: tl.constexpr = sums.shape[0]
     after, is_last = (i + 1) * tile, i + 1 == end
     if (after % split == 0) | is_last:
-        u_sums, u_peak, u_total = fold(u_sums, u_peak, u_total, sums, peak, tl.max(total, axis=1))
+        s_sums, s_peak, s_total = fold(s_sums, s_peak, s_total, sums, peak, tl.max(total, axis=1))
         sums, peak, _ = no_sums(lanes, D)
         total = tl.zeros((lanes, ones), tl.float32)
-        if (after % unit == 0) | is_last:
-            if in_parts:
-                at = (i * tile // unit - base) * stride + place
-                column = tl.arange(0, D)[None, :]
-                tl.store(sums_at + at[:, None] * D + column, u_sums, mask=is_lane[:, None])
-                tl.store(peaks_at + at, u_peak, mask=is_lane)
-                tl.store(totals_at + at, u_total, mask=is_lane)
-            else:
-                w_sums, w_peak, w_total = fold(w_sums, w_peak, w_total, u_sums, u_peak, u_total)
-            u_sums, u_peak, u_total = no_sums(lanes, D)
-    return sums, peak, total, u_sums, u_peak, u_total, w_sums, w_peak, w_total
+        if (after % span == 0) | is_last:
+            w_sums, w_peak, w_total = fold(w_sums, w_peak, w_total, s_sums, s_peak, s_total)
+            s_sums, s_peak, s_total = no_sums(lanes, D)
+    return sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total
 
 
 @triton.jit

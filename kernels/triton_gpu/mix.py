@@ -3,7 +3,8 @@
 The programs of a request and key head share its positions. Each writes the new keys and values of
 its own positions before it reads them; the last to arrive combines what all have summed. The order
 of the sums is that of `attend`, so a row has the same bits however many rows and programs there
-are.
+are. What tells the rows' positions is read before the kernel before has ended, which must not have
+written it.
 """
 
 import torch
@@ -14,12 +15,25 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.tiles import MixTiles
-from kernels.triton_gpu.attention import LOG2_E, clear_padding, finish, fold, no_sums, sum_positions
+from kernels.triton_gpu.attention import (
+    LOG2_E,
+    NEGATIVE,
+    add_tile,
+    clear_padding,
+    finish,
+    fold,
+    no_sums,
+    offsets,
+    page_of,
+)
 from kernels.triton_gpu.heads import turned, write_pair
 from kernels.triton_gpu.linear import launching
+from kernels.triton_gpu.window import is_in, pack, sees
 
 MOST_LANES = 64
 """Most pairs of a row and a query head of a key head that a request can have here."""
+MOST_NODES = 64
+"""Most columns of a window here."""
 
 
 def mix(
@@ -55,7 +69,8 @@ def mix(
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
       gated, eps, digits: The same.
       arrivals: Zeros; zeros again afterwards.
-      row_starts, first, until, window, max_rows, span, split, tile: See `attend`.
+      row_starts, first, until, window, max_rows, span, split, tile: See `attend`. Where there is a
+        window, all rows of a request have the same `until`.
       most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
       tiles: How the work is cut otherwise.
 
@@ -71,12 +86,13 @@ def mix(
     B, columns = page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
     lanes = max(16, triton.next_power_of_2(max_rows * (Hq // Hk)))
-    parts = min(triton.cdiv(columns * page, split), most_parts)
-    parts = max(parts, triton.cdiv(columns * page, span))
+    splits = triton.cdiv(columns * page, split)
+    parts = max(min(splits, most_parts), triton.cdiv(columns * page, span))
     sums = projected.new_empty((parts, R, Hq, D), dtype=torch.float32)
     peaks, totals = projected.new_empty((2, parts, R, Hq), dtype=torch.float32)
     out = projected.new_empty((R, Hq * D))
-    _mix_kernel[(Hk, tiles.programs, B)](
+    programs = min(tiles.programs, triton.cdiv(splits, tiles.splits))
+    _mix_kernel[(Hk, B, programs)](
         *(projected, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm),
         *(cos, sin, kv[layer, 0], kv[layer, 1], arrivals, page_table, row_starts, places),
         *(first, until, window if window.shape[1] else until, is_real, sums, peaks, totals, out),
@@ -98,6 +114,7 @@ def mix(
         split=split,
         tile=tile,
         nodes=window.shape[1],
+        may_span=splits > most_parts,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **launching(projected),
@@ -149,45 +166,53 @@ def _mix_kernel(
     split: tl.constexpr,
     tile: tl.constexpr,
     nodes: tl.constexpr,
+    may_span: tl.constexpr,
     is_launched: tl.constexpr,
 ):
-    """One program per key head, share of the positions, and request."""
-    if is_launched:
-        gdc_wait()
-        gdc_launch_dependents()
+    """One program per key head, request, and share of the positions."""
     group: tl.constexpr = q_heads // k_heads
     width: tl.constexpr = (q_heads * (1 + gated) + 2 * k_heads) * D
-    head, share, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    turn, turns = request * tl.num_programs(1) + share, num_requests * tl.num_programs(1)
-    clear_padding(starts_at, out_at, num_requests, num_rows, head, turn, turns, group, k_heads, D)
+    head, request, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
-    if start >= stop:
-        return
     lane = tl.arange(0, lanes)
     row, q_head = start + lane // group, head * group + lane % group
-    own = tl.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
+    own = tl.maximum(tl.minimum(row, stop - 1), 0)  # spare lanes are not written
     first, until = tl.load(first_at + own), tl.load(until_at + own)
     new = start + tl.arange(0, new_rows)
     is_new = new < stop
-    is_new &= tl.load(real_at + new, mask=is_new, other=0).to(tl.int32) != 0
     place = tl.load(places_at + new, mask=is_new, other=0)
+    is_new &= tl.load(real_at + new, mask=is_new, other=0).to(tl.int32) != 0
 
     # All positions that the request's rows see, then with those that are written.
     reach = columns * page
     low, high = tl.min(tl.minimum(first, until)), tl.minimum(tl.max(until) + nodes, reach)
-    by_span = tl.cdiv(high, split) - low // split > most_parts
-    unit = tl.where(by_span, span, split)
+    by_span, unit = False, split
+    if may_span:
+        by_span = tl.cdiv(high, split) - low // split > most_parts
+        unit = tl.where(by_span, span, split)
     begin = tl.minimum(low, tl.min(tl.where(is_new, place, reach))) // unit
     end = tl.cdiv(tl.maximum(high, tl.max(tl.where(is_new, place + 1, 0))), unit)
     end = tl.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
-    each = tl.maximum(tl.cdiv(end - begin, tl.num_programs(1)), tl.where(by_span, 1, splits))
-    sharing = tl.cdiv(end - begin, each)
-    if share >= sharing:
+    each = tl.maximum(tl.cdiv(end - begin, tl.num_programs(2)), tl.where(by_span, 1, splits))
+    sharing = tl.where(start < stop, tl.cdiv(end - begin, each), 0)
+    if (share > 0) & (share >= sharing):
         return
     mine = (begin + share * each) * unit
     yours = mine + each * unit  # of the next program
+    from_position, to_position = tl.maximum(low, mine), tl.minimum(high, yours)
     table_at += request * columns
+    number = page_of(table_at, columns, from_position // tile, page, tile)
 
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    if share == 0:
+        clear_padding(
+            starts_at, out_at, num_requests, num_rows, head, request, num_requests,
+            group, k_heads, D,
+        )  # fmt: skip
+    if share >= sharing:
+        return
     is_mine = is_new & (place >= mine) & (place < yours)
     if tl.max(is_mine.to(tl.int32)) > 0:
         write_pair(
@@ -201,24 +226,130 @@ def _mix_kernel(
         projected_at, head_place, q_norm_at, cos_at, sin_at, own, row < stop, eps,
         D, half, has_norms, digits,
     ).to(projected_at.dtype.element_ty)  # fmt: skip
-    place = own.to(tl.int64) * q_heads + q_head
-    sum_positions(
-        q, k_at + head * D, v_at + head * D, table_at, columns,
-        window_at + own[:, None] * nodes, first, until,
-        tl.maximum(low, mine), tl.minimum(high, yours), scale,
-        sums_at, peaks_at, totals_at, place, row < stop, low // unit, num_rows * q_heads, unit,
-        D, k_heads, page, nodes, ones, split, tile, True, new_rows == 1 and nodes == 0,
+    window = pack(window_at, own, nodes)
+    is_bad = tl.zeros((new_rows,), tl.int1)
+    if new_rows > 1:
+        at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
+        is_bad = _is_bad(projected_at, at, is_new, D)
+    place_of_lane = own.to(tl.int64) * q_heads + q_head
+    _sum_share(
+        q, k_at + head * D, v_at + head * D, table_at, columns, number,
+        first, until, window, place, is_bad, from_position, to_position, scale,
+        sums_at, peaks_at, totals_at, place_of_lane, row < stop, low // unit, num_rows * q_heads,
+        unit, D, k_heads, page, nodes, ones, split, tile, may_span,
     )  # fmt: skip
     tl.debug_barrier()
     if tl.atomic_add(arrivals_at + request * k_heads + head, 1, sem="acq_rel") == sharing - 1:
         tl.store(arrivals_at + request * k_heads + head, 0)
         sums, total = _combine(
-            sums_at, peaks_at, totals_at, place, low // unit,
+            sums_at, peaks_at, totals_at, place_of_lane, low // unit,
             tl.where(low < high, tl.cdiv(high, unit), low // unit),
             tl.where(by_span, 1 << 20, span // split), num_rows * q_heads, lanes, D, unroll,
         )  # fmt: skip
-        gate_place = head_place + D
-        finish(sums, total, projected_at, gate_place, out_at, place, row < stop, D, gated)
+        if new_rows > 1:
+            seen = sees(place, first, until, window, nodes) & is_bad[None, :]
+            is_harmed = tl.max(seen.to(tl.int32), axis=1) > 0
+            sums = tl.where(is_harmed[:, None], float("nan"), sums)
+        finish(
+            sums, total, projected_at, head_place + D, out_at, place_of_lane, row < stop, D, gated
+        )
+
+
+@triton.jit
+def _is_bad(projected_at, at, is_new, D: tl.constexpr):
+    """Which new rows have a value that is no number.
+
+    0 x NaN is NaN: such values are not read, and given back to the rows that see them.
+    """
+    v = tl.load(
+        projected_at + at[:, None] + tl.arange(0, D)[None, :], mask=is_new[:, None], other=0
+    )
+    return tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1) > 0
+
+
+@triton.jit
+def _sum_share(
+    q,
+    k_at,
+    v_at,
+    table_at,
+    columns,
+    number,
+    first,
+    until,
+    window,
+    place,
+    is_bad,
+    low,
+    high,
+    scale,
+    sums_at,
+    peaks_at,
+    totals_at,
+    place_of_lane,
+    is_lane,
+    base,
+    stride,
+    unit,
+    D: tl.constexpr,
+    k_heads: tl.constexpr,
+    page: tl.constexpr,
+    nodes: tl.constexpr,
+    ones: tl.constexpr,
+    split: tl.constexpr,
+    tile: tl.constexpr,
+    may_span: tl.constexpr,
+):
+    """Sums the positions from low to high, tiles to splits and splits to units, which are stored.
+
+    A unit is a split, or a span. The first has number `base`, and one is `stride` places after
+    another. What no row sees is not read.
+    """
+    lanes: tl.constexpr = q.shape[0]
+    sums, peak, _ = no_sums(lanes, D)
+    total = tl.zeros((lanes, ones), tl.float32)
+    u_sums, u_peak, u_total = no_sums(lanes, D)
+    seen_from, seen_until = tl.min(first), tl.max(until)
+    begin = low // tile
+    end = tl.where(low < high, tl.cdiv(high, tile), begin)
+    for i in range(begin, end):
+        position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
+        is_read = (position >= seen_from) & (position < seen_until)
+        if nodes > 0:
+            is_read |= is_in(window[2], window[3], position - seen_until, nodes)
+        if is_bad.shape[0] > 1:
+            is_one = (position[:, None] == place[None, :]) & is_bad[None, :]
+            is_read &= tl.max(is_one.to(tl.int32), axis=1) == 0
+        k = tl.load(k_at + offset, mask=is_read[:, None], other=0.0)
+        v = tl.load(v_at + offset, mask=is_read[:, None], other=0.0)
+        # "ieee": float32 stays float32, no tf32
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = sees(position, first, until, window, nodes)
+        scores = tl.where(seen, scores, NEGATIVE)
+        highest = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
+        sums, peak, total = add_tile(sums, peak, total, highest, weights, v, ones)
+        after, is_last = (i + 1) * tile, i + 1 == end
+        if (after % split == 0) | is_last:
+            at = (i * tile // unit - base) * stride + place_of_lane
+            weight = tl.max(total, axis=1)
+            if may_span:
+                u_sums, u_peak, u_total = fold(u_sums, u_peak, u_total, sums, peak, weight)
+                if (after % unit == 0) | is_last:
+                    _store(sums_at, peaks_at, totals_at, at, u_sums, u_peak, u_total, is_lane, D)
+                    u_sums, u_peak, u_total = no_sums(lanes, D)
+            else:
+                _store(sums_at, peaks_at, totals_at, at, sums, peak, weight, is_lane, D)
+            sums, peak, _ = no_sums(lanes, D)
+            total = tl.zeros((lanes, ones), tl.float32)
+
+
+@triton.jit
+def _store(sums_at, peaks_at, totals_at, at, sums, peak, total, is_lane, D: tl.constexpr):
+    column = tl.arange(0, D)[None, :]
+    tl.store(sums_at + at[:, None] * D + column, sums, mask=is_lane[:, None])
+    tl.store(peaks_at + at, peak, mask=is_lane)
+    tl.store(totals_at + at, total, mask=is_lane)
 
 
 @triton.jit

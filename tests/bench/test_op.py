@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 from bench import op
 from bench.op_sides import SIDES, Side
+from kernels.tiles import MEASURED, Tiles
+from tests.support.kernels import bind_kernels
 from tests.support.op_case import TOLERANCE, OpCase, table, tables
 
 
@@ -75,7 +78,7 @@ def test_a_wrong_result_and_one_that_is_no_number_are_seen(
 ) -> None:
     side, case = SIDES["torch"](), next(case for case in SMALL if case.function == function)
     rate = side.copy_rate()
-    assert op.measure(side, case, rate)["is_right"]
+    assert op.measure(side, case, {}, rate)["is_right"]
     right = side.run
     for factor in (np.float32(1 + 1e-3), np.float32(np.nan)):
 
@@ -84,9 +87,36 @@ def test_a_wrong_result_and_one_that_is_no_number_are_seen(
             return [*others, last * by]
 
         monkeypatch.setattr(side, "run", spoiled)
-        line = op.measure(side, case, rate)
+        line = op.measure(side, case, {}, rate)
         assert not line["is_right"]
         assert op.line_of(line).endswith("WRONG")
+
+
+def test_a_case_is_measured_with_the_tiles_that_the_command_names(
+    short: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bind_kernels(monkeypatch, ops := import_module("jax_impl.ops"), {})
+    line = 'mix --sides jax --cases two --tiles {} {"stages":7,"splits":9}'
+    options = op.options().parse_args(line.split())
+    seen = []
+
+    def run(*given: object) -> list[np.ndarray]:
+        tiles = ops.KERNELS.tiles.mix.of(item_bytes=4, rows=16, requests=1)
+        seen.append((tiles.stages, tiles.splits))
+        return [np.zeros((1, 1))]
+
+    monkeypatch.setattr(SIDES["jax"], "run", lambda self, *given: run())
+    monkeypatch.setattr(OpCase, "errors", lambda *given: [0.0])
+    monkeypatch.setattr(op, "_hash", lambda *given: "")
+    found = op.run(options, "").found["results"]
+    assert [each["case"] for each in found] == ["two trees"] * 2
+    assert [each["tiles"] for each in found] == [{}, {"stages": 7, "splits": 9}]
+    usual = Tiles.load("pallas_gpu", MEASURED).mix.of(item_bytes=4, rows=16, requests=1)
+    assert seen == [(usual.stages, usual.splits), (7, 9)]
+    assert "stages 7  splits 9" in capsys.readouterr().out
+    monkeypatch.setattr(ops, "KERNELS", None)
+    with pytest.raises(ValueError, match="mix has no tiles on CPU"):
+        op.run(options, "")
 
 
 def test_past_its_time_the_bench_begins_no_case_and_says_so(short: None) -> None:

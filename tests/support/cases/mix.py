@@ -203,6 +203,7 @@ CASES = {
         "gate, part of the heads turned": partial(
             tree_case, [2, 7, 3], [20, 5, 90], D=32, turned=12, gated=True
         ),
+        "wide windows": partial(tree_case, [40, 3], [20, 70], nodes=40, heads=(2, 2)),
         "no norms, group of five": partial(
             tree_case, [3, 2, 5], [20, 5, 9], nodes=5, heads=(10, 2), has_norms=False
         ),
@@ -230,19 +231,25 @@ CASES = {
 _MODEL = {"heads": (32, 8), "D": 128, "page": 64}
 
 
-def _decode(requests: int, nodes: int, context: int) -> Callable[..., MixCase]:
-    columns = -(-(context + nodes) // 64)
-    sizes = {"nodes": nodes, "columns": columns, **_MODEL}
+def _chains(requests: int, rows: int, context: int) -> Callable[..., MixCase]:
+    return partial(prompt_case, [(context, context + rows)] * requests, **_MODEL)
+
+
+def _trees(requests: int, nodes: int, context: int) -> Callable[..., MixCase]:
+    sizes = {"nodes": nodes, "columns": -(-(context + nodes) // 64), **_MODEL}
     return partial(tree_case, [nodes] * requests, [context] * requests, **sizes)
 
 
 _LARGE = {
-    f"{B} x {N} rows after {context}": _decode(B, N, context)
+    f"{B} x {N} rows after {context}": _chains(B, N, context)
     for B, N, context in (
-        *((B, N, 512) for B, N in ((1, 1), (1, 4), (8, 1), (32, 1), (32, 4))),
+        *((B, N, 512) for B, N in ((1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (32, 4))),
+        *((B, 16, 512) for B in (1, 32)),
         *((B, 1, context) for context in (4096, 32768) for B in (1, 8)),
     )
-} | {"prompt of 2048": partial(prompt_case, [(0, 2048)], **_MODEL)}
+}
+_LARGE |= {f"{B} x 16 nodes after 512": _trees(B, 16, 512) for B in (1, 32)}
+_LARGE |= {"prompt of 2048": partial(prompt_case, [(0, 2048)], **_MODEL)}
 
 
 def specified_rows(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:
