@@ -32,7 +32,7 @@ from bench.session import Load, Session, folders_of, peak_bytes
 
 Line = dict[str, Any]
 Texts = list[list[int]]
-LONGEST = 16
+LONGEST = 40
 """Kernels that a line names, by the time that they take."""
 LOT = "L"
 """The setting of a drafter whose drafts are accepted by lot."""
@@ -192,10 +192,17 @@ def line_of(line: Line) -> str:
     )
 
 
+def _short(name: str) -> str:
+    """Both ends of a long name: what it is, and the blocks that it has."""
+    return name if len(name) < 100 else f"{name[:70]} .. {name[-25:]}"
+
+
 def kernels_of(line: Line) -> list[str]:
     """The kernels that take the most of a step: how often, and microseconds in all."""
     longest = (line["trace"] or {}).get("longest", {})
-    return [f"{1e3 * ms:12.1f} us {count:7.1f} x  {n[:90]}" for n, (count, ms) in longest.items()]
+    return [
+        f"{1e3 * ms:12.1f} us {count:7.1f} x  {_short(n)}" for n, (count, ms) in longest.items()
+    ]
 
 
 @contextmanager

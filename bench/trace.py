@@ -4,11 +4,14 @@ The frameworks' own profilers are read. Kernels that run side by side count once
 """
 
 import json
+import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 COPIES = ("memcpy", "memset")
 """Parts of names of what is no kernel."""
@@ -24,7 +27,8 @@ class Activity:
     Attributes:
       kernels, copies: How many ran.
       busy_ms: How long any of them ran.
-      by_name: How often each ran, and for how many milliseconds in all.
+      by_name: How often each ran, and for how many milliseconds in all; one that begins before
+        another has ended, to wait for it, is counted from that end on.
     """
 
     kernels: float
@@ -39,10 +43,10 @@ class Activity:
         copies = sum(any(part in name.lower() for part in COPIES) for name, _, _ in found)
         busy, until, by_name = 0.0, float("-inf"), dict[str, tuple[float, float]]()
         for name, begin, end in found:
-            busy += max(0.0, end - max(begin, until))
-            until = max(until, end)
+            alone = max(0.0, end - max(begin, until))
+            busy, until = busy + alone, max(until, end)
             count, total = by_name.get(name, (0, 0.0))
-            by_name[name] = (count + 1, total + end - begin)
+            by_name[name] = (count + 1, total + alone)
         return cls(len(found) - copies, copies, busy, by_name)
 
     def per_step(self, fewer: "Activity", steps: int) -> "Activity":
@@ -71,6 +75,7 @@ def traced(framework: str, run: Callable[[], None]) -> Activity:
 
 
 def _of_torch(run: Callable[[], None], folder: Path) -> list[Span]:
+    os.environ.setdefault("TEARDOWN_CUPTI", "1")  # it is left to JAX's profiler afterwards
     profiler = import_module("torch.profiler")
     with profiler.profile(activities=[profiler.ProfilerActivity.CUDA]) as found:
         run()
@@ -82,10 +87,19 @@ def spans_of_chrome(trace: dict) -> list[Span]:
     """The device's part of a trace in Chrome's form, whose times are microseconds."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     return [
-        (event["name"], event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3)
+        (
+            _named(event["name"], event.get("args", {}).get("grid")),
+            event["ts"] / 1e3,
+            (event["ts"] + event["dur"]) / 1e3,
+        )
         for event in trace["traceEvents"]
         if event.get("cat") in kinds
     ]
+
+
+def _named(name: str, grid: Iterable[int] | None) -> str:
+    """A kernel with the blocks that it has, which tell one product from another."""
+    return f"{name} [{' '.join(map(str, grid))}]" if grid else name
 
 
 def _of_jax(run: Callable[[], None], folder: Path) -> list[Span]:
@@ -99,13 +113,23 @@ def _of_jax(run: Callable[[], None], folder: Path) -> list[Span]:
 def spans_of_planes(planes: Iterable) -> list[Span]:
     """The streams of the GPUs among the planes of a profile, whose times are nanoseconds."""
     return [
-        (event.name, event.start_ns / 1e6, (event.start_ns + event.duration_ns) / 1e6)
+        (
+            _named(event.name, _grid_of(event)),
+            event.start_ns / 1e6,
+            (event.start_ns + event.duration_ns) / 1e6,
+        )
         for plane in planes
         if "GPU" in plane.name
         for line in plane.lines
         if "Stream" in line.name
         for event in line.events
     ]
+
+
+def _grid_of(event: Any) -> list[int] | None:
+    details = next((str(value) for name, value in event.stats if name == "kernel_details"), "")
+    grid = re.search(r"grid:(\d+),(\d+),(\d+)", details)
+    return [int(number) for number in grid.groups()] if grid else None
 
 
 SPANS = {"torch": _of_torch, "jax": _of_jax}

@@ -82,6 +82,7 @@ class LinearTiles:
       rows, columns: Rows and outputs of a program; fewer rows where a call has fewer.
       depth: Inputs of a step along the chain.
       swapped: Whether the outputs, not the rows, are the wide side of the matrix unit.
+      described: Whether blocks are copied by tensor descriptors (TMA), which Triton alone has.
       warps, stages: Of the kernel.
     """
 
@@ -92,6 +93,7 @@ class LinearTiles:
     columns: int
     depth: int
     swapped: bool
+    described: bool
     warps: int
     stages: int
 

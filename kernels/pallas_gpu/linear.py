@@ -53,7 +53,12 @@ def product(
       order: How squares are summed.
       tiles: How the work is cut.
       interpret: Run on a CPU.
+
+    Raises:
+      ValueError: Blocks are to be copied by tensor descriptors.
     """
+    if tiles.described:
+        raise ValueError("Pallas has no tensor descriptors for Triton")
     R, N = x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
     blocks = (pl.cdiv(R, rows), pl.cdiv(N, tiles.columns))

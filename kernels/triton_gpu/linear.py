@@ -10,12 +10,15 @@ import triton.language as tl
 from jaxtyping import Float
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import LinearTiles
 from kernels.triton_gpu.squares import add_up
 from shared.spec.numerics import SquaresOrder
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_DESCRIBED_BYTES = 16
+"""Rows of what a tensor descriptor is of are so many bytes apart, or a multiple."""
 
 
 def product(
@@ -53,9 +56,12 @@ def product(
     if added is not None:
         shape = (R, triton.cdiv(N, order.chunk))
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+    is_described = tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0
     _product_kernel[(row_blocks * column_blocks,)](
-        x,
-        weight,
+        TensorDescriptor.from_tensor(x, [rows, tiles.depth]) if is_described else x,
+        TensorDescriptor.from_tensor(weight, [tiles.columns, tiles.depth])
+        if is_described
+        else weight,
         x if squares is None else squares,  # a pointer, that nothing reads without a norm
         out if added is None else added,
         out,
@@ -78,6 +84,7 @@ def product(
         depth=tiles.depth,
         stages=tiles.stages,
         is_swapped=tiles.swapped,
+        is_described=is_described,
         num_warps=tiles.warps,
         **launching(x),
     )
@@ -121,6 +128,7 @@ def _product_kernel(
     depth: tl.constexpr,
     stages: tl.constexpr,
     is_swapped: tl.constexpr,
+    is_described: tl.constexpr,
     is_launched: tl.constexpr,
 ):
     """One program per block of outputs and block of rows, the rows first: they share the weight."""
@@ -130,8 +138,9 @@ def _product_kernel(
     row, column = first_row + tl.arange(0, rows), block * columns + tl.arange(0, columns)
     step = tl.arange(0, depth)
     is_row, is_column = row < num_rows, column < N
-    x_at += row.to(tl.int64)[:, None] * K + step[None, :]
-    weight_at += column.to(tl.int64)[:, None] * K + step[None, :]
+    if not is_described:
+        x_at += row.to(tl.int64)[:, None] * K + step[None, :]
+        weight_at += column.to(tl.int64)[:, None] * K + step[None, :]
     if is_launched:
         gdc_wait()
     # Asked for before the loop where they are few, so that nothing waits for them after it.
@@ -145,16 +154,24 @@ def _product_kernel(
         acc = tl.zeros((rows, columns), tl.float32)
     up = acc
     for at in tl.range(0, K, depth, num_stages=stages):
-        inside = step[None, :] < K - at
-        x = _tile(x_at, is_row, inside, has_all_rows, K % depth == 0)
-        weight = _tile(weight_at, is_column, inside, N % columns == 0, K % depth == 0)
-        acc = _add_product(acc, x, weight, is_swapped)
-        if is_gated:
-            weight = _tile(weight_at + N * K, is_column, inside, N % columns == 0, K % depth == 0)
-            up = _add_product(up, x, weight, is_swapped)
-        x_at += depth
-        weight_at += depth
-    if is_launched:
+        if is_described:
+            x = x_at.load([first_row, at])
+            acc = _add_product(acc, x, weight_at.load([block * columns, at]), is_swapped)
+            if is_gated:
+                up = _add_product(up, x, weight_at.load([N + block * columns, at]), is_swapped)
+        else:
+            inside = step[None, :] < K - at
+            x = _tile(x_at, is_row, inside, has_all_rows, K % depth == 0)
+            weight = _tile(weight_at, is_column, inside, N % columns == 0, K % depth == 0)
+            acc = _add_product(acc, x, weight, is_swapped)
+            if is_gated:
+                weight = _tile(
+                    weight_at + N * K, is_column, inside, N % columns == 0, K % depth == 0
+                )
+                up = _add_product(up, x, weight, is_swapped)
+            x_at += depth
+            weight_at += depth
+    if is_launched and not is_described:  # with descriptors it measured slower
         gdc_launch_dependents()
     if is_swapped:
         acc = tl.trans(acc)

@@ -229,7 +229,7 @@ def test_states_are_moved_once_more_where_drafts_are_replayed():
 
 def test_kernels_side_by_side_are_busy_once_and_edges_cancel():
     few = Activity.of([("gemm", 0.0, 2.0), ("norm", 1.0, 3.0), ("Memcpy HtoD", 5.0, 6.0)])
-    by_name = {"gemm": (1, 2.0), "norm": (1, 2.0), "Memcpy HtoD": (1, 1.0)}
+    by_name = {"gemm": (1, 2.0), "norm": (1, 1.0), "Memcpy HtoD": (1, 1.0)}
     assert few == Activity(2, 1, 4.0, by_name)
     many = Activity.of([("gemm", i, i + 0.5) for i in range(12)])
     step = many.per_step(few, 5)
@@ -250,22 +250,26 @@ def test_the_kernels_that_take_the_most_time_are_named_first():
 
 def test_only_the_devices_part_of_a_trace_counts():
     events = [
-        {"name": "k", "cat": "kernel", "ts": 1000, "dur": 500},
+        {"name": "k", "cat": "kernel", "ts": 1000, "dur": 500, "args": {"grid": [8, 2, 1]}},
         {"name": "Memset", "cat": "gpu_memset", "ts": 3000, "dur": 100},
         {"name": "cudaGraphLaunch", "cat": "cuda_runtime", "ts": 0, "dur": 9000},
         {"name": "process_name", "ph": "M"},
     ]
-    assert spans_of_chrome({"traceEvents": events}) == [("k", 1, 1.5), ("Memset", 3, 3.1)]
+    assert spans_of_chrome({"traceEvents": events}) == [
+        ("k [8 2 1]", 1, 1.5),
+        ("Memset", 3, 3.1),
+    ]
 
     def line(name: str) -> SimpleNamespace:
-        event = SimpleNamespace(name="k", start_ns=1e6, duration_ns=5e5)
+        stats = [("stream", 13), ("kernel_details", "regs:9 grid:8,2,1 block:128,1,1")]
+        event = SimpleNamespace(name="k", start_ns=1e6, duration_ns=5e5, stats=stats)
         return SimpleNamespace(name=name, events=[event])
 
     planes = [
         SimpleNamespace(name="/device:GPU:0", lines=[line("Stream #13(Compute)"), line("XLA Ops")]),
         SimpleNamespace(name="/host:CPU", lines=[line("Stream of thoughts")]),
     ]
-    assert spans_of_planes(planes) == [("k", 1.0, 1.5)]
+    assert spans_of_planes(planes) == [("k [8 2 1]", 1.0, 1.5)]
 
 
 NOT_THERE = ("fastapi", "starlette", "uvicorn", "pydantic", "msgspec", "beartype", "httpx")

@@ -106,6 +106,7 @@ def test_a_case_is_measured_with_the_tiles_that_the_command_names(
         return [np.zeros((1, 1))]
 
     monkeypatch.setattr(SIDES["jax"], "run", lambda self, *given: run())
+    monkeypatch.setattr(op, "_seconds", lambda *given: [1.0])
     monkeypatch.setattr(OpCase, "errors", lambda *given: [0.0])
     monkeypatch.setattr(op, "_hash", lambda *given: "")
     found = op.run(options, "").found["results"]
@@ -115,6 +116,7 @@ def test_a_case_is_measured_with_the_tiles_that_the_command_names(
     assert seen == [(usual.stages, usual.splits), (7, 9)]
     assert "stages 7  splits 9" in capsys.readouterr().out
     monkeypatch.setattr(ops, "KERNELS", None)
+    options.tiles = options.tiles[1:]
     with pytest.raises(ValueError, match="mix has no tiles on CPU"):
         op.run(options, "")
 

@@ -27,8 +27,8 @@ Arrays = tuple[np.ndarray, ...]
 
 
 def tiles(**changed: int | bool) -> LinearTiles:
-    how = {"rows": 16, "columns": 64, "depth": 64, "swapped": True, "warps": 4, "stages": 2}
-    return LinearTiles(**(how | changed))
+    how = {"rows": 16, "columns": 64, "depth": 64, "warps": 4, "stages": 2}
+    return LinearTiles(**({"swapped": True, "described": False} | how | changed))
 
 
 def in_triton(function: Callable[..., Any], *arrays: np.ndarray | None, **how: Any) -> Arrays:
@@ -114,6 +114,23 @@ def test_a_product_does_what_stands_before_and_after_it(
     want = spec.added_product(x, Matrix(weight), Stream(added)).rows
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(sums, chunks_of_squares(got))
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is missing")
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
+@pytest.mark.parametrize("name", SIZES)
+def test_blocks_that_descriptors_copy_are_the_same(name: str, is_swapped: bool) -> None:
+    R, K, N = SIZES[name]
+    x, weight = normal(0, R, K), normal(1, 2 * N, K)
+    given = {"x": x, "weight": weight, "squares": chunks_of_squares(x), "is_gated": True}
+    cuts = [tiles(swapped=is_swapped, described=described) for described in (False, True)]
+    (want,), (got,) = (multiply("triton", **given, cut=cut) for cut in cuts)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_pallas_refuses_descriptors() -> None:
+    with pytest.raises(ValueError, match="Pallas has no tensor descriptors"):
+        multiply("pallas", normal(0, 3, 64), normal(1, 64, 64), cut=tiles(described=True))
 
 
 @each_language
