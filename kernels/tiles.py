@@ -52,6 +52,7 @@ class MixTiles:
       splits: Fewest splits of a program, unless there are fewer.
       ones: As of `AttentionTiles`.
       warps, stages: Of the kernel.
+      registers: Most of a thread; 0 for no bound, which is all that Pallas knows.
     """
 
     sizes: ClassVar = ("item_bytes", "rows", "requests")
@@ -62,6 +63,7 @@ class MixTiles:
     ones: int
     warps: int
     stages: int
+    registers: int
 
     def __post_init__(self) -> None:
         _check_powers_of_two(self, {"ones": 16, "warps": 1})

@@ -157,12 +157,13 @@ def fill(
     turn = angles(config, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
     stream = linear.stream(embed[tokens.reshape(-1)])
-    paged = PagedKV.of(kv, rows[0])
     for place, (layer, seen) in enumerate(zip(_layers_of(weights), rows, strict=True)):
+        paged = PagedKV.of(kv, seen)
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         stream, paged = attention_layer(config, layer, qkv, stream, turn, seen, paged, place)
+        kv = paged.pools
     out = rms_norm(stream.rows, weights.weights.final_norm[...], config.rms_eps)
-    return out.reshape(*tokens.shape, -1), paged.pools
+    return out.reshape(*tokens.shape, -1), kv
 
 
 def choose(

@@ -33,6 +33,7 @@ class Kernels:
     layers: ModuleType
     linear: ModuleType
     mix: ModuleType
+    reach: ModuleType
     sampling: ModuleType
     slots: ModuleType
     tiles: Tiles
@@ -46,6 +47,7 @@ if jax.default_backend() == "gpu":
     from kernels.pallas_gpu import layers as layers_kernel
     from kernels.pallas_gpu import linear as linear_kernel
     from kernels.pallas_gpu import mix as mix_kernel
+    from kernels.pallas_gpu import reach as reach_kernel
     from kernels.pallas_gpu import sampling as sampling_kernel
     from kernels.pallas_gpu import slots as slots_kernel
 
@@ -55,6 +57,7 @@ if jax.default_backend() == "gpu":
         layers=layers_kernel,
         linear=linear_kernel,
         mix=mix_kernel,
+        reach=reach_kernel,
         sampling=sampling_kernel,
         slots=slots_kernel,
         tiles=Tiles.load("pallas_gpu", jax.devices()[0].device_kind),

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from jax_impl.ops import Kernels, kernel_or_plain, layers
 from jax_impl.ops.attention import KV, Rows, attend, write
 from shared.boundary.workspace import MOST_PARTS
-from shared.spec.mix import Heads
+from shared.spec.mix import BOUNDS, Heads
 from shared.spec.numerics import ATTENTION, SQUARES
 
 
@@ -34,21 +34,44 @@ class Angles(NamedTuple):
     sin: Float[jax.Array, "R half"]
 
 
+def plain_reach(
+    rows: Rows, num_kv_heads: int
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B Hk"]]:
+    """What the kernel of `mix` asks of rows, once for all layers; plain operations ask nothing."""
+    B = len(rows.page_table)
+    return jnp.zeros((B, BOUNDS), jnp.int32), jnp.zeros((B, num_kv_heads), jnp.int32)
+
+
+def kernel_reach(
+    kernels: Kernels, rows: Rows, num_kv_heads: int
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B Hk"]]:
+    """As `plain_reach`, where rows may be few enough for that kernel."""
+    if rows.most_rows > kernels.mix.MOST_LANES:
+        return plain_reach(rows, num_kv_heads)
+    given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
+    return kernels.reach.reach(*given, max_rows=rows.most_rows, k_heads=num_kv_heads)
+
+
+reach = kernel_or_plain(kernel_reach, plain_reach)
+
+
 class PagedKV(NamedTuple):
     """The pools of a stack of attention layers, for the layers of one pass over some rows.
 
     Attributes:
       pools: Keys and values of each layer.
+      bounds: Of what the rows of a request see and write; a kernel's alone.
       arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
     """
 
     pools: KV
+    bounds: Int[jax.Array, "B bounds"]
     arrivals: Int[jax.Array, "B Hk"]
 
     @classmethod
     def of(cls, pools: KV, rows: Rows) -> "PagedKV":
         """For a pass over the rows."""
-        return cls(pools, jnp.zeros((len(rows.page_table), pools.shape[4]), jnp.int32))
+        return cls(pools, *reach(rows, pools.shape[4]))
 
 
 def plain_mix(
@@ -121,6 +144,7 @@ def kernel_mix(
         angles.sin,
         kv.pools,
         _operand(layer),
+        kv.bounds,
         kv.arrivals,
         rows.page_table,
         rows.row_starts,
@@ -135,7 +159,7 @@ def kernel_mix(
         tiles=kernels.tiles.mix.of(item_bytes=item_bytes, rows=pairs, requests=requests),
         **order,
     )
-    return out, PagedKV(pools, arrivals)
+    return out, PagedKV(pools, kv.bounds, arrivals)
 
 
 mix = kernel_or_plain(kernel_mix, plain_mix)

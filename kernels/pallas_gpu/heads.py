@@ -162,8 +162,14 @@ def write_pair(projected_ref, kv_ref, table_ref, layer, row, request, place, is_
 def turned(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, eps, digits, D):
     """A head of some rows after its norm and the rotation, [rows, D] in float32.
 
-    Each column is loaded beside the one that it is turned with; `start` is the head's first.
+    `start` is the head's first column.
     """
+    fetched = fetch(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, D)
+    return turn(fetched, angles[0].shape[1], has_norms, eps, digits)
+
+
+def fetch(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, D):
+    """What `turn` takes; each column is loaded beside the one that it is turned with."""
     half, column, keep = angles[0].shape[1], lax.iota(jnp.int32, D)[None, :], is_in[:, None]
     other = jnp.where(column < half, column + half, column - half)
     other = jnp.where(column < 2 * half, other, column)
@@ -171,19 +177,27 @@ def turned(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, eps, di
     def load(ref, rows, columns, mask):
         return pltriton.load(ref.at[rows, columns], mask=mask, other=0.0).astype(jnp.float32)
 
-    x = load(x_ref, row[:, None], start[:, None] + column, keep)
-    y = load(x_ref, row[:, None], start[:, None] + other, keep)
+    pair = [load(x_ref, row[:, None], start[:, None] + at, keep) for at in (column, other)]
+    angle = jnp.where(column < half, column, column - half)
+    both = [load(ref, row[:, None], angle, keep & (column < 2 * half)) for ref in angles]
+    norms = None
     if has_norms:
         lead = (layer,) if len(norm_ref.shape) == 2 else ()
+        norms = [pltriton.load(norm_ref.at[(*lead, at[0])])[None, :] for at in (column, other)]
+    return pair, norms, both
+
+
+def turn(fetched, half, has_norms, eps, digits):
+    """See `turned`."""
+    (x, y), norms, (cos, sin) = fetched
+    D = x.shape[1]
+    if has_norms:
         mean = add_up(x * x, digits) * (1.0 / D)
         scale = lax.rsqrt(mean + eps)[:, None]
-        x = x * scale * pltriton.load(norm_ref.at[(*lead, column[0])])[None, :]
-        y = y * scale * pltriton.load(norm_ref.at[(*lead, other[0])])[None, :]
-    is_turned = column < 2 * half
-    angle = jnp.where(column < half, column, column - half)
-    cos, sin = (load(ref, row[:, None], angle, keep & is_turned) for ref in angles)
+        x, y = (each * scale * norm for each, norm in zip((x, y), norms, strict=True))
+    column = lax.iota(jnp.int32, D)[None, :]
     turned_x = x * cos + jnp.where(column < half, -y, y) * sin
-    return jnp.where(is_turned, turned_x, x)
+    return jnp.where(column < 2 * half, turned_x, x)
 
 
 def early(x, interpret):

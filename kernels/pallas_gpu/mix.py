@@ -31,9 +31,10 @@ from kernels.pallas_gpu.attention import (
     scores_of,
     window_operand,
 )
-from kernels.pallas_gpu.heads import early, turned, write_pair
-from kernels.pallas_gpu.window import is_in, pack, sees
+from kernels.pallas_gpu.heads import early, fetch, turn, write_pair
+from kernels.pallas_gpu.reach import is_in, pack, sees
 from kernels.tiles import MixTiles
+from shared.spec.mix import BOUNDS
 
 MOST_LANES = 64
 """Most pairs of a row and a query head of a key head that a request can have here."""
@@ -49,6 +50,7 @@ def mix(
     sin: Float[jax.Array, "R half"],
     kv: Float[jax.Array, "L 2 P page Hk D"],
     layer: Int[jax.Array, " 1"],
+    bounds: Int[jax.Array, "B bounds"],
     arrivals: Int[jax.Array, "B Hk"],
     page_table: Int[jax.Array, "B table"],
     row_starts: Int[jax.Array, " B1"],
@@ -78,7 +80,7 @@ def mix(
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
       gated, eps, digits: The same.
-      arrivals: Zeros.
+      bounds, arrivals: Of `reach`.
       row_starts, first, until, window, max_rows, span, split, tile: See `attend`. Where there is a
         window, all rows of a request have the same `until`.
       most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
@@ -87,7 +89,12 @@ def mix(
 
     Returns:
       The heads' outputs side by side, the pools after the writes, and the zeros again.
+
+    Raises:
+      ValueError: The tiles bound the registers.
     """
+    if tiles.registers:
+        raise ValueError("Pallas cannot bound the registers of a kernel")
     R, (page, Hk, D) = len(projected), kv.shape[3:]
     B, columns = page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
@@ -111,14 +118,14 @@ def mix(
             jax.ShapeDtypeStruct(kv.shape, kv.dtype),
             jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype),
         ],
-        input_output_aliases={5: 4, 7: 5},
+        input_output_aliases={5: 4, 8: 5},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="mix",
     )(
         projected,
         *(cos if norm is None else norm for norm in (q_norm, k_norm)),
-        *(cos, sin, kv, layer, arrivals, page_table, row_starts, places, first, until),
+        *(cos, sin, kv, layer, bounds, arrivals, page_table, row_starts, places, first, until),
         *(window_operand(window), is_real.astype(jnp.int8)),
     )
     return out[0], kv, arrivals
@@ -173,6 +180,7 @@ def _mix_kernel(
     sin_ref,
     _,
     layer_ref,
+    bounds_ref,
     __,
     table_ref,
     starts_ref,
@@ -204,50 +212,42 @@ def _mix_kernel(
 
     @pl.when(start < stop)
     def _():
-        lanes = max(16, pl.next_power_of_2(sizes.max_rows * group))
-        lane = early(lax.iota(jnp.int32, lanes), interpret)
-        row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
-        own = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
-        first, until = pltriton.load(first_ref.at[own]), pltriton.load(until_ref.at[own])
-        written = start + lax.iota(jnp.int32, pl.next_power_of_2(sizes.max_rows))
-        is_new = written < stop
-        place = pltriton.load(places_ref.at[written], mask=is_new, other=0)
-        is_new &= pltriton.load(real_ref.at[written], mask=is_new, other=0) != 0
-        reach = table_ref.shape[1] * kv_ref.shape[3]
-        share = _share(number, reach, first, until, is_new, place, order, sizes)
-        turn = partial(
-            turned,
-            projected_ref,
-            angles=(cos_ref, sin_ref),
-            layer=layer_ref[0],
-            has_norms=new.has_norms,
-            eps=new.eps,
-            digits=new.digits,
-            D=D,
-        )
+        bounds = tuple(bounds_ref[request, which] for which in range(BOUNDS))
+        share = _share(number, table_ref.shape[1] * kv_ref.shape[3], bounds, order, sizes)
 
         @pl.when(share.number < share.sharing)
         def _():
+            low, high = jnp.maximum(share.low, share.mine), jnp.minimum(share.high, share.yours)
+            lanes = max(16, pl.next_power_of_2(sizes.max_rows * group))
+            lane = early(lax.iota(jnp.int32, lanes), interpret)
+            row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
+            own = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row, are not written
+            first, until = pltriton.load(first_ref.at[own]), pltriton.load(until_ref.at[own])
             where = (kv_ref, table_ref, window_ref, layer_ref[0], request, head)
             seen = Seen(*where, own, first, until)
-            low, high = jnp.maximum(share.low, share.mine), jnp.minimum(share.high, share.yours)
             page = page_of(seen, lax.div(low, order.tile), order.tile)
-            is_mine = is_new & (place >= share.mine) & (place < share.yours)
+            written = start + lax.iota(jnp.int32, pl.next_power_of_2(sizes.max_rows))
+            is_new = written < stop
+            place = pltriton.load(places_ref.at[written], mask=is_new, other=0)
+            is_new &= pltriton.load(real_ref.at[written], mask=is_new, other=0) != 0
+            rows = (projected_ref, (cos_ref, sin_ref), layer_ref[0], new, D)
+            start_of_head = q_head * ((1 + new.gated) * D)
+            fetch_q = partial(_fetch, rows, q_norm_ref, own, start_of_head, row < stop)
+            # Where programs are few, before what some of them do first; else registers are scarce.
+            fetched = fetch_q() if sizes.splits == 1 else None
             column = (sizes.q_heads * (1 + new.gated) + head) * D
 
-            @pl.when(jnp.max(is_mine.astype(jnp.int32)) > 0)
+            @pl.when((bounds[3] < share.yours) & (bounds[4] > share.mine))
             def _():
-                k = turn(
-                    norm_ref=k_norm_ref, row=written, start=column + 0 * written, is_in=is_mine
-                )
+                is_mine = is_new & (place >= share.mine) & (place < share.yours)
+                k = _turn(rows, _fetch(rows, k_norm_ref, written, column + 0 * written, is_mine))
                 write_pair(
                     projected_ref, kv_ref, table_ref, layer_ref[0], written, request, place,
                     is_mine, head, column, k,
                 )  # fmt: skip
                 _barrier(interpret)  # they are read by other threads than wrote them
 
-            start_of_head = q_head * ((1 + new.gated) * D)
-            q = turn(norm_ref=q_norm_ref, row=own, start=start_of_head, is_in=row < stop)
+            q = _turn(rows, fetched or fetch_q())
             window = pack(window_ref, own, order.nodes)
             is_bad = jnp.zeros(written.shape, bool)
             if sizes.max_rows > 1:
@@ -266,8 +266,8 @@ def _mix_kernel(
                     pltriton.store(ref.at[unit - base, at, q_head], x, mask=row < stop)
 
             _sum_share(
-                q.astype(projected_ref.dtype), seen, page, window, place, is_bad, low, high,
-                share.unit, order, sizes, store,
+                q.astype(projected_ref.dtype), seen, bounds, page, window, place, is_bad,
+                low, high, share.unit, order, sizes, store,
             )  # fmt: skip
             _barrier(interpret)
             arrived = pltriton.atomic_add(arrivals_ref, (request, head), jnp.ones((), jnp.int32))
@@ -285,17 +285,27 @@ def _mix_kernel(
                 finish(sums, gate_ref, out_ref, row, q_head, row < stop)
 
 
-def _share(number, reach, first, until, is_new, place, order, sizes):
+def _fetch(rows, norm_ref, row, start, is_in):
+    x_ref, angles, layer, new, D = rows
+    return fetch(x_ref, norm_ref, angles, layer, row, start, is_in, new.has_norms, D)
+
+
+def _turn(rows, fetched):
+    _, angles, _, new, _ = rows
+    return turn(fetched, angles[0].shape[1], new.has_norms, new.eps, new.digits)
+
+
+def _share(number, reach, bounds, order, sizes):
     """What a program does of the positions that are seen or written."""
-    low = jnp.min(jnp.minimum(first, until))
-    high = jnp.minimum(jnp.max(until) + order.nodes, reach)
+    low, _, seen_until, new_from, new_until = bounds
+    high = jnp.minimum(seen_until + order.nodes, reach)
     by_span, unit, fewest = False, order.split, sizes.splits
     if sizes.may_span:
         by_span = pl.cdiv(high, order.split) - lax.div(low, order.split) > sizes.most_parts
         unit = _either(by_span, order.span, order.split)
         fewest = _either(by_span, 1, sizes.splits)
-    begin = lax.div(jnp.minimum(low, jnp.min(jnp.where(is_new, place, reach))), unit)
-    end = pl.cdiv(jnp.maximum(high, jnp.max(jnp.where(is_new, place + 1, 0))), unit)
+    begin, end = lax.div(jnp.minimum(low, new_from), unit), jnp.maximum(high, new_until)
+    end = pl.cdiv(end, unit)
     end = jnp.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
     each = jnp.maximum(pl.cdiv(end - begin, sizes.programs), fewest)
     mine = (begin + number * each) * unit
@@ -318,13 +328,15 @@ def _is_bad(projected_ref, row, start, is_new, D):
     return jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1) > 0
 
 
-def _sum_share(q, seen, number, window, place, is_bad, low, high, unit, order, sizes, store):
+def _sum_share(
+    q, seen, bounds, number, window, place, is_bad, low, high, unit, order, sizes, store
+):
     """Sums the positions from low to high, tiles to splits and splits to units, which are stored.
 
     A unit is a split, or a span. What no row sees is not read.
     """
     tile, (lanes, D) = order.tile, q.shape
-    seen_from, seen_until = jnp.min(seen.first), jnp.max(seen.until)
+    _, seen_from, seen_until, _, _ = bounds
     begin = lax.div(low, tile)
     end = jnp.where(low < high, pl.cdiv(high, tile), begin)
 
@@ -378,7 +390,7 @@ def _combine(parts, row, q_head, begin, share, order, sizes, interpret):
     per_span = order.span // order.split
     if sizes.may_span:
         per_span = _either(share.by_span, 1 << 20, per_span)
-    unroll = max(1, min(8, 16 * 128 * 4 // (lanes * D)))
+    unroll = max(1, min(8, 16 * 128 * 8 // (lanes * D)))
 
     def load(unit, is_one):
         column, is_one = lax.iota(jnp.int32, D)[None, :], jnp.broadcast_to(is_one, (lanes,))

@@ -124,7 +124,8 @@ def _attend_kernel(
     group: tl.constexpr = q_heads // k_heads
     block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     turn, turns = request * tl.num_programs(0) + block, num_requests * tl.num_programs(0)
-    clear_padding(starts_at, out_at, num_requests, num_rows, head, turn, turns, group, k_heads, D)
+    padding = tl.load(starts_at + num_requests)
+    clear_padding(padding + turn, out_at, num_rows, turns, head, group, k_heads, D)
     start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
     if start + block * lanes // group >= stop:
         return
@@ -147,20 +148,12 @@ def _attend_kernel(
 
 @triton.jit
 def clear_padding(
-    starts_at,
-    out_at,
-    num_requests,
-    num_rows,
-    head,
-    turn,
-    turns,
-    group: tl.constexpr,
-    k_heads: tl.constexpr,
+    begin, out_at, num_rows, turns, head, group: tl.constexpr, k_heads: tl.constexpr,
     D: tl.constexpr,
-):
-    """Writes 0 for a key head's queries of the rows of padding, which programs take in turns."""
+):  # fmt: skip
+    """Writes 0 for a key head's queries of every `turns`th row from `begin` on."""
     zeros = tl.zeros((D,), out_at.dtype.element_ty)
-    for row in range(tl.load(starts_at + num_requests) + turn, num_rows, turns):
+    for row in range(begin, num_rows, turns):
         for member in tl.static_range(group):
             place = (row * k_heads + head.to(tl.int64)) * group + member
             tl.store(out_at + place * D + tl.arange(0, D), zeros)

@@ -179,23 +179,56 @@ def turned(
     has_norms: tl.constexpr,
     digits: tl.constexpr,
 ):
-    """A head of some rows after its norm and the rotation, [rows, D] in float32.
+    """A head of some rows after its norm and the rotation, [rows, D] in float32."""
+    fetched = fetch(x_at, offset, norm_at, cos_at, sin_at, row, is_in, D, half, has_norms)
+    return turn(fetched, eps, D, half, has_norms, digits)
 
-    Each column is loaded beside the one that it is turned with.
-    """
+
+@triton.jit
+def fetch(
+    x_at,
+    offset,
+    norm_at,
+    cos_at,
+    sin_at,
+    row,
+    is_in,
+    D: tl.constexpr,
+    half: tl.constexpr,
+    has_norms: tl.constexpr,
+):
+    """What `turn` takes; each column is loaded beside the one that it is turned with."""
     column, keep = tl.arange(0, D)[None, :], is_in[:, None]
     other = tl.where(column < half, column + half, column - half)
     other = tl.where(column < 2 * half, other, column)
-    x = tl.load(x_at + offset[:, None] + column, mask=keep, other=0.0).to(tl.float32)
-    y = tl.load(x_at + offset[:, None] + other, mask=keep, other=0.0).to(tl.float32)
+    x = tl.load(x_at + offset[:, None] + column, mask=keep, other=0.0)
+    y = tl.load(x_at + offset[:, None] + other, mask=keep, other=0.0)
+    angle = row.to(tl.int64)[:, None] * half + tl.where(column < half, column, column - half)
+    is_turned = keep & (column < 2 * half)
+    cos = tl.load(cos_at + angle, mask=is_turned, other=0.0)
+    sin = tl.load(sin_at + angle, mask=is_turned, other=0.0)
+    x_norm, y_norm = cos, sin  # nothing reads them without norms
+    if has_norms:
+        x_norm, y_norm = tl.load(norm_at + column), tl.load(norm_at + other)
+    return x, y, x_norm, y_norm, cos, sin
+
+
+@triton.jit
+def turn(
+    fetched,
+    eps,
+    D: tl.constexpr,
+    half: tl.constexpr,
+    has_norms: tl.constexpr,
+    digits: tl.constexpr,
+):
+    """See `turned`."""
+    x, y, cos, sin = fetched[0].to(tl.float32), fetched[1].to(tl.float32), fetched[4], fetched[5]
     if has_norms:
         mean = add_up(x * x, digits) * (1.0 / D)
         scale = tl.rsqrt(mean + eps)[:, None]
-        x = x * scale * tl.load(norm_at + column)
-        y = y * scale * tl.load(norm_at + other)
-    angle = row.to(tl.int64)[:, None] * half + tl.where(column < half, column, column - half)
-    is_turned = column < 2 * half
-    cos = tl.load(cos_at + angle, mask=keep & is_turned, other=0.0)
-    sin = tl.load(sin_at + angle, mask=keep & is_turned, other=0.0)
+        x = x * scale * fetched[2]
+        y = y * scale * fetched[3]
+    column = tl.arange(0, D)[None, :]
     turned_x = x * cos + tl.where(column < half, -y, y) * sin
-    return tl.where(is_turned, turned_x, x)
+    return tl.where(column < 2 * half, turned_x, x)

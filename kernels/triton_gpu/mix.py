@@ -26,9 +26,10 @@ from kernels.triton_gpu.attention import (
     offsets,
     page_of,
 )
-from kernels.triton_gpu.heads import turned, write_pair
+from kernels.triton_gpu.heads import fetch, turn, write_pair
 from kernels.triton_gpu.linear import launching
-from kernels.triton_gpu.window import is_in, pack, sees
+from kernels.triton_gpu.reach import is_in, pack, sees
+from shared.spec.mix import BOUNDS
 
 MOST_LANES = 64
 """Most pairs of a row and a query head of a key head that a request can have here."""
@@ -44,6 +45,7 @@ def mix(
     sin: Float[Tensor, "R half"],
     kv: Float[Tensor, "L 2 P page Hk D"],
     layer: int,
+    bounds: Int[Tensor, "B bounds"],
     arrivals: Int[Tensor, "B Hk"],
     page_table: Int[Tensor, "B table"],
     row_starts: Int[Tensor, " B1"],
@@ -68,7 +70,7 @@ def mix(
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
       gated, eps, digits: The same.
-      arrivals: Zeros; zeros again afterwards.
+      bounds, arrivals: Of `reach`; the second is zeros again afterwards.
       row_starts, first, until, window, max_rows, span, split, tile: See `attend`. Where there is a
         window, all rows of a request have the same `until`.
       most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
@@ -94,7 +96,7 @@ def mix(
     programs = min(tiles.programs, triton.cdiv(splits, tiles.splits))
     _mix_kernel[(Hk, B, programs)](
         *(projected, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm),
-        *(cos, sin, kv[layer, 0], kv[layer, 1], arrivals, page_table, row_starts, places),
+        *(cos, sin, kv[layer, 0], kv[layer, 1], bounds, arrivals, page_table, row_starts, places),
         *(first, until, window if window.shape[1] else until, is_real, sums, peaks, totals, out),
         *(R, B, columns, eps, D**-0.5 * LOG2_E.value, most_parts),
         q_heads=Hq,
@@ -109,14 +111,16 @@ def mix(
         new_rows=triton.next_power_of_2(max_rows),
         ones=tiles.ones,
         splits=tiles.splits,
-        unroll=max(1, min(8, 16 * 128 * 4 // (lanes * D))),
+        unroll=max(1, min(8, 16 * 128 * 8 // (lanes * D))),
         span=span,
         split=split,
         tile=tile,
         nodes=window.shape[1],
         may_span=splits > most_parts,
+        num_bounds=BOUNDS,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        maxnreg=tiles.registers or None,
         **launching(projected),
     )
     return out
@@ -131,6 +135,7 @@ def _mix_kernel(
     sin_at,
     k_at,
     v_at,
+    bounds_at,
     arrivals_at,
     table_at,
     starts_at,
@@ -167,31 +172,24 @@ def _mix_kernel(
     tile: tl.constexpr,
     nodes: tl.constexpr,
     may_span: tl.constexpr,
+    num_bounds: tl.constexpr,
     is_launched: tl.constexpr,
 ):
     """One program per key head, request, and share of the positions."""
     group: tl.constexpr = q_heads // k_heads
     width: tl.constexpr = (q_heads * (1 + gated) + 2 * k_heads) * D
     head, request, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    bounds_at += request * num_bounds
+    low, seen_from, seen_until = tl.load(bounds_at), tl.load(bounds_at + 1), tl.load(bounds_at + 2)
+    new_from, new_until = tl.load(bounds_at + 3), tl.load(bounds_at + 4)
     start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
-    lane = tl.arange(0, lanes)
-    row, q_head = start + lane // group, head * group + lane % group
-    own = tl.maximum(tl.minimum(row, stop - 1), 0)  # spare lanes are not written
-    first, until = tl.load(first_at + own), tl.load(until_at + own)
-    new = start + tl.arange(0, new_rows)
-    is_new = new < stop
-    place = tl.load(places_at + new, mask=is_new, other=0)
-    is_new &= tl.load(real_at + new, mask=is_new, other=0).to(tl.int32) != 0
-
-    # All positions that the request's rows see, then with those that are written.
-    reach = columns * page
-    low, high = tl.min(tl.minimum(first, until)), tl.minimum(tl.max(until) + nodes, reach)
+    num_real = tl.load(starts_at + num_requests)
+    high = tl.minimum(seen_until + nodes, columns * page)
     by_span, unit = False, split
     if may_span:
         by_span = tl.cdiv(high, split) - low // split > most_parts
         unit = tl.where(by_span, span, split)
-    begin = tl.minimum(low, tl.min(tl.where(is_new, place, reach))) // unit
-    end = tl.cdiv(tl.maximum(high, tl.max(tl.where(is_new, place + 1, 0))), unit)
+    begin, end = tl.minimum(low, new_from) // unit, tl.cdiv(tl.maximum(high, new_until), unit)
     end = tl.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
     each = tl.maximum(tl.cdiv(end - begin, tl.num_programs(2)), tl.where(by_span, 1, splits))
     sharing = tl.where(start < stop, tl.cdiv(end - begin, each), 0)
@@ -202,30 +200,38 @@ def _mix_kernel(
     from_position, to_position = tl.maximum(low, mine), tl.minimum(high, yours)
     table_at += request * columns
     number = page_of(table_at, columns, from_position // tile, page, tile)
+    lane = tl.arange(0, lanes)
+    row, q_head = start + lane // group, head * group + lane % group
+    own = tl.maximum(tl.minimum(row, stop - 1), 0)  # spare lanes are not written
+    first, until = tl.load(first_at + own), tl.load(until_at + own)
+    new = start + tl.arange(0, new_rows)
+    is_new = new < stop
+    place = tl.load(places_at + new, mask=is_new, other=0)
+    is_new &= tl.load(real_at + new, mask=is_new, other=0).to(tl.int32) != 0
 
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
     if share == 0:
-        clear_padding(
-            starts_at, out_at, num_requests, num_rows, head, request, num_requests,
-            group, k_heads, D,
-        )  # fmt: skip
+        clear_padding(num_real + request, out_at, num_rows, num_requests, head, group, k_heads, D)
     if share >= sharing:
         return
-    is_mine = is_new & (place >= mine) & (place < yours)
-    if tl.max(is_mine.to(tl.int32)) > 0:
+    # Where programs are few, before what some of them do first; else registers are scarce.
+    is_early: tl.constexpr = splits == 1
+    head_place = own.to(tl.int64) * width + q_head * ((1 + gated) * D)
+    at_head = (projected_at, head_place, q_norm_at, cos_at, sin_at, own, row < stop)
+    if is_early:
+        fetched = fetch(*at_head, D, half, has_norms)
+    if (new_from < yours) & (new_until > mine):
         write_pair(
-            projected_at, new.to(tl.int64) * width, k_norm_at, cos_at, sin_at, new, is_mine, eps,
-            k_at, v_at, table_at, place, head,
+            projected_at, new.to(tl.int64) * width, k_norm_at, cos_at, sin_at, new,
+            is_new & (place >= mine) & (place < yours), eps, k_at, v_at, table_at, place, head,
             q_heads * (1 + gated), k_heads, D, half, has_norms, page, digits,
         )  # fmt: skip
         tl.debug_barrier()  # they are read by other threads than wrote them
-    head_place = own.to(tl.int64) * width + q_head * ((1 + gated) * D)
-    q = turned(
-        projected_at, head_place, q_norm_at, cos_at, sin_at, own, row < stop, eps,
-        D, half, has_norms, digits,
-    ).to(projected_at.dtype.element_ty)  # fmt: skip
+    if not is_early:
+        fetched = fetch(*at_head, D, half, has_norms)
+    q = turn(fetched, eps, D, half, has_norms, digits).to(projected_at.dtype.element_ty)
     window = pack(window_at, own, nodes)
     is_bad = tl.zeros((new_rows,), tl.int1)
     if new_rows > 1:
@@ -234,7 +240,8 @@ def _mix_kernel(
     place_of_lane = own.to(tl.int64) * q_heads + q_head
     _sum_share(
         q, k_at + head * D, v_at + head * D, table_at, columns, number,
-        first, until, window, place, is_bad, from_position, to_position, scale,
+        first, until, seen_from, seen_until, window, place, is_bad,
+        from_position, to_position, scale,
         sums_at, peaks_at, totals_at, place_of_lane, row < stop, low // unit, num_rows * q_heads,
         unit, D, k_heads, page, nodes, ones, split, tile, may_span,
     )  # fmt: skip
@@ -277,6 +284,8 @@ def _sum_share(
     number,
     first,
     until,
+    seen_from,
+    seen_until,
     window,
     place,
     is_bad,
@@ -309,7 +318,6 @@ def _sum_share(
     sums, peak, _ = no_sums(lanes, D)
     total = tl.zeros((lanes, ones), tl.float32)
     u_sums, u_peak, u_total = no_sums(lanes, D)
-    seen_from, seen_until = tl.min(first), tl.max(until)
     begin = low // tile
     end = tl.where(low < high, tl.cdiv(high, tile), begin)
     for i in range(begin, end):

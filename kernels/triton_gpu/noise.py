@@ -4,8 +4,11 @@ As `shared.spec.sampling.gumbel`. A library's logarithm is another one in each l
 machine; this one has the same bits everywhere and errs by about one unit in the last place.
 """
 
+import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
 
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 PARITY = 0x1BD11BDA
@@ -24,6 +27,40 @@ _PARITY = tl.constexpr(PARITY)
 _LOG_TERMS = tl.constexpr(LOG_TERMS)
 _LN2_HIGH, _LN2_LOW = tl.constexpr(LN2_HIGH), tl.constexpr(LN2_LOW)
 _ROOT_HALF = tl.constexpr(0x3F3504F3)  # the bits of sqrt(1/2)
+
+
+def uniforms(
+    seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int, stream: int
+) -> Float[Tensor, "R levels"]:
+    """As `shared.spec.sampling.uniforms`, of a stream; XLA makes one kernel of the plain ones."""
+    out = torch.empty((len(seeds), levels), dtype=torch.float32, device=seeds.device)
+    lanes = triton.next_power_of_2(levels)
+    _uniforms_kernel[(len(seeds),)](
+        *(seeds.contiguous(), positions.contiguous(), out),
+        levels=levels,
+        lanes=lanes,
+        stream=stream,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit
+def _uniforms_kernel(
+    seeds_at,
+    positions_at,
+    out_at,
+    levels: tl.constexpr,
+    lanes: tl.constexpr,
+    stream: tl.constexpr,
+):
+    """One program per row."""
+    row, level = tl.program_id(0), tl.arange(0, lanes)
+    seed, position = tl.load(seeds_at + row).to(tl.uint32), tl.load(positions_at + row)
+    counter = level.to(tl.uint32)
+    words, _ = threefry(seed, position.to(tl.uint32), counter, counter * 0 + stream)
+    tl.store(out_at + row * levels + level, _uniform_of(words), mask=level < levels)
 
 
 @triton.jit
@@ -56,11 +93,17 @@ def log(x):
 @triton.jit
 def noise_of_words(words):
     """Gumbel noise from uniform 32-bit words."""
-    uniform = tl.minimum(words.to(tl.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
+    uniform = _uniform_of(words)
     mantissa, exponent = _parts(1 - uniform)
     # Below sqrt(1/2) nothing is lost in 1 - uniform that the logarithm would show.
     fraction = tl.where(exponent == 0, -uniform, mantissa - 1)
     return -log(-_log(fraction, exponent))
+
+
+@triton.jit
+def _uniform_of(words):
+    """Numbers from 0 to 1, neither of which is one, from uniform 32-bit words."""
+    return tl.minimum(words.to(tl.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
 
 
 @triton.jit

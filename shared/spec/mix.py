@@ -1,9 +1,10 @@
 """What an attention layer does between its two products."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
 from shared.spec import layers
@@ -84,6 +85,29 @@ def mix(
     if gate is not None:
         out = out * layers.sigmoid(gate)
     return out.reshape(len(qkv), -1), k_pages, v_pages
+
+
+BOUNDS = 5
+
+
+def reach(rows: Rows, row_starts: Int[np.ndarray, " B1"]) -> Int[np.ndarray, "B bounds"]:
+    """What the rows of each request see and write, as a kernel asks once for all layers.
+
+    The `BOUNDS` of a request: where any row sees from, or where its window begins if that is
+    before; where any sees from without; until where any sees without its window; where the first
+    row is written, and where the last is and one more: where nothing is written, nothing is
+    between those two. Those of a request without rows mean nothing.
+    """
+    found = np.zeros((len(row_starts) - 1, BOUNDS), np.int32)
+    for request, (start, stop) in enumerate(pairwise(row_starts)):
+        if start < stop:
+            own = slice(start, stop)
+            first, until = rows.first[own], rows.until[own]
+            low = min(first.min(), until.min())
+            places = rows.places[own][rows.is_real[own]]
+            written = (places.min(), places.max() + 1) if len(places) else (low, 0)
+            found[request] = (low, first.min(), until.max(), *written)
+    return found
 
 
 def mix_keys(

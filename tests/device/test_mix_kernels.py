@@ -24,6 +24,7 @@ import torch_impl.ops.mix
 from kernels.pallas_gpu import attention as pallas
 from kernels.tiles import MEASURED, AttentionTiles, MixTiles, Tiles
 from shared.boundary.workspace import MOST_PARTS
+from shared.spec.mix import BOUNDS, reach
 from shared.spec.numerics import ATTENTION, SQUARES, AttentionOrder
 from tests.support.cases.mix import CASES, EPS, MixCase, prompt_case, specified, tree_case
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
@@ -80,6 +81,7 @@ def pools_of(case: MixCase) -> np.ndarray:
 def arrays_of(case: MixCase) -> dict[str, np.ndarray | None]:
     """All arrays of a case by the kernels' names; floats that are rounded in half precision."""
     counts = (len(case.rows.page_table), case.heads.num_kv_heads)
+    bounds = reach(case.rows, case.row_starts)
     names = ("page_table", "request", "places", "first", "until", "window", "is_real")
     return {
         "projected": case.qkv,
@@ -89,6 +91,7 @@ def arrays_of(case: MixCase) -> dict[str, np.ndarray | None]:
         "sin": case.angles.sin,
         "kv": pools_of(case),
         "row_starts": case.row_starts,
+        "bounds": bounds,
         "arrivals": np.zeros(counts, np.int32),
         **{name: getattr(case.rows, name) for name in names},
     }
@@ -194,7 +197,7 @@ def test_one_kernel_and_two_give_the_same_bits(name: str, run) -> None:
 
 SHORT = replace(ATTENTION, span=64, split=32, tile=16)
 """So that a small case has several spans."""
-SHARED = MixTiles(programs=2, splits=3, ones=16, warps=4, stages=2)
+SHARED = MixTiles(programs=2, splits=3, ones=16, warps=4, stages=2, registers=0)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +262,26 @@ def test_a_value_that_is_no_number_reaches_only_the_rows_that_see_it(bad: float,
     np.testing.assert_array_equal(got.out[~spoiled], want.out[~spoiled])
 
 
+@pytest.mark.parametrize("language", KERNELS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_reach_of_rows_is_that_of_the_specification(name: str, language: str) -> None:
+    case = CASES[name]
+    names = ("row_starts", "places", "first", "until", "is_real")
+    arrays = {key: arrays_of(case)[key] for key in names}
+    sizes = {"max_rows": case.most_rows, "k_heads": 3}
+    kernel = KERNELS[language]["reach"].reach
+    if language == "pallas":
+        got = kernel(*map(jnp.asarray, arrays.values()), **sizes, interpret=INTERPRET)
+        bounds, arrivals = map(np.asarray, got)
+    else:
+        device = "cuda" if ON_GPU else "cpu"
+        got = kernel(*(torch.tensor(x, device=device) for x in arrays.values()), **sizes)
+        bounds, arrivals = (x.cpu().numpy() for x in got)
+    has_rows = np.diff(case.row_starts) > 0
+    np.testing.assert_array_equal(bounds[has_rows], reach(case.rows, case.row_starts)[has_rows])
+    np.testing.assert_array_equal(arrivals, np.zeros((len(has_rows), 3)))
+
+
 @pytest.mark.parametrize(
     ("D", "dtype", "page", "max_rows", "gated"),
     [(16, "float32", 1, 1, False), (128, "bfloat16", 64, 4, False), (256, "bfloat16", 16, 4, True)],
@@ -268,7 +291,12 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, g
     R, B, item_bytes = 2 * max_rows, 2, jnp.dtype(dtype).itemsize
     floats = {"projected": (R, (8 * (1 + gated) + 4) * D), "kv": (3, 2, 9, page, 2, D)}
     singles = {"q_norm": (3, D), "k_norm": (3, D), "cos": (R, 8), "sin": (R, 8)}
-    ints = {"layer": (1,), "arrivals": (B, 2), "page_table": (B, 4096 // page)}
+    ints = {
+        "layer": (1,),
+        "bounds": (B, BOUNDS),
+        "arrivals": (B, 2),
+        "page_table": (B, 4096 // page),
+    }
     ints |= {"row_starts": (B + 1,), "request": (R,), "places": (R,), "first": (R,), "until": (R,)}
     flags = {"window": (R, max_rows), "is_real": (R,)}
     dtypes = ((floats, dtype), (singles, "float32"), (ints, "int32"), (flags, "bool"))
@@ -314,7 +342,8 @@ def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
     norms = case.norms and ops.mix.HeadNorms(make(case.norms.q), make(case.norms.k), EPS)
     heads = ops.mix.Heads(case.heads.num_kv_heads, case.heads.head_size, case.heads.gated)
     angles = ops.mix.Angles(make(case.angles.cos), make(case.angles.sin))
-    pools = ops.mix.PagedKV.of(make(pools_of(case)), rows)
+    given = (pools_of(case), *(arrays_of(case)[name] for name in ("bounds", "arrivals")))
+    pools = ops.mix.PagedKV(*map(make, given))
     return [make(case.qkv), heads, norms, angles, rows, pools, 1]
 
 
@@ -387,7 +416,8 @@ def test_a_kernel_refuses_other_head_sizes_by_name_on_a_gpu_only(ops, monkeypatc
 
 
 def test_a_machine_without_a_gpu_has_no_kernels() -> None:
+    names = ["attention", "heads", "layers", "linear", "mix", "reach", "sampling", "slots"]
     for ops, has_gpu in ((torch_impl.ops, ON_GPU), (jax_impl.ops, not INTERPRET)):
-        names = ["attention", "heads", "layers", "linear", "mix", "sampling", "slots"]
-        assert ops.kernel_names() == (names if has_gpu else [])
+        own = {"noise"} if ops is torch_impl.ops else set()
+        assert ops.kernel_names() == (sorted({*names, *own}) if has_gpu else [])
         assert (ops.mix.mix is ops.mix.plain_mix) == (not has_gpu)

@@ -229,6 +229,17 @@ def test_noise_is_as_precise_as_the_specifications(language) -> None:
     np.testing.assert_allclose(noise(language), exact, rtol=2e-7, atol=2e-7)
 
 
+@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is missing")
+@pytest.mark.parametrize("levels", [1, 5, 8])
+def test_uniforms_are_the_specifications(levels: int) -> None:
+    seeds = np.array([3, 2**32 - 1, 7], np.uint32).view(np.int32)
+    positions = np.array([0, 5, 90_000], np.int32)
+    given = [torch.tensor(x, device="cuda" if ON_GPU else "cpu") for x in (seeds, positions)]
+    got = KERNELS["triton"]["noise"].uniforms(*given, levels, spec.ACCEPT_STREAM)
+    want = spec.uniforms(seeds.view(np.uint32), positions, levels)
+    np.testing.assert_array_equal(got.cpu().numpy(), want)
+
+
 def test_the_languages_have_one_signature_and_the_specifications_constants() -> None:
     assert tuple(spec.ROTATIONS) == pallas_noise.ROTATIONS
     assert int(spec.PARITY) == pallas_noise.PARITY

@@ -11,7 +11,15 @@ from shared.spec.numerics import SQUARES
 
 LANGUAGES = ("pallas_gpu", "triton_gpu")
 LINE = {"at_most": {}, "lanes": 32, "ones": 16, "warps": 4, "stages": 2}
-MIX = {"at_most": {}, "programs": 4, "splits": 1, "ones": 16, "warps": 4, "stages": 2}
+MIX = {
+    "at_most": {},
+    "programs": 4,
+    "splits": 1,
+    "ones": 16,
+    "warps": 4,
+    "stages": 2,
+    "registers": 0,
+}
 
 
 def write(folder: Path, name: str, lines: list[dict[str, Any]], **others: Any) -> None:

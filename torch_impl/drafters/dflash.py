@@ -164,8 +164,8 @@ def fill(
     turn = angles(config, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     stream = linear.stream(embed[torch.cat([newest[:, None], masks], dim=1).flatten()])
-    paged = PagedKV.of(kv, rows[0])
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
+        paged = PagedKV.of(kv, seen)
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         stream = attention_layer(config, layer, qkv, stream, turn, seen, paged, place)
     out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)

@@ -31,6 +31,8 @@ class Kernels:
     layers: ModuleType
     linear: ModuleType
     mix: ModuleType
+    noise: ModuleType
+    reach: ModuleType
     sampling: ModuleType
     slots: ModuleType
     tiles: Tiles
@@ -44,6 +46,8 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import layers as layers_kernel
     from kernels.triton_gpu import linear as linear_kernel
     from kernels.triton_gpu import mix as mix_kernel
+    from kernels.triton_gpu import noise as noise_kernel
+    from kernels.triton_gpu import reach as reach_kernel
     from kernels.triton_gpu import sampling as sampling_kernel
     from kernels.triton_gpu import slots as slots_kernel
 
@@ -53,6 +57,8 @@ if torch.cuda.is_available():
         layers=layers_kernel,
         linear=linear_kernel,
         mix=mix_kernel,
+        noise=noise_kernel,
+        reach=reach_kernel,
         sampling=sampling_kernel,
         slots=slots_kernel,
         tiles=Tiles.load("triton_gpu", torch.cuda.get_device_name()),

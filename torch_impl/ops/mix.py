@@ -33,23 +33,45 @@ class Angles:
     sin: Float[Tensor, "R half"]
 
 
+def plain_reach(
+    rows: Rows, num_kv_heads: int
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B Hk"]]:
+    """What the kernel of `mix` asks of rows, once for all layers; plain operations ask nothing."""
+    nothing = rows.page_table.new_empty((len(rows.page_table), 0), dtype=torch.int32)
+    return nothing, nothing
+
+
+def kernel_reach(
+    kernels: Kernels, rows: Rows, num_kv_heads: int
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B Hk"]]:
+    """As `plain_reach`, where rows may be few enough for that kernel."""
+    if rows.most_rows > kernels.mix.MOST_LANES:
+        return plain_reach(rows, num_kv_heads)
+    given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
+    return kernels.reach.reach(*given, max_rows=rows.most_rows, k_heads=num_kv_heads)
+
+
+reach = kernel_or_plain(kernel_reach, plain_reach)
+
+
 @dataclass(frozen=True)
 class PagedKV:
     """The pools of a stack of attention layers, for the layers of one pass over some rows.
 
     Attributes:
       pools: Keys and values of each layer.
+      bounds: Of what the rows of a request see and write; a kernel's alone.
       arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
     """
 
     pools: Float[Tensor, "L 2 pages page Hk D"]
+    bounds: Int[Tensor, "B bounds"]
     arrivals: Int[Tensor, "B Hk"]
 
     @classmethod
     def of(cls, pools: Float[Tensor, "L 2 pages page Hk D"], rows: Rows) -> "PagedKV":
         """For a pass over the rows."""
-        counts = (len(rows.page_table), pools.shape[4])
-        return cls(pools, torch.zeros(counts, dtype=torch.int32, device=pools.device))
+        return cls(pools, *reach(rows, pools.shape[4]))
 
 
 def plain_mix(
@@ -117,6 +139,7 @@ def kernel_mix(
         angles.sin,
         kv.pools,
         layer,
+        kv.bounds,
         kv.arrivals,
         rows.page_table,
         rows.row_starts,

@@ -77,13 +77,23 @@ def noise_of_words(words: Int[Tensor, "R vocab"]) -> Float[Tensor, "R vocab"]:
     return uniform_of_words(words).neg_().log1p_().neg_().log_().neg_()
 
 
-def uniforms(
+def plain_uniforms(
     seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int
 ) -> Float[Tensor, "R levels"]:
     counter = torch.arange(levels, dtype=torch.int32, device=seeds.device)[None, :]
     key = (seeds[:, None], positions[:, None])
     words, _ = threefry2x32(key, (counter, torch.full_like(counter, ACCEPT_STREAM)))
     return uniform_of_words(words)
+
+
+def kernel_uniforms(
+    kernels: Kernels, seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int
+) -> Float[Tensor, "R levels"]:
+    """As `plain_uniforms`, whose rounds are many launches."""
+    return kernels.noise.uniforms(seeds, positions, levels, ACCEPT_STREAM)
+
+
+uniforms = kernel_or_plain(kernel_uniforms, plain_uniforms)
 
 
 def gumbel(

@@ -68,6 +68,7 @@ class PagedKV:
     """As the backends' own."""
 
     pools: np.ndarray
+    bounds: np.ndarray
     arrivals: np.ndarray
 
 
@@ -83,7 +84,7 @@ def arguments(case: MixCase) -> Arguments:
         "rows": Rows(**vars(case.rows), row_starts=case.row_starts, most_rows=case.most_rows),
         "k_pages": case.k_pages,
         "v_pages": case.v_pages,
-        "kv": PagedKV(pools, np.zeros(counts, np.int32)),
+        "kv": PagedKV(pools, mix.reach(case.rows, case.row_starts), np.zeros(counts, np.int32)),
         "layer": 0,
     }
 

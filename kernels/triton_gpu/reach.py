@@ -1,0 +1,122 @@
+"""What the rows of a request see and write, in few numbers, in Triton.
+
+The bounds of a request are told once for all layers; a window is as many bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from shared.spec.mix import BOUNDS
+
+
+def reach(
+    row_starts: Int[Tensor, " B1"],
+    places: Int[Tensor, " R"],
+    first: Int[Tensor, " R"],
+    until: Int[Tensor, " R"],
+    is_real: Bool[Tensor, " R"],
+    *,
+    max_rows: int,
+    k_heads: int,
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B Hk"]]:
+    """As `shared.spec.mix.reach`, and zeros to count by.
+
+    Args:
+      row_starts, first, until, max_rows: See `attend`.
+      places, is_real: See `place`.
+      k_heads: Hk.
+    """
+    B = len(row_starts) - 1
+    bounds = row_starts.new_empty((B, BOUNDS), dtype=torch.int32)
+    arrivals = row_starts.new_empty((B, k_heads), dtype=torch.int32)
+    rows = (x.contiguous() for x in (row_starts, places, first, until, is_real))
+    _reach_kernel[(B,)](
+        *rows,
+        bounds,
+        arrivals,
+        rows=triton.next_power_of_2(max_rows),
+        bounds=BOUNDS,
+        k_heads=k_heads,
+        lanes=triton.next_power_of_2(k_heads),
+        num_warps=1,
+    )
+    return bounds, arrivals
+
+
+@triton.jit
+def _reach_kernel(
+    starts_at,
+    places_at,
+    first_at,
+    until_at,
+    real_at,
+    bounds_at,
+    arrivals_at,
+    rows: tl.constexpr,
+    bounds: tl.constexpr,
+    k_heads: tl.constexpr,
+    lanes: tl.constexpr,
+):
+    """One program per request."""
+    request = tl.program_id(0)
+    start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
+    row = start + tl.arange(0, rows)
+    is_row = row < stop
+    most: tl.constexpr = 2**31 - 1
+    first = tl.load(first_at + row, mask=is_row, other=most)
+    until = tl.load(until_at + row, mask=is_row, other=0)
+    place = tl.load(places_at + row, mask=is_row, other=0)
+    is_real = tl.load(real_at + row, mask=is_row, other=0).to(tl.int32) != 0
+    low = tl.min(tl.where(is_row, tl.minimum(first, until), most))
+    is_any = tl.max(is_real.to(tl.int32)) > 0
+    bounds_at += request * bounds
+    tl.store(bounds_at, tl.where(start < stop, low, 0))
+    tl.store(bounds_at + 1, tl.min(first))
+    tl.store(bounds_at + 2, tl.max(until))
+    tl.store(bounds_at + 3, tl.where(is_any, tl.min(tl.where(is_real, place, most)), low))
+    tl.store(bounds_at + 4, tl.where(is_any, tl.max(tl.where(is_real, place + 1, 0)), 0))
+    head = tl.arange(0, lanes)
+    tl.store(arrivals_at + request * k_heads + head, 0 * head, mask=head < k_heads)
+
+
+@triton.jit
+def pack(window_at, own, nodes: tl.constexpr):
+    """Each lane's window as the bits of two numbers, and that of all lanes together."""
+    low, any_low = tl.zeros(own.shape, tl.int32), 0
+    high, any_high = low, 0
+    if nodes > 0:
+        low, any_low = _pack_word(window_at, own, 0, nodes)
+    if nodes > 32:
+        high, any_high = _pack_word(window_at, own, 32, nodes)
+    return low, high, any_low, any_high
+
+
+@triton.jit
+def _pack_word(window_at, own, begin: tl.constexpr, nodes: tl.constexpr):
+    bit = tl.arange(0, 32)
+    at = window_at + own.to(tl.int64)[:, None] * nodes + (begin + bit)[None, :]
+    is_set = tl.load(at, mask=((begin + bit) < nodes)[None, :], other=0).to(tl.int32)
+    word = tl.sum(is_set << bit[None, :], axis=1)
+    return word.to(tl.int32), tl.sum(tl.max(is_set, axis=0) << bit, axis=0).to(tl.int32)
+
+
+@triton.jit
+def sees(position, first, until, window, nodes: tl.constexpr):
+    """Which positions each lane sees, [lanes, positions]."""
+    position = position[None, :]
+    seen = (position >= first[:, None]) & (position < until[:, None])
+    if nodes > 0:
+        seen |= is_in(window[0][:, None], window[1][:, None], position - until[:, None], nodes)
+    return seen
+
+
+@triton.jit
+def is_in(low, high, node, nodes: tl.constexpr):
+    """Whether a bit is set, and is one."""
+    bits = low
+    if nodes > 32:
+        bits = tl.where(node < 32, low, high)
+    return (((bits >> (node & 31)) & 1) != 0) & (node >= 0) & (node < nodes)
