@@ -133,9 +133,16 @@ def _product_kernel(
     column = block * tiles.columns + lax.iota(jnp.int32, tiles.columns)
     step, layer = lax.iota(jnp.int32, tiles.depth), layer_ref[0]
     is_row, is_column = row < R, column < outputs
+    is_inside = is_row[:, None] & is_column[None, :]
+    # A row that is not written gets an index outside, for the interpreter.
+    at_row, at_column = jnp.where(is_row, row, R), jnp.where(is_column, column, outputs)
+    of_result = (at_row[:, None], at_column[None, :])
     # Asked for before the loop where they are few, so that nothing waits for them after it.
     is_early = rows <= 32
     squares = _squares_of(squares_ref, row, is_row) if is_normed and is_early else None
+    added = None
+    if is_added and is_early:
+        added = pltriton.load(added_ref.at[of_result], mask=is_inside, other=0.0)
 
     def tile(ref, at, is_one, has_all):
         inside = (at + step)[None, :] < K
@@ -172,16 +179,16 @@ def _product_kernel(
     out = sums[0]
     if is_gated:
         out = out / (1.0 + jnp.exp2(-out * _LOG2_E)) * sums[1]
-    is_inside = is_row[:, None] & is_column[None, :]
-    # A row that is not written gets an index outside, for the interpreter.
-    row, column = jnp.where(is_row, row, R), jnp.where(is_column, column, outputs)
     if is_added:
-        where = added_ref.at[row[:, None], column[None, :]]
-        out += pltriton.load(where, mask=is_inside, other=0.0).astype(jnp.float32)
+        if added is None:
+            added = pltriton.load(added_ref.at[of_result], mask=is_inside, other=0.0)
+        out += added.astype(jnp.float32)
     out = out.astype(out_ref.dtype)
-    pltriton.store(out_ref.at[row[:, None], column[None, :]], out, mask=is_inside)
+    pltriton.store(out_ref.at[of_result], out, mask=is_inside)
     if is_added:
-        _store_squares(sums_ref, out, row, is_row, column, block, outputs, tiles.columns, order)
+        _store_squares(
+            sums_ref, out, at_row, is_row, at_column, block, outputs, tiles.columns, order
+        )
 
 
 def _named(refs, is_normed, is_added):

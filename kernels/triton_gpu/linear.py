@@ -143,10 +143,14 @@ def _product_kernel(
         weight_at += column.to(tl.int64)[:, None] * K + step[None, :]
     if is_launched:
         gdc_wait()
+    is_inside = is_row[:, None] & is_column[None, :]
+    place = row.to(tl.int64)[:, None] * N + column[None, :]
     # Asked for before the loop where they are few, so that nothing waits for them after it.
-    early: tl.constexpr = (chunks > 0) & (rows <= 32)
-    if early:
+    is_early: tl.constexpr = rows <= 32
+    if is_early and chunks > 0:
         squares = _squares_of(squares_at, row, is_row, chunks, spread)
+    if is_early and is_added:
+        added = tl.load(added_at + place, mask=is_inside, other=0.0)
 
     if is_swapped:
         acc = tl.zeros((columns, rows), tl.float32)
@@ -178,17 +182,17 @@ def _product_kernel(
         up = tl.trans(up)
 
     if chunks > 0:
-        if not early:
+        if not is_early:
             squares = _squares_of(squares_at, row, is_row, chunks, spread)
         scale = tl.rsqrt(add_up(squares, digits_of_chunks) * (1.0 / K) + eps)
         acc = acc * scale[:, None]
         up = up * scale[:, None]
     if is_gated:
         acc = acc / (1.0 + tl.exp2(-acc * _LOG2_E)) * up
-    is_inside = is_row[:, None] & is_column[None, :]
-    place = row.to(tl.int64)[:, None] * N + column[None, :]
     if is_added:
-        acc += tl.load(added_at + place, mask=is_inside, other=0.0).to(tl.float32)
+        if not is_early:
+            added = tl.load(added_at + place, mask=is_inside, other=0.0)
+        acc += added.to(tl.float32)
     out = acc.to(out_at.dtype.element_ty)
     tl.store(out_at + place, out, mask=is_inside)
     if is_added:
