@@ -115,7 +115,7 @@ def _verify(
     lengths: Int[jax.Array, " B"],
 ) -> Verified:
     """Runs the target over all trees and follows its choices; the states stay as they are."""
-    shape, is_row = program.shape, plan.slots != 0
+    shape = program.shape
     rows, node = attention.tree_rows(
         trees.parents, trees.num_nodes, lengths, plan.page_table, shape.rows, program.is_chain
     )
@@ -128,20 +128,25 @@ def _verify(
         machine, state, plan, program, trees, logits, rows, node, row_of, lengths
     )
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
-    path, counts = acceptance.walk(
-        trees.tokens, trees.parents, walked, choices, shape.depth, program.is_chain
+    found = acceptance.follow(
+        trees.tokens,
+        trees.parents,
+        walked,
+        choices,
+        row_of,
+        is_finite,
+        plan.slots != 0,
+        shape.depth,
+        program.is_chain,
     )
-    failed = acceptance.failed(~is_finite[row_of], path) & is_row
-    counts = jnp.where(is_row & ~failed, counts, 0)
-    on_path = jnp.take_along_axis(row_of, path, axis=1)
     return Verified(
-        passed=passed.at(on_path.reshape(-1)),
-        path=path,
-        counts=counts,
-        tokens=acceptance.emitted(choices, path, counts),
-        failed=failed,
+        passed=passed.at(found.rows.reshape(-1)),
+        path=found.path,
+        counts=found.counts,
+        tokens=found.tokens,
+        failed=found.failed,
         logits=logits,
-        row_of=on_path,
+        row_of=found.rows,
         mixer=mixer,
     )
 

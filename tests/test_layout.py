@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
 ONE_SIDED = {Path("convert.py"), Path("train.py")}  # writing Orbax and training are JAX's alone
 ONE_SIDED_FOLDER = "training"
-PARTS = {"heads", "noise", "scores", "squares", "support"}  # what kernels share
+PARTS = {"heads", "noise", "reach", "scores", "squares", "support"}  # what kernels share
 TEST_OF_SPEC = {"model": "golden"}  # its proof is other people's numbers
 MAX_LINES = 450
 

@@ -132,21 +132,25 @@ def _verify(
     logits = model.logits(machine.model, passed.hidden)
     choices, is_finite = _choose(machine, plan, trees, logits, rows, node, row_of, lengths)
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
-    path, counts = acceptance.walk(
-        trees.tokens, trees.parents, walked, choices, shape.depth, program.is_chain
+    found = acceptance.follow(
+        trees.tokens,
+        trees.parents,
+        walked,
+        choices,
+        row_of,
+        is_finite,
+        plan.slots != 0,
+        shape.depth,
+        program.is_chain,
     )
-    is_row = plan.slots != 0
-    failed = acceptance.failed(~is_finite[row_of], path) & is_row
-    counts = torch.where(is_row & ~failed, counts, 0)
-    on_path = row_of.gather(1, path.long())
     return Verified(
-        passed=passed.at(on_path.flatten()),
-        path=path,
-        counts=counts,
-        tokens=acceptance.emitted(choices, path, counts),
-        failed=failed,
+        passed=passed.at(found.rows.flatten()),
+        path=found.path,
+        counts=found.counts,
+        tokens=found.tokens,
+        failed=found.failed,
         logits=logits,
-        row_of=on_path,
+        row_of=found.rows,
         mixer=mixer,
     )
 

@@ -28,11 +28,13 @@ Carry = TypeVar("Carry")
 class Kernels:
     """The kernels of this machine's GPU, module by module, and their tiles."""
 
+    acceptance: ModuleType
     attention: ModuleType
     heads: ModuleType
     layers: ModuleType
     linear: ModuleType
     mix: ModuleType
+    noise: ModuleType
     reach: ModuleType
     sampling: ModuleType
     slots: ModuleType
@@ -42,21 +44,25 @@ class Kernels:
 KERNELS: Kernels | None = None
 
 if jax.default_backend() == "gpu":
+    from kernels.pallas_gpu import acceptance as acceptance_kernel
     from kernels.pallas_gpu import attention as attention_kernel
     from kernels.pallas_gpu import heads as heads_kernel
     from kernels.pallas_gpu import layers as layers_kernel
     from kernels.pallas_gpu import linear as linear_kernel
     from kernels.pallas_gpu import mix as mix_kernel
+    from kernels.pallas_gpu import noise as noise_kernel
     from kernels.pallas_gpu import reach as reach_kernel
     from kernels.pallas_gpu import sampling as sampling_kernel
     from kernels.pallas_gpu import slots as slots_kernel
 
     KERNELS = Kernels(
+        acceptance=acceptance_kernel,
         attention=attention_kernel,
         heads=heads_kernel,
         layers=layers_kernel,
         linear=linear_kernel,
         mix=mix_kernel,
+        noise=noise_kernel,
         reach=reach_kernel,
         sampling=sampling_kernel,
         slots=slots_kernel,

@@ -1,10 +1,12 @@
 """Which drafts of a tree become text; as `shared.spec.acceptance`."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
-from jax_impl.ops import when_any
+from jax_impl.ops import Kernels, kernel_or_plain, when_any
 from jax_impl.ops.sampling import (
     Sampling,
     Seen,
@@ -95,6 +97,55 @@ def emitted(
 def failed(is_nan: Bool[jax.Array, "B N"], path: Int[jax.Array, "B W"]) -> Bool[jax.Array, " B"]:
     """Whether a logit on the way was NaN; a NaN elsewhere in the tree cannot reach the text."""
     return jnp.take_along_axis(is_nan, path, axis=1).any(axis=1)
+
+
+class Followed(NamedTuple):
+    """The way that a verify goes down each tree; fields as in the specification."""
+
+    path: Int[jax.Array, "B W"]
+    counts: Int[jax.Array, " B"]
+    tokens: Int[jax.Array, "B W"]
+    failed: Bool[jax.Array, " B"]
+    rows: Int[jax.Array, "B W"]
+
+
+def plain_follow(
+    tokens: Int[jax.Array, "B N"],
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    choices: Int[jax.Array, "B N"],
+    row_of: Int[jax.Array, "B N"],
+    is_finite: Bool[jax.Array, " R"],
+    is_row: Bool[jax.Array, " B"],
+    depth: int,
+    is_chain: bool = False,
+) -> Followed:
+    """Goes the way of the choices, and says what it emits."""
+    path, counts = walk(tokens, parents, num_nodes, choices, depth, is_chain)
+    has_failed = failed(~is_finite[row_of], path) & is_row
+    counts = jnp.where(is_row & ~has_failed, counts, 0)
+    rows = jnp.take_along_axis(row_of, path, axis=1)
+    return Followed(path, counts, emitted(choices, path, counts), has_failed, rows)
+
+
+def kernel_follow(
+    kernels: Kernels,
+    tokens: Int[jax.Array, "B N"],
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    choices: Int[jax.Array, "B N"],
+    row_of: Int[jax.Array, "B N"],
+    is_finite: Bool[jax.Array, " R"],
+    is_row: Bool[jax.Array, " B"],
+    depth: int,
+    is_chain: bool = False,
+) -> Followed:
+    """As `plain_follow`; a chain is followed as any tree."""
+    given = (tokens, parents, num_nodes, choices, row_of, is_finite, is_row)
+    return Followed(*kernels.acceptance.follow(*given, depth))
+
+
+follow = kernel_or_plain(kernel_follow, plain_follow)
 
 
 def certain_law(tokens: Int[jax.Array, "B N"], vocab: int) -> Float[jax.Array, "B S vocab"]:

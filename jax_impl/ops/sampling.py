@@ -80,7 +80,7 @@ def noise_of_words(words: UInt32[jax.Array, "..."]) -> Float[jax.Array, "..."]:
     return -jnp.log(-jnp.log1p(-uniform_of_words(words)))
 
 
-def uniforms(
+def plain_uniforms(
     seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int
 ) -> Float[jax.Array, "R levels"]:
     """The number that decides on the draft of each level; `positions` are the newest tokens'."""
@@ -88,6 +88,16 @@ def uniforms(
     key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
     words, _ = threefry2x32(key, (counter, jnp.full_like(counter, ACCEPT_STREAM)))
     return uniform_of_words(words)
+
+
+def kernel_uniforms(
+    kernels: Kernels, seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int
+) -> Float[jax.Array, "R levels"]:
+    """As `plain_uniforms`, in one launch."""
+    return kernels.noise.uniforms(seeds, positions, levels, ACCEPT_STREAM)
+
+
+uniforms = kernel_or_plain(kernel_uniforms, plain_uniforms)
 
 
 def gumbel(

@@ -4,8 +4,14 @@ As `shared.spec.sampling.gumbel`. A library's logarithm is another one in each l
 machine; this one has the same bits everywhere and errs by about one unit in the last place.
 """
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int, UInt32
 
 ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 PARITY = 0x1BD11BDA
@@ -20,6 +26,36 @@ LOG_TERMS = (
 """Coefficients of (log(1 + f) - f + f^2 / 2) / f^3 for 1 + f from sqrt(1/2) to sqrt(2)."""
 
 _ROOT_HALF = 0x3F3504F3  # the bits of sqrt(1/2)
+
+
+def uniforms(
+    seeds: UInt32[jax.Array, " R"],
+    positions: Int[jax.Array, " R"],
+    levels: int,
+    stream: int,
+    interpret: bool = False,
+) -> Float[jax.Array, "R levels"]:
+    """As `shared.spec.sampling.uniforms`, of a stream."""
+    return pl.pallas_call(
+        functools.partial(_uniforms_kernel, stream=stream),
+        grid=(len(seeds),),
+        out_shape=jax.ShapeDtypeStruct((len(seeds), levels), jnp.float32),
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="uniforms",
+    )(seeds, positions)
+
+
+def _uniforms_kernel(seeds_ref, positions_ref, out_ref, *, stream):
+    """One program per row."""
+    row, levels = pl.program_id(0), out_ref.shape[1]
+    level = lax.iota(jnp.int32, pl.next_power_of_2(levels))
+    counter, is_level = level.astype(jnp.uint32), level < levels
+    key = (seeds_ref[row], positions_ref[row].astype(jnp.uint32))
+    words, _ = threefry(*key, counter, jnp.zeros_like(counter) + jnp.uint32(stream))
+    # A level that is not written gets a place outside, for the interpreter.
+    at = jnp.where(is_level, level, levels)
+    pltriton.store(out_ref.at[row, at], _uniform_of(words), mask=is_level)
 
 
 def threefry(key0, key1, x0, x1):
@@ -47,11 +83,16 @@ def log(x):
 
 def noise_of_words(words):
     """Gumbel noise from uniform 32-bit words."""
-    uniform = jnp.minimum(words.astype(jnp.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
+    uniform = _uniform_of(words)
     mantissa, exponent = _parts(1 - uniform)
     # Below sqrt(1/2) nothing is lost in 1 - uniform that the logarithm would show.
     fraction = jnp.where(exponent == 0, -uniform, mantissa - 1)
     return -log(-_log(fraction, exponent))
+
+
+def _uniform_of(words):
+    """Numbers from 0 to 1, neither of which is one, from uniform 32-bit words."""
+    return jnp.minimum(words.astype(jnp.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
 
 
 def _parts(x):

@@ -32,7 +32,7 @@ _ROOT_HALF = tl.constexpr(0x3F3504F3)  # the bits of sqrt(1/2)
 def uniforms(
     seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int, stream: int
 ) -> Float[Tensor, "R levels"]:
-    """As `shared.spec.sampling.uniforms`, of a stream; XLA makes one kernel of the plain ones."""
+    """As `shared.spec.sampling.uniforms`, of a stream."""
     out = torch.empty((len(seeds), levels), dtype=torch.float32, device=seeds.device)
     lanes = triton.next_power_of_2(levels)
     _uniforms_kernel[(len(seeds),)](

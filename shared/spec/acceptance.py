@@ -21,6 +21,8 @@ Its text has the target's law, but depends on the drafts. Each function takes wh
     draws from at most once a row. At temperature 0 a row is greedy.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
@@ -142,6 +144,49 @@ def emitted(
 def failed(is_bad: Bool[np.ndarray, "B N"], path: Int[np.ndarray, "B W"]) -> Bool[np.ndarray, " B"]:
     """Whether a logit on the way was not finite; elsewhere in the tree it cannot reach the text."""
     return np.any(np.take_along_axis(is_bad, path, axis=1), axis=1)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The way that a verify goes down each tree.
+
+    Attributes:
+      path, counts: Of `walk`; the count is 0 where a row is padding or has failed.
+      tokens: Of `emitted`.
+      failed: Of `failed`; padding does not fail.
+      rows: The flat row of each node on the way.
+    """
+
+    path: Int[np.ndarray, "B W"]
+    counts: Int[np.ndarray, " B"]
+    tokens: Int[np.ndarray, "B W"]
+    failed: Bool[np.ndarray, " B"]
+    rows: Int[np.ndarray, "B W"]
+
+
+def follow(
+    tokens: Int[np.ndarray, "B N"],
+    parents: Int[np.ndarray, "B N"],
+    num_nodes: Int[np.ndarray, " B"],
+    choices: Int[np.ndarray, "B N"],
+    row_of: Int[np.ndarray, "B N"],
+    is_finite: Bool[np.ndarray, " R"],
+    is_row: Bool[np.ndarray, " B"],
+    depth: int,
+) -> Followed:
+    """Goes the way of the choices, and says what it emits.
+
+    Args:
+      tokens, parents, num_nodes, choices, depth: See `walk`.
+      row_of: The flat row of each node.
+      is_finite: Whether the logits of a flat row are.
+      is_row: False for padding.
+    """
+    path, counts = walk(tokens, parents, num_nodes, choices, depth)
+    has_failed = failed(~is_finite[row_of], path) & is_row
+    counts = np.where(is_row & ~has_failed, counts, 0).astype(np.int32)
+    rows = np.take_along_axis(row_of, path, axis=1)
+    return Followed(path, counts, emitted(choices, path, counts), has_failed, rows)
 
 
 def certain_law(tokens: Int[np.ndarray, "B N"], vocab: int) -> Float[np.ndarray, "B S vocab"]:

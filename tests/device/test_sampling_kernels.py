@@ -229,15 +229,19 @@ def test_noise_is_as_precise_as_the_specifications(language) -> None:
     np.testing.assert_allclose(noise(language), exact, rtol=2e-7, atol=2e-7)
 
 
-@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is missing")
+@pytest.mark.parametrize("language", KERNELS)
 @pytest.mark.parametrize("levels", [1, 5, 8])
-def test_uniforms_are_the_specifications(levels: int) -> None:
-    seeds = np.array([3, 2**32 - 1, 7], np.uint32).view(np.int32)
-    positions = np.array([0, 5, 90_000], np.int32)
-    given = [torch.tensor(x, device="cuda" if ON_GPU else "cpu") for x in (seeds, positions)]
-    got = KERNELS["triton"]["noise"].uniforms(*given, levels, spec.ACCEPT_STREAM)
-    want = spec.uniforms(seeds.view(np.uint32), positions, levels)
-    np.testing.assert_array_equal(got.cpu().numpy(), want)
+def test_uniforms_are_the_specifications(levels: int, language: str) -> None:
+    seeds, positions = np.array([3, 2**32 - 1, 7], np.uint32), np.array([0, 5, 90_000], np.int32)
+    uniforms = KERNELS[language]["noise"].uniforms
+    if language == "pallas":
+        given = (jax.numpy.asarray(seeds), jax.numpy.asarray(positions))
+        got = np.asarray(uniforms(*given, levels, spec.ACCEPT_STREAM, interpret=INTERPRET))
+    else:
+        device = "cuda" if ON_GPU else "cpu"
+        given = (torch.tensor(x, device=device) for x in (seeds.view(np.int32), positions))
+        got = uniforms(*given, levels, spec.ACCEPT_STREAM).cpu().numpy()
+    np.testing.assert_array_equal(got, spec.uniforms(seeds, positions, levels))
 
 
 def test_the_languages_have_one_signature_and_the_specifications_constants() -> None:

@@ -22,7 +22,18 @@ from kernels.tiles import MEASURED, Tiles
 
 ON_GPU = torch.cuda.is_available()
 INTERPRET = jax.default_backend() == "cpu"
-MODULES = ("attention", "heads", "layers", "linear", "mix", "noise", "reach", "sampling", "slots")
+MODULES = (
+    "acceptance",
+    "attention",
+    "heads",
+    "layers",
+    "linear",
+    "mix",
+    "noise",
+    "reach",
+    "sampling",
+    "slots",
+)
 # An interpreted Pallas kernel is compiled once a shape and hardly runs. Fused, a product and a sum
 # would be rounded once, which a GPU's compiler does not do.
 UNFUSED = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}

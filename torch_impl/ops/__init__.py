@@ -26,6 +26,7 @@ R = TypeVar("R")
 class Kernels:
     """The kernels of this machine's GPU, module by module, and their tiles."""
 
+    acceptance: ModuleType
     attention: ModuleType
     heads: ModuleType
     layers: ModuleType
@@ -41,6 +42,7 @@ class Kernels:
 KERNELS: Kernels | None = None
 
 if torch.cuda.is_available():
+    from kernels.triton_gpu import acceptance as acceptance_kernel
     from kernels.triton_gpu import attention as attention_kernel
     from kernels.triton_gpu import heads as heads_kernel
     from kernels.triton_gpu import layers as layers_kernel
@@ -52,6 +54,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import slots as slots_kernel
 
     KERNELS = Kernels(
+        acceptance=acceptance_kernel,
         attention=attention_kernel,
         heads=heads_kernel,
         layers=layers_kernel,

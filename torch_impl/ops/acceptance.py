@@ -1,11 +1,13 @@
 """As `shared.spec.acceptance`, in torch."""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.sampling import RESIDUAL_STREAM, TARGET_STREAM
-from torch_impl.ops import any_row
+from torch_impl.ops import Kernels, any_row, kernel_or_plain
 from torch_impl.ops.sampling import (
     Sampling,
     Seen,
@@ -89,6 +91,55 @@ def emitted(
 
 def failed(is_nan: Bool[Tensor, "B N"], path: Int[Tensor, "B W"]) -> Bool[Tensor, " B"]:
     return is_nan.gather(1, path.long()).any(dim=1)
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The way that a verify goes down each tree; fields as in the specification."""
+
+    path: Int[Tensor, "B W"]
+    counts: Int[Tensor, " B"]
+    tokens: Int[Tensor, "B W"]
+    failed: Bool[Tensor, " B"]
+    rows: Int[Tensor, "B W"]
+
+
+def plain_follow(
+    tokens: Int[Tensor, "B N"],
+    parents: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    choices: Int[Tensor, "B N"],
+    row_of: Int[Tensor, "B N"],
+    is_finite: Bool[Tensor, " R"],
+    is_row: Bool[Tensor, " B"],
+    depth: int,
+    is_chain: bool = False,
+) -> Followed:
+    path, counts = walk(tokens, parents, num_nodes, choices, depth, is_chain)
+    has_failed = failed(~is_finite[row_of], path) & is_row
+    counts = torch.where(is_row & ~has_failed, counts, 0)
+    rows = row_of.gather(1, path.long())
+    return Followed(path, counts, emitted(choices, path, counts), has_failed, rows)
+
+
+def kernel_follow(
+    kernels: Kernels,
+    tokens: Int[Tensor, "B N"],
+    parents: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    choices: Int[Tensor, "B N"],
+    row_of: Int[Tensor, "B N"],
+    is_finite: Bool[Tensor, " R"],
+    is_row: Bool[Tensor, " B"],
+    depth: int,
+    is_chain: bool = False,
+) -> Followed:
+    """As `plain_follow`; a chain is followed as any tree."""
+    given = (tokens, parents, num_nodes, choices, row_of, is_finite, is_row)
+    return Followed(*kernels.acceptance.follow(*given, depth))
+
+
+follow = kernel_or_plain(kernel_follow, plain_follow)
 
 
 def certain_law(tokens: Int[Tensor, "B N"], vocab: int) -> Float[Tensor, "B S vocab"]:

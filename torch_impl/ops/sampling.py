@@ -89,7 +89,7 @@ def plain_uniforms(
 def kernel_uniforms(
     kernels: Kernels, seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int
 ) -> Float[Tensor, "R levels"]:
-    """As `plain_uniforms`, whose rounds are many launches."""
+    """As `plain_uniforms`, in one launch."""
     return kernels.noise.uniforms(seeds, positions, levels, ACCEPT_STREAM)
 
 
