@@ -102,14 +102,13 @@ def kernel_or_plain(
     """
     if KERNELS is None:
         return plain
-    kernels = KERNELS
 
     @wraps(plain)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _is_plain or not takes(_first_array((*args, *kwargs.values()))):
+        if KERNELS is None or _is_plain or not takes(_first_array((*args, *kwargs.values()))):
             return plain(*args, **kwargs)
         return lax.platform_dependent(
-            cuda=partial(kernel, kernels, *args, **kwargs),
+            cuda=partial(kernel, KERNELS, *args, **kwargs),
             default=partial(elsewhere or plain, *args, **kwargs),
         )
 

@@ -39,7 +39,7 @@ def uniforms(
         *(seeds.contiguous(), positions.contiguous(), out),
         levels=levels,
         lanes=lanes,
-        stream=stream,
+        word=stream,  # Triton has a use of its own for the name
         num_warps=1,
         enable_fp_fusion=False,
     )
@@ -53,13 +53,13 @@ def _uniforms_kernel(
     out_at,
     levels: tl.constexpr,
     lanes: tl.constexpr,
-    stream: tl.constexpr,
+    word: tl.constexpr,
 ):
     """One program per row."""
     row, level = tl.program_id(0), tl.arange(0, lanes)
     seed, position = tl.load(seeds_at + row).to(tl.uint32), tl.load(positions_at + row)
     counter = level.to(tl.uint32)
-    words, _ = threefry(seed, position.to(tl.uint32), counter, counter * 0 + stream)
+    words, _ = threefry(seed, position.to(tl.uint32), counter, counter * 0 + word)
     tl.store(out_at + row * levels + level, _uniform_of(words), mask=level < levels)
 
 
