@@ -184,9 +184,8 @@ def _choose(
     lengths: Int[jax.Array, " B"],
 ) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
     """The token after each node, and which rows of the logits are finite."""
-    seen = sampling.seen_in_trees(
-        state.seen, plan.slots, trees.tokens, trees.parents, rows.request, node
-    )
+    of_trees = (trees.tokens, trees.parents, rows.request, node, program.is_chain)
+    seen = sampling.seen_in_trees(state.seen, plan.slots, *of_trees)
     positions, how = rows.positions + 1, plan.sampling
     if trees.drafted is None:
         chosen = sampling.choose(logits, seen, positions, how, rows.request, None)

@@ -231,6 +231,8 @@ def read_plan(words: Words, program: Program, limits: Limits) -> Plan:
 
 def _view(words: Words, field: Field) -> jax.Array:
     part = lax.slice(words, (field.offset,), (field.offset + field.size,))
+    # As it is: XLA copies a bare slice in a launch of its own, and fuses what is computed.
+    part = lax.clamp(jnp.int32(-(2**31)), part, jnp.int32(2**31 - 1))
     return lax.bitcast_convert_type(part, jnp.dtype(field.dtype)).reshape(field.shape)
 
 

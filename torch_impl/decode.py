@@ -130,7 +130,7 @@ def _verify(
     streams = machine.streams(program)
     passed = model.forward(machine.model, tokens, rows, machine.state.kv, mixer, streams)
     logits = model.logits(machine.model, passed.hidden)
-    choices, is_finite = _choose(machine, plan, trees, logits, rows, node, row_of, lengths)
+    choices, is_finite = _choose(machine, plan, program, trees, logits, rows, node, row_of, lengths)
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
     found = acceptance.follow(
         trees.tokens,
@@ -177,6 +177,7 @@ def _mixer(
 def _choose(
     machine: Machine,
     plan: Plan,
+    program: Program,
     trees: Trees,
     logits: Float[Tensor, "R vocab"],
     rows: Rows,
@@ -189,9 +190,8 @@ def _choose(
     And which rows of the logits are finite.
     """
     request, positions, how = rows.request, rows.positions + 1, plan.sampling
-    seen = sampling.seen_in_trees(
-        machine.state.seen, plan.slots, trees.tokens, trees.parents, request, node
-    )
+    of_trees = (trees.tokens, trees.parents, request, node, program.is_chain)
+    seen = sampling.seen_in_trees(machine.state.seen, plan.slots, *of_trees)
     if trees.drafted is None:
         chosen = sampling.choose(logits, seen, positions, how, request, None)
         return chosen.ids[row_of], chosen.is_finite

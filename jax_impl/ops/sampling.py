@@ -132,12 +132,21 @@ def seen_in_trees(
     parents: Int[jax.Array, "B N"],
     request: Int[jax.Array, " R"],
     node: Int[jax.Array, " R"],
+    is_chain: bool = False,
 ) -> Seen:
-    """Of rows that are nodes of draft trees; node 0 is the newest token, which `counts` holds."""
+    """Of rows that are nodes of draft trees; node 0 is the newest token, which `counts` holds.
+
+    On a chain all nodes before one are its ancestors.
+    """
     if tokens.shape[1] == 1:
         return seen_alone(counts, slots[request])
-    is_before = draft_tree.ancestors(parents).at[:, :, 0].set(False)
-    return Seen(counts, slots[request], tokens[request], is_before[request, node])
+    if is_chain:
+        place = jnp.arange(tokens.shape[1])
+        on_path = (place > 0) & (place <= node[:, None])
+    else:
+        is_before = draft_tree.ancestors(parents).at[:, :, 0].set(False)
+        on_path = is_before[request, node]
+    return Seen(counts, slots[request], tokens[request], on_path)
 
 
 def seen_rows(seen: Seen) -> Int[jax.Array, "R vocab"]:

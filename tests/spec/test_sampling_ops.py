@@ -118,6 +118,21 @@ def test_implementations_count_along_a_path_alike(implementation: Implementation
 
 
 @each_implementation
+@pytest.mark.parametrize("N", [1, 2, 5])
+def test_implementations_know_a_chains_nodes_without_its_parents(
+    N: int, implementation: Implementation
+) -> None:
+    rng, ops = np.random.default_rng(N), implementation("sampling")
+    tokens = rng.integers(0, 9, (3, N)).astype(np.int32)
+    parents = np.broadcast_to(np.maximum(np.arange(N, dtype=np.int32) - 1, 0), (3, N)).copy()
+    request, node = i32(0, 0, 1, 1, 2), np.minimum(i32(0, 1, 0, 4, 2), N - 1)
+    given = (np.zeros((4, 9), np.int32), i32(3, 1, 2), tokens)
+    want = spec.seen_in_trees(*given, parents, request, node)
+    got = ops.seen_in_trees(*given, 0 * parents, request, node, True)
+    np.testing.assert_array_equal(spec.seen_rows(want), ops.seen_rows(got))
+
+
+@each_implementation
 def test_implementations_weigh_candidates_alike(implementation: Implementation) -> None:
     ops = implementation("sampling")
     logits = np.random.default_rng(3).integers(-3, 4, (4, 30)).astype(np.float32)  # many ties

@@ -127,12 +127,19 @@ def seen_in_trees(
     parents: Int[Tensor, "B N"],
     request: Int[Tensor, " R"],
     node: Int[Tensor, " R"],
+    is_chain: bool = False,
 ) -> Seen:
+    """As the specification; on a chain all nodes before one are its ancestors."""
     if tokens.shape[1] == 1:
         return seen_alone(counts, slots[request])
-    is_before = draft_tree.ancestors(parents)
-    is_before[:, :, 0] = False
-    return Seen(counts, slots[request], tokens[request], is_before[request, node])
+    if is_chain:
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        on_path = (place > 0) & (place <= node[:, None])
+    else:
+        is_before = draft_tree.ancestors(parents)
+        is_before[:, :, 0] = False
+        on_path = is_before[request, node]
+    return Seen(counts, slots[request], tokens[request], on_path)
 
 
 def seen_rows(seen: Seen) -> Int[Tensor, "R vocab"]:
