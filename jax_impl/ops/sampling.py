@@ -140,13 +140,9 @@ def seen_in_trees(
     """
     if tokens.shape[1] == 1:
         return seen_alone(counts, slots[request])
-    if is_chain:
-        place = jnp.arange(tokens.shape[1])
-        on_path = (place > 0) & (place <= node[:, None])
-    else:
-        is_before = draft_tree.ancestors(parents).at[:, :, 0].set(False)
-        on_path = is_before[request, node]
-    return Seen(counts, slots[request], tokens[request], on_path)
+    place = jnp.arange(tokens.shape[1])
+    on_path = place <= node[:, None] if is_chain else draft_tree.ancestors(parents)[request, node]
+    return Seen(counts, slots[request], tokens[request], on_path & (place > 0))
 
 
 def seen_rows(seen: Seen) -> Int[jax.Array, "R vocab"]:

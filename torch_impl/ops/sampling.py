@@ -132,14 +132,9 @@ def seen_in_trees(
     """As the specification; on a chain all nodes before one are its ancestors."""
     if tokens.shape[1] == 1:
         return seen_alone(counts, slots[request])
-    if is_chain:
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        on_path = (place > 0) & (place <= node[:, None])
-    else:
-        is_before = draft_tree.ancestors(parents)
-        is_before[:, :, 0] = False
-        on_path = is_before[request, node]
-    return Seen(counts, slots[request], tokens[request], on_path)
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    on_path = place <= node[:, None] if is_chain else draft_tree.ancestors(parents)[request, node]
+    return Seen(counts, slots[request], tokens[request], on_path & (place > 0))
 
 
 def seen_rows(seen: Seen) -> Int[Tensor, "R vocab"]:
