@@ -13,6 +13,7 @@ from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import OneToken, Tree
 from jax_impl.machine import Machine, logprobs_of, ranking
 from jax_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling, slots
+from jax_impl.ops.acceptance import Followed
 from jax_impl.ops.attention import Rows
 from shared.boundary.backend import Program
 
@@ -40,20 +41,15 @@ class Verified(NamedTuple):
     """What a verify found.
 
     Attributes:
-      passed: The target's pass over the nodes of the paths; its pools hold all nodes.
-      path, counts, tokens: Each row's path, how long it is, and what it emits.
-      failed: Rows with a logit on the way that is not finite.
-      logits, row_of: Of all nodes, and the row of each node of the paths.
+      passed: The target's pass over all nodes.
+      way: Down each row's tree.
+      logits: Of all nodes.
       mixer: Ran the gated-delta layers, and knows what is left of them.
     """
 
     passed: model.Forward
-    path: Int[jax.Array, "B W"]
-    counts: Int[jax.Array, " B"]
-    tokens: Int[jax.Array, "B W"]
-    failed: Bool[jax.Array, " B"]
+    way: Followed
     logits: Float[jax.Array, "R vocab"]
-    row_of: Int[jax.Array, "B W"]
     mixer: Tree | OneToken | None
 
 
@@ -67,9 +63,10 @@ def decode(
     state, saved = _commit(machine, state, plan, program, verified, lengths)
     if machine.feeds(program):
         state = _extend(machine, state, plan, program, trees, verified, lengths)
-    found = {"tokens": verified.tokens, "counts": verified.counts, "failed": verified.failed}
+    way = verified.way
+    found = {"tokens": way.tokens, "counts": way.counts, "failed": way.failed}
     found |= {"saved": saved} | trees.fields()
-    chosen_from = (verified.logits, verified.row_of, verified.tokens, verified.counts)
+    chosen_from = (verified.logits, way.rows, way.tokens, way.counts)
     return state, found | logprobs_of(machine, plan, program, *chosen_from)
 
 
@@ -128,7 +125,7 @@ def _verify(
         machine, state, plan, program, trees, logits, rows, node, row_of, lengths
     )
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
-    found = acceptance.follow(
+    way = acceptance.follow(
         trees.tokens,
         trees.parents,
         walked,
@@ -139,16 +136,7 @@ def _verify(
         shape.depth,
         program.is_chain,
     )
-    return Verified(
-        passed=passed.at(found.rows.reshape(-1)),
-        path=found.path,
-        counts=found.counts,
-        tokens=found.tokens,
-        failed=found.failed,
-        logits=logits,
-        row_of=found.rows,
-        mixer=mixer,
-    )
+    return Verified(passed, way, logits, mixer)
 
 
 def _mixer(
@@ -237,9 +225,9 @@ def _commit(
     lengths: Int[jax.Array, " B"],
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
     """Makes the accepted path the slots' past; says which snapshots were taken."""
-    kv, counts = verified.passed.kv, verified.counts
+    kv, counts = verified.passed.kv, verified.way.counts
     if not program.is_chain:
-        kv = attention.commit_window(kv, plan.page_table, lengths, verified.path, counts)
+        kv = attention.commit_window(kv, plan.page_table, lengths, verified.way.path, counts)
     state, saved = _commit_state(machine, state, plan, verified, plan.save_at - lengths)
     draft = None if machine.feeds(program) else state.draft  # it gets a hole
     new_lengths, newest, seen, draft_from = slots.commit(
@@ -249,7 +237,7 @@ def _commit(
         draft_from=None if draft is None else draft.draft_from,
         slots=plan.slots,
         before=lengths,
-        tokens=verified.tokens,
+        tokens=verified.way.tokens,
         counts=counts,
         prompt_length=plan.sampling.prompt_length,
     )
@@ -267,7 +255,7 @@ def _commit_state(
     save_after: Int[jax.Array, " B"],
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
     """Advances the gated-delta states along the path, or takes over what plain decoding made."""
-    mixer, counts = verified.mixer, verified.counts
+    mixer, counts = verified.mixer, verified.way.counts
     passed = (plan.save != 0) & (save_after >= 1) & (save_after <= counts)
     if mixer is None or state.delta is None or state.snapshots is None:
         return state, passed
@@ -275,7 +263,7 @@ def _commit_state(
     if isinstance(mixer, OneToken):
         new = saved = select(counts > 0, mixer.new, before)
     else:
-        kept, path = mixer.kept(), verified.path
+        kept, path = mixer.kept(), verified.way.path
         new, saved, _ = mamba_state.replay(before, kept, path, counts, save_after)
     delta, snapshots = keep(state.delta, state.snapshots, plan, new, saved, passed)
     return state._replace(delta=delta, snapshots=snapshots), passed
@@ -293,12 +281,13 @@ def _extend(
     """Extends the drafter over the accepted path, with the target's hidden states."""
     assert machine.drafter is not None  # there is one to feed
     assert state.draft is not None
-    (B, W), counts = verified.path.shape, verified.counts
+    (B, W), counts = verified.way.path.shape, verified.way.counts
     draft_from = state.draft.draft_from[plan.slots]
     rows = extend_rows(lengths, counts, draft_from, plan.page_table, W - 1)
     last = W * jnp.arange(B, dtype=jnp.int32) + jnp.maximum(counts - 1, 0)
     rank = ranking(machine, state, plan, lengths + counts, machine.limits.max_width, False)
-    tokens = jnp.take_along_axis(trees.tokens, verified.path, axis=1).reshape(-1)
-    fed = Fed(rows, tokens, verified.tokens.reshape(-1), verified.passed, last)
+    tokens = jnp.take_along_axis(trees.tokens, verified.way.path, axis=1).reshape(-1)
+    passed = verified.passed.at(verified.way.rows.reshape(-1))
+    fed = Fed(rows, tokens, verified.way.tokens.reshape(-1), passed, last)
     memory = machine.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
     return state._replace(draft=memory)

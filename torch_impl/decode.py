@@ -15,6 +15,7 @@ from torch_impl.layers import OneToken, Tree
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
 from torch_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling, slots
+from torch_impl.ops.acceptance import Followed
 from torch_impl.ops.attention import Rows
 
 
@@ -40,16 +41,12 @@ class Trees:
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verify found: each row's path, the target's pass over its W nodes, what it emits,
-    and what a commit needs; the logits of all nodes, and the row of each node of the paths."""
+    """What a verify found: the target's pass over all nodes, the ways down the trees, the logits
+    of all nodes, and what a commit needs."""
 
     passed: Forward
-    path: Int[Tensor, "B W"]
-    counts: Int[Tensor, " B"]
-    tokens: Int[Tensor, "B W"]
-    failed: Bool[Tensor, " B"]
+    way: Followed
     logits: Float[Tensor, "R vocab"]
-    row_of: Int[Tensor, "B W"]
     mixer: Tree | OneToken | None
 
 
@@ -59,9 +56,10 @@ def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
     verified = _verify(machine, plan, program, trees, lengths)
     saved = _commit(machine, plan, program, verified, lengths)
     _extend(machine, plan, program, trees, verified, lengths)
-    found = {"tokens": verified.tokens, "counts": verified.counts, "failed": verified.failed}
+    way = verified.way
+    found = {"tokens": way.tokens, "counts": way.counts, "failed": way.failed}
     found |= {"saved": saved} | trees.fields()
-    chosen_from = (verified.logits, verified.row_of, verified.tokens, verified.counts)
+    chosen_from = (verified.logits, way.rows, way.tokens, way.counts)
     return found | logprobs_of(machine, plan, program, *chosen_from)
 
 
@@ -132,7 +130,7 @@ def _verify(
     logits = model.logits(machine.model, passed.hidden)
     choices, is_finite = _choose(machine, plan, program, trees, logits, rows, node, row_of, lengths)
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
-    found = acceptance.follow(
+    way = acceptance.follow(
         trees.tokens,
         trees.parents,
         walked,
@@ -143,16 +141,7 @@ def _verify(
         shape.depth,
         program.is_chain,
     )
-    return Verified(
-        passed=passed.at(found.rows.flatten()),
-        path=found.path,
-        counts=found.counts,
-        tokens=found.tokens,
-        failed=found.failed,
-        logits=logits,
-        row_of=found.rows,
-        mixer=mixer,
-    )
+    return Verified(passed, way, logits, mixer)
 
 
 def _mixer(
@@ -239,7 +228,9 @@ def _commit(
     """Makes the accepted path the slots' past; returns which snapshots were taken."""
     state, draft = machine.state, machine.state.draft
     if not program.is_chain:
-        attention.commit_window(state.kv, plan.page_table, lengths, verified.path, verified.counts)
+        attention.commit_window(
+            state.kv, plan.page_table, lengths, verified.way.path, verified.way.counts
+        )
     saved = _commit_state(machine, plan, verified, plan.save_at - lengths)
     slots.commit(
         lengths=state.lengths,
@@ -248,8 +239,8 @@ def _commit(
         draft_from=None if draft is None or machine.feeds(program) else draft.draft_from,
         slots=plan.slots,
         before=lengths,
-        tokens=verified.tokens,
-        counts=verified.counts,
+        tokens=verified.way.tokens,
+        counts=verified.way.counts,
         prompt_length=plan.sampling.prompt_length,
     )
     return saved
@@ -259,7 +250,7 @@ def _commit_state(
     machine: Machine, plan: Plan, verified: Verified, save_after: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
     """Advances the gated-delta states along the path, or takes over what plain decoding made."""
-    state, mixer, counts = machine.state, verified.mixer, verified.counts
+    state, mixer, counts = machine.state, verified.mixer, verified.way.counts
     if mixer is None or state.delta is None or state.snapshots is None:
         return torch.zeros_like(plan.starts)
     if isinstance(mixer, OneToken):
@@ -268,7 +259,7 @@ def _commit_state(
     else:
         before = take(state.delta, plan.slots)
         new, saved, passed = mamba_state.replay(
-            before, mixer.kept(), verified.path, counts, save_after
+            before, mixer.kept(), verified.way.path, counts, save_after
         )
     passed = passed & (plan.save != 0)
     keep(state.delta, state.snapshots, plan, new, saved, passed)
@@ -289,7 +280,7 @@ def _extend(
     """
     if not machine.feeds(program):
         return
-    (B, W), counts, draft = verified.path.shape, verified.counts, machine.state.draft
+    (B, W), counts, draft = verified.way.path.shape, verified.way.counts, machine.state.draft
     assert machine.drafter is not None  # there is one to feed
     assert draft is not None
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
@@ -297,9 +288,9 @@ def _extend(
     rank = ranking(machine, plan, lengths + counts, machine.limits.max_width, False)
     fed = Fed(
         rows=rows,
-        tokens=trees.tokens.gather(1, verified.path.long()).flatten(),
-        following=verified.tokens.flatten(),
-        passed=verified.passed,
+        tokens=trees.tokens.gather(1, verified.way.path.long()).flatten(),
+        following=verified.way.tokens.flatten(),
+        passed=verified.passed.at(verified.way.rows.flatten()),
         last=request * W + (counts - 1).clamp(min=0),
     )
     machine.drafter.extend(draft, plan, lengths, counts, fed, rank)
