@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -29,12 +29,15 @@ def given_of(arguments: dict[str, Any], make: Callable) -> dict[str, Any]:
     return {k: make(v) if isinstance(v, np.ndarray) else v for k, v in given.items()}
 
 
+@cache
+def pallas_program(depth: int) -> Callable:
+    follow = KERNELS["pallas"]["acceptance"].follow
+    return jax.jit(partial(follow, depth=depth, interpret=INTERPRET), compiler_options=OPTIONS)
+
+
 def run_pallas(arguments: dict[str, Any]) -> list[np.ndarray]:
     given = given_of(arguments, jnp.asarray)
-    follow = partial(
-        KERNELS["pallas"]["acceptance"].follow, depth=given.pop("depth"), interpret=INTERPRET
-    )
-    return [np.asarray(x) for x in jax.jit(follow, compiler_options=OPTIONS)(**given)]
+    return [np.asarray(x) for x in pallas_program(given.pop("depth"))(**given)]
 
 
 def run_triton(arguments: dict[str, Any]) -> list[np.ndarray]:
