@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
+from kernels.pallas_gpu.linear import let_next_start
 from kernels.pallas_gpu.squares import add_up
 
 _ROWS = 16  # of a program
@@ -201,18 +202,5 @@ def turn(fetched, half, has_norms, eps, digits):
 
 
 def early(x, interpret):
-    """Lets the next kernel start while this one runs; gives back `x`, whose use keeps it here.
-
-    Every kernel that XLA launches waits first for the one before. Inline assembly is pure for
-    Pallas, so a value must pass through it.
-    """
-    if interpret:
-        return x
-    (passed,) = pltriton.elementwise_inline_asm(
-        "griddepcontrol.launch_dependents; mov.b32 $0, $1;",
-        args=[x],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return passed
+    """Lets the next kernel start while this one runs; gives back `x`, whose use keeps it here."""
+    return x if interpret else let_next_start(x)

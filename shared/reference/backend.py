@@ -281,21 +281,25 @@ class ReferenceBackend:
         choices, walked = trees.accepting(
             choices, self.limits.accept_rates, batch.sampling.seed, lengths
         )
-        path, counts = acceptance.walk(
-            trees.tokens, trees.parents, walked, choices, work.shape.depth
+        way = acceptance.follow(
+            trees.tokens,
+            trees.parents,
+            walked,
+            choices,
+            row_of,
+            np.all(np.isfinite(flat_logits), axis=1),
+            np.ones(len(walked), bool),
+            work.shape.depth,
         )
-        failed = acceptance.failed(np.any(~np.isfinite(logits), axis=2), path)
-        counts = np.where(failed, 0, counts).astype(np.int32)
-        tokens = acceptance.emitted(choices, path, counts)
+        path, counts, tokens = way.path, way.counts, way.tokens
         saved = self._commit(batch, work.shape, forward.kv, kept, path, counts, tokens)
-        on_path = np.take_along_axis(row_of, path, axis=1)
-        passed = forward.at(on_path.reshape(-1))
+        passed = forward.at(way.rows.reshape(-1))
         own = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
         fed = Fed(0, own, tokens.reshape(-1), passed)
         self._extend(batch, work.shape, lengths, fed, counts)
-        fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
+        fields_of = {"tokens": tokens, "counts": counts, "failed": way.failed, "saved": saved}
         K = self.limits.max_logprobs
-        told = logprob_fields(batch, flat_logits, on_path, tokens, counts, K)
+        told = logprob_fields(batch, flat_logits, way.rows, tokens, counts, K)
         return fields_of | tree_fields(trees) | told
 
     def _trees(self, batch: Batch, work: Decode) -> Trees:

@@ -116,7 +116,7 @@ def test_a_product_does_what_stands_before_and_after_it(
     np.testing.assert_array_equal(sums, chunks_of_squares(got))
 
 
-@pytest.mark.skipif("triton" not in KERNELS, reason="Triton is missing")
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
 @pytest.mark.parametrize("name", SIZES)
 def test_blocks_that_descriptors_copy_are_the_same(name: str, is_swapped: bool) -> None:
