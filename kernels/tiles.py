@@ -43,13 +43,19 @@ class AttentionTiles:
         _check_positive(self, "stages")
 
 
+BLOCKS = 4
+"""Most blocks that `mix.mix` cuts the pairs of a request and key head into, of 16 or more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MixTiles:
-    """Tiles of `mix.mix`, which has a lane for each pair that a request can have.
+    """Tiles of `mix.mix`.
 
     Attributes:
+      lanes: Pairs of a program; fewer where a request cannot have so many.
       programs: Most programs that share the positions of a request and key head.
-      splits: Fewest splits of a program, unless there are fewer.
+      splits: Fewest splits of a program, unless there are fewer. Above 1, a program that has all
+        positions of a request keeps its sums, where they are within a span.
       ones: As of `AttentionTiles`.
       warps, stages: Of the kernel.
       registers: Most of a thread; 0 for no bound, which is all that Pallas knows.
@@ -58,6 +64,7 @@ class MixTiles:
     sizes: ClassVar = ("item_bytes", "rows", "requests")
     """Bytes of an element of q, the most pairs that a request can have, and the requests."""
 
+    lanes: int
     programs: int
     splits: int
     ones: int
@@ -66,7 +73,7 @@ class MixTiles:
     registers: int
 
     def __post_init__(self) -> None:
-        _check_powers_of_two(self, {"ones": 16, "warps": 1})
+        _check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1})
         _check_positive(self, "programs", "splits", "stages")
 
 

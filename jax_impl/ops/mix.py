@@ -36,7 +36,7 @@ class Angles(NamedTuple):
 
 def plain_reach(
     rows: Rows, num_kv_heads: int
-) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B Hk"]]:
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """What the kernel of `mix` asks of rows, once for all layers; plain operations ask nothing."""
     B = len(rows.page_table)
     return jnp.zeros((B, BOUNDS), jnp.int32), jnp.zeros((B, num_kv_heads), jnp.int32)
@@ -44,7 +44,7 @@ def plain_reach(
 
 def kernel_reach(
     kernels: Kernels, rows: Rows, num_kv_heads: int
-) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B Hk"]]:
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """As `plain_reach`, where rows may be few enough for that kernel."""
     if rows.most_rows > kernels.mix.MOST_LANES:
         return plain_reach(rows, num_kv_heads)
@@ -66,7 +66,7 @@ class PagedKV(NamedTuple):
 
     pools: KV
     bounds: Int[jax.Array, "B bounds"]
-    arrivals: Int[jax.Array, "B Hk"]
+    arrivals: Int[jax.Array, "B counters"]
 
     @classmethod
     def of(cls, pools: KV, rows: Rows) -> "PagedKV":

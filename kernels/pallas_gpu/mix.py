@@ -2,8 +2,7 @@
 
 The programs of a request and key head share its positions. Each writes the new keys and values of
 its own positions before it reads them; the last to arrive combines what all have summed. The order
-of the sums is that of `attend`, so a row has the same bits however many rows and programs there
-are.
+of the sums is that of `attend`: a row has the same bits however many rows and programs there are.
 """
 
 from functools import partial
@@ -33,10 +32,10 @@ from kernels.pallas_gpu.attention import (
 )
 from kernels.pallas_gpu.heads import early, fetch, turn, write_pair
 from kernels.pallas_gpu.reach import is_in, pack, sees
-from kernels.tiles import MixTiles
+from kernels.tiles import BLOCKS, MixTiles
 from shared.spec.mix import BOUNDS
 
-MOST_LANES = 64
+MOST_LANES = 16 * BLOCKS
 """Most pairs of a row and a query head of a key head that a request can have here."""
 MOST_NODES = 64
 """Most columns of a window here."""
@@ -51,7 +50,7 @@ def mix(
     kv: Float[jax.Array, "L 2 P page Hk D"],
     layer: Int[jax.Array, " 1"],
     bounds: Int[jax.Array, "B bounds"],
-    arrivals: Int[jax.Array, "B Hk"],
+    arrivals: Int[jax.Array, "B counters"],
     page_table: Int[jax.Array, "B table"],
     row_starts: Int[jax.Array, " B1"],
     places: Int[jax.Array, " R"],
@@ -73,7 +72,7 @@ def mix(
 ) -> tuple[
     Float[jax.Array, "R outputs_of_heads"],
     Float[jax.Array, "L 2 P page Hk D"],
-    Int[jax.Array, "B Hk"],
+    Int[jax.Array, "B counters"],
 ]:
     """As `shared.spec.mix.mix`, for rows that lie together request by request.
 
@@ -101,7 +100,10 @@ def mix(
     splits = pl.cdiv(columns * page, split)
     parts = max(min(splits, most_parts), pl.cdiv(columns * page, span))
     programs = min(tiles.programs, pl.cdiv(splits, tiles.splits))
-    sizes = _Sizes(Hq, max_rows, programs, tiles.splits, most_parts, splits > most_parts)
+    pairs = max_rows * (Hq // Hk)
+    lanes = min(tiles.lanes, max(16, pl.next_power_of_2(pairs)))
+    cut = (lanes, pl.cdiv(pairs, lanes), programs, tiles.splits)
+    sizes = _Sizes(Hq, max_rows, *cut, most_parts, splits > most_parts)
     shapes = ((R, Hq * D), (parts, R, Hq, D), (parts, R, Hq), (parts, R, Hq))
     dtypes = (projected.dtype, jnp.float32, jnp.float32, jnp.float32)
     *out, kv, arrivals = pl.pallas_call(
@@ -112,11 +114,10 @@ def mix(
             sizes=sizes,
             interpret=interpret,
         ),
-        grid=(Hk, B, programs),
+        grid=(sizes.blocks * Hk, B, programs),
         out_shape=[
             *map(jax.ShapeDtypeStruct, shapes, dtypes),
-            jax.ShapeDtypeStruct(kv.shape, kv.dtype),
-            jax.ShapeDtypeStruct(arrivals.shape, arrivals.dtype),
+            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (kv, arrivals)),
         ],
         input_output_aliases={5: 4, 8: 5},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
@@ -145,6 +146,8 @@ class _Sizes(NamedTuple):
 
     q_heads: int
     max_rows: int
+    lanes: int
+    blocks: int
     programs: int
     splits: int
     most_parts: int
@@ -160,6 +163,7 @@ class _Share(NamedTuple):
       by_span: Which of the two.
       mine, yours: Where its own positions begin, and those of the next program.
       number, sharing: Which it is of how many programs.
+      is_alone: Whether it has a whole request of one span, and keeps its sums; None: none can.
     """
 
     low: jax.Array
@@ -170,6 +174,7 @@ class _Share(NamedTuple):
     yours: jax.Array
     number: jax.Array
     sharing: jax.Array
+    is_alone: jax.Array | None
 
 
 def _mix_kernel(
@@ -201,16 +206,17 @@ def _mix_kernel(
     sizes,
     interpret,
 ):
-    """One program per key head, request, and share of the positions."""
-    head, request, number = (pl.program_id(axis) for axis in range(3))
+    """One program per block of lanes of a key head, request, and share of the positions."""
+    counter, request, number = (pl.program_id(axis) for axis in range(3))
+    head, block = lax.div(counter, sizes.blocks), lax.rem(counter, sizes.blocks)
     D, group = kv_ref.shape[5], sizes.q_heads // kv_ref.shape[4]
     start, stop = starts_ref[request], starts_ref[request + 1]
 
-    @pl.when(number == 0)
+    @pl.when((number == 0) & (block == 0))
     def _():
         clear_padding(starts_ref, out_ref, head, request, group, D, programs=1)
 
-    @pl.when(start < stop)
+    @pl.when(start + lax.div(block * sizes.lanes, group) < stop)
     def _():
         bounds = tuple(bounds_ref[request, which] for which in range(BOUNDS))
         share = _share(number, table_ref.shape[1] * kv_ref.shape[3], bounds, order, sizes)
@@ -218,8 +224,7 @@ def _mix_kernel(
         @pl.when(share.number < share.sharing)
         def _():
             low, high = jnp.maximum(share.low, share.mine), jnp.minimum(share.high, share.yours)
-            lanes = max(16, pl.next_power_of_2(sizes.max_rows * group))
-            lane = early(lax.iota(jnp.int32, lanes), interpret)
+            lane = block * sizes.lanes + early(lax.iota(jnp.int32, sizes.lanes), interpret)
             row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
             own = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row, are not written
             first, until = pltriton.load(first_ref.at[own]), pltriton.load(until_ref.at[own])
@@ -265,24 +270,33 @@ def _mix_kernel(
                 for ref, x in zip(parts[1:], sums[1:], strict=True):
                     pltriton.store(ref.at[unit - base, at, q_head], x, mask=row < stop)
 
-            _sum_share(
+            own_sums = _sum_share(
                 q.astype(projected_ref.dtype), seen, bounds, page, window, place, is_bad,
-                low, high, share.unit, order, sizes, store,
+                low, high, share, order, sizes, store,
             )  # fmt: skip
-            _barrier(interpret)
-            arrived = pltriton.atomic_add(arrivals_ref, (request, head), jnp.ones((), jnp.int32))
 
-            @pl.when(arrived == share.sharing - 1)
-            def _():
-                arrivals_ref[request, head] = 0
-                sums = _combine(parts, own, q_head, base, share, order, sizes, interpret)
+            def end(sums):
                 if sizes.max_rows > 1:
                     seen_new = sees(place, first, until, window, order.nodes) & is_bad[None, :]
                     is_harmed = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
                     values = jnp.where(is_harmed[:, None], jnp.nan, sums.values)
                     sums = sums._replace(values=values)
-                gate_ref = projected_ref if new.gated else None
-                finish(sums, gate_ref, out_ref, row, q_head, row < stop)
+                finish(sums, projected_ref if new.gated else None, out_ref, row, q_head, row < stop)
+
+            def end_if_last():
+                _barrier(interpret)
+                arrived = pltriton.atomic_add(arrivals_ref, (request, counter), jnp.int32(1))
+
+                @pl.when(arrived == share.sharing - 1)
+                def _():
+                    arrivals_ref[request, counter] = 0
+                    end(_combine(parts, own, q_head, base, share, order, sizes, interpret))
+
+            if share.is_alone is None:
+                end_if_last()
+            else:
+                pl.when(share.is_alone)(partial(end, own_sums))
+                pl.when(~share.is_alone)(end_if_last)
 
 
 def _fetch(rows, norm_ref, row, start, is_in):
@@ -304,13 +318,17 @@ def _share(number, reach, bounds, order, sizes):
         by_span = pl.cdiv(high, order.split) - lax.div(low, order.split) > sizes.most_parts
         unit = _either(by_span, order.span, order.split)
         fewest = _either(by_span, 1, sizes.splits)
-    begin, end = lax.div(jnp.minimum(low, new_from), unit), jnp.maximum(high, new_until)
-    end = pl.cdiv(end, unit)
+    begin = lax.div(jnp.minimum(low, new_from), unit)
+    end = pl.cdiv(jnp.maximum(high, new_until), unit)
     end = jnp.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
-    each = jnp.maximum(pl.cdiv(end - begin, sizes.programs), fewest)
+    each = pl.cdiv(end - begin, jnp.minimum(sizes.programs, pl.cdiv(end - begin, fewest)))
     mine = (begin + number * each) * unit
-    sharing = pl.cdiv(end - begin, each)
-    return _Share(low, high, unit, by_span, mine, mine + each * unit, number, sharing)
+    sharing, is_alone = pl.cdiv(end - begin, each), None
+    if sizes.splits > 1:
+        per_span = lax.div(order.span, unit)
+        is_in_one = lax.div(begin, per_span) == lax.div(end - 1, per_span)
+        is_alone = is_in_one & (each == end - begin)
+    return _Share(low, high, unit, by_span, mine, mine + each * unit, number, sharing, is_alone)
 
 
 def _either(condition, one, other):
@@ -329,11 +347,11 @@ def _is_bad(projected_ref, row, start, is_new, D):
 
 
 def _sum_share(
-    q, seen, bounds, number, window, place, is_bad, low, high, unit, order, sizes, store
+    q, seen, bounds, number, window, place, is_bad, low, high, share, order, sizes, store
 ):
     """Sums the positions from low to high, tiles to splits and splits to units, which are stored.
 
-    A unit is a split, or a span. What no row sees is not read.
+    A unit is a split, or a span. Who is alone stores none. What no row sees is not read.
     """
     tile, (lanes, D) = order.tile, q.shape
     _, seen_from, seen_until, _, _ = bounds
@@ -367,17 +385,19 @@ def _sum_share(
         if not of_unit:
             stored(i, sums)
             return (nothing,)
-        ends_unit = (lax.rem((i + 1) * tile, unit) == 0) | (i + 1 == end)
+        ends_unit = (lax.rem((i + 1) * tile, share.unit) == 0) | (i + 1 == end)
+        if share.is_alone is not None:
+            ends_unit &= ~share.is_alone
         sums = fold(*of_unit, sums)
         return nothing, lax.cond(ends_unit, partial(stored, i), lambda x: x, sums)
 
     def stored(i, sums):
-        store(lax.div(i * tile, unit), sums)
+        store(lax.div(i * tile, share.unit), sums)
         return Sums.nothing(lanes, D)
 
     nothing = Sums.nothing(lanes, D, order.ones)
-    of_unit = [Sums.nothing(lanes, D)] if sizes.may_span else []
-    lax.fori_loop(begin, end, add, (number, nothing, *of_unit))
+    of_unit = [Sums.nothing(lanes, D)] if sizes.may_span or sizes.splits > 1 else []
+    return lax.fori_loop(begin, end, add, (number, nothing, *of_unit))[-1]
 
 
 def _combine(parts, row, q_head, begin, share, order, sizes, interpret):

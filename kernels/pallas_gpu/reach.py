@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Int
 
+from kernels.tiles import BLOCKS
 from shared.spec.mix import BOUNDS
 
 
@@ -25,7 +26,7 @@ def reach(
     max_rows: int,
     k_heads: int,
     interpret: bool = False,
-) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B Hk"]]:
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """As `shared.spec.mix.reach`, and zeros to count by.
 
     Args:
@@ -38,7 +39,7 @@ def reach(
     bounds, arrivals = pl.pallas_call(
         functools.partial(_reach_kernel, rows=pl.next_power_of_2(max_rows)),
         grid=(B,),
-        out_shape=[jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (BOUNDS, k_heads)],
+        out_shape=[jax.ShapeDtypeStruct((B, n), jnp.int32) for n in (BOUNDS, k_heads * BLOCKS)],
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="reach",
@@ -67,8 +68,10 @@ def _reach_kernel(
     bounds_ref[request, 2] = jnp.max(until)
     bounds_ref[request, 3] = jnp.where(is_any, jnp.min(jnp.where(is_real, place, most)), low)
     bounds_ref[request, 4] = jnp.where(is_any, jnp.max(jnp.where(is_real, place + 1, 0)), 0)
-    for head in range(arrivals_ref.shape[1]):
-        arrivals_ref[request, head] = 0
+    counters = arrivals_ref.shape[1]
+    counter = lax.iota(jnp.int32, pl.next_power_of_2(counters))
+    zeros = jnp.zeros_like(counter)
+    pltriton.store(arrivals_ref.at[request, counter], zeros, mask=counter < counters)
 
 
 def pack(window_ref, own, nodes):

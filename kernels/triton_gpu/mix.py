@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.tiles import MixTiles
+from kernels.tiles import BLOCKS, MixTiles
 from kernels.triton_gpu.attention import (
     LOG2_E,
     NEGATIVE,
@@ -31,7 +31,7 @@ from kernels.triton_gpu.linear import launching
 from kernels.triton_gpu.reach import is_in, pack, sees
 from shared.spec.mix import BOUNDS
 
-MOST_LANES = 64
+MOST_LANES = 16 * BLOCKS
 """Most pairs of a row and a query head of a key head that a request can have here."""
 MOST_NODES = 64
 """Most columns of a window here."""
@@ -46,7 +46,7 @@ def mix(
     kv: Float[Tensor, "L 2 P page Hk D"],
     layer: int,
     bounds: Int[Tensor, "B bounds"],
-    arrivals: Int[Tensor, "B Hk"],
+    arrivals: Int[Tensor, "B counters"],
     page_table: Int[Tensor, "B table"],
     row_starts: Int[Tensor, " B1"],
     places: Int[Tensor, " R"],
@@ -87,14 +87,16 @@ def mix(
     R, (page, Hk, D) = len(projected), kv.shape[3:]
     B, columns = page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
-    lanes = max(16, triton.next_power_of_2(max_rows * (Hq // Hk)))
+    pairs = max_rows * (Hq // Hk)
+    lanes = min(tiles.lanes, max(16, triton.next_power_of_2(pairs)))
+    blocks = triton.cdiv(pairs, lanes)
     splits = triton.cdiv(columns * page, split)
     parts = max(min(splits, most_parts), triton.cdiv(columns * page, span))
     sums = projected.new_empty((parts, R, Hq, D), dtype=torch.float32)
     peaks, totals = projected.new_empty((2, parts, R, Hq), dtype=torch.float32)
     out = projected.new_empty((R, Hq * D))
     programs = min(tiles.programs, triton.cdiv(splits, tiles.splits))
-    _mix_kernel[(Hk, B, programs)](
+    _mix_kernel[(blocks * Hk, B, programs)](
         *(projected, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm),
         *(cos, sin, kv[layer, 0], kv[layer, 1], bounds, arrivals, page_table, row_starts, places),
         *(first, until, window if window.shape[1] else until, is_real, sums, peaks, totals, out),
@@ -108,6 +110,7 @@ def mix(
         page=page,
         digits=digits,
         lanes=lanes,
+        blocks=blocks,
         new_rows=triton.next_power_of_2(max_rows),
         ones=tiles.ones,
         splits=tiles.splits,
@@ -118,6 +121,7 @@ def mix(
         nodes=window.shape[1],
         may_span=splits > most_parts,
         num_bounds=BOUNDS,
+        num_counters=arrivals.shape[1],
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         maxnreg=tiles.registers or None,
@@ -163,6 +167,7 @@ def _mix_kernel(
     page: tl.constexpr,
     digits: tl.constexpr,
     lanes: tl.constexpr,
+    blocks: tl.constexpr,
     new_rows: tl.constexpr,
     ones: tl.constexpr,
     splits: tl.constexpr,
@@ -173,12 +178,14 @@ def _mix_kernel(
     nodes: tl.constexpr,
     may_span: tl.constexpr,
     num_bounds: tl.constexpr,
+    num_counters: tl.constexpr,
     is_launched: tl.constexpr,
 ):
-    """One program per key head, request, and share of the positions."""
+    """One program per block of lanes of a key head, request, and share of the positions."""
     group: tl.constexpr = q_heads // k_heads
     width: tl.constexpr = (q_heads * (1 + gated) + 2 * k_heads) * D
-    head, request, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    request, share = tl.program_id(1), tl.program_id(2)
     bounds_at += request * num_bounds
     low, seen_from, seen_until = tl.load(bounds_at), tl.load(bounds_at + 1), tl.load(bounds_at + 2)
     new_from, new_until = tl.load(bounds_at + 3), tl.load(bounds_at + 4)
@@ -191,8 +198,14 @@ def _mix_kernel(
         unit = tl.where(by_span, span, split)
     begin, end = tl.minimum(low, new_from) // unit, tl.cdiv(tl.maximum(high, new_until), unit)
     end = tl.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
-    each = tl.maximum(tl.cdiv(end - begin, tl.num_programs(2)), tl.where(by_span, 1, splits))
-    sharing = tl.where(start < stop, tl.cdiv(end - begin, each), 0)
+    fewest = tl.where(by_span, 1, splits)
+    each = tl.cdiv(end - begin, tl.minimum(tl.num_programs(2), tl.cdiv(end - begin, fewest)))
+    sharing = tl.where(start + block * lanes // group < stop, tl.cdiv(end - begin, each), 0)
+    # A program that has a whole request of one span to itself keeps its sums.
+    is_alone = False
+    if splits > 1:
+        per_span = span // unit
+        is_alone = (each == end - begin) & (begin // per_span == (end - 1) // per_span)
     if (share > 0) & (share >= sharing):
         return
     mine = (begin + share * each) * unit
@@ -200,7 +213,7 @@ def _mix_kernel(
     from_position, to_position = tl.maximum(low, mine), tl.minimum(high, yours)
     table_at += request * columns
     number = page_of(table_at, columns, from_position // tile, page, tile)
-    lane = tl.arange(0, lanes)
+    lane = block * lanes + tl.arange(0, lanes)
     row, q_head = start + lane // group, head * group + lane % group
     own = tl.maximum(tl.minimum(row, stop - 1), 0)  # spare lanes are not written
     first, until = tl.load(first_at + own), tl.load(until_at + own)
@@ -212,7 +225,7 @@ def _mix_kernel(
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
-    if share == 0:
+    if (share == 0) & (block == 0):
         clear_padding(num_real + request, out_at, num_rows, num_requests, head, group, k_heads, D)
     if share >= sharing:
         return
@@ -238,21 +251,26 @@ def _mix_kernel(
         at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
         is_bad = _is_bad(projected_at, at, is_new, D)
     place_of_lane = own.to(tl.int64) * q_heads + q_head
-    _sum_share(
+    sums, peak, total = _sum_share(
         q, k_at + head * D, v_at + head * D, table_at, columns, number,
         first, until, seen_from, seen_until, window, place, is_bad,
         from_position, to_position, scale,
         sums_at, peaks_at, totals_at, place_of_lane, row < stop, low // unit, num_rows * q_heads,
-        unit, D, k_heads, page, nodes, ones, split, tile, may_span,
+        unit, is_alone, D, k_heads, page, nodes, ones, split, tile, may_span | (splits > 1),
     )  # fmt: skip
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals_at + request * k_heads + head, 1, sem="acq_rel") == sharing - 1:
-        tl.store(arrivals_at + request * k_heads + head, 0)
-        sums, total = _combine(
-            sums_at, peaks_at, totals_at, place_of_lane, low // unit,
-            tl.where(low < high, tl.cdiv(high, unit), low // unit),
-            tl.where(by_span, 1 << 20, span // split), num_rows * q_heads, lanes, D, unroll,
-        )  # fmt: skip
+    is_last = is_alone
+    if not is_alone:
+        tl.debug_barrier()
+        counter = arrivals_at + request * num_counters + tl.program_id(0)
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1
+        if is_last:
+            tl.store(counter, 0)
+            sums, peak, total = _combine(
+                sums_at, peaks_at, totals_at, place_of_lane, low // unit,
+                tl.where(low < high, tl.cdiv(high, unit), low // unit),
+                tl.where(by_span, 1 << 20, span // split), num_rows * q_heads, lanes, D, unroll,
+            )  # fmt: skip
+    if is_last:
         if new_rows > 1:
             seen = sees(place, first, until, window, nodes) & is_bad[None, :]
             is_harmed = tl.max(seen.to(tl.int32), axis=1) > 0
@@ -300,6 +318,7 @@ def _sum_share(
     base,
     stride,
     unit,
+    is_alone,
     D: tl.constexpr,
     k_heads: tl.constexpr,
     page: tl.constexpr,
@@ -307,12 +326,13 @@ def _sum_share(
     ones: tl.constexpr,
     split: tl.constexpr,
     tile: tl.constexpr,
-    may_span: tl.constexpr,
+    may_gather: tl.constexpr,
 ):
     """Sums the positions from low to high, tiles to splits and splits to units, which are stored.
 
     A unit is a split, or a span. The first has number `base`, and one is `stride` places after
-    another. What no row sees is not read.
+    another. Who is alone stores none. Gives the sums that are not stored. What no row sees is not
+    read.
     """
     lanes: tl.constexpr = q.shape[0]
     sums, peak, _ = no_sums(lanes, D)
@@ -341,15 +361,16 @@ def _sum_share(
         if (after % split == 0) | is_last:
             at = (i * tile // unit - base) * stride + place_of_lane
             weight = tl.max(total, axis=1)
-            if may_span:
+            if may_gather:
                 u_sums, u_peak, u_total = fold(u_sums, u_peak, u_total, sums, peak, weight)
-                if (after % unit == 0) | is_last:
+                if ((after % unit == 0) | is_last) & (not is_alone):
                     _store(sums_at, peaks_at, totals_at, at, u_sums, u_peak, u_total, is_lane, D)
                     u_sums, u_peak, u_total = no_sums(lanes, D)
             else:
                 _store(sums_at, peaks_at, totals_at, at, sums, peak, weight, is_lane, D)
             sums, peak, _ = no_sums(lanes, D)
             total = tl.zeros((lanes, ones), tl.float32)
+    return u_sums, u_peak, u_total
 
 
 @triton.jit
@@ -399,4 +420,4 @@ def _combine(
                 more_total = tl.load(totals_at + at, mask=is_one, other=0.0, cache_modifier=".cg")
                 sums, peak, total = fold(sums, peak, total, more_sums, more_peak, more_total)
         w_sums, w_peak, w_total = fold(w_sums, w_peak, w_total, sums, peak, total)
-    return w_sums, w_total
+    return w_sums, w_peak, w_total

@@ -9,6 +9,7 @@ import triton.language as tl
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from kernels.tiles import BLOCKS
 from shared.spec.mix import BOUNDS
 
 
@@ -21,7 +22,7 @@ def reach(
     *,
     max_rows: int,
     k_heads: int,
-) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B Hk"]]:
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
     """As `shared.spec.mix.reach`, and zeros to count by.
 
     Args:
@@ -31,7 +32,7 @@ def reach(
     """
     B = len(row_starts) - 1
     bounds = row_starts.new_empty((B, BOUNDS), dtype=torch.int32)
-    arrivals = row_starts.new_empty((B, k_heads), dtype=torch.int32)
+    arrivals = row_starts.new_empty((B, k_heads * BLOCKS), dtype=torch.int32)
     rows = (x.contiguous() for x in (row_starts, places, first, until, is_real))
     _reach_kernel[(B,)](
         *rows,
@@ -39,8 +40,8 @@ def reach(
         arrivals,
         rows=triton.next_power_of_2(max_rows),
         bounds=BOUNDS,
-        k_heads=k_heads,
-        lanes=triton.next_power_of_2(k_heads),
+        counters=arrivals.shape[1],
+        lanes=triton.next_power_of_2(arrivals.shape[1]),
         num_warps=1,
     )
     return bounds, arrivals
@@ -57,7 +58,7 @@ def _reach_kernel(
     arrivals_at,
     rows: tl.constexpr,
     bounds: tl.constexpr,
-    k_heads: tl.constexpr,
+    counters: tl.constexpr,
     lanes: tl.constexpr,
 ):
     """One program per request."""
@@ -78,8 +79,8 @@ def _reach_kernel(
     tl.store(bounds_at + 2, tl.max(until))
     tl.store(bounds_at + 3, tl.where(is_any, tl.min(tl.where(is_real, place, most)), low))
     tl.store(bounds_at + 4, tl.where(is_any, tl.max(tl.where(is_real, place + 1, 0)), 0))
-    head = tl.arange(0, lanes)
-    tl.store(arrivals_at + request * k_heads + head, 0 * head, mask=head < k_heads)
+    counter = tl.arange(0, lanes)
+    tl.store(arrivals_at + request * counters + counter, 0 * counter, mask=counter < counters)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import jax_impl.ops.mix
 import torch_impl.ops.attention
 import torch_impl.ops.mix
 from kernels.pallas_gpu import attention as pallas
-from kernels.tiles import MEASURED, AttentionTiles, MixTiles, Tiles
+from kernels.tiles import BLOCKS, MEASURED, AttentionTiles, MixTiles, Tiles
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.mix import BOUNDS, reach
 from shared.spec.numerics import ATTENTION, SQUARES, AttentionOrder
@@ -80,7 +80,7 @@ def pools_of(case: MixCase) -> np.ndarray:
 
 def arrays_of(case: MixCase) -> dict[str, np.ndarray | None]:
     """All arrays of a case by the kernels' names; floats that are rounded in half precision."""
-    counts = (len(case.rows.page_table), case.heads.num_kv_heads)
+    counts = (len(case.rows.page_table), case.heads.num_kv_heads * BLOCKS)
     bounds = reach(case.rows, case.row_starts)
     names = ("page_table", "request", "places", "first", "until", "window", "is_real")
     return {
@@ -197,20 +197,27 @@ def test_one_kernel_and_two_give_the_same_bits(name: str, run) -> None:
 
 SHORT = replace(ATTENTION, span=64, split=32, tile=16)
 """So that a small case has several spans."""
-SHARED = MixTiles(programs=2, splits=3, ones=16, warps=4, stages=2, registers=0)
+SHARED = MixTiles(lanes=64, programs=2, splits=3, ones=16, warps=4, stages=2, registers=0)
 
 
 @pytest.mark.parametrize(
-    ("programs", "splits", "most_parts"),
-    [(1, 1, 64), (2, 3, 64), (3, 1, 2), (64, 2, 64)],
-    ids=["one program", "few", "by span", "more than there are splits"],
+    ("name", "lanes", "programs", "splits", "most_parts"),
+    [
+        ("trees", 64, 1, 1, 64),
+        ("trees", 64, 2, 3, 64),
+        ("trees", 64, 3, 1, 2),
+        ("trees", 64, 64, 2, 64),
+        ("wide windows", 16, 4, 64, 64),
+        ("wide windows", 32, 2, 1, 64),
+    ],
+    ids=["one program", "few", "by span", "more than there are splits", "alone", "blocks"],
 )
 def test_how_programs_share_the_positions_leaves_the_bits_as_they_are(
-    programs: int, splits: int, most_parts: int, run
+    name: str, lanes: int, programs: int, splits: int, most_parts: int, run
 ) -> None:
-    tiles = replace(SHARED, programs=programs, splits=splits)
-    got = found(run, "trees", How(True, SHORT, most_parts, tiles))
-    want = found(run, "trees", How(False, SHORT))
+    tiles = replace(SHARED, lanes=lanes, programs=programs, splits=splits)
+    got = found(run, name, How(True, SHORT, most_parts, tiles))
+    want = found(run, name, How(False, SHORT))
     np.testing.assert_array_equal(got.out, want.out)
     assert not np.asarray(got.arrivals).any()
 
@@ -279,7 +286,7 @@ def test_the_reach_of_rows_is_that_of_the_specification(name: str, language: str
         bounds, arrivals = (x.cpu().numpy() for x in got)
     has_rows = np.diff(case.row_starts) > 0
     np.testing.assert_array_equal(bounds[has_rows], reach(case.rows, case.row_starts)[has_rows])
-    np.testing.assert_array_equal(arrivals, np.zeros((len(has_rows), 3)))
+    np.testing.assert_array_equal(arrivals, np.zeros((len(has_rows), 3 * BLOCKS)))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +301,7 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, g
     ints = {
         "layer": (1,),
         "bounds": (B, BOUNDS),
-        "arrivals": (B, 2),
+        "arrivals": (B, 2 * BLOCKS),
         "page_table": (B, 4096 // page),
     }
     ints |= {"row_starts": (B + 1,), "request": (R,), "places": (R,), "first": (R,), "until": (R,)}

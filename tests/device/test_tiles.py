@@ -13,6 +13,7 @@ LANGUAGES = ("pallas_gpu", "triton_gpu")
 LINE = {"at_most": {}, "lanes": 32, "ones": 16, "warps": 4, "stages": 2}
 MIX = {
     "at_most": {},
+    "lanes": 16,
     "programs": 4,
     "splits": 1,
     "ones": 16,

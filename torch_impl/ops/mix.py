@@ -35,7 +35,7 @@ class Angles:
 
 def plain_reach(
     rows: Rows, num_kv_heads: int
-) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B Hk"]]:
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
     """What the kernel of `mix` asks of rows, once for all layers; plain operations ask nothing."""
     nothing = rows.page_table.new_empty((len(rows.page_table), 0), dtype=torch.int32)
     return nothing, nothing
@@ -43,7 +43,7 @@ def plain_reach(
 
 def kernel_reach(
     kernels: Kernels, rows: Rows, num_kv_heads: int
-) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B Hk"]]:
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
     """As `plain_reach`, where rows may be few enough for that kernel."""
     if rows.most_rows > kernels.mix.MOST_LANES:
         return plain_reach(rows, num_kv_heads)
@@ -66,7 +66,7 @@ class PagedKV:
 
     pools: Float[Tensor, "L 2 pages page Hk D"]
     bounds: Int[Tensor, "B bounds"]
-    arrivals: Int[Tensor, "B Hk"]
+    arrivals: Int[Tensor, "B counters"]
 
     @classmethod
     def of(cls, pools: Float[Tensor, "L 2 pages page Hk D"], rows: Rows) -> "PagedKV":

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from kernels.tiles import BLOCKS
 from shared.drafts.block import BlockConfig
 from shared.spec import attention, mix
 from shared.spec.dflash import block_rows
@@ -74,7 +75,7 @@ class PagedKV:
 
 def arguments(case: MixCase) -> Arguments:
     """Of the operation, in the specification and in the backends."""
-    counts = (len(case.rows.page_table), case.heads.num_kv_heads)
+    counts = (len(case.rows.page_table), case.heads.num_kv_heads * BLOCKS)
     pools = np.stack([case.k_pages, case.v_pages])[None]
     return {
         "qkv": case.qkv,
@@ -245,7 +246,7 @@ _LARGE = {
     f"{B} x {N} rows after {context}": _chains(B, N, context)
     for B, N, context in (
         *((B, N, 512) for B, N in ((1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (32, 4))),
-        *((B, 16, 512) for B in (1, 32)),
+        *((B, 16, 512) for B in (1, 8, 32)),
         *((B, 1, context) for context in (4096, 32768) for B in (1, 8)),
     )
 }
