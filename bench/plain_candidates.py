@@ -39,13 +39,16 @@ class PlainRanking(Ranking):
         kept = found.processed if self.is_sampled else None
         return Ranked(ids.view_as(found.ids), weights.view_as(found.weights), kept)
 
-    def chain(self, logits: Float[Tensor, "B S vocab"]) -> Int[Tensor, "B S"]:
-        """See `Ranking`; one after another, each the likeliest after those before it."""
-        tokens = self.slots.new_zeros(len(logits), 1, 0)
-        for place in range(logits.shape[1]):
-            ranked = self(logits[:, place, None], tokens, place)
-            tokens = torch.cat([tokens, ranked.ids[:, :, :1]], dim=2)
-        return tokens[:, 0]
+    def chain(
+        self, logits: Float[Tensor, "B S vocab"]
+    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"] | None]:
+        """See `Ranking`; each the likeliest of its place."""
+        no_path = self.lengths.new_zeros(len(logits), 1, 0)
+        found = [self(logits[:, place, None], no_path, place) for place in range(logits.shape[1])]
+        drafts = torch.cat([ranked.ids[:, 0, :1] for ranked in found], dim=1)
+        if not self.is_sampled:
+            return drafts, None
+        return drafts, torch.stack([r.processed for r in found if r.processed is not None], dim=1)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.model import Forward
-from jax_impl.ops import attention, sampling, scan, when_any
+from jax_impl.ops import attention, sampling, scan
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.sampling import Ranked, Sampling, Seen
 from shared.boundary.backend import Program
@@ -116,34 +116,30 @@ class Ranking(NamedTuple):
         no_path = jnp.zeros((len(logits), 1, 0), jnp.int32)
         return self(logits[:, None], no_path, 0)
 
-    def chain(self, logits: Float[jax.Array, "B S vocab"]) -> Int[jax.Array, "B S"]:
-        """Drafts at S places in a row as the target would choose them.
+    def chain(
+        self, logits: Float[jax.Array, "B S vocab"]
+    ) -> tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"] | None]:
+        """Drafts at S places in a row, and the processed logits that they are sampled from, if so.
 
-        A place counts the drafts before it; where no row has a penalty, all are chosen at once.
+        They are made at once, so a place's penalties do not count the drafts before it.
         """
         B, S, vocab = logits.shape
-        everyone, positions = jnp.arange(B), self.lengths + 1
+        if self.is_sampled:
+            no_path = jnp.zeros((B, 1, 0), jnp.int32)
 
-        def one_by_one(logits: Float[jax.Array, "B S vocab"]) -> Int[jax.Array, "B S"]:
-            def body(drafts: Int[jax.Array, "B S"], at: tuple) -> tuple:
+            def body(_: None, at: tuple) -> tuple[None, tuple]:
                 place, of_place = at
-                is_before = jnp.broadcast_to(jnp.arange(S) < place, (B, S))
-                seen, where = Seen(self.counts, self.slots, drafts, is_before), positions + place
-                chosen = sampling.choose(of_place, seen, where, self.sampling, everyone, None)
-                return drafts.at[:, place].set(chosen.ids), None
+                ranked = self(of_place[:, None], no_path, place)
+                return None, (ranked.ids[:, 0, 0], ranked.processed)
 
             places = (jnp.arange(S, dtype=jnp.int32), jnp.moveaxis(logits, 1, 0))
-            return scan(body, jnp.zeros((B, S), jnp.int32), places)[0]
-
-        def at_once(logits: Float[jax.Array, "B S vocab"]) -> Int[jax.Array, "B S"]:
-            request, place = jnp.repeat(everyone, S), jnp.tile(jnp.arange(S, dtype=jnp.int32), B)
-            where, flat = positions[request] + place, logits.reshape(B * S, vocab)
-            seen = sampling.seen_alone(self.counts, self.slots[request])
-            return sampling.choose(flat, seen, where, self.sampling, request, None).ids.reshape(
-                B, S
-            )
-
-        return when_any(self.sampling.has_penalty, one_by_one, at_once, logits)
+            _, (drafts, processed) = scan(body, None, places)
+            return drafts.T, jnp.moveaxis(processed, 0, 1)
+        request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
+        positions = (self.lengths[:, None] + 1 + jnp.arange(S, dtype=jnp.int32)).reshape(-1)
+        seen = sampling.seen_alone(self.counts, self.slots[request])
+        given = (logits.reshape(B * S, vocab), seen, positions, self.sampling, request, None)
+        return sampling.choose(*given).ids.reshape(B, S), None
 
 
 class Fed(NamedTuple):

@@ -10,7 +10,7 @@ from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.layers import angles, attention_layer, write_keys
 from jax_impl.model import Forward, Model, logits
-from jax_impl.ops import draft_tree, linear, scan
+from jax_impl.ops import draft_tree, linear
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
 from jax_impl.ops.linear import Matrix, normed_product, product
@@ -69,7 +69,7 @@ class BlockDrafter(NamedTuple):
         embed = self.target.weights.embed[...]
         hidden, kv = fill(self.weights, embed, newest, rows, memory.kv)
         scores = logits(self.target, hidden[:, 1:].reshape(-1, hidden.shape[2]))
-        drafts, processed = choose(scores.reshape(len(newest), block.size - 1, -1), rank)
+        drafts, processed = rank.chain(scores.reshape(len(newest), block.size - 1, -1))
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
@@ -164,21 +164,3 @@ def fill(
         kv = paged.pools
     out = rms_norm(stream.rows, weights.weights.final_norm[...], config.rms_eps)
     return out.reshape(*tokens.shape, -1), kv
-
-
-def choose(
-    logits: Float[jax.Array, "B S vocab"], rank: Ranking
-) -> tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"] | None]:
-    """The draft of each slot, and the processed logits that it is sampled from, if it is."""
-    if not rank.is_sampled:
-        return rank.chain(logits), None
-    B, S, _ = logits.shape
-
-    def body(drafts: Int[jax.Array, "B 1 S"], at: tuple) -> tuple:
-        slot, of_slot = at
-        ranked = rank(of_slot[:, None], drafts, slot)
-        return drafts.at[:, 0, slot].set(ranked.ids[:, 0, 0]), ranked.processed
-
-    slots = (jnp.arange(S, dtype=jnp.int32), jnp.moveaxis(logits, 1, 0))
-    drafts, processed = scan(body, jnp.zeros((B, 1, S), jnp.int32), slots)
-    return drafts[:, 0], jnp.moveaxis(processed, 0, 1)

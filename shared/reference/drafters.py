@@ -3,7 +3,7 @@
 from typing import Protocol
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from shared.boundary.backend import Blueprint, Limits
 from shared.drafts.config import DraftHead
@@ -191,15 +191,8 @@ class BlockDrafter:
         rank: Ranking,
     ) -> Trees:
         """See `ReferenceDrafter`."""
-
-        def choose(
-            logits: Float[np.ndarray, "B vocab"], drafts: Int[np.ndarray, "B path"]
-        ) -> Int[np.ndarray, " B"]:
-            ids, _ = rank(logits[:, None], drafts[:, None])
-            return ids[:, 0, 0]
-
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        tokens, parents, num_nodes = self._drafter.draft(self._kv, newest, *bounds, choose)
+        tokens, parents, num_nodes = self._drafter.draft(self._kv, newest, *bounds, rank.chain)
         return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
 
     def extend(

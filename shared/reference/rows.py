@@ -144,6 +144,19 @@ class Ranking:
         B, k, level = paths.shape
         path = paths.reshape(B * k, level)
         seen = Seen(self.counts, np.repeat(self.slots, k), path, np.ones(path.shape, bool))
+        return self._ranked(logits, seen, level)
+
+    def chain(self, logits: Float[np.ndarray, "B S vocab"]) -> Int[np.ndarray, "B S"]:
+        """Drafts at S places in a row, of which none knows those before it; see `dflash.Choose`."""
+        B, S, _ = logits.shape
+        no_path = np.zeros((B, 0), np.int32)
+        seen = Seen(self.counts, self.slots, no_path, no_path.astype(bool))
+        ids = [self._ranked(logits[:, level, None], seen, level)[0][:, 0, 0] for level in range(S)]
+        return np.stack(ids, axis=1)
+
+    def _ranked(
+        self, logits: Float[np.ndarray, "B k vocab"], seen: Seen, level: int
+    ) -> tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]]:
         positions = self.lengths + level + 1
         keys, stream = positions, sampling.TARGET_STREAM
         if self.kept is not None:

@@ -23,11 +23,13 @@ from shared.spec.linear import Matrix, Stream
 from shared.spec.mix import Heads, mix_keys
 from shared.spec.model import KV, Hidden, Weights
 
-Choose = Callable[
-    [Float[np.ndarray, "B vocab"], Int[np.ndarray, "B path"]],
-    Int[np.ndarray, " B"],
-]
-"""Picks each request's next draft from its logits and the drafts before it."""
+Choose = Callable[[Float[np.ndarray, "B S vocab"]], Int[np.ndarray, "B S"]]
+"""Picks each request's drafts from the logits of its slots.
+
+All at once: a slot's logits know no draft before it, and neither do its penalties, which would
+have S choices of the whole vocabulary wait for each other. What is accepted is the target's choice
+in any case.
+"""
 
 
 def context(
@@ -158,8 +160,7 @@ class Drafter:
         """Drafts a chain for each request; the pools stay as they are.
 
         Args:
-          choose: Picks the draft of one slot after another, so that each is penalised for those
-            before it as the target will be.
+          choose: Picks the drafts.
 
         Returns:
           Tokens, parents and node counts, as of a draft tree.
@@ -168,8 +169,7 @@ class Drafter:
         assert config.block is not None  # a DFlash head has a block
         rows = block_rows(config.block, lengths, draft_from, page_table)
         hidden, _ = fill(config, weights, self.target, newest, rows, kv)
-        drafts = np.zeros((len(newest), 0), np.int32)
-        for slot in range(1, config.block.size):
-            chosen = choose(model.logits(self.target, hidden[:, slot]), drafts)
-            drafts = np.concatenate([drafts, chosen[:, None]], axis=1)
+        slots = range(1, config.block.size)
+        scores = [model.logits(self.target, hidden[:, slot]) for slot in slots]
+        drafts = choose(np.stack(scores, axis=1))
         return draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)

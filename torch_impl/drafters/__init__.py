@@ -13,7 +13,7 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import DRAFT_STREAM, TARGET_STREAM
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
-from torch_impl.ops import any_row, attention, sampling
+from torch_impl.ops import attention, sampling
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.sampling import Ranked, Sampling, Seen
 
@@ -60,30 +60,25 @@ class Ranking:
         no_path = self.lengths.new_zeros(len(logits), 1, 0)
         return self(logits[:, None], no_path, 0)
 
-    def chain(self, logits: Float[Tensor, "B S vocab"]) -> Int[Tensor, "B S"]:
-        """Drafts at S places in a row as the target would choose them.
+    def chain(
+        self, logits: Float[Tensor, "B S vocab"]
+    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"] | None]:
+        """Drafts at S places in a row, and the processed logits that they are sampled from, if so.
 
-        A place counts the drafts before it; where no row has a penalty, all are chosen at once.
+        They are made at once, so a place's penalties do not count the drafts before it.
         """
-        if any_row(self.sampling.has_penalty):
-            return self._in_turn(logits)
         B, S, _ = logits.shape
+        if self.is_sampled:
+            no_path = self.lengths.new_zeros(B, 1, 0)
+            found = [self(logits[:, place, None], no_path, place) for place in range(S)]
+            laws = [ranked.processed for ranked in found if ranked.processed is not None]
+            return torch.cat([ranked.ids[:, 0] for ranked in found], dim=1), torch.stack(laws, 1)
         request = torch.arange(B, device=logits.device).repeat_interleave(S)
         place = torch.arange(1, S + 1, dtype=torch.int32, device=logits.device)
-        at = (self.lengths[:, None] + place).flatten()
+        positions = (self.lengths[:, None] + place).flatten()
         seen = sampling.seen_alone(self.counts, self.slots[request])
-        given = (logits.flatten(0, 1), seen, at, self.sampling, request, None)
-        return sampling.choose(*given).ids.view(B, S)
-
-    def _in_turn(self, logits: Float[Tensor, "B S vocab"]) -> Int[Tensor, "B S"]:
-        B, S, _ = logits.shape
-        request, tokens = torch.arange(B, device=logits.device), self.lengths[:, None][:, :0]
-        for place in range(S):
-            is_before = torch.ones_like(tokens, dtype=torch.bool)
-            seen, at = Seen(self.counts, self.slots, tokens, is_before), self.lengths + place + 1
-            given = (logits[:, place].contiguous(), seen, at, self.sampling, request, None)
-            tokens = torch.cat([tokens, sampling.choose(*given).ids[:, None]], dim=1)
-        return tokens
+        given = (logits.flatten(0, 1), seen, positions, self.sampling, request, None)
+        return sampling.choose(*given).ids.view(B, S), None
 
 
 @dataclass(frozen=True)

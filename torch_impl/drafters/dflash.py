@@ -78,7 +78,7 @@ class BlockDrafter:
         embed, kv = self.target.weights.embed, memory.kv
         hidden = fill(self.weights, embed, self.frequencies, newest, rows, kv)[:, 1:]
         scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, block.size - 1))
-        drafts, processed = choose(scores, rank)
+        drafts, processed = rank.chain(scores)
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
@@ -170,17 +170,3 @@ def fill(
         stream = attention_layer(config, layer, qkv, stream, turn, seen, paged, place)
     out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))
-
-
-def choose(
-    logits: Float[Tensor, "B S vocab"], rank: Ranking
-) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"] | None]:
-    """The draft of each slot, and the processed logits that it was sampled from, if it was."""
-    if not rank.is_sampled:
-        return rank.chain(logits), None
-    drafts, found = rank.lengths.new_zeros(len(logits), 1, 0), []
-    for slot in range(logits.shape[1]):
-        ranked = rank(logits[:, slot, None], drafts, slot)
-        drafts = torch.cat([drafts, ranked.ids], dim=2)
-        found.append(ranked.processed)
-    return drafts[:, 0], torch.stack(found, dim=1)
