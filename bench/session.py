@@ -153,9 +153,8 @@ class Session:
         stamps, tokens = [time.perf_counter()], [_count(requests)]
         with nothing_waits(self.backend, self.served.device == "gpu"):
             while all(request.finish_reason is None for request in requests):
-                self.served.engine.step()
+                tokens.append(self._step(requests))
                 stamps.append(time.perf_counter())
-                tokens.append(_count(requests))
         while self.served.engine.busy:
             self.served.engine.step()
         # The last steps may have been submitted without a row whose end was near.
@@ -177,17 +176,27 @@ class Session:
         self._abort_all()
         requests, _ = self._decoding(load)
         for _ in range(WARM_UP_STEPS):
-            self.served.engine.step()
+            self._step(requests)
         self.served.last.wait()
 
         def run() -> None:
             for _ in range(steps):
-                self.served.engine.step()
+                self._step(requests)
             self.served.last.wait()
             assert all(request.finish_reason is None for request in requests), "too few tokens"
             self._abort_all()
 
         return run
+
+    def _step(self, requests: Sequence[Request]) -> int:
+        """Goes on until a step has given tokens; how many there are then.
+
+        Where the host drafts, the engine comes by twice: it submits a step, and waits for it.
+        """
+        before = _count(requests)
+        while _count(requests) == before and self.served.engine.busy:
+            self.served.engine.step()
+        return _count(requests)
 
     def _decoding(self, load: Load) -> tuple[list[Request], float]:
         """Requests whose prompts are done, and when they were handed over."""

@@ -27,7 +27,7 @@ from tests.support.tiny_models import tiny_config, tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ROOT / "bench" / "shapes"
-SHORT = ["--input", "10", "--output", "20", "--steps", "4", "--dtype", "float32"]
+SHORT = ["--input", "10", "--output", "40", "--steps", "4", "--dtype", "float32"]
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +112,8 @@ def test_the_backends_are_held_against_each_other(both):
     assert both.found["lines"][1]["texts"] == {
         "equal": True,
         "texts_that_differ": 0,
-        "tokens": 20,
-        "tokens_before_a_difference": 20,
+        "tokens": 40,
+        "tokens_before_a_difference": 40,
     }
     assert not both.has_other_texts
 
@@ -136,7 +136,7 @@ def test_a_text_that_differs_is_seen(both):
 
 
 def test_outputs_of_too_few_steps_are_refused(model):
-    report = run(model, "--backend", "torch", "--batch", "1", "--steps", "30")
+    report = run(model, "--backend", "torch", "--batch", "1", "--steps", "50")
     assert "raise --output" in report.found["refused"][0]["error"]
 
 
