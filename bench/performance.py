@@ -1,0 +1,174 @@
+"""`docs/performance.md`: what `bench.offline` found, as tables.
+
+python -m bench.performance > docs/performance.md
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.accuracy_table import MISSING, markdown
+from bench.op_sides import SIDES
+
+RESULTS = Path(__file__).parent / "results"
+PEERS = {
+    "none": {1: (5.16, 5.09), 8: (5.56, 5.57), 32: (6.07, 6.18)},
+    "EAGLE3 S=3": {1: (6.05, 6.21), 8: (6.44, 6.58), 32: (7.55, 7.83)},
+    "DFLASH": {1: (6.39, 6.49), 8: (7.58, 7.69), 32: (15.8, 15.6)},
+    "NGRAM N=8": {1: (6.86, None), 8: (6.95, None), 32: (10.4, None)},
+}
+"""Milliseconds a step of Qwen3-8B with 512 tokens in: vLLM 0.26.0 and SGLang 0.5.17."""
+PEERS_SERVE = "qwen3-8b"
+
+Line = dict[str, Any]
+File = dict[str, Any]
+
+HEAD = """# Performance
+
+Made by `python -m bench.performance` of `bench/results/offline_*.json`, which hold the commands,
+versions and every kernel that takes much of a step.
+
+Weights are random, so drafts are accepted by lot: `L` is the mean of the tokens that a step gives,
+and changes no time. A step's limit is the time that its bytes take at the rate of a large copy on
+the same device. Texts of the backends are compared token for token where no lot decides, and the
+tokens of lots too, since both draw the same. Idle is the share of a step in which the device runs
+nothing; a little below 0 is the error of two clocks.
+"""
+
+
+class Key(NamedTuple):
+    """What makes lines of two backends comparable."""
+
+    drafts: str
+    batch: int
+    temperature: float
+    overlap: int
+
+
+def render(files: Sequence[File]) -> str:
+    """The page.
+
+    Args:
+      files: As `bench.offline` writes them.
+    """
+    parts = [HEAD.strip()]
+    for model in dict.fromkeys(map(model_of, files)):
+        own = [file for file in files if model_of(file) == model]
+        lines = [line for file in own for line in file["lines"]]
+        by_key: dict[Key, dict[str, Line]] = {}
+        order = list(dict.fromkeys(line["drafts"] for line in lines))
+        for line in sorted(lines, key=lambda line: (order.index(line["drafts"]), line["batch"])):
+            key = Key(line["drafts"], line["batch"], line["temperature"], line["overlap"])
+            by_key.setdefault(key, {})[line["backend"]] = line
+        devices = {side["device"] for file in own for side in file["sides"].values()}
+        sizes = {(line["dtype"], line["prompt"]) for line in lines}
+        told = ", ".join(f"{dtype}, {prompt} tokens in" for dtype, prompt in sorted(sizes))
+        parts += [f"## {model}, {', '.join(sorted(devices))}, {told}"]
+        parts += ["Milliseconds a decode step, greedy."]
+        parts += [markdown(list(_steps(by_key, model == PEERS_SERVE)))]
+        parts += _table("Beside the same step, greedy with overlap 1.", list(_variants(by_key)))
+        parts += _table(
+            "Seconds until every program is ready, and gigabytes; the plan is without the weights' "
+            "copies that a start makes for a moment.",
+            list(_starts(by_key)),
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def model_of(file: File) -> str:
+    """The name of the folder that was served."""
+    words = shlex.split(file["command"])
+    return Path(words[words.index("--model") + 1]).name
+
+
+def _table(title: str, lines: list[list[str]]) -> list[str]:
+    return [title, markdown(lines)] if len(lines) > 1 else []
+
+
+def _steps(by_key: dict[Key, dict[str, Line]], has_peers: bool) -> Iterator[list[str]]:
+    peers = ["vLLM 0.26.0", "SGLang 0.5.17"] if has_peers else []
+    each = [f"{what}, {name}" for what in ("kernels", "idle") for name in SIDES]
+    yield ["drafts", "batch", "limit", *SIDES, *peers, "share of the limit", *each, "texts"]
+    for key, found in by_key.items():
+        if key.temperature or key.overlap != 1:
+            continue
+        fastest = min(found.values(), key=lambda line: line["ms"])
+        theirs = PEERS.get(key.drafts.rpartition(" L=")[0] or key.drafts, {}).get(key.batch)
+        yield [
+            key.drafts,
+            str(key.batch),
+            f"{fastest['limit_ms']:.2f}",
+            *(_cell(found.get(name), lambda line: f"{line['ms']:.2f}") for name in SIDES),
+            *(MISSING if ms is None else f"{ms:g}" for ms in (theirs or (None, None)) if peers),
+            f"{fastest['share_of_limit']:.0%}",
+            *(_cell(found.get(name), _kernels) for name in SIDES),
+            *(_cell(found.get(name), _idle) for name in SIDES),
+            _texts(found),
+        ]
+
+
+def _variants(by_key: dict[Key, dict[str, Line]]) -> Iterator[list[str]]:
+    """Lines of a temperature, or of another overlap, beside the greedy line of overlap 1."""
+    yield ["drafts", "batch", "temperature", "overlap", *SIDES, "texts"]
+    for key, found in by_key.items():
+        usual = by_key.get(key._replace(temperature=0.0, overlap=1))
+        if usual is None or usual is found:
+            continue
+        cells = []
+        for name in SIDES:
+            line, other = found.get(name), usual.get(name)
+            ratio = f" ({line['ms'] / other['ms'] - 1:+.1%})" if line and other else ""
+            cells.append(_cell(line, lambda line, ratio=ratio: f"{line['ms']:.2f}{ratio}"))
+        temperature = f"{key.temperature:g}"
+        if key.temperature:
+            temperature += f", top-p {next(iter(found.values()))['top_p']:g}"
+        yield [key.drafts, str(key.batch), temperature, str(key.overlap), *cells, _texts(found)]
+
+
+def _starts(by_key: dict[Key, dict[str, Line]]) -> Iterator[list[str]]:
+    yield ["drafts", "batch", *(f"start, {name}" for name in SIDES), "planned", "peak, torch"]
+    for key, found in by_key.items():
+        if key.temperature or key.overlap != 1:
+            continue
+        planned = next(iter(found.values()))["planned_bytes"] / 1e9
+        seconds = (
+            _cell(found.get(name), lambda line: f"{line['load_s'] + line['prepare_s']:.1f}")
+            for name in SIDES
+        )
+        # JAX counts its peak from the start of the process, over all lines.
+        peak = _cell(found.get("torch"), lambda line: f"{line['peak_bytes'] / 1e9:.2f}")
+        yield [key.drafts, str(key.batch), *seconds, f"{planned:.2f}", peak]
+
+
+def _cell(line: Line | None, tell: Any) -> str:
+    return MISSING if line is None else tell(line)
+
+
+def _kernels(line: Line) -> str:
+    trace = line["trace"] or {}
+    return f"{trace['kernels']:.0f}" if "kernels" in trace else MISSING
+
+
+def _idle(line: Line) -> str:
+    trace = line["trace"] or {}
+    return f"{trace['idle_share']:.1%}" if "idle_share" in trace else MISSING
+
+
+def _texts(found: dict[str, Line]) -> str:
+    """Whether the texts of the backends are equal."""
+    compared = [line["texts"] for line in found.values() if line["texts"]]
+    if not compared:
+        return MISSING
+    return "equal" if all(texts["equal"] for texts in compared) else "DIFFER"
+
+
+def files() -> list[File]:
+    """All results, by name."""
+    paths = sorted(RESULTS.glob("offline_*.json"))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+if __name__ == "__main__":
+    print(render(files()), end="")

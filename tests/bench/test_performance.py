@@ -1,0 +1,72 @@
+"""The page of what was measured on a GPU."""
+
+from pathlib import Path
+from typing import Any
+
+from bench import performance
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+
+
+def line(backend: str, ms: float, **other: Any) -> dict[str, Any]:
+    """A line as `bench.offline` writes it."""
+    usual = {
+        "drafts": "none",
+        "batch": 8,
+        "prompt": 512,
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "overlap": 1,
+        "dtype": "bfloat16",
+        "limit_ms": 2.0,
+        "load_s": 1.0,
+        "prepare_s": 4.0,
+        "planned_bytes": 16e9,
+        "peak_bytes": 16.25e9,
+        "trace": {"kernels": 200.0, "idle_share": 0.011},
+        "texts": None,
+    }
+    found = {"backend": backend, "ms": ms} | usual | other
+    return found | {"share_of_limit": found["limit_ms"] / ms}
+
+
+def file(*lines: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "command": "python -m bench.offline --model bench/shapes/qwen3-8b",
+        "sides": {"torch": {"device": "NVIDIA H200"}},
+        "lines": list(lines),
+    }
+
+
+def test_the_page_is_that_of_the_results() -> None:
+    assert PAGE.read_text(encoding="utf-8") == performance.render(performance.files())
+
+
+def test_backends_stand_side_by_side_with_what_others_take() -> None:
+    page = performance.render([
+        file(line("torch", 4.0), line("jax", 2.5, texts={"equal": True})),
+        file(line("torch", 8.0, batch=1, trace=None)),
+    ])  # fmt: skip
+    first, second = (
+        each for each in page.splitlines() if each.startswith("| none | ") and "%" in each
+    )
+    cells = [cell.strip() for cell in second.split("|")[1:-1]]
+    assert cells[:8] == ["none", "8", "2.00", "4.00", "2.50", "5.56", "5.57", "80%"]
+    assert cells[8:] == ["200", "200", "1.1%", "1.1%", "equal"]
+    cells = [cell.strip() for cell in first.split("|")[1:-1]]
+    assert cells[:5] == ["none", "1", "2.00", "8.00", "-"]
+    assert cells[8:] == ["-", "-", "-", "-", "-"]
+
+
+def test_a_temperature_stands_beside_its_greedy_line() -> None:
+    warm = {"temperature": 0.8, "top_p": 0.95}
+    page = performance.render([
+        file(line("torch", 4.0), line("torch", 4.1, **warm), line("torch", 4.4, overlap=0))
+    ])  # fmt: skip
+    assert "| none | 8 | 0.8, top-p 0.95 | 1 | 4.10 (+2.5%) | - | - |" in page
+    assert "| none | 8 | 0 | 0 | 4.40 (+10.0%) | - | - |" in page
+
+
+def test_texts_that_differ_are_told() -> None:
+    page = performance.render([file(line("torch", 4.0), line("jax", 4.0, texts={"equal": False}))])
+    assert "| DIFFER |" in page
