@@ -243,7 +243,8 @@ class JaxSide(Side):
     def _program(self, operation: Operation, sets: list[Placed]) -> Callable[[], Any]:
         """The calls over all sets, traced as one; what is no array is the same in all.
 
-        What an operation gives back of its arguments is what the next round is given.
+        What an operation gives back of its arguments is what the next round is given; one that
+        gives nothing else is known by it.
         """
         jax = self._jax
         leaves, tree = jax.tree.flatten(sets[0])
@@ -270,7 +271,7 @@ class JaxSide(Side):
 
         def once() -> Any:
             results, state[0] = program(arrays, state[0])
-            return results
+            return [own or after for own, after in zip(results, state[0], strict=True)]
 
         return once
 

@@ -38,6 +38,7 @@ class Kernels:
     reach: ModuleType
     sampling: ModuleType
     slots: ModuleType
+    window: ModuleType
     tiles: Tiles
 
 
@@ -54,6 +55,7 @@ if jax.default_backend() == "gpu":
     from kernels.pallas_gpu import reach as reach_kernel
     from kernels.pallas_gpu import sampling as sampling_kernel
     from kernels.pallas_gpu import slots as slots_kernel
+    from kernels.pallas_gpu import window as window_kernel
 
     KERNELS = Kernels(
         acceptance=acceptance_kernel,
@@ -66,6 +68,7 @@ if jax.default_backend() == "gpu":
         reach=reach_kernel,
         sampling=sampling_kernel,
         slots=slots_kernel,
+        window=window_kernel,
         tiles=Tiles.load("pallas_gpu", jax.devices()[0].device_kind),
     )
 

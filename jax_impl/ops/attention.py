@@ -1,7 +1,7 @@
 """Attention over paged KV; as `shared.spec.attention`.
 
 Rows are flat. The product pads the queries of each request to `most_rows` and reads all positions
-that the page table reaches.
+that the page table reaches. On a GPU `commit_window` is a kernel; see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import draft_tree, kernels_on
+from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, kernels_on
 
 KV = Float[jax.Array, "L 2 P page Hk D"]
 """Keys and values of the page pools of a stack of attention layers."""
@@ -274,7 +274,7 @@ def _with_block(
     )
 
 
-def commit_window(
+def plain_commit_window(
     pages: Float[jax.Array, "*pools P page H D"],
     page_table: Int[jax.Array, "B table"],
     lengths: Int[jax.Array, " B"],
@@ -285,9 +285,22 @@ def commit_window(
     page_size = pages.shape[-3]
     steps = jnp.arange(path.shape[1])
     is_real = steps < counts[:, None]
-    source = lengths[:, None] + jnp.where(is_real, path, 0)
-    target = lengths[:, None] + jnp.where(is_real, steps, 0)
-    pools = pages.reshape(-1, *pages.shape[-4:])
-    moved = pools[:, jnp.take_along_axis(page_table, source // page_size, 1), source % page_size]
-    page = jnp.where(is_real, jnp.take_along_axis(page_table, target // page_size, 1), 0)
-    return pools.at[:, page, target % page_size].set(moved).reshape(pages.shape)
+    source, target = (lengths[:, None] + jnp.where(is_real, x, 0) for x in (path, steps))
+    page, to_page = (jnp.take_along_axis(page_table, x // page_size, 1) for x in (source, target))
+    moved = pages[..., page, source % page_size, :, :]
+    return pages.at[..., to_page, target % page_size, :, :].set(moved)
+
+
+def kernel_commit_window(
+    kernels: Kernels,
+    pages: Float[jax.Array, "*pools P page H D"],
+    page_table: Int[jax.Array, "B table"],
+    lengths: Int[jax.Array, " B"],
+    path: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+) -> Float[jax.Array, "*pools P page H D"]:
+    """As `plain_commit_window`, where XLA would copy all pools to scatter into the copy."""
+    return kernels.window.commit(pages, page_table, lengths, path, counts)
+
+
+commit_window = kernel_or_plain(kernel_commit_window, plain_commit_window)

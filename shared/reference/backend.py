@@ -344,7 +344,7 @@ class ReferenceBackend:
             path=path,
             counts=counts,
         )
-        self._kv = KV(*(np.stack([move(layer) for layer in pool]) for pool in (kv.k, kv.v)))
+        self._kv = KV(move(kv.k), move(kv.v))
         state, snapshots, passed = mamba_state.replay(
             take(self._state, batch.slots), kept, path, counts, batch.snapshots.save_at - lengths
         )

@@ -181,30 +181,29 @@ def attend(
 
 
 def commit_window(
-    pages: Float[np.ndarray, "P page H D"],
+    pages: Float[np.ndarray, "*pools P page H D"],
     page_table: Int[np.ndarray, "B table"],
     lengths: Int[np.ndarray, " B"],
     path: Int[np.ndarray, "B W"],
     counts: Int[np.ndarray, " B"],
-) -> Float[np.ndarray, "P page H D"]:
+) -> Float[np.ndarray, "*pools P page H D"]:
     """Moves the rows of an accepted path to the front of the window; a chain's stay where they are.
 
     All rows are read before any is written, since a row may lie where another one goes.
 
     Args:
-      pages: The pool of one layer.
+      pages: Any number of pools.
       page_table: Pages of each request.
       lengths: Committed positions of each request; the window begins there.
       path: Places in the window of the path's nodes, the root (0) first.
       counts: How many of them are committed.
     """
-    page_size = pages.shape[1]
+    page_size = pages.shape[-3]
     steps = np.arange(path.shape[1])
     is_real = steps < counts[:, None]
-    source = lengths[:, None] + np.where(is_real, path, 0)
-    target = lengths[:, None] + np.where(is_real, steps, 0)
-    moved = pages[np.take_along_axis(page_table, source // page_size, 1), source % page_size]
-    page = np.where(is_real, np.take_along_axis(page_table, target // page_size, 1), 0)
+    source, target = (lengths[:, None] + np.where(is_real, x, 0) for x in (path, steps))
+    page, to_page = (np.take_along_axis(page_table, x // page_size, 1) for x in (source, target))
+    moved = pages[..., page, source % page_size, :, :]
     pages = pages.copy()
-    pages[page, target % page_size] = moved
+    pages[..., to_page, target % page_size, :, :] = moved
     return pages

@@ -146,11 +146,9 @@ class SpecModel:
     def commit(self, path: Array) -> None:
         """See `GoldenModel`."""
         counts, lengths = np.array([len(path)]), np.array([self._length])
-        moved = [
-            np.stack([attention.commit_window(p, TABLE, lengths, path[None], counts) for p in pool])
-            for pool in (self._kv.k, self._kv.v)
-        ]
-        self._kv = model.KV(*moved)
+        where = (TABLE, lengths, path[None], counts)
+        k, v = (attention.commit_window(pool, *where) for pool in (self._kv.k, self._kv.v))
+        self._kv = model.KV(k, v)
         nothing_saved = np.zeros(1, int)
         self._state, _, _ = mamba_state.replay(
             self._state, self._kept, path[None], counts, nothing_saved

@@ -33,6 +33,7 @@ MODULES = (
     "reach",
     "sampling",
     "slots",
+    "window",
 )
 # An interpreted Pallas kernel is compiled once a shape and hardly runs. Fused, a product and a sum
 # would be rounded once, which a GPU's compiler does not do.

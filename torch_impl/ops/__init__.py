@@ -36,6 +36,7 @@ class Kernels:
     reach: ModuleType
     sampling: ModuleType
     slots: ModuleType
+    window: ModuleType
     tiles: Tiles
 
 
@@ -52,6 +53,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import reach as reach_kernel
     from kernels.triton_gpu import sampling as sampling_kernel
     from kernels.triton_gpu import slots as slots_kernel
+    from kernels.triton_gpu import window as window_kernel
 
     KERNELS = Kernels(
         acceptance=acceptance_kernel,
@@ -64,6 +66,7 @@ if torch.cuda.is_available():
         reach=reach_kernel,
         sampling=sampling_kernel,
         slots=slots_kernel,
+        window=window_kernel,
         tiles=Tiles.load("triton_gpu", torch.cuda.get_device_name()),
     )
 

@@ -1,4 +1,7 @@
-"""As `shared.spec.attention`, in torch; pools are written in place."""
+"""As `shared.spec.attention`, in torch; pools are written in place.
+
+On a GPU `commit_window` is a kernel; see `torch_impl.ops`.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.gated_delta import CHUNK
-from torch_impl.ops import at_most, draft_tree, kernels_on
+from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain, kernels_on
 
 
 @dataclass(frozen=True)
@@ -223,24 +226,36 @@ def _softmax_attention(
     return out.masked_fill((seen & spoiled[:, None]).any(dim=2)[:, :, None, None], torch.nan)
 
 
-def commit_window(
+def plain_commit_window(
     pages: Float[Tensor, "*pools P page H D"],
     page_table: Int[Tensor, "B table"],
     lengths: Int[Tensor, " B"],
     path: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
 ) -> Float[Tensor, "*pools P page H D"]:
-    """As the specification, in place and for any number of pools at once."""
+    """As the specification, in place."""
     B, W = path.shape
     place = torch.arange(W, dtype=torch.int32, device=path.device)
     request = torch.arange(B, device=path.device)[:, None]
     is_real = place < counts[:, None]
-    source = lengths[:, None] + torch.where(is_real, path, 0)
-    target = lengths[:, None] + torch.where(is_real, place, 0)
-    page_size = pages.shape[-3]
-    from_page, from_place = _page_of(page_table, request, source, page_size)
-    to_page, to_place = _page_of(page_table, request, target, page_size)
+    source, target = (lengths[:, None] + torch.where(is_real, x, 0) for x in (path, place))
+    page, at = _page_of(page_table, request, source, pages.shape[-3])
+    to_page, to = _page_of(page_table, request, target, pages.shape[-3])
     pools = pages.view(-1, *pages.shape[-4:])
-    moved = pools[:, from_page, from_place]
-    pools[:, torch.where(is_real, to_page, 0), to_place] = moved
+    pools[:, to_page, to] = pools[:, page, at]
     return pages
+
+
+def kernel_commit_window(
+    kernels: Kernels,
+    pages: Float[Tensor, "*pools P page H D"],
+    page_table: Int[Tensor, "B table"],
+    lengths: Int[Tensor, " B"],
+    path: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+) -> Float[Tensor, "*pools P page H D"]:
+    kernels.window.commit(pages, page_table, lengths, path, counts)
+    return pages
+
+
+commit_window = kernel_or_plain(kernel_commit_window, plain_commit_window)

@@ -1,5 +1,6 @@
-"""Cases of `attention.attend`: trees and prompts over scattered pages."""
+"""Cases of `attention.attend`, trees and prompts over scattered pages, and of `commit_window`."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -167,4 +168,52 @@ def _op_case(name: str, make: Callable[..., Case]) -> OpCase:
     )
 
 
-TABLE = [_op_case(name, make) for name, make in SMALL.items()]
+def commit_arguments(
+    seed: int, *, B: int, W: int, heads: int, D: int, page: int = 4, layers: int = 2
+) -> Arguments:
+    """Paths down trees of 2 W nodes, some of which are chains; the last row is padding."""
+    rng = np.random.default_rng(seed)
+    columns = -(-(10 + 2 * W) // page)
+    table = 1 + rng.permutation(B * columns).reshape(B, columns)
+    below_root = [1 + np.sort(rng.permutation(2 * W - 1)[: W - 1]) for _ in range(B)]
+    path = np.concatenate([np.zeros((B, 1)), np.reshape(below_root, (B, W - 1))], axis=1)
+    path[1::3] = np.arange(W)
+    return {
+        "pages": rng.random((layers, 2, 1 + table.size, page, heads, D), np.float32),
+        "page_table": np.pad(table, ((0, 1), (0, 0))).astype(np.int32),
+        "lengths": np.append(rng.integers(0, 10, B), 0).astype(np.int32),
+        "path": np.pad(path, ((0, 1), (0, 0))).astype(np.int32),
+        "counts": np.append([W, *rng.integers(0, W + 1, B - 1)], 0).astype(np.int32),
+    }
+
+
+def _moved_bytes(arguments: Arguments, item_bytes: int) -> int:
+    """What moves, read and written."""
+    pages, path, step = arguments["pages"], arguments["path"], np.arange(arguments["path"].shape[1])
+    moves = (step < arguments["counts"][:, None]) & (path != step)
+    pools = math.prod(pages.shape[:-4])
+    return int(2 * item_bytes * moves.sum() * pools * math.prod(pages.shape[-2:]))
+
+
+def _commit_case(B: int, W: int, heads: int, D: int, page: int, layers: int) -> OpCase:
+    sizes = {"heads": heads, "D": D, "page": page, "layers": layers}
+    return OpCase(
+        op="attention",
+        function="commit_window",
+        name=f"{B} x {W} rows of {heads} x {D}, {layers} layers",
+        make=partial(commit_arguments, B=B, W=W, **sizes),
+        dtype="bfloat16" if layers > 2 else "float32",
+        in_place=("pages",),
+        is_large=layers > 2,
+        num_bytes=_moved_bytes,
+    )
+
+
+COMMITS = [
+    _commit_case(*sizes)
+    for sizes in (
+        *((3, 4, 2, 16, 1, 2), (5, 6, 5, 64, 4, 1), (2, 17, 4, 128, 16, 1)),
+        *((1, 6, 8, 128, 16, 36), (32, 6, 8, 128, 16, 36)),
+    )
+]
+TABLE = [*(_op_case(name, make) for name, make in SMALL.items()), *COMMITS]
