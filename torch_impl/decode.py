@@ -280,17 +280,16 @@ def _extend(
     """
     if not machine.feeds(program):
         return
-    (B, W), counts, draft = verified.way.path.shape, verified.way.counts, machine.state.draft
+    W, counts, draft = verified.way.path.shape[1], verified.way.counts, machine.state.draft
     assert machine.drafter is not None  # there is one to feed
     assert draft is not None
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
-    request = torch.arange(B, device=counts.device)
     rank = ranking(machine, plan, lengths + counts, machine.limits.max_width, False)
     fed = Fed(
         rows=rows,
         tokens=trees.tokens.gather(1, verified.way.path.long()).flatten(),
         following=verified.way.tokens.flatten(),
         passed=verified.passed.at(verified.way.rows.flatten()),
-        last=request * W + (counts - 1).clamp(min=0),
+        last=rows.row_starts[:-1] + (counts - 1).clamp(min=0),
     )
     machine.drafter.extend(draft, plan, lengths, counts, fed, rank)

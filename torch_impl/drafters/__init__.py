@@ -47,8 +47,9 @@ class Ranking:
         """
         k, path = paths.shape[1], paths.flatten(0, 1)
         is_real = torch.ones_like(path, dtype=torch.bool)
-        seen = Seen(self.counts, self.slots.repeat_interleave(k), path, is_real)
-        positions = self.lengths + depth + 1
+        slots = self.slots if k == 1 else self.slots.repeat_interleave(k)
+        seen = Seen(self.counts, slots, path, is_real)
+        positions = self.lengths + (depth + 1)
         keys, stream = positions, TARGET_STREAM
         if self.is_sampled:
             keys, stream = self.lengths, DRAFT_STREAM + depth

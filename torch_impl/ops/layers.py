@@ -53,8 +53,9 @@ def rotary_angles(
     positions: Int[Tensor, " R"], frequencies: Float[Tensor, " half"], factor: float
 ) -> tuple[Float[Tensor, "R half"], Float[Tensor, "R half"]]:
     """As the specification, from its frequencies and its attention factor."""
-    angles = positions.float()[:, None] * frequencies
-    return angles.cos() * factor, angles.sin() * factor
+    angles = positions[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def apply_rotary(
