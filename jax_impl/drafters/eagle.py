@@ -17,6 +17,7 @@ from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.drafters.heads import Head, Logits, Tokens
 from jax_impl.ops import draft_tree, scan
 from jax_impl.ops.attention import KV, Rows
+from jax_impl.ops.draft_tree import Level
 from jax_impl.ops.sampling import Ranked
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
@@ -201,23 +202,16 @@ def extend_rows(
     )
 
 
-class _Level(NamedTuple):
-    """The frontier that the next expansion runs on.
+class _Frontier(NamedTuple):
+    """What the next expansion runs on.
 
     Attributes:
       carried: What each node's parent handed on.
-      numbers: Candidate numbers.
-      paths: Drafts from below the root to the node itself, then padding.
-      sees: Which rows of the drafting window each node sees, its own included.
       kv: The drafter's pools.
     """
 
-    tokens: Int[jax.Array, "B k"]
-    weights: Float[jax.Array, "B k"]
+    level: Level
     carried: Carried
-    numbers: Int[jax.Array, "B k"]
-    paths: Int[jax.Array, "B k path"]
-    sees: Bool[jax.Array, "B k window"]
     kv: KV
 
 
@@ -230,7 +224,7 @@ class _Candidates(NamedTuple):
 
 
 class _Link(NamedTuple):
-    """The end of a chain, as `_Level`."""
+    """The end of a chain, as `_Frontier`."""
 
     tokens: Int[jax.Array, " B"]
     carried: Carried
@@ -260,9 +254,9 @@ def grow(
     found = [_Candidates(first.tokens, first.weights, jnp.zeros((B, k), jnp.int32))]
     if S > 1:
 
-        def body(level: _Level, s: Int[jax.Array, ""]) -> tuple[_Level, _Candidates]:
+        def body(at: _Frontier, s: Int[jax.Array, ""]) -> tuple[_Frontier, _Candidates]:
             rows = _expansion_rows(
-                sees=level.sees,
+                sees=at.level.sees,
                 s=s,
                 lengths=lengths,
                 draft_from=draft_from,
@@ -270,18 +264,21 @@ def grow(
                 page_table=page_table,
                 root_rows=root_rows,
             )
-            tokens = level.tokens.reshape(-1)
-            logits, carried, kv = expand.run(rows, tokens, level.carried, level.kv)
-            ranked = rank(logits.reshape(B, k, -1), level.paths, s)
-            parents, weights = draft_tree.children(level.numbers, level.weights, ranked.weights)
-            ids = ranked.ids.reshape(B, k * k)
-            candidates = _Candidates(ids, weights, parents)
-            level = level._replace(carried=carried, kv=kv)
-            return _next_level(level, candidates, s, root_rows, expand), candidates
+            tokens = at.level.tokens.reshape(-1)
+            logits, carried, kv = expand.run(rows, tokens, at.carried, at.kv)
+            ranked = rank(logits.reshape(B, k, -1), at.level.paths, s)
+            parents, weights, level = draft_tree.next_level(
+                at.level, ranked.ids, ranked.weights, s, root_rows
+            )
+            candidates = _Candidates(ranked.ids.reshape(B, k * k), weights, parents)
+            carried = expand.pick(carried, level.parents.reshape(-1))
+            return _Frontier(level, carried, kv), candidates
 
-        level = _first_level(expand, kv, first, shape, root_rows)
-        level, levels = scan(body, level, jnp.arange(1, S, dtype=jnp.int32))
-        kv = level.kv
+        level = _first_level(first, shape, root_rows)
+        carried = expand.pick(expand.carried, level.parents.reshape(-1))
+        steps = jnp.arange(1, S, dtype=jnp.int32)
+        end, levels = scan(body, _Frontier(level, carried, kv), steps)
+        kv = end.kv
         found.append(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1), levels))
     tokens, parents, num_nodes = draft_tree.keep_best(
         newest=newest,
@@ -335,43 +332,18 @@ def _grow_chain(
     return Drafted(*chains, jnp.concatenate(processed, axis=1) if processed else None), kv
 
 
-def _first_level(expand: Expand, kv: KV, first: First, shape: TreeShape, root_rows: int) -> _Level:
+def _first_level(first: First, shape: TreeShape, root_rows: int) -> Level:
     (B, k), expansions = first.tokens.shape, shape.depth - 1
-    numbers = jnp.tile(jnp.arange(1, k + 1, dtype=jnp.int32), (B, 1))
-    paths = jnp.zeros((B, k, expansions), jnp.int32).at[:, :, 0].set(first.tokens)
     window = jnp.arange(root_rows + k * expansions)
     sees = (window < root_rows) | (window == root_rows + jnp.arange(k)[:, None])
-    return _Level(
+    request = jnp.arange(B, dtype=jnp.int32)[:, None]
+    return Level(
         tokens=first.tokens,
         weights=first.weights,
-        carried=expand.pick(expand.carried, jnp.repeat(jnp.arange(B), k)),
-        numbers=numbers,
-        paths=paths,
+        parents=jnp.broadcast_to(request, (B, k)),
+        numbers=jnp.tile(jnp.arange(1, k + 1, dtype=jnp.int32), (B, 1)),
+        paths=jnp.zeros((B, k, expansions), jnp.int32).at[:, :, 0].set(first.tokens),
         sees=jnp.broadcast_to(sees, (B, *sees.shape)),
-        kv=kv,
-    )
-
-
-def _next_level(
-    level: _Level, candidates: _Candidates, s: Int[jax.Array, ""], root_rows: int, expand: Expand
-) -> _Level:
-    """The best k of the candidates that expansion `s` found; `level` carries what its rows gave."""
-    k, window = level.sees.shape[1:]
-    first_number = 1 + k + (s - 1) * k * k
-    chosen, best, numbers, parent = draft_tree.next_frontier(
-        candidates.tokens, candidates.weights, first_number, k
-    )
-    rows = jnp.arange(len(chosen))[:, None]
-    own = jnp.arange(window) == root_rows + s * k + jnp.arange(k)[:, None]
-    is_own = jnp.arange(level.paths.shape[2]) == s
-    return _Level(
-        tokens=chosen,
-        weights=best,
-        carried=expand.pick(level.carried, (rows * k + parent).reshape(-1)),
-        numbers=numbers,
-        paths=jnp.where(is_own, chosen[:, :, None], level.paths[rows, parent]),
-        sees=level.sees[rows, parent] | own,
-        kv=level.kv,
     )
 
 

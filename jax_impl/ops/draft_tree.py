@@ -1,9 +1,16 @@
-"""Draft trees: masks, growth and the flat rows of a verify; as `shared.spec.draft_tree`."""
+"""Draft trees: masks, growth and the flat rows of a verify; as `shared.spec.draft_tree`.
+
+On a GPU `ancestors`, `next_level` and `keep_best` are kernels; see `jax_impl.ops`.
+"""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
+
+from jax_impl.ops import Kernels, kernel_or_plain
 
 
 def depths(parents: Int[jax.Array, "B N"]) -> Int[jax.Array, "B N"]:
@@ -11,7 +18,7 @@ def depths(parents: Int[jax.Array, "B N"]) -> Int[jax.Array, "B N"]:
     return ancestors(parents).sum(axis=2, dtype=jnp.int32) - 1
 
 
-def ancestors(parents: Int[jax.Array, "B N"]) -> Bool[jax.Array, "B N N"]:
+def plain_ancestors(parents: Int[jax.Array, "B N"]) -> Bool[jax.Array, "B N N"]:
     """Entry [b, i, j] says that node j is node i itself or lies on its way to the root."""
     N = parents.shape[1]
     own = jnp.eye(N, dtype=jnp.float32)
@@ -19,6 +26,14 @@ def ancestors(parents: Int[jax.Array, "B N"]) -> Bool[jax.Array, "B N N"]:
     for _ in range((N - 1).bit_length()):  # each product doubles how far up a node reaches
         reached = jnp.minimum(jnp.einsum("bij,bjk->bik", reached, reached), 1)
     return reached > 0
+
+
+def kernel_ancestors(kernels: Kernels, parents: Int[jax.Array, "B N"]) -> Bool[jax.Array, "B N N"]:
+    """As `plain_ancestors`."""
+    return kernels.draft_tree.ancestors(parents)
+
+
+ancestors = kernel_or_plain(kernel_ancestors, plain_ancestors)
 
 
 def best(weights: Float[jax.Array, "B C"], count: int) -> Int[jax.Array, "B count"]:
@@ -58,7 +73,73 @@ def next_frontier(
     )
 
 
-def keep_best(
+class Level(NamedTuple):
+    """The frontier that the next expansion runs on.
+
+    Attributes:
+      tokens, weights: Of each node, the weight that of its path.
+      parents: The row of each node's parent in the expansion before; of the first level, the
+        request.
+      numbers: Candidate numbers.
+      paths: Drafts from below the root to the node itself, then padding.
+      sees: Which rows of the drafting window each node sees, its own included.
+    """
+
+    tokens: Int[jax.Array, "B k"]
+    weights: Float[jax.Array, "B k"]
+    parents: Int[jax.Array, "B k"]
+    numbers: Int[jax.Array, "B k"]
+    paths: Int[jax.Array, "B k path"]
+    sees: Bool[jax.Array, "B k window"]
+
+
+def plain_next_level(
+    level: Level,
+    tokens: Int[jax.Array, "B k k"],
+    edges: Float[jax.Array, "B k k"],
+    s: Int[jax.Array, ""] | int,
+    root_rows: int,
+) -> tuple[Int[jax.Array, "B kk"], Float[jax.Array, "B kk"], Level]:
+    """What expansion `s` found, and the best k of it; paths keep their size."""
+    B, k, window = level.sees.shape
+    parents, weights = children(level.numbers, level.weights, edges)
+    chosen, best_weights, numbers, parent = next_frontier(
+        tokens.reshape(B, k * k), weights, 1 + k + (s - 1) * k * k, k
+    )
+    rows = jnp.arange(B, dtype=jnp.int32)[:, None]
+    own = jnp.arange(window) == root_rows + s * k + jnp.arange(k)[:, None]
+    is_own = jnp.arange(level.paths.shape[2]) == s
+    found = Level(
+        tokens=chosen,
+        weights=best_weights,
+        parents=rows * k + parent,
+        numbers=numbers,
+        paths=jnp.where(is_own, chosen[:, :, None], level.paths[rows, parent]),
+        sees=level.sees[rows, parent] | own,
+    )
+    return parents, weights, found
+
+
+def kernel_next_level(
+    kernels: Kernels,
+    level: Level,
+    tokens: Int[jax.Array, "B k k"],
+    edges: Float[jax.Array, "B k k"],
+    s: Int[jax.Array, ""] | int,
+    root_rows: int,
+) -> tuple[Int[jax.Array, "B kk"], Float[jax.Array, "B kk"], Level]:
+    """As `plain_next_level`."""
+    given = (tokens, edges, level.numbers, level.weights, level.paths, level.sees)
+    parents, weights, *found = kernels.draft_tree.next_level(
+        *given, jnp.asarray(s, jnp.int32), root_rows
+    )
+    return parents, weights, Level(*found)
+
+
+next_level = kernel_or_plain(kernel_next_level, plain_next_level)
+
+
+def plain_keep_best(
     newest: Int[jax.Array, " B"],
     tokens: Int[jax.Array, "B C"],
     weights: Float[jax.Array, "B C"],
@@ -85,6 +166,25 @@ def keep_best(
         jnp.pad(kept_parents, ((0, 0), (1, 0))),
         1 + num_drafts,
     )
+
+
+def kernel_keep_best(
+    kernels: Kernels,
+    newest: Int[jax.Array, " B"],
+    tokens: Int[jax.Array, "B C"],
+    weights: Float[jax.Array, "B C"],
+    parents: Int[jax.Array, "B C"],
+    max_drafts: Int[jax.Array, " B"],
+    has_relay: Bool[jax.Array, " B"],
+    nodes: int,
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """As `plain_keep_best`."""
+    return kernels.draft_tree.keep_best(
+        newest, tokens, weights, parents, max_drafts, has_relay, nodes
+    )
+
+
+keep_best = kernel_or_plain(kernel_keep_best, plain_keep_best)
 
 
 def chains(

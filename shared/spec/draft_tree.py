@@ -160,6 +160,64 @@ def next_frontier(
     )
 
 
+@dataclass(frozen=True)
+class Level:
+    """The frontier that the next expansion runs on.
+
+    Attributes:
+      tokens, weights: Of each node, the weight that of its path.
+      parents: The row of each node's parent in the expansion before; of the first level, the
+        request.
+      numbers: Candidate numbers.
+      paths: Drafts from below the root to the node itself, then padding.
+      sees: Which rows of the drafting window each node sees, its own included.
+    """
+
+    tokens: Int[np.ndarray, "B k"]
+    weights: Float[np.ndarray, "B k"]
+    parents: Int[np.ndarray, "B k"]
+    numbers: Int[np.ndarray, "B k"]
+    paths: Int[np.ndarray, "B k path"]
+    sees: Bool[np.ndarray, "B k window"]
+
+
+def next_level(
+    level: Level,
+    tokens: Int[np.ndarray, "B k k"],
+    edges: Float[np.ndarray, "B k k"],
+    s: int,
+    root_rows: int,
+) -> tuple[Int[np.ndarray, "B kk"], Float[np.ndarray, "B kk"], Level]:
+    """What expansion `s`, from 1, found, and the best k of it.
+
+    Args:
+      level: What was expanded.
+      tokens, edges: The k children of each of its nodes, best first, and the log weights of the
+        edges to them.
+      root_rows: Rows of the window that belong to the root; those of expansion s begin
+        `(s - 1) k` behind them.
+
+    Returns:
+      As `children`, and the next level.
+    """
+    B, k = level.tokens.shape
+    parents, weights = children(level.numbers, level.weights, edges)
+    chosen, best_weights, numbers, parent = next_frontier(
+        tokens.reshape(B, k * k), weights, 1 + k + (s - 1) * k * k, k
+    )
+    rows = np.arange(B)[:, None]
+    own = np.arange(level.sees.shape[2]) == root_rows + s * k + np.arange(k)[:, None]
+    found = Level(
+        tokens=chosen,
+        weights=best_weights,
+        parents=rows * k + parent,
+        numbers=numbers,
+        paths=np.concatenate([level.paths[rows, parent][:, :, :s], chosen[:, :, None]], axis=2),
+        sees=level.sees[rows, parent] | own,
+    )
+    return parents, weights, found
+
+
 def keep_best(
     newest: Int[np.ndarray, " B"],
     tokens: Int[np.ndarray, "B C"],

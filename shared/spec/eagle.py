@@ -18,7 +18,7 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.spec import draft_tree, layers, model
 from shared.spec.attention import Rows
-from shared.spec.draft_tree import TreeShape
+from shared.spec.draft_tree import Level, TreeShape
 from shared.spec.linear import Stream
 from shared.spec.model import KV, Forward, Hidden, Weights
 
@@ -318,77 +318,37 @@ def grow(
     B, k = tokens.shape
     can_draft = draft_from < lengths
     found = [(tokens, weights, np.zeros((B, k), np.int32))]
-    level = _Level.first(tokens, weights, shape, root_rows)
+    level = _first_level(tokens, weights, shape, root_rows)
     for s in range(1, shape.depth):
         where = (lengths, draft_from, can_draft, page_table)
         rows = _expansion_rows(level.sees, s, *where, root_rows)
         logits, kv = expand(rows, level.tokens.reshape(-1), level.parents.reshape(-1), kv)
         ids, edges = rank(logits.reshape(B, k, -1), level.paths)
-        parents, weights = draft_tree.children(level.numbers, level.weights, edges)
+        parents, weights, level = draft_tree.next_level(level, ids, edges, s, root_rows)
         found.append((ids.reshape(B, k * k), weights, parents))
-        level = level.next(found[-1][0], weights, s, root_rows)
     ids, weights, parents = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
     limits = (max_drafts, can_draft, shape.nodes)
     return draft_tree.keep_best(newest, ids, weights, parents, *limits), kv
 
 
-@dataclass(frozen=True)
-class _Level:
-    """The frontier that the next expansion runs on.
-
-    Attributes:
-      parents: The row of each node's parent in the expansion before; of the first level, the
-        request.
-      numbers: Candidate numbers.
-      paths: Drafts from below the root to the node itself.
-      sees: Which rows of the drafting window each node sees, its own included.
-    """
-
-    tokens: Int[np.ndarray, "B k"]
-    weights: Float[np.ndarray, "B k"]
-    parents: Int[np.ndarray, "B k"]
-    numbers: Int[np.ndarray, "B k"]
-    paths: Int[np.ndarray, "B k path"]
-    sees: Bool[np.ndarray, "B k window"]
-
-    @classmethod
-    def first(
-        cls,
-        tokens: Int[np.ndarray, "B k"],
-        weights: Float[np.ndarray, "B k"],
-        shape: TreeShape,
-        root_rows: int,
-    ) -> "_Level":
-        B, k = tokens.shape
-        requests = np.repeat(np.arange(B)[:, None], k, axis=1)
-        numbers = np.tile(np.arange(1, k + 1), (B, 1))
-        sees = np.zeros((B, k, root_rows + k * (shape.depth - 1)), bool)
-        sees[:, :, :root_rows] = True
-        sees |= _itself(k, root_rows, sees)
-        return cls(tokens, weights, requests, numbers, tokens[:, :, None], sees)
-
-    def next(
-        self,
-        tokens: Int[np.ndarray, "B kk"],
-        weights: Float[np.ndarray, "B kk"],
-        s: int,
-        root_rows: int,
-    ) -> "_Level":
-        """The best k of the candidates that expansion `s` found."""
-        k = self.tokens.shape[1]
-        first_number = 1 + k + (s - 1) * k * k
-        chosen, best, numbers, parent = draft_tree.next_frontier(tokens, weights, first_number, k)
-        rows = np.arange(len(chosen))[:, None]
-        sees = self.sees[rows, parent] | _itself(k, root_rows + s * k, self.sees)
-        paths = np.concatenate([self.paths[rows, parent], chosen[:, :, None]], axis=2)
-        return _Level(chosen, best, rows * k + parent, numbers, paths, sees)
-
-
-def _itself(
-    k: int, first: int, sees: Bool[np.ndarray, "B k window"]
-) -> Bool[np.ndarray, "k window"]:
-    """The rows that k nodes write from `first` on, each of which sees its own."""
-    return np.arange(sees.shape[2]) == first + np.arange(k)[:, None]
+def _first_level(
+    tokens: Int[np.ndarray, "B k"],
+    weights: Float[np.ndarray, "B k"],
+    shape: TreeShape,
+    root_rows: int,
+) -> Level:
+    B, k = tokens.shape
+    sees = np.zeros((B, k, root_rows + k * (shape.depth - 1)), bool)
+    sees[:, :, :root_rows] = True
+    sees |= np.arange(sees.shape[2]) == root_rows + np.arange(k)[:, None]
+    return Level(
+        tokens=tokens,
+        weights=weights,
+        parents=np.repeat(np.arange(B)[:, None], k, axis=1),
+        numbers=np.tile(np.arange(1, k + 1), (B, 1)),
+        paths=tokens[:, :, None],
+        sees=sees,
+    )
 
 
 def _expansion_rows(

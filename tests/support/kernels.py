@@ -25,6 +25,7 @@ INTERPRET = jax.default_backend() == "cpu"
 MODULES = (
     "acceptance",
     "attention",
+    "draft_tree",
     "heads",
     "layers",
     "linear",

@@ -1,10 +1,10 @@
 """As `shared.spec.eagle`, in torch: what all heads share, and how any drafter's tree grows."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from shared.drafts.config import DraftSizes
@@ -15,6 +15,7 @@ from torch_impl.drafters.heads import Head, Logits, Tokens
 from torch_impl.layers import Pools
 from torch_impl.ops import draft_tree
 from torch_impl.ops.attention import Rows
+from torch_impl.ops.draft_tree import Level
 from torch_impl.ops.sampling import Ranked
 
 Expand = Callable[[Rows, Tokens, Int[Tensor, " R"]], Logits]
@@ -167,13 +168,16 @@ def grow(
     can_draft = draft_from < lengths
     found = [(first.tokens, first.weights, torch.zeros_like(first.tokens))]
     level = _first_level(first.tokens, first.weights, shape, root_rows)
+    rows = _expansion_rows(level.sees, lengths, draft_from, can_draft, page_table, root_rows)
     for s in range(1, shape.depth):
-        rows = _expansion_rows(level.sees, s, lengths, draft_from, can_draft, page_table, root_rows)
+        if s > 1:
+            rows = _next_rows(rows, level.sees)
         logits = expand(rows, level.tokens.flatten(), level.parents.flatten())
         ranked = rank(logits.unflatten(0, level.tokens.shape), level.paths, s)
-        parents, weights = draft_tree.children(level.numbers, level.weights, ranked.weights)
+        parents, weights, level = draft_tree.next_level(
+            level, ranked.ids, ranked.weights, s, root_rows
+        )
         found.append((ranked.ids.flatten(1), weights, parents))
-        level = level.next(found[-1][0], weights, s, root_rows)
     tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
     tokens, parents, num_nodes = draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
@@ -196,9 +200,13 @@ def _grow_chain(
     """As `grow`: a chain's drafts lie in the order of their weights, so none is sorted away."""
     can_draft = draft_from < lengths
     tokens, laws = [first.tokens], [first.processed]  # of each place, or None
+    rows: Rows | None = None
     for s in range(1, depth):
-        place = lengths + (root_rows + s - 1)
-        rows = extend_rows(place, can_draft.int(), draft_from, page_table, 0)
+        if rows is None:
+            place = lengths + root_rows if root_rows else lengths
+            rows = extend_rows(place, can_draft.int(), draft_from, page_table, 0)
+        else:
+            rows = _next_link(rows)
         logits = expand(rows, tokens[-1].flatten(), rows.request)
         ranked = rank(logits[:, None], torch.cat(tokens, dim=1)[:, None], s)
         tokens.append(ranked.ids[:, 0])
@@ -220,11 +228,11 @@ def extend_rows(
     is_real = (step < counts[:, None]).flatten()
     positions = torch.where(is_real, (lengths[:, None] + step).flatten(), 0)
     return Rows(
-        request=torch.arange(B, device=lengths.device)[:, None].expand(B, W).flatten(),
+        request=_each(torch.arange(B, device=lengths.device), W),
         positions=positions,
         places=positions,
-        first=draft_from[:, None].expand(B, W).flatten(),
-        until=torch.where(is_real, positions + 1, 0),
+        first=_each(draft_from, W),
+        until=positions + is_real,
         window=is_real.new_zeros(B * W, 0),
         is_real=is_real,
         page_table=page_table,
@@ -233,71 +241,49 @@ def extend_rows(
     )
 
 
-@dataclass(frozen=True)
-class _Level:
-    """The frontier that the next expansion runs on; as the specification's."""
-
-    tokens: Int[Tensor, "B k"]
-    weights: Float[Tensor, "B k"]
-    parents: Int[Tensor, "B k"]
-    numbers: Int[Tensor, "B k"]
-    paths: Int[Tensor, "B k path"]
-    sees: Bool[Tensor, "B k window"]
-
-    def next(
-        self,
-        tokens: Int[Tensor, "B kk"],
-        weights: Float[Tensor, "B kk"],
-        s: int,
-        root_rows: int,
-    ) -> "_Level":
-        """The best k of the candidates that expansion `s` found."""
-        k = self.tokens.shape[1]
-        first_number = 1 + k + (s - 1) * k * k
-        chosen, best, numbers, parent = draft_tree.next_frontier(tokens, weights, first_number, k)
-        rows = torch.arange(len(chosen), device=chosen.device)[:, None]
-        sees = self.sees[rows, parent] | _itself(k, root_rows + s * k, self.sees)
-        paths = torch.cat([self.paths[rows, parent], chosen[:, :, None]], dim=2)
-        return _Level(chosen, best, rows * k + parent, numbers, paths, sees)
+def _next_link(rows: Rows) -> Rows:
+    """The rows of a chain's next expansion; what is padding stays it."""
+    positions = rows.positions + rows.is_real
+    return replace(rows, positions=positions, places=positions, until=rows.until + rows.is_real)
 
 
 def _first_level(
     tokens: Int[Tensor, "B k"], weights: Float[Tensor, "B k"], shape: TreeShape, root_rows: int
-) -> _Level:
+) -> Level:
     (B, k), window = tokens.shape, root_rows + tokens.shape[1] * (shape.depth - 1)
-    requests = torch.arange(B, device=tokens.device)[:, None].expand(B, k)
-    numbers = torch.arange(1, k + 1, dtype=torch.int32, device=tokens.device).expand(B, k)
-    root = torch.arange(window, device=tokens.device) < root_rows
-    sees = root.expand(B, k, window)
-    sees = sees | _itself(k, root_rows, sees)
-    return _Level(tokens, weights, requests, numbers, tokens[:, :, None], sees)
-
-
-def _itself(k: int, first: int, sees: Bool[Tensor, "B k window"]) -> Bool[Tensor, "k window"]:
-    place = torch.arange(sees.shape[2], device=sees.device)
-    return place == first + torch.arange(k, device=sees.device)[:, None]
+    device = tokens.device
+    place = torch.arange(window, device=device)
+    sees = place == torch.arange(root_rows, root_rows + k, device=device)[:, None]
+    if root_rows:
+        sees |= place < root_rows
+    return Level(
+        tokens=tokens,
+        weights=weights,
+        parents=torch.arange(B, device=device)[:, None].expand(B, k),
+        numbers=torch.arange(1, k + 1, dtype=torch.int32, device=device).expand(B, k),
+        paths=tokens[:, :, None],
+        sees=sees.expand(B, k, window),
+    )
 
 
 def _expansion_rows(
     sees: Bool[Tensor, "B k window"],
-    s: int,
     lengths: Int[Tensor, " B"],
     draft_from: Int[Tensor, " B"],
     can_draft: Bool[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
     root_rows: int,
 ) -> Rows:
+    """The first expansion stands at one position and writes k rows of the window; see `grow`."""
     B, k, _ = sees.shape
-    node = torch.arange(B * k, dtype=torch.int32, device=sees.device)
-    request = torch.div(node, k, rounding_mode="floor").long()
-    is_real = can_draft[request]
-    length = torch.where(is_real, lengths[request], 0) + root_rows
+    until, is_real = _each(torch.where(can_draft, lengths, 0), k), _each(can_draft, k)
+    node = torch.arange(root_rows, root_rows + k, dtype=torch.int32, device=sees.device)
     return Rows(
-        request=request,
-        positions=length + s - 1,
-        places=length + (s - 1) * k + node - request * k,
-        first=draft_from[request],
-        until=length - root_rows,
+        request=_each(torch.arange(B, device=sees.device), k),
+        positions=until + root_rows if root_rows else until,
+        places=(until.view(B, k) + node).flatten(),
+        first=_each(draft_from, k),
+        until=until,
         window=sees.flatten(0, 1) & is_real[:, None],
         is_real=is_real,
         page_table=page_table,
@@ -306,6 +292,21 @@ def _expansion_rows(
     )
 
 
+def _next_rows(rows: Rows, sees: Bool[Tensor, "B k window"]) -> Rows:
+    """The rows of the next expansion: a position further on, and behind what was written."""
+    return replace(
+        rows,
+        positions=rows.positions + 1,
+        places=rows.places + rows.most_rows,
+        window=sees.flatten(0, 1) & rows.is_real[:, None],
+    )
+
+
+def _each(values: Shaped[Tensor, " B"], rows: int) -> Shaped[Tensor, " R"]:
+    """A request's value for each of its rows."""
+    return values[:, None].expand(len(values), rows).flatten()
+
+
 def _row_starts(requests: int, rows: int, device: torch.device) -> Int[Tensor, " B1"]:
     """Where every request has `rows` rows."""
-    return torch.arange(requests + 1, dtype=torch.int32, device=device) * rows
+    return torch.arange(0, requests * rows + 1, rows, dtype=torch.int32, device=device)

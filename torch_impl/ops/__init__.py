@@ -28,6 +28,7 @@ class Kernels:
 
     acceptance: ModuleType
     attention: ModuleType
+    draft_tree: ModuleType
     heads: ModuleType
     layers: ModuleType
     linear: ModuleType
@@ -45,6 +46,7 @@ KERNELS: Kernels | None = None
 if torch.cuda.is_available():
     from kernels.triton_gpu import acceptance as acceptance_kernel
     from kernels.triton_gpu import attention as attention_kernel
+    from kernels.triton_gpu import draft_tree as draft_tree_kernel
     from kernels.triton_gpu import heads as heads_kernel
     from kernels.triton_gpu import layers as layers_kernel
     from kernels.triton_gpu import linear as linear_kernel
@@ -58,6 +60,7 @@ if torch.cuda.is_available():
     KERNELS = Kernels(
         acceptance=acceptance_kernel,
         attention=attention_kernel,
+        draft_tree=draft_tree_kernel,
         heads=heads_kernel,
         layers=layers_kernel,
         linear=linear_kernel,

@@ -1,8 +1,15 @@
-"""As `shared.spec.draft_tree`, in torch."""
+"""As `shared.spec.draft_tree`, in torch.
+
+On a GPU `ancestors`, `next_level` and `keep_best` are kernels; see `torch_impl.ops`.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from torch_impl.ops import Kernels, kernel_or_plain
 
 
 def depths(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
@@ -10,7 +17,7 @@ def depths(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
     return ancestors(parents).sum(dim=2, dtype=torch.int32) - 1
 
 
-def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
+def plain_ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
     B, N = parents.shape
     rows = torch.arange(B, device=parents.device)[:, None]
     found = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
@@ -19,6 +26,13 @@ def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
     for _ in range((N - 1).bit_length()):  # each round doubles how far up a node reaches
         found, up = found | found[rows, up], up.gather(1, up)
     return found
+
+
+def kernel_ancestors(kernels: Kernels, parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
+    return kernels.draft_tree.ancestors(parents)
+
+
+ancestors = kernel_or_plain(kernel_ancestors, plain_ancestors)
 
 
 def best(weights: Float[Tensor, "B C"], count: int) -> Int[Tensor, "B count"]:
@@ -45,7 +59,61 @@ def next_frontier(
     return tokens.gather(1, at), weights.gather(1, at), first_number + chosen, parents
 
 
-def keep_best(
+@dataclass(frozen=True)
+class Level:
+    """As the specification's."""
+
+    tokens: Int[Tensor, "B k"]
+    weights: Float[Tensor, "B k"]
+    parents: Int[Tensor, "B k"]
+    numbers: Int[Tensor, "B k"]
+    paths: Int[Tensor, "B k path"]
+    sees: Bool[Tensor, "B k window"]
+
+
+def plain_next_level(
+    level: Level,
+    tokens: Int[Tensor, "B k k"],
+    edges: Float[Tensor, "B k k"],
+    s: int,
+    root_rows: int,
+) -> tuple[Int[Tensor, "B kk"], Float[Tensor, "B kk"], Level]:
+    B, k = level.tokens.shape
+    parents, weights = children(level.numbers, level.weights, edges)
+    chosen, best_weights, numbers, parent = next_frontier(
+        tokens.flatten(1), weights, 1 + k + (s - 1) * k * k, k
+    )
+    rows = torch.arange(B, device=tokens.device)[:, None]
+    node = torch.arange(k, device=tokens.device)[:, None]
+    column = torch.arange(level.sees.shape[2], device=tokens.device)
+    found = Level(
+        tokens=chosen,
+        weights=best_weights,
+        parents=rows * k + parent,
+        numbers=numbers,
+        paths=torch.cat([level.paths[rows, parent][:, :, :s], chosen[:, :, None]], dim=2),
+        sees=level.sees[rows, parent] | (column == root_rows + s * k + node),
+    )
+    return parents, weights, found
+
+
+def kernel_next_level(
+    kernels: Kernels,
+    level: Level,
+    tokens: Int[Tensor, "B k k"],
+    edges: Float[Tensor, "B k k"],
+    s: int,
+    root_rows: int,
+) -> tuple[Int[Tensor, "B kk"], Float[Tensor, "B kk"], Level]:
+    given = (tokens, edges, level.numbers, level.weights, level.paths, level.sees)
+    parents, weights, *found = kernels.draft_tree.next_level(*given, s, root_rows)
+    return parents, weights, Level(*found)
+
+
+next_level = kernel_or_plain(kernel_next_level, plain_next_level)
+
+
+def plain_keep_best(
     newest: Int[Tensor, " B"],
     tokens: Int[Tensor, "B C"],
     weights: Float[Tensor, "B C"],
@@ -71,6 +139,24 @@ def keep_best(
         torch.cat([root, kept_parents], dim=1).int(),
         (1 + num_drafts).int(),
     )
+
+
+def kernel_keep_best(
+    kernels: Kernels,
+    newest: Int[Tensor, " B"],
+    tokens: Int[Tensor, "B C"],
+    weights: Float[Tensor, "B C"],
+    parents: Int[Tensor, "B C"],
+    max_drafts: Int[Tensor, " B"],
+    has_relay: Bool[Tensor, " B"],
+    nodes: int,
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
+    return kernels.draft_tree.keep_best(
+        newest, tokens, weights, parents, max_drafts, has_relay, nodes
+    )
+
+
+keep_best = kernel_or_plain(kernel_keep_best, plain_keep_best)
 
 
 def chains(

@@ -1,0 +1,241 @@
+"""Draft trees in Pallas: the ancestors of nodes, the next level, and what is kept; see `ops`.
+
+Candidates are ranked by counting those before them: no lane waits for another one, as in a sort.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Bool, Float, Int
+
+from kernels.pallas_gpu.scores import LOWEST, key_of
+
+_AT_ONCE = 16  # candidates that others are compared with
+
+
+def ancestors(parents: Int[jax.Array, "B N"], interpret: bool = False) -> Bool[jax.Array, "B N N"]:
+    """As `shared.spec.draft_tree.ancestors`."""
+    B, N = parents.shape
+    return pl.pallas_call(
+        _ancestors_kernel,
+        grid=(B,),
+        out_shape=jax.ShapeDtypeStruct((B, N, N), jnp.int8),
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="ancestors",
+    )(parents).astype(bool)
+
+
+def _ancestors_kernel(parents_ref, found_ref):
+    """One program per request, whose nodes are its lanes."""
+    request, nodes = pl.program_id(0), parents_ref.shape[1]
+    node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
+    is_node = node < nodes
+
+    def goes_on(carry):
+        above, _, steps = carry
+        return (jnp.max(above) > 0) & (steps < nodes)  # what is no tree has an end too
+
+    def climb(carry):
+        above, found, steps = carry
+        above = pltriton.load(parents_ref.at[request, above], mask=above > 0, other=0)
+        return above, found | (above[:, None] == node[None, :]), steps + 1
+
+    above = jnp.where(is_node, node, 0)
+    start = above, above[:, None] == node[None, :], jnp.int32(0)
+    _, found, _ = lax.while_loop(goes_on, climb, start)
+    at = jnp.where(is_node, node, nodes)  # outside, for the interpreter
+    keep = is_node[:, None] & is_node[None, :]
+    pltriton.store(
+        found_ref.at[request, at[:, None], at[None, :]], found.astype(jnp.int8), mask=keep
+    )
+
+
+def next_level(
+    tokens: Int[jax.Array, "B k k"],
+    edges: Float[jax.Array, "B k k"],
+    numbers: Int[jax.Array, "B k"],
+    weights: Float[jax.Array, "B k"],
+    paths: Int[jax.Array, "B k path"],
+    sees: Bool[jax.Array, "B k window"],
+    s: Int[jax.Array, ""],
+    root_rows: int,
+    interpret: bool = False,
+) -> tuple[
+    Int[jax.Array, "B kk"],
+    Float[jax.Array, "B kk"],
+    Int[jax.Array, "B k"],
+    Float[jax.Array, "B k"],
+    Int[jax.Array, "B k"],
+    Int[jax.Array, "B k"],
+    Int[jax.Array, "B k path"],
+    Bool[jax.Array, "B k window"],
+]:
+    """As `shared.spec.draft_tree.next_level`, a level as its fields."""
+    (B, k, path), window = paths.shape, sees.shape[2]
+    kinds = [jnp.int32, jnp.float32, jnp.int32, jnp.float32, jnp.int32, jnp.int32]
+    shapes = [(B, k * k)] * 2 + [(B, k)] * 4 + [(B, k, path), (B, k, window)]
+    *found, new_sees = pl.pallas_call(
+        functools.partial(_next_level_kernel, root_rows=root_rows),
+        grid=(B,),
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, kind)
+            for shape, kind in zip(shapes, [*kinds, jnp.int32, jnp.int8], strict=True)
+        ],
+        compiler_params=pltriton.CompilerParams(num_warps=1 if k * k <= 64 else 4, num_stages=1),
+        interpret=interpret,
+        name="next_level",
+    )(
+        *(tokens.reshape(B, k * k), edges.reshape(B, k * k), numbers, weights, paths),
+        *(sees.astype(jnp.int8), jnp.reshape(s, (1,))),
+    )
+    return (*found, new_sees.astype(bool))
+
+
+def _next_level_kernel(
+    tokens_ref,
+    edges_ref,
+    numbers_ref,
+    weights_ref,
+    paths_ref,
+    sees_ref,
+    s_ref,
+    of_found_ref,
+    found_ref,
+    chosen_ref,
+    best_ref,
+    parents_ref,
+    best_numbers_ref,
+    new_paths_ref,
+    new_sees_ref,
+    *,
+    root_rows,
+):
+    """One program per request, whose candidates are its lanes."""
+    (_, width, path), window = paths_ref.shape, sees_ref.shape[2]
+    request, s, count = pl.program_id(0), s_ref[0], width * width
+    lane = lax.iota(jnp.int32, pl.next_power_of_2(count))
+    is_in = lane < count
+    # A lane that is no candidate gets a place outside, for the interpreter.
+    place, parent = jnp.where(is_in, lane, count), jnp.where(is_in, lane // width, width)
+
+    def weight_of(some):
+        inside = some < count
+        at, of = jnp.minimum(some, count - 1), jnp.minimum(some // width, width - 1)
+        weight = pltriton.load(weights_ref.at[request, of], mask=inside, other=0.0)
+        return weight + pltriton.load(edges_ref.at[request, at], mask=inside, other=0.0)
+
+    weight = weight_of(lane)
+    of = pltriton.load(numbers_ref.at[request, parent], mask=is_in, other=0)
+    pltriton.store(found_ref.at[request, place], weight, mask=is_in)
+    pltriton.store(of_found_ref.at[request, place], of, mask=is_in)
+    rank = _rank(key_of(weight), lane, count, lambda other: key_of(weight_of(other)))
+    keep = is_in & (rank < width)
+    at = jnp.where(keep, rank, width)
+    token = pltriton.load(tokens_ref.at[request, place], mask=keep, other=0)
+    number = 1 + width + (s - 1) * count + lane
+    fields = ((chosen_ref, token), (best_ref, weight), (best_numbers_ref, number))
+    for ref, x in (*fields, (parents_ref, request * width + lane // width)):
+        pltriton.store(ref.at[request, at], x, mask=keep)
+    for old_ref, new_ref, size in (
+        (paths_ref, new_paths_ref, path),
+        (sees_ref, new_sees_ref, window),
+    ):
+        column = lax.iota(jnp.int32, pl.next_power_of_2(size))[None, :]
+        both, column = keep[:, None] & (column < size), jnp.minimum(column, size)
+        old = pltriton.load(old_ref.at[request, parent[:, None], column], mask=both, other=0)
+        if new_ref is new_paths_ref:
+            new = jnp.where(column == s, token[:, None], old)
+        else:
+            own = column == root_rows + s * width + rank[:, None]
+            new = ((old != 0) | own).astype(jnp.int8)
+        pltriton.store(new_ref.at[request, at[:, None], column], new, mask=both)
+
+
+def _rank(key, lane, count, key_at):
+    """How many candidates go before each one; equal ones by the lower index."""
+
+    def add(chunk, rank):
+        other = chunk * _AT_ONCE + lax.iota(jnp.int32, _AT_ONCE)
+        theirs = jnp.where(other < count, key_at(other), LOWEST)
+        is_equal = (theirs[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
+        is_before = (theirs[None, :] > key[:, None]) | is_equal
+        return rank + is_before.astype(jnp.int32).sum(axis=1)
+
+    return lax.fori_loop(0, pl.cdiv(count, _AT_ONCE), add, jnp.zeros(lane.shape, jnp.int32))
+
+
+def keep_best(
+    newest: Int[jax.Array, " B"],
+    tokens: Int[jax.Array, "B C"],
+    weights: Float[jax.Array, "B C"],
+    parents: Int[jax.Array, "B C"],
+    max_drafts: Int[jax.Array, " B"],
+    has_relay: Bool[jax.Array, " B"],
+    nodes: int,
+    interpret: bool = False,
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """As `shared.spec.draft_tree.keep_best`."""
+    B, C = tokens.shape
+    *found, _ = pl.pallas_call(
+        functools.partial(_keep_best_kernel, interpret=interpret),
+        grid=(B,),
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, jnp.int32)
+            for shape in ((B, nodes), (B, nodes), (B,), (B, C))
+        ],
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="keep_best",
+    )(newest, tokens, weights, parents, max_drafts, has_relay.astype(jnp.int8))
+    return tuple(found)
+
+
+def _keep_best_kernel(
+    newest_ref,
+    tokens_ref,
+    weights_ref,
+    parents_ref,
+    max_drafts_ref,
+    has_relay_ref,
+    kept_tokens_ref,
+    kept_parents_ref,
+    num_nodes_ref,
+    node_of_ref,
+    *,
+    interpret,
+):
+    """One program per request, whose candidates are its lanes."""
+    request, (count, nodes) = pl.program_id(0), (tokens_ref.shape[1], kept_tokens_ref.shape[1])
+    lane = lax.iota(jnp.int32, pl.next_power_of_2(count))
+    is_in, place = lane < count, jnp.minimum(lane, count)
+
+    def key_at(some):
+        at = weights_ref.at[request, jnp.minimum(some, count - 1)]
+        return key_of(pltriton.load(at, mask=some < count, other=0.0))
+
+    rank = _rank(key_at(lane), lane, count, key_at)
+    most = jnp.clip(max_drafts_ref[request], 0, min(nodes - 1, count))
+    num_drafts = jnp.where(has_relay_ref[request] != 0, most, 0)
+    keep = is_in & (rank < num_drafts)
+    node = lax.cumsum(keep.astype(jnp.int32), axis=0)
+    pltriton.store(node_of_ref.at[request, place], node, mask=is_in)
+    if not interpret:
+        pltriton.debug_barrier()  # they are read by other threads than wrote them
+    parent = pltriton.load(parents_ref.at[request, place], mask=keep, other=0)
+    at = node_of_ref.at[request, jnp.maximum(parent - 1, 0)]
+    parent = pltriton.load(at, mask=keep & (parent > 0), other=0, volatile=True)
+    token = pltriton.load(tokens_ref.at[request, place], mask=keep, other=0)
+    way = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
+    is_rest = (way < nodes) & ((way == 0) | (way > num_drafts))
+    root = jnp.where(way == 0, newest_ref[request], 0)
+    # What is not written gets a place outside, for the interpreter.
+    node, way = jnp.where(keep, node, nodes), jnp.where(is_rest, way, nodes)
+    for ref, x, rest in ((kept_tokens_ref, token, root), (kept_parents_ref, parent, 0 * root)):
+        pltriton.store(ref.at[request, node], x, mask=keep)
+        pltriton.store(ref.at[request, way], rest, mask=is_rest)
+    num_nodes_ref[request] = 1 + num_drafts

@@ -1,0 +1,232 @@
+"""Draft trees in Triton: the ancestors of nodes, the next level, and what is kept; see `ops`.
+
+Candidates are ranked by counting those before them: no lane waits for another one, as in a sort.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kernels.triton_gpu.scores import LOWEST, key_of
+
+_AT_ONCE = 16  # candidates that others are compared with
+
+
+def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
+    """As `shared.spec.draft_tree.ancestors`."""
+    B, N = parents.shape
+    found = parents.new_empty((B, N, N), dtype=torch.bool)
+    lanes = triton.next_power_of_2(N)
+    _ancestors_kernel[(B,)](parents.contiguous(), found, nodes=N, lanes=lanes, num_warps=1)
+    return found
+
+
+@triton.jit
+def _ancestors_kernel(parents_at, found_at, nodes: tl.constexpr, lanes: tl.constexpr):
+    """One program per request, whose nodes are its lanes."""
+    request, node = tl.program_id(0), tl.arange(0, lanes)
+    above, steps = tl.where(node < nodes, node, 0), 0
+    found = above[:, None] == node[None, :]
+    while (tl.max(above) > 0) & (steps < nodes):  # what is no tree has an end too
+        above = tl.load(parents_at + request * nodes + above, mask=above > 0, other=0)
+        found = found | (above[:, None] == node[None, :])
+        steps += 1
+    at = found_at + (request * nodes + node[:, None]) * nodes + node[None, :]
+    tl.store(at, found, mask=(node < nodes)[:, None] & (node < nodes)[None, :])
+
+
+def next_level(
+    tokens: Int[Tensor, "B k k"],
+    edges: Float[Tensor, "B k k"],
+    numbers: Int[Tensor, "B k"],
+    weights: Float[Tensor, "B k"],
+    paths: Int[Tensor, "B k path"],
+    sees: Bool[Tensor, "B k window"],
+    s: int,
+    root_rows: int,
+) -> tuple[
+    Int[Tensor, "B kk"],
+    Float[Tensor, "B kk"],
+    Int[Tensor, "B k"],
+    Float[Tensor, "B k"],
+    Int[Tensor, "B k"],
+    Int[Tensor, "B k"],
+    Int[Tensor, "B k longer"],
+    Bool[Tensor, "B k window"],
+]:
+    """As `shared.spec.draft_tree.next_level`, a level as its fields."""
+    (B, k, path), window = paths.shape, sees.shape[2]
+    longer = max(path, s + 1)
+    found, best = weights.new_empty((B, k * k)), weights.new_empty((B, k))
+    of_found = numbers.new_empty((B, k * k))
+    chosen, best_numbers = numbers.new_empty((2, B, k))
+    parents = numbers.new_empty((B, k), dtype=torch.int64)
+    new_paths, new_sees = numbers.new_empty((B, k, longer)), torch.empty_like(sees)
+    given = (tokens, edges, numbers, weights, paths, sees)
+    _next_level_kernel[(B,)](
+        *(x.contiguous() for x in given),
+        *(of_found, found, chosen, best, parents, best_numbers, new_paths, new_sees, s),
+        width=k,
+        path=path,
+        longer=longer,
+        window=window,
+        root_rows=root_rows,
+        lanes=triton.next_power_of_2(k * k),
+        places=triton.next_power_of_2(longer),
+        columns=triton.next_power_of_2(window),
+        at_once=_AT_ONCE,
+        num_warps=1 if k * k <= 64 else 4,
+    )
+    return of_found, found, chosen, best, parents, best_numbers, new_paths, new_sees
+
+
+@triton.jit(do_not_specialize=["s"])
+def _next_level_kernel(
+    tokens_at,
+    edges_at,
+    numbers_at,
+    weights_at,
+    paths_at,
+    sees_at,
+    of_found_at,
+    found_at,
+    chosen_at,
+    best_at,
+    parents_at,
+    best_numbers_at,
+    new_paths_at,
+    new_sees_at,
+    s,
+    width: tl.constexpr,
+    path: tl.constexpr,
+    longer: tl.constexpr,
+    window: tl.constexpr,
+    root_rows: tl.constexpr,
+    lanes: tl.constexpr,
+    places: tl.constexpr,
+    columns: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """One program per request, whose candidates are its lanes."""
+    count: tl.constexpr = width * width
+    request, lane = tl.program_id(0), tl.arange(0, lanes)
+    is_in = lane < count
+    node = request * width + lane // width  # the candidate's parent
+    weight = _sum(weights_at, edges_at, request, lane, width)
+    of = tl.load(numbers_at + node, mask=is_in, other=0)
+    tl.store(found_at + request * count + lane, weight, mask=is_in)
+    tl.store(of_found_at + request * count + lane, of, mask=is_in)
+    key, rank = key_of(weight), tl.zeros((lanes,), tl.int32)
+    for start in range(0, count, at_once):
+        other = start + tl.arange(0, at_once)
+        theirs = tl.where(
+            other < count, key_of(_sum(weights_at, edges_at, request, other, width)), LOWEST
+        )
+        rank += _before(key, lane, theirs, other)
+    keep = is_in & (rank < width)
+    at = request * width + rank
+    token = tl.load(tokens_at + request * count + lane, mask=keep, other=0)
+    tl.store(chosen_at + at, token, mask=keep)
+    tl.store(best_at + at, weight, mask=keep)
+    tl.store(parents_at + at, node.to(tl.int64), mask=keep)
+    tl.store(best_numbers_at + at, 1 + width + (s - 1) * count + lane, mask=keep)
+    place, both = tl.arange(0, places)[None, :], keep[:, None]
+    old = tl.load(paths_at + node[:, None] * path + place, mask=both & (place < path), other=0)
+    new = tl.where(place == s, token[:, None], old)
+    tl.store(new_paths_at + at[:, None] * longer + place, new, mask=both & (place < longer))
+    column = tl.arange(0, columns)[None, :]
+    both = both & (column < window)
+    seen = tl.load(sees_at + node[:, None] * window + column, mask=both, other=0).to(tl.int32) != 0
+    own = column == root_rows + s * width + rank[:, None]
+    tl.store(new_sees_at + at[:, None] * window + column, seen | own, mask=both)
+
+
+@triton.jit
+def _sum(weights_at, edges_at, request, lane, width: tl.constexpr):
+    """The path weights of some candidates of a level."""
+    count: tl.constexpr = width * width
+    weight = tl.load(weights_at + request * width + lane // width, mask=lane < count, other=0.0)
+    return weight + tl.load(edges_at + request * count + lane, mask=lane < count, other=0.0)
+
+
+@triton.jit
+def _before(key, lane, theirs, other):
+    """How many of some others go before each candidate; equal ones by the lower index."""
+    is_equal = (theirs[None, :] == key[:, None]) & (other[None, :] < lane[:, None])
+    return tl.sum(((theirs[None, :] > key[:, None]) | is_equal).to(tl.int32), axis=1)
+
+
+def keep_best(
+    newest: Int[Tensor, " B"],
+    tokens: Int[Tensor, "B C"],
+    weights: Float[Tensor, "B C"],
+    parents: Int[Tensor, "B C"],
+    max_drafts: Int[Tensor, " B"],
+    has_relay: Bool[Tensor, " B"],
+    nodes: int,
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
+    """As `shared.spec.draft_tree.keep_best`."""
+    B, C = tokens.shape
+    kept_tokens, kept_parents = newest.new_empty((2, B, nodes), dtype=torch.int32)
+    num_nodes, node_of = (newest.new_empty(s, dtype=torch.int32) for s in (B, (B, C)))
+    given = (newest, tokens, weights, parents, max_drafts, has_relay)
+    _keep_best_kernel[(B,)](
+        *(x.contiguous() for x in given),
+        *(kept_tokens, kept_parents, num_nodes, node_of),
+        nodes=nodes,
+        count=C,
+        lanes=triton.next_power_of_2(C),
+        ways=triton.next_power_of_2(nodes),
+        at_once=_AT_ONCE,
+        num_warps=4,
+    )
+    return kept_tokens, kept_parents, num_nodes
+
+
+@triton.jit
+def _keep_best_kernel(
+    newest_at,
+    tokens_at,
+    weights_at,
+    parents_at,
+    max_drafts_at,
+    has_relay_at,
+    kept_tokens_at,
+    kept_parents_at,
+    num_nodes_at,
+    node_of_at,
+    nodes: tl.constexpr,
+    count: tl.constexpr,
+    lanes: tl.constexpr,
+    ways: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """One program per request, whose candidates are its lanes."""
+    request, lane = tl.program_id(0), tl.arange(0, lanes)
+    at, is_in = request * count + lane, lane < count
+    key, rank = key_of(tl.load(weights_at + at, mask=is_in, other=0.0)), lane * 0
+    for start in range(0, count, at_once):
+        other = start + tl.arange(0, at_once)
+        theirs = tl.load(weights_at + request * count + other, mask=other < count, other=0.0)
+        rank += _before(key, lane, tl.where(other < count, key_of(theirs), LOWEST), other)
+    most = tl.minimum(tl.maximum(tl.load(max_drafts_at + request), 0), min(nodes - 1, count))
+    has_relay = tl.load(has_relay_at + request).to(tl.int32) != 0
+    num_drafts = tl.where(has_relay, most, 0)
+    keep = is_in & (rank < num_drafts)
+    node = tl.cumsum(keep.to(tl.int32), 0)
+    tl.store(node_of_at + at, node, mask=is_in)
+    tl.debug_barrier()  # they are read by other threads than wrote them
+    parent = tl.load(parents_at + at, mask=keep, other=0)
+    of_parent = node_of_at + request * count + parent - 1
+    parent = tl.load(of_parent, mask=keep & (parent > 0), other=0, volatile=True)
+    token = tl.load(tokens_at + at, mask=keep, other=0)
+    tl.store(kept_tokens_at + request * nodes + node, token, mask=keep)
+    tl.store(kept_parents_at + request * nodes + node, parent, mask=keep)
+    way = tl.arange(0, ways)
+    is_rest = (way < nodes) & ((way == 0) | (way > num_drafts))
+    root = tl.where(way == 0, tl.load(newest_at + request), 0)
+    tl.store(kept_tokens_at + request * nodes + way, root, mask=is_rest)
+    tl.store(kept_parents_at + request * nodes + way, way * 0, mask=is_rest)
+    tl.store(num_nodes_at + request, 1 + num_drafts)

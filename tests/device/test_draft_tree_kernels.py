@@ -1,0 +1,139 @@
+"""The kernels of draft trees: on a GPU for real, elsewhere interpreted."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import jax_impl.ops.draft_tree
+import torch_impl.ops.draft_tree
+from shared.spec import draft_tree as spec
+from tests.support.cases.draft_tree import TABLE, keep_arguments, level_arguments, parents_of
+from tests.support.implementations import mapped, to_jax, to_torch
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
+from tests.support.op_case import Arguments, OpCase
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+CASES = {str(case): case for case in TABLE if not case.is_large}
+FUNCTIONS = ("ancestors", "next_level", "keep_best")
+
+
+def flat(value: Any) -> list[Any]:
+    """The arrays of a result or of an argument, and numbers; a record as its fields."""
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return [x for each in value for x in flat(each)] if isinstance(value, tuple) else [value]
+
+
+def given(function: str, arguments: Arguments) -> dict[str, Any]:
+    """A kernel's arguments by name: of a level, those of its fields that it reads."""
+    names = inspect.signature(getattr(KERNELS["pallas"]["draft_tree"], function)).parameters
+    known = arguments | (vars(arguments["level"]) if "level" in arguments else {}) | arguments
+    return {name: known[name] for name in names if name != "interpret"}
+
+
+def run_pallas(function: str, arguments: Arguments) -> list[np.ndarray]:
+    kernel = getattr(KERNELS["pallas"]["draft_tree"], function)
+    known = given(function, arguments)
+    fixed = {name: known.pop(name) for name in ("nodes", "root_rows") if name in known}
+    call = jax.jit(lambda given: kernel(**given, **fixed, interpret=INTERPRET))
+    compiled = call.lower(known).compile(OPTIONS)
+    return [np.asarray(x) for x in flat(compiled(known))]
+
+
+def run_triton(function: str, arguments: Arguments) -> list[np.ndarray]:
+    kernel, device = getattr(KERNELS["triton"]["draft_tree"], function), "cuda" if ON_GPU else "cpu"
+    known = given(function, arguments)
+    placed = {
+        name: torch.tensor(x, device=device) if isinstance(x, np.ndarray) else x
+        for name, x in known.items()
+    }
+    return [x.cpu().numpy() for x in flat(kernel(**placed))]
+
+
+@pytest.fixture(params=KERNELS)
+def run(request: pytest.FixtureRequest) -> Callable[[str, Arguments], list[np.ndarray]]:
+    return {"pallas": run_pallas, "triton": run_triton}[request.param]
+
+
+def compare(case: OpCase, seed: int, run: Callable[[str, Arguments], list[np.ndarray]]) -> None:
+    arguments = case.arguments(seed)
+    wanted = flat(getattr(spec, case.function)(**arguments))
+    for got, want in zip(run(case.function, arguments), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_kernel_gives_what_the_specification_says(name: str, run) -> None:
+    compare(CASES[name], 0, run)
+
+
+def test_weights_that_are_no_numbers_keep_no_more_than_was_asked_for(run) -> None:
+    arguments = keep_arguments(3, B=3, C=21, N=9)
+    arguments["weights"][:] = np.nan
+    _, parents, num_nodes = run("keep_best", arguments)
+    drafts = np.where(arguments["has_relay"], np.clip(arguments["max_drafts"], 0, 8), 0)
+    np.testing.assert_array_equal(num_nodes, 1 + drafts)
+    assert (parents < np.maximum(np.arange(9), 1)).all()
+
+
+MADE = {
+    "ancestors": parents_of(0, B=2, N=16),
+    "next_level": level_arguments(0, B=2, k=4, s=2, depth=5, root_rows=1),
+    "keep_best": keep_arguments(0, B=2, C=68, N=16),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(function: str, monkeypatch) -> None:
+    bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
+    ops = jax_impl.ops.draft_tree
+    bound = (getattr(ops, f"{kind}_{function}") for kind in ("kernel", "plain"))
+    operation = jax_impl.ops.kernel_or_plain(*bound)
+    made = {name: mapped(x, leaf=to_jax, module=ops) for name, x in MADE[function].items()}
+    fixed = {name: made.pop(name) for name in ("nodes", "root_rows") if name in made}
+    traced = jax.jit(lambda made: operation(**made, **fixed)).trace(made)
+    launched = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
+        for platform in ("cpu", "cuda")
+    }
+    assert launched == {"cpu": 0, "cuda": 1}
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_operation_gives_the_same_by_its_kernel(function: str, framework: str, monkeypatch):
+    language, ops, leaf = {
+        "jax": ("pallas", jax_impl.ops.draft_tree, to_jax),
+        "torch": ("triton", torch_impl.ops.draft_tree, to_torch),
+    }[framework]
+    if language not in KERNELS:
+        pytest.skip("triton is not installed")
+    modules = KERNELS[language]
+    if framework == "jax":
+        monkeypatch.setattr(modules["draft_tree"], function, _interpreted(modules, function))
+    package = jax_impl.ops if framework == "jax" else torch_impl.ops
+    bind_kernels(monkeypatch, package, modules)
+    made = [mapped(x, leaf=leaf, module=ops) for x in MADE[function].values()]
+    want = flat(getattr(spec, function)(*MADE[function].values()))
+    for got, wanted in zip(
+        jax.tree.leaves(_as_tuples(getattr(ops, f"kernel_{function}")(package.KERNELS, *made))),
+        want,
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(got), wanted)
+
+
+def _interpreted(modules: dict[str, Any], function: str) -> Callable[..., Any]:
+    kernel = getattr(modules["draft_tree"], function)
+    return lambda *args: kernel(*args, interpret=INTERPRET)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(flat(value))
