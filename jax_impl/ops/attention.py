@@ -1,7 +1,9 @@
 """Attention over paged KV; as `shared.spec.attention`.
 
 Rows are flat. The product pads the queries of each request to `most_rows` and reads all positions
-that the page table reaches. On a GPU `commit_window` is a kernel; see `jax_impl.ops`.
+that the page table reaches.
+
+On a GPU `flat_nodes` and `commit_window` are kernels; see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -69,6 +71,63 @@ def causal_rows(
     )
 
 
+class FlatNodes(NamedTuple):
+    """The nodes of trees as flat rows: what `Rows` has of them, and the node of each."""
+
+    row_starts: Int[jax.Array, " B1"]
+    request: Int[jax.Array, " R"]
+    node: Int[jax.Array, " R"]
+    is_real: Bool[jax.Array, " R"]
+    positions: Int[jax.Array, " R"]
+    places: Int[jax.Array, " R"]
+    until: Int[jax.Array, " R"]
+    window: Bool[jax.Array, "R seen"]
+
+
+def plain_flat_nodes(
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    rows: int,
+    is_chain: bool,
+) -> FlatNodes:
+    """See `tree_rows`."""
+    row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
+    length = lengths[request]
+    places = length + node
+    if is_chain:
+        positions, until, window = places, places + 1, jnp.zeros((rows, 0), bool)
+    else:
+        positions = length + draft_tree.depths(parents)[request, node]
+        until = length
+        window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
+    return FlatNodes(
+        row_starts=row_starts,
+        request=request,
+        node=node,
+        is_real=is_real,
+        positions=positions,
+        places=places,
+        until=jnp.where(is_real, until, 0),
+        window=window,
+    )
+
+
+def kernel_flat_nodes(
+    kernels: Kernels,
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    rows: int,
+    is_chain: bool,
+) -> FlatNodes:
+    """As `plain_flat_nodes`."""
+    return FlatNodes(*kernels.draft_tree.flat_nodes(parents, num_nodes, lengths, rows, is_chain))
+
+
+flat_nodes = kernel_or_plain(kernel_flat_nodes, plain_flat_nodes)
+
+
 def tree_rows(
     parents: Int[jax.Array, "B N"],
     num_nodes: Int[jax.Array, " B"],
@@ -82,28 +141,20 @@ def tree_rows(
     Args:
       is_chain: Every tree is known to be a chain, whose nodes need no mask.
     """
-    row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
-    length = lengths[request]
-    places = length + node
-    if is_chain:
-        positions, until, window = places, places + 1, jnp.zeros((rows, 0), bool)
-    else:
-        positions = length + draft_tree.depths(parents)[request, node]
-        until = length
-        window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
+    flat = flat_nodes(parents, num_nodes, lengths, rows, is_chain)
     found = Rows(
-        request=request,
-        positions=positions,
-        places=places,
+        request=flat.request,
+        positions=flat.positions,
+        places=flat.places,
         first=jnp.zeros(rows, jnp.int32),
-        until=jnp.where(is_real, until, 0),
-        window=window,
-        is_real=is_real,
+        until=flat.until,
+        window=flat.window,
+        is_real=flat.is_real,
         page_table=page_table,
-        row_starts=row_starts,
+        row_starts=flat.row_starts,
         most_rows=parents.shape[1],
     )
-    return found, node
+    return found, flat.node
 
 
 def write(

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from kernels.pallas_gpu.scores import LOWEST, key_of
 
 _AT_ONCE = 16  # candidates that others are compared with
+_PAIRS = 4096  # of a row and a request that a program compares
 
 
 def ancestors(parents: Int[jax.Array, "B N"], interpret: bool = False) -> Bool[jax.Array, "B N N"]:
@@ -53,6 +54,103 @@ def _ancestors_kernel(parents_ref, found_ref):
     pltriton.store(
         found_ref.at[request, at[:, None], at[None, :]], found.astype(jnp.int8), mask=keep
     )
+
+
+def flat_nodes(
+    parents: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    rows: int,
+    is_chain: bool,
+    interpret: bool = False,
+) -> tuple[
+    Int[jax.Array, " B1"],
+    Int[jax.Array, " R"],
+    Int[jax.Array, " R"],
+    Bool[jax.Array, " R"],
+    Int[jax.Array, " R"],
+    Int[jax.Array, " R"],
+    Int[jax.Array, " R"],
+    Bool[jax.Array, "R seen"],
+]:
+    """As `shared.spec.attention.tree_rows`: where each row's request begins, its request and node,
+    whether it is real, its position, its place, and what it sees."""
+    (B, N), lanes = parents.shape, pl.next_power_of_2(len(parents))
+    block = max(1, min(32, _PAIRS // lanes))
+    made = [((B + 1,), jnp.int32), *[((rows,), jnp.int32)] * 5, ((rows,), jnp.int8)]
+    row_starts, request, node, positions, places, until, is_real, *window = pl.pallas_call(
+        functools.partial(_flat_nodes_kernel, block=block),
+        grid=(pl.cdiv(rows, block),),
+        out_shape=[
+            jax.ShapeDtypeStruct(*each)
+            for each in (*made, *[((rows, N), jnp.int8)] * (not is_chain))
+        ],
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="flat_nodes",
+    )(parents, num_nodes, lengths)
+    sees = window[0].astype(bool) if window else jnp.zeros((rows, 0), bool)
+    return row_starts, request, node, is_real.astype(bool), positions, places, until, sees
+
+
+def _flat_nodes_kernel(
+    parents_ref,
+    num_nodes_ref,
+    lengths_ref,
+    row_starts_ref,
+    request_ref,
+    node_ref,
+    positions_ref,
+    places_ref,
+    until_ref,
+    is_real_ref,
+    *window_refs,
+    block,
+):
+    """One program per block of rows, which looks at all requests."""
+    (requests, nodes), rows = parents_ref.shape, request_ref.shape[0]
+    lane = lax.iota(jnp.int32, pl.next_power_of_2(requests))
+    row = pl.program_id(0) * block + lax.iota(jnp.int32, block)
+    is_lane, is_row = lane < requests, row < rows
+    at = num_nodes_ref.at[jnp.minimum(lane, requests - 1)]
+    count = pltriton.load(at, mask=is_lane, other=0)
+    ends = lax.cumsum(count, axis=0)
+
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        row_starts_ref[0] = 0
+        pltriton.store(row_starts_ref.at[jnp.minimum(1 + lane, requests + 1)], ends, mask=is_lane)
+
+    is_before = (row[:, None] >= ends[None, :]) & is_lane[None, :]
+    is_real = row < jnp.sum(count)
+    request = jnp.where(is_real, is_before.astype(jnp.int32).sum(axis=1), 0)
+    start = jnp.where(is_before, count[None, :], 0).sum(axis=1)
+    node = jnp.where(is_real, row - start, 0)
+    place = pltriton.load(lengths_ref.at[request]) + node
+    at, depth, until = jnp.where(is_row, row, rows), node, place + 1  # outside: the interpreter's
+    if window_refs:
+        column = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
+
+        def goes_on(carry):
+            return (jnp.max(carry[0]) > 0) & (carry[3] < nodes)
+
+        def climb(carry):
+            above, seen, depth, steps = carry
+            depth += (above > 0).astype(jnp.int32)
+            above = pltriton.load(parents_ref.at[request, above], mask=above > 0, other=0)
+            return above, seen | (above[:, None] == column[None, :]), depth, steps + 1
+
+        start = node, node[:, None] == column[None, :], 0 * node, jnp.int32(0)
+        _, seen, depth, _ = lax.while_loop(goes_on, climb, start)
+        until = place - node
+        keep = is_row[:, None] & (column < nodes)[None, :]
+        found = window_refs[0].at[at[:, None], jnp.minimum(column, nodes)[None, :]]
+        pltriton.store(found, (seen & is_real[:, None]).astype(jnp.int8), mask=keep)
+    until = jnp.where(is_real, until, 0)
+    fields = ((request_ref, request), (node_ref, node), (places_ref, place), (until_ref, until))
+    for ref, x in (*fields, (positions_ref, place - node + depth)):
+        pltriton.store(ref.at[at], x, mask=is_row)
+    pltriton.store(is_real_ref.at[at], is_real.astype(jnp.int8), mask=is_row)
 
 
 def next_level(

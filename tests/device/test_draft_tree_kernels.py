@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+import jax_impl.ops.attention
 import jax_impl.ops.draft_tree
 import torch_impl.ops.draft_tree
 from shared.spec import draft_tree as spec
+from shared.spec.attention import tree_rows
 from tests.support.cases.draft_tree import TABLE, keep_arguments, level_arguments, parents_of
 from tests.support.implementations import mapped, to_jax, to_torch
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("interpreted")
 
 CASES = {str(case): case for case in TABLE if not case.is_large}
 FUNCTIONS = ("ancestors", "next_level", "keep_best")
+FIXED = ("nodes", "root_rows", "rows", "is_chain")
 
 
 def flat(value: Any) -> list[Any]:
@@ -41,7 +44,7 @@ def given(function: str, arguments: Arguments) -> dict[str, Any]:
 def run_pallas(function: str, arguments: Arguments) -> list[np.ndarray]:
     kernel = getattr(KERNELS["pallas"]["draft_tree"], function)
     known = given(function, arguments)
-    fixed = {name: known.pop(name) for name in ("nodes", "root_rows") if name in known}
+    fixed = {name: known.pop(name) for name in FIXED if name in known}
     call = jax.jit(lambda given: kernel(**given, **fixed, interpret=INTERPRET))
     compiled = call.lower(known).compile(OPTIONS)
     return [np.asarray(x) for x in flat(compiled(known))]
@@ -74,6 +77,33 @@ def test_a_kernel_gives_what_the_specification_says(name: str, run) -> None:
     compare(CASES[name], 0, run)
 
 
+@pytest.mark.parametrize("is_chain", [False, True])
+@pytest.mark.parametrize(("B", "N", "rows"), [(1, 1, 1), (3, 1, 3), (4, 9, 40), (5, 4, 17)])
+def test_flat_rows_are_those_of_the_specification(
+    B: int, N: int, rows: int, is_chain: bool, run
+) -> None:
+    rng = np.random.default_rng(B)
+    arguments = parents_of(B, B=B, N=N) | {
+        "num_nodes": rng.integers(1, min(N, rows // B) + 1, B).astype(np.int32),
+        "lengths": rng.integers(0, 99, B).astype(np.int32),
+        "rows": rows,
+        "is_chain": is_chain,
+    }
+    if is_chain:
+        chain = np.maximum(np.arange(N, dtype=np.int32) - 1, 0)
+        arguments["parents"] = np.broadcast_to(chain, (B, N)).copy()
+    table = np.zeros((B, 0), np.int32)
+    sized = (arguments["num_nodes"], arguments["lengths"], table, rows)
+    want, node = tree_rows(arguments["parents"], *sized)
+    starts = np.concatenate([[0], np.cumsum(arguments["num_nodes"])])
+    until, window = want.until, want.window
+    if is_chain:  # a node sees what lies before it
+        until, window = np.where(want.is_real, want.places + 1, 0), window[:, :0]
+    wanted = (starts, want.request, node, want.is_real, want.positions, want.places, until, window)
+    for got, expected in zip(run("flat_nodes", arguments), wanted, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_weights_that_are_no_numbers_keep_no_more_than_was_asked_for(run) -> None:
     arguments = keep_arguments(3, B=3, C=21, N=9)
     arguments["weights"][:] = np.nan
@@ -90,14 +120,31 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(function: str, monkeypatch) -> None:
+ROWS = parents_of(0, B=2, N=16) | {
+    "num_nodes": np.array([16, 3], np.int32),
+    "lengths": np.array([7, 90], np.int32),
+    "rows": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("function", "made"),
+    [
+        *MADE.items(),
+        ("flat_nodes", ROWS | {"is_chain": False}),
+        ("flat_nodes", ROWS | {"is_chain": True}),
+    ],
+)
+def test_jax_takes_the_kernel_in_programs_for_a_gpu_only(
+    function: str, made: Arguments, monkeypatch
+) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
-    ops = jax_impl.ops.draft_tree
+    of = "attention" if function == "flat_nodes" else "draft_tree"
+    ops = getattr(jax_impl.ops, of)
     bound = (getattr(ops, f"{kind}_{function}") for kind in ("kernel", "plain"))
     operation = jax_impl.ops.kernel_or_plain(*bound)
-    made = {name: mapped(x, leaf=to_jax, module=ops) for name, x in MADE[function].items()}
-    fixed = {name: made.pop(name) for name in ("nodes", "root_rows") if name in made}
+    made = {name: mapped(x, leaf=to_jax, module=ops) for name, x in made.items()}
+    fixed = {name: made.pop(name) for name in FIXED if name in made}
     traced = jax.jit(lambda made: operation(**made, **fixed)).trace(made)
     launched = {
         platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")

@@ -1,6 +1,6 @@
 """As `shared.spec.attention`, in torch; pools are written in place.
 
-On a GPU `commit_window` is a kernel; see `torch_impl.ops`.
+On a GPU `flat_nodes` and `commit_window` are kernels; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass
@@ -59,6 +59,62 @@ def causal_rows(
     )
 
 
+@dataclass(frozen=True)
+class FlatNodes:
+    """The nodes of trees as flat rows: what `Rows` has of them, and the node of each."""
+
+    row_starts: Int[Tensor, " B1"]
+    request: Int[Tensor, " R"]
+    node: Int[Tensor, " R"]
+    is_real: Bool[Tensor, " R"]
+    positions: Int[Tensor, " R"]
+    places: Int[Tensor, " R"]
+    until: Int[Tensor, " R"]
+    window: Bool[Tensor, "R seen"]
+
+
+def plain_flat_nodes(
+    parents: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    rows: int,
+    is_chain: bool,
+) -> FlatNodes:
+    """The ancestors of a chain's nodes are known without its parents."""
+    row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
+    length = lengths[request]
+    places = length + node.int()
+    if is_chain:
+        positions, until, window = places, places + 1, is_real.new_zeros(rows, 0)
+    else:
+        positions, until = length + draft_tree.depths(parents)[request, node], length
+        window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
+    return FlatNodes(
+        row_starts=row_starts,
+        request=request,
+        node=node,
+        is_real=is_real,
+        positions=positions,
+        places=places,
+        until=torch.where(is_real, until, 0),
+        window=window,
+    )
+
+
+def kernel_flat_nodes(
+    kernels: Kernels,
+    parents: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    rows: int,
+    is_chain: bool,
+) -> FlatNodes:
+    return FlatNodes(*kernels.draft_tree.flat_nodes(parents, num_nodes, lengths, rows, is_chain))
+
+
+flat_nodes = kernel_or_plain(kernel_flat_nodes, plain_flat_nodes)
+
+
 def tree_rows(
     parents: Int[Tensor, "B N"],
     num_nodes: Int[Tensor, " B"],
@@ -67,41 +123,20 @@ def tree_rows(
     rows: int,
     is_chain: bool,
 ) -> tuple[Rows, Int[Tensor, " R"]]:
-    """As the specification; the ancestors of a chain's nodes are known without its parents."""
-    if parents.shape == (rows, 1):
-        row_starts, request, node, is_real = _flat_roots(rows, parents.device)
-    else:
-        row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
-    length = lengths[request]
-    places = length + node.int()
-    if is_chain:
-        positions, until, window = places, places + 1, is_real.new_zeros(rows, 0)
-    else:
-        positions, until = length + draft_tree.depths(parents)[request, node], length
-        window = draft_tree.ancestors(parents)[request, node] & is_real[:, None]
-    rows_of_trees = Rows(
-        request=request,
-        positions=positions,
-        places=places,
-        first=torch.zeros_like(length),
-        until=torch.where(is_real, until, 0),
-        window=window,
-        is_real=is_real,
+    flat = flat_nodes(parents, num_nodes, lengths, rows, is_chain)
+    found = Rows(
+        request=flat.request,
+        positions=flat.positions,
+        places=flat.places,
+        first=torch.zeros_like(flat.places),
+        until=flat.until,
+        window=flat.window,
+        is_real=flat.is_real,
         page_table=page_table,
-        row_starts=row_starts,
+        row_starts=flat.row_starts,
         most_rows=parents.shape[1],
     )
-    return rows_of_trees, node
-
-
-def _flat_roots(
-    requests: int, device: torch.device
-) -> tuple[Int[Tensor, " B1"], Int[Tensor, " B"], Int[Tensor, " B"], Bool[Tensor, " B"]]:
-    """As `draft_tree.flatten` of trees of one node, in a fourth of the launches."""
-    starts = torch.arange(requests + 1, dtype=torch.int32, device=device)
-    request = torch.arange(requests, device=device)
-    is_real = torch.ones_like(request, dtype=torch.bool)
-    return starts, request, torch.zeros_like(request), is_real
+    return found, flat.node
 
 
 def write(
