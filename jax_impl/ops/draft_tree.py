@@ -1,6 +1,6 @@
 """Draft trees: masks, growth and the flat rows of a verify; as `shared.spec.draft_tree`.
 
-On a GPU `ancestors`, `next_level` and `keep_best` are kernels; see `jax_impl.ops`.
+On a GPU `ancestors`, `next_level`, `keep_best` and `chains` are kernels; see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -187,7 +187,7 @@ def kernel_keep_best(
 keep_best = kernel_or_plain(kernel_keep_best, plain_keep_best)
 
 
-def chains(
+def plain_chains(
     drafts: Int[jax.Array, "B S"],
     newest: Int[jax.Array, " B"],
     max_drafts: Int[jax.Array, " B"],
@@ -201,6 +201,20 @@ def chains(
     tokens = jnp.concatenate([newest[:, None], jnp.where(is_real, drafts, 0)], axis=1)
     parents = jnp.pad(jnp.where(is_real, slot, 0), ((0, 0), (1, 0)))
     return tokens, parents, (1 + num_drafts).astype(jnp.int32)
+
+
+def kernel_chains(
+    kernels: Kernels,
+    drafts: Int[jax.Array, "B S"],
+    newest: Int[jax.Array, " B"],
+    max_drafts: Int[jax.Array, " B"],
+    can_draft: Bool[jax.Array, " B"],
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """As `plain_chains`."""
+    return kernels.draft_tree.chains(drafts, newest, max_drafts, can_draft)
+
+
+chains = kernel_or_plain(kernel_chains, plain_chains)
 
 
 def flatten(

@@ -337,3 +337,46 @@ def _keep_best_kernel(
         pltriton.store(ref.at[request, node], x, mask=keep)
         pltriton.store(ref.at[request, way], rest, mask=is_rest)
     num_nodes_ref[request] = 1 + num_drafts
+
+
+def chains(
+    drafts: Int[jax.Array, "B S"],
+    newest: Int[jax.Array, " B"],
+    max_drafts: Int[jax.Array, " B"],
+    can_draft: Bool[jax.Array, " B"],
+    interpret: bool = False,
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """As `shared.spec.draft_tree.chains`."""
+    B, S = drafts.shape
+    found = pl.pallas_call(
+        _chains_kernel,
+        grid=(B,),
+        out_shape=[
+            jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, S + 1), (B, S + 1), (B,))
+        ],
+        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="chains",
+    )(drafts, newest, max_drafts, can_draft.astype(jnp.int8))
+    return tuple(found)
+
+
+def _chains_kernel(
+    drafts_ref, newest_ref, max_drafts_ref, can_draft_ref, tokens_ref, parents_ref, num_nodes_ref
+):
+    """One program per request, whose nodes are its lanes."""
+    request, depth = pl.program_id(0), drafts_ref.shape[1]
+    node = lax.iota(jnp.int32, pl.next_power_of_2(depth + 1))
+    most = jnp.clip(max_drafts_ref[request], 0, depth)
+    num_drafts = jnp.where(can_draft_ref[request] != 0, most, 0)
+    is_draft, is_node = (node > 0) & (node <= num_drafts), node <= depth
+    at = drafts_ref.at[request, jnp.clip(node - 1, 0, depth - 1)]
+    draft = pltriton.load(at, mask=is_draft, other=0)
+    token, parent = (
+        jnp.where(node == 0, newest_ref[request], draft),
+        jnp.where(is_draft, node - 1, 0),
+    )
+    at = jnp.minimum(node, depth + 1)  # outside, for the interpreter
+    pltriton.store(tokens_ref.at[request, at], token, mask=is_node)
+    pltriton.store(parents_ref.at[request, at], parent, mask=is_node)
+    num_nodes_ref[request] = 1 + num_drafts

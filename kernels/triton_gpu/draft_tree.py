@@ -326,3 +326,48 @@ def _keep_best_kernel(
     tl.store(kept_tokens_at + request * nodes + way, root, mask=is_rest)
     tl.store(kept_parents_at + request * nodes + way, way * 0, mask=is_rest)
     tl.store(num_nodes_at + request, 1 + num_drafts)
+
+
+def chains(
+    drafts: Int[Tensor, "B S"],
+    newest: Int[Tensor, " B"],
+    max_drafts: Int[Tensor, " B"],
+    can_draft: Bool[Tensor, " B"],
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
+    """As `shared.spec.draft_tree.chains`."""
+    B, S = drafts.shape
+    tokens, parents = newest.new_empty((2, B, S + 1), dtype=torch.int32)
+    num_nodes = newest.new_empty(B, dtype=torch.int32)
+    given = (drafts, newest, max_drafts, can_draft)
+    _chains_kernel[(B,)](
+        *(x.contiguous() for x in given),
+        *(tokens, parents, num_nodes),
+        depth=S,
+        lanes=triton.next_power_of_2(S + 1),
+        num_warps=1,
+    )
+    return tokens, parents, num_nodes
+
+
+@triton.jit
+def _chains_kernel(
+    drafts_at,
+    newest_at,
+    max_drafts_at,
+    can_draft_at,
+    tokens_at,
+    parents_at,
+    num_nodes_at,
+    depth: tl.constexpr,
+    lanes: tl.constexpr,
+):
+    """One program per request, whose nodes are its lanes."""
+    request, node = tl.program_id(0), tl.arange(0, lanes)
+    most = tl.minimum(tl.maximum(tl.load(max_drafts_at + request), 0), depth)
+    num_drafts = tl.where(tl.load(can_draft_at + request).to(tl.int32) != 0, most, 0)
+    is_draft = (node > 0) & (node <= num_drafts)
+    draft = tl.load(drafts_at + request * depth + node - 1, mask=is_draft, other=0)
+    at, is_node = request * (depth + 1) + node, node <= depth
+    tl.store(tokens_at + at, tl.where(node == 0, tl.load(newest_at + request), draft), mask=is_node)
+    tl.store(parents_at + at, tl.where(is_draft, node - 1, 0), mask=is_node)
+    tl.store(num_nodes_at + request, 1 + num_drafts)

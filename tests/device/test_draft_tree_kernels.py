@@ -15,7 +15,13 @@ import jax_impl.ops.draft_tree
 import torch_impl.ops.draft_tree
 from shared.spec import draft_tree as spec
 from shared.spec.attention import tree_rows
-from tests.support.cases.draft_tree import TABLE, keep_arguments, level_arguments, parents_of
+from tests.support.cases.draft_tree import (
+    TABLE,
+    chains_arguments,
+    keep_arguments,
+    level_arguments,
+    parents_of,
+)
 from tests.support.implementations import mapped, to_jax, to_torch
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
 from tests.support.op_case import Arguments, OpCase
@@ -23,7 +29,7 @@ from tests.support.op_case import Arguments, OpCase
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 CASES = {str(case): case for case in TABLE if not case.is_large}
-FUNCTIONS = ("ancestors", "next_level", "keep_best")
+FUNCTIONS = ("ancestors", "next_level", "keep_best", "chains")
 FIXED = ("nodes", "root_rows", "rows", "is_chain")
 
 
@@ -117,6 +123,7 @@ MADE = {
     "ancestors": parents_of(0, B=2, N=16),
     "next_level": level_arguments(0, B=2, k=4, s=2, depth=5, root_rows=1),
     "keep_best": keep_arguments(0, B=2, C=68, N=16),
+    "chains": chains_arguments(0, B=3, S=5),
 }
 
 

@@ -1,6 +1,6 @@
 """As `shared.spec.draft_tree`, in torch.
 
-On a GPU `ancestors`, `next_level` and `keep_best` are kernels; see `torch_impl.ops`.
+On a GPU `ancestors`, `next_level`, `keep_best` and `chains` are kernels; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass
@@ -159,7 +159,7 @@ def kernel_keep_best(
 keep_best = kernel_or_plain(kernel_keep_best, plain_keep_best)
 
 
-def chains(
+def plain_chains(
     drafts: Int[Tensor, "B S"],
     newest: Int[Tensor, " B"],
     max_drafts: Int[Tensor, " B"],
@@ -172,6 +172,19 @@ def chains(
     tokens = torch.cat([newest[:, None], torch.where(is_real, drafts, 0)], dim=1)
     parents = torch.cat([torch.zeros_like(newest)[:, None], torch.where(is_real, slot, 0)], dim=1)
     return tokens, parents, 1 + num_drafts
+
+
+def kernel_chains(
+    kernels: Kernels,
+    drafts: Int[Tensor, "B S"],
+    newest: Int[Tensor, " B"],
+    max_drafts: Int[Tensor, " B"],
+    can_draft: Bool[Tensor, " B"],
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
+    return kernels.draft_tree.chains(drafts, newest, max_drafts, can_draft)
+
+
+chains = kernel_or_plain(kernel_chains, plain_chains)
 
 
 def flatten(

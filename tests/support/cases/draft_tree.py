@@ -57,6 +57,17 @@ def keep_arguments(seed: int, *, B: int, C: int, N: int) -> Arguments:
     }
 
 
+def chains_arguments(seed: int, *, B: int, S: int) -> Arguments:
+    """Drafts of requests that may have some, more than there are, or none."""
+    rng = np.random.default_rng(seed)
+    return {
+        "drafts": _ints(rng, 99, B, S),
+        "newest": _ints(rng, 99, B),
+        "max_drafts": rng.integers(-1, S + 2, B).astype(np.int32),
+        "can_draft": np.arange(B) != 1,
+    }
+
+
 def _ints(rng: np.random.Generator, end: int, *shape: int) -> np.ndarray:
     return rng.integers(0, end, shape).astype(np.int32)
 
@@ -91,3 +102,4 @@ TABLE += [
     _case("keep_best", keep_arguments, B > 4, B=B, C=C, N=N)
     for B, C, N in ((3, 2, 3), (4, 21, 9), (2, 40, 17), (32, 68, 16), (32, 328, 64))
 ]
+TABLE += [_case("chains", chains_arguments, B > 5, B=B, S=S) for B, S in ((2, 1), (5, 3), (32, 7))]
