@@ -5,8 +5,10 @@ And that a row's bits depend neither on the rows beside it nor on the tiles.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from shared.spec import layers as spec_layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, Stream
 from shared.spec.numerics import SQUARES, chunks_of_squares, sum_of_squares
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -43,7 +45,8 @@ def in_triton(function: Callable[..., Any], *arrays: np.ndarray | None, **how: A
 def in_pallas(function: Callable[..., Any], *arrays: np.ndarray | None, **how: Any) -> Arrays:
     """Runs a function of the Pallas kernels on float32 arrays."""
     given = [None if x is None else jnp.asarray(x) for x in arrays]
-    found = function(*given, **how, interpret=INTERPRET)
+    program = jax.jit(partial(function, **how, interpret=INTERPRET), compiler_options=OPTIONS)
+    found = program(*given)
     found = found if isinstance(found, tuple) else (found,)
     return tuple(np.asarray(x) for x in found if x is not None)
 

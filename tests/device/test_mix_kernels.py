@@ -27,7 +27,7 @@ from shared.boundary.workspace import MOST_PARTS
 from shared.spec.mix import BOUNDS, reach
 from shared.spec.numerics import ATTENTION, SQUARES, AttentionOrder
 from tests.support.cases.mix import CASES, EPS, MixCase, prompt_case, specified, tree_case
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, UNFUSED, bind_kernels
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -118,7 +118,7 @@ def pallas_program(new: tuple, attends: tuple, most_parts: int | None) -> Callab
         attend = modules["attention"].attend
         return call_with(attend, arrays | {"q": q, "gate": gate, "kv": kv}, **attends), kv, None
 
-    return jax.jit(program, compiler_options=OPTIONS)
+    return jax.jit(program, compiler_options=UNFUSED)
 
 
 def run_pallas(case: MixCase, how: How = FUSED) -> Found:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from jax_impl.backend import compiler_options
 from kernels.tiles import MEASURED, Tiles
 
 ON_GPU = torch.cuda.is_available()
@@ -36,10 +37,13 @@ MODULES = (
     "slots",
     "window",
 )
-# An interpreted Pallas kernel is compiled once a shape and hardly runs. Fused, a product and a sum
-# would be rounded once, which a GPU's compiler does not do.
+# An interpreted Pallas kernel is compiled once a shape and hardly runs, so it is compiled quickly.
+OPTIONS = compiler_options(jax.devices()[0], quick_compile=True)
+# Fused, a product and a sum may be rounded once in one program and twice in another, which a GPU's
+# compiler does not do. For kernels of which bits are compared; by XLA's older emitters each such
+# program would have some thousand mappings of memory, and a process may have 65,530.
 UNFUSED = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
-OPTIONS = UNFUSED if INTERPRET else None
+UNFUSED = UNFUSED if INTERPRET else {}
 
 
 @contextmanager
