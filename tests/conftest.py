@@ -27,14 +27,26 @@ SINK_LENGTHS: dict[str, Callable] = {
 
 
 CHECKED_SHAPES = ("tests/spec/", "tests/reference/", "tests/test_layout.py")
+SERVED_TEXTS = (
+    "tests/reference/test_reference_backend.py",
+    "tests/spec/test_rejection.py",
+    "tests/spec/test_simulated.py",
+    "tests/spec/test_standalone.py",
+)
+_CHECKED: dict[str, str] = {}
+"""The first case of each test that serves texts, by the test's name."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """The specification's shapes are checked in its own tests.
 
-    Those that serve whole texts call it as often with the same shapes, in three times the time.
+    Those that serve whole texts call it as often with the same shapes, in three times the time; of
+    those beside the specification's, the first case of each is checked.
     """
     is_checked = item.nodeid.startswith(CHECKED_SHAPES)
+    if item.nodeid.startswith(SERVED_TEXTS):
+        name = item.nodeid.split("[", 1)[0]
+        is_checked = _CHECKED.setdefault(name, item.nodeid) == item.nodeid
     jaxtyping.config.update("jaxtyping_disable", not is_checked)
 
 
