@@ -117,8 +117,11 @@ class SamplingTiles:
     """Tiles of `sampling.choose` and `sampling.rank`.
 
     Attributes:
-      groups, warps: Groups of tokens of a tile, and of the kernel that looks at one.
-      at_once, row_warps: Groups that the search of a support reads at once, and of its kernel.
+      groups, warps: Groups of tokens of a tile, and of the kernels that look at one.
+      programs: Most programs that share the tiles of a row with a filter.
+      row_programs, at_once, row_warps: Most programs that share the search of its support, groups
+        that one reads at once, and of the kernel.
+      sampled, listed: Tokens of the sample by which it guesses, and those that it can list.
     """
 
     sizes: ClassVar = ("rows",)
@@ -126,11 +129,17 @@ class SamplingTiles:
 
     groups: int
     warps: int
+    programs: int
+    row_programs: int
     at_once: int
     row_warps: int
+    sampled: int
+    listed: int
 
     def __post_init__(self) -> None:
-        _check_powers_of_two(self, {"groups": 1, "warps": 1, "at_once": 1, "row_warps": 1})
+        least = {"groups": 1, "warps": 1, "at_once": 1, "row_warps": 1, "sampled": 8, "listed": 1}
+        _check_powers_of_two(self, least)
+        _check_positive(self, "programs", "row_programs")
 
 
 def _check_powers_of_two(tiles: object, least: Mapping[str, int]) -> None:

@@ -90,6 +90,15 @@ def noise_of_words(words):
     return -log(-_log(fraction, exponent))
 
 
+def most_noise(words):
+    """Bounds of `noise_of_words`, for much less: it lies below -log(uniform).
+
+    The bits of a float lie below its logarithm, as straight lines from power of 2 to power do.
+    """
+    bits = lax.bitcast_convert_type(_uniform_of(words), jnp.int32)
+    return (127.001 - bits.astype(jnp.float32) * 2.0**-23) * 0.6931472
+
+
 def _uniform_of(words):
     """Numbers from 0 to 1, neither of which is one, from uniform 32-bit words."""
     return jnp.minimum(words.astype(jnp.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
@@ -113,8 +122,8 @@ def _log(fraction, exponent):
     return (fraction + rest) + power * LN2_HIGH
 
 
-def gumbel(seed, position, stream, pairs):
-    """The noise of the ids 2 * pair and 2 * pair + 1, [..., 2]; they share the words of a counter.
+def words_of(seed, position, stream, pairs):
+    """The words of the noise of the ids 2 * pair and 2 * pair + 1, [..., 2], of one counter.
 
     Args:
       seed, position, stream: As in the specification, words each.
@@ -123,4 +132,9 @@ def gumbel(seed, position, stream, pairs):
     counter = pairs.astype(jnp.uint32)
     x0, x1 = threefry(seed, position, counter, jnp.zeros_like(counter) + stream)
     is_first = lax.iota(jnp.int32, 2)[None, None, :] == 0
-    return noise_of_words(jnp.where(is_first, x0, x1))
+    return jnp.where(is_first, x0, x1)
+
+
+def gumbel(seed, position, stream, pairs):
+    """The noise of the ids that `words_of` names."""
+    return noise_of_words(words_of(seed, position, stream, pairs))

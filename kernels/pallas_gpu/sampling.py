@@ -1,16 +1,16 @@
 """The choice of tokens from logits, on the Triton lowering of Pallas.
 
-Two kernels. The first looks at tiles of the vocabulary, all at once: it finds the best tokens of a
-tile or, where a row has a filter, what its groups of tokens hold. The second has a program a row:
-it joins the tiles or, where a row has a filter, searches for the border of the row's support in the
-groups that can hold it, and chooses among them. What a row does not ask for it does not pay for.
+Three kernels. The first looks at tiles of the vocabulary, all at once: it finds the best tokens of
+a tile or, where a row has a filter, what its groups of tokens hold. The second finds the border of
+the support of rows with a filter (`support`). The third finds the best tokens of their tiles, and
+joins the tiles of all rows. What a row does not ask for it does not pay for.
 
 Results depend on no order and no tile, see `scores`. What must stay equal in the Triton twin is
 listed in `kernels/__init__.py`.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
-from kernels.pallas_gpu.noise import gumbel, log
+from kernels.pallas_gpu.guess import guess
+from kernels.pallas_gpu.noise import gumbel, log, most_noise, noise_of_words, words_of
 from kernels.pallas_gpu.scores import (
     HIGHEST,
     LOWEST,
@@ -35,9 +36,18 @@ from kernels.pallas_gpu.scores import (
     sharpness_of,
     store_groups,
     total_of,
+    weight_of,
     wish_of,
 )
-from kernels.pallas_gpu.support import Source, find_support, mass_of_support, next_in_support
+from kernels.pallas_gpu.support import (
+    KEY_OF_NOTHING,
+    NOTES,
+    Memory,
+    Source,
+    bounds_of,
+    find_border,
+    list_near,
+)
 from kernels.tiles import SamplingTiles
 
 GROUP = 2 * PAIRS
@@ -125,35 +135,46 @@ def _ranked(
     groups = pl.cdiv(vocab, GROUP)
     num_tiles = pl.cdiv(groups, tiles.groups)
     inputs = _inputs(logits, seen, positions, sampling, request, allowed, keys, stream)
-    sizes = _sizes(vocab, seen, sampling, allowed, nodes, tiles.at_once)
-    fixed = {"sizes": sizes, "width": width, "tau": tau}
+    sizes = _sizes(vocab, seen, sampling, allowed, nodes)
+    chosen = {"sizes": sizes, "width": width, "tau": tau, "groups": tiles.groups}
     ints, floats = jnp.int32, jnp.float32
-    found = pl.pallas_call(
-        functools.partial(_tiles_kernel, groups=tiles.groups, **fixed),
+    array = jax.ShapeDtypeStruct
+    found = (
+        *(array((R, groups), ints), array((R, groups), floats)),
+        *(array((2, R, num_tiles * width), ints), array((R, NOTES), ints)),
+    )
+    *found, bad = pl.pallas_call(
+        functools.partial(_tiles_kernel, **chosen),
         grid=(num_tiles, R),
-        out_shape=[
-            jax.ShapeDtypeStruct((R, groups), ints),
-            jax.ShapeDtypeStruct((R, groups), floats),
-            jax.ShapeDtypeStruct((2, R, num_tiles * width), ints),
-            jax.ShapeDtypeStruct((R, num_tiles), ints),
-        ],
+        out_shape=[*found, array((R, num_tiles), ints)],
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
         interpret=interpret,
         name="choose_tiles",
     )(*inputs)
-    ids, weights, is_finite, _ = pl.pallas_call(
-        functools.partial(_rows_kernel, interpret=interpret, **fixed),
-        grid=(R,),
-        out_shape=[
-            jax.ShapeDtypeStruct((R, width), ints),
-            jax.ShapeDtypeStruct((R, width), floats),
-            jax.ShapeDtypeStruct((R,), ints),
-            jax.ShapeDtypeStruct((R, groups), ints),
-        ],
+    peaks, masses, winners, notes = found
+    kernel = functools.partial(_border_kernel, sizes=sizes, tiles=tiles, interpret=interpret)
+    notes, _ = pl.pallas_call(
+        kernel,
+        grid=(min(tiles.row_programs, pl.cdiv(groups, tiles.at_once)), R),
+        out_shape=[array(notes.shape, ints), array((R, 2, tiles.listed), ints)],
+        input_output_aliases={len(inputs): 0},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.row_warps, num_stages=1),
         interpret=interpret,
+        name="find_border",
+    )(*inputs, notes, peaks, masses)
+    found = (peaks, masses, winners, notes)
+    ids, weights, is_finite, *_ = pl.pallas_call(
+        functools.partial(_rows_kernel, interpret=interpret, **chosen),
+        grid=(min(tiles.programs, num_tiles), R),
+        out_shape=[
+            *(array((R, width), ints), array((R, width), floats), array((R,), ints)),
+            *(array(x.shape, x.dtype) for x in found),
+        ],
+        input_output_aliases={len(inputs) + number: 3 + number for number in range(4)},
+        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
+        interpret=interpret,
         name="choose_rows",
-    )(*inputs, *found)
+    )(*inputs, *found, bad)
     return ids, weights, is_finite != 0
 
 
@@ -181,9 +202,7 @@ def _inputs(
     )
 
 
-def _sizes(
-    vocab: int, seen: Any, sampling: Any, allowed: jax.Array | None, nodes: int, at_once: int
-) -> Sizes:
+def _sizes(vocab: int, seen: Any, sampling: Any, allowed: jax.Array | None, nodes: int) -> Sizes:
     num_bias = sampling.bias_ids.shape[1]
     return Sizes(
         vocab=vocab,
@@ -193,23 +212,24 @@ def _sizes(
         bias_lanes=pl.next_power_of_2(max(num_bias, 1)),
         has_mask=allowed is not None,
         nodes=nodes,
-        at_once=at_once,
     )
 
 
 def _tiles_kernel(*refs, groups, sizes, width, tau):
     """One program per tile and row: its best tokens, or what its groups hold before any noise."""
-    inputs = Inputs(*refs[:-4])
-    peaks_ref, masses_ref, winners_ref, bad_ref = refs[-4:]
+    inputs = Inputs(*refs[:-5])
+    peaks_ref, masses_ref, winners_ref, notes_ref, bad_ref = refs[-5:]
     tile, row = pl.program_id(0), pl.program_id(1)
     wish = wish_of(inputs, row, sizes)
     group = tile * groups + lax.iota(jnp.int32, groups)
     pairs, ids = ids_of(group)
     raw, x = scores_of(ids, inputs, row, wish, sizes)
     bad_ref[row, tile] = jnp.max(jnp.where(jnp.abs(raw) < jnp.inf, 0, 1))
-    inside = group < peaks_ref.shape[1]
-    at = jnp.where(inside, group, peaks_ref.shape[1])  # outside for the interpreter
-    places = peaks_ref.at[row, at], masses_ref.at[row, at], inside
+    places = _places(group, row, peaks_ref, masses_ref)
+
+    @pl.when(tile == 0)
+    def _():
+        notes_ref[row, :] = jnp.zeros((NOTES,), jnp.int32)
 
     @pl.when(wish.is_filtered)
     def _():
@@ -235,65 +255,190 @@ def _tiles_kernel(*refs, groups, sizes, width, tau):
         lax.fori_loop(0, width, store_next, before_all())
 
 
-def _rows_kernel(*refs, interpret, sizes, width, tau):
-    """One program per row: its best tokens, from those of the tiles or from its support."""
-    inputs = Inputs(*refs[:-8])
-    peaks_ref, masses_ref, winners_ref, bad_ref, *out, finite_ref, members_ref = refs[-8:]
-    row = pl.program_id(0)
+def _places(group, row, peaks_ref, masses_ref):
+    """Where what groups hold is stored, and which of them there are."""
+    inside = group < peaks_ref.shape[1]
+    at = jnp.where(inside, group, peaks_ref.shape[1])  # outside for the interpreter
+    return peaks_ref.at[row, at], masses_ref.at[row, at], inside
+
+
+def _border_kernel(*refs, sizes, tiles, interpret):
+    """One program per share of a row with a filter; the last to arrive finds the border."""
+    inputs = Inputs(*refs[:-5])
+    _, peaks_ref, masses_ref, notes_ref, near_ref = refs[-5:]
+    share, row = pl.program_id(0), pl.program_id(1)
     wish = wish_of(inputs, row, sizes)
-    bad = _load_row(bad_ref, (row,), 0)
-    finite_ref[row] = 1 - jnp.max(bad)
-    group = lax.iota(jnp.int32, pl.next_power_of_2(peaks_ref.shape[1]))
-    num_groups = peaks_ref.shape[1]
-    num_read = num_groups if tau is not None else num_groups * wish.is_filtered.astype(jnp.int32)
-    peaks = _load_row(peaks_ref, (row,), LOWEST, num_read)
-    masses = _load_row(masses_ref, (row,), 0.0, num_read)
-    sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
 
     @pl.when(wish.is_filtered)
     def _():
-        source = Source(inputs, row, wish, members_ref, sizes, interpret)
-        support = find_support(peaks, masses, group, source)
-        first = next_in_support(support, source, *before_all())
-        best, norm = score_of(first[0]), 0.0
-        if tau is not None:
-            norm = log(mass_of_support(support, source, best, sharpness))
-        _store(out, row, 0, first, best, norm, sharpness, sizes.vocab, tau)
+        peaks, masses = _load_row(peaks_ref, (row,), LOWEST), _load_row(masses_ref, (row,), 0.0)
+        source = Source(inputs, row, wish, sizes, interpret)
+        memory = Memory(peaks_ref, near_ref, notes_ref, tiles.at_once)
+        bounds = bounds_of(peaks, masses, source)
 
-        def store_next(rank, last):
-            found = next_in_support(support, source, *last)
-            _store(out, row, rank, found, best, norm, sharpness, sizes.vocab, tau)
-            return found
+        def share_work():
+            low, high = guess(peaks, masses, bounds, source, tiles.sampled)
+            is_flat = (peaks >= low).astype(jnp.int32).sum() * 2 > peaks_ref.shape[1]
+            list_near(low, high, bounds.highest, is_flat, share, source, memory)
+            return low, high
 
-        lax.fori_loop(1, width, store_next, first)
+        is_on = bounds.high > KEY_OF_NOTHING
+        low, high = lax.cond(is_on, share_work, lambda: (bounds.low, bounds.high))
 
-    @pl.when(~wish.is_filtered)
+        @pl.when(_is_last(notes_ref, row, 5, interpret))
+        def _():
+            border, limit = find_border(low, high, bounds, source, memory)
+            notes_ref[row, 0], notes_ref[row, 1] = border, limit
+            notes_ref[row, 2] = key_of(bounds.highest)
+
+
+def _is_last(notes_ref, row, word, interpret):
+    """Whether all other programs of a row have arrived before."""
+    if not interpret:
+        pltriton.debug_barrier()  # all of this program's words are in memory
+    arrived = pltriton.atomic_add(notes_ref, (row, jnp.int32(word)), jnp.int32(1))
+    return arrived == pl.num_programs(0) - 1
+
+
+def _rows_kernel(*refs, interpret, sizes, width, tau, groups):
+    """One program per share of a row: the best tokens of its tiles, where they have no noise yet.
+
+    One of a row's programs joins the tiles, the last to arrive where all have something to do.
+    """
+    inputs = Inputs(*refs[:-12])
+    bad_ref, ids_ref, weights_ref, finite_ref, *found = refs[-8:]
+    share, row = pl.program_id(0), pl.program_id(1)
+    wish = wish_of(inputs, row, sizes)
+    sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
+    num_tiles = bad_ref.shape[1]
+
+    def choose():
+        source = Source(inputs, row, wish, sizes, interpret)
+        return _choose_in_tiles(share, source, sharpness, found, num_tiles, width, tau, groups)
+
+    is_last = lax.cond(wish.is_filtered, choose, lambda: share == 0)
+
+    @pl.when(is_last)
     def _():
-        keys = _load_row(winners_ref, (0, row), LOWEST)
-        ids = _load_row(winners_ref, (1, row), HIGHEST)
-        best, norm = score_of(jnp.max(keys)), 0.0
+        finite_ref[row] = 1 - jnp.max(_load_row(bad_ref, (row,), 0))
+        peaks_ref, masses_ref, winners_ref, _ = found
+        # Volatile, past the cache of the multiprocessor: other programs have written them.
+        load = functools.partial(_load_row, volatile=not interpret)
+        keys, ids = load(winners_ref, (0, row), LOWEST), load(winners_ref, (1, row), HIGHEST)
+        highest, norm = score_of(jnp.max(keys)), 0.0
         if tau is not None:
-            norm = log(total_of(peaks, masses, best, sharpness))
+            peaks, masses = load(peaks_ref, (row,), LOWEST), load(masses_ref, (row,), 0.0)
+            norm = log(total_of(peaks, masses, highest, sharpness))
 
         def store_next(rank, last):
-            found = next_token(keys, ids, *last)
-            _store(out, row, rank, found, best, norm, sharpness, sizes.vocab, tau)
-            return found
+            key, winner = next_token(keys, ids, *last)
+            ids_ref[row, rank] = jnp.minimum(winner, sizes.vocab - 1)
+            if tau is not None:
+                weights_ref[row, rank] = (score_of(key) - highest) * sharpness - norm
+            return key, winner
 
         lax.fori_loop(0, width, store_next, before_all())
 
 
-def _load_row(ref, at, other, num_read=None):
-    """A row, or the first part of it, in a power of two of lanes."""
-    lane = lax.iota(jnp.int32, pl.next_power_of_2(ref.shape[-1]))
-    mask = lane < (ref.shape[-1] if num_read is None else num_read)
-    return pltriton.load(ref.at[(*at, lane)], mask=mask, other=other)
+def _choose_in_tiles(share, source, sharpness, found, num_tiles, width, tau, groups):
+    """Stores the best tokens of a program's tiles, with noise; whether it is the last to arrive."""
+    notes_ref, row, programs = found[3], source.row, pl.num_programs(0)
+    support = _Support(
+        border=notes_ref[row, 0],
+        limit=notes_ref[row, 1],
+        highest=score_of(notes_ref[row, 2]),
+        smallest=source.inputs.min_p[source.wish.request],
+    )
+
+    def step(number, best):
+        tile = share + number * programs
+        given = (tile, best, support, source, sharpness, found, width, tau, groups)
+        return jnp.maximum(best, _choose_in_tile(*given))
+
+    best = key_of(support.highest - 3)  # the first token stays, and no noise lies below -3
+    steps = lax.div(num_tiles - share + programs - 1, jnp.int32(programs))
+    lax.fori_loop(0, steps, step, best)
+    return _is_last(notes_ref, row, 6, source.interpret)
 
 
-def _store(out, row, rank, found, best, norm, sharpness, vocab, tau):
-    """Stores one token of a row, and its weight."""
-    ids_ref, weights_ref = out
-    key, winner = found
-    ids_ref[row, rank] = jnp.minimum(winner, vocab - 1)
+class _Support(NamedTuple):
+    """Which tokens of a row stay.
+
+    Attributes:
+      border: The key of the smallest score; of tokens that have it, those with an id below `limit`.
+      highest: The highest score.
+      smallest: How likely a token must be beside it.
+    """
+
+    border: Any
+    limit: Any
+    highest: Any
+    smallest: Any
+
+
+def _choose_in_tile(tile, best, support, source, sharpness, found, width, tau, groups):
+    """Stores a tile's best tokens of a support, with noise, and what its groups hold then.
+
+    Args:
+      tile: Number of it.
+      best: A key; where weights are not asked for, tokens below it are not either.
+      support: Of the row.
+      source: Of the scores.
+      sharpness: Of the weights.
+      found: What groups hold and the best tokens of tiles, to be replaced.
+
+    Returns:
+      The best token's key.
+    """
+    peaks_ref, masses_ref, winners_ref, _ = found
+    row, border, sizes = source.row, support.border, source.sizes
+    group = tile * groups + lax.iota(jnp.int32, groups)
+    inside = group < peaks_ref.shape[1]
+    peaks = pltriton.load(peaks_ref.at[row, group], mask=inside, other=LOWEST)
+    likely = weight_of(score_of(peaks), support.highest, 1.0) >= support.smallest
+    pairs, ids = ids_of(group)
+
+    def without_any():
+        return jnp.full(ids.shape, LOWEST, jnp.int32)
+
+    def with_noise():
+        _, x = scores_of(ids, source.inputs, row, source.wish, sizes)
+        own = key_of(x)
+        stays = (own > border) | ((own == border) & (ids < support.limit))
+        stays &= weight_of(x, support.highest, 1.0) >= support.smallest
+        x = jnp.where(stays, x, -jnp.inf)
+        words = words_of(*source.wish.noise, source.inputs.stream[0], pairs)
+
+        def noisy():
+            return jnp.where(ids < sizes.vocab, key_of(x + noise_of_words(words)), LOWEST)
+
+        if tau is not None:
+            return noisy()
+        may_win = jnp.max(x + most_noise(words)) >= score_of(best)
+        return lax.cond(may_win, noisy, without_any)
+
+    is_read = jnp.max(((peaks >= border) & likely).astype(jnp.int32)) > 0
+    if width > 1:
+        is_read |= tile == 0  # where fewer stay than are asked for, its excluded tokens follow
+    keys = lax.cond(is_read, with_noise, without_any)
     if tau is not None:
-        weights_ref[row, rank] = (score_of(key) - best) * sharpness - norm
+        if not source.interpret:
+            pltriton.debug_barrier()  # the keys of groups have been read
+        places = _places(group, row, peaks_ref, masses_ref)
+        store_groups(*places, score_of(keys), keys, sharpness)
+
+    def store_next(rank, last):
+        following = next_token(keys, ids, *last)
+        for part, value in enumerate(following):
+            winners_ref[part, row, tile * width + rank] = value
+        return following
+
+    lax.fori_loop(0, width, store_next, before_all())
+    return jnp.max(keys)
+
+
+def _load_row(ref, at, other, volatile=False):
+    """A row in a power of two of lanes."""
+    lane = lax.iota(jnp.int32, pl.next_power_of_2(ref.shape[-1]))
+    load = functools.partial(pltriton.load, volatile=volatile)
+    return load(ref.at[(*at, lane)], mask=lane < ref.shape[-1], other=other)

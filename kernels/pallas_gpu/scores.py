@@ -18,7 +18,7 @@ _KEY_OF_NAN = 0x7FC00000
 
 
 class Inputs(NamedTuple):
-    """What both kernels read: first of the rows, then of the requests.
+    """What all kernels read: first of the rows, then of the requests.
 
     Attributes:
       path, on_path, bias_ids, bias_values, mask: Where there are none, anything.
@@ -49,7 +49,7 @@ class Inputs(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the arrays, and how many groups are read at once."""
+    """Sizes of the arrays."""
 
     vocab: int
     num_path: int
@@ -58,7 +58,6 @@ class Sizes(NamedTuple):
     bias_lanes: int
     has_mask: bool
     nodes: int
-    at_once: int
 
 
 class Wish(NamedTuple):
@@ -192,20 +191,24 @@ def store_groups(peaks_at, masses_at, inside, x, keys, sharpness):
     pltriton.store(masses_at, masses, mask=inside)
 
 
-def _halves(terms):
-    """The sum of numbers up to 1 in units of 2^-15, and the rest of it in units of 2^-30."""
+def halves_of(terms):
+    """Numbers up to 1 in units of 2^-15, and the rest of them in units of 2^-30."""
     high = jnp.floor(terms * 2.0**15)
     low = jnp.floor((terms * 2.0**15 - high) * 2.0**15 + 0.5)
-    return high.astype(jnp.int32).sum(), low.astype(jnp.int32).sum()
+    return high.astype(jnp.int32), low.astype(jnp.int32)
+
+
+def carried(whole, high, low):
+    """A sum in three words: whole, and the units of `halves_of`, fewer than 2^15 of each."""
+    high += low >> 15
+    return whole + (high >> 15), high & 32767, low & 32767
 
 
 def add_halves(sum, terms):
-    """Adds numbers up to 1 to a sum in three words: whole, and the units of `_halves`."""
+    """Adds numbers up to 1 to a sum in three words."""
     whole, high, low = sum
-    more_high, more_low = _halves(terms)
-    low += more_low
-    high += more_high + (low >> 15)
-    return whole + (high >> 15), high & 32767, low & 32767
+    more_high, more_low = halves_of(terms)
+    return carried(whole, high + more_high.sum(), low + more_low.sum())
 
 
 def number_of(sum):

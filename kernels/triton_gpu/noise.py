@@ -101,6 +101,16 @@ def noise_of_words(words):
 
 
 @triton.jit
+def most_noise(words):
+    """Bounds of `noise_of_words`, for much less: it lies below -log(uniform).
+
+    The bits of a float lie below its logarithm, as straight lines from power of 2 to power do.
+    """
+    bits = _uniform_of(words).to(tl.int32, bitcast=True)
+    return (127.001 - bits.to(tl.float32) * 2.0**-23) * 0.6931472
+
+
+@triton.jit
 def _uniform_of(words):
     """Numbers from 0 to 1, neither of which is one, from uniform 32-bit words."""
     return tl.minimum(words.to(tl.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
@@ -127,8 +137,8 @@ def _log(fraction, exponent):
 
 
 @triton.jit
-def gumbel(seed, position, stream, pairs):
-    """The noise of the ids 2 * pair and 2 * pair + 1, [..., 2]; they share the words of a counter.
+def words_of(seed, position, stream, pairs):
+    """The words of the noise of the ids 2 * pair and 2 * pair + 1, [..., 2], of one counter.
 
     Args:
       seed, position, stream: As in the specification, words each.
@@ -137,4 +147,10 @@ def gumbel(seed, position, stream, pairs):
     counter = pairs.to(tl.uint32)
     x0, x1 = threefry(seed, position, counter, counter * 0 + stream)
     is_first = tl.arange(0, 2)[None, None, :] == 0
-    return noise_of_words(tl.where(is_first, x0, x1))
+    return tl.where(is_first, x0, x1)
+
+
+@triton.jit
+def gumbel(seed, position, stream, pairs):
+    """The noise of the ids that `words_of` names."""
+    return noise_of_words(words_of(seed, position, stream, pairs))

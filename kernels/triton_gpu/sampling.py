@@ -1,12 +1,12 @@
 """The choice of tokens from logits, in Triton.
 
-Two kernels. The first looks at tiles of the vocabulary, all at once: it finds the best tokens of a
-tile or, where a row has a filter, what its groups of tokens hold. The second has a program a row:
-it joins the tiles or, where a row has a filter, searches for the border of the row's support in the
-groups that can hold it, and chooses among them. What a row does not ask for it does not pay for.
+Three kernels. The first looks at tiles of the vocabulary, all at once: it finds the best tokens of
+a tile or, where a row has a filter, what its groups of tokens hold. The second finds the border of
+the support of rows with a filter (`support`). The third finds the best tokens of their tiles, and
+joins the tiles of all rows. What a row does not ask for it does not pay for.
 
-Scores are compared as whole numbers in their order (`_key`), and sums are of whole numbers, so the
-results depend on no order and no tile. What must stay equal in the Pallas twin is listed in
+Scores are compared as whole numbers in their order (`key_of`), and sums are of whole numbers, so
+the results depend on no order and no tile. What must stay equal in the Pallas twin is listed in
 `kernels/__init__.py`.
 """
 
@@ -19,7 +19,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kernels.tiles import SamplingTiles
-from kernels.triton_gpu.noise import gumbel, log
+from kernels.triton_gpu.guess import guess
+from kernels.triton_gpu.noise import gumbel, log, most_noise, noise_of_words, words_of
 from kernels.triton_gpu.scores import (
     HIGHEST,
     LOWEST,
@@ -33,9 +34,10 @@ from kernels.triton_gpu.scores import (
     sharpness_of,
     store_groups,
     total_of,
+    weight_of,
     wish_of,
 )
-from kernels.triton_gpu.support import find_support, mass_of_support, next_in_support
+from kernels.triton_gpu.support import KEY_OF_NOTHING, NOTES, bounds_of, find_border, list_near
 
 GROUP = 2 * PAIRS.value
 MOST_WIDTH = 8
@@ -117,8 +119,9 @@ def _ranked(
     groups = triton.cdiv(vocab, GROUP)
     num_tiles = triton.cdiv(groups, tiles.groups)
     ints = {"dtype": torch.int32}
-    peaks, masses, members = new(R, groups, **ints), new(R, groups), new(R, groups, **ints)
+    peaks, masses, notes = new(R, groups, **ints), new(R, groups), new(R, NOTES.value, **ints)
     winners, bad = new(2, R, num_tiles, width, **ints), new(R, num_tiles, **ints)
+    near = new(R, 2, tiles.listed, **ints)
     ids, weights, is_finite = new(R, width, **ints), new(R, width), new(R, dtype=torch.bool)
     mask = logits if allowed is None else allowed
     path = seen.path if seen.path.shape[1] else seen.slots  # pointers that nothing reads
@@ -133,36 +136,48 @@ def _ranked(
         *(how.stop_ids, how.bias_ids, how.bias_values),
     )
     fixed = {
-        "sizes": _sizes(vocab, seen, how, allowed, nodes, tiles.at_once),
-        "width": width,
-        "tau": tau,
+        "sizes": _sizes(vocab, seen, how, allowed, nodes),
         "enable_fp_fusion": False,  # XLA's Triton does not fuse: equal bits in Pallas
     }
+    chosen = {"width": width, "tau": tau}
+    group_lanes = triton.next_power_of_2(groups)
     _tiles_kernel[(num_tiles, R)](
-        *(rows, asked, stream, peaks, masses, winners, bad, R),
+        *(rows, asked, stream, peaks, masses, winners, bad, notes, R),
         groups=tiles.groups,
         num_warps=tiles.warps,
         **fixed,
+        **chosen,
     )
-    _rows_kernel[(R,)](
-        *(rows, asked, stream, peaks, masses, winners, bad, members, ids, weights, is_finite, R),
-        num_tiles=num_tiles,
-        tile_lanes=triton.next_power_of_2(num_tiles * width),
-        group_lanes=triton.next_power_of_2(groups),
+    _border_kernel[(min(tiles.row_programs, triton.cdiv(groups, tiles.at_once)), R)](
+        *(rows, asked, peaks, masses, near, notes),
+        group_lanes=group_lanes,
+        at_once=tiles.at_once,
+        sampled=tiles.sampled,
+        listed=tiles.listed,
         num_warps=tiles.row_warps,
         **fixed,
+    )
+    _rows_kernel[(min(tiles.programs, num_tiles), R)](
+        *(rows, asked, stream, peaks, masses, winners, bad, notes, ids, weights, is_finite, R),
+        num_tiles=num_tiles,
+        tile_lanes=triton.next_power_of_2(num_tiles * width),
+        group_lanes=group_lanes,
+        groups=tiles.groups,
+        num_warps=tiles.warps,
+        **fixed,
+        **chosen,
     )
     return ids, weights, is_finite
 
 
 def _sizes(
-    vocab: int, seen: Any, sampling: Any, allowed: Tensor | None, nodes: int, at_once: int
+    vocab: int, seen: Any, sampling: Any, allowed: Tensor | None, nodes: int
 ) -> tuple[int, ...]:
     """The sizes of the arrays, in the order in which `scores` reads them."""
     num_bias = sampling.bias_ids.shape[1]
     return (
         *(vocab, seen.path.shape[1], sampling.stop_ids.shape[1], num_bias),
-        *(triton.next_power_of_2(max(num_bias, 1)), int(allowed is not None), nodes, at_once),
+        *(triton.next_power_of_2(max(num_bias, 1)), int(allowed is not None), nodes),
     )
 
 
@@ -175,6 +190,7 @@ def _tiles_kernel(
     masses_at,
     winners_at,
     bad_at,
+    notes_at,
     num_rows,
     groups: tl.constexpr,
     sizes: tl.constexpr,
@@ -191,6 +207,9 @@ def _tiles_kernel(
     pairs, ids = ids_of(group)
     raw, x = scores_of(ids, rows, asked, row, wish, sizes)
     tl.store(bad_at + row * num_tiles + tile, tl.max(tl.where(tl.abs(raw) < float("inf"), 0, 1)))
+    if tile == 0:
+        note = tl.arange(0, NOTES)
+        tl.store(notes_at + row * NOTES + note, note * 0)
     at = row * num_groups + group
     if is_filtered:
         keys = tl.where(ids < vocab, key_of(x), LOWEST)
@@ -211,6 +230,46 @@ def _tiles_kernel(
 
 
 @triton.jit
+def _border_kernel(
+    rows,
+    asked,
+    peaks_at,
+    masses_at,
+    near_at,
+    notes_at,
+    group_lanes: tl.constexpr,
+    at_once: tl.constexpr,
+    sampled: tl.constexpr,
+    listed: tl.constexpr,
+    sizes: tl.constexpr,
+):
+    """One program per share of a row with a filter; the last to arrive finds the border."""
+    share, row = tl.program_id(0), tl.program_id(1)
+    wish = wish_of(rows, asked, row, sizes)
+    request, slot, noise, temperature, is_filtered, has_penalty, is_short, biases = wish
+    if is_filtered:
+        num_groups = tl.cdiv(sizes[0], 2 * PAIRS)
+        group = tl.arange(0, group_lanes)
+        at, inside = row * num_groups + group, group < num_groups
+        peaks = tl.load(peaks_at + at, mask=inside, other=LOWEST)
+        masses = tl.load(masses_at + at, mask=inside, other=0.0)
+        bounds = bounds_of(asked, request, peaks, masses, sizes)
+        most, weight, highest, total, low, high = bounds
+        source = rows, asked, row, wish
+        memory = peaks_at + row * num_groups, near_at + row * (2 * listed), notes_at + row * NOTES
+        if high > KEY_OF_NOTHING:
+            low, high = guess(peaks, masses, bounds, source, sampled, sizes)
+            is_flat = tl.sum((peaks >= low).to(tl.int32)) * 2 > num_groups
+            list_near(low, high, highest, is_flat, share, source, memory, at_once, listed, sizes)
+        tl.debug_barrier()  # all of this program's words are in memory
+        if tl.atomic_add(memory[2] + 5, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            border, limit = find_border(low, high, bounds, source, memory, at_once, listed, sizes)
+            tl.store(memory[2], border)
+            tl.store(memory[2] + 1, limit)
+            tl.store(memory[2] + 2, key_of(highest))
+
+
+@triton.jit
 def _rows_kernel(
     rows,
     asked,
@@ -219,7 +278,7 @@ def _rows_kernel(
     masses_at,
     winners_at,
     bad_at,
-    members_at,
+    notes_at,
     ids_at,
     weights_at,
     finite_at,
@@ -227,49 +286,130 @@ def _rows_kernel(
     num_tiles: tl.constexpr,
     tile_lanes: tl.constexpr,
     group_lanes: tl.constexpr,
+    groups: tl.constexpr,
     sizes: tl.constexpr,
     width: tl.constexpr,
     tau: tl.constexpr,
 ):
-    """One program per row: its best tokens, from those of the tiles or from its support."""
-    vocab: tl.constexpr = sizes[0]
-    row, num_groups = tl.program_id(0), tl.cdiv(vocab, 2 * PAIRS)
+    """One program per share of a row: the best tokens of its tiles, where they have no noise yet.
+
+    One of a row's programs joins the tiles, the last to arrive where all have something to do.
+    """
+    share, row = tl.program_id(0), tl.program_id(1)
+    num_groups = tl.cdiv(sizes[0], 2 * PAIRS)
     wish = wish_of(rows, asked, row, sizes)
     request, slot, noise, temperature, is_filtered, has_penalty, is_short, biases = wish
-    place = tl.arange(0, tile_lanes)
-    bad = tl.load(bad_at + row * num_tiles + place, mask=place < num_tiles, other=0)
-    tl.store(finite_at + row, tl.max(bad) == 0)
-    group = tl.arange(0, group_lanes)
-    at, last = row * num_groups + group, num_groups
-    if tau is None:
-        last = tl.where(is_filtered, num_groups, 0)
-    peaks = tl.load(peaks_at + at, mask=group < last, other=LOWEST)
-    masses = tl.load(masses_at + at, mask=peaks > LOWEST, other=0.0)
     sharpness = 1.0 if tau is None else sharpness_of(temperature, tau)
-    out = ids_at + row * width, weights_at + row * width
-    key, winner = before_all()
+    notes_at += row * NOTES
+    peaks_at, masses_at = peaks_at + row * num_groups, masses_at + row * num_groups
+    winners_at += row * num_tiles * width
+    others = num_rows * num_tiles * width  # from the winners' keys to their ids
+    is_last = share == 0
     if is_filtered:
-        source = (rows, asked, row, wish, members_at + row * num_groups)
-        support = find_support(peaks, masses, group, source, sizes)
-        key, winner = next_in_support(support, source, stream, key, winner, sizes)
-        best, norm = score_of(key), 0.0
+        highest = score_of(tl.load(notes_at + 2))
+        support = tl.load(notes_at), tl.load(notes_at + 1), highest, tl.load(asked[3] + request)
+        source = rows, asked, row, wish
+        best = key_of(highest - 3)  # the first token stays, and no noise lies below -3
+        for tile in range(share, num_tiles, tl.num_programs(0)):
+            into = (
+                peaks_at,
+                masses_at,
+                winners_at + tile * width,
+                winners_at + others + tile * width,
+            )
+            key = _choose_in_tile(
+                tile, best, support, source, stream, sharpness, into, groups, sizes, width, tau
+            )
+            best = tl.maximum(best, key)
+        tl.debug_barrier()  # all of this program's words are in memory
+        arrived = tl.atomic_add(notes_at + 6, 1, sem="acq_rel")
+        is_last = arrived == tl.num_programs(0) - 1
+    if is_last:
+        place = tl.arange(0, tile_lanes)
+        bad = tl.load(bad_at + row * num_tiles + place, mask=place < num_tiles, other=0)
+        tl.store(finite_at + row, tl.max(bad) == 0)
+        inside = place < num_tiles * width
+        # Volatile, past the cache of the multiprocessor: other programs have written them.
+        keys = tl.load(winners_at + place, mask=inside, other=LOWEST, volatile=True)
+        ids = tl.load(winners_at + others + place, mask=inside, other=HIGHEST, volatile=True)
+        highest, norm = score_of(tl.max(keys)), 0.0
         if tau is not None:
-            norm = log(mass_of_support(support, source, stream, best, sharpness, sizes))
-        _store(out, 0, key, winner, best, norm, sharpness, vocab, tau)
-        for rank in range(1, width):
-            key, winner = next_in_support(support, source, stream, key, winner, sizes)
-            _store(out, rank, key, winner, best, norm, sharpness, vocab, tau)
-    else:
-        mine, inside = row * num_tiles * width + place, place < num_tiles * width
-        keys = tl.load(winners_at + mine, mask=inside, other=LOWEST)
-        theirs = mine + num_rows * num_tiles * width
-        ids = tl.load(winners_at + theirs, mask=inside, other=HIGHEST)
-        best, norm = score_of(tl.max(keys)), 0.0
-        if tau is not None:
-            norm = log(total_of(peaks, masses, best, sharpness))
+            group = tl.arange(0, group_lanes)
+            inside = group < num_groups
+            peaks = tl.load(peaks_at + group, mask=inside, other=LOWEST, volatile=True)
+            masses = tl.load(masses_at + group, mask=inside, other=0.0, volatile=True)
+            norm = log(total_of(peaks, masses, highest, sharpness))
+        out = ids_at + row * width, weights_at + row * width
+        key, winner = before_all()
         for rank in range(width):
             key, winner = next_token(keys, ids, key, winner)
-            _store(out, rank, key, winner, best, norm, sharpness, vocab, tau)
+            _store(out, rank, key, winner, highest, norm, sharpness, sizes[0], tau)
+
+
+@triton.jit
+def _choose_in_tile(
+    tile,
+    best,
+    support,
+    source,
+    stream,
+    sharpness,
+    into,
+    groups: tl.constexpr,
+    sizes: tl.constexpr,
+    width: tl.constexpr,
+    tau: tl.constexpr,
+):
+    """Stores a tile's best tokens of a support, with noise, and what its groups hold then.
+
+    Args:
+      tile: Number of it.
+      best: A key; where weights are not asked for, tokens below it are not either.
+      support: The border, and the id from which tokens at it do not stay; the highest score, and
+        how likely a token must be beside it.
+      source: Of the scores.
+      sharpness: Of the weights.
+      into: Where the keys and masses of groups lie, and what is found.
+
+    Returns:
+      The best token's key.
+    """
+    border, limit, highest, smallest = support
+    rows, asked, row, wish = source
+    peaks_at, masses_at, keys_at, ids_at = into
+    noise = wish[2]
+    group = tile * groups + tl.arange(0, groups)
+    inside = group < tl.cdiv(sizes[0], 2 * PAIRS)
+    peaks = tl.load(peaks_at + group, mask=inside, other=LOWEST)
+    may_stay = (peaks >= border) & (weight_of(score_of(peaks), highest, 1.0) >= smallest)
+    pairs, ids = ids_of(group)
+    keys = tl.full((groups, PAIRS, 2), LOWEST, tl.int32)
+    # Where fewer stay than are asked for, the excluded tokens of the first tile follow.
+    if (tl.max(may_stay.to(tl.int32)) > 0) | ((width > 1) & (tile == 0)):
+        raw, x = scores_of(ids, rows, asked, row, wish, sizes)
+        own = key_of(x)
+        stays = (own > border) | ((own == border) & (ids < limit))
+        if smallest > 0:
+            stays &= weight_of(x, highest, 1.0) >= smallest
+        x = tl.where(stays, x, -float("inf"))
+        words = words_of(noise[0], noise[1], stream, pairs)
+        may_win = tau is not None
+        if tau is None:
+            may_win = tl.max(x + most_noise(words)) >= score_of(best)
+        if may_win:
+            keys = tl.where(ids < sizes[0], key_of(x + noise_of_words(words)), LOWEST)
+    if tau is not None:
+        tl.debug_barrier()  # the keys of groups have been read
+        store_groups(
+            *(peaks_at + group, masses_at + group, inside), score_of(keys), keys, sharpness
+        )
+    key, winner = before_all()
+    first = tl.max(keys)
+    for rank in range(width):
+        key, winner = next_token(keys, ids, key, winner)
+        tl.store(keys_at + rank, key)
+        tl.store(ids_at + rank, winner)
+    return first
 
 
 @triton.jit

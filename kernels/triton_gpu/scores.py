@@ -138,21 +138,26 @@ def store_groups(peaks_at, masses_at, inside, x, keys, sharpness):
 
 
 @triton.jit
-def _halves(terms):
-    """The sum of numbers up to 1 in units of 2^-15, and the rest of it in units of 2^-30."""
+def halves_of(terms):
+    """Numbers up to 1 in units of 2^-15, and the rest of them in units of 2^-30."""
     high = tl.floor(terms * 2.0**15)
     low = tl.floor((terms * 2.0**15 - high) * 2.0**15 + 0.5)
-    return tl.sum(high.to(tl.int32)), tl.sum(low.to(tl.int32))
+    return high.to(tl.int32), low.to(tl.int32)
+
+
+@triton.jit
+def carried(whole, high, low):
+    """A sum in three words: whole, and the units of `halves_of`, fewer than 2^15 of each."""
+    high += low >> 15
+    return whole + (high >> 15), high & 32767, low & 32767
 
 
 @triton.jit
 def add_halves(sum, terms):
-    """Adds numbers up to 1 to a sum in three words: whole, and the units of `_halves`."""
+    """Adds numbers up to 1 to a sum in three words."""
     whole, high, low = sum
-    more_high, more_low = _halves(terms)
-    low += more_low
-    high += more_high + (low >> 15)
-    return whole + (high >> 15), high & 32767, low & 32767
+    more_high, more_low = halves_of(terms)
+    return carried(whole, high + tl.sum(more_high), low + tl.sum(more_low))
 
 
 @triton.jit

@@ -1,22 +1,24 @@
-"""The support of a row with filters, and choices within it: what one program does without a sort.
+"""The border of a row's support, without a sort, in Triton.
 
-The border of a support is the smallest score that has fewer than `top_k` tokens and less than
-`top_p` above it; it is found by halving. A program looks only into the groups whose best token lies
-above a border that it tries, and no further than it must.
+The border is the smallest score that has fewer than `top_k` tokens and less than `top_p` above it.
+Programs that share a row guess two scores around it (`guess`), weigh what lies above both, and list
+the few tokens between them; the last to arrive checks the guess and finds the border in the list,
+by halving. Where the guess was wrong or the list too long, it looks through all tokens instead: a
+guess decides nothing but the time.
 """
 
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.noise import gumbel, log
+from kernels.triton_gpu.noise import log
 from kernels.triton_gpu.scores import (
     HIGHEST,
     LOWEST,
     PAIRS,
     add_halves,
-    ids_of,
+    carried,
+    halves_of,
     key_of,
-    next_token,
     no_sum,
     number_of,
     score_of,
@@ -25,42 +27,30 @@ from kernels.triton_gpu.scores import (
     weight_of,
 )
 
-_KEY_OF_NOTHING = tl.constexpr(-2139095041)  # of -inf
+NOTES = tl.constexpr(8)
+"""Words that programs leave each other about a row: how many tokens lie above the guesses and, in
+three words, their weight; how many are listed; and how many programs have arrived in each of two
+kernels. Then, in place of the first: the border, the id from which tokens at the border do not
+stay, and the key of the highest score."""
+
+KEY_OF_NOTHING = tl.constexpr(-2139095041)  # of -inf
 _TINY = tl.constexpr(1e-30)
 
 
 @triton.jit
-def find_support(peaks, masses, group, source, sizes: tl.constexpr):
-    """Which tokens of a row stay; the groups that can hold them are listed in memory.
+def bounds_of(asked, request, peaks, masses, sizes: tl.constexpr):
+    """How many tokens and how much weight are too many above a border, and keys around it.
 
     Args:
       peaks, masses: Of all groups, see `store_groups`.
-      group: Their numbers.
-      source: Of the scores; with the memory of the list.
-      sizes: Of the arrays.
 
     Returns:
-      The border, and the id from which tokens at the border do not stay; the highest score, how
-      likely a token must be beside it, and the number of groups.
+      Both bounds; the highest score and how likely all tokens are beside it; the lowest and the
+      highest key that the border can have.
     """
-    rows, asked, row, wish, members_at = source
-    smallest = tl.load(asked[3] + wish[0])
-    highest = score_of(tl.max(peaks))
-    bounds = _bounds(asked, wish[0], highest, total_of(peaks, masses, highest, 1.0), sizes)
-    border = _border(peaks, group, source, bounds, sizes)
-    least = tl.where(border > _KEY_OF_NOTHING, border, HIGHEST)  # without a border: no ties
-    num_members = _list(members_at, peaks >= least, group)
-    limit = _limit(border, num_members, source, bounds, sizes)
-    may_stay = (peaks >= border) & (weight_of(score_of(peaks), highest, 1.0) >= smallest)
-    # Where fewer stay than are asked for, the excluded tokens of the first group follow.
-    num_members = _list(members_at, may_stay | (group == 0), group)
-    return border, limit, highest, smallest, num_members
-
-
-@triton.jit
-def _bounds(asked, request, highest, total, sizes: tl.constexpr):
-    """How many tokens and how much weight are too many above a border, and scores around it."""
     vocab = sizes[0]
+    highest = score_of(tl.max(peaks))
+    total = total_of(peaks, masses, highest, 1.0)
     top_p, top_k = tl.load(asked[1] + request), tl.load(asked[2] + request)
     most = tl.where(top_k >= vocab, HIGHEST, tl.maximum(top_k, 1))
     # The first token stays whatever `top_p` says, so its bound lies above the weight before it.
@@ -68,38 +58,151 @@ def _bounds(asked, request, highest, total, sizes: tl.constexpr):
     # So far below the highest score all the rest weighs less than what `top_p` leaves out.
     depth = log(vocab / tl.maximum((1 - top_p) * total, _TINY)) + 1
     high = key_of(highest)
-    low = tl.where(top_p < 1, key_of(highest - tl.maximum(depth, 0.0)), _KEY_OF_NOTHING)
+    low = tl.where(top_p < 1, key_of(highest - tl.maximum(depth, 0.0)), KEY_OF_NOTHING)
     is_off = (top_k >= vocab) & (top_p >= 1)
-    high = tl.where(is_off, _KEY_OF_NOTHING, high)
-    return most, weight, highest, tl.minimum(low, high), high
+    high = tl.where(is_off, KEY_OF_NOTHING, high)
+    return most, weight, highest, total, tl.minimum(low, high), high
 
 
 @triton.jit
-def _border(peaks, group, source, bounds, sizes: tl.constexpr):
-    """The key of the smallest score that has not too much above it."""
-    most, weight, highest, low, high = bounds
+def list_near(
+    low,
+    high,
+    highest,
+    is_flat,
+    share,
+    source,
+    memory,
+    at_once: tl.constexpr,
+    listed: tl.constexpr,
+    sizes: tl.constexpr,
+):
+    """Lists a program's tokens from one key to another, and adds up those above; order is free.
+
+    Args:
+      low, high: The keys.
+      highest: The highest score.
+      is_flat: Most groups have a token from the lower key on: none is worth a look ahead.
+      share: Which of the row's programs it is.
+      source: Of the scores.
+      memory: The row's largest keys of groups, its list of keys and ids, and its notes.
+      at_once: Groups of a step.
+      listed: Tokens that the list has room for.
+    """
+    rows, asked, row, wish = source
+    peaks_at, list_at, notes_at = memory
+    lanes: tl.constexpr = at_once * 2 * PAIRS
+    count, units = tl.zeros((lanes,), tl.int32), tl.zeros((lanes,), tl.int32)
+    rest, start = tl.zeros((lanes,), tl.int32), tl.full((), 0, tl.int32)
+    is_alone = tl.num_programs(0) == 1
+    for chunk in range(share, tl.cdiv(sizes[0], lanes), tl.num_programs(0)):
+        peak = low
+        if not is_flat:
+            peak = _peak_of(chunk, peaks_at, at_once, sizes)
+        if peak >= low:
+            ids = chunk * lanes + tl.arange(0, lanes)
+            raw, x = scores_of(ids, rows, asked, row, wish, sizes)
+            keys = tl.where(ids < sizes[0], key_of(x), LOWEST)
+            is_above = keys > high
+            more, more_rest = halves_of(tl.where(is_above, weight_of(x, highest, 1.0), 0.0))
+            count, units, rest = count + is_above.to(tl.int32), units + more, rest + more_rest
+            is_near = (keys >= low) & (keys <= high) & (keys > KEY_OF_NOTHING)
+            num_near = tl.sum(is_near.to(tl.int32))
+            if num_near > 0:
+                if not is_alone:
+                    start = tl.atomic_add(notes_at + 4, num_near, sem="relaxed")
+                place = start + tl.cumsum(is_near.to(tl.int32), 0) - 1
+                has_room = is_near & (place < listed)
+                tl.store(list_at + place, keys, mask=has_room)
+                tl.store(list_at + listed + place, ids, mask=has_room)
+                start += num_near
+    if is_alone:
+        tl.store(notes_at + 4, start)
+    high_units = tl.sum(units & 32767) + tl.sum(rest >> 15)
+    whole, high_units, low_units = carried(tl.sum(units >> 15), high_units, tl.sum(rest & 32767))
+    tl.atomic_add(notes_at, tl.sum(count), sem="relaxed")
+    tl.atomic_add(notes_at + 1, whole, sem="relaxed")
+    tl.atomic_add(notes_at + 2, high_units, sem="relaxed")
+    tl.atomic_add(notes_at + 3, low_units, sem="relaxed")
+
+
+@triton.jit
+def _peak_of(chunk, peaks_at, at_once: tl.constexpr, sizes: tl.constexpr):
+    """The largest key of some groups."""
+    group = chunk * at_once + tl.arange(0, at_once)
+    inside = group < tl.cdiv(sizes[0], 2 * PAIRS)
+    return tl.max(tl.load(peaks_at + group, mask=inside, other=LOWEST))
+
+
+@triton.jit
+def find_border(
+    low,
+    high,
+    bounds,
+    source,
+    memory,
+    at_once: tl.constexpr,
+    listed: tl.constexpr,
+    sizes: tl.constexpr,
+):
+    """The key of the border, and the id from which tokens at the border do not stay.
+
+    Args:
+      low, high: The guesses, between which all tokens are listed.
+      bounds: Of `bounds_of`.
+      source, memory, at_once, listed: See `list_near`.
+    """
+    most, weight, highest, _, lowest, uppermost = bounds
+    peaks_at, list_at, notes_at = memory
+    counted = tl.load(notes_at, volatile=True)
+    whole, units = tl.load(notes_at + 1, volatile=True), tl.load(notes_at + 2, volatile=True)
+    whole, units, rest = carried(whole, units, tl.load(notes_at + 3, volatile=True))
+    num_listed = tl.load(notes_at + 4, volatile=True)
+    place = tl.arange(0, listed)
+    keys = tl.load(list_at + place, mask=place < num_listed, other=LOWEST, volatile=True)
+    more, more_rest = halves_of(weight_of(score_of(keys), highest, 1.0))
+    has_room = num_listed <= listed
+    known = (has_room, counted, whole, units, rest, keys, more, more_rest)
+    count, above, _ = _tally(high, sizes[0], known, bounds, source, memory, at_once, listed, sizes)
+    is_right = has_room & ((high == uppermost) | ((count < most) & (above < weight)))
+    count, above, _ = _tally(low - 1, 0, known, bounds, source, memory, at_once, listed, sizes)
+    is_right &= (low == lowest) | (count >= most) | (above >= weight)
+    known = (is_right, counted, whole, units, rest, keys, more, more_rest)
+    low, high = tl.where(is_right, low, lowest), tl.where(is_right, high, uppermost)
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)
-        num_members = _list(source[4], peaks > middle, group)
-        count, above, ties = _tally(middle, sizes[0], num_members, source, bounds, sizes)
+        count, above, _ = _tally(middle, 0, known, bounds, source, memory, at_once, listed, sizes)
         is_below = (count >= most) | (above >= weight)
         low = tl.where(is_below, middle + 1, low)
         high = tl.where(is_below, high, middle)
-    return low
+    return low, _limit(low, known, bounds, source, memory, at_once, listed, sizes)
 
 
 @triton.jit
-def _limit(border, num_members, source, bounds, sizes: tl.constexpr):
+def _limit(
+    border,
+    known,
+    bounds,
+    source,
+    memory,
+    at_once: tl.constexpr,
+    listed: tl.constexpr,
+    sizes: tl.constexpr,
+):
     """The id from which tokens at the border do not stay, for want of room."""
-    most, weight, highest, _, _ = bounds
+    most, weight, highest, _, _, _ = bounds
     own = weight_of(score_of(border), highest, 1.0)
-    count, above, ties = _tally(border, sizes[0], num_members, source, bounds, sizes)
+    count, above, ties = _tally(
+        border, sizes[0], known, bounds, source, memory, at_once, listed, sizes
+    )
     low, high = tl.full((), 0, tl.int32), tl.full((), sizes[0], tl.int32)
     has_room = (count <= most - ties) & (above + (ties - 1).to(tl.float32) * own < weight)
     low = tl.where(has_room, high, low)
     while low < high:
         middle = (low + high) >> 1
-        count, above, earlier = _tally(border, middle, num_members, source, bounds, sizes)
+        count, above, earlier = _tally(
+            border, middle, known, bounds, source, memory, at_once, listed, sizes
+        )
         has_room = (count <= most - 1 - earlier) & (above + earlier.to(tl.float32) * own < weight)
         low = tl.where(has_room, middle + 1, low)
         high = tl.where(has_room, high, middle)
@@ -107,81 +210,68 @@ def _limit(border, num_members, source, bounds, sizes: tl.constexpr):
 
 
 @triton.jit
-def _list(members_at, is_member, group):
-    """Lists the groups that are members; returns how many."""
-    tl.debug_barrier()  # the list before this one has been read
-    place = tl.cumsum(is_member.to(tl.int32), 0) - 1
-    tl.store(members_at + place, group, mask=is_member)
-    tl.debug_barrier()
-    return tl.sum(is_member.to(tl.int32))
-
-
-@triton.jit
-def _members(chunk, num_members, source, sizes: tl.constexpr):
-    """Pairs, ids, scores and keys of some listed groups; outside of the list keys are lowest."""
-    rows, asked, row, wish, members_at = source
-    place = chunk * sizes[7] + tl.arange(0, sizes[7])
-    beyond = tl.cdiv(sizes[0], 2 * PAIRS)
-    group = tl.load(members_at + place, mask=place < num_members, other=beyond, volatile=True)
-    pairs, ids = ids_of(group)
-    raw, x = scores_of(ids, rows, asked, row, wish, sizes)
-    return pairs, ids, x, tl.where(ids < sizes[0], key_of(x), LOWEST)
-
-
-@triton.jit
-def _tally(border, limit, num_members, source, bounds, sizes: tl.constexpr):
+def _tally(
+    border,
+    limit,
+    known,
+    bounds,
+    source,
+    memory,
+    at_once: tl.constexpr,
+    listed: tl.constexpr,
+    sizes: tl.constexpr,
+):
     """Counts and weighs the tokens above a border, until they are too many.
+
+    Args:
+      known: Whether the list holds all that matters; the count and the weight of what lies above
+        it; its keys, and what they weigh.
 
     Returns:
       Their count and their weight, and how many lie at the border, with an id below the limit.
     """
-    most, weight, highest, _, _ = bounds
-    count, ties, sum = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), no_sum()
-    chunk, above = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float32)
-    whole, high, low = sum
-    while (chunk * sizes[7] < num_members) & (count < most) & (above < weight):
-        pairs, ids, x, keys = _members(chunk, num_members, source, sizes)
-        is_above = keys > border
+    is_listed, count, whole, units, rest, keys, more, more_rest = known
+    if is_listed:
+        is_above, is_tie = keys > border, keys == border
         count += tl.sum(is_above.to(tl.int32))
-        ties += tl.sum(((keys == border) & (ids < limit)).to(tl.int32))
-        weights = tl.where(is_above, weight_of(x, highest, 1.0), 0.0)
-        whole, high, low = add_halves((whole, high, low), weights)
-        above = number_of((whole, high, low))
-        chunk += 1
+        units += tl.sum(tl.where(is_above, more, 0))
+        rest += tl.sum(tl.where(is_above, more_rest, 0))
+        whole, units, rest = carried(whole, units, rest)
+        if (limit > 0) & (limit < sizes[0]):
+            place = tl.arange(0, listed)
+            is_tie &= (
+                tl.load(memory[1] + listed + place, mask=is_tie, other=0, volatile=True) < limit
+            )
+        ties = tl.sum(is_tie.to(tl.int32))
+        above = number_of((whole, units, rest))
+    else:
+        count, above, ties = _tally_all(border, limit, bounds, source, memory, at_once, sizes)
     return count, above, ties
 
 
 @triton.jit
-def _noisy(chunk, support, source, stream, sizes: tl.constexpr):
-    """Ids, scores and keys of some groups of the support, with noise; what is excluded is -inf."""
-    border, limit, highest, smallest, num_members = support
-    pairs, ids, x, keys = _members(chunk, num_members, source, sizes)
-    stays = (keys > border) | ((keys == border) & (ids < limit))
-    stays &= weight_of(x, highest, 1.0) >= smallest
-    noise = source[3][2]
-    x = tl.where(stays, x + gumbel(noise[0], noise[1], stream, pairs), -float("inf"))
-    return ids, x, tl.where(keys > LOWEST, key_of(x), LOWEST)
-
-
-@triton.jit
-def next_in_support(support, source, stream, key, winner, sizes: tl.constexpr):
-    """As `next_token`, among all tokens of a row with noise."""
-    best, first = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)
-    for chunk in range(tl.cdiv(support[4], sizes[7])):
-        ids, x, keys = _noisy(chunk, support, source, stream, sizes)
-        theirs, candidate = next_token(keys, ids, key, winner)
-        is_better = (theirs > best) | ((theirs == best) & (candidate < first))
-        best = tl.where(is_better, theirs, best)
-        first = tl.where(is_better, candidate, first)
-    return best, first
-
-
-@triton.jit
-def mass_of_support(support, source, stream, highest, sharpness, sizes: tl.constexpr):
-    """How likely the support is with its noise, beside a token with the highest score."""
-    whole, high, low = no_sum()
-    for chunk in range(tl.cdiv(support[4], sizes[7])):
-        ids, x, keys = _noisy(chunk, support, source, stream, sizes)
-        weights = tl.where(keys > LOWEST, weight_of(x, highest, sharpness), 0.0)
-        whole, high, low = add_halves((whole, high, low), weights)
-    return number_of((whole, high, low))
+def _tally_all(border, limit, bounds, source, memory, at_once: tl.constexpr, sizes: tl.constexpr):
+    """As `_tally`, from the scores of the groups that have some at the border or above."""
+    most, weight, highest, _, _, _ = bounds
+    rows, asked, row, wish = source
+    lanes: tl.constexpr = at_once * 2 * PAIRS
+    count, ties, chunk = (
+        tl.full((), 0, tl.int32),
+        tl.full((), 0, tl.int32),
+        tl.full((), 0, tl.int32),
+    )
+    whole, units, rest = no_sum()
+    above = tl.full((), 0.0, tl.float32)
+    while (chunk * lanes < sizes[0]) & (count < most) & (above < weight):
+        if _peak_of(chunk, memory[0], at_once, sizes) >= border:
+            ids = chunk * lanes + tl.arange(0, lanes)
+            raw, x = scores_of(ids, rows, asked, row, wish, sizes)
+            keys = tl.where(ids < sizes[0], key_of(x), LOWEST)
+            is_above = keys > border
+            count += tl.sum(is_above.to(tl.int32))
+            ties += tl.sum(((keys == border) & (ids < limit)).to(tl.int32))
+            weights = tl.where(is_above, weight_of(x, highest, 1.0), 0.0)
+            whole, units, rest = add_halves((whole, units, rest), weights)
+            above = number_of((whole, units, rest))
+        chunk += 1
+    return count, above, ties

@@ -42,13 +42,15 @@ if "triton" in KERNELS:
         import triton.language as tl
 
         noise_of_words = KERNELS["triton"]["noise"].noise_of_words
+        most_noise = KERNELS["triton"]["noise"].most_noise
 
         @triton.jit
         def noise_kernel(words_at, out_at, lanes: tl.constexpr):
-            """The noise of words."""
+            """The noise of words, and what it cannot reach."""
             lane = tl.arange(0, lanes)
             words = tl.load(words_at + lane).to(tl.uint32, bitcast=True)
             tl.store(out_at + lane, noise_of_words(words))
+            tl.store(out_at + lanes + lane, most_noise(words))
 
 
 each_language = pytest.mark.parametrize("language", KERNELS)
@@ -56,7 +58,14 @@ CASES = {str(case): case for case in TABLE if not case.is_large}
 
 
 def tiles(**changed: int) -> SamplingTiles:
-    return SamplingTiles(**{"groups": 2, "warps": 4, "at_once": 8, "row_warps": 4} | changed)
+    usual = {"groups": 2, "warps": 4, "programs": 2, "row_programs": 2, "at_once": 2}
+    usual |= {"row_warps": 4, "sampled": 64, "listed": 64}
+    return SamplingTiles(**usual | changed)
+
+
+# A sample that says next to nothing, and lists that run over.
+FEW = {"at_once": 4, "sampled": 8, "listed": 8}
+OTHER = tiles(groups=8, warps=8, programs=1, row_programs=1, row_warps=2, **FEW)
 
 
 def run(language: str, arguments: dict[str, Any], cut: SamplingTiles | None = None) -> list:
@@ -118,11 +127,60 @@ def test_rows_that_ask_for_anything_are_chosen_and_ranked_as_specified(name, lan
 
 @each_language
 def test_results_depend_on_no_tile(language) -> None:
-    arguments = CASES["choose, any rows"].arguments(seed=4)
-    want = run(language, arguments)
-    other = tiles(groups=8, warps=8, at_once=2, row_warps=2)
-    for w, g in zip(want, run(language, arguments, other), strict=True):
-        np.testing.assert_array_equal(g, w)
+    mixed = CASES["choose, any rows"].arguments(seed=4)
+    flat = mixed["logits"] * np.float32(0.1)
+    for arguments in (mixed, mixed | {"logits": flat}):
+        want = run(language, arguments)
+        for w, g in zip(want, run(language, arguments, OTHER), strict=True):
+            np.testing.assert_array_equal(g, w)
+
+
+# Ids that the sample is made of: a run of 8 out of each 40 where `tiles` take 64 of `VOCAB`.
+IN_SAMPLE = np.arange(VOCAB) % 40 < 8
+
+
+@each_language
+def test_supports_are_the_specifications_where_all_tokens_are_about_as_likely(language) -> None:
+    """Whatever the sample says of the rest: it speaks true of the first node, and false of others.
+
+    Weights show the support, which they are summed over.
+    """
+    arguments = CASES["rank, as the target"].arguments(seed=9)
+    logits = arguments["logits"] * np.float32(0.1)
+    gap = np.where(IN_SAMPLE, 0.0, -0.6).astype(np.float32)
+    logits[::2, 1], logits[1::2, 1] = logits[::2, 1] + gap, logits[1::2, 1] - gap
+    arguments["logits"] = logits
+    arguments["sampling"] = asked(
+        *(R, VOCAB),
+        temperature=np.ones(R, np.float32),
+        top_p=f32(0.5, 0.5, 0.95, 0.95, 1, 1, 0.05, 0.7),
+        top_k=i32(VOCAB, VOCAB, VOCAB, 200, 200, 40, VOCAB, 150),
+        min_p=f32(0, 0, 0.3, 0, 0.2, 0, 0, 0),
+    )
+    want = spec.rank(**arguments)
+    ids, weights = run(language, arguments)
+    np.testing.assert_array_equal(ids, want.ids)
+    np.testing.assert_allclose(weights, want.weights, rtol=2e-5, atol=2e-5)
+
+
+@each_language
+def test_tokens_that_are_all_alike_stay_in_the_order_of_their_ids(language) -> None:
+    logits = np.full((R, VOCAB), -2.5, np.float32)
+    logits[1::2, 5] = -2
+    logits[4:6, 3:] = -np.inf  # but for three
+    how = asked(
+        *(R, VOCAB),
+        temperature=np.full(R, 0.8, np.float32),
+        top_k=i32(1, VOCAB, 77, VOCAB, 20, 2, VOCAB, 300),
+        top_p=f32(1, 0.3, 1, 1e-6, 0.95, 1, 0.9, 0.9),
+        min_p=f32(0, 0, 0, 0.1, 0, 0, 0.5, 0),
+    )
+    arguments = alone(logits, how)
+    want = spec.choose(**arguments).ids
+    np.testing.assert_array_equal(run(language, arguments)[0], want)
+    np.testing.assert_array_equal(run(language, arguments, OTHER)[0], want)
+    assert want[0] == 0
+    assert want[3] == 5
 
 
 @each_language
@@ -213,10 +271,12 @@ WORDS = np.concatenate(
 
 
 def noise(language: str) -> np.ndarray:
+    """The noise of all words, and its bounds."""
     if language == "pallas":
-        return np.asarray(jax.jit(pallas_noise.noise_of_words)(WORDS))
+        both = (pallas_noise.noise_of_words, pallas_noise.most_noise)
+        return np.stack([np.asarray(jax.jit(function)(WORDS)) for function in both])
     device = "cuda" if ON_GPU else "cpu"
-    words, out = to_torch(WORDS).to(device), torch.empty(len(WORDS), device=device)
+    words, out = to_torch(WORDS).to(device), torch.empty(2, len(WORDS), device=device)
     noise_kernel[(1,)](words, out, lanes=len(WORDS), enable_fp_fusion=False)
     return out.cpu().numpy()
 
@@ -226,7 +286,17 @@ def test_noise_is_as_precise_as_the_specifications(language) -> None:
     uniform = np.minimum(WORDS.astype(np.float32) * 2.0**-32 + np.float32(2**-33), 1 - 2.0**-24)
     exact = -np.log(-np.log1p(-uniform.astype(np.float32).astype(np.float64)))
     # A relative error of 1e-7 of the inner logarithm is an absolute one of the outer.
-    np.testing.assert_allclose(noise(language), exact, rtol=2e-7, atol=2e-7)
+    np.testing.assert_allclose(noise(language)[0], exact, rtol=2e-7, atol=2e-7)
+
+
+@each_language
+def test_noise_lies_between_its_bounds(language) -> None:
+    found, most = noise(language)
+    assert (found < most).all()
+    assert found.min() > -3
+    # Close enough to be of use where noise is large, which it is for small words.
+    small = WORDS < 2**30
+    assert (most - found)[small].max() < 0.3
 
 
 @pytest.mark.parametrize("language", KERNELS)
@@ -281,7 +351,7 @@ def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, monkeypatch) -> 
         platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
         for platform in ("cpu", "cuda")
     }
-    assert counts == {"cpu": 0, "cuda": 2}
+    assert counts == {"cpu": 0, "cuda": 3}
 
 
 @pytest.mark.parametrize("ops", [jax_impl.ops, torch_impl.ops], ids=["jax", "torch"])

@@ -140,6 +140,7 @@ _SMALL = {
 }
 _KINDS = {
     "greedy": {"temperature": 0.0, "peak": 22.0},
+    "greedy of a flat law": {"temperature": 0.0, "peak": 0.0},
     "top-p 0.95": {"temperature": 0.8, "peak": 22.0},
     "top-p 0.95 of a flat law": {"temperature": 0.8, "peak": 0.0},
 }
@@ -156,5 +157,5 @@ TABLE = [
         num_bytes=_bytes,
     )
     for name, kind in _KINDS.items()
-    for R in (1, 4, 32, 128)
+    for R in (1, 4, 16, 32, 128, 512)
 ]
