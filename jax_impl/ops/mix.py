@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.ops import Kernels, kernel_or_plain, layers
 from jax_impl.ops.attention import KV, Rows, attend, write
+from kernels.tiles import BLOCKS
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.mix import BOUNDS, Heads
 from shared.spec.numerics import ATTENTION, SQUARES
@@ -39,7 +40,8 @@ def plain_reach(
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """What the kernel of `mix` asks of rows, once for all layers; plain operations ask nothing."""
     B = len(rows.page_table)
-    return jnp.zeros((B, BOUNDS), jnp.int32), jnp.zeros((B, num_kv_heads), jnp.int32)
+    counters = jnp.zeros((B, num_kv_heads * BLOCKS), jnp.int32)
+    return jnp.zeros((B, BOUNDS), jnp.int32), counters
 
 
 def kernel_reach(

@@ -376,6 +376,16 @@ def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(case, launches, monkey
     assert launched == {"cpu": 0, "cuda": launches}
 
 
+def test_jax_asks_the_same_of_rows_by_its_kernel_and_without(monkeypatch) -> None:
+    mix = jax_impl.ops.mix
+    on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"])
+    reach = jax_impl.ops.kernel_or_plain(mix.kernel_reach, mix.plain_reach)
+    rows, pools = op_arguments(FEW, jax_impl.ops, jnp.asarray)[4:6]
+    bounds, arrivals = jax.eval_shape(lambda: reach(rows, FEW.heads.num_kv_heads))
+    assert bounds.shape == pools.bounds.shape
+    assert arrivals.shape == pools.arrivals.shape
+
+
 def test_jax_takes_no_kernel_where_the_plain_ops_are_asked_for(monkeypatch) -> None:
     op = on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     with jax_impl.ops.plain():
