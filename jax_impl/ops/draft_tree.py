@@ -38,6 +38,7 @@ ancestors = kernel_or_plain(kernel_ancestors, plain_ancestors)
 
 def best(weights: Float[jax.Array, "B C"], count: int) -> Int[jax.Array, "B count"]:
     """The indices of the `count` largest weights, best first; equal ones by the lower index."""
+    weights = jnp.where(weights == 0, 0.0, weights)  # `top_k` puts -0 behind 0
     return lax.top_k(weights, count)[1].astype(jnp.int32)
 
 
