@@ -225,7 +225,7 @@ class JaxSide(Side):
 
     def run(self, operation: Operation, placed: Placed) -> list[np.ndarray]:
         (results,) = self._program(operation, [placed])()
-        return [_widened(to_numpy(x)) for x in results]
+        return [_widened(to_numpy(x)) for x in self._jax.tree.leaves(results)]
 
     def timer(self, operation: Operation, sets: list[Placed]) -> Timer:
         program = self._program(operation, sets)

@@ -125,11 +125,9 @@ def table(op: str) -> list[OpCase]:
 
 
 def as_list(results: Any) -> list[Any]:
-    """The results of a function that gives one or several, or a record of them."""
-    if is_dataclass(results):
-        return arrays_of(results)
+    """The results of a function that gives one or several; a record of them as its fields."""
     found = results if isinstance(results, tuple) else [results]
-    return [x for x in found if x is not None]
+    return [x for each in found for x in arrays_of(each)]
 
 
 def arrays_of(value: Any) -> list[Any]:
