@@ -201,23 +201,22 @@ SHARED = MixTiles(lanes=64, programs=2, splits=3, ones=16, warps=4, stages=2, re
 
 
 @pytest.mark.parametrize(
-    ("name", "lanes", "programs", "splits", "most_parts"),
+    ("name", "span", "lanes", "programs", "splits", "most_parts"),
     [
-        ("trees", 64, 1, 1, 64),
-        ("trees", 64, 2, 3, 64),
-        ("trees", 64, 3, 1, 2),
-        ("trees", 64, 64, 2, 64),
-        ("wide windows", 16, 4, 64, 64),
-        ("wide windows", 32, 2, 1, 64),
+        ("trees", 64, 64, 1, 1, 64),
+        ("trees", 128, 64, 2, 2, 64),
+        ("trees", 64, 64, 3, 1, 2),
+        ("wide windows", 64, 16, 64, 1, 64),
     ],
-    ids=["one program", "few", "by span", "more than there are splits", "alone", "blocks"],
+    ids=["one program", "alone where short", "by span", "blocks, more than there are splits"],
 )
 def test_how_programs_share_the_positions_leaves_the_bits_as_they_are(
-    name: str, lanes: int, programs: int, splits: int, most_parts: int, run
+    name: str, span: int, lanes: int, programs: int, splits: int, most_parts: int, run
 ) -> None:
     tiles = replace(SHARED, lanes=lanes, programs=programs, splits=splits)
-    got = found(run, name, How(True, SHORT, most_parts, tiles))
-    want = found(run, name, How(False, SHORT))
+    order = replace(SHORT, span=span)
+    got = found(run, name, How(True, order, most_parts, tiles))
+    want = found(run, name, How(False, order))
     np.testing.assert_array_equal(got.out, want.out)
     assert not np.asarray(got.arrivals).any()
 
