@@ -27,14 +27,14 @@ File = dict[str, Any]
 
 HEAD = """# Performance
 
-Made by `python -m bench.performance` of `bench/results/offline_*.json`, which hold the commands,
-versions and every kernel that takes much of a step.
+Made by `python -m bench.performance` of `bench/results/offline_*.json`, which hold commands and
+versions, and where steps were traced the kernels that take the most of one.
 
-Weights are random, so drafts are accepted by lot: `L` is the mean of the tokens that a step gives,
-and changes no time. A step's limit is the time that its bytes take at the rate of a large copy on
-the same device. Texts of the backends are compared token for token where no lot decides, and the
-tokens of lots too, since both draw the same. Idle is the share of a step in which the device runs
-nothing; a little below 0 is the error of two clocks.
+Weights are random, so drafts are accepted by lot: `L` is the mean of the tokens that a step gives.
+A step's limit is the time that its bytes take at the rate of a large copy on the same device. Texts
+are compared token for token with those that promise to be equal, where they were served in the same
+run. Idle is the share of a step in which the device runs nothing; it may come out a little below 0,
+since steps are timed in other rounds than they are traced in.
 """
 
 
@@ -45,6 +45,11 @@ class Key(NamedTuple):
     batch: int
     temperature: float
     overlap: int
+
+    @property
+    def usual(self) -> "Key":
+        """Of the greedy line of overlap 1 that it stands beside."""
+        return self._replace(temperature=0.0, overlap=1)
 
 
 def render(files: Sequence[File]) -> str:
@@ -70,9 +75,7 @@ def render(files: Sequence[File]) -> str:
         parts += [markdown(list(_steps(by_key, model == PEERS_SERVE)))]
         parts += _table("Beside the same step, greedy with overlap 1.", list(_variants(by_key)))
         parts += _table(
-            "Seconds until every program is ready, and gigabytes; the plan is without the weights' "
-            "copies that a start makes for a moment.",
-            list(_starts(by_key)),
+            "Seconds until every program is ready, and gigabytes of memory.", list(_starts(by_key))
         )
     return "\n\n".join(parts) + "\n"
 
@@ -92,7 +95,7 @@ def _steps(by_key: dict[Key, dict[str, Line]], has_peers: bool) -> Iterator[list
     each = [f"{what}, {name}" for what in ("kernels", "idle") for name in SIDES]
     yield ["drafts", "batch", "limit", *SIDES, *peers, "share of the limit", *each, "texts"]
     for key, found in by_key.items():
-        if key.temperature or key.overlap != 1:
+        if key != key.usual:
             continue
         fastest = min(found.values(), key=lambda line: line["ms"])
         theirs = PEERS.get(key.drafts.rpartition(" L=")[0] or key.drafts, {}).get(key.batch)
@@ -113,8 +116,8 @@ def _variants(by_key: dict[Key, dict[str, Line]]) -> Iterator[list[str]]:
     """Lines of a temperature, or of another overlap, beside the greedy line of overlap 1."""
     yield ["drafts", "batch", "temperature", "overlap", *SIDES, "texts"]
     for key, found in by_key.items():
-        usual = by_key.get(key._replace(temperature=0.0, overlap=1))
-        if usual is None or usual is found:
+        usual = by_key.get(key.usual)
+        if usual is None or key == key.usual:
             continue
         cells = []
         for name in SIDES:
@@ -130,7 +133,7 @@ def _variants(by_key: dict[Key, dict[str, Line]]) -> Iterator[list[str]]:
 def _starts(by_key: dict[Key, dict[str, Line]]) -> Iterator[list[str]]:
     yield ["drafts", "batch", *(f"start, {name}" for name in SIDES), "planned", "peak, torch"]
     for key, found in by_key.items():
-        if key.temperature or key.overlap != 1:
+        if key != key.usual:
             continue
         planned = next(iter(found.values()))["planned_bytes"] / 1e9
         seconds = (

@@ -5,7 +5,6 @@ The text stays that of plain decoding: the target's own choices do not ask how a
 
 from dataclasses import dataclass, fields, replace
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -43,12 +42,8 @@ class PlainRanking(Ranking):
         self, logits: Float[Tensor, "B S vocab"]
     ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"] | None]:
         """See `Ranking`; each the likeliest of its place."""
-        no_path = self.lengths.new_zeros(len(logits), 1, 0)
-        found = [self(logits[:, place, None], no_path, place) for place in range(logits.shape[1])]
-        drafts = torch.cat([ranked.ids[:, 0, :1] for ranked in found], dim=1)
-        if not self.is_sampled:
-            return drafts, None
-        return drafts, torch.stack([r.processed for r in found if r.processed is not None], dim=1)
+        drafts, processed = Ranking.chain(replace(self, is_sampled=True), logits)
+        return drafts, processed if self.is_sampled else None
 
 
 @dataclass(frozen=True)
