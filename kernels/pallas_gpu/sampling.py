@@ -27,10 +27,10 @@ from kernels.pallas_gpu.scores import (
     PAIRS,
     Inputs,
     Sizes,
-    before_all,
+    has_bad,
     ids_of,
+    in_order,
     key_of,
-    next_token,
     score_of,
     scores_of,
     sharpness_of,
@@ -224,7 +224,7 @@ def _tiles_kernel(*refs, groups, sizes, width, tau):
     group = tile * groups + lax.iota(jnp.int32, groups)
     pairs, ids = ids_of(group)
     raw, x = scores_of(ids, inputs, row, wish, sizes)
-    bad_ref[row, tile] = jnp.max(jnp.where(jnp.abs(raw) < jnp.inf, 0, 1))
+    bad_ref[row, tile] = has_bad(raw).astype(jnp.int32)
     places = _places(group, row, peaks_ref, masses_ref)
 
     @pl.when(tile == 0)
@@ -245,14 +245,7 @@ def _tiles_kernel(*refs, groups, sizes, width, tau):
         keys = jnp.where(ids < sizes.vocab, key_of(noisy), LOWEST)
         if tau is not None:
             store_groups(*places, noisy, keys, sharpness_of(wish.temperature, tau))
-
-        def store_next(rank, last):
-            found = next_token(keys, ids, *last)
-            for part, value in enumerate(found):
-                winners_ref[part, row, tile * width + rank] = value
-            return found
-
-        lax.fori_loop(0, width, store_next, before_all())
+        _store_winners(winners_ref, row, tile, keys, ids, width)
 
 
 def _places(group, row, peaks_ref, masses_ref):
@@ -330,14 +323,12 @@ def _rows_kernel(*refs, interpret, sizes, width, tau, groups):
             peaks, masses = load(peaks_ref, (row,), LOWEST), load(masses_ref, (row,), 0.0)
             norm = log(total_of(peaks, masses, highest, sharpness))
 
-        def store_next(rank, last):
-            key, winner = next_token(keys, ids, *last)
+        def store(rank, key, winner):
             ids_ref[row, rank] = jnp.minimum(winner, sizes.vocab - 1)
             if tau is not None:
                 weights_ref[row, rank] = (score_of(key) - highest) * sharpness - norm
-            return key, winner
 
-        lax.fori_loop(0, width, store_next, before_all())
+        in_order(keys, ids, width, store)
 
 
 def _choose_in_tiles(share, source, sharpness, found, num_tiles, width, tau, groups):
@@ -426,15 +417,18 @@ def _choose_in_tile(tile, best, support, source, sharpness, found, width, tau, g
             pltriton.debug_barrier()  # the keys of groups have been read
         places = _places(group, row, peaks_ref, masses_ref)
         store_groups(*places, score_of(keys), keys, sharpness)
-
-    def store_next(rank, last):
-        following = next_token(keys, ids, *last)
-        for part, value in enumerate(following):
-            winners_ref[part, row, tile * width + rank] = value
-        return following
-
-    lax.fori_loop(0, width, store_next, before_all())
+    _store_winners(winners_ref, row, tile, keys, ids, width)
     return jnp.max(keys)
+
+
+def _store_winners(winners_ref, row, tile, keys, ids, width):
+    """Stores the best tokens of a tile."""
+
+    def store(rank, *found):
+        for part, value in enumerate(found):
+            winners_ref[part, row, tile * width + rank] = value
+
+    in_order(keys, ids, width, store)
 
 
 def _load_row(ref, at, other, volatile=False):

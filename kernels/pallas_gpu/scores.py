@@ -14,7 +14,7 @@ PAIRS = 32  # of token ids in a group
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 _LOG2_E = 1.4426950408889634
-_KEY_OF_NAN = 0x7FC00000
+_KEY_OF_NAN, _KEY_OF_INFINITY = 0x7FC00000, 0x7F800000
 
 
 class Inputs(NamedTuple):
@@ -149,17 +149,23 @@ def key_of(x):
     """Whole numbers in the order of the scores: NaN is the largest, and both zeros are one."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     bits = jnp.where(x != x, _KEY_OF_NAN, bits)
-    return jnp.where(bits < 0, bits ^ HIGHEST, bits)
+    return bits ^ ((bits >> 31) & HIGHEST)
 
 
 def score_of(key):
     """The score that a key stands for."""
-    return lax.bitcast_convert_type(jnp.where(key < 0, key ^ HIGHEST, key), jnp.float32)
+    return lax.bitcast_convert_type(key ^ ((key >> 31) & HIGHEST), jnp.float32)
 
 
-def before_all():
-    """A key and an id that lie before all others."""
-    return jnp.int32(HIGHEST), jnp.int32(-1)
+def has_bad(raw):
+    """Whether some score is not finite."""
+    return jnp.max(lax.bitcast_convert_type(raw, jnp.int32) & HIGHEST) >= _KEY_OF_INFINITY
+
+
+def first_token(keys, ids):
+    """The token with the largest key, of several the one with the smallest id."""
+    best = jnp.max(keys)
+    return best, jnp.min(jnp.where(keys == best, ids, HIGHEST))
 
 
 def next_token(keys, ids, key, winner):
@@ -167,6 +173,20 @@ def next_token(keys, ids, key, winner):
     follows = (keys < key) | ((keys == key) & (ids > winner))
     best = jnp.max(jnp.where(follows, keys, LOWEST))
     return best, jnp.min(jnp.where(follows & (keys == best), ids, HIGHEST))
+
+
+def in_order(keys, ids, width, store):
+    """Stores the best tokens by their ranks: `store` takes a rank, a key and an id."""
+    first = first_token(keys, ids)
+    store(0, *first)
+
+    def store_next(rank, last):
+        following = next_token(keys, ids, *last)
+        store(rank, *following)
+        return following
+
+    if width > 1:
+        lax.fori_loop(1, width, store_next, first)
 
 
 def sharpness_of(temperature, tau):

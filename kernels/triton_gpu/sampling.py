@@ -25,7 +25,8 @@ from kernels.triton_gpu.scores import (
     HIGHEST,
     LOWEST,
     PAIRS,
-    before_all,
+    first_token,
+    has_bad,
     ids_of,
     key_of,
     next_token,
@@ -206,7 +207,7 @@ def _tiles_kernel(
     group = tile * groups + tl.arange(0, groups)
     pairs, ids = ids_of(group)
     raw, x = scores_of(ids, rows, asked, row, wish, sizes)
-    tl.store(bad_at + row * num_tiles + tile, tl.max(tl.where(tl.abs(raw) < float("inf"), 0, 1)))
+    tl.store(bad_at + row * num_tiles + tile, has_bad(raw).to(tl.int32))
     if tile == 0:
         note = tl.arange(0, NOTES)
         tl.store(notes_at + row * NOTES + note, note * 0)
@@ -221,12 +222,8 @@ def _tiles_kernel(
         if tau is not None:
             sharpness = sharpness_of(temperature, tau)
             store_groups(peaks_at + at, masses_at + at, group < num_groups, x, keys, sharpness)
-        key, winner = before_all()
-        place = (row * num_tiles + tile) * width
-        for rank in range(width):
-            key, winner = next_token(keys, ids, key, winner)
-            tl.store(winners_at + place + rank, key)
-            tl.store(winners_at + num_rows * num_tiles * width + place + rank, winner)
+        keys_at = winners_at + (row * num_tiles + tile) * width
+        _store_first(keys, ids, keys_at, keys_at + num_rows * num_tiles * width, width)
 
 
 @triton.jit
@@ -340,8 +337,9 @@ def _rows_kernel(
             masses = tl.load(masses_at + group, mask=inside, other=0.0, volatile=True)
             norm = log(total_of(peaks, masses, highest, sharpness))
         out = ids_at + row * width, weights_at + row * width
-        key, winner = before_all()
-        for rank in range(width):
+        key, winner = first_token(keys, ids)
+        _store(out, 0, key, winner, highest, norm, sharpness, sizes[0], tau)
+        for rank in range(1, width):
             key, winner = next_token(keys, ids, key, winner)
             _store(out, rank, key, winner, highest, norm, sharpness, sizes[0], tau)
 
@@ -403,9 +401,17 @@ def _choose_in_tile(
         store_groups(
             *(peaks_at + group, masses_at + group, inside), score_of(keys), keys, sharpness
         )
-    key, winner = before_all()
-    first = tl.max(keys)
-    for rank in range(width):
+    return _store_first(keys, ids, keys_at, ids_at, width)
+
+
+@triton.jit
+def _store_first(keys, ids, keys_at, ids_at, width: tl.constexpr):
+    """Stores the best tokens of a tile; gives the first one's key."""
+    first, winner = first_token(keys, ids)
+    tl.store(keys_at, first)
+    tl.store(ids_at, winner)
+    key = first
+    for rank in range(1, width):
         key, winner = next_token(keys, ids, key, winner)
         tl.store(keys_at + rank, key)
         tl.store(ids_at + rank, winner)

@@ -11,7 +11,7 @@ PAIRS = tl.constexpr(32)  # of token ids in a group
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_KEY_OF_NAN = tl.constexpr(0x7FC00000)
+_KEY_OF_NAN, _KEY_OF_INFINITY = tl.constexpr(0x7FC00000), tl.constexpr(0x7F800000)
 
 
 @triton.jit
@@ -91,19 +91,26 @@ def key_of(x):
     """Whole numbers in the order of the scores: NaN is the largest, and both zeros are one."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     bits = tl.where(x != x, _KEY_OF_NAN, bits)
-    return tl.where(bits < 0, bits ^ HIGHEST, bits)
+    return bits ^ ((bits >> 31) & HIGHEST)
 
 
 @triton.jit
 def score_of(key):
     """The score that a key stands for."""
-    return tl.where(key < 0, key ^ HIGHEST, key).to(tl.float32, bitcast=True)
+    return (key ^ ((key >> 31) & HIGHEST)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def before_all():
-    """A key and an id that lie before all others."""
-    return tl.full((), HIGHEST, tl.int32), tl.full((), -1, tl.int32)
+def has_bad(raw):
+    """Whether some score is not finite."""
+    return tl.max(raw.to(tl.int32, bitcast=True) & HIGHEST) >= _KEY_OF_INFINITY
+
+
+@triton.jit
+def first_token(keys, ids):
+    """The token with the largest key, of several the one with the smallest id."""
+    best = tl.max(keys)
+    return best, tl.min(tl.where(keys == best, ids, HIGHEST))
 
 
 @triton.jit
