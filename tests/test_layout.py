@@ -16,7 +16,7 @@ PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
 ONE_SIDED = {Path("convert.py"), Path("train.py")}  # writing Orbax and training are JAX's alone
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
-PARTS = {"guess", "heads", "noise", "reach", "scores", "squares", "support", "window"}
+PARTS = {"guess", "heads", "noise", "parts", "reach", "scores", "squares", "support", "window"}
 TEST_OF_SPEC = {"model": "golden"}  # its proof is other people's numbers
 MAX_LINES = 450
 

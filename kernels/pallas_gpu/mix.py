@@ -31,6 +31,7 @@ from kernels.pallas_gpu.attention import (
     window_operand,
 )
 from kernels.pallas_gpu.heads import early, fetch, turn, write_pair
+from kernels.pallas_gpu.parts import combine, store_unit
 from kernels.pallas_gpu.reach import is_in, pack, sees
 from kernels.tiles import BLOCKS, MixTiles
 from shared.spec.mix import BOUNDS
@@ -262,13 +263,7 @@ def _mix_kernel(
             base = lax.div(share.low, share.unit)
 
             def store(unit, sums):
-                # A lane that is not written gets a row outside, for the interpreter.
-                at = jnp.where(row < stop, row, sums_ref.shape[1])
-                column = lax.iota(jnp.int32, D)[None, :]
-                where = (unit - base, at[:, None], q_head[:, None], column)
-                pltriton.store(sums_ref.at[where], sums.values, mask=(row < stop)[:, None])
-                for ref, x in zip(parts[1:], sums[1:], strict=True):
-                    pltriton.store(ref.at[unit - base, at, q_head], x, mask=row < stop)
+                store_unit(parts, unit - base, row, q_head, sums, row < stop)
 
             own_sums = _sum_share(
                 q.astype(projected_ref.dtype), seen, bounds, page, window, place, is_bad,
@@ -354,11 +349,25 @@ def _sum_share(
     A unit is a split, or a span. Who is alone stores none. What no row sees is not read.
     """
     tile, (lanes, D) = order.tile, q.shape
-    _, seen_from, seen_until, _, _ = bounds
+    _, seen_from, seen_until, new_from, _ = bounds
     begin = lax.div(low, tile)
     end = jnp.where(low < high, pl.cdiv(high, tile), begin)
+    # Tiles that every lane sees whole, and of which nothing is new, need no mask.
+    whole = jnp.minimum(lax.div(jnp.minimum(seen.until.min(), new_from), tile), end)
+    sees_first = seen.first.max() <= begin * tile
+    whole = begin + sees_first.astype(jnp.int32) * jnp.maximum(whole - begin, 0)
 
     def add(i, carry):
+        number, sums, *of_unit = carry
+        position, pages, number = pages_of(seen, number, i, tile)
+        load = partial(load_rows, seen, pages=pages, position=position)
+        scores = scores_of(q, load(which=0))
+        highest = jnp.maximum(sums.peak, scores.max(axis=1))
+        v = load(which=1)
+        weights = jnp.exp2(scores - highest[:, None]).astype(v.dtype)
+        return number, *close(i, add_tile(sums, highest, weights, v), *of_unit)
+
+    def add_masked(i, carry):
         number, sums, *of_unit = carry
         position, pages, number = pages_of(seen, number, i, tile)
         is_read = (position >= seen_from) & (position < seen_until)
@@ -369,18 +378,21 @@ def _sum_share(
         if sizes.max_rows > 1:
             is_one = (position[:, None] == place[None, :]) & is_bad[None, :]
             is_read &= jnp.max(is_one.astype(jnp.int32), axis=1) == 0
-        load = partial(load_rows, seen, mask=is_read[:, None], other=0.0)
-        scores = scores_of(q, load(which=0, pages=pages, position=position))
+        masked = {"mask": is_read[:, None], "other": 0.0}
+        load = partial(load_rows, seen, pages=pages, position=position, **masked)
+        scores = scores_of(q, load(which=0))
         is_seen = sees(position, seen.first, seen.until, window, order.nodes)
         scores = jnp.where(is_seen, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))
-        v = load(which=1, pages=pages, position=position)
+        v = load(which=1)
         weights = jnp.where(is_seen, jnp.exp2(scores - highest[:, None]), 0.0).astype(v.dtype)
-        sums = add_tile(sums, highest, weights, v)
-        ends_split = (lax.rem((i + 1) * tile, order.split) == 0) | (i + 1 == end)
-        return number, *lax.cond(ends_split, partial(close, i), lambda *x: x, sums, *of_unit)
+        return number, *close(i, add_tile(sums, highest, weights, v), *of_unit)
 
-    def close(i, sums, *of_unit):
+    def close(i, *sums):
+        ends_split = (lax.rem((i + 1) * tile, order.split) == 0) | (i + 1 == end)
+        return lax.cond(ends_split, partial(close_split, i), lambda *x: x, *sums)
+
+    def close_split(i, sums, *of_unit):
         sums = sums._replace(total=sums.total.max(axis=1))
         if not of_unit:
             stored(i, sums)
@@ -397,51 +409,18 @@ def _sum_share(
 
     nothing = Sums.nothing(lanes, D, order.ones)
     of_unit = [Sums.nothing(lanes, D)] if sizes.may_span or sizes.splits > 1 else []
-    return lax.fori_loop(begin, end, add, (number, nothing, *of_unit))[-1]
+    summed = lax.fori_loop(begin, whole, add, (number, nothing, *of_unit))
+    return lax.fori_loop(whole, end, add_masked, summed)[-1]
 
 
 def _combine(parts, row, q_head, begin, share, order, sizes, interpret):
-    """Adds what the programs have stored: units to spans, and spans to a whole.
-
-    Several units at a time, so that one need not wait for the memory of the one before.
-    """
-    (lanes,), D = row.shape, parts[0].shape[3]
+    """Adds what the programs of a request have stored."""
     end = jnp.where(share.low < share.high, pl.cdiv(share.high, share.unit), begin)
     per_span = order.span // order.split
     if sizes.may_span:
         per_span = _either(share.by_span, 1 << 20, per_span)
-    unroll = max(1, min(8, 16 * 128 * 8 // (lanes * D)))
-
-    def load(unit, is_one):
-        column, is_one = lax.iota(jnp.int32, D)[None, :], jnp.broadcast_to(is_one, (lanes,))
-        # Volatile, past the cache of the multiprocessor: other programs have written them.
-        load = partial(pltriton.load, volatile=not interpret)
-        at = (unit - begin, row, q_head)
-        return Sums(
-            load(
-                parts[0].at[(at[0], row[:, None], q_head[:, None], column)],
-                mask=is_one[:, None],
-                other=0.0,
-            ),
-            load(parts[1].at[at], mask=is_one, other=-1e30),
-            load(parts[2].at[at], mask=is_one, other=0.0),
-        )
-
-    def add_span(number, whole):
-        low = jnp.maximum(number * per_span, begin)
-        high = jnp.minimum((number + 1) * per_span, end)
-
-        def add_units(several, sums):
-            units = [several * unroll + member for member in range(unroll)]
-            for more in [load(unit, (unit >= low) & (unit < high)) for unit in units]:
-                sums = fold(sums, more)
-            return sums
-
-        several = (lax.div(low, unroll), pl.cdiv(high, unroll))
-        return fold(whole, lax.fori_loop(*several, add_units, Sums.nothing(lanes, D)))
-
-    spans = (lax.div(begin, per_span), pl.cdiv(end, per_span))
-    return lax.fori_loop(*spans, add_span, Sums.nothing(lanes, D))
+    unroll = max(1, min(8, 16 * 128 * 8 // (sizes.lanes * parts[0].shape[3])))
+    return combine(parts, row, q_head, begin, end, per_span, unroll, interpret)
 
 
 def _barrier(interpret):

@@ -28,6 +28,7 @@ from kernels.triton_gpu.attention import (
 )
 from kernels.triton_gpu.heads import fetch, turn, write_pair
 from kernels.triton_gpu.linear import launching
+from kernels.triton_gpu.parts import combine, store_unit
 from kernels.triton_gpu.reach import is_in, pack, sees
 from shared.spec.mix import BOUNDS
 
@@ -253,7 +254,7 @@ def _mix_kernel(
     place_of_lane = own.to(tl.int64) * q_heads + q_head
     sums, peak, total = _sum_share(
         q, k_at + head * D, v_at + head * D, table_at, columns, number,
-        first, until, seen_from, seen_until, window, place, is_bad,
+        first, until, seen_from, seen_until, new_from, window, place, is_bad,
         from_position, to_position, scale,
         sums_at, peaks_at, totals_at, place_of_lane, row < stop, low // unit, num_rows * q_heads,
         unit, is_alone, D, k_heads, page, nodes, ones, split, tile, may_span | (splits > 1),
@@ -265,7 +266,7 @@ def _mix_kernel(
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1
         if is_last:
             tl.store(counter, 0)
-            sums, peak, total = _combine(
+            sums, peak, total = combine(
                 sums_at, peaks_at, totals_at, place_of_lane, low // unit,
                 tl.where(low < high, tl.cdiv(high, unit), low // unit),
                 tl.where(by_span, 1 << 20, span // split), num_rows * q_heads, lanes, D, unroll,
@@ -304,6 +305,7 @@ def _sum_share(
     until,
     seen_from,
     seen_until,
+    new_from,
     window,
     place,
     is_bad,
@@ -340,7 +342,23 @@ def _sum_share(
     u_sums, u_peak, u_total = no_sums(lanes, D)
     begin = low // tile
     end = tl.where(low < high, tl.cdiv(high, tile), begin)
-    for i in range(begin, end):
+    # Tiles that every lane sees whole, and of which nothing is new, need no mask.
+    whole = tl.minimum(tl.minimum(tl.min(until), new_from) // tile, end)
+    whole = tl.where(tl.max(first) <= begin * tile, tl.maximum(whole, begin), begin)
+    for i in range(begin, whole):
+        position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
+        k, v = tl.load(k_at + offset), tl.load(v_at + offset)
+        # "ieee": float32 stays float32, no tf32
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        highest = tl.maximum(peak, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
+        sums, peak, total = add_tile(sums, peak, total, highest, weights, v, ones)
+        sums, peak, total, u_sums, u_peak, u_total = _close(
+            i, end, sums, peak, total, u_sums, u_peak, u_total,
+            sums_at, peaks_at, totals_at, place_of_lane, is_lane, base, stride, unit, is_alone,
+            D, ones, split, tile, may_gather,
+        )  # fmt: skip
+    for i in range(whole, end):
         position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
         is_read = (position >= seen_from) & (position < seen_until)
         if nodes > 0:
@@ -350,74 +368,58 @@ def _sum_share(
             is_read &= tl.max(is_one.to(tl.int32), axis=1) == 0
         k = tl.load(k_at + offset, mask=is_read[:, None], other=0.0)
         v = tl.load(v_at + offset, mask=is_read[:, None], other=0.0)
-        # "ieee": float32 stays float32, no tf32
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = sees(position, first, until, window, nodes)
         scores = tl.where(seen, scores, NEGATIVE)
         highest = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
         sums, peak, total = add_tile(sums, peak, total, highest, weights, v, ones)
-        after, is_last = (i + 1) * tile, i + 1 == end
-        if (after % split == 0) | is_last:
-            at = (i * tile // unit - base) * stride + place_of_lane
-            weight = tl.max(total, axis=1)
-            if may_gather:
-                u_sums, u_peak, u_total = fold(u_sums, u_peak, u_total, sums, peak, weight)
-                if ((after % unit == 0) | is_last) & (not is_alone):
-                    _store(sums_at, peaks_at, totals_at, at, u_sums, u_peak, u_total, is_lane, D)
-                    u_sums, u_peak, u_total = no_sums(lanes, D)
-            else:
-                _store(sums_at, peaks_at, totals_at, at, sums, peak, weight, is_lane, D)
-            sums, peak, _ = no_sums(lanes, D)
-            total = tl.zeros((lanes, ones), tl.float32)
+        sums, peak, total, u_sums, u_peak, u_total = _close(
+            i, end, sums, peak, total, u_sums, u_peak, u_total,
+            sums_at, peaks_at, totals_at, place_of_lane, is_lane, base, stride, unit, is_alone,
+            D, ones, split, tile, may_gather,
+        )  # fmt: skip
     return u_sums, u_peak, u_total
 
 
 @triton.jit
-def _store(sums_at, peaks_at, totals_at, at, sums, peak, total, is_lane, D: tl.constexpr):
-    column = tl.arange(0, D)[None, :]
-    tl.store(sums_at + at[:, None] * D + column, sums, mask=is_lane[:, None])
-    tl.store(peaks_at + at, peak, mask=is_lane)
-    tl.store(totals_at + at, total, mask=is_lane)
-
-
-@triton.jit
-def _combine(
+def _close(
+    i,
+    end,
+    sums,
+    peak,
+    total,
+    u_sums,
+    u_peak,
+    u_total,
     sums_at,
     peaks_at,
     totals_at,
-    place,
-    begin,
-    end,
-    per_span,
+    place_of_lane,
+    is_lane,
+    base,
     stride,
-    lanes: tl.constexpr,
+    unit,
+    is_alone,
     D: tl.constexpr,
-    unroll: tl.constexpr,
+    ones: tl.constexpr,
+    split: tl.constexpr,
+    tile: tl.constexpr,
+    may_gather: tl.constexpr,
 ):
-    """Adds what the programs have stored: units to spans, and spans to a whole.
-
-    Several units at a time, so that one need not wait for the memory of the one before.
-    """
-    column = tl.arange(0, D)[None, :]
-    w_sums, w_peak, w_total = no_sums(lanes, D)
-    for number in range(begin // per_span, tl.cdiv(end, per_span)):
-        sums, peak, total = no_sums(lanes, D)
-        low = tl.maximum(number * per_span, begin)
-        high = tl.minimum((number + 1) * per_span, end)
-        for several in range(low // unroll, tl.cdiv(high, unroll)):
-            for member in tl.static_range(unroll):
-                unit = several * unroll + member + tl.zeros((lanes,), tl.int32)
-                is_one = (unit >= low) & (unit < high)
-                at = (unit - begin) * stride + place
-                more_sums = tl.load(
-                    sums_at + at[:, None] * D + column,
-                    mask=is_one[:, None],
-                    other=0.0,
-                    cache_modifier=".cg",
-                )
-                more_peak = tl.load(peaks_at + at, mask=is_one, other=-1e30, cache_modifier=".cg")
-                more_total = tl.load(totals_at + at, mask=is_one, other=0.0, cache_modifier=".cg")
-                sums, peak, total = fold(sums, peak, total, more_sums, more_peak, more_total)
-        w_sums, w_peak, w_total = fold(w_sums, w_peak, w_total, sums, peak, total)
-    return w_sums, w_peak, w_total
+    """After the last tile of a split adds it to its unit, and after the last split stores that."""
+    lanes: tl.constexpr = sums.shape[0]
+    after, is_last = (i + 1) * tile, i + 1 == end
+    if (after % split == 0) | is_last:
+        at = (i * tile // unit - base) * stride + place_of_lane
+        weight = tl.max(total, axis=1)
+        if may_gather:
+            u_sums, u_peak, u_total = fold(u_sums, u_peak, u_total, sums, peak, weight)
+            if ((after % unit == 0) | is_last) & (not is_alone):
+                store_unit(sums_at, peaks_at, totals_at, at, u_sums, u_peak, u_total, is_lane, D)
+                u_sums, u_peak, u_total = no_sums(lanes, D)
+        else:
+            store_unit(sums_at, peaks_at, totals_at, at, sums, peak, weight, is_lane, D)
+        sums, peak, _ = no_sums(lanes, D)
+        total = tl.zeros((lanes, ones), tl.float32)
+    return sums, peak, total, u_sums, u_peak, u_total

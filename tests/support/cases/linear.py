@@ -63,7 +63,7 @@ _LARGE = {
     "gated_product": {"gate and up": (4096, 12288)},
     "product_float32": {"head": (4096, 151936)},
 }
-_ROWS = (1, 8, 32, 128)
+_ROWS = (1, 8, 32, 128, 256, 512)
 TABLE = [
     OpCase(op="linear", function=function, name=name, make=partial(make, **sizes))
     for function, make in _MAKERS.items()
@@ -81,5 +81,5 @@ TABLE += [
     for function, cases in _LARGE.items()
     for name, (K, N) in cases.items()
     for R in _ROWS
-    if name != "head" or R in (1, 32)
+    if name != "head" or R in (1, 32, 512)
 ]

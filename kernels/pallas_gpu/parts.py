@@ -1,0 +1,64 @@
+"""Sums over parts of a request's positions, which programs of `mix` leave each other, in Pallas.
+
+A unit is a split, or a span where there are many. Units are added in their order, whoever has
+summed them.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from kernels.pallas_gpu.attention import Sums, fold
+
+
+def store_unit(parts, unit, row, q_head, sums, is_lane):
+    """Stores the sums over a unit of the positions."""
+    sums_ref, *refs = parts
+    # A lane that is not written gets a row outside, for the interpreter.
+    at, column = jnp.where(is_lane, row, sums_ref.shape[1]), lax.iota(jnp.int32, sums_ref.shape[3])
+    where = (unit, at[:, None], q_head[:, None], column[None, :])
+    pltriton.store(sums_ref.at[where], sums.values, mask=is_lane[:, None])
+    for ref, x in zip(refs, sums[1:], strict=True):
+        pltriton.store(ref.at[unit, at, q_head], x, mask=is_lane)
+
+
+def combine(parts, row, q_head, begin, end, per_span, unroll, interpret):
+    """Adds what the programs have stored: units to spans, and spans to a whole.
+
+    Several units at a time, so that one need not wait for the memory of the one before.
+    """
+    (lanes,), D = row.shape, parts[0].shape[3]
+
+    def load(unit, is_one):
+        column, is_one = lax.iota(jnp.int32, D)[None, :], jnp.broadcast_to(is_one, (lanes,))
+        # Volatile, past the cache of the multiprocessor: other programs have written them.
+        load = partial(pltriton.load, volatile=not interpret)
+        at = (unit - begin, row, q_head)
+        return Sums(
+            load(
+                parts[0].at[(at[0], row[:, None], q_head[:, None], column)],
+                mask=is_one[:, None],
+                other=0.0,
+            ),
+            load(parts[1].at[at], mask=is_one, other=-1e30),
+            load(parts[2].at[at], mask=is_one, other=0.0),
+        )
+
+    def add_span(number, whole):
+        low = jnp.maximum(number * per_span, begin)
+        high = jnp.minimum((number + 1) * per_span, end)
+
+        def add_units(several, sums):
+            units = [several * unroll + member for member in range(unroll)]
+            for more in [load(unit, (unit >= low) & (unit < high)) for unit in units]:
+                sums = fold(sums, more)
+            return sums
+
+        several = (lax.div(low, unroll), pl.cdiv(high, unroll))
+        return fold(whole, lax.fori_loop(*several, add_units, Sums.nothing(lanes, D)))
+
+    spans = (lax.div(begin, per_span), pl.cdiv(end, per_span))
+    return lax.fori_loop(*spans, add_span, Sums.nothing(lanes, D))

@@ -1,0 +1,61 @@
+"""Sums over parts of a request's positions, which programs of `mix` leave each other, in Triton.
+
+A unit is a split, or a span where there are many. Units are added in their order, whoever has
+summed them.
+"""
+
+import triton
+import triton.language as tl
+
+from kernels.triton_gpu.attention import fold, no_sums
+
+
+@triton.jit
+def store_unit(sums_at, peaks_at, totals_at, at, sums, peak, total, is_lane, D: tl.constexpr):
+    """Stores the sums over a unit of the positions."""
+    column = tl.arange(0, D)[None, :]
+    tl.store(sums_at + at[:, None] * D + column, sums, mask=is_lane[:, None])
+    tl.store(peaks_at + at, peak, mask=is_lane)
+    tl.store(totals_at + at, total, mask=is_lane)
+
+
+@triton.jit
+def combine(
+    sums_at,
+    peaks_at,
+    totals_at,
+    place,
+    begin,
+    end,
+    per_span,
+    stride,
+    lanes: tl.constexpr,
+    D: tl.constexpr,
+    unroll: tl.constexpr,
+):
+    """Adds what the programs have stored: units to spans, and spans to a whole.
+
+    Several units at a time, so that one need not wait for the memory of the one before.
+    """
+    column = tl.arange(0, D)[None, :]
+    w_sums, w_peak, w_total = no_sums(lanes, D)
+    for number in range(begin // per_span, tl.cdiv(end, per_span)):
+        sums, peak, total = no_sums(lanes, D)
+        low = tl.maximum(number * per_span, begin)
+        high = tl.minimum((number + 1) * per_span, end)
+        for several in range(low // unroll, tl.cdiv(high, unroll)):
+            for member in tl.static_range(unroll):
+                unit = several * unroll + member + tl.zeros((lanes,), tl.int32)
+                is_one = (unit >= low) & (unit < high)
+                at = (unit - begin) * stride + place
+                more_sums = tl.load(
+                    sums_at + at[:, None] * D + column,
+                    mask=is_one[:, None],
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+                more_peak = tl.load(peaks_at + at, mask=is_one, other=-1e30, cache_modifier=".cg")
+                more_total = tl.load(totals_at + at, mask=is_one, other=0.0, cache_modifier=".cg")
+                sums, peak, total = fold(sums, peak, total, more_sums, more_peak, more_total)
+        w_sums, w_peak, w_total = fold(w_sums, w_peak, w_total, sums, peak, total)
+    return w_sums, w_peak, w_total
