@@ -175,12 +175,15 @@ class JaxBackend:
     ) -> tuple[DeviceState, Int[jax.Array, " result_words"]]:
         """The step as JAX traces it, once per compilation."""
         self.compiles += 1
+        return step(self._machine(leaves), state, words, program)
+
+    def _machine(self, leaves: list[Leaf]) -> Machine:
+        """What a step works with, of the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
         parts = zip(self._graphs, jax.tree.unflatten(self._tree, leaves), strict=True)
         *own, model = (nnx.merge(*part) for part in parts)
         target = Model.of(self._config, model)
-        machine = Machine(target, self._bind(*own, target), self.limits)
-        return step(machine, state, words, program)
+        return Machine(target, self._bind(*own, target), self.limits)
 
 
 def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:

@@ -58,27 +58,22 @@ def decode(
 ) -> tuple[DeviceState, Fields]:
     """Drafts or takes the plan's trees, verifies them, and commits what is accepted."""
     lengths = state.lengths[plan.slots]
-    trees, state = _trees(machine, state, plan, program, lengths)
-    verified = _verify(machine, state, plan, program, trees, lengths)
-    state, saved = _commit(machine, state, plan, program, verified, lengths)
-    if machine.feeds(program):
-        state = _extend(machine, state, plan, program, trees, verified, lengths)
-    way = verified.way
-    found = {"tokens": way.tokens, "counts": way.counts, "failed": way.failed}
-    found |= {"saved": saved} | trees.fields()
-    chosen_from = (verified.logits, way.rows, way.tokens, way.counts)
-    return state, found | logprobs_of(machine, plan, program, *chosen_from)
+    trees, state = grow(machine, state, plan, program, lengths)
+    verified = verify(machine, state, plan, program, trees, lengths)
+    state, saved = commit(machine, state, plan, program, verified, lengths)
+    state = extend(machine, state, plan, program, trees, verified, lengths)
+    return state, told(machine, plan, program, trees, verified, saved)
 
 
 def draft(
     machine: Machine, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
     """Drafts and ranks; writes nothing but draft KV past the lengths."""
-    trees, state = _trees(machine, state, plan, program, state.lengths[plan.slots])
+    trees, state = grow(machine, state, plan, program, state.lengths[plan.slots])
     return state, trees.fields()
 
 
-def _trees(
+def grow(
     machine: Machine,
     state: DeviceState,
     plan: Plan,
@@ -103,7 +98,7 @@ def _trees(
     return trees, state._replace(draft=memory)
 
 
-def _verify(
+def verify(
     machine: Machine,
     state: DeviceState,
     plan: Plan,
@@ -216,7 +211,7 @@ def _accepting(
     return choices, walked
 
 
-def _commit(
+def commit(
     machine: Machine,
     state: DeviceState,
     plan: Plan,
@@ -269,7 +264,7 @@ def _commit_state(
     return state._replace(delta=delta, snapshots=snapshots), passed
 
 
-def _extend(
+def extend(
     machine: Machine,
     state: DeviceState,
     plan: Plan,
@@ -278,7 +273,12 @@ def _extend(
     verified: Verified,
     lengths: Int[jax.Array, " B"],
 ) -> DeviceState:
-    """Extends the drafter over the accepted path, with the target's hidden states."""
+    """Extends the drafter over the accepted path, with the target's hidden states.
+
+    A plain step leaves a hole in its KV instead.
+    """
+    if not machine.feeds(program):
+        return state
     assert machine.drafter is not None  # there is one to feed
     assert state.draft is not None
     (B, W), counts = verified.way.path.shape, verified.way.counts
@@ -291,3 +291,19 @@ def _extend(
     fed = Fed(rows, tokens, verified.way.tokens.reshape(-1), passed, last)
     memory = machine.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
     return state._replace(draft=memory)
+
+
+def told(
+    machine: Machine,
+    plan: Plan,
+    program: Program,
+    trees: Trees,
+    verified: Verified,
+    saved: Bool[jax.Array, " B"],
+) -> Fields:
+    """The fields of a decode step's result."""
+    way = verified.way
+    found = {"tokens": way.tokens, "counts": way.counts, "failed": way.failed}
+    found |= {"saved": saved} | trees.fields()
+    chosen_from = (verified.logits, way.rows, way.tokens, way.counts)
+    return found | logprobs_of(machine, plan, program, *chosen_from)

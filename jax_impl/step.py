@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Int
 
 from jax_impl.decode import decode, draft
-from jax_impl.device_state import DeviceState, pack, read_plan
+from jax_impl.device_state import DeviceState, Fields, Plan, pack, read_plan
 from jax_impl.machine import Machine
 from jax_impl.prefill import count_tokens, prefill
 from shared.boundary.backend import Program, Work
@@ -23,11 +23,18 @@ def step(
         Work.COUNT: count_tokens,
     }[program.work]
     state, found = work(machine, state, plan, program)
+    return _end(machine, state, plan, found, program)
+
+
+def _end(
+    machine: Machine, state: DeviceState, plan: Plan, fields: Fields, program: Program
+) -> tuple[DeviceState, Int[jax.Array, " out"]]:
+    """What every step does last; gives the words of its result."""
     is_row = plan.slots != 0
-    found = {name: _rows_only(is_row, value) for name, value in found.items()}
+    fields = {name: _rows_only(is_row, value) for name, value in fields.items()}
     # Nobody resets the sink: without the pin, padding would grow its length for ever.
     state = state._replace(lengths=state.lengths.at[0].set(0))
-    return state, pack(found, program, machine.limits)
+    return state, pack(fields, program, machine.limits)
 
 
 def _rows_only(is_row: Bool[jax.Array, " B"], values: jax.Array) -> jax.Array:

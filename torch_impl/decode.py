@@ -52,23 +52,19 @@ class Verified:
 
 def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
     lengths = machine.state.lengths[plan.slots]
-    trees = _trees(machine, plan, program, lengths)
-    verified = _verify(machine, plan, program, trees, lengths)
-    saved = _commit(machine, plan, program, verified, lengths)
-    _extend(machine, plan, program, trees, verified, lengths)
-    way = verified.way
-    found = {"tokens": way.tokens, "counts": way.counts, "failed": way.failed}
-    found |= {"saved": saved} | trees.fields()
-    chosen_from = (verified.logits, way.rows, way.tokens, way.counts)
-    return found | logprobs_of(machine, plan, program, *chosen_from)
+    trees = grow(machine, plan, program, lengths)
+    verified = verify(machine, plan, program, trees, lengths)
+    saved = commit(machine, plan, program, verified, lengths)
+    extend(machine, plan, program, trees, verified, lengths)
+    return told(machine, plan, program, trees, verified, saved)
 
 
 def draft(machine: Machine, plan: Plan, program: Program) -> Fields:
     lengths = machine.state.lengths[plan.slots]
-    return _trees(machine, plan, program, lengths).fields()
+    return grow(machine, plan, program, lengths).fields()
 
 
-def _trees(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"]) -> Trees:
+def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " B"]) -> Trees:
     """The trees of a step: the plan's, the drafter's, or the root alone."""
     state, shape = machine.state, program.shape
     newest = state.newest[plan.slots]
@@ -105,7 +101,7 @@ def _roots(newest: Int[Tensor, " B"]) -> Trees:
     )
 
 
-def _verify(
+def verify(
     machine: Machine,
     plan: Plan,
     program: Program,
@@ -222,7 +218,7 @@ def _accepting(
     return choices, walked
 
 
-def _commit(
+def commit(
     machine: Machine, plan: Plan, program: Program, verified: Verified, lengths: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
     """Makes the accepted path the slots' past; returns which snapshots were taken."""
@@ -266,7 +262,7 @@ def _commit_state(
     return passed
 
 
-def _extend(
+def extend(
     machine: Machine,
     plan: Plan,
     program: Program,
@@ -293,3 +289,19 @@ def _extend(
         last=rows.row_starts[:-1] + (counts - 1).clamp(min=0),
     )
     machine.drafter.extend(draft, plan, lengths, counts, fed, rank)
+
+
+def told(
+    machine: Machine,
+    plan: Plan,
+    program: Program,
+    trees: Trees,
+    verified: Verified,
+    saved: Bool[Tensor, " B"],
+) -> Fields:
+    """The fields of a decode step's result."""
+    way = verified.way
+    found = {"tokens": way.tokens, "counts": way.counts, "failed": way.failed}
+    found |= {"saved": saved} | trees.fields()
+    chosen_from = (verified.logits, way.rows, way.tokens, way.counts)
+    return found | logprobs_of(machine, plan, program, *chosen_from)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shared.boundary.backend import Program, Work
 from torch_impl.decode import decode, draft
-from torch_impl.device_state import pack, read_plan
+from torch_impl.device_state import Fields, pack, read_plan
 from torch_impl.machine import Machine
 from torch_impl.prefill import count_tokens, prefill
 
@@ -24,6 +24,10 @@ WORK = {
 def step(machine: Machine, words: Int[Tensor, " words"], program: Program) -> Int[Tensor, " out"]:
     """Runs one plan, given as its words; returns the words of its result."""
     plan = read_plan(words, program, machine.limits)
-    fields = WORK[program.work](machine, plan, program)
+    return _end(machine, WORK[program.work](machine, plan, program), program)
+
+
+def _end(machine: Machine, fields: Fields, program: Program) -> Int[Tensor, " out"]:
+    """What every step does last; returns the words of its result."""
     machine.state.lengths[:1].zero_()  # the sink would grow by every padded row
     return pack(fields, program, machine.limits)
