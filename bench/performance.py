@@ -27,8 +27,8 @@ File = dict[str, Any]
 
 HEAD = """# Performance
 
-Made by `python -m bench.performance` of `bench/results/offline_*.json`, which hold commands and
-versions, and where steps were traced the kernels that take the most of one.
+Made by `python -m bench.performance` of `bench/results/offline_*.json` and `fused_*.json`, which
+hold commands and versions, and where steps were traced the kernels that take the most of one.
 
 Weights are random, so drafts are accepted by lot: `L` is the mean of the tokens that a step gives.
 A step's limit is the time that its bytes take at the rate of a large copy on the same device. Texts
@@ -52,11 +52,12 @@ class Key(NamedTuple):
         return self._replace(temperature=0.0, overlap=1)
 
 
-def render(files: Sequence[File]) -> str:
+def render(files: Sequence[File], fused: Sequence[File] = ()) -> str:
     """The page.
 
     Args:
       files: As `bench.offline` writes them.
+      fused: As `bench.fused` writes them, of the same models.
     """
     parts = [HEAD.strip()]
     for model in dict.fromkeys(map(model_of, files)):
@@ -76,6 +77,12 @@ def render(files: Sequence[File]) -> str:
         parts += _table("Beside the same step, greedy with overlap 1.", list(_variants(by_key)))
         parts += _table(
             "Seconds until every program is ready, and gigabytes of memory.", list(_starts(by_key))
+        )
+        lines = [line for file in fused if model_of(file) == model for line in file["lines"]]
+        parts += _table(
+            "A step in one device program beside the same step in three (draft; verify and commit; "
+            "draft-extend), and requests a second of a closed loop that keeps the batch full.",
+            list(_fused(lines)),
         )
     return "\n\n".join(parts) + "\n"
 
@@ -145,6 +152,18 @@ def _starts(by_key: dict[Key, dict[str, Line]]) -> Iterator[list[str]]:
         yield [key.drafts, str(key.batch), *seconds, f"{planned:.2f}", peak]
 
 
+def _fused(lines: Sequence[Line]) -> Iterator[list[str]]:
+    yield ["drafts", "batch", "backend", "one", "three", "none/s", "three/s", "one/s", "texts"]
+    for line in lines:
+        each = [f"{line[f'{way}_requests_per_s']:.2f}" for way in ("none", "split", "fused")]
+        yield [
+            *(line["drafts"], str(line["batch"]), line["backend"], f"{line['fused_ms']:.2f}"),
+            f"{line['split_ms']:.2f} ({line['split_to_fused']['median'] - 1:+.1%})",
+            *each,
+            "equal" if line["texts_are_equal"] else "DIFFER",
+        ]
+
+
 def _cell(line: Line | None, tell: Any) -> str:
     return MISSING if line is None else tell(line)
 
@@ -167,11 +186,11 @@ def _texts(found: dict[str, Line]) -> str:
     return "equal" if all(texts["equal"] for texts in compared) else "DIFFER"
 
 
-def files() -> list[File]:
-    """All results, by name."""
-    paths = sorted(RESULTS.glob("offline_*.json"))
+def files(bench: str) -> list[File]:
+    """All results of a bench, by name."""
+    paths = sorted(RESULTS.glob(f"{bench}_*.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 if __name__ == "__main__":
-    print(render(files()), end="")
+    print(render(files("offline"), files("fused")), end="")

@@ -39,7 +39,9 @@ def file(*lines: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_page_is_that_of_the_results() -> None:
-    assert PAGE.read_text(encoding="utf-8") == performance.render(performance.files())
+    assert PAGE.read_text(encoding="utf-8") == performance.render(
+        performance.files("offline"), performance.files("fused")
+    )
 
 
 def test_backends_stand_side_by_side_with_what_others_take() -> None:
