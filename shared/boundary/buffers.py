@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 from jaxtyping import Int32
@@ -56,9 +56,16 @@ class Layout:
     fields: dict[str, Field]
     size: int
 
+    @cached_property
+    def _record(self) -> np.dtype:
+        """The whole buffer as one record: numpy takes it apart at once."""
+        parts = [(name, field.dtype, field.shape) for name, field in self.fields.items()]
+        return np.dtype(parts)
+
     def views(self, buffer: Int32[np.ndarray, " words"]) -> dict[str, np.ndarray]:
         """Every array that lies in `buffer`, without a copy."""
-        return {name: field.view(buffer) for name, field in self.fields.items()}
+        record = buffer.view(self._record)[0]
+        return {name: record[name] for name in self.fields}
 
 
 def _lay_out(arrays: list[tuple[str, tuple[int, ...], type]]) -> Layout:
@@ -137,6 +144,14 @@ def empty_plan(program: Program, limits: Limits, mask: Mask | None) -> StepPlan:
     at = layout.views(buffer)
     at["top_p"][:] = at["repetition"][:] = 1.0
     at["top_k"][:] = limits.vocab
+    return plan_in(buffer, program, limits, mask)
+
+
+def plan_in(
+    buffer: Int32[np.ndarray, " words"], program: Program, limits: Limits, mask: Mask | None
+) -> StepPlan:
+    """The plan that lies in a buffer, without a copy."""
+    at = plan_layout(program, limits).views(buffer)
     sampling = Sampling(**{f.name: at[f.name] for f in fields(Sampling)})
     snapshots = Snapshots(at["restore"], at["save"], at["save_at"])
     rows = (at["slots"], at["page_table"], at["starts"], at["draft_from"], at["reports"])

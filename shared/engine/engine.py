@@ -108,15 +108,17 @@ class Engine:
         self.controller.cut(request_id, num_tokens)
 
     def step(self) -> list[Event]:
-        """Submits the next step, then retires the oldest beyond the overlap."""
-        for request in self.scheduler.admit():
-            self.planner.bind(request)
-        rows = self.scheduler.next_rows()
-        if rows is not None:
-            self._submit(rows)
-        if self._flights and (rows is None or len(self._flights) > self._overlap):
-            return self._retire(self._flights.popleft())
-        return []
+        """Submits the next step, then retires the oldest beyond the overlap.
+
+        What waits for the tokens of that one is submitted before anyone hears of them.
+        """
+        is_submitted = self._submit_next()
+        if not self._flights or (is_submitted and len(self._flights) <= self._overlap):
+            return []
+        events = self._retire(self._flights.popleft())
+        if not is_submitted and self._overlap:
+            self._submit_next()
+        return events
 
     def close(self) -> None:
         """Ends every request and the backend."""
@@ -124,6 +126,15 @@ class Engine:
             self.abort(request_id)
         self._flights.clear()
         self._backend.close()
+
+    def _submit_next(self) -> bool:
+        """Whether there was a step to submit."""
+        for request in self.scheduler.admit():
+            self.planner.bind(request)
+        rows = self.scheduler.next_rows()
+        if rows is not None:
+            self._submit(rows)
+        return rows is not None
 
     def _submit(self, rows: Rows) -> None:
         plan = self.planner.plan(rows)

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Limits, Program, StepPlan
-from shared.boundary.buffers import empty_plan
+from shared.boundary.backend import Limits, Program, StepPlan, Work
+from shared.boundary.buffers import empty_plan, plan_in
 from shared.engine.allocator import Allocator
 from shared.engine.request import Request
 from shared.engine.rows import Rows
 from shared.spec.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A plan whose rows are filled in, but for what each step brings, to begin the next one with.
+
+    Attributes:
+      slots: Of its rows, as bytes.
+      binding: How many requests had been bound by then.
+    """
+
+    slots: bytes
+    binding: int
+    buffer: Int32[np.ndarray, " words"]
 
 
 class Planner:
@@ -23,6 +37,8 @@ class Planner:
         self._limits, self._allocator = limits, allocator
         self._sampling = _neutral_sampling(limits)
         self._reports = np.zeros(limits.num_slots, np.int32)
+        self._binding = 0
+        self._held: dict[Program, _Held] = {}
         self._by_size = sorted(
             (program for program in limits.programs if not program.mask),
             key=lambda p: (p.tokens, p.batch, p.pages, p.shape.rows, p.logprobs),
@@ -31,6 +47,7 @@ class Planner:
     def bind(self, request: Request) -> None:
         """Writes what a request that has just got its slot brings to each of its steps."""
         at, slot, sampling = self._sampling, request.slot, request.sampling
+        self._binding += 1
         self._reports[slot] = sampling.logprobs is not None
         at.temperature[slot] = sampling.temperature
         at.top_p[slot] = sampling.top_p
@@ -62,9 +79,22 @@ class Planner:
           LookupError: No program is large enough.
           ValueError: A row is at no point at which the step may take it.
         """
-        plan = empty_plan(self.pick(rows), self._limits, None)
-        self.fill_rows(plan, np.array([request.slot for request in rows.requests], np.int32))
+        plan = self._plan_of_rows(self.pick(rows), [request.slot for request in rows.requests])
         rows.fill(plan)
+        return plan
+
+    def _plan_of_rows(self, program: Program, slots: list[int]) -> StepPlan:
+        """A plan with its rows filled in. Decode steps have the rows of the one before mostly."""
+        rows = np.array(slots, np.int32)
+        held, named = self._held.get(program), rows.tobytes()
+        if held is not None and (held.slots, held.binding) == (named, self._binding):
+            plan = plan_in(held.buffer.copy(), program, self._limits, None)
+            self._fill_pages(plan, rows)
+            return plan
+        plan = empty_plan(program, self._limits, None)
+        self.fill_rows(plan, rows)
+        if program.work is Work.DECODE:
+            self._held[program] = _Held(named, self._binding, plan.buffer.copy())
         return plan
 
     def pick(self, rows: Rows) -> Program:
@@ -88,13 +118,16 @@ class Planner:
 
     def fill_rows(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
         """Writes what every step says about its rows: slots, pages, reports and sampling."""
-        count, columns = len(slots), plan.page_table.shape[1]
+        count = len(slots)
         plan.slots[:count] = slots
-        table = self._allocator.page_table[slots, :columns]
-        plan.page_table[:count, : table.shape[1]] = table
+        self._fill_pages(plan, slots)
         plan.reports[:count] = self._reports[slots]
         for name in _SAMPLING_FIELDS:
             getattr(plan.sampling, name)[:count] = getattr(self._sampling, name)[slots]
+
+    def _fill_pages(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
+        table = self._allocator.page_table[slots, : plan.page_table.shape[1]]
+        plan.page_table[: len(slots), : table.shape[1]] = table
 
 
 def _does_work_of(program: Program, rows: Rows) -> bool:

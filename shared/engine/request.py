@@ -88,6 +88,8 @@ class Request:
       output: Tokens committed so far.
       slot: Slot on the device; 0 while it has none.
       context: Tokens of prompt and output at the time it got its slot.
+      prefill_length: Tokens to prefill: the context, but for an output that is already its newest
+        token.
       first_position: Where its first chunk since then begins: behind what it found in pages that
         it shares.
       prefilled: Tokens of the context that the device has or was handed since then.
@@ -103,6 +105,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     slot: int = 0
     context: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    prefill_length: int = 0
     first_position: int = 0
     prefilled: int = 0
     in_flight: int = 0
@@ -131,11 +134,6 @@ class Request:
         return len(self.context) > len(self.prompt)
 
     @property
-    def prefill_length(self) -> int:
-        """Tokens to prefill: the context, but for an output that is already its newest token."""
-        return len(self.context) - self.resumes
-
-    @property
     def decodes(self) -> bool:
         """Whether its prefill was handed over whole."""
         return self.slot > 0 and self.prefilled == self.prefill_length
@@ -162,6 +160,7 @@ class Request:
         """
         self.slot = slot
         self.context = np.array([*self.prompt, *self.output], np.int32)
+        self.prefill_length = len(self.context) - self.resumes
         if not 0 <= first_position < self.prefill_length:
             raise ValueError(
                 f"first_position must be in 0..{self.prefill_length - 1}, got {first_position}"

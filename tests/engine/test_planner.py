@@ -89,6 +89,25 @@ def test_a_decode_plan_says_everything_about_its_rows(house):
         assert not field.any()
 
 
+def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house):
+    def is_as_anew(rows: DecodeRows) -> bool:
+        anew = Planner(house.planner._limits, house.allocator)
+        for request in rows.requests:
+            anew.bind(request)
+        return bool((house.planner.plan(rows).buffer == anew.plan(rows).buffer).all())
+
+    first, second = house.request(5, 4, temperature=0.5), house.request(3, 9, seed32=7)
+    rows = DecodeRows([first, second], CHAIN)
+    house.planner.plan(rows).buffer[:] = -1  # it is the backend's from then on
+    assert is_as_anew(rows)
+    assert house.allocator.reserve(first.slot, 12)  # pages that came since
+    assert is_as_anew(rows)
+    assert is_as_anew(DecodeRows([second, first], CHAIN))
+    house.allocator.free(second.slot)
+    assert (third := house.request(6, 9, top_p=0.5)).slot == second.slot
+    assert is_as_anew(DecodeRows([third, first], CHAIN))
+
+
 def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
     limits = toy_limits(num_pages=300, num_slots=6, overlap=1)
     plain = tuple(replace(program, logprobs=False) for program in limits.programs)
