@@ -179,6 +179,19 @@ def test_the_text_is_that_of_plain_decoding(name, overlap, match_type, how, serv
     assert max(accepted) > 2, accepted
 
 
+def test_the_next_step_is_on_its_way_before_anyone_hears_of_the_last(served):
+    """Trees wait for the tokens of the step before; whoever reads those need not be waited for."""
+    engine = ngram_engine(served.backend())
+    for one in requests_of(GREEDY, 2):
+        engine.add(one)
+    while not any(one.output for one in engine.scheduler.running):
+        engine.step()
+    steps = [(bool(engine.step()), len(engine._flights)) for _ in range(6)]
+    assert steps == [(True, 1)] * 6
+    while engine.busy:
+        engine.step()
+
+
 @either_sampling
 def test_a_prompt_that_is_copied_gives_more_than_three_tokens_a_step(how, served):
     """The model goes round all tokens; the prompt is a part of the round, and its first token."""
