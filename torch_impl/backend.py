@@ -100,6 +100,7 @@ class TorchBackend:
             config=config, drafts=drafts, limits=limits, dtype=dtype, on_gpu=device.type == "cuda"
         )
         self._ready: set[Program] = set()
+        torch.cuda.empty_cache()  # the pieces of which weights were made
         model = Model.of(config, weights)
         state = allocate(config, limits, kept, weights.embed.dtype, device)
         machine = Machine(model, _drafter(model, drafts, draft_weights), limits, state)
@@ -315,6 +316,7 @@ class _Stream:
         if self._cuda_graphs and program.work is Work.DECODE:
             self._graphs[program] = self._capture(program, plan)
             self.captures += 1
+            torch.cuda.empty_cache()  # a graph keeps memory of its own, not that of the first run
 
     def _capture(self, program: Program, plan: Int[Tensor, " words"]) -> _Graph:
         graph = torch.cuda.CUDAGraph()

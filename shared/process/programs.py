@@ -92,7 +92,8 @@ def _programs(
     ]
     if on_host:
         decodes = [replace(p, host_draft=not p.shape.is_plain) for p in decodes]
-    return prefills + decodes
+    # Captured ones come first: what the first runs of prompts took is kept for later prompts.
+    return decodes + prefills
 
 
 def _few(programs: Sequence[Program]) -> list[Program]:

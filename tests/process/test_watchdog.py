@@ -93,7 +93,7 @@ def test_a_signal_ends_a_start_that_compiles_at_once(number):
     while not lines or not lines[-1].startswith("preparing"):
         lines.append(process.stderr.readline())
         assert lines[-1], lines
-    assert lines[-1].startswith("preparing prefill of 1 rows, 64 tokens")
+    assert lines[-1].startswith("preparing decode of 1 rows")
     process.send_signal(number)
     assert process.wait(5) == -number
     assert "Traceback" not in process.stderr.read()
