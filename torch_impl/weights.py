@@ -330,5 +330,5 @@ def _eagle(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights:
         final_norm=norm("final_norm"),
         lm_head=Matrix(tensors["lm_head"]) if "lm_head" in tensors else None,
         embed=tensors.get("embed"),
-        draft_ids=None if ids is None else ids.long(),
+        draft_ids=ids,
     )

@@ -79,6 +79,7 @@ class Ranking(NamedTuple):
       lengths: Committed tokens of each request; its newest token stands there.
       width: Children of a node.
       is_sampled: Drafts are sampled, to be judged by a rejection rule; their noise is their own.
+      columns: The target's token of each score of the drafter; None where they are the same.
     """
 
     sampling: Sampling
@@ -87,6 +88,7 @@ class Ranking(NamedTuple):
     lengths: Int[jax.Array, " B"]
     width: int
     is_sampled: bool
+    columns: Int[jax.Array, " draft_vocab"] | None = None
 
     def __call__(
         self,
@@ -109,7 +111,7 @@ class Ranking(NamedTuple):
         if self.is_sampled:
             keys, stream = self.lengths, DRAFT_STREAM + depth
         how = (positions, self.sampling, keys, stream, self.width)
-        return sampling.rank(logits, seen, *how, self.is_sampled)
+        return sampling.rank(logits, seen, *how, self.is_sampled, self.columns)
 
     def roots(self, logits: Float[jax.Array, "B vocab"]) -> Ranked:
         """The best children of each request's root."""

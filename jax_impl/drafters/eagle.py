@@ -105,7 +105,7 @@ def relay_of(head: Head, kv: KV, fed: Fed, rank: Ranking) -> tuple[Relay, KV]:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
     out, kv = head.forward(fed.rows, fed.following, head.read(fed.passed), kv)
     ends = out[fed.last]
-    ranked = rank.roots(head.logits(ends))
+    ranked = rank._replace(columns=head.columns).roots(head.scores(ends))
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends), kv
 
 
@@ -132,7 +132,7 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
     A slot does not keep the law that such a one comes from.
     """
     if rank.is_sampled:
-        return First.of(rank.roots(head.logits(relay.hidden)))
+        return First.of(rank.roots(head.scores(relay.hidden)))
     return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
 
 
@@ -152,11 +152,12 @@ def draft(
 
     def run(rows: Rows, tokens: Tokens, hidden: Carried, kv: KV) -> tuple[Logits, Carried, KV]:
         out, kv = head.forward(rows, tokens, hidden, kv)
-        return head.logits(out), out, kv
+        return head.scores(out), out, kv
 
     def pick(hidden: Carried, rows: Int[jax.Array, " R"]) -> Carried:
         return hidden[rows]
 
+    rank = rank._replace(columns=head.columns)
     return grow(
         expand=Expand(run, pick, relay.hidden),
         kv=kv,

@@ -19,6 +19,7 @@ from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
 from jax_impl.ops.linear import Matrix, Stream, normed_product, product, product_float32
 from jax_impl.ops.mix import PagedKV
+from jax_impl.ops.sampling import over_tokens
 from jax_impl.weights import DraftModel, Layer, LoadedHead
 from shared.models.config import ModelConfig
 
@@ -36,14 +37,20 @@ class Head(NamedTuple):
       read: From a pass of the target, the hidden states of its rows as the head reads them.
       forward: Runs the head over rows, each with its next token and its hidden state; gives the
         hidden state that the next draft step reads, and the head's KV.
-      logits: Scores over the target's vocabulary, from what `forward` gives.
+      scores: Over the head's vocabulary, from what `forward` gives.
+      columns: The target's token of each score; None where they are the same.
     """
 
     config: ModelConfig
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
     forward: Callable[[Rows, Tokens, Hidden, KV], tuple[Hidden, KV]]
-    logits: Callable[[Hidden], Logits]
+    scores: Callable[[Hidden], Logits]
+    columns: Int[jax.Array, " draft_vocab"] | None = None
+
+    def logits(self, hidden: Hidden) -> Logits:
+        """The scores over the target's vocabulary."""
+        return over_tokens(self.scores(hidden), self.columns, self.config.vocab)
 
 
 def mtp(model: Model) -> Head:
@@ -99,9 +106,10 @@ def eagle3(model: Model, weights: LoadedHead) -> Head:
             hidden = rms_norm(hidden, own.final_norm[...], eps)
         if not settings.own_lm_head:
             return logits(model, hidden)
-        return _over_targets(model, own, product_float32(hidden, Matrix(own.lm_head[...])))
+        return product_float32(hidden, Matrix(own.lm_head[...]))
 
-    return Head(config, settings.aux_streams, partial(_project, weights), forward, scores)
+    columns = own.draft_ids[...] if settings.has_draft_vocab else None
+    return Head(config, settings.aux_streams, partial(_project, weights), forward, scores, columns)
 
 
 HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
@@ -143,13 +151,3 @@ def _decoder_layer(
     paged = PagedKV.of(kv, rows)
     stream, paged = attention_layer(config, layer, qkv, stream, turn, rows, paged, 0)
     return stream.rows, paged.pools
-
-
-def _over_targets(
-    model: Model, weights: DraftModel, scores: Float[jax.Array, "R draft_vocab"]
-) -> Logits:
-    """Scores over the target's vocabulary; -inf where the head has no token."""
-    if not hasattr(weights, "draft_ids"):
-        return scores
-    found = jnp.full((len(scores), model.config.vocab), -jnp.inf, scores.dtype)
-    return found.at[:, weights.draft_ids[...]].set(scores)

@@ -151,9 +151,7 @@ def seen_rows(seen: Seen) -> Int[jax.Array, "R vocab"]:
     return counts.at[row, seen.path].add(2 * seen.on_path.astype(jnp.int32))
 
 
-def penalized(
-    logits: Float[jax.Array, "R vocab"], seen: Int[jax.Array, "R vocab"], sampling: Sampling
-) -> Float[jax.Array, "R vocab"]:
+def penalized(logits: Scores, seen: Int[jax.Array, "R vocab"], sampling: Sampling) -> Scores:
     """Applies repetition, then presence and frequency."""
     repetition = sampling.repetition[:, None]
     repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -163,12 +161,7 @@ def penalized(
     return logits - sampling.frequency[:, None] * counts.astype(jnp.float32)
 
 
-def support(
-    logits: Float[jax.Array, "R vocab"],
-    top_k: Int[jax.Array, " R"],
-    top_p: Float[jax.Array, " R"],
-    min_p: Float[jax.Array, " R"],
-) -> Bool[jax.Array, "R vocab"]:
+def support(logits: Scores, top_k: Int[jax.Array, " R"], top_p: Filter, min_p: Filter) -> Support:
     """The tokens that may be chosen, each filter measured on the full distribution.
 
     A GPU searches for the border of the support: sorting a vocabulary there is many passes over it.
@@ -220,8 +213,7 @@ def _searched(logits: Scores, top_k: Int[jax.Array, " R"], top_p: Filter, min_p:
 def _order_keys(x: Scores) -> UInt32[jax.Array, "R vocab"]:
     """Unsigned words in the order of the numbers; both zeros have one."""
     bits = lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
+    return jnp.where(bits >> 31 > 0, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _above(
@@ -389,17 +381,18 @@ def plain_rank(
     stream: Stream,
     width: int,
     is_sampled: bool,
+    columns: Int[jax.Array, " vocab"] | None,
 ) -> Ranked:
     """Ranks the children of k nodes of each request as the target will choose among them."""
     (B, k, vocab), request = logits.shape, jnp.repeat(jnp.arange(len(logits)), logits.shape[1])
-    flat = logits.reshape(B * k, vocab)
+    flat = over_tokens(logits.reshape(B * k, vocab), columns, seen.counts.shape[1])
     scores = processed(flat, seen, positions[request], sampling, request, None)
-    noisy = perturbed_alike(scores.reshape(B, k, vocab), sampling, keys, stream).reshape(flat.shape)
-    ids = top_candidates(noisy, width)
+    noisy = perturbed_alike(scores.reshape(B, k, -1), sampling, keys, stream).reshape(flat.shape)
+    ids = top_candidates(noisy if columns is None else noisy[:, columns], width)
+    ids = ids if columns is None else columns[ids]
     weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU)
-    weights = jnp.take_along_axis(weights, ids, axis=1)
-    kept = scores if is_sampled else None
-    return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), kept)
+    weights = jnp.take_along_axis(weights, ids, axis=1).reshape(B, k, width)
+    return Ranked(ids.reshape(B, k, width), weights, scores if is_sampled else None)
 
 
 def kernel_rank(
@@ -412,22 +405,29 @@ def kernel_rank(
     stream: Stream,
     width: int,
     is_sampled: bool,
+    columns: Int[jax.Array, " vocab"] | None,
 ) -> Ranked:
     """As `plain_rank`; where drafts are sampled their scores are wanted, and nothing is gained."""
     given = (logits, seen, positions, sampling, keys, stream, width)
     if is_sampled or width > kernels.sampling.MOST_WIDTH:
-        return plain_rank(*given, is_sampled)
+        return plain_rank(*given, is_sampled, columns)
     tiles = kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1])
-    ids, weights = kernels.sampling.rank(*given, tau=DRAFT_TAU, tiles=tiles)
+    ids, weights = kernels.sampling.rank(*given, columns, tau=DRAFT_TAU, tiles=tiles)
     return Ranked(ids, weights, None)
 
 
 rank = kernel_or_plain(kernel_rank, plain_rank)
 
 
-def draft_weights(
-    perturbed: Float[jax.Array, "R vocab"], temperature: Float[jax.Array, " R"], tau: float
+def over_tokens(
+    logits: Float[jax.Array, "R columns"], columns: Int[jax.Array, " columns"] | None, vocab: int
 ) -> Float[jax.Array, "R vocab"]:
+    """A drafter's logits over the target's vocabulary; -inf where it has no token."""
+    nothing = jnp.full((len(logits), vocab), -jnp.inf, logits.dtype)
+    return logits if columns is None else nothing.at[:, columns].set(logits)
+
+
+def draft_weights(perturbed: Scores, temperature: Float[jax.Array, " R"], tau: float) -> Scores:
     """How likely the drafter takes each token for the target's choice, as a logarithm."""
     softness = jnp.where(temperature > 0, jnp.float32(tau), jnp.float32(1))
     return log_softmax(perturbed / softness[:, None])

@@ -133,8 +133,3 @@ def words_of(seed, position, stream, pairs):
     x0, x1 = threefry(seed, position, counter, jnp.zeros_like(counter) + stream)
     is_first = lax.iota(jnp.int32, 2)[None, None, :] == 0
     return jnp.where(is_first, x0, x1)
-
-
-def gumbel(seed, position, stream, pairs):
-    """The noise of the ids that `words_of` names."""
-    return noise_of_words(words_of(seed, position, stream, pairs))

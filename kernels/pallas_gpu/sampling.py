@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
 from kernels.pallas_gpu.guess import guess
-from kernels.pallas_gpu.noise import gumbel, log, most_noise, noise_of_words, words_of
+from kernels.pallas_gpu.noise import log, most_noise, noise_of_words
 from kernels.pallas_gpu.scores import (
     HIGHEST,
     LOWEST,
@@ -35,9 +35,11 @@ from kernels.pallas_gpu.scores import (
     scores_of,
     sharpness_of,
     store_groups,
+    tokens_of,
     total_of,
     weight_of,
     wish_of,
+    words_at,
 )
 from kernels.pallas_gpu.support import (
     KEY_OF_NOTHING,
@@ -76,7 +78,7 @@ def choose(
     """
     ids, _, is_finite = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
-        *(positions, stream, 1, None, 0, tiles, interpret),
+        *(positions, stream, 1, None, None, 0, tiles, interpret),
     )
     return ids[:, 0], is_finite
 
@@ -89,6 +91,7 @@ def rank(
     keys: Int[jax.Array, " B"],
     stream: int | Int[jax.Array, ""],
     width: int,
+    columns: Int[jax.Array, " vocab"] | None,
     *,
     tau: float,
     tiles: SamplingTiles,
@@ -97,7 +100,7 @@ def rank(
     """The ids and weights of `shared.spec.sampling.rank`, of at most `MOST_WIDTH` children.
 
     Args:
-      logits, seen, positions, sampling, keys, stream, width: As in the specification.
+      logits, seen, positions, sampling, keys, stream, width, columns: As in the specification.
       tau: Softness of the weights where there is noise.
       tiles: How the work is cut.
       interpret: Run on a CPU.
@@ -105,7 +108,7 @@ def rank(
     B, k, vocab = logits.shape
     ids, weights, _ = _ranked(
         *(logits.reshape(B * k, vocab), seen, positions, sampling, positions, None),
-        *(keys, stream, width, tau, k, tiles, interpret),
+        *(keys, stream, width, columns, tau, k, tiles, interpret),
     )
     return ids.reshape(B, k, width), weights.reshape(B, k, width)
 
@@ -120,6 +123,7 @@ def _ranked(
     keys: Int[jax.Array, " named"],
     stream: int | Int[jax.Array, ""],
     width: int,
+    columns: Int[jax.Array, " vocab"] | None,
     tau: float | None,
     nodes: int,
     tiles: SamplingTiles,
@@ -134,8 +138,9 @@ def _ranked(
     R, vocab = logits.shape
     groups = pl.cdiv(vocab, GROUP)
     num_tiles = pl.cdiv(groups, tiles.groups)
-    inputs = _inputs(logits, seen, positions, sampling, request, allowed, keys, stream)
+    inputs = _inputs(logits, seen, positions, sampling, request, allowed, columns, keys, stream)
     sizes = _sizes(vocab, seen, sampling, allowed, nodes)
+    sizes = sizes._replace(has_columns=columns is not None)
     chosen = {"sizes": sizes, "width": width, "tau": tau, "groups": tiles.groups}
     ints, floats = jnp.int32, jnp.float32
     array = jax.ShapeDtypeStruct
@@ -185,6 +190,7 @@ def _inputs(
     how: Any,
     request: Int[jax.Array, " named"],
     allowed: Bool[jax.Array, "R vocab"] | None,
+    columns: Int[jax.Array, " vocab"] | None,
     keys: Int[jax.Array, " named"],
     stream: int | Int[jax.Array, ""],
 ) -> Inputs:
@@ -194,6 +200,7 @@ def _inputs(
         *(logits, request, positions, keys, seen.slots, seen.counts),
         *((seen.path, on_path) if seen.path.shape[1] else (seen.slots, seen.slots)),
         logits if allowed is None else allowed.astype(jnp.int8),
+        seen.slots if columns is None else columns,
         *(how.temperature, how.top_p, how.top_k, how.min_p, how.seed),
         *(how.presence, how.frequency, how.repetition, how.min_length),
         how.stop_ids if how.stop_ids.shape[1] else how.top_k,
@@ -237,9 +244,10 @@ def _tiles_kernel(*refs, groups, sizes, width, tau):
 
     @pl.when(~wish.is_filtered)
     def _():
+        named = (inputs.stream[0], pairs, ids, inputs, sizes)
         noisy = lax.cond(
             wish.temperature > 0,
-            lambda: x + gumbel(*wish.noise, inputs.stream[0], pairs),
+            lambda: x + noise_of_words(words_at(wish.noise, *named)),
             lambda: x,
         )
         keys = jnp.where(ids < sizes.vocab, key_of(noisy), LOWEST)
@@ -324,7 +332,7 @@ def _rows_kernel(*refs, interpret, sizes, width, tau, groups):
             norm = log(total_of(peaks, masses, highest, sharpness))
 
         def store(rank, key, winner):
-            ids_ref[row, rank] = jnp.minimum(winner, sizes.vocab - 1)
+            ids_ref[row, rank] = tokens_of(jnp.minimum(winner, sizes.vocab - 1), inputs, sizes)
             if tau is not None:
                 weights_ref[row, rank] = (score_of(key) - highest) * sharpness - norm
 
@@ -398,7 +406,8 @@ def _choose_in_tile(tile, best, support, source, sharpness, found, width, tau, g
         stays = (own > border) | ((own == border) & (ids < support.limit))
         stays &= weight_of(x, support.highest, 1.0) >= support.smallest
         x = jnp.where(stays, x, -jnp.inf)
-        words = words_of(*source.wish.noise, source.inputs.stream[0], pairs)
+        given = (source.inputs.stream[0], pairs, ids, source.inputs, sizes)
+        words = words_at(source.wish.noise, *given)
 
         def noisy():
             return jnp.where(ids < sizes.vocab, key_of(x + noise_of_words(words)), LOWEST)

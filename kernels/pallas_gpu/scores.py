@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
+from kernels.pallas_gpu.noise import threefry, words_of
+
 PAIRS = 32  # of token ids in a group
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
@@ -21,7 +23,7 @@ class Inputs(NamedTuple):
     """What all kernels read: first of the rows, then of the requests.
 
     Attributes:
-      path, on_path, bias_ids, bias_values, mask: Where there are none, anything.
+      path, on_path, bias_ids, bias_values, mask, columns: Where there are none, anything.
     """
 
     logits: Any
@@ -33,6 +35,7 @@ class Inputs(NamedTuple):
     path: Any
     on_path: Any
     mask: Any
+    columns: Any
     temperature: Any
     top_p: Any
     top_k: Any
@@ -58,6 +61,7 @@ class Sizes(NamedTuple):
     bias_lanes: int
     has_mask: bool
     nodes: int
+    has_columns: bool = False
 
 
 class Wish(NamedTuple):
@@ -106,19 +110,46 @@ def ids_of(group):
     return pairs, 2 * pairs + lax.iota(jnp.int32, 2)[None, None, :]
 
 
+def tokens_of(ids, inputs, sizes):
+    """The target's tokens, where a drafter numbers its own."""
+    if not sizes.has_columns:
+        return ids
+    return pltriton.load(inputs.columns.at[ids], mask=ids < sizes.vocab, other=0)
+
+
+def words_at(noise, stream, pairs, ids, inputs, sizes):
+    """The words of the noise of ids, which lie in pairs."""
+    if not sizes.has_columns:
+        return words_of(*noise, stream, pairs)
+    tokens = tokens_of(ids, inputs, sizes)
+    counter = (tokens >> 1).astype(jnp.uint32)
+    even, odd = threefry(*noise, counter, jnp.zeros_like(counter) + stream)
+    return jnp.where((tokens & 1) == 0, even, odd)
+
+
 def scores_of(ids, inputs, row, wish, sizes):
     """Raw logits of a row's tokens, and what `processed` makes of them before the support."""
     inside, request = ids < sizes.vocab, wish.request
     raw = pltriton.load(inputs.logits.at[row, ids], mask=inside, other=0.0)
+    tokens = ids
+    if sizes.has_columns:
+        # Loaded where a row asks about tokens.
+        asks = wish.has_penalty | wish.is_short | (wish.biases > 0)
+        asked_until = asks.astype(jnp.int32) * sizes.vocab
+        tokens = pltriton.load(inputs.columns.at[ids], mask=ids < asked_until, other=0)
     x = lax.cond(
-        wish.has_penalty, lambda: _penalized(raw, ids, inputs, row, wish, sizes), lambda: raw
+        wish.has_penalty,
+        lambda: _penalized(raw, tokens, inside, inputs, row, wish, sizes),
+        lambda: raw,
     )
 
     def biased(j, x):
-        return jnp.where(ids == inputs.bias_ids[request, j], x + inputs.bias_values[request, j], x)
+        return jnp.where(
+            tokens == inputs.bias_ids[request, j], x + inputs.bias_values[request, j], x
+        )
 
     def without_stop(j, x):
-        return jnp.where(ids == inputs.stop_ids[request, j], -jnp.inf, x)
+        return jnp.where(tokens == inputs.stop_ids[request, j], -jnp.inf, x)
 
     if sizes.num_bias:
         x = lax.fori_loop(0, wish.biases, biased, x)
@@ -130,11 +161,11 @@ def scores_of(ids, inputs, row, wish, sizes):
     return raw, lax.cond(wish.temperature > 0, lambda: x / wish.temperature, lambda: x)
 
 
-def _penalized(x, ids, inputs, row, wish, sizes):
-    seen = pltriton.load(inputs.counts.at[wish.slot, ids], mask=ids < sizes.vocab, other=0)
+def _penalized(x, tokens, inside, inputs, row, wish, sizes):
+    seen = pltriton.load(inputs.counts.at[wish.slot, tokens], mask=inside, other=0)
 
     def add(j, seen):
-        return seen + jnp.where(ids == inputs.path[row, j], 2 * inputs.on_path[row, j], 0)
+        return seen + jnp.where(tokens == inputs.path[row, j], 2 * inputs.on_path[row, j], 0)
 
     if sizes.num_path:
         seen = lax.fori_loop(0, sizes.num_path, add, seen)

@@ -148,9 +148,3 @@ def words_of(seed, position, stream, pairs):
     x0, x1 = threefry(seed, position, counter, counter * 0 + stream)
     is_first = tl.arange(0, 2)[None, None, :] == 0
     return tl.where(is_first, x0, x1)
-
-
-@triton.jit
-def gumbel(seed, position, stream, pairs):
-    """The noise of the ids that `words_of` names."""
-    return noise_of_words(words_of(seed, position, stream, pairs))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kernels.tiles import SamplingTiles
 from kernels.triton_gpu.guess import guess
-from kernels.triton_gpu.noise import gumbel, log, most_noise, noise_of_words, words_of
+from kernels.triton_gpu.noise import log, most_noise, noise_of_words
 from kernels.triton_gpu.scores import (
     HIGHEST,
     LOWEST,
@@ -34,9 +34,11 @@ from kernels.triton_gpu.scores import (
     scores_of,
     sharpness_of,
     store_groups,
+    tokens_of,
     total_of,
     weight_of,
     wish_of,
+    words_at,
 )
 from kernels.triton_gpu.support import KEY_OF_NOTHING, NOTES, bounds_of, find_border, list_near
 
@@ -64,7 +66,7 @@ def choose(
     """
     ids, _, is_finite = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
-        *(positions, stream, 1, None, 0, tiles),
+        *(positions, stream, 1, None, None, 0, tiles),
     )
     return ids[:, 0], is_finite
 
@@ -77,6 +79,7 @@ def rank(
     keys: Int[Tensor, " B"],
     stream: int,
     width: int,
+    columns: Int[Tensor, " vocab"] | None,
     *,
     tau: float,
     tiles: SamplingTiles,
@@ -84,14 +87,14 @@ def rank(
     """The ids and weights of `shared.spec.sampling.rank`, of at most `MOST_WIDTH` children.
 
     Args:
-      logits, seen, positions, sampling, keys, stream, width: As in the specification.
+      logits, seen, positions, sampling, keys, stream, width, columns: As in the specification.
       tau: Softness of the weights where there is noise.
       tiles: How the work is cut.
     """
     B, k, _ = logits.shape
     ids, weights, _ = _ranked(
         *(logits.flatten(0, 1), seen, positions, sampling, positions, None),
-        *(keys, stream, width, tau, k, tiles),
+        *(keys, stream, width, columns, tau, k, tiles),
     )
     return ids.view(B, k, width), weights.view(B, k, width)
 
@@ -106,6 +109,7 @@ def _ranked(
     keys: Int[Tensor, " named"],
     stream: int,
     width: int,
+    columns: Int[Tensor, " vocab"] | None,
     tau: float | None,
     nodes: int,
     tiles: SamplingTiles,
@@ -128,6 +132,7 @@ def _ranked(
     path = seen.path if seen.path.shape[1] else seen.slots  # pointers that nothing reads
     on_path = seen.on_path if seen.path.shape[1] else seen.slots
     rows = (logits, request, positions, keys, seen.slots, seen.counts, path, on_path, mask)
+    rows = (*rows, seen.slots if columns is None else columns)
     rows = tuple(
         x.contiguous() for x in rows
     )  # the path of a draft level is a part of a longer one
@@ -137,7 +142,7 @@ def _ranked(
         *(how.stop_ids, how.bias_ids, how.bias_values),
     )
     fixed = {
-        "sizes": _sizes(vocab, seen, how, allowed, nodes),
+        "sizes": _sizes(vocab, seen, how, allowed, nodes, columns),
         "enable_fp_fusion": False,  # XLA's Triton does not fuse: equal bits in Pallas
     }
     chosen = {"width": width, "tau": tau}
@@ -172,13 +177,19 @@ def _ranked(
 
 
 def _sizes(
-    vocab: int, seen: Any, sampling: Any, allowed: Tensor | None, nodes: int
+    vocab: int,
+    seen: Any,
+    sampling: Any,
+    allowed: Tensor | None,
+    nodes: int,
+    columns: Tensor | None,
 ) -> tuple[int, ...]:
     """The sizes of the arrays, in the order in which `scores` reads them."""
     num_bias = sampling.bias_ids.shape[1]
     return (
         *(vocab, seen.path.shape[1], sampling.stop_ids.shape[1], num_bias),
         *(triton.next_power_of_2(max(num_bias, 1)), int(allowed is not None), nodes),
+        *(int(columns is not None), seen.counts.shape[1]),
     )
 
 
@@ -217,7 +228,7 @@ def _tiles_kernel(
         store_groups(peaks_at + at, masses_at + at, group < num_groups, x, keys, 1.0)
     else:
         if temperature > 0:
-            x = x + gumbel(noise[0], noise[1], stream, pairs)
+            x = x + noise_of_words(words_at(noise, stream, pairs, ids, rows, sizes))
         keys = tl.where(ids < vocab, key_of(x), LOWEST)
         if tau is not None:
             sharpness = sharpness_of(temperature, tau)
@@ -338,10 +349,10 @@ def _rows_kernel(
             norm = log(total_of(peaks, masses, highest, sharpness))
         out = ids_at + row * width, weights_at + row * width
         key, winner = first_token(keys, ids)
-        _store(out, 0, key, winner, highest, norm, sharpness, sizes[0], tau)
+        _store(out, 0, key, winner, highest, norm, sharpness, rows, sizes, tau)
         for rank in range(1, width):
             key, winner = next_token(keys, ids, key, winner)
-            _store(out, rank, key, winner, highest, norm, sharpness, sizes[0], tau)
+            _store(out, rank, key, winner, highest, norm, sharpness, rows, sizes, tau)
 
 
 @triton.jit
@@ -390,7 +401,7 @@ def _choose_in_tile(
         if smallest > 0:
             stays &= weight_of(x, highest, 1.0) >= smallest
         x = tl.where(stays, x, -float("inf"))
-        words = words_of(noise[0], noise[1], stream, pairs)
+        words = words_at(noise, stream, pairs, ids, rows, sizes)
         may_win = tau is not None
         if tau is None:
             may_win = tl.max(x + most_noise(words)) >= score_of(best)
@@ -419,8 +430,10 @@ def _store_first(keys, ids, keys_at, ids_at, width: tl.constexpr):
 
 
 @triton.jit
-def _store(out, rank, key, winner, best, norm, sharpness, vocab: tl.constexpr, tau: tl.constexpr):
+def _store(
+    out, rank, key, winner, best, norm, sharpness, rows, sizes: tl.constexpr, tau: tl.constexpr
+):
     """Stores one token of a row, and its weight."""
-    tl.store(out[0] + rank, tl.minimum(winner, vocab - 1))
+    tl.store(out[0] + rank, tokens_of(tl.minimum(winner, sizes[0] - 1), rows, sizes))
     if tau is not None:
         tl.store(out[1] + rank, (score_of(key) - best) * sharpness - norm)

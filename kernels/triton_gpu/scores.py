@@ -7,6 +7,8 @@ weights are summed as whole numbers: no order and no tile decides anything.
 import triton
 import triton.language as tl
 
+from kernels.triton_gpu.noise import threefry, words_of
+
 PAIRS = tl.constexpr(32)  # of token ids in a group
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
@@ -50,6 +52,28 @@ def ids_of(group):
 
 
 @triton.jit
+def tokens_of(ids, rows, sizes: tl.constexpr):
+    """The target's tokens, where a drafter numbers its own."""
+    tokens = ids
+    if sizes[7]:
+        tokens = tl.load(rows[9] + ids, mask=ids < sizes[0], other=0)
+    return tokens
+
+
+@triton.jit
+def words_at(noise, stream, pairs, ids, rows, sizes: tl.constexpr):
+    """The words of the noise of ids, which lie in pairs."""
+    if sizes[7]:
+        tokens = tokens_of(ids, rows, sizes)
+        counter = (tokens >> 1).to(tl.uint32)
+        even, odd = threefry(noise[0], noise[1], counter, counter * 0 + stream)
+        words = tl.where((tokens & 1) == 0, even, odd)
+    else:
+        words = words_of(noise[0], noise[1], stream, pairs)
+    return words
+
+
+@triton.jit
 def scores_of(ids, rows, asked, row, wish, sizes: tl.constexpr):
     """Raw logits of a row's tokens, and what `processed` makes of them before the support."""
     vocab: tl.constexpr = sizes[0]
@@ -59,13 +83,17 @@ def scores_of(ids, rows, asked, row, wish, sizes: tl.constexpr):
     request, slot, noise, temperature, is_filtered, has_penalty, is_short, biases = wish
     inside, start = ids < vocab, row.to(tl.int64) * vocab
     raw = tl.load(rows[0] + start + ids, mask=inside, other=0.0)
-    x = raw
+    x, tokens = raw, ids
+    if sizes[7]:
+        # Loaded where a row asks about tokens.
+        asked_until = tl.where(has_penalty | is_short | (biases > 0), vocab, 0)
+        tokens = tl.load(rows[9] + ids, mask=ids < asked_until, other=0)
     if has_penalty:
-        seen = tl.load(rows[5] + slot * vocab + ids, mask=inside, other=0)
+        seen = tl.load(rows[5] + slot * sizes[8] + tokens, mask=inside, other=0)
         for j in range(num_path):
             token = tl.load(rows[6] + row * num_path + j)
             is_before = tl.load(rows[7] + row * num_path + j).to(tl.int32)
-            seen += tl.where(ids == token, 2 * is_before, 0)
+            seen += tl.where(tokens == token, 2 * is_before, 0)
         repetition = tl.load(asked[7] + request)
         x = tl.where(seen > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         counts = (seen >> 1).to(tl.float32)
@@ -73,10 +101,10 @@ def scores_of(ids, rows, asked, row, wish, sizes: tl.constexpr):
         x = x - tl.load(asked[6] + request) * counts
     for j in range(biases):
         value = tl.load(asked[11] + request * num_bias + j)
-        x = tl.where(ids == tl.load(asked[10] + request * num_bias + j), x + value, x)
+        x = tl.where(tokens == tl.load(asked[10] + request * num_bias + j), x + value, x)
     if is_short:
         for j in range(num_stops):
-            is_stop = ids == tl.load(asked[9] + request * num_stops + j)
+            is_stop = tokens == tl.load(asked[9] + request * num_stops + j)
             x = tl.where(is_stop, -float("inf"), x)
     if sizes[5]:
         is_allowed = tl.load(rows[8] + start + ids, mask=inside, other=0).to(tl.int32) != 0

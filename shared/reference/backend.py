@@ -76,6 +76,7 @@ class ReferenceBackend:
         )
         self._config, self._weights, self._ready = config, weights, set[Program]()
         self._drafter = drafter_of(self._blueprint, weights, draft_weights)
+        self._columns = (draft_weights or {}).get("draft_ids")
         self._worker = ThreadPoolExecutor(max_workers=1)
         self._allocate(config, limits)
 
@@ -414,4 +415,5 @@ class ReferenceBackend:
     def _rank(self, batch: Batch, width: int) -> Ranking:
         """The drafter's choice of children, with the noise and the penalties of the target."""
         lengths = self._lengths[batch.slots]
-        return Ranking(batch.sampling, batch.slots, lengths, self._seen, width, None)
+        given = (batch.sampling, batch.slots, lengths, self._seen, width, self._columns)
+        return Ranking(*given, kept=None)

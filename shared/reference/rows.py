@@ -126,6 +126,7 @@ class Ranking:
       sampling, slots, lengths: Of the batch's rows.
       counts: Of all slots, see `sampling.Seen`.
       width: Children of a node.
+      columns: The target's token of each score of the drafter; None where they are the same.
       kept: Gets the processed logits of each level where drafts are sampled, to be judged by a
         rejection rule, and their noise is their own. Else None, and their noise is the target's.
     """
@@ -135,6 +136,7 @@ class Ranking:
     lengths: Int32[np.ndarray, " B"]
     counts: Int32[np.ndarray, "slots vocab"]
     width: int
+    columns: Int[np.ndarray, " draft_vocab"] | None
     kept: list[Float[np.ndarray, "B vocab"]] | None
 
     def __call__(
@@ -161,8 +163,10 @@ class Ranking:
         keys, stream = positions, sampling.TARGET_STREAM
         if self.kept is not None:
             keys, stream = self.lengths, sampling.DRAFT_STREAM + level
-        how = (positions, self.sampling, keys, stream, self.width)
-        ranked = sampling.rank(logits, seen, *how, is_sampled=self.kept is not None)
+        how = (positions, self.sampling, keys, stream, self.width, self.kept is not None)
+        if self.columns is not None:
+            logits = logits[..., self.columns]
+        ranked = sampling.rank(logits, seen, *how, self.columns)
         if self.kept is not None and ranked.processed is not None:
             self.kept.append(ranked.processed)
         return ranked.ids, ranked.weights

@@ -21,6 +21,7 @@ from shared.spec.attention import Rows
 from shared.spec.draft_tree import Level, TreeShape
 from shared.spec.linear import Stream
 from shared.spec.model import KV, Forward, Hidden, Weights
+from shared.spec.sampling import over_tokens
 
 Logits = Float[np.ndarray, "R vocab"]
 Tokens = Int[np.ndarray, " R"]
@@ -129,9 +130,7 @@ def eagle3(
     out = model.norm(layer, x, weights["final_norm"])
     own = config.own_lm_head
     logits = layers.linear(out, weights["lm_head"]) if own else model.logits(target, out)
-    if config.has_draft_vocab:
-        scores, logits = logits, np.full((len(x), layer.vocab), -np.inf, np.float32)
-        logits[:, weights["draft_ids"]] = scores
+    logits = over_tokens(logits, weights.get("draft_ids"), layer.vocab)
     return out if config.norm_output else x, logits, kv
 
 

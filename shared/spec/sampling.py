@@ -363,30 +363,45 @@ def rank(
     stream: int,
     width: int,
     is_sampled: bool,
+    columns: Int[np.ndarray, " vocab"] | None,
 ) -> Ranked:
     """Ranks the children of k nodes of each request as the target will choose among them.
 
     All nodes of a request stand at one depth: its noise is the same for all of them.
 
     Args:
-      logits: The drafter's.
+      logits: The drafter's, over its vocabulary.
       seen: The text before the choice at each of the B * k nodes.
       positions: The position of the children.
       sampling: Parameters of the requests.
       keys, stream: As in `perturbed`; the target's own under the match rule.
       width: Children of a node.
       is_sampled: Drafts are sampled, to be judged by a rejection rule.
+      columns: The target's token of each score, of equals the earlier one first; None where they
+        are the same.
     """
     B, k, vocab = logits.shape
     request = np.repeat(np.arange(B), k)
-    flat = logits.reshape(B * k, vocab)
+    flat = over_tokens(logits.reshape(B * k, vocab), columns, seen.counts.shape[1])
     scores = processed(flat, seen, positions[request], sampling, request, None)
     noisy = perturbed(scores, sampling, request, keys[request], stream)
-    ids = top_candidates(noisy, width)
+    ids = top_candidates(noisy if columns is None else noisy[:, columns], width)
+    ids = ids if columns is None else columns[ids]
     weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU)
     weights = np.take_along_axis(weights, ids, axis=1)
     kept = scores if is_sampled else None
     return Ranked(ids.reshape(B, k, width), weights.reshape(B, k, width), kept)
+
+
+def over_tokens(
+    logits: Float[np.ndarray, "R columns"], columns: Int[np.ndarray, " columns"] | None, vocab: int
+) -> Float[np.ndarray, "R vocab"]:
+    """A drafter's logits over the target's vocabulary; -inf where it has no token."""
+    if columns is None:
+        return logits
+    found = np.full((len(logits), vocab), -np.inf, logits.dtype)
+    found[:, columns] = logits
+    return found
 
 
 def draft_weights(

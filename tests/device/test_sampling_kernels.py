@@ -358,16 +358,16 @@ def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, monkeypatch) -> 
 def test_drafts_that_are_sampled_or_too_many_are_ranked_plainly(ops, monkeypatch) -> None:
     asked_for = []
     recorder = SimpleNamespace(
-        MOST_WIDTH=8, rank=lambda *given, **how: asked_for.append(given[-1]) or (None, None)
+        MOST_WIDTH=8, rank=lambda *given, **how: asked_for.append(given[-2:]) or (None, None)
     )
     bind_kernels(monkeypatch, ops, {"sampling": recorder})
     module = ops.sampling
     monkeypatch.setattr(module, "plain_rank", lambda *given: "plain")
     logits = np.zeros((1, 2, 16), np.float32)
     call: Callable = partial(module.kernel_rank, ops.KERNELS, logits, *(None,) * 5)
-    assert [call(9, False), call(1, True)] == ["plain", "plain"]
-    assert call(8, False).processed is None
-    assert asked_for == [8]
+    assert [call(9, False, None), call(1, True, None)] == ["plain", "plain"]
+    assert call(8, False, "columns").processed is None
+    assert asked_for == [(8, "columns")]
 
 
 def test_torch_takes_the_kernel_on_a_gpu(monkeypatch) -> None:

@@ -146,6 +146,7 @@ def rank(rule: Rule, texts: Texts, path: np.ndarray, width: int) -> tuple[np.nda
         stream=sampling.TARGET_STREAM,
         width=width,
         is_sampled=False,
+        columns=None,
     )
     return ranked.ids[:, 0], ranked.weights[:, 0]
 

@@ -46,6 +46,7 @@ def sampled_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarra
             stream=sampling.DRAFT_STREAM + level,
             width=1,
             is_sampled=True,
+            columns=None,
         )
         found.append(ranked.ids[:, 0, 0])
         laws.append(ranked.processed)

@@ -80,8 +80,11 @@ def test_implementations_process_and_choose_alike(implementation: Implementation
 
 
 @each_implementation
+@pytest.mark.parametrize("is_own", [False, True], ids=["all tokens", "own vocabulary"])
 @pytest.mark.parametrize("stream", [spec.TARGET_STREAM, spec.DRAFT_STREAM + 1])
-def test_implementations_rank_alike(implementation: Implementation, stream: int) -> None:
+def test_implementations_rank_alike(
+    implementation: Implementation, stream: int, is_own: bool
+) -> None:
     ops, (B, k, vocab, width) = implementation("sampling"), (8, 3, 61, 4)
     _, counts, positions, sampling = mixed_rows(vocab)
     rng = np.random.default_rng(7)
@@ -91,9 +94,13 @@ def test_implementations_rank_alike(implementation: Implementation, stream: int)
     path = rng.integers(0, vocab, (B * k, 3)).astype(np.int32)
     seen = spec.Seen(counts, np.repeat(slots, k), path, rng.random(path.shape) < 0.6)
     keys = positions if stream == spec.TARGET_STREAM else positions - 2
-    given = (logits, seen, positions, sampling, keys, stream, width, True)
+    columns = rng.permutation(vocab)[:40].astype(np.int32) if is_own else None
+    logits = logits[:, :, columns] if is_own else logits
+    given = (logits, seen, positions, sampling, keys, stream, width, True, columns)
     want, got = spec.rank(*given), ops.rank(*given)
     np.testing.assert_array_equal(got.ids, want.ids)
+    if columns is not None:
+        assert np.isin(want.ids, columns).all()
     # One rounding for each of up to five products and sums, and a sum of 61 terms.
     np.testing.assert_allclose(got.weights, want.weights, rtol=1e-5, atol=2e-5)
     np.testing.assert_allclose(got.processed, want.processed, rtol=1e-5, atol=1e-5)

@@ -27,6 +27,7 @@ class Ranking:
       counts: What all slots have seen; see `Seen`.
       width: Children of a node.
       is_sampled: Drafts are sampled, to be judged by a rejection rule: their noise is their own.
+      columns: The target's token of each score of the drafter; None where they are the same.
     """
 
     sampling: Sampling
@@ -35,6 +36,7 @@ class Ranking:
     lengths: Int[Tensor, " B"]
     width: int
     is_sampled: bool
+    columns: Int[Tensor, " draft_vocab"] | None = None
 
     def __call__(
         self, logits: Float[Tensor, "B k vocab"], paths: Int[Tensor, "B k path"], depth: int
@@ -54,7 +56,7 @@ class Ranking:
         if self.is_sampled:
             keys, stream = self.lengths, DRAFT_STREAM + depth
         how = (positions, self.sampling, keys, stream, self.width)
-        return sampling.rank(logits, seen, *how, self.is_sampled)
+        return sampling.rank(logits, seen, *how, self.is_sampled, self.columns)
 
     def roots(self, logits: Float[Tensor, "B vocab"]) -> Ranked:
         """The best children of each request's root."""

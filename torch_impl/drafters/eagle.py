@@ -107,13 +107,13 @@ def first_of(head: Head, relay: Relay, shape: TreeShape, rank: Ranking) -> First
     """The relay's candidates, or a draft sampled anew: a slot does not keep the law of one."""
     if not rank.is_sampled:
         return First(relay.tokens[:, : shape.width], relay.weights[:, : shape.width], None)
-    return First.of(rank.roots(head.logits(relay.hidden)))
+    return First.of(rank.roots(head.scores(relay.hidden)))
 
 
 def relay_of(head: Head, kv: Pools, fed: Fed, rank: Ranking) -> Relay:
     """Extends the draft KV over committed rows, and makes the relay of each request's last."""
     ends = head.forward(fed.rows, fed.following, head.read(fed.passed), kv)[fed.last]
-    ranked = rank.roots(head.logits(ends))
+    ranked = replace(rank, columns=head.columns).roots(head.scores(ends))
     return Relay(ranked.ids[:, 0], ranked.weights[:, 0], ends)
 
 
@@ -134,8 +134,9 @@ def draft(
     def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
         nonlocal hidden
         hidden = head.forward(rows, tokens, hidden[parent], kv)
-        return head.logits(hidden)
+        return head.scores(hidden)
 
+    rank = replace(rank, columns=head.columns)
     return grow(
         expand,
         first_of(head, relay, shape, rank),

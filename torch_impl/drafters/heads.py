@@ -16,6 +16,7 @@ from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
 from torch_impl.ops.linear import Stream, normed_product, product, product_float32
 from torch_impl.ops.mix import PagedKV
+from torch_impl.ops.sampling import over_tokens
 from torch_impl.weights import HeadWeights, Layer
 
 Tokens = Int[Tensor, " R"]
@@ -32,14 +33,20 @@ class Head:
       read: From a pass of the target, the hidden states of its rows as the head reads them.
       forward: Runs the head over rows, each with its next token and its hidden state, and writes
         the head's KV; gives the hidden state that the next draft step reads.
-      logits: Scores over the target's vocabulary, from what `forward` gives.
+      scores: Over the head's vocabulary, from what `forward` gives.
+      columns: The target's token of each score; None where they are the same.
     """
 
     config: ModelConfig
     streams: tuple[int, ...]
     read: Callable[[Forward], Hidden]
     forward: Callable[[Rows, Tokens, Hidden, Pools], Hidden]
-    logits: Callable[[Hidden], Logits]
+    scores: Callable[[Hidden], Logits]
+    columns: Int[Tensor, " draft_vocab"] | None = None
+
+    def logits(self, hidden: Hidden) -> Logits:
+        """The scores over the target's vocabulary."""
+        return over_tokens(self.scores(hidden), self.columns, self.config.vocab)
 
 
 def mtp(model: Model) -> Head:
@@ -94,9 +101,10 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
             hidden = rms_norm(hidden, final_norm, eps)
         if weights.lm_head is None:
             return logits(model, hidden)
-        return _over_targets(model, weights, product_float32(hidden, weights.lm_head))
+        return product_float32(hidden, weights.lm_head)
 
-    return Head(config, weights.config.aux_streams, partial(_project, weights), forward, scores)
+    project, columns = partial(_project, weights), weights.draft_ids
+    return Head(config, weights.config.aux_streams, project, forward, scores, columns)
 
 
 HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
@@ -122,16 +130,6 @@ def _project(weights: HeadWeights, passed: Forward) -> Hidden:
 
 def _embedding(model: Model, weights: HeadWeights) -> Float[Tensor, "vocab hidden"]:
     return model.weights.embed if weights.embed is None else weights.embed
-
-
-def _over_targets(
-    model: Model, weights: HeadWeights, scores: Float[Tensor, "R draft_vocab"]
-) -> Logits:
-    """Scores over the target's vocabulary, -inf where the head has no token."""
-    if weights.draft_ids is None:
-        return scores
-    found = scores.new_full((len(scores), model.config.vocab), -torch.inf)
-    return found.index_copy_(1, weights.draft_ids, scores)
 
 
 def _decoder_layer(

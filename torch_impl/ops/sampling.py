@@ -321,12 +321,15 @@ def plain_rank(
     stream: int,
     width: int,
     is_sampled: bool,
+    columns: Int[Tensor, " vocab"] | None,
 ) -> Ranked:
-    B, k, vocab = logits.shape
+    B, k, _ = logits.shape
     request = torch.arange(B, device=logits.device).repeat_interleave(k)
-    scores = processed(logits.flatten(0, 1), seen, positions[request], sampling, request, None)
-    noisy = perturbed_alike(scores.view(B, k, vocab), sampling, keys, stream).flatten(0, 1)
-    ids = top_candidates(noisy, width)
+    flat = over_tokens(logits.flatten(0, 1), columns, seen.counts.shape[1])
+    scores = processed(flat, seen, positions[request], sampling, request, None)
+    noisy = perturbed_alike(scores.unflatten(0, (B, k)), sampling, keys, stream).flatten(0, 1)
+    ids = top_candidates(noisy if columns is None else noisy[:, columns], width)
+    ids = ids if columns is None else columns[ids]
     weights = draft_weights(noisy, sampling.temperature[request], DRAFT_TAU).gather(1, ids.long())
     kept = scores if is_sampled else None
     return Ranked(ids.view(B, k, width), weights.view(B, k, width), kept)
@@ -342,17 +345,27 @@ def kernel_rank(
     stream: int,
     width: int,
     is_sampled: bool,
+    columns: Int[Tensor, " vocab"] | None,
 ) -> Ranked:
     """Where drafts are sampled their scores are wanted whole, and nothing is gained."""
     given = (logits, seen, positions, sampling, keys, stream, width)
     if is_sampled or width > kernels.sampling.MOST_WIDTH:
-        return plain_rank(*given, is_sampled)
+        return plain_rank(*given, is_sampled, columns)
     tiles = kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1])
-    ids, weights = kernels.sampling.rank(*given, tau=DRAFT_TAU, tiles=tiles)
+    ids, weights = kernels.sampling.rank(*given, columns, tau=DRAFT_TAU, tiles=tiles)
     return Ranked(ids, weights, None)
 
 
 rank = kernel_or_plain(kernel_rank, plain_rank)
+
+
+def over_tokens(
+    logits: Float[Tensor, "R columns"], columns: Int[Tensor, " columns"] | None, vocab: int
+) -> Float[Tensor, "R vocab"]:
+    if columns is None:
+        return logits
+    found = logits.new_full((len(logits), vocab), -torch.inf)
+    return found.index_copy_(1, columns.long(), logits)
 
 
 def draft_weights(

@@ -92,7 +92,19 @@ def ranked_arguments(seed: int, *, vocab: int, stream: int) -> Arguments:
         "stream": stream,
         "width": WIDTH,
         "is_sampled": False,
+        "columns": None,
     }
+
+
+def drafted_arguments(seed: int, *, vocab: int, stream: int) -> Arguments:
+    """As `ranked_arguments`, of a drafter with a vocabulary of its own in an order of its own."""
+    arguments = ranked_arguments(seed, vocab=vocab, stream=stream)
+    # Tokens that rows ask about, and of two equal ones the later first.
+    asked_about = np.array([4, 9, 3, 7], np.int32)
+    others = np.setdiff1d(np.arange(vocab, dtype=np.int32), asked_about)
+    kept = np.random.default_rng(seed).permutation(others)[: vocab * 2 // 3]
+    columns = np.concatenate([asked_about, kept])
+    return arguments | {"logits": arguments["logits"][:, :, columns], "columns": columns}
 
 
 def large_arguments(seed: int, *, R: int, vocab: int, temperature: float, peak: float) -> Arguments:
@@ -136,6 +148,7 @@ _SMALL = {
     "any rows": ("choose", partial(mixed_arguments, vocab=_VOCAB, is_masked=False)),
     "any rows, masked": ("choose", partial(mixed_arguments, vocab=_VOCAB, is_masked=True)),
     "as the target": ("rank", partial(ranked_arguments, vocab=_VOCAB, stream=TARGET_STREAM)),
+    "own vocabulary": ("rank", partial(drafted_arguments, vocab=_VOCAB, stream=TARGET_STREAM)),
     "noise of its own": ("rank", partial(ranked_arguments, vocab=_VOCAB, stream=DRAFT_STREAM + 1)),
 }
 _KINDS = {
