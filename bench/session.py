@@ -191,7 +191,7 @@ class Session:
     def _step(self, requests: Sequence[Request]) -> int:
         """Goes on until a step has given tokens; how many there are then.
 
-        Where the host drafts, the engine comes by twice: it submits a step, and waits for it.
+        A call of the engine may do no more than submit a step.
         """
         before = _count(requests)
         while _count(requests) == before and self.served.engine.busy:
