@@ -205,7 +205,7 @@ def _sum_positions(q, seen, low, high, order):
     def unmasked(i, carry):
         number, sums = carry
         position, pages, number = pages_of(seen, number, i, tile)
-        added = _add_whole(q, seen, position, pages, sums[0])
+        added = add_whole(q, seen, position, pages, sums[0])
         return number, _close(i, (added, *sums[1:]), end, order)
 
     nothing = Sums.nothing(lanes, D)
@@ -245,7 +245,7 @@ def load_rows(seen, which, pages, position, **masked):
 EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
 
 
-def _add_whole(q, seen, position, pages, sums):
+def add_whole(q, seen, position, pages, sums):
     """Adds a tile that every row sees whole."""
     k = load_rows(seen, 0, pages, position)
     scores = scores_of(q, k)

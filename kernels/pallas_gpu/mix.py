@@ -21,6 +21,7 @@ from kernels.pallas_gpu.attention import (
     Seen,
     Sums,
     add_tile,
+    add_whole,
     clear_padding,
     finish,
     fold,
@@ -360,12 +361,7 @@ def _sum_share(
     def add(i, carry):
         number, sums, *of_unit = carry
         position, pages, number = pages_of(seen, number, i, tile)
-        load = partial(load_rows, seen, pages=pages, position=position)
-        scores = scores_of(q, load(which=0))
-        highest = jnp.maximum(sums.peak, scores.max(axis=1))
-        v = load(which=1)
-        weights = jnp.exp2(scores - highest[:, None]).astype(v.dtype)
-        return number, *close(i, add_tile(sums, highest, weights, v), *of_unit)
+        return number, *close(i, add_whole(q, seen, position, pages, sums), *of_unit)
 
     def add_masked(i, carry):
         number, sums, *of_unit = carry

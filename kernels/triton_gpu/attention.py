@@ -207,12 +207,9 @@ def _sum_positions(
     number = page_of(table_at, columns, whole, page, tile)
     for i in range(whole, partly):
         position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
-        k, v = tl.load(k_at + offset), tl.load(v_at + offset)
-        # "ieee": float32 stays float32, no tf32
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        highest = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
-        sums, peak, total = add_tile(sums, peak, total, highest, weights, v, ones)
+        sums, peak, total = add_whole(
+            q, k_at + offset, v_at + offset, scale, sums, peak, total, ones
+        )
         sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total = _close(
             i, end, sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total,
             D, ones, span, split, tile,
@@ -265,6 +262,17 @@ def no_sums(lanes: tl.constexpr, D: tl.constexpr):
     """The sums over no position: values, highest score, weights."""
     peak = tl.full((lanes,), NEGATIVE, tl.float32)
     return tl.zeros((lanes, D), tl.float32), peak, tl.zeros((lanes,), tl.float32)
+
+
+@triton.jit
+def add_whole(q, k_at, v_at, scale, sums, peak, total, ones: tl.constexpr):
+    """Adds a tile that every row sees whole."""
+    k, v = tl.load(k_at), tl.load(v_at)
+    # "ieee": float32 stays float32, no tf32
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    highest = tl.maximum(peak, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
+    return add_tile(sums, peak, total, highest, weights, v, ones)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from kernels.triton_gpu.attention import (
     LOG2_E,
     NEGATIVE,
     add_tile,
+    add_whole,
     clear_padding,
     finish,
     fold,
@@ -347,12 +348,9 @@ def _sum_share(
     whole = tl.where(tl.max(first) <= begin * tile, tl.maximum(whole, begin), begin)
     for i in range(begin, whole):
         position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
-        k, v = tl.load(k_at + offset), tl.load(v_at + offset)
-        # "ieee": float32 stays float32, no tf32
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        highest = tl.maximum(peak, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - highest[:, None]).to(v.dtype)
-        sums, peak, total = add_tile(sums, peak, total, highest, weights, v, ones)
+        sums, peak, total = add_whole(
+            q, k_at + offset, v_at + offset, scale, sums, peak, total, ones
+        )
         sums, peak, total, u_sums, u_peak, u_total = _close(
             i, end, sums, peak, total, u_sums, u_peak, u_total,
             sums_at, peaks_at, totals_at, place_of_lane, is_lane, base, stride, unit, is_alone,
