@@ -14,6 +14,7 @@ import os
 import shlex
 import statistics
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
@@ -67,6 +68,11 @@ def ratio(a: list[Figures], b: list[Figures], name: str) -> Figures:
     """B to A, turn by turn."""
     found = [theirs[name] / ours[name] for ours, theirs in zip(a, b, strict=True)]
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
+
+
+def told_ratio(part: Figures) -> str:
+    """A ratio for a terminal."""
+    return f"{part['median']:.4f} ({part['low']:.4f} to {part['high']:.4f})"
 
 
 def run(given: argparse.Namespace) -> dict[str, Any]:
@@ -136,8 +142,7 @@ def table_of(found: dict[str, Any]) -> str:
             f"{side['tokens_per_s']:.1f} tokens/s, length {side['accept_length']:.3f}{told}"
         )
     for name, told in (("ms", "step"), ("tokens_per_s", "tokens/s")):
-        part = found["b_to_a"][name]
-        lines.append(f"B/A {told}: {part['median']:.4f} ({part['low']:.4f} to {part['high']:.4f})")
+        lines.append(f"B/A {told}: {told_ratio(found['b_to_a'][name])}")
     return "\n".join(lines)
 
 
@@ -153,20 +158,29 @@ def options() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> int:
-    """Prints and writes the comparison."""
-    given = options().parse_args()
-    # Both engines hold their memory at once.
+def written(
+    module: str, run: Callable[[argparse.Namespace], dict[str, Any]], given: argparse.Namespace
+) -> dict[str, Any] | None:
+    """What a bench found, with its command, also in the file; None where it was refused."""
+    # Several engines may hold their memory at once.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         found = run(given)
     except ValueError as error:
         print(error, file=sys.stderr)
-        return 1
-    found["command"] = shlex.join(["python", "-m", "bench.compare", *sys.argv[1:]])
-    print(table_of(found))
+        return None
+    found["command"] = shlex.join(["python", "-m", module, *sys.argv[1:]])
     if given.out:
         given.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def main() -> int:
+    """Prints and writes the comparison."""
+    found = written("bench.compare", run, options().parse_args())
+    if found is None:
+        return 1
+    print(table_of(found))
     return 0
 
 

@@ -10,21 +10,17 @@ a second of plain decoding, of three programs and of one.
 """
 
 import argparse
-import json
-import os
-import shlex
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.compare import figures_of, ratio
+from bench.compare import figures_of, ratio, told_ratio, written
 from bench.drafting import PLAIN, Draft
 from bench.offline import Report, begun, common_options, with_lot
 from bench.op_sides import SIDES
@@ -45,12 +41,10 @@ def split(session: Session) -> Iterator[None]:
     """
     backend, program = session.served.backend, program_of(session)
     swap = import_module(f"bench.split_{session.backend}").swap
-    whole, cut = swap(backend, program, None), None
+    other = swap(backend, program, None)
     while True:
         yield
-        cut = swap(backend, program, whole)
-        yield
-        whole = swap(backend, program, cut)
+        other = swap(backend, program, other)
 
 
 def program_of(session: Session) -> Program:
@@ -145,9 +139,8 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 def told(line: dict[str, Any]) -> str:
     """A line for a terminal."""
-    part = line["split_to_fused"]
     steps = f"split {line['split_ms']:.3f} ms, fused {line['fused_ms']:.3f} ms"
-    ratios = f"{part['median']:.4f} ({part['low']:.4f} to {part['high']:.4f})"
+    ratios = told_ratio(line["split_to_fused"])
     loops = ", ".join(f"{way} {line[f'{way}_requests_per_s']:.2f}" for way in WAYS)
     text = "equal texts" if line["texts_are_equal"] else "THE TEXTS DIFFER"
     named = f"{line['backend']} {line['drafts']} {line['batch']}"
@@ -166,17 +159,8 @@ def options() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Prints and writes the lines; the exit code is 1 where texts differ."""
-    given = options().parse_args()
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    try:
-        found = run(given)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    found["command"] = shlex.join(["python", "-m", "bench.fused", *sys.argv[1:]])
-    if given.out:
-        Path(given.out).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(line["texts_are_equal"] for line in found["lines"]) else 1
+    found = written("bench.fused", run, options().parse_args())
+    return 0 if found and all(line["texts_are_equal"] for line in found["lines"]) else 1
 
 
 if __name__ == "__main__":

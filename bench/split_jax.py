@@ -20,7 +20,7 @@ def parts(backend: JaxBackend, program: Program) -> Compiled:
     limits = backend.limits
 
     def grow(leaves: Any, state: DeviceState, words: jax.Array) -> tuple[DeviceState, Any]:
-        plan = read_plan(words, program, limits)
+        plan = read(words)
         lengths = state.lengths[plan.slots]
         trees, state = decode.grow(backend._machine(leaves), state, plan, program, lengths)
         return state, (trees, lengths)
