@@ -57,16 +57,22 @@ def product(
         shape = (R, triton.cdiv(N, order.chunk))
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     is_described = tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0
+    x_at, weight_at = x, weight
+    if is_described:
+        x_at = TensorDescriptor.from_tensor(x, [rows, tiles.depth])
+        block = [tiles.columns, tiles.depth]
+        if is_gated:  # a block of the gate and that of up beside it are one
+            weight_at, block = weight.view(2, N, K), [2, *block]
+        weight_at = TensorDescriptor.from_tensor(weight_at, block)
     _product_kernel[(row_blocks * column_blocks,)](
-        TensorDescriptor.from_tensor(x, [rows, tiles.depth]) if is_described else x,
-        TensorDescriptor.from_tensor(weight, [tiles.columns, tiles.depth])
-        if is_described
-        else weight,
+        x_at,
+        weight_at,
         x if squares is None else squares,  # a pointer, that nothing reads without a norm
         out if added is None else added,
         out,
         out if sums is None else sums,
         R,
+        row_blocks,
         eps,
         N=N,
         K=K,
@@ -78,7 +84,6 @@ def product(
         is_gated=is_gated,
         is_added=added is not None,
         has_all_rows=rows * row_blocks == R,
-        row_blocks=row_blocks,
         rows=rows,
         columns=tiles.columns,
         depth=tiles.depth,
@@ -102,7 +107,7 @@ def launching(x: Tensor) -> dict[str, bool]:
     return {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "row_blocks"])
 def _product_kernel(
     x_at,
     weight_at,
@@ -111,6 +116,7 @@ def _product_kernel(
     out_at,
     sums_at,
     num_rows,
+    row_blocks,
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -122,7 +128,6 @@ def _product_kernel(
     is_gated: tl.constexpr,
     is_added: tl.constexpr,
     has_all_rows: tl.constexpr,
-    row_blocks: tl.constexpr,
     rows: tl.constexpr,
     columns: tl.constexpr,
     depth: tl.constexpr,
@@ -152,17 +157,22 @@ def _product_kernel(
     if is_early and is_added:
         added = tl.load(added_at + place, mask=is_inside, other=0.0)
 
+    # Blocks of gate and up that are copied as one are multiplied as one: the rows are read once.
+    is_joined: tl.constexpr = is_gated and is_described
+    width: tl.constexpr = 2 * columns if is_joined else columns
     if is_swapped:
-        acc = tl.zeros((columns, rows), tl.float32)
+        acc = tl.zeros((width, rows), tl.float32)
     else:
-        acc = tl.zeros((rows, columns), tl.float32)
+        acc = tl.zeros((rows, width), tl.float32)
     up = acc
     for at in tl.range(0, K, depth, num_stages=stages):
         if is_described:
             x = x_at.load([first_row, at])
-            acc = _add_product(acc, x, weight_at.load([block * columns, at]), is_swapped)
-            if is_gated:
-                up = _add_product(up, x, weight_at.load([N + block * columns, at]), is_swapped)
+            if is_joined:
+                weight = tl.reshape(weight_at.load([0, block * columns, at]), (width, depth))
+            else:
+                weight = weight_at.load([block * columns, at])
+            acc = _add_product(acc, x, weight, is_swapped)
         else:
             inside = step[None, :] < K - at
             x = _tile(x_at, is_row, inside, has_all_rows, K % depth == 0)
@@ -180,6 +190,9 @@ def _product_kernel(
     if is_swapped:
         acc = tl.trans(acc)
         up = tl.trans(up)
+    if is_joined:
+        halves = tl.permute(tl.reshape(acc, (rows, 2, columns)), (0, 2, 1))
+        acc, up = tl.split(halves)
 
     if chunks > 0:
         if not is_early:
