@@ -259,15 +259,20 @@ class JaxFuture:
     """The result of a submitted step, some time."""
 
     def __init__(self, program: Program, limits: Limits, words: Awaited, clock: "_Clock") -> None:
-        self._program, self._limits, self._words, self._clock = program, limits, words, clock
+        self._program, self._limits, self._clock = program, limits, clock
+        self._words: Awaited | None = words
         self._submitted = time.perf_counter()
         self._result: StepResult | None = None
 
     def result(self) -> StepResult:
         """Waits for the copy to the host."""
         if self._result is None:
+            assert self._words is not None, "the words stay until they are read"
             is_late = self._words.is_ready()
             words = jax.device_get(self._words)
+            # The next result may lie where this one did: a command buffer whose addresses are those
+            # of its last run is not written anew.
+            self._words = None
             seconds = self._clock.seconds_since_last(self._submitted, is_late)
             self._result = read_result(self._program, self._limits, words, seconds)
         return self._result

@@ -79,7 +79,7 @@ class Allocator:
 
     def num_missing(self, slot: int, positions: int) -> int:
         """Pages that the slot lacks to hold `positions` tokens."""
-        return max(0, self.limits.num_pages_for(positions) - int(self.num_pages[slot]))
+        return max(0, self.limits.num_pages_for(positions) - self.num_pages.item(slot))
 
     def reserve(self, slot: int, positions: int) -> bool:
         """Gives the slot pages for `positions` tokens, all of them or none.

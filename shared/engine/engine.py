@@ -147,30 +147,44 @@ class Engine:
     def _retire(self, flight: Flight) -> list[Event]:
         result, rows, events = flight.future.result(), flight.rows, []
         self.controller.learned(rows, result)
+        counts, failed, texts = (x.tolist() for x in (result.counts, result.failed, result.tokens))
+        told: list[int] = []
         for row, (request, most) in enumerate(zip(rows.requests, rows.most_tokens, strict=True)):
             request.land(most)
             if self.is_late(request):
                 self.metrics.count("late_rows_total", 1)
-            elif result.failed[row]:
+            elif failed[row]:
                 events.append(self._fail(request))
-            elif result.counts[row]:
-                events.append(self._commit(rows, result, row))
-        num_ended = sum(len(c.request.prompt) for c in rows.chunks if c.ends_prompt)
-        self.metrics.count("prompt_tokens_total", num_ended)
+            elif counts[row]:
+                events.append(self._commit(rows, result, row, texts[row][: counts[row]]))
+                told.append(row)
+        self._count(rows, events)
+        if rows.shape is not None and not rows.shape.is_plain:
+            nodes = result.num_nodes.tolist()
+            self._count_drafts([nodes[row] - 1 for row in told], [counts[row] - 1 for row in told])
         return events
+
+    def _count(self, rows: Rows, events: list[Event]) -> None:
+        count = self.metrics.count
+        prompts = sum(len(c.request.prompt) for c in rows.chunks if c.ends_prompt)
+        count("prompt_tokens_total", prompts)
+        count("generation_tokens_total", sum(len(event.tokens) for event in events))
+
+    def _count_drafts(self, drafted: list[int], accepted: list[int]) -> None:
+        """Counts drafts of some rows, all at once: the device may wait for the next step."""
+        self.metrics.count("spec_decode_num_drafts_total", len(drafted))
+        self.metrics.count("spec_decode_num_draft_tokens_total", sum(drafted))
+        self.metrics.count("spec_decode_num_accepted_tokens_total", sum(accepted))
 
     @staticmethod
     def is_late(request: Request) -> bool:
         """Whether a row was submitted before its request's end was known; nobody reads it."""
         return request.finish_reason is not None
 
-    def _commit(self, rows: Rows, result: StepResult, row: int) -> Event:
-        request, tokens = rows.requests[row], result.tokens[row, : result.counts[row]].tolist()
-        if rows.shape is not None and not rows.shape.is_plain:
-            self._count_drafts(int(result.num_nodes[row]) - 1, len(tokens) - 1)
+    def _commit(self, rows: Rows, result: StepResult, row: int, tokens: list[int]) -> Event:
+        request = rows.requests[row]
         kept = request.commit(tokens)
         self.controller.saw(request, tokens[:kept])
-        self.metrics.count("generation_tokens_total", kept)
         if request.finish_reason is not None:
             self._let_go(request, request.finish_reason)
         return Event(
@@ -181,11 +195,6 @@ class Engine:
             error=None,
             logprobs=_logprobs(request, result, row, kept),
         )
-
-    def _count_drafts(self, num_drafted: int, num_accepted: int) -> None:
-        self.metrics.count("spec_decode_num_drafts_total", 1)
-        self.metrics.count("spec_decode_num_draft_tokens_total", num_drafted)
-        self.metrics.count("spec_decode_num_accepted_tokens_total", num_accepted)
 
     def _fail(self, request: Request) -> Event:
         self._end(request, FinishReason.ERROR)

@@ -106,7 +106,7 @@ class Planner:
           LookupError: No program is large enough.
         """
         held, requests = self._allocator.num_pages, rows.requests
-        num_pages = max(int(held[request.slot]) for request in requests)
+        num_pages = max(held.item(request.slot) for request in requests)
         verified = 0 if rows.shape is None else rows.shape.rows
         logprobs = any(request.sampling.logprobs is not None for request in requests)
         wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs)
