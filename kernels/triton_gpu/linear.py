@@ -160,10 +160,7 @@ def _product_kernel(
     # Blocks of gate and up that are copied as one are multiplied as one: the rows are read once.
     is_joined: tl.constexpr = is_gated and is_described
     width: tl.constexpr = 2 * columns if is_joined else columns
-    if is_swapped:
-        acc = tl.zeros((width, rows), tl.float32)
-    else:
-        acc = tl.zeros((rows, width), tl.float32)
+    acc = tl.zeros((width, rows) if is_swapped else (rows, width), tl.float32)
     up = acc
     for at in tl.range(0, K, depth, num_stages=stages):
         if is_described:
