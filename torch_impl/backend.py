@@ -30,6 +30,7 @@ from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from torch_impl import drafters
 from torch_impl import weights as weights_module
+from torch_impl.compiling import compile_kernels
 from torch_impl.device_state import allocate
 from torch_impl.drafters import heads
 from torch_impl.drafters.dflash import BlockDrafter
@@ -305,12 +306,13 @@ class _Stream:
     def prepare(self, program: Program) -> None:
         """Runs a step over a plan of padding, which touches the sinks only, and captures a decode.
 
-        The first run sets up libraries and compiles kernels, outside of the capture and of serving;
-        prompts run without a graph.
+        Kernels are compiled first, side by side. The first run then sets up libraries, outside of
+        the capture and of serving; prompts run without a graph.
         """
         padding = empty_plan(program, self._machine.limits, None).buffer
         with torch.cuda.stream(self._compute):
             plan = torch.from_numpy(padding).to(self._device)
+            compile_kernels(lambda: step(self._machine, plan, program))
             step(self._machine, plan, program)
         self._compute.synchronize()
         if self._cuda_graphs and program.work is Work.DECODE:
