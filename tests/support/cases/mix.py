@@ -246,8 +246,7 @@ _LARGE = {
     f"{B} x {N} rows after {context}": _chains(B, N, context)
     for B, N, context in (
         *((B, N, 512) for B, N in ((1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (32, 4))),
-        (32, 8, 512),
-        *((B, 16, 512) for B in (1, 8, 32)),
+        *((B, N, 512) for N in (8, 16) for B in (1, 8, 32)),
         *((B, 1, context) for context in (4096, 32768) for B in (1, 8)),
     )
 }
