@@ -170,7 +170,7 @@ def _multiplied(
 
 def scaled(weight: Matrix, norm: Float[Tensor, " inputs"]) -> Matrix:
     """As the specification, in place: a second copy of all weights would not find room."""
-    weight.values.copy_(weight.values.float() * norm)
+    weight.values.mul_(norm)  # in float32, and rounded once
     return weight
 
 
