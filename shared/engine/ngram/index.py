@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import accumulate, islice
 
 import numpy as np
 from jaxtyping import Int32
@@ -80,7 +80,7 @@ def _batch(texts: Sequence[tuple[int, Sequence[int]]]) -> Tokens:
     """Rows and their new tokens as arrays."""
     rows = np.array([row for row, _ in texts], np.int32)
     tokens = np.array([token for _, new in texts for token in new], np.int32)
-    ends = np.cumsum([0, *(len(new) for _, new in texts)], dtype=np.int32)
+    ends = np.array([0, *accumulate(len(new) for _, new in texts)], np.int32)
     return rows, tokens, ends
 
 
@@ -315,7 +315,7 @@ class NgramIndex:
             self._trie.nodes, anchors, rows, limits, self._continuations(rows), self._growth, trees
         )
         self.num_rows += B
-        self.num_empty_rows += int((trees.num_nodes == 1).sum())
+        self.num_empty_rows += trees.num_nodes.tolist().count(1)
         return HostDraft(**trees._asdict(), forced=np.zeros(B, np.int32))
 
     def _continuations(self, rows: Int32[np.ndarray, " B"]) -> tree.Continuations:
