@@ -106,7 +106,8 @@ class JaxBackend:
             dtype=dtype,
             on_gpu=where.platform == "gpu",
         )
-        self._config, self._device, self._bind = config, where, _binding(config, drafts)
+        self._config, self._bind = config, _binding(config, drafts)
+        self._place = SingleDeviceSharding(where)
         own = [] if draft_arrays is None else [draft_arrays]
         self._graphs, parameters = zip(*map(nnx.split, [*own, model]), strict=True)
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
@@ -146,8 +147,8 @@ class JaxBackend:
         # As `jax.device_put` in less time: the device may wait. The one upload of a step, and below
         # its one download; a guard that forbids transfers finds no other.
         with jax.transfer_guard_host_to_device("allow"):
-            place = SingleDeviceSharding(self._device)
-            words = jax.make_array_from_callback(plan.buffer.shape, place, lambda _: plan.buffer)
+            shape = plan.buffer.shape
+            words = jax.make_array_from_callback(shape, self._place, lambda _: plan.buffer)
         self._state, result = self._programs[plan.program](self._leaves, self._state, words)
         assert isinstance(result, Awaited)
         with jax.transfer_guard_device_to_host("allow"):
@@ -167,7 +168,7 @@ class JaxBackend:
         step = jax.jit(
             partial(self._traced, program), donate_argnums=1, compiler_options=self._options
         )
-        plan = jax.device_put(words, self._device)
+        plan = jax.device_put(words, self._place)
         return step.lower(self._leaves, self._state, plan)
 
     def _traced(

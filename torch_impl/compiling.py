@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MOST_COMPILERS = 16
+_MOST_COMPILERS = 16
+"""Threads that compile, at most; fewer where there are fewer cores."""
 _EMPTY = (
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -42,7 +43,7 @@ def compile_kernels(step: Callable[[], object]) -> None:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    workers = min(os.cpu_count() or 1, MOST_COMPILERS)
+    workers = min(os.cpu_count() or 1, _MOST_COMPILERS)
     with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool):
         JITFunction.run = compile_only
         try:
