@@ -39,9 +39,11 @@ class Served:
     prepare_s: float
 
     def keeps_text_at(self, temperature: float) -> bool:
-        """Whether the text is plain decoding's: a rejection rule keeps a law, a lot neither."""
+        """Whether the text is plain decoding's: a rejection rule keeps a law, most lots neither."""
         limits = self.backend.limits
-        return not limits.accept_rates and (limits.accept_rule == "match" or not temperature)
+        if limits.accept_rates is not None:
+            return not limits.accept_rates[0]  # without a first draft none is accepted
+        return limits.accept_rule == "match" or not temperature
 
 
 class LastStep:

@@ -116,7 +116,7 @@ class Limits:
 
     Raises:
       ValueError: A program drafts trees, and the rule is for chains; or a lot and another rule
-        than "match" are asked for.
+        than "match" are asked for, or a lot without rates.
     """
 
     page_size: int
@@ -139,6 +139,8 @@ class Limits:
             raise ValueError(f"the accept rule {self.accept_rule} is for chains, not for trees")
         if self.accept_rule != "match" and self.accept_rates is not None:
             raise ValueError(f"the accept rule {self.accept_rule} and a lot exclude each other")
+        if self.accept_rates == ():
+            raise ValueError("a lot needs the rate of a level at least")
 
     @cached_property
     def simulated_accept_length(self) -> float | None:

@@ -24,7 +24,7 @@ def rates_of(text: str | None) -> tuple[float, ...] | None:
         numbers = []
     if len(numbers) == 1 and 1 <= numbers[0] <= MOST_TOKENS:
         whole, share = divmod(numbers[0] - 1, 1)
-        return (1.0,) * int(whole) + (share,) * (share > 0)
+        return (1.0,) * int(whole) + (share,) * (share > 0) or (0.0,)
     if len(numbers) < 2 or not all(0 <= rate <= 1 for rate in numbers):
         raise ConfigError(
             "--speculative-simulate-accept-length must be a number of tokens from 1 to "

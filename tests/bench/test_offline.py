@@ -294,7 +294,7 @@ import bench.compare, bench.offline, torch_impl.serve, jax_impl.serve
     ("rule", "rates", "greedy", "sampled"),
     [
         ("match", None, True, True),
-        ("match", (), True, True),
+        ("match", (0.0,), True, True),
         ("match", (0.5,), False, False),
         ("rejection", None, True, False),
     ],

@@ -407,7 +407,7 @@ LOT = "--speculative-simulate-accept-length"
 @pytest.mark.parametrize(
     ("text", "rates"),
     [
-        ("1", ()),
+        ("1", (0.0,)),
         ("3", (1.0, 1.0)),
         ("2.5", (1.0, 0.5)),
         ("1.25", (0.25,)),

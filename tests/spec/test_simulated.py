@@ -29,7 +29,7 @@ def trees_of(seed: int, B: int = ROWS, N: int = 9) -> tuple[np.ndarray, ...]:
     return tokens, parents, num_nodes, choices, seeds, rng.integers(0, 99, B).astype(np.int32)
 
 
-@pytest.mark.parametrize("rates", [(), (1.0,), (1.0, 0.5), (0.7, 0.7, 0.7, 0.7)])
+@pytest.mark.parametrize("rates", [(0.0,), (1.0,), (1.0, 0.5), (0.7, 0.7, 0.7, 0.7)])
 def test_the_way_leads_over_first_children_as_far_as_the_lot_goes(rates) -> None:
     tokens, parents, num_nodes, choices, seeds, lengths = trees_of(1)
     found, walked = spec.simulate(tokens, parents, num_nodes, choices, rates, seeds, lengths)
@@ -48,7 +48,7 @@ def test_the_way_leads_over_first_children_as_far_as_the_lot_goes(rates) -> None
 
 
 @each_implementation
-@pytest.mark.parametrize("rates", [(), (1.0, 0.4), (0.9, 0.6, 0.3)])
+@pytest.mark.parametrize("rates", [(0.0,), (1.0, 0.4), (0.9, 0.6, 0.3)])
 def test_both_backends_accept_what_the_specification_does(rates, implementation) -> None:
     tokens, parents, num_nodes, choices, seeds, lengths = trees_of(2)
     given = (tokens, parents, num_nodes, choices, rates, seeds, lengths)
@@ -119,7 +119,7 @@ def texts(outcomes: dict[int, Outcome]) -> list[list[int]]:
 @pytest.mark.parametrize("framework", ["reference", "torch"])
 def test_where_no_draft_is_accepted_the_text_is_plain(framework, temperature, shape) -> None:
     judged, _ = serve("reference", shape, None, temperature)
-    rejected, metrics = serve(framework, shape, (), temperature)
+    rejected, metrics = serve(framework, shape, (0.0,), temperature)
     assert texts(rejected) == texts(judged)
     assert sum(sum(outcome.accepted) for outcome in judged.values()) > 0
     assert all(set(outcome.accepted) == {0} for outcome in rejected.values())
@@ -148,4 +148,9 @@ def test_a_lot_and_a_rule_exclude_each_other() -> None:
     limits = tree_limits(272)
     chains = tuple(program for program in limits.programs if program.shape.width <= 1)
     with pytest.raises(ValueError, match="exclude each other"):
-        replace(limits, programs=chains, accept_rule="block", accept_rates=())
+        replace(limits, programs=chains, accept_rule="block", accept_rates=(0.5,))
+
+
+def test_a_lot_without_rates_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs the rate of a level"):
+        replace(tree_limits(272), accept_rates=())
