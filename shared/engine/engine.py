@@ -143,6 +143,7 @@ class Engine:
         for request, most in zip(rows.requests, rows.most_tokens, strict=True):
             request.launch(most)
         self.controller.submitted(rows)
+        self.planner.lay_out_ahead(plan.program)
 
     def _retire(self, flight: Flight) -> list[Event]:
         result, rows, events = flight.future.result(), flight.rows, []

@@ -16,18 +16,20 @@ from shared.engine.rows import Rows
 from shared.spec.sampling import Sampling
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Held:
     """A plan whose rows are filled in, but for what each step brings, to begin the next one with.
 
     Attributes:
       slots: Of its rows, as bytes.
       binding: How many requests had been bound by then.
+      spare: A copy that was laid out ahead, if any.
     """
 
     slots: bytes
     binding: int
     buffer: Int32[np.ndarray, " words"]
+    spare: StepPlan | None = None
 
 
 class Planner:
@@ -83,12 +85,19 @@ class Planner:
         rows.fill(plan)
         return plan
 
+    def lay_out_ahead(self, program: Program) -> None:
+        """Lays out a program's next plan, while the device runs and the host has the time."""
+        held = self._held.get(program)
+        if held is not None and held.spare is None:
+            held.spare = plan_in(held.buffer.copy(), program, self._limits, None)
+
     def _plan_of_rows(self, program: Program, slots: list[int]) -> StepPlan:
         """A plan with its rows filled in. Decode steps have the rows of the one before mostly."""
         rows = np.array(slots, np.int32)
         held, named = self._held.get(program), rows.tobytes()
         if held is not None and (held.slots, held.binding) == (named, self._binding):
-            plan = plan_in(held.buffer.copy(), program, self._limits, None)
+            plan, held.spare = held.spare, None
+            plan = plan or plan_in(held.buffer.copy(), program, self._limits, None)
             self._fill_pages(plan, rows)
             return plan
         plan = empty_plan(program, self._limits, None)

@@ -10,6 +10,8 @@ from shared.boundary.backend import Decode, HostDraft, Prefill, StepPlan, Work
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 
+_TREE = tuple(field.name for field in fields(HostDraft))
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -195,6 +197,6 @@ class DecodeRows:
         assert isinstance(work, Decode)
         if work.drafts is None or self.drafts is None:
             return
-        for field in fields(HostDraft):
-            values = getattr(self.drafts, field.name)
-            getattr(work.drafts, field.name)[: len(values)] = values
+        for name in _TREE:
+            values = getattr(self.drafts, name)
+            getattr(work.drafts, name)[: len(values)] = values
