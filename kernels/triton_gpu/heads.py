@@ -46,13 +46,20 @@ def place(
       gated: Whether queries have gates.
       eps: Of the norms.
       digits: Of a unit of the squares: the order of the sums.
+
+    Raises:
+      ValueError: The pools are not contiguous.
     """
+    if not kv.is_contiguous():
+        raise ValueError("the pools must be contiguous")
+    rows = (projected, cos, sin, page_table, request, places, is_real)
+    projected, cos, sin, page_table, *rows = (x.contiguous() for x in rows)
     R, (page, k_heads, D) = len(projected), kv.shape[3:]
     q_heads = (projected.shape[1] // D - 2 * k_heads) // (1 + gated)
     q = projected.new_empty((R, q_heads, D))
     _place_kernel[(triton.cdiv(R, _ROWS), q_heads + k_heads)](
         *(projected, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm),
-        *(cos, sin, q, kv[layer, 0], kv[layer, 1], page_table, request, places, is_real),
+        *(cos, sin, q, kv[layer, 0], kv[layer, 1], page_table, *rows),
         *(R, page_table.shape[1], eps),
         q_heads=q_heads,
         k_heads=k_heads,

@@ -29,6 +29,7 @@ from tests.device.test_cross_backend_trees import cell as tree_cell
 from tests.spec import test_rejection as rejection
 from tests.support.backends import make_gpu_backend
 from tests.support.equality import assert_few_excused
+from tests.support.kernels import MODULES
 
 pytestmark = pytest.mark.gpu
 
@@ -77,8 +78,7 @@ def backend_of(backends: dict, framework: str, cell: Cell, ops: str = "kernels")
 def chosen(framework: str, ops: str) -> AbstractContextManager[None]:
     """Within it the framework runs with its kernels, which must be there, or without."""
     found = import_module(f"{framework.split()[0]}_impl.ops")
-    modules = ["attention", "heads", "layers", "linear", "mix", "sampling"]
-    assert found.kernel_names() == modules
+    assert found.kernel_names() == list(MODULES)
     return found.plain() if ops == "plain" else nullcontext()
 
 

@@ -81,3 +81,13 @@ def test_torch_commits_by_the_kernel_on_a_gpu(monkeypatch) -> None:
     found = torch_impl.ops.slots.kernel_commit(torch_impl.ops.KERNELS, *given)
     for got, want in zip(found[:3], spec.commit(**arguments), strict=False):
         np.testing.assert_array_equal(got.cpu().numpy(), want)
+
+
+@pytest.mark.skipif("triton" not in KERNELS or ON_GPU, reason="Triton is not interpreted")
+def test_a_kernel_that_reads_beside_its_tensors_is_seen() -> None:
+    """As all that interprets Triton's kernels is watched: a GPU may answer with anything."""
+    uniforms = KERNELS["triton"]["noise"].uniforms
+    seeds = torch.zeros(3, dtype=torch.int32)
+    uniforms(seeds, seeds, 2, 0)
+    with pytest.raises(Exception, match="1 of 1 addresses are in no tensor"):
+        uniforms(seeds, seeds[:2].clone(), 2, 0)

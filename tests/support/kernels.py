@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from jax_impl.backend import compiler_options
-from kernels.tiles import MEASURED, Tiles
+from kernels.tiles import MEASURED, Table, Tiles
+from tests.support.addresses import watch
 
 ON_GPU = torch.cuda.is_available()
 INTERPRET = jax.default_backend() == "cpu"
@@ -55,13 +56,20 @@ def triton_interpreter() -> Iterator[None]:
             interpreter = importlib.import_module("triton.runtime.interpreter")
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
             patch.setattr(interpreter.InterpretedFunction, "__call__", _call)
+            watch(patch)
         yield
 
 
-def bind_kernels(monkeypatch, ops: ModuleType, modules: dict[str, Any]) -> None:
-    """Gives the ops of a backend these kernels, as where there is a GPU."""
+def bind_kernels(monkeypatch, ops: ModuleType, modules: dict[str, Any], **mix: object) -> None:
+    """Gives the ops of a backend these kernels, as where there is a GPU.
+
+    Args:
+      mix: Fields of the tiles of `mix` that are not as measured.
+    """
+    tiles = Tiles.load("pallas_gpu", MEASURED)
+    lines = tuple(replace(line, tiles=replace(line.tiles, **mix)) for line in tiles.mix.lines)
     kernels = {field.name: modules.get(field.name) for field in fields(ops.Kernels)}
-    kernels |= {"tiles": Tiles.load("pallas_gpu", MEASURED)}
+    kernels |= {"tiles": replace(tiles, mix=Table(lines))}
     monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**kernels))
 
 
