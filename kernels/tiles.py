@@ -57,6 +57,7 @@ class MixTiles:
       splits: Fewest splits of a program, unless there are fewer. Above 1, a program that has all
         positions of a request keeps its sums, where they are within a span.
       ones: As of `AttentionTiles`.
+      placed: Whether `place` makes the queries first and writes keys and values.
       warps, stages: Of the kernel.
       registers: Most of a thread; 0 for no bound, which is all that Pallas knows.
     """
@@ -68,6 +69,7 @@ class MixTiles:
     programs: int
     splits: int
     ones: int
+    placed: bool
     warps: int
     stages: int
     registers: int

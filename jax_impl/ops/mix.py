@@ -138,13 +138,16 @@ def kernel_mix(
             q, gate, *pool, *table, *sees, max_rows=rows.most_rows, tiles=tiles, **order
         )
         return out, kv._replace(pools=pools)
-    requests = len(rows.page_table)
+    requests, q, pools = len(rows.page_table), None, kv.pools
+    tiles = kernels.tiles.mix.of(item_bytes=item_bytes, rows=pairs, requests=requests)
+    if tiles.placed:
+        q, pools = _place(kernels, qkv, heads, norms, angles, rows, pools, layer)
     out, pools, arrivals = kernels.mix.mix(
         qkv,
         *((None, None) if norms is None else (norms.q, norms.k)),
         angles.cos,
         angles.sin,
-        kv.pools,
+        pools,
         _operand(layer),
         kv.bounds,
         kv.arrivals,
@@ -153,12 +156,13 @@ def kernel_mix(
         rows.places,
         *sees,
         rows.is_real,
+        q,
         gated=heads.gated,
         eps=0.0 if norms is None else norms.eps,
         digits=SQUARES.digits,
         max_rows=rows.most_rows,
         most_parts=MOST_PARTS,
-        tiles=kernels.tiles.mix.of(item_bytes=item_bytes, rows=pairs, requests=requests),
+        tiles=tiles,
         **order,
     )
     return out, PagedKV(pools, kv.bounds, arrivals)

@@ -60,6 +60,7 @@ def mix(
     until: Int[jax.Array, " R"],
     window: Bool[jax.Array, "R N"],
     is_real: Bool[jax.Array, " R"],
+    q: Float[jax.Array, "R Hq D"] | None = None,
     *,
     gated: bool,
     eps: float,
@@ -81,6 +82,7 @@ def mix(
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
       gated, eps, digits: The same.
+      q: Of `place`, which has written the new keys and values too; None: that is done here.
       bounds, arrivals: Of `reach`.
       row_starts, first, until, window, max_rows, span, split, tile: See `attend`. Where there is a
         window, all rows of a request have the same `until`.
@@ -112,7 +114,7 @@ def mix(
         partial(
             _mix_kernel,
             order=Order(span, split, tile, tiles.ones, window.shape[1]),
-            new=_New(k_norm is not None, gated, eps, digits),
+            new=_New(k_norm is not None, q is not None, gated, eps, digits),
             sizes=sizes,
             interpret=interpret,
         ),
@@ -129,15 +131,16 @@ def mix(
         projected,
         *(cos if norm is None else norm for norm in (q_norm, k_norm)),
         *(cos, sin, kv, layer, bounds, arrivals, page_table, row_starts, places, first, until),
-        *(window_operand(window), is_real.astype(jnp.int8)),
+        *(window_operand(window), is_real.astype(jnp.int8), cos if q is None else q),
     )
     return out[0], kv, arrivals
 
 
 class _New(NamedTuple):
-    """How new rows are made of the projection."""
+    """How new rows are made of the projection, unless they are placed already."""
 
     has_norms: bool
+    is_placed: bool
     gated: bool
     eps: float
     digits: int
@@ -196,6 +199,7 @@ def _mix_kernel(
     until_ref,
     window_ref,
     real_ref,
+    q_ref,
     out_ref,
     sums_ref,
     peaks_ref,
@@ -241,11 +245,11 @@ def _mix_kernel(
             start_of_head = q_head * ((1 + new.gated) * D)
             fetch_q = partial(_fetch, rows, q_norm_ref, own, start_of_head, row < stop)
             # Where programs are few, before what some of them do first; else registers are scarce.
-            fetched = fetch_q() if sizes.splits == 1 else None
+            is_early = sizes.splits == 1 and not new.is_placed
+            fetched = fetch_q() if is_early else None
             column = (sizes.q_heads * (1 + new.gated) + head) * D
 
-            @pl.when((bounds[3] < share.yours) & (bounds[4] > share.mine))
-            def _():
+            def write():
                 is_mine = is_new & (place >= share.mine) & (place < share.yours)
                 k = _turn(rows, _fetch(rows, k_norm_ref, written, column + 0 * written, is_mine))
                 write_pair(
@@ -254,7 +258,12 @@ def _mix_kernel(
                 )  # fmt: skip
                 _barrier(interpret)  # they are read by other threads than wrote them
 
-            q = _turn(rows, fetched or fetch_q())
+            if new.is_placed:
+                at = (own[:, None], q_head[:, None], lax.iota(jnp.int32, D)[None, :])
+                q = pltriton.load(q_ref.at[at])
+            else:
+                pl.when((bounds[3] < share.yours) & (bounds[4] > share.mine))(write)
+                q = _turn(rows, fetched or fetch_q()).astype(projected_ref.dtype)
             window = pack(window_ref, own, order.nodes)
             is_bad = jnp.zeros(written.shape, bool)
             if sizes.max_rows > 1:
@@ -267,7 +276,7 @@ def _mix_kernel(
                 store_unit(parts, unit - base, row, q_head, sums, row < stop)
 
             own_sums = _sum_share(
-                q.astype(projected_ref.dtype), seen, bounds, page, window, place, is_bad,
+                q, seen, bounds, page, window, place, is_bad,
                 low, high, share, order, sizes, store,
             )  # fmt: skip
 

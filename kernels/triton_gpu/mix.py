@@ -56,6 +56,7 @@ def mix(
     until: Int[Tensor, " R"],
     window: Bool[Tensor, "R N"],
     is_real: Bool[Tensor, " R"],
+    q: Float[Tensor, "R Hq D"] | None = None,
     *,
     gated: bool,
     eps: float,
@@ -72,6 +73,7 @@ def mix(
     Args:
       projected, q_norm, k_norm, cos, sin, kv, layer, page_table, places, is_real: See `place`.
       gated, eps, digits: The same.
+      q: Of `place`, which has written the new keys and values too; None: that is done here.
       bounds, arrivals: Of `reach`; the second is zeros again afterwards.
       row_starts, first, until, window, max_rows, span, split, tile: See `attend`. Where there is a
         window, all rows of a request have the same `until`.
@@ -101,7 +103,17 @@ def mix(
     _mix_kernel[(blocks * Hk, B, programs)](
         *(projected, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm),
         *(cos, sin, kv[layer, 0], kv[layer, 1], bounds, arrivals, page_table, row_starts, places),
-        *(first, until, window if window.shape[1] else until, is_real, sums, peaks, totals, out),
+        *(
+            first,
+            until,
+            window if window.shape[1] else until,
+            is_real,
+            projected if q is None else q,
+            sums,
+            peaks,
+            totals,
+            out,
+        ),
         *(R, B, columns, eps, D**-0.5 * LOG2_E.value, most_parts),
         q_heads=Hq,
         k_heads=Hk,
@@ -109,6 +121,7 @@ def mix(
         half=cos.shape[1],
         gated=gated,
         has_norms=k_norm is not None,
+        is_placed=q is not None,
         page=page,
         digits=digits,
         lanes=lanes,
@@ -150,6 +163,7 @@ def _mix_kernel(
     until_at,
     window_at,
     real_at,
+    q_at,
     sums_at,
     peaks_at,
     totals_at,
@@ -166,6 +180,7 @@ def _mix_kernel(
     half: tl.constexpr,
     gated: tl.constexpr,
     has_norms: tl.constexpr,
+    is_placed: tl.constexpr,
     page: tl.constexpr,
     digits: tl.constexpr,
     lanes: tl.constexpr,
@@ -232,27 +247,31 @@ def _mix_kernel(
     if share >= sharing:
         return
     # Where programs are few, before what some of them do first; else registers are scarce.
-    is_early: tl.constexpr = splits == 1
+    is_early: tl.constexpr = splits == 1 and not is_placed
     head_place = own.to(tl.int64) * width + q_head * ((1 + gated) * D)
     at_head = (projected_at, head_place, q_norm_at, cos_at, sin_at, own, row < stop)
     if is_early:
         fetched = fetch(*at_head, D, half, has_norms)
-    if (new_from < yours) & (new_until > mine):
-        write_pair(
-            projected_at, new.to(tl.int64) * width, k_norm_at, cos_at, sin_at, new,
-            is_new & (place >= mine) & (place < yours), eps, k_at, v_at, table_at, place, head,
-            q_heads * (1 + gated), k_heads, D, half, has_norms, page, digits,
-        )  # fmt: skip
-        tl.debug_barrier()  # they are read by other threads than wrote them
-    if not is_early:
-        fetched = fetch(*at_head, D, half, has_norms)
-    q = turn(fetched, eps, D, half, has_norms, digits).to(projected_at.dtype.element_ty)
+    if not is_placed:  # noqa: SIM102 - settled when it is compiled
+        if (new_from < yours) & (new_until > mine):
+            write_pair(
+                projected_at, new.to(tl.int64) * width, k_norm_at, cos_at, sin_at, new,
+                is_new & (place >= mine) & (place < yours), eps, k_at, v_at, table_at, place, head,
+                q_heads * (1 + gated), k_heads, D, half, has_norms, page, digits,
+            )  # fmt: skip
+            tl.debug_barrier()  # they are read by other threads than wrote them
+    place_of_lane = own.to(tl.int64) * q_heads + q_head
+    if is_placed:
+        q = tl.load(q_at + place_of_lane[:, None] * D + tl.arange(0, D)[None, :])
+    else:
+        if not is_early:
+            fetched = fetch(*at_head, D, half, has_norms)
+        q = turn(fetched, eps, D, half, has_norms, digits).to(projected_at.dtype.element_ty)
     window = pack(window_at, own, nodes)
     is_bad = tl.zeros((new_rows,), tl.int1)
     if new_rows > 1:
         at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
         is_bad = _is_bad(projected_at, at, is_new, D)
-    place_of_lane = own.to(tl.int64) * q_heads + q_head
     sums, peak, total = _sum_share(
         q, k_at + head * D, v_at + head * D, table_at, columns, number,
         first, until, seen_from, seen_until, new_from, window, place, is_bad,

@@ -27,7 +27,7 @@ from shared.boundary.workspace import MOST_PARTS
 from shared.spec.mix import BOUNDS, reach
 from shared.spec.numerics import ATTENTION, SQUARES, AttentionOrder
 from tests.support.cases.mix import CASES, EPS, MixCase, prompt_case, specified, tree_case
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, UNFUSED, bind_kernels
+from tests.support.kernels import INTERPRET, KERNELS, MODULES, ON_GPU, UNFUSED, bind_kernels
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
@@ -57,6 +57,7 @@ class How(NamedTuple):
 
 
 FUSED, APART = How(True), How(False)
+ROWS = ("page_table", "request", "places", "first", "until", "window", "is_real")
 
 
 def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
@@ -82,7 +83,6 @@ def arrays_of(case: MixCase) -> dict[str, np.ndarray | None]:
     """All arrays of a case by the kernels' names; floats that are rounded in half precision."""
     counts = (len(case.rows.page_table), case.heads.num_kv_heads * BLOCKS)
     bounds = reach(case.rows, case.row_starts)
-    names = ("page_table", "request", "places", "first", "until", "window", "is_real")
     return {
         "projected": case.qkv,
         "q_norm": None if case.norms is None else case.norms.q,
@@ -93,7 +93,7 @@ def arrays_of(case: MixCase) -> dict[str, np.ndarray | None]:
         "row_starts": case.row_starts,
         "bounds": bounds,
         "arrivals": np.zeros(counts, np.int32),
-        **{name: getattr(case.rows, name) for name in names},
+        **{name: getattr(case.rows, name) for name in ROWS},
     }
 
 
@@ -105,18 +105,18 @@ def call_with(kernel: Callable, arrays: dict, **settings: object) -> object:
 
 @cache
 def pallas_program(new: tuple, attends: tuple, most_parts: int | None) -> Callable:
-    """Both kernels in one program; or the one kernel, where `most_parts` is given."""
+    """Both kernels in one program; or `mix`, where `most_parts` is given."""
     new, attends = ({**dict(x), "interpret": INTERPRET} for x in (new, attends))
     modules = KERNELS["pallas"]
 
     def program(arrays: dict) -> tuple:
+        if most_parts is None or attends["tiles"].placed:
+            q, kv = call_with(modules["heads"].place, arrays, **new)
+            arrays = arrays | {"q": q, "kv": kv}
         if most_parts is not None:
-            settings = new | attends | {"most_parts": most_parts}
-            return call_with(modules["mix"].mix, arrays, **settings)
-        q, kv = call_with(modules["heads"].place, arrays, **new)
-        gate = arrays["projected"] if new["gated"] else None
-        attend = modules["attention"].attend
-        return call_with(attend, arrays | {"q": q, "gate": gate, "kv": kv}, **attends), kv, None
+            return call_with(modules["mix"].mix, arrays, most_parts=most_parts, **new | attends)
+        arrays["gate"] = arrays["projected"] if new["gated"] else None
+        return call_with(modules["attention"].attend, arrays, **attends), kv, None
 
     return jax.jit(program, compiler_options=UNFUSED)
 
@@ -134,19 +134,21 @@ def run_pallas(case: MixCase, how: How = FUSED) -> Found:
     return Found(np.asarray(out, np.float32), kv[1], kv[::2], arrivals)
 
 
-def run_triton(case: MixCase, how: How = FUSED) -> Found:
+def run_triton(case: MixCase, how: How = FUSED, given_as: Callable = torch.clone) -> Found:
     device, modules = "cuda" if ON_GPU else "cpu", KERNELS["triton"]
     # Triton's interpreter computes nonsense in bfloat16.
     dtype = (torch.bfloat16 if ON_GPU else torch.float16) if case.half else torch.float32
     own = arrays_of(case).items()
     arrays = {k: None if v is None else torch.tensor(v, device=device) for k, v in own}
-    arrays |= {k: arrays[k].to(dtype) for k in ("projected", "kv")} | {"layer": 1}
+    arrays |= {k: given_as(arrays[k]) for k in (*ROWS, "cos", "sin", "projected")} | {"layer": 1}
+    arrays |= {k: arrays[k].to(dtype) for k in ("projected", "kv")}
     new, attends = given(case, how, "triton")
+    is_placed = not how.is_fused or attends["tiles"].placed
+    q = call_with(modules["heads"].place, arrays, **new) if is_placed else None
     if how.is_fused:
-        settings = new | attends | {"most_parts": how.most_parts}
+        settings = new | attends | {"most_parts": how.most_parts, "q": q}
         out = call_with(modules["mix"].mix, arrays, **settings)
     else:
-        q = call_with(modules["heads"].place, arrays, **new)
         gate = arrays["projected"] if case.heads.gated else None
         out = call_with(modules["attention"].attend, arrays | {"q": q, "gate": gate}, **attends)
     kv = arrays["kv"].float().cpu().numpy()
@@ -195,26 +197,35 @@ def test_one_kernel_and_two_give_the_same_bits(name: str, run) -> None:
     np.testing.assert_allclose(*written, rtol=0, atol=error)
 
 
+@pytest.mark.parametrize("how", [FUSED, APART] if "triton" in KERNELS else [])
+def test_rows_may_be_views_of_other_numbers(how: How) -> None:
+    """As those of a batch of one: its request is one number that each row sees."""
+    others = lambda x: torch.stack([x, x.logical_not().to(x.dtype)], dim=-1)[..., 0]  # noqa: E731
+    want = found(run_triton, "trees", how)
+    np.testing.assert_equal(run_triton(FEW, how, others)[:2], want[:2])
+
+
 SHORT = replace(ATTENTION, span=64, split=32, tile=16)
 """So that a small case has several spans."""
-SHARED = MixTiles(lanes=64, programs=2, splits=3, ones=16, warps=4, stages=2, registers=0)
+SHARED = MixTiles(
+    lanes=64, programs=2, splits=3, ones=16, placed=False, warps=4, stages=2, registers=0
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "span", "lanes", "programs", "splits", "most_parts"),
+    ("name", "span", "most_parts", "cut"),
     [
-        ("trees", 64, 64, 1, 1, 64),
-        ("trees", 128, 64, 2, 2, 64),
-        ("trees", 64, 64, 3, 1, 2),
-        ("wide windows", 64, 16, 64, 1, 64),
+        ("trees", 64, 64, {"programs": 1, "splits": 1}),
+        ("trees", 128, 64, {"splits": 2}),
+        ("trees", 64, 2, {"programs": 3, "splits": 1}),
+        ("wide windows", 64, 64, {"lanes": 16, "programs": 64, "splits": 1}),
+        ("gate, part of the heads turned", 64, 64, {"placed": True}),
+        ("blocks", 64, 64, {"placed": True, "lanes": 16, "splits": 1}),
     ],
-    ids=["one program", "alone where short", "by span", "blocks, more than there are splits"],
+    ids=str,
 )
-def test_how_programs_share_the_positions_leaves_the_bits_as_they_are(
-    name: str, span: int, lanes: int, programs: int, splits: int, most_parts: int, run
-) -> None:
-    tiles = replace(SHARED, lanes=lanes, programs=programs, splits=splits)
-    order = replace(SHORT, span=span)
+def test_how_the_work_is_cut_leaves_the_bits_as_they_are(name, span, most_parts, cut, run):
+    tiles, order = replace(SHARED, **cut), replace(SHORT, span=span)
     got = found(run, name, How(True, order, most_parts, tiles))
     want = found(run, name, How(False, order))
     np.testing.assert_array_equal(got.out, want.out)
@@ -308,10 +319,9 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, g
     dtypes = ((floats, dtype), (singles, "float32"), (ints, "int32"), (flags, "bool"))
     arrays = {k: jax.ShapeDtypeStruct(v, t) for sizes, t in dtypes for k, v in sizes.items()}
     new = {"gated": gated, "eps": EPS, "digits": SQUARES.digits}
-    order = ATTENTION.sizes_for(item_bytes)
     tiles = TILES["pallas"].mix.of(item_bytes=item_bytes, rows=max_rows * 4, requests=B)
-    sums = order | {"max_rows": max_rows, "most_parts": MOST_PARTS, "tiles": tiles}
-    for kernel, settings in ((KERNELS["pallas"]["mix"].mix, new | sums),
+    sums = {"max_rows": max_rows, "most_parts": MOST_PARTS} | ATTENTION.sizes_for(item_bytes)
+    for kernel, settings in ((KERNELS["pallas"]["mix"].mix, new | sums | {"tiles": tiles}),
                              (KERNELS["pallas"]["heads"].place, new)):  # fmt: skip
         program = jax.jit(partial(call_with, kernel, **settings))
         lowered = program.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
@@ -330,9 +340,9 @@ def test_the_kernels_have_one_signature() -> None:
         assert modules["mix"].MOST_LANES == KERNELS["pallas"]["mix"].MOST_LANES
 
 
-def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object]) -> Callable:
+def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object], **mix: bool) -> Callable:
     """The op as it is bound where there is a GPU."""
-    bind_kernels(monkeypatch, ops, modules)
+    bind_kernels(monkeypatch, ops, modules, **mix)
     return ops.kernel_or_plain(ops.mix.kernel_mix, ops.mix.plain_mix)
 
 
@@ -354,6 +364,7 @@ def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
 
 
 FEW, MANY = CASES["trees"], prompt_case([(0, 40), (3, 20)])
+TAKEN = {"few rows": (FEW, False), "few rows, placed": (FEW, True), "many rows": (MANY, False)}
 
 
 def traced(op: Callable, case: MixCase) -> jax.stages.Traced:
@@ -365,9 +376,11 @@ def traced(op: Callable, case: MixCase) -> jax.stages.Traced:
     return jax.jit(program).trace(qkv, kv)
 
 
-@pytest.mark.parametrize(("case", "launches"), [(FEW, 1), (MANY, 2)], ids=["few rows", "many rows"])
-def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(case, launches, monkeypatch) -> None:
-    program = traced(on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"]), case)
+@pytest.mark.parametrize(("name", "launches"), list(zip(TAKEN, (1, 2, 2), strict=True)))
+def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, launches, monkeypatch) -> None:
+    case, placed = TAKEN[name]
+    op = on_a_gpu(monkeypatch, jax_impl.ops, KERNELS["pallas"], placed=placed)
+    program = traced(op, case)
     launched = {
         platform: program.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
         for platform in ("cpu", "cuda")
@@ -402,11 +415,11 @@ def test_torch_takes_no_kernel_on_a_cpu(monkeypatch) -> None:
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-@pytest.mark.parametrize("case", [FEW, MANY], ids=["few rows", "many rows"])
+@pytest.mark.parametrize(("case", "placed"), TAKEN.values(), ids=TAKEN)
 def test_torch_takes_the_kernels_on_a_gpu_unless_the_plain_ops_are_asked_for(
-    case, monkeypatch
+    case, placed, monkeypatch
 ) -> None:
-    on_a_gpu(monkeypatch, torch_impl.ops, KERNELS["triton"])
+    on_a_gpu(monkeypatch, torch_impl.ops, KERNELS["triton"], placed=placed)
     device = "cuda" if ON_GPU else "cpu"
     arguments = op_arguments(
         case, torch_impl.ops, lambda x: torch.from_numpy(np.asarray(x)).to(device)
@@ -432,8 +445,6 @@ def test_a_kernel_refuses_other_head_sizes_by_name_on_a_gpu_only(ops, monkeypatc
 
 
 def test_a_machine_without_a_gpu_has_no_kernels() -> None:
-    names = "acceptance attention draft_tree heads layers linear mix noise reach sampling slots"
-    names = [*names.split(), "window"]
     for ops, has_gpu in ((torch_impl.ops, ON_GPU), (jax_impl.ops, not INTERPRET)):
-        assert ops.kernel_names() == (names if has_gpu else [])
+        assert ops.kernel_names() == (list(MODULES) if has_gpu else [])
         assert (ops.mix.mix is ops.mix.plain_mix) == (not has_gpu)

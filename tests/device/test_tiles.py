@@ -17,6 +17,7 @@ MIX = {
     "programs": 4,
     "splits": 1,
     "ones": 16,
+    "placed": False,
     "warps": 4,
     "stages": 2,
     "registers": 0,

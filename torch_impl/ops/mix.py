@@ -132,6 +132,10 @@ def kernel_mix(
             q, gate, *pool, *table, *sees, max_rows=rows.most_rows, tiles=tiles, **order
         )
     requests = len(rows.page_table)
+    tiles = kernels.tiles.mix.of(item_bytes=item_bytes, rows=pairs, requests=requests)
+    q = None
+    if tiles.placed:
+        q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
     return kernels.mix.mix(
         qkv,
         *((None, None) if norms is None else (norms.q, norms.k)),
@@ -146,12 +150,13 @@ def kernel_mix(
         rows.places,
         *sees,
         rows.is_real,
+        q,
         gated=heads.gated,
         eps=0.0 if norms is None else norms.eps,
         digits=SQUARES.digits,
         max_rows=rows.most_rows,
         most_parts=MOST_PARTS,
-        tiles=kernels.tiles.mix.of(item_bytes=item_bytes, rows=pairs, requests=requests),
+        tiles=tiles,
         **order,
     )
 
