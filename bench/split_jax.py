@@ -50,7 +50,7 @@ def parts(backend: JaxBackend, program: Program) -> Compiled:
         jitted = jax.jit(part, donate_argnums=1, compiler_options=backend._options)
         return jitted.lower(backend._leaves, *given).compile()
 
-    words = jax.device_put(np.zeros(plan_layout(program, limits).size, np.int32), backend._place)
+    words = jax.device_put(np.zeros(plan_layout(program, limits).size, np.int32), backend._device)
     state, leaves = backend._state, backend._leaves
     first = made(grow, state, words)
     _, grown = jax.eval_shape(grow, leaves, state, words)

@@ -5,22 +5,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import SingleDeviceSharding
-from jax.stages import Lowered
+from jax.stages import Compiled, Lowered
 from jaxtyping import Int, Shaped
 
-from jax_impl import device_state, drafters, weights
+from jax_impl import device_state, drafters, ops, weights
 from jax_impl.device_state import DeviceState
 from jax_impl.drafters import heads
 from jax_impl.drafters.dflash import BlockDrafter
 from jax_impl.drafters.eagle import EagleDrafter
 from jax_impl.drafters.standalone import StandaloneDrafter
+from jax_impl.kept import KeptPrograms
 from jax_impl.machine import Machine
 from jax_impl.model import Model
 from jax_impl.ops import attention
@@ -43,8 +44,7 @@ from shared.models.config import ModelConfig
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 Leaf = jax.Array | list[jax.Array]
 Words = Int[jax.Array, " words"]
-Compiled = Callable[..., tuple[DeviceState, jax.Array]]
-
+Ready = Callable[..., tuple[DeviceState, jax.Array]]
 
 MOST_COMPILERS = 8
 """Programs that are compiled side by side; each takes up to a gigabyte while it is."""
@@ -69,6 +69,7 @@ class JaxBackend:
         dtype: str,
         device: jax.Device | str,
         quick_compile: bool,
+        kept_in: Path | None = None,
     ) -> None:
         """Allocates the pools of `limits`; nothing is compiled yet.
 
@@ -82,6 +83,7 @@ class JaxBackend:
           device: A device, or the name of a platform, whose first one is taken.
           quick_compile: On a CPU, compile in a third of the time code that runs at a quarter of
             the speed: for runs of few steps. A GPU's programs are not touched by it.
+          kept_in: The folder in which compiled programs are kept for the next start; None: nowhere.
 
         Raises:
           ValueError: Attention on a GPU does not take the head size, or see
@@ -106,15 +108,15 @@ class JaxBackend:
             dtype=dtype,
             on_gpu=where.platform == "gpu",
         )
-        self._config, self._bind = config, _binding(config, drafts)
-        self._place = SingleDeviceSharding(where)
+        self._config, self._device, self._bind = config, where, _binding(config, drafts)
         own = [] if draft_arrays is None else [draft_arrays]
         self._graphs, parameters = zip(*map(nnx.split, [*own, model]), strict=True)
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
         self._leaves = [_leaf(path, array, where) for path, array in leaves]
         self._state = device_state.allocate(config, limits, sizes, kind, where)
-        self._options = compiler_options(where, quick_compile)
-        self._programs: dict[Program, Compiled] = {}
+        self._options = _step_options(where, quick_compile)
+        self._programs: dict[Program, Ready] = {}
+        self._kept = None if kept_in is None else self._keeping(kept_in)
         self._clock = _Clock()
         self._last: JaxFuture | None = None
 
@@ -123,19 +125,29 @@ class JaxBackend:
         return workspace(program, self._blueprint)
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Compiles programs, or takes them from the cache of earlier starts.
+        """Takes programs that earlier starts have kept, and compiles the others.
 
         Raises:
           ValueError: `limits` does not list a program.
         """
-        wanted = to_prepare(programs, self.limits, self._programs)
-        # Python traces one program while XLA compiles those before it.
+        wanted = list(to_prepare(programs, self.limits, self._programs))
+        kept = self._kept
         workers = min(os.cpu_count() or 1, MOST_COMPILERS)
         with ThreadPoolExecutor(workers) as pool:
-            compiling = {program: pool.submit(self._lowered(program).compile) for program in wanted}
-            for program, compiled in compiling.items():
+            found = zip(wanted, pool.map(kept.find, wanted), strict=True) if kept else ()
+            ready = {program: each for program, each in found if each is not None}
+            # Python traces one program while XLA compiles those before it.
+            making = {
+                program: pool.submit(self._compiled, program, self._lowered(program))
+                for program in wanted
+                if program not in ready
+            }
+            for program in wanted:
                 progress(program)
-                self._programs[program] = compiled.result()
+                made = making.get(program)
+                self._programs[program] = ready[program] if made is None else made.result()
+        if kept:
+            kept.drop_old()
 
     def submit(self, plan: StepPlan) -> "JaxFuture":
         """Queues one step and returns at once.
@@ -144,12 +156,11 @@ class JaxBackend:
           ValueError: See `shared.boundary.checks.check_plan`.
         """
         check_plan(plan, self._programs)
-        # As `jax.device_put` in less time: the device may wait. The one upload of a step, and below
-        # its one download; a guard that forbids transfers finds no other.
+        # The one upload of a step goes with the call, and below is its one download; a guard that
+        # forbids transfers finds no other.
         with jax.transfer_guard_host_to_device("allow"):
-            shape = plan.buffer.shape
-            words = jax.make_array_from_callback(shape, self._place, lambda _: plan.buffer)
-        self._state, result = self._programs[plan.program](self._leaves, self._state, words)
+            ready = self._programs[plan.program]
+            self._state, result = ready(self._leaves, self._state, plan.buffer)
         assert isinstance(result, Awaited)
         with jax.transfer_guard_device_to_host("allow"):
             result.copy_to_host_async()
@@ -163,12 +174,28 @@ class JaxBackend:
         self._leaves, self._programs, self._last = [], {}, None
         del self._state
 
+    def _keeping(self, folder: Path) -> KeptPrograms:
+        """Where programs are kept, each under all that it follows from."""
+        arrays = (self._leaves, self._state)
+        words = jax.ShapeDtypeStruct((), jnp.int32)
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), arrays)
+        made_from = (self._blueprint, shapes, self._options, ops.kernel_names())
+        takes = jax.tree.structure(((*arrays, words), {}))
+        gives = jax.tree.structure((self._state, words))
+        return KeptPrograms(folder, self._device, made_from, takes, gives)
+
+    def _compiled(self, program: Program, lowered: Lowered) -> Compiled:
+        compiled = lowered.compile()
+        if self._kept:
+            self._kept.keep(program, compiled)
+        return compiled
+
     def _lowered(self, program: Program) -> Lowered:
         words = np.zeros(plan_layout(program, self.limits).size, np.int32)
         step = jax.jit(
             partial(self._traced, program), donate_argnums=1, compiler_options=self._options
         )
-        plan = jax.device_put(words, self._place)
+        plan = jax.device_put(words, self._device)
         return step.lower(self._leaves, self._state, plan)
 
     def _traced(
@@ -242,6 +269,18 @@ def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool 
     if quick_compile:
         wanted = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
     return {name: value for name, value in wanted.items() if _is_known(name, value, device)}
+
+
+def _step_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:
+    """XLA's options for steps: on a GPU they are compiled as if its memory had no end.
+
+    XLA counts the pools twice, as they come in and as they go out in the same place, finds more
+    than there is, and would compute again what it could keep.
+    """
+    if device.platform == "cpu":
+        return compiler_options(device, quick_compile)
+    name, percent = "xla_gpu_memory_limit_slop_factor", 100_000
+    return {name: percent} if _is_known(name, percent, device) else {}
 
 
 def _is_known(name: str, value: bool | int, device: jax.Device) -> bool:

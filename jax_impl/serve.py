@@ -19,7 +19,9 @@ from shared.process.device import Device
 from shared.process.launch import Platform, launch
 from shared.process.programs import ProgramCosts
 
-CACHE_FOLDER = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tandem" / "xla"
+CACHE_FOLDER = (
+    Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tandem" / "programs"
+)
 """Compiled programs are kept here from one start to the next."""
 
 GPU_SHARE = "0.95"
@@ -43,7 +45,6 @@ def load_backend(
     progress: Callable[[int], None],
 ) -> JaxBackend:
     """Reads the weights onto the device and makes the backend."""
-    jax.config.update("jax_compilation_cache_dir", str(CACHE_FOLDER))
     model, device = blueprint.config, jax.devices()[0]
     how = (jnp.dtype(blueprint.dtype), device, progress)
     weights = load(checkpoint, model, blueprint.drafts.with_mtp, *how)
@@ -60,6 +61,7 @@ def load_backend(
         dtype=blueprint.dtype,
         device=device,
         quick_compile=False,
+        kept_in=CACHE_FOLDER,
     )
 
 

@@ -13,8 +13,9 @@ from tests.support import twins
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
-# Writing Orbax and training are JAX's alone, compiling kernels on their own is torch's.
-ONE_SIDED = {Path("convert.py"), Path("train.py"), Path("compiling.py")}
+# Writing Orbax, training and programs that are kept are JAX's alone, compiling kernels on their own
+# is torch's.
+ONE_SIDED = {Path("convert.py"), Path("train.py"), Path("kept.py"), Path("compiling.py")}
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
 PARTS = {"guess", "heads", "noise", "parts", "reach", "scores", "squares", "support", "window"}

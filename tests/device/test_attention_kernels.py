@@ -1,5 +1,6 @@
 """The attention kernel against the specification: on a GPU for real, elsewhere interpreted."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -164,12 +165,24 @@ def test_a_rows_bits_depend_on_neither_batch_nor_neighbours(run) -> None:
         np.testing.assert_array_equal(run(alone)[0], together[row])
 
 
+class Searches:
+    """Notes every module that is looked for: that of a dialect for each operation anew."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def find_spec(self, name: str, *_: object) -> None:
+        self.names.append(name)
+
+
 @pytest.mark.parametrize(
     ("D", "dtype", "page", "max_rows"),
     [(16, "float32", 1, 1), (128, "bfloat16", 64, 16), (256, "float32", 16, 64)],
 )
-def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int) -> None:
+def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, monkeypatch) -> None:
     # The interpreter takes operations and sizes that the lowering refuses.
+    searched = Searches()
+    monkeypatch.setattr(sys, "meta_path", [searched, *sys.meta_path])
     R, B, columns = 2 * max_rows, 2, 512 // page
     ints = [(B, columns), (B + 1,), (R,), (R,)]
     arrays = [
@@ -183,6 +196,7 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int) -
     attend = jax.jit(partial(pallas.attend, max_rows=max_rows, **order, tiles=tiles))
     lowered = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("__gpu$xla.gpu.triton") == 1
+    assert not [name for name in searched.names if name.endswith(".tt")]
 
 
 OTHER_TILES = [

@@ -1,0 +1,116 @@
+"""Compiled programs, kept in files from one start to the next.
+
+XLA's own cache wants a program traced and lowered before it knows whether it has it, which takes
+seconds a program: most of a start. Here a program is known by all that it is made from: the sources
+of this project, the versions, flags and devices of JAX, and what the backend was made for.
+"""
+
+import os
+import platform
+import warnings
+from collections.abc import Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.stages import Compiled
+from jax.tree_util import PyTreeDef
+from jaxlib.version import __version__ as jaxlib_version
+
+ROOT = Path(__file__).parent.parent
+SOURCES = ("jax_impl", "kernels", "shared")
+"""The packages that decide what a program does; tiles lie among them as data."""
+MOST_FILES = 512
+"""Programs that are kept; those that were not asked for the longest go first."""
+
+
+class KeptPrograms:
+    """The files of one backend's programs.
+
+    Args:
+      folder: Where they lie, beside those of other backends; it need not exist.
+      device: Where the programs run.
+      made_from: All that decides what its programs do beside the sources, as text.
+      takes, gives: How a program's arguments and its results are nested.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: jax.Device,
+        made_from: Sequence[object],
+        takes: PyTreeDef,
+        gives: PyTreeDef,
+    ) -> None:
+        self._folder, self._device = folder, device
+        self._takes, self._gives = takes, gives
+        self._key = sha256(repr([*_surroundings(device), *made_from]).encode())
+
+    def find(self, program: object) -> Compiled | None:
+        """A program that was kept, ready to run; None where there is none that can be read."""
+        path = self._path(program)
+        try:
+            kept = path.read_bytes()
+            os.utime(path)
+        except OSError:
+            return None
+        try:
+            return deserialize_and_load(
+                kept,
+                self._takes,
+                self._gives,
+                backend=self._device.client,
+                execution_devices=[self._device],
+            )
+        except Exception as error:  # of whatever kind: it can be compiled again
+            warnings.warn(f"{path} is not a program and was compiled anew: {error}", stacklevel=2)
+            return None
+
+    def keep(self, program: object, compiled: Compiled) -> None:
+        """Writes a compiled program, as a whole or not at all."""
+        path = self._path(program)
+        begun = path.with_suffix(f".{os.getpid()}")
+        try:
+            kept, *_ = serialize(compiled)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            begun.write_bytes(kept)
+            begun.replace(path)
+        except (OSError, ValueError, NotImplementedError) as error:
+            warnings.warn(f"a program is not kept for the next start: {error}", stacklevel=2)
+
+    def drop_old(self) -> None:
+        """Deletes the files that were not asked for the longest, beyond `MOST_FILES`."""
+        files = sorted(self._folder.glob("*.bin"), key=lambda path: -path.stat().st_mtime)
+        for path in files[MOST_FILES:]:
+            path.unlink(missing_ok=True)
+
+    def _path(self, program: object) -> Path:
+        key = self._key.copy()
+        key.update(repr(program).encode())
+        return self._folder / f"{key.hexdigest()}.bin"
+
+
+def _surroundings(device: jax.Device) -> list[object]:
+    """What decides how programs are compiled, beside what they do."""
+    versions = (jax.__version__, jaxlib_version, device.client.platform_version)
+    processor = _processor() if device.platform == "cpu" else None
+    flags = sorted(jax.config.values.items()), os.environ.get("XLA_FLAGS")
+    return [*versions, device.device_kind, processor, *flags, _digest_of_sources()]
+
+
+def _processor() -> str:
+    """The processor with its instructions, as far as the system tells them."""
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+    wanted = ("model name", "flags", "Features")
+    return " ".join([platform.processor(), *sorted({x for x in lines if x.startswith(wanted)})])
+
+
+def _digest_of_sources() -> str:
+    digest = sha256()
+    for package in SOURCES:
+        for path in sorted((ROOT / package).rglob("*")):
+            if path.suffix in (".py", ".json"):
+                digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,117 @@
+"""Compiled programs of a start, found again by the next one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.stages import Compiled
+
+from jax_impl import kept
+from jax_impl.backend import JaxBackend
+from jax_impl.kept import KeptPrograms
+from shared.boundary.backend import StepResult, Work
+from tests.support.backends import JAX_BACKENDS, drafts_of
+from tests.support.contract_host import Host, contract_limits, contract_model
+
+X = jnp.arange(4.0)
+Keeping = Callable[..., KeptPrograms]
+
+
+@pytest.fixture
+def keeping(tmp_path: Path) -> Keeping:
+    """Where a start of a backend that was made from this keeps its programs."""
+    takes, gives = jax.tree.structure(((X,), {})), jax.tree.structure(X)
+    device = jax.devices()[0]
+    return lambda *made_from: KeptPrograms(tmp_path, device, made_from, takes, gives)
+
+
+@pytest.fixture(scope="module")
+def program() -> Compiled:
+    return jax.jit(lambda x: 3 * x).lower(X).compile()
+
+
+def test_a_program_is_found_by_what_it_is_and_what_it_was_made_from(keeping, program):
+    keeping("a model").keep("decode", program)
+    found = keeping("a model").find("decode")
+    np.testing.assert_array_equal(found(X), 3 * X)
+    assert keeping("a model").find("prefill") is None
+    assert keeping("another").find("decode") is None
+
+
+def test_other_sources_flags_and_versions_make_other_programs(
+    keeping, program, tmp_path, monkeypatch
+):
+    keeping().keep("decode", program)
+    for change in (
+        lambda patch: patch.setattr(kept, "ROOT", tmp_path),
+        lambda patch: patch.setattr(kept, "jaxlib_version", "0.0.1"),
+        lambda patch: patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " "),
+    ):
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert keeping().find("decode") is None
+    with jax.numpy_dtype_promotion("strict"):
+        assert keeping().find("decode") is None
+    assert keeping().find("decode") is not None
+
+
+def test_a_file_that_is_no_program_is_told_of_and_written_anew(keeping, program, tmp_path):
+    keeping().keep("decode", program)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.warns(UserWarning, match="is not a program and was compiled anew"):
+        assert keeping().find("decode") is None
+    keeping().keep("decode", program)
+    assert keeping().find("decode") is not None
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_folder_that_cannot_be_written_is_told_of(keeping, program, tmp_path):
+    tmp_path.rmdir()
+    tmp_path.write_text("no folder")
+    with pytest.warns(UserWarning, match="is not kept for the next start"):
+        keeping().keep("decode", program)
+    assert keeping().find("decode") is None
+
+
+def test_programs_that_were_not_asked_for_the_longest_go_first(
+    keeping, program, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(kept, "MOST_FILES", 2)
+    names = ["plain", "chain", "tree"]
+    for age, name in enumerate(names):
+        known = set(tmp_path.iterdir())
+        keeping().keep(name, program)
+        (new,) = set(tmp_path.iterdir()) - known
+        os.utime(new, (age, age))
+    assert keeping().find("plain") is not None
+    keeping().drop_old()
+    assert [keeping().find(name) is not None for name in names] == [True, False, True]
+
+
+def test_a_backend_traces_nothing_that_an_earlier_start_has_kept(tmp_path):
+    config, weights = contract_model()
+    limits = contract_limits(config)
+    chosen = next(p for p in limits.programs if p.work is Work.PREFILL)
+    limits = replace(limits, programs=(chosen,))
+
+    def start() -> tuple[StepResult, int]:
+        how = {"dtype": "float32", "device": "cpu", "quick_compile": True, "kept_in": tmp_path}
+        backend = JaxBackend(config, weights, limits, *drafts_of("NEXTN", config), **how)
+        JAX_BACKENDS.append(backend)
+        backend.prepare(limits.programs, lambda program: None)
+        host = Host(backend, {})
+        return host.prefill(host.request([5, 6, 8])), backend.compiles
+
+    (first, compiled), (again, compiled_again) = start(), start()
+    assert (compiled, compiled_again) == (1, 0)
+    assert first.counts.tolist()[0] == 1
+    for name in ("tokens", "counts", "failed"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
