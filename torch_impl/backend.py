@@ -129,8 +129,9 @@ class TorchBackend:
         Raises:
           ValueError: `limits` does not list a program.
         """
-        for program in to_prepare(programs, self.limits, self._ready):
-            progress(program)
+        wanted = list(to_prepare(programs, self.limits, self._ready))
+        self._queue.compile(wanted, progress)
+        for program in wanted:
             self._queue.prepare(program)
             self._ready.add(program)
 
@@ -185,8 +186,13 @@ class _Worker:
         self._machine = machine
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
 
-    def prepare(self, program: Program) -> None:
+    def compile(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
         """Plain torch compiles nothing."""
+        for program in programs:
+            progress(program)
+
+    def prepare(self, program: Program) -> None:
+        """Nor does it capture anything."""
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         return self._thread.submit(self._run, plan)
@@ -303,22 +309,37 @@ class _Stream:
         return graph.result
 
     @torch.inference_mode()
+    def compile(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
+        """Compiles the kernels of all programs side by side, which is most of a first start."""
+
+        def steps() -> None:
+            for program in programs:
+                progress(program)
+                step(self._machine, self._padding(program), program)
+
+        with torch.cuda.stream(self._compute):
+            compile_kernels(steps)
+        self._compute.synchronize()
+
+    @torch.inference_mode()
     def prepare(self, program: Program) -> None:
         """Runs a step over a plan of padding, which touches the sinks only, and captures a decode.
 
-        Kernels are compiled first, side by side. The first run then sets up libraries, outside of
-        the capture and of serving; prompts run without a graph.
+        The first run sets up libraries, outside of the capture and of serving; prompts run without
+        a graph.
         """
-        padding = empty_plan(program, self._machine.limits, None).buffer
         with torch.cuda.stream(self._compute):
-            plan = torch.from_numpy(padding).to(self._device)
-            compile_kernels(lambda: step(self._machine, plan, program))
+            plan = self._padding(program)
             step(self._machine, plan, program)
         self._compute.synchronize()
         if self._cuda_graphs and program.work is Work.DECODE:
             self._graphs[program] = self._capture(program, plan)
             self.captures += 1
             torch.cuda.empty_cache()  # a graph keeps memory of its own, not that of the first run
+
+    def _padding(self, program: Program) -> Int[Tensor, " words"]:
+        plan = empty_plan(program, self._machine.limits, None)
+        return torch.from_numpy(plan.buffer).to(self._device)
 
     def _capture(self, program: Program, plan: Int[Tensor, " words"]) -> _Graph:
         graph = torch.cuda.CUDAGraph()

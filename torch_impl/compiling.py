@@ -1,8 +1,8 @@
-"""The kernels of a step, compiled side by side before it first runs.
+"""The kernels of all steps, compiled side by side before one first runs.
 
-Triton compiles a kernel at its first launch, one after the other. A pass over the step that
+Triton compiles a kernel at its first launch, one after the other. A pass over the steps that
 launches none tells it of all: its memory is zeros, so that what no kernel has written names things
-that exist, and it is a step of padding, whose results nobody reads.
+that exist, and they are steps of padding, whose results nobody reads.
 """
 
 import os
@@ -33,8 +33,8 @@ class _Zeros(TorchDispatchMode):
         return made.zero_() if func.overloadpacket in _EMPTY else made
 
 
-def compile_kernels(step: Callable[[], object]) -> None:
-    """Compiles every kernel that a step of padding launches, and launches none."""
+def compile_kernels(steps: Callable[[], object]) -> None:
+    """Compiles every kernel that steps of padding launch, and launches none."""
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
 
@@ -48,6 +48,6 @@ def compile_kernels(step: Callable[[], object]) -> None:
         JITFunction.run = compile_only
         try:
             with _Zeros():
-                step()
+                steps()
         finally:
             JITFunction.run = launch
