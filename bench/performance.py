@@ -63,9 +63,11 @@ def render(files: Sequence[File], fused: Sequence[File] = ()) -> str:
     for model in dict.fromkeys(map(model_of, files)):
         own = [file for file in files if model_of(file) == model]
         lines = [line for file in own for line in file["lines"]]
-        by_key: dict[Key, dict[str, Line]] = {}
         order = list(dict.fromkeys(line["drafts"] for line in lines))
-        for line in sorted(lines, key=lambda line: (order.index(line["drafts"]), line["batch"])):
+        by_key: dict[Key, dict[str, Line]] = {}
+        # Of two lines of the same a traced one tells more: it comes last.
+        lines.sort(key=lambda line: (line["batch"], line["trace"] is not None))
+        for line in sorted(lines, key=lambda line: order.index(line["drafts"])):
             key = Key(line["drafts"], line["batch"], line["temperature"], line["overlap"])
             by_key.setdefault(key, {})[line["backend"]] = line
         devices = {side["device"] for file in own for side in file["sides"].values()}
