@@ -130,10 +130,8 @@ class TorchBackend:
           ValueError: `limits` does not list a program.
         """
         wanted = list(to_prepare(programs, self.limits, self._ready))
-        self._queue.compile(wanted, progress)
-        for program in wanted:
-            self._queue.prepare(program)
-            self._ready.add(program)
+        self._queue.prepare(wanted, progress)
+        self._ready.update(wanted)
 
     def submit(self, plan: StepPlan) -> StepFuture:
         """Queues one step and returns at once.
@@ -186,13 +184,10 @@ class _Worker:
         self._machine = machine
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
 
-    def compile(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Plain torch compiles nothing."""
+    def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
+        """Plain torch compiles nothing, and nothing is captured."""
         for program in programs:
             progress(program)
-
-    def prepare(self, program: Program) -> None:
-        """Nor does it capture anything."""
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         return self._thread.submit(self._run, plan)
@@ -309,8 +304,12 @@ class _Stream:
         return graph.result
 
     @torch.inference_mode()
-    def compile(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Compiles the kernels of all programs side by side, which is most of a first start."""
+    def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
+        """Compiles the kernels of all programs side by side, then runs each and captures decodes.
+
+        They run over plans of padding, which touch the sinks only. A first run sets up libraries,
+        outside of the capture and of serving; prompts run without a graph.
+        """
 
         def steps() -> None:
             for program in programs:
@@ -319,23 +318,16 @@ class _Stream:
 
         with torch.cuda.stream(self._compute):
             compile_kernels(steps)
-        self._compute.synchronize()
-
-    @torch.inference_mode()
-    def prepare(self, program: Program) -> None:
-        """Runs a step over a plan of padding, which touches the sinks only, and captures a decode.
-
-        The first run sets up libraries, outside of the capture and of serving; prompts run without
-        a graph.
-        """
-        with torch.cuda.stream(self._compute):
-            plan = self._padding(program)
-            step(self._machine, plan, program)
-        self._compute.synchronize()
-        if self._cuda_graphs and program.work is Work.DECODE:
-            self._graphs[program] = self._capture(program, plan)
-            self.captures += 1
-            torch.cuda.empty_cache()  # a graph keeps memory of its own, not that of the first run
+        for program in programs:
+            with torch.cuda.stream(self._compute):
+                plan = self._padding(program)
+                step(self._machine, plan, program)
+            self._compute.synchronize()
+            if self._cuda_graphs and program.work is Work.DECODE:
+                self._graphs[program] = self._capture(program, plan)
+                self.captures += 1
+                # A graph keeps memory of its own, not that of the first run.
+                torch.cuda.empty_cache()
 
     def _padding(self, program: Program) -> Int[Tensor, " words"]:
         plan = empty_plan(program, self._machine.limits, None)
