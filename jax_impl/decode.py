@@ -7,14 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jax_impl import model
-from jax_impl.device_state import DeviceState, Fields, Plan, keep, select, take
+from jax_impl.device_state import DeviceState, Fields, Plan
 from jax_impl.drafters import Fed
 from jax_impl.drafters.eagle import extend_rows
-from jax_impl.layers import OneToken, Tree
+from jax_impl.layers import Tree
 from jax_impl.machine import Machine, logprobs_of, ranking
-from jax_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling, slots
+from jax_impl.ops import acceptance, attention, draft_tree, sampling, slots
 from jax_impl.ops.acceptance import Followed
 from jax_impl.ops.attention import Rows
+from jax_impl.ops.delta_mix import Nodes
 from shared.boundary.backend import Program
 
 
@@ -50,7 +51,7 @@ class Verified(NamedTuple):
     passed: model.Forward
     way: Followed
     logits: Float[jax.Array, "R vocab"]
-    mixer: Tree | OneToken | None
+    mixer: Tree | None
 
 
 def decode(
@@ -143,15 +144,14 @@ def _mixer(
     rows: Rows,
     node: Int[jax.Array, " R"],
     row_of: Int[jax.Array, "B N"],
-) -> Tree | OneToken | None:
+) -> Tree | None:
     """How the step runs gated-delta layers; None where the model has none."""
     if state.delta is None:
         return None
-    config, held = machine.model.config, take(state.delta, plan.slots)
-    if program.shape.is_plain:
-        return OneToken(config, held)
     parents = None if program.is_chain else trees.parents
-    return Tree(config, held, parents, row_of, rows.request, node)
+    nodes = Nodes(parents, rows.row_starts, row_of, rows.request, node)
+    pools = (state.delta, plan.slots)
+    return Tree(machine.model.config, *pools, nodes, program.shape.is_plain)
 
 
 def _choose(
@@ -223,7 +223,7 @@ def commit(
     kv, counts = verified.passed.kv, verified.way.counts
     if not program.is_chain:
         kv = attention.commit_window(kv, plan.page_table, lengths, verified.way.path, counts)
-    state, saved = _commit_state(machine, state, plan, verified, plan.save_at - lengths)
+    state, saved = _commit_state(state, plan, verified, plan.save_at - lengths)
     draft = None if machine.feeds(program) else state.draft  # it gets a hole
     new_lengths, newest, seen, draft_from = slots.commit(
         lengths=state.lengths,
@@ -243,24 +243,18 @@ def commit(
 
 
 def _commit_state(
-    machine: Machine,
     state: DeviceState,
     plan: Plan,
     verified: Verified,
     save_after: Int[jax.Array, " B"],
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
-    """Advances the gated-delta states along the path, or takes over what plain decoding made."""
-    mixer, counts = verified.mixer, verified.way.counts
-    passed = (plan.save != 0) & (save_after >= 1) & (save_after <= counts)
-    if mixer is None or state.delta is None or state.snapshots is None:
+    """Advances the gated-delta states along the path; says which snapshots were taken."""
+    way = verified.way
+    passed = (plan.save != 0) & (save_after >= 1) & (save_after <= way.counts)
+    if verified.mixer is None or state.snapshots is None:
         return state, passed
-    before = take(state.delta, plan.slots)
-    if isinstance(mixer, OneToken):
-        new = saved = select(counts > 0, mixer.new, before)
-    else:
-        kept, path = mixer.kept(), verified.way.path
-        new, saved, _ = mamba_state.replay(before, kept, path, counts, save_after)
-    delta, snapshots = keep(state.delta, state.snapshots, plan, new, saved, passed)
+    where = (way.path, way.counts, save_after, plan.save)
+    delta, snapshots = verified.mixer.commit(state.snapshots, *where)
     return state._replace(delta=delta, snapshots=snapshots), passed
 
 

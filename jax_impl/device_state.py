@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.ops.attention import KV
+from jax_impl.ops.delta_mix import put, take
 from jax_impl.ops.mamba_state import DeltaState
 from jax_impl.ops.sampling import Sampling
 from shared.boundary.backend import Limits, Program, Work
@@ -308,32 +309,6 @@ def _restore(
     zeros = jax.tree.map(jnp.zeros_like, held)
     restored = select(plan.restore != 0, take(snapshots, plan.restore), zeros)
     return put(states, plan.slots, select(plan.starts, restored, held))
-
-
-def take(states: DeltaState, index: Int[jax.Array, " B"]) -> DeltaState:
-    """The states of some slots or snapshots."""
-    return DeltaState(states.recurrent[:, index], states.window[:, index])
-
-
-def put(states: DeltaState, index: Int[jax.Array, " B"], rows: DeltaState) -> DeltaState:
-    """Replaces the states of some slots or snapshots."""
-    return DeltaState(
-        states.recurrent.at[:, index].set(rows.recurrent),
-        states.window.at[:, index].set(rows.window),
-    )
-
-
-def keep(
-    states: DeltaState,
-    snapshots: DeltaState,
-    plan: Plan,
-    new: DeltaState,
-    saved: DeltaState,
-    is_saved: Bool[jax.Array, " B"],
-) -> tuple[DeltaState, DeltaState]:
-    """Replaces the rows' states, and writes the snapshots that were taken; the sink has others."""
-    places = jnp.where(is_saved, plan.save, 0)
-    return put(states, plan.slots, new), put(snapshots, places, saved)
 
 
 def select(is_first: Bool[jax.Array, " B"], first: DeltaState, second: DeltaState) -> DeltaState:

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import layers, linear, mamba_state, mix
+from jax_impl.ops import delta_mix, layers, linear, mix
 from jax_impl.ops.attention import KV, Rows
+from jax_impl.ops.delta_mix import Nodes, Place
 from jax_impl.ops.linear import Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
@@ -16,25 +17,22 @@ from shared.models.config import GatedDeltaConfig, ModelConfig
 from shared.spec.layers import rotary_frequencies
 
 Hidden = Float[jax.Array, "R hidden"]
-Place = int | Int[jax.Array, ""]
-"""A layer's number among its kind."""
-
-Left = Any
-"""What one gated-delta layer leaves: its states, or what a replay needs of its nodes."""
+Held = Any
+"""What gated-delta layers hand on from one to the next: states, and what is kept of nodes."""
 
 
 class DeltaMixer(Protocol):
     """How a pass runs its gated-delta layers.
 
     Attributes:
-      left: What each layer left, in their order; a pass adds to it layer by layer.
+      held: Before the next layer; a pass replaces it layer by layer.
     """
 
-    left: list[Left]
+    held: Held
 
     def __call__(
-        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"]
-    ) -> tuple[Float[jax.Array, "R values"], Left]:
+        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"], held: Held
+    ) -> tuple[Float[jax.Array, "R values"], Held]:
         """From a layer's projected inputs to the heads' outputs after the gated norm."""
         ...
 
@@ -76,12 +74,13 @@ def gated_delta_layer(
     inputs: Float[jax.Array, "R outputs"],
     stream: Stream,
     mixer: DeltaMixer,
+    held: Held,
     place: Place,
-) -> tuple[Stream, Left]:
+) -> tuple[Stream, Held]:
     """A decoder layer with the gated delta rule, from its projection on."""
     assert isinstance(layer.mixer, GatedDelta)
-    mixed, left = mixer(place, layer.mixer, inputs)
-    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), left
+    mixed, held = mixer(place, layer.mixer, inputs, held)
+    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), held
 
 
 def mlp(config: ModelConfig, layer: Layer, stream: Stream) -> Stream:
@@ -127,111 +126,81 @@ def _sizes(config: ModelConfig) -> GatedDeltaConfig:
     return config.gated_delta
 
 
-def _of_layer(
-    recurrent: Float[jax.Array, "B H K V"], window: Float[jax.Array, "B 3 C"]
-) -> DeltaState:
-    """The states of one layer, as a stack of one."""
-    return DeltaState(recurrent[None], window[None])
-
-
 class Chunks:
     """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on."""
 
     def __init__(
         self,
         config: ModelConfig,
-        state: DeltaState,
+        states: DeltaState,
+        snapshots: DeltaState,
+        slots: Int[jax.Array, " B"],
         row_starts: Int[jax.Array, " B1"],
-        rows: Rows,
+        request: Int[jax.Array, " R"],
         save_after: Int[jax.Array, " B"],
+        save: Int[jax.Array, " B"],
     ) -> None:
-        self._config, self._state, self._rows = config, state, rows
-        self._row_starts, self._save_after = row_starts, save_after
-        self.left: list[tuple[DeltaState, DeltaState]] = []
+        """See `delta_mix.feed`; `held` are the states and the snapshots."""
+        self._config, self.held = config, (states, snapshots)
+        self._where = (slots, row_starts, request, save_after, save)
 
     def __call__(
-        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"]
-    ) -> tuple[Float[jax.Array, "R values"], Left]:
-        out, recurrent, window, saved = mamba_state.mix_chunks(
-            inputs=inputs,
-            weights=delta_weights(self._config, weights),
-            sizes=_sizes(self._config),
-            recurrent=self._state.recurrent[place],
-            window=self._state.window[place],
-            row_starts=self._row_starts,
-            request=self._rows.request,
-            save_after=self._save_after,
+        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"], held: Held
+    ) -> tuple[Float[jax.Array, "R values"], Held]:
+        own, (states, snapshots) = (
+            (delta_weights(self._config, weights), _sizes(self._config)),
+            held,
         )
-        return out, (_of_layer(recurrent, window), _of_layer(*saved))
-
-    @property
-    def new(self) -> DeltaState:
-        """The states of all layers after the rows."""
-        return mamba_state.joined([new for new, _ in self.left])
-
-    @property
-    def saved(self) -> DeltaState:
-        """The states of all layers after `save_after` rows, where that is the end of a chunk."""
-        return mamba_state.joined([saved for _, saved in self.left])
-
-
-class OneToken:
-    """Gated-delta layers of plain decoding: one token a request, and the state moves with it."""
-
-    def __init__(self, config: ModelConfig, state: DeltaState) -> None:
-        self._config, self._state = config, state
-        self.left: list[DeltaState] = []
-
-    def __call__(
-        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"]
-    ) -> tuple[Float[jax.Array, "R values"], Left]:
-        out, recurrent, window = mamba_state.mix_step(
-            inputs=inputs,
-            weights=delta_weights(self._config, weights),
-            sizes=_sizes(self._config),
-            recurrent=self._state.recurrent[place],
-            window=self._state.window[place],
-        )
-        return out, _of_layer(recurrent, window)
-
-    @property
-    def new(self) -> DeltaState:
-        """The states of all layers after the token."""
-        return mamba_state.joined(self.left)
+        out, *held = delta_mix.feed(inputs, *own, states, snapshots, place, *self._where)
+        return out, tuple(held)
 
 
 class Tree:
-    """Gated-delta layers of a verify: each node goes on from its parent, its inputs are kept."""
+    """Gated-delta layers of a verify: each node goes on from its parent, its inputs are kept.
+
+    In a step of plain decoding a request has one node, and its recurrent state moves with it.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
-        state: DeltaState,
-        parents: Int[jax.Array, "B N"] | None,
-        row_of: Int[jax.Array, "B N"],
-        request: Int[jax.Array, " R"],
-        node: Int[jax.Array, " R"],
+        states: DeltaState,
+        slots: Int[jax.Array, " B"],
+        nodes: Nodes,
+        advances: bool,
     ) -> None:
-        """`parents` is None where all trees are chains."""
-        self._config, self._state, self._parents = config, state, parents
-        self._row_of, self._request, self._node = row_of, request, node
-        self.left: list[Kept] = []
+        """`advances` is that the step is one of plain decoding."""
+        self._config, self._slots, self._nodes = config, slots, nodes
+        B, N = nodes.row_of.shape
+        self.held = (states, delta_mix.room(states, B, N, advances))
 
     def __call__(
-        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"]
-    ) -> tuple[Float[jax.Array, "R values"], Left]:
-        return mamba_state.mix_tree(
-            inputs=inputs,
-            weights=delta_weights(self._config, weights),
-            sizes=_sizes(self._config),
-            recurrent=self._state.recurrent[place],
-            window=self._state.window[place],
-            parents=self._parents,
-            row_of=self._row_of,
-            request=self._request,
-            node=self._node,
-        )
+        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"], held: Held
+    ) -> tuple[Float[jax.Array, "R values"], Held]:
+        states, kept = held
+        own = (delta_weights(self._config, weights), _sizes(self._config))
+        given = (inputs, *own, states, place, self._slots, self._nodes)
+        if isinstance(kept, Kept):
+            out, *held = delta_mix.verify(*given, kept)
+        else:
+            out, *held = delta_mix.advance(*given, kept)
+        return out, tuple(held)
 
-    def kept(self) -> Kept:
-        """The kept inputs of all layers."""
-        return mamba_state.joined(self.left)
+    @property
+    def advanced(self) -> DeltaState:
+        """The states after a step of plain decoding."""
+        states, kept = self.held
+        assert not isinstance(kept, Kept)  # it was one
+        return delta_mix.followed(states, kept)
+
+    def commit(
+        self,
+        snapshots: DeltaState,
+        path: Int[jax.Array, "B W"],
+        counts: Int[jax.Array, " B"],
+        save_after: Int[jax.Array, " B"],
+        save: Int[jax.Array, " B"],
+    ) -> tuple[DeltaState, DeltaState]:
+        """Advances the states along the accepted paths; see `delta_mix.commit`."""
+        (states, kept), slots = self.held, self._slots
+        return delta_mix.commit(states, snapshots, kept, slots, path, counts, save_after, save)

@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 
 from jax_impl.layers import (
     DeltaMixer,
+    Held,
     Hidden,
-    Left,
     Place,
     angles,
     attention_layer,
@@ -94,10 +94,10 @@ def forward(
         return attention_layer(config, layer, qkv, stream, turn, rows, kv, place)
 
     @jax.jit
-    def delta_block(layer: Layer, stream: Stream, place: Place) -> tuple[Stream, Left]:
+    def delta_block(layer: Layer, stream: Stream, held: Held, place: Place) -> tuple[Stream, Held]:
         assert mixer is not None  # the caller has one for a model with such layers
         inputs = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
-        return gated_delta_layer(config, layer, inputs, stream, mixer, place)
+        return gated_delta_layer(config, layer, inputs, stream, mixer, held, place)
 
     stream = linear.stream(model.weights.embed[...][tokens])
     streams, paged = [stream.rows], PagedKV.of(kv, rows)
@@ -106,8 +106,7 @@ def forward(
             stream, paged = attention_block(block.layer, stream, paged, block.place)
         else:
             assert mixer is not None
-            stream, left = delta_block(block.layer, stream, block.place)
-            mixer.left.append(left)
+            stream, mixer.held = delta_block(block.layer, stream, mixer.held, block.place)
         streams.append(stream.rows)
     hidden = layers.rms_norm(stream.rows, model.weights.final_norm[...], eps)
     return Forward(hidden, tuple(streams[i] for i in kept_streams), paged.pools)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jax_impl import model
-from jax_impl.device_state import DeviceState, Fields, Plan, keep, start, take
+from jax_impl.device_state import DeviceState, Fields, Plan, start
 from jax_impl.drafters import Fed, Prompts
 from jax_impl.layers import Chunks
 from jax_impl.machine import Machine, logprobs_of, ranking
@@ -98,19 +98,17 @@ def _read_prompts(
     """Runs the target over the chunks and carries its states on; says which were saved."""
     streams, mixer = machine.streams(program), None
     save_after = plan.save_at - prompts.first
-    if state.delta is not None:
-        held = take(state.delta, plan.slots)
-        mixer = Chunks(machine.model.config, held, prompts.row_starts, prompts.rows, save_after)
-    passed = model.forward(machine.model, prompts.tokens, prompts.rows, state.kv, mixer, streams)
-    state = state._replace(kv=passed.kv)
     is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
     is_saved &= plan.save != 0
+    if state.delta is not None:
+        assert state.snapshots is not None  # slots with states have snapshots
+        where = (plan.slots, prompts.row_starts, prompts.rows.request)
+        pools, save = (state.delta, state.snapshots), jnp.where(is_saved, plan.save, 0)
+        mixer = Chunks(machine.model.config, *pools, *where, save_after, save)
+    passed = model.forward(machine.model, prompts.tokens, prompts.rows, state.kv, mixer, streams)
+    state = state._replace(kv=passed.kv)
     if mixer is not None:
-        assert state.delta is not None
-        assert state.snapshots is not None
-        delta, snapshots = keep(
-            state.delta, state.snapshots, plan, mixer.new, mixer.saved, is_saved
-        )
+        delta, snapshots = mixer.held
         state = state._replace(delta=delta, snapshots=snapshots)
     return passed, state, is_saved
 

@@ -36,13 +36,13 @@ class Attention(NamedTuple):
 
 
 class GatedDelta(NamedTuple):
-    """A gated-delta layer."""
+    """A gated-delta layer; its small parameters are those of all where matrices are in stacks."""
 
     inputs: Matrix
-    conv: Float[jax.Array, "C 4"]
-    a_log: Float[jax.Array, " H"]
-    dt_bias: Float[jax.Array, " H"]
-    norm: Float[jax.Array, " V"]
+    conv: Float[jax.Array, "*L C 4"]
+    a_log: Float[jax.Array, "*L H"]
+    dt_bias: Float[jax.Array, "*L H"]
+    norm: Float[jax.Array, "*L V"]
     out: Matrix
 
 
@@ -104,14 +104,11 @@ class GatedDeltaStack(nnx.Module):
 
     def layer(self, place: int, is_folded: bool) -> GatedDelta:
         """One of them."""
-        return GatedDelta(
-            inputs=_matrix(self.inputs, place, is_folded),
-            conv=self.conv[place],
-            a_log=self.a_log[place],
-            dt_bias=self.dt_bias[place],
-            norm=self.norm[place],
-            out=_matrix(self.out, place, is_folded),
-        )
+        # As with the weights: kernels take their layer's of a stack.
+        small = (self.conv, self.a_log, self.dt_bias, self.norm)
+        conv, a_log, dt_bias, norm = (x[...] if is_folded else x[place] for x in small)
+        inputs, out = (_matrix(x, place, is_folded) for x in (self.inputs, self.out))
+        return GatedDelta(inputs, conv, a_log, dt_bias, norm, out)
 
 
 class Layers(nnx.Module):

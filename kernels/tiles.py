@@ -86,6 +86,25 @@ def _check_positive(tiles: object, *names: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaTiles:
+    """Tiles of `delta_mix`.
+
+    Attributes:
+      warps: Of its kernels.
+      registers: Most of a thread; 0 for no bound, which is all that Pallas knows.
+    """
+
+    sizes: ClassVar = ("nodes", "requests")
+    """The most nodes that a request can have, and the requests."""
+
+    warps: int
+    registers: int
+
+    def __post_init__(self) -> None:
+        _check_powers_of_two(self, {"warps": 1})
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinearTiles:
     """Tiles of a product of `linear`.
 
@@ -190,6 +209,7 @@ class Tiles:
     """The tables of all kernels of one language, a field for each module that has some."""
 
     attention: Table[AttentionTiles]
+    delta_mix: Table[DeltaTiles]
     linear: Table[LinearTiles]
     mix: Table[MixTiles]
     sampling: Table[SamplingTiles]
@@ -216,6 +236,7 @@ class Tiles:
 
 CLASSES: dict[str, Any] = {
     "attention": AttentionTiles,
+    "delta_mix": DeltaTiles,
     "linear": LinearTiles,
     "mix": MixTiles,
     "sampling": SamplingTiles,

@@ -126,6 +126,7 @@ ONE_SIDED_NAMES = {
     "weights.py": "stacks of a layer kind in JAX, tensors of each layer in torch",
     "ops/linear.py::Matrix": "JAX reads a stack of weights where it lies, torch has views of it",
     "ops/linear.py::Matrix.alone": "as above",
+    "ops/mamba_state.py::DeltaWeights.alone": "the same",
     "serve.py::take_threads": "torch's threads",
     "device_state.py::select": "JAX's states are values",
     "layers.py::DeltaMixer": "a mixer of JAX gives back what it carries",

@@ -8,15 +8,16 @@ from torch import Tensor
 
 from shared.boundary.backend import Program
 from torch_impl import model
-from torch_impl.device_state import Fields, HostDraft, Plan, keep, take
+from torch_impl.device_state import Fields, HostDraft, Plan
 from torch_impl.drafters import Fed
 from torch_impl.drafters.eagle import extend_rows
-from torch_impl.layers import OneToken, Tree
+from torch_impl.layers import Tree
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
-from torch_impl.ops import acceptance, attention, draft_tree, mamba_state, sampling, slots
+from torch_impl.ops import acceptance, attention, draft_tree, sampling, slots
 from torch_impl.ops.acceptance import Followed
 from torch_impl.ops.attention import Rows
+from torch_impl.ops.delta_mix import Nodes
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Verified:
     passed: Forward
     way: Followed
     logits: Float[Tensor, "R vocab"]
-    mixer: Tree | OneToken | None
+    mixer: Tree | None
 
 
 def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
@@ -148,15 +149,13 @@ def _mixer(
     row_of: Int[Tensor, "B N"],
     rows: Rows,
     node: Int[Tensor, " R"],
-) -> Tree | OneToken | None:
-    config, delta = machine.model.config, machine.state.delta
-    if delta is None:
+) -> Tree | None:
+    if machine.state.delta is None:
         return None
-    state = take(delta, plan.slots)
-    if program.shape.is_plain:
-        return OneToken(config, state)
     parents = None if program.is_chain else trees.parents
-    return Tree(config, state, parents, row_of, rows.request, node)
+    nodes = Nodes(parents, rows.row_starts, row_of, rows.request, node)
+    pools = (machine.state.delta, plan.slots)
+    return Tree(machine.model.config, *pools, nodes, program.shape.is_plain)
 
 
 def _choose(
@@ -245,21 +244,12 @@ def commit(
 def _commit_state(
     machine: Machine, plan: Plan, verified: Verified, save_after: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
-    """Advances the gated-delta states along the path, or takes over what plain decoding made."""
-    state, mixer, counts = machine.state, verified.mixer, verified.way.counts
-    if mixer is None or state.delta is None or state.snapshots is None:
+    """Advances the gated-delta states along the path; returns which snapshots were taken."""
+    way, snapshots = verified.way, machine.state.snapshots
+    if verified.mixer is None or snapshots is None:
         return torch.zeros_like(plan.starts)
-    if isinstance(mixer, OneToken):
-        new = saved = mixer.new
-        passed = (save_after == 1) & (counts == 1)
-    else:
-        before = take(state.delta, plan.slots)
-        new, saved, passed = mamba_state.replay(
-            before, mixer.kept(), verified.way.path, counts, save_after
-        )
-    passed = passed & (plan.save != 0)
-    keep(state.delta, state.snapshots, plan, new, saved, passed)
-    return passed
+    verified.mixer.commit(snapshots, way.path, way.counts, save_after, plan.save)
+    return (plan.save != 0) & (save_after >= 1) & (save_after <= way.counts)
 
 
 def extend(

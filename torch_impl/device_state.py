@@ -294,31 +294,3 @@ def _restore(plan: Plan, states: DeltaState | None, snapshots: DeltaState | None
         memory[:, plan.slots] = torch.where(
             plan.starts.view(shape), restored, memory[:, plan.slots]
         )
-
-
-def take(states: DeltaState, index: Int[Tensor, " B"]) -> DeltaState:
-    """The states of some slots or snapshots."""
-    return DeltaState(states.recurrent[:, index], states.window[:, index])
-
-
-def put(states: DeltaState, index: Int[Tensor, " B"], rows: DeltaState) -> None:
-    """Replaces the states of some slots or snapshots."""
-    states.recurrent[:, index] = rows.recurrent
-    states.window[:, index] = rows.window
-
-
-def keep(
-    states: DeltaState,
-    snapshots: DeltaState,
-    plan: Plan,
-    new: DeltaState,
-    saved: DeltaState,
-    is_saved: Bool[Tensor, " B"],
-) -> None:
-    """Replaces the rows' states, and writes the snapshots that were taken.
-
-    Snapshot 0, the sink, takes the others; where there is only the sink nothing is written.
-    """
-    put(states, plan.slots, new)
-    if snapshots.recurrent.shape[1] > 1:
-        put(snapshots, torch.where(is_saved, plan.save, 0), saved)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from shared.models.config import GatedDeltaConfig, ModelConfig
 from shared.spec import layers as layers_spec
-from torch_impl.ops import layers, linear, mamba_state, mix
+from torch_impl.ops import delta_mix, layers, linear, mix
 from torch_impl.ops.attention import Rows
+from torch_impl.ops.delta_mix import Nodes
 from torch_impl.ops.linear import Stream
 from torch_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from torch_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
@@ -121,104 +122,67 @@ class Chunks:
     def __init__(
         self,
         config: ModelConfig,
-        state: DeltaState,
+        states: DeltaState,
+        snapshots: DeltaState,
+        slots: Int[Tensor, " B"],
         row_starts: Int[Tensor, " B1"],
-        rows: Rows,
+        request: Int[Tensor, " R"],
         save_after: Int[Tensor, " B"],
+        save: Int[Tensor, " B"],
     ) -> None:
-        self._config, self._state, self._rows = config, state, rows
-        self._row_starts, self._save_after = row_starts, save_after
-        self._new: list[DeltaState] = []
-        self._saved: list[DeltaState] = []
+        """See `delta_mix.feed`."""
+        self._config, self._pools = config, (states, snapshots)
+        self._where = (slots, row_starts, request, save_after, save)
 
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        out, *new, saved = mamba_state.mix_chunks(
-            inputs,
-            delta_weights(self._config, weights),
-            _sizes(self._config),
-            self._state.recurrent[place],
-            self._state.window[place],
-            self._row_starts,
-            self._rows.request,
-            self._save_after,
-        )
-        self._new.append(DeltaState(*(x[None] for x in new)))
-        self._saved.append(DeltaState(*(x[None] for x in saved)))
-        return out
-
-    @property
-    def new(self) -> DeltaState:
-        """The states of all layers after the rows."""
-        return mamba_state.joined(self._new)
-
-    @property
-    def saved(self) -> DeltaState:
-        """The states of all layers after `save_after` of each request's rows."""
-        return mamba_state.joined(self._saved)
-
-
-class OneToken:
-    """Gated-delta layers of plain decoding: one token a request, and the state moves with it."""
-
-    def __init__(self, config: ModelConfig, state: DeltaState) -> None:
-        self._config, self._state = config, state
-        self._new: list[DeltaState] = []
-
-    def __call__(
-        self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
-    ) -> Float[Tensor, "R values"]:
-        out, *new = mamba_state.mix_step(
-            inputs,
-            delta_weights(self._config, weights),
-            _sizes(self._config),
-            self._state.recurrent[place],
-            self._state.window[place],
-        )
-        self._new.append(DeltaState(*(x[None] for x in new)))
-        return out
-
-    @property
-    def new(self) -> DeltaState:
-        """The states of all layers after the token."""
-        return mamba_state.joined(self._new)
+        own = (delta_weights(self._config, weights), _sizes(self._config))
+        return delta_mix.feed(inputs, *own, *self._pools, place, *self._where)
 
 
 class Tree:
-    """Gated-delta layers of a verify: each node goes on from its parent, its inputs are kept."""
+    """Gated-delta layers of a verify: each node goes on from its parent, its inputs are kept.
+
+    In a step of plain decoding a request has one node, and its recurrent state moves with it.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
-        state: DeltaState,
-        parents: Int[Tensor, "B N"] | None,
-        row_of: Int[Tensor, "B N"],
-        request: Int[Tensor, " R"],
-        node: Int[Tensor, " R"],
+        states: DeltaState,
+        slots: Int[Tensor, " B"],
+        nodes: Nodes,
+        advances: bool,
     ) -> None:
-        """`parents` is None where all trees are chains."""
-        self._config, self._state, self._parents = config, state, parents
-        self._row_of, self._request, self._node = row_of, request, node
-        self._kept: list[Kept] = []
+        """`advances` is that the step is one of plain decoding."""
+        self._config, self._states, self._slots, self._nodes = config, states, slots, nodes
+        B, N = nodes.row_of.shape
+        self._kept = delta_mix.room(states, B, N, advances)
 
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        out, kept = mamba_state.mix_tree(
-            inputs,
-            delta_weights(self._config, weights),
-            _sizes(self._config),
-            self._state.recurrent[place],
-            self._state.window[place],
-            self._parents,
-            self._row_of,
-            self._request,
-            self._node,
-        )
-        self._kept.append(kept)
-        return out
+        own = (delta_weights(self._config, weights), _sizes(self._config))
+        given = (inputs, *own, self._states, place, self._slots, self._nodes)
+        if isinstance(self._kept, Kept):
+            return delta_mix.verify(*given, self._kept)
+        return delta_mix.advance(*given, self._kept)
 
-    def kept(self) -> Kept:
-        """The kept inputs of all layers."""
-        return mamba_state.joined(self._kept)
+    @property
+    def advanced(self) -> DeltaState:
+        """The states after a step of plain decoding."""
+        assert not isinstance(self._kept, Kept)  # it was one
+        return delta_mix.followed(self._states, self._kept)
+
+    def commit(
+        self,
+        snapshots: DeltaState,
+        path: Int[Tensor, "B W"],
+        counts: Int[Tensor, " B"],
+        save_after: Int[Tensor, " B"],
+        save: Int[Tensor, " B"],
+    ) -> None:
+        """Advances the states along the accepted paths; see `delta_mix.commit`."""
+        states, slots = self._states, self._slots
+        delta_mix.commit(states, snapshots, self._kept, slots, path, counts, save_after, save)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shared.boundary.backend import Program
 from torch_impl import model
-from torch_impl.device_state import Fields, Plan, keep, start, take
+from torch_impl.device_state import Fields, Plan, start
 from torch_impl.drafters import Fed, Prompts
 from torch_impl.layers import Chunks
 from torch_impl.machine import Machine, logprobs_of, ranking
@@ -72,11 +72,12 @@ def _read_prompts(
         return passed, torch.zeros_like(plan.starts)
     assert state.snapshots is not None  # slots with states have snapshots
     save_after = plan.save_at - prompts.first
-    mixer = Chunks(config, take(state.delta, plan.slots), prompts.row_starts, rows, save_after)
-    passed = model.forward(machine.model, prompts.tokens, rows, state.kv, mixer, streams)
     is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
     is_saved &= plan.save != 0
-    keep(state.delta, state.snapshots, plan, mixer.new, mixer.saved, is_saved)
+    save = torch.where(is_saved, plan.save, 0)
+    pools, where = (state.delta, state.snapshots), (prompts.row_starts, rows.request)
+    mixer = Chunks(config, *pools, plan.slots, *where, save_after, save)
+    passed = model.forward(machine.model, prompts.tokens, rows, state.kv, mixer, streams)
     return passed, is_saved
 
 

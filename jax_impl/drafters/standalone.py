@@ -4,17 +4,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from jax_impl import model
-from jax_impl.device_state import DraftState, Plan, keep, select, take
+from jax_impl.device_state import DraftState, Plan, select
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.drafters.eagle import Carried, Expand, First, extend_rows, grow
 from jax_impl.drafters.heads import Logits, Tokens
-from jax_impl.layers import Chunks, DeltaMixer, OneToken, Tree
+from jax_impl.layers import Chunks, DeltaMixer, Tree
 from jax_impl.model import Forward, Model
-from jax_impl.ops import mamba_state
+from jax_impl.ops import delta_mix, mamba_state
 from jax_impl.ops.attention import KV, Rows
+from jax_impl.ops.delta_mix import Nodes
 from jax_impl.ops.mamba_state import DeltaState
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
@@ -41,14 +42,17 @@ class StandaloneDrafter(NamedTuple):
     def prefill(
         self, memory: DraftState, plan: Plan, prompts: Prompts, fed: Fed, rank: Ranking
     ) -> DraftState:
-        if memory.delta is None:
+        if memory.delta is None or memory.snapshots is None:
             return self._without_states(memory, fed)
-        held = _context(memory, plan, prompts.first)
+        pools = (_whole(memory, plan, prompts.first), memory.snapshots)
         save_after = plan.save_at - prompts.first
-        mixer = Chunks(self.small.config, held, prompts.row_starts, fed.rows, save_after)
-        kv = self._forward(memory.kv, fed.rows, fed.tokens, mixer).kv
         is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
-        return self._keep(memory._replace(kv=kv), plan, mixer.new, mixer.saved, is_saved)
+        where = (plan.slots, prompts.row_starts, fed.rows.request)
+        save = jnp.where(is_saved, plan.save, 0)
+        mixer = Chunks(self.small.config, *pools, *where, save_after, save)
+        kv = self._forward(memory.kv, fed.rows, fed.tokens, mixer).kv
+        delta, snapshots = mixer.held
+        return memory._replace(kv=kv, delta=delta, snapshots=snapshots)
 
     def extend(
         self,
@@ -59,17 +63,18 @@ class StandaloneDrafter(NamedTuple):
         fed: Fed,
         rank: Ranking,
     ) -> DraftState:
-        if memory.delta is None:
+        if memory.delta is None or memory.snapshots is None:
             return self._without_states(memory, fed)
         B, W = len(counts), len(fed.tokens) // len(counts)
         place = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (B, W))
         row_of = jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)
-        held, request = _context(memory, plan, before), fed.rows.request
-        mixer = Tree(self.small.config, held, None, row_of, request, place.reshape(-1))
+        nodes = Nodes(None, fed.rows.row_starts, row_of, fed.rows.request, place.reshape(-1))
+        states = _whole(memory, plan, before)
+        mixer = Tree(self.small.config, states, plan.slots, nodes, False)
         kv = self._forward(memory.kv, fed.rows, fed.tokens, mixer).kv
-        save_after = plan.save_at - before
-        new, saved, passed = mamba_state.replay(held, mixer.kept(), place, counts, save_after)
-        return self._keep(memory._replace(kv=kv), plan, new, saved, passed)
+        save = (plan.save_at - before, plan.save)
+        delta, snapshots = mixer.commit(memory.snapshots, place, counts, *save)
+        return memory._replace(kv=kv, delta=delta, snapshots=snapshots)
 
     def draft(
         self,
@@ -82,16 +87,21 @@ class StandaloneDrafter(NamedTuple):
     ) -> tuple[Drafted, DraftState]:
         draft_from, states = memory.draft_from[plan.slots], None
         if memory.delta is not None:
-            states = _context(memory, plan, lengths)
+            states = delta_mix.take(_whole(memory, plan, lengths), plan.slots)
 
         def run(rows: Rows, tokens: Tokens, states: Carried, kv: KV) -> tuple[Logits, Carried, KV]:
-            mixer = None if states is None else OneToken(self.small.config, states)
+            mixer = None
+            if states is not None:
+                starts = jnp.arange(len(tokens) + 1, dtype=jnp.int32)
+                own = starts[:-1]
+                nodes = Nodes(None, starts, own[:, None], own, 0 * own)
+                mixer = Tree(self.small.config, states, own, nodes, True)
             passed = self._forward(kv, rows, tokens, mixer)
             logits = over_target(model.logits(self.small, passed.hidden), self.target_vocab)
-            return logits, None if mixer is None else mixer.new, passed.kv
+            return logits, None if mixer is None else mixer.advanced, passed.kv
 
         def pick(states: Carried, rows: Int[jax.Array, " R"]) -> Carried:
-            return None if states is None else take(states, rows)
+            return None if states is None else delta_mix.take(states, rows)
 
         can_draft = (draft_from < lengths).astype(jnp.int32)
         rows = extend_rows(lengths, can_draft, draft_from, plan.page_table, 0)
@@ -115,19 +125,6 @@ class StandaloneDrafter(NamedTuple):
         """Extends a model that has nothing but KV."""
         return memory._replace(kv=self._forward(memory.kv, fed.rows, fed.tokens, None).kv)
 
-    def _keep(
-        self,
-        memory: DraftState,
-        plan: Plan,
-        new: DeltaState,
-        saved: DeltaState,
-        is_saved: Bool[jax.Array, " B"],
-    ) -> DraftState:
-        assert memory.delta is not None  # there are states to write
-        assert memory.snapshots is not None
-        delta, snapshots = keep(memory.delta, memory.snapshots, plan, new, saved, is_saved)
-        return memory._replace(delta=delta, snapshots=snapshots)
-
     def _forward(self, kv: KV, rows: Rows, tokens: Tokens, mixer: DeltaMixer | None) -> Forward:
         known = jnp.minimum(tokens, self.small.config.vocab - 1)
         return model.forward(self.small, known, rows, kv, mixer, ())
@@ -140,8 +137,12 @@ def over_target(
     return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)[:, :vocab]
 
 
-def _context(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
-    """As `shared.spec.standalone.context_of` of the slots' states."""
+def _whole(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
+    """The slots' states, those of the plan as `shared.spec.standalone.context_of` gives them."""
     assert memory.delta is not None  # there are states to read
-    held, is_whole = take(memory.delta, plan.slots), memory.draft_from[plan.slots] < lengths
-    return select(is_whole, held, jax.tree.map(jnp.zeros_like, held))
+    held, is_whole = (
+        delta_mix.take(memory.delta, plan.slots),
+        memory.draft_from[plan.slots] < lengths,
+    )
+    whole = select(is_whole, held, jax.tree.map(jnp.zeros_like, held))
+    return delta_mix.put(memory.delta, plan.slots, whole)

@@ -30,6 +30,7 @@ class Kernels:
 
     acceptance: ModuleType
     attention: ModuleType
+    delta_mix: ModuleType
     draft_tree: ModuleType
     heads: ModuleType
     layers: ModuleType
@@ -48,6 +49,7 @@ KERNELS: Kernels | None = None
 if jax.default_backend() == "gpu":
     from kernels.pallas_gpu import acceptance as acceptance_kernel
     from kernels.pallas_gpu import attention as attention_kernel
+    from kernels.pallas_gpu import delta_mix as delta_mix_kernel
     from kernels.pallas_gpu import draft_tree as draft_tree_kernel
     from kernels.pallas_gpu import heads as heads_kernel
     from kernels.pallas_gpu import layers as layers_kernel
@@ -62,6 +64,7 @@ if jax.default_backend() == "gpu":
     KERNELS = Kernels(
         acceptance=acceptance_kernel,
         attention=attention_kernel,
+        delta_mix=delta_mix_kernel,
         draft_tree=draft_tree_kernel,
         heads=heads_kernel,
         layers=layers_kernel,

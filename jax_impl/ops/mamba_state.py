@@ -1,7 +1,6 @@
 """The state that a slot holds for gated-delta layers; as `shared.spec.mamba_state`."""
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +29,24 @@ class Kept(NamedTuple):
     inputs: Float[jax.Array, "L B N C"]
 
 
-States = TypeVar("States", DeltaState, Kept)
-
-
 class DeltaWeights(NamedTuple):
-    """What a gated-delta layer holds besides its two matrices; fields as in the specification."""
+    """What a gated-delta layer holds besides its two matrices; fields as in the specification.
 
-    conv: Float[jax.Array, "C 4"]
-    a_log: Float[jax.Array, " H"]
-    dt_bias: Float[jax.Array, " H"]
-    norm: Float[jax.Array, " V"]
+    Or what all hold, of which kernels take their layer's.
+    """
+
+    conv: Float[jax.Array, "*L C 4"]
+    a_log: Float[jax.Array, "*L H"]
+    dt_bias: Float[jax.Array, "*L H"]
+    norm: Float[jax.Array, "*L V"]
     eps: float
+
+    def alone(self, layer: int | Int[jax.Array, ""]) -> "DeltaWeights":
+        """Those of one layer."""
+        if self.a_log.ndim == 1:
+            return self
+        conv, a_log, dt_bias, norm = (x[layer] for x in self[:4])
+        return DeltaWeights(conv, a_log, dt_bias, norm, self.eps)
 
 
 def conv(
@@ -261,11 +267,6 @@ def split_inputs(
     ends = (sizes.channels, sizes.channels + heads * size, sizes.channels + heads * (size + 1))
     channels, z, b, a = jnp.split(inputs, ends, axis=1)
     return channels, z.reshape(len(z), heads, size), b, a
-
-
-def joined(layers_of: Sequence[States]) -> States:
-    """The states (or kept inputs) of single layers as one stack."""
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *layers_of)
 
 
 def _heads_of(

@@ -81,6 +81,13 @@ def log(x):
     return _log(mantissa - 1, exponent)
 
 
+def log1p(x):
+    """The natural logarithm of 1 + x for numbers from 0 on."""
+    mantissa, exponent = _parts(1 + x)
+    # Below sqrt(2) nothing is lost of a small x.
+    return _log(jnp.where(exponent == 0, x, mantissa - 1), exponent)
+
+
 def noise_of_words(words):
     """Gumbel noise from uniform 32-bit words."""
     uniform = _uniform_of(words)

@@ -91,6 +91,14 @@ def log(x):
 
 
 @triton.jit
+def log1p(x):
+    """The natural logarithm of 1 + x for numbers from 0 on."""
+    mantissa, exponent = _parts(1 + x)
+    # Below sqrt(2) nothing is lost of a small x.
+    return _log(tl.where(exponent == 0, x, mantissa - 1), exponent)
+
+
+@triton.jit
 def noise_of_words(words):
     """Gumbel noise from uniform 32-bit words."""
     uniform = _uniform_of(words)

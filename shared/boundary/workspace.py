@@ -98,18 +98,23 @@ def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, cos
     heads, item = model.num_heads * model.head_size, blueprint.item_bytes
     layer = rows_of(program) * (4 * model.hidden + 3 * model.intermediate + 4 * heads) * item
     attention = costs.attention(program, model, blueprint.limits, item)
-    return layer + attention + _delta_bytes(program, model)
+    return layer + attention + _delta_bytes(program, model, item)
 
 
-def _delta_bytes(program: Program, model: ModelConfig) -> int:
-    """Replay inputs of every layer of a verify, and the states that a layer works on."""
+def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
+    """What a replay needs of every layer of a verify, and the states that a layer works on.
+
+    Plain decoding keeps the convolution's inputs alone.
+    """
     delta = model.gated_delta
     if delta is None:
         return 0
-    kept = delta.num_value_heads * (delta.key_size + delta.value_size + 2) + delta.channels
+    kept = delta.channels * item
+    if not program.shape.is_plain:
+        kept += 4 * delta.num_value_heads * (delta.key_size + delta.value_size + 2)
     layers = 1 if program.tokens else model.num_gated_delta_layers
     states = 2 * program.batch * delta.num_value_heads * delta.key_size * delta.value_size
-    return 4 * (rows_of(program) * kept * layers + states)
+    return rows_of(program) * kept * layers + 4 * states
 
 
 def _stream_bytes(program: Program, blueprint: Blueprint) -> int:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax_impl import device_state, layers, model, weights
 from jax_impl.backend import compiler_options
 from jax_impl.drafters import Fed, Ranking, eagle, heads
-from jax_impl.ops import attention, draft_tree, mamba_state
+from jax_impl.ops import attention, delta_mix, draft_tree
 from jax_impl.ops.sampling import Sampling
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
@@ -29,6 +29,7 @@ TOKENS = 160  # of the longest prompt, and padding
 NODES = 8
 ROWS = NODES + 3  # some padding behind the last node
 VOCAB = 256
+SINK = np.zeros(1, np.int32)  # the only slot, and the only snapshot, which nobody reads
 
 
 def ints(values: Array) -> jax.Array:
@@ -120,9 +121,10 @@ class Passes:
         rows = _causal_rows(count, length)._replace(positions=positions)
         mixer = None
         if state is not None:
-            mixer = layers.Chunks(self._config, state, row_starts, rows, jnp.zeros(1, jnp.int32))
+            pools, where = (state, delta_mix.take(state, SINK)), (SINK, row_starts, rows.request)
+            mixer = layers.Chunks(self._config, *pools, *where, SINK, SINK)
         passed = model.forward(loaded, tokens, rows, kv, mixer, self._streams)
-        after = None if mixer is None else mixer.new
+        after = None if mixer is None else mixer.held[0]
         return _pass(loaded, passed), passed.kv, after
 
     def _verify(self, graph, parameters, kv, state, tokens, parents, count, length):
@@ -133,16 +135,18 @@ class Passes:
         row_of = draft_tree.flat_rows(row_starts, num_nodes, NODES)
         mixer = None
         if state is not None:
-            mixer = layers.Tree(self._config, state, parents, row_of, rows.request, node)
+            nodes = delta_mix.Nodes(parents, rows.row_starts, row_of, rows.request, node)
+            mixer = layers.Tree(self._config, state, SINK, nodes, False)
         passed = model.forward(loaded, tokens[0, node], rows, kv, mixer, self._streams)
-        kept = None if mixer is None else mixer.kept()
+        kept = None if mixer is None else mixer.held[1]
         return _pass(loaded, passed), passed.kv, kept
 
     def _commit(self, _, parameters, kv, state, kept, path, count, length):
         counts = count[None]
         kv = attention.commit_window(kv, ints(TABLE), length[None], path, counts)
         if state is not None:
-            state, *_ = mamba_state.replay(state, kept, path, counts, jnp.zeros(1, jnp.int32))
+            pools, where = (state, delta_mix.take(state, SINK)), (SINK, path, counts, SINK, SINK)
+            state, _ = delta_mix.commit(*pools, kept, *where)
         return kv, state
 
     def _mtp(self, graph, parameters, kv, tokens, hidden, count, first):

@@ -17,7 +17,8 @@ from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
 from torch_impl import model, weights
 from torch_impl.drafters import Fed, Ranking, eagle, heads
 from torch_impl.layers import Chunks, Tree
-from torch_impl.ops import attention, draft_tree, mamba_state
+from torch_impl.ops import attention, delta_mix, draft_tree
+from torch_impl.ops.delta_mix import Nodes
 from torch_impl.ops.mamba_state import DeltaState
 from torch_impl.ops.sampling import Sampling
 
@@ -53,6 +54,7 @@ class TorchModel:
                 torch.zeros(config.num_gated_delta_layers, 1, *heads),
                 torch.zeros(config.num_gated_delta_layers, 1, 3, sizes.channels),
             )
+            self._no_snapshot = delta_mix.take(self._state, ints([0]))  # the sink
 
     def prefill(self, tokens: Array, positions: Array | None) -> Pass:
         """See `GoldenModel`."""
@@ -62,11 +64,9 @@ class TorchModel:
             rows = replace(rows, positions=ints(positions))
         mixer = None
         if self._model.config.gated_delta:
-            nothing_saved = ints([0])
-            mixer = Chunks(self._model.config, self._state, row_starts, rows, nothing_saved)
+            where = (ints([0]), row_starts, rows.request, ints([0]), ints([0]))
+            mixer = Chunks(self._model.config, self._state, self._no_snapshot, *where)
         passed = self._forward(ints(tokens), rows, mixer)
-        if mixer is not None:
-            self._state = mixer.new
         self._length += count
         return passed
 
@@ -81,8 +81,8 @@ class TorchModel:
         if self._model.config.gated_delta:
             starts, *_ = draft_tree.flatten(num_nodes, rows)
             row_of = draft_tree.flat_rows(starts, num_nodes, len(tokens))
-            place = (row_of, flat.request, node)
-            self._mixer = Tree(self._model.config, self._state, parents, *place)
+            nodes = Nodes(parents, flat.row_starts, row_of, flat.request, node)
+            self._mixer = Tree(self._model.config, self._state, ints([0]), nodes, False)
         passed = self._forward(ints(tokens)[node], flat, self._mixer)
         count = len(tokens)
         return Pass(passed.logits[:count], passed.hidden[:count], passed.streams[:, :count])
@@ -92,8 +92,7 @@ class TorchModel:
         path, counts = ints(path)[None], ints([len(path)])
         attention.commit_window(self._kv, self._table, ints([self._length]), path, counts)
         if self._mixer is not None:
-            kept, nothing_saved = self._mixer.kept(), ints([0])
-            self._state, _, _ = mamba_state.replay(self._state, kept, path, counts, nothing_saved)
+            self._mixer.commit(self._no_snapshot, path, counts, ints([0]), ints([0]))
         self._length += path.shape[1]
 
     def delta_state(self, layer: int) -> tuple[Array, Array]:

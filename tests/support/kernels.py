@@ -27,6 +27,7 @@ INTERPRET = jax.default_backend() == "cpu"
 MODULES = (
     "acceptance",
     "attention",
+    "delta_mix",
     "draft_tree",
     "heads",
     "layers",

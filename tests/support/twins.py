@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TWINS = ("jax_impl", "torch_impl")
 
-CARRIED = {"self", "cls", "state", "kv", "memory"}
+CARRIED = {"self", "cls", "state", "kv", "memory", "held"}
 """Parameters that only functional code needs: what it carries along, torch writes in place."""
 
 

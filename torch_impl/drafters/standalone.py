@@ -9,14 +9,15 @@ from torch import Tensor
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl import model
-from torch_impl.device_state import DraftState, Plan, keep, take
+from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.drafters.eagle import First, extend_rows, grow
 from torch_impl.drafters.heads import Logits, Tokens
-from torch_impl.layers import Chunks, DeltaMixer, OneToken, Tree
+from torch_impl.layers import Chunks, DeltaMixer, Tree
 from torch_impl.model import Model
-from torch_impl.ops import mamba_state
+from torch_impl.ops import delta_mix, mamba_state
 from torch_impl.ops.attention import Rows
+from torch_impl.ops.delta_mix import Nodes
 from torch_impl.ops.mamba_state import DeltaState
 
 
@@ -45,11 +46,13 @@ class StandaloneDrafter:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
-        before, save_after = _context(memory, plan, prompts.first), plan.save_at - prompts.first
-        mixer = Chunks(self.small.config, before, prompts.row_starts, fed.rows, save_after)
-        self._forward(memory, fed.rows, fed.tokens, mixer)
+        _forget(memory, plan, prompts.first)
+        save_after = plan.save_at - prompts.first
         is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
-        keep(memory.delta, memory.snapshots, plan, mixer.new, mixer.saved, is_saved)
+        save = torch.where(is_saved, plan.save, 0)
+        pools, where = (memory.delta, memory.snapshots), (prompts.row_starts, fed.rows.request)
+        mixer = Chunks(self.small.config, *pools, plan.slots, *where, save_after, save)
+        self._forward(memory, fed.rows, fed.tokens, mixer)
 
     def extend(
         self,
@@ -63,16 +66,15 @@ class StandaloneDrafter:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
+        _forget(memory, plan, before)
         B, W = len(counts), len(fed.tokens) // len(counts)
         place = torch.arange(W, dtype=torch.int32, device=counts.device).expand(B, W)
         row_of = torch.arange(B * W, device=counts.device).view(B, W)
-        context, node = _context(memory, plan, before), place.flatten().long()
-        mixer = Tree(self.small.config, context, None, row_of, fed.rows.request, node)
-        self._forward(memory, fed.rows, fed.tokens, mixer)
-        new, saved, is_saved = mamba_state.replay(
-            context, mixer.kept(), place, counts, plan.save_at - before
-        )
-        keep(memory.delta, memory.snapshots, plan, new, saved, is_saved)
+        rows, node = fed.rows, place.flatten().long()
+        nodes = Nodes(None, rows.row_starts, row_of, rows.request, node)
+        mixer = Tree(self.small.config, memory.delta, plan.slots, nodes, False)
+        self._forward(memory, rows, fed.tokens, mixer)
+        mixer.commit(memory.snapshots, place, counts, plan.save_at - before, plan.save)
 
     def draft(
         self,
@@ -84,15 +86,22 @@ class StandaloneDrafter:
         rank: Ranking,
     ) -> Drafted:
         draft_from = memory.draft_from[plan.slots]
-        nodes = None if memory.delta is None else _context(memory, plan, lengths)
+        states = None
+        if memory.delta is not None:
+            _forget(memory, plan, lengths)
+            states = delta_mix.take(memory.delta, plan.slots)
 
         def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
-            nonlocal nodes
+            nonlocal states
             mixer = None
-            if nodes is not None:
-                mixer = OneToken(self.small.config, take(nodes, parent))
+            if states is not None:
+                states = delta_mix.take(states, parent)
+                starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
+                own = starts[:-1]
+                nodes = Nodes(None, starts, own[:, None], own, 0 * own)
+                mixer = Tree(self.small.config, states, own, nodes, True)
             hidden = self._forward(memory, rows, tokens, mixer)
-            nodes = None if mixer is None else mixer.new
+            states = None if mixer is None else mixer.advanced
             return over_target(model.logits(self.small, hidden), self.target_vocab)
 
         can_draft = (draft_from < lengths).int()
@@ -119,13 +128,14 @@ class StandaloneDrafter:
         return model.forward(self.small, known, rows, memory.kv, mixer, ()).hidden
 
 
-def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> DeltaState:
-    """As `shared.spec.standalone.context_of` of the slots' states."""
+def _forget(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> None:
+    """Leaves the slots' states as `shared.spec.standalone.context_of` gives them."""
     is_whole = (memory.draft_from[plan.slots] < lengths).view(1, -1, 1, 1)
     assert memory.delta is not None  # there are states to read
-    held = take(memory.delta, plan.slots)
+    held = delta_mix.take(memory.delta, plan.slots)
     recurrent = torch.where(is_whole[..., None], held.recurrent, 0)
-    return DeltaState(recurrent, torch.where(is_whole, held.window, 0))
+    whole = DeltaState(recurrent, torch.where(is_whole, held.window, 0))
+    delta_mix.put(memory.delta, plan.slots, whole)
 
 
 def over_target(logits: Float[Tensor, "R draft_vocab"], vocab: int) -> Float[Tensor, "R vocab"]:

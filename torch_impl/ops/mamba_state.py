@@ -1,7 +1,6 @@
 """As `shared.spec.mamba_state`, in torch."""
 
-from dataclasses import dataclass, fields
-from typing import TypeVar
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -30,17 +29,6 @@ class Kept:
     log_decay: Float[Tensor, "L B N H"]
     beta: Float[Tensor, "L B N H"]
     inputs: Float[Tensor, "L B N C"]
-
-
-State = TypeVar("State", DeltaState, Kept)
-
-
-def joined(layers_of: list[State]) -> State:
-    """What some layers have, behind one another, as one."""
-    names = [field.name for field in fields(layers_of[0])]
-    return type(layers_of[0])(
-        *(torch.cat([getattr(layer, name) for layer in layers_of]) for name in names)
-    )
 
 
 @dataclass(frozen=True)

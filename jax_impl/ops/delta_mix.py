@@ -1,0 +1,277 @@
+"""A gated-delta layer between its two products, in the slots; as `shared.spec.delta_mix`.
+
+On a GPU what decoding does is a kernel; see `jax_impl.ops`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Float, Int
+
+from jax_impl.ops import Kernels, kernel_or_plain
+from jax_impl.ops.mamba_state import (
+    DeltaState,
+    DeltaWeights,
+    Kept,
+    mix_chunks,
+    mix_step,
+    mix_tree,
+    path_window,
+    replay,
+)
+from shared.models.config import GatedDeltaConfig
+from shared.spec.numerics import SQUARES
+
+Place = int | Int[jax.Array, ""]
+"""A layer's number among its kind."""
+
+
+class Nodes(NamedTuple):
+    """Where the nodes of a step's trees stand.
+
+    Attributes:
+      parents: None where all trees are chains.
+      row_starts: First flat row of each request, and the end.
+      row_of: The row of each node.
+      request, node: Of each row.
+    """
+
+    parents: Int[jax.Array, "B N"] | None
+    row_starts: Int[jax.Array, " B1"]
+    row_of: Int[jax.Array, "B N"]
+    request: Int[jax.Array, " R"]
+    node: Int[jax.Array, " R"]
+
+
+def room(
+    states: DeltaState, requests: int, nodes: int, advances: bool
+) -> Kept | Float[jax.Array, "L B one C"]:
+    """Memory for what a step keeps; plain decoding advances the states and keeps inputs alone."""
+    (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
+    inputs = lax.empty((L, requests, nodes, C), states.window.dtype)
+    if advances:
+        return inputs
+    shapes = ((H, K), (H, V), (H,), (H,))
+    k, v, log_decay, beta = (
+        lax.empty((L, requests, nodes, *shape), jnp.float32) for shape in shapes
+    )
+    return Kept(k, v, log_decay, beta, inputs)
+
+
+def take(states: DeltaState, index: Int[jax.Array, " B"]) -> DeltaState:
+    """The states of some slots or snapshots."""
+    return DeltaState(states.recurrent[:, index], states.window[:, index])
+
+
+def put(states: DeltaState, index: Int[jax.Array, " B"], rows: DeltaState) -> DeltaState:
+    """Replaces the states of some slots or snapshots."""
+    return DeltaState(
+        states.recurrent.at[:, index].set(rows.recurrent),
+        states.window.at[:, index].set(rows.window),
+    )
+
+
+def followed(states: DeltaState, inputs: Float[jax.Array, "L B one C"]) -> DeltaState:
+    """Advanced states with the windows that belong to them."""
+    window = jnp.concatenate([states.window[:, :, 1:], inputs], axis=2)
+    return DeltaState(states.recurrent, window)
+
+
+def feed(
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    snapshots: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    row_starts: Int[jax.Array, " B1"],
+    request: Int[jax.Array, " R"],
+    save_after: Int[jax.Array, " B"],
+    save: Int[jax.Array, " B"],
+) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
+    """`mix_chunks` of a layer's states in their slots.
+
+    Args:
+      states, snapshots: Of all slots, and all snapshots.
+      save: Which snapshot the state after `save_after` rows is written to; 0: none.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    out, *new, saved = mix_chunks(
+        inputs, weights.alone(layer), sizes, *held, row_starts, request, save_after
+    )
+    states = DeltaState(*(x.at[layer, slots].set(y) for x, y in zip(states, new, strict=True)))
+    parts = zip(snapshots, saved, strict=True)
+    return out, states, DeltaState(*(x.at[layer, save].set(y) for x, y in parts))
+
+
+def plain_verify(
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    nodes: Nodes,
+    kept: Kept,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, Kept]:
+    """`mix_tree` of a layer's states in their slots, which stay as they are.
+
+    Args:
+      states: Of all slots and layers.
+      slots: Of the requests.
+      kept: What a replay needs is written there.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
+    out, own = mix_tree(inputs, weights.alone(layer), sizes, *held, *where)
+    return out, states, Kept(*(x.at[layer].set(y[0]) for x, y in zip(kept, own, strict=True)))
+
+
+def kernel_verify(
+    kernels: Kernels,
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    nodes: Nodes,
+    kept: Kept,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, Kept]:
+    """As `plain_verify`."""
+    if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
+        return plain_verify(inputs, weights, sizes, states, layer, slots, nodes, kept)
+    out, states, arrays = _mixed(kernels, inputs, weights, states, layer, slots, nodes, tuple(kept))
+    return out, states, Kept(*arrays)
+
+
+verify = kernel_or_plain(kernel_verify, plain_verify)
+
+
+def plain_advance(
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    nodes: Nodes,
+    kept: Float[jax.Array, "L B one C"],
+) -> tuple[Float[jax.Array, "R values"], DeltaState, Float[jax.Array, "L B one C"]]:
+    """`mix_step` of a layer's states in their slots, whose windows follow in `commit`.
+
+    Args:
+      nodes: One of each request, in its row.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    out, new, _ = mix_step(inputs, weights.alone(layer), sizes, *held)
+    recurrent = states.recurrent.at[layer, slots].set(new)
+    kept = kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
+    return out, DeltaState(recurrent, states.window), kept
+
+
+def kernel_advance(
+    kernels: Kernels,
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    nodes: Nodes,
+    kept: Float[jax.Array, "L B one C"],
+) -> tuple[Float[jax.Array, "R values"], DeltaState, Float[jax.Array, "L B one C"]]:
+    """As `plain_advance`."""
+    if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
+        return plain_advance(inputs, weights, sizes, states, layer, slots, nodes, kept)
+    out, states, arrays = _mixed(kernels, inputs, weights, states, layer, slots, nodes, (kept,))
+    return out, states, arrays[0]
+
+
+advance = kernel_or_plain(kernel_advance, plain_advance)
+
+
+def plain_commit(
+    states: DeltaState,
+    snapshots: DeltaState,
+    kept: Kept | Float[jax.Array, "L B one C"],
+    slots: Int[jax.Array, " B"],
+    path: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+    save_after: Int[jax.Array, " B"],
+    save: Int[jax.Array, " B"],
+) -> tuple[DeltaState, DeltaState]:
+    """`replay` of the slots' states; of those that have advanced only the windows follow.
+
+    Args:
+      states, snapshots: Of all slots, and all snapshots.
+      save: Which snapshot a request's is written to; 0: none.
+    """
+    before = take(states, slots)
+    places = jnp.where((save_after >= 1) & (save_after <= counts), save, 0)
+    if isinstance(kept, Kept):
+        new, saved, _ = replay(before, kept, path, counts, save_after)
+        return put(states, slots, new), put(snapshots, places, saved)
+    taken = jnp.where(save_after == 1, counts, 0)
+    new, saved = (path_window(before.window, kept, x) for x in (counts, taken))
+    states = DeltaState(states.recurrent, states.window.at[:, slots].set(new))
+    return states, put(snapshots, places, DeltaState(before.recurrent, saved))
+
+
+def kernel_commit(
+    kernels: Kernels,
+    states: DeltaState,
+    snapshots: DeltaState,
+    kept: Kept | Float[jax.Array, "L B one C"],
+    slots: Int[jax.Array, " B"],
+    path: Int[jax.Array, "B W"],
+    counts: Int[jax.Array, " B"],
+    save_after: Int[jax.Array, " B"],
+    save: Int[jax.Array, " B"],
+) -> tuple[DeltaState, DeltaState]:
+    """As `plain_commit`."""
+    if not _has_kernels(kernels, states, path.shape[1]):
+        return plain_commit(states, snapshots, kept, slots, path, counts, save_after, save)
+    arrays = tuple(kept) if isinstance(kept, Kept) else (kept,)
+    *new, recurrent, window = kernels.delta_mix.commit(
+        *(*states, *snapshots, arrays, slots, path, counts, save_after, save),
+        tiles=kernels.tiles.delta_mix.of(nodes=path.shape[1], requests=len(slots)),
+    )
+    return DeltaState(*new), DeltaState(recurrent, window)
+
+
+commit = kernel_or_plain(kernel_commit, plain_commit)
+
+
+def _mixed(
+    kernels: Kernels,
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    states: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    nodes: Nodes,
+    arrays: tuple[jax.Array, ...],
+) -> tuple[Float[jax.Array, "R values"], DeltaState, tuple[jax.Array, ...]]:
+    """Either of both; `arrays` is what is kept."""
+    B, N = nodes.row_of.shape
+    out, recurrent, arrays = kernels.delta_mix.verify(
+        inputs,
+        *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
+        *(states.recurrent, states.window, jnp.atleast_1d(jnp.int32(layer)), slots),
+        *(nodes.row_starts, nodes.parents, arrays),
+        eps=weights.eps,
+        digits=SQUARES.digits,
+        tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
+    )
+    return out, DeltaState(recurrent, states.window), arrays
+
+
+def _has_kernels(kernels: Kernels, states: DeltaState, nodes: int) -> bool:
+    """Whether there are kernels for so many nodes and heads of this size."""
+    sizes, least = states.recurrent.shape[3:], kernels.delta_mix.LEAST
+    is_even = all(size >= least and size & (size - 1) == 0 for size in sizes)
+    return is_even and nodes <= kernels.delta_mix.MOST_NODES

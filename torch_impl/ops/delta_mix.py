@@ -1,0 +1,275 @@
+"""As `shared.spec.delta_mix`, in torch; the states of the slots are written in place.
+
+On a GPU what decoding does is a kernel; see `torch_impl.ops`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shared.models.config import GatedDeltaConfig
+from shared.spec.numerics import SQUARES
+from torch_impl.ops import Kernels, any_row, kernel_or_plain
+from torch_impl.ops.mamba_state import (
+    DeltaState,
+    DeltaWeights,
+    Kept,
+    mix_chunks,
+    mix_step,
+    mix_tree,
+    path_window,
+    replay,
+)
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Where the nodes of a step's trees stand.
+
+    Attributes:
+      parents: None where all trees are chains.
+      row_starts: First flat row of each request, and the end.
+      row_of: The row of each node.
+      request, node: Of each row.
+    """
+
+    parents: Int[Tensor, "B N"] | None
+    row_starts: Int[Tensor, " B1"]
+    row_of: Int[Tensor, "B N"]
+    request: Int[Tensor, " R"]
+    node: Int[Tensor, " R"]
+
+
+def room(
+    states: DeltaState, requests: int, nodes: int, advances: bool
+) -> Kept | Float[Tensor, "L B one C"]:
+    """Memory for what a step keeps; plain decoding advances the states and keeps inputs alone."""
+    (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
+    inputs = states.window.new_empty((L, requests, nodes, C))
+    if advances:
+        return inputs
+    shapes = ((H, K), (H, V), (H,), (H,))
+    k, v, log_decay, beta = (
+        states.recurrent.new_empty((L, requests, nodes, *shape)) for shape in shapes
+    )
+    return Kept(k, v, log_decay, beta, inputs)
+
+
+def take(states: DeltaState, index: Int[Tensor, " B"]) -> DeltaState:
+    """The states of some slots or snapshots."""
+    return DeltaState(states.recurrent[:, index], states.window[:, index])
+
+
+def put(states: DeltaState, index: Int[Tensor, " B"], rows: DeltaState) -> None:
+    """Replaces the states of some slots or snapshots."""
+    states.recurrent[:, index] = rows.recurrent
+    states.window[:, index] = rows.window
+
+
+def followed(states: DeltaState, inputs: Float[Tensor, "L B one C"]) -> DeltaState:
+    """Advanced states with the windows that belong to them."""
+    return DeltaState(states.recurrent, torch.cat([states.window[:, :, 1:], inputs], dim=2))
+
+
+def feed(
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    snapshots: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    row_starts: Int[Tensor, " B1"],
+    request: Int[Tensor, " R"],
+    save_after: Int[Tensor, " B"],
+    save: Int[Tensor, " B"],
+) -> Float[Tensor, "R values"]:
+    """`mix_chunks` of a layer's states in their slots.
+
+    Args:
+      states, snapshots: Of all slots, and all snapshots.
+      save: Which snapshot the state after `save_after` rows is written to; 0: none.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    out, *new, saved = mix_chunks(inputs, weights, sizes, *held, row_starts, request, save_after)
+    states.recurrent[layer, slots], states.window[layer, slots] = new
+    if snapshots.recurrent.shape[1] > 1:  # the first is a sink
+        snapshots.recurrent[layer, save], snapshots.window[layer, save] = saved
+    return out
+
+
+def plain_verify(
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    nodes: Nodes,
+    kept: Kept,
+) -> Float[Tensor, "R values"]:
+    """`mix_tree` of a layer's states in their slots, which stay as they are.
+
+    Args:
+      states: Of all slots and layers.
+      slots: Of the requests.
+      kept: What a replay needs is written there.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
+    out, own = mix_tree(inputs, weights, sizes, *held, *where)
+    for memory, new in zip(_arrays_of(kept), _arrays_of(own), strict=True):
+        memory[layer] = new[0]
+    return out
+
+
+def kernel_verify(
+    kernels: Kernels,
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    nodes: Nodes,
+    kept: Kept,
+) -> Float[Tensor, "R values"]:
+    if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
+        return plain_verify(inputs, weights, sizes, states, layer, slots, nodes, kept)
+    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, _arrays_of(kept))
+
+
+verify = kernel_or_plain(kernel_verify, plain_verify)
+
+
+def plain_advance(
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    nodes: Nodes,
+    kept: Float[Tensor, "L B one C"],
+) -> Float[Tensor, "R values"]:
+    """`mix_step` of a layer's states in their slots, whose windows follow in `commit`.
+
+    Args:
+      nodes: One of each request, in its row.
+    """
+    held = (states.recurrent[layer, slots], states.window[layer, slots])
+    out, states.recurrent[layer, slots], _ = mix_step(inputs, weights, sizes, *held)
+    kept[layer, :, 0] = inputs[:, : sizes.channels]
+    return out
+
+
+def kernel_advance(
+    kernels: Kernels,
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    nodes: Nodes,
+    kept: Float[Tensor, "L B one C"],
+) -> Float[Tensor, "R values"]:
+    if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
+        return plain_advance(inputs, weights, sizes, states, layer, slots, nodes, kept)
+    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, (kept,))
+
+
+advance = kernel_or_plain(kernel_advance, plain_advance)
+
+
+def plain_commit(
+    states: DeltaState,
+    snapshots: DeltaState,
+    kept: Kept | Float[Tensor, "L B one C"],
+    slots: Int[Tensor, " B"],
+    path: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+    save_after: Int[Tensor, " B"],
+    save: Int[Tensor, " B"],
+) -> tuple[DeltaState, DeltaState]:
+    """`replay` of the slots' states; of those that have advanced only the windows follow.
+
+    Args:
+      states, snapshots: Of all slots, and all snapshots.
+      save: Which snapshot a request's is written to; 0: none.
+    """
+    is_saved = (save_after >= 1) & (save_after <= counts) & (save != 0)
+    if isinstance(kept, Kept):
+        new, saved, _ = replay(take(states, slots), kept, path, counts, save_after)
+        put(states, slots, new)
+        saved_window = saved.window
+    else:
+        saved, window = None, states.window[:, slots]
+        states.window[:, slots] = path_window(window, kept, counts)
+        saved_window = path_window(window, kept, torch.where(is_saved, counts, 0))
+    if any_row(is_saved):
+        recurrent = states.recurrent[:, slots] if saved is None else saved.recurrent
+        places = torch.where(is_saved, save, 0)  # the others' is the sink
+        put(snapshots, places, DeltaState(recurrent, saved_window))
+    return states, snapshots
+
+
+def kernel_commit(
+    kernels: Kernels,
+    states: DeltaState,
+    snapshots: DeltaState,
+    kept: Kept | Float[Tensor, "L B one C"],
+    slots: Int[Tensor, " B"],
+    path: Int[Tensor, "B W"],
+    counts: Int[Tensor, " B"],
+    save_after: Int[Tensor, " B"],
+    save: Int[Tensor, " B"],
+) -> tuple[DeltaState, DeltaState]:
+    if not _has_kernels(kernels, states, path.shape[1]):
+        return plain_commit(states, snapshots, kept, slots, path, counts, save_after, save)
+    arrays = _arrays_of(kept) if isinstance(kept, Kept) else (kept,)
+    kernels.delta_mix.commit(
+        *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
+        *(arrays, slots, path, counts, save_after, save),
+        tiles=kernels.tiles.delta_mix.of(nodes=path.shape[1], requests=len(slots)),
+    )
+    return states, snapshots
+
+
+commit = kernel_or_plain(kernel_commit, plain_commit)
+
+
+def _mixed(
+    kernels: Kernels,
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    states: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    nodes: Nodes,
+    arrays: tuple[Tensor, ...],
+) -> Float[Tensor, "R values"]:
+    """Either of both; `arrays` is what is kept."""
+    B, N = nodes.row_of.shape
+    return kernels.delta_mix.verify(
+        inputs,
+        *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
+        *(states.recurrent, states.window, layer, slots),
+        *(nodes.row_starts, nodes.parents, arrays),
+        eps=weights.eps,
+        digits=SQUARES.digits,
+        tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
+    )
+
+
+def _has_kernels(kernels: Kernels, states: DeltaState, nodes: int) -> bool:
+    """Whether there are kernels for so many nodes and heads of this size."""
+    sizes, least = states.recurrent.shape[3:], kernels.delta_mix.LEAST
+    is_even = all(size >= least and size & (size - 1) == 0 for size in sizes)
+    return is_even and nodes <= kernels.delta_mix.MOST_NODES
+
+
+def _arrays_of(kept: Kept) -> tuple[Tensor, ...]:
+    return kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs
