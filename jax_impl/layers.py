@@ -147,10 +147,8 @@ class Chunks:
     def __call__(
         self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"], held: Held
     ) -> tuple[Float[jax.Array, "R values"], Held]:
-        own, (states, snapshots) = (
-            (delta_weights(self._config, weights), _sizes(self._config)),
-            held,
-        )
+        states, snapshots = held
+        own = (delta_weights(self._config, weights), _sizes(self._config))
         out, *held = delta_mix.feed(inputs, *own, states, snapshots, place, *self._where)
         return out, tuple(held)
 

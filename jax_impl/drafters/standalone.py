@@ -140,9 +140,7 @@ def over_target(
 def _whole(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
     """The slots' states, those of the plan as `shared.spec.standalone.context_of` gives them."""
     assert memory.delta is not None  # there are states to read
-    held, is_whole = (
-        delta_mix.take(memory.delta, plan.slots),
-        memory.draft_from[plan.slots] < lengths,
-    )
+    held = delta_mix.take(memory.delta, plan.slots)
+    is_whole = memory.draft_from[plan.slots] < lengths
     whole = select(is_whole, held, jax.tree.map(jnp.zeros_like, held))
     return delta_mix.put(memory.delta, plan.slots, whole)

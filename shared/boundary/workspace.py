@@ -104,15 +104,16 @@ def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, cos
 def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
     """What a replay needs of every layer of a verify, and the states that a layer works on.
 
-    Plain decoding keeps the convolution's inputs alone.
+    Plain decoding keeps the convolution's inputs alone; of prompts it is what one layer works on.
     """
     delta = model.gated_delta
     if delta is None:
         return 0
-    kept = delta.channels * item
-    if not program.shape.is_plain:
+    kept, layers = delta.channels * item, model.num_gated_delta_layers
+    if program.tokens or not program.shape.is_plain:
         kept += 4 * delta.num_value_heads * (delta.key_size + delta.value_size + 2)
-    layers = 1 if program.tokens else model.num_gated_delta_layers
+    if program.tokens:
+        kept, layers = kept + (4 - item) * delta.channels, 1
     states = 2 * program.batch * delta.num_value_heads * delta.key_size * delta.value_size
     return rows_of(program) * kept * layers + 4 * states
 

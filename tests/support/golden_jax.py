@@ -29,11 +29,13 @@ TOKENS = 160  # of the longest prompt, and padding
 NODES = 8
 ROWS = NODES + 3  # some padding behind the last node
 VOCAB = 256
-SINK = np.zeros(1, np.int32)  # the only slot, and the only snapshot, which nobody reads
 
 
 def ints(values: Array) -> jax.Array:
     return jnp.asarray(np.asarray(values, np.int32))
+
+
+SINK = ints(np.zeros(1))  # the only slot, and the only snapshot, which nobody reads
 
 
 def padded(values: Array, size: int) -> jax.Array:
