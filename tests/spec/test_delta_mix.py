@@ -40,7 +40,7 @@ def assert_close(got: DeltaState | Kept, want: DeltaState | Kept) -> None:
 
 
 def test_plain_decoding_is_a_step_of_the_states_and_a_commit_of_the_windows() -> None:
-    """As a verify of one node and its commit, but for the order of nothing: the same steps."""
+    """A verify of one node and its commit leave the same bits."""
     made = given(1)
     out, advanced = spec.advance(*parts(made, *LAYER))
     verified, kept = spec.verify(*parts(made, *LAYER), made["nodes"].specified)
