@@ -44,7 +44,7 @@ class StandaloneDrafter(NamedTuple):
     ) -> DraftState:
         if memory.delta is None or memory.snapshots is None:
             return self._without_states(memory, fed)
-        pools = (_whole(memory, plan, prompts.first), memory.snapshots)
+        pools = (_in_slots(memory, plan, prompts.first), memory.snapshots)
         save_after = plan.save_at - prompts.first
         is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         where = (plan.slots, prompts.row_starts, fed.rows.request)
@@ -69,7 +69,7 @@ class StandaloneDrafter(NamedTuple):
         place = jnp.broadcast_to(jnp.arange(W, dtype=jnp.int32), (B, W))
         row_of = jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)
         nodes = Nodes(None, fed.rows.row_starts, row_of, fed.rows.request, place.reshape(-1))
-        states = _whole(memory, plan, before)
+        states = _in_slots(memory, plan, before)
         mixer = Tree(self.small.config, states, plan.slots, nodes, False)
         kv = self._forward(memory.kv, fed.rows, fed.tokens, mixer).kv
         save = (plan.save_at - before, plan.save)
@@ -87,7 +87,7 @@ class StandaloneDrafter(NamedTuple):
     ) -> tuple[Drafted, DraftState]:
         draft_from, states = memory.draft_from[plan.slots], None
         if memory.delta is not None:
-            states = delta_mix.take(_whole(memory, plan, lengths), plan.slots)
+            states = _context(memory, plan, lengths)
 
         def run(rows: Rows, tokens: Tokens, states: Carried, kv: KV) -> tuple[Logits, Carried, KV]:
             mixer = None
@@ -137,10 +137,15 @@ def over_target(
     return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)[:, :vocab]
 
 
-def _whole(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
-    """The slots' states, those of the plan as `shared.spec.standalone.context_of` gives them."""
+def _context(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
+    """As `shared.spec.standalone.context_of` of the slots' states."""
     assert memory.delta is not None  # there are states to read
     held = delta_mix.take(memory.delta, plan.slots)
     is_whole = memory.draft_from[plan.slots] < lengths
-    whole = select(is_whole, held, jax.tree.map(jnp.zeros_like, held))
-    return delta_mix.put(memory.delta, plan.slots, whole)
+    return select(is_whole, held, jax.tree.map(jnp.zeros_like, held))
+
+
+def _in_slots(memory: DraftState, plan: Plan, lengths: Int[jax.Array, " B"]) -> DeltaState:
+    """All slots' states, those of the plan as their context has them."""
+    assert memory.delta is not None  # there are states to read
+    return delta_mix.put(memory.delta, plan.slots, _context(memory, plan, lengths))

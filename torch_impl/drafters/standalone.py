@@ -46,7 +46,7 @@ class StandaloneDrafter:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
-        _forget(memory, plan, prompts.first)
+        delta_mix.put(memory.delta, plan.slots, _context(memory, plan, prompts.first))
         save_after = plan.save_at - prompts.first
         is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         save = torch.where(is_saved, plan.save, 0)
@@ -66,7 +66,7 @@ class StandaloneDrafter:
         if memory.delta is None or memory.snapshots is None:
             self._forward(memory, fed.rows, fed.tokens, None)
             return
-        _forget(memory, plan, before)
+        delta_mix.put(memory.delta, plan.slots, _context(memory, plan, before))
         B, W = len(counts), len(fed.tokens) // len(counts)
         place = torch.arange(W, dtype=torch.int32, device=counts.device).expand(B, W)
         row_of = torch.arange(B * W, device=counts.device).view(B, W)
@@ -86,10 +86,7 @@ class StandaloneDrafter:
         rank: Ranking,
     ) -> Drafted:
         draft_from = memory.draft_from[plan.slots]
-        states = None
-        if memory.delta is not None:
-            _forget(memory, plan, lengths)
-            states = delta_mix.take(memory.delta, plan.slots)
+        states = None if memory.delta is None else _context(memory, plan, lengths)
 
         def expand(rows: Rows, tokens: Tokens, parent: Int[Tensor, " R"]) -> Logits:
             nonlocal states
@@ -128,14 +125,13 @@ class StandaloneDrafter:
         return model.forward(self.small, known, rows, memory.kv, mixer, ()).hidden
 
 
-def _forget(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> None:
-    """Leaves the slots' states as `shared.spec.standalone.context_of` gives them."""
+def _context(memory: DraftState, plan: Plan, lengths: Int[Tensor, " B"]) -> DeltaState:
+    """As `shared.spec.standalone.context_of` of the slots' states."""
     is_whole = (memory.draft_from[plan.slots] < lengths).view(1, -1, 1, 1)
     assert memory.delta is not None  # there are states to read
     held = delta_mix.take(memory.delta, plan.slots)
     recurrent = torch.where(is_whole[..., None], held.recurrent, 0)
-    whole = DeltaState(recurrent, torch.where(is_whole, held.window, 0))
-    delta_mix.put(memory.delta, plan.slots, whole)
+    return DeltaState(recurrent, torch.where(is_whole, held.window, 0))
 
 
 def over_target(logits: Float[Tensor, "R draft_vocab"], vocab: int) -> Float[Tensor, "R vocab"]:
