@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import delta_mix, layers, linear, mix
+from jax_impl.ops import Place, delta_mix, layers, linear, mix
 from jax_impl.ops.attention import KV, Rows
-from jax_impl.ops.delta_mix import Nodes, Place
+from jax_impl.ops.delta_mix import Nodes
 from jax_impl.ops.linear import Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV

@@ -9,12 +9,11 @@ from jax_impl.layers import (
     DeltaMixer,
     Held,
     Hidden,
-    Place,
     angles,
     attention_layer,
     gated_delta_layer,
 )
-from jax_impl.ops import layers, linear
+from jax_impl.ops import Place, layers, linear
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.linear import Matrix, Stream
 from jax_impl.ops.mix import PagedKV

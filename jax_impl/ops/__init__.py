@@ -15,13 +15,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from kernels.tiles import Tiles
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Carry = TypeVar("Carry")
+
+Place = int | Int[jax.Array, ""]
+"""A layer's number among its kind."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,11 @@ def kernel_or_plain(
 def _first_array(args: tuple[Any, ...]) -> jax.Array:
     """The first argument, or its first field where it is a record."""
     return args[0] if isinstance(args[0], jax.Array) else args[0][0]
+
+
+def operand(place: Place) -> Int[jax.Array, " 1"]:
+    """A layer's number as an operand of a kernel: as a constant, each layer would compile one."""
+    return jnp.asarray(place, jnp.int32).reshape(1)
 
 
 def is_bfloat16(x: jax.Array) -> bool:

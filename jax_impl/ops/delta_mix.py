@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Kernels, kernel_or_plain
+from jax_impl.ops import Kernels, Place, kernel_or_plain, operand
 from jax_impl.ops.mamba_state import (
     DeltaState,
     DeltaWeights,
@@ -23,9 +23,6 @@ from jax_impl.ops.mamba_state import (
 )
 from shared.models.config import GatedDeltaConfig
 from shared.spec.numerics import SQUARES
-
-Place = int | Int[jax.Array, ""]
-"""A layer's number among its kind."""
 
 
 class Nodes(NamedTuple):
@@ -261,7 +258,7 @@ def _mixed(
     out, recurrent, arrays = kernels.delta_mix.verify(
         inputs,
         *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
-        *(states.recurrent, states.window, jnp.atleast_1d(jnp.int32(layer)), slots),
+        *(states.recurrent, states.window, operand(layer), slots),
         *(nodes.row_starts, nodes.parents, arrays),
         eps=weights.eps,
         digits=SQUARES.digits,

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
-from jax_impl.ops import Kernels, is_bfloat16, kernel_or_plain, kernels_on, layers
+from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, kernels_on, layers
 from shared.spec.numerics import SQUARES
 
 
@@ -26,7 +26,7 @@ class Matrix(NamedTuple):
     """
 
     values: Float[jax.Array, "*layers outputs inputs"]
-    layer: int | Int[jax.Array, ""] | None = None
+    layer: Place | None = None
 
     @property
     def alone(self) -> Float[jax.Array, "outputs inputs"]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import gated_delta, layers, scan
+from jax_impl.ops import Place, gated_delta, layers, scan
 from shared.models.config import GatedDeltaConfig
 from shared.spec.gated_delta import CHUNK
 from shared.spec.mamba_state import WINDOW
@@ -41,7 +41,7 @@ class DeltaWeights(NamedTuple):
     norm: Float[jax.Array, "*L V"]
     eps: float
 
-    def alone(self, layer: int | Int[jax.Array, ""]) -> "DeltaWeights":
+    def alone(self, layer: Place) -> "DeltaWeights":
         """Those of one layer."""
         if self.a_log.ndim == 1:
             return self

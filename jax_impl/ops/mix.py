@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Kernels, kernel_or_plain, layers
+from jax_impl.ops import Kernels, Place, kernel_or_plain, layers, operand
 from jax_impl.ops.attention import KV, Rows, attend, write
 from kernels.tiles import BLOCKS
 from shared.boundary.workspace import MOST_PARTS
@@ -83,7 +83,7 @@ def plain_mix(
     angles: Angles,
     rows: Rows,
     kv: PagedKV,
-    layer: int | Int[jax.Array, ""],
+    layer: Place,
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
     """All that an attention layer does between its two products; `layer` names its pools in `kv`.
 
@@ -123,7 +123,7 @@ def kernel_mix(
     angles: Angles,
     rows: Rows,
     kv: PagedKV,
-    layer: int | Int[jax.Array, ""],
+    layer: Place,
 ) -> tuple[Float[jax.Array, "R outputs_of_heads"], PagedKV]:
     """As `plain_mix`, by one kernel where rows are few, else by two."""
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
@@ -133,7 +133,7 @@ def kernel_mix(
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
         gate = qkv if heads.gated else None
         tiles = kernels.tiles.attention.of(item_bytes=item_bytes, rows=pairs)
-        pool, table = (pools, _operand(layer)), (rows.page_table, rows.row_starts)
+        pool, table = (pools, operand(layer)), (rows.page_table, rows.row_starts)
         out = kernels.attention.attend(
             q, gate, *pool, *table, *sees, max_rows=rows.most_rows, tiles=tiles, **order
         )
@@ -148,7 +148,7 @@ def kernel_mix(
         angles.cos,
         angles.sin,
         pools,
-        _operand(layer),
+        operand(layer),
         kv.bounds,
         kv.arrivals,
         rows.page_table,
@@ -178,7 +178,7 @@ def plain_mix_keys(
     angles: Angles,
     rows: Rows,
     kv: KV,
-    layer: int | Int[jax.Array, ""],
+    layer: Place,
 ) -> KV:
     """The part of `mix` that writes, of rows that nothing queries: key heads, then value heads."""
     k, v = jnp.split(projected, 2, axis=1)
@@ -195,7 +195,7 @@ def kernel_mix_keys(
     angles: Angles,
     rows: Rows,
     kv: KV,
-    layer: int | Int[jax.Array, ""],
+    layer: Place,
 ) -> KV:
     """As `plain_mix_keys`, by a kernel."""
     return _place(kernels, projected, heads, norms, angles, rows, kv, layer)[1]
@@ -212,7 +212,7 @@ def _place(
     angles: Angles,
     rows: Rows,
     kv: KV,
-    layer: int | Int[jax.Array, ""],
+    layer: Place,
 ) -> tuple[Float[jax.Array, "R Hq D"], KV]:
     """Writes the rows' keys and values by a kernel, which gives the queries to attend with."""
     return kernels.heads.place(
@@ -221,7 +221,7 @@ def _place(
         angles.cos,
         angles.sin,
         kv,
-        _operand(layer),
+        operand(layer),
         rows.page_table,
         rows.request,
         rows.places,
@@ -232,20 +232,13 @@ def _place(
     )
 
 
-def _operand(layer: int | Int[jax.Array, ""]) -> Int[jax.Array, " 1"]:
-    """A layer's number as an operand of a kernel: as a constant, each layer would compile one."""
-    return jnp.asarray(layer, jnp.int32).reshape(1)
-
-
-def _of_layer(
-    scales: Float[jax.Array, "*L D"], layer: int | Int[jax.Array, ""]
-) -> Float[jax.Array, " D"]:
+def _of_layer(scales: Float[jax.Array, "*L D"], layer: Place) -> Float[jax.Array, " D"]:
     return scales[layer] if scales.ndim == 2 else scales
 
 
 def _write_pair(
     kv: KV,
-    layer: int | Int[jax.Array, ""],
+    layer: Place,
     rows: Rows,
     k: Float[jax.Array, "R Hk D"],
     v: Float[jax.Array, "R Hk D"],
