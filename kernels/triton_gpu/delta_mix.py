@@ -372,8 +372,9 @@ def _commit_kernel(
     if count == 0:
         return
     slot = layer * num_states + tl.load(slots_at + request)
-    save = layer * num_snapshots + tl.load(save_at + request)
-    is_saved = (save_after >= 1) & (save_after <= count) & (tl.load(save_at + request) != 0)
+    snapshot = tl.load(save_at + request)
+    save = layer * num_snapshots + snapshot
+    is_saved = (save_after >= 1) & (save_after <= count) & (snapshot != 0)
     kept = (layer * num_requests + request) * N
     state_at += (slot * H + head) * (K * V) + _square(K, V)
     saved_state_at += (save * H + head) * (K * V) + _square(K, V)

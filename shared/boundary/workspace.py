@@ -109,13 +109,14 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
     delta = model.gated_delta
     if delta is None:
         return 0
-    kept, layers = delta.channels * item, model.num_gated_delta_layers
-    if program.tokens or not program.shape.is_plain:
-        kept += 4 * delta.num_value_heads * (delta.key_size + delta.value_size + 2)
+    heads = 4 * delta.num_value_heads * (delta.key_size + delta.value_size + 2)
     if program.tokens:
-        kept, layers = kept + (4 - item) * delta.channels, 1
+        per_row = heads + 4 * delta.channels
+    else:
+        kept = delta.channels * item + heads * (not program.shape.is_plain)
+        per_row = kept * model.num_gated_delta_layers
     states = 2 * program.batch * delta.num_value_heads * delta.key_size * delta.value_size
-    return rows_of(program) * kept * layers + 4 * states
+    return rows_of(program) * per_row + 4 * states
 
 
 def _stream_bytes(program: Program, blueprint: Blueprint) -> int:
