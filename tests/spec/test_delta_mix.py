@@ -82,29 +82,33 @@ def test_a_snapshot_is_written_where_the_path_passes_it() -> None:
         )
 
 
+def run(implementation: Implementation, name: str, made: dict) -> tuple:
+    """The outputs, and the states and what is kept: JAX gives them back, torch writes in place."""
+    order = (*LAYER, "nodes", "kept")
+    places = (order.index("states"), order.index("kept"))
+    found, left = implementation("delta_mix").leaving(places, name, *parts(made, *order))
+    return found if isinstance(found, tuple) else (found, *left)
+
+
 @each_implementation
 @pytest.mark.parametrize("is_chain", [True, False], ids=["chains", "trees"])
 def test_implementations_verify_in_the_slots(is_chain: bool, implementation: Implementation):
     made = given(5, is_chain)
-    found = implementation("delta_mix").verify(*parts(made, *LAYER, "nodes", "kept"))
+    found, states, got = run(implementation, "verify", made)
     out, kept = spec.verify(*parts(made, *LAYER), made["nodes"].specified)
-    if isinstance(found, tuple):
-        found, states, got = found
-        assert_close(states, made["states"])
-        assert_close(Kept(*(x[made["layer"]][None] for x in arrays(got))), kept)
+    assert_close(states, made["states"])
+    assert_close(Kept(*(x[made["layer"]][None] for x in arrays(got))), kept)
     np.testing.assert_allclose(found, out, **CLOSE)
 
 
 @each_implementation
 def test_implementations_advance_and_commit_in_the_slots(implementation: Implementation) -> None:
-    ops, made = implementation("delta_mix"), given(1)
-    found = ops.advance(*parts(made, *LAYER), made["nodes"], made["kept"])
+    made = given(1)
+    found, states, kept = run(implementation, "advance", made)
     out, advanced = spec.advance(*parts(made, *LAYER))
-    if isinstance(found, tuple):
-        found, states, kept = found
-        assert_close(states, advanced)
-        channels = made["inputs"][:, : SMALL.channels]
-        np.testing.assert_array_equal(kept[made["layer"], :, 0], channels)
+    assert_close(states, advanced)
+    channels = made["inputs"][:, : SMALL.channels]
+    np.testing.assert_array_equal(kept[made["layer"], :, 0], channels)
     np.testing.assert_allclose(found, out, **CLOSE)
 
 
@@ -136,14 +140,13 @@ def test_implementations_feed_chunks_in_the_slots(implementation: Implementation
     request = np.repeat([0, 1], [66, 4]).astype(np.int32)
     save_after, save = np.array([64, 4], np.int32), np.array([2, 0], np.int32)
     where = (row_starts, request, save_after, save)
-    found = implementation("delta_mix").feed(*layer, states, snapshots, 1, slots, *where)
+    given = (*layer, states, snapshots, 1, slots, *where)
+    found, left = implementation("delta_mix").leaving((3, 4), "feed", *given)
+    found, new, saved = found if isinstance(found, tuple) else (found, *left)
     out, want = spec.feed(*layer, states, 1, slots, row_starts)
-    if isinstance(found, tuple):
-        found, new, saved = found
-        assert_close(new, want)
-        _, partly = spec.feed(
-            inputs[:64], *layer[1:], states, 1, slots[:1], row_starts[:1] + [0, 64]
-        )
-        np.testing.assert_allclose(saved.recurrent[1, 2], partly.recurrent[1, 3], **CLOSE)
-        np.testing.assert_allclose(saved.window[1, 2], partly.window[1, 3], **CLOSE)
+    assert_close(new, want)
+    first = (slots[:1], np.array([0, 64], np.int32))
+    _, partly = spec.feed(inputs[:64], *layer[1:], states, 1, *first)
+    np.testing.assert_allclose(saved.recurrent[1, 2], partly.recurrent[1, 3], **CLOSE)
+    np.testing.assert_allclose(saved.window[1, 2], partly.window[1, 3], **CLOSE)
     np.testing.assert_allclose(found, out, **CLOSE)

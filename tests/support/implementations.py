@@ -48,16 +48,18 @@ class Ops:
         self._in = {"torch": to_torch, "jax": to_jax}[framework]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.leaving((), name, *args, **kwargs)[0]
+
+    def leaving(self, places: tuple[int, ...], name: str, *args: Any, **kwargs: Any) -> Any:
+        """What a function gives, and some of its arguments afterwards: torch writes in place."""
         function = getattr(self._module, name)
         if self._in is to_jax:
             function = _jitted(function)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            to_device = partial(mapped, leaf=self._in, module=self._module)
-            got = function(*map(to_device, args), **{k: to_device(v) for k, v in kwargs.items()})
-            return mapped(got, leaf=to_numpy, module=self._specification)
-
-        return call
+        to_device = partial(mapped, leaf=self._in, module=self._module)
+        placed, named = [*map(to_device, args)], {k: to_device(v) for k, v in kwargs.items()}
+        got = function(*placed, **named)
+        left = tuple(placed[place] for place in places)
+        return mapped((got, left), leaf=to_numpy, module=self._specification)
 
 
 @cache
