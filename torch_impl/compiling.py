@@ -2,19 +2,30 @@
 
 Triton compiles a kernel at its first launch, one after the other. A pass over the steps that
 launches none tells it of all: its memory is zeros, so that what no kernel has written names things
-that exist, and they are steps of padding, whose results nobody reads.
+that exist, and they are steps of padding, whose results nobody reads. What has not been compiled on
+this machine before is compiled by other processes, as much of a compile holds Python's lock, and
+read from Triton's cache when it is first launched.
 """
 
+import json
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from hashlib import sha256
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _MOST_COMPILERS = 16
-"""Threads that compile, at most; fewer where there are fewer cores."""
+"""Processes that compile, at most; fewer where there are fewer cores."""
+_DONE = "compiled"
+"""Of Triton's cache: a kernel that was compiled before has a file of this name."""
 _EMPTY = (
     torch.ops.aten.empty,
     torch.ops.aten.empty_like,
@@ -34,8 +45,12 @@ class _Zeros(TorchDispatchMode):
 
 
 def compile_kernels(steps: Callable[[], object]) -> None:
-    """Compiles every kernel that steps of padding launch, and launches none."""
-    from triton import AsyncCompileMode
+    """Compiles every kernel that steps of padding launch, and launches none.
+
+    Raises:
+      RuntimeError: A kernel cannot be compiled.
+    """
+    from triton import knobs
     from triton.runtime.jit import JITFunction
 
     launch = JITFunction.run
@@ -43,11 +58,127 @@ def compile_kernels(steps: Callable[[], object]) -> None:
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    workers = min(os.cpu_count() or 1, _MOST_COMPILERS)
-    with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool):
+    before = knobs.runtime.jit_cache_hook
+    with ExitStack() as stack:
+        compilers = stack.enter_context(_Compilers())
+        stack.callback(setattr, knobs.runtime, "jit_cache_hook", before)
+        stack.callback(setattr, JITFunction, "run", launch)
+        knobs.runtime.jit_cache_hook = compilers.ask
         JITFunction.run = compile_only
+        with _Zeros():
+            steps()
+
+
+class _Compilers:
+    """Processes that compile, each as soon as there is something for it to do."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS))
+        self._of_thread = threading.local()
+        self._processes: list[subprocess.Popen] = []
+        self._asked: dict[str, Future | None] = {}
+
+    def __enter__(self) -> "_Compilers":
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        """Waits for all; where the steps have failed, what has not begun is left."""
+        self._threads.shutdown(cancel_futures=error is not None)
+        for process in self._processes:
+            process.communicate()
+        if error is None:
+            for future in filter(None, self._asked.values()):
+                future.result()
+
+    def ask(self, *, fn: Any, compile: Any, **_: object) -> bool:
+        """Stands where Triton would compile a kernel, or read it from its cache; True: neither."""
+        from triton.runtime import driver
+
+        target = driver.active.get_current_target()
+        job = {"module": fn.module, "name": fn.name, "target": vars(target)}
+        line = json.dumps(job | {"data": compile["specialization_data"]})
+        if line not in self._asked:
+            kept = _kept(fn.jit_function, line)
+            is_new = not kept.has_file(_DONE)
+            self._asked[line] = self._threads.submit(self._compile, line) if is_new else None
+        return self._asked[line] is not None
+
+    def _compile(self, line: str) -> None:
+        """Runs in a thread, which has a process of its own."""
+        process = getattr(self._of_thread, "process", None)
+        if process is None:
+            process = self._of_thread.process = subprocess.Popen(
+                [sys.executable, "-m", "torch_impl.compiling"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            self._processes.append(process)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        answer = process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"what compiles kernels has ended with code {process.wait()}")
+        if error := json.loads(answer):
+            raise RuntimeError(f"a kernel cannot be compiled: {error}")
+
+
+def _kept(function: Any, line: str) -> Any:
+    """Where Triton's cache says whether a kernel was compiled before."""
+    from triton.runtime.cache import get_cache_manager
+
+    return get_cache_manager(sha256(f"{function.cache_key} {line}".encode()).hexdigest())
+
+
+def _compile_line(line: str) -> None:
+    """Compiles what `_Compilers.ask` was told of, into Triton's cache."""
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+
+    job = json.loads(line)
+    told = json.loads(job["data"])
+    function = getattr(import_module(job["module"]), job["name"])
+
+    def constant(value: Any) -> Any:
+        if isinstance(value, dict) and "constexpr" in value:
+            return tl.constexpr(_tuples(value["constexpr"]))
+        return tl.dtype(value) if tl.dtype.is_dtype(value) else _tuples(value)
+
+    source = ASTSource(
+        function,
+        {name: _tuples(kind) for name, kind in told["signature"].items()},
+        dict(
+            zip(_tuples(told["constant_keys"]), map(constant, told["constant_vals"]), strict=True)
+        ),
+        dict(zip(_tuples(told["attrs_keys"]), told["attrs_vals"], strict=True)),
+    )
+    target = GPUTarget(**job["target"])
+    options = {name: _tuples(value) for name, value in told["options"].items()}
+    options = make_backend(target).parse_options(options)
+    triton.compile(source, target=target, options=vars(options))
+    _kept(function, line).put("", _DONE, binary=False)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON has lists only; what a kernel is given are tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def main() -> None:
+    """Compiles a kernel a line, and answers each with what is wrong, or null."""
+    for line in sys.stdin:
         try:
-            with _Zeros():
-                steps()
-        finally:
-            JITFunction.run = launch
+            _compile_line(line.rstrip("\n"))
+            error = None
+        except Exception as failure:  # whatever a compiler raises is the answer
+            error = f"{type(failure).__name__}: {failure}"
+        print(json.dumps(error), flush=True)
+
+
+if __name__ == "__main__":
+    main()

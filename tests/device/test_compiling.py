@@ -1,5 +1,9 @@
 """Kernels of a step are compiled before it runs, and none is launched meanwhile."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,3 +70,65 @@ def test_afterwards_kernels_are_launched_again_even_where_the_step_fails(
     assert JITFunction.run is launches.run
     launch()
     assert [warmup for _, warmup in launches.seen] == [True, False]
+
+
+# A machine without a GPU says that it has one, which compiles and loads nothing.
+COMPILES = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kernels.triton_gpu import slots
+from torch_impl.compiling import compile_kernels
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device=None):
+        return 0
+
+triton.runtime.driver.set_active(Driver())
+made, make_ir = [], ASTSource.make_ir
+ASTSource.make_ir = lambda self, *rest: made.append(self.name) or make_ir(self, *rest)
+zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32)
+
+given = [zeros(9) for _ in range(9)]
+how = {"vocab": VOCAB, "width": 2, "lanes": 2, "feeds": True, "enable_fp_fusion": False}
+
+def commit():
+    slots._commit_kernel[(1,)](*given, **how)
+
+compile_kernels(lambda: [commit(), commit()])
+print("here", len(made))
+slots._commit_kernel.warmup(*given, **how, grid=(1,))
+print("after", len(made))
+"""
+
+
+def compiled(cache: Path, vocab: str) -> subprocess.CompletedProcess:
+    """What a process says that compiles a kernel before it runs."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    env.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-c", COMPILES.replace("VOCAB", vocab)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_other_processes_compile_what_is_new_and_the_cache_gives_it(tmp_path: Path) -> None:
+    first = compiled(tmp_path, "64")
+    assert first.stdout.split() == ["here", "0", "after", "0"], first.stderr
+    is_done = list(tmp_path.glob("*/compiled"))
+    assert len(is_done) == 1  # asked for twice, compiled once
+    is_done[0].touch()
+    stamp = is_done[0].stat().st_mtime_ns
+    assert compiled(tmp_path, "64").stdout.split() == ["here", "0", "after", "0"]
+    assert is_done[0].stat().st_mtime_ns == stamp  # by no process again
+
+
+def test_what_cannot_be_compiled_is_an_error_of_the_start(tmp_path: Path) -> None:
+    failed = compiled(tmp_path, "'no number'")
+    assert failed.returncode == 1
+    assert "RuntimeError: a kernel cannot be compiled: CompilationError" in failed.stderr
+    assert not list(tmp_path.glob("*/compiled"))
