@@ -231,10 +231,14 @@ CASES = {
 
 # Heads and pages of an 8B model; its values are rounded to bfloat16.
 _MODEL = {"heads": (32, 8), "D": 128, "page": 64}
+_HYBRID = {"heads": (16, 4), "D": 256, "page": 64, "turned": 64, "gated": True}
+"""The same of Qwen3.5-9B."""
 
 
-def _chains(requests: int, rows: int, context: int) -> Callable[..., MixCase]:
-    return partial(prompt_case, [(context, context + rows)] * requests, **_MODEL)
+def _chains(
+    requests: int, rows: int, context: int, model: dict[str, object] = _MODEL
+) -> Callable[..., MixCase]:
+    return partial(prompt_case, [(context, context + rows)] * requests, **model)
 
 
 def _trees(requests: int, nodes: int, context: int) -> Callable[..., MixCase]:
@@ -249,6 +253,11 @@ _LARGE = {
         *((B, N, 512) for N in (8, 16) for B in (1, 8, 32)),
         *((B, 1, context) for context in (4096, 32768) for B in (1, 8)),
     )
+}
+_LARGE |= {
+    f"hybrid, {B} x {N} rows after 512": _chains(B, N, 512, _HYBRID)
+    for N in (1, 4, 16)
+    for B in (1, 8, 32)
 }
 _LARGE |= {f"{B} x 16 nodes after 512": _trees(B, 16, 512) for B in (1, 32)}
 _LARGE |= {"prompt of 2048": partial(prompt_case, [(0, 2048)], **_MODEL)}
