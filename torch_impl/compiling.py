@@ -130,7 +130,23 @@ def _kept(function: Any, line: str) -> Any:
     """Where Triton's cache says whether a kernel was compiled before."""
     from triton.runtime.cache import get_cache_manager
 
+    _name(function)
     return get_cache_manager(sha256(f"{function.cache_key} {line}".encode()).hexdigest())
+
+
+def _name(function: Any) -> None:
+    """Has Triton name a kernel in its cache, after all that it calls.
+
+    A name holds the constants of what was named before: in another order it would be another one.
+    """
+    from triton.runtime.jit import JITFunction
+
+    if function.hash is None:
+        for name in function.fn.__code__.co_names:
+            called = function.__globals__.get(name)
+            if isinstance(called, JITFunction) and called is not function:
+                _name(called)
+    _ = function.cache_key
 
 
 def _compile_line(line: str) -> None:
@@ -143,6 +159,7 @@ def _compile_line(line: str) -> None:
     job = json.loads(line)
     told = json.loads(job["data"])
     function = getattr(import_module(job["module"]), job["name"])
+    kept = _kept(function, line)
 
     def constant(value: Any) -> Any:
         if isinstance(value, dict) and "constexpr" in value:
@@ -161,7 +178,7 @@ def _compile_line(line: str) -> None:
     options = {name: _tuples(value) for name, value in told["options"].items()}
     options = make_backend(target).parse_options(options)
     triton.compile(source, target=target, options=vars(options))
-    _kept(function, line).put("", _DONE, binary=False)
+    kept.put("", _DONE, binary=False)
 
 
 def _tuples(value: Any) -> Any:

@@ -77,7 +77,7 @@ COMPILES = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kernels.triton_gpu import slots
+from tests.support import named_kernels
 from torch_impl.compiling import compile_kernels
 
 class Driver:
@@ -93,42 +93,40 @@ class Driver:
 triton.runtime.driver.set_active(Driver())
 made, make_ir = [], ASTSource.make_ir
 ASTSource.make_ir = lambda self, *rest: made.append(self.name) or make_ir(self, *rest)
-zeros = lambda *shape: torch.zeros(shape, dtype=torch.int32)
+kernels = [named_kernels.first_kernel, named_kernels.second_kernel]
+x, how = torch.zeros(16), {"lanes": 16, "sizes": SIZES, "enable_fp_fusion": False}
 
-given = [zeros(9) for _ in range(9)]
-how = {"vocab": VOCAB, "width": 2, "lanes": 2, "feeds": True, "enable_fp_fusion": False}
+def steps():
+    for kernel in 2 * kernels:
+        kernel[(1,)](x, **how)
 
-def commit():
-    slots._commit_kernel[(1,)](*given, **how)
-
-compile_kernels(lambda: [commit(), commit()])
+compile_kernels(steps)
 print("here", len(made))
-slots._commit_kernel.warmup(*given, **how, grid=(1,))
+for kernel in kernels:
+    kernel.warmup(x, **how, grid=(1,))
 print("after", len(made))
 """
 
 
-def compiled(cache: Path, vocab: str) -> subprocess.CompletedProcess:
-    """What a process says that compiles a kernel before it runs."""
+def compiled(cache: Path, sizes: str) -> subprocess.CompletedProcess:
+    """What a process says that compiles kernels before they run."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
     env.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", COMPILES.replace("VOCAB", vocab)]
+    command = [sys.executable, "-c", COMPILES.replace("SIZES", sizes)]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 
 def test_other_processes_compile_what_is_new_and_the_cache_gives_it(tmp_path: Path) -> None:
-    first = compiled(tmp_path, "64")
+    first = compiled(tmp_path, "(5, 7)")
     assert first.stdout.split() == ["here", "0", "after", "0"], first.stderr
-    is_done = list(tmp_path.glob("*/compiled"))
-    assert len(is_done) == 1  # asked for twice, compiled once
-    is_done[0].touch()
-    stamp = is_done[0].stat().st_mtime_ns
-    assert compiled(tmp_path, "64").stdout.split() == ["here", "0", "after", "0"]
-    assert is_done[0].stat().st_mtime_ns == stamp  # by no process again
+    are_done = sorted(tmp_path.glob("*/compiled"))
+    assert len(are_done) == 2  # asked for twice, compiled once
+    stamps = [path.stat().st_mtime_ns for path in are_done]
+    assert compiled(tmp_path, "(5, 7)").stdout.split() == ["here", "0", "after", "0"]
+    assert [path.stat().st_mtime_ns for path in are_done] == stamps  # by no process again
 
 
 def test_what_cannot_be_compiled_is_an_error_of_the_start(tmp_path: Path) -> None:
-    failed = compiled(tmp_path, "'no number'")
+    failed = compiled(tmp_path, "('no number', 7)")
     assert failed.returncode == 1
     assert "RuntimeError: a kernel cannot be compiled: CompilationError" in failed.stderr
-    assert not list(tmp_path.glob("*/compiled"))
