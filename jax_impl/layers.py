@@ -175,21 +175,21 @@ class Tree:
     def __call__(
         self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"], held: Held
     ) -> tuple[Float[jax.Array, "R values"], Held]:
-        states, kept = held
+        states, room = held
         own = (delta_weights(self._config, weights), _sizes(self._config))
         given = (inputs, *own, states, place, self._slots, self._nodes)
-        if isinstance(kept, Kept):
-            out, *held = delta_mix.verify(*given, kept)
+        if isinstance(room.kept, Kept):
+            out, *held = delta_mix.verify(*given, room)
         else:
-            out, *held = delta_mix.advance(*given, kept)
+            out, *held = delta_mix.advance(*given, room)
         return out, tuple(held)
 
     @property
     def advanced(self) -> DeltaState:
         """The states after a step of plain decoding."""
-        states, kept = self.held
-        assert not isinstance(kept, Kept)  # it was one
-        return delta_mix.followed(states, kept)
+        states, room = self.held
+        assert not isinstance(room.kept, Kept)  # it was one
+        return delta_mix.followed(states, room.kept)
 
     def commit(
         self,
@@ -200,5 +200,5 @@ class Tree:
         save: Int[jax.Array, " B"],
     ) -> tuple[DeltaState, DeltaState]:
         """Advances the states along the accepted paths; see `delta_mix.commit`."""
-        (states, kept), slots = self.held, self._slots
-        return delta_mix.commit(states, snapshots, kept, slots, path, counts, save_after, save)
+        (states, room), slots = self.held, self._slots
+        return delta_mix.commit(states, snapshots, room.kept, slots, path, counts, save_after, save)

@@ -90,18 +90,22 @@ class DeltaTiles:
     """Tiles of `delta_mix`.
 
     Attributes:
-      warps: Of its kernels.
-      registers: Most of a thread; 0 for no bound, which is all that Pallas knows.
+      columns: Of a state, in a program; all where a state has fewer.
+      warps: Of the kernel.
+      commit_columns, commit_warps: The same of `commit`.
     """
 
     sizes: ClassVar = ("nodes", "requests")
     """The most nodes that a request can have, and the requests."""
 
+    columns: int
     warps: int
-    registers: int
+    commit_columns: int
+    commit_warps: int
 
     def __post_init__(self) -> None:
-        _check_powers_of_two(self, {"warps": 1})
+        least = {"columns": 16, "warps": 1}
+        _check_powers_of_two(self, least | {f"commit_{name}": x for name, x in least.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,10 @@ PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
 ONE_SIDED = {Path("convert.py"), Path("train.py"), Path("kept.py"), Path("compiling.py")}
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
-PARTS = {"guess", "heads", "noise", "parts", "reach", "scores", "squares", "support", "window"}
+PARTS = {
+    *("delta_rows", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
+    *("support", "window"),
+}
 TEST_OF_SPEC = {"model": "golden"}  # its proof is other people's numbers
 MAX_LINES = 450
 

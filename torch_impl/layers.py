@@ -158,22 +158,22 @@ class Tree:
         """`advances` is that the step is one of plain decoding."""
         self._config, self._states, self._slots, self._nodes = config, states, slots, nodes
         B, N = nodes.row_of.shape
-        self._kept = delta_mix.room(states, B, N, advances)
+        self._room = delta_mix.room(states, B, N, advances)
 
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
         own = (delta_weights(self._config, weights), _sizes(self._config))
         given = (inputs, *own, self._states, place, self._slots, self._nodes)
-        if isinstance(self._kept, Kept):
-            return delta_mix.verify(*given, self._kept)
-        return delta_mix.advance(*given, self._kept)
+        if isinstance(self._room.kept, Kept):
+            return delta_mix.verify(*given, self._room)
+        return delta_mix.advance(*given, self._room)
 
     @property
     def advanced(self) -> DeltaState:
         """The states after a step of plain decoding."""
-        assert not isinstance(self._kept, Kept)  # it was one
-        return delta_mix.followed(self._states, self._kept)
+        assert not isinstance(self._room.kept, Kept)  # it was one
+        return delta_mix.followed(self._states, self._room.kept)
 
     def commit(
         self,
@@ -184,5 +184,5 @@ class Tree:
         save: Int[Tensor, " B"],
     ) -> None:
         """Advances the states along the accepted paths; see `delta_mix.commit`."""
-        states, slots = self._states, self._slots
-        delta_mix.commit(states, snapshots, self._kept, slots, path, counts, save_after, save)
+        states, kept, slots = self._states, self._room.kept, self._slots
+        delta_mix.commit(states, snapshots, kept, slots, path, counts, save_after, save)

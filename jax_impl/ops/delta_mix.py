@@ -42,19 +42,30 @@ class Nodes(NamedTuple):
     node: Int[jax.Array, " R"]
 
 
-def room(
-    states: DeltaState, requests: int, nodes: int, advances: bool
-) -> Kept | Float[jax.Array, "L B one C"]:
-    """Memory for what a step keeps; plain decoding advances the states and keeps inputs alone."""
+class Room(NamedTuple):
+    """Memory for what a step keeps.
+
+    Attributes:
+      kept: Of all nodes; of plain decoding, which advances the states, the inputs alone.
+      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+    """
+
+    kept: Kept | Float[jax.Array, "L B one C"]
+    arrivals: Int[jax.Array, "B H"]
+
+
+def room(states: DeltaState, requests: int, nodes: int, advances: bool) -> Room:
+    """For so many nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = lax.empty((L, requests, nodes, C), states.window.dtype)
+    arrivals = jnp.zeros((requests, H), jnp.int32)
     if advances:
-        return inputs
+        return Room(inputs, arrivals)
     shapes = ((H, K), (H, V), (H,), (H,))
     k, v, log_decay, beta = (
         lax.empty((L, requests, nodes, *shape), jnp.float32) for shape in shapes
     )
-    return Kept(k, v, log_decay, beta, inputs)
+    return Room(Kept(k, v, log_decay, beta, inputs), arrivals)
 
 
 def take(states: DeltaState, index: Int[jax.Array, " B"]) -> DeltaState:
@@ -112,19 +123,20 @@ def plain_verify(
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: Nodes,
-    kept: Kept,
-) -> tuple[Float[jax.Array, "R values"], DeltaState, Kept]:
+    room: Room,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
     """`mix_tree` of a layer's states in their slots, which stay as they are.
 
     Args:
       states: Of all slots and layers.
       slots: Of the requests.
-      kept: What a replay needs is written there.
+      room: What a replay needs is written there.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
     out, own = mix_tree(inputs, weights.alone(layer), sizes, *held, *where)
-    return out, states, Kept(*(x.at[layer].set(y[0]) for x, y in zip(kept, own, strict=True)))
+    parts = zip(room.kept, own, strict=True)
+    return out, states, room._replace(kept=Kept(*(x.at[layer].set(y[0]) for x, y in parts)))
 
 
 def kernel_verify(
@@ -136,13 +148,12 @@ def kernel_verify(
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: Nodes,
-    kept: Kept,
-) -> tuple[Float[jax.Array, "R values"], DeltaState, Kept]:
+    room: Room,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
     """As `plain_verify`."""
     if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
-        return plain_verify(inputs, weights, sizes, states, layer, slots, nodes, kept)
-    out, states, arrays = _mixed(kernels, inputs, weights, states, layer, slots, nodes, tuple(kept))
-    return out, states, Kept(*arrays)
+        return plain_verify(inputs, weights, sizes, states, layer, slots, nodes, room)
+    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, room)
 
 
 verify = kernel_or_plain(kernel_verify, plain_verify)
@@ -156,8 +167,8 @@ def plain_advance(
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: Nodes,
-    kept: Float[jax.Array, "L B one C"],
-) -> tuple[Float[jax.Array, "R values"], DeltaState, Float[jax.Array, "L B one C"]]:
+    room: Room,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
     """`mix_step` of a layer's states in their slots, whose windows follow in `commit`.
 
     Args:
@@ -166,8 +177,9 @@ def plain_advance(
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, new, _ = mix_step(inputs, weights.alone(layer), sizes, *held)
     recurrent = states.recurrent.at[layer, slots].set(new)
-    kept = kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
-    return out, DeltaState(recurrent, states.window), kept
+    assert not isinstance(room.kept, Kept)  # it is plain decoding
+    kept = room.kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
+    return out, DeltaState(recurrent, states.window), room._replace(kept=kept)
 
 
 def kernel_advance(
@@ -179,13 +191,12 @@ def kernel_advance(
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: Nodes,
-    kept: Float[jax.Array, "L B one C"],
-) -> tuple[Float[jax.Array, "R values"], DeltaState, Float[jax.Array, "L B one C"]]:
+    room: Room,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
     """As `plain_advance`."""
     if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
-        return plain_advance(inputs, weights, sizes, states, layer, slots, nodes, kept)
-    out, states, arrays = _mixed(kernels, inputs, weights, states, layer, slots, nodes, (kept,))
-    return out, states, arrays[0]
+        return plain_advance(inputs, weights, sizes, states, layer, slots, nodes, room)
+    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, room)
 
 
 advance = kernel_or_plain(kernel_advance, plain_advance)
@@ -232,9 +243,8 @@ def kernel_commit(
     """As `plain_commit`."""
     if not _has_kernels(kernels, states, path.shape[1]):
         return plain_commit(states, snapshots, kept, slots, path, counts, save_after, save)
-    arrays = tuple(kept) if isinstance(kept, Kept) else (kept,)
     *new, recurrent, window = kernels.delta_mix.commit(
-        *(*states, *snapshots, arrays, slots, path, counts, save_after, save),
+        *(*states, *snapshots, _arrays_of(kept), slots, path, counts, save_after, save),
         tiles=kernels.tiles.delta_mix.of(nodes=path.shape[1], requests=len(slots)),
     )
     return DeltaState(*new), DeltaState(recurrent, window)
@@ -251,20 +261,21 @@ def _mixed(
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: Nodes,
-    arrays: tuple[jax.Array, ...],
-) -> tuple[Float[jax.Array, "R values"], DeltaState, tuple[jax.Array, ...]]:
-    """Either of both; `arrays` is what is kept."""
+    room: Room,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
+    """Either of both."""
     B, N = nodes.row_of.shape
-    out, recurrent, arrays = kernels.delta_mix.verify(
+    out, recurrent, arrays, arrivals = kernels.delta_mix.verify(
         inputs,
         *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
         *(states.recurrent, states.window, operand(layer), slots),
-        *(nodes.row_starts, nodes.parents, arrays),
+        *(nodes.row_starts, nodes.parents, _arrays_of(room.kept), room.arrivals),
         eps=weights.eps,
         digits=SQUARES.digits,
         tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
     )
-    return out, DeltaState(recurrent, states.window), arrays
+    kept = Kept(*arrays) if isinstance(room.kept, Kept) else arrays[0]
+    return out, DeltaState(recurrent, states.window), Room(kept, arrivals)
 
 
 def _has_kernels(kernels: Kernels, states: DeltaState, nodes: int) -> bool:
@@ -272,3 +283,7 @@ def _has_kernels(kernels: Kernels, states: DeltaState, nodes: int) -> bool:
     sizes, least = states.recurrent.shape[3:], kernels.delta_mix.LEAST
     is_even = all(size >= least and size & (size - 1) == 0 for size in sizes)
     return is_even and nodes <= kernels.delta_mix.MOST_NODES
+
+
+def _arrays_of(kept: Kept | jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(kept) if isinstance(kept, Kept) else (kept,)

@@ -17,7 +17,6 @@ import pytest
 import jax_impl.ops.delta_mix
 import torch_impl.ops.delta_mix
 from bench.op_sides import SIDES
-from kernels.tiles import DeltaTiles
 from shared.models.config import GatedDeltaConfig
 from shared.spec import mamba_state as spec
 from tests.support.cases.delta_mix import TABLE, arguments
@@ -27,6 +26,7 @@ from tests.support.delta_mix_kernels import (
     LAYER,
     MIX,
     OPTIONS,
+    WHOLE,
     commit,
     found,
     make,
@@ -229,6 +229,14 @@ def sum_by_halves(x: np.ndarray) -> np.ndarray:
 
 
 @each_language
+def test_how_the_work_is_cut_leaves_the_bits_as_they_are(language: str) -> None:
+    name = "chains of up to 4, own keys, in half precision"
+    cut, whole = found(language, name), mix(language, CASES[name], WHOLE)
+    for mine, other in zip((cut.out, *cut.kept), (whole.out, *whole.kept), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+@each_language
 def test_the_sums_over_keys_are_by_halves(language: str) -> None:
     given = replay_case()
     k, v, log_decay, beta, _ = given.kept
@@ -296,6 +304,7 @@ def shapes(N: int, has_fields: bool) -> dict:
         "window": half((L, 4, spec.WINDOW, C)),
         **{"layer": ints((1,)), "slots": ints((B,)), "row_starts": ints((B + 1,))},
         "kept": [*(single((L, B, N, *shape)) for shape in fields), half((L, B, N, C))],
+        "arrivals": ints((B, H)),
     }
 
 
@@ -327,14 +336,6 @@ def test_the_languages_have_one_signature() -> None:
     for modules in KERNELS.values():
         own = modules["delta_mix"]
         assert (own.LEAST, own.MOST_NODES) == (ours.LEAST, ours.MOST_NODES)
-
-
-def test_pallas_refuses_tiles_that_bound_the_registers() -> None:
-    how = MIX | {"tiles": DeltaTiles(warps=4, registers=128)}
-    with pytest.raises(ValueError, match="cannot bound the registers"):
-        KERNELS["pallas"]["delta_mix"].verify(
-            layer=jnp.zeros(1, jnp.int32), **CASES["trees"].arrays(), **how
-        )
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple[Callable, list]:

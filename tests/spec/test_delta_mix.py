@@ -84,10 +84,11 @@ def test_a_snapshot_is_written_where_the_path_passes_it() -> None:
 
 def run(implementation: Implementation, name: str, made: dict) -> tuple:
     """The outputs, and the states and what is kept: JAX gives them back, torch writes in place."""
-    order = (*LAYER, "nodes", "kept")
-    places = (order.index("states"), order.index("kept"))
+    order = (*LAYER, "nodes", "room")
+    places = (order.index("states"), order.index("room"))
     found, left = implementation("delta_mix").leaving(places, name, *parts(made, *order))
-    return found if isinstance(found, tuple) else (found, *left)
+    out, states, room = found if isinstance(found, tuple) else (found, *left)
+    return out, states, room.kept
 
 
 @each_implementation

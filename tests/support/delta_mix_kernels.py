@@ -21,7 +21,11 @@ LAYER, LAYERS = 1, 2
 WEIGHTS = ("conv", "a_log", "dt_bias", "norm")
 SHARED_KEYS = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=32, value_size=16)
 OWN_KEYS = GatedDeltaConfig(num_key_heads=4, num_value_heads=4, key_size=16, value_size=32)
-HOW = {"tiles": DeltaTiles(warps=8, registers=0)}
+CUT, WHOLE = (
+    DeltaTiles(columns=columns, warps=2, commit_columns=columns, commit_warps=2)
+    for columns in (16, 32)
+)
+HOW = {"tiles": CUT}
 MIX = HOW | {"eps": EPS, "digits": SQUARES.digits}
 # Two sums, one of the other's results, may be made one in an order of its own; no GPU's are.
 OPTIONS = UNFUSED and UNFUSED | {"xla_disable_hlo_passes": "fusion,algsimp"}
@@ -67,7 +71,8 @@ class Case:
         names = ("projected", "recurrent", "window", "slots", "row_starts", "parents")
         weights = {name: getattr(self.weights, name) for name in WEIGHTS}
         own = {name: getattr(self, name) for name in names}
-        return own | weights | {"kept": self.kept()}
+        arrivals = np.zeros((len(self.counts), self.sizes.num_value_heads), np.int32)
+        return own | weights | {"kept": self.kept(), "arrivals": arrivals}
 
 
 class Found(NamedTuple):
@@ -151,13 +156,13 @@ CASES = {
 
 
 @cache
-def pallas_program(name: str) -> Callable:
-    how = MIX if name == "verify" else HOW
+def pallas_program(name: str, tiles: DeltaTiles = CUT) -> Callable:
+    how = (MIX if name == "verify" else HOW) | {"tiles": tiles}
     kernel = partial(getattr(KERNELS["pallas"]["delta_mix"], name), **how, interpret=INTERPRET)
     return jax.jit(kernel, compiler_options=OPTIONS)
 
 
-def mix_in_pallas(case: Case) -> Found:
+def mix_in_pallas(case: Case, tiles: DeltaTiles) -> Found:
     own = case.arrays()
     # Weights of all layers.
     stacks = {k: np.stack([np.full_like(own[k], np.nan), own[k]]) for k in WEIGHTS}
@@ -166,7 +171,8 @@ def mix_in_pallas(case: Case) -> Found:
         given |= {k: given[k].astype(jnp.bfloat16) for k in ("projected", "window", "conv")}
         given["kept"][-1] = given["kept"][-1].astype(jnp.bfloat16)
     layer = jnp.full(1, LAYER, jnp.int32)
-    out, recurrent, kept = pallas_program("verify")(layer=layer, **given)
+    out, recurrent, kept, arrivals = pallas_program("verify", tiles)(layer=layer, **given)
+    assert not arrivals.any()
     found = jax.tree.map(lambda x: np.asarray(x, np.float32), (out, recurrent, list(kept)))
     return Found(*found)
 
@@ -175,7 +181,7 @@ def on_device(x: np.ndarray, dtype: torch.dtype | None = None) -> torch.Tensor:
     return torch.tensor(x, device="cuda" if ON_GPU else "cpu", dtype=dtype)
 
 
-def mix_in_triton(case: Case) -> Found:
+def mix_in_triton(case: Case, tiles: DeltaTiles) -> Found:
     # Triton's interpreter computes nonsense in bfloat16.
     half = (torch.bfloat16 if ON_GPU else torch.float16) if case.half else None
     own = case.arrays()
@@ -186,14 +192,16 @@ def mix_in_triton(case: Case) -> Found:
         for k, v in own.items()
     }
     kept = [*map(on_device, fields), on_device(inputs, half)]
-    out = KERNELS["triton"]["delta_mix"].verify(layer=LAYER, kept=kept, **given, **MIX)
+    how = MIX | {"tiles": tiles}
+    out = KERNELS["triton"]["delta_mix"].verify(layer=LAYER, kept=kept, **given, **how)
+    assert not given["arrivals"].any()
     numbers = lambda x: x.float().cpu().numpy()  # noqa: E731
     np.testing.assert_array_equal(numbers(given["window"]), case.window)
     return Found(numbers(out), numbers(given["recurrent"]), [numbers(x) for x in kept])
 
 
-def mix(language: str, case: Case) -> Found:
-    return {"pallas": mix_in_pallas, "triton": mix_in_triton}[language](case)
+def mix(language: str, case: Case, tiles: DeltaTiles = CUT) -> Found:
+    return {"pallas": mix_in_pallas, "triton": mix_in_triton}[language](case, tiles)
 
 
 @cache

@@ -42,19 +42,31 @@ class Nodes:
     node: Int[Tensor, " R"]
 
 
-def room(
-    states: DeltaState, requests: int, nodes: int, advances: bool
-) -> Kept | Float[Tensor, "L B one C"]:
-    """Memory for what a step keeps; plain decoding advances the states and keeps inputs alone."""
+@dataclass(frozen=True)
+class Room:
+    """Memory for what a step keeps.
+
+    Attributes:
+      kept: Of all nodes; of plain decoding, which advances the states, the inputs alone.
+      arrivals: Zeros, in which a kernel counts its programs, and which it leaves as zeros.
+    """
+
+    kept: Kept | Float[Tensor, "L B one C"]
+    arrivals: Int[Tensor, "B H"]
+
+
+def room(states: DeltaState, requests: int, nodes: int, advances: bool) -> Room:
+    """For so many nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = states.window.new_empty((L, requests, nodes, C))
+    arrivals = states.recurrent.new_zeros((requests, H), dtype=torch.int32)
     if advances:
-        return inputs
+        return Room(inputs, arrivals)
     shapes = ((H, K), (H, V), (H,), (H,))
     k, v, log_decay, beta = (
         states.recurrent.new_empty((L, requests, nodes, *shape)) for shape in shapes
     )
-    return Kept(k, v, log_decay, beta, inputs)
+    return Room(Kept(k, v, log_decay, beta, inputs), arrivals)
 
 
 def take(states: DeltaState, index: Int[Tensor, " B"]) -> DeltaState:
@@ -108,19 +120,19 @@ def plain_verify(
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: Nodes,
-    kept: Kept,
+    room: Room,
 ) -> Float[Tensor, "R values"]:
     """`mix_tree` of a layer's states in their slots, which stay as they are.
 
     Args:
       states: Of all slots and layers.
       slots: Of the requests.
-      kept: What a replay needs is written there.
+      room: What a replay needs is written there.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
     out, own = mix_tree(inputs, weights, sizes, *held, *where)
-    for memory, new in zip(_arrays_of(kept), _arrays_of(own), strict=True):
+    for memory, new in zip(_arrays_of(room.kept), _arrays_of(own), strict=True):
         memory[layer] = new[0]
     return out
 
@@ -134,11 +146,11 @@ def kernel_verify(
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: Nodes,
-    kept: Kept,
+    room: Room,
 ) -> Float[Tensor, "R values"]:
     if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
-        return plain_verify(inputs, weights, sizes, states, layer, slots, nodes, kept)
-    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, _arrays_of(kept))
+        return plain_verify(inputs, weights, sizes, states, layer, slots, nodes, room)
+    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, room)
 
 
 verify = kernel_or_plain(kernel_verify, plain_verify)
@@ -152,7 +164,7 @@ def plain_advance(
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: Nodes,
-    kept: Float[Tensor, "L B one C"],
+    room: Room,
 ) -> Float[Tensor, "R values"]:
     """`mix_step` of a layer's states in their slots, whose windows follow in `commit`.
 
@@ -161,7 +173,8 @@ def plain_advance(
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, states.recurrent[layer, slots], _ = mix_step(inputs, weights, sizes, *held)
-    kept[layer, :, 0] = inputs[:, : sizes.channels]
+    (memory,) = _arrays_of(room.kept)
+    memory[layer, :, 0] = inputs[:, : sizes.channels]
     return out
 
 
@@ -174,11 +187,11 @@ def kernel_advance(
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: Nodes,
-    kept: Float[Tensor, "L B one C"],
+    room: Room,
 ) -> Float[Tensor, "R values"]:
     if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
-        return plain_advance(inputs, weights, sizes, states, layer, slots, nodes, kept)
-    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, (kept,))
+        return plain_advance(inputs, weights, sizes, states, layer, slots, nodes, room)
+    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, room)
 
 
 advance = kernel_or_plain(kernel_advance, plain_advance)
@@ -229,10 +242,9 @@ def kernel_commit(
 ) -> tuple[DeltaState, DeltaState]:
     if not _has_kernels(kernels, states, path.shape[1]):
         return plain_commit(states, snapshots, kept, slots, path, counts, save_after, save)
-    arrays = _arrays_of(kept) if isinstance(kept, Kept) else (kept,)
     kernels.delta_mix.commit(
         *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
-        *(arrays, slots, path, counts, save_after, save),
+        *(_arrays_of(kept), slots, path, counts, save_after, save),
         tiles=kernels.tiles.delta_mix.of(nodes=path.shape[1], requests=len(slots)),
     )
     return states, snapshots
@@ -249,15 +261,15 @@ def _mixed(
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: Nodes,
-    arrays: tuple[Tensor, ...],
+    room: Room,
 ) -> Float[Tensor, "R values"]:
-    """Either of both; `arrays` is what is kept."""
+    """Either of both."""
     B, N = nodes.row_of.shape
     return kernels.delta_mix.verify(
         inputs,
         *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
         *(states.recurrent, states.window, layer, slots),
-        *(nodes.row_starts, nodes.parents, arrays),
+        *(nodes.row_starts, nodes.parents, _arrays_of(room.kept), room.arrivals),
         eps=weights.eps,
         digits=SQUARES.digits,
         tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
@@ -271,5 +283,7 @@ def _has_kernels(kernels: Kernels, states: DeltaState, nodes: int) -> bool:
     return is_even and nodes <= kernels.delta_mix.MOST_NODES
 
 
-def _arrays_of(kept: Kept) -> tuple[Tensor, ...]:
+def _arrays_of(kept: Kept | Tensor) -> tuple[Tensor, ...]:
+    if isinstance(kept, Tensor):
+        return (kept,)
     return kept.k, kept.v, kept.log_decay, kept.beta, kept.inputs

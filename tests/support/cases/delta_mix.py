@@ -35,6 +35,14 @@ class Nodes:
         return spec.Nodes(parents, self.row_starts, self.row_of, self.request, self.node)
 
 
+@dataclass(frozen=True)
+class Room:
+    """As the backends' own."""
+
+    kept: Kept | np.ndarray
+    arrivals: np.ndarray
+
+
 def weights_of(rng: np.random.Generator, sizes: GatedDeltaConfig) -> DeltaWeights:
     heads = sizes.num_value_heads
     return DeltaWeights(
@@ -97,7 +105,7 @@ def arguments(
         "layer": layers - 1,
         "slots": (1 + rng.permutation(B + 1)[:B]).astype(np.int32),
         "nodes": nodes_of(np.full(B, N, np.int32), N, B * N, parents),
-        "kept": kept.inputs if advances else kept,
+        "room": Room(kept.inputs if advances else kept, np.zeros((B, heads), np.int32)),
     }
 
 
@@ -140,9 +148,10 @@ def _specified(function: str, arguments: Arguments, chosen: np.ndarray) -> list[
 def _bytes(arguments: Arguments, item_bytes: int) -> int:
     """The states, once or twice; the rows, and what is kept of them."""
     states, slots, rows = arguments["states"], arguments["slots"], arguments["inputs"]
-    advances = isinstance(arguments["kept"], np.ndarray)
+    memory = arguments["room"].kept
+    advances = isinstance(memory, np.ndarray)
     held = (1 + advances) * states.recurrent[0, 0].nbytes + states.window[0, 0].nbytes
-    kept = sum(x[0].nbytes for x in as_list(arguments["kept"]))
+    kept = sum(x[0].nbytes for x in as_list(memory))
     return len(slots) * held + 2 * rows.size * item_bytes + kept
 
 
@@ -162,8 +171,8 @@ def _op_case(
         name=name,
         make=make,
         dtype=dtype,
-        wide=("weights", "states", "kept"),
-        in_place=("states", "kept"),
+        wide=("weights", "states", "room"),
+        in_place=("states", "room"),
         is_large=is_large,
         real_rows=lambda arguments: np.arange(len(arguments["inputs"])),
         specify=partial(_specified, function),
