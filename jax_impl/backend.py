@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 from jax.stages import Compiled, Lowered
 from jaxtyping import Int, Shaped
 
@@ -43,6 +44,7 @@ from shared.models.config import ModelConfig
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 Leaf = jax.Array | list[jax.Array]
+Shape = jax.Array | jax.ShapeDtypeStruct | np.ndarray
 Words = Int[jax.Array, " words"]
 Ready = Callable[..., tuple[DeviceState, jax.Array]]
 
@@ -73,8 +75,12 @@ class JaxBackend:
     ) -> None:
         """Allocates the pools of `limits`; nothing is compiled yet.
 
+        Of weights that are shapes alone the backend has no pools either, on a device that need not
+        be here: it lowers programs and runs none.
+
         Args:
-          arrays: Loaded weights, or arrays under the names of `shared.models.checkpoint`.
+          arrays: Loaded weights or their shapes, or arrays under the names of
+            `shared.models.checkpoint`.
           drafts: What drafts.
           draft_arrays: Of a head or a small model, loaded already or as arrays; None of the other
             kinds.
@@ -113,7 +119,12 @@ class JaxBackend:
         self._graphs, parameters = zip(*map(nnx.split, [*own, model]), strict=True)
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
         self._leaves = [_leaf(path, array, where) for path, array in leaves]
-        self._state = device_state.allocate(config, limits, sizes, kind, where)
+        allocate = partial(device_state.allocate, config, limits, sizes, kind, where)
+        if all(isinstance(leaf, jax.Array | list) for leaf in self._leaves):
+            self._state = allocate()
+        else:
+            self._leaves = jax.tree.map(partial(_shape_on, where), self._leaves)
+            self._state = jax.eval_shape(allocate)
         self._options = _step_options(where, quick_compile)
         self._programs: dict[Program, Ready] = {}
         self._kept = None if kept_in is None else self._keeping(kept_in)
@@ -138,7 +149,7 @@ class JaxBackend:
             ready = {program: each for program, each in found if each is not None}
             # Python traces one program while XLA compiles those before it.
             making = {
-                program: pool.submit(self._compiled, program, self._lowered(program))
+                program: pool.submit(self._compiled, program, self.lowered(program))
                 for program in wanted
                 if program not in ready
             }
@@ -148,6 +159,14 @@ class JaxBackend:
                 self._programs[program] = ready[program] if made is None else made.result()
         if kept:
             kept.drop_old()
+
+    def lowered(self, program: Program) -> Lowered:
+        """A program of `limits` for its device, not compiled."""
+        step = jax.jit(
+            partial(self._traced, program), donate_argnums=1, compiler_options=self._options
+        )
+        words = np.zeros(plan_layout(program, self.limits).size, np.int32)
+        return step.lower(self._leaves, self._state, _shape_on(self._device, words))
 
     def submit(self, plan: StepPlan) -> "JaxFuture":
         """Queues one step and returns at once.
@@ -190,14 +209,6 @@ class JaxBackend:
             self._kept.keep(program, compiled)
         return compiled
 
-    def _lowered(self, program: Program) -> Lowered:
-        words = np.zeros(plan_layout(program, self.limits).size, np.int32)
-        step = jax.jit(
-            partial(self._traced, program), donate_argnums=1, compiler_options=self._options
-        )
-        plan = jax.device_put(words, self._device)
-        return step.lower(self._leaves, self._state, plan)
-
     def _traced(
         self,
         program: Program,
@@ -229,6 +240,12 @@ def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
     if not is_stack or device.platform != "cpu":
         return array
     return [jax.device_put(layer, device) for layer in np.asarray(array)]
+
+
+def _shape_on(device: jax.Device, array: Shape) -> jax.ShapeDtypeStruct:
+    """What stands for an array on a device while programs are made."""
+    where = SingleDeviceSharding(device)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
 
 def _placed(
@@ -285,7 +302,7 @@ def _step_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | i
 
 def _is_known(name: str, value: bool | int, device: jax.Device) -> bool:
     try:
-        one = jax.device_put(np.float32(1), device)
+        one = _shape_on(device, np.zeros((), np.float32))
         jax.jit(jnp.negative, compiler_options={name: value}).lower(one).compile()
     except jax.errors.JaxRuntimeError:
         return False

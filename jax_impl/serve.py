@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_impl import convert
 from jax_impl.backend import JaxBackend
-from jax_impl.weights import load, load_head
+from jax_impl.weights import DraftModel, Weights, load, load_head
 from jax_impl.workspace import workspace
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import DraftFiles
@@ -45,15 +45,10 @@ def load_backend(
     progress: Callable[[int], None],
 ) -> JaxBackend:
     """Reads the weights onto the device and makes the backend."""
-    model, device = blueprint.config, jax.devices()[0]
-    how = (jnp.dtype(blueprint.dtype), device, progress)
-    weights = load(checkpoint, model, blueprint.drafts.with_mtp, *how)
-    draft_weights = draft_files.read(
-        lambda files, config: load_head(files, config, *how),
-        lambda files, config: load(files, config, False, *how),
-    )
+    device = jax.devices()[0]
+    weights, draft_weights = read_weights(blueprint, checkpoint, draft_files, device, progress)
     return JaxBackend(
-        model,
+        blueprint.config,
         weights,
         blueprint.limits,
         blueprint.drafts,
@@ -63,6 +58,23 @@ def load_backend(
         quick_compile=False,
         kept_in=CACHE_FOLDER,
     )
+
+
+def read_weights(
+    blueprint: Blueprint,
+    checkpoint: Stored | convert.OrbaxCheckpoint,
+    draft_files: DraftFiles,
+    device: jax.Device,
+    progress: Callable[[int], None],
+) -> tuple[Weights, DraftModel | Weights | None]:
+    """The model's weights on a device, and those that draft, if they are its own."""
+    how = (jnp.dtype(blueprint.dtype), device, progress)
+    weights = load(checkpoint, blueprint.config, blueprint.drafts.with_mtp, *how)
+    draft_weights = draft_files.read(
+        lambda files, config: load_head(files, config, *how),
+        lambda files, config: load(files, config, False, *how),
+    )
+    return weights, draft_weights
 
 
 PLATFORM = Platform(

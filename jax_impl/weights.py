@@ -245,7 +245,7 @@ def load(
     for parameter in parameters(config, with_mtp):
         array = _loaded(checkpoint, parameter, dtype, device, progress)
         arrays[parameter.name] = _placed(parameter.name, array, config, dtype, device)
-    return _model(arrays, config)
+    return _model(arrays, config, device)
 
 
 def load_head(
@@ -267,7 +267,7 @@ def load_head(
     if config.has_draft_vocab:
         ids = draft_checkpoint.draft_ids(checkpoint, config)
         arrays["draft_ids"] = _placed("draft_ids", ids, config.layer, dtype, device)
-    return _head(arrays, config)
+    return _head(arrays, config, device)
 
 
 def _loaded(
@@ -291,32 +291,32 @@ def from_arrays(
 ) -> Weights:
     """Brings arrays under the names of `shared.models.checkpoint` to the device."""
     placed = {name: _placed(name, a, config, dtype, device) for name, a in arrays.items()}
-    return _model(placed, config)
+    return _model(placed, config, device)
 
 
 def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device) -> LoadedHead:
     """Brings the arrays of a draft head to the device."""
     layer = head.config.layer
     placed = {name: _placed(name, a, layer, dtype, device) for name, a in head.weights.items()}
-    return LoadedHead(head.config, _head(placed, head.config))
+    return LoadedHead(head.config, _head(placed, head.config, device))
 
 
-def _model(arrays: dict[str, jax.Array], config: ModelConfig) -> Weights:
+def _model(arrays: dict[str, jax.Array], config: ModelConfig, device: jax.Device) -> Weights:
     norms = norms_before("", config.layer_kinds)
     norms += norms_before("mtp.layer.", ["attention"]) if "mtp.fc" in arrays else []
-    return Weights(_folded(arrays, norms))
+    return Weights(_folded(arrays, norms, device))
 
 
-def _head(arrays: dict[str, jax.Array], config: DraftConfig) -> DraftModel:
+def _head(arrays: dict[str, jax.Array], config: DraftConfig, device: jax.Device) -> DraftModel:
     norms = norms_before("layer.", config.layer.layer_kinds, with_inputs=False)
-    return DraftModel(_folded(arrays, norms))
+    return DraftModel(_folded(arrays, norms, device))
 
 
 def _folded(
-    arrays: dict[str, jax.Array], norms: list[tuple[str, list[int], str]]
+    arrays: dict[str, jax.Array], norms: list[tuple[str, list[int], str]], device: jax.Device
 ) -> dict[str, jax.Array]:
     """Without norms whose scales are in the weights behind them, where products want that."""
-    if not linear.folds_norms(arrays[norms[0][2]]):
+    if not linear.folds_norms(arrays[norms[0][2]], device):
         return arrays
     for name, numbers, weight in norms:
         scale = arrays[name][jnp.asarray(numbers)]
@@ -336,9 +336,9 @@ def _placed(
     if kind.endswith("norm"):
         # In float32: near 1 a bfloat16 has steps of 2^-7, far wider than the stored distances.
         is_centered = config.zero_centered_norms and name != "gated_delta.norm"
-        array = np.asarray(array, np.float32) + np.float32(is_centered)
+        array = array.astype(np.float32) + np.float32(is_centered)
     elif kind in ("a_log", "dt_bias"):
-        array = np.asarray(array, np.float32)
+        array = array.astype(np.float32)
     return jax.device_put(jnp.asarray(array, _dtype_of(kind, dtype)), device)
 
 

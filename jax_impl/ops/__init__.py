@@ -1,16 +1,17 @@
 """The operations of a step, one module for each specification.
 
-This package is the one place that decides, once and at import, which operations are kernels: where
-there is a GPU, those of `KERNELS`. Elsewhere, as in programs for another device of such a machine,
-every operation is plain jnp.
+This package is the one place that decides which operations are kernels: where there is a GPU, or a
+program is made for one, those of `KERNELS`. Elsewhere, as in programs for another device of such a
+machine, every operation is plain jnp.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial, wraps
+from importlib import import_module
 from types import ModuleType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ Place = int | Int[jax.Array, ""]
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of this machine's GPU, module by module, and their tiles."""
+    """The kernels of a GPU, module by module, and their tiles."""
 
     acceptance: ModuleType
     attention: ModuleType
@@ -46,42 +47,15 @@ class Kernels:
     window: ModuleType
     tiles: Tiles
 
-
-KERNELS: Kernels | None = None
-
-if jax.default_backend() == "gpu":
-    from kernels.pallas_gpu import acceptance as acceptance_kernel
-    from kernels.pallas_gpu import attention as attention_kernel
-    from kernels.pallas_gpu import delta_mix as delta_mix_kernel
-    from kernels.pallas_gpu import draft_tree as draft_tree_kernel
-    from kernels.pallas_gpu import heads as heads_kernel
-    from kernels.pallas_gpu import layers as layers_kernel
-    from kernels.pallas_gpu import linear as linear_kernel
-    from kernels.pallas_gpu import mix as mix_kernel
-    from kernels.pallas_gpu import noise as noise_kernel
-    from kernels.pallas_gpu import reach as reach_kernel
-    from kernels.pallas_gpu import sampling as sampling_kernel
-    from kernels.pallas_gpu import slots as slots_kernel
-    from kernels.pallas_gpu import window as window_kernel
-
-    KERNELS = Kernels(
-        acceptance=acceptance_kernel,
-        attention=attention_kernel,
-        delta_mix=delta_mix_kernel,
-        draft_tree=draft_tree_kernel,
-        heads=heads_kernel,
-        layers=layers_kernel,
-        linear=linear_kernel,
-        mix=mix_kernel,
-        noise=noise_kernel,
-        reach=reach_kernel,
-        sampling=sampling_kernel,
-        slots=slots_kernel,
-        window=window_kernel,
-        tiles=Tiles.load("pallas_gpu", jax.devices()[0].device_kind),
-    )
+    @classmethod
+    def of(cls, gpu: str) -> Self:
+        """Those of a GPU, by the name that the driver gives it."""
+        names = [field.name for field in fields(cls) if field.name != "tiles"]
+        modules = {name: import_module(f"kernels.pallas_gpu.{name}") for name in names}
+        return cls(**modules, tiles=Tiles.load("pallas_gpu", gpu))
 
 
+KERNELS = Kernels.of(jax.devices()[0].device_kind) if jax.default_backend() == "gpu" else None
 _is_plain = False
 
 
@@ -103,7 +77,7 @@ def kernel_or_plain(
     takes: Callable[[jax.Array], bool] = lambda x: True,
     elsewhere: Callable[P, R] | None = None,
 ) -> Callable[P, R]:
-    """An operation of this machine: `plain`, or with a GPU what a program's platform asks for.
+    """An operation: `plain`, or where there are kernels what a program's platform asks for.
 
     Args:
       kernel: Takes the kernels, and what `plain` takes.
@@ -112,8 +86,6 @@ def kernel_or_plain(
       elsewhere: What programs for other devices run where there are kernels, if that is not `plain`
         because the results of the two must have one structure.
     """
-    if KERNELS is None:
-        return plain
 
     @wraps(plain)
     def operation(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -140,6 +112,23 @@ def operand(place: Place) -> Int[jax.Array, " 1"]:
 def is_bfloat16(x: jax.Array) -> bool:
     """Whether kernels for numbers of two bytes take an array."""
     return x.dtype == jnp.bfloat16
+
+
+@contextmanager
+def compiled_for(gpu: str) -> Iterator[None]:
+    """Takes the kernels of a GPU, which need not be here, in programs that are traced within it.
+
+    It holds for the whole process.
+
+    Args:
+      gpu: The name that the driver gives the GPU.
+    """
+    global KERNELS
+    before, KERNELS = KERNELS, Kernels.of(gpu)
+    try:
+        yield
+    finally:
+        KERNELS = before
 
 
 @contextmanager

@@ -230,7 +230,6 @@ def _scaled(
     return (values.astype(jnp.float32) * norm[..., None, :]).astype(values.dtype)
 
 
-def folds_norms(x: Float[jax.Array, "..."]) -> bool:
-    """Whether products of such arrays want stacks, and the scales of norms in their weights."""
-    (device,) = x.devices()
+def folds_norms(x: Float[jax.Array, "..."], device: jax.Device) -> bool:
+    """Whether products of such arrays on a device want the scales of norms in their weights."""
     return kernels_on(device) is not None and is_bfloat16(x)

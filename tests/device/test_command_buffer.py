@@ -3,26 +3,29 @@
 A GPU is not needed to see it: the step is lowered for one, and its operations are read.
 """
 
-import re
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jax_impl import ops
 from jax_impl.backend import JaxBackend
-from jax_impl.ops import sampling
+from jax_impl.ops import sampling, slots
+from jax_impl.weights import Weights, from_arrays
 from shared.boundary.backend import Limits, Program, Work
 from shared.boundary.buffers import plan_layout
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import drafts_of
+from tests.support.lowered import BROKEN_BY, operations
+from tests.support.op_case import table
 from tests.support.random_serving import drafter_of, target_of
 
 FAMILY, BATCH, PAGES = "qwen3_5", 2, 8
 PLAIN, CHAIN = TreeShape.plain(BATCH), TreeShape.chain(3, BATCH)
 TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH)
-BRANCHES = ("case", "if", "while")
 
 
 def decode_of(shape: TreeShape, host_draft: bool) -> Program:
@@ -38,10 +41,9 @@ def decode_of(shape: TreeShape, host_draft: bool) -> Program:
     )
 
 
-def lowered(drafter: str, shape: TreeShape, host_draft: bool, rule: str, platform: str) -> str:
-    """A decode step of a small hybrid, as StableHLO for a platform."""
-    program, (config, weights) = decode_of(shape, host_draft), target_of(FAMILY, drafter)
-    limits = Limits(
+def limits_of(program: Program, vocab: int, rule: str) -> Limits:
+    """Limits of that program alone."""
+    return Limits(
         page_size=4,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
@@ -49,12 +51,18 @@ def lowered(drafter: str, shape: TreeShape, host_draft: bool, rule: str, platfor
         programs=(program,),
         overlap=0,
         context_length=16,
-        vocab=config.vocab,
+        vocab=vocab,
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=2,
         accept_rule=rule,
     )
+
+
+def lowered(drafter: str, shape: TreeShape, host_draft: bool, rule: str, platform: str) -> str:
+    """A decode step of a small hybrid, as StableHLO for a platform."""
+    program, (config, weights) = decode_of(shape, host_draft), target_of(FAMILY, drafter)
+    limits = limits_of(program, config.vocab, rule)
     backend = JaxBackend(
         config,
         weights,
@@ -68,22 +76,6 @@ def lowered(drafter: str, shape: TreeShape, host_draft: bool, rule: str, platfor
     step = jax.jit(partial(backend._traced, program))
     traced = step.trace(backend._leaves, backend._state, words)
     return traced.lower(lowering_platforms=(platform,)).as_text()
-
-
-def operations(text: str) -> set[str]:
-    """The operations of a program; a branch that the platform alone decides is none."""
-    defined: dict[str, str] = {}
-    found = set()
-    for line in text.splitlines():
-        named = re.match(r"\s*(%\w+)(?::\d+)? = \"?(?:stablehlo|chlo)\.(\w+)\"?(.*)", line)
-        if not named:
-            continue
-        name, operation, rest = named.groups()
-        if operation == "case" and defined.get(rest[1 : rest.index(")")]) == "constant":
-            operation = "constant"  # it is folded before anything is compiled
-        defined[name] = operation
-        found.add(operation)
-    return found
 
 
 CASES = {
@@ -102,12 +94,43 @@ CASES = {
 def test_a_decode_step_on_a_gpu_has_no_branch_no_loop_and_no_sort(case):
     found = operations(lowered(*CASES[case], "cuda"))
     assert "dot_general" in found  # it is a step
-    assert not found & {*BRANCHES, "sort"}
+    assert not found & BROKEN_BY
 
 
 def test_the_same_step_on_a_cpu_skips_what_no_row_needs():
     """So the test above looks at something: here the branches and the sort are there."""
     assert {"case", "sort"} <= operations(lowered(*CASES["plain"], "cpu"))
+
+
+def test_a_backend_of_shapes_lowers_what_one_of_arrays_lowers(monkeypatch) -> None:
+    """As for a GPU that is not here; only a CPU takes stacks of layers apart, and needs them."""
+    monkeypatch.setattr("jax_impl.backend._leaf", lambda path, array, device: array)
+    device, program = jax.devices("cpu")[0], decode_of(CHAIN, False)
+    config, arrays = target_of(FAMILY, "NEXTN")
+    limits, (drafts, _) = limits_of(program, config.vocab, "match"), drafts_of("NEXTN", config)
+
+    def text(weights: Weights) -> str:
+        how = {"dtype": "float32", "device": device, "quick_compile": True}
+        backend = JaxBackend(config, weights, limits, drafts, None, **how)
+        return backend.lowered(program).as_text()
+
+    loaded = partial(from_arrays, arrays, config, jnp.dtype("float32"), device)
+    assert text(nnx.eval_shape(loaded)) == text(loaded())
+
+
+def test_an_operation_has_a_gpus_kernel_in_programs_that_are_made_for_it() -> None:
+    case = next(case for case in table("slots") if not case.is_large)
+    given = {name: x if x is None else jnp.asarray(x) for name, x in case.arguments(0).items()}
+
+    def text() -> str:
+        call = jax.jit(lambda given: slots.commit(**given))
+        return call.trace(given).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "xla.gpu.triton" not in text()
+    with ops.compiled_for("NVIDIA H200"):
+        assert ops.kernel_names()
+        assert "xla.gpu.triton" in text()
+    assert not ops.kernel_names()
 
 
 def test_the_search_of_a_gpu_finds_the_support_that_a_sort_finds():
