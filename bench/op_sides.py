@@ -23,8 +23,9 @@ import numpy as np
 
 from bench.trace import traced
 from kernels.tiles import Table
-from tests.support.implementations import mapped, to_jax, to_numpy, to_torch
+from tests.support.implementations import to_jax, to_numpy, to_torch
 from tests.support.op_case import Arguments, OpCase, as_list
+from tests.support.records import mapped
 
 Placed = list[Any]
 """The arguments of an operation in its order: arrays on the device, numbers, records of both."""

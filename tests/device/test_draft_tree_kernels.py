@@ -22,9 +22,10 @@ from tests.support.cases.draft_tree import (
     level_arguments,
     parents_of,
 )
-from tests.support.implementations import mapped, to_jax, to_torch
+from tests.support.implementations import to_jax, to_torch
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
 from tests.support.op_case import Arguments, OpCase
+from tests.support.records import mapped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -24,7 +24,7 @@ from kernels.tiles import MEASURED, SamplingTiles, Tiles
 from shared.spec import sampling as spec
 from shared.spec.sampling import DRAFT_TAU, TARGET_STREAM, Seen
 from tests.support.cases.sampling import TABLE, asked, f32, i32, large_arguments, mixed_arguments
-from tests.support.implementations import mapped, to_jax, to_torch
+from tests.support.implementations import to_jax, to_torch
 from tests.support.kernels import (
     INTERPRET,
     KERNELS,
@@ -33,6 +33,7 @@ from tests.support.kernels import (
     bind_kernels,
     triton_interpreter,
 )
+from tests.support.records import mapped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -8,7 +8,6 @@ and results are those of the specification: its dataclasses become the framework
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -17,6 +16,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+
+from tests.support.records import mapped
 
 
 class Implementation:
@@ -87,24 +88,6 @@ def _jitted(function: Callable[..., Any]) -> Callable[..., Any]:
         return jax.jit(rebuilt, compiler_options=options)
 
     return call
-
-
-def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
-    """`value` with `leaf` of each of its arrays; its records are `module`'s, if that has them."""
-    again = partial(mapped, leaf=leaf, module=module)
-    if names := _field_names(value):
-        record = getattr(module, type(value).__name__, type(value))
-        return record(**{name: again(getattr(value, name)) for name in names})
-    if isinstance(value, tuple):
-        return tuple(map(again, value))
-    return leaf(value)
-
-
-def _field_names(value: Any) -> tuple[str, ...]:
-    """Fields of a dataclass or a named tuple; none for anything else."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return tuple(field.name for field in fields(value))
-    return getattr(value, "_fields", ())
 
 
 def _narrow(value: np.ndarray) -> np.ndarray:

@@ -1,0 +1,27 @@
+"""Arguments and results of operations that are records, a specification's or a framework's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+
+def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
+    """`value` with `leaf` of each of its arrays; its records are `module`'s, if that has them."""
+    again = partial(mapped, leaf=leaf, module=module)
+    if names := _field_names(value):
+        record = getattr(module, type(value).__name__, type(value))
+        return record(**{name: again(getattr(value, name)) for name in names})
+    if isinstance(value, tuple):
+        return tuple(map(again, value))
+    return leaf(value)
+
+
+def _field_names(value: Any) -> tuple[str, ...]:
+    """Fields of a dataclass or a named tuple; none for anything else."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(field.name for field in fields(value))
+    return getattr(value, "_fields", ())
