@@ -15,7 +15,11 @@ JOBS ?= 2
 BIN := .venv/bin
 RUN := $(BIN)/python
 
-.PHONY: serve test venv lint types layers unit matrix gpu bench format clean
+# The Python that `make aot` makes its environment of, from 3.12; or an interpreter of one that is ready.
+AOT_PYTHON ?= python3.12
+TANDEM_AOT_PYTHON ?=
+
+.PHONY: serve test venv lint types layers unit matrix gpu bench aot format clean
 
 serve: venv
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
@@ -60,9 +64,19 @@ gpu: venv
 bench: venv
 	$(RUN) -m bench.op $(OP) $(ARGS)
 
+# Every Pallas kernel and whole decode steps, compiled for an H200 on a machine without a GPU.
+aot: $(if $(TANDEM_AOT_PYTHON),,.venv-aot/.ready)
+	$(or $(TANDEM_AOT_PYTHON),.venv-aot/bin/python) -m bench.aot $(ARGS)
+
+.venv-aot/.ready: pyproject.toml
+	$(AOT_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "AOT_PYTHON must be 3.12 or newer")'
+	test -x .venv-aot/bin/python || $(AOT_PYTHON) -m venv .venv-aot
+	.venv-aot/bin/python -m pip install ".[aot]"
+	touch $@
+
 format: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -20,7 +20,7 @@ def chunks_of_squares(
     shape = (len(x), pl.cdiv(x.shape[1], order.chunk))
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
     kernel = functools.partial(_squares_kernel, order=order)
-    return _over_rows(kernel, [x], out, "chunks_of_squares", interpret)
+    return _over_rows(kernel, [x], out, name="chunks_of_squares", interpret=interpret)
 
 
 def rms_norm(
@@ -34,10 +34,11 @@ def rms_norm(
     """As `shared.spec.layers.rms_norm`; without a weight, the scale is 1."""
     operands = [x] if weight is None else [x, weight]
     kernel = functools.partial(_norm_kernel, eps=eps, order=order)
-    return _over_rows(kernel, operands, jax.ShapeDtypeStruct(x.shape, x.dtype), "norm", interpret)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _over_rows(kernel, operands, out, name="norm", interpret=interpret)
 
 
-def _over_rows(kernel, operands, out, name, interpret):
+def _over_rows(kernel, operands, out, *, name, interpret):
     R, size = operands[0].shape
     return pl.pallas_call(
         kernel,

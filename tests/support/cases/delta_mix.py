@@ -203,6 +203,7 @@ def _cases() -> list[OpCase]:
         *((3, 1, SMALL, True), (3, 4, SMALL, True), (3, 6, SMALL, False)),
         *((B, N, MODEL, True) for N in (1, 4) for B in (1, 8, 32)),
         *((B, 16, MODEL, False) for B in (1, 8, 32)),
+        (1, 40, MODEL, False),
     ):
         function, kind = "advance" if N == 1 else "verify", "chain" if is_chain else "tree"
         make = partial(arguments, B=B, N=N, sizes=sizes, is_chain=is_chain)

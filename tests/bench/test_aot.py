@@ -1,0 +1,214 @@
+"""What `bench.aot` reads and finds wrong; it compiles in an environment that tests do not have."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from bench import aot
+from bench.aot import KERNELS, STEPS, Report, Step, cases_of, line_of
+from bench.compiled import (
+    MOST_SHARED_BYTES,
+    Kernel,
+    Thunk,
+    copied_by_xla,
+    faults_of_copies,
+    faults_of_kernel,
+    faults_of_memory,
+    faults_of_operations,
+    faults_of_order,
+    kernel_names,
+    read_ptxas,
+    read_thunks,
+)
+from bench.drafting import Draft
+from bench.known_spills import EXCUSES
+from bench.session import folders_of
+
+PTXAS = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'product__1' for 'sm_90a'
+ptxas info    : Function properties for product__1
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 48 registers, used 1 barriers
+ptxas info    : Compiling entry function 'input_reduce_fusion' for 'sm_90a'
+ptxas info    : Function properties for input_reduce_fusion
+    592 bytes stack frame, 588 bytes spill stores, 640 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 592 bytes cumulative stack size, 128 bytes smem
+"""
+THUNKS = """\
+000: kCommandBuffer [source | sink] 
+    001: kCustomKernel [source        | next=002 (1) ] input_reduce_fusion grid: [1, 1, 1] \
+threads: [2, 1, 1]  shared_memory: 0 bytes
+    002: kCopy         [prev=001 (1)  | next=003 (1) ] kCopy
+    003: kCustomKernel [prev=002 (1)  | sink         ] product__1 grid: [96, 1, 1] threads: \
+[128, 1, 1]  shared_memory: 122880 bytes
+"""  # fmt: skip
+POOL = "bf16[4,2,64,128,64]"
+HLO = f"""\
+%fused (p: {POOL}) -> {POOL} {{
+  ROOT %inner = {POOL} copy(%p)
+}}
+
+ENTRY %main (words: s32[7], pool: {POOL}) -> ({POOL}, s32[3]) {{
+  %words = s32[7]{{0}} parameter(0), sharding={{replicated}}
+  %pool = {POOL}{{4,3,2,1,0}} parameter(1)
+  %view = bf16[8,64,128,64]{{3,2,1,0}} bitcast(%pool)
+  %slice_fusion = bf16[2,64]{{1,0}} fusion(%view, %words), kind=kLoop, calls=%fused
+  %loop_fusion = (pred[3]{{0}}, /*index=1*/f32[999999]{{0}}) fusion(%words), kind=kLoop
+  %update.1 = {POOL}{{4,3,2,1,0}} dynamic-update-slice(%pool, %words)
+  %loop_dynamic_update_slice_fusion = {POOL}{{4,3,2,1,0}} fusion(%pool, %words), kind=kLoop
+  %ours = (s32[9]{{0}}, {POOL}{{4,3,2,1,0}}) custom-call(%pool), target="__gpu$xla.gpu.triton"
+  %small_fusion = s32[9]{{0}} fusion(%ours#0), kind=kLoop, calls=%fused
+  %late_fusion = f32[3]{{0}} fusion(%small_fusion, %ours#1), kind=kLoop, calls=%fused
+  %copy.3 = s32[9]{{0}} copy(%ours#0)
+  ROOT %tuple = ({POOL}{{4,3,2,1,0}}, s32[3]{{0}}) tuple(%ours#1, %loop_fusion)
+}}
+"""
+
+
+def test_registers_and_spills_are_of_ptxas_and_shared_memory_is_of_the_start_too():
+    assert read_ptxas(PTXAS, read_thunks(THUNKS)) == [
+        Kernel("product__1", registers=48, spilled_bytes=0, shared_bytes=122880),
+        Kernel("input_reduce_fusion", registers=255, spilled_bytes=640, shared_bytes=128),
+    ]
+    assert Kernel("product__1", 48, 0, 0).source == "product"
+
+
+@pytest.mark.parametrize("gone", ["spill", "registers"])
+def test_a_form_that_is_not_known_is_an_error_and_no_clean_kernel(gone: str) -> None:
+    with pytest.raises(ValueError, match="nothing of registers or spills of product__1"):
+        read_ptxas(PTXAS.replace(gone, "other"), read_thunks(THUNKS))
+    with pytest.raises(ValueError, match="no thunk starts product__1"):
+        read_ptxas(PTXAS, [])
+
+
+def test_thunks_have_their_kind_their_kernel_and_their_depth():
+    assert read_thunks(THUNKS) == [
+        Thunk("kCommandBuffer", "", 0, 0),
+        Thunk("kCustomKernel", "input_reduce_fusion", 4, 0),
+        Thunk("kCopy", "kCopy", 4, 0),
+        Thunk("kCustomKernel", "product__1", 4, 122880),
+    ]
+
+
+def test_what_xla_copies_are_copies_and_what_it_takes_out_of_weights_and_pools():
+    """Also of a pool that a kernel has written; no update in place, no view, and no sum of rows."""
+    assert copied_by_xla(HLO) == {"slice_fusion": 256, "late_fusion": 12, "copy.3": 36}
+
+
+def test_a_spill_and_too_much_shared_memory_are_faults():
+    assert not list(faults_of_kernel(Kernel("mix", 255, 0, MOST_SHARED_BYTES), "a case"))
+    wrong = Kernel("mix__2", 255, 8, MOST_SHARED_BYTES + 1)
+    assert list(faults_of_kernel(wrong, "a case")) == [
+        "mix__2 of a case spills 8 bytes",
+        "mix__2 of a case wants 232449 bytes of shared memory, and there are 232448",
+    ]
+
+
+def test_an_excuse_is_for_so_many_bytes_of_a_kernel_in_a_case_and_is_told():
+    known = EXCUSES[0]
+    name, case, most = known.kernel, known.cases[0], known.most_bytes
+    kernel = Kernel(f"{name}__1", 255, most, 0)
+    assert not list(faults_of_kernel(kernel, case))
+    assert line_of(kernel, case, 1.0).endswith(f"excused: {known.reason}")
+    assert list(faults_of_kernel(kernel, "another"))
+    assert list(faults_of_kernel(Kernel("other", 255, most, 0), case))
+    (fault,) = faults_of_kernel(Kernel(name, 255, most + 4, 0), case)
+    assert fault == f"{name} of {case} spills {most + 4} bytes, and {most} are excused"
+    assert "excused" not in line_of(Kernel(name, 255, 0, 0), case, None)
+
+
+def test_a_step_is_one_command_buffer_of_kernels_and_small_copies():
+    assert not list(faults_of_order(read_thunks(THUNKS), "a step"))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("000: kCopy [source] kCopy", "is not one command buffer: it has 1, and beside them kCopy"),
+        (
+            "004: kWhile [source] at",
+            "is not one command buffer: it has 1, and beside them kWhile at",
+        ),
+        ("004: kCommandBuffer [source] ", "is not one command buffer: it has 2"),
+        ("    004: kConditional [source] at", "has in its command buffer kConditional at"),
+        ("    004: kCublasLtMatmul [source]", "has in its command buffer kCublasLtMatmul"),
+    ],
+)
+def test_what_stands_beside_the_command_buffer_or_breaks_it_is_a_fault(line: str, told: str):
+    (fault,) = faults_of_order(read_thunks(THUNKS + line), "a step")
+    assert fault.startswith(f"a step {told}")
+
+
+def test_a_step_of_loose_thunks_is_no_command_buffer():
+    loose = [Thunk("kCustomKernel", f"mix__{n}", 0, 0) for n in range(5)]
+    (fault,) = faults_of_order(loose, "a step")
+    assert "it has 0, and beside them kCustomKernel mix__0, " in fault
+    assert fault.endswith("and 2 more")
+
+
+@pytest.mark.parametrize("name", ["slice_fusion", "copy.3"])
+def test_a_copy_of_a_weight_is_a_fault_and_one_of_a_row_is_none(name: str) -> None:
+    assert not list(faults_of_copies(HLO, 256, "a step"))
+    large = re.sub(rf"%{name} = \w+\[[\d,]+\]", f"%{name} = bf16[129]", HLO)
+    assert list(faults_of_copies(large, 256, "a step")) == [f"a step copies 258 bytes in {name}"]
+
+
+def test_memory_beyond_the_plan_and_a_sort_are_faults():
+    assert not list(faults_of_memory(100, 100, "a step"))
+    assert list(faults_of_memory(101, 100, "a step"))
+    line = '  %4 = "stablehlo.{}"(%3) <{{dimension = 1}}> ({{'
+    assert not list(faults_of_operations(line.format("add"), "a step"))
+    (fault,) = faults_of_operations(line.format("sort"), "a step")
+    assert fault == "a step has operations that break a command buffer: sort"
+
+
+def test_every_kernel_has_a_name_and_one_that_nothing_compiles_is_a_fault(monkeypatch) -> None:
+    calls = sum(path.read_text().count("pl.pallas_call(") for path in KERNELS.glob("*.py"))
+    names = kernel_names(KERNELS)
+    assert {"mix", "product", "norm", "chunks_of_squares", "delta_mix"} <= names
+    assert len(names) == calls + 1  # the two of `layers` share a call
+    report = Report()
+    report.compiled = names - {"mix"}
+    report.needed = {(known, case) for known in EXCUSES for case in known.cases}
+    report.check_completeness()
+    assert report.faults == ["the kernel mix is compiled by no case and no step"]
+    report.compiled, report.needed, report.faults = names, set(), []
+    report.check_completeness()
+    assert len(report.faults) == sum(len(known.cases) for known in EXCUSES)
+    assert report.faults[0].endswith("is excused and spills nothing")
+
+
+def test_an_excuse_is_of_a_case_or_a_step_that_there_is() -> None:
+    names = {case.name for case in cases_of([])} | set(map(str, STEPS))
+    assert {case for known in EXCUSES for case in known.cases} <= names
+
+
+def test_kernels_of_xla_are_told_where_they_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report()
+    fine, wrong = Kernel("loop_add_fusion", 20, 0, 0), Kernel("loop_mul_fusion", 255, 4, 0)
+    report.add_kernels([Kernel("mix", 200, 0, 0), fine, wrong], "a case", 1.0)
+    told = capsys.readouterr().out
+    assert "mix" in told
+    assert "loop_add_fusion" not in told
+    assert report.faults == ["loop_mul_fusion of a case spills 4 bytes"]
+    assert report.summary.startswith("aot: 1 kernels, 1 fault, ")
+
+
+def test_a_text_chooses_cases_and_nothing_chooses_all() -> None:
+    every = list(cases_of([]))
+    assert all(case.is_large for case in every)
+    assert {case.op for case in every} >= {"mix", "linear", "delta_mix", "sampling", "slots"}
+    assert {case.op for case in cases_of(["delta_mix"])} == {"delta_mix"}
+    assert not list(cases_of(["no such name"]))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_a_step_is_of_a_shape_and_a_drafter_that_there_are(step: Step) -> None:
+    folder = Path(aot.ROOT) / "bench" / "shapes" / step.model
+    assert (folder / "config.json").is_file()
+    flags = Draft.parse(step.drafts).flags(folders_of(folder, {}))
+    paths = [flag for name, flag in pairwise(flags) if name.endswith("-path")]
+    assert all((Path(path) / "config.json").is_file() for path in paths)
