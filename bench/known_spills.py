@@ -38,9 +38,7 @@ EXCUSES = (
     Excuse("attend", ("prompt of 2048",), 320, TIMED),
     Excuse("choose_rows", (CHAINS,), 8, FEW),
     Excuse("choose_tiles", (CHAINS,), 8, FEW),
-    Excuse("delta_mix", ("1 x tree of 40",), 640, "trees that were timed have 16 nodes"),
     Excuse("find_border", (TREES,), 32, "its 16 warps can have no more than 128 registers"),
     Excuse("mix", MIXES, 240, TIMED),
-    Excuse("mix", (TREES,), 1536, "tiles were timed for heads of 128, these have 256"),
     Excuse("product", ("out, 512 rows", "down, 512 rows"), 64, TIMED),
 )

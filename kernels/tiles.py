@@ -62,8 +62,9 @@ class MixTiles:
       registers: Most of a thread; 0 for no bound, which is all that Pallas knows.
     """
 
-    sizes: ClassVar = ("item_bytes", "rows", "requests")
-    """Bytes of an element of q, the most pairs that a request can have, and the requests."""
+    sizes: ClassVar = ("item_bytes", "rows", "requests", "head_size")
+    """Bytes of an element of q, the most pairs that a request can have, the requests, and the size
+    of a head."""
 
     lanes: int
     programs: int

@@ -139,7 +139,8 @@ def kernel_mix(
         )
         return out, kv._replace(pools=pools)
     requests, q, pools = len(rows.page_table), None, kv.pools
-    tiles = kernels.tiles.mix.of(item_bytes=item_bytes, rows=pairs, requests=requests)
+    sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
+    tiles = kernels.tiles.mix.of(**sizes, requests=requests)
     if tiles.placed:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, pools, layer)
     out, pools, arrivals = kernels.mix.mix(

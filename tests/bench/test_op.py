@@ -101,7 +101,7 @@ def test_a_case_is_measured_with_the_tiles_that_the_command_names(
     seen = []
 
     def run(*given: object) -> list[np.ndarray]:
-        tiles = ops.KERNELS.tiles.mix.of(item_bytes=4, rows=16, requests=1)
+        tiles = ops.KERNELS.tiles.mix.of(item_bytes=4, rows=16, requests=1, head_size=16)
         seen.append((tiles.stages, tiles.splits))
         return [np.zeros((1, 1))]
 
@@ -112,7 +112,9 @@ def test_a_case_is_measured_with_the_tiles_that_the_command_names(
     found = op.run(options, "").found["results"]
     assert [each["case"] for each in found] == ["two trees"] * 2
     assert [each["tiles"] for each in found] == [{}, {"stages": 7, "splits": 9}]
-    usual = Tiles.load("pallas_gpu", MEASURED).mix.of(item_bytes=4, rows=16, requests=1)
+    usual = Tiles.load("pallas_gpu", MEASURED).mix.of(
+        item_bytes=4, rows=16, requests=1, head_size=16
+    )
     assert seen == [(usual.stages, usual.splits), (7, 9)]
     assert "stages 7  splits 9" in capsys.readouterr().out
     monkeypatch.setattr(ops, "KERNELS", None)

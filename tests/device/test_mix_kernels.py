@@ -64,11 +64,9 @@ def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
     """What kernels are given besides the arrays: all that make rows, and those that attend."""
     new = {"gated": case.heads.gated, "eps": EPS, "digits": SQUARES.digits}
     item_bytes, pairs = 2 if case.half else 4, case.most_rows * case.group
-    sizes = {"item_bytes": item_bytes, "rows": pairs}
-    if how.is_fused:
-        tiles = TILES[language].mix.of(**sizes, requests=len(case.rows.page_table))
-    else:
-        tiles = TILES[language].attention.of(**sizes)
+    sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": case.heads.head_size}
+    table = TILES[language].mix if how.is_fused else TILES[language].attention
+    tiles = table.of(**sizes, requests=len(case.rows.page_table))
     order = how.order.sizes_for(item_bytes)
     return new, {"max_rows": case.most_rows, **order, "tiles": how.tiles or tiles}
 
@@ -319,7 +317,8 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, g
     dtypes = ((floats, dtype), (singles, "float32"), (ints, "int32"), (flags, "bool"))
     arrays = {k: jax.ShapeDtypeStruct(v, t) for sizes, t in dtypes for k, v in sizes.items()}
     new = {"gated": gated, "eps": EPS, "digits": SQUARES.digits}
-    tiles = TILES["pallas"].mix.of(item_bytes=item_bytes, rows=max_rows * 4, requests=B)
+    rows = {"rows": max_rows * 4, "requests": B}
+    tiles = TILES["pallas"].mix.of(item_bytes=item_bytes, head_size=D, **rows)
     sums = {"max_rows": max_rows, "most_parts": MOST_PARTS} | ATTENTION.sizes_for(item_bytes)
     for kernel, settings in ((KERNELS["pallas"]["mix"].mix, new | sums | {"tiles": tiles}),
                              (KERNELS["pallas"]["heads"].place, new)):  # fmt: skip

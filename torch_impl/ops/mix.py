@@ -132,7 +132,8 @@ def kernel_mix(
             q, gate, *pool, *table, *sees, max_rows=rows.most_rows, tiles=tiles, **order
         )
     requests = len(rows.page_table)
-    tiles = kernels.tiles.mix.of(item_bytes=item_bytes, rows=pairs, requests=requests)
+    sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
+    tiles = kernels.tiles.mix.of(**sizes, requests=requests)
     q = None
     if tiles.placed:
         q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
