@@ -6,8 +6,9 @@ The two languages give the same bits where these are equal in both files of an o
   `ops` passes in;
 - the order inside a tile: which product comes first, what is scaled before and what after it, and
   where a value is rounded to the type of its memory;
-- sums over lanes: by the matrix unit, of whole numbers, or of two floats at a time, never of more
-  floats by a reduction, whose order follows the warps;
+- sums over lanes: by the matrix unit, of whole numbers, of two floats at a time, or of one beside
+  zeros, never of more floats by a reduction, whose order follows the warps;
+- sums of products of the matrix unit: written as sums, from which the compiler makes one chain;
 - logarithms: those of `noise`, never a library's;
 - the constants (`HEAD_SIZES`, `_LOG2_E`, `NEGATIVE`) and `exp2`, never `exp`;
 - the compiler: products in float32 stay float32 (`HIGHEST`, `ieee`), and Triton is kept from fusing

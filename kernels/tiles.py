@@ -110,6 +110,36 @@ class DeltaTiles:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaFeedTiles:
+    """Tiles of `delta_feed`.
+
+    Attributes:
+      columns: Of the state, of a program that carries it; fewer where a head has fewer.
+      warps, stages: Of that kernel.
+      prepare_warps: Of the kernel that prepares chunks.
+      rows, row_warps: Rows of a program before and after that, up to 64, and its warps.
+    """
+
+    sizes: ClassVar = ("requests",)
+    """Requests of a call."""
+
+    columns: int
+    warps: int
+    stages: int
+    prepare_warps: int
+    rows: int
+    row_warps: int
+
+    def __post_init__(self) -> None:
+        # Fewer than 16 columns a matrix unit does not take.
+        least = {"columns": 16, "warps": 1, "prepare_warps": 1, "rows": 1, "row_warps": 1}
+        _check_powers_of_two(self, least)
+        _check_positive(self, "stages")
+        if self.rows > 64:
+            raise ValueError(f"rows must be at most 64, got {self.rows}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinearTiles:
     """Tiles of a product of `linear`.
 
@@ -214,6 +244,7 @@ class Tiles:
     """The tables of all kernels of one language, a field for each module that has some."""
 
     attention: Table[AttentionTiles]
+    delta_feed: Table[DeltaFeedTiles]
     delta_mix: Table[DeltaTiles]
     linear: Table[LinearTiles]
     mix: Table[MixTiles]
@@ -241,6 +272,7 @@ class Tiles:
 
 CLASSES: dict[str, Any] = {
     "attention": AttentionTiles,
+    "delta_feed": DeltaFeedTiles,
     "delta_mix": DeltaTiles,
     "linear": LinearTiles,
     "mix": MixTiles,

@@ -19,7 +19,7 @@ ONE_SIDED = {Path("convert.py"), Path("train.py"), Path("kept.py"), Path("compil
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
 PARTS = {
-    *("delta_rows", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
+    *("delta_feed", "delta_rows", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
     *("support", "window"),
 }
 TEST_OF_SPEC = {"model": "golden"}  # its proof is other people's numbers

@@ -1,6 +1,6 @@
 """A gated-delta layer between its two products, in the slots; as `shared.spec.delta_mix`.
 
-On a GPU what decoding does is a kernel; see `jax_impl.ops`.
+On a GPU these are kernels, of prompts in bfloat16; see `jax_impl.ops`.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int
 
-from jax_impl.ops import Kernels, Place, kernel_or_plain, operand
+from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, operand
 from jax_impl.ops.mamba_state import (
     DeltaState,
     DeltaWeights,
@@ -87,7 +87,7 @@ def followed(states: DeltaState, inputs: Float[jax.Array, "L B one C"]) -> Delta
     return DeltaState(states.recurrent, window)
 
 
-def feed(
+def plain_feed(
     inputs: Float[jax.Array, "R outputs"],
     weights: DeltaWeights,
     sizes: GatedDeltaConfig,
@@ -113,6 +113,38 @@ def feed(
     states = DeltaState(*(x.at[layer, slots].set(y) for x, y in zip(states, new, strict=True)))
     parts = zip(snapshots, saved, strict=True)
     return out, states, DeltaState(*(x.at[layer, save].set(y) for x, y in parts))
+
+
+def kernel_feed(
+    kernels: Kernels,
+    inputs: Float[jax.Array, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    snapshots: DeltaState,
+    layer: Place,
+    slots: Int[jax.Array, " B"],
+    row_starts: Int[jax.Array, " B1"],
+    request: Int[jax.Array, " R"],
+    save_after: Int[jax.Array, " B"],
+    save: Int[jax.Array, " B"],
+) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
+    """As `plain_feed`."""
+    if not _has_sizes(kernels, states):
+        where = (layer, slots, row_starts, request, save_after, save)
+        return plain_feed(inputs, weights, sizes, states, snapshots, *where)
+    out, recurrent, window, *saved = kernels.delta_feed.feed(
+        inputs,
+        *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
+        *(*states, *snapshots, operand(layer), slots, row_starts, save_after, save),
+        eps=weights.eps,
+        digits=SQUARES.digits,
+        tiles=kernels.tiles.delta_feed.of(requests=len(slots)),
+    )
+    return out, DeltaState(recurrent, window), DeltaState(*saved)
+
+
+feed = kernel_or_plain(kernel_feed, plain_feed, takes=is_bfloat16)
 
 
 def plain_verify(
@@ -280,9 +312,13 @@ def _mixed(
 
 def _has_kernels(kernels: Kernels, states: DeltaState, nodes: int) -> bool:
     """Whether there are kernels for so many nodes and heads of this size."""
+    return _has_sizes(kernels, states) and nodes <= kernels.delta_mix.MOST_NODES
+
+
+def _has_sizes(kernels: Kernels, states: DeltaState) -> bool:
+    """Whether there are kernels for heads of this size."""
     sizes, least = states.recurrent.shape[3:], kernels.delta_mix.LEAST
-    is_even = all(size >= least and size & (size - 1) == 0 for size in sizes)
-    return is_even and nodes <= kernels.delta_mix.MOST_NODES
+    return all(size >= least and size & (size - 1) == 0 for size in sizes)
 
 
 def _arrays_of(kept: Kept | jax.Array) -> tuple[jax.Array, ...]:

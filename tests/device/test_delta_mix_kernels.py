@@ -3,7 +3,6 @@
 And that a node has the bits of plain decoding, whatever tree it stands in.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +24,6 @@ from tests.support.delta_mix_kernels import (
     HOW,
     LAYER,
     MIX,
-    OPTIONS,
     WHOLE,
     commit,
     found,
@@ -35,7 +33,7 @@ from tests.support.delta_mix_kernels import (
     replayed,
     specified,
 )
-from tests.support.kernels import INTERPRET, KERNELS, bind_kernels
+from tests.support.kernels import INTERPRET, KERNELS, bind_kernels, share_arithmetic
 from tests.support.op_case import OpCase, as_list
 
 pytestmark = pytest.mark.usefixtures("interpreted")
@@ -257,16 +255,7 @@ def test_the_sums_over_keys_are_by_halves(language: str) -> None:
 
 @pytest.fixture
 def one_arithmetic(monkeypatch) -> None:
-    """Interpreted, the functions that a GPU has in its hardware are XLA's in both languages."""
-    if INTERPRET:
-        interpreter = importlib.import_module("triton.runtime.interpreter")
-        for name, function in (("exp2", jnp.exp2), ("rsqrt", jax.lax.rsqrt)):
-            program = jax.jit(function, compiler_options=OPTIONS)
-
-            def call(_: object, x: object, program: Callable = program) -> object:
-                return type(x)(np.asarray(program(x.data)), x.dtype.scalar)
-
-            monkeypatch.setattr(interpreter.InterpreterBuilder, f"create_{name}", call)
+    share_arithmetic(monkeypatch)
 
 
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")

@@ -14,7 +14,7 @@ from kernels.tiles import DeltaTiles
 from shared.models.config import GatedDeltaConfig
 from shared.spec import mamba_state as spec
 from shared.spec.numerics import SQUARES
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, UNFUSED
+from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU
 
 EPS = 1e-6
 LAYER, LAYERS = 1, 2
@@ -27,8 +27,6 @@ CUT, WHOLE = (
 )
 HOW = {"tiles": CUT}
 MIX = HOW | {"eps": EPS, "digits": SQUARES.digits}
-# Two sums, one of the other's results, may be made one in an order of its own; no GPU's are.
-OPTIONS = UNFUSED and UNFUSED | {"xla_disable_hlo_passes": "fusion,algsimp"}
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,7 @@ CASES = {
 def pallas_program(name: str, tiles: DeltaTiles = CUT) -> Callable:
     how = (MIX if name == "verify" else HOW) | {"tiles": tiles}
     kernel = partial(getattr(KERNELS["pallas"]["delta_mix"], name), **how, interpret=INTERPRET)
-    return jax.jit(kernel, compiler_options=OPTIONS)
+    return jax.jit(kernel, compiler_options=AS_WRITTEN)
 
 
 def mix_in_pallas(case: Case, tiles: DeltaTiles) -> Found:

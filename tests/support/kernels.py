@@ -7,16 +7,20 @@ here and nowhere else in the tests.
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from jax import lax
+from jax.experimental.pallas import triton as pltriton
 
 from jax_impl.backend import compiler_options
 from kernels.tiles import MEASURED, Table, Tiles
@@ -27,6 +31,7 @@ INTERPRET = jax.default_backend() == "cpu"
 MODULES = (
     "acceptance",
     "attention",
+    "delta_feed",
     "delta_mix",
     "draft_tree",
     "heads",
@@ -46,6 +51,12 @@ OPTIONS = compiler_options(jax.devices()[0], quick_compile=True)
 # program would have some thousand mappings of memory, and a process may have 65,530.
 UNFUSED = {"xla_backend_optimization_level": 0, "xla_disable_hlo_passes": "fusion"}
 UNFUSED = UNFUSED if INTERPRET else {}
+# Two sums, one of the other's results, may be made one in an order of its own, and a number that is
+# rounded to bfloat16 may keep its digits; no GPU's do.
+AS_WRITTEN = UNFUSED and UNFUSED | {
+    "xla_disable_hlo_passes": "fusion,algsimp",
+    "xla_allow_excess_precision": False,
+}
 
 
 @contextmanager
@@ -56,6 +67,7 @@ def triton_interpreter() -> Iterator[None]:
             patch.setenv("TRITON_INTERPRET", "1")
             interpreter = importlib.import_module("triton.runtime.interpreter")
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
+            patch.setattr(interpreter, "_convert_float", _rounding(interpreter._convert_float))
             patch.setattr(interpreter.InterpretedFunction, "__call__", _call)
             watch(patch)
         yield
@@ -74,13 +86,66 @@ def bind_kernels(monkeypatch, ops: ModuleType, modules: dict[str, Any], **mix: o
     monkeypatch.setattr(ops, "KERNELS", ops.Kernels(**kernels))
 
 
+def share_arithmetic(patch: pytest.MonkeyPatch) -> None:
+    """Interpreted, what a GPU has in its hardware is the same in both languages.
+
+    Functions are XLA's, products of matrices sums in the order of the numbers.
+    """
+    if not INTERPRET:
+        return
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    for name, function in (("exp2", jnp.exp2), ("rsqrt", lax.rsqrt)):
+        program = jax.jit(function, compiler_options=AS_WRITTEN)
+
+        def call(_: object, x: Any, program: Callable[..., Any] = program) -> Any:
+            return type(x)(np.asarray(program(x.data)), x.dtype.scalar)
+
+        patch.setattr(interpreter.InterpreterBuilder, f"create_{name}", call)
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot_in_order)
+    patch.setattr(pltriton, "dot", _jax_dot_in_order)
+
+
 def _dot(_: object, a: Any, b: Any, d: Any, *how: object) -> Any:
     """A product that adds a row in one order whatever the others are, as a matrix unit does.
 
     The interpreter's own, of numpy in float32, does not.
     """
-    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+    product = np.matmul(_numbers(a).astype(np.float64), _numbers(b).astype(np.float64))
     return type(d)((product.astype(np.float32) + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+
+def _dot_in_order(_: object, a: Any, b: Any, d: Any, *how: object) -> Any:
+    x, y, total = _numbers(a), _numbers(b), np.zeros_like(d.data)
+    for i in range(x.shape[1]):
+        total = total + x[:, i, None].astype(np.float32) * y[i].astype(np.float32)
+    return type(d)(total + d.data, d.dtype.scalar)
+
+
+def _jax_dot_in_order(a: jax.Array, b: jax.Array, **how: object) -> jax.Array:
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        column = lax.dynamic_slice_in_dim(a, i, 1, axis=1)
+        return total + column * lax.dynamic_slice_in_dim(b, i, 1, axis=0)
+
+    zeros = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
+    return lax.fori_loop(0, a.shape[1], add, zeros)
+
+
+def _numbers(x: Any) -> Any:
+    """Of the interpreter's arrays, which has bfloat16 as whole numbers."""
+    return x.data.view(ml_dtypes.bfloat16) if x.dtype.scalar.is_bf16() else x.data
+
+
+def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """Rounds to bfloat16, which the interpreter cuts off to."""
+
+    def converted(x: Any, before: Any, after: Any, mode: Any) -> Any:
+        if before.is_fp32() and after.is_bf16():
+            return x.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return convert(x, before, after, mode)
+
+    return converted
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:

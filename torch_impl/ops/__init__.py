@@ -28,6 +28,7 @@ class Kernels:
 
     acceptance: ModuleType
     attention: ModuleType
+    delta_feed: ModuleType
     delta_mix: ModuleType
     draft_tree: ModuleType
     heads: ModuleType
@@ -47,6 +48,7 @@ KERNELS: Kernels | None = None
 if torch.cuda.is_available():
     from kernels.triton_gpu import acceptance as acceptance_kernel
     from kernels.triton_gpu import attention as attention_kernel
+    from kernels.triton_gpu import delta_feed as delta_feed_kernel
     from kernels.triton_gpu import delta_mix as delta_mix_kernel
     from kernels.triton_gpu import draft_tree as draft_tree_kernel
     from kernels.triton_gpu import heads as heads_kernel
@@ -62,6 +64,7 @@ if torch.cuda.is_available():
     KERNELS = Kernels(
         acceptance=acceptance_kernel,
         attention=attention_kernel,
+        delta_feed=delta_feed_kernel,
         delta_mix=delta_mix_kernel,
         draft_tree=draft_tree_kernel,
         heads=heads_kernel,

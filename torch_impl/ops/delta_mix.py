@@ -1,6 +1,6 @@
 """As `shared.spec.delta_mix`, in torch; the states of the slots are written in place.
 
-On a GPU what decoding does is a kernel; see `torch_impl.ops`.
+On a GPU these are kernels, of prompts in bfloat16; see `torch_impl.ops`.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shared.models.config import GatedDeltaConfig
 from shared.spec.numerics import SQUARES
-from torch_impl.ops import Kernels, any_row, kernel_or_plain
+from torch_impl.ops import Kernels, any_row, is_bfloat16, kernel_or_plain
 from torch_impl.ops.mamba_state import (
     DeltaState,
     DeltaWeights,
@@ -85,7 +85,7 @@ def followed(states: DeltaState, inputs: Float[Tensor, "L B one C"]) -> DeltaSta
     return DeltaState(states.recurrent, torch.cat([states.window[:, :, 1:], inputs], dim=2))
 
 
-def feed(
+def plain_feed(
     inputs: Float[Tensor, "R outputs"],
     weights: DeltaWeights,
     sizes: GatedDeltaConfig,
@@ -110,6 +110,38 @@ def feed(
     if snapshots.recurrent.shape[1] > 1:  # the first is a sink
         snapshots.recurrent[layer, save], snapshots.window[layer, save] = saved
     return out
+
+
+def kernel_feed(
+    kernels: Kernels,
+    inputs: Float[Tensor, "R outputs"],
+    weights: DeltaWeights,
+    sizes: GatedDeltaConfig,
+    states: DeltaState,
+    snapshots: DeltaState,
+    layer: int,
+    slots: Int[Tensor, " B"],
+    row_starts: Int[Tensor, " B1"],
+    request: Int[Tensor, " R"],
+    save_after: Int[Tensor, " B"],
+    save: Int[Tensor, " B"],
+) -> Float[Tensor, "R values"]:
+    where = (layer, slots, row_starts)
+    if not _has_sizes(kernels, states):
+        given = (inputs, weights, sizes, states, snapshots, *where, request, save_after, save)
+        return plain_feed(*given)
+    return kernels.delta_feed.feed(
+        inputs,
+        *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
+        *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
+        *(*where, save_after, save),
+        eps=weights.eps,
+        digits=SQUARES.digits,
+        tiles=kernels.tiles.delta_feed.of(requests=len(slots)),
+    )
+
+
+feed = kernel_or_plain(kernel_feed, plain_feed, takes=is_bfloat16)
 
 
 def plain_verify(
@@ -278,9 +310,13 @@ def _mixed(
 
 def _has_kernels(kernels: Kernels, states: DeltaState, nodes: int) -> bool:
     """Whether there are kernels for so many nodes and heads of this size."""
+    return _has_sizes(kernels, states) and nodes <= kernels.delta_mix.MOST_NODES
+
+
+def _has_sizes(kernels: Kernels, states: DeltaState) -> bool:
+    """Whether there are kernels for heads of this size."""
     sizes, least = states.recurrent.shape[3:], kernels.delta_mix.LEAST
-    is_even = all(size >= least and size & (size - 1) == 0 for size in sizes)
-    return is_even and nodes <= kernels.delta_mix.MOST_NODES
+    return all(size >= least and size & (size - 1) == 0 for size in sizes)
 
 
 def _arrays_of(kept: Kept | Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,435 @@
+"""Prompts through a gated-delta layer between its two products, in chunks of 64 rows, in Pallas.
+
+Four kernels. Convolution and norms of all rows; then of all chunks at once the gates, and the
+inverse of the system that says how what a token stores depends on those before it; then the state
+of each request and head is carried from chunk to chunk; and the outputs are normed. What the
+matrix unit multiplies is bfloat16: queries, and the reach of queries to keys, are rounded to it,
+and all that makes the states is cut into two such numbers, so that 16 of its bits count. See
+`kernels/__init__.py` for what must stay equal in the Triton twin.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int
+
+from kernels.pallas_gpu.delta_rows import (
+    LOG2_E,
+    WINDOW,
+    convolved,
+    gated_norm,
+    gates,
+    of_layer,
+    sum_by_halves,
+    unit,
+)
+from kernels.pallas_gpu.heads import early
+from kernels.tiles import DeltaFeedTiles
+
+CHUNK = 64
+"""Rows, as of `shared.spec.gated_delta`."""
+
+_BLOCK = 16  # of the system, solved by itself
+_BLOCKS = CHUNK // _BLOCK
+_NOTHING = -100.0  # the log of a decay that counts as 0
+_HIGH_BITS = -65536  # of a float32 that a bfloat16 has
+
+
+def feed(
+    projected: Float[jax.Array, "R outputs"],
+    conv: Float[jax.Array, "*L C 4"],
+    a_log: Float[jax.Array, "*L H"],
+    dt_bias: Float[jax.Array, "*L H"],
+    norm: Float[jax.Array, "*L V"],
+    recurrent: Float[jax.Array, "L states H K V"],
+    window: Float[jax.Array, "L states 3 C"],
+    saved_recurrent: Float[jax.Array, "L snapshots H K V"],
+    saved_window: Float[jax.Array, "L snapshots 3 C"],
+    layer: Int[jax.Array, " 1"],
+    slots: Int[jax.Array, " B"],
+    row_starts: Int[jax.Array, " B1"],
+    save_after: Int[jax.Array, " B"],
+    save: Int[jax.Array, " B"],
+    *,
+    eps: float,
+    digits: int,
+    tiles: DeltaFeedTiles,
+    interpret: bool = False,
+) -> tuple[
+    Float[jax.Array, "R values"],
+    Float[jax.Array, "L states H K V"],
+    Float[jax.Array, "L states 3 C"],
+    Float[jax.Array, "L snapshots H K V"],
+    Float[jax.Array, "L snapshots 3 C"],
+]:
+    """As `shared.spec.delta_mix.feed`, for rows in bfloat16 that lie together by request.
+
+    Args:
+      projected: See `shared.spec.mamba_state.split_inputs`.
+      conv, a_log, dt_bias, norm: Of the layer, or of all.
+      recurrent, window, layer: The states of all layers, and which are read and written. An
+        operand: XLA compiles kernels of equal text once.
+      saved_recurrent, saved_window: The snapshots of all layers.
+      slots: The states of the requests, different ones but for requests without rows, whose states
+        stay.
+      row_starts: First flat row of each request, and the end; rows past it are padding.
+      save_after: Rows after which a state is saved: 0, a multiple of 64, or all of the request.
+      save: Which snapshot it is written to; 0: none.
+      eps: Of the norm.
+      digits: Of a unit of the squares: the order of their sums.
+      tiles: How the work is cut.
+      interpret: Run on a CPU.
+
+    Returns:
+      The heads' outputs side by side, zeros for padding; the states and snapshots after the writes.
+    """
+    R, (H, K, V), C, B = len(projected), recurrent.shape[2:], window.shape[3], len(slots)
+    chunks, key_heads = R // CHUNK + B, (C - H * V) // (2 * K)
+    half, single = (partial(jax.ShapeDtypeStruct, dtype=x) for x in (jnp.bfloat16, jnp.float32))
+
+    def call(kernel, grid, out_shape, warps, name, *arrays, aliases=None, stages=1, **how):
+        return pl.pallas_call(
+            partial(kernel, interpret=interpret, **how),
+            grid=grid,
+            out_shape=out_shape,
+            input_output_aliases=aliases or {},
+            compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
+            interpret=interpret,
+            name=name,
+        )(*arrays)
+
+    keys, v = call(
+        _rows_kernel,
+        (2 * key_heads + H, CHUNK // tiles.rows * chunks),
+        [half((R, 3 * key_heads, K)), single((R, H, V))],
+        tiles.row_warps,
+        "delta_rows",
+        *(projected, conv, window, layer, slots, row_starts),
+        rows=tiles.rows,
+        digits=digits,
+    )
+    squares = (half((chunks, H, 2, CHUNK, CHUNK)), half((chunks, H, CHUNK, CHUNK)))
+    prepared = call(
+        _prepare_kernel,
+        (H, chunks),
+        [*squares, single((chunks, H, CHUNK))],
+        tiles.prepare_warps,
+        "delta_prepare",
+        *(projected, keys, a_log, dt_bias, layer, row_starts),
+    )
+    states = (recurrent, window, saved_recurrent, saved_window)
+    read, *states = call(
+        _carry_kernel,
+        (V // min(tiles.columns, V), H, B),
+        [single((R, H, V)), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in states)],
+        tiles.warps,
+        "delta_carry",
+        *(projected, layer, slots, row_starts, save_after, save, keys, v, *prepared, *states),
+        aliases={11 + number: 1 + number for number in range(len(states))},
+        stages=tiles.stages,
+        columns=min(tiles.columns, V),
+    )
+    out = call(
+        _norm_kernel,
+        (H, pl.cdiv(R, tiles.rows)),
+        jax.ShapeDtypeStruct((R, H * V), projected.dtype),
+        tiles.row_warps,
+        "delta_norm",
+        *(projected, norm, layer, row_starts, read),
+        rows=tiles.rows,
+        eps=eps,
+        digits=digits,
+    )
+    return out, *states
+
+
+def _rows_kernel(
+    projected_ref, conv_ref, window_ref, layer_ref, slots_ref, starts_ref, keys_ref, v_ref, *,
+    rows, digits, interpret,
+):  # fmt: skip
+    """One program per some rows of a chunk and head: of queries, of keys or of values."""
+    (R, _, V), key_heads, K = v_ref.shape, keys_ref.shape[1] // 3, keys_ref.shape[2]
+    head, part, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
+    chunk = lax.div(part, CHUNK // rows)
+    within = lax.rem(part, CHUNK // rows) * rows
+    request, start, first, count = _rows_of(starts_ref, chunk)
+
+    @pl.when(first + within < count)
+    def _():
+        node = early(first + within + lax.iota(jnp.int32, rows), interpret)
+        keep = (node < count)[:, None]
+        # A row that is not written is one outside, for the interpreter.
+        row = jnp.where(keep, (start + node)[:, None], R)
+        sources = (projected_ref, window_ref, conv_ref, layer, slots_ref[request], start, count)
+        places = (node, node + 1, node + 2, node + 3)
+
+        @pl.when(head < 2 * key_heads)
+        def _():
+            key = lax.iota(jnp.int32, K)[None, :]
+            x = unit(convolved(sources, places, head * K + key)[1], digits)
+
+            @pl.when(head < key_heads)
+            def _():
+                q = (x * (K**-0.5)).astype(jnp.bfloat16)
+                pltriton.store(keys_ref.at[row, head, key], q, mask=keep)
+
+            @pl.when(head >= key_heads)
+            def _():
+                for place, k in zip((head, head + key_heads), _parts(x), strict=True):
+                    pltriton.store(keys_ref.at[row, place, key], k, mask=keep)
+
+        @pl.when(head >= 2 * key_heads)
+        def _():
+            own, column = head - 2 * key_heads, lax.iota(jnp.int32, V)[None, :]
+            v = convolved(sources, places, 2 * key_heads * K + own * V + column)[1]
+            pltriton.store(v_ref.at[row, own, column], v, mask=keep)
+
+
+def _rows_of(starts_ref, chunk):
+    """The request at a place of a chunk, its first row, the chunk's first there, and its count."""
+    requests = starts_ref.shape[0] - 1
+    lane = lax.iota(jnp.int32, pl.next_power_of_2(requests))
+    is_one = lane < requests
+    starts = pltriton.load(starts_ref.at[lane], mask=is_one, other=0)
+    begins = is_one & (_first_chunk(starts, lane) <= chunk)
+    request = jnp.sum(begins.astype(jnp.int32), axis=0) - 1
+    start, stop = starts_ref[request], starts_ref[request + 1]
+    return request, start, (chunk - _first_chunk(start, request)) * CHUNK, stop - start
+
+
+def _first_chunk(start, request):
+    """The place of a request's first chunk, which depends on the rows before it alone.
+
+    Places of requests do not overlap: one that is cut anywhere has a chunk more at most.
+    """
+    return lax.div(start, CHUNK) + request
+
+
+def _prepare_kernel(
+    projected_ref, keys_ref, a_log_ref, dt_bias_ref, layer_ref, starts_ref, solved_ref, reach_ref,
+    total_ref, *, interpret,
+):  # fmt: skip
+    """One program per value head and place of a chunk."""
+    H, key_heads = total_ref.shape[1], keys_ref.shape[1] // 3
+    first_gate = projected_ref.shape[1] - 2 * H
+    head, chunk, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
+    key_head = lax.div(head, H // key_heads)
+    _, start, first, count = _rows_of(starts_ref, chunk)
+
+    @pl.when(first < count)
+    def _():
+        row = early(lax.iota(jnp.int32, CHUNK), interpret)
+        column = lax.iota(jnp.int32, CHUNK)
+        is_row, at = first + row < count, start + first + row
+        b, a = (
+            pltriton.load(projected_ref.at[at, first_gate + each + head], mask=is_row, other=0.0)
+            for each in (0, H)
+        )
+        heads = (of_layer(ref, 1, layer, head) for ref in (a_log_ref, dt_bias_ref))
+        log_decay, beta = gates(b, a, *heads)
+        # No less than counts, so that the sum keeps its digits after a token that forgets all.
+        log_decay = jnp.where(is_row, jnp.maximum(log_decay * LOG2_E, _NOTHING), 0.0)
+        beta = jnp.where(is_row, beta, 0.0)
+        is_before = row[:, None] <= column[None, :]
+        total = sum_by_halves(jnp.where(is_before, log_decay[:, None], 0.0))
+        total_ref[chunk, head] = total
+        # Masked before the power: above the diagonal the difference is positive and would overflow.
+        is_seen = row[:, None] >= column[None, :]
+        decay = _share(jnp.where(is_seen, total[:, None] - total[None, :], 0.0))
+        decay = jnp.where(is_seen, decay, 0.0)
+        q, *k = _keys(keys_ref, key_head, at[:, None], is_row[:, None])
+        turned = [x.T for x in k]
+        reach = (_dot(q, turned[1]) + _dot(q, turned[0])) * decay
+        reach_ref[chunk, head] = reach.astype(jnp.bfloat16)
+        among = _add_product(jnp.zeros_like(decay), k, turned) * decay * beta[:, None]
+        among = jnp.where(row[:, None] > column[None, :], among, 0.0)
+        for place, part in enumerate(_parts(_inverse(among) * beta[None, :])):
+            solved_ref[chunk, head, place] = part
+
+
+def _inverse(among):
+    """The inverse of 1 + `among`, which has nothing on its diagonal or above.
+
+    Blocks on the diagonal first, all at once, then pairs of blocks to blocks of twice the size. All
+    that is in an inverse is at most 1 where keys have length 1, which powers of `among` are not.
+    """
+    inverse = _joined(_inverse_of_blocks(among), among, _BLOCK)
+    return _joined(inverse, among, 2 * _BLOCK)
+
+
+def _joined(inverse, among, size):
+    """The inverses of blocks of twice the size from those of blocks of a size."""
+    row, column = lax.iota(jnp.int32, CHUNK)[:, None], lax.iota(jnp.int32, CHUNK)[None, :]
+    is_pair = lax.div(row, 2 * size) == lax.div(column, 2 * size)
+    is_between = is_pair & (lax.div(row, size) != lax.div(column, size))
+    between = _product(jnp.where(is_between, among, 0.0), inverse)
+    return inverse - _product(inverse, between)
+
+
+def _inverse_of_blocks(among):
+    """That of the blocks on the diagonal: a row, once known, is taken from all rows below it."""
+    row, column = (lax.iota(jnp.int32, _BLOCK)[at] for at in (_MIDDLE, _LAST))
+    block = lax.iota(jnp.int32, _BLOCKS)
+    is_own = block[:, None, None, None] == block[None, None, :, None]
+    whole = among.reshape(_BLOCKS, _BLOCK, _BLOCKS, _BLOCK)
+    # Sums of one number and zeros, here and below, which have one order.
+    blocks = jnp.sum(jnp.where(is_own, whole, 0.0), axis=2)
+    inverse = jnp.where(row == column, 1.0, 0.0) + jnp.zeros_like(blocks)
+    for i in range(_BLOCK - 1):
+        share = jnp.sum(jnp.where(column == i, blocks, 0.0), axis=2)
+        known = jnp.sum(jnp.where(row == i, inverse, 0.0), axis=1)
+        inverse -= share[:, :, None] * known[:, None, :]
+    return jnp.where(is_own, inverse[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
+
+
+_MIDDLE, _LAST = (None, slice(None), None), (None, None, slice(None))
+
+
+def _product(x, y):
+    """Of float32 numbers, of which 16 bits count."""
+    return _add_product(jnp.zeros_like(x), _parts(x), _parts(y))
+
+
+def _add_product(total, x, y):
+    """Adds a product of parts; the matrix unit begins with the total, and with the least parts."""
+    (x_high, x_low), (y_high, y_low) = x, y
+    return total + _dot(x_low, y_high) + _dot(x_high, y_low) + _dot(x_high, y_high)
+
+
+def _keys(keys_ref, key_head, row, is_row):
+    """The rows of the queries and of both parts of the keys; none past the end of a request."""
+    key_heads, K = keys_ref.shape[1] // 3, keys_ref.shape[2]
+    key = lax.iota(jnp.int32, K)[None, :]
+    return [
+        pltriton.load(keys_ref.at[row, part * key_heads + key_head, key], mask=is_row, other=0)
+        for part in range(3)
+    ]
+
+
+def _parts(x):
+    """A number as the sum of two in bfloat16; the first is cut off, so no compiler drops it."""
+    high = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(_HIGH_BITS)
+    high = lax.bitcast_convert_type(high, jnp.float32)
+    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+
+
+def _dot(x, y):
+    return pltriton.dot(x, y, precision=lax.Precision.HIGHEST)
+
+
+def _share(log):
+    """What is left after decays, 2 to a power of at most 0; what is too small for digits is 0."""
+    return jnp.where(log > _NOTHING, jnp.exp2(jnp.maximum(log, _NOTHING)), 0.0)
+
+
+def _carry_kernel(
+    projected_ref, layer_ref, slots_ref, starts_ref, save_after_ref, save_ref, keys_ref, v_ref,
+    solved_ref, reach_ref, total_ref, *refs, columns, interpret,
+):  # fmt: skip
+    """One program per block of columns of the state, value head and request."""
+    read_ref, state_ref, window_ref, saved_state_ref, saved_window_ref = refs[-5:]
+    R, (H, K, V), C = v_ref.shape[0], state_ref.shape[2:], window_ref.shape[3]
+    key_heads = (C - H * V) // (2 * K)
+    block, head, request = (pl.program_id(axis) for axis in range(3))
+    key_head, layer = lax.div(head, H // key_heads), layer_ref[0]
+    start, count = starts_ref[request], starts_ref[request + 1] - starts_ref[request]
+    slot, save, save_after = slots_ref[request], save_ref[request], save_after_ref[request]
+    row = early(lax.iota(jnp.int32, CHUNK), interpret)
+    key, column = lax.iota(jnp.int32, K), block * columns + lax.iota(jnp.int32, columns)[None, :]
+    state_at = state_ref.at[layer, slot, head, key[:, None], column]
+    saved_state_at = saved_state_ref.at[layer, save, head, key[:, None], column]
+    state = pltriton.load(state_at)
+    ends = (lax.rem(save_after, CHUNK) == 0) | (save_after == count)
+    is_saved = (save != 0) & (save_after >= 0) & (save_after <= count) & ends
+    pl.when(is_saved & (save_after == 0))(lambda: pltriton.store(saved_state_at, state))
+
+    nothing = jnp.zeros((CHUNK, columns), jnp.float32)
+
+    def advance(i, state):
+        place, node = _first_chunk(start, request) + i, i * CHUNK + row
+        is_row, at = (node < count)[:, None], (start + node)[:, None]
+
+        q, *k = _keys(keys_ref, key_head, at, is_row)
+        v = pltriton.load(v_ref.at[at, head, column], mask=is_row, other=0.0)
+        total, end = total_ref[place, head], total_ref[place, head, CHUNK - 1]
+        carried, (high, low) = _share(total)[:, None], _parts(state)
+        known = _add_product(nothing, k, (high, low))
+        out = (_dot(q, low) + _dot(q, high)) * carried
+        solved = (solved_ref[place, head, 0], solved_ref[place, head, 1])
+        stored = _add_product(nothing, solved, _parts(v - known * carried))
+        high, low = _parts(stored)
+        reach = reach_ref[place, head]
+        out = out + _dot(reach, low) + _dot(reach, high)
+        # A row that is not written is one outside, for the interpreter.
+        pltriton.store(read_ref.at[jnp.where(is_row, at, R), head, column], out, mask=is_row)
+        left = _parts(stored * _share(end - total)[:, None])
+        state = _add_product(state * _share(end), [x.T for x in k], left)
+        is_now = is_saved & (jnp.minimum((i + 1) * CHUNK, count) == save_after)
+        pl.when(is_now)(lambda: pltriton.store(saved_state_at, state))
+        return state
+
+    state = lax.fori_loop(0, pl.cdiv(count, CHUNK), advance, state)
+    pl.when(count > 0)(lambda: pltriton.store(state_at, state))
+
+    def move_window(first, D):
+        """Writes the windows of some channels after the rows, and after what is saved."""
+        lane, channel = lax.iota(jnp.int32, 4), first + lax.iota(jnp.int32, D)[None, :]
+        is_one = (lane < WINDOW)[:, None]
+        refs = (projected_ref, window_ref)
+        after = partial(_window_after, refs, (layer, slot, start), lane=lane, channel=channel)
+
+        @pl.when(is_saved)
+        def _():
+            at = saved_window_ref.at[layer, save, lane[:, None], channel]
+            pltriton.store(at, after(save_after), mask=is_one)
+
+        new = after(count)
+        if not interpret:
+            pltriton.debug_barrier()  # other threads may have read where this one writes
+        # The last lane is outside, for the interpreter.
+        pltriton.store(window_ref.at[layer, slot, lane[:, None], channel], new, mask=is_one)
+
+    @pl.when((count > 0) | is_saved)
+    def _():
+        move_window(2 * key_heads * K + head * V + block * columns, columns)
+
+        @pl.when((lax.rem(head, H // key_heads) == 0) & (block == 0))
+        def _():
+            move_window(key_head * K, K)
+            move_window((key_heads + key_head) * K, K)
+
+
+def _window_after(refs, where, taken, lane, channel):
+    """Rows `taken` to `taken + 3` of the old window and a request's rows, one behind the other."""
+    (projected_ref, window_ref), (layer, slot, start) = refs, where
+    place, is_one = taken + lane, lane < WINDOW
+    is_new, is_old = (is_one & (place >= WINDOW))[:, None], (is_one & (place < WINDOW))[:, None]
+    place = place[:, None]
+    at = projected_ref.at[start + place - WINDOW, channel]
+    new = pltriton.load(at, mask=is_new, other=0.0)
+    at = window_ref.at[layer, slot, place, channel]
+    return jnp.where(is_new, new, pltriton.load(at, mask=is_old, other=0.0))
+
+
+def _norm_kernel(
+    projected_ref, norm_ref, layer_ref, starts_ref, read_ref, out_ref, *,
+    rows, eps, digits, interpret,
+):  # fmt: skip
+    """One program per some rows and value head."""
+    R, H, V = read_ref.shape
+    C = projected_ref.shape[1] - H * V - 2 * H
+    head = pl.program_id(0)
+    row = early(pl.program_id(1) * rows + lax.iota(jnp.int32, rows), interpret)[:, None]
+    column = lax.iota(jnp.int32, V)[None, :]
+    keep = row < starts_ref[starts_ref.shape[0] - 1]  # the others are padding
+    read = pltriton.load(read_ref.at[row, head, column], mask=keep, other=0.0)
+    z_at = projected_ref.at[row, C + head * V + column]
+    z = pltriton.load(z_at, mask=keep, other=0.0)
+    weight = of_layer(norm_ref, 1, layer_ref[0], column)
+    out = jnp.where(keep, gated_norm(read, z, weight, eps, digits), 0.0)
+    # A row that there is not is outside, for the interpreter too.
+    pltriton.store(out_ref.at[row, head * V + column], out.astype(out_ref.dtype), mask=row < R)
