@@ -175,7 +175,7 @@ def _cases(arguments: argparse.Namespace, side: Side) -> list[OpCase]:
 def options() -> argparse.ArgumentParser:
     """What the command takes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("name", choices=tables(), help="a module of ops")
+    parser.add_argument("name", choices=tables(), help="a table of `tests/support/cases`")
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--sizes", nargs="+", choices=("small", "large"))

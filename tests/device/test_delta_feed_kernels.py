@@ -31,7 +31,7 @@ from tests.support.delta_feed_kernels import (
     found,
     specified,
 )
-from tests.support.delta_mix_kernels import EPS, LAYER, SHARED_KEYS
+from tests.support.delta_mix_kernels import EPS, LAYER, SHARED_KEYS, WEIGHTS
 from tests.support.kernels import KERNELS, bind_kernels, share_arithmetic
 from tests.support.op_case import OpCase, as_list
 
@@ -80,6 +80,24 @@ def test_prompts_are_fed_as_the_specification_says(name: str, language: str) -> 
     assert_close(got.saved_recurrent, want.saved_recurrent, STATE)
     np.testing.assert_array_equal(got.window, want.window)
     np.testing.assert_array_equal(got.saved_window, want.saved_window)
+
+
+@each_language
+def test_tokens_after_one_that_forgets_all_keep_their_digits(language: str) -> None:
+    """The sum of a chunk's log decays is not lost in that of one token, as in a float32 it is."""
+    case = CASES["ragged"]
+    projected = case.projected.copy()
+    projected[[5, 75], -case.sizes.num_value_heads :] = 3e4
+    weights = {name: getattr(case.weights, name).astype(np.float64) for name in WEIGHTS}
+    exact = replace(
+        case,
+        projected=projected.astype(np.float64),
+        weights=replace(case.weights, **weights),
+        recurrent=case.recurrent.astype(np.float64),
+        window=case.window.astype(np.float64),
+    )
+    got = feed(language, replace(case, projected=projected))
+    assert_close(got.recurrent, specified(exact).recurrent, STATE)
 
 
 @each_language
