@@ -91,7 +91,7 @@ def feed(
     chunks, key_heads = R // CHUNK + B, (C - H * V) // (2 * K)
     half, single = (partial(jax.ShapeDtypeStruct, dtype=x) for x in (jnp.bfloat16, jnp.float32))
 
-    def call(kernel, grid, out_shape, warps, name, *arrays, aliases=None, stages=1, **how):
+    def call(kernel, grid, out_shape, *arrays, name, warps, aliases=None, stages=1, **how):
         return pl.pallas_call(
             partial(kernel, interpret=interpret, **how),
             grid=grid,
@@ -106,9 +106,9 @@ def feed(
         _rows_kernel,
         (2 * key_heads + H, CHUNK // tiles.rows * chunks),
         [half((R, 3 * key_heads, K)), single((R, H, V))],
-        tiles.row_warps,
-        "delta_rows",
         *(projected, conv, window, layer, slots, row_starts),
+        name="delta_rows",
+        warps=tiles.row_warps,
         rows=tiles.rows,
         digits=digits,
     )
@@ -117,18 +117,18 @@ def feed(
         _prepare_kernel,
         (H, chunks),
         [*squares, single((chunks, H, CHUNK))],
-        tiles.prepare_warps,
-        "delta_prepare",
         *(projected, keys, a_log, dt_bias, layer, row_starts),
+        name="delta_prepare",
+        warps=tiles.prepare_warps,
     )
     states = (recurrent, window, saved_recurrent, saved_window)
     read, *states = call(
         _carry_kernel,
         (V // min(tiles.columns, V), H, B),
         [single((R, H, V)), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in states)],
-        tiles.warps,
-        "delta_carry",
         *(projected, layer, slots, row_starts, save_after, save, keys, v, *prepared, *states),
+        name="delta_carry",
+        warps=tiles.warps,
         aliases={11 + number: 1 + number for number in range(len(states))},
         stages=tiles.stages,
         columns=min(tiles.columns, V),
@@ -137,9 +137,9 @@ def feed(
         _norm_kernel,
         (H, pl.cdiv(R, tiles.rows)),
         jax.ShapeDtypeStruct((R, H * V), projected.dtype),
-        tiles.row_warps,
-        "delta_norm",
         *(projected, norm, layer, row_starts, read),
+        name="delta_norm",
+        warps=tiles.row_warps,
         rows=tiles.rows,
         eps=eps,
         digits=digits,
