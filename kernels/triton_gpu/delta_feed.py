@@ -157,8 +157,7 @@ def _rows_kernel(
     places = (node, node + 1, node + 2, node + 3)
     keep, row = (node < count)[:, None], start + node[:, None]
     if head < 2 * key_heads:
-        _, x = convolved(sources, places, head * K, K, C, width)
-        x = unit(x, digits)
+        x = unit(convolved(sources, places, head * K, K, C, width)[1], digits)
         at = keys_at + (row * (3 * key_heads) + head) * K + tl.arange(0, K)[None, :]
         if head < key_heads:
             tl.store(at, (x * (K**-0.5)).to(tl.bfloat16), mask=keep)
@@ -168,8 +167,8 @@ def _rows_kernel(
             tl.store(at + key_heads * K, low, mask=keep)
     else:
         own = head - 2 * key_heads
-        _, x = convolved(sources, places, 2 * key_heads * K + own * V, V, C, width)
-        tl.store(v_at + (row * H + own) * V + tl.arange(0, V)[None, :], x, mask=keep)
+        v = convolved(sources, places, 2 * key_heads * K + own * V, V, C, width)[1]
+        tl.store(v_at + (row * H + own) * V + tl.arange(0, V)[None, :], v, mask=keep)
 
 
 @triton.jit
