@@ -13,14 +13,20 @@ from bench.accuracy_table import MISSING, markdown
 from bench.op_sides import SIDES
 
 RESULTS = Path(__file__).parent / "results"
-PEERS = {
-    "none": {1: (5.16, 5.09), 8: (5.56, 5.57), 32: (6.07, 6.18)},
-    "EAGLE3 S=3": {1: (6.05, 6.21), 8: (6.44, 6.58), 32: (7.55, 7.83)},
-    "DFLASH": {1: (6.39, 6.49), 8: (7.58, 7.69), 32: (15.8, 15.6)},
-    "NGRAM N=8": {1: (6.86, None), 8: (6.95, None), 32: (10.4, None)},
+Peers = dict[str, dict[int, tuple[float, float | None]]]
+PEERS: dict[str, Peers] = {
+    "qwen3-8b": {
+        "none": {1: (5.16, 5.09), 8: (5.56, 5.57), 32: (6.07, 6.18)},
+        "EAGLE3 S=3": {1: (6.05, 6.21), 8: (6.44, 6.58), 32: (7.55, 7.83)},
+        "DFLASH": {1: (6.39, 6.49), 8: (7.58, 7.69), 32: (15.8, 15.6)},
+        "NGRAM N=8": {1: (6.86, None), 8: (6.95, None), 32: (10.4, None)},
+    },
+    "qwen3.5-9b": {
+        "none": {1: (5.43, 5.04), 8: (5.83, 5.53), 32: (6.59, 6.43)},
+        "NEXTN S=3": {1: (8.03, 7.67), 8: (9.09, 8.77), 32: (12.0, 12.4)},
+    },
 }
-"""Milliseconds a step of Qwen3-8B with 512 tokens in: vLLM 0.26.0 and SGLang 0.5.17."""
-PEERS_SERVE = "qwen3-8b"
+"""Milliseconds a step of a model with 512 tokens in: vLLM 0.26.0 and SGLang 0.5.17."""
 
 Line = dict[str, Any]
 File = dict[str, Any]
@@ -75,7 +81,7 @@ def render(files: Sequence[File], fused: Sequence[File] = ()) -> str:
         told = ", ".join(f"{dtype}, {prompt} tokens in" for dtype, prompt in sorted(sizes))
         parts += [f"## {model}, {', '.join(sorted(devices))}, {told}"]
         parts += ["Milliseconds a decode step, greedy."]
-        parts += [markdown(list(_steps(by_key, model == PEERS_SERVE)))]
+        parts += [markdown(list(_steps(by_key, PEERS.get(model))))]
         parts += _table("Beside the same step, greedy with overlap 1.", list(_variants(by_key)))
         parts += _table(
             "Seconds until every program is ready, and gigabytes of memory.", list(_starts(by_key))
@@ -99,15 +105,16 @@ def _table(title: str, lines: list[list[str]]) -> list[str]:
     return [title, markdown(lines)] if len(lines) > 1 else []
 
 
-def _steps(by_key: dict[Key, dict[str, Line]], has_peers: bool) -> Iterator[list[str]]:
-    peers = ["vLLM 0.26.0", "SGLang 0.5.17"] if has_peers else []
+def _steps(by_key: dict[Key, dict[str, Line]], known: Peers | None) -> Iterator[list[str]]:
+    peers = ["vLLM 0.26.0", "SGLang 0.5.17"] if known else []
     each = [f"{what}, {name}" for what in ("kernels", "idle") for name in SIDES]
     yield ["drafts", "batch", "limit", *SIDES, *peers, "share of the limit", *each, "texts"]
     for key, found in by_key.items():
         if key != key.usual:
             continue
         fastest = min(found.values(), key=lambda line: line["ms"])
-        theirs = PEERS.get(key.drafts.rpartition(" L=")[0] or key.drafts, {}).get(key.batch)
+        own = key.drafts.rpartition(" L=")[0] or key.drafts
+        theirs = (known or {}).get(own, {}).get(key.batch)
         yield [
             key.drafts,
             str(key.batch),
