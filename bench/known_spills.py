@@ -38,6 +38,7 @@ EXCUSES = (
     Excuse("attend", ("prompt of 2048",), 320, TIMED),
     Excuse("choose_rows", (CHAINS,), 8, FEW),
     Excuse("choose_tiles", (CHAINS,), 8, FEW),
+    Excuse("delta_mix", ("8 x chain of 4", "32 x chain of 4"), 64, TIMED),
     Excuse("find_border", (TREES,), 32, "its 16 warps can have no more than 128 registers"),
     Excuse("mix", MIXES, 240, TIMED),
     Excuse("product", ("out, 512 rows", "down, 512 rows"), 64, TIMED),
