@@ -172,7 +172,7 @@ def make_backend(
     drafts = Drafts.none() if plain else Drafts.of_mtp(config)
     made_from = (config, weights, limits, drafts, None)
     if framework == "torch":
-        how = {"dtype": "float32", "device": "cpu", "cuda_graphs": False}
+        how = {"dtype": "float32", "device": "cpu", "captured": ()}
         backend = import_module("torch_impl.backend").TorchBackend(*made_from, **how)
     else:
         how = {"dtype": "float32", "device": "cpu", "quick_compile": False}

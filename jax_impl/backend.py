@@ -31,6 +31,7 @@ from jax_impl.weights import DraftModel, LoadedHead, Weights
 from jax_impl.workspace import workspace
 from shared.boundary.backend import (
     Blueprint,
+    Launch,
     Limits,
     Program,
     StepPlan,
@@ -167,6 +168,10 @@ class JaxBackend:
         )
         words = np.zeros(plan_layout(program, self.limits).size, np.int32)
         return step.lower(self._leaves, self._state, _shape_on(self._device, words))
+
+    def launch(self, program: Program) -> Launch:
+        """How a step of the program is run."""
+        return Launch.COMPILED
 
     def submit(self, plan: StepPlan) -> "JaxFuture":
         """Queues one step and returns at once.

@@ -5,7 +5,7 @@ is queued on one stream; decode programs are captured as CUDA graphs before they
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -15,7 +15,9 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from shared.boundary.backend import (
+    CAPTURED,
     Blueprint,
+    Launch,
     Limits,
     Program,
     StepFuture,
@@ -67,7 +69,7 @@ class TorchBackend:
         *,
         dtype: str,
         device: torch.device | str,
-        cuda_graphs: bool,
+        captured: Collection[Work] = (),
     ) -> None:
         """Allocates the pools of `limits` on the device.
 
@@ -78,7 +80,7 @@ class TorchBackend:
             kinds.
           dtype: Of weights, KV and activations, float32 or bfloat16. Loaded weights have theirs and
             their device already.
-          cuda_graphs: Whether decode steps are captured and replayed.
+          captured: Works whose steps are captured and replayed.
 
         Raises:
           ValueError: Graphs are asked for where there is no GPU, attention on a GPU does not take
@@ -89,7 +91,7 @@ class TorchBackend:
         device = weights.embed.device
         check_limits(limits, drafts, weights.mtp is not None)
         refuse_masks(limits)
-        if cuda_graphs and device.type != "cuda":
+        if captured and device.type != "cuda":
             raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")
         if isinstance(draft_weights, Mapping):
             draft_weights = _placed(drafts, draft_weights, dtype, device)
@@ -106,7 +108,7 @@ class TorchBackend:
         state = allocate(config, limits, kept, weights.embed.dtype, device)
         machine = Machine(model, _drafter(model, drafts, draft_weights), limits, state)
         self._queue = (
-            _Stream(machine, device, cuda_graphs) if device.type == "cuda" else _Worker(machine)
+            _Stream(machine, device, captured) if device.type == "cuda" else _Worker(machine)
         )
 
     @property
@@ -124,14 +126,21 @@ class TorchBackend:
         return workspace(program, self._blueprint)
 
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Captures decode programs on a GPU and runs the others once; a CPU needs neither.
+        """Captures programs on a GPU, and runs once what is not captured; a CPU needs neither.
 
         Raises:
           ValueError: `limits` does not list a program.
         """
-        wanted = list(to_prepare(programs, self.limits, self._ready))
+        # All graphs share a pool, in which what is smaller finds room.
+        wanted = sorted(
+            to_prepare(programs, self.limits, self._ready), key=self.workspace, reverse=True
+        )
         self._queue.prepare(wanted, progress)
         self._ready.update(wanted)
+
+    def launch(self, program: Program) -> Launch:
+        """How a step of the program is run."""
+        return self._queue.launch(program)
 
     def submit(self, plan: StepPlan) -> StepFuture:
         """Queues one step and returns at once.
@@ -189,6 +198,9 @@ class _Worker:
         for program in programs:
             progress(program)
 
+    def launch(self, program: Program) -> Launch:
+        return Launch.EAGER
+
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         return self._thread.submit(self._run, plan)
 
@@ -240,9 +252,9 @@ class _Stream:
     in flight, counted with the one being planned; an entry that is still read is waited for.
     """
 
-    def __init__(self, machine: Machine, device: torch.device, cuda_graphs: bool) -> None:
+    def __init__(self, machine: Machine, device: torch.device, captured: Collection[Work]) -> None:
         self.captures = self.replays = 0
-        self._machine, self._cuda_graphs = machine, cuda_graphs
+        self._machine, self._captured = machine, captured
         limits = machine.limits
         self._compute, self._copy = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._compute.wait_stream(torch.cuda.current_stream(device))
@@ -255,7 +267,7 @@ class _Stream:
         ]
         self._flights: list[_Launched | None] = [None] * len(self._plans)
         self._graphs: dict[Program, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if cuda_graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if captured else None
         self._count, self._device = 0, device
 
     @torch.inference_mode()
@@ -270,6 +282,11 @@ class _Stream:
         flight = self._launch(plan.program, self._graphs.get(plan.program), staged, place)
         self._flights[place] = flight
         return flight
+
+    def launch(self, program: Program) -> Launch:
+        if program in self._graphs:
+            return Launch.CUDA_GRAPH
+        return Launch.DISABLED if program.work in CAPTURED else Launch.EAGER
 
     def close(self) -> None:
         self._compute.synchronize()
@@ -305,10 +322,11 @@ class _Stream:
 
     @torch.inference_mode()
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
-        """Compiles the kernels of all programs side by side, then runs each and captures decodes.
+        """Compiles the kernels of all programs side by side, then runs each and captures it.
 
         They run over plans of padding, which touch the sinks only. A first run sets up libraries,
-        outside of the capture and of serving; prompts run without a graph.
+        outside of the capture and of serving. What a graph works on is of the pool of all graphs,
+        of which one runs at a time.
         """
 
         def steps() -> None:
@@ -323,7 +341,7 @@ class _Stream:
                 plan = self._padding(program)
                 step(self._machine, plan, program)
             self._compute.synchronize()
-            if self._cuda_graphs and program.work is Work.DECODE:
+            if program.work in self._captured:
                 self._graphs[program] = self._capture(program, plan)
                 self.captures += 1
                 # A graph keeps memory of its own, not that of the first run.

@@ -41,7 +41,7 @@ def load_backend(
     draft_files: DraftFiles,
     progress: Callable[[int], None],
 ) -> TorchBackend:
-    """Reads the weights onto the device and makes the backend; decoding on a GPU is captured."""
+    """Reads the weights onto the device and makes the backend; steps on a GPU are captured."""
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     device = torch.device("cuda" if blueprint.on_gpu else "cpu")
     how = (blueprint.dtype, device, progress)
@@ -60,7 +60,7 @@ def load_backend(
         draft_weights,
         dtype=blueprint.dtype,
         device=device,
-        cuda_graphs=blueprint.on_gpu,
+        captured=blueprint.captured if blueprint.on_gpu else (),
     )
 
 
@@ -69,6 +69,7 @@ PLATFORM = Platform(
     open_checkpoint=open_checkpoint,
     costs=ProgramCosts(workspace=workspace, are_compiled=False),
     load=load_backend,
+    captures=True,
 )
 
 

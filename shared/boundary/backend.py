@@ -51,6 +51,19 @@ class Work(Enum):
     COUNT = "count"
 
 
+class Launch(Enum):
+    """How a step gets to the device."""
+
+    COMPILED = "compiled"
+    CUDA_GRAPH = "cuda_graph"
+    DISABLED = "eager_by_flag"
+    EAGER = "eager"
+
+
+CAPTURED = (Work.DECODE, Work.PREFILL)
+"""What is captured where steps can be."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Program:
     """What is compiled or captured once: the work of a step and the sizes of its arrays.
@@ -196,6 +209,7 @@ class Blueprint:
       limits: What is asked of the backend.
       dtype: Of weights, KV and activations, float32 or bfloat16.
       on_gpu: Whether steps run on a GPU.
+      captured: Of a backend that captures steps on a GPU, the works whose steps it shall.
     """
 
     config: ModelConfig
@@ -203,6 +217,7 @@ class Blueprint:
     limits: Limits
     dtype: str
     on_gpu: bool
+    captured: tuple[Work, ...] = CAPTURED
 
     @property
     def item_bytes(self) -> int:
@@ -392,6 +407,10 @@ class Backend(Protocol):
         Raises:
           ValueError: `limits` does not list a program.
         """
+        ...
+
+    def launch(self, program: Program) -> Launch:
+        """How a step of the program is run."""
         ...
 
     def submit(self, plan: StepPlan) -> StepFuture:

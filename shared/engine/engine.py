@@ -139,7 +139,7 @@ class Engine:
     def _submit(self, rows: Rows) -> None:
         plan = self.planner.plan(rows)
         self._flights.append(Flight(self._backend.submit(plan), rows))
-        self.metrics.count_step(rows.work)
+        self.metrics.count_step(rows.work, self._backend.launch(plan.program))
         for request, most in zip(rows.requests, rows.most_tokens, strict=True):
             request.launch(most)
         self.controller.submitted(rows)

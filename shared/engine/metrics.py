@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from shared.boundary.backend import Work
+from shared.boundary.backend import Launch, Work
 from shared.engine.request import FinishReason
 
 
@@ -32,9 +32,9 @@ class Metrics:
             raise KeyError(name)
         self._counters[name] += number
 
-    def count_step(self, work: Work) -> None:
-        """Counts a step that was submitted."""
-        self._counters[_steps(work)] += 1
+    def count_step(self, work: Work, launch: Launch) -> None:
+        """Counts a step that was submitted, and how it was launched."""
+        self._counters[_steps(work, launch)] += 1
 
     def count_end(self, reason: FinishReason) -> None:
         """Counts a request that ended."""
@@ -50,8 +50,8 @@ def _success(reason: FinishReason) -> str:
     return f'request_success_total{{finished_reason="{reason.value}"}}'
 
 
-def _steps(work: Work) -> str:
-    return f'engine_steps_total{{kind="{work.value}"}}'
+def _steps(work: Work, launch: Launch) -> str:
+    return f'engine_steps_total{{kind="{work.value}",launch="{launch.value}"}}'
 
 
 _COUNTERS = (
@@ -62,5 +62,5 @@ _COUNTERS = (
     "spec_decode_num_draft_tokens_total",
     "spec_decode_num_accepted_tokens_total",
     *map(_success, FinishReason),
-    *map(_steps, Work),
+    *(_steps(work, launch) for work in Work for launch in Launch),
 )

@@ -16,7 +16,7 @@ NOT_SUPPORTED = {
     **dict.fromkeys(
         ("--mem-fraction-static", "--max-prefill-tokens", "--schedule-policy")
         + ("--schedule-conservativeness", "--cuda-graph-max-bs", "--cuda-graph-bs")
-        + ("--disable-cuda-graph", "--disable-cuda-graph-padding", "--attention-backend")
+        + ("--disable-cuda-graph-padding", "--attention-backend")
         + ("--prefill-attention-backend", "--decode-attention-backend", "--sampling-backend")
         + ("--grammar-backend", "--mamba-ssm-dtype", "--max-mamba-cache-size")
         + ("--enable-torch-compile", "--enable-mixed-chunk", "--num-continuous-decode-steps")

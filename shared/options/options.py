@@ -142,6 +142,8 @@ class EngineConfig:
         None, "steps on the device while the host plans the next (default: 1)", low=0, high=2
     )
     disable_overlap_schedule: bool = flag(False, "the same as --overlap 0")
+    disable_cuda_graph: bool = flag(False, "torch on a GPU runs every step launch by launch")
+    disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts alone")
 
     def __post_init__(self) -> None:
         check_rules(self)

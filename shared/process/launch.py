@@ -38,6 +38,7 @@ from shared.models.config import ModelConfig, read_json
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.sampling import SamplingDefaults
 from shared.options.capabilities import refusals
+from shared.options.flags import spelling
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
 from shared.options.setup import Setup
 from shared.process import loop
@@ -81,12 +82,14 @@ class Platform:
       costs: What the backend says of its programs before it is made.
       load: Makes the backend from its blueprint, what `open_checkpoint` gave and what drafts; it
         calls its last argument with the number of stored bytes after each tensor.
+      captures: Whether it has steps on a GPU that it may capture or not.
     """
 
     find_device: Callable[[], Device]
     open_checkpoint: Callable[[str], Weights]
     costs: ProgramCosts
     load: LoadCall
+    captures: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,8 @@ def prepare(options: Options, platform: Platform) -> Start:
       ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
     """
     options = _expanded(options)
+    if not platform.captures:
+        _refuse_graph_flags(options)
     draft, folder = options.speculative, options.model.model_path
     model = ModelConfig.from_folder(folder)
     is_dummy, path = options.model.is_dummy, draft.head_path
@@ -218,6 +223,15 @@ def prepare(options: Options, platform: Platform) -> Start:
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
     memory = plan(options, model, draft_files.drafts, platform.find_device(), platform.costs)
     return Start(checkpoint, draft_files, memory, defaults)
+
+
+def _refuse_graph_flags(options: Options) -> None:
+    for name in ("disable_cuda_graph", "disable_piecewise_cuda_graph"):
+        if getattr(options.engine, name):
+            raise ConfigError(
+                f"{spelling(name)} is for torch, and JAX compiles every step as a whole; leave the "
+                "flag out"
+            )
 
 
 def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:

@@ -17,7 +17,7 @@ from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig
 from shared.options.options import ConfigError, Options
 from shared.process.device import Device
-from shared.process.programs import ProgramCosts, given, limits_for, pages_for
+from shared.process.programs import ProgramCosts, captured_works, given, limits_for, pages_for
 
 MEMORY_SHARE = 0.9
 """Of a device's free memory; the rest is left to its libraries."""
@@ -154,6 +154,7 @@ class _Sizing:
             limits=limits_for(options, self.model, self.device, self.costs),
             dtype=options.model.dtype,
             on_gpu=self.device.kind == "gpu",
+            captured=captured_works(options),
         )
         lines = tuple(_lines(options, blueprint, self.costs))
         return MemoryPlan(options=options, blueprint=blueprint, device=self.device, lines=lines)

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
-from shared.boundary.backend import Blueprint, Limits, Program, Work
+from shared.boundary.backend import CAPTURED, Blueprint, Limits, Program, Work
 from shared.models.config import ModelConfig
 from shared.options.options import CHUNK_ALIGNMENT, Options
 from shared.process.device import Device
@@ -43,16 +44,25 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
     page_size = given(engine.page_size)
     num_pages = given(engine.max_total_tokens) // page_size
     table = max(1, min(num_pages, pages_for(options, context)))
-    requests = given(engine.max_running_requests)
+    requests, most = given(engine.max_running_requests), given(engine.chunked_prefill_size)
     if device.kind == "gpu":
         batches, tables = _powers(1, 2, requests), (table,)
-        programs = _programs(options, batches, _prefill_rows(requests), tables)
+        # Of many prompts together none is short, or it would not matter.
+        chunks = [
+            (rows, tokens)
+            for rows in _prefill_rows(requests)
+            for tokens in _powers(CHUNK_ALIGNMENT, 2, most)
+            if tokens >= min(rows * CHUNK_ALIGNMENT, most)
+        ]
+        programs = _programs(options, batches, chunks, tables)
     elif not costs.are_compiled:
         batches, tables = _powers(1, 4, requests), _page_tables(table)
-        programs = _programs(options, batches, _prefill_rows(requests), tables)
+        chunks = list(product(_prefill_rows(requests), _chunks(most)))
+        programs = _programs(options, batches, chunks, tables)
     else:
         batches, tables = sorted({1, requests}), (table,)
-        programs = _few(_programs(options, batches, [1], tables))
+        chunks = list(product([1], _chunks(most)))
+        programs = _few(_programs(options, batches, chunks, tables))
     return Limits(
         page_size=page_size,
         num_pages=1 + num_pages,
@@ -70,17 +80,31 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
     )
 
 
+def captured_works(options: Options) -> tuple[Work, ...]:
+    """The works whose steps torch captures on a GPU."""
+    engine = options.engine
+    if engine.disable_cuda_graph:
+        return ()
+    is_left_out = Work.PREFILL if engine.disable_piecewise_cuda_graph else None
+    return tuple(work for work in CAPTURED if work is not is_left_out)
+
+
 def _programs(
-    options: Options, batches: Sequence[int], prefill_rows: Sequence[int], tables: Sequence[int]
+    options: Options,
+    batches: Sequence[int],
+    chunks: Sequence[tuple[int, int]],
+    tables: Sequence[int],
 ) -> list[Program]:
-    """Every program of these sizes; a tree of the host's may be missing, so it has a plain twin."""
-    chunk, on_host = given(options.engine.chunked_prefill_size), options.speculative.drafts_on_host
-    small_chunk = -(-chunk // 8 // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
+    """Every program of these sizes; a tree of the host's may be missing, so it has a plain twin.
+
+    Args:
+      chunks: Rows and tokens of a prefill.
+    """
+    on_host = options.speculative.drafts_on_host
     prefills = [
         _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch), logprobs)
-        for batch in prefill_rows
+        for batch, tokens in chunks
         for pages in tables
-        for tokens in sorted({small_chunk, chunk})
         for logprobs in (False, True)
     ]
     decodes = [
@@ -92,7 +116,6 @@ def _programs(
     ]
     if on_host:
         decodes = [replace(p, host_draft=not p.shape.is_plain) for p in decodes]
-    # Captured ones come first: what the first runs of prompts took is kept for later prompts.
     return decodes + prefills
 
 
@@ -106,6 +129,11 @@ def _few(programs: Sequence[Program]) -> list[Program]:
         for program in programs
         if program.logprobs is (replace(program, logprobs=True) in widest.values())
     ]
+
+
+def _chunks(most: int) -> list[int]:
+    """Sizes of chunks where each costs something at the start: all, and an eighth."""
+    return sorted({-(-most // 8 // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT, most})
 
 
 def _prefill_rows(requests: int) -> list[int]:

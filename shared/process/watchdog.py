@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from shared.boundary.backend import Backend, Program, StepFuture, StepPlan, StepResult
+from shared.boundary.backend import Backend, Launch, Program, StepFuture, StepPlan, StepResult
 
 STOPPED = "the server was stopped"
 CHECK_S = 0.5
@@ -84,6 +84,10 @@ class NamedSteps:
     def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
         """See `Backend`."""
         self._backend.prepare(programs, progress)
+
+    def launch(self, program: Program) -> Launch:
+        """See `Backend`."""
+        return self._backend.launch(program)
 
     def submit(self, plan: StepPlan) -> StepFuture:
         """See `Backend`."""

@@ -19,6 +19,7 @@ from shared.boundary.backend import (
     Count,
     Decode,
     Draft,
+    Launch,
     Limits,
     Mask,
     Prefill,
@@ -103,6 +104,10 @@ class ReferenceBackend:
         for program in to_prepare(programs, self.limits, self._ready):
             progress(program)
             self._ready.add(program)
+
+    def launch(self, program: Program) -> Launch:
+        """How a step of the program is run."""
+        return Launch.EAGER
 
     def submit(self, plan: StepPlan) -> Future[StepResult]:
         """Queues one step and returns at once.

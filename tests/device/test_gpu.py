@@ -127,14 +127,14 @@ def test_rejected_chains_are_those_of_the_specification(rule):
     on_gpu.close()
 
 
-def test_every_decode_step_was_a_replay_of_one_graph_a_program(backends):
+def test_every_step_was_a_replay_of_one_graph_a_program(backends):
     cell = CELLS[-1]
     backend = backend_of(backends, "torch graphs", cell)
     before = backend.replays
     served = serve(backend, cell)
     steps = max(len(outcome.accepted) for outcome in served.values())
-    assert backend.replays - before >= steps
-    assert backend.captures <= len(backend.limits.shapes)
+    assert backend.replays - before > steps  # a prompt is one too
+    assert backend.captures <= len(backend.limits.programs)
 
 
 def test_jax_compiles_each_program_once(backends):

@@ -347,3 +347,13 @@ def test_close_ends_everything():
     engine.close()
     assert not engine.busy
     assert engine.allocator.usage == 0.0
+
+
+def test_steps_are_counted_by_how_they_were_launched():
+    engine = make()
+    drive(engine, [request(0)])
+    found = engine.metrics.snapshot()
+    steps = {name: value for name, value in found.items() if name.startswith("engine_steps_total")}
+    assert steps['engine_steps_total{kind="prefill",launch="eager"}'] == 1
+    assert steps['engine_steps_total{kind="decode",launch="eager"}'] >= 1
+    assert not any(value for name, value in steps.items() if 'launch="eager"' not in name)

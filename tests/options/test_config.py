@@ -183,6 +183,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
     absent = {"disable_overlap_schedule": False, "speculative_draft_model_path": None}
     absent |= {"block_verification": False, "speculative_draft_window_size": None}
     absent |= {"speculative_simulate_accept_length": None}
+    absent |= {"disable_cuda_graph": False, "disable_piecewise_cuda_graph": False}
     assert found == given | absent
 
 

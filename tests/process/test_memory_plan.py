@@ -117,6 +117,22 @@ def test_a_cpu_that_compiles_its_programs_has_few_of_them():
         assert sizes[with_logprobs] == max(sizes.values())
 
 
+def test_a_gpu_has_a_program_for_each_power_of_two_of_a_prompts_tokens():
+    """Trap: a prompt of 300 tokens in a program for 2,048 of them."""
+    programs = planned("torch", 140 * GB).limits.programs
+    sizes = sorted({(p.batch, p.tokens) for p in programs if p.work is Work.PREFILL})
+    alone = [(1, 64 << power) for power in range(6)]
+    assert sizes == [*alone, (8, 512), (8, 1024), (8, 2048)]
+
+
+def test_the_flags_of_cuda_graphs_say_which_work_is_captured():
+    all_, some, none = (
+        planned("torch", 140 * GB, flags).blueprint.captured
+        for flags in ("", "--disable-piecewise-cuda-graph", "--disable-cuda-graph")
+    )
+    assert (all_, some, none) == ((Work.DECODE, Work.PREFILL), (Work.DECODE,), ())
+
+
 @pytest.mark.parametrize("nodes", [1, 8], ids=["plain", "trees"])
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_every_step_has_one_of_the_few_programs(nodes, logprobs):

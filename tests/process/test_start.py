@@ -267,6 +267,12 @@ def test_a_context_beyond_the_models_is_refused_by_name(folder, capfd):
     assert "--context-length 2049" in capfd.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("name", ["--disable-cuda-graph", "--disable-piecewise-cuda-graph"])
+def test_flags_of_cuda_graphs_are_refused_by_name_where_there_are_none(name, folder, capfd):
+    assert start(["--model-path", str(folder), name]) == 2
+    assert capfd.readouterr().err.splitlines()[-1].startswith(f"{name} is for torch")
+
+
 def test_a_port_in_use_is_refused_before_anything_is_loaded(capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert start(["--port", str(taken.getsockname()[1])]) == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.backend import CAPTURED, Backend, Limits, StepFuture, StepPlan
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.checkpoint import Weights
@@ -59,7 +59,7 @@ def make_backend(
     if framework == "torch":
         from torch_impl.backend import TorchBackend
 
-        how = {"dtype": "float32", "device": "cpu", "cuda_graphs": False}
+        how = {"dtype": "float32", "device": "cpu", "captured": ()}
         return PreparedOnUse(TorchBackend(*made_from, **how))
     from jax_impl.backend import JaxBackend
 
@@ -82,5 +82,5 @@ def make_gpu_backend(
     from torch_impl.backend import TorchBackend
 
     graphs = framework == "torch graphs"
-    how = {"dtype": "float32", "device": "cuda", "cuda_graphs": graphs}
+    how = {"dtype": "float32", "device": "cuda", "captured": CAPTURED if graphs else ()}
     return PreparedOnUse(TorchBackend(*made_from, **how))

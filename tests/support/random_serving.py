@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
+from shared.boundary.backend import Backend, Launch, Limits, Program, StepFuture, StepPlan, Work
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
@@ -169,6 +169,9 @@ class Watched:
         future = self._backend.submit(plan)
         self.steps.append((plan, future))
         return future
+
+    def launch(self, program: Program) -> Launch:
+        return self._backend.launch(program)
 
     def close(self) -> None: ...
 

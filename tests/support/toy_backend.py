@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from shared.boundary.backend import (
+    Launch,
     Limits,
     Logprobs,
     Prefill,
@@ -106,6 +107,9 @@ class ToyBackend:
         self._lengths = np.zeros(limits.num_slots, np.int32)
         self._newest = np.zeros(limits.num_slots, np.int32)
         self._queue: deque[tuple[StepPlan, ToyFuture]] = deque()
+
+    def launch(self, program: Program) -> Launch:
+        return Launch.EAGER
 
     def submit(self, plan: StepPlan) -> ToyFuture:
         future = ToyFuture(self)
