@@ -214,7 +214,7 @@ def begun(
     Args:
       overlap: None leaves it to the flags.
     """
-    folders = folders_of(options.model, dict(map(_folder, options.folders)))
+    folders = folders_of(options.model, dict(map(named_folder, options.folders)))
     session = Session.begin(backend, options.model, draft, folders, flags(options, overlap), load)
     try:
         yield session
@@ -222,7 +222,7 @@ def begun(
         session.end()
 
 
-def _folder(text: str) -> tuple[str, Path]:
+def named_folder(text: str) -> tuple[str, Path]:
     name, _, folder = text.partition("=")
     if name not in WITH_FOLDER or not folder:
         raise ValueError(f"--folders {text}: give ALGORITHM=DIR of {', '.join(WITH_FOLDER)}")

@@ -35,6 +35,7 @@ Timer = Callable[[int], float]
 """Seconds of one call, from a number of rounds over all sets of arguments."""
 
 GPU_COPY_FLOATS, CPU_COPY_FLOATS = 2**28, 2**24
+GPU_PRODUCT, CPU_PRODUCT = 8192, 256
 ROUND_S = 0.02
 WARM_UP_ROUNDS = 10
 
@@ -136,6 +137,15 @@ class Side(ABC):
         for _ in range(WARM_UP_ROUNDS):
             timer(rounds)
         return 2 * 4 * floats / statistics.median(timer(rounds) for _ in range(7))
+
+    def product_rate(self) -> float:
+        """Operations a second of a large square product in bfloat16 by the framework itself."""
+        size = GPU_PRODUCT if self.is_gpu else CPU_PRODUCT
+        x = np.random.default_rng(0).standard_normal((size, size), np.float32)
+        product = Operation(lambda x: x @ x, ())
+        timer = self.timer(product, [[self._array(x, "bfloat16")]])
+        rounds = rounds_for(timer, 1)
+        return 2 * size**3 / statistics.median(timer(rounds) for _ in range(7))
 
     def release(self) -> None:
         """Lets go of the arrays and programs that no one holds, for the next side."""

@@ -51,7 +51,7 @@ class LastStep:
 
     def __init__(self, backend: Backend) -> None:
         self.limits, self.workspace = backend.limits, backend.workspace
-        self.prepare, self.close = backend.prepare, backend.close
+        self.prepare, self.launch, self.close = backend.prepare, backend.launch, backend.close
         self._backend, self._future = backend, None
 
     def submit(self, plan: StepPlan) -> StepFuture:
@@ -99,7 +99,13 @@ class Run:
 
 
 def start(
-    framework: str, flags: Sequence[str], *, batch: int, context: int, plain_candidates: bool
+    framework: str,
+    flags: Sequence[str],
+    *,
+    batch: int,
+    context: int,
+    plain_candidates: bool,
+    chunk: int | None = None,
 ) -> Served:
     """Starts an engine that serves `batch` requests at once, and warms it up.
 
@@ -107,6 +113,7 @@ def start(
       framework: "torch" or "jax"; only this one is imported.
       flags: Of the server.
       context: Most tokens of prompt and output.
+      chunk: Of prompts the program alone that has room for so many tokens; None: all.
       plain_candidates: Drafts are ranked without the target's noise; no server can be told to.
 
     Raises:
@@ -120,7 +127,7 @@ def start(
     options = parse([*flags, *bounds])
     begun = launch.prepare(options, serve.PLATFORM)
     memory, blueprint = begun.memory, begun.memory.blueprint
-    limits = one_bucket(blueprint.limits)
+    limits = one_bucket(blueprint.limits, chunk)
     blueprint = replace(blueprint, limits=limits)
     files, clock = (begun.checkpoint, begun.draft_files), [time.perf_counter()]
     backend = serve.load_backend(blueprint, *files, lambda num_bytes: None)
@@ -145,10 +152,13 @@ def start(
     )
 
 
-def one_bucket(limits: Limits) -> Limits:
+def one_bucket(limits: Limits, chunk: int | None = None) -> Limits:
     """Keeps the widest program of each kind of step, so that none is compiled in a timed run.
 
     They are without logprobs, which no timed run asks for.
+
+    Args:
+      chunk: See `start`.
     """
     widest = {}
     for program in limits.programs:
@@ -159,6 +169,10 @@ def one_bucket(limits: Limits) -> Limits:
         for program in limits.programs
         if (program.batch, program.pages) == widest[program.work]
     ]
+    if chunk is not None:
+        sizes = sorted({p.tokens for p in kept if p.work is Work.PREFILL})
+        size = next((size for size in sizes if size >= chunk), sizes[-1])
+        kept = [p for p in kept if p.work is not Work.PREFILL or p.tokens == size]
     return replace(limits, programs=tuple(dict.fromkeys(kept)))
 
 

@@ -128,7 +128,12 @@ class Session:
         context = -(-(load.prompt + load.output) // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
         line = ["--model-path", str(model), *draft.flags(folders), *flags]
         served = start(
-            backend, line, batch=load.batch, context=context, plain_candidates=draft.is_plain_ranked
+            backend,
+            line,
+            batch=load.batch,
+            context=context,
+            plain_candidates=draft.is_plain_ranked,
+            chunk=load.batch * load.prompt,
         )
         return cls(backend, draft, load.batch, served)
 

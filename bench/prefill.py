@@ -1,0 +1,178 @@
+"""Milliseconds until the first token of a prompt, in CUDA graphs and launch by launch.
+
+    python -m bench.prefill --model bench/shapes/qwen3-8b --backend torch jax \
+        --drafts none EAGLE3:S=3 --prompt 64 256 1024 2048
+
+One prompt at a time, handed to an engine that has nothing else to do, without HTTP. Its answer goes
+on for some tokens: texts and acceptance must be the same however prompts are launched. Beside it
+stands what the products with the layers' weights alone would take at the rate of a large product.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from bench.drafting import PLAIN, Draft
+from bench.offline import flags, named_folder, with_lot
+from bench.op_sides import SIDES
+from bench.serving import Outcome, Served, start
+from bench.session import Load, folders_of, reset_peak
+from shared.boundary.backend import Launch, Work
+from shared.models.checkpoint import parameters
+from shared.models.config import ModelConfig
+
+EAGER = "--disable-piecewise-cuda-graph"
+HEADER = (
+    f"{'side':6}{'drafts':26}{'launch':>14}{'tokens':>8}{'ms':>9}{'low':>8}{'high':>8}"
+    f"{'products':>10}{'tokens/s':>10}  answer"
+)
+OUTSIDE = ("embed", "lm_head")
+"""Weights that a prompt has no product with, or only its last token."""
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One prompt: seconds until its first token, and all that was answered."""
+
+    seconds: float
+    outcome: Outcome
+
+
+def ask(served: Served, load: Load) -> Answer:
+    """Serves one prompt to its end."""
+    (request,) = load.requests(served.backend.limits.vocab)
+    outcome, first, began = Outcome(), 0.0, time.perf_counter()
+    served.engine.add(request)
+    while served.engine.busy:
+        for event in served.engine.step():
+            outcome.take(event)
+        if outcome.tokens and not first:
+            first = time.perf_counter() - began
+    return Answer(first, outcome)
+
+
+def measure(served: Served, load: Load, rounds: int, product_rate: float) -> Line:
+    """One size of prompt; `answer` is what was answered, and what of it was drafted."""
+    ask(served, load)
+    answers = [ask(served, load) for _ in range(rounds)]
+    seconds = [each.seconds for each in answers]
+    products = 2 * load.prompt * _weights_of(served.memory.blueprint.config) / product_rate
+    counts, kind = served.engine.metrics.snapshot(), Work.PREFILL.value
+    launches = {
+        launch.value: int(counts[f'engine_steps_total{{kind="{kind}",launch="{launch.value}"}}'])
+        for launch in Launch
+    }
+    last = answers[-1].outcome
+    return {
+        "prompt": load.prompt,
+        "ms": round(1e3 * statistics.median(seconds), 3),
+        "ms_low": round(1e3 * min(seconds), 3),
+        "ms_high": round(1e3 * max(seconds), 3),
+        "products_ms": round(1e3 * products, 3),
+        "tokens_per_s": round(load.prompt / statistics.median(seconds), 1),
+        "prefills_so_far": {name: count for name, count in launches.items() if count},
+        "answer": {"tokens": last.tokens, "accepted": last.accepted},
+    }
+
+
+def _weights_of(config: ModelConfig) -> int:
+    """Numbers in the layers' matrices."""
+    return sum(
+        prod(p.shape)
+        for p in parameters(config, False)
+        if len(p.shape) == 2 and p.name not in OUTSIDE
+    )
+
+
+def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Serves everything that the options name.
+
+    Raises:
+      ValueError: An option is wrong, or a start is refused; one sentence.
+    """
+    drafts = [with_lot(Draft.parse(text), options.accept_length) for text in options.drafts]
+    folders = folders_of(options.model, dict(map(named_folder, options.folders)))
+    found: dict[str, Any] = {"command": command, "versions": {}, "sides": {}, "lines": []}
+    context = max(options.prompt) + options.output + options.output % 2
+    answers: dict[tuple[str, int], Line] = {}
+    for backend in options.backend:
+        side = SIDES[backend]()
+        rate = side.product_rate()
+        side.release()
+        found["versions"][backend] = side.version
+        found["sides"][backend] = {"device": side.device, "product_teraflops": rate / 1e12}
+        print(f"{backend} on {side.device}, products {rate / 1e12:.1f} TFLOP/s\n{HEADER}")
+        for draft in drafts:
+            for own in _launches(backend, side.is_gpu):
+                reset_peak(backend)
+                words = ["--model-path", str(options.model), *draft.flags(folders)]
+                words += [*flags(options, None), *own]
+                how = {"batch": 1, "context": context, "plain_candidates": False}
+                served = start(backend, words, **how)
+                for prompt in options.prompt:
+                    sizes = {"batch": 1, "prompt": prompt, "output": options.output}
+                    load = Load(**sizes, temperature=0.0, top_p=1.0)
+                    line = {"backend": backend, "drafts": str(draft), "flags": own}
+                    line |= measure(served, load, options.rounds, rate)
+                    known = answers.setdefault((f"{backend} {draft}", prompt), line["answer"])
+                    line["is_same"] = line["answer"] == known
+                    found["lines"].append(line)
+                    print(line_of(line), flush=True)
+                    if options.out:
+                        text = json.dumps(found, indent=1)
+                        options.out.write_text(text + "\n", encoding="utf-8")
+                served.engine.close()
+    return found
+
+
+def _launches(backend: str, on_gpu: bool) -> list[list[str]]:
+    """Flags of the ways to launch a prompt."""
+    return [[], [EAGER]] if backend == "torch" and on_gpu else [[]]
+
+
+def line_of(line: Line) -> str:
+    """A line for a terminal."""
+    launch = max(line["prefills_so_far"], key=line["prefills_so_far"].get)
+    return (
+        f"{line['backend']:6}{line['drafts']:26}{launch:>14}{line['prompt']:8}{line['ms']:9.2f}"
+        f"{line['ms_low']:8.2f}{line['ms_high']:8.2f}{line['products_ms']:10.2f}"
+        f"{line['tokens_per_s']:10.0f}  {'same' if line['is_same'] else 'ANOTHER'}"
+    )
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
+    parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
+    parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--drafts", nargs="+", default=[PLAIN], metavar="SPEC")
+    parser.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
+    parser.add_argument("--accept-length", help="the flag --speculative-simulate-accept-length")
+    parser.add_argument("--prompt", nargs="+", type=int, default=[64, 256, 512, 1024, 2048])
+    parser.add_argument("--output", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--flags", default="", help="more flags of the server, in one word")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="JSON file, written after every line")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Prints and writes the lines; the exit code is 1 where an answer is another."""
+    found = run(options(), shlex.join(["python", "-m", "bench.prefill", *sys.argv[1:]]))
+    return int(not all(line["is_same"] for line in found["lines"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
