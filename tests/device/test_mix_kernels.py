@@ -446,4 +446,4 @@ def test_a_kernel_refuses_other_head_sizes_by_name_on_a_gpu_only(ops, monkeypatc
 def test_a_machine_without_a_gpu_has_no_kernels() -> None:
     for ops, has_gpu in ((torch_impl.ops, ON_GPU), (jax_impl.ops, not INTERPRET)):
         assert ops.kernel_names() == (list(MODULES) if has_gpu else [])
-        assert (ops.mix.mix is ops.mix.plain_mix) == (not has_gpu)
+        assert (ops.KERNELS is None) == (not has_gpu)

@@ -140,7 +140,7 @@ class Passes:
             nodes = delta_mix.Nodes(parents, rows.row_starts, row_of, rows.request, node)
             mixer = layers.Tree(self._config, state, SINK, nodes, False)
         passed = model.forward(loaded, tokens[0, node], rows, kv, mixer, self._streams)
-        kept = None if mixer is None else mixer.held[1]
+        kept = None if mixer is None else mixer.held[1].kept
         return _pass(loaded, passed), passed.kv, kept
 
     def _commit(self, _, parameters, kv, state, kept, path, count, length):
