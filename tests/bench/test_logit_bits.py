@@ -1,0 +1,24 @@
+"""The bench of logits' bits: one sum in both frameworks, and what is compared."""
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from bench import logit_bits
+
+
+def test_the_sum_of_a_rows_bits_is_one_in_both_frameworks_and_every_bit_counts():
+    logits = np.random.default_rng(0).standard_normal((3, 5000)).astype(np.float32) * 100
+    places = (2 * np.arange(5000, dtype=object) + 1) * logit_bits._ODD % 2**32
+    want = ((logits.view(np.uint32).astype(object) * places).sum(1) % 2**32).tolist()
+    assert logit_bits._torch_sum(torch.tensor(logits)).tolist() == want
+    assert np.asarray(logit_bits._jax_sum(jnp.asarray(logits))).tolist() == want
+    logits.view(np.uint32)[1, 77] ^= 1
+    changed = logit_bits._torch_sum(torch.tensor(logits)).tolist()
+    assert [x == y for x, y in zip(changed, want, strict=True)] == [True, False, True]
+
+
+def test_positions_count_as_far_as_both_have_gone_the_same_way():
+    ours = [([5, 6, 7], [1, 2, 3]), ([5, 5], [1, 1])]
+    theirs = [([5, 9, 7], [1, 4, 8]), ([5, 5], [1, 1])]
+    assert logit_bits.compared(ours, theirs) == {"positions": 4, "with_other_bits": 1}
