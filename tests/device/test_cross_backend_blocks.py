@@ -238,7 +238,7 @@ class Crowded:
 
     def __init__(self, backend: Backend, num_pages: int) -> None:
         self.limits = replace(backend.limits, num_pages=num_pages)
-        self.submit = backend.submit
+        self.submit, self.launch = backend.submit, backend.launch
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -273,7 +273,7 @@ class Watched:
     """A backend that says which decode steps were submitted before the one before was known."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self.limits = backend, backend.limits
+        self._backend, self.limits, self.launch = backend, backend.limits, backend.launch
         self.flights: list[tuple[Work, Watched.Future]] = []
         self.early, self.beside = 0, 0
 

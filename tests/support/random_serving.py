@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Launch, Limits, Program, StepFuture, StepPlan, Work
+from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
@@ -163,15 +163,13 @@ class Watched:
 
     def __init__(self, backend: Backend, num_pages: int) -> None:
         self.limits = replace(backend.limits, num_pages=num_pages)
-        self._backend, self.steps = backend, list[tuple[StepPlan, StepFuture]]()
+        self._backend, self.launch = backend, backend.launch
+        self.steps: list[tuple[StepPlan, StepFuture]] = []
 
     def submit(self, plan: StepPlan) -> StepFuture:
         future = self._backend.submit(plan)
         self.steps.append((plan, future))
         return future
-
-    def launch(self, program: Program) -> Launch:
-        return self._backend.launch(program)
 
     def close(self) -> None: ...
 

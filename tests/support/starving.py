@@ -22,7 +22,7 @@ class Starving:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self.limits = backend, backend.limits
+        self._backend, self.limits, self.launch = backend, backend.limits, backend.launch
         self._last: tuple[int, StepFuture] | None = None
         self._most = cycle(
             range(1, 1 + max(program.shape.depth for program in self.limits.programs))
