@@ -136,7 +136,7 @@ CASES = {
     "keys that are alike": make(RAGGED, saves=SAVES, alike=0.9),
     "tokens that forget all": make(RAGGED, saves=SAVES, most_gate=500),
     "own keys": make((65, 20), OWN_KEYS, saves=((65, 1), (0, 2))),
-    "a long prompt": make((1024,), saves=((512, 1),), padding=0),
+    "a long prompt": make((512,), saves=((256, 1),), padding=0),
 }
 
 
