@@ -47,7 +47,7 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
     requests, most = given(engine.max_running_requests), given(engine.chunked_prefill_size)
     if device.kind == "gpu":
         batches, tables = _powers(1, 2, requests), (table,)
-        # Of many prompts together none is short, or it would not matter.
+        # Several prompts are many tokens; where they are few, a wider program costs little.
         chunks = [
             (rows, tokens)
             for rows in _prefill_rows(requests)
