@@ -108,6 +108,18 @@ class Draft:
         return found
 
 
+def named_folder(text: str) -> tuple[str, Path]:
+    """Reads `ALGORITHM=DIR` of `--folders`.
+
+    Raises:
+      ValueError: It is not so, or no such drafter has files.
+    """
+    name, _, folder = text.partition("=")
+    if name not in WITH_FOLDER or not folder:
+        raise ValueError(f"--folders {text}: give ALGORITHM=DIR of {', '.join(WITH_FOLDER)}")
+    return name, Path(folder)
+
+
 def folders_beside(model: Path) -> dict[str, Path]:
     """Where the drafters of a model are looked for: `eagle3` beside its folder, and so on."""
     return {name: model.resolve().parent / name.lower() for name in WITH_FOLDER}

@@ -26,7 +26,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.drafting import PLAIN, WITH_FOLDER, Draft
+from bench.drafting import PLAIN, Draft, named_folder
 from bench.op_sides import SIDES
 from bench.session import Load, Session, folders_of, peak_bytes
 
@@ -220,13 +220,6 @@ def begun(
         yield session
     finally:
         session.end()
-
-
-def named_folder(text: str) -> tuple[str, Path]:
-    name, _, folder = text.partition("=")
-    if name not in WITH_FOLDER or not folder:
-        raise ValueError(f"--folders {text}: give ALGORITHM=DIR of {', '.join(WITH_FOLDER)}")
-    return name, Path(folder)
 
 
 def flags(options: argparse.Namespace, overlap: int | None) -> list[str]:

@@ -1,11 +1,11 @@
 """What is measured, and the options that say it."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.drafting import WITH_FOLDER, Draft, folders_beside
+from bench.drafting import WITH_FOLDER, Draft, folders_beside, named_folder
 from models.demo.data import KINDS
 
 FRAMEWORKS = ("torch", "jax")
@@ -84,7 +84,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         model=args.model,
         backends=args.backend,
         drafts=[Draft.parse(text) for text in args.drafts],
-        folders=folders_beside(args.model) | dict(_named_folders(args.folders)),
+        folders=folders_beside(args.model) | dict(map(named_folder, args.folders)),
         kinds=kinds,
         temperatures=args.temperature,
         count=args.count,
@@ -95,11 +95,3 @@ def settings_of(args: argparse.Namespace) -> Settings:
         dtype=args.dtype,
         device=args.device,
     )
-
-
-def _named_folders(texts: Sequence[str]) -> Iterator[tuple[str, Path]]:
-    for text in texts:
-        name, _, folder = text.partition("=")
-        if name not in WITH_FOLDER or not folder:
-            raise ValueError(f"--folders {text}: give ALGORITHM=DIR of {', '.join(WITH_FOLDER)}")
-        yield name, Path(folder)

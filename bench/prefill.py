@@ -20,8 +20,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from bench.drafting import PLAIN, Draft
-from bench.offline import flags, named_folder, with_lot
+from bench.drafting import PLAIN, Draft, named_folder
+from bench.offline import flags, with_lot
 from bench.op_sides import SIDES
 from bench.serving import Outcome, Served, start
 from bench.session import Load, folders_of, reset_peak

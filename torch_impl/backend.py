@@ -1,7 +1,7 @@
 """The torch backend: queues plans, runs them as steps, and brings the results back.
 
 On a CPU a worker thread runs the steps, so `submit` returns at once there too. On a GPU everything
-is queued on one stream; decode programs are captured as CUDA graphs before they are used.
+is queued on one stream; programs are captured as CUDA graphs before they are used.
 """
 
 import time
