@@ -33,8 +33,9 @@ File = dict[str, Any]
 
 HEAD = """# Performance
 
-Made by `python -m bench.performance` of `bench/results/offline_*.json` and `fused_*.json`, which
-hold commands and versions, and where steps were traced the kernels that take the most of one.
+Made by `python -m bench.performance` of `bench/results/offline_*.json`, `prefill_*.json` and
+`fused_*.json`, which hold commands and versions, and where steps were traced the kernels that take
+the most of one.
 
 Weights are random, so drafts are accepted by lot: `L` is the mean of the tokens that a step gives.
 A step's limit is the time that its bytes take at the rate of a large copy on the same device. Texts
@@ -58,12 +59,12 @@ class Key(NamedTuple):
         return self._replace(temperature=0.0, overlap=1)
 
 
-def render(files: Sequence[File], fused: Sequence[File] = ()) -> str:
+def render(files: Sequence[File], prefills: Sequence[File] = (), fused: Sequence[File] = ()) -> str:
     """The page.
 
     Args:
       files: As `bench.offline` writes them.
-      fused: As `bench.fused` writes them, of the same models.
+      prefills, fused: As `bench.prefill` and `bench.fused` write them, of the same models.
     """
     parts = [HEAD.strip()]
     for model in dict.fromkeys(map(model_of, files)):
@@ -86,7 +87,13 @@ def render(files: Sequence[File], fused: Sequence[File] = ()) -> str:
         parts += _table(
             "Seconds until every program is ready, and gigabytes of memory.", list(_starts(by_key))
         )
-        lines = [line for file in fused if model_of(file) == model for line in file["lines"]]
+        parts += _table(
+            "Milliseconds until the first token of one prompt; beside them what the products with "
+            "the layers' weights alone take at the rate of a large product of the vendor's "
+            "library, and torch without its CUDA graphs. The answers are the same in both ways.",
+            list(_prompts(_lines_of(prefills, model))),
+        )
+        lines = _lines_of(fused, model)
         parts += _table(
             "A step in one device program beside the same step in three (draft; verify and commit; "
             "draft-extend), and requests a second of a closed loop that keeps the batch full.",
@@ -99,6 +106,10 @@ def model_of(file: File) -> str:
     """The name of the folder that was served."""
     words = shlex.split(file["command"])
     return Path(words[words.index("--model") + 1]).name
+
+
+def _lines_of(files: Sequence[File], model: str) -> list[Line]:
+    return [line for file in files if model_of(file) == model for line in file["lines"]]
 
 
 def _table(title: str, lines: list[list[str]]) -> list[str]:
@@ -161,6 +172,28 @@ def _starts(by_key: dict[Key, dict[str, Line]]) -> Iterator[list[str]]:
         yield [key.drafts, str(key.batch), *seconds, f"{planned:.2f}", peak]
 
 
+def _prompts(lines: Sequence[Line]) -> Iterator[list[str]]:
+    yield [
+        *("drafts", "tokens", *SIDES, "torch, no graphs", "products"),
+        *(*(f"products' share, {name}" for name in SIDES), "answers"),
+    ]
+    by_key: dict[tuple[str, int], dict[str, Line]] = {}
+    for line in lines:
+        way = "eager" if line["flags"] else line["backend"]
+        by_key.setdefault((line["drafts"], line["prompt"]), {})[way] = line
+    for (drafts, tokens), found in by_key.items():
+        each = (
+            _cell(found.get(way), lambda line: f"{line['ms']:.1f}") for way in (*SIDES, "eager")
+        )
+        shares = (
+            _cell(found.get(name), lambda line: f"{line['products_ms'] / line['ms']:.0%}")
+            for name in SIDES
+        )
+        products = min(line["products_ms"] for line in found.values())
+        same = "same" if all(line["is_same"] for line in found.values()) else "DIFFER"
+        yield [drafts, str(tokens), *each, f"{products:.1f}", *shares, same]
+
+
 def _fused(lines: Sequence[Line]) -> Iterator[list[str]]:
     yield ["drafts", "batch", "backend", "one", "three", "none/s", "three/s", "one/s", "texts"]
     for line in lines:
@@ -202,4 +235,4 @@ def files(bench: str) -> list[File]:
 
 
 if __name__ == "__main__":
-    print(render(files("offline"), files("fused")), end="")
+    print(render(files("offline"), files("prefill"), files("fused")), end="")

@@ -34,8 +34,8 @@ HEADER = (
     f"{'side':6}{'drafts':26}{'launch':>14}{'tokens':>8}{'ms':>9}{'low':>8}{'high':>8}"
     f"{'products':>10}{'tokens/s':>10}  answer"
 )
-OUTSIDE = ("embed", "lm_head")
-"""Weights that a prompt has no product with, or only its last token."""
+OUTSIDE = ("embed", "lm_head", "gated_delta.conv")
+"""Matrices that a prompt has no product with, or only its last token."""
 
 Line = dict[str, Any]
 
@@ -90,7 +90,7 @@ def _weights_of(config: ModelConfig) -> int:
     return sum(
         prod(p.shape)
         for p in parameters(config, False)
-        if len(p.shape) == 2 and p.name not in OUTSIDE
+        if len(p.shape) == 2 + p.stacked and p.name not in OUTSIDE
     )
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_MOST_COMPILERS = 16
+_MOST_COMPILERS = 32
 """Processes that compile, at most; fewer where there are fewer cores."""
 _DONE = "compiled"
 """Of Triton's cache: a kernel that was compiled before has a file of this name."""

@@ -40,7 +40,7 @@ def file(*lines: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_page_is_that_of_the_results() -> None:
     assert PAGE.read_text(encoding="utf-8") == performance.render(
-        performance.files("offline"), performance.files("fused")
+        *(performance.files(bench) for bench in ("offline", "prefill", "fused"))
     )
 
 
