@@ -26,14 +26,17 @@ class AttentionTiles:
       lanes: Rows of a product, one for each pair of a query row and a query head of the key head.
       ones: Columns of ones, by which the weights are multiplied to be summed. Where they are no
         more than the lanes, Triton gives its warps rows to do, else columns.
+      described: Whether keys and values that all rows see are copied by tensor descriptors (TMA),
+        from pages of whole tiles; Triton alone has it here.
       warps, stages: Of the kernel.
     """
 
-    sizes: ClassVar = ("item_bytes", "rows")
-    """Bytes of an element of q, and the most pairs that a request can have."""
+    sizes: ClassVar = ("item_bytes", "rows", "head_size")
+    """Bytes of an element of q, the most pairs that a request can have, and D."""
 
     lanes: int
     ones: int
+    described: bool
     warps: int
     stages: int
 

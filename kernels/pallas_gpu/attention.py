@@ -58,7 +58,12 @@ def attend(
       span, split, tile: Positions of each: the order of the sums.
       tiles: How the work is cut otherwise.
       interpret: Run on a CPU.
+
+    Raises:
+      ValueError: Keys and values are to be copied by tensor descriptors.
     """
+    if tiles.described:
+        raise ValueError("Pallas has no tensor descriptors for Triton")
     R, Hq, D = q.shape
     Hk, B = kv.shape[4], len(page_table)
     blocks = pl.cdiv(max_rows * (Hq // Hk), tiles.lanes)
@@ -146,6 +151,7 @@ def _attend_kernel(
 ):
     """One program per block of rows, key head and request."""
     block, head, request = (pl.program_id(axis) for axis in range(3))
+    block = blocks - 1 - block  # the last rows see the most: their programs, the longest, are first
     group = q_ref.shape[1] // kv_ref.shape[4]
     turn = request * blocks + block
     clear_padding(starts_ref, out_ref, head, turn, group, q_ref.shape[2], blocks)
@@ -192,27 +198,52 @@ def _sum_positions(q, seen, low, high, order):
       low, high: Of the positions.
       order: Of the sums.
     """
-    tile, (lanes, D) = order.tile, q.shape
+    tile, (lanes, D), tiles = order.tile, q.shape, order.split // order.tile
     begin = lax.div(low, tile)
     end = jnp.where(low < high, pl.cdiv(high, tile), begin)
-    # The tiles that every row sees whole need no mask.
-    whole = jnp.clip(pl.cdiv(jnp.max(seen.first), tile), begin, end)
-    partly = jnp.clip(lax.div(jnp.min(seen.until), tile), whole, end)
+    # The splits that every row sees whole need no mask.
+    whole = jnp.clip(pl.cdiv(jnp.max(seen.first), order.split) * tiles, begin, end)
+    partly = jnp.clip(lax.div(jnp.min(seen.until), order.split) * tiles, whole, end)
 
-    def masked(i, sums):
-        return _close(i, (_add_masked(q, seen, i, high, sums[0], order), *sums[1:]), end, order)
-
-    def unmasked(i, carry):
+    def whole_split(i, carry):
         number, sums = carry
-        position, pages, number = pages_of(seen, number, i, tile)
-        added = add_whole(q, seen, position, pages, sums[0])
-        return number, _close(i, (added, *sums[1:]), end, order)
+        own = Sums.nothing(lanes, D, order.ones)
+        for j in range(tiles):
+            position, pages, number = pages_of(seen, number, i * tiles + j, tile)
+            own = add_whole(q, seen, position, pages, own)
+        return number, _fold_split(sums, own)
 
-    nothing = Sums.nothing(lanes, D)
-    sums = (Sums.nothing(lanes, D, order.ones), nothing, nothing)
-    sums = lax.fori_loop(begin, whole, masked, sums)
-    _, sums = lax.fori_loop(whole, partly, unmasked, (page_of(seen, whole, tile), sums))
-    return lax.fori_loop(partly, end, masked, sums)[2]
+    def of_span(number, sums):
+        start, stop = number * each, jnp.minimum((number + 1) * each, end)
+        add = functools.partial(_add_tiles, q, seen, end=end, high=high, order=order)
+        own = add(jnp.maximum(start, begin), jnp.minimum(whole, stop), Sums.nothing(lanes, D))
+        first = pl.cdiv(jnp.maximum(start, whole), tiles)
+        carry = (page_of(seen, first * tiles, tile), own)
+        until = lax.div(jnp.minimum(partly, stop), tiles)
+        _, own = lax.fori_loop(first, until, whole_split, carry)
+        return fold(sums, add(jnp.maximum(start, partly), stop, own))
+
+    # A loop of its own: what is summed over spans need not be at hand within one.
+    each = order.span // tile
+    spans = (lax.div(low, order.span), pl.cdiv(high, order.span))
+    return lax.fori_loop(*spans, of_span, Sums.nothing(lanes, D))
+
+
+def _add_tiles(q, seen, begin, stop, sums, *, end, high, order):
+    """Adds tiles of which some row does not see all to the sums of a span, split by split."""
+
+    def add(i, carry):
+        own, sums = carry
+        own = _add_masked(q, seen, i, high, own, order)
+        ends_split = (lax.rem((i + 1) * order.tile, order.split) == 0) | (i + 1 == end)
+        return lax.cond(
+            ends_split, lambda: (nothing(), _fold_split(sums, own)), lambda: (own, sums)
+        )
+
+    def nothing():
+        return Sums.nothing(*q.shape, order.ones)
+
+    return lax.fori_loop(begin, stop, add, (nothing(), sums))[1]
 
 
 def page_of(seen, i, tile):
@@ -314,21 +345,9 @@ def add_tile(sums, highest, weights, v):
     return Sums(sums.values * decay + pltriton.dot(weights, v, **EXACT), highest, total)
 
 
-def _close(i, sums, end, order):
-    """After the last tile of a split adds it to its span, and after the last split that span."""
-    after, is_last = (i + 1) * order.tile, i + 1 == end
-
-    def closed(split, of_span, whole):
-        of_span = fold(of_span, split._replace(total=split.total.max(axis=1)))
-        nothing = Sums.nothing(*of_span.values.shape)
-        ends_span = (lax.rem(after, order.span) == 0) | is_last
-        of_span, whole = lax.cond(
-            ends_span, lambda: (nothing, fold(whole, of_span)), lambda: (of_span, whole)
-        )
-        return Sums.nothing(*of_span.values.shape, order.ones), of_span, whole
-
-    ends_split = (lax.rem(after, order.split) == 0) | is_last
-    return lax.cond(ends_split, closed, lambda *sums: sums, *sums)
+def _fold_split(sums, split):
+    """Adds the sums over a split, whose weights are in columns, to those over its span."""
+    return fold(sums, split._replace(total=split.total.max(axis=1)))
 
 
 def fold(sums, more):

@@ -11,6 +11,7 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import AttentionTiles
 from kernels.triton_gpu.linear import launching
@@ -66,8 +67,13 @@ def attend(
     B, columns = page_table.shape
     out = q.new_empty((R, Hq * D))
     blocks = triton.cdiv(max_rows * (Hq // Hk), tiles.lanes)
+    k, v = (pool.view(-1, Hk * D) for pool in kv[layer])
+    is_described = tiles.described and page % tile == 0
+    described = (k, v)
+    if is_described:
+        described = (TensorDescriptor.from_tensor(x, [tile, D]) for x in (k, v))
     _attend_kernel[(blocks, Hk, B)](
-        *(q, q if gate is None else gate, kv[layer, 0], kv[layer, 1], page_table),
+        *(q, q if gate is None else gate, k, v, *described, page_table),
         *(row_starts, first, until, window if window.shape[1] else until, out),
         *(R, B, columns, D**-0.5 * LOG2_E.value),
         q_heads=Hq,
@@ -81,6 +87,7 @@ def attend(
         split=split,
         tile=tile,
         nodes=window.shape[1],
+        is_described=is_described,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **launching(q),
@@ -94,6 +101,8 @@ def _attend_kernel(
     gate_at,
     k_at,
     v_at,
+    k_tiles,
+    v_tiles,
     table_at,
     starts_at,
     first_at,
@@ -115,6 +124,7 @@ def _attend_kernel(
     split: tl.constexpr,
     tile: tl.constexpr,
     nodes: tl.constexpr,
+    is_described: tl.constexpr,
     is_launched: tl.constexpr,
 ):
     """One program per block of rows, key head and request."""
@@ -122,7 +132,9 @@ def _attend_kernel(
         gdc_wait()
         gdc_launch_dependents()
     group: tl.constexpr = q_heads // k_heads
-    block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The last rows see the most: their programs, which take longest, begin first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, request = tl.program_id(1), tl.program_id(2)
     turn, turns = request * tl.num_programs(0) + block, num_requests * tl.num_programs(0)
     padding = tl.load(starts_at + num_requests)
     clear_padding(padding + turn, out_at, num_rows, turns, head, group, k_heads, D)
@@ -138,9 +150,9 @@ def _attend_kernel(
     place = own.to(tl.int64) * q_heads + q_head
     q = tl.load(q_at + place[:, None] * D + tl.arange(0, D)[None, :])
     sums, total = _sum_positions(
-        q, k_at + head * D, v_at + head * D, table_at + request * columns, columns,
-        window_at + own[:, None] * nodes, first, until, low, high, scale,
-        D, k_heads, page, nodes, ones, span, split, tile,
+        q, k_at + head * D, v_at + head * D, k_tiles, v_tiles, head, table_at + request * columns,
+        columns, window_at + own[:, None] * nodes, first, until, low, high, scale,
+        D, k_heads, page, nodes, ones, span, split, tile, is_described,
     )  # fmt: skip
     gate_place = own.to(tl.int64) * ((2 * q_heads + 2 * k_heads) * D) + (2 * q_head + 1) * D
     finish(sums, total, gate_at, gate_place, out_at, place, row < stop, D, gated)
@@ -161,69 +173,81 @@ def clear_padding(
 
 @triton.jit
 def _sum_positions(
-    q,
-    k_at,
-    v_at,
-    table_at,
-    columns,
-    window_at,
-    first,
-    until,
-    low,
-    high,
-    scale,
-    D: tl.constexpr,
-    k_heads: tl.constexpr,
-    page: tl.constexpr,
-    nodes: tl.constexpr,
-    ones: tl.constexpr,
-    span: tl.constexpr,
-    split: tl.constexpr,
-    tile: tl.constexpr,
-):
+    q, k_at, v_at, k_tiles, v_tiles, head, table_at, columns, window_at, first, until, low, high,
+    scale, D: tl.constexpr, k_heads: tl.constexpr, page: tl.constexpr, nodes: tl.constexpr,
+    ones: tl.constexpr, span: tl.constexpr, split: tl.constexpr, tile: tl.constexpr,
+    is_described: tl.constexpr,
+):  # fmt: skip
     """Sums the positions from low to high: tiles to splits, splits to spans, and spans to a whole.
 
     Gives the values and the weights.
     """
     lanes: tl.constexpr = q.shape[0]
-    sums, peak, _ = no_sums(lanes, D)
-    total = tl.zeros((lanes, ones), tl.float32)
-    s_sums, s_peak, s_total = no_sums(lanes, D)
-    w_sums, w_peak, w_total = no_sums(lanes, D)
+    tiles: tl.constexpr = split // tile
+    splits: tl.constexpr = span // split
+    whole_sums, whole_peak, whole_total = no_sums(lanes, D)
     begin = low // tile
     end = tl.where(low < high, tl.cdiv(high, tile), begin)
-    # The tiles that every row sees whole need no mask.
-    whole = tl.minimum(tl.maximum(tl.cdiv(tl.max(first), tile), begin), end)
-    partly = tl.minimum(tl.maximum(tl.min(until) // tile, whole), end)
-    for i in tl.range(begin, whole, num_stages=1):
-        sums, peak, total = _add_masked(
-            q, k_at, v_at, table_at, window_at, first, until, i, high, scale,
-            sums, peak, total, D, k_heads, page, nodes, ones, tile,
+    # The splits that every row sees whole need no mask.
+    whole = tl.minimum(tl.maximum(tl.cdiv(tl.max(first), split) * tiles, begin), end)
+    partly = tl.minimum(tl.maximum(tl.min(until) // split * tiles, whole), end)
+    # A loop of its own: what is summed over spans need not be at hand within one.
+    for number in tl.range(low // span, tl.cdiv(high, span), num_stages=1):
+        start, stop = number * splits * tiles, tl.minimum((number + 1) * splits * tiles, end)
+        sums, peak, total = no_sums(lanes, D)
+        sums, peak, total = _add_tiles(
+            q, k_at, v_at, table_at, window_at, first, until, tl.maximum(start, begin),
+            tl.minimum(whole, stop), end, high, scale, sums, peak, total,
+            D, k_heads, page, nodes, ones, split, tile,
         )  # fmt: skip
-        sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total = _close(
-            i, end, sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total,
-            D, ones, span, split, tile,
+        start_split = tl.cdiv(tl.maximum(start, whole), tiles)
+        next_page = page_of(table_at, columns, start_split * tiles, page, tile)
+        for i in range(start_split, tl.minimum(partly, stop) // tiles):
+            own, own_peak, _ = no_sums(lanes, D)
+            own_total = tl.zeros((lanes, ones), tl.float32)
+            for j in tl.static_range(tiles):
+                at = i * tiles + j
+                if is_described:
+                    place = next_page * page + at * tile % page
+                    next_page = page_of(table_at, columns, at + 1, page, tile)
+                    k, v = k_tiles.load([place, head * D]), v_tiles.load([place, head * D])
+                else:
+                    _, offset, next_page = offsets(
+                        table_at, columns, next_page, at, D, k_heads, page, tile
+                    )
+                    k, v = tl.load(k_at + offset), tl.load(v_at + offset)
+                own, own_peak, own_total = add_whole(q, k, v, scale, own, own_peak, own_total, ones)
+            sums, peak, total = fold(sums, peak, total, own, own_peak, tl.max(own_total, axis=1))
+        sums, peak, total = _add_tiles(
+            q, k_at, v_at, table_at, window_at, first, until, tl.maximum(start, partly), stop, end,
+            high, scale, sums, peak, total, D, k_heads, page, nodes, ones, split, tile,
         )  # fmt: skip
-    number = page_of(table_at, columns, whole, page, tile)
-    for i in range(whole, partly):
-        position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
-        sums, peak, total = add_whole(
-            q, k_at + offset, v_at + offset, scale, sums, peak, total, ones
+        whole_sums, whole_peak, whole_total = fold(
+            whole_sums, whole_peak, whole_total, sums, peak, total
         )
-        sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total = _close(
-            i, end, sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total,
-            D, ones, span, split, tile,
-        )  # fmt: skip
-    for i in tl.range(partly, end, num_stages=1):
-        sums, peak, total = _add_masked(
+    return whole_sums, whole_total
+
+
+@triton.jit
+def _add_tiles(
+    q, k_at, v_at, table_at, window_at, first, until, begin, stop, end, high, scale, sums, peak,
+    total, D: tl.constexpr, k_heads: tl.constexpr, page: tl.constexpr, nodes: tl.constexpr,
+    ones: tl.constexpr, split: tl.constexpr, tile: tl.constexpr,
+):  # fmt: skip
+    """Adds tiles of which some row does not see all to the sums of a span, split by split."""
+    lanes: tl.constexpr = q.shape[0]
+    own, own_peak, _ = no_sums(lanes, D)
+    own_total = tl.zeros((lanes, ones), tl.float32)
+    for i in tl.range(begin, stop, num_stages=1):
+        own, own_peak, own_total = _add_masked(
             q, k_at, v_at, table_at, window_at, first, until, i, high, scale,
-            sums, peak, total, D, k_heads, page, nodes, ones, tile,
+            own, own_peak, own_total, D, k_heads, page, nodes, ones, tile,
         )  # fmt: skip
-        sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total = _close(
-            i, end, sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total,
-            D, ones, span, split, tile,
-        )  # fmt: skip
-    return w_sums, w_total
+        if ((i + 1) * tile % split == 0) | (i + 1 == end):
+            sums, peak, total = fold(sums, peak, total, own, own_peak, tl.max(own_total, axis=1))
+            own, own_peak, _ = no_sums(lanes, D)
+            own_total = tl.zeros((lanes, ones), tl.float32)
+    return sums, peak, total
 
 
 @triton.jit
@@ -265,9 +289,8 @@ def no_sums(lanes: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def add_whole(q, k_at, v_at, scale, sums, peak, total, ones: tl.constexpr):
+def add_whole(q, k, v, scale, sums, peak, total, ones: tl.constexpr):
     """Adds a tile that every row sees whole."""
-    k, v = tl.load(k_at), tl.load(v_at)
     # "ieee": float32 stays float32, no tf32
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     highest = tl.maximum(peak, tl.max(scores, axis=1))
@@ -336,38 +359,6 @@ def add_tile(sums, peak, total, highest, weights, v, ones: tl.constexpr):
     total = total * decay + tl.dot(weights, units, input_precision="ieee")
     sums = sums * decay + tl.dot(weights, v, input_precision="ieee")
     return sums, highest, total
-
-
-@triton.jit
-def _close(
-    i,
-    end,
-    sums,
-    peak,
-    total,
-    s_sums,
-    s_peak,
-    s_total,
-    w_sums,
-    w_peak,
-    w_total,
-    D: tl.constexpr,
-    ones: tl.constexpr,
-    span: tl.constexpr,
-    split: tl.constexpr,
-    tile: tl.constexpr,
-):
-    """After the last tile of a split adds it to its span, and after the last split that span."""
-    lanes: tl.constexpr = sums.shape[0]
-    after, is_last = (i + 1) * tile, i + 1 == end
-    if (after % split == 0) | is_last:
-        s_sums, s_peak, s_total = fold(s_sums, s_peak, s_total, sums, peak, tl.max(total, axis=1))
-        sums, peak, _ = no_sums(lanes, D)
-        total = tl.zeros((lanes, ones), tl.float32)
-        if (after % span == 0) | is_last:
-            w_sums, w_peak, w_total = fold(w_sums, w_peak, w_total, s_sums, s_peak, s_total)
-            s_sums, s_peak, s_total = no_sums(lanes, D)
-    return sums, peak, total, s_sums, s_peak, s_total, w_sums, w_peak, w_total
 
 
 @triton.jit

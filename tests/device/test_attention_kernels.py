@@ -41,10 +41,11 @@ def cut(
 ) -> dict:
     """What a kernel is given besides the arrays, as `ops` does or with another order or tiles."""
     item_bytes, group = 2 if case.half else 4, case.q.shape[1] // case.k_pages.shape[2]
+    sizes = {"item_bytes": item_bytes, "rows": case.max_rows * group, "head_size": case.q.shape[2]}
     return {
         "max_rows": case.max_rows,
         **order.sizes_for(item_bytes),
-        "tiles": tiles or TILES[kernel].of(item_bytes=item_bytes, rows=case.max_rows * group),
+        "tiles": tiles or TILES[kernel].of(**sizes),
     }
 
 
@@ -192,16 +193,17 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, m
     ]
     item_bytes = jnp.dtype(dtype).itemsize
     order = ATTENTION.sizes_for(item_bytes)
-    tiles = TILES["pallas"].of(item_bytes=item_bytes, rows=max_rows * 5)
+    tiles = TILES["pallas"].of(item_bytes=item_bytes, rows=max_rows * 5, head_size=D)
     attend = jax.jit(partial(pallas.attend, max_rows=max_rows, **order, tiles=tiles))
     lowered = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("__gpu$xla.gpu.triton") == 1
     assert not [name for name in searched.names if name.endswith(".tt")]
 
 
+SMALL_TILES = AttentionTiles(lanes=16, ones=16, described=False, warps=8, stages=1)
 OTHER_TILES = [
-    AttentionTiles(lanes=lanes, ones=ones, warps=warps, stages=stages)
-    for lanes, ones, warps, stages in [(16, 16, 8, 1), (32, 64, 2, 3)]
+    SMALL_TILES,
+    AttentionTiles(lanes=32, ones=64, described=False, warps=2, stages=3),
 ]
 
 
@@ -210,6 +212,24 @@ def test_tiles_leave_the_bits_as_they_are(run) -> None:
     want = run(case)
     for tiles in OTHER_TILES:
         np.testing.assert_array_equal(run(case, tiles=tiles), want)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize("page", [16, 64, 128])
+def test_descriptors_leave_the_bits_as_they_are(page: int) -> None:
+    lengths = [600, 400, 70]
+    sizes = {"heads": (8, 2), "D": 64, "page": page, "columns": 640 // page, "half": True}
+    case = tree_case(num_nodes=[7, 6, 5], lengths=lengths, draft_from=(0, 150, 0), **sizes)
+    found = [
+        run_triton(case, tiles=replace(SMALL_TILES, described=described))
+        for described in (False, True)
+    ]
+    np.testing.assert_array_equal(*found)
+
+
+def test_descriptors_are_refused_where_there_are_none() -> None:
+    with pytest.raises(ValueError, match="Pallas has no tensor descriptors for Triton"):
+        run_pallas(TREE, tiles=replace(SMALL_TILES, described=True))
 
 
 @pytest.mark.parametrize(

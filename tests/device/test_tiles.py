@@ -10,7 +10,7 @@ from kernels.tiles import CLASSES, FOLDER, MEASURED, Tiles
 from shared.spec.numerics import SQUARES
 
 LANGUAGES = ("pallas_gpu", "triton_gpu")
-LINE = {"at_most": {}, "lanes": 32, "ones": 16, "warps": 4, "stages": 2}
+LINE = {"at_most": {}, "lanes": 32, "ones": 16, "described": False, "warps": 4, "stages": 2}
 MIX = {
     "at_most": {},
     "lanes": 16,
@@ -36,9 +36,9 @@ def test_every_file_has_tiles_for_every_call(path: Path, language: str) -> None:
     tiles = Tiles.load(language, path.stem)
     for item_bytes in (2, 4):
         for rows in (1, 16, 17, 64, 100_000):
-            assert tiles.attention.of(item_bytes=item_bytes, rows=rows).lanes >= 16
             for requests, head_size in ((1, 64), (8, 128), (1000, 256)):
                 sizes = {"item_bytes": item_bytes, "rows": rows, "head_size": head_size}
+                assert tiles.attention.of(**sizes).lanes >= 16
                 assert tiles.mix.of(**sizes, requests=requests).warps
     for rows in (1, 16, 32, 128, 4096):
         for outputs, gated in ((64, 0), (4096, 1), (6144, 0), (151936, 0)):
@@ -56,7 +56,7 @@ def test_the_first_line_that_takes_the_sizes_holds(tmp_path: Path) -> None:
     write(tmp_path, "some_gpu", lines)
     table = Tiles.load("triton_gpu", "Some GPU", tmp_path).attention
     found = {
-        (item_bytes, rows): table.of(item_bytes=item_bytes, rows=rows).lanes
+        (item_bytes, rows): table.of(item_bytes=item_bytes, rows=rows, head_size=128).lanes
         for item_bytes, rows in [(2, 16), (2, 17), (4, 16), (4, 41)]
     }
     assert found == {(2, 16): 16, (2, 17): 32, (4, 16): 32, (4, 41): 64}
@@ -65,8 +65,9 @@ def test_the_first_line_that_takes_the_sizes_holds(tmp_path: Path) -> None:
 def test_a_gpu_has_the_file_with_the_longest_name_that_begins_its_own(tmp_path: Path) -> None:
     for lanes, name in ((16, MEASURED), (32, "nvidia_h100"), (64, "nvidia_h100_nvl")):
         write(tmp_path, name, [LINE | {"lanes": lanes}])
+    sizes = {"item_bytes": 2, "rows": 1, "head_size": 128}
     lanes = {
-        gpu: Tiles.load("pallas_gpu", gpu, tmp_path).attention.of(item_bytes=2, rows=1).lanes
+        gpu: Tiles.load("pallas_gpu", gpu, tmp_path).attention.of(**sizes).lanes
         for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA H100 NVL", "NVIDIA H1000")
     }
     assert list(lanes.values()) == [16, 32, 64, 16]

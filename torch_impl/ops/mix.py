@@ -123,16 +123,16 @@ def kernel_mix(
     item_bytes, order = qkv.dtype.itemsize, ATTENTION.sizes_for(qkv.dtype.itemsize)
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
     pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
+    sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
     if pairs > kernels.mix.MOST_LANES or rows.window.shape[1] > kernels.mix.MOST_NODES:
         q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
         gate = qkv if heads.gated else None
-        tiles = kernels.tiles.attention.of(item_bytes=item_bytes, rows=pairs)
+        tiles = kernels.tiles.attention.of(**sizes)
         pool, table = (kv.pools, layer), (rows.page_table, rows.row_starts)
         return kernels.attention.attend(
             q, gate, *pool, *table, *sees, max_rows=rows.most_rows, tiles=tiles, **order
         )
     requests = len(rows.page_table)
-    sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
     tiles = kernels.tiles.mix.of(**sizes, requests=requests)
     q = None
     if tiles.placed:

@@ -260,7 +260,11 @@ _LARGE |= {
     for B in (1, 8, 32)
 }
 _LARGE |= {f"{B} x 16 nodes after 512": _trees(B, 16, 512) for B in (1, 32)}
-_LARGE |= {"prompt of 2048": partial(prompt_case, [(0, 2048)], **_MODEL)}
+_LARGE |= {
+    f"{name}prompt of {rows}": partial(prompt_case, [(0, rows)], **model)
+    for name, model in (("", _MODEL), ("hybrid, ", _HYBRID))
+    for rows in (64, 512, 2048)
+}
 
 
 def specified_rows(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:
