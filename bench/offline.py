@@ -17,7 +17,7 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from importlib import import_module
@@ -81,7 +81,8 @@ class Report:
         known = self._texts.setdefault((served, drafts), texts)
         line["texts"] = compared(texts, known) if known is not texts else None
         self.found["lines"].append(line)
-        self._say("\n".join([line_of(line), *(kernels_of(line) if self._tells_kernels else [])]))
+        longest = (line["trace"] or {}).get("longest", {}) if self._tells_kernels else {}
+        self._say("\n".join([line_of(line), *kernels_of(longest)]))
 
     @property
     def has_other_texts(self) -> bool:
@@ -197,9 +198,8 @@ def _short(name: str) -> str:
     return name if len(name) < 100 else f"{name[:70]} .. {name[-25:]}"
 
 
-def kernels_of(line: Line) -> list[str]:
-    """The kernels that take the most of a step: how often, and microseconds in all."""
-    longest = (line["trace"] or {}).get("longest", {})
+def kernels_of(longest: Mapping[str, tuple[float, float]]) -> list[str]:
+    """The kernels that take the most: how often, and microseconds in all."""
     return [
         f"{1e3 * ms:12.1f} us {count:7.1f} x  {_short(n)}" for n, (count, ms) in longest.items()
     ]

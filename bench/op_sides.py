@@ -35,7 +35,8 @@ Timer = Callable[[int], float]
 """Seconds of one call, from a number of rounds over all sets of arguments."""
 
 GPU_COPY_FLOATS, CPU_COPY_FLOATS = 2**28, 2**24
-GPU_PRODUCT, CPU_PRODUCT = 8192, 256
+GPU_WEIGHTS, CPU_WEIGHTS = 2**27, 1
+"""Numbers of weights that products take in turn: more than a cache keeps."""
 ROUND_S = 0.02
 WARM_UP_ROUNDS = 10
 
@@ -138,14 +139,16 @@ class Side(ABC):
             timer(rounds)
         return 2 * 4 * floats / statistics.median(timer(rounds) for _ in range(7))
 
-    def product_rate(self) -> float:
-        """Operations a second of a large square product in bfloat16 by the framework itself."""
-        size = GPU_PRODUCT if self.is_gpu else CPU_PRODUCT
-        x = np.random.default_rng(0).standard_normal((size, size), np.float32)
-        product = Operation(lambda x: x @ x, ())
-        timer = self.timer(product, [[self._array(x, "bfloat16")]])
-        rounds = rounds_for(timer, 1)
-        return 2 * size**3 / statistics.median(timer(rounds) for _ in range(7))
+    def product_seconds(self, rows: int, outputs: int, inputs: int) -> float:
+        """Seconds of a product of rows with a weight in bfloat16 by the framework itself."""
+        draw = partial(np.random.default_rng(0).standard_normal, dtype=np.float32)
+        x = self._array(draw((rows, inputs)), "bfloat16")
+        numbers = GPU_WEIGHTS if self.is_gpu else CPU_WEIGHTS
+        weight = self._array(draw((outputs, inputs)), "bfloat16")
+        sets = [[x, weight + copy] for copy in range(math.ceil(numbers / (outputs * inputs)))]
+        timer = self.timer(Operation(lambda x, weight: x @ weight.T, ()), sets)
+        rounds = rounds_for(timer, len(sets))
+        return statistics.median(timer(rounds) for _ in range(3))
 
     def release(self) -> None:
         """Lets go of the arrays and programs that no one holds, for the next side."""

@@ -5,7 +5,8 @@
 
 One prompt at a time, handed to an engine that has nothing else to do, without HTTP. Its answer goes
 on for some tokens: texts and acceptance must be the same however prompts are launched. Beside it
-stands what the products with the layers' weights alone would take at the rate of a large product.
+stands what the products with the layers' weights alone take by the framework itself; `--kernels`
+tells which of a prompt's kernels take the most.
 """
 
 import argparse
@@ -15,16 +16,17 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from bench.drafting import PLAIN, Draft, named_folder
-from bench.offline import flags, with_lot
-from bench.op_sides import SIDES
+from bench.offline import flags, kernels_of, with_lot
+from bench.op_sides import SIDES, Side
 from bench.serving import Outcome, Served, start
 from bench.session import Load, folders_of, reset_peak
+from bench.trace import traced
 from shared.boundary.backend import Launch, Work
 from shared.models.checkpoint import parameters
 from shared.models.config import ModelConfig
@@ -61,12 +63,14 @@ def ask(served: Served, load: Load) -> Answer:
     return Answer(first, outcome)
 
 
-def measure(served: Served, load: Load, rounds: int, product_rate: float) -> Line:
-    """One size of prompt; `answer` is what was answered, and what of it was drafted."""
+def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
+    """One size of prompt, whose products take so many seconds.
+
+    The line's `answer` is what was answered, and what of it was drafted.
+    """
     ask(served, load)
     answers = [ask(served, load) for _ in range(rounds)]
     seconds = [each.seconds for each in answers]
-    products = 2 * load.prompt * _weights_of(served.memory.blueprint.config) / product_rate
     counts, kind = served.engine.metrics.snapshot(), Work.PREFILL.value
     launches = {
         launch.value: int(counts[f'engine_steps_total{{kind="{kind}",launch="{launch.value}"}}'])
@@ -85,10 +89,21 @@ def measure(served: Served, load: Load, rounds: int, product_rate: float) -> Lin
     }
 
 
-def _weights_of(config: ModelConfig) -> int:
-    """Numbers in the layers' matrices."""
+def _kernels_of(served: Served, load: Load, backend: str) -> dict[str, tuple[float, float]]:
+    """How often each of a prompt's kernels ran, and the milliseconds, those that take the most."""
+    first = replace(load, output=1)
+    ask(served, first)
+
+    def once() -> None:
+        ask(served, first)
+
+    return traced(backend, once).longest(12)
+
+
+def _product_seconds(side: Side, config: ModelConfig, prompt: int) -> float:
+    """Of a prompt's products with the layers' weights."""
     return sum(
-        prod(p.shape)
+        prod(p.shape[: p.stacked]) * side.product_seconds(prompt, *p.shape[p.stacked :])
         for p in parameters(config, False)
         if len(p.shape) == 2 + p.stacked and p.name not in OUTSIDE
     )
@@ -107,11 +122,12 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     answers: dict[tuple[str, int], Line] = {}
     for backend in options.backend:
         side = SIDES[backend]()
-        rate = side.product_rate()
+        config = ModelConfig.from_folder(options.model)
+        products = {n: _product_seconds(side, config, n) for n in options.prompt}
         side.release()
         found["versions"][backend] = side.version
-        found["sides"][backend] = {"device": side.device, "product_teraflops": rate / 1e12}
-        print(f"{backend} on {side.device}, products {rate / 1e12:.1f} TFLOP/s\n{HEADER}")
+        found["sides"][backend] = {"device": side.device}
+        print(f"{backend} on {side.device}\n{HEADER}")
         for draft in drafts:
             for own in _launches(backend, side.is_gpu):
                 reset_peak(backend)
@@ -123,11 +139,13 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                     sizes = {"batch": 1, "prompt": prompt, "output": options.output}
                     load = Load(**sizes, temperature=0.0, top_p=1.0)
                     line = {"backend": backend, "drafts": str(draft), "flags": own}
-                    line |= measure(served, load, options.rounds, rate)
+                    line |= measure(served, load, options.rounds, products[prompt])
                     known = answers.setdefault((f"{backend} {draft}", prompt), line["answer"])
                     line["is_same"] = line["answer"] == known
+                    if options.kernels:
+                        line["kernels"] = _kernels_of(served, load, backend)
                     found["lines"].append(line)
-                    print(line_of(line), flush=True)
+                    print(line_of(line), *kernels_of(line.get("kernels", {})), sep="\n", flush=True)
                     if options.out:
                         text = json.dumps(found, indent=1)
                         options.out.write_text(text + "\n", encoding="utf-8")
@@ -164,6 +182,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--flags", default="", help="more flags of the server, in one word")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kernels", action="store_true", help="tell which take the most time")
     parser.add_argument("--out", type=Path, help="JSON file, written after every line")
     return parser.parse_args(words)
 
