@@ -34,6 +34,8 @@ Line = dict[str, Any]
 Texts = list[list[int]]
 LONGEST = 40
 """Kernels that a line names, by the time that they take."""
+LONGEST_WARM_UP = 4096
+"""Tokens of a prompt: a longer one runs the same programs."""
 LOT = "L"
 """The setting of a drafter whose drafts are accepted by lot."""
 
@@ -113,7 +115,9 @@ def _common(a: list[int], b: list[int]) -> int:
 
 def measure(session: Session, load: Load, rate: float, options: argparse.Namespace) -> Line:
     """One line, and the texts of its last round under `texts`."""
-    session.round(load)  # warms up, and drafters that remember texts learn them
+    # Warms up; drafters that remember texts learn them.
+    prompt = load.prompt if session.draft.remembers else min(load.prompt, LONGEST_WARM_UP)
+    session.round(replace(load, prompt=prompt))
     made = session.made
     rounds = [session.round(load) for _ in range(options.rounds)]
     blocks = [ms for each in rounds for ms in each.blocks(options.steps)]

@@ -26,8 +26,7 @@ class AttentionTiles:
       lanes: Rows of a product, one for each pair of a query row and a query head of the key head.
       ones: Columns of ones, by which the weights are multiplied to be summed. Where they are no
         more than the lanes, Triton gives its warps rows to do, else columns.
-      described: Whether keys and values that all rows see are copied by tensor descriptors (TMA),
-        from pages of whole tiles; Triton alone has it here.
+      unroll: Tiles of a split that a step of the loop adds; all where a split has fewer.
       warps, stages: Of the kernel.
     """
 
@@ -36,13 +35,13 @@ class AttentionTiles:
 
     lanes: int
     ones: int
-    described: bool
+    unroll: int
     warps: int
     stages: int
 
     def __post_init__(self) -> None:
         # Fewer than 16 rows or columns a matrix unit does not take.
-        _check_powers_of_two(self, {"lanes": 16, "ones": 16, "warps": 1})
+        _check_powers_of_two(self, {"lanes": 16, "ones": 16, "unroll": 1, "warps": 1})
         _check_positive(self, "stages")
 
 
@@ -137,7 +136,8 @@ class DeltaFeedTiles:
         # Fewer than 16 columns a matrix unit does not take.
         least = {"columns": 16, "warps": 1, "prepare_warps": 1, "rows": 1, "row_warps": 1}
         _check_powers_of_two(self, least)
-        _check_positive(self, "stages")
+        if self.stages < 2:  # by Triton 3.6 the kernel reads and writes what it must not
+            raise ValueError(f"stages must be at least 2, got {self.stages}")
         if self.rows > 64:
             raise ValueError(f"rows must be at most 64, got {self.rows}")
 
@@ -151,6 +151,7 @@ class LinearTiles:
       depth: Inputs of a step along the chain.
       swapped: Whether the outputs, not the rows, are the wide side of the matrix unit.
       described: Whether blocks are copied by tensor descriptors (TMA), which Triton alone has.
+      persistent: Whether a multiprocessor has one program, which takes blocks in turn.
       warps, stages: Of the kernel.
     """
 
@@ -162,6 +163,7 @@ class LinearTiles:
     depth: int
     swapped: bool
     described: bool
+    persistent: bool
     warps: int
     stages: int
 

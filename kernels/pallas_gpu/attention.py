@@ -58,12 +58,7 @@ def attend(
       span, split, tile: Positions of each: the order of the sums.
       tiles: How the work is cut otherwise.
       interpret: Run on a CPU.
-
-    Raises:
-      ValueError: Keys and values are to be copied by tensor descriptors.
     """
-    if tiles.described:
-        raise ValueError("Pallas has no tensor descriptors for Triton")
     R, Hq, D = q.shape
     Hk, B = kv.shape[4], len(page_table)
     blocks = pl.cdiv(max_rows * (Hq // Hk), tiles.lanes)
@@ -73,6 +68,7 @@ def attend(
             gated=gate is not None,
             blocks=blocks,
             lanes=tiles.lanes,
+            unroll=tiles.unroll,
             order=Order(span, split, tile, tiles.ones, window.shape[1]),
             interpret=interpret,
         ),
@@ -146,6 +142,7 @@ def _attend_kernel(
     gated,
     blocks,
     lanes,
+    unroll,
     order,
     interpret,
 ):
@@ -171,7 +168,7 @@ def _attend_kernel(
         seen = Seen(
             *(kv_ref, table_ref, window_ref, layer_ref[0], request, head, own, first, until)
         )
-        sums = _sum_positions(q, seen, low, high, order)
+        sums = _sum_positions(q, seen, low, high, order, unroll)
         finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop)
 
 
@@ -189,7 +186,7 @@ def clear_padding(starts_ref, out_ref, head, turn, group, D, programs):
     lax.fori_loop(0, pl.cdiv(jnp.maximum(R - begin, 0), turns), clear, None)
 
 
-def _sum_positions(q, seen, low, high, order):
+def _sum_positions(q, seen, low, high, order, unroll):
     """Sums the positions from low to high: tiles to splits, splits to spans, and spans to a whole.
 
     Args:
@@ -197,30 +194,34 @@ def _sum_positions(q, seen, low, high, order):
       seen: What they see.
       low, high: Of the positions.
       order: Of the sums.
+      unroll: Tiles of a step.
     """
     tile, (lanes, D), tiles = order.tile, q.shape, order.split // order.tile
+    unroll = min(unroll, tiles)
     begin = lax.div(low, tile)
     end = jnp.where(low < high, pl.cdiv(high, tile), begin)
     # The splits that every row sees whole need no mask.
     whole = jnp.clip(pl.cdiv(jnp.max(seen.first), order.split) * tiles, begin, end)
     partly = jnp.clip(lax.div(jnp.min(seen.until), order.split) * tiles, whole, end)
 
-    def whole_split(i, carry):
-        number, sums = carry
-        own = Sums.nothing(lanes, D, order.ones)
-        for j in range(tiles):
-            position, pages, number = pages_of(seen, number, i * tiles + j, tile)
+    def whole_step(i, carry):
+        number, own, sums = carry
+        for j in range(unroll):
+            position, pages, number = pages_of(seen, number, i * unroll + j, tile)
             own = add_whole(q, seen, position, pages, own)
-        return number, _fold_split(sums, own)
+        if unroll == tiles:
+            return number, Sums.nothing(lanes, D, order.ones), _fold_split(sums, own)
+        ends_split = lax.rem((i + 1) * unroll, tiles) == 0
+        return number, *_fold_where(ends_split, own, sums)
 
     def of_span(number, sums):
         start, stop = number * each, jnp.minimum((number + 1) * each, end)
         add = functools.partial(_add_tiles, q, seen, end=end, high=high, order=order)
         own = add(jnp.maximum(start, begin), jnp.minimum(whole, stop), Sums.nothing(lanes, D))
-        first = pl.cdiv(jnp.maximum(start, whole), tiles)
-        carry = (page_of(seen, first * tiles, tile), own)
-        until = lax.div(jnp.minimum(partly, stop), tiles)
-        _, own = lax.fori_loop(first, until, whole_split, carry)
+        first = pl.cdiv(jnp.maximum(start, whole), unroll)
+        carry = (page_of(seen, first * unroll, tile), Sums.nothing(lanes, D, order.ones), own)
+        until = lax.div(jnp.minimum(partly, stop), unroll)
+        *_, own = lax.fori_loop(first, until, whole_step, carry)
         return fold(sums, add(jnp.maximum(start, partly), stop, own))
 
     # A loop of its own: what is summed over spans need not be at hand within one.
@@ -343,6 +344,12 @@ def add_tile(sums, highest, weights, v):
     ones = jnp.ones((v.shape[0], sums.total.shape[1]), v.dtype)
     total = sums.total * decay + pltriton.dot(weights, ones, **EXACT)
     return Sums(sums.values * decay + pltriton.dot(weights, v, **EXACT), highest, total)
+
+
+def _fold_where(ends_split, own, sums):
+    """Adds a split that ends to its span, and begins another."""
+    nothing = Sums.nothing(*own.values.shape, own.total.shape[1])
+    return lax.cond(ends_split, lambda: (nothing, _fold_split(sums, own)), lambda: (own, sums))
 
 
 def _fold_split(sums, split):

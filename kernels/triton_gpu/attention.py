@@ -11,7 +11,6 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import AttentionTiles
 from kernels.triton_gpu.linear import launching
@@ -67,13 +66,8 @@ def attend(
     B, columns = page_table.shape
     out = q.new_empty((R, Hq * D))
     blocks = triton.cdiv(max_rows * (Hq // Hk), tiles.lanes)
-    k, v = (pool.view(-1, Hk * D) for pool in kv[layer])
-    is_described = tiles.described and page % tile == 0
-    described = (k, v)
-    if is_described:
-        described = (TensorDescriptor.from_tensor(x, [tile, D]) for x in (k, v))
     _attend_kernel[(blocks, Hk, B)](
-        *(q, q if gate is None else gate, k, v, *described, page_table),
+        *(q, q if gate is None else gate, kv[layer, 0], kv[layer, 1], page_table),
         *(row_starts, first, until, window if window.shape[1] else until, out),
         *(R, B, columns, D**-0.5 * LOG2_E.value),
         q_heads=Hq,
@@ -87,7 +81,7 @@ def attend(
         split=split,
         tile=tile,
         nodes=window.shape[1],
-        is_described=is_described,
+        unroll=min(tiles.unroll, split // tile),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **launching(q),
@@ -101,8 +95,6 @@ def _attend_kernel(
     gate_at,
     k_at,
     v_at,
-    k_tiles,
-    v_tiles,
     table_at,
     starts_at,
     first_at,
@@ -124,7 +116,7 @@ def _attend_kernel(
     split: tl.constexpr,
     tile: tl.constexpr,
     nodes: tl.constexpr,
-    is_described: tl.constexpr,
+    unroll: tl.constexpr,
     is_launched: tl.constexpr,
 ):
     """One program per block of rows, key head and request."""
@@ -150,9 +142,9 @@ def _attend_kernel(
     place = own.to(tl.int64) * q_heads + q_head
     q = tl.load(q_at + place[:, None] * D + tl.arange(0, D)[None, :])
     sums, total = _sum_positions(
-        q, k_at + head * D, v_at + head * D, k_tiles, v_tiles, head, table_at + request * columns,
-        columns, window_at + own[:, None] * nodes, first, until, low, high, scale,
-        D, k_heads, page, nodes, ones, span, split, tile, is_described,
+        q, k_at + head * D, v_at + head * D, table_at + request * columns, columns,
+        window_at + own[:, None] * nodes, first, until, low, high, scale,
+        D, k_heads, page, nodes, ones, span, split, tile, unroll,
     )  # fmt: skip
     gate_place = own.to(tl.int64) * ((2 * q_heads + 2 * k_heads) * D) + (2 * q_head + 1) * D
     finish(sums, total, gate_at, gate_place, out_at, place, row < stop, D, gated)
@@ -173,10 +165,9 @@ def clear_padding(
 
 @triton.jit
 def _sum_positions(
-    q, k_at, v_at, k_tiles, v_tiles, head, table_at, columns, window_at, first, until, low, high,
-    scale, D: tl.constexpr, k_heads: tl.constexpr, page: tl.constexpr, nodes: tl.constexpr,
-    ones: tl.constexpr, span: tl.constexpr, split: tl.constexpr, tile: tl.constexpr,
-    is_described: tl.constexpr,
+    q, k_at, v_at, table_at, columns, window_at, first, until, low, high, scale, D: tl.constexpr,
+    k_heads: tl.constexpr, page: tl.constexpr, nodes: tl.constexpr, ones: tl.constexpr,
+    span: tl.constexpr, split: tl.constexpr, tile: tl.constexpr, unroll: tl.constexpr,
 ):  # fmt: skip
     """Sums the positions from low to high: tiles to splits, splits to spans, and spans to a whole.
 
@@ -200,24 +191,24 @@ def _sum_positions(
             tl.minimum(whole, stop), end, high, scale, sums, peak, total,
             D, k_heads, page, nodes, ones, split, tile,
         )  # fmt: skip
-        start_split = tl.cdiv(tl.maximum(start, whole), tiles)
-        next_page = page_of(table_at, columns, start_split * tiles, page, tile)
-        for i in range(start_split, tl.minimum(partly, stop) // tiles):
-            own, own_peak, _ = no_sums(lanes, D)
-            own_total = tl.zeros((lanes, ones), tl.float32)
-            for j in tl.static_range(tiles):
-                at = i * tiles + j
-                if is_described:
-                    place = next_page * page + at * tile % page
-                    next_page = page_of(table_at, columns, at + 1, page, tile)
-                    k, v = k_tiles.load([place, head * D]), v_tiles.load([place, head * D])
-                else:
-                    _, offset, next_page = offsets(
-                        table_at, columns, next_page, at, D, k_heads, page, tile
-                    )
-                    k, v = tl.load(k_at + offset), tl.load(v_at + offset)
+        first_step = tl.cdiv(tl.maximum(start, whole), unroll)
+        next_page = page_of(table_at, columns, first_step * unroll, page, tile)
+        own, own_peak, _ = no_sums(lanes, D)
+        own_total = tl.zeros((lanes, ones), tl.float32)
+        for i in range(first_step, tl.minimum(partly, stop) // unroll):
+            for j in tl.static_range(unroll):
+                _, offset, next_page = offsets(
+                    table_at, columns, next_page, i * unroll + j, D, k_heads, page, tile
+                )
+                k, v = tl.load(k_at + offset), tl.load(v_at + offset)
                 own, own_peak, own_total = add_whole(q, k, v, scale, own, own_peak, own_total, ones)
-            sums, peak, total = fold(sums, peak, total, own, own_peak, tl.max(own_total, axis=1))
+            # Settled when it is compiled, where a step is a split.
+            if (unroll == tiles) | ((i + 1) * unroll % tiles == 0):
+                sums, peak, total = fold(
+                    sums, peak, total, own, own_peak, tl.max(own_total, axis=1)
+                )
+                own, own_peak, _ = no_sums(lanes, D)
+                own_total = tl.zeros((lanes, ones), tl.float32)
         sums, peak, total = _add_tiles(
             q, k_at, v_at, table_at, window_at, first, until, tl.maximum(start, partly), stop, end,
             high, scale, sums, peak, total, D, k_heads, page, nodes, ones, split, tile,

@@ -4,6 +4,8 @@ A program has a block of rows and a block of outputs and adds along the inputs i
 a row's bits depend neither on the blocks nor on how many rows there are.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -64,7 +66,9 @@ def product(
         if is_gated:  # a block of the gate and that of up beside it are one
             weight_at, block = weight.view(2, N, K), [2, *block]
         weight_at = TensorDescriptor.from_tensor(weight_at, block)
-    _product_kernel[(row_blocks * column_blocks,)](
+    blocks = row_blocks * column_blocks
+    programs = min(blocks, _multiprocessors(x.device)) if tiles.persistent else blocks
+    _product_kernel[(programs,)](
         x_at,
         weight_at,
         x if squares is None else squares,  # a pointer, that nothing reads without a norm
@@ -73,6 +77,7 @@ def product(
         out if sums is None else sums,
         R,
         row_blocks,
+        blocks,
         eps,
         N=N,
         K=K,
@@ -90,10 +95,19 @@ def product(
         stages=tiles.stages,
         is_swapped=tiles.swapped,
         is_described=is_described,
+        is_persistent=tiles.persistent,
         num_warps=tiles.warps,
         **launching(x),
     )
     return out, sums
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """As many programs as run at once; some, where a program is interpreted."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launching(x: Tensor) -> dict[str, bool]:
@@ -107,7 +121,7 @@ def launching(x: Tensor) -> dict[str, bool]:
     return {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
 
 
-@triton.jit(do_not_specialize=["num_rows", "row_blocks"])
+@triton.jit(do_not_specialize=["num_rows", "row_blocks", "blocks"])
 def _product_kernel(
     x_at,
     weight_at,
@@ -117,6 +131,7 @@ def _product_kernel(
     sums_at,
     num_rows,
     row_blocks,
+    blocks,
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -134,12 +149,45 @@ def _product_kernel(
     stages: tl.constexpr,
     is_swapped: tl.constexpr,
     is_described: tl.constexpr,
+    is_persistent: tl.constexpr,
     is_launched: tl.constexpr,
 ):
-    """One program per block of outputs and block of rows, the rows first: they share the weight."""
+    """One program per block of outputs and block of rows, or one that has several in turn.
+
+    Then the next block is copied while what the last has summed is finished and written.
+    """
+    if is_persistent:
+        if is_launched:
+            gdc_wait()
+        for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
+            _product_block(
+                number, x_at, weight_at, squares_at, added_at, out_at, sums_at, num_rows,
+                row_blocks, eps, N, K, chunks, spread, chunk, digits, digits_of_chunks, is_gated,
+                is_added, has_all_rows, rows, columns, depth, stages, is_swapped, is_described,
+                False,
+            )  # fmt: skip
+    else:
+        _product_block(
+            tl.program_id(0), x_at, weight_at, squares_at, added_at, out_at, sums_at, num_rows,
+            row_blocks, eps, N, K, chunks, spread, chunk, digits, digits_of_chunks, is_gated,
+            is_added, has_all_rows, rows, columns, depth, stages, is_swapped, is_described,
+            is_launched,
+        )  # fmt: skip
+
+
+@triton.jit
+def _product_block(
+    number, x_at, weight_at, squares_at, added_at, out_at, sums_at, num_rows, row_blocks, eps,
+    N: tl.constexpr, K: tl.constexpr, chunks: tl.constexpr, spread: tl.constexpr,
+    chunk: tl.constexpr, digits: tl.constexpr, digits_of_chunks: tl.constexpr,
+    is_gated: tl.constexpr, is_added: tl.constexpr, has_all_rows: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, depth: tl.constexpr, stages: tl.constexpr,
+    is_swapped: tl.constexpr, is_described: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """A block of outputs and rows, the rows first: they share the weight."""
     # Programs that run together share a block of the weight; the rows are in the cache anyway.
-    first_row = (tl.program_id(0) % row_blocks) * rows
-    block = tl.program_id(0) // row_blocks
+    first_row = (number % row_blocks) * rows
+    block = number // row_blocks
     row, column = first_row + tl.arange(0, rows), block * columns + tl.arange(0, columns)
     step = tl.arange(0, depth)
     is_row, is_column = row < num_rows, column < N
@@ -254,11 +302,11 @@ def _store_squares(
 ):
     """Stores the squares of a block of the result, chunk by chunk."""
     chunks: tl.constexpr = (N + chunk - 1) // chunk
+    parts: tl.constexpr = columns // chunk
     terms = out.to(tl.float32)
     terms = tl.where((column < N)[None, :], terms * terms, 0.0)
-    for part in tl.static_range(columns // chunk):
-        place = block * (columns // chunk) + part
-        is_part = column // chunk == place
-        sums = add_up(tl.where(is_part[None, :], terms, 0.0), digits)
-        at = sums_at + row.to(tl.int64) * chunks + place
-        tl.store(at, sums, mask=is_row & (row * 0 + place < chunks))
+    terms = tl.reshape(terms, (terms.shape[0] * parts, chunk))
+    sums = tl.reshape(add_up(terms, digits), (out.shape[0], parts))
+    place = block * parts + tl.arange(0, parts)
+    at = sums_at + row.to(tl.int64)[:, None] * chunks + place[None, :]
+    tl.store(at, sums, mask=is_row[:, None] & (place < chunks)[None, :])

@@ -200,10 +200,9 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, m
     assert not [name for name in searched.names if name.endswith(".tt")]
 
 
-SMALL_TILES = AttentionTiles(lanes=16, ones=16, described=False, warps=8, stages=1)
 OTHER_TILES = [
-    SMALL_TILES,
-    AttentionTiles(lanes=32, ones=64, described=False, warps=2, stages=3),
+    AttentionTiles(lanes=lanes, ones=ones, unroll=unroll, warps=warps, stages=stages)
+    for lanes, ones, unroll, warps, stages in [(16, 16, 2, 8, 1), (32, 64, 1, 2, 3)]
 ]
 
 
@@ -212,24 +211,6 @@ def test_tiles_leave_the_bits_as_they_are(run) -> None:
     want = run(case)
     for tiles in OTHER_TILES:
         np.testing.assert_array_equal(run(case, tiles=tiles), want)
-
-
-@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
-@pytest.mark.parametrize("page", [16, 64, 128])
-def test_descriptors_leave_the_bits_as_they_are(page: int) -> None:
-    lengths = [600, 400, 70]
-    sizes = {"heads": (8, 2), "D": 64, "page": page, "columns": 640 // page, "half": True}
-    case = tree_case(num_nodes=[7, 6, 5], lengths=lengths, draft_from=(0, 150, 0), **sizes)
-    found = [
-        run_triton(case, tiles=replace(SMALL_TILES, described=described))
-        for described in (False, True)
-    ]
-    np.testing.assert_array_equal(*found)
-
-
-def test_descriptors_are_refused_where_there_are_none() -> None:
-    with pytest.raises(ValueError, match="Pallas has no tensor descriptors for Triton"):
-        run_pallas(TREE, tiles=replace(SMALL_TILES, described=True))
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_what_is_no_number_in_one_request_leaves_the_others_bits(language: str) 
 
 @a_language
 def test_tiles_leave_the_bits_as_they_are(language: str) -> None:
-    tiles = DeltaFeedTiles(columns=16, warps=8, stages=1, prepare_warps=8, rows=16, row_warps=1)
+    tiles = DeltaFeedTiles(columns=16, warps=8, stages=3, prepare_warps=8, rows=16, row_warps=1)
     assert_equal(feed(language, CASES["own keys"], tiles), found(language, "own keys"))
 
 

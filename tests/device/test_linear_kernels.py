@@ -30,7 +30,8 @@ Arrays = tuple[np.ndarray, ...]
 
 def tiles(**changed: int | bool) -> LinearTiles:
     how = {"rows": 16, "columns": 64, "depth": 64, "warps": 4, "stages": 2}
-    return LinearTiles(**({"swapped": True, "described": False} | how | changed))
+    usual = {"swapped": True, "described": False, "persistent": False}
+    return LinearTiles(**(usual | how | changed))
 
 
 def in_triton(function: Callable[..., Any], *arrays: np.ndarray | None, **how: Any) -> Arrays:
@@ -126,9 +127,13 @@ def test_blocks_that_descriptors_copy_are_the_same(name: str, is_swapped: bool) 
     R, K, N = SIZES[name]
     x, weight = normal(0, R, K), normal(1, 2 * N, K)
     given = {"x": x, "weight": weight, "squares": chunks_of_squares(x), "is_gated": True}
-    cuts = [tiles(swapped=is_swapped, described=described) for described in (False, True)]
-    (want,), (got,) = (multiply("triton", **given, cut=cut) for cut in cuts)
-    np.testing.assert_array_equal(got, want)
+    cuts = [
+        tiles(swapped=is_swapped, described=described, persistent=persistent)
+        for described, persistent in ((False, False), (True, False), (True, True))
+    ]
+    (want,), *others = (multiply("triton", **given, cut=cut) for cut in cuts)
+    for (got,) in others:
+        np.testing.assert_array_equal(got, want)
 
 
 def test_pallas_refuses_descriptors() -> None:
