@@ -5,6 +5,7 @@ a device for it. Nothing that it compiles so can run, and nothing is tuned by ti
 """
 
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from pathlib import Path
 from subprocess import run
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -25,7 +27,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 from jax.stages import Lowered
 
-from bench.compiled import Kernel, Thunk, read_ptxas, read_thunks
+from bench.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_thunks
 from bench.drafting import Draft
 from bench.session import folders_of
 from jax_impl import ops, serve
@@ -40,8 +42,8 @@ from tests.support.records import mapped
 SHAPES = Path(__file__).parent / "shapes"
 DESCRIPTION = Path(__file__).parent / "targets" / "nvidia_h200.txtpb"
 ARCHITECTURE = "sm_90a"
-TRITON = "__gpu$xla.gpu.triton"
-"""What a kernel of Pallas is in a program's text."""
+CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu")
+"""What kernels of Pallas are in a program's text."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +111,12 @@ class AbsentGpu:
 
 def _compiled(lowered: Lowered) -> Compiled:
     with TemporaryDirectory() as folder:
-        told = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        # Registers and spills are known to ptxas alone, so its input is what is wanted.
-        made = lowered.compile({**told, "xla_dump_emitter_re": "ptx"})
+        told, mosaic = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}, Path(folder, "mosaic")
+        mosaic.mkdir()
+        # Registers and spills are known to ptxas alone, so its input is what is wanted. Mosaic GPU
+        # asks ptxas itself, and writes down what that says.
+        with patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": str(mosaic)}):
+            made = lowered.compile({**told, "xla_dump_emitter_re": "ptx"})
         # The passes over the thunks make command buffers. A program that they leave as it is has
         # one dump; of two, theirs has the longer name.
         dumps = Path(folder).glob("*thunk_sequence*.txt")
@@ -119,9 +124,15 @@ def _compiled(lowered: Lowered) -> Compiled:
         thunks = read_thunks(last.read_text(encoding="utf-8"))
         with ThreadPoolExecutor() as pool:
             said = list(pool.map(_assembled, sorted(Path(folder).glob("*.ptx"))))
-    kernels = [kernel for text in said for kernel in read_ptxas(text, thunks)]
+        kernels = [kernel for text in said for kernel in read_ptxas(text, thunks)]
+        kernels += [_of_mosaic(path) for path in sorted(mosaic.glob("*.ptxas"))]
     memory = made.memory_analysis()
     return Compiled(kernels, thunks, made.as_text(), memory.temp_size_in_bytes)
+
+
+def _of_mosaic(path: Path) -> Kernel:
+    passes = path.with_suffix(".mlir-passes.log")
+    return read_mosaic(path.read_text(encoding="utf-8"), passes.read_text(encoding="utf-8"))
 
 
 def compiled_case(gpu: AbsentGpu, case: OpCase) -> Compiled | None:
@@ -146,7 +157,7 @@ def compiled_case(gpu: AbsentGpu, case: OpCase) -> Compiled | None:
 
     with gpu.traced():
         lowered = jax.jit(call).lower(*shapes)
-    return gpu.compiled(lowered) if TRITON in lowered.as_text() else None
+    return gpu.compiled(lowered) if any(call in lowered.as_text() for call in CALLS) else None
 
 
 def _shape(gpu: AbsentGpu, floats: str, value: Any) -> Any:

@@ -5,7 +5,7 @@ Nothing here needs either of them.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -24,7 +24,8 @@ _SHARED = re.compile(r"shared_memory: (\d+) bytes")
 _THUNK = re.compile(r"^(\s*)\d+: (k\w+)\s+\[[^]]*\] ?(\S*)")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<what>[\w\-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
-_NAMED = re.compile(r"\bname=\"(\w+)\"")
+_NAMED = re.compile(r"\b(?:kernel_)?name=\"(\w+)\"")
+_MOSAIC = "_mosaic_gpu_kernel"
 _OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
 _NO_WORK = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
 _COPIES = {"copy", "copy-start"}
@@ -95,6 +96,24 @@ def read_ptxas(text: str, thunks: Sequence[Thunk]) -> list[Kernel]:
     return found
 
 
+def read_mosaic(text: str, passes: str) -> Kernel:
+    """The kernel of which Mosaic GPU tells, which XLA starts by a call that says nothing.
+
+    Args:
+      text: What ptxas says.
+      passes: What Mosaic makes of the kernel, pass by pass.
+
+    Raises:
+      ValueError: Something is missing, so a form has changed.
+    """
+    name = re.search(rf"Compiling entry function '(\w+){_MOSAIC}'", text)
+    shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", passes)
+    if name is None or shared is None:
+        raise ValueError("Mosaic GPU tells nothing of a kernel or of its shared memory")
+    (kernel,) = read_ptxas(text, [Thunk("", f"{name[1]}{_MOSAIC}", 0, int(shared[1]))])
+    return replace(kernel, name=name[1])
+
+
 def read_thunks(text: str) -> list[Thunk]:
     """The thunks of a dump, in order; those within another are indented."""
     found = []
@@ -123,7 +142,7 @@ def copied_by_xla(text: str) -> dict[str, int]:
         read = held.intersection(_operands(line[one.end() :], forms))
         if what == "parameter" or (what == "bitcast" and read):
             held |= {array[0] for array in arrays if _bytes_of(array) > LEAST_HELD_BYTES}
-        is_ours = what in _NO_WORK or "xla.gpu.triton" in line
+        is_ours = what in _NO_WORK or "xla.gpu.triton" in line or "mosaic_gpu" in line
         is_in_place = any(each in name or each == what for each in _IN_PLACE)
         if (read or what in _COPIES) and not is_ours and not is_in_place:
             found[name] = sum(map(_bytes_of, arrays))

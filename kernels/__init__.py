@@ -14,5 +14,8 @@ The two languages give the same bits where these are equal in both files of an o
 - the compiler: products in float32 stay float32 (`HIGHEST`, `ieee`), and Triton is kept from fusing
   a product with a sum, which XLA's Triton does not do.
 
-The tiles need not be equal: see `kernels/tiles.py`. A change to one file is a change to both.
+The tiles need not be equal: see `kernels/tiles.py`. A change to one file is a change to both. One
+op has a second kernel in Pallas, for Mosaic GPU: `pallas_gpu/linear_described.py` does what the
+branch with descriptors of `triton_gpu/linear.py` does. Mosaic's own division and powers of two are
+not Triton's.
 """

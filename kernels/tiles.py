@@ -150,7 +150,8 @@ class LinearTiles:
       rows, columns: Rows and outputs of a program; fewer rows where a call has fewer.
       depth: Inputs of a step along the chain.
       swapped: Whether the outputs, not the rows, are the wide side of the matrix unit.
-      described: Whether blocks are copied by tensor descriptors (TMA), which Triton alone has.
+      described: Whether blocks are copied by tensor descriptors (TMA); in Pallas by a kernel of its
+        own, which is persistent and has as many warps more as copy.
       persistent: Whether a multiprocessor has one program, which takes blocks in turn.
       warps, stages: Of the kernel.
     """

@@ -22,6 +22,8 @@ PARTS = {
     *("delta_feed", "delta_rows", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
     *("support", "window"),
 }
+# Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
+PALLAS_ALONE = {"linear_described", "linear_result"}
 TEST_OF_SPEC = {"model": "golden"}  # its proof is other people's numbers
 MAX_LINES = 450
 
@@ -61,7 +63,7 @@ def test_both_backends_have_the_same_files():
 def test_every_op_has_a_specification_and_every_kernel_an_op_and_cases():
     ops, kernels = names("jax_impl/ops"), names("kernels/triton_gpu")
     assert ops <= names("shared/spec")
-    assert names("kernels/pallas_gpu") == kernels
+    assert names("kernels/pallas_gpu") - PALLAS_ALONE == kernels
     assert kernels - PARTS <= ops & names("tests/support/cases")
 
 

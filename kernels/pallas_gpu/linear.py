@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-from kernels.pallas_gpu.squares import add_up
+from kernels.pallas_gpu.linear_described import described_product, takes
+from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
 from shared.spec.numerics import SquaresOrder
 
@@ -55,11 +56,39 @@ def product(
       interpret: Run on a CPU.
 
     Raises:
-      ValueError: Blocks are to be copied by tensor descriptors.
+      ValueError: The tiles are none for a kernel here.
     """
-    if tiles.described:
-        raise ValueError("Pallas has no tensor descriptors for Triton")
+    if tiles.persistent and not tiles.described:
+        raise ValueError("in Pallas only what descriptors copy is persistent")
     R, N = x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
+    # Mosaic GPU's interpreter knows neither loads in a layout nor instructions of PTX, and jax 0.10
+    # has none to call.
+    if (
+        tiles.described
+        and not interpret
+        and takes(
+            x,
+            weights,
+            outputs=N,
+            first=first,
+            out_type=out_type,
+            is_normed=squares is not None,
+            added=added,
+        )
+    ):
+        return described_product(
+            x,
+            weights,
+            layer,
+            first=first,
+            out_type=out_type,
+            squares=squares,
+            eps=eps,
+            is_gated=is_gated,
+            added=added,
+            order=order,
+            tiles=tiles,
+        )
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
     blocks = (pl.cdiv(R, rows), pl.cdiv(N, tiles.columns))
     operands, shapes = [x, weights, layer.reshape(1)], [jax.ShapeDtypeStruct((R, N), out_type)]
@@ -139,7 +168,7 @@ def _product_kernel(
     of_result = (at_row[:, None], at_column[None, :])
     # Asked for before the loop where they are few, so that nothing waits for them after it.
     is_early = rows <= 32
-    squares = _squares_of(squares_ref, row, is_row) if is_normed and is_early else None
+    squares = load_squares(squares_ref, row, is_row) if is_normed and is_early else None
     added = None
     if is_added and is_early:
         added = pltriton.load(added_ref.at[of_result], mask=is_inside, other=0.0)
@@ -173,7 +202,7 @@ def _product_kernel(
 
     if is_normed:
         if squares is None:
-            squares = _squares_of(squares_ref, row, is_row)
+            squares = load_squares(squares_ref, row, is_row)
         scale = lax.rsqrt(add_up(squares, order.digits_of_chunks) * (1.0 / K) + eps)
         sums = [x * scale[:, None] for x in sums]
     out = sums[0]
@@ -204,14 +233,6 @@ def _add_product(total, x, weight, is_swapped):
     if is_swapped:  # the outputs are the wide side of the matrix unit, the rows its narrow one
         return total + pltriton.dot(weight, x.T, **exact)
     return total + pltriton.dot(x, weight.T, **exact)
-
-
-def _squares_of(squares_ref, row, is_row):
-    """The squares of some rows, in as many columns as the next power of two."""
-    chunks = squares_ref.shape[1]
-    place = lax.iota(jnp.int32, pl.next_power_of_2(chunks))
-    mask = is_row[:, None] & (place < chunks)[None, :]
-    return pltriton.load(squares_ref.at[row[:, None], place[None, :]], mask=mask, other=0.0)
 
 
 def _store_squares(sums_ref, out, row, is_row, column, block, outputs, columns, order):

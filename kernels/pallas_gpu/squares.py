@@ -6,6 +6,8 @@ the largest term, whole numbers of units, and their sum as a float again.
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
 
 
 def exponent_of(largest, digits):
@@ -28,6 +30,14 @@ def add_up(terms, digits):
     """Adds the terms of each row, [rows, terms], none of them negative."""
     exponent = exponent_of(terms.max(axis=1), digits)
     return in_floats(units_of(terms, exponent[:, None], digits).sum(axis=1), exponent, digits)
+
+
+def load_squares(squares_ref, row, is_row):
+    """The squares of some rows, in as many columns as the next power of two."""
+    chunks = squares_ref.shape[1]
+    place = lax.iota(jnp.int32, pl.next_power_of_2(chunks))
+    mask = is_row[:, None] & (place < chunks)[None, :]
+    return pltriton.load(squares_ref.at[row[:, None], place[None, :]], mask=mask, other=0.0)
 
 
 def _power(exponent):

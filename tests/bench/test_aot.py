@@ -19,6 +19,7 @@ from bench.compiled import (
     faults_of_operations,
     faults_of_order,
     kernel_names,
+    read_mosaic,
     read_ptxas,
     read_thunks,
 )
@@ -82,6 +83,16 @@ def test_a_form_that_is_not_known_is_an_error_and_no_clean_kernel(gone: str) -> 
         read_ptxas(PTXAS.replace(gone, "other"), read_thunks(THUNKS))
     with pytest.raises(ValueError, match="no thunk starts product__1"):
         read_ptxas(PTXAS, [])
+
+
+def test_mosaic_tells_of_its_kernels_itself():
+    said = PTXAS.split("ptxas info    : Compiling entry function 'input")[0]
+    said = said.replace("product__1", "described_product_mosaic_gpu_kernel")
+    passes = "gpu.launch blocks(%1) threads(%2) dynamic_shared_memory_size %c163840_i32 {"
+    assert read_mosaic(said, passes) == Kernel("described_product", 48, 0, 163840)
+    for text, other in ((PTXAS, passes), (said, "gpu.launch")):
+        with pytest.raises(ValueError, match="nothing of a kernel or of its shared memory"):
+            read_mosaic(text, other)
 
 
 def test_thunks_have_their_kind_their_kernel_and_their_depth():
@@ -166,9 +177,17 @@ def test_memory_beyond_the_plan_and_a_sort_are_faults():
 
 
 def test_every_kernel_has_a_name_and_one_that_nothing_compiles_is_a_fault(monkeypatch) -> None:
-    calls = sum(path.read_text().count("pl.pallas_call(") for path in KERNELS.glob("*.py"))
+    texts = [path.read_text() for path in KERNELS.glob("*.py")]
+    calls = sum(x.count("pl.pallas_call(") + x.count("plgpu.kernel(") for x in texts)
     names = kernel_names(KERNELS)
-    assert {"mix", "product", "norm", "chunks_of_squares", "delta_mix"} <= names
+    assert {
+        "mix",
+        "product",
+        "described_product",
+        "norm",
+        "chunks_of_squares",
+        "delta_mix",
+    } <= names
     assert len(names) == calls + 4  # the two of `layers` share a call, and the four of `delta_feed`
     report = Report()
     report.compiled = names - {"mix"}

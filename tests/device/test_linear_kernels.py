@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.pallas_gpu.linear_described import described_product
 from kernels.tiles import LinearTiles
 from shared.spec import layers as spec_layers
 from shared.spec import linear as spec
@@ -28,10 +29,20 @@ each_language = pytest.mark.parametrize("language", KERNELS)
 Arrays = tuple[np.ndarray, ...]
 
 
+CUTS = {
+    "pallas": [(False, False), (True, True)],
+    "triton": [(False, False), (False, True), (True, False), (True, True)],
+}
+"""Whether blocks are copied by descriptors, and whether programs stay."""
+
+
 def tiles(**changed: int | bool) -> LinearTiles:
     how = {"rows": 16, "columns": 64, "depth": 64, "warps": 4, "stages": 2}
     usual = {"swapped": True, "described": False, "persistent": False}
     return LinearTiles(**(usual | how | changed))
+
+
+TMA = {"described": True, "persistent": True}
 
 
 def in_triton(function: Callable[..., Any], *arrays: np.ndarray | None, **how: Any) -> Arrays:
@@ -120,25 +131,147 @@ def test_a_product_does_what_stands_before_and_after_it(
     np.testing.assert_array_equal(sums, chunks_of_squares(got))
 
 
-@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@each_language
 @pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
 @pytest.mark.parametrize("name", SIZES)
-def test_blocks_that_descriptors_copy_are_the_same(name: str, is_swapped: bool) -> None:
+def test_blocks_that_descriptors_copy_are_the_same(
+    name: str, is_swapped: bool, language: str
+) -> None:
+    """In Pallas float32 has no descriptors, and falls back."""
     R, K, N = SIZES[name]
     x, weight = normal(0, R, K), normal(1, 2 * N, K)
     given = {"x": x, "weight": weight, "squares": chunks_of_squares(x), "is_gated": True}
     cuts = [
         tiles(swapped=is_swapped, described=described, persistent=persistent)
-        for described, persistent in ((False, False), (True, False), (True, True))
+        for described, persistent in CUTS[language]
     ]
-    (want,), *others = (multiply("triton", **given, cut=cut) for cut in cuts)
+    (want,), *others = (multiply(language, **given, cut=cut) for cut in cuts)
     for (got,) in others:
         np.testing.assert_array_equal(got, want)
 
 
-def test_pallas_refuses_descriptors() -> None:
-    with pytest.raises(ValueError, match="Pallas has no tensor descriptors"):
-        multiply("pallas", normal(0, 3, 64), normal(1, 64, 64), cut=tiles(described=True))
+def in_bfloat16(
+    language: str, kind: str, cut: LinearTiles, *, R: int, K: int, N: int, out_type: str, first: int
+) -> Arrays:
+    """A product of numbers that are bfloat16, of the second of two weights, as float32."""
+    is_gated = kind == "gated"
+    x, weights = normal(0, R, K), normal(1, 2, first + (2 if is_gated else 1) * N, K) / 8
+    added = normal(2, R, N) if kind == "added" else None
+    module, layers = (KERNELS[language][name] for name in ("linear", "layers"))
+    how = {"eps": EPS, "is_gated": is_gated, "order": SQUARES, "tiles": cut}
+    is_normed = kind in ("normed", "gated")
+
+    def run(x: Any, weights: Any, added: Any, out_type: Any, **more: Any) -> Any:
+        squares = layers.chunks_of_squares(x, order=SQUARES) if is_normed else None
+        more |= how
+        return module.product(x, weights, squares=squares, added=added, out_type=out_type, **more)
+
+    if language == "triton":
+        dtype = getattr(torch, out_type)
+        return in_triton(
+            lambda x, weights, added: tuple(
+                y if y is None else y.float()
+                for y in run(
+                    x.bfloat16(),
+                    weights[1, first:].bfloat16(),
+                    added if added is None else added.to(dtype),
+                    dtype,
+                )
+            ),
+            *(x, weights, added),
+        )
+    dtype = jnp.dtype(out_type)
+    return in_pallas(
+        lambda x, weights, added, interpret: tuple(
+            y if y is None else y.astype(jnp.float32)
+            for y in run(
+                x.astype(jnp.bfloat16),
+                weights.astype(jnp.bfloat16),
+                added if added is None else added.astype(dtype),
+                dtype,
+                layer=jnp.int32(1),
+                first=first,
+                interpret=interpret,
+            )
+        ),
+        *(x, weights, added),
+    )
+
+
+@pytest.mark.skipif(
+    INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="blocks are copied by TMA on a GPU"
+)
+@pytest.mark.parametrize("out_type", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kind", ["plain", "normed", "gated", "added"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"R": 1, "K": 256, "N": 192},
+        {"R": 64, "K": 256, "N": 64},
+        {"R": 300, "K": 1024, "N": 320},
+        {"R": 512, "K": 4096, "N": 1088},
+        {"R": 2048, "K": 512, "N": 6144},
+    ],
+    ids=lambda sizes: f"{sizes['R']} rows",
+)
+def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
+    sizes: dict[str, int], kind: str, out_type: str
+) -> None:
+    given = sizes | {"kind": kind, "out_type": out_type, "first": 64 * (kind != "gated")}
+    how = {"rows": 128, "columns": 128, "swapped": False, "warps": 8, "stages": 3}
+    want = in_bfloat16("pallas", cut=tiles(**how), **given)
+    others = [
+        in_bfloat16("triton", cut=tiles(described=True, persistent=is_persistent, **how), **given)
+        for is_persistent in (False, True)
+    ]
+    changes = [
+        {},
+        {"columns": 64, "stages": 6},
+        {"rows": 64, "warps": 4, "depth": 128, "stages": 2},
+    ]
+    changes += [{"rows": 256, "columns": 64}] if kind == "gated" else [{"columns": 256}]
+    for change in changes:
+        others.append(in_bfloat16("pallas", cut=tiles(**how | TMA | change), **given))
+    for got in others:
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"swapped": True}, "must not be swapped"),
+        ({"persistent": False}, "must be persistent"),
+        ({"warps": 2}, "must have 4 warps or more"),
+        ({"warps": 8}, "must have 64 rows or more for 4 warps"),
+        ({"columns": 32}, "must have 64 columns or more"),
+        ({"depth": 32}, "must have a depth of 64 or more"),
+    ],
+)
+def test_tiles_that_mosaic_cannot_take_are_refused_by_name(
+    change: dict[str, int], why: str
+) -> None:
+    x, weights = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((1, 64, 64), jnp.bfloat16)
+    how = {"rows": 64, "swapped": False} | TMA
+    with pytest.raises(ValueError, match=f"tiles of blocks that descriptors copy {why}, got"):
+        described_product(
+            x,
+            weights,
+            jnp.int32(0),
+            first=0,
+            out_type=jnp.bfloat16,
+            squares=None,
+            eps=EPS,
+            is_gated=False,
+            added=None,
+            order=SQUARES,
+            tiles=tiles(**how | change),
+        )
+
+
+def test_programs_that_stay_are_refused_where_pallas_has_none() -> None:
+    with pytest.raises(ValueError, match="in Pallas only what descriptors copy is persistent"):
+        multiply("pallas", normal(0, 3, 64), normal(1, 64, 64), cut=tiles(persistent=True))
 
 
 @each_language

@@ -63,7 +63,7 @@ _LARGE = {
     "gated_product": {"gate and up": (4096, 12288)},
     "product_float32": {"head": (4096, 151936)},
 }
-_ROWS = (1, 8, 32, 128, 256, 512)
+_ROWS = (1, 8, 32, 128, 256, 512, 2048)
 TABLE = [
     OpCase(op="linear", function=function, name=name, make=partial(make, **sizes))
     for function, make in _MAKERS.items()

@@ -1,0 +1,314 @@
+"""Products whose blocks are copied by tensor descriptors (TMA), for Pallas by Mosaic GPU.
+
+A program has as many warpgroups that multiply as its tiles say, and one more that copies: it fills
+a ring of blocks of the rows and of the weight ahead of the others. There are as many programs as
+the GPU has multiprocessors. A program takes one block of the result after the other, so that the
+first copies for a block go on while the block before it is stored.
+
+A sum is one chain of products along the inputs, and what follows is computed as in `linear`, so
+the bits are those of that kernel and of Triton's. What the kernel does not take over: the scales of
+norms are computed before it and the squares of the result after it, by kernels of their own.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Float, Int
+
+from kernels.pallas_gpu.layers import chunks_of_squares
+from kernels.pallas_gpu.linear_result import PARTS, WIDE, Result, scales_of
+from kernels.tiles import LinearTiles
+from shared.spec.numerics import SquaresOrder
+
+_WARPS = 4
+"""Of a warpgroup."""
+_LINE_BYTES, _LINES = 128, 8
+"""Blocks lie in shared memory in lines of so many bytes, and the pieces of lines are exchanged
+within so many lines, so that the matrix units read all banks at once. A descriptor counts such
+groups of lines."""
+_COPYING_REGISTERS, _REGISTERS = 40, 512
+"""Of a thread that copies; and of all that are at one place in their warpgroups."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What is multiplied, and how it is cut.
+
+    Attributes:
+      outputs, first, is_gated: As of `product`.
+      is_normed, is_added: Whether each row has a scale, and whether something is added.
+      row_blocks, blocks: Blocks of the result in a column, and in all.
+      steps: Along the inputs.
+    """
+
+    outputs: int
+    first: int
+    is_normed: bool
+    is_gated: bool
+    is_added: bool
+    row_blocks: int
+    blocks: int
+    steps: int
+    tiles: LinearTiles
+
+    @property
+    def groups(self) -> int:
+        """Warpgroups that multiply."""
+        return self.tiles.warps // _WARPS
+
+    @property
+    def weights(self) -> int:
+        """Blocks of the weight that belong to one of the result: a gate's, and that of up."""
+        return 2 if self.is_gated else 1
+
+
+class _Shared(NamedTuple):
+    """What a program has in shared memory.
+
+    Attributes:
+      rows, weight: Rings of blocks; those of gate and up stand one below the other.
+      parts: Of the result, for each warpgroup.
+      full, free: Barriers of the rings: a block has come, and all have multiplied it.
+      come: Barriers of the parts: what is added has come.
+    """
+
+    rows: Any
+    weight: Any
+    parts: Any
+    full: Any
+    free: Any
+    come: Any
+
+
+def takes(
+    x: Float[jax.Array, "R inputs"],
+    weights: Float[jax.Array, "L stored inputs"],
+    *,
+    outputs: int,
+    first: int,
+    out_type: np.dtype | type,
+    is_normed: bool,
+    added: Float[jax.Array, "R outputs"] | None,
+) -> bool:
+    """Whether `described_product` can be called: with bfloat16, and with arrays of whole lines.
+
+    And only on a Hopper, whose matrix units no other GPU has. Not with a norm before and a sum
+    after it: a compiler may make one rounding of a product and a sum here.
+    """
+    line = _LINE_BYTES // x.dtype.itemsize
+    is_whole = not (x.shape[1] % line or outputs % line or first % _LINES)
+    is_addable = added is None or (added.dtype == np.dtype(out_type) and not is_normed)
+    is_taken = is_whole and is_addable and x.dtype == weights.dtype == jnp.bfloat16
+    return is_taken and (_described_gpu() is not None or _gpu().compute_capability == "9.0")
+
+
+# A function of its own in a program, which has it once for all layers: lowering and compiling a
+# kernel of Mosaic GPU takes half a second.
+@functools.partial(
+    jax.jit, static_argnames=("first", "out_type", "eps", "is_gated", "order", "tiles")
+)
+def described_product(
+    x: Float[jax.Array, "R inputs"],
+    weights: Float[jax.Array, "L stored inputs"],
+    layer: Int[jax.Array, ""],
+    *,
+    first: int,
+    out_type: np.dtype | type,
+    squares: Float[jax.Array, "R chunks"] | None,
+    eps: float,
+    is_gated: bool,
+    added: Float[jax.Array, "R outputs"] | None,
+    order: SquaresOrder,
+    tiles: LinearTiles,
+) -> tuple[Float[jax.Array, "R outputs"], Float[jax.Array, "R chunks_out"] | None]:
+    """As `linear.product`, of arrays that `takes` accepts.
+
+    Raises:
+      ValueError: The tiles are none for this kernel; says which.
+    """
+    (R, K), N = x.shape, (weights.shape[1] - first) // (2 if is_gated else 1)
+    _check(tiles, np.dtype(out_type))
+    row_blocks = pl.cdiv(R, tiles.rows)
+    work = _Work(
+        outputs=N,
+        first=first,
+        is_normed=squares is not None,
+        is_gated=is_gated,
+        is_added=added is not None,
+        row_blocks=row_blocks,
+        blocks=row_blocks * pl.cdiv(N, tiles.columns),
+        steps=pl.cdiv(K, tiles.depth),
+        tiles=tiles,
+    )
+    operands = [_in_lines(x), weights, layer.reshape(1)]
+    if squares is not None:
+        operands.append(scales_of(squares, row_blocks * tiles.rows, K, eps, order))
+    if added is not None:
+        operands.append(_in_lines(added))
+    out = plgpu.kernel(
+        functools.partial(_product_kernel, work=work),
+        out_type=jax.ShapeDtypeStruct((len(operands[0]), N), out_type),
+        grid=(min(work.blocks, _multiprocessors()),),
+        grid_names=("program",),
+        num_threads=work.groups + 1,
+        thread_name="group",
+        scratch_types=_shared(work, x.dtype, np.dtype(out_type))._asdict(),
+        compiler_params=plgpu.CompilerParams(),
+        kernel_name="described_product",
+    )(*operands)[:R]
+    return out, None if added is None else chunks_of_squares(out, order=order)
+
+
+def _check(tiles: LinearTiles, out_type: np.dtype) -> None:
+    groups, line = tiles.warps // _WARPS, _LINE_BYTES // out_type.itemsize
+    wrong = {
+        "not be swapped": tiles.swapped,
+        "be persistent": not tiles.persistent,
+        f"have {_WARPS} warps or more": not groups,
+        f"have {WIDE} rows or more for {_WARPS} warps": groups * WIDE > tiles.rows,
+        f"have {line} columns or more": tiles.columns < line,
+        "have a depth of 64 or more": tiles.depth < _LINE_BYTES // 2,
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise ValueError(f"tiles of blocks that descriptors copy must {what}, got {tiles}")
+
+
+def _in_lines(x):
+    """With as many rows more as whole groups of lines take."""
+    spare = -len(x) % _LINES
+    return jnp.pad(x, ((0, spare), (0, 0))) if spare else x
+
+
+def _multiprocessors():
+    described = _described_gpu()
+    return _gpu().core_count if described is None else described.num_cores
+
+
+def _described_gpu():
+    """The GPU that a program is traced for where there is none, as `bench.aot` does."""
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def _gpu():
+    return jax.devices()[0]
+
+
+def _shared(work, dtype, out_type):
+    tiles = work.tiles
+
+    def block(shape, dtype):
+        line = _LINE_BYTES // dtype.itemsize
+        how = plgpu.TilingTransform((_LINES, line)), plgpu.SwizzleTransform(_LINE_BYTES)
+        return plgpu.SMEM(shape, dtype, transforms=how)
+
+    parts = (work.groups, PARTS, WIDE, _LINE_BYTES // out_type.itemsize)
+    return _Shared(
+        rows=block((tiles.stages, tiles.rows, tiles.depth), dtype),
+        weight=block((tiles.stages, work.weights * tiles.columns, tiles.depth), dtype),
+        parts=block(parts, out_type),
+        full=plgpu.Barrier(num_arrivals=1 + work.weights, num_barriers=tiles.stages),
+        free=plgpu.Barrier(num_arrivals=work.groups, num_barriers=tiles.stages),
+        come=plgpu.Barrier(num_barriers=work.groups * PARTS),
+    )
+
+
+def _product_kernel(x_ref, weights_ref, layer_ref, *refs, work, **shared):
+    """A program for each multiprocessor, of blocks that lie so many apart; the rows come first."""
+    given, shared = list(refs), _Shared(**shared)
+    scale_ref = given.pop(0) if work.is_normed else None
+    added_ref = given.pop(0) if work.is_added else None
+    program, group = lax.axis_index("program"), lax.axis_index("group")
+    programs = lax.axis_size("program")
+    count = pl.cdiv(work.blocks - program, programs)
+
+    def place(i):
+        # Programs that run together share blocks of the weight; the rows are in the cache anyway.
+        block = program + i * programs
+        row, column = lax.rem(block, work.row_blocks), lax.div(block, work.row_blocks)
+        return row * work.tiles.rows, column * work.tiles.columns
+
+    @pl.when(group == work.groups)
+    def _copy():
+        plgpu.set_max_registers(_COPYING_REGISTERS, action="decrease")
+        layer = layer_ref[0]
+
+        def copy(i, _):
+            _copy_blocks(x_ref, weights_ref.at[layer], shared, work, i * work.steps, *place(i))
+
+        lax.fori_loop(0, count, copy, None)
+
+    @pl.when(group < work.groups)
+    def _multiply():
+        plgpu.set_max_registers(_multiplying_registers(work.groups), action="increase")
+
+        def multiply(i, _):
+            row, column = place(i)
+            row += group * (work.tiles.rows // work.groups)
+            result = Result(given[0], added_ref, scale_ref, shared, work, group, row, column)
+            result.prepare()
+            result.store(_sums(shared, work, group, i * work.steps))
+
+        lax.fori_loop(0, count, multiply, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _multiplying_registers(groups):
+    """Of a thread; a warpgroup can ask for some multiple of 8."""
+    return min(240, (_REGISTERS - _COPYING_REGISTERS) // groups // 8 * 8)
+
+
+def _copy_blocks(x_ref, weight_ref, shared, work, done, row, column):
+    """Copies all that a block of the result is the product of; what lies outside is zero."""
+    tiles = work.tiles
+
+    def copy(k, _):
+        slot, at = lax.rem(done + k, tiles.stages), pl.ds(k * tiles.depth, tiles.depth)
+
+        @pl.when(done + k >= tiles.stages)
+        def _wait():
+            plgpu.barrier_wait(shared.free.at[slot])
+
+        full = shared.full.at[slot]
+        rows = x_ref.at[pl.ds(row, tiles.rows), at]
+        plgpu.copy_gmem_to_smem(rows, shared.rows.at[slot], full)
+        for number in range(work.weights):
+            # A last block of the gate goes on with rows of up, whose columns nothing stores.
+            first = work.first + number * work.outputs + column
+            weight = weight_ref.at[pl.ds(first, tiles.columns), at]
+            to = shared.weight.at[slot, pl.ds(number * tiles.columns, tiles.columns)]
+            plgpu.copy_gmem_to_smem(weight, to, full)
+
+    lax.fori_loop(0, work.steps, copy, None)
+
+
+def _sums(shared, work, group, done):
+    """The product of a warpgroup's rows with the blocks of the weight."""
+    tiles = work.tiles
+    rows = tiles.rows // work.groups
+
+    def add_all(sums_ref):
+        def add(k, _):
+            slot = lax.rem(done + k, tiles.stages)
+            plgpu.barrier_wait(shared.full.at[slot])
+            mine = shared.rows.at[slot, pl.ds(group * rows, rows)]
+            plgpu.wgmma(sums_ref, mine, shared.weight.at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(1)
+
+            @pl.when(k > 0)  # the product before this one is done
+            def _free():
+                plgpu.barrier_arrive(shared.free.at[lax.rem(done + k - 1, tiles.stages)])
+
+        lax.fori_loop(0, work.steps, add, None)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(shared.free.at[lax.rem(done + work.steps - 1, tiles.stages)])
+        return sums_ref[...]
+
+    return pl.run_scoped(add_all, plgpu.ACC((rows, shared.weight.shape[1]), jnp.float32))

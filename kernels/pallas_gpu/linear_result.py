@@ -1,0 +1,144 @@
+"""What stands around a product of `linear_described`: the scales of a norm, and the result's end.
+
+Mosaic GPU lets a compiler fuse a product with a sum, so none may follow the other here.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton as pltriton
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, vector
+
+from kernels.pallas_gpu.squares import add_up, load_squares
+
+WIDE = 64
+"""Rows that a warpgroup multiplies at once: the wide side of its matrix units."""
+PARTS = 2
+"""Parts of a result, `WIDE` lines each, that wait in shared memory for a warpgroup."""
+_LAYOUT = plgpu.Layout.WGMMA
+"""How a product leaves its sums in the registers of a warpgroup."""
+_LOG2_E = 1.4426950408889634
+_SCALE_ROWS = 16
+"""Of a program that computes the scales of a norm."""
+
+
+def scales_of(squares, rows, inputs, eps, order):
+    """The scale of the norm of each row, and any number for each row more that a block has."""
+    return pl.pallas_call(
+        functools.partial(_scales_kernel, inputs=inputs, eps=eps, order=order),
+        grid=(rows // _SCALE_ROWS,),
+        out_shape=jax.ShapeDtypeStruct((rows,), jnp.float32),
+        compiler_params=pltriton.CompilerParams(num_warps=4),
+        name="scales",
+    )(squares)
+
+
+def _scales_kernel(squares_ref, out_ref, *, inputs, eps, order):
+    row = pl.program_id(0) * _SCALE_ROWS + lax.iota(jnp.int32, _SCALE_ROWS)
+    squares = load_squares(squares_ref, row, row < squares_ref.shape[0])
+    total = add_up(squares, order.digits_of_chunks)
+    pltriton.store(out_ref.at[row], lax.rsqrt(total * (1.0 / inputs) + eps))
+
+
+class Result:
+    """A warpgroup's rows of a block of the result, which it stores part by part."""
+
+    def __init__(self, out_ref, added_ref, scale_ref, shared, work, group, row, column):
+        self._out_ref, self._added_ref, self._scale_ref = out_ref, added_ref, scale_ref
+        self._work, self._row, self._column = work, row, column
+        self._parts = shared.parts.at[group]
+        self._come = [shared.come.at[group * PARTS + slot] for slot in range(PARTS)]
+        self._line = shared.parts.shape[-1]
+        downs = range(0, work.tiles.rows // work.groups, WIDE)
+        self._places = [(d, a) for d in downs for a in range(0, work.tiles.columns, self._line)]
+        self._scales = {}
+
+    def prepare(self):
+        """Asks for what the end needs, before the product."""
+        if self._work.is_added:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            for number in range(min(PARTS, len(self._places))):
+                self._fetch(number)
+        if self._work.is_normed:
+            for down in dict(self._places):
+                scale_ref = self._scale_ref.at[pl.ds(self._row + down, WIDE)]
+                scale = plgpu.load(scale_ref, layout=_LAYOUT.reduce(1), optimized=False)
+                self._scales[down] = lax.broadcast_in_dim(scale, (WIDE, self._line), [0])
+
+    def store(self, sums):
+        """Does what follows a product, and stores it; rows and columns outside are not written."""
+        for number, (down, at) in enumerate(self._places):
+            out = self._finished(sums, down, at)
+            part = self._parts.at[number % PARTS]
+            if self._work.is_added:
+                plgpu.barrier_wait(self._come[number % PARTS])
+                out += plgpu.load(part, layout=_LAYOUT).astype(jnp.float32)
+            else:
+                plgpu.wait_smem_to_gmem(PARTS - 1, wait_read_only=True)
+            part[...] = out.astype(self._out_ref.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(part, self._of(self._out_ref, number))
+            if self._work.is_added and number + PARTS < len(self._places):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self._fetch(number + PARTS)
+
+    def _finished(self, sums, down, at):
+        gate, *up = (
+            sums[down : down + WIDE, first + at : first + at + self._line]
+            for first in range(0, sums.shape[1], self._work.tiles.columns)
+        )
+        if self._work.is_normed:
+            gate, *up = (x * self._scales[down] for x in (gate, *up))
+        if not self._work.is_gated:
+            return gate
+        return _divide(gate, 1.0 + _exp2(-gate * _LOG2_E)) * up[0]
+
+    def _fetch(self, number):
+        """Copies a part of what is added to where its sums will be."""
+        slot = number % PARTS
+        where = self._of(self._added_ref, number)
+        plgpu.copy_gmem_to_smem(where, self._parts.at[slot], self._come[slot])
+
+    def _of(self, ref, number):
+        down, at = self._places[number]
+        return ref.at[pl.ds(self._row + down, WIDE), pl.ds(self._column + at, self._line)]
+
+
+def _divide(x, by):
+    """As Triton divides; Mosaic's own division is rounded to the nearest."""
+    return _instruct("div.full.f32", x, by)
+
+
+def _exp2(x):
+    return _instruct("ex2.approx.f32", x)
+
+
+def _instruct(instruction, *operands):
+    """One instruction of PTX for each element."""
+    kind = plgpu.ShapeDtypeStruct(operands[0].shape, jnp.float32, layout=_LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(_LAYOUT,) * len(operands), return_type=kind)
+    def apply(_, first, *others):
+        return first._pointwise(functools.partial(_instruct_lane, instruction), *others)
+
+    return apply(*operands)
+
+
+def _instruct_lane(instruction, *operands):
+    """The instruction for what a thread holds together: a number, or a vector."""
+    kind = operands[0].type
+    if not isinstance(kind, ir.VectorType):
+        places = ", ".join(f"${number}" for number in range(len(operands) + 1))
+        constraints = ",".join(["=f"] + ["f"] * len(operands))
+        return llvm.inline_asm(kind, operands, f"{instruction} {places};", constraints)
+    found = llvm.mlir_undef(kind)
+    for i in range(kind.shape[0]):
+        at = {"dynamic_position": [], "static_position": ir.DenseI64ArrayAttr.get([i])}
+        made = _instruct_lane(instruction, *(vector.extract(x, **at) for x in operands))
+        found = vector.insert(made, found, **at)
+    return found
