@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
+from jax_impl.ops import slots
 from jax_impl.ops.attention import KV
-from jax_impl.ops.delta_mix import put, take
 from jax_impl.ops.mamba_state import DeltaState
 from jax_impl.ops.sampling import Sampling
 from shared.boundary.backend import Limits, Program, Work
@@ -305,10 +305,10 @@ def _restore(
     """Gives starting rows the states of their snapshots, or zeros."""
     if states is None or snapshots is None:
         return None
-    held = take(states, plan.slots)
-    zeros = jax.tree.map(jnp.zeros_like, held)
-    restored = select(plan.restore != 0, take(snapshots, plan.restore), zeros)
-    return put(states, plan.slots, select(plan.starts, restored, held))
+    rows = (plan.slots, plan.restore, plan.starts)
+    return jax.tree.map(
+        lambda memory, saved: slots.restore(memory, saved, *rows), states, snapshots
+    )
 
 
 def select(is_first: Bool[jax.Array, " B"], first: DeltaState, second: DeltaState) -> DeltaState:

@@ -11,6 +11,7 @@ from shared.boundary.buffers import plan_layout, result_layout
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
 from shared.spec.mamba_state import WINDOW
+from torch_impl.ops import slots
 from torch_impl.ops.mamba_state import DeltaState
 from torch_impl.ops.sampling import Sampling
 
@@ -267,17 +268,17 @@ def start(state: DeviceState, plan: Plan) -> None:
 
     What was there is replaced, not multiplied: it may hold a NaN.
     """
-    slots, draft = plan.slots, state.draft
+    owners, draft = plan.slots, state.draft
     memory = [state.lengths, state.newest, state.seen]
     if draft is not None and draft.relay is not None:
         memory += [draft.relay.tokens, draft.relay.weights, draft.relay.hidden]
     for part in memory:
         starts = plan.starts.view(-1, *[1] * (part.ndim - 1))
-        part[slots] = torch.where(starts, 0, part[slots])
+        part[owners] = torch.where(starts, 0, part[owners])
     _restore(plan, state.delta, state.snapshots)
     if draft is not None:
-        held = draft.draft_from[slots]
-        draft.draft_from[slots] = torch.where(plan.starts, plan.draft_from, held)
+        held = draft.draft_from[owners]
+        draft.draft_from[owners] = torch.where(plan.starts, plan.draft_from, held)
         _restore(plan, draft.delta, draft.snapshots)
 
 
@@ -289,8 +290,4 @@ def _restore(plan: Plan, states: DeltaState | None, snapshots: DeltaState | None
         (states.recurrent, snapshots.recurrent),
         (states.window, snapshots.window),
     ):
-        shape = (1, -1, *[1] * (memory.ndim - 2))
-        restored = torch.where((plan.restore != 0).view(shape), saved[:, plan.restore], 0)
-        memory[:, plan.slots] = torch.where(
-            plan.starts.view(shape), restored, memory[:, plan.slots]
-        )
+        slots.restore(memory, saved, plan.slots, plan.restore, plan.starts)

@@ -1,11 +1,11 @@
 """What a step leaves in the few numbers that a slot has; as `shared.spec.slots`.
 
-On a GPU `commit` is a kernel; see `jax_impl.ops`.
+On a GPU `commit` and `restore` are kernels; see `jax_impl.ops`.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 
 from jax_impl.ops import Kernels, kernel_or_plain
 
@@ -77,3 +77,31 @@ def kernel_commit(
 
 
 commit = kernel_or_plain(kernel_commit, plain_commit)
+
+
+def plain_restore(
+    memory: Shaped[jax.Array, "L slots *state"],
+    saved: Shaped[jax.Array, "L snapshots *state"],
+    slots: Int[jax.Array, " B"],
+    sources: Int[jax.Array, " B"],
+    starts: Bool[jax.Array, " B"],
+) -> Shaped[jax.Array, "L slots *state"]:
+    """Gives the slots of starting rows the states of their snapshots, or zeros."""
+    shape = (1, -1, *[1] * (memory.ndim - 2))
+    restored = jnp.where((sources != 0).reshape(shape), saved[:, sources], 0)
+    return memory.at[:, slots].set(jnp.where(starts.reshape(shape), restored, memory[:, slots]))
+
+
+def kernel_restore(
+    kernels: Kernels,
+    memory: Shaped[jax.Array, "L slots *state"],
+    saved: Shaped[jax.Array, "L snapshots *state"],
+    slots: Int[jax.Array, " B"],
+    sources: Int[jax.Array, " B"],
+    starts: Bool[jax.Array, " B"],
+) -> Shaped[jax.Array, "L slots *state"]:
+    """As `plain_restore`."""
+    return kernels.slots.restore(memory, saved, slots, sources, starts)
+
+
+restore = kernel_or_plain(kernel_restore, plain_restore)

@@ -1,11 +1,16 @@
-"""What a step leaves in the numbers of a slot, in one Pallas kernel: a program per request."""
+"""What a step leaves in the numbers of a slot, and what a new owner finds there, in Pallas."""
+
+from math import prod
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Int
+from jaxtyping import Bool, Int, Shaped
+
+_PART = 4096
+"""Numbers of a state that a program copies."""
 
 
 def commit(
@@ -68,3 +73,43 @@ def _commit_kernel(*refs):
 
     for ref in (lengths_ref, *draft_ref):
         ref[slot] = before + count
+
+
+def restore(
+    memory: Shaped[jax.Array, "L slots *state"],
+    saved: Shaped[jax.Array, "L snapshots *state"],
+    slots: Int[jax.Array, " B"],
+    sources: Int[jax.Array, " B"],
+    starts: Bool[jax.Array, " B"],
+    interpret: bool = False,
+) -> Shaped[jax.Array, "L slots *state"]:
+    """As `shared.spec.slots.restore`; a row that does not start costs nothing."""
+    size = prod(memory.shape[2:])
+    part = min(_PART, pl.next_power_of_2(size))
+    flat, kept = (x.reshape(*x.shape[:2], size) for x in (memory, saved))
+    found = pl.pallas_call(
+        _restore_kernel,
+        grid=(pl.cdiv(size, part), len(memory), len(slots)),
+        out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
+        input_output_aliases={0: 0},
+        compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
+        interpret=interpret,
+        name="restore",
+    )(flat, kept, slots, sources, starts)
+    return found.reshape(memory.shape)
+
+
+def _restore_kernel(_, saved_ref, slots_ref, sources_ref, starts_ref, memory_ref):
+    """One program per part of a state, layer and row."""
+    number, layer, row = (pl.program_id(axis) for axis in range(3))
+    size = memory_ref.shape[2]
+    part = min(_PART, pl.next_power_of_2(size))
+
+    @pl.when(starts_ref[row])
+    def _():
+        slot, source = slots_ref[row], sources_ref[row]
+        at = number * part + lax.iota(jnp.int32, part)
+        at = jnp.where(at < size, at, size)  # outside, for the interpreter
+        mask = (at < size) & (source != 0)
+        state = pltriton.load(saved_ref.at[layer, source, at], mask=mask, other=0)
+        pltriton.store(memory_ref.at[layer, slot, at], state, mask=at < size)

@@ -1,9 +1,12 @@
-"""What a step leaves in the numbers of a slot, in one Triton kernel: a program per request."""
+"""What a step leaves in the numbers of a slot, and what a new owner finds there, in Triton."""
 
 import triton
 import triton.language as tl
-from jaxtyping import Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
+
+_PART = 4096
+"""Numbers of a state that a program copies."""
 
 
 def commit(
@@ -68,3 +71,51 @@ def _commit_kernel(
     tl.store(lengths_at + slot, before + count)
     if not feeds:
         tl.store(draft_at + slot, before + count)
+
+
+def restore(
+    memory: Shaped[Tensor, "L slots *state"],
+    saved: Shaped[Tensor, "L snapshots *state"],
+    slots: Int[Tensor, " B"],
+    sources: Int[Tensor, " B"],
+    starts: Bool[Tensor, " B"],
+) -> None:
+    """As `shared.spec.slots.restore`, in place; a row that does not start costs nothing.
+
+    Raises:
+      ValueError: The states are not contiguous.
+    """
+    if not (memory.is_contiguous() and saved.is_contiguous()):
+        raise ValueError("states must be contiguous")
+    size = memory[0, 0].numel()
+    part = min(_PART, triton.next_power_of_2(size))
+    rows = (x.contiguous() for x in (slots, sources, starts))
+    _restore_kernel[(triton.cdiv(size, part), len(memory), len(slots))](
+        *(memory, saved, *rows, memory.shape[1], saved.shape[1]),
+        size=size,
+        part=part,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _restore_kernel(
+    memory_at,
+    saved_at,
+    slots_at,
+    sources_at,
+    starts_at,
+    num_slots,
+    num_saved,
+    size: tl.constexpr,
+    part: tl.constexpr,
+):
+    """One program per part of a state, layer and row."""
+    layer, row = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    if tl.load(starts_at + row).to(tl.int32) == 0:
+        return
+    slot, source = tl.load(slots_at + row), tl.load(sources_at + row)
+    at = tl.program_id(0) * part + tl.arange(0, part)
+    from_at = saved_at + (layer * num_saved + source) * size + at
+    state = tl.load(from_at, mask=at < tl.where(source != 0, size, 0), other=0)
+    tl.store(memory_at + (layer * num_slots + slot) * size + at, state, mask=at < size)

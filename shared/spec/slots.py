@@ -1,11 +1,11 @@
-"""What a step leaves in the few numbers that a slot has: length, newest token, counts.
+"""What a step leaves in a slot: length, newest token, counts; and what a new owner finds there.
 
 A slot stands at `lengths`, the committed positions; its newest token is the one after them and has
 no KV yet; `seen` counts the tokens of its text for penalties, the newest included.
 """
 
 import numpy as np
-from jaxtyping import Bool, Int, Int32
+from jaxtyping import Bool, Int, Int32, Shaped
 
 
 def count(
@@ -74,3 +74,24 @@ def commit(
         draft_from = draft_from.copy()
         draft_from[slots] = before + counts
     return lengths, newest, seen, draft_from
+
+
+def restore(
+    memory: Shaped[np.ndarray, "L slots *state"],
+    saved: Shaped[np.ndarray, "L snapshots *state"],
+    slots: Int[np.ndarray, " B"],
+    sources: Int[np.ndarray, " B"],
+    starts: Bool[np.ndarray, " B"],
+) -> Shaped[np.ndarray, "L slots *state"]:
+    """Gives the slots of starting rows the states of their snapshots, or zeros.
+
+    Args:
+      memory, saved: The states of all slots and of all snapshots, by layer.
+      slots: Slot of each row.
+      sources: Snapshot of each row; 0: none.
+      starts: Whether a row's slot has a new owner. What it holds is replaced: it may be a NaN.
+    """
+    memory = memory.copy()
+    memory[:, slots[starts]] = saved[:, sources[starts]]
+    memory[:, slots[starts & (sources == 0)]] = 0
+    return memory

@@ -240,12 +240,12 @@ def test_the_kernels_that_take_the_most_time_are_named_first():
     spans = [("short", 0.0, 0.1), ("long", 1.0, 3.0), ("often", 4.0, 4.5), ("often", 5.0, 5.5)]
     found = Activity.of(spans)
     assert list(found.longest(2)) == ["long", "often"]
-    longest = {name: list(each) for name, each in found.longest(2).items()}
-    assert kernels_of({"trace": {"longest": longest}}) == [
+    longest = found.longest(2)
+    assert kernels_of(longest) == [
         "      2000.0 us     1.0 x  long",
         "      1000.0 us     2.0 x  often",
     ]
-    assert kernels_of({"trace": None}) == []
+    assert kernels_of({}) == []
 
 
 def test_only_the_devices_part_of_a_trace_counts():

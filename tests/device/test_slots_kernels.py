@@ -1,4 +1,4 @@
-"""The kernel that commits to the slots: on a GPU for real, elsewhere interpreted."""
+"""The kernels that commit to the slots and restore them: on a GPU for real, else interpreted."""
 
 import inspect
 from collections.abc import Callable
@@ -14,12 +14,12 @@ import torch
 import jax_impl.ops.slots
 import torch_impl.ops.slots
 from shared.spec import slots as spec
-from tests.support.cases.slots import TABLE, commit_arguments
+from tests.support.cases.slots import COMMITS, commit_arguments, restore_arguments
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS, bind_kernels
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-CASES = {str(case): case for case in TABLE if not case.is_large}
+CASES = {str(case): case for case in COMMITS if not case.is_large}
 CHANGED = ("lengths", "newest", "seen", "draft_from")
 
 
@@ -51,11 +51,45 @@ def test_a_kernel_commits_as_the_specification(name: str, run) -> None:
             np.testing.assert_array_equal(got, wanted)
 
 
-def test_the_languages_have_one_signature() -> None:
-    specified = list(inspect.signature(spec.commit).parameters)
+@pytest.mark.parametrize("function", ["commit", "restore"])
+def test_the_languages_have_one_signature(function: str) -> None:
+    specified = list(inspect.signature(getattr(spec, function)).parameters)
     for modules in KERNELS.values():
-        names = inspect.signature(modules["slots"].commit).parameters
+        names = inspect.signature(getattr(modules["slots"], function)).parameters
         assert [n for n in names if n != "interpret"] == specified
+
+
+def restored(language: str, arguments: dict[str, Any]) -> np.ndarray:
+    """What the kernel leaves in the slots."""
+    if language == "pallas":
+        restore = partial(KERNELS["pallas"]["slots"].restore, interpret=INTERPRET)
+        given = {k: jnp.asarray(v) for k, v in arguments.items()}
+        return np.asarray(jax.jit(restore, compiler_options=OPTIONS)(**given))
+    device = "cuda" if ON_GPU else "cpu"
+    given = {k: torch.tensor(v, device=device) for k, v in arguments.items()}
+    KERNELS["triton"]["slots"].restore(**given)
+    return given["memory"].cpu().numpy()
+
+
+@pytest.mark.parametrize("language", KERNELS)
+@pytest.mark.parametrize("state", [(2, 3, 5), (3, 2048)], ids=str)
+def test_a_kernel_restores_as_the_specification(state: tuple[int, ...], language: str) -> None:
+    """Of a state of more than one part as well; what is a NaN in a slot or a snapshot is gone."""
+    for seed in range(3):
+        arguments = restore_arguments(seed, B=6, L=2, state=state)
+        arguments["memory"][:, 1::2] = arguments["saved"][:, 0] = np.nan
+        want = spec.restore(**arguments)
+        np.testing.assert_array_equal(restored(language, arguments), want)
+        assert not np.isnan(want[:, arguments["slots"][arguments["starts"]]]).any()
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+def test_states_that_are_not_contiguous_are_refused() -> None:
+    arguments = restore_arguments(0, B=2, L=2, state=(4, 4))
+    given = {k: torch.tensor(v) for k, v in arguments.items()}
+    given["memory"] = given["memory"].mT
+    with pytest.raises(ValueError, match="must be contiguous"):
+        KERNELS["triton"]["slots"].restore(**given)
 
 
 @pytest.mark.parametrize("W", [1, 3])

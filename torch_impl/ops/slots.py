@@ -1,10 +1,10 @@
 """As `shared.spec.slots`, in torch; the arrays of the slots are written in place.
 
-On a GPU `commit` is a kernel; see `torch_impl.ops`.
+On a GPU `commit` and `restore` are kernels; see `torch_impl.ops`.
 """
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from torch_impl.ops import Kernels, kernel_or_plain
@@ -79,3 +79,31 @@ def kernel_commit(
 
 
 commit = kernel_or_plain(kernel_commit, plain_commit)
+
+
+def plain_restore(
+    memory: Shaped[Tensor, "L slots *state"],
+    saved: Shaped[Tensor, "L snapshots *state"],
+    slots: Int[Tensor, " B"],
+    sources: Int[Tensor, " B"],
+    starts: Bool[Tensor, " B"],
+) -> Shaped[Tensor, "L slots *state"]:
+    shape = (1, -1, *[1] * (memory.ndim - 2))
+    restored = torch.where((sources != 0).view(shape), saved[:, sources], 0)
+    memory[:, slots] = torch.where(starts.view(shape), restored, memory[:, slots])
+    return memory
+
+
+def kernel_restore(
+    kernels: Kernels,
+    memory: Shaped[Tensor, "L slots *state"],
+    saved: Shaped[Tensor, "L snapshots *state"],
+    slots: Int[Tensor, " B"],
+    sources: Int[Tensor, " B"],
+    starts: Bool[Tensor, " B"],
+) -> Shaped[Tensor, "L slots *state"]:
+    kernels.slots.restore(memory, saved, slots, sources, starts)
+    return memory
+
+
+restore = kernel_or_plain(kernel_restore, plain_restore)

@@ -1,4 +1,4 @@
-"""Cases of `slots.commit`: few slots of a small vocabulary, and a batch of a real one."""
+"""Cases of `slots`: few slots and small states, and a batch and states of a real model."""
 
 from functools import partial
 
@@ -43,7 +43,44 @@ def _of_slots(arguments: Arguments, chosen: np.ndarray) -> list[np.ndarray]:
     return [x[chosen] for x in commit(**arguments) if x is not None]
 
 
-TABLE = [
+def restore_arguments(seed: int, *, B: int, L: int, state: tuple[int, ...]) -> Arguments:
+    """Rows that start with a snapshot or with none, or go on; the last is padding."""
+    rng = np.random.default_rng(seed)
+    draw = partial(rng.standard_normal, dtype=np.float32)
+    memory, saved = draw((L, B + 2, *state)), draw((L, B + 1, *state))
+    return {
+        "memory": memory,
+        "saved": saved,
+        "slots": np.append(1 + rng.permutation(B + 1)[:B], 0).astype(np.int32),
+        "sources": np.append(rng.integers(0, B + 1, B) * (np.arange(B) % 3 != 1), 0),
+        "starts": np.append(np.arange(B) % 4 != 3, False),
+    }
+
+
+def _restored_bytes(arguments: Arguments, item_bytes: int) -> int:
+    """The states of starting rows, read where there are any, and written."""
+    starts, sources = arguments["starts"], arguments["sources"]
+    moved = int(starts.sum() + (starts & (sources != 0)).sum())
+    return item_bytes * moved * arguments["memory"][:, 0].size
+
+
+def _restore_case(B: int, L: int, state: tuple[int, ...], is_large: bool) -> OpCase:
+    return OpCase(
+        op="slots",
+        function="restore",
+        name=f"{B} rows, {L} layers of {' x '.join(map(str, state))}",
+        make=partial(restore_arguments, B=B, L=L, state=state),
+        in_place=("memory",),
+        is_large=is_large,
+        num_bytes=_restored_bytes,
+    )
+
+
+RESTORES = [
+    _restore_case(5, 2, (2, 3, 5), False),
+    _restore_case(8, 4, (32, 128, 128), True),
+]
+COMMITS = [
     OpCase(
         op="slots",
         function="commit",
@@ -59,3 +96,4 @@ TABLE = [
         *((1, 1, 151_936, True), (32, 6, 151_936, True)),
     )
 ]
+TABLE = [*COMMITS, *RESTORES]
