@@ -193,8 +193,7 @@ def _sum_positions(
         )  # fmt: skip
         first_step = tl.cdiv(tl.maximum(start, whole), unroll)
         next_page = page_of(table_at, columns, first_step * unroll, page, tile)
-        own, own_peak, _ = no_sums(lanes, D)
-        own_total = tl.zeros((lanes, ones), tl.float32)
+        own, own_peak, own_total = _no_split(lanes, D, ones)
         for i in range(first_step, tl.minimum(partly, stop) // unroll):
             for j in tl.static_range(unroll):
                 _, offset, next_page = offsets(
@@ -202,13 +201,15 @@ def _sum_positions(
                 )
                 k, v = tl.load(k_at + offset), tl.load(v_at + offset)
                 own, own_peak, own_total = add_whole(q, k, v, scale, own, own_peak, own_total, ones)
-            # Settled when it is compiled, where a step is a split.
-            if (unroll == tiles) | ((i + 1) * unroll % tiles == 0):
+            # A step that is a split is known when it is compiled.
+            is_end = True
+            if unroll < tiles:
+                is_end = (i + 1) * unroll % tiles == 0
+            if is_end:
                 sums, peak, total = fold(
                     sums, peak, total, own, own_peak, tl.max(own_total, axis=1)
                 )
-                own, own_peak, _ = no_sums(lanes, D)
-                own_total = tl.zeros((lanes, ones), tl.float32)
+                own, own_peak, own_total = _no_split(lanes, D, ones)
         sums, peak, total = _add_tiles(
             q, k_at, v_at, table_at, window_at, first, until, tl.maximum(start, partly), stop, end,
             high, scale, sums, peak, total, D, k_heads, page, nodes, ones, split, tile,
@@ -227,8 +228,7 @@ def _add_tiles(
 ):  # fmt: skip
     """Adds tiles of which some row does not see all to the sums of a span, split by split."""
     lanes: tl.constexpr = q.shape[0]
-    own, own_peak, _ = no_sums(lanes, D)
-    own_total = tl.zeros((lanes, ones), tl.float32)
+    own, own_peak, own_total = _no_split(lanes, D, ones)
     for i in tl.range(begin, stop, num_stages=1):
         own, own_peak, own_total = _add_masked(
             q, k_at, v_at, table_at, window_at, first, until, i, high, scale,
@@ -236,8 +236,7 @@ def _add_tiles(
         )  # fmt: skip
         if ((i + 1) * tile % split == 0) | (i + 1 == end):
             sums, peak, total = fold(sums, peak, total, own, own_peak, tl.max(own_total, axis=1))
-            own, own_peak, _ = no_sums(lanes, D)
-            own_total = tl.zeros((lanes, ones), tl.float32)
+            own, own_peak, own_total = _no_split(lanes, D, ones)
     return sums, peak, total
 
 
@@ -277,6 +276,13 @@ def no_sums(lanes: tl.constexpr, D: tl.constexpr):
     """The sums over no position: values, highest score, weights."""
     peak = tl.full((lanes,), NEGATIVE, tl.float32)
     return tl.zeros((lanes, D), tl.float32), peak, tl.zeros((lanes,), tl.float32)
+
+
+@triton.jit
+def _no_split(lanes: tl.constexpr, D: tl.constexpr, ones: tl.constexpr):
+    """The same of a split, whose weights are in columns."""
+    sums, peak, _ = no_sums(lanes, D)
+    return sums, peak, tl.zeros((lanes, ones), tl.float32)
 
 
 @triton.jit
