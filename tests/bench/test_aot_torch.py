@@ -1,0 +1,36 @@
+"""Triton's kernels are read by its compiler, as an interpreter takes what a compiler refuses."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+def read(*options: str) -> subprocess.CompletedProcess:
+    """Runs the bench in a process of its own: this one may interpret Triton."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "bench.aot_torch", *options]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
+def test_every_kernel_of_a_real_models_size_is_read_by_the_compiler() -> None:
+    done = read()
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"(\d+) kernels, (\d+) compiled, 0 faults", done.stdout)
+    assert found is not None, done.stdout
+    assert int(found[1]) >= 19
+    assert int(found[2]) >= 90
+
+
+def test_a_whole_kernel_is_told_with_what_it_takes() -> None:
+    done = read("--whole", "--only", "slots: restore, 8 rows")
+    assert done.returncode == 0, done.stdout + done.stderr
+    kernel, *case, registers, spilled, shared = done.stdout.splitlines()[1].split()
+    assert kernel == "_restore_kernel"
+    assert " ".join(case).startswith("8 rows")
+    assert 16 <= int(registers) <= 64
+    assert spilled == shared == "0"
