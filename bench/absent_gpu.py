@@ -168,13 +168,16 @@ def _shape(gpu: AbsentGpu, floats: str, value: Any) -> Any:
     return gpu.shape_of(value, kinds.get(value.dtype.kind, value.dtype))
 
 
-def lowered_step(gpu: AbsentGpu, model: str, drafts: str, batch: int) -> tuple[Lowered, int]:
-    """A decode step of a server with default flags, and the bytes that the memory plan has for it.
+def lowered_step(
+    gpu: AbsentGpu, model: str, drafts: str, batch: int, tokens: int
+) -> tuple[Lowered, int]:
+    """A step of a server with default flags, and the bytes that the memory plan has for it.
 
     Args:
       model: A folder of `bench/shapes`.
       drafts: What drafts, as `bench.drafting` reads it.
       batch: Requests at once.
+      tokens: Of a prompt; 0: it decodes.
     """
     folder, device = SHAPES / model, Device("gpu", gpu.name, gpu.free_bytes)
     flags = ["--model-path", str(folder), "--load-format", "dummy"]
@@ -184,7 +187,8 @@ def lowered_step(gpu: AbsentGpu, model: str, drafts: str, batch: int) -> tuple[L
     (program,) = (
         program
         for program in blueprint.limits.programs
-        if (program.work, program.batch, program.logprobs) == (Work.DECODE, batch, False)
+        if program.work is (Work.PREFILL if tokens else Work.DECODE)
+        if (program.batch, program.tokens, program.logprobs) == (batch, tokens, False)
     )
     with gpu.traced():
         read = partial(serve.read_weights, blueprint, *files, gpu.device, lambda num_bytes: None)

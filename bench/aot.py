@@ -4,10 +4,10 @@
     python -m bench.aot --only delta_mix EAGLE3
 
 First come the kernels, in the cases of a real model's size that the tests of their operations have:
-none may spill registers or want more shared memory than a block can have. Then come whole decode
-steps, as a server with default flags would prepare them: each must be one command buffer in which
-XLA itself copies nothing of size, must sort nothing, and may work on no more memory than the plan
-has for it. Nothing is timed: without a device nothing can be.
+none may spill registers or want more shared memory than a block can have. Then come whole steps of
+decoding and of prompts, as a server with default flags would prepare them: each must be one command
+buffer in which XLA itself copies nothing of size, must sort nothing, and may work on no more memory
+than the plan has for it. Nothing is timed: without a device nothing can be.
 
 This is for an environment of its own, which `make aot` makes.
 """
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.compiled import (
+    KERNELS_IN_BUFFER,
     Kernel,
     copied_by_xla,
     excuse,
@@ -45,7 +46,7 @@ STEP_HEADER = f"{'step':66}{'kernels':>8}{'temp KiB':>10}{'plan KiB':>10}{'copie
 
 @dataclass(frozen=True)
 class Step:
-    """A decode step of a server.
+    """A step of a server: of decoding, or of a prompt.
 
     Attributes:
       model: A folder of `bench/shapes`.
@@ -53,15 +54,18 @@ class Step:
       batch: Requests at once.
       most_copied: Bytes that XLA may take out of weights, pools and states at once. The embeddings
         of some rows are fewer; a weight of a layer has more, and so has the state of a slot.
+      tokens: Of a prompt; 0: it decodes.
     """
 
     model: str
     drafts: str
     batch: int
     most_copied: int
+    tokens: int = 0
 
     def __str__(self) -> str:
-        return f"{self.model}, {Draft.parse(self.drafts)}, batch {self.batch}"
+        work = f"prompt of {self.tokens}" if self.tokens else f"batch {self.batch}"
+        return f"{self.model}, {Draft.parse(self.drafts)}, {work}"
 
 
 STEPS = (
@@ -70,6 +74,9 @@ STEPS = (
     # The rule reads what a slot has seen of each token of the vocabulary once for each of 16 nodes.
     Step("qwen3-8b", "DFLASH:rule=rejection", 1, 10 * 2**20),
     Step("qwen3.5-9b", "NEXTN:S=5,k=4,N=16", 8, 2**20),
+    # The embeddings of 2,048 rows are 16 MiB.
+    Step("qwen3-8b", "none", 1, 2**24, tokens=2048),
+    Step("qwen3.5-9b", "NEXTN:S=3,k=1,N=4", 1, 2**24, tokens=2048),
 )
 
 
@@ -151,7 +158,9 @@ def compile_step(report: Report, gpu: Any, step: Step) -> None:
     compiling = import_module("bench.absent_gpu")
     began, name = time.monotonic(), str(step)
     try:
-        lowered, planned = compiling.lowered_step(gpu, step.model, step.drafts, step.batch)
+        lowered, planned = compiling.lowered_step(
+            gpu, step.model, step.drafts, step.batch, step.tokens
+        )
         if faults := list(faults_of_operations(lowered.as_text(), name)):
             report.fail(*faults)  # it is not compiled: a sort would take minutes
             return
@@ -161,7 +170,7 @@ def compile_step(report: Report, gpu: Any, step: Step) -> None:
         return
     seconds = time.monotonic() - began
     report.add_kernels(found.kernels, name, None)
-    count = sum(thunk.kind == "kCustomKernel" for thunk in found.thunks)
+    count = sum(thunk.kind in KERNELS_IN_BUFFER for thunk in found.thunks)
     copied = max(copied_by_xla(found.text).values(), default=0)
     sizes = f"{found.temp_bytes / 1024:10.0f}{planned / 1024:10.0f}{copied / 1024:12.1f}"
     print(f"{STEP_HEADER}\n{name:66}{count:8}{sizes}{seconds:7.1f}", flush=True)

@@ -17,7 +17,9 @@ MOST_SHARED_BYTES = 227 * 1024
 LEAST_HELD_BYTES = 2**20
 """Of an array that a step is given; a smaller one is no weight, pool or state of note."""
 
-IN_BUFFER = {"kCustomKernel", "kKernel", "kCopy", "kMemset32BitValue", "kMemzero"}
+KERNELS_IN_BUFFER = {"kCustomKernel", "kCustomCall"}
+"""Of Triton, and of Mosaic GPU: what else would be called breaks a buffer, see `BROKEN_BY`."""
+IN_BUFFER = KERNELS_IN_BUFFER | {"kKernel", "kCopy", "kMemset32BitValue", "kMemzero"}
 """Thunks that a command buffer of a step has; a small copy may be one of them."""
 
 _SHARED = re.compile(r"shared_memory: (\d+) bytes")
