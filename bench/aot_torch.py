@@ -12,26 +12,24 @@ is. Nothing is timed: without a device nothing can be.
 
 import argparse
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from bench.aot import cases_of
-from bench.compiled import MOST_SHARED_BYTES
+from bench.aot import HEADER, cases_of, line_of
+from bench.compiled import MOST_SHARED_BYTES, Thunk, read_ptxas
 from tests.support.op_case import OpCase
 
 GPU = "NVIDIA H200"
 CAPABILITY = 90
-HEADER = f"{'kernel':24}{'case':58}{'registers':>10}{'spilled':>9}{'shared':>9}"
 
 
 class Driver:
@@ -65,8 +63,13 @@ class Zeros:
         return getattr(self._rng, name)
 
 
-def numbers_of(ptx: str, ptxas: str) -> tuple[int, int]:
-    """Registers of a thread, and bytes that it spills."""
+def assembled(ptx: str) -> str:
+    """What ptxas says of a kernel.
+
+    Raises:
+      ValueError: It refuses the kernel.
+    """
+    ptxas = import_module("triton.backends.nvidia.compiler").get_ptxas(CAPABILITY).path
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(ptx, encoding="utf-8")
@@ -74,10 +77,7 @@ def numbers_of(ptx: str, ptxas: str) -> tuple[int, int]:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ValueError(f"ptxas refuses it: {done.stderr}")
-    told = done.stderr
-    found = [re.search(text, told) for text in (r"Used (\d+) registers", r"(\d+) bytes spill st")]
-    registers, spilled = (int(each[1]) if each else 0 for each in found)
-    return registers, spilled
+    return done.stderr
 
 
 class Compiled:
@@ -100,12 +100,11 @@ class Compiled:
             self._read(src, target, options)
             return None  # nothing that could be launched
         kernel = self._compile(src, target=target, options=options, **more)
-        ptxas = import_module("triton.backends.nvidia.compiler").get_ptxas(CAPABILITY).path
-        registers, spilled = numbers_of(kernel.asm["ptx"], ptxas)
-        sizes = f"{registers:10}{spilled:9}{kernel.metadata.shared:9}"
-        print(f"{src.name:24}{self.case:58}{sizes}", flush=True)
-        if kernel.metadata.shared > MOST_SHARED_BYTES:
-            raise ValueError(f"{src.name} wants more shared memory than a block can have")
+        started = Thunk("kCustomKernel", src.name, 0, kernel.metadata.shared)
+        for found in read_ptxas(assembled(kernel.asm["ptx"]), [started]):
+            print(line_of(found, self.case, None), flush=True)
+            if found.shared_bytes > MOST_SHARED_BYTES:
+                raise ValueError(f"{found.name} wants more shared memory than a block can have")
         return kernel
 
     def _read(self, src: Any, target: Any, options: dict) -> None:
@@ -118,22 +117,11 @@ class Compiled:
         src.make_ir(target, parsed, *found, context)
 
 
-@contextmanager
-def _instead(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
-
-
 def operations() -> Any:
     """The ops of torch with kernels, though there is no GPU: what they are given has no memory."""
-    with _instead(torch.cuda, "is_available", lambda: True):  # noqa: SIM117 - one reason each
-        with _instead(torch.cuda, "get_device_name", lambda *_: GPU):
-            ops = import_module("torch_impl.ops")
-            side = import_module("bench.op_sides").TorchSide()
+    with patch.multiple(torch.cuda, is_available=lambda: True, get_device_name=lambda *_: GPU):
+        ops = import_module("torch_impl.ops")
+        side = import_module("bench.op_sides").TorchSide()
     ops.kernels_on = lambda device: ops.KERNELS
     how = {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
     for name, module in list(sys.modules.items()):
@@ -156,7 +144,7 @@ def operations() -> Any:
 def run(case: OpCase, side: Any) -> None:
     """Calls an operation, which compiles its kernels and launches none."""
     draw: Callable[..., np.random.Generator] = np.random.default_rng
-    with _instead(np.random, "default_rng", lambda *seed: Zeros(draw(*seed))):
+    with patch.object(np.random, "default_rng", lambda *seed: Zeros(draw(*seed))):
         arguments = case.make(0)
     side.operation(case)(*side.placed(case, arguments))
 
@@ -187,8 +175,8 @@ def main() -> int:
     if options.whole:
         print(HEADER)
     with (
-        _instead(jit.JITFunction, "run", compile_only),
-        _instead(import_module("triton.compiler"), "compile", compiled),
+        patch.object(jit.JITFunction, "run", compile_only),
+        patch.object(import_module("triton.compiler"), "compile", compiled),
     ):
         for case in cases_of(options.only):
             compiled.case = case.name

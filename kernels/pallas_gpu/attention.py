@@ -237,14 +237,10 @@ def _add_tiles(q, seen, begin, stop, sums, *, end, high, order):
         own, sums = carry
         own = _add_masked(q, seen, i, high, own, order)
         ends_split = (lax.rem((i + 1) * order.tile, order.split) == 0) | (i + 1 == end)
-        return lax.cond(
-            ends_split, lambda: (nothing(), _fold_split(sums, own)), lambda: (own, sums)
-        )
+        return _fold_where(ends_split, own, sums)
 
-    def nothing():
-        return Sums.nothing(*q.shape, order.ones)
-
-    return lax.fori_loop(begin, stop, add, (nothing(), sums))[1]
+    nothing = Sums.nothing(*q.shape, order.ones)
+    return lax.fori_loop(begin, stop, add, (nothing, sums))[1]
 
 
 def page_of(seen, i, tile):

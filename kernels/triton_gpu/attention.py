@@ -199,8 +199,9 @@ def _sum_positions(
                 _, offset, next_page = offsets(
                     table_at, columns, next_page, i * unroll + j, D, k_heads, page, tile
                 )
-                k, v = tl.load(k_at + offset), tl.load(v_at + offset)
-                own, own_peak, own_total = add_whole(q, k, v, scale, own, own_peak, own_total, ones)
+                own, own_peak, own_total = add_whole(
+                    q, k_at + offset, v_at + offset, scale, own, own_peak, own_total, ones
+                )
             # A step that is a split is known when it is compiled.
             is_end = True
             if unroll < tiles:
@@ -286,8 +287,9 @@ def _no_split(lanes: tl.constexpr, D: tl.constexpr, ones: tl.constexpr):
 
 
 @triton.jit
-def add_whole(q, k, v, scale, sums, peak, total, ones: tl.constexpr):
+def add_whole(q, k_at, v_at, scale, sums, peak, total, ones: tl.constexpr):
     """Adds a tile that every row sees whole."""
+    k, v = tl.load(k_at), tl.load(v_at)
     # "ieee": float32 stays float32, no tf32
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     highest = tl.maximum(peak, tl.max(scores, axis=1))

@@ -367,8 +367,9 @@ def _sum_share(
     whole = tl.where(tl.max(first) <= begin * tile, tl.maximum(whole, begin), begin)
     for i in range(begin, whole):
         position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
-        k, v = tl.load(k_at + offset), tl.load(v_at + offset)
-        sums, peak, total = add_whole(q, k, v, scale, sums, peak, total, ones)
+        sums, peak, total = add_whole(
+            q, k_at + offset, v_at + offset, scale, sums, peak, total, ones
+        )
         sums, peak, total, u_sums, u_peak, u_total = _close(
             i, end, sums, peak, total, u_sums, u_peak, u_total,
             sums_at, peaks_at, totals_at, place_of_lane, is_lane, base, stride, unit, is_alone,

@@ -152,11 +152,11 @@ class ReferenceBackend:
 
     def _start(self, batch: Batch) -> None:
         """Resets the slots of starting rows, then restores what the plan names."""
-        started, restore = batch.slots[batch.starts], batch.snapshots.restore[batch.starts]
+        started = batch.slots[batch.starts]
         self._lengths[started] = self._newest[started] = 0
         self._seen[started] = 0
         self._draft_from[started] = batch.draft_from[batch.starts]
-        put(self._state, started, batch.restored(self._snapshots, restore))
+        self._state = batch.restored(self._state, self._snapshots)
         if self._drafter is not None:
             self._drafter.start(batch)
 

@@ -223,8 +223,7 @@ class StandaloneDrafter:
 
     def start(self, batch: Batch) -> None:
         """See `ReferenceDrafter`."""
-        slots, restore = batch.slots[batch.starts], batch.snapshots.restore[batch.starts]
-        put(self._state, slots, batch.restored(self._snapshots, restore))
+        self._state = batch.restored(self._state, self._snapshots)
 
     def prefill(
         self, batch: Batch, fed: list[Fed], draft_from: Int[np.ndarray, " B"], rank: Rank

@@ -10,7 +10,7 @@ from shared.boundary.backend import (
     Snapshots,
     StepPlan,
 )
-from shared.spec import acceptance, logprobs, sampling
+from shared.spec import acceptance, logprobs, sampling, slots
 from shared.spec.mamba_state import DeltaState
 from shared.spec.model import Forward
 from shared.spec.sampling import Sampling, Seen
@@ -45,13 +45,13 @@ class Batch:
             Snapshots(snapshots.restore[index], snapshots.save[index], snapshots.save_at[index]),
         )
 
-    @staticmethod
-    def restored(snapshots: DeltaState, restore: Int[np.ndarray, " B"]) -> DeltaState:
-        """What starting rows find: zeros where they restore nothing."""
-        saved, is_none = take(snapshots, restore), restore == 0
-        for array in (saved.recurrent, saved.window):
-            array[:, is_none] = 0
-        return saved
+    def restored(self, state: DeltaState, snapshots: DeltaState) -> DeltaState:
+        """The states of all slots, where those of starting rows are their snapshots'."""
+        rows = (self.slots, self.snapshots.restore, self.starts)
+        return DeltaState(
+            slots.restore(state.recurrent, snapshots.recurrent, *rows),
+            slots.restore(state.window, snapshots.window, *rows),
+        )
 
 
 @dataclass(frozen=True)

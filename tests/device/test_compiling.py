@@ -75,20 +75,10 @@ def test_afterwards_kernels_are_launched_again_even_where_the_step_fails(
 # A machine without a GPU says that it has one, which compiles and loads nothing.
 COMPILES = """
 import torch, triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from bench.aot_torch import Driver
 from tests.support import named_kernels
 from torch_impl.compiling import compile_kernels
-
-class Driver:
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=None):
-        return 0
 
 triton.runtime.driver.set_active(Driver())
 made, make_ir = [], ASTSource.make_ir
