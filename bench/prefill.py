@@ -134,6 +134,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                 words = ["--model-path", str(options.model), *draft.flags(folders)]
                 words += [*flags(options, None), *own]
                 how = {"batch": 1, "context": context, "plain_candidates": False}
+                how["radix_cache"] = False
                 served = start(backend, words, **how)
                 for prompt in options.prompt:
                     sizes = {"batch": 1, "prompt": prompt, "output": options.output}

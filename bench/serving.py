@@ -105,6 +105,7 @@ def start(
     batch: int,
     context: int,
     plain_candidates: bool,
+    radix_cache: bool,
     chunk: int | None = None,
 ) -> Served:
     """Starts an engine that serves `batch` requests at once, and warms it up.
@@ -113,6 +114,7 @@ def start(
       framework: "torch" or "jax"; only this one is imported.
       flags: Of the server.
       context: Most tokens of prompt and output.
+      radix_cache: Texts are kept for later requests; without, each prompt costs its whole time.
       chunk: Of prompts the program alone that has room for so many tokens; None: all.
       plain_candidates: Drafts are ranked without the target's noise; no server can be told to.
 
@@ -124,7 +126,8 @@ def start(
         raise ValueError(f"candidates are ranked without noise by torch alone, not by {framework}")
     serve = import_module(f"{framework}_impl.serve")
     bounds = ["--max-running-requests", str(batch), "--context-length", str(context)]
-    options = parse([*flags, *bounds])
+    cached = [] if radix_cache else ["--disable-radix-cache"]
+    options = parse([*flags, *bounds, *cached])
     begun = launch.prepare(options, serve.PLATFORM)
     memory, blueprint = begun.memory, begun.memory.blueprint
     limits = one_bucket(blueprint.limits, chunk)
@@ -137,7 +140,7 @@ def start(
     backend.prepare(limits.programs, lambda program: None)
     clock.append(time.perf_counter())
     last = LastStep(backend)
-    engine = launch.make_engine(last, memory.options)
+    engine = launch.make_engine(last, memory)
     _warm_up(engine, limits)
     return Served(
         backend=backend,

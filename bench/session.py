@@ -133,6 +133,7 @@ class Session:
             batch=load.batch,
             context=context,
             plain_candidates=draft.is_plain_ranked,
+            radix_cache=False,
             chunk=load.batch * load.prompt,
         )
         return cls(backend, draft, load.batch, served)

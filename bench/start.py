@@ -58,7 +58,7 @@ def measure(framework: str, flags: list[str], requests: int) -> dict:
     programs = backend.limits.programs
     backend.prepare(programs, lambda program: None)
     ready = time.perf_counter()
-    engine, made = launch.make_engine(backend, start.memory.options), made_programs(backend)
+    engine, made = launch.make_engine(backend, start.memory), made_programs(backend)
     outcomes = serve_all(engine, mixed_requests(requests, backend.limits))
     served = time.perf_counter()
     line = {

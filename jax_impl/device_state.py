@@ -244,7 +244,7 @@ def _read_prompt(at: Fields, program: Program) -> Prompt | None:
     return Prompt(
         tokens=at["tokens"],
         row_starts=at["row_starts"],
-        first_positions=at.get("first_positions", nothing),
+        first_positions=at["first_positions"],
         ends_prompt=at.get("ends_prompt", nothing) != 0,
         next_tokens=at.get("next_tokens", nothing),
     )

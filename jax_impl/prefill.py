@@ -17,12 +17,13 @@ from shared.boundary.backend import Program
 def count_tokens(
     machine: Machine, state: DeviceState, plan: Plan, program: Program
 ) -> tuple[DeviceState, Fields]:
-    """Adds tokens from position 0 on to `seen`; of a starting row it resets everything first."""
+    """Adds tokens to `seen`; of a starting row it resets everything first."""
     state, prompt = start(state, plan), plan.prompt
     assert prompt is not None  # a count has one
     num_tokens = prompt.row_starts[1:] - prompt.row_starts[:-1]
     _, request, place, is_real = draft_tree.flatten(num_tokens, program.tokens)
-    is_output = place >= plan.sampling.prompt_length[request]
+    positions = prompt.first_positions[request] + place
+    is_output = positions >= plan.sampling.prompt_length[request]
     seen = slots.count(state.seen, plan.slots[request], prompt.tokens, is_output, is_real)
     return state._replace(seen=seen), {"counts": jnp.zeros_like(plan.slots)}
 

@@ -22,7 +22,7 @@ def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
     assert prompt is not None  # a count has one
     request, is_real = draft_tree.request_of(prompt.row_starts, program.tokens)
     place = torch.arange(program.tokens, dtype=torch.int32, device=request.device)
-    place = place - prompt.row_starts[request]
+    place = place - prompt.row_starts[request] + prompt.first_positions[request]
     is_output = place >= plan.sampling.prompt_length[request]
     seen, owners = machine.state.seen, plan.slots[request]
     slots.count(seen, owners, prompt.tokens, is_output, is_real)

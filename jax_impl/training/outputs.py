@@ -26,6 +26,7 @@ from shared.boundary.backend import Limits, Work
 from shared.drafts.drafts import Drafts
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
@@ -69,7 +70,9 @@ def make_engine(
     shape = TreeShape.plain(slots)
     controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     chunk = limits.token_sizes[-1]
-    return Engine(backend, controller, overlap=limits.overlap, chunked_prefill_size=chunk)
+    return Engine(
+        backend, controller, overlap=limits.overlap, chunked_prefill_size=chunk, cache=NO_CACHE
+    )
 
 
 def _memory(device: jax.Device) -> Device:

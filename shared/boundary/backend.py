@@ -275,10 +275,20 @@ class Draft:
 
 @dataclass(frozen=True)
 class Count:
-    """Adds tokens to `seen` that a cache hit spares the prefill."""
+    """Adds tokens to `seen` that a cache hit spares the prefill.
+
+    A row is counted from its first token up to and with the first that its prefill feeds, in as
+    many steps as that takes; the first of them starts the row, and the prefill then does not.
+
+    Attributes:
+      tokens: Tokens of all rows; past `row_starts[B]` padding.
+      row_starts: First token of each row, and the end.
+      first_positions: Position of each row's first token.
+    """
 
     tokens: Int32[np.ndarray, " T"]
     row_starts: Int32[np.ndarray, " B+1"]
+    first_positions: Int32[np.ndarray, " B"]
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
         ],
         Work.DECODE: [],
         Work.DRAFT: [],
-        Work.COUNT: [("tokens", (T,)), ("row_starts", (B + 1,))],
+        Work.COUNT: [("tokens", (T,)), ("row_starts", (B + 1,)), ("first_positions", (B,))],
     }[program.work]
     if program.host_draft:
         work = [
@@ -163,7 +163,7 @@ def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Dra
         case Work.PREFILL:
             return Prefill(**{f.name: at[f.name] for f in fields(Prefill)})
         case Work.COUNT:
-            return Count(at["tokens"], at["row_starts"])
+            return Count(**{f.name: at[f.name] for f in fields(Count)})
         case Work.DRAFT:
             return Draft(program.shape)
     if not program.host_draft:

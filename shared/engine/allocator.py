@@ -1,11 +1,13 @@
 """Pages and slots: who owns what.
 
-A slot belongs to one running request. A page is no slot's own: its owners are counted, and it is
-free when the last of them has let go. Slots whose texts begin alike may share full pages, as a step
-writes only past its slot's length.
+A slot belongs to one running request. A page is no slot's own: its owners are counted, the slots
+that name it and the prefix cache, and it is free when the last of them has let go. Slots whose
+texts begin alike may share full pages, as a step writes only past its slot's length.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int32
@@ -24,7 +26,7 @@ class Allocator:
     Attributes:
       page_table: The pages of each slot in the order of positions; 0 past its last.
       num_pages: How many pages each slot has a share in.
-      num_owners: Owners of each page: the slots that name it.
+      num_owners: Owners of each page: the slots that name it, and the prefix cache.
       limits: The sizes of the pools.
     """
 
@@ -108,11 +110,21 @@ class Allocator:
         self._taken_slots.remove(slot)
         self._free_slots.append(slot)
         count = int(self.num_pages[slot])
-        self._disown(self.page_table[slot, :count])
+        self.disown(self.page_table[slot, :count])
         self.page_table[slot, :count] = 0
         self.num_pages[slot] = 0
 
-    def _disown(self, pages: Int32[np.ndarray, " n"]) -> None:
+    def own(self, pages: Int32[np.ndarray, " n"]) -> None:
+        """Adds an owner beside its slots to each page, no page twice.
+
+        Raises:
+          ValueError: A page has no owner, so it may be anybody's next.
+        """
+        if (self.num_owners[pages] == 0).any():
+            raise ValueError("a page to be kept has no owner")
+        self.num_owners[pages] += 1
+
+    def disown(self, pages: Int32[np.ndarray, " n"]) -> None:
         """Takes an owner from each page, no page twice: the only way back into the pool."""
         self.num_owners[pages] -= 1
         free = pages[self.num_owners[pages] == 0][::-1]
@@ -120,8 +132,11 @@ class Allocator:
         self._free_pages[end : end + len(free)] = free
         self._num_free_pages += len(free)
 
-    def check(self) -> None:
+    def check(self, kept: Sequence[int] = ()) -> None:
         """Asserts that nothing is lost, and that every page has the owners that name it.
+
+        Args:
+          kept: Pages that have an owner beside their slots.
 
         Raises:
           AssertionError: A page or a slot is lost, handed out while it has an owner, or owned by
@@ -129,7 +144,8 @@ class Allocator:
         """
         columns = np.arange(self.page_table.shape[1])
         is_owned = columns < self.num_pages[:, None]
-        shares = np.bincount(self.page_table[is_owned], minlength=self.limits.num_pages)
+        named = np.concatenate([self.page_table[is_owned], np.array(kept, np.int32)])
+        shares = np.bincount(named, minlength=self.limits.num_pages)
         free = np.sort(self._free_pages[: self._num_free_pages])
         slots = sorted([*self._taken_slots, *self._free_slots])
         owners = set(np.flatnonzero(self.num_pages).tolist())

@@ -11,6 +11,7 @@ from shared.engine.checks import RequestLimits, check
 from shared.engine.controller import Controller, Gauges
 from shared.engine.metrics import Metrics
 from shared.engine.planner import Planner
+from shared.engine.prefix_cache import CachePolicy, PrefixCache
 from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.engine.rows import Rows
 from shared.engine.scheduler import Scheduler
@@ -32,9 +33,11 @@ class Engine:
       controller: Chooses how requests decode.
       overlap: Steps on the device while the host plans the next; at most the backend's.
       chunked_prefill_size: Most prompt tokens of a step.
+      cache: What is kept of texts.
 
     Raises:
-      ValueError: The overlap is more than the backend was made for, or no prefill fits.
+      ValueError: The overlap is more than the backend was made for, or no prefill fits; or see
+        `CachePolicy.check`.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Engine:
         *,
         overlap: int,
         chunked_prefill_size: int,
+        cache: CachePolicy,
     ) -> None:
         limits = backend.limits
         if not 0 <= overlap <= limits.overlap:
@@ -52,9 +56,12 @@ class Engine:
         self._request_limits = RequestLimits.of(limits, limits.context_length)
         self.allocator = Allocator(limits)
         self.planner = Planner(limits, self.allocator)
+        self.cache = PrefixCache(limits, self.allocator, cache, overlap)
+        self._follows_decodes = cache.is_on and (cache.leaves_holes or cache.track_interval > 0)
         self.scheduler = Scheduler(
             limits,
             self.allocator,
+            self.cache,
             controller,
             overlap=overlap,
             chunked_prefill_size=chunked_prefill_size,
@@ -63,8 +70,12 @@ class Engine:
             {
                 "num_requests_running": lambda: len(self.scheduler.running),
                 "num_requests_waiting": lambda: len(self.scheduler.waiting),
-                "kv_cache_usage_perc": lambda: self.allocator.usage,
-                "kv_pages_free": lambda: self.allocator.num_free_pages,
+                "kv_cache_usage_perc": lambda: self.cache.usage,
+                "kv_pages_free": lambda: self.cache.num_available,
+                "prefix_cache_pages": lambda: self.cache.num_pages,
+                "prefix_cache_states": lambda: self.cache.num_states,
+                "prefix_cache_queries_total": lambda: self.cache.num_queried,
+                "prefix_cache_hits_total": lambda: self.cache.num_hit,
                 "state_slots_free": lambda: self.allocator.num_free_slots,
                 "num_preemptions_total": lambda: self.scheduler.num_preemptions,
                 **controller.gauges,
@@ -138,6 +149,7 @@ class Engine:
 
     def _submit(self, rows: Rows) -> None:
         plan = self.planner.plan(rows)
+        self.cache.name_saves(rows, plan)
         self._flights.append(Flight(self._backend.submit(plan), rows))
         self.metrics.count_step(rows.work, self._backend.launch(plan.program))
         for request, most in zip(rows.requests, rows.most_tokens, strict=True):
@@ -149,15 +161,21 @@ class Engine:
         result, rows, events = flight.future.result(), flight.rows, []
         self.controller.learned(rows, result)
         counts, failed, texts = (x.tolist() for x in (result.counts, result.failed, result.tokens))
+        saved = result.saved.tolist()
         told: list[int] = []
         for row, (request, most) in enumerate(zip(rows.requests, rows.most_tokens, strict=True)):
             request.land(most)
             if self.is_late(request):
                 self.metrics.count("late_rows_total", 1)
-            elif failed[row]:
+                continue
+            if failed[row]:
                 events.append(self._fail(request))
-            elif counts[row]:
-                events.append(self._commit(rows, result, row, texts[row][: counts[row]]))
+                continue
+            if rows.chunks:
+                self.cache.fed(request, rows.chunks[row], bool(saved[row]))
+            if counts[row]:
+                tokens = texts[row][: counts[row]]
+                events.append(self._commit(rows, result, row, tokens, bool(saved[row])))
                 told.append(row)
         self._count(rows, events)
         if rows.shape is not None and not rows.shape.is_plain:
@@ -182,9 +200,13 @@ class Engine:
         """Whether a row was submitted before its request's end was known; nobody reads it."""
         return request.finish_reason is not None
 
-    def _commit(self, rows: Rows, result: StepResult, row: int, tokens: list[int]) -> Event:
+    def _commit(
+        self, rows: Rows, result: StepResult, row: int, tokens: list[int], saved: bool
+    ) -> Event:
         request = rows.requests[row]
         kept = request.commit(tokens)
+        if self._follows_decodes and rows.shape is not None:
+            self.cache.decoded(request, kept, rows.shape.is_plain, saved)
         self.controller.saw(request, tokens[:kept])
         if request.finish_reason is not None:
             self._let_go(request, request.finish_reason)
@@ -195,6 +217,7 @@ class Engine:
             finish_reason=request.finish_reason,
             error=None,
             logprobs=_logprobs(request, result, row, kept),
+            cached_tokens=request.cached_tokens or 0,
         )
 
     def _fail(self, request: Request) -> Event:

@@ -117,7 +117,8 @@ class Planner:
         held, requests = self._allocator.num_pages, rows.requests
         num_pages = max(held.item(request.slot) for request in requests)
         verified = 0 if rows.shape is None else rows.shape.rows
-        logprobs = any(request.sampling.logprobs is not None for request in requests)
+        asked = any(request.sampling.logprobs is not None for request in requests)
+        logprobs = asked and rows.work is not Work.COUNT
         wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs)
         for p in self._by_size:
             sizes = (p.batch, p.pages, p.tokens, p.shape.rows, p.logprobs)

@@ -47,6 +47,13 @@ class SamplingParams:
     logprobs: int | None = None
     max_draft_tokens: int | None = None
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens of its text so far count."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        )
+
 
 @dataclass(frozen=True)
 class Event:
@@ -60,6 +67,7 @@ class Event:
       finish_reason: Set in the request's last event.
       error: One sentence; set with `FinishReason.ERROR`.
       logprobs: Per token: its logprob and the best (id, logprob) pairs; None unless asked for.
+      cached_tokens: Tokens of the prompt that the prefix cache had.
     """
 
     request_id: int
@@ -68,6 +76,7 @@ class Event:
     finish_reason: FinishReason | None
     error: str | None
     logprobs: list[tuple[float, list[tuple[int, float]]]] | None
+    cached_tokens: int = 0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,14 +93,21 @@ class Request:
       request_id: Name of the request, unique in the engine.
       prompt: Prompt tokens.
       sampling: How its tokens are chosen.
-      tenant: Whom it belongs to; what drafts from seen text reads no other tenant's.
+      tenant: Whom it belongs to; what is kept of its text, to draft from or as a cached prefix, no
+        other tenant reads.
+      priority: Lower ones get a slot first, and give way last.
+      arrival: Its number in the order of arrival.
       output: Tokens committed so far.
       slot: Slot on the device; 0 while it has none.
       context: Tokens of prompt and output at the time it got its slot.
       prefill_length: Tokens to prefill: the context, but for an output that is already its newest
         token.
-      first_position: Where its first chunk since then begins: behind what it found in pages that
-        it shares.
+      first_position: Where its first chunk since then begins: behind what it found in the prefix
+        cache.
+      draft_from: From where on draft KV before that is whole.
+      restores: Snapshot of the recurrent state at `first_position`; 0: there is none to restore.
+      num_counted: Tokens before that which penalties know of, and the first of the chunk itself.
+      cached_tokens: Tokens that it found when it got a slot for the first time; None: it had none.
       prefilled: Tokens of the context that the device has or was handed since then.
       in_flight: Steps submitted with a row of it and not yet retired.
       most_growth, least_growth: Tokens that these steps may add at most, and add at least.
@@ -102,11 +118,17 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     tenant: str = ""
+    priority: int = 0
+    arrival: int = 0
     output: list[int] = field(default_factory=list)
     slot: int = 0
     context: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))
     prefill_length: int = 0
     first_position: int = 0
+    draft_from: int = 0
+    restores: int = 0
+    num_counted: int = 0
+    cached_tokens: int | None = None
     prefilled: int = 0
     in_flight: int = 0
     most_growth: int = 0
@@ -148,24 +170,42 @@ class Request:
         """Whether all its steps have been retired, so that its tokens are known."""
         return not self.in_flight
 
-    def place(self, slot: int, first_position: int = 0) -> None:
+    @property
+    def count_length(self) -> int:
+        """Tokens that must be counted before its prefill, which counts from its second token on."""
+        return self.first_position + 1 if self.first_position and self.sampling.has_penalties else 0
+
+    def tokens(self) -> Int32[np.ndarray, " T"]:
+        """Prompt and output so far."""
+        if not len(self.context):
+            self.context = np.array(self.prompt, np.int32)
+        later = self.output[len(self.context) - len(self.prompt) :]
+        return np.concatenate([self.context, np.array(later, np.int32)])
+
+    def place(
+        self, slot: int, first_position: int = 0, draft_from: int = 0, restores: int = 0
+    ) -> None:
         """Gives it a slot, in which the prefill starts anew.
 
         Args:
           slot: The slot.
           first_position: Tokens that the slot's pages hold already.
+          draft_from, restores: See `Request`.
 
         Raises:
           ValueError: Nothing would be left to prefill, and a request starts with its first chunk.
         """
         self.slot = slot
-        self.context = np.array([*self.prompt, *self.output], np.int32)
+        self.context = self.tokens()
         self.prefill_length = len(self.context) - self.resumes
         if not 0 <= first_position < self.prefill_length:
             raise ValueError(
                 f"first_position must be in 0..{self.prefill_length - 1}, got {first_position}"
             )
         self.first_position = self.prefilled = first_position
+        self.draft_from, self.restores, self.num_counted = draft_from, restores, 0
+        if self.cached_tokens is None:
+            self.cached_tokens = first_position
 
     def prefill(self, end: int) -> None:
         """Notes that the context up to position `end` is handed to the device."""

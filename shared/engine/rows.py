@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
-from shared.boundary.backend import Decode, HostDraft, Prefill, StepPlan, Work
+from shared.boundary.backend import Count, Decode, HostDraft, Prefill, StepPlan, Work
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 
@@ -23,8 +23,8 @@ class Chunk:
 
     @property
     def starts(self) -> bool:
-        """Whether it is the request's first chunk since it was placed."""
-        return self.first == self.request.first_position
+        """Whether it is the request's first step since it was placed."""
+        return self.first == self.request.first_position and not self.request.count_length
 
     @property
     def ends_prompt(self) -> bool:
@@ -136,8 +136,78 @@ class PrefillRows:
             work.ends_prompt[row] = chunk.ends_prompt
             # Drafters learn of a chunk's last token together with the one that follows it.
             work.next_tokens[row] = 0 if chunk.ends_prompt else context[chunk.end]
-            plan.starts[row] = chunk.starts
+            if chunk.starts:
+                _start(plan, row, chunk.request)
         work.row_starts[len(self.chunks) + 1 :] = end
+
+
+@dataclass(frozen=True)
+class CountRows:
+    """The row of a step that counts what a prefill will not feed, for penalties.
+
+    Attributes:
+      request: Whose tokens.
+      first, end: Their positions.
+    """
+
+    request: Request
+    first: int
+    end: int
+
+    @property
+    def work(self) -> Work:
+        """What the step does."""
+        return Work.COUNT
+
+    @property
+    def requests(self) -> list[Request]:
+        """The request of the row."""
+        return [self.request]
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """A count feeds nothing."""
+        return ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are counted."""
+        return self.end - self.first
+
+    @property
+    def shape(self) -> None:
+        """A count drafts nothing."""
+        return None
+
+    @property
+    def host_draft(self) -> bool:
+        """No trees come with a count."""
+        return False
+
+    @property
+    def most_tokens(self) -> list[int]:
+        """A count adds no token."""
+        return [0]
+
+    def accepted(self, num_tokens: int) -> None:
+        """A count verifies nothing."""
+        return None
+
+    def fill(self, plan: StepPlan) -> None:
+        """Lays the tokens; the first step of a row starts it."""
+        work, count = plan.work, self.num_tokens
+        assert isinstance(work, Count)
+        work.tokens[:count] = self.request.context[self.first : self.end]
+        work.row_starts[1:] = count
+        work.first_positions[0] = self.first
+        if self.first == 0:
+            _start(plan, 0, self.request)
+
+
+def _start(plan: StepPlan, row: int, request: Request) -> None:
+    """Resets a row's slot, and gives it what its request found."""
+    plan.starts[row], plan.draft_from[row] = 1, request.draft_from
+    plan.snapshots.restore[row] = request.restores
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from collections.abc import Sequence
 
 from shared.boundary.backend import Limits, Work
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
+from shared.engine.prefix_cache import Prefix, PrefixCache
 from shared.engine.request import Refusal, Request
-from shared.engine.rows import Chunk, DecodeRows, PrefillRows, Rows
+from shared.engine.rows import Chunk, CountRows, DecodeRows, PrefillRows, Rows
+from shared.engine.waiting import WaitingQueue
 from shared.spec.gated_delta import CHUNK
 
 
 class Scheduler:
-    """Continuous batching over one queue, in the order of arrival.
+    """Continuous batching, by priority and in the order of arrival (`WaitingQueue`).
 
-    Every running request is older than every waiting one. When pages run out the youngest gives
-    back its own, so the oldest always advances and nothing waits for ever.
+    When pages run out, what is cached goes first. Then of those that run the last gives its own
+    back, the youngest of the worst priority, so the first always advances and nothing waits for
+    ever. What it leaves in the cache it finds again if nobody has needed the pages since.
 
     Args:
+      cache: Finds the beginnings of contexts, and gives way where pages are short.
       overlap: Steps in flight while the next one is planned.
       chunked_prefill_size: Most prompt tokens of a step.
 
@@ -31,18 +35,23 @@ class Scheduler:
         self,
         limits: Limits,
         allocator: Allocator,
+        cache: PrefixCache,
         controller: Controller,
         *,
         overlap: int,
         chunked_prefill_size: int,
     ) -> None:
         self._limits, self._allocator, self._controller = limits, allocator, controller
+        self._cache = cache
+        counts = (p.tokens for p in limits.programs if p.work is Work.COUNT)
+        self._most_counted = max(counts, default=0)
+        self._num_arrived = 0
         self._growth_in_flight = overlap * (limits.max_depth + 1)
         self._max_tokens, self._max_prefill_rows = _prefill_sizes(limits, chunked_prefill_size)
         self._max_running = controller.max_rows
         self._leaving: Request | None = None
         self._prefilled_last = False
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
 
@@ -59,26 +68,36 @@ class Scheduler:
                 f"prompt and max_tokens may need {pages} pages of {self._limits.page_size} tokens, "
                 f"and the server has {self._limits.num_pages - 1}",
             )
+        self._num_arrived += 1
+        request.arrival = self._num_arrived
         self.waiting.append(request)
 
     def admit(self) -> list[Request]:
         """Gives slots to waiting requests while there is room, and returns those requests."""
         admitted = []
-        while self.waiting and self._has_room_for(self.waiting[0]):
-            request = self.waiting.popleft()
-            request.place(self._allocator.take_slot())
-            self.running.append(request)
+        while self._may_admit() and (request := self.waiting.head()) is not None:
+            prefix = self._cache.find(request)
+            if not self._has_room_for(request, prefix):
+                break
+            self.waiting.pop()
+            self._place(request, prefix)
             admitted.append(request)
         return admitted
+
+    def _place(self, request: Request, prefix: Prefix) -> None:
+        slot = self._allocator.take_slot(prefix.pages)
+        self._cache.hold(request, prefix)
+        request.place(slot, prefix.length, prefix.draft_from, prefix.snapshot)
+        bisect.insort(self.running, request, key=_turn)
 
     def next_rows(self) -> Rows | None:
         """The rows of the next step; while both wait, prompts and decodes take turns."""
         if self._prefilled_last and self._controller.waits:
             return None  # another prefill would make the gap longer than one chunk
-        turns = [self._prefill_rows, self._decode_rows]
+        turns = [self._prompt_rows, self._decode_rows]
         for rows_of in reversed(turns) if self._prefilled_last else turns:
             if (rows := rows_of()) is not None:
-                self._prefilled_last = rows.work is Work.PREFILL
+                self._prefilled_last = rows.work is not Work.DECODE
                 return rows
         return None
 
@@ -98,16 +117,26 @@ class Scheduler:
         widest = self._limits.max_depth + 1 + self._growth_in_flight + self._limits.scratch
         return min(request.length + widest, self._most_positions(request))
 
-    def _has_room_for(self, request: Request) -> bool:
-        """Whether it can run and still leave each running request room for its widest step."""
+    def _may_admit(self) -> bool:
         if len(self.running) == self._max_running or not self._allocator.num_free_slots:
             return False
-        if self._leaving is not None:
-            return False
-        pages = self._limits.num_pages_for(self._next_positions(request))
+        return self._leaving is None
+
+    def _has_room_for(self, request: Request, prefix: Prefix) -> bool:
+        """Whether it can run and still leave each running request room for its widest step."""
+        pages = self._limits.num_pages_for(self._next_positions(request)) - len(prefix.pages)
         for other in self.running:
             pages += self._allocator.num_missing(other.slot, self._next_positions(other))
-        return pages <= self._allocator.num_free_pages
+        return pages <= self._cache.num_available_beside(prefix)
+
+    def _prompt_rows(self) -> Rows | None:
+        """What a prefill will not feed is counted before it."""
+        for request in self.running:
+            first, end = request.num_counted, request.count_length
+            if request.slot and first < end and request is not self._leaving:
+                request.num_counted = min(end, first + self._most_counted)
+                return CountRows(request, first, request.num_counted)
+        return self._prefill_rows()
 
     def _prefill_rows(self) -> PrefillRows | None:
         budget, chunks = self._max_tokens, []
@@ -146,7 +175,7 @@ class Scheduler:
         The youngest gives way only when none of its steps is in flight, so that no token of it is
         lost; until then it gets no further step.
         """
-        while not self._allocator.reserve(request.slot, positions):
+        while not self._cache.reserve(request.slot, positions):
             youngest = self.running[-1]
             if youngest is request:
                 return False
@@ -154,15 +183,21 @@ class Scheduler:
                 self._leaving = youngest
                 return False
             self._give_back(youngest)
-            self.waiting.appendleft(youngest)
+            self.waiting.return_to_front(youngest)
             self.num_preemptions += 1
         return True
 
     def _give_back(self, request: Request) -> None:
         self.running.remove(request)
+        self._cache.let_go(request)
         self._allocator.free(request.slot)
         request.displace()
         self._leaving = None
+
+
+def _turn(request: Request) -> tuple[int, int]:
+    """Who goes first of those that run, and gives way last."""
+    return request.priority, request.arrival
 
 
 def _prefill_sizes(limits: Limits, chunked_prefill_size: int) -> tuple[int, int]:

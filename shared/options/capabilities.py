@@ -311,6 +311,31 @@ RULES = (
         example=Example(drafter="NEXTN", flags=_flags("--overlap 2 --disable-overlap-schedule")),
     ),
     Rule(
+        refuses=lambda s: (
+            s.options.engine.mamba_track_interval is not None
+            and not s.model.num_gated_delta_layers
+            and not s.draft.drafts_with_a_model
+        ),
+        reason="--mamba-track-interval is of models with a recurrent state, and a {family} model "
+        "has none",
+        way_out="leave it out",
+        example=Example(
+            drafter=HOST_ALGORITHM, model_type="qwen3", flags=_flags("--mamba-track-interval 256")
+        ),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.options.engine.mamba_track_interval is not None
+            and s.options.engine.disable_radix_cache
+        ),
+        reason="--mamba-track-interval is of the prefix cache, which --disable-radix-cache turns "
+        "off",
+        way_out="give one of them",
+        example=Example(
+            drafter="NEXTN", flags=_flags("--mamba-track-interval 256 --disable-radix-cache")
+        ),
+    ),
+    Rule(
         refuses=lambda s: (s.options.model.context_length or 0) > s.model.context_length,
         reason="--context-length {context} is beyond the model's {model_context} positions",
         way_out="give a smaller one or leave the flag out",

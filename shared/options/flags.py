@@ -14,8 +14,8 @@ def flag(default: Any, help: str, **rules: Any) -> Any:
     Args:
       default: Its value where the flag is not given; None means that the start decides.
       help: What it means, in the words of `--help`.
-      **rules: `low`, `high` bound a number; `multiple_of` divides it; `choices` lists the words;
-        `aliases` are other spellings of the flag.
+      **rules: `low`, `high` bound a number, which is a whole one unless `is_share`; `multiple_of`
+        divides it; `choices` lists the words; `aliases` are other spellings of the flag.
     """
     return field(default=default, metadata={"help": help, **rules})
 

@@ -14,7 +14,7 @@ NOT_SUPPORTED = {
         ONE_GPU,
     ),
     **dict.fromkeys(
-        ("--mem-fraction-static", "--max-prefill-tokens", "--schedule-policy")
+        ("--max-prefill-tokens", "--schedule-policy")
         + ("--schedule-conservativeness", "--cuda-graph-max-bs", "--cuda-graph-bs")
         + ("--disable-cuda-graph-padding", "--attention-backend")
         + ("--prefill-attention-backend", "--decode-attention-backend", "--sampling-backend")
@@ -64,7 +64,6 @@ NOT_SUPPORTED = {
     "--revision": "a model is a folder; give the folder of that revision as --model-path",
     "--download-dir": "nothing is downloaded; give a folder as --model-path",
     "--random-seed": "a seed belongs to a request; send the field seed",
-    "--disable-radix-cache": "there is no prefix cache to disable; leave the flag out",
     "--enable-deterministic-inference": "float32 is deterministic already; give --dtype float32",
     "--json-model-override-args": "edit config.json in the model folder",
     "--config": "give the flags on the command line",

@@ -7,20 +7,18 @@ what is known but not served yet, and what contradicts itself, each by name.
 import argparse
 import difflib
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from shared.options.engine import EngineConfig
 from shared.options.flags import ConfigError, check_rules, flag, spelling
 from shared.options.lot import rates_of
 from shared.options.ngram import DEFAULT_NODES, NgramConfig
 from shared.options.not_served import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
-CHUNK_ALIGNMENT = 64
-"""Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
-
 DTYPES = ("auto", "float32", "bfloat16")
 DUMMY = "dummy"
 """Weights are made from config.json alone."""
@@ -118,44 +116,6 @@ class ServerOptions:
         for name in ("host", "served_model_name"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{spelling(name)} is empty; give a name or leave the flag out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Limits of the host engine."""
-
-    page_size: int | None = flag(
-        None, "tokens in a KV page, a power of two (default: 16 on a CPU, 64 on a GPU)",
-        low=1, high=1024,
-    )  # fmt: skip
-    max_total_tokens: int | None = flag(
-        None, "KV positions of all requests together (default: what fits)", low=1, high=1 << 30
-    )
-    max_running_requests: int | None = flag(
-        None, "requests decoded at once (default: 8 on a CPU, 48 on a GPU)", low=1, high=4096
-    )
-    chunked_prefill_size: int | None = flag(
-        None, "most prompt tokens in a step (default: 256 on a CPU, 2048 on a GPU)",
-        low=CHUNK_ALIGNMENT, high=1 << 20, multiple_of=CHUNK_ALIGNMENT,
-    )  # fmt: skip
-    overlap: int | None = flag(
-        None, "steps on the device while the host plans the next (default: 1)", low=0, high=2
-    )
-    disable_overlap_schedule: bool = flag(False, "the same as --overlap 0")
-    disable_cuda_graph: bool = flag(False, "torch on a GPU runs every step launch by launch")
-    disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts alone")
-
-    def __post_init__(self) -> None:
-        check_rules(self)
-        if self.page_size and self.page_size & (self.page_size - 1):
-            raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
-
-    @property
-    def overlap_depth(self) -> int:
-        """Steps in flight beside the one being planned."""
-        if self.disable_overlap_schedule:
-            return 0
-        return 1 if self.overlap is None else self.overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,10 +374,20 @@ def _add(group: Any, item: "Field[Any]") -> None:
 
 def _kinds(part: type) -> dict[str, Callable[[str, Any], Any]]:
     """How the text of each field's flag becomes its value."""
-    return {
-        item.name: _whole_number if "low" in item.metadata else lambda name, value: value
-        for item in fields(part)
-    }
+    return {item.name: _kind(item.metadata) for item in fields(part)}
+
+
+def _kind(rules: Mapping[str, Any]) -> Callable[[str, Any], Any]:
+    if "is_share" in rules:
+        return _share
+    return _whole_number if "low" in rules else lambda name, value: value
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{spelling(name)} must be a number, got {text}") from None
 
 
 def _whole_number(name: str, text: str) -> int:

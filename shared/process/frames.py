@@ -5,8 +5,8 @@ A frame is a 4-byte little-endian length and a msgpack list whose first entry na
 - engine to server: `facts` (a `ModelFacts`), `step` (rows of one step), `refused` (id, sentence,
   field or None), `metrics` (a snapshot), `corpora` (ticket, tokens by name, and sentence and field
   where it was refused), `end` (sentence, whether it is a failure).
-- server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant), `abort` (id),
-  `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32 tokens),
+- server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant, priority), `abort`
+  (id), `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32 tokens),
   `corpus_remove` (ticket, name), `corpus_list` (ticket).
 """
 
@@ -98,16 +98,17 @@ def event_to_row(event: Event) -> list[Any]:
     """A row of a `step` message."""
     reason = event.finish_reason.value if event.finish_reason else None
     logprobs = event.logprobs
-    return [event.request_id, event.tokens, event.accepted, reason, event.error, logprobs]
+    found = [event.request_id, event.tokens, event.accepted, reason, event.error, logprobs]
+    return [*found, event.cached_tokens]
 
 
 def event_from_row(row: list[Any]) -> Event:
     """The inverse of `event_to_row`."""
-    request_id, tokens, accepted, reason, error, logprobs = row
+    request_id, tokens, accepted, reason, error, logprobs, cached = row
     if logprobs is not None:
         logprobs = [(chosen, [tuple(pair) for pair in best]) for chosen, best in logprobs]
     finish_reason = FinishReason(reason) if reason else None
-    return Event(request_id, tokens, accepted, finish_reason, error, logprobs)
+    return Event(request_id, tokens, accepted, finish_reason, error, logprobs, cached)
 
 
 def sampling_to_fields(sampling: SamplingParams) -> dict[str, Any]:

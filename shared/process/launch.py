@@ -43,6 +43,7 @@ from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
 from shared.options.setup import Setup
 from shared.process import loop
 from shared.process.address import bind, host_names
+from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.frames import ModelFacts
 from shared.process.memory_plan import MemoryPlan, plan
@@ -144,7 +145,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
     watchdog = Watchdog(options.server.watchdog_timeout)
-    engine = make_engine(NamedSteps(backend, watchdog), start.memory.options)
+    engine = make_engine(NamedSteps(backend, watchdog), start.memory)
     controller = engine.controller
     index = controller.index if isinstance(controller, NgramController) else None
     facts = _facts(start, host_names(options.server, listeners))
@@ -222,6 +223,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
     memory = plan(options, model, draft_files.drafts, platform.find_device(), platform.costs)
+    cache_policy(memory)  # what it refuses is refused before memory is taken
     return Start(checkpoint, draft_files, memory, defaults)
 
 
@@ -286,13 +288,15 @@ def _expanded(options: Options) -> Options:
     return replace(options, model=model, speculative=draft, ngram=ngram)
 
 
-def make_engine(backend: Backend, options: Options) -> Engine:
-    """The engine of a backend; `options` are those of its memory plan."""
+def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
+    """The engine of a backend that was made by a memory plan."""
+    options = memory.options
     return Engine(
         backend,
         make_controller(backend.limits, options),
         overlap=options.engine.overlap_depth,
         chunked_prefill_size=options.engine.chunked_prefill_size or 0,
+        cache=cache_policy(memory),
     )
 
 

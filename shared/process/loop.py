@@ -262,14 +262,23 @@ class _Loop:
             self._link.send(["step", [event_to_row(event) for event in events]])
 
     def _add(
-        self, prompt: list[int], sampling: dict[str, Any], choices: list[list[int]], tenant: str
+        self,
+        prompt: list[int],
+        sampling: dict[str, Any],
+        choices: list[list[int]],
+        tenant: str,
+        priority: int,
     ) -> None:
         tokens = tuple(prompt)
         for request_id, seed32 in choices:
             params = sampling_from_fields(sampling, seed32)
             try:
                 request = Request(
-                    request_id=request_id, prompt=tokens, sampling=params, tenant=tenant
+                    request_id=request_id,
+                    prompt=tokens,
+                    sampling=params,
+                    tenant=tenant,
+                    priority=priority,
                 )
                 self._engine.add(request)
             except Refusal as error:

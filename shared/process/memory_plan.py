@@ -13,14 +13,19 @@ from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
+from shared.engine.prefix_cache import track_unit
 from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig
 from shared.options.options import ConfigError, Options
 from shared.process.device import Device
 from shared.process.programs import ProgramCosts, captured_works, given, limits_for, pages_for
 
-MEMORY_SHARE = 0.9
-"""Of a device's free memory; the rest is left to its libraries."""
+STATES_OF_A_REQUEST = 4
+"""Recurrent states that are kept for each request that may run: three of its own, and one that has
+ended."""
+
+MOST_STATES_SHARE = 0.2
+"""Of a device's free memory, for these."""
 
 NGRAM_BYTES, CORPUS_BYTES = 48, 100
 """Of an n-gram that is remembered (40 of its node, at most 8 of its hash bucket), and of a token of
@@ -113,6 +118,11 @@ def plan(
 def _with_defaults(options: Options, model: ModelConfig, drafts: Drafts, device: Device) -> Options:
     """With nothing left open but the number of KV positions."""
     defaults, engine = DEFAULTS[device.kind], options.engine
+    draft = options.speculative.settled(
+        model.family == "llama", drafts.block.size if drafts.block else None
+    )
+    page_size = engine.page_size or defaults.page_size
+    in_flight = (engine.overlap_depth + 1) * (draft.num_steps + 1)
     return replace(
         options,
         model=replace(
@@ -122,15 +132,20 @@ def _with_defaults(options: Options, model: ModelConfig, drafts: Drafts, device:
         ),
         engine=replace(
             engine,
-            page_size=engine.page_size or defaults.page_size,
+            page_size=page_size,
+            mamba_track_interval=engine.mamba_track_interval or _interval(page_size, in_flight),
             max_running_requests=engine.max_running_requests or defaults.max_running_requests,
             chunked_prefill_size=engine.chunked_prefill_size or defaults.chunked_prefill_size,
             overlap=engine.overlap_depth,
         ),
-        speculative=options.speculative.settled(
-            model.family == "llama", drafts.block.size if drafts.block else None
-        ),
+        speculative=draft,
     )
+
+
+def _interval(page_size: int, in_flight: int) -> int:
+    """The least that steps in flight cannot pass twice."""
+    unit = track_unit(page_size)
+    return -(-in_flight // unit) * unit
 
 
 @dataclass(frozen=True)
@@ -151,13 +166,31 @@ class _Sizing:
         blueprint = Blueprint(
             config=self.model,
             drafts=self.drafts,
-            limits=limits_for(options, self.model, self.device, self.costs),
+            limits=replace(
+                limits_for(options, self.model, self.device, self.costs),
+                num_snapshots=1 + self._num_snapshots(),
+            ),
             dtype=options.model.dtype,
             on_gpu=self.device.kind == "gpu",
             captured=captured_works(options),
         )
         lines = tuple(_lines(options, blueprint, self.costs))
         return MemoryPlan(options=options, blueprint=blueprint, device=self.device, lines=lines)
+
+    def _num_snapshots(self) -> int:
+        state_bytes = self._state_bytes()
+        if self.options.engine.disable_radix_cache or not state_bytes:
+            return 0
+        wanted = STATES_OF_A_REQUEST * given(self.options.engine.max_running_requests)
+        return min(wanted, int(MOST_STATES_SHARE * self.device.free_bytes) // state_bytes)
+
+    def _state_bytes(self) -> int:
+        """Of all recurrent states of a request, the target's and the drafter's."""
+        item, sizes = ITEM_BYTES[self.options.model.dtype], self.drafts.sizes
+        found = self.model.num_gated_delta_layers * state_layer_bytes(self.model, item)
+        if sizes is not None:
+            found += sizes.num_gated_delta_layers * state_layer_bytes(sizes.model, item)
+        return found
 
     def most_pages(self) -> int:
         """What was given, or pages for every request's whole context, or as many as fit."""
@@ -189,7 +222,8 @@ class _Sizing:
         return wanted
 
     def _most_that_fit(self, wanted: int) -> int:
-        most, fitting, too_many = MEMORY_SHARE * self.device.free_bytes, 0, wanted + 1
+        most = self.options.engine.mem_fraction_static * self.device.free_bytes
+        fitting, too_many = 0, wanted + 1
         while fitting + 1 < too_many:  # bytes grow with pages
             middle = (fitting + too_many) // 2
             if self.with_pages(middle).total_bytes <= most:

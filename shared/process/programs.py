@@ -6,7 +6,8 @@ from itertools import product
 
 from shared.boundary.backend import CAPTURED, Blueprint, Limits, Program, Work
 from shared.models.config import ModelConfig
-from shared.options.options import CHUNK_ALIGNMENT, Options
+from shared.options.engine import CHUNK_ALIGNMENT
+from shared.options.options import Options
 from shared.process.device import Device
 from shared.spec.draft_tree import TreeShape
 
@@ -63,6 +64,9 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
         batches, tables = sorted({1, requests}), (table,)
         chunks = list(product([1], _chunks(most)))
         programs = _few(_programs(options, batches, chunks, tables))
+    if not engine.disable_radix_cache:
+        plain = TreeShape.plain(1)
+        programs.append(_program(Work.COUNT, 1, table, most, plain, logprobs=False))
     return Limits(
         page_size=page_size,
         num_pages=1 + num_pages,

@@ -170,7 +170,7 @@ class ReferenceBackend:
     def _count_prompt(self, batch: Batch, work: Count) -> dict[str, np.ndarray]:
         for b, row in enumerate(batch.index):
             tokens = work.tokens[work.row_starts[row] : work.row_starts[row + 1]]
-            self._count(batch, b, tokens, 0)
+            self._count(batch, b, tokens, int(work.first_positions[row]))
         return {}
 
     # Prefill

@@ -136,6 +136,7 @@ class Choice:
       tokens: All tokens so far.
       logprobs: Of all of them; empty where the request did not ask.
       finish_reason: Set at the end.
+      cached_tokens: Tokens of its prompt that the prefix cache had.
     """
 
     detokenizer: Detokenizer | None
@@ -146,6 +147,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
+    cached_tokens: int = 0
     _num_characters: int = 0
 
     def take(self, event: Event) -> Piece:
@@ -154,6 +156,7 @@ class Choice:
         Tokens, logprobs and text are cut at the same place: after the token that completes a stop
         string.
         """
+        self.cached_tokens = event.cached_tokens
         if event.accepted is not None:
             self.speculation.histogram[event.accepted] += 1
         begin, text = len(self.tokens), ""

@@ -54,12 +54,13 @@ class End:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt with the choices that are made for it: one seed each, and whom they belong to."""
+    """A prompt with the choices that are made for it: one seed each, and whose turn they are."""
 
     tokens: list[int]
     sampling: SamplingParams
     seeds32: list[int]
     tenant: str
+    priority: int
 
 
 class Submission:
@@ -166,7 +167,7 @@ class EngineClient:
         for prompt in prompts:
             choices = [[next(following), seed32] for seed32 in prompt.seeds32]
             sampling = sampling_to_fields(prompt.sampling)
-            self._send(["add", prompt.tokens, sampling, choices, prompt.tenant])
+            self._send(["add", prompt.tokens, sampling, choices, prompt.tenant, prompt.priority])
         self._submissions.update(dict.fromkeys(ids, submission))
         return submission
 

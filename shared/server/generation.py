@@ -142,9 +142,9 @@ class Generator:
         if request.stop and self.tokenizer is None:
             raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
         tokens = await self._tokens(request)
-        tenant = request.user or ""
+        whose = (request.user or "", request.priority or 0)
         prompts = [
-            Prompt(ids, self._sampling(request, ids), seeds, tenant)
+            Prompt(ids, self._sampling(request, ids), seeds, *whose)
             for ids, seeds in zip(tokens, _seeds(request, len(tokens)), strict=True)
         ]
         answer = Answer(
@@ -152,6 +152,7 @@ class Generator:
             model=self._facts.model_name,
             num_prompt_tokens=sum(map(len, tokens)),
             choices=[self._choice(request, p) for p in prompts for _ in p.seeds32],
+            choices_of_prompt=request.num_choices,
             names=self._names,
             shows_tokens=bool(request.return_token_ids),
             shows_logprobs=request.asked_logprobs[1] is not None,

@@ -21,6 +21,7 @@ MAX_MESSAGES = 1 << 14
 MAX_TOKEN_IDS = 1 << 14  # of stop_token_ids and of logit_bias; a model's own bounds are lower
 MAX_PARTS = 1 << 17  # lists, objects, fields or texts of a body
 MAX_VALUES = 1 << 20  # of a body, say of a prompt of token ids
+MAX_PRIORITY = 1000
 MAX_DRAFT_TOKENS = 1 << 16  # more than any step has; what a request allows beyond means the same
 
 _A_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
@@ -222,6 +223,7 @@ class GenerationRequest(Strict):
     return_token_ids: bool | None = None
     speculative: SpeculativeOptions | None = None
     user: User | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 
     @property
     def num_choices(self) -> int:

@@ -99,7 +99,8 @@ class Answer:
       form: Of the endpoint.
       model: Served name of the model.
       num_prompt_tokens: Of all prompts, each counted once.
-      choices: Grow while the response is made.
+      choices: Grow while the response is made; those of a prompt lie side by side.
+      choices_of_prompt: How many each prompt has.
       names: Writes the tokens of logprobs.
       shows_tokens: Each choice carries its `token_ids`.
       shows_logprobs: Each choice carries its `logprobs`.
@@ -109,6 +110,7 @@ class Answer:
     model: str
     num_prompt_tokens: int
     choices: list[Choice]
+    choices_of_prompt: int
     names: TokenNames
     shows_tokens: bool
     shows_logprobs: bool
@@ -166,8 +168,13 @@ class Answer:
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.num_prompt_tokens + completion,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens()},
         }
         return {"usage": usage, "speculative": speculation.to_json()}
+
+    def _num_cached_tokens(self) -> int:
+        """Of all prompts; of one with several choices what its first one found."""
+        return sum(choice.cached_tokens for choice in self.choices[:: self.choices_of_prompt])
 
     def _head(self, kind: str) -> dict[str, Any]:
         name = self.form.prefix + self._id

@@ -114,7 +114,7 @@ def test_only_torch_ranks_without_noise():
     found.run()
     assert found.refusals[0]["refused"] == "candidates=plain needs a drafter on the device"
     with pytest.raises(ValueError, match="by torch alone, not by jax"):
-        start("jax", [], batch=1, context=64, plain_candidates=True)
+        start("jax", [], batch=1, context=64, plain_candidates=True, radix_cache=False)
 
 
 @pytest.mark.parametrize("text", ["NEXTN:rule=none", "NEXTN:candidates=other", "NEXTN:most=few"])

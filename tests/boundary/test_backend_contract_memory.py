@@ -208,6 +208,30 @@ def test_count_stands_for_the_tokens_that_a_cache_hit_spares(host):
     assert texts[1][1:] != whole[1:], "the penalties do not matter, so nothing was tested"
 
 
+def test_counts_in_several_steps_tell_outputs_from_the_prompt(host):
+    """A request that resumes after a hit has outputs among what its prefill does not feed."""
+    how = {"temperature": 0.0, "frequency_penalty": -1.0}
+    tokens = prompt(28, 40)
+    whole = host.alone(tokens, 60, **how)
+    first = host.request(tokens, output=whole[:40], **how)
+    plan = host.prefill_plan(first)
+    plan.snapshots.save[0], plan.snapshots.save_at[0] = 1, 64
+    host.run(plan)
+    request = host.request(tokens, output=whole[:40], **how)
+    host.share(first, request, 64)
+    for begin, end in ((0, 50), (50, 65)):
+        plan = host.plan(Work.COUNT, PLAIN, request, host_draft=False)
+        assert isinstance(plan.work, Count)
+        plan.work.tokens[: end - begin] = request.context[begin:end]
+        plan.work.row_starts[1:], plan.work.first_positions[0] = end - begin, begin
+        plan.starts[0], plan.snapshots.restore[0] = begin == 0, begin == 0
+        host.run(plan)
+    plan = host.prefill_plan(Chunk(request, 64, request.prefill_length))
+    assert not plan.starts[0]
+    host.run(plan)
+    assert host.go_on(request, 20, CHAIN) == whole[40:]
+
+
 # Drafts
 
 

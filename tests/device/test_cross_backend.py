@@ -21,6 +21,7 @@ import pytest
 from shared.boundary.backend import Backend, Limits, Program, Work
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import derive_seed
@@ -205,7 +206,9 @@ def serve(backend: Backend, cell: Cell) -> dict[int, Outcome]:
     """Runs the cell's requests: one after the other, or arriving while others run."""
     nodes, depth, width = cell.shape.nodes, cell.shape.depth, cell.shape.width
     controller = StaticController(backend.limits, nodes=nodes, depth=depth, width=width)
-    engine = Engine(backend, controller, overlap=cell.overlap, chunked_prefill_size=64)
+    engine = Engine(
+        backend, controller, overlap=cell.overlap, chunked_prefill_size=64, cache=NO_CACHE
+    )
     waiting = requests_of(cell)[::-1]
     outcomes = {request.request_id: Outcome() for request in waiting}
     step = 0

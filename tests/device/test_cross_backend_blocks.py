@@ -19,6 +19,7 @@ import pytest
 from shared.boundary.backend import Backend, Limits
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
@@ -164,7 +165,7 @@ def test_blocks_are_accepted_to_every_depth_and_the_overlap_changes_nothing(
 def engine_of(backend: Backend) -> Engine:
     limits = backend.limits
     controller = StaticController(limits, nodes=CHAIN.nodes, depth=CHAIN.depth, width=1)
-    return Engine(backend, controller, overlap=1, chunked_prefill_size=64)
+    return Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
 
 
 class InTurns(StaticController):
@@ -184,7 +185,9 @@ def test_holes_in_the_context_change_no_text_and_no_draft_of_one_backend_alone(f
     each, served = cell(family, SAMPLED, "mixed", 1, 16), {}
     for framework in ("reference", "torch"):
         backend = backends.get(framework, each)
-        engine = Engine(backend, InTurns(backend.limits), overlap=1, chunked_prefill_size=64)
+        engine = Engine(
+            backend, InTurns(backend.limits), overlap=1, chunked_prefill_size=64, cache=NO_CACHE
+        )
         served[framework] = drive(engine, requests_of(each))
     cross.compare(each, served, oracle_of(family))
     assert any(sum(outcome.accepted) for outcome in served["torch"].values())
@@ -273,6 +276,7 @@ def test_the_golden_loop_gives_the_golden_text(framework):
         StaticController(limits, nodes=8, depth=7, width=1),
         overlap=1,
         chunked_prefill_size=64,
+        cache=NO_CACHE,
     )
     params = SamplingParams(temperature=0.0, max_tokens=len(text) - len(prompt))
     asked = Request(request_id=0, prompt=tuple(prompt), sampling=params)

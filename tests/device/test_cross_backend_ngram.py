@@ -20,6 +20,7 @@ from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
@@ -56,7 +57,9 @@ def requests_of(sampled: bool) -> list[Request]:
 
 def plain(backend: Backend, sampled: bool) -> dict[int, list[int]]:
     controller = StaticController(backend.limits, nodes=1, depth=0, width=0)
-    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=PREFILL_TOKENS)
+    engine = Engine(
+        backend, controller, overlap=1, chunked_prefill_size=PREFILL_TOKENS, cache=NO_CACHE
+    )
     return {n: outcome.tokens for n, outcome in drive(engine, requests_of(sampled)).items()}
 
 
@@ -84,7 +87,9 @@ def drafted(
         ]
         index.add_corpus(str(at), Corpus.build(np.array(wrong, np.int32)))
     controller = NgramController(backend.limits, index)
-    engine = Engine(backend, controller, overlap=overlap, chunked_prefill_size=PREFILL_TOKENS)
+    engine = Engine(
+        backend, controller, overlap=overlap, chunked_prefill_size=PREFILL_TOKENS, cache=NO_CACHE
+    )
     return drive(engine, requests_of(sampled))
 
 

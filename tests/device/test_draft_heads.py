@@ -18,6 +18,7 @@ from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPl
 from shared.drafts.config import DraftHead
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import derive_seed
@@ -133,7 +134,9 @@ def requests() -> list[Request]:
 def serve(backend: Backend, shape: tuple[int, int, int]) -> dict[int, Outcome]:
     nodes, depth, width = shape
     controller = StaticController(backend.limits, nodes=nodes, depth=depth, width=width)
-    return drive(Engine(backend, controller, overlap=1, chunked_prefill_size=64), requests())
+    return drive(
+        Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE), requests()
+    )
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

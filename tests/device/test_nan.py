@@ -16,6 +16,7 @@ from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
@@ -77,7 +78,7 @@ def engine_of(backend: Backend, drafter: str, shape: TreeShape) -> Engine:
         controller = NgramController(limits, index)
     else:
         controller = StaticController(limits, **sizes, width=shape.width)
-    return Engine(backend, controller, overlap=1, chunked_prefill_size=64)
+    return Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
 
 
 def request(number: int, *tokens: int, **how: object) -> Request:

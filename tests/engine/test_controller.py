@@ -12,6 +12,7 @@ from shared.engine.controller import Reserve, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import DecodeRows, Rows
 from shared.options.ngram import NgramConfig
@@ -60,7 +61,7 @@ class Diary(StaticController):
 def diary_engine(overlap: int = 1, num_pages: int = 400) -> tuple[Diary, Engine]:
     backend = ToyBackend(toy_limits(num_pages=num_pages, num_slots=5, overlap=2))
     diary = Diary(backend.limits)
-    return diary, Engine(backend, diary, overlap=overlap, chunked_prefill_size=64)
+    return diary, Engine(backend, diary, overlap=overlap, chunked_prefill_size=64, cache=NO_CACHE)
 
 
 @pytest.mark.parametrize("overlap", [0, 2])

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from shared.boundary.backend import Limits
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.driving import Outcome, checked_step, drive
@@ -23,7 +24,7 @@ def make(
 ) -> Engine:
     backend = ToyBackend(toy_limits(num_pages=num_pages, num_slots=5, overlap=device_overlap))
     controller = StaticController(backend.limits, nodes=depth + 1, depth=depth, width=min(depth, 1))
-    return Engine(backend, controller, overlap=overlap, chunked_prefill_size=100)
+    return Engine(backend, controller, overlap=overlap, chunked_prefill_size=100, cache=NO_CACHE)
 
 
 def request(number: int, prompt: tuple[int, ...] = (1, 2, 3), **sampling) -> Request:
@@ -89,7 +90,11 @@ class AnyShape(StaticController):
 def test_text_does_not_depend_on_changing_shapes(overlap):
     backend = ToyBackend(toy_limits(num_pages=45, num_slots=5, overlap=2))
     engine = Engine(
-        backend, AnyShape(backend.limits, overlap), overlap=overlap, chunked_prefill_size=64
+        backend,
+        AnyShape(backend.limits, overlap),
+        overlap=overlap,
+        chunked_prefill_size=64,
+        cache=NO_CACHE,
     )
     requests = random_requests(seed=7, count=30)
     outcomes = drive(engine, requests)

@@ -16,6 +16,7 @@ from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
@@ -94,7 +95,7 @@ class Served:
         """The requests decoded without drafts."""
         backend = self.backend(name)
         controller = StaticController(backend.limits, nodes=1, depth=0, width=0)
-        engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64)
+        engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
         return drive(engine, [again(request) for request in requests])
 
     def close(self) -> None:
@@ -124,7 +125,7 @@ def ngram_engine(backend: Backend, *, overlap: int = 1, **fields) -> Engine:
     limits = backend.limits
     index = NgramIndex(config, nodes=NODES, depth=NODES - 1, vocab=limits.vocab, chain=False)
     controller = NgramController(limits, index)
-    return Engine(backend, controller, overlap=overlap, chunked_prefill_size=64)
+    return Engine(backend, controller, overlap=overlap, chunked_prefill_size=64, cache=NO_CACHE)
 
 
 def request(number: int, prompt: Sequence[int], **sampling) -> Request:

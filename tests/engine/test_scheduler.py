@@ -4,6 +4,7 @@ import pytest
 
 from shared.engine.allocator import Allocator
 from shared.engine.controller import StaticController
+from shared.engine.prefix_cache import NO_CACHE, PrefixCache
 from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import DecodeRows, PrefillRows
 from shared.engine.scheduler import Scheduler
@@ -12,9 +13,11 @@ from tests.support.toy_backend import toy_limits
 
 def make(num_pages: int = 400, overlap: int = 0, chunked_prefill_size: int = 128) -> Scheduler:
     limits = toy_limits(num_pages=num_pages, num_slots=5, overlap=overlap)
+    allocator = Allocator(limits)
     return Scheduler(
         limits,
-        Allocator(limits),
+        allocator,
+        PrefixCache(limits, allocator, NO_CACHE, overlap),
         StaticController(limits, nodes=4, depth=3, width=1),
         overlap=overlap,
         chunked_prefill_size=chunked_prefill_size,
@@ -133,7 +136,7 @@ def test_the_youngest_gives_way_once_its_steps_have_ended():
     assert isinstance(rows, DecodeRows)
     assert rows.requests == [old]
     assert not young.slot
-    assert scheduler.waiting[0] is young
+    assert scheduler.waiting.head() is young
     assert scheduler.num_preemptions == 1
     scheduler._allocator.check()
 

@@ -61,7 +61,7 @@ class House:
         start = launch.prepare(parse(line), platform)
         backend = start.load(platform, lambda num_bytes: None)
         backend.prepare(backend.limits.programs, lambda program: None)
-        engine = launch.make_engine(backend, start.memory.options)
+        engine = launch.make_engine(backend, start.memory)
         try:
             return drive(engine, requests(backend.limits.vocab))
         finally:

@@ -9,6 +9,7 @@ from shared.boundary.backend import Work
 from shared.drafts.drafts import Drafts
 from shared.engine.allocator import Allocator
 from shared.engine.controller import StaticController
+from shared.engine.prefix_cache import NO_CACHE, PrefixCache
 from shared.engine.request import Request, SamplingParams
 from shared.engine.scheduler import Scheduler
 from shared.options.capabilities import refusals
@@ -31,7 +32,8 @@ DRAFT_HEAD = tiny_head(MODEL, WEIGHTS, "EAGLE3", 0)
 REFUSED = {
     "--tp-size 2": "--tp-size is not supported",
     "--tp=2": "--tp is not supported",
-    "--mem-fraction-static 0.8": "--mem-fraction-static",
+    "--mem-fraction-static 1.5": "--mem-fraction-static",
+    "--mem-fraction-static most": "--mem-fraction-static must be a number, got most",
     "--reasoning-parser qwen3": "--reasoning-parser",
     "--speculative-ngram-min-bfs-breadth 1": (
         "--speculative-ngram-min-bfs-breadth belongs to another drafter"
@@ -170,6 +172,8 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "max_total_tokens": 512,
         "max_running_requests": 3,
         "chunked_prefill_size": 128,
+        "mem_fraction_static": 0.75,
+        "mamba_track_interval": 128,
         "overlap": 2,
         "speculative_algorithm": "NEXTN",
         "speculative_num_steps": 5,
@@ -183,6 +187,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
     absent = {"disable_overlap_schedule": False, "speculative_draft_model_path": None}
     absent |= {"block_verification": False, "speculative_draft_window_size": None}
     absent |= {"speculative_simulate_accept_length": None}
+    absent |= {"disable_radix_cache": False}
     absent |= {"disable_cuda_graph": False, "disable_piecewise_cuda_graph": False}
     assert found == given | absent
 
@@ -353,7 +358,11 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
     reserved = limits.num_pages_for(limits.max_positions)
     assert max(tables) == min(reserved, limits.num_pages - 1)
     assert limits.max_depth == (memory.options.speculative.num_steps if drafts else 0)
-    for program in limits.programs:
+    counts = [program for program in limits.programs if program.work is Work.COUNT]
+    assert [(count.batch, count.pages, count.logprobs) for count in counts] == [
+        (1, max(tables), False)
+    ]
+    for program in set(limits.programs) - set(counts):
         assert dataclasses.replace(program, logprobs=not program.logprobs) in limits.programs
         drafted = program.work is Work.DECODE and not program.shape.is_plain
         assert not drafted or program.shape.rows == program.batch * program.shape.nodes
@@ -371,8 +380,10 @@ def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes
     one = next(p.shape for p in limits.programs if p.work is Work.DECODE)
     drafting = StaticController(limits, nodes=one.nodes, depth=one.depth, width=one.width)
     chunk = memory.options.engine.chunked_prefill_size
+    allocator = Allocator(limits)
+    cache = PrefixCache(limits, allocator, NO_CACHE, limits.overlap)
     scheduler = Scheduler(
-        limits, Allocator(limits), drafting, overlap=limits.overlap, chunked_prefill_size=chunk
+        limits, allocator, cache, drafting, overlap=limits.overlap, chunked_prefill_size=chunk
     )
     longest = Request(request_id=1, prompt=(2,), sampling=SamplingParams(max_tokens=most - 1))
     scheduler.add(longest)

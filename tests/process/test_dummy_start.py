@@ -61,7 +61,7 @@ def texts(backend: str, line: list[str]) -> list[list[int]]:
     made = start.load(platform, read.append)
     assert sum(read) == start.num_bytes
     made.prepare(made.limits.programs, lambda program: None)
-    engine = launch.make_engine(made, start.memory.options)
+    engine = launch.make_engine(made, start.memory)
     sampling = SamplingParams(temperature=0.0, max_tokens=12)
     asked = [
         Request(request_id=number, prompt=prompt, sampling=sampling)

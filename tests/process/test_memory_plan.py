@@ -108,9 +108,9 @@ def test_remembered_text_is_in_the_plan_of_a_cpu():
 
 
 def test_a_cpu_that_compiles_its_programs_has_few_of_them():
-    """Four: a prompt by itself in two lengths, one row or all; logprobs in the widest."""
+    """Five: a prompt by itself in two lengths, one row or all; logprobs in the widest; a count."""
     few, many = (planned(name, 140 * GB, kind="cpu").limits for name in ("jax", "torch"))
-    assert (len(few.programs), len(many.programs)) == (4, 70)
+    assert (len(few.programs), len(many.programs)) == (5, 71)
     for work in (Work.PREFILL, Work.DECODE):
         sizes = {p: (p.batch, p.pages, p.tokens) for p in few.programs if p.work is work}
         (with_logprobs,) = (p for p in sizes if p.logprobs)
@@ -141,7 +141,7 @@ def test_every_step_has_one_of_the_few_programs(nodes, logprobs):
     if nodes > 1:
         flags += f" --speculative-algorithm NGRAM --speculative-num-draft-tokens {nodes}"
     limits = planned("jax", 140 * GB, flags, kind="cpu").limits
-    assert len(limits.programs) == (4 if nodes == 1 else 6)
+    assert len(limits.programs) == (5 if nodes == 1 else 7)
     house, on_host = House(limits), nodes > 1
     shapes = shapes_by_batch(limits, host_draft=on_host, is_wanted=lambda s: s.nodes == nodes)
     requests = [house.request(100, 150, logprobs=logprobs) for _ in range(4)]

@@ -54,6 +54,7 @@ def new_answer(form: Form, parsers: list[OutputParser], stops: tuple[str, ...] =
             Choice(Detokenizer(BYTES, []), StopFinder(stops), parser, 0, Speculation.empty(3))
             for parser in parsers
         ],
+        choices_of_prompt=1,
         names=TokenNames(BYTES),
         shows_tokens=False,
         shows_logprobs=False,

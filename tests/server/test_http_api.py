@@ -49,6 +49,15 @@ def bare_server(tmp_path_factory) -> Iterator[Server]:
         yield running
 
 
+def usage(prompt: int, completion: int) -> dict:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
 def test_a_completion_has_text_tokens_usage_and_speculation(server):
     body = server.complete("wörld", max_tokens=8, temperature=0, return_token_ids=True)
     assert body["object"] == "text_completion"
@@ -57,7 +66,7 @@ def test_a_completion_has_text_tokens_usage_and_speculation(server):
     assert choice["text"] == "wörldw\ufffd"
     assert choice["token_ids"] == [*"wörld".encode(), *"wö".encode()[:2]]
     assert choice["finish_reason"] == "length"
-    assert body["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
+    assert body["usage"] == usage(6, 8)
     # One token of the prefill, then 7 tokens in steps of 3.
     want = {"verify_steps": 3, "accept_length": 3.0, "accepted_histogram": [0, 0, 3]}
     assert body["speculative"] == want
@@ -124,7 +133,7 @@ def test_choices_of_one_seed_differ_and_the_first_is_that_of_one(server):
     assert [choice["index"] for choice in body["choices"]] == list(range(8))
     assert texts[0] == alone["choices"][0]["text"]
     assert len(set(texts)) > 1
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 32, "total_tokens": 35}
+    assert body["usage"] == usage(3, 32)
     assert body["speculative"]["verify_steps"] == 8
     assert server.complete("abc", seed=7 + 2**64, n=8, max_tokens=4)["choices"] == body["choices"]
 

@@ -107,6 +107,12 @@ async def _load(server: Server, bodies: list[Body]) -> list[Text | None]:
         return await asyncio.gather(*(_one(client, body, i) for i, body in enumerate(kinds)))
 
 
+def _cached(server: Server, user: str | None) -> int:
+    """Tokens of a prompt that the prefix cache had."""
+    answer = server.complete(prompt=[7, 9] * 35, max_tokens=3, temperature=0, user=user)
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
 @pytest.fixture(scope="module", params=SERVERS)
 def command(request, folder) -> list[str]:
     return ["-m", SERVERS[request.param], "--port", "0", "--model-path", str(folder)]
@@ -128,12 +134,14 @@ def test_under_load_every_text_is_the_plain_one_and_everything_comes_back(
         server.wait_for_metric("tandem_num_requests_running", 0)
         server.wait_for_metric("tandem_num_requests_waiting", 0)
         after = server.metrics()
+        cached = [_cached(server, user) for user in (None, None, "other")]
     for i, text in enumerate(got):
         assert text in (None, plain_texts[i % NUM_KINDS]), bodies[i % NUM_KINDS]
     num_left = got.count(None)
     assert 0 < num_left < NUM_REQUESTS / 2
     assert after["tandem_num_preemptions_total"] > 0
     assert after["tandem_spec_decode_num_accepted_tokens_total"] > 0
+    assert cached == [0, 64, 0], "as far as there is a state of this user's text"
     for name in ("tandem_kv_pages_free", "tandem_state_slots_free", "tandem_kv_cache_usage_perc"):
         assert after[name] == before[name], name
     ends = sum(v for n, v in after.items() if n.startswith("tandem_request_success_total"))

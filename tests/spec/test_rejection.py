@@ -19,6 +19,7 @@ import pytest
 from shared.boundary.backend import Backend, Work
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request
 from shared.spec import logprobs, sampling
 from shared.spec.draft_tree import TreeShape
@@ -73,7 +74,9 @@ class Rejecting:
             self.backends[key] = self.make(framework, *made)
         backend = self.backends[key]
         controller = StaticController(backend.limits, nodes=4, depth=3, width=1)
-        return Engine(backend, controller, overlap=overlap, chunked_prefill_size=128)
+        return Engine(
+            backend, controller, overlap=overlap, chunked_prefill_size=128, cache=NO_CACHE
+        )
 
     def serve(
         self,
@@ -204,7 +207,7 @@ def wide_engine(rejecting: Rejecting, rule: str) -> Engine:
     backend = make_backend("torch", rejecting.config, rejecting.weights, limits, "NEXTN")
     rejecting.backends["torch", rule, "many requests"] = backend
     controller = StaticController(limits, nodes=4, depth=3, width=1)
-    return Engine(backend, controller, overlap=1, chunked_prefill_size=512)
+    return Engine(backend, controller, overlap=1, chunked_prefill_size=512, cache=NO_CACHE)
 
 
 @cache

@@ -8,6 +8,7 @@ import pytest
 from shared.boundary.backend import Backend
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.prefix_cache import NO_CACHE
 from shared.spec import acceptance as spec
 from shared.spec import draft_tree
 from shared.spec.sampling import uniforms
@@ -102,7 +103,7 @@ def serve(framework: str, shape, rates: tuple[float, ...] | None, temperature: f
     controller = StaticController(
         backend.limits, nodes=shape.nodes, depth=shape.depth, width=shape.width
     )
-    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=128)
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=128, cache=NO_CACHE)
     asked = [
         request(number, prompt, temperature=temperature, max_tokens=20, seed32=number)
         for number, prompt in enumerate(PROMPTS)

@@ -30,7 +30,7 @@ class Outcome:
 def checked_step(engine: Engine) -> list[Event]:
     """One step of the engine, and the conservation of its pages and slots."""
     events = engine.step()
-    engine.allocator.check()
+    engine.cache.check(engine.scheduler.running)
     running = {request.slot for request in engine.scheduler.running}
     owners = set(engine.allocator.num_pages.nonzero()[0].tolist())
     assert owners <= running, "pages are held for nobody"

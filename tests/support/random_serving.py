@@ -18,6 +18,7 @@ from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
@@ -208,6 +209,7 @@ def engine_of(server: Server, backend: Watched) -> Engine:
         controller_of(server, backend.limits),
         overlap=server.overlap,
         chunked_prefill_size=CHUNK,
+        cache=NO_CACHE,
     )
 
 

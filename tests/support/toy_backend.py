@@ -1,19 +1,22 @@
 """A device in miniature: its next token is a hash of every token that a row can see.
 
 It keeps tokens in pages as if they were keys and values, so one wrong page, length, order or
-parameter gives another text. It is as late as a device may be: a step runs when its result is asked
-for, and reads its plan only then.
+parameter gives another text. With snapshots it has a recurrent state too, a hash of all that its
+slot was fed, and a state of another text gives another text. Its draft memory, and what it counts
+for penalties, are held against the text: there it fails at once. It is as late as a device may be:
+a step runs when its result is asked for, and reads its plan only then.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import numpy as np
 
 from shared.boundary.backend import (
+    Count,
     Launch,
     Limits,
     Logprobs,
@@ -24,6 +27,7 @@ from shared.boundary.backend import (
     Work,
 )
 from shared.spec.draft_tree import TreeShape
+from shared.spec.gated_delta import CHUNK
 
 VOCAB = 97
 POISON = VOCAB - 1  # a prompt with this token fails; the toy never chooses it
@@ -42,6 +46,11 @@ def plain(prompt: tuple[int, ...], seed: int, max_tokens: int, stop: tuple[int, 
     return output
 
 
+def hashed(state: int, tokens: Iterable[int]) -> int:
+    """The recurrent state after more tokens."""
+    return zlib.crc32(np.array([*tokens], np.int32).tobytes(), state)
+
+
 def toy_limits(
     *,
     num_pages: int,
@@ -51,6 +60,7 @@ def toy_limits(
     context_length: int = 256,
     depths: tuple[int, ...] = (0, 3),
     batch_sizes: tuple[int, ...] = (2, 4),
+    num_snapshots: int = 1,
 ) -> Limits:
     """Limits with two page-table sizes, two prefill sizes and chains of the given depths."""
 
@@ -63,7 +73,7 @@ def toy_limits(
             shape=TreeShape.chain(depth, batch),
             host_draft=False,
             mask=False,
-            logprobs=True,
+            logprobs=work is not Work.COUNT,
         )
 
     sizes = [(batch, pages) for batch in batch_sizes for pages in (16, 128)]
@@ -73,8 +83,8 @@ def toy_limits(
         page_size=page_size,
         num_pages=num_pages,
         num_slots=num_slots,
-        num_snapshots=1,
-        programs=(*prefills, *decodes),
+        num_snapshots=num_snapshots,
+        programs=(*prefills, *decodes, program(Work.COUNT, 1, 128, 24, 0)),
         overlap=overlap,
         context_length=context_length,
         vocab=VOCAB,
@@ -98,14 +108,29 @@ class ToyFuture:
 
 
 class ToyBackend:
-    """A backend that drafts right two times in three."""
+    """A backend that drafts right two times in three.
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    Args:
+      draft_reach: A row of its draft memory knows the token so far behind it, 0 or 1; None: it has
+        no draft memory.
+
+    Attributes:
+      num_fed: Tokens of prompts that its prefills have fed.
+    """
+
+    def __init__(self, limits: Limits, draft_reach: int | None = 1) -> None:
+        self.limits, self._draft_reach = limits, draft_reach
         self.is_closed = False
         self._pages = np.full((limits.num_pages, limits.page_size), -1, np.int32)
         self._lengths = np.zeros(limits.num_slots, np.int32)
         self._newest = np.zeros(limits.num_slots, np.int32)
+        self._draft_pages = np.full((limits.num_pages, limits.page_size), -1, np.int32)
+        self._draft_from = np.zeros(limits.num_slots, np.int32)
+        self._states = np.zeros(limits.num_slots, np.int64)
+        self._snapshots = np.full(limits.num_snapshots, -1, np.int64)
+        self._seen = [Counter[int]() for _ in range(limits.num_slots)]
+        self._counted: set[int] = set()
+        self.num_fed = 0
         self._queue: deque[tuple[StepPlan, ToyFuture]] = deque()
 
     def launch(self, program: Program) -> Launch:
@@ -124,10 +149,15 @@ class ToyBackend:
         B, W = plan.program.batch, plan.program.shape.max_tokens
         tokens = np.zeros((B, W), np.int32)
         failed = np.zeros(B, np.int32)
-        counts = np.zeros(B, np.int32)
+        counts, saved = np.zeros(B, np.int32), np.zeros(B, np.int32)
         for row in np.flatnonzero(plan.slots):
+            if isinstance(plan.work, Count):
+                self._count(plan, row)
+                continue
             prefills = isinstance(plan.work, Prefill)
+            before = int(self._lengths[plan.slots[row]])
             found = self._prefill(plan, row) if prefills else self._decode(plan, row, W - 1)
+            saved[row] = self._save(plan, row, before)
             failed[row] = POISON in self._context(plan, row)
             counts[row] = 0 if failed[row] else len(found)
             tokens[row, : counts[row]] = found[: counts[row]]
@@ -138,7 +168,7 @@ class ToyBackend:
             tokens=tokens,
             counts=counts,
             failed=failed,
-            saved=np.zeros(B, np.int32),
+            saved=saved,
             drafts=nodes,
             parents=nodes,
             num_nodes=np.full(B, W, np.int32),
@@ -163,30 +193,98 @@ class ToyBackend:
     def _next(self, plan: StepPlan, row: int, context: list[int]) -> int:
         # The prompt's length stands for all parameters that belong to one request.
         assert plan.sampling.prompt_length[row] <= len(context)
-        return next_token(context, int(plan.sampling.seed[row]))
+        token = next_token(context, int(plan.sampling.seed[row]))
+        length = int(self._lengths[plan.slots[row]])
+        is_own = self._states[plan.slots[row]] == hashed(0, context[:length])
+        return token if is_own or self.limits.num_snapshots == 1 else (token + 1) % POISON
+
+    def _start(self, plan: StepPlan, row: int) -> None:
+        """Takes over what the plan names; where its pages end, the first positions say."""
+        slot, source = plan.slots[row], plan.snapshots.restore[row]
+        assert isinstance(plan.work, Prefill | Count)
+        self._lengths[slot] = plan.work.first_positions[row]
+        self._draft_from[slot] = plan.draft_from[row]
+        self._states[slot] = self._snapshots[source] if source else 0
+        self._seen[slot] = Counter()
+
+    def _count(self, plan: StepPlan, row: int) -> None:
+        self._counted.add(plan.slots[row])
+        if plan.starts[row]:
+            self._start(plan, row)
+        self._see(plan, row, plan.work.tokens[: plan.work.row_starts[row + 1]].tolist())
+
+    def _see(self, plan: StepPlan, row: int, tokens: Iterable[int]) -> None:
+        self._seen[plan.slots[row]].update(tokens)
+
+    def _save(self, plan: StepPlan, row: int, before: int) -> bool:
+        """Takes a snapshot where the step passed its position and can have a state there."""
+        slot, at = plan.slots[row], int(plan.snapshots.save_at[row])
+        work, length = plan.work, int(self._lengths[slot])
+        if isinstance(work, Prefill):
+            before = int(work.first_positions[row])
+            if (at - before) % CHUNK and at != length:
+                return False
+        if not (plan.snapshots.save[row] and before < at <= length):
+            return False
+        state = self._states[slot] if at == length else hashed(0, self._context(plan, row)[:at])
+        is_own = self._states[slot] == hashed(0, self._context(plan, row)[:length])
+        self._snapshots[plan.snapshots.save[row]] = state if is_own else -1
+        return True
 
     def _prefill(self, plan: StepPlan, row: int) -> list[int]:
         work, slot = plan.work, plan.slots[row]
-        chunk = work.tokens[work.row_starts[row] : work.row_starts[row + 1]]
+        chunk = work.tokens[work.row_starts[row] : work.row_starts[row + 1]].tolist()
         if plan.starts[row]:
-            self._lengths[slot] = 0
-        assert self._lengths[slot] == work.first_positions[row]
-        self._write(plan, row, self._lengths[slot], chunk)
-        self._lengths[slot] += len(chunk)
-        if not work.ends_prompt[row]:
-            self._newest[slot] = work.next_tokens[row]
-            return []
-        self._newest[slot] = self._next(plan, row, self._context(plan, row)[:-1])
-        return [int(self._newest[slot])]
+            self._start(plan, row)
+        first = int(work.first_positions[row])
+        if slot in self._counted:
+            self._counted.remove(slot)
+            self._lengths[slot] = first
+        assert self._lengths[slot] == first
+        self.num_fed += len(chunk)
+        self._see(plan, row, chunk if plan.starts[row] else chunk[1:])
+        self._write(plan, row, first, chunk)
+        self._lengths[slot] = first + len(chunk)
+        self._states[slot] = hashed(int(self._states[slot]), chunk)
+        ends, context = work.ends_prompt[row], self._context(plan, row)[:-1]
+        newest = self._next(plan, row, context) if ends else int(work.next_tokens[row])
+        self._newest[slot] = newest
+        self._see(plan, row, [newest])
+        self._feed_drafter(plan, row, first, [*chunk, newest])
+        return [newest] if ends else []
+
+    def _feed_drafter(self, plan: StepPlan, row: int, first: int, tokens: list[int]) -> None:
+        """Writes a row for each token but the last, which none follows yet."""
+        reach, count = self._draft_reach or 0, len(tokens) - 1
+        self._draft_pages[self._at(plan, row, first + np.arange(count))] = tokens[reach:][:count]
+
+    def _check_memory(self, plan: StepPlan, row: int, context: list[int]) -> None:
+        """Draft memory from where it is whole, and what was counted, are those of the text."""
+        slot, reach = plan.slots[row], self._draft_reach
+        first, end = int(self._draft_from[slot]), int(self._lengths[slot])
+        held = self._draft_pages[self._at(plan, row, np.arange(first, end))].tolist()
+        if reach is not None:
+            assert held == context[first + reach : end + reach], "draft memory of another text"
+        if plan.sampling.repetition[row] != 1:
+            assert self._seen[slot] == Counter(context), "penalties count another text"
 
     def _decode(self, plan: StepPlan, row: int, depth: int) -> list[int]:
-        slot = plan.slots[row]
+        slot, length = plan.slots[row], int(self._lengths[plan.slots[row]])
         context, tokens = self._context(plan, row), []
+        self._check_memory(plan, row, context)
+        if self._draft_from[slot] == length:
+            depth = min(depth, 0)
         while not tokens or (len(tokens) <= depth and tokens[-1] % 3):
             tokens.append(self._next(plan, row, [*context, *tokens]))
         accepted = [int(self._newest[slot]), *tokens[:-1]]
         rejected = [-1] * (plan.program.shape.scratch - len(accepted))
         self._write(plan, row, int(self._lengths[slot]), [*accepted, *rejected])
+        self._states[slot] = hashed(int(self._states[slot]), accepted)
         self._lengths[slot] += len(accepted)
         self._newest[slot] = tokens[-1]
+        self._see(plan, row, tokens)
+        if plan.program.shape.is_plain:
+            self._draft_from[slot] = self._lengths[slot]
+        else:
+            self._feed_drafter(plan, row, length, [*accepted, tokens[-1]])
         return tokens

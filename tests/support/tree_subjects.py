@@ -10,6 +10,7 @@ from shared.boundary.backend import Backend, Limits, Program, Work
 from shared.drafts.config import DraftHead
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
@@ -143,7 +144,9 @@ class Server:
         controller = StaticController(
             backend.limits, nodes=shape.nodes, depth=shape.depth, width=shape.width
         )
-        return Engine(backend, controller, overlap=overlap, chunked_prefill_size=128)
+        return Engine(
+            backend, controller, overlap=overlap, chunked_prefill_size=128, cache=NO_CACHE
+        )
 
     def serve(self, requests: Sequence[Request], overlap: int) -> dict[int, Outcome]:
         """All at once, up to a batch of them side by side."""

@@ -22,6 +22,7 @@ from shared.drafts.checkpoint import kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
+from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all, open_checkpoint, save_checkpoint
 from shared.models.config import ModelConfig
@@ -134,7 +135,7 @@ def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
     limits = replace(limits, programs=tuple(programs))  # a block drafts no trees
     backend = make_backend("reference", config, weights, limits, drafter)
     controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
-    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=128)
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=128, cache=NO_CACHE)
     ends = {"temperature": 0.0, "stop_token_ids": tuple(ENDS)}
     sampling = SamplingParams(max_tokens=12, **ends)
     request = Request(request_id=1, prompt=tuple(prompt), sampling=sampling)

@@ -1,0 +1,441 @@
+"""What running requests find in the prefix cache, and what they leave to it.
+
+A request holds the pages that it found by a lock on the last of them. It leaves its full pages to
+the cache whenever a chunk of its prompt is known to be sound, and when it gives its slot back: when
+it ends, and when it is preempted. What a row that failed has written is left to nobody.
+
+A hybrid model can begin behind a prefix only where there is a recurrent state. States are saved
+within steps, at tracked positions: of a prompt at the last one of each chunk, and where an earlier
+request's text went another way; of an output at every multiple of the interval, of which a request
+keeps the last two, as a stop string may still cut the text before the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.boundary.backend import Limits, StepPlan, Work
+from shared.engine.allocator import NO_PAGES, Allocator
+from shared.engine.radix_cache import NO_SNAPSHOT, Node, RadixCache
+from shared.engine.request import FinishReason, Request
+from shared.engine.rows import Chunk, Rows
+from shared.spec.gated_delta import CHUNK
+
+KEPT_STATES = 2
+"""Of a running request's output."""
+
+
+def track_unit(page_size: int) -> int:
+    """Where states may stand: at a page's end, and where a prefill cuts its chunks."""
+    return math.lcm(CHUNK, page_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachePolicy:
+    """What the prefix cache must know of the model and of what drafts.
+
+    Attributes:
+      is_on: Whether anything is kept.
+      key_reach: Tokens behind a page that its draft KV depends on: 1 of EAGLE-kind heads, else 0.
+      leaves_holes: Whether a drafter has KV, in which plain steps leave holes.
+      reads_past: Whether the drafter's KV depends on that before it: nothing after a hole is whole.
+      track_interval: Positions between two tracked states of an output; 0: the model has none.
+
+    Raises:
+      ValueError: The interval is no multiple of `track_unit` of the pages.
+    """
+
+    is_on: bool
+    key_reach: int
+    leaves_holes: bool
+    reads_past: bool
+    track_interval: int
+
+    def check(self, limits: Limits, overlap: int) -> None:
+        """Holds the interval against pages and steps.
+
+        Raises:
+          ValueError: It is no multiple of `track_unit`, or so short that steps in flight may pass
+            two tracked positions.
+        """
+        unit, least = track_unit(limits.page_size), (overlap + 1) * (limits.max_depth + 1)
+        if self.track_interval % unit:
+            raise ValueError(
+                f"the track interval must be a multiple of {unit}, got {self.track_interval}"
+            )
+        if 0 < self.track_interval < least:
+            raise ValueError(
+                f"the track interval must be at least {least}, which steps in flight may add, got "
+                f"{self.track_interval}"
+            )
+
+
+NO_CACHE = CachePolicy(
+    is_on=False, key_reach=0, leaves_holes=False, reads_past=False, track_interval=0
+)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What is there of a request's context.
+
+    Attributes:
+      node: Node of the last page; None where nothing is there.
+      pages: Full pages, in the order of positions.
+      length: Positions that they hold.
+      draft_from: Position from which on their draft KV is whole.
+      snapshot: State at their end; 0: none.
+      branch: Position up to which pages are there too, but without a state; 0: none.
+    """
+
+    node: Node | None = None
+    pages: Int32[np.ndarray, " n"] = field(default_factory=lambda: NO_PAGES)
+    length: int = 0
+    draft_from: int = 0
+    snapshot: int = NO_SNAPSHOT
+    branch: int = 0
+
+
+@dataclass
+class _Standing:
+    """What the cache knows of a running request.
+
+    Attributes:
+      node: The last of its pages that is in the cache; None: none is.
+      pinned: Snapshot that its first step is yet to restore; 0: none.
+      branch: See `Prefix`.
+      fed: Positions of its context that steps have fed, as far as their results are known.
+      is_broken: Whether there is a hole in its draft KV.
+      holes: Positions from and to which steps did not feed the drafter, since it got its slot.
+      saving: Snapshots by the position at which chunks in flight may take them.
+      pending: Position and snapshot that decode steps in flight may take; they pass one at most.
+      kept: Position and snapshot of each state that was taken, the oldest first.
+    """
+
+    node: Node | None
+    pinned: int
+    branch: int
+    fed: int
+    is_broken: bool
+    holes: list[tuple[int, int]] = field(default_factory=list)
+    saving: dict[int, int] = field(default_factory=dict)
+    pending: tuple[int, int] = (0, NO_SNAPSHOT)
+    kept: list[tuple[int, int]] = field(default_factory=list)
+
+
+class PrefixCache:
+    """The prefix cache as scheduler and engine use it.
+
+    Args:
+      limits: The backend's.
+      allocator: Owns the pages.
+      policy: Of the model and what drafts.
+      overlap: Steps in flight while the next one is planned.
+
+    Attributes:
+      num_queried, num_hit: Tokens of the contexts that got a slot for the first time, and those of
+        them that were there.
+
+    Raises:
+      ValueError: See `CachePolicy.check`.
+    """
+
+    def __init__(
+        self, limits: Limits, allocator: Allocator, policy: CachePolicy, overlap: int
+    ) -> None:
+        policy.check(limits, overlap)
+        self._allocator, self._policy = allocator, policy
+        self._page_size, self._unit = limits.page_size, track_unit(limits.page_size)
+        self._counts = any(program.work is Work.COUNT for program in limits.programs)
+        self._interval = policy.track_interval if policy.is_on else 0
+        self._tree = RadixCache(allocator, policy.key_reach)
+        self._standing: dict[int, _Standing] = {}
+        self.num_queried = self.num_hit = 0
+
+    # Pages
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free, and those that can be evicted at once."""
+        return self._allocator.num_free_pages + self._tree.num_evictable
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the cache has."""
+        return self._tree.num_pages
+
+    @property
+    def num_states(self) -> int:
+        """Recurrent states that the cache has."""
+        return self._tree.snapshots.num_cached
+
+    @property
+    def usage(self) -> float:
+        """Share of the pages that running requests have."""
+        total = self._allocator.limits.num_pages - 1
+        return 1.0 - self.num_available / max(1, total)
+
+    def reserve(self, slot: int, positions: int) -> bool:
+        """As `Allocator.reserve`; what is cached gives way."""
+        missing = self._allocator.num_missing(slot, positions)
+        lacking = missing - self._allocator.num_free_pages
+        if lacking > self._tree.num_evictable:
+            return False
+        if lacking > 0:
+            self._tree.evict(lacking)
+        return self._allocator.reserve(slot, positions)
+
+    # A request gets a slot
+
+    def find(self, request: Request) -> Prefix:
+        """The longest prefix of a request's context with which it may begin.
+
+        At least one token is left to prefill, so that there is a row to choose the next from.
+        """
+        if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
+            return Prefix()
+        context = request.tokens()
+        most = (len(context) - bool(request.output) - 1) // self._page_size
+        path = self._tree.path(request.tenant, context)[:most]
+        if not self._policy.track_interval:
+            return self._prefix(path, 0)
+        deepest = next((i for i in range(len(path), 0, -1) if path[i - 1].snapshot), 0)
+        branch = len(path) * self._page_size // self._unit * self._unit
+        return self._prefix(path[:deepest], branch)
+
+    def _prefix(self, path: Sequence[Node], branch: int) -> Prefix:
+        length = len(path) * self._page_size
+        branch = branch if branch > length else 0
+        if not path:
+            return Prefix(branch=branch)
+        broken = (node.num_pages for node in reversed(path) if not node.is_whole)
+        return Prefix(
+            node=path[-1],
+            pages=np.array([node.page for node in path], np.int32),
+            length=length,
+            draft_from=next(broken, 0) * self._page_size,
+            snapshot=path[-1].snapshot if self._policy.track_interval else NO_SNAPSHOT,
+            branch=branch,
+        )
+
+    def num_available_beside(self, prefix: Prefix) -> int:
+        """Pages that are available to a request beside those of its prefix."""
+        if prefix.node is None:
+            return self.num_available
+        return self.num_available - sum(not node.num_locks for node in prefix.node.upwards())
+
+    def hold(self, request: Request, prefix: Prefix) -> None:
+        """Keeps a prefix for a request that begins with it."""
+        if not self._policy.is_on:
+            return
+        if prefix.node is not None:
+            self._tree.lock(prefix.node, None)
+        if prefix.snapshot:
+            self._tree.snapshots.pin(prefix.snapshot)
+        if request.cached_tokens is None:
+            self.num_queried += len(request.prompt)
+            self.num_hit += prefix.length
+        self._standing[request.request_id] = _Standing(
+            node=prefix.node,
+            pinned=prefix.snapshot,
+            branch=prefix.branch,
+            fed=prefix.length,
+            is_broken=prefix.draft_from > 0,
+        )
+
+    # Steps
+
+    def name_saves(self, rows: Rows, plan: StepPlan) -> None:
+        """Names in a plan where its rows leave their states, and lets go of what it restores."""
+        if not self._interval:
+            return
+        chunks = rows.chunks
+        for row, request in enumerate(rows.requests):
+            standing = self._standing[request.request_id]
+            if standing.pinned:
+                self._tree.snapshots.unpin(standing.pinned)
+                standing.pinned = NO_SNAPSHOT
+            if rows.work is Work.PREFILL:
+                at, snapshot = self._save_of_chunk(standing, chunks[row])
+            elif rows.work is Work.DECODE:
+                at, snapshot = self._save_of_decode(request, standing)
+            else:
+                continue
+            plan.snapshots.save[row], plan.snapshots.save_at[row] = snapshot, at
+
+    def _save_of_chunk(self, standing: _Standing, chunk: Chunk) -> tuple[int, int]:
+        at = _last_tracked(chunk, standing.branch, self._unit)
+        snapshot = self._tree.snapshots.take() if at else NO_SNAPSHOT
+        if snapshot:
+            standing.saving[at] = snapshot
+        return at, snapshot
+
+    def _save_of_decode(self, request: Request, standing: _Standing) -> tuple[int, int]:
+        """The tracked position that the steps in flight, and this one, may pass; there is one."""
+        known = self._filled(request, standing, prefilled=request.prefill_length)
+        at = known // self._interval * self._interval + self._interval
+        # A position behind what is known was passed by nobody who could take it.
+        snapshot = standing.pending[1] or self._tree.snapshots.take()
+        standing.pending = at, snapshot
+        return standing.pending
+
+    def fed(self, request: Request, chunk: Chunk, saved: bool) -> None:
+        """A chunk of a prompt was fed and is sound."""
+        standing = self._standing.get(request.request_id)
+        if standing is None:
+            return
+        standing.fed = chunk.end
+        before = standing.node
+        self._insert(request, standing, request.context, chunk.end, is_running=True)
+        if standing.node is not None:
+            self._tree.lock(standing.node, before)
+        for at in [at for at in standing.saving if chunk.first < at <= chunk.end]:
+            snapshot = standing.saving.pop(at)
+            if saved:
+                self._keep_state(request, standing, at, snapshot)
+            else:
+                self._tree.snapshots.give(snapshot)
+
+    def _keep_state(self, request: Request, standing: _Standing, at: int, snapshot: int) -> None:
+        """Hangs a prompt's state where its text is in the tree, or keeps it until it is."""
+        path = self._tree.path(request.tenant, request.context[: at + 1])
+        if len(path) * self._page_size == at:
+            self._tree.snapshots.hang(snapshot, path[-1])
+        else:
+            self._hold_state(standing, at, snapshot)
+
+    def _hold_state(self, standing: _Standing, at: int, snapshot: int) -> None:
+        standing.kept.append((at, snapshot))
+        if len(standing.kept) > KEPT_STATES:
+            self._tree.snapshots.give(standing.kept.pop(0)[1])
+
+    def decoded(self, request: Request, num_tokens: int, is_plain: bool, saved: bool) -> None:
+        """A decode step added tokens, which the request has committed.
+
+        Args:
+          num_tokens: How many, up to its text's end.
+          is_plain: Whether the step fed no drafter.
+          saved: Whether it took a state.
+        """
+        standing = self._standing.get(request.request_id)
+        if standing is None:
+            return
+        if is_plain and self._policy.leaves_holes:
+            end = request.length - 1
+            self._note_hole(standing, end - num_tokens, end)
+        if saved:
+            self._hold_state(standing, *standing.pending)
+            standing.pending = (0, NO_SNAPSHOT)
+
+    def _note_hole(self, standing: _Standing, start: int, end: int) -> None:
+        standing.is_broken = True
+        if standing.holes and standing.holes[-1][1] >= start:
+            standing.holes[-1] = standing.holes[-1][0], end
+        else:
+            standing.holes.append((start, end))
+
+    # A request gives its slot back
+
+    def let_go(self, request: Request) -> None:
+        """Keeps the full pages of a request that is about to lose its slot, and its states."""
+        standing = self._standing.pop(request.request_id, None)
+        if standing is None:
+            return
+        locked = standing.node
+        if request.finish_reason is not FinishReason.ERROR:
+            filled = self._filled(request, standing, prefilled=standing.fed)
+            self._insert(request, standing, request.tokens(), filled, is_running=False)
+            while standing.kept:
+                self._hang(standing.node, *standing.kept.pop())
+        for snapshot in _snapshots(standing):
+            self._tree.snapshots.give(snapshot)
+        if standing.pinned:
+            self._tree.snapshots.unpin(standing.pinned)
+        if locked is not None:
+            self._tree.unlock(locked)
+
+    def _filled(self, request: Request, standing: _Standing, prefilled: int) -> int:
+        """Positions with KV, as far as results are known; `prefilled` while its prompt is fed."""
+        is_fed = standing.fed == request.prefill_length
+        return request.length - 1 if is_fed and request.output else prefilled
+
+    def _insert(
+        self,
+        request: Request,
+        standing: _Standing,
+        tokens: Int32[np.ndarray, " T"],
+        end: int,
+        *,
+        is_running: bool,
+    ) -> None:
+        """Leaves the pages of a text up to position `end` to the cache."""
+        count = end // self._page_size
+        if count <= (0 if standing.node is None else standing.node.num_pages):
+            return
+        pages = self._allocator.page_table[request.slot, :count]
+        whole = self._whole_pages(standing, count)
+        known = (request.tenant, standing.node, tokens, pages, whole)
+        standing.node = self._tree.insert(*known, is_running=is_running)
+
+    def _whole_pages(self, standing: _Standing, count: int) -> list[bool]:
+        """Which pages have no hole in their draft KV; those that were found are not asked for."""
+        if not standing.is_broken:
+            return [True] * count
+        if self._policy.reads_past:
+            first = standing.holes[0][0] if standing.holes else 0
+            return [(page + 1) * self._page_size <= first for page in range(count)]
+        is_whole = [True] * count
+        for start, end in standing.holes:
+            last = min(count, -(-end // self._page_size))
+            for page in range(start // self._page_size, last):
+                is_whole[page] = False
+        return is_whole
+
+    def _hang(self, node: Node | None, at: int, snapshot: int) -> None:
+        """Leaves a state to the node that ends where it stands, `node` or one above it."""
+        up = 0 if node is None else node.num_pages - at // self._page_size
+        if node is None or up < 0:
+            self._tree.snapshots.give(snapshot)
+            return
+        self._tree.snapshots.hang(snapshot, next(islice(node.upwards(), up, None)))
+
+    def check(self, running: Sequence[Request]) -> None:
+        """Asserts that pages and snapshots have the owners that they should have.
+
+        Raises:
+          AssertionError: Something is lost, or has two owners, or is kept for nobody.
+        """
+        nodes = list(self._tree.nodes())
+        self._allocator.check([node.page for node in nodes])
+        held = [snapshot for one in self._standing.values() for snapshot in _snapshots(one)]
+        self._tree.snapshots.check(held)
+        known = {request.request_id for request in running} if self._policy.is_on else set()
+        assert set(self._standing) == known, "the cache stands by requests that do not run"
+        locks = sum(node.num_pages for one in self._standing.values() if (node := one.node))
+        assert locks == sum(node.num_locks for node in nodes), "pages are locked for nobody"
+        assert self._tree.num_pages == len(nodes), "pages of the cache are lost"
+        free = sum(not node.num_locks for node in nodes)
+        assert self._tree.num_evictable == free, "evictable pages are miscounted"
+
+
+def _snapshots(standing: _Standing) -> Iterator[int]:
+    named = [standing.pending, *standing.kept, *standing.saving.items()]
+    yield from (snapshot for _, snapshot in named if snapshot)
+
+
+def _last_tracked(chunk: Chunk, branch: int, unit: int) -> int:
+    """Where a chunk of a prompt leaves its state; 0: nowhere.
+
+    That of a whole prompt stands before its last token if it can, so that the same prompt can use
+    it: a request feeds one token at least.
+    """
+    if chunk.first < branch <= chunk.end:
+        return branch
+    ends = [chunk.end - 1, chunk.end] if chunk.ends_prompt else [chunk.end]
+    return next((at for end in ends if (at := end // unit * unit) > chunk.first), 0)

@@ -1,0 +1,55 @@
+"""The limits of the host engine: how much runs at once, and what it keeps."""
+
+from dataclasses import dataclass
+
+from shared.options.flags import ConfigError, check_rules, flag
+
+CHUNK_ALIGNMENT = 64
+"""Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of the host engine."""
+
+    page_size: int | None = flag(
+        None, "tokens in a KV page, a power of two (default: 16 on a CPU, 64 on a GPU)",
+        low=1, high=1024,
+    )  # fmt: skip
+    max_total_tokens: int | None = flag(
+        None, "KV positions of all requests together (default: what fits)", low=1, high=1 << 30
+    )
+    max_running_requests: int | None = flag(
+        None, "requests decoded at once (default: 8 on a CPU, 48 on a GPU)", low=1, high=4096
+    )
+    chunked_prefill_size: int | None = flag(
+        None, "most prompt tokens in a step (default: 256 on a CPU, 2048 on a GPU)",
+        low=CHUNK_ALIGNMENT, high=1 << 20, multiple_of=CHUNK_ALIGNMENT,
+    )  # fmt: skip
+    mem_fraction_static: float = flag(
+        0.9, "share of the device's free memory that the server takes", low=0.01, high=1.0,
+        is_share=True,
+    )  # fmt: skip
+    disable_radix_cache: bool = flag(False, "keep no text's KV and state for later requests")
+    mamba_track_interval: int | None = flag(
+        None, "positions of an output between two recurrent states that are kept for later "
+        "requests, a multiple of 64 and of the page size (default: the least)", low=1, high=1 << 24,
+    )  # fmt: skip
+    overlap: int | None = flag(
+        None, "steps on the device while the host plans the next (default: 1)", low=0, high=2
+    )
+    disable_overlap_schedule: bool = flag(False, "the same as --overlap 0")
+    disable_cuda_graph: bool = flag(False, "torch on a GPU runs every step launch by launch")
+    disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts alone")
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        if self.page_size and self.page_size & (self.page_size - 1):
+            raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
+
+    @property
+    def overlap_depth(self) -> int:
+        """Steps in flight beside the one being planned."""
+        if self.disable_overlap_schedule:
+            return 0
+        return 1 if self.overlap is None else self.overlap

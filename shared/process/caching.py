@@ -1,0 +1,33 @@
+"""What the prefix cache keeps, as a memory plan says it."""
+
+from shared.drafts.drafts import MODEL
+from shared.engine.prefix_cache import NO_CACHE, CachePolicy
+from shared.options.options import ConfigError
+from shared.process.memory_plan import MemoryPlan
+from shared.process.programs import given
+
+
+def cache_policy(memory: MemoryPlan) -> CachePolicy:
+    """What is kept of texts.
+
+    Raises:
+      ConfigError: States cannot be tracked as the flags say.
+    """
+    engine, drafts, limits = memory.options.engine, memory.blueprint.drafts, memory.limits
+    if engine.disable_radix_cache:
+        return NO_CACHE
+    sizes = drafts.sizes
+    layers = memory.blueprint.config.num_gated_delta_layers
+    layers += 0 if sizes is None else sizes.num_gated_delta_layers
+    policy = CachePolicy(
+        is_on=True,
+        key_reach=int(sizes is not None and sizes.has_relay),
+        leaves_holes=drafts.on_device,
+        reads_past=drafts.kind == MODEL,
+        track_interval=given(engine.mamba_track_interval) if layers else 0,
+    )
+    try:
+        policy.check(limits, limits.overlap)
+    except ValueError as error:
+        raise ConfigError(f"--mamba-track-interval does not fit: {error}") from error
+    return policy

@@ -1,0 +1,386 @@
+"""The prefix cache on the toy device: the same texts, and nothing lost, whatever is found."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from shared.boundary.backend import Limits
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.prefix_cache import CachePolicy, PrefixCache
+from shared.engine.request import FinishReason, Request, SamplingParams
+from shared.spec.draft_tree import TreeShape
+from tests.support.driving import Outcome, checked_step, drive
+from tests.support.toy_backend import POISON, ToyBackend, plain, toy_limits
+
+UNIT = 64
+"""Where states may stand, with pages of 4 tokens."""
+
+KINDS = {
+    "plain model": (1, CachePolicy(
+        is_on=True, key_reach=0, leaves_holes=False, reads_past=False, track_interval=0)),
+    "head": (1, CachePolicy(
+        is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=0)),
+    "small model": (1, CachePolicy(
+        is_on=True, key_reach=0, leaves_holes=True, reads_past=True, track_interval=0)),
+    "hybrid": (16, CachePolicy(
+        is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=UNIT)),
+}  # fmt: skip
+"""Snapshots of the device, and the policy, by kind of model and drafter."""
+
+NUMBERS = count()
+
+
+class AnyShape(StaticController):
+    """A controller that takes a chain or a plain step, each for a while."""
+
+    def __init__(self, limits: Limits, seed: int) -> None:
+        super().__init__(limits, nodes=4, depth=3, width=1)
+        self._rng, self._left, self._depth = random.Random(seed), 0, 3
+
+    def shape_for(self, num_rows: int) -> TreeShape:
+        if not self._left:
+            self._left, self._depth = self._rng.randrange(1, 9), self._rng.choice((0, 3))
+        self._left -= 1
+        return TreeShape.chain(self._depth, 2 if num_rows <= 2 else 4)
+
+
+def make(kind: str, *, num_pages: int = 400, overlap: int = 1, any_shape: bool = False) -> Engine:
+    num_snapshots, policy = KINDS[kind]
+    limits = toy_limits(
+        num_pages=num_pages, num_slots=5, overlap=2, num_snapshots=num_snapshots,
+        context_length=1024 if num_pages > 200 else 256,
+    )  # fmt: skip
+    chain = StaticController(limits, nodes=4, depth=3, width=1)
+    return Engine(
+        ToyBackend(limits, policy.key_reach if policy.leaves_holes else None),
+        AnyShape(limits, overlap) if any_shape else chain,
+        overlap=overlap,
+        chunked_prefill_size=128,
+        cache=policy,
+    )
+
+
+def request(prompt: list[int], **sampling) -> Request:
+    tenant = sampling.pop("tenant", "")
+    number = next(NUMBERS)
+    given = {"seed32": zlib.crc32(str(prompt).encode()), "max_tokens": 20} | sampling
+    params = SamplingParams(**given)
+    return Request(request_id=number, prompt=tuple(prompt), sampling=params, tenant=tenant)
+
+
+def plain_text(of: Request) -> list[int]:
+    return plain(of.prompt, of.sampling.seed32, of.sampling.max_tokens, of.sampling.stop_token_ids)
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(POISON) for _ in range(length)]
+
+
+def serve(engine: Engine, *requests: Request) -> list[list[int]]:
+    """The texts of requests, which are the plain ones."""
+    outcomes = drive(engine, requests)
+    for each in requests:
+        assert outcomes[each.request_id].tokens == plain_text(each)
+    return [outcomes[each.request_id].tokens for each in requests]
+
+
+def family(seed: int, number: int) -> list[Request]:
+    """Requests whose prompts begin with parts of each other's prompts and answers."""
+    rng, texts, found = random.Random(seed), [tokens(seed, 90)], []
+    for _ in range(number):
+        begin = rng.choice(texts)
+        prompt = begin[: rng.randrange(1, len(begin) + 1)] + tokens(rng.randrange(99), 9)
+        penalty = rng.choice((1.0, 1.0, 1.3))
+        longest = rng.randrange(1, 50)
+        found.append(request(prompt[:150], max_tokens=longest, repetition_penalty=penalty))
+        texts.append([*found[-1].prompt, *plain_text(found[-1])])
+    return found
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("num_pages", [65, 400])
+@pytest.mark.parametrize("any_shape", [False, True], ids=["chains", "with plain steps"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_the_plain_ones_whatever_is_found(kind, any_shape, num_pages, overlap):
+    """The toy fails where pages, states, draft memory or counts are of another text."""
+    engine = make(kind, num_pages=num_pages, overlap=overlap, any_shape=any_shape)
+    for round_ in range(3):
+        serve(engine, *family(round_, 30))
+    found = engine.metrics.snapshot()
+    assert found["prefix_cache_hits_total"] < found["prefix_cache_queries_total"]
+    assert found["prefix_cache_hits_total"] > 0 or (kind == "hybrid" and num_pages == 65)
+    assert (engine.scheduler.num_preemptions > 0) == (num_pages == 65)
+    assert found["kv_cache_usage_perc"] == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_chat_nearly_all_that_can_be_reused_is(kind):
+    """Of full pages; of a hybrid, of whole stretches of 64 tokens, where states may stand."""
+    engine, text = make(kind), tokens(1, 70)
+    known = found = reusable = 0
+    for turn in range(8):
+        one = request(text, max_tokens=31)
+        (answer,) = serve(engine, one)
+        found += one.cached_tokens
+        unit = UNIT if kind == "hybrid" else 4
+        reusable += known // unit * unit
+        known = len(text) + len(answer) - 1  # the last token has no KV
+        text = [*text, *answer, *tokens(turn, 12)]
+    assert found >= 0.95 * reusable > 1000
+
+
+def test_the_key_of_a_heads_page_costs_a_page_where_texts_part_at_its_end():
+    """A row of its draft KV knows the next token: on average that costs a hit one token."""
+    text, found = tokens(2, 100), {}
+    for kind in ("plain model", "head"):
+        lengths = []
+        for parting in range(40, 60):
+            engine = make(kind)
+            other = [*text[:parting], POISON - 1 - text[parting], *text[parting + 1 :]]
+            serve(engine, request(text))
+            second = request(other)
+            serve(engine, second)
+            lengths.append(second.cached_tokens)
+            assert lengths[-1] == (parting - (kind == "head")) // 4 * 4
+        found[kind] = sum(lengths) / len(lengths)
+    assert found["plain model"] - found["head"] == 1.0
+
+
+def test_a_prompt_that_is_sent_again_is_fed_from_its_last_page():
+    for kind, least in (("plain model", 196), ("head", 196), ("hybrid", 192)):
+        engine, prompt = make(kind), tokens(3, 200)
+        serve(engine, request(prompt))
+        again = request(prompt)
+        serve(engine, again)
+        assert again.cached_tokens == least
+        assert engine._backend.num_fed == 200 + 200 - least
+
+
+def test_tenants_do_not_see_each_other():
+    engine, prompt = make("head"), tokens(3, 100)
+    one, other, again = (request(prompt, tenant=name) for name in ("a", "b", "a"))
+    serve(engine, one)
+    serve(engine, other)
+    serve(engine, again)
+    assert (other.cached_tokens, again.cached_tokens) == (0, 96)
+
+
+def test_a_request_that_failed_leaves_nothing():
+    """Its pages may hold what is no number; the pages that it had found stay."""
+    engine, begin = make("hybrid"), tokens(4, 129)
+    serve(engine, request(begin))
+    kept = engine.cache.num_pages
+    failing = request([*begin, *tokens(5, 30), POISON, *tokens(6, 10)])
+    outcome = drive(engine, [failing])[failing.request_id]
+    assert outcome.finish_reason is FinishReason.ERROR
+    assert failing.cached_tokens == 128
+    assert engine.cache.num_pages == kept
+
+
+def test_a_preempted_request_is_fed_again_from_what_it_left():
+    fed = {}
+    for kind in ("plain model", "off"):
+        engine = make("plain model", num_pages=60, overlap=0)
+        if kind == "off":
+            engine.cache._policy = CachePolicy(
+                is_on=False, key_reach=0, leaves_holes=False, reads_past=False, track_interval=0
+            )
+        asked = [request(tokens(n, 60), max_tokens=60, stop_token_ids=()) for n in range(3)]
+        serve(engine, *asked)
+        assert engine.scheduler.num_preemptions
+        fed[kind] = engine._backend.num_fed
+    assert fed["plain model"] < fed["off"]
+
+
+def test_where_texts_part_a_hybrid_keeps_a_state_from_the_second_text_on():
+    """Its state at the end of a common beginning is nobody's end, so it is taken on purpose."""
+    engine, system = make("hybrid"), tokens(7, 100)
+    lengths = []
+    for turn in range(3):
+        one = request([*system, *tokens(100 + turn, 90)])
+        serve(engine, one)
+        lengths.append(one.cached_tokens)
+    assert lengths == [0, 0, UNIT]
+
+
+@pytest.mark.parametrize("length", [UNIT, UNIT + 1, 2 * UNIT, 2 * UNIT + 1])
+def test_a_prompt_leaves_a_state_wherever_it_ends(length):
+    """Before its last token, or else behind it, where the next turn can use it."""
+    engine, prompt = make("hybrid"), tokens(11, length)
+    (answer,) = serve(engine, request(prompt, max_tokens=5))
+    again, longer = request(prompt), request([*prompt, *answer])
+    serve(engine, again, longer)
+    assert again.cached_tokens == (length - 1) // UNIT * UNIT
+    assert longer.cached_tokens == max((length - 1) // UNIT, 1) * UNIT
+
+
+def test_a_state_may_go_while_the_pages_stay():
+    """vLLM 53912, 47194: a hit on pages whose state was gone corrupted hybrids."""
+    engine = make("hybrid")
+    first = request(tokens(8, 150))
+    serve(engine, first)
+    for turn in range(16):
+        serve(engine, request(tokens(200 + turn, 65), max_tokens=1))
+    again = request(list(first.prompt))
+    assert len(engine.cache._tree.path("", again.tokens())) * 4 >= 144, "its pages are there"
+    serve(engine, again)
+    assert again.cached_tokens == 0
+
+
+@pytest.mark.parametrize("cut", [3, 40])
+def test_a_stop_string_takes_back_no_state_that_is_needed(cut):
+    """The text may end before the last tracked position; the one before is kept for that."""
+    engine = make("hybrid", overlap=2)
+    one = request(tokens(9, 100), max_tokens=200, stop_token_ids=())
+    engine.add(one)
+    while len(one.output) < 100:
+        checked_step(engine)
+    engine.finish(one.request_id, len(one.output) - cut)
+    while engine.busy:
+        checked_step(engine)
+    text = [*one.prompt, *one.output]
+    later = request([*text, *tokens(10, 10)])
+    serve(engine, later)
+    assert later.cached_tokens == (len(text) - 1) // UNIT * UNIT
+
+
+def test_pages_that_were_used_longest_ago_go_first_and_no_page_before_those_behind_it():
+    engine = make("plain model", num_pages=60)
+    prompts = [tokens(20 + n, 40) for n in range(4)]
+    for prompt in prompts:
+        serve(engine, request(prompt, max_tokens=1))
+    serve(engine, request(prompts[0], max_tokens=1))  # used again: the second is the oldest now
+    before = engine.cache.num_pages
+    assert before == 40
+    big = request(tokens(30, 110), max_tokens=1)
+    serve(engine, big)
+    held = [len(engine.cache._tree.path("", np.array(prompt, np.int32))) for prompt in prompts]
+    assert held[0] == 10
+    assert held[3] == 10
+    assert held[1] < 10
+    assert held[1] <= held[2]
+
+
+def test_priorities_go_first_and_nobody_starves():
+    engine = make("plain model", overlap=0)
+    running: list[int] = []
+    asked = [request(tokens(n, 5), max_tokens=2, stop_token_ids=()) for n in range(60)]
+    for number, each in enumerate(asked):
+        each.priority = 5 if number == 4 else 0
+    order = []
+    for each in asked:
+        engine.add(each)
+    while engine.busy:
+        checked_step(engine)
+        for each in engine.scheduler.running:
+            if each.request_id not in running:
+                running.append(each.request_id)
+                order.append(each.request_id - asked[0].request_id)
+    assert set(order) == set(range(60))
+    place = order.index(4)
+    assert 8 <= place < 8 + 4, "after 8 of better priority, and whom the same step let in"
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests with common beginnings come, are aborted and stopped at any time; pages are few."""
+
+    @initialize(
+        overlap=st.integers(0, 2),
+        kind=st.sampled_from(sorted(KINDS)),
+        pages=st.integers(50, 90),
+        any_shape=st.booleans(),
+    )
+    def start(self, overlap, kind, pages, any_shape):
+        self.engine = make(kind, num_pages=pages, overlap=overlap, any_shape=any_shape)
+        self.texts = [tokens(1, 100)]
+        self.requests: dict[int, Request] = {}
+        self.outcomes: dict[int, Outcome] = {}
+        self.ended_by_us: set[int] = set()
+
+    @rule(
+        which=st.integers(0, 100),
+        length=st.integers(1, 140),
+        more=st.integers(1, 20),
+        max_tokens=st.integers(1, 60),
+        poisoned=st.integers(0, 9),
+        penalty=st.sampled_from((1.0, 1.0, 1.5)),
+        priority=st.sampled_from((0, 0, 1)),
+        tenant=st.sampled_from(("", "", "other")),
+    )
+    def add(self, which, length, more, max_tokens, poisoned, penalty, priority, tenant):
+        begin = self.texts[which % len(self.texts)]
+        prompt = [*begin[:length], *tokens(which, more)]
+        prompt[len(prompt) // 2] = POISON if poisoned == 0 else prompt[len(prompt) // 2]
+        new = request(prompt, max_tokens=max_tokens, repetition_penalty=penalty, tenant=tenant)
+        new.priority = priority
+        try:
+            self.engine.add(new)
+        except ValueError:
+            return
+        self.requests[new.request_id], self.outcomes[new.request_id] = new, Outcome()
+        if POISON not in prompt:
+            self.texts.append([*prompt, *plain_text(new)])
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps):
+        for _ in range(steps):
+            self.take(checked_step(self.engine))
+
+    @rule(which=st.integers(0, 100), stops=st.booleans())
+    def leave(self, which, stops):
+        if not self.requests:
+            return
+        number = list(self.requests)[which % len(self.requests)]
+        if stops:
+            self.engine.finish(number, max(0, len(self.outcomes[number].tokens) - which % 3))
+        else:
+            self.engine.abort(number)
+        if self.outcomes[number].finish_reason is None:
+            self.ended_by_us.add(number)
+
+    def take(self, events):
+        for event in events:
+            assert event.request_id not in self.ended_by_us
+            self.outcomes[event.request_id].take(event)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(20_000):
+            if not self.engine.busy:
+                break
+            self.take(checked_step(self.engine))
+        assert not self.engine.busy, "the engine does not come to an end"
+        for number, each in self.requests.items():
+            outcome, poisoned = self.outcomes[number], POISON in each.prompt
+            if number in self.ended_by_us:
+                text = plain_text(each) if not poisoned else []
+                assert outcome.tokens == text[: len(outcome.tokens)]
+            elif poisoned:
+                assert outcome.finish_reason is FinishReason.ERROR
+            else:
+                assert outcome.tokens == plain_text(each)
+        give_back_all(self.engine.cache)
+
+
+def give_back_all(cache: PrefixCache) -> None:
+    """Evicts everything: each page and each snapshot is free then."""
+    cache._tree.evict(cache.num_pages)
+    cache.check([])
+    assert cache._allocator.num_free_pages == cache._allocator.limits.num_pages - 1
+    assert cache._tree.snapshots.num_free == cache._allocator.limits.num_snapshots - 1
+    assert not cache._tree._roots
+
+
+Traffic.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestTraffic = Traffic.TestCase
