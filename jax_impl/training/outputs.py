@@ -24,9 +24,9 @@ from jax_impl.weights import Weights
 from jax_impl.workspace import workspace
 from shared.boundary.backend import Limits, Work
 from shared.drafts.drafts import Drafts
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig

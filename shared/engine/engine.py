@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import Backend, Limits, StepFuture, StepResult
 from shared.engine.allocator import Allocator
+from shared.engine.cache_policy import CachePolicy
 from shared.engine.checks import RequestLimits, check
 from shared.engine.controller import Controller, Gauges
 from shared.engine.metrics import Metrics
 from shared.engine.planner import Planner
-from shared.engine.prefix_cache import CachePolicy, PrefixCache
+from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.engine.rows import Rows
 from shared.engine.scheduler import Scheduler

@@ -12,7 +12,6 @@ keeps the last two, as a stop string may still cut the text before the last.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,63 +21,16 @@ from jaxtyping import Int32
 
 from shared.boundary.backend import Limits, StepPlan, Work
 from shared.engine.allocator import NO_PAGES, Allocator
+from shared.engine.cache_policy import CachePolicy, track_unit
 from shared.engine.radix_cache import NO_SNAPSHOT, Node, RadixCache
 from shared.engine.request import FinishReason, Request
 from shared.engine.rows import Chunk, Rows
-from shared.spec.gated_delta import CHUNK
+
+WORTH_WAITING = 64
+"""Positions that a request must be spared for it to wait until another one has fed them."""
 
 KEPT_STATES = 2
 """Of a running request's output."""
-
-
-def track_unit(page_size: int) -> int:
-    """Where states may stand: at a page's end, and where a prefill cuts its chunks."""
-    return math.lcm(CHUNK, page_size)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CachePolicy:
-    """What the prefix cache must know of the model and of what drafts.
-
-    Attributes:
-      is_on: Whether anything is kept.
-      key_reach: Tokens behind a page that its draft KV depends on: 1 of EAGLE-kind heads, else 0.
-      leaves_holes: Whether a drafter has KV, in which plain steps leave holes.
-      reads_past: Whether the drafter's KV depends on that before it: nothing after a hole is whole.
-      track_interval: Positions between two tracked states of an output; 0: the model has none.
-
-    Raises:
-      ValueError: The interval is no multiple of `track_unit` of the pages.
-    """
-
-    is_on: bool
-    key_reach: int
-    leaves_holes: bool
-    reads_past: bool
-    track_interval: int
-
-    def check(self, limits: Limits, overlap: int) -> None:
-        """Holds the interval against pages and steps.
-
-        Raises:
-          ValueError: It is no multiple of `track_unit`, or so short that steps in flight may pass
-            two tracked positions.
-        """
-        unit, least = track_unit(limits.page_size), (overlap + 1) * (limits.max_depth + 1)
-        if self.track_interval % unit:
-            raise ValueError(
-                f"the track interval must be a multiple of {unit}, got {self.track_interval}"
-            )
-        if 0 < self.track_interval < least:
-            raise ValueError(
-                f"the track interval must be at least {least}, which steps in flight may add, got "
-                f"{self.track_interval}"
-            )
-
-
-NO_CACHE = CachePolicy(
-    is_on=False, key_reach=0, leaves_holes=False, reads_past=False, track_interval=0
-)
 
 
 @dataclass(frozen=True)
@@ -107,6 +59,7 @@ class _Standing:
     """What the cache knows of a running request.
 
     Attributes:
+      request: Which.
       node: The last of its pages that is in the cache; None: none is.
       pinned: Snapshot that its first step is yet to restore; 0: none.
       branch: See `Prefix`.
@@ -118,6 +71,7 @@ class _Standing:
       kept: Position and snapshot of each state that was taken, the oldest first.
     """
 
+    request: Request
     node: Node | None
     pinned: int
     branch: int
@@ -242,12 +196,45 @@ class PrefixCache:
             self.num_queried += len(request.prompt)
             self.num_hit += prefix.length
         self._standing[request.request_id] = _Standing(
+            request=request,
             node=prefix.node,
             pinned=prefix.snapshot,
             branch=prefix.branch,
             fed=prefix.length,
             is_broken=prefix.draft_from > 0,
         )
+
+    def is_under_way(self, request: Request, prefix: Prefix) -> bool:
+        """Whether a running request is about to feed more of the same text than is there.
+
+        Then to wait for it is less work than to feed the same once more: for the choices of a
+        prompt, and for prompts that begin alike and come together. Where they part a state is
+        taken for those that wait.
+        """
+        for other in self._standing.values():
+            if other.request.tenant == request.tenant and not self._is_fed(other):
+                common = self._common(request, other)
+                if common < max(prefix.length, other.fed) + WORTH_WAITING:
+                    continue
+                if not self._interval or common in other.saving:
+                    return True
+                if common > other.request.prefilled:
+                    other.branch = common
+                    return True
+        return False
+
+    def _common(self, request: Request, other: _Standing) -> int:
+        """Positions that a request could take over from another one, once that has been fed."""
+        mine, theirs = request.tokens(), other.request.context
+        most = min(len(mine) - bool(request.output) - 1, len(theirs) - self._policy.key_reach)
+        differs = np.flatnonzero(mine[:most] != theirs[:most])
+        equal = int(differs[0]) - self._policy.key_reach if len(differs) else most
+        unit = self._unit if self._interval else self._page_size
+        return max(0, equal) // unit * unit
+
+    @staticmethod
+    def _is_fed(standing: _Standing) -> bool:
+        return standing.fed == standing.request.prefill_length
 
     # Steps
 
@@ -362,8 +349,8 @@ class PrefixCache:
 
     def _filled(self, request: Request, standing: _Standing, prefilled: int) -> int:
         """Positions with KV, as far as results are known; `prefilled` while its prompt is fed."""
-        is_fed = standing.fed == request.prefill_length
-        return request.length - 1 if is_fed and request.output else prefilled
+        is_fed = self._is_fed(standing) and bool(request.output)
+        return request.length - 1 if is_fed else prefilled
 
     def _insert(
         self,

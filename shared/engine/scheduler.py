@@ -79,6 +79,8 @@ class Scheduler:
             prefix = self._cache.find(request)
             if not self._has_room_for(request, prefix):
                 break
+            if self._cache.is_under_way(request, prefix):
+                break
             self.waiting.pop()
             self._place(request, prefix)
             admitted.append(request)

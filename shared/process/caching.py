@@ -1,7 +1,7 @@
 """What the prefix cache keeps, as a memory plan says it."""
 
 from shared.drafts.drafts import MODEL
-from shared.engine.prefix_cache import NO_CACHE, CachePolicy
+from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.options.options import ConfigError
 from shared.process.memory_plan import MemoryPlan
 from shared.process.programs import given

@@ -13,7 +13,7 @@ from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
-from shared.engine.prefix_cache import track_unit
+from shared.engine.cache_policy import track_unit
 from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig
 from shared.options.options import ConfigError, Options

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import derive_seed

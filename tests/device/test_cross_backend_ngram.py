@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend, Work
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape

@@ -16,9 +16,9 @@ import pytest
 
 from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
 from shared.drafts.config import DraftHead
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import derive_seed

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend, Limits, Work
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from shared.boundary.backend import Limits, StepResult, Work
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Reserve, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import DecodeRows, Rows
 from shared.options.ngram import NgramConfig

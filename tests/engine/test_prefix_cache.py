@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from shared.boundary.backend import Limits
+from shared.engine.cache_policy import CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.prefix_cache import CachePolicy, PrefixCache
+from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.driving import Outcome, checked_step, drive
@@ -166,6 +167,36 @@ def test_a_prompt_that_is_sent_again_is_fed_from_its_last_page():
         assert engine._backend.num_fed == 200 + 200 - least
 
 
+@pytest.mark.parametrize("kind", ["plain model", "head", "hybrid"])
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_choices_of_a_prompt_are_fed_once(kind, overlap):
+    """They come together; all but the first wait until its prompt is in the cache."""
+    engine, prompt = make(kind, overlap=overlap), tokens(3, 200)
+    choices = [request(prompt, seed32=seed) for seed in range(4)]
+    serve(engine, *choices)
+    most = 192 if kind == "hybrid" else 196
+    assert [each.cached_tokens for each in choices] == [0, most, most, most]
+    assert engine._backend.num_fed == 200 + 3 * (200 - most)
+
+
+@pytest.mark.parametrize("kind", ["plain model", "hybrid"])
+def test_prompts_that_begin_alike_and_come_together_share_their_beginning(kind):
+    engine, system = make(kind), tokens(12, 150)
+    asked = [request([*system, *tokens(40 + n, 60)]) for n in range(4)]
+    serve(engine, *asked)
+    # Of a plain model 148 could be; the last 20 are not worth another chunk's time.
+    assert [each.cached_tokens for each in asked] == [0, 128, 128, 128]
+
+
+def test_who_shares_little_or_nothing_does_not_wait():
+    engine, system = make("plain model", overlap=0), tokens(12, 60)
+    asked = [request([*system, *tokens(40 + n, 60)]) for n in range(3)]
+    for each in asked:
+        engine.add(each)
+    checked_step(engine)
+    assert len(engine.scheduler.running) == 3
+
+
 def test_tenants_do_not_see_each_other():
     engine, prompt = make("head"), tokens(3, 100)
     one, other, again = (request(prompt, tenant=name) for name in ("a", "b", "a"))
@@ -185,6 +216,18 @@ def test_a_request_that_failed_leaves_nothing():
     assert outcome.finish_reason is FinishReason.ERROR
     assert failing.cached_tokens == 128
     assert engine.cache.num_pages == kept
+
+
+def test_a_request_that_fails_while_it_decodes_leaves_no_more_than_its_prompt():
+    engine = make("hybrid", overlap=0)
+    one = request(tokens(4, 60), max_tokens=100)
+    engine.add(one)
+    while len(one.output) < 80:
+        checked_step(engine)
+    engine._fail(one)
+    assert engine.cache.num_pages == 60 // 4 - 1, "the last page waits for the token after it"
+    assert engine.cache.num_states == 0
+    engine.cache.check([])
 
 
 def test_a_preempted_request_is_fed_again_from_what_it_left():

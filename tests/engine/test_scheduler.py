@@ -3,8 +3,9 @@
 import pytest
 
 from shared.engine.allocator import Allocator
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
-from shared.engine.prefix_cache import NO_CACHE, PrefixCache
+from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import DecodeRows, PrefillRows
 from shared.engine.scheduler import Scheduler

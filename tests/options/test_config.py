@@ -8,8 +8,9 @@ import pytest
 from shared.boundary.backend import Work
 from shared.drafts.drafts import Drafts
 from shared.engine.allocator import Allocator
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
-from shared.engine.prefix_cache import NO_CACHE, PrefixCache
+from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Request, SamplingParams
 from shared.engine.scheduler import Scheduler
 from shared.options.capabilities import refusals

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend, Work
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request
 from shared.spec import logprobs, sampling
 from shared.spec.draft_tree import TreeShape

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.prefix_cache import NO_CACHE
 from shared.spec import acceptance as spec
 from shared.spec import draft_tree
 from shared.spec.sampling import uniforms

@@ -14,11 +14,11 @@ from functools import lru_cache
 import numpy as np
 
 from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig

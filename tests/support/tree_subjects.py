@@ -8,9 +8,9 @@ from functools import lru_cache
 
 from shared.boundary.backend import Backend, Limits, Program, Work
 from shared.drafts.config import DraftHead
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig

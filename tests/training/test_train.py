@@ -20,9 +20,9 @@ from models.make_random import ROOT
 from shared.boundary.backend import Work
 from shared.drafts.checkpoint import kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
-from shared.engine.prefix_cache import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all, open_checkpoint, save_checkpoint
 from shared.models.config import ModelConfig

@@ -1,0 +1,127 @@
+"""5,000 requests over few pages: every text is the plain one, and everything comes back."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from shared.boundary.backend import Backend
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.request import FinishReason, Request, SamplingParams
+from shared.spec.sampling import derive_seed
+from tests.device.test_prefix_cache import (
+    CASES,
+    CHUNK,
+    Fewer,
+    controller_of,
+    drafter_of,
+    limits_of,
+    model_of,
+    policy_of,
+)
+from tests.support.backends import make_backend
+from tests.support.driving import Outcome, checked_step, drive
+from tests.support.equality import Oracle, assert_few_excused
+
+CHATS, TURNS, MOST_TOKENS, OVERLAP = 24, 3, 24, 2
+NUM_REQUESTS, QUEUED = 5000, 12
+FEW_PAGES = 16
+"""For what takes up to 11 pages each, three at a time."""
+
+SOAKED = {"NEXTN": CASES[1], "STANDALONE": CASES[3]}
+
+
+def kinds_of(backend: Backend) -> list[tuple[Request, list[int]]]:
+    """The turns of all chats, each with its plain text."""
+    rng, kinds = random.Random(3), []
+    system = [rng.randrange(2, 250) for _ in range(30)]
+    texts = [[*system, *(rng.randrange(2, 250) for _ in range(20))] for _ in range(CHATS)]
+    for turn in range(TURNS):
+        asked = [_request(number, text, number) for number, text in enumerate(texts)]
+        controller = StaticController(backend.limits, nodes=1, depth=0, width=0)
+        engine = Engine(backend, controller, overlap=1, chunked_prefill_size=CHUNK, cache=NO_CACHE)
+        served = drive(engine, asked)
+        kinds += [(each, served[each.request_id].tokens) for each in asked]
+        more = [rng.randrange(2, 250) for _ in range(9 + turn)]
+        texts = [[*each.prompt, *served[each.request_id].tokens, *more] for each in asked]
+    return kinds
+
+
+def _request(number: int, prompt: list[int], chat: int) -> Request:
+    """Greedy, sampled and with penalties in turns."""
+    how = [{"temperature": 0.0}, {"temperature": 0.9}, {"repetition_penalty": 1.1}][chat % 3]
+    params = SamplingParams(max_tokens=MOST_TOKENS, seed32=derive_seed(9, chat), **how)
+    return Request(request_id=number, prompt=tuple(prompt), sampling=params)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("drafter", SOAKED)
+def test_of_5000_requests_at_95_percent_of_the_pages_nothing_is_wrong_or_lost(framework, drafter):
+    case = SOAKED[drafter]
+    made = (*model_of(*case[:2]), limits_of(*case), drafter_of(*case[:2]))
+    backend = make_backend(framework, *made)
+    kinds = kinds_of(backend)
+    few = Fewer(backend, FEW_PAGES)
+    engine = Engine(
+        few,
+        controller_of(few.limits, case[1], case[2]),
+        overlap=OVERLAP,
+        chunked_prefill_size=CHUNK,
+        cache=policy_of(*case[:2]),
+    )
+    rng, usage = random.Random(4), []
+    asked: dict[int, tuple[int, Request, Outcome]] = {}
+    left: set[int] = set()
+    while engine.busy or len(asked) < NUM_REQUESTS:
+        while len(asked) < NUM_REQUESTS and len(engine.scheduler.waiting) < QUEUED:
+            number, kind = len(asked), rng.randrange(len(kinds))
+            of = kinds[kind][0]
+            new = replace(
+                of,
+                request_id=number,
+                output=[],
+                slot=0,
+                cached_tokens=None,
+                finish_reason=None,
+                tenant=rng.choice(("", "", "other")),
+                priority=rng.choice((0, 0, 1)),
+            )
+            asked[number] = kind, new, Outcome()
+            engine.add(new)
+        for event in checked_step(engine):
+            asked[event.request_id][2].take(event)
+        usage.append(1 - engine.allocator.num_free_pages / (FEW_PAGES - 1))
+        if rng.random() < 0.02 and engine.scheduler.running:
+            gone = rng.choice(engine.scheduler.running)
+            left.add(gone.request_id)
+            engine.abort(gone.request_id)
+    oracle, num_hit = Oracle(*model_of(*case[:2])), engine.cache.num_hit
+    for number, (kind, request, outcome) in asked.items():
+        text = kinds[kind][1]
+        if number in left:
+            assert outcome.tokens == text[: len(outcome.tokens)] or outcome.finish_reason
+            continue
+        assert outcome.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        if outcome.tokens != text:
+            oracle.check(request.prompt, outcome.tokens, request.sampling)
+    assert_few_excused()
+    assert sum(usage) / len(usage) > 0.95
+    assert engine.scheduler.num_preemptions > 0
+    assert num_hit > 0
+    engine.cache._tree.evict(engine.cache.num_pages)
+    engine.cache.check([])
+    assert engine.allocator.num_free_pages == FEW_PAGES - 1
+    assert engine.allocator.num_free_slots == few.limits.num_slots - 1
+    assert engine.cache._tree.snapshots.num_free == few.limits.num_snapshots - 1
+    print(
+        f"{framework} {drafter}: {len(asked)} requests, {len(left)} aborted, "
+        f"{engine.scheduler.num_preemptions} preemptions, "
+        f"{num_hit / engine.cache.num_queried:.1%} of prompt tokens hit, "
+        f"pages in use {sum(usage) / len(usage):.1%}"
+    )
+    backend.close()
