@@ -404,6 +404,10 @@ class PrefixCache:
         self._tree.snapshots.check(held)
         known = {request.request_id for request in running} if self._policy.is_on else set()
         assert set(self._standing) == known, "the cache stands by requests that do not run"
+        for one in self._standing.values():
+            path = [] if one.node is None else [node.page for node in one.node.upwards()]
+            pages = self._allocator.page_table[one.request.slot, : len(path)]
+            assert path[::-1] == pages.tolist(), "a request has locked a page that is not its own"
         locks = sum(node.num_pages for one in self._standing.values() if (node := one.node))
         assert locks == sum(node.num_locks for node in nodes), "pages are locked for nobody"
         assert self._tree.num_pages == len(nodes), "pages of the cache are lost"

@@ -188,6 +188,15 @@ def test_prompts_that_begin_alike_and_come_together_share_their_beginning(kind):
     assert [each.cached_tokens for each in asked] == [0, 128, 128, 128]
 
 
+def test_requests_that_make_the_same_pages_at_the_same_time_do_not_lock_each_others():
+    """A page that one locks and does not have is lost to both, until a pool of few is stuck."""
+    engine, prompt = make("plain model", overlap=0), tokens(13, 60)
+    first, second = request(prompt, seed32=1), request(prompt, seed32=2)
+    serve(engine, first, second)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 0)
+    give_back_all(engine.cache)
+
+
 def test_who_shares_little_or_nothing_does_not_wait():
     engine, system = make("plain model", overlap=0), tokens(12, 60)
     asked = [request([*system, *tokens(40 + n, 60)]) for n in range(3)]
@@ -278,6 +287,17 @@ def test_a_state_may_go_while_the_pages_stay():
     assert len(engine.cache._tree.path("", again.tokens())) * 4 >= 144, "its pages are there"
     serve(engine, again)
     assert again.cached_tokens == 0
+
+
+def test_a_state_stays_until_the_step_that_restores_it(monkeypatch):
+    """Another request's chunk comes before, and there is one snapshot."""
+    monkeypatch.setitem(KINDS, "hybrid", (2, KINDS["hybrid"][1]))
+    engine = make("hybrid", overlap=0)
+    first = request(tokens(14, 129), max_tokens=1)
+    serve(engine, first)
+    long, second = request(tokens(15, 140)), request([*first.prompt, 1, 2])
+    serve(engine, long, second)
+    assert second.cached_tokens == 128
 
 
 @pytest.mark.parametrize("cut", [3, 40])
