@@ -180,6 +180,11 @@ class Limits:
         return max(shape.depth for shape in self.shapes)
 
     @cached_property
+    def max_calibrated(self) -> int:
+        """Depths of a plan's `calibration`, which has one at least."""
+        return max(1, self.max_depth)
+
+    @cached_property
     def max_width(self) -> int:
         """k_max: candidates that a drafter's relay holds."""
         return max(1, *(shape.width for shape in self.shapes))
