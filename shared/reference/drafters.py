@@ -119,10 +119,10 @@ class HeadDrafter:
             ids, weights = rank(self._relay_logits[batch.slots][:, None], no_path)
             relay = eagle.Relay(ids[:, 0], weights[:, 0], relay.hidden)
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        tokens, parents, num_nodes, self._kv = eagle.draft(
+        tree, self._kv = eagle.draft(
             self._drafter.run, self._kv, relay, newest, *bounds, shape, rank
         )
-        return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
+        return Trees.drafted_as(tree)
 
     def extend(
         self,
@@ -192,8 +192,7 @@ class BlockDrafter:
     ) -> Trees:
         """See `ReferenceDrafter`."""
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        tokens, parents, num_nodes = self._drafter.draft(self._kv, newest, *bounds, rank.chain)
-        return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
+        return Trees.drafted_as(self._drafter.draft(self._kv, newest, *bounds, rank.chain))
 
     def extend(
         self,
@@ -264,10 +263,10 @@ class StandaloneDrafter:
         """See `ReferenceDrafter`."""
         state = take(self._state, batch.slots)
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        tokens, parents, num_nodes, self._kv = standalone.draft(
+        tree, self._kv = standalone.draft(
             self._small, self._kv, state, newest, *bounds, shape, rank
         )
-        return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
+        return Trees.drafted_as(tree)
 
     def extend(
         self,
