@@ -58,6 +58,14 @@ def test_a_kernel_gives_what_the_specification_says(name: str, run: Run) -> None
         np.testing.assert_array_equal(got, want)
 
 
+def test_what_is_no_number_ranks_last(run: Run) -> None:
+    arguments = rank_arguments(0, B=3, N=9)
+    arguments["weights"][0, 1:3], arguments["calibration"][2, :2] = np.nan, -np.inf
+    (got,) = run("rank_weights", arguments)
+    assert np.isneginf(got).any()
+    np.testing.assert_array_equal(got, spec.rank_weights(**arguments))
+
+
 def test_no_more_rows_are_given_than_there_are_where_all_weights_are_alike(run: Run) -> None:
     arguments = share_arguments(0, B=5, N=16, rows=23)
     arguments["num_nodes"][:] = 16

@@ -143,7 +143,7 @@ def test_implementations_share_alike(
     ops = implementation("verify_rows")
     for seed in range(4):
         batch = Batch(seed, B, N)
-        batch.weights[0, 1:3] = np.nan
+        batch.weights[0, 1:3], batch.calibration[-1, -1:] = np.nan, -np.inf
         trees = (batch.parents, batch.weights, batch.calibration)
         ranked = spec.rank_weights(*trees)
         np.testing.assert_array_equal(ops.rank_weights(*trees), ranked)
