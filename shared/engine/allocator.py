@@ -55,11 +55,6 @@ class Allocator:
         """Slots that no request has."""
         return len(self._free_slots)
 
-    @property
-    def usage(self) -> float:
-        """Share of the pages that have an owner."""
-        return 1.0 - self._num_free_pages / max(1, len(self._free_pages))
-
     def take_slot(self, prefix: Int32[np.ndarray, " n"] = NO_PAGES) -> int:
         """A slot that begins with the pages of `prefix`, of each of which it is one more owner.
 

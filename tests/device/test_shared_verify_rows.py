@@ -71,6 +71,7 @@ def served(
         spare=1.0,
         scope="tenant",
         match_type="BFS",
+        caches=False,
     )
     host = Host(backends.get(server), {})
     rows = [

@@ -175,7 +175,7 @@ class Traffic(RuleBasedStateMachine):
             else:
                 assert outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
                 assert outcome.tokens == text
-        assert self.engine.allocator.usage == 0.0
+        assert self.engine.cache.usage == 0.0
 
 
 Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -262,7 +262,7 @@ def test_abort_frees_at_once_even_with_steps_in_flight():
     engine.step()
     assert engine.allocator.num_free_slots == 3
     engine.abort(0)
-    assert engine.allocator.usage == 0.0
+    assert engine.cache.usage == 0.0
     assert engine.busy, "steps in flight have to be drained"
     while engine.busy:
         assert checked_step(engine) == []
@@ -351,7 +351,7 @@ def test_close_ends_everything():
     engine.step()
     engine.close()
     assert not engine.busy
-    assert engine.allocator.usage == 0.0
+    assert engine.cache.usage == 0.0
 
 
 def test_steps_are_counted_by_how_they_were_launched():

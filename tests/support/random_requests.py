@@ -49,6 +49,7 @@ class Server:
       shape: Of every decode step; None takes another one for each.
       spare: Share of the pages that the requests would need at once, beside the longest's.
       scope, match_type: How NGRAM remembers.
+      caches: Whether texts are kept for later requests.
     """
 
     framework: str
@@ -61,6 +62,7 @@ class Server:
     spare: float
     scope: str
     match_type: str
+    caches: bool
 
     @property
     def drafts_on_host(self) -> bool:
@@ -142,6 +144,7 @@ def servers(
         spare=draw(st.sampled_from((0.1, 0.4, 1.0))),
         scope=draw(st.sampled_from(SCOPES)),
         match_type=draw(st.sampled_from(MATCH_TYPES)),
+        caches=draw(st.booleans()),
     )
 
 
@@ -181,7 +184,7 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
 
 
 def prompt_of(seed: int, length: int, alphabet: int) -> tuple[int, ...]:
-    """Few different tokens make a text that repeats itself."""
+    """Few different tokens make a text that repeats itself; texts of one seed begin alike."""
     rng = random.Random(seed)
     words = [rng.randrange(2, VOCAB - 1) for _ in range(alphabet)]
     return tuple(rng.choice(words) for _ in range(length))
@@ -189,7 +192,7 @@ def prompt_of(seed: int, length: int, alphabet: int) -> tuple[int, ...]:
 
 PROMPTS = st.builds(
     prompt_of,
-    st.integers(0, 1 << 16),
+    st.one_of(st.just(0), st.integers(0, 1 << 16)),
     st.one_of(st.integers(1, 24), st.integers(1, 100)),
     st.sampled_from((2, 8, 100)),
 )

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
-from shared.engine.cache_policy import NO_CACHE
+from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
@@ -41,6 +41,9 @@ from tests.support.random_requests import (
 from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_small import small_model
+
+SNAPSHOTS = 7
+"""Fewer than four running requests would have, and a sink."""
 
 MOST_STEPS = 2000
 """Far more than any traffic needs: one that takes as many does not come to an end."""
@@ -106,7 +109,7 @@ def limits_of(server: Server) -> Limits:
         page_size=server.page_size,
         num_pages=1,
         num_slots=1 + BATCH,
-        num_snapshots=1,
+        num_snapshots=SNAPSHOTS if server.family == HYBRID and server.caches else 1,
         programs=_programs(server, 1),
         overlap=OVERLAP,
         context_length=CONTEXT,
@@ -135,7 +138,8 @@ def _programs(server: Server, pages: int) -> tuple[Program, ...]:
         )
 
     decodes = [program(Work.DECODE, shape, 0) for shape in dict.fromkeys(server.existing)]
-    return (program(Work.PREFILL, PLAIN, CHUNK), *decodes)
+    count = replace(program(Work.COUNT, TreeShape.plain(1), CHUNK), batch=1, logprobs=False)
+    return (program(Work.PREFILL, PLAIN, CHUNK), count, *decodes)
 
 
 class Backends:
@@ -147,7 +151,7 @@ class Backends:
     def get(self, server: Server) -> Backend:
         limits = limits_of(server)
         key = (server.framework, server.family, server.drafter, server.page_size, server.rule)
-        key += (limits.programs,)
+        key += (limits.programs, limits.num_snapshots)
         if key not in self._made:
             made = (*target_of(server.family, server.drafter), limits)
             head = drafter_of(server.family, server.drafter)
@@ -210,7 +214,20 @@ def engine_of(server: Server, backend: Watched) -> Engine:
         controller_of(server, backend.limits),
         overlap=server.overlap,
         chunked_prefill_size=CHUNK,
-        cache=NO_CACHE,
+        cache=policy_of(server) if server.caches else NO_CACHE,
+    )
+
+
+def policy_of(server: Server) -> CachePolicy:
+    """What is kept of texts."""
+    drafts = not server.drafts_on_host and server.drafter != "none"
+    is_hybrid = server.family == HYBRID
+    return CachePolicy(
+        is_on=True,
+        key_reach=int(server.drafter in ("NEXTN", "EAGLE", "EAGLE3")),
+        leaves_holes=drafts,
+        reads_past=server.drafter == "STANDALONE",
+        track_interval=CHUNK if is_hybrid else 0,
     )
 
 
@@ -288,7 +305,7 @@ def nothing_is_left(engine: Engine) -> None:
     """Every page, slot and text of a request is back."""
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
-    assert engine.allocator.usage == 0.0, "a page is lost"
+    assert engine.cache.usage == 0.0, "a page is lost"
     assert engine.allocator.num_free_slots == engine.allocator.limits.num_slots - 1
     assert not engine.allocator.page_table.any()
     if isinstance(engine.controller, NgramController):
