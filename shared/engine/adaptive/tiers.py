@@ -1,0 +1,119 @@
+"""Tiers: the draft shapes that a controller chooses from, whatever the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.boundary.backend import Limits, Work
+from shared.spec.draft_tree import TreeShape
+
+SPREAD = 0.7
+"""A level of b candidates misses as b ** SPREAD independent ones would. In a simulation of the
+match rule one candidate agreed in 0.70 of all cases and the best of four in 0.96, so it is 0.7."""
+
+
+@dataclass(frozen=True, order=True)
+class Tier:
+    """What the decode programs of one draft shape have in common, in batches of any size.
+
+    Attributes:
+      nodes, depth, width: N, S and k of the tree; 1, 0 and 0 for plain decoding.
+      share: R / (B N), the part of all nodes that has verify rows.
+    """
+
+    nodes: int
+    depth: int
+    width: int
+    share: float = 1.0
+
+    @classmethod
+    def of(cls, shape: TreeShape, batch: int) -> Tier:
+        """The tier of a program's shape."""
+        return cls(*shape.tree, shape.rows / (batch * shape.nodes))
+
+    @property
+    def tree(self) -> tuple[int, int, int]:
+        """N, S and k, as `TreeShape.tree`."""
+        return self.nodes, self.depth, self.width
+
+    def shape(self, batch: int) -> TreeShape:
+        """The shape in a batch bucket; each request has the row of its root at least."""
+        rows = max(batch, round(batch * self.nodes * self.share))
+        return TreeShape(*self.tree, rows)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it drafts nothing."""
+        return self.nodes == 1
+
+    @property
+    def family(self) -> tuple[int, ...]:
+        """Tiers of one family accept the same drafts as deep as both reach: all chains do."""
+        return () if self.width <= 1 else (self.nodes, self.depth, self.width)
+
+    @property
+    def tries(self) -> float:
+        """How many independent candidates a level is worth; 1 of a chain."""
+        if self.width <= 1:
+            return 1.0
+        return max(1.0, min(self.width, (self.nodes - 1) / self.depth)) ** SPREAD
+
+    def __str__(self) -> str:
+        if self.is_off:
+            return "off"
+        tree = "" if self.width <= 1 else f"k{self.width}N{self.nodes}"
+        return f"S{self.depth}{tree}" + ("" if self.share == 1 else f"R{self.share:g}")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shape of each tier in each batch bucket.
+
+    Attributes:
+      batches: Rows of the buckets, ascending.
+      tiers: Plain decoding first, then by nodes.
+      by_size: For each batch and tier the shape.
+    """
+
+    batches: tuple[int, ...]
+    tiers: tuple[Tier, ...]
+    by_size: dict[tuple[int, int], TreeShape]
+
+    @classmethod
+    def of(cls, limits: Limits, *, host_draft: bool) -> Shapes:
+        """Those of a backend's decode programs.
+
+        Args:
+          host_draft: Takes the programs that take the host's trees, or those that draft.
+
+        Raises:
+          ValueError: Nothing drafts, or a bucket has not all tiers.
+        """
+        found = {
+            (program.batch, Tier.of(program.shape, program.batch)): program.shape
+            for program in limits.programs
+            if program.work is Work.DECODE
+            and (program.shape.is_plain or program.host_draft is host_draft)
+        }
+        batches = tuple(sorted({batch for batch, _ in found}))
+        tiers = tuple(sorted({tier for _, tier in found}))
+        if len(tiers) < 2 or not tiers[0].is_off:
+            raise ValueError("there is nothing to choose from: off and a draft shape are needed")
+        if len(found) != len(batches) * len(tiers):
+            raise ValueError(
+                f"not every batch of {batches} has all of {', '.join(map(str, tiers))}"
+            )
+        by_size = {(batch, tiers.index(tier)): shape for (batch, tier), shape in found.items()}
+        return cls(batches, tiers, by_size)
+
+    def bucket(self, num_rows: int) -> int:
+        """The smallest batch that holds so many requests."""
+        return next(batch for batch in self.batches if batch >= num_rows)
+
+
+def families_of(tiers: Sequence[Tier]) -> tuple[list[int], list[float]]:
+    """The number of each tier's family, and how many tries a level of each family is worth."""
+    names = sorted({tier.family for tier in tiers})
+    tries = {tier.family: tier.tries for tier in tiers}
+    return [names.index(tier.family) for tier in tiers], [tries[name] for name in names]
