@@ -10,7 +10,9 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from shared.options.adaptive import MOST_STEPS, TREE_ALGORITHMS
 from shared.options.options import (
+    ACCEPT_RULES,
     ALGORITHMS,
     BLOCK_ALGORITHM,
     HEAD_ALGORITHMS,
@@ -63,6 +65,28 @@ def _lacks_nodes(s: Setup) -> bool:
 def _breaks_block(s: Setup) -> bool:
     given = (s.draft.speculative_num_steps, s.draft.speculative_num_draft_tokens)
     return s.block is not None and _differ(given, (s.block - 1, s.block))
+
+
+def _is_shaped_twice(s: Setup) -> bool:
+    """Whether flags name a shape where it is chosen; NGRAM's is the largest to choose from."""
+    draft = s.draft
+    shape = (draft.speculative_num_steps, draft.speculative_eagle_topk)
+    nodes = draft.speculative_num_draft_tokens
+    is_size = draft.drafts_on_host and not s.options.candidates
+    return s.adaptive.speculative_adaptive and (
+        shape != (None, None) or (nodes is not None and not is_size)
+    )
+
+
+def _names_other_drafts(s: Setup) -> bool:
+    """Whether the file names shapes that the drafter cannot have."""
+    most = {"NAIVE_EAGLE": NAIVE_SHAPE[0], BLOCK_ALGORITHM: (s.block or 1) - 1}.get(
+        s.algorithm or "", MOST_STEPS
+    )
+    has_trees = s.algorithm in (*TREE_ALGORITHMS, MODEL_ALGORITHM)
+    return any(
+        each.steps > most or (each.topk > 1 and not has_trees) for each in s.options.candidates
+    )
 
 
 def _simulates_more(s: Setup) -> bool:
@@ -301,6 +325,42 @@ RULES = (
         example=Example(
             drafter="NAIVE_EAGLE", flags=_flags("--speculative-simulate-accept-length 2.5")
         ),
+    ),
+    Rule(
+        refuses=lambda s: s.adaptive_flag is not None and not s.adaptive.speculative_adaptive,
+        reason="{adaptive_flag} says how drafts are chosen",
+        way_out="add --speculative-adaptive, or leave it out",
+        example=Example(drafter="NEXTN", flags=_flags("--speculative-adaptive-trace steps.jsonl")),
+    ),
+    Rule(
+        refuses=_is_shaped_twice,
+        reason="--speculative-num-steps, --speculative-eagle-topk and "
+        "--speculative-num-draft-tokens name one shape, and --speculative-adaptive chooses from "
+        "several",
+        way_out="name them in the file of --speculative-adaptive-config; with NGRAM alone, "
+        "--speculative-num-draft-tokens is the largest",
+        example=Example(
+            drafter="NEXTN", flags=_flags("--speculative-num-steps 3 --speculative-adaptive")
+        ),
+    ),
+    Rule(
+        refuses=lambda s: (
+            s.adaptive.speculative_adaptive and s.draft.verification != ACCEPT_RULES[0]
+        ),
+        reason="--accept-rule rejection gives texts that depend on the drafts, and with "
+        "--speculative-adaptive these depend on measured seconds",
+        way_out="give --accept-rule match, whose texts do not",
+        example=Example(
+            drafter="NEXTN", flags=_flags("--accept-rule rejection --speculative-adaptive")
+        ),
+    ),
+    Rule(
+        refuses=_names_other_drafts,
+        reason="--speculative-adaptive-config names shapes that --speculative-algorithm "
+        "{algorithm} does not draft, which are trees with NGRAM, NAIVE_EAGLE and DFLASH, more "
+        "than one step with NAIVE_EAGLE, and more than its block with DFLASH",
+        way_out="name others",
+        example=None,
     ),
     Rule(
         refuses=lambda s: (

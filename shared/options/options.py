@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from shared.options.adaptive import AdaptiveConfig, Candidate
 from shared.options.flags import ConfigError, check_rules, flag, spelling
 from shared.options.lot import rates_of
 from shared.options.ngram import DEFAULT_NODES, NgramConfig
@@ -314,6 +315,7 @@ class Options:
 
     Attributes:
       given: Names of the fields that were named, of any part.
+      candidates: Draft shapes that an adaptive start chooses from, once they are known.
     """
 
     model: ModelOptions
@@ -321,7 +323,9 @@ class Options:
     engine: EngineConfig
     speculative: SpeculativeConfig
     ngram: NgramConfig
+    adaptive: AdaptiveConfig
     given: frozenset[str] = frozenset()
+    candidates: tuple[Candidate, ...] = ()
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
@@ -332,8 +336,9 @@ class Options:
         """
         made = {}
         for part, made_of in PARTS.items():
-            names = {item.name for item in fields(made_of)}
-            made[part] = made_of(**{name: values[name] for name in names & values.keys()})
+            names = {item.name for item in fields(made_of)} & values.keys()
+            made[part] = made_of(**{name: values[name] for name in names})
+        made["adaptive"].check_drafter(made["speculative"].drafts)
         return cls(**made, given=frozenset(values))
 
 
@@ -343,6 +348,7 @@ PARTS = {
     "engine": EngineConfig,
     "speculative": SpeculativeConfig,
     "ngram": NgramConfig,
+    "adaptive": AdaptiveConfig,
 }
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
-from shared.boundary.backend import Backend, Blueprint, Limits
+from shared.boundary.backend import Backend, Blueprint
 from shared.drafts.block import stated_block
 from shared.drafts.checkpoint import (
     DraftFiles,
@@ -28,6 +28,8 @@ from shared.drafts.checkpoint import (
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.drafts.tokenizer import check_same_tokenizer
+from shared.engine.adaptive.choice import BestValue
+from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.checks import RequestLimits
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
@@ -37,6 +39,7 @@ from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig, read_json
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.sampling import SamplingDefaults
+from shared.options.adaptive import read_candidates
 from shared.options.capabilities import refusals
 from shared.options.flags import spelling
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
@@ -46,6 +49,7 @@ from shared.process.address import bind, host_names
 from shared.process.device import Device
 from shared.process.frames import ModelFacts
 from shared.process.memory_plan import MemoryPlan, plan
+from shared.process.profiling import step_seconds
 from shared.process.programs import ProgramCosts, draft_shape
 from shared.process.progress import loading_bar, preparing_bar
 from shared.process.watchdog import NamedSteps, Watchdog
@@ -194,7 +198,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     Raises:
       ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
     """
-    options = _expanded(options)
+    options = _with_candidates(_expanded(options))
     if not platform.captures:
         _refuse_graph_flags(options)
     draft, folder = options.speculative, options.model.model_path
@@ -282,23 +286,40 @@ def _expanded(options: Options) -> Options:
         # The server's process reads it, from a folder of its own.
         corpus = os.path.abspath(os.path.expanduser(corpus))
         ngram = replace(ngram, speculative_ngram_external_corpus_path=corpus)
+    adaptive = options.adaptive
+    for name in ("speculative_adaptive_config", "speculative_adaptive_trace"):
+        if path := getattr(adaptive, name):
+            adaptive = replace(adaptive, **{name: os.path.expanduser(path)})
     model = replace(model, model_path=folder)
-    return replace(options, model=model, speculative=draft, ngram=ngram)
+    return replace(options, model=model, speculative=draft, ngram=ngram, adaptive=adaptive)
+
+
+def _with_candidates(options: Options) -> Options:
+    """With the draft shapes that a file names."""
+    path = options.adaptive.speculative_adaptive_config
+    return replace(options, candidates=read_candidates(path)) if path else options
 
 
 def make_engine(backend: Backend, options: Options) -> Engine:
     """The engine of a backend; `options` are those of its memory plan."""
     return Engine(
         backend,
-        make_controller(backend.limits, options),
+        make_controller(backend, options),
         overlap=options.engine.overlap_depth,
         chunked_prefill_size=options.engine.chunked_prefill_size or 0,
     )
 
 
-def make_controller(limits: Limits, options: Options) -> Controller:
-    """What chooses how requests decode; what it has to compile is compiled."""
-    shape = draft_shape(options, 1)
+def make_controller(backend: Backend, options: Options) -> Controller:
+    """What chooses how requests decode; what it has to compile or to measure is done."""
+    shape, limits = draft_shape(options, 1), backend.limits
+    if options.adaptive.speculative_adaptive and not options.speculative.drafts_on_host:
+        table = step_seconds(
+            backend,
+            overlap=options.engine.overlap_depth,
+            chunked_prefill_size=options.engine.chunked_prefill_size or 0,
+        )
+        return AdaptiveController(limits, BestValue(), table)
     if not options.speculative.drafts_on_host:
         return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     index = NgramIndex(

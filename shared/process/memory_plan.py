@@ -15,6 +15,7 @@ from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
 from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig
+from shared.options.adaptive import TREE_ALGORITHMS, Candidate, default_candidates
 from shared.options.options import ConfigError, Options
 from shared.process.device import Device
 from shared.process.programs import ProgramCosts, captured_works, given, limits_for, pages_for
@@ -99,7 +100,7 @@ def plan(
     Raises:
       ConfigError: The limits contradict each other, or do not fit.
     """
-    options = _with_defaults(options, model, drafts, device)
+    options = _with_defaults(options, model, drafts, device, costs.are_compiled)
     sizing = _Sizing(options, model, drafts, device, costs)
     found = sizing.with_pages(sizing.most_pages())
     if found.total_bytes > device.free_bytes:
@@ -110,11 +111,16 @@ def plan(
     return found
 
 
-def _with_defaults(options: Options, model: ModelConfig, drafts: Drafts, device: Device) -> Options:
+def _with_defaults(
+    options: Options, model: ModelConfig, drafts: Drafts, device: Device, are_compiled: bool
+) -> Options:
     """With nothing left open but the number of KV positions."""
+    are_few = are_compiled and device.kind == "cpu"
     defaults, engine = DEFAULTS[device.kind], options.engine
+    block = drafts.block.size if drafts.block else None
     return replace(
         options,
+        candidates=_candidates(options, block, are_few),
         model=replace(
             options.model,
             dtype=defaults.dtype if options.model.dtype == "auto" else options.model.dtype,
@@ -127,9 +133,22 @@ def _with_defaults(options: Options, model: ModelConfig, drafts: Drafts, device:
             chunked_prefill_size=engine.chunked_prefill_size or defaults.chunked_prefill_size,
             overlap=engine.overlap_depth,
         ),
-        speculative=options.speculative.settled(
-            model.family == "llama", drafts.block.size if drafts.block else None
-        ),
+        speculative=options.speculative.settled(model.family == "llama", block),
+    )
+
+
+def _candidates(options: Options, block: int | None, are_few: bool) -> tuple[Candidate, ...]:
+    """The draft shapes that a start chooses from: those of its file, or some of each size."""
+    draft = options.speculative
+    if options.candidates or not options.adaptive.speculative_adaptive:
+        return options.candidates
+    return default_candidates(
+        steps=draft.num_steps,
+        nodes=draft.num_draft_tokens,
+        has_trees=draft.speculative_algorithm in TREE_ALGORITHMS,
+        block=block,
+        on_host=draft.drafts_on_host,
+        are_few=are_few,
     )
 
 

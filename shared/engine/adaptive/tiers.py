@@ -90,26 +90,33 @@ class Shapes:
         Raises:
           ValueError: Nothing drafts, or a bucket has not all tiers.
         """
-        found = {
-            (program.batch, Tier.of(program.shape, program.batch)): program.shape
-            for program in limits.programs
-            if program.work is Work.DECODE
-            and (program.shape.is_plain or program.host_draft is host_draft)
-        }
-        batches = tuple(sorted({batch for batch, _ in found}))
-        tiers = tuple(sorted({tier for _, tier in found}))
+        found: dict[int, set[TreeShape]] = {}
+        for program in limits.programs:
+            own = program.shape.is_plain or program.host_draft is host_draft
+            if program.work is Work.DECODE and own:
+                found.setdefault(program.batch, set()).add(program.shape)
+        batches = tuple(sorted(found))
+        by_batch = [sorted(found[batch], key=_order) for batch in batches]
+        trees = {tuple(shape.tree for shape in shapes) for shapes in by_batch}
+        if len(trees) > 1:
+            raise ValueError(f"the batches {batches} do not have the same draft shapes")
+        tiers = tuple(Tier.of(shape, batches[-1]) for shape in by_batch[-1])
         if len(tiers) < 2 or not tiers[0].is_off:
             raise ValueError("there is nothing to choose from: off and a draft shape are needed")
-        if len(found) != len(batches) * len(tiers):
-            raise ValueError(
-                f"not every batch of {batches} has all of {', '.join(map(str, tiers))}"
-            )
-        by_size = {(batch, tiers.index(tier)): shape for (batch, tier), shape in found.items()}
+        by_size = {
+            (batch, tier): shape
+            for batch, shapes in zip(batches, by_batch, strict=True)
+            for tier, shape in enumerate(shapes)
+        }
         return cls(batches, tiers, by_size)
 
     def bucket(self, num_rows: int) -> int:
         """The smallest batch that holds so many requests."""
         return next(batch for batch in self.batches if batch >= num_rows)
+
+
+def _order(shape: TreeShape) -> tuple[int, ...]:
+    return (*shape.tree, shape.rows)
 
 
 def families_of(tiers: Sequence[Tier]) -> tuple[list[int], list[float]]:

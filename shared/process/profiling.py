@@ -1,0 +1,135 @@
+"""What decode steps cost, measured with real steps before anything is served.
+
+Random prompts fill as many slots as a batch has rows, and each shape decodes a few steps of them.
+The device is then as if nothing had been: every request starts its slot anew with its prefill.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.boundary.backend import Backend, Limits, StepResult, Work
+from shared.engine.adaptive.tiers import Shapes
+from shared.engine.controller import Gauges, Reserve
+from shared.engine.engine import Engine
+from shared.engine.request import Request, SamplingParams
+from shared.engine.rows import DecodeRows, Rows
+from shared.spec.draft_tree import TreeShape
+
+WARM_UP_STEPS, TIMED_STEPS = 2, 8
+ENOUGH_STEPS, ENOUGH_SECONDS = 3, 0.5
+"""A slow device is timed by few steps, once they have taken so long together."""
+
+PROMPT_TOKENS = 16
+
+
+class _OneShape:
+    """A controller that takes the shape that it is told, and writes down what its steps took.
+
+    Attributes:
+      seconds: Of each decode step, as the device says, or else between two results.
+    """
+
+    def __init__(self, shapes: Shapes) -> None:
+        self.max_rows, self.waits = shapes.batches[-1], False
+        self.gauges: Gauges = {}
+        self.begin(shapes.by_size[shapes.batches[-1], 0])
+
+    def begin(self, shape: TreeShape) -> None:
+        """Takes this shape from now on."""
+        self._shape, self._last, self.seconds = shape, None, list[float]()
+
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+        """Every ready request, with the shape."""
+        requests = reserve(ready, self._shape.scratch)
+        return DecodeRows(requests, self._shape) if requests else None
+
+    def learned(self, rows: Rows, result: StepResult) -> None:
+        """Notes a decode step that came after another one."""
+        now, last = time.perf_counter(), self._last
+        self._last = now if rows.work is Work.DECODE else None
+        if self._last is not None and last is not None:
+            seconds = result.device_seconds
+            self.seconds.append(now - last if seconds is None else seconds)
+
+    def submitted(self, rows: Rows) -> None:
+        """Nothing to do."""
+
+    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+        """Nobody reads the texts."""
+
+    def ended(self, request: Request) -> None:
+        """Nothing is kept of a request."""
+
+    def cut(self, request_id: int, num_tokens: int) -> None:
+        """Nothing is kept of a request."""
+
+
+def step_seconds(
+    backend: Backend, *, overlap: int, chunked_prefill_size: int
+) -> dict[int, list[float]]:
+    """Measures every decode program whose trees come from the device, and the plain ones.
+
+    Args:
+      backend: With all programs ready, and nothing running.
+      overlap, chunked_prefill_size: As they will be served with.
+
+    Returns:
+      Seconds of a step for each batch bucket, by the tiers of `Shapes`; nothing where texts are too
+      short to time a step.
+
+    Raises:
+      ValueError: See `Shapes.of`.
+    """
+    shapes = Shapes.of(backend.limits, host_draft=False)
+    controller = _OneShape(shapes)
+    engine = Engine(backend, controller, overlap=overlap, chunked_prefill_size=chunked_prefill_size)
+    found: dict[int, list[float]] = {batch: [] for batch in shapes.batches}
+    for (batch, _), shape in shapes.by_size.items():  # by batch, then by tier
+        seconds = _timed(engine, controller, shape, batch)
+        if not seconds:
+            return {}
+        found[batch].append(statistics.median(seconds))
+    return found
+
+
+def _requests(limits: Limits, shape: TreeShape, count: int) -> list[Request]:
+    """Short random prompts, with outputs of as many tokens as the steps may give."""
+    growth = limits.overlap * (limits.max_depth + 1)
+    held = (limits.num_pages - 1) * limits.page_size + 1 - growth - limits.scratch
+    room = min(limits.context_length, held)
+    prompt = min(PROMPT_TOKENS, room // 2)
+    steps = WARM_UP_STEPS + TIMED_STEPS + limits.overlap + 1
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=min(room - prompt, steps * shape.max_tokens)
+    )
+    rng = np.random.default_rng(count)
+    return [
+        Request(
+            request_id=number,
+            prompt=tuple(rng.integers(0, limits.vocab, prompt).tolist()),
+            sampling=sampling,
+        )
+        for number in range(count)
+    ]
+
+
+def _is_enough(seconds: Sequence[float]) -> bool:
+    least = ENOUGH_STEPS if sum(seconds) > ENOUGH_SECONDS else TIMED_STEPS
+    return len(seconds) >= least
+
+
+def _timed(engine: Engine, controller: _OneShape, shape: TreeShape, batch: int) -> list[float]:
+    """Seconds of some steps after the first, of fewer where texts are short."""
+    controller.begin(shape)
+    for request in _requests(engine.allocator.limits, shape, batch):
+        engine.add(request)
+    while engine.busy and not _is_enough(controller.seconds[WARM_UP_STEPS:]):
+        engine.step()
+    for number in range(batch):
+        engine.abort(number)
+    while engine.busy:
+        engine.step()
+    return controller.seconds[WARM_UP_STEPS:] or controller.seconds
