@@ -63,13 +63,14 @@ class BlockDrafter(NamedTuple):
         shape: TreeShape,
         rank: Ranking,
     ) -> tuple[Drafted, DraftState]:
-        """The tree is a chain, and rows past the lengths hold the block's KV."""
+        """The tree is a chain of the block's first drafts; rows past the lengths hold its KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights.config)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
         embed = self.target.weights.embed[...]
         hidden, kv = fill(self.weights, embed, newest, rows, memory.kv)
-        scores = logits(self.target, hidden[:, 1:].reshape(-1, hidden.shape[2]))
-        scores = scores.reshape(len(newest), block.size - 1, -1)
+        taken = hidden[:, 1 : 1 + shape.depth]
+        scores = logits(self.target, taken.reshape(-1, hidden.shape[2]))
+        scores = scores.reshape(len(newest), shape.depth, -1)
         drafts, edges, processed = rank.chain(scores, shape.shares_rows(len(newest)))
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths

@@ -50,7 +50,7 @@ def _check_program(program: Program, drafts: Drafts) -> None:
     if not drafts.on_device:
         raise ValueError(f"a drafter is needed by {program}")
     if drafts.block is not None:
-        drafts.block.check_shape(shape.nodes, shape.width)
+        drafts.block.check_shape(shape.nodes, shape.width, shape.scratch)
 
 
 def to_prepare(

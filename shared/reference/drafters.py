@@ -162,10 +162,7 @@ class BlockDrafter:
 
     def __init__(self, drafter: dflash.Drafter, limits: Limits) -> None:
         pool = (limits.num_pages, limits.page_size)
-        self._drafter, block = drafter, drafter.head.config.block
-        assert block is not None  # a DFlash head has a block
-        for program in limits.programs:
-            block.check_shape(program.shape.nodes, program.shape.width)
+        self._drafter = drafter
         self._kv = model.new_kv(drafter.layer, drafter.layer.num_layers, *pool)
 
     def start(self, batch: Batch) -> None:
@@ -192,7 +189,8 @@ class BlockDrafter:
     ) -> Trees:
         """See `ReferenceDrafter`."""
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        return Trees.drafted_as(self._drafter.draft(self._kv, newest, *bounds, rank.chain))
+        tree = self._drafter.draft(self._kv, newest, *bounds, shape.depth, rank.chain)
+        return Trees.drafted_as(tree)
 
     def extend(
         self,

@@ -157,18 +157,21 @@ class Drafter:
         draft_from: Int[np.ndarray, " B"],
         max_drafts: Int[np.ndarray, " B"],
         page_table: Int[np.ndarray, "B table"],
+        depth: int,
         choose: Choose,
     ) -> Tree:
         """Drafts a chain for each request; the pools stay as they are.
 
         Args:
+          depth: S, how many of the block's drafts are taken, the first of them; the block is as
+            wide as it is, for its rows see all of it.
           choose: Picks the drafts.
         """
         config, weights = self.head.config, self.head.weights
         assert config.block is not None  # a DFlash head has a block
         rows = block_rows(config.block, lengths, draft_from, page_table)
         hidden, _ = fill(config, weights, self.target, newest, rows, kv)
-        slots = range(1, config.block.size)
+        slots = range(1, 1 + depth)
         scores = [model.logits(self.target, hidden[:, slot]) for slot in slots]
         drafts, edges = choose(np.stack(scores, axis=1))
         chains = draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)

@@ -26,6 +26,8 @@ class TreeShape:
       depth: S, levels below the root.
       width: k, nodes that a level expands, and children of each.
       rows: R, flat verify rows of the whole batch.
+      block: Positions behind the length that the drafter fills in one pass, where these may be more
+        than the tree has nodes; 0 where it drafts otherwise.
 
     Raises:
       ValueError: No tree has this shape, or there is not even a row.
@@ -35,6 +37,7 @@ class TreeShape:
     depth: int
     width: int
     rows: int
+    block: int = 0
 
     def __post_init__(self) -> None:
         if min(self.depth, self.width) < 0 or (self.depth == 0) != (self.width == 0):
@@ -83,7 +86,7 @@ class TreeShape:
     @property
     def scratch(self) -> int:
         """Positions past the length that a step may write, in the target's or the draft's KV."""
-        return max(self.nodes, self.width * (self.depth - 1) + 1)
+        return max(self.nodes, self.width * (self.depth - 1) + 1, self.block)
 
 
 def depths(parents: Int[np.ndarray, "B N"]) -> Int[np.ndarray, "B N"]:

@@ -147,7 +147,7 @@ def test_the_drafts_of_a_block_are_a_chain_below_the_newest_token():
 
     kv = model.new_kv(drafter.layer, drafter.layer.num_layers, 4, 16)
     where = (np.array([5, 8]), np.array([3, 4]), np.array([0, 4]), np.array([2, 3]))
-    tokens, parents, num_nodes, _ = drafter.draft(kv, *where, np.array([[1], [2]]), choose)
+    tokens, parents, num_nodes, _ = drafter.draft(kv, *where, np.array([[1], [2]]), 3, choose)
     np.testing.assert_array_equal(parents, [[0, 0, 1, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(num_nodes, [3, 1])  # a limit of 2; nothing to draft from
     np.testing.assert_array_equal(tokens[:, 0], [5, 8])

@@ -49,6 +49,10 @@ class TestTreeShape:
         assert TreeShape.plain(1).scratch == 1
         assert TreeShape.chain(1, 1).scratch == 2
 
+    def test_scratch_covers_a_block_that_is_wider_than_the_tree(self) -> None:
+        assert TreeShape(nodes=3, depth=2, width=1, rows=3, block=8).scratch == 8
+        assert TreeShape(nodes=8, depth=7, width=1, rows=8, block=8).scratch == 8
+
 
 class TestMasks:
     @given(seed=st.integers(0, 1000), N=st.integers(1, 40))

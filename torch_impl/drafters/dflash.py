@@ -72,12 +72,14 @@ class BlockDrafter:
         shape: TreeShape,
         rank: Ranking,
     ) -> Drafted:
-        """See `Drafter`; the tree is a chain, and rows past the lengths hold the block's KV."""
+        """See `Drafter`; the tree is a chain of the block's first drafts, and rows past the lengths
+        hold the whole block's KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
         embed, kv = self.target.weights.embed, memory.kv
-        hidden = fill(self.weights, embed, self.frequencies, newest, rows, kv)[:, 1:]
-        scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, block.size - 1))
+        filled = fill(self.weights, embed, self.frequencies, newest, rows, kv)
+        hidden = filled[:, 1 : 1 + shape.depth]
+        scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, shape.depth))
         drafts, edges, processed = rank.chain(scores, shape.shares_rows(len(newest)))
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
