@@ -39,11 +39,13 @@ class PlainRanking(Ranking):
         return Ranked(ids.view_as(found.ids), weights.view_as(found.weights), kept)
 
     def chain(
-        self, logits: Float[Tensor, "B S vocab"]
-    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"] | None]:
+        self, logits: Float[Tensor, "B S vocab"], is_weighed: bool
+    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
         """See `Ranking`; each the likeliest of its place."""
-        drafts, processed = Ranking.chain(replace(self, is_sampled=True), logits)
-        return drafts, processed if self.is_sampled else None
+        drafts, _, processed = Ranking.chain(replace(self, is_sampled=True), logits, False)
+        assert processed is not None  # of sampled drafts
+        weights = processed.log_softmax(dim=2).gather(2, drafts.long()[:, :, None])[:, :, 0]
+        return drafts, weights if is_weighed else None, processed if self.is_sampled else None
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from jaxtyping import Bool, Float, Int
 
 from jax_impl import model
 from jax_impl.device_state import DeviceState, Fields, Plan
-from jax_impl.drafters import Fed
+from jax_impl.drafters import Drafted, Fed
 from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import Tree
 from jax_impl.machine import Machine, logprobs_of, ranking
-from jax_impl.ops import acceptance, attention, draft_tree, sampling, slots
+from jax_impl.ops import acceptance, attention, draft_tree, sampling, slots, verify_rows
 from jax_impl.ops.acceptance import Followed
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.delta_mix import Nodes
@@ -95,8 +95,20 @@ def grow(
     assert state.draft is not None
     rank = ranking(machine, state, plan, lengths, shape.width, machine.samples(program))
     drafted, memory = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
-    trees = Trees(drafted.tokens, drafted.parents, drafted.num_nodes, None, drafted.processed)
-    return trees, state._replace(draft=memory)
+    state = state._replace(draft=memory)
+    if program.shares_rows:
+        return Trees(*_share(drafted, plan, shape.rows), None, None), state
+    trees = (drafted.tokens, drafted.parents, drafted.num_nodes)
+    return Trees(*trees, None, drafted.processed), state
+
+
+def _share(
+    drafted: Drafted, plan: Plan, rows: int
+) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+    """Those of the drafts for which there are verify rows: tokens, parents, node counts."""
+    assert drafted.weights is not None  # of a program that shares rows
+    ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
+    return verify_rows.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
 
 
 def verify(

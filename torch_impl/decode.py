@@ -9,12 +9,12 @@ from torch import Tensor
 from shared.boundary.backend import Program
 from torch_impl import model
 from torch_impl.device_state import Fields, HostDraft, Plan
-from torch_impl.drafters import Fed
+from torch_impl.drafters import Drafted, Fed
 from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import Tree
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
-from torch_impl.ops import acceptance, attention, draft_tree, sampling, slots
+from torch_impl.ops import acceptance, attention, draft_tree, sampling, slots, verify_rows
 from torch_impl.ops.acceptance import Followed
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.delta_mix import Nodes
@@ -77,7 +77,18 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
     assert state.draft is not None
     rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
     found = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
+    if program.shares_rows:
+        return Trees(*_share(found, plan, shape.rows), None, None)
     return Trees(found.tokens, found.parents, found.num_nodes, None, found.processed)
+
+
+def _share(
+    found: Drafted, plan: Plan, rows: int
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
+    """Those of the drafts for which there are verify rows: tokens, parents, node counts."""
+    assert found.weights is not None  # of a program that shares rows
+    ranked = verify_rows.rank_weights(found.parents, found.weights, plan.sampling.calibration)
+    return verify_rows.share(found.tokens, found.parents, found.num_nodes, ranked, rows)
 
 
 def _host_trees(drafts: HostDraft, newest: Int[Tensor, " B"]) -> Trees:

@@ -21,6 +21,7 @@ class Drafted(NamedTuple):
     """Draft trees, as `draft_tree.keep_best` builds them.
 
     Attributes:
+      weights: Path weights; None where there is a verify row for each node.
       processed: The processed logits that the draft of each level of a chain was sampled from; None
         where drafts are not sampled.
     """
@@ -28,6 +29,7 @@ class Drafted(NamedTuple):
     tokens: Int[jax.Array, "B N"]
     parents: Int[jax.Array, "B N"]
     num_nodes: Int[jax.Array, " B"]
+    weights: Float[jax.Array, "B N"] | None
     processed: Float[jax.Array, "B S vocab"] | None
 
 
@@ -119,11 +121,21 @@ class Ranking(NamedTuple):
         return self(logits[:, None], no_path, 0)
 
     def chain(
-        self, logits: Float[jax.Array, "B S vocab"]
-    ) -> tuple[Int[jax.Array, "B S"], Float[jax.Array, "B S vocab"] | None]:
-        """Drafts at S places in a row, and the processed logits that they are sampled from, if so.
+        self, logits: Float[jax.Array, "B S vocab"], is_weighed: bool
+    ) -> tuple[
+        Int[jax.Array, "B S"],
+        Float[jax.Array, "B S"] | None,
+        Float[jax.Array, "B S vocab"] | None,
+    ]:
+        """Drafts at S places in a row.
 
         They are made at once, so a place's penalties do not count the drafts before it.
+
+        Args:
+          is_weighed: The log weights of their edges are asked for; of drafts that are not sampled.
+
+        Returns:
+          The drafts, those weights, and the processed logits that they are sampled from, if so.
         """
         B, S, vocab = logits.shape
         if self.is_sampled:
@@ -136,12 +148,17 @@ class Ranking(NamedTuple):
 
             places = (jnp.arange(S, dtype=jnp.int32), jnp.moveaxis(logits, 1, 0))
             _, (drafts, processed) = scan(body, None, places)
-            return drafts.T, jnp.moveaxis(processed, 0, 1)
+            return drafts.T, None, jnp.moveaxis(processed, 0, 1)
         request = jnp.repeat(jnp.arange(B, dtype=jnp.int32), S)
         positions = (self.lengths[:, None] + 1 + jnp.arange(S, dtype=jnp.int32)).reshape(-1)
         seen = sampling.seen_alone(self.counts, self.slots[request])
-        given = (logits.reshape(B * S, vocab), seen, positions, self.sampling, request, None)
-        return sampling.choose(*given).ids.reshape(B, S), None
+        flat = logits.reshape(B * S, vocab)
+        if is_weighed:
+            how = (positions, self.sampling.rows(request), positions, TARGET_STREAM)
+            ranked = sampling.rank(flat[:, None], seen, *how, 1, False, None)
+            return ranked.ids.reshape(B, S), ranked.weights.reshape(B, S), None
+        ids = sampling.choose(flat, seen, positions, self.sampling, request, None).ids
+        return ids.reshape(B, S), None, None
 
 
 class Fed(NamedTuple):

@@ -10,7 +10,7 @@ from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.layers import angles, attention_layer, write_keys
 from jax_impl.model import Forward, Model, logits
-from jax_impl.ops import draft_tree, linear
+from jax_impl.ops import draft_tree, linear, verify_rows
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import rms_norm
 from jax_impl.ops.linear import Matrix, normed_product, product
@@ -63,17 +63,20 @@ class BlockDrafter(NamedTuple):
         shape: TreeShape,
         rank: Ranking,
     ) -> tuple[Drafted, DraftState]:
-        """The tree is a chain, and rows past the lengths hold the block's KV."""
+        """The tree is a chain of the block's first drafts; rows past the lengths hold its KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights.config)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
         embed = self.target.weights.embed[...]
         hidden, kv = fill(self.weights, embed, newest, rows, memory.kv)
-        scores = logits(self.target, hidden[:, 1:].reshape(-1, hidden.shape[2]))
-        drafts, processed = rank.chain(scores.reshape(len(newest), block.size - 1, -1))
+        taken = hidden[:, 1 : 1 + shape.depth]
+        scores = logits(self.target, taken.reshape(-1, hidden.shape[2]))
+        scores = scores.reshape(len(newest), shape.depth, -1)
+        drafts, edges, processed = rank.chain(scores, shape.shares_rows(len(newest)))
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
-        return Drafted(tokens, parents, num_nodes, processed), memory._replace(kv=kv)
+        weights = None if edges is None else verify_rows.chain_weights(edges)
+        return Drafted(tokens, parents, num_nodes, weights, processed), memory._replace(kv=kv)
 
 
 def _block_of(config: DraftConfig) -> BlockConfig:

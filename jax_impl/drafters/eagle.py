@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from jax_impl.device_state import DraftState, Plan, Relay
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.drafters.heads import Head, Logits, Tokens
-from jax_impl.ops import draft_tree, scan
+from jax_impl.ops import draft_tree, scan, verify_rows
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.draft_tree import Level
 from jax_impl.ops.sampling import Ranked
@@ -233,6 +233,19 @@ class _Link(NamedTuple):
     kv: KV
 
 
+class _Found(NamedTuple):
+    """What an expansion of a chain found.
+
+    Attributes:
+      edge: The log weight of the edge to the token; None where nobody asks.
+      law: Processed logits that the token was sampled from; None: it was not.
+    """
+
+    token: Int[jax.Array, " B"]
+    edge: Float[jax.Array, " B"] | None
+    law: Float[jax.Array, "B vocab"] | None
+
+
 def grow(
     expand: Expand,
     kv: KV,
@@ -250,7 +263,7 @@ def grow(
     B, k, S = len(newest), shape.width, shape.depth
     if k == 1:
         bounds = (lengths, draft_from, max_drafts, page_table)
-        return _grow_chain(expand, kv, first, newest, *bounds, S, rank, root_rows)
+        return _grow_chain(expand, kv, first, newest, *bounds, shape, rank, root_rows)
     can_draft = draft_from < lengths
     found = [_Candidates(first.tokens, first.weights, jnp.zeros((B, k), jnp.int32))]
     if S > 1:
@@ -281,7 +294,7 @@ def grow(
         end, levels = scan(body, _Frontier(level, carried, kv), steps)
         kv = end.kv
         found.append(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1), levels))
-    tokens, parents, num_nodes = draft_tree.keep_best(
+    kept = draft_tree.keep_best(
         newest=newest,
         tokens=jnp.concatenate([each.tokens for each in found], axis=1),
         weights=jnp.concatenate([each.weights for each in found], axis=1),
@@ -290,7 +303,7 @@ def grow(
         has_relay=can_draft,
         nodes=shape.nodes,
     )
-    return Drafted(tokens, parents, num_nodes, None), kv
+    return Drafted(*kept, None), kv
 
 
 def _grow_chain(
@@ -302,18 +315,17 @@ def _grow_chain(
     draft_from: Int[jax.Array, " B"],
     max_drafts: Int[jax.Array, " B"],
     page_table: Int[jax.Array, "B table"],
-    depth: int,
+    shape: TreeShape,
     rank: Ranking,
     root_rows: int,
 ) -> tuple[Drafted, KV]:
     """As `grow`: a chain's drafts lie in the order of their weights, so none is sorted away."""
-    B, can_draft, tokens = len(newest), draft_from < lengths, first.tokens
+    (B, depth), can_draft = (len(newest), shape.depth), draft_from < lengths
+    tokens, edges, is_weighed = first.tokens, first.weights, shape.shares_rows(B)
     processed = [] if first.processed is None else [first.processed[:, None]]
     if depth > 1:
 
-        def body(
-            end: _Link, s: Int[jax.Array, ""]
-        ) -> tuple[_Link, tuple[Int[jax.Array, " B"], Float[jax.Array, "B vocab"] | None]]:
+        def body(end: _Link, s: Int[jax.Array, ""]) -> tuple[_Link, _Found]:
             place = lengths + root_rows + s - 1
             rows = extend_rows(place, can_draft.astype(jnp.int32), draft_from, page_table, 0)
             logits, carried, kv = expand.run(rows, end.tokens, end.carried, end.kv)
@@ -321,16 +333,21 @@ def _grow_chain(
             token = ranked.ids[:, 0, 0]
             is_own = jnp.arange(depth - 1) == s
             paths = jnp.where(is_own, token[:, None, None], end.paths)
-            return _Link(token, carried, paths, kv), (token, ranked.processed)
+            edge = ranked.weights[:, 0, 0] if is_weighed else None
+            return _Link(token, carried, paths, kv), _Found(token, edge, ranked.processed)
 
         paths = jnp.zeros((B, 1, depth - 1), jnp.int32).at[:, :, 0].set(tokens)
         end = _Link(tokens[:, 0], expand.carried, paths, kv)
-        end, (more, laws) = scan(body, end, jnp.arange(1, depth, dtype=jnp.int32))
-        tokens, kv = jnp.concatenate([tokens, more.T], axis=1), end.kv
-        if laws is not None:
-            processed.append(jnp.moveaxis(laws, 0, 1))
+        end, more = scan(body, end, jnp.arange(1, depth, dtype=jnp.int32))
+        tokens, kv = jnp.concatenate([tokens, more.token.T], axis=1), end.kv
+        if more.edge is not None:
+            edges = jnp.concatenate([edges, more.edge.T], axis=1)
+        if more.law is not None:
+            processed.append(jnp.moveaxis(more.law, 0, 1))
     chains = draft_tree.chains(tokens, newest, max_drafts, can_draft)
-    return Drafted(*chains, jnp.concatenate(processed, axis=1) if processed else None), kv
+    weights = verify_rows.chain_weights(edges) if is_weighed else None
+    laws = jnp.concatenate(processed, axis=1) if processed else None
+    return Drafted(*chains, weights, laws), kv
 
 
 def _first_level(first: First, shape: TreeShape, root_rows: int) -> Level:

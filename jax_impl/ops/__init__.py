@@ -45,6 +45,7 @@ class Kernels:
     reach: ModuleType
     sampling: ModuleType
     slots: ModuleType
+    verify_rows: ModuleType
     window: ModuleType
     tiles: Tiles
 

@@ -140,6 +140,15 @@ def kernel_next_level(
 next_level = kernel_or_plain(kernel_next_level, plain_next_level)
 
 
+Kept = tuple[
+    Int[jax.Array, "B N"],
+    Int[jax.Array, "B N"],
+    Int[jax.Array, " B"],
+    Float[jax.Array, "B N"],
+]
+"""Tokens, parents, node counts and path weights of the kept trees."""
+
+
 def plain_keep_best(
     newest: Int[jax.Array, " B"],
     tokens: Int[jax.Array, "B C"],
@@ -148,8 +157,8 @@ def plain_keep_best(
     max_drafts: Int[jax.Array, " B"],
     has_relay: Bool[jax.Array, " B"],
     nodes: int,
-) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """Builds each request's tree from the best of its candidates: tokens, parents, node counts."""
+) -> Kept:
+    """Builds each request's tree from the best of its candidates."""
     B, C = tokens.shape
     num_drafts = jnp.where(has_relay, jnp.clip(max_drafts, 0, min(nodes - 1, C)), 0)
     ranked, rows = best(weights, C), jnp.arange(B)[:, None]
@@ -162,10 +171,12 @@ def plain_keep_best(
     kept_tokens = jnp.where(is_real, jnp.take_along_axis(tokens, order, axis=1), 0)
     kept_parents = jnp.take_along_axis(parents, order, axis=1)
     kept_parents = jnp.where(is_real, jnp.take_along_axis(node_of, kept_parents, axis=1), 0)
+    kept_weights = jnp.where(is_real, jnp.take_along_axis(weights, order, axis=1), 0)
     return (
         jnp.concatenate([newest[:, None], kept_tokens], axis=1),
         jnp.pad(kept_parents, ((0, 0), (1, 0))),
         1 + num_drafts,
+        jnp.pad(kept_weights, ((0, 0), (1, 0))),
     )
 
 
@@ -178,7 +189,7 @@ def kernel_keep_best(
     max_drafts: Int[jax.Array, " B"],
     has_relay: Bool[jax.Array, " B"],
     nodes: int,
-) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+) -> Kept:
     """As `plain_keep_best`."""
     return kernels.draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, has_relay, nodes

@@ -41,6 +41,7 @@ class Sampling(NamedTuple):
     stop_ids: Int[jax.Array, "B M"]
     bias_ids: Int[jax.Array, "B K"]
     bias_values: Float[jax.Array, "B K"]
+    calibration: Float[jax.Array, "B S_max"]
 
     def rows(self, index: Int[jax.Array, " R"]) -> "Sampling":
         """The parameters of the rows that `index` names, which may repeat."""
@@ -247,13 +248,12 @@ def processed(
     allowed: Bool[jax.Array, "R vocab"] | None,
 ) -> Float[jax.Array, "R vocab"]:
     """Everything between raw logits and the choice, but the noise; excluded tokens are -inf."""
-    how = sampling.rows(request)
+    how, row = sampling.rows(request), jnp.arange(len(logits))[:, None]
 
     def with_penalties(logits: Scores) -> Scores:
         return penalized(logits, seen_rows(seen), how)
 
     logits = when_any(sampling.has_penalty, with_penalties, _as_it_is, logits)
-    row = jnp.arange(len(logits))[:, None]
     logits = logits.at[row, how.bias_ids].add(how.bias_values)
     bound = jnp.where(positions < how.min_length, -jnp.inf, jnp.inf)[:, None]
     logits = logits.at[row, how.stop_ids].min(jnp.broadcast_to(bound, how.stop_ids.shape))

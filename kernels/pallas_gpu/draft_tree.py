@@ -276,16 +276,20 @@ def keep_best(
     has_relay: Bool[jax.Array, " B"],
     nodes: int,
     interpret: bool = False,
-) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
+) -> tuple[
+    Int[jax.Array, "B N"],
+    Int[jax.Array, "B N"],
+    Int[jax.Array, " B"],
+    Float[jax.Array, "B N"],
+]:
     """As `shared.spec.draft_tree.keep_best`."""
     B, C = tokens.shape
+    shapes = ((B, nodes), (B, nodes), (B,), (B, nodes), (B, C))
+    kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
     *found, _ = pl.pallas_call(
         functools.partial(_keep_best_kernel, interpret=interpret),
         grid=(B,),
-        out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.int32)
-            for shape in ((B, nodes), (B, nodes), (B,), (B, C))
-        ],
+        out_shape=[jax.ShapeDtypeStruct(*each) for each in zip(shapes, kinds, strict=True)],
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="keep_best",
@@ -303,6 +307,7 @@ def _keep_best_kernel(
     kept_tokens_ref,
     kept_parents_ref,
     num_nodes_ref,
+    kept_weights_ref,
     node_of_ref,
     *,
     interpret,
@@ -312,11 +317,12 @@ def _keep_best_kernel(
     lane = lax.iota(jnp.int32, pl.next_power_of_2(count))
     is_in, place = lane < count, jnp.minimum(lane, count)
 
-    def key_at(some):
+    def weight_at(some):
         at = weights_ref.at[request, jnp.minimum(some, count - 1)]
-        return key_of(pltriton.load(at, mask=some < count, other=0.0))
+        return pltriton.load(at, mask=some < count, other=0.0)
 
-    rank = _rank(key_at(lane), lane, count, key_at)
+    weight = weight_at(lane)
+    rank = _rank(key_of(weight), lane, count, lambda other: key_of(weight_at(other)))
     most = jnp.clip(max_drafts_ref[request], 0, min(nodes - 1, count))
     num_drafts = jnp.where(has_relay_ref[request] != 0, most, 0)
     keep = is_in & (rank < num_drafts)
@@ -333,7 +339,8 @@ def _keep_best_kernel(
     root = jnp.where(way == 0, newest_ref[request], 0)
     # What is not written gets a place outside, for the interpreter.
     node, way = jnp.where(keep, node, nodes), jnp.where(is_rest, way, nodes)
-    for ref, x, rest in ((kept_tokens_ref, token, root), (kept_parents_ref, parent, 0 * root)):
+    kept = (kept_tokens_ref, token, root), (kept_parents_ref, parent, 0 * root)
+    for ref, x, rest in (*kept, (kept_weights_ref, weight, jnp.zeros(way.shape, jnp.float32))):
         pltriton.store(ref.at[request, node], x, mask=keep)
         pltriton.store(ref.at[request, way], rest, mask=is_rest)
     num_nodes_ref[request] = 1 + num_drafts

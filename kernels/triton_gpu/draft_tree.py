@@ -262,15 +262,16 @@ def keep_best(
     max_drafts: Int[Tensor, " B"],
     has_relay: Bool[Tensor, " B"],
     nodes: int,
-) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
+) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"], Float[Tensor, "B N"]]:
     """As `shared.spec.draft_tree.keep_best`."""
     B, C = tokens.shape
     kept_tokens, kept_parents = newest.new_empty((2, B, nodes), dtype=torch.int32)
     num_nodes, node_of = (newest.new_empty(s, dtype=torch.int32) for s in (B, (B, C)))
+    kept_weights = weights.new_empty((B, nodes))
     given = (newest, tokens, weights, parents, max_drafts, has_relay)
     _keep_best_kernel[(B,)](
         *(x.contiguous() for x in given),
-        *(kept_tokens, kept_parents, num_nodes, node_of),
+        *(kept_tokens, kept_parents, kept_weights, num_nodes, node_of),
         nodes=nodes,
         count=C,
         lanes=triton.next_power_of_2(C),
@@ -278,7 +279,7 @@ def keep_best(
         at_once=_AT_ONCE,
         num_warps=4,
     )
-    return kept_tokens, kept_parents, num_nodes
+    return kept_tokens, kept_parents, num_nodes, kept_weights
 
 
 @triton.jit
@@ -291,6 +292,7 @@ def _keep_best_kernel(
     has_relay_at,
     kept_tokens_at,
     kept_parents_at,
+    kept_weights_at,
     num_nodes_at,
     node_of_at,
     nodes: tl.constexpr,
@@ -302,7 +304,8 @@ def _keep_best_kernel(
     """One program per request, whose candidates are its lanes."""
     request, lane = tl.program_id(0), tl.arange(0, lanes)
     at, is_in = request * count + lane, lane < count
-    key, rank = key_of(tl.load(weights_at + at, mask=is_in, other=0.0)), lane * 0
+    weight = tl.load(weights_at + at, mask=is_in, other=0.0)
+    key, rank = key_of(weight), lane * 0
     for start in range(0, count, at_once):
         other = start + tl.arange(0, at_once)
         theirs = tl.load(weights_at + request * count + other, mask=other < count, other=0.0)
@@ -320,11 +323,13 @@ def _keep_best_kernel(
     token = tl.load(tokens_at + at, mask=keep, other=0)
     tl.store(kept_tokens_at + request * nodes + node, token, mask=keep)
     tl.store(kept_parents_at + request * nodes + node, parent, mask=keep)
+    tl.store(kept_weights_at + request * nodes + node, weight, mask=keep)
     way = tl.arange(0, ways)
     is_rest = (way < nodes) & ((way == 0) | (way > num_drafts))
     root = tl.where(way == 0, tl.load(newest_at + request), 0)
     tl.store(kept_tokens_at + request * nodes + way, root, mask=is_rest)
     tl.store(kept_parents_at + request * nodes + way, way * 0, mask=is_rest)
+    tl.store(kept_weights_at + request * nodes + way, way * 0.0, mask=is_rest)
     tl.store(num_nodes_at + request, 1 + num_drafts)
 
 

@@ -14,7 +14,8 @@ Promises of every backend, each a test of `tests/boundary/test_backend_contract.
   the snapshots named in the plan.
 - bound: a decode step adds 1..S+1 tokens and uses at most `TreeShape.scratch` positions past the
   slot's length.
-- independence: a row's tokens depend neither on its neighbours nor on padding.
+- independence: a row's tokens depend neither on its neighbours nor on padding; its counts neither
+  where there is a verify row for each node.
 - isolation: NaN in a row fails that row, not the step, and harms no later owner of its pages.
 - readiness: `submit` compiles and captures nothing; a program that is not prepared is refused.
 - beginnings: a row starts in a prefill or a count; no decode and no draft resets or restores one.
@@ -99,6 +100,11 @@ class Program:
         drafts = self.work in (Work.DECODE, Work.DRAFT)
         return drafts and not self.host_draft and not self.shape.is_plain
 
+    @property
+    def shares_rows(self) -> bool:
+        """Whether the drafts of the batch compete for its verify rows; see `spec.verify_rows`."""
+        return self.drafts_on_device and self.shape.shares_rows(self.batch)
+
     def __str__(self) -> str:
         """The sizes in words."""
         sizes = [f"{self.batch} rows"]
@@ -178,6 +184,11 @@ class Limits:
     def max_depth(self) -> int:
         """S_max: the most drafts that one step can accept."""
         return max(shape.depth for shape in self.shapes)
+
+    @cached_property
+    def max_calibrated(self) -> int:
+        """Depths of a plan's `calibration`, which has one at least."""
+        return max(1, self.max_depth)
 
     @cached_property
     def max_width(self) -> int:

@@ -113,6 +113,7 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
         "stop_ids": (limits.max_stop_ids,),
         "bias_ids": (limits.max_bias,),
         "bias_values": (limits.max_bias,),
+        "calibration": (limits.max_calibrated,),
     }
     sampling = [
         (name, (B, *widths.get(name, ())), dtype) for name, dtype in _SAMPLING_DTYPES.items()

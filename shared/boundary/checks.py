@@ -2,7 +2,9 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-from shared.boundary.backend import Limits, Program, StepPlan, Work
+import numpy as np
+
+from shared.boundary.backend import Decode, Limits, Program, StepPlan, Work
 from shared.drafts.drafts import Drafts
 
 
@@ -20,6 +22,10 @@ def check_limits(limits: Limits, drafts: Drafts, has_mtp: bool) -> None:
         raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
     for program in limits.programs:
         _check_program(program, drafts)
+        if program.shares_rows and limits.accept_rule != "match":
+            raise ValueError(
+                f"the accept rule {limits.accept_rule} verifies every draft, fewer does {program}"
+            )
 
 
 def refuse_masks(limits: Limits) -> None:
@@ -37,14 +43,14 @@ def _check_program(program: Program, drafts: Drafts) -> None:
     shape = program.shape
     if program.work not in (Work.DECODE, Work.DRAFT):
         return
-    if shape.rows < program.batch * shape.nodes:
-        raise ValueError(f"a verify has rows for every node of its batch, fewer has {program}")
+    if shape.rows < program.batch:
+        raise ValueError(f"a verify has a row for each of its batch, {shape.rows} has {program}")
     if program.host_draft or shape.is_plain:
         return
     if not drafts.on_device:
         raise ValueError(f"a drafter is needed by {program}")
     if drafts.block is not None:
-        drafts.block.check_shape(shape.nodes, shape.width)
+        drafts.block.check_shape(shape.nodes, shape.width, shape.scratch)
 
 
 def to_prepare(
@@ -63,10 +69,11 @@ def to_prepare(
 
 
 def check_plan(plan: StepPlan, ready: Collection[Program]) -> None:
-    """Holds a plan against what is ready, and a decode against rows that start.
+    """Holds a plan against what is ready, and a decode against rows that start and that it has.
 
     Raises:
-      ValueError: The program was not prepared, or a decode or a draft starts a row.
+      ValueError: The program was not prepared, a decode or a draft starts a row, or the host's
+        trees have more nodes than the program has verify rows.
     """
     program = plan.program
     if program not in ready:
@@ -74,3 +81,9 @@ def check_plan(plan: StepPlan, ready: Collection[Program]) -> None:
     begins = program.work in (Work.PREFILL, Work.COUNT)
     if not begins and (plan.starts.any() or plan.snapshots.restore.any()):
         raise ValueError(f"a row starts in a prefill or a count, not in a {program}")
+    if isinstance(plan.work, Decode) and plan.work.drafts is not None:
+        # Padding verifies its root too.
+        num_nodes = int(np.maximum(plan.work.drafts.num_nodes, 1).sum())
+        if num_nodes > program.shape.rows:
+            rows = program.shape.rows
+            raise ValueError(f"{num_nodes} nodes are more than the {rows} verify rows of {program}")

@@ -40,16 +40,26 @@ class BlockConfig:
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
 
-    def check_shape(self, nodes: int, width: int) -> None:
-        """Refuses a draft shape that is not the block's chain, or plain.
+    def check_shape(self, nodes: int, width: int, scratch: int) -> None:
+        """Refuses a draft shape that is no chain of the block's first drafts.
+
+        Args:
+          nodes, width: Of the tree.
+          scratch: Positions past the length that are kept for the step. The block is as wide as it
+            is, however few of its drafts are taken.
 
         Raises:
-          ValueError: It is another one.
+          ValueError: It is another one, or the block would be written past its scratch.
         """
-        if nodes > 1 and (nodes, width) != (self.size, 1):
+        if width != 1 or nodes > self.size:
             raise ValueError(
-                f"a DFLASH head with blocks of {self.size} tokens drafts chains of {self.size} "
-                f"nodes, got {nodes} nodes and width {width}"
+                f"a DFLASH head with blocks of {self.size} tokens drafts chains of at most "
+                f"{self.size} nodes, got {nodes} nodes and width {width}"
+            )
+        if scratch < self.size:
+            raise ValueError(
+                f"a DFLASH head with blocks of {self.size} tokens writes so many positions past "
+                f"the length, and a shape of {nodes} nodes has room for {scratch}"
             )
 
     def with_window(self, window: int) -> "BlockConfig":

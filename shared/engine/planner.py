@@ -175,6 +175,7 @@ def _neutral_sampling(limits: Limits) -> Sampling:
         stop_ids=ints(limits.max_stop_ids),
         bias_ids=ints(limits.max_bias),
         bias_values=floats(limits.max_bias),
+        calibration=floats(limits.max_calibrated),
     )
 
 

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
+import numpy as np
+from jaxtyping import Float32
+
 from shared.boundary.backend import Decode, HostDraft, Prefill, StepPlan, Work
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
@@ -146,11 +149,14 @@ class DecodeRows:
 
     Attributes:
       drafts: The host's tree of each row; None where the device drafts, or nothing does.
+      calibration: How often each row's path is accepted as far as each depth, as
+        `shared.spec.sampling.Sampling` says; None: nothing is known of any row.
     """
 
     requests: list[Request]
     shape: TreeShape
     drafts: HostDraft | None = None
+    calibration: Float32[np.ndarray, "B S_max"] | None = None
 
     @property
     def work(self) -> Work:
@@ -182,7 +188,7 @@ class DecodeRows:
         return num_tokens - 1
 
     def fill(self, plan: StepPlan) -> None:
-        """Copies the host's trees.
+        """Copies what is known of the rows, and the host's trees.
 
         Raises:
           ValueError: A request's prefill was not handed over whole: a decode never starts a row.
@@ -193,6 +199,8 @@ class DecodeRows:
                     f"request {request.request_id} has {request.prefilled} of "
                     f"{request.prefill_length} tokens prefilled, and a decode never starts a row"
                 )
+        if self.calibration is not None:
+            plan.sampling.calibration[: len(self.calibration)] = self.calibration
         work = plan.work
         assert isinstance(work, Decode)
         if work.drafts is None or self.drafts is None:

@@ -326,7 +326,8 @@ class ReferenceBackend:
         rank = self._rank(batch, shape.width)
         bounds = (self._lengths[batch.slots], self._draft_from[batch.slots])
         if self.limits.accept_rule == "match":
-            return self._drafter.draft(batch, newest, *bounds, shape, rank)
+            trees = self._drafter.draft(batch, newest, *bounds, shape, rank)
+            return trees.shared(batch.sampling.calibration, shape.rows - batch.num_padding)
         rank = replace(rank, kept=[])
         trees = self._drafter.draft(batch, newest, *bounds, shape, rank)
         return replace(trees, drafted=rank.drafted)

@@ -119,10 +119,10 @@ class HeadDrafter:
             ids, weights = rank(self._relay_logits[batch.slots][:, None], no_path)
             relay = eagle.Relay(ids[:, 0], weights[:, 0], relay.hidden)
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        tokens, parents, num_nodes, self._kv = eagle.draft(
+        tree, self._kv = eagle.draft(
             self._drafter.run, self._kv, relay, newest, *bounds, shape, rank
         )
-        return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
+        return Trees.drafted_as(tree)
 
     def extend(
         self,
@@ -162,10 +162,7 @@ class BlockDrafter:
 
     def __init__(self, drafter: dflash.Drafter, limits: Limits) -> None:
         pool = (limits.num_pages, limits.page_size)
-        self._drafter, block = drafter, drafter.head.config.block
-        assert block is not None  # a DFlash head has a block
-        for program in limits.programs:
-            block.check_shape(program.shape.nodes, program.shape.width)
+        self._drafter = drafter
         self._kv = model.new_kv(drafter.layer, drafter.layer.num_layers, *pool)
 
     def start(self, batch: Batch) -> None:
@@ -192,8 +189,8 @@ class BlockDrafter:
     ) -> Trees:
         """See `ReferenceDrafter`."""
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        tokens, parents, num_nodes = self._drafter.draft(self._kv, newest, *bounds, rank.chain)
-        return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
+        tree = self._drafter.draft(self._kv, newest, *bounds, shape.depth, rank.chain)
+        return Trees.drafted_as(tree)
 
     def extend(
         self,
@@ -264,10 +261,10 @@ class StandaloneDrafter:
         """See `ReferenceDrafter`."""
         state = take(self._state, batch.slots)
         bounds = (lengths, draft_from, batch.sampling.max_drafts, batch.page_table)
-        tokens, parents, num_nodes, self._kv = standalone.draft(
+        tree, self._kv = standalone.draft(
             self._small, self._kv, state, newest, *bounds, shape, rank
         )
-        return Trees(tokens, parents, num_nodes, np.zeros(len(newest), bool))
+        return Trees.drafted_as(tree)
 
     def extend(
         self,

@@ -10,7 +10,8 @@ from shared.boundary.backend import (
     Snapshots,
     StepPlan,
 )
-from shared.spec import acceptance, logprobs, sampling, slots
+from shared.spec import acceptance, logprobs, sampling, slots, verify_rows
+from shared.spec.eagle import Tree
 from shared.spec.mamba_state import DeltaState
 from shared.spec.model import Forward
 from shared.spec.sampling import Sampling, Seen
@@ -18,7 +19,12 @@ from shared.spec.sampling import Sampling, Seen
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of a plan that are no padding; `index` is their place in the plan."""
+    """The rows of a plan that are no padding.
+
+    Attributes:
+      index: Their place in the plan.
+      num_padding: Rows of the plan that are left out.
+    """
 
     index: Int[np.ndarray, " B"]
     slots: Int32[np.ndarray, " B"]
@@ -28,6 +34,7 @@ class Batch:
     reports: Bool[np.ndarray, " B"]
     sampling: Sampling
     snapshots: Snapshots
+    num_padding: int
 
     @classmethod
     def of(cls, plan: StepPlan) -> "Batch":
@@ -43,6 +50,7 @@ class Batch:
             plan.reports[index] != 0,
             plan.sampling.rows(index),
             Snapshots(snapshots.restore[index], snapshots.save[index], snapshots.save_at[index]),
+            len(plan.slots) - len(index),
         )
 
     def restored(self, state: DeltaState, snapshots: DeltaState) -> DeltaState:
@@ -76,6 +84,7 @@ class Trees:
     """The draft tree of each row.
 
     Attributes:
+      weights: The path weights of nodes that were drafted; None of others.
       drafted: Processed logits that a chain's drafts were sampled from; None: they were not.
     """
 
@@ -83,7 +92,21 @@ class Trees:
     parents: Int[np.ndarray, "B N"]
     num_nodes: Int[np.ndarray, " B"]
     forced: Bool[np.ndarray, " B"]
+    weights: Float[np.ndarray, "B N"] | None = None
     drafted: Float[np.ndarray, "B S vocab"] | None = None
+
+    @classmethod
+    def drafted_as(cls, tree: Tree) -> "Trees":
+        """What a drafter grew; nothing is forced."""
+        tokens, parents, num_nodes, weights = tree
+        return cls(tokens, parents, num_nodes, np.zeros(len(tokens), bool), weights)
+
+    def shared(self, calibration: Float[np.ndarray, "B S_max"], rows: int) -> "Trees":
+        """Those of their nodes that are verified in fewer rows than there may be nodes."""
+        assert self.weights is not None  # they were drafted
+        ranked = verify_rows.rank_weights(self.parents, self.weights, calibration)
+        kept = verify_rows.share(self.tokens, self.parents, self.num_nodes, ranked, rows)
+        return Trees(*kept, self.forced)
 
     def accepting(
         self,
@@ -148,13 +171,16 @@ class Ranking:
         seen = Seen(self.counts, np.repeat(self.slots, k), path, np.ones(path.shape, bool))
         return self._ranked(logits, seen, level)
 
-    def chain(self, logits: Float[np.ndarray, "B S vocab"]) -> Int[np.ndarray, "B S"]:
+    def chain(
+        self, logits: Float[np.ndarray, "B S vocab"]
+    ) -> tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]:
         """Drafts at S places in a row, of which none knows those before it; see `dflash.Choose`."""
         B, S, _ = logits.shape
         no_path = np.zeros((B, 0), np.int32)
         seen = Seen(self.counts, self.slots, no_path, no_path.astype(bool))
-        ids = [self._ranked(logits[:, level, None], seen, level)[0][:, 0, 0] for level in range(S)]
-        return np.stack(ids, axis=1)
+        found = [self._ranked(logits[:, level, None], seen, level) for level in range(S)]
+        ids, edges = (np.stack(parts, axis=1) for parts in zip(*found, strict=True))
+        return ids[:, :, 0, 0], edges[:, :, 0, 0]
 
     def _ranked(
         self, logits: Float[np.ndarray, "B k vocab"], seen: Seen, level: int

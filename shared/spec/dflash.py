@@ -16,15 +16,17 @@ from jaxtyping import Float, Int
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
-from shared.spec import draft_tree, layers, linear, model
+from shared.spec import draft_tree, layers, linear, model, verify_rows
 from shared.spec.attention import Rows
-from shared.spec.eagle import HeadWeights
+from shared.spec.eagle import HeadWeights, Tree
 from shared.spec.linear import Matrix, Stream
 from shared.spec.mix import Heads, mix_keys
 from shared.spec.model import KV, Hidden, Weights
 
-Choose = Callable[[Float[np.ndarray, "B S vocab"]], Int[np.ndarray, "B S"]]
-"""Picks each request's drafts from the logits of its slots.
+Choose = Callable[
+    [Float[np.ndarray, "B S vocab"]], tuple[Int[np.ndarray, "B S"], Float[np.ndarray, "B S"]]
+]
+"""Picks each request's drafts from the logits of its slots, and says the log weight of each.
 
 All at once: a slot's logits know no draft before it, and neither do its penalties, which would
 have S choices of the whole vocabulary wait for each other. What is accepted is the target's choice
@@ -155,21 +157,22 @@ class Drafter:
         draft_from: Int[np.ndarray, " B"],
         max_drafts: Int[np.ndarray, " B"],
         page_table: Int[np.ndarray, "B table"],
+        depth: int,
         choose: Choose,
-    ) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
+    ) -> Tree:
         """Drafts a chain for each request; the pools stay as they are.
 
         Args:
+          depth: S, how many of the block's drafts are taken, the first of them; the block is as
+            wide as it is, for its rows see all of it.
           choose: Picks the drafts.
-
-        Returns:
-          Tokens, parents and node counts, as of a draft tree.
         """
         config, weights = self.head.config, self.head.weights
         assert config.block is not None  # a DFlash head has a block
         rows = block_rows(config.block, lengths, draft_from, page_table)
         hidden, _ = fill(config, weights, self.target, newest, rows, kv)
-        slots = range(1, config.block.size)
+        slots = range(1, 1 + depth)
         scores = [model.logits(self.target, hidden[:, slot]) for slot in slots]
-        drafts = choose(np.stack(scores, axis=1))
-        return draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)
+        drafts, edges = choose(np.stack(scores, axis=1))
+        chains = draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)
+        return (*chains, verify_rows.chain_weights(edges))

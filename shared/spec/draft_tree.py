@@ -26,6 +26,8 @@ class TreeShape:
       depth: S, levels below the root.
       width: k, nodes that a level expands, and children of each.
       rows: R, flat verify rows of the whole batch.
+      block: Positions behind the length that the drafter fills in one pass, where these may be more
+        than the tree has nodes; 0 where it drafts otherwise.
 
     Raises:
       ValueError: No tree has this shape, or there is not even a row.
@@ -35,6 +37,7 @@ class TreeShape:
     depth: int
     width: int
     rows: int
+    block: int = 0
 
     def __post_init__(self) -> None:
         if min(self.depth, self.width) < 0 or (self.depth == 0) != (self.width == 0):
@@ -71,6 +74,10 @@ class TreeShape:
         """Whether there are no drafts."""
         return self.nodes == 1
 
+    def shares_rows(self, batch: int) -> bool:
+        """Whether the trees of a batch have fewer verify rows than nodes; see `verify_rows`."""
+        return self.rows < batch * self.nodes
+
     @property
     def max_tokens(self) -> int:
         """W, the most tokens that a step adds to a request."""
@@ -79,7 +86,7 @@ class TreeShape:
     @property
     def scratch(self) -> int:
         """Positions past the length that a step may write, in the target's or the draft's KV."""
-        return max(self.nodes, self.width * (self.depth - 1) + 1)
+        return max(self.nodes, self.width * (self.depth - 1) + 1, self.block)
 
 
 def depths(parents: Int[np.ndarray, "B N"]) -> Int[np.ndarray, "B N"]:
@@ -226,7 +233,12 @@ def keep_best(
     max_drafts: Int[np.ndarray, " B"],
     has_relay: Bool[np.ndarray, " B"],
     nodes: int,
-) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]:
+) -> tuple[
+    Int[np.ndarray, "B N"],
+    Int[np.ndarray, "B N"],
+    Int[np.ndarray, " B"],
+    Float[np.ndarray, "B N"],
+]:
     """Builds each request's tree from the best of its candidates.
 
     Args:
@@ -237,7 +249,8 @@ def keep_best(
       nodes: N.
 
     Returns:
-      Tokens and parents of the nodes, and how many of them are real.
+      Tokens and parents of the nodes, how many of them are real, and their path weights, 0 of the
+      root and of padding.
     """
     B, C = tokens.shape
     num_drafts = np.where(has_relay, np.clip(max_drafts, 0, min(nodes - 1, C)), 0)
@@ -250,10 +263,12 @@ def keep_best(
     kept_tokens = np.where(is_real, np.take_along_axis(tokens, order, axis=1), 0)
     kept_parents = np.take_along_axis(parents, order, axis=1)
     kept_parents = np.where(is_real, np.take_along_axis(node_of, kept_parents, axis=1), 0)
+    kept_weights = np.where(is_real, np.take_along_axis(weights, order, axis=1), np.float32(0))
     return (
         np.concatenate([newest[:, None], kept_tokens], axis=1).astype(np.int32),
         np.concatenate([np.zeros((B, 1), int), kept_parents], axis=1).astype(np.int32),
         (1 + num_drafts).astype(np.int32),
+        np.pad(kept_weights, ((0, 0), (1, 0))),
     )
 
 

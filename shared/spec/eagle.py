@@ -240,7 +240,13 @@ Expand = Callable[[Rows, Tokens, Int[np.ndarray, " R"], KV], tuple[Logits, KV]]
 """Runs a drafter on the nodes of a level: their rows and tokens, and for each node the place of its
 parent's row in the expansion before (of the first level, its request); gives their logits."""
 
-Tree = tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]
+Tree = tuple[
+    Int[np.ndarray, "B N"],
+    Int[np.ndarray, "B N"],
+    Int[np.ndarray, " B"],
+    Float[np.ndarray, "B N"],
+]
+"""As `draft_tree.keep_best` gives it: tokens, parents, node counts and path weights."""
 
 
 def draft(
@@ -254,7 +260,7 @@ def draft(
     page_table: Int[np.ndarray, "B table"],
     shape: TreeShape,
     rank: Rank,
-) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"], KV]:
+) -> tuple[Tree, KV]:
     """Grows one draft tree per request: the relay is its first level, then S - 1 expansions.
 
     Args:
@@ -265,7 +271,7 @@ def draft(
       rank: Picks each node's k children.
 
     Returns:
-      Tokens, parents and node counts as `draft_tree.keep_best`, and the head's KV.
+      The trees, and the head's KV.
 
     Source: EAGLE-2, Li et al. 2024, arXiv:2406.16858.
     """
@@ -280,8 +286,7 @@ def draft(
 
     first = (relay.tokens[:, : shape.width], relay.weights[:, : shape.width])
     bounds = (lengths, draft_from, max_drafts, page_table)
-    tree, kv = grow(expand, kv, first, newest, *bounds, shape, rank, 0)
-    return (*tree, kv)
+    return grow(expand, kv, first, newest, *bounds, shape, rank, 0)
 
 
 def grow(
@@ -311,7 +316,7 @@ def grow(
       root_rows: 1 where the drafter has written a row for the root, at the length; else 0.
 
     Returns:
-      As `draft_tree.keep_best`, and the drafter's KV.
+      The trees, and the drafter's KV.
     """
     tokens, weights = first
     B, k = tokens.shape

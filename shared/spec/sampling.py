@@ -50,6 +50,9 @@ class Sampling:
       max_drafts: Most nodes of the row's tree beside the root.
       stop_ids: Padded with the row's first id; without ids `min_length` is 0.
       bias_ids, bias_values: Added to the logits; padded with (0, 0.0).
+      calibration: At each of S_max depths, from 1: the natural logarithm of the probability that
+        the row's drafts are accepted as far as that depth, as the host has measured it; at most 0,
+        which is neutral. It decides nothing but which drafts of a batch get its verify rows.
     """
 
     temperature: F32[np.ndarray, " B"]
@@ -66,6 +69,7 @@ class Sampling:
     stop_ids: I32[np.ndarray, "B M"]
     bias_ids: I32[np.ndarray, "B K"]
     bias_values: F32[np.ndarray, "B K"]
+    calibration: F32[np.ndarray, "B S_max"]
 
     def rows(self, index: Int[np.ndarray, " R"]) -> "Sampling":
         """The parameters of the rows that `index` names, which may repeat."""

@@ -136,7 +136,7 @@ def draft(
     page_table: Int[np.ndarray, "B table"],
     shape: TreeShape,
     rank: Rank,
-) -> tuple[Int[np.ndarray, "B N"], Int[np.ndarray, "B N"], Int[np.ndarray, " B"], KV]:
+) -> tuple[Tree, KV]:
     """Grows one draft tree per request in S expansions, the first of them on the root.
 
     Args:
@@ -145,7 +145,7 @@ def draft(
       rank: Picks each node's k children.
 
     Returns:
-      Tokens, parents and node counts as `draft_tree.keep_best`, and the model's KV.
+      The trees, and the model's KV.
     """
 
     def expand(
@@ -162,9 +162,8 @@ def draft(
     logits, kv = expand(rows, newest, np.arange(B), kv)
     ids, weights = rank(logits[:, None], np.zeros((B, 1, 0), np.int32))
     bounds = (lengths, draft_from, max_drafts, page_table)
-    tree: Tree
-    tree, kv = eagle.grow(expand, kv, (ids[:, 0], weights[:, 0]), newest, *bounds, shape, rank, 1)
-    return (*tree, kv)
+    first = (ids[:, 0], weights[:, 0])
+    return eagle.grow(expand, kv, first, newest, *bounds, shape, rank, 1)
 
 
 def _step(

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.backend import Backend, Limits, Work
+from shared.boundary.backend import Backend, Limits, Program, Work
 from shared.boundary.buffers import empty_plan
-from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.contract_host import contract_limits, contract_model
 
@@ -71,10 +70,21 @@ def test_a_backend_says_what_a_step_works_on(fresh):
     assert fresh.workspace(replace(plain, batch=8)) > sizes[plain]
 
 
-def test_a_verify_with_fewer_rows_than_nodes_is_refused(framework):
+def with_rows(rows: int) -> tuple[Program, ...]:
+    """The contract's programs, where drafts have other verify rows."""
     config, _ = contract_model()
-    programs = contract_limits(config).programs
-    ranked = TreeShape(nodes=4, depth=3, width=1, rows=10)
-    fewer = tuple(replace(p, shape=ranked) if p.shape.nodes == 4 else p for p in programs)
-    with pytest.raises(ValueError, match="rows for every node of its batch, fewer has decode"):
-        made(framework, programs=fewer)
+    return tuple(
+        replace(p, shape=replace(p.shape, rows=rows)) if p.shape.nodes > 1 else p
+        for p in contract_limits(config).programs
+    )
+
+
+def test_a_verify_with_fewer_rows_than_requests_is_refused(framework):
+    with pytest.raises(ValueError, match="a row for each of its batch, 3 has decode of 4 rows"):
+        made(framework, programs=with_rows(3))
+
+
+def test_a_rule_that_judges_sampled_drafts_verifies_all_of_them(framework):
+    """Whether a draft is verified would depend on the token that was drawn."""
+    with pytest.raises(ValueError, match="rejection verifies every draft, fewer does decode"):
+        made(framework, programs=with_rows(15), accept_rule="rejection")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +35,8 @@ from tests.device.test_cross_backend import (
     serve,
 )
 from tests.device.test_draft_heads import Recorder
-from tests.support.backends import make_backend
+from tests.support.backends import FRAMEWORKS, make_backend
+from tests.support.contract_host import Host, prompt
 from tests.support.driving import drive
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.golden_blocks import golden_block_head
@@ -45,6 +46,9 @@ from tests.support.tiny_models import FAMILIES
 
 CHAIN = TreeShape.chain(BLOCK_SIZE - 1, BATCH)
 PLAIN = TreeShape.plain(BATCH)
+SHORT = replace(TreeShape.chain(BLOCK_SIZE - 2, BATCH), block=BLOCK_SIZE)
+SHARED = replace(SHORT, rows=2 * BATCH)
+"""Chains of the block's first drafts, with a verify row for each and with fewer."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Backends:
     def get(self, framework: str, cell: Cell) -> Backend:
         key = (framework, cell.family, cell.page_size)
         if key not in self._made:
-            limits = limits_of(cell.family, cell.page_size, (CHAIN, PLAIN))
+            limits = limits_of(cell.family, cell.page_size, (CHAIN, PLAIN, SHORT, SHARED))
             made = (*model_of(cell.family), limits, head_of(cell.family))
             self._made[key] = make_backend(framework, *made)
         return self._made[key]
@@ -177,6 +181,64 @@ class InTurns(StaticController):
     def shape_for(self, num_rows: int) -> TreeShape:
         self._steps += 1
         return PLAIN if self._steps % 5 in (1, 2) else CHAIN
+
+
+class Tiers(StaticController):
+    """The shapes one after the other."""
+
+    def __init__(self, limits: Limits, shapes: tuple[TreeShape, ...]) -> None:
+        super().__init__(limits, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width)
+        self._turns = cycle(shapes)
+
+    def shape_for(self, num_rows: int) -> TreeShape:
+        return next(self._turns)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize(
+    ("frameworks", "shapes"),
+    [
+        (("reference", "torch"), (SHORT,)),
+        (("reference", "torch"), (SHORT, CHAIN, PLAIN, SHARED)),
+        (("reference", "torch", "jax"), (SHARED, CHAIN)),
+    ],
+    ids=["short", "all", "jax"],
+)
+def test_short_chains_and_shared_verify_rows_give_the_plain_text(
+    frameworks, shapes, sampling, backends
+):
+    """And the backends accept alike, whichever of a block's drafts a step verifies."""
+    each, served = cell("qwen3_5", sampling, "mixed", 1, 16), {}
+    for framework in frameworks:
+        backend = backends.get(framework, each)
+        engine = Engine(backend, Tiers(backend.limits, shapes), overlap=1, chunked_prefill_size=64)
+        served[framework] = drive(engine, requests_of(each))
+    cross.compare(each, served, oracle_of(each.family))
+    found = {count for outcome in served["torch"].values() for count in outcome.accepted}
+    assert set(range(1 + SHORT.depth)) <= found
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_short_chain_has_the_first_drafts_of_the_block_which_stays_in_its_scratch(
+    framework, backends
+):
+    """Past the reserved page the table names a neighbour's, whose only row of context would go."""
+    backend = backends.get(framework, cell("qwen3_5", GREEDY, "mixed", 1, 16))
+    host, page = Host(backend, {}), backend.limits.page_size
+    tokens = prompt(6, page - SHARED.scratch)  # whose first step ends where a page does
+    request, twin = (host.request(tokens, positions=page) for _ in range(2))
+    neighbour, spared = (host.request(prompt(5, 1), positions=page) for _ in range(2))
+    host.prefill(request, twin)
+    host.prefill(neighbour, spared)
+    plan = host.decode_plan(request, shape=SHARED)
+    plan.page_table[0, 1] = host.allocator.page_table[neighbour.slot, 0]
+    short, whole = host.run(plan), host.decode(twin, shape=CHAIN)
+    assert short.num_nodes[0] == SHARED.nodes
+    np.testing.assert_array_equal(short.drafts[0], whole.drafts[0, : SHARED.nodes])
+    results = [host.decode(each, shape=CHAIN) for each in (neighbour, spared)]
+    np.testing.assert_array_equal(results[0].drafts, results[1].drafts)
+    for each in (request, twin, neighbour, spared):
+        host.allocator.free(each.slot)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

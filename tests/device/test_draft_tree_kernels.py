@@ -114,7 +114,7 @@ def test_flat_rows_are_those_of_the_specification(
 def test_weights_that_are_no_numbers_keep_no_more_than_was_asked_for(run) -> None:
     arguments = keep_arguments(3, B=3, C=21, N=9)
     arguments["weights"][:] = np.nan
-    _, parents, num_nodes = run("keep_best", arguments)
+    _, parents, num_nodes, _ = run("keep_best", arguments)
     drafts = np.where(arguments["has_relay"], np.clip(arguments["max_drafts"], 0, 8), 0)
     np.testing.assert_array_equal(num_nodes, 1 + drafts)
     assert (parents < np.maximum(np.arange(9), 1)).all()

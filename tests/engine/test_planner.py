@@ -84,9 +84,20 @@ def test_a_decode_plan_says_everything_about_its_rows(house):
     assert sampling.stop_ids.tolist() == [[11, 11], [0, 0], [0, 0], [0, 0]]
     assert sampling.bias_ids.tolist() == [[3], [0], [0], [0]]
     assert sampling.bias_values.tolist() == [[-100.0], [0], [0], [0]]
+    assert not sampling.calibration.any()
+    assert sampling.calibration.shape == (4, 3)
     assert plan.reports.tolist() == [1, 0, 0, 0]
     for field in (plan.snapshots.restore, plan.snapshots.save, plan.draft_from):
         assert not field.any()
+
+
+def test_what_is_known_of_the_rows_stands_in_their_step_and_in_no_later_one(house):
+    known = np.array([[-0.5, -1, -2], [0, -0.25, -np.inf]], np.float32)
+    requests = [house.request(5, 20), house.request(3, 9)]
+    plan = house.planner.plan(DecodeRows(requests, CHAIN, calibration=known))
+    np.testing.assert_array_equal(plan.sampling.calibration[:2], known)
+    assert not plan.sampling.calibration[2:].any()
+    assert not house.planner.plan(DecodeRows(requests, CHAIN)).sampling.calibration.any()
 
 
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["when it is needed", "ahead"])

@@ -143,11 +143,11 @@ def test_the_drafts_of_a_block_are_a_chain_below_the_newest_token():
     drafter = dflash.Drafter(head, weights)
 
     def choose(logits):
-        return logits.argmax(axis=2)
+        return logits.argmax(axis=2), logits.max(axis=2)
 
     kv = model.new_kv(drafter.layer, drafter.layer.num_layers, 4, 16)
     where = (np.array([5, 8]), np.array([3, 4]), np.array([0, 4]), np.array([2, 3]))
-    tokens, parents, num_nodes = drafter.draft(kv, *where, np.array([[1], [2]]), choose)
+    tokens, parents, num_nodes, _ = drafter.draft(kv, *where, np.array([[1], [2]]), 3, choose)
     np.testing.assert_array_equal(parents, [[0, 0, 1, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(num_nodes, [3, 1])  # a limit of 2; nothing to draft from
     np.testing.assert_array_equal(tokens[:, 0], [5, 8])
@@ -182,16 +182,19 @@ class Choosing:
         self.seen, self.slots = np.zeros((2, VOCAB), np.int32), np.arange(2)
         self.seen[1, 8] = 6  # three times in the output of the second
 
-    def spec(self) -> np.ndarray:
-        """Slot by slot: the target's own choice after the committed text."""
-        everyone, no_path = np.arange(2), np.zeros((2, 0), np.int32)
-        text, drafts = sampling.Seen(self.seen, self.slots, no_path, no_path.astype(bool)), []
+    def spec(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slot by slot: the target's own choice after the committed text, and its log weight."""
+        everyone, text, found = np.arange(2), sampling.seen_alone(self.seen, self.slots), []
         for slot in range(S):
-            given = (self.logits[:, slot], text, self.lengths + 1 + slot, self.how, everyone, None)
-            drafts.append(sampling.choose(*given).ids)
-        return np.stack(drafts, axis=1)
+            logits, positions = self.logits[:, slot], self.lengths + 1 + slot
+            ids = sampling.choose(logits, text, positions, self.how, everyone, None).ids
+            keys = (positions, sampling.TARGET_STREAM, 1, False, None)
+            ranked = sampling.rank(logits[:, None], text, positions, self.how, *keys)
+            found.append((ids, ranked.weights[:, 0, 0]))
+        drafts, edges = (np.stack(parts, axis=1) for parts in zip(*found, strict=True))
+        return drafts, edges
 
-    def torch(self) -> np.ndarray:
+    def torch(self, is_weighed: bool) -> tuple[np.ndarray, np.ndarray | None]:
         fields = {name: torch.from_numpy(getattr(self.how, name)) for name in JaxSampling._fields}
         rank = TorchRanking(
             sampling=TorchSampling(**fields | {"seed": fields["seed"].view(torch.int32)}),
@@ -201,11 +204,11 @@ class Choosing:
             width=1,
             is_sampled=False,
         )
-        drafts, processed = rank.chain(torch.from_numpy(self.logits))
+        drafts, edges, processed = rank.chain(torch.from_numpy(self.logits), is_weighed)
         assert processed is None
-        return drafts.numpy()
+        return drafts.numpy(), None if edges is None else edges.numpy()
 
-    def jax(self) -> np.ndarray:
+    def jax(self, is_weighed: bool) -> tuple[np.ndarray, np.ndarray | None]:
         fields = {name: jnp.asarray(getattr(self.how, name)) for name in JaxSampling._fields}
         rank = JaxRanking(
             sampling=JaxSampling(**fields),
@@ -215,16 +218,21 @@ class Choosing:
             width=1,
             is_sampled=False,
         )
-        drafts, processed = rank.chain(jnp.asarray(self.logits))
+        drafts, edges, processed = rank.chain(jnp.asarray(self.logits), is_weighed)
         assert processed is None
-        return np.asarray(drafts)
+        return np.asarray(drafts), None if edges is None else np.asarray(edges)
 
 
 @pytest.mark.parametrize("implementation", ["torch", "jax"])
 @pytest.mark.parametrize("name", HOW)
 def test_drafts_are_chosen_as_the_target_chooses_after_the_committed_text(name, implementation):
     choosing = Choosing(HOW[name])
-    want = choosing.spec()
-    np.testing.assert_array_equal(getattr(choosing, implementation)(), want)
+    want, weights = choosing.spec()
+    for is_weighed in (False, True):
+        drafts, edges = getattr(choosing, implementation)(is_weighed)
+        np.testing.assert_array_equal(drafts, want)
+        assert (edges is None) is not is_weighed
+        if edges is not None:  # float32, sums over the vocabulary in another order
+            np.testing.assert_allclose(edges, weights, atol=1e-5)
     if "penalties" in name:
         assert (want[0] == 8).sum() > (want[1] == 8).sum()

@@ -49,6 +49,10 @@ class TestTreeShape:
         assert TreeShape.plain(1).scratch == 1
         assert TreeShape.chain(1, 1).scratch == 2
 
+    def test_scratch_covers_a_block_that_is_wider_than_the_tree(self) -> None:
+        assert TreeShape(nodes=3, depth=2, width=1, rows=3, block=8).scratch == 8
+        assert TreeShape(nodes=8, depth=7, width=1, rows=8, block=8).scratch == 8
+
 
 class TestMasks:
     @given(seed=st.integers(0, 1000), N=st.integers(1, 40))
@@ -103,7 +107,7 @@ SHAPES = [
 
 def keep_all(
     candidates: tuple[np.ndarray, ...], nodes: int, max_drafts: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, ...]:
     B = len(candidates[0])
     limit, relay = np.full(B, max_drafts, np.int32), np.ones(B, bool)
     return spec.keep_best(np.arange(70, 70 + B, dtype=np.int32), *candidates, limit, relay, nodes)
@@ -119,7 +123,9 @@ class TestGrowth:
         assert candidates[0].shape[1] == shape.num_candidates
         tokens, weights, parents = candidates
         for limit in range(shape.nodes):
-            kept_tokens, kept_parents, num_nodes = keep_all(candidates, shape.nodes, limit)
+            kept_tokens, kept_parents, num_nodes, kept_weights = keep_all(
+                candidates, shape.nodes, limit
+            )
             assert (num_nodes == limit + 1).all()
             for b in range(3):
                 best = sorted(range(shape.num_candidates), key=lambda c: (-weights[b, c], c))[
@@ -129,15 +135,18 @@ class TestGrowth:
                 assert kept_tokens[b, 0] == 70 + b
                 for node, number in enumerate(numbers[1:], 1):
                     assert kept_tokens[b, node] == tokens[b, number - 1]
+                    assert kept_weights[b, node] == weights[b, number - 1]
                     assert numbers[kept_parents[b, node]] == parents[b, number - 1]
                     assert kept_parents[b, node] < node
             assert (spec.depths(kept_parents) <= shape.depth).all()
             assert not kept_tokens[:, limit + 1 :].any()
             assert not kept_parents[:, limit + 1 :].any()
+            assert not kept_weights[:, 0].any()
+            assert not kept_weights[:, limit + 1 :].any()
 
     def test_a_chain_keeps_its_drafts_in_order(self) -> None:
         candidates = grown(np.random.default_rng(0), TreeShape.chain(4, 2), 2)
-        tokens, parents, _ = keep_all(candidates, 5, 4)
+        tokens, parents, *_ = keep_all(candidates, 5, 4)
         assert (tokens[:, 1:] == candidates[0]).all()
         assert (parents == [0, 0, 1, 2, 3]).all()
 
@@ -155,14 +164,14 @@ class TestGrowth:
         candidates = grown(np.random.default_rng(1), SHAPES[1], 3)
         newest = np.zeros(3, np.int32)
         limits, relay = np.array([2, 50, 50], np.int32), np.array([True, True, False])
-        *_, num_nodes = spec.keep_best(newest, *candidates, limits, relay, SHAPES[1].nodes)
+        _, _, num_nodes, _ = spec.keep_best(newest, *candidates, limits, relay, SHAPES[1].nodes)
         assert num_nodes.tolist() == [3, 8, 1]
 
     def test_candidates_that_cannot_be_chosen_still_give_tokens_in_range(self) -> None:
         tokens, _, parents = grown(np.random.default_rng(2), SHAPES[1], 3)
         for value in (-np.inf, np.nan):
             bad = (tokens, np.full(tokens.shape, value, np.float32), parents)
-            kept_tokens, kept_parents, _ = keep_all(bad, 8, 7)
+            kept_tokens, kept_parents, *_ = keep_all(bad, 8, 7)
             assert (kept_parents < np.maximum(1, np.arange(8))).all()
             assert (kept_tokens >= 0).all()
 

@@ -42,7 +42,8 @@ class Drafting:
         newest = self.tokens[np.cumsum(LENGTHS) - 1]
         shape = draft_tree.TreeShape(nodes=8, depth=4, width=3, rows=16)
         where = (newest, LENGTHS, self.draft_from, np.full(2, max_drafts), TABLE)
-        return eagle.draft(self.head, self.kv, self.relay, *where, shape, self.rank)
+        tree, kv = eagle.draft(self.head, self.kv, self.relay, *where, shape, self.rank)
+        return (*tree, kv)
 
     def along(self, request: int, path: np.ndarray) -> np.ndarray:
         """The logits after a path of drafts, token by token on the head's own hidden states."""
@@ -71,10 +72,10 @@ def test_a_node_of_the_tree_is_expanded_as_if_its_path_were_a_chain() -> None:
 
 def test_the_kept_tree_holds_the_best_paths_and_respects_the_limit() -> None:
     drafting = Drafting(np.array([0, 2]))
-    tokens, parents, num_nodes, _ = drafting.draft(7)
+    tokens, parents, num_nodes, *_ = drafting.draft(7)
     np.testing.assert_array_equal(num_nodes, [8, 8])
     np.testing.assert_array_equal(tokens[:, 1], drafting.relay.tokens[:, 0])
-    few, few_parents, num_nodes, _ = drafting.draft(2)
+    few, few_parents, num_nodes, *_ = drafting.draft(2)
     np.testing.assert_array_equal(num_nodes, [3, 3])
     np.testing.assert_array_equal(few[:, 3:], 0)
     assert all(set(few[b, 1:3]) <= set(tokens[b]) for b in range(2))
@@ -86,7 +87,7 @@ def test_a_request_without_a_relay_gets_its_root_only_and_writes_nothing() -> No
     drafting = Drafting(np.array([0, 3]))  # draft KV of the second begins at its length
     drafting.relay.hidden[1] = np.nan
     before = attention.read(drafting.kv.k[0], TABLE, 32)[1]
-    tokens, _, num_nodes, kv = drafting.draft(7)
+    tokens, _, num_nodes, _, kv = drafting.draft(7)
     np.testing.assert_array_equal(num_nodes, [8, 1])
     np.testing.assert_array_equal(tokens[1, 1:], 0)
     np.testing.assert_array_equal(attention.read(kv.k[0], TABLE, 32)[1], before)

@@ -180,7 +180,7 @@ def grow(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarray, np.nda
     tokens, weights, parents = (np.concatenate(part, axis=1) for part in zip(*found, strict=True))
     return rule.draft_tree.keep_best(
         texts.newest, tokens, weights, parents, texts.how.max_drafts, np.ones(B, bool), shape.nodes
-    )
+    )[:3]
 
 
 def counts_at(

@@ -73,7 +73,8 @@ class Drafting:
     def draft(self, max_drafts: int) -> tuple[Any, ...]:
         shape = draft_tree.TreeShape(nodes=8, depth=4, width=3, rows=16)
         where = (self.newest, LENGTHS, self.draft_from, np.full(2, max_drafts), TABLE)
-        return standalone.draft(self.small, self.kv, self.state, *where, shape, self.rank)
+        tree, kv = standalone.draft(self.small, self.kv, self.state, *where, shape, self.rank)
+        return (*tree, kv)
 
     def along(self, request: int, path: np.ndarray) -> np.ndarray:
         """The logits after the newest token and a path, by prefilling all of them."""
@@ -124,7 +125,7 @@ def test_a_request_without_a_context_gets_its_root_only_and_writes_nothing(famil
     drafting = Drafting(family, np.array([0, 3]))  # draft KV of the second begins at its length
     drafting.state.recurrent[:, 1] = np.nan
     before = attention.read(drafting.kv.k[0], TABLE, 32)[1]
-    tokens, _, num_nodes, kv = drafting.draft(7)
+    tokens, _, num_nodes, _, kv = drafting.draft(7)
     np.testing.assert_array_equal(num_nodes, [8, 1])
     np.testing.assert_array_equal(tokens[1, 1:], 0)
     np.testing.assert_array_equal(attention.read(kv.k[0], TABLE, 32)[1], before)

@@ -33,6 +33,9 @@ PREFILL_TOKENS = 128
 PAGE_SIZE = 4
 PLAIN = TreeShape.plain(BATCH)
 CHAIN = TreeShape.chain(3, BATCH)
+SHARED = TreeShape(nodes=4, depth=3, width=1, rows=2 * BATCH)
+"""The same chain, in half as many verify rows as nodes."""
+
 TREE = TreeShape(nodes=4, depth=2, width=2, rows=4 * BATCH)
 
 POISON = 7
@@ -73,6 +76,7 @@ def contract_limits(config: ModelConfig) -> Limits:
             program(Work.PREFILL, PLAIN, tokens=PREFILL_TOKENS),
             program(Work.DECODE, PLAIN),
             program(Work.DECODE, CHAIN),
+            program(Work.DECODE, SHARED),
             program(Work.DECODE, TREE, host_draft=True),
             program(Work.DRAFT, CHAIN),
             program(Work.COUNT, PLAIN, tokens=PREFILL_TOKENS),

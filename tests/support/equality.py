@@ -62,9 +62,10 @@ def spec_sampling(params: SamplingParams, prompt_length: int, vocab: int, rows: 
         "stop_ids": stop_ids,
         "bias_ids": tuple(bias),
         "bias_values": tuple(bias.values()),
+        "calibration": (0.0,),
     }
     floats = {"temperature", "top_p", "min_p", "presence", "frequency", "repetition"}
-    floats.add("bias_values")
+    floats |= {"bias_values", "calibration"}
     arrays = {}
     for field in fields(Sampling):
         kind = np.float32 if field.name in floats else np.int32

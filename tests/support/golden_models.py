@@ -211,7 +211,7 @@ class SpecHead:
         relay = eagle.relay_of(hidden, logits, length - 1, rank)
         limits = (np.array([0]), np.array([shape.nodes - 1]))
         where = (tokens[-1:], length, *limits, TABLE)
-        return eagle.draft(self._head, self._kv, relay, *where, shape, rank)[:3]
+        return eagle.draft(self._head, self._kv, relay, *where, shape, rank)[0][:3]
 
     def _rows(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
         starts, first = np.array([0, len(tokens)]), np.array([first_position])

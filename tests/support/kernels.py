@@ -42,6 +42,7 @@ MODULES = (
     "reach",
     "sampling",
     "slots",
+    "verify_rows",
     "window",
 )
 # An interpreted Pallas kernel is compiled once a shape and hardly runs, so it is compiled quickly.

@@ -64,24 +64,35 @@ class Ranking:
         return self(logits[:, None], no_path, 0)
 
     def chain(
-        self, logits: Float[Tensor, "B S vocab"]
-    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S vocab"] | None]:
-        """Drafts at S places in a row, and the processed logits that they are sampled from, if so.
+        self, logits: Float[Tensor, "B S vocab"], is_weighed: bool
+    ) -> tuple[Int[Tensor, "B S"], Float[Tensor, "B S"] | None, Float[Tensor, "B S vocab"] | None]:
+        """Drafts at S places in a row.
 
         They are made at once, so a place's penalties do not count the drafts before it.
+
+        Args:
+          is_weighed: The log weights of their edges are asked for; of drafts that are not sampled.
+
+        Returns:
+          The drafts, those weights, and the processed logits that they are sampled from, if so.
         """
         B, S, _ = logits.shape
         if self.is_sampled:
             no_path = self.lengths.new_zeros(B, 1, 0)
             found = [self(logits[:, place, None], no_path, place) for place in range(S)]
             laws = [ranked.processed for ranked in found if ranked.processed is not None]
-            return torch.cat([ranked.ids[:, 0] for ranked in found], dim=1), torch.stack(laws, 1)
+            drafts = torch.cat([ranked.ids[:, 0] for ranked in found], dim=1)
+            return drafts, None, torch.stack(laws, 1)
         request = torch.arange(B, device=logits.device).repeat_interleave(S)
         place = torch.arange(1, S + 1, dtype=torch.int32, device=logits.device)
         positions = (self.lengths[:, None] + place).flatten()
-        seen = sampling.seen_alone(self.counts, self.slots[request])
-        given = (logits.flatten(0, 1), seen, positions, self.sampling, request, None)
-        return sampling.choose(*given).ids.view(B, S), None
+        seen, flat = sampling.seen_alone(self.counts, self.slots[request]), logits.flatten(0, 1)
+        if is_weighed:
+            how = (positions, self.sampling.rows(request), positions, TARGET_STREAM)
+            ranked = sampling.rank(flat[:, None], seen, *how, 1, False, None)
+            return ranked.ids.view(B, S), ranked.weights.view(B, S), None
+        ids = sampling.choose(flat, seen, positions, self.sampling, request, None).ids
+        return ids.view(B, S), None, None
 
 
 @dataclass(frozen=True)
@@ -147,12 +158,14 @@ class Drafted:
     """Drafted trees, as `draft_tree.keep_best` gives them.
 
     Attributes:
+      weights: Path weights; None where there is a verify row for each node.
       processed: Processed logits that each level of a chain was sampled from; None: it was not.
     """
 
     tokens: Int[Tensor, "B N"]
     parents: Int[Tensor, "B N"]
     num_nodes: Int[Tensor, " B"]
+    weights: Float[Tensor, "B N"] | None
     processed: Float[Tensor, "B S vocab"] | None
 
 

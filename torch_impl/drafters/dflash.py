@@ -13,7 +13,7 @@ from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.layers import Pools, angles, attention_layer, rotary_frequencies, write_keys
 from torch_impl.model import Forward, Model, logits
-from torch_impl.ops import draft_tree, linear
+from torch_impl.ops import draft_tree, linear, verify_rows
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import rms_norm
 from torch_impl.ops.linear import normed_product, product
@@ -72,17 +72,20 @@ class BlockDrafter:
         shape: TreeShape,
         rank: Ranking,
     ) -> Drafted:
-        """See `Drafter`; the tree is a chain, and rows past the lengths hold the block's KV."""
+        """See `Drafter`; the tree is a chain of the block's first drafts, and rows past the lengths
+        hold the whole block's KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
         embed, kv = self.target.weights.embed, memory.kv
-        hidden = fill(self.weights, embed, self.frequencies, newest, rows, kv)[:, 1:]
-        scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, block.size - 1))
-        drafts, processed = rank.chain(scores)
+        filled = fill(self.weights, embed, self.frequencies, newest, rows, kv)
+        hidden = filled[:, 1 : 1 + shape.depth]
+        scores = logits(self.target, hidden.flatten(0, 1)).unflatten(0, (-1, shape.depth))
+        drafts, edges, processed = rank.chain(scores, shape.shares_rows(len(newest)))
         tokens, parents, num_nodes = draft_tree.chains(
             drafts, newest, plan.sampling.max_drafts, draft_from < lengths
         )
-        return Drafted(tokens, parents, num_nodes, processed)
+        weights = None if edges is None else verify_rows.chain_weights(edges)
+        return Drafted(tokens, parents, num_nodes, weights, processed)
 
 
 def _block_of(weights: BlockWeights) -> BlockConfig:

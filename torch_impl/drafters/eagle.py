@@ -13,7 +13,7 @@ from torch_impl.device_state import DraftState, Plan, Relay
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.drafters.heads import Head, Logits, Tokens
 from torch_impl.layers import Pools
-from torch_impl.ops import draft_tree
+from torch_impl.ops import draft_tree, verify_rows
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.draft_tree import Level
 from torch_impl.ops.sampling import Ranked
@@ -165,7 +165,7 @@ def grow(
 ) -> Drafted:
     if shape.width == 1:
         bounds = (lengths, draft_from, max_drafts, page_table)
-        return _grow_chain(expand, first, newest, *bounds, shape.depth, rank, root_rows)
+        return _grow_chain(expand, first, newest, *bounds, shape, rank, root_rows)
     can_draft = draft_from < lengths
     found = [(first.tokens, first.weights, torch.zeros_like(first.tokens))]
     level = _first_level(first.tokens, first.weights, shape, root_rows)
@@ -180,10 +180,10 @@ def grow(
         )
         found.append((ranked.ids.flatten(1), weights, parents))
     tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-    tokens, parents, num_nodes = draft_tree.keep_best(
+    kept = draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
     )
-    return Drafted(tokens, parents, num_nodes, None)
+    return Drafted(*kept, None)
 
 
 def _grow_chain(
@@ -194,15 +194,16 @@ def _grow_chain(
     draft_from: Int[Tensor, " B"],
     max_drafts: Int[Tensor, " B"],
     page_table: Int[Tensor, "B P"],
-    depth: int,
+    shape: TreeShape,
     rank: Ranking,
     root_rows: int,
 ) -> Drafted:
     """As `grow`: a chain's drafts lie in the order of their weights, so none is sorted away."""
     can_draft = draft_from < lengths
-    tokens, laws = [first.tokens], [first.processed]  # of each place, or None
+    tokens, edges = [first.tokens], [first.weights]
+    laws = [first.processed]  # of each place, or None
     rows: Rows | None = None
-    for s in range(1, depth):
+    for s in range(1, shape.depth):
         if rows is None:
             place = lengths + root_rows if root_rows else lengths
             rows = extend_rows(place, can_draft.int(), draft_from, page_table, 0)
@@ -211,10 +212,13 @@ def _grow_chain(
         logits = expand(rows, tokens[-1].flatten(), rows.request)
         ranked = rank(logits[:, None], torch.cat(tokens, dim=1)[:, None], s)
         tokens.append(ranked.ids[:, 0])
+        edges.append(ranked.weights[:, 0])
         laws.append(ranked.processed)
     processed = [law for law in laws if law is not None]
     chains = draft_tree.chains(torch.cat(tokens, dim=1), newest, max_drafts, can_draft)
-    return Drafted(*chains, torch.stack(processed, dim=1) if processed else None)
+    is_weighed = shape.shares_rows(len(newest))
+    weights = verify_rows.chain_weights(torch.cat(edges, dim=1)) if is_weighed else None
+    return Drafted(*chains, weights, torch.stack(processed, dim=1) if processed else None)
 
 
 def extend_rows(

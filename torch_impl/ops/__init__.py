@@ -39,6 +39,7 @@ class Kernels:
     reach: ModuleType
     sampling: ModuleType
     slots: ModuleType
+    verify_rows: ModuleType
     window: ModuleType
     tiles: Tiles
 
@@ -59,6 +60,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import reach as reach_kernel
     from kernels.triton_gpu import sampling as sampling_kernel
     from kernels.triton_gpu import slots as slots_kernel
+    from kernels.triton_gpu import verify_rows as verify_rows_kernel
     from kernels.triton_gpu import window as window_kernel
 
     KERNELS = Kernels(
@@ -75,6 +77,7 @@ if torch.cuda.is_available():
         reach=reach_kernel,
         sampling=sampling_kernel,
         slots=slots_kernel,
+        verify_rows=verify_rows_kernel,
         window=window_kernel,
         tiles=Tiles.load("triton_gpu", torch.cuda.get_device_name()),
     )

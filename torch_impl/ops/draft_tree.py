@@ -113,6 +113,10 @@ def kernel_next_level(
 next_level = kernel_or_plain(kernel_next_level, plain_next_level)
 
 
+Kept = tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"], Float[Tensor, "B N"]]
+"""Tokens, parents, node counts and path weights of the kept trees."""
+
+
 def plain_keep_best(
     newest: Int[Tensor, " B"],
     tokens: Int[Tensor, "B C"],
@@ -121,7 +125,7 @@ def plain_keep_best(
     max_drafts: Int[Tensor, " B"],
     has_relay: Bool[Tensor, " B"],
     nodes: int,
-) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
+) -> Kept:
     B, C = tokens.shape
     rank = torch.arange(C, device=tokens.device)
     num_drafts = torch.where(has_relay, max_drafts.clamp(0, min(nodes - 1, C)), 0)
@@ -134,10 +138,12 @@ def plain_keep_best(
     kept_tokens = torch.where(is_real, tokens.gather(1, order), 0)
     kept_parents = node_of.gather(1, parents.gather(1, order).long())
     kept_parents = torch.where(is_real, kept_parents, 0)
+    kept_weights = torch.where(is_real, weights.gather(1, order), 0)
     return (
         torch.cat([newest[:, None], kept_tokens], dim=1).int(),
         torch.cat([root, kept_parents], dim=1).int(),
         (1 + num_drafts).int(),
+        torch.nn.functional.pad(kept_weights, (1, 0)),
     )
 
 
@@ -150,7 +156,7 @@ def kernel_keep_best(
     max_drafts: Int[Tensor, " B"],
     has_relay: Bool[Tensor, " B"],
     nodes: int,
-) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
+) -> Kept:
     return kernels.draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, has_relay, nodes
     )

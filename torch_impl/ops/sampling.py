@@ -36,6 +36,7 @@ class Sampling:
     stop_ids: Int[Tensor, "B M"]
     bias_ids: Int[Tensor, "B K"]
     bias_values: Float[Tensor, "B K"]
+    calibration: Float[Tensor, "B S_max"]
 
     def rows(self, index: Int[Tensor, " R"]) -> "Sampling":
         """The parameters of the rows that `index` names, which may repeat."""

@@ -1,0 +1,141 @@
+"""Fewer verify rows than nodes: the best drafts of the whole batch get them, on every backend.
+
+What is verified decides a request's speed and never its text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Decode, Work
+from shared.boundary.buffers import empty_plan
+from shared.boundary.checks import check_plan
+from shared.engine.request import Request
+from shared.engine.rows import DecodeRows
+from tests.support.contract_host import (
+    BATCH,
+    CHAIN,
+    GREEDY,
+    PLAIN,
+    POISON,
+    SAMPLED,
+    SHARED,
+    TREE,
+    Host,
+    contract_limits,
+    contract_model,
+    emitted,
+    prompt,
+)
+
+DRAFTS = SHARED.rows - BATCH
+"""What is left of the verify rows beside every row's root, those of padding too."""
+
+LIKELY, SELDOM = 0.0, -50.0
+
+
+def test_a_batch_that_shares_rows_gives_the_plain_texts_and_uses_them_all(host):
+    """A padded batch of all temperatures; one row may have a single draft."""
+    hows = [
+        SAMPLED,
+        {**SAMPLED, "temperature": 2.0, "seed32": 3},
+        {**GREEDY, "max_draft_tokens": 1},
+    ]
+    prompts = [prompt(50 + n, 12 + 9 * n) for n in range(3)]
+    rows = [host.request(tokens, **how) for tokens, how in zip(prompts, hows, strict=True)]
+    result = host.prefill(*rows)
+    texts, counts, shares = [emitted(result, row) for row in range(3)], set(), set()
+    for step in range(9):
+        result = host.decode(*rows, shape=SHARED)
+        nodes = result.num_nodes[:3].tolist()
+        assert sum(nodes) == 3 + DRAFTS, step
+        assert all(1 <= number <= SHARED.nodes for number in nodes)
+        assert nodes[2] <= 2, "more drafts than the request may have"
+        for row, text in enumerate(texts):
+            text += emitted(result, row)
+            assert result.counts[row] <= nodes[row]
+            assert not result.drafts[row, nodes[row] :].any()
+        counts |= set(result.counts[:3].tolist())
+        shares.add(tuple(nodes))
+    assert len(shares) > 1, "the rows always got the same share"
+    assert max(counts) > 2, "hardly anything was accepted"
+    for tokens, how, text in zip(prompts, hows, texts, strict=True):
+        assert text == host.alone(tokens, len(text), **how)
+
+
+def test_what_is_verified_are_the_first_drafts_of_the_whole_chain(host):
+    tokens = prompt(50, 12)
+    shared, whole = ([host.request(tokens, output=()) for _ in range(BATCH)] for _ in range(2))
+    for rows in (shared, whole):
+        host.prefill(*rows)
+    few, all_of_them = host.decode(*shared, shape=SHARED), host.decode(*whole, shape=CHAIN)
+    for row in range(BATCH):
+        count = few.num_nodes[row]
+        np.testing.assert_array_equal(few.drafts[row, :count], all_of_them.drafts[row, :count])
+        np.testing.assert_array_equal(few.parents[row, :count], all_of_them.parents[row, :count])
+
+
+def shared_nodes(host: Host, rows: list[Request], calibration: list[list[float]]) -> list[int]:
+    """How many nodes each row of a step gets."""
+    known = np.array(calibration, np.float32)
+    plan = host.planner.plan(DecodeRows(rows, SHARED, calibration=known))
+    return host.run(plan).num_nodes[: len(rows)].tolist()
+
+
+def test_a_request_whose_drafts_are_accepted_gets_more_rows_than_one_whose_are_not(host):
+    rows = [host.request(prompt(60, 15)) for _ in range(BATCH)]
+    host.prefill(*rows)
+    likely, seldom = [LIKELY] * 3, [SELDOM] * 3
+    for best in (0, 2, 3):
+        known = [likely if row == best else seldom for row in range(BATCH)]
+        nodes = shared_nodes(host, rows, known)
+        assert nodes[best] == SHARED.nodes
+        assert sum(nodes) == SHARED.rows
+
+
+def test_a_depth_that_is_seldom_reached_is_not_verified(host):
+    """And what stands behind it neither, whatever is said of that."""
+    rows = [host.request(prompt(61, 15)) for _ in range(BATCH)]
+    host.prefill(*rows)
+    assert shared_nodes(host, rows, [[LIKELY, SELDOM, LIKELY]] * BATCH) == [2] * BATCH
+
+
+def test_a_row_that_cannot_draft_leaves_its_rows_to_the_others(host):
+    cold, *warm = [host.request(prompt(62 + n, 15)) for n in range(3)]
+    host.prefill(cold, *warm)
+    host.decode(cold, shape=PLAIN)  # whose drafter was not fed
+    result = host.decode(cold, *warm, shape=SHARED)
+    assert result.num_nodes[0] == 1
+    assert result.num_nodes[1:3].sum() == 2 + DRAFTS
+
+
+def test_isolation_a_failed_row_takes_no_verify_rows_from_its_neighbours(host):
+    tokens = prompt(1, 20)
+    poisoned = host.request((*prompt(13, 10), POISON, *prompt(14, 10)))
+    healthy = host.request(tokens)
+    text = emitted(host.prefill(poisoned, healthy), 1)
+    for _ in range(4):
+        result = host.decode(poisoned, healthy, shape=SHARED)
+        assert result.failed.tolist()[:2] == [1, 0]
+        assert result.num_nodes[1] == SHARED.nodes
+        text += emitted(result, 1)
+    assert text == host.alone(tokens, len(text))
+
+
+def test_trees_of_the_host_that_have_no_verify_rows_are_refused():
+    """The host limits its trees itself; every row of the plan verifies its root."""
+    config, _ = contract_model()
+    limits = contract_limits(config)
+    program = next(p for p in limits.programs if p.shape == TREE and p.work is Work.DECODE)
+    program = replace(program, shape=replace(TREE, rows=9))
+    plan = empty_plan(program, limits, None)
+    assert isinstance(plan.work, Decode)
+    assert plan.work.drafts is not None
+    plan.work.drafts.num_nodes[:3] = (4, 1, 3)  # and a row of padding
+    check_plan(plan, [program])
+    plan.work.drafts.num_nodes[1] = 2
+    with pytest.raises(ValueError, match="10 nodes are more than the 9 verify rows of decode"):
+        check_plan(plan, [program])
