@@ -143,6 +143,8 @@ class SimulatedBackend:
         tier, lengths = Tier.of(shape, plan.program.batch), self._lengths[slots]
         most = np.minimum(plan.sampling.max_drafts, tier.depth)
         most = np.where(self._is_cold[slots] | (slots == 0), 0, most)
+        if shape.rows < len(slots) * shape.nodes:
+            most = _granted(most, plan.sampling.calibration, shape.rows - len(slots))
         chance = uniforms(plan.sampling.seed, lengths.astype(np.int32), MOST_DEPTH)
         rates = self.law(plan.sampling.seed, lengths + 1 - plan.sampling.prompt_length)
         deep = min(tier.depth, rates.shape[1])
@@ -151,5 +153,18 @@ class SimulatedBackend:
         counts = np.where(slots > 0, 1 + accepted, 0)
         self._lengths[slots] += counts
         self._is_cold[slots] = tier.is_off
-        nodes = np.where(most > 0, np.minimum(tier.nodes, 1 + plan.sampling.max_drafts), 1)
+        is_chain = tier.width <= 1
+        nodes = 1 + (most if is_chain else np.where(most > 0, tier.nodes - 1, 0))
         return counts, nodes
+
+
+def _granted(
+    most: Int[np.ndarray, " B"], calibration: Float[np.ndarray, "B S"], count: int
+) -> Int[np.ndarray, " B"]:
+    """Of chains of so many drafts, how many of each are among the best of the batch."""
+    depth = np.arange(calibration.shape[1])
+    weights = np.where(depth < most[:, None], calibration, -np.inf)
+    order = np.argsort(-weights, axis=None, kind="stable")[:count]
+    is_best = np.zeros(weights.size, bool)
+    is_best[order] = True
+    return (is_best.reshape(weights.shape) & np.isfinite(weights)).sum(axis=1)

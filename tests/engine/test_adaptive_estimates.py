@@ -25,12 +25,12 @@ def learn(known: Acceptance, request: int, tier: Tier, accepted: list[int]) -> N
 
 def chances(known: Acceptance, request: int) -> np.ndarray:
     """The conditional rate of each depth of a chain, as it is believed of a request."""
-    _, survivals = known.expect(known.rows_of([request]), np.array([99]), np.zeros(1, bool))
+    _, survivals = known.expect(known.rows_of([request]), np.array([99]), np.zeros(1, bool), 1)
     return survivals[0] / np.concatenate([[1.0], survivals[0, :-1]])
 
 
 def tokens(known: Acceptance, request: int, most: int = 99, is_cold: bool = False):
-    found, _ = known.expect(known.rows_of([request]), np.array([most]), np.array([is_cold]))
+    found, _ = known.expect(known.rows_of([request]), np.array([most]), np.array([is_cold]), 1)
     return found
 
 
@@ -152,3 +152,17 @@ def test_shapes_are_the_tiers_that_every_batch_has():
     with pytest.raises(ValueError, match="nothing to choose from"):
         Shapes.of(toy_limits(num_pages=40, num_slots=5, overlap=1, depths=(0,)), host_draft=False)
     assert str(Tier(16, 5, 4, 0.5)) == "S5k4N16R0.5"
+
+
+def test_rows_that_are_shared_go_to_the_requests_that_use_them():
+    """One request accepts everything, one nothing: half of the rows give nearly all the tokens."""
+    tiers = (OFF, Tier(8, 7, 1, 0.5), LONG)
+    known = Acceptance(tiers)
+    rows, drafted = known.rows_of([1, 2]), np.array([7, 7])
+    for _ in range(60):
+        known.learn(rows, 2, drafted, np.array([7, 0]))
+    found, survivals = known.expect(rows, np.array([99, 99]), np.zeros(2, bool), 2)
+    assert found.warm[1] == pytest.approx(survivals[0, :6].sum() + 2, abs=0.1)
+    assert found.warm[2] == pytest.approx(survivals.sum() + 2)
+    cold, _ = known.expect(rows, np.array([99, 99]), np.array([True, False]), 2)
+    assert cold.now[1] == pytest.approx(survivals[1, :6].sum() + 2, abs=0.1)

@@ -174,6 +174,18 @@ def _rates_of(
 
 
 @compiled
+def _best(
+    survivals: Float64[np.ndarray, "B D"], drafted: Int64[np.ndarray, " B"], count: int
+) -> float:
+    """The sum of the `count` best drafts of a batch of chains."""
+    found, size = np.empty(drafted.sum()), 0
+    for i in range(len(drafted)):
+        found[size : size + drafted[i]] = survivals[i, : drafted[i]]
+        size += drafted[i]
+    return np.sort(found)[max(size - count, 0) :].sum()
+
+
+@compiled
 def _expect(
     rows: Int64[np.ndarray, " B"],
     most: Int64[np.ndarray, " B"],
@@ -183,6 +195,7 @@ def _expect(
     weights: Float64[np.ndarray, "F D"],
     families: Int64[np.ndarray, " tiers"],
     depths: Int64[np.ndarray, " tiers"],
+    budgets: Int64[np.ndarray, " tiers"],
     out: Float64[np.ndarray, "3 tiers"],
     survivals: Float64[np.ndarray, "B D"],
 ) -> None:
@@ -190,6 +203,7 @@ def _expect(
 
     Args:
       most: Drafts that a row has use for.
+      budgets: Drafts of the batch that a tier of chains verifies, the best; -1: all.
       survivals: Filled: the chance that a chain's draft is accepted with all before it.
     """
     (F, D), B, tiers = rates.shape, len(rows), len(depths)
@@ -213,6 +227,10 @@ def _expect(
                 scale = p * (1 - p) / (rates[f, d] * (1 - rates[f, d])) * OWN_TRIES / known
                 slopes[t, d] += slope * scale
     for t in range(tiers):
+        if budgets[t] >= 0:
+            out[0, t] = B + _best(survivals, np.minimum(most, depths[t]), budgets[t])
+            drafted = np.where(is_cold, 0, np.minimum(most, depths[t]))
+            out[1, t] = B + _best(survivals, drafted, budgets[t])
         for d in range(depths[t]):
             more = PROBE_STEPS * B * alive[families[t], d]
             seen = _shown(rates[families[t], d], weights[families[t], d], more)
@@ -234,6 +252,8 @@ class Acceptance:
         self._own = np.zeros((1, depth, 3))
         self._shared = np.zeros((len(tries), depth, 3))
         self._guesses, self._rates, self._weights = np.zeros((3, len(tries), depth))
+        self._tiers = tiers
+        self._budgets_of: dict[int, Int64[np.ndarray, " tiers"]] = {}
         self._rows: dict[int, int] = {}
         self._free: list[int] = []
         self._summarise()
@@ -282,11 +302,21 @@ class Acceptance:
         )
         self._summarise()
 
+    def _budgets(self, batch: int) -> Int64[np.ndarray, " tiers"]:
+        if batch not in self._budgets_of:
+            found = [
+                tier.shape(batch).rows - batch if tier.share < 1 and tier.width == 1 else -1
+                for tier in self._tiers
+            ]
+            self._budgets_of[batch] = np.array(found)
+        return self._budgets_of[batch]
+
     def expect(
         self,
         rows: Int64[np.ndarray, " B"],
         most: Int64[np.ndarray, " B"],
         is_cold: Bool[np.ndarray, " B"],
+        batch: int,
     ) -> tuple[Expected, Float64[np.ndarray, "B D"]]:
         """What each tier would give.
 
@@ -294,6 +324,7 @@ class Acceptance:
           rows: Of `rows_of`.
           most: Drafts that each row has use for.
           is_cold: Rows that draft nothing in their next step, whatever its tier.
+          batch: Rows of the programs.
 
         Returns:
           The tokens of the batch, and for each row and depth the chance that a draft of a chain is
@@ -303,7 +334,7 @@ class Acceptance:
         survivals = np.empty((len(rows), self._own.shape[1]))
         _expect(
             rows, most, is_cold, self._own, self._rates, self._weights,
-            self._families, self._depths, out, survivals,
+            self._families, self._depths, self._budgets(batch), out, survivals,
         )  # fmt: skip
         warm, now, news = out[0].tolist(), out[1].tolist(), np.sqrt(out[2]).tolist()
         return Expected(warm, now, news), survivals

@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
+from jaxtyping import Float64
 
 from shared.boundary.backend import Limits, StepResult, Work
 from shared.engine.adaptive.acceptance import Acceptance
@@ -59,26 +60,37 @@ class AdaptiveController:
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
         """Every ready request that has room, with the tier that the policy chooses."""
-        self._planned = self.shapes.bucket(len(ready)), self._policy.choose(self.situation(ready))
+        batch = self.shapes.bucket(len(ready))
+        situation, survivals = self.situation(ready)
+        self._planned = batch, self._policy.choose(situation)
         shape = self.shapes.by_size[self._planned]
         requests = reserve(ready, shape.scratch)
-        return DecodeRows(requests, shape) if requests else None
+        if not requests:
+            return None
+        if shape.rows == batch * shape.nodes:
+            return DecodeRows(requests, shape)
+        # Drafts of the batch compete for its verify rows.
+        place = {request.request_id: i for i, request in enumerate(ready)}
+        kept = survivals[[place[request.request_id] for request in requests]]
+        return DecodeRows(requests, shape, calibration=np.log(kept).astype(np.float32))
 
-    def situation(self, ready: Sequence[Request]) -> Situation:
-        """What is known before a step of these requests."""
+    def situation(self, ready: Sequence[Request]) -> tuple[Situation, Float64[np.ndarray, "B D"]]:
+        """What is known before a step of these requests, and how their chains survive by depth."""
         rows = self.acceptance.rows_of([request.request_id for request in ready])
         left = np.array([most_left(request) for request in ready])
         limits = [request.sampling.max_draft_tokens for request in ready]
         most = np.minimum(left - 1, [np.inf if m is None else m for m in limits]).astype(np.int64)
         cold = np.array([request.request_id in self._cold for request in ready])
-        expected, _ = self.acceptance.expect(rows, most, cold)
-        return Situation(
-            seconds=self.costs.of(self.shapes.bucket(len(ready))),
+        batch = self.shapes.bucket(len(ready))
+        expected, survivals = self.acceptance.expect(rows, most, cold, batch)
+        situation = Situation(
+            seconds=self.costs.of(batch),
             expected=expected,
             num_rows=len(ready),
             cold=float(cold.mean()),
             horizon=min(float(left.mean()), MOST_HORIZON),
         )
+        return situation, survivals
 
     def submitted(self, rows: Rows) -> None:
         """Notes the tier, and that rows of a plain step draft nothing in their next one."""

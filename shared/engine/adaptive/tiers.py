@@ -48,16 +48,17 @@ class Tier:
         return self.nodes == 1
 
     @property
-    def family(self) -> tuple[int, ...]:
-        """Tiers of one family accept the same drafts as deep as both reach: all chains do."""
-        return () if self.width <= 1 else (self.nodes, self.depth, self.width)
+    def family(self) -> tuple[float, ...]:
+        """Tiers of one family accept the same drafts as deep as both verify: all chains do."""
+        return () if self.width <= 1 else (*self.tree, self.share)
 
     @property
     def tries(self) -> float:
         """How many independent candidates a level is worth; 1 of a chain."""
         if self.width <= 1:
             return 1.0
-        return max(1.0, min(self.width, (self.nodes - 1) / self.depth)) ** SPREAD
+        per_level = (self.nodes - 1) * self.share / self.depth
+        return max(1.0, min(self.width, per_level)) ** SPREAD
 
     def __str__(self) -> str:
         if self.is_off:
