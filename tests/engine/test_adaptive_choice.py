@@ -17,7 +17,7 @@ def situation(tokens: float, news: float = 0.0, cold: float = 0.0, horizon: floa
     now = 8.0 * cold + tokens * (1 - cold)
     return Situation(
         seconds=[4.0, 5.0],
-        expected=Expected(warm=[8.0, tokens], now=[8.0, now], news=[0.0, news]),
+        expected=Expected(warm=[8.0, tokens], now=[8.0, now], news=[[0.0, 0.0], [news / 5.0, 0.0]]),
         num_rows=8,
         cold=cold,
         horizon=horizon,

@@ -13,6 +13,7 @@ from tests.support.toy_backend import toy_limits
 
 OFF, SHORT, LONG, TREE = Tier(1, 0, 0), Tier(4, 3, 1), Tier(8, 7, 1), Tier(16, 5, 4)
 TIERS = (OFF, SHORT, LONG, TREE)
+SECONDS = (1.0,) * len(TIERS)
 NUMBER = {tier: number for number, tier in enumerate(TIERS)}
 
 
@@ -25,12 +26,16 @@ def learn(known: Acceptance, request: int, tier: Tier, accepted: list[int]) -> N
 
 def chances(known: Acceptance, request: int) -> np.ndarray:
     """The conditional rate of each depth of a chain, as it is believed of a request."""
-    _, survivals = known.expect(known.rows_of([request]), np.array([99]), np.zeros(1, bool), 1)
+    _, survivals = known.expect(
+        known.rows_of([request]), np.array([99]), np.zeros(1, bool), 1, SECONDS
+    )
     return survivals[0] / np.concatenate([[1.0], survivals[0, :-1]])
 
 
 def tokens(known: Acceptance, request: int, most: int = 99, is_cold: bool = False):
-    found, _ = known.expect(known.rows_of([request]), np.array([most]), np.array([is_cold]), 1)
+    found, _ = known.expect(
+        known.rows_of([request]), np.array([most]), np.array([is_cold]), 1, SECONDS
+    )
     return found
 
 
@@ -66,9 +71,9 @@ def test_new_steps_count_more_and_what_is_not_tried_becomes_uncertain():
     learn(known, 1, SHORT, [3] * 300)
     learn(known, 1, SHORT, [0] * 40)
     assert chances(known, 1)[0] < 0.25
-    before = tokens(known, 1).news[NUMBER[SHORT]]
+    before = tokens(known, 1).news[NUMBER[SHORT]][NUMBER[OFF]]
     learn(known, 1, OFF, [0] * 200)
-    assert tokens(known, 1).news[NUMBER[SHORT]] > 2 * before
+    assert tokens(known, 1).news[NUMBER[SHORT]][NUMBER[OFF]] > 2 * before
 
 
 def test_a_tree_is_guessed_from_chains_and_then_known_by_itself():
@@ -96,8 +101,7 @@ def test_a_row_is_empty_for_its_next_request():
     known.forget(1)
     known.forget(2)  # was never there
     fresh = Acceptance(TIERS)
-    fresh._shared[:] = known._shared
-    fresh._summarise()
+    fresh.population = known.population
     assert chances(known, 3) == pytest.approx(chances(fresh, 3))
 
 
@@ -161,8 +165,8 @@ def test_rows_that_are_shared_go_to_the_requests_that_use_them():
     rows, drafted = known.rows_of([1, 2]), np.array([7, 7])
     for _ in range(60):
         known.learn(rows, 2, drafted, np.array([7, 0]))
-    found, survivals = known.expect(rows, np.array([99, 99]), np.zeros(2, bool), 2)
+    found, survivals = known.expect(rows, np.array([99, 99]), np.zeros(2, bool), 2, [1.0] * 3)
     assert found.warm[1] == pytest.approx(survivals[0, :6].sum() + 2, abs=0.1)
     assert found.warm[2] == pytest.approx(survivals.sum() + 2)
-    cold, _ = known.expect(rows, np.array([99, 99]), np.array([True, False]), 2)
+    cold, _ = known.expect(rows, np.array([99, 99]), np.array([True, False]), 2, [1.0] * 3)
     assert cold.now[1] == pytest.approx(survivals[1, :6].sum() + 2, abs=0.1)

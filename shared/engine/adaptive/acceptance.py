@@ -1,15 +1,11 @@
-"""How often the draft of a depth is accepted, given those before it: of a request, and of all.
+"""What a request's drafts are worth: by its own rates of each depth, and those of all requests.
 
-What was observed is counted as tries and successes. A depth below a failed draft, or below the
-tier's last, was not observed and counts as neither. Counts age as the evidence of a random walk:
-the inverse of their number grows by a constant a step, so that new steps count more, what was not
-tried for long is uncertain again, and nothing is reset by a timer.
-
-The population has one rate a depth, of a single candidate, which whatever runs tells of; a family
-of trees misses a level as so many independent tries would (`Tier.tries`). Where that is not quite
-so, the family has a factor on its odds, by how far it did better than foreseen, and a request has
-one in the same way, so that what it showed in one family holds in every other. A depth at which a
-request has shown nothing takes the factor of the one before.
+What was observed of a request is counted as tries and successes, beside the successes that the
+rates of the population foresaw. A depth below a failed draft, or below the tier's last, was not
+observed and counts as neither. A request has one factor on the odds of each depth, by how far it
+did better than was foreseen in whatever was tried, so what it showed with chains holds for trees; a
+depth at which it has shown nothing takes the factor of the one before. Counts age as those of the
+population.
 """
 
 from __future__ import annotations
@@ -20,25 +16,18 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
+from shared.engine.adaptive.population import Population, better, factor_of
 from shared.engine.adaptive.tiers import Tier, families_of
 from shared.engine.compiled import compiled
-
-PRIOR_RATE, PRIOR_TRIES = 0.5, 2.0
-"""What is believed of the first depth before anything was seen, and how firmly."""
 
 OWN_TRIES = 3.0
 """How firmly a request is believed to be as the population."""
 
-DEEPER_TRIES = 4.0
-"""How firmly a depth is believed to be as the one before, or a family as another."""
-
-WALK, OWN_WALK = 0.0005, 0.002
-"""By how much the inverse number of tries grows in a step, of the population and of a request."""
+OWN_WALK = 0.002
+"""By how much the inverse number of a request's tries grows in a step."""
 
 PROBE_STEPS = 3
 """Steps until a tier that is tried has shown something: a cold one, and overlap."""
-
-LEAST_RATE, MOST_RATE = 0.005, 0.995
 
 
 @dataclass(frozen=True)
@@ -48,53 +37,13 @@ class Expected:
     Attributes:
       warm: Where every row drafts.
       now: Where rows that are cold give the target's own token alone.
-      news: By how much a few steps of a tier would change what is believed of it: standard
-        deviation of `warm` as it will be believed then.
+      news: For a tier, and another one: by how much a few steps of the first would change what is
+        believed of the difference of their speeds, a standard deviation, in tokens a second.
     """
 
     warm: list[float]
     now: list[float]
-    news: list[float]
-
-
-@compiled
-def _clipped(rate: float) -> float:
-    return min(max(rate, LEAST_RATE), MOST_RATE)
-
-
-@compiled
-def _odds(rate: float) -> float:
-    return rate / (1 - rate)
-
-
-@compiled
-def _factor(counts: Float64[np.ndarray, " 3"], guess: float, strength: float) -> float:
-    """By how much the odds were better than foreseen, where `guess` is believed so firmly."""
-    tried, won, foreseen = counts
-    if tried == 0:
-        return guess
-    odds = _odds(_clipped(foreseen / tried))
-    believed = odds * guess / (1 + odds * guess)
-    return _odds(_clipped((won + strength * believed) / (tried + strength))) / odds
-
-
-@compiled
-def _times(rate: float, factor: float) -> float:
-    """A rate whose odds are so much better."""
-    odds = _odds(rate) * factor
-    return _clipped(odds / (1 + odds))
-
-
-@compiled
-def _age(counts: Float64[np.ndarray, " 3"], walk: float) -> None:
-    counts /= 1 + walk * counts[0]
-
-
-@compiled
-def _count(counts: Float64[np.ndarray, " 3"], won: bool, foreseen: float) -> None:
-    counts[0] += 1
-    counts[1] += won
-    counts[2] += foreseen
+    news: list[list[float]]
 
 
 @compiled
@@ -102,62 +51,34 @@ def _learn(
     rows: Int64[np.ndarray, " B"],
     drafted: Int64[np.ndarray, " B"],
     accepted: Int64[np.ndarray, " B"],
-    family: int,
-    guesses: Float64[np.ndarray, " D"],
     rates: Float64[np.ndarray, " D"],
     own: Float64[np.ndarray, "requests D 3"],
-    shared: Float64[np.ndarray, "F D 3"],
+    tried: Float64[np.ndarray, " D"],
+    won: Float64[np.ndarray, " D"],
 ) -> None:
-    """Ages everything by a step, and counts what each row's drafts showed.
+    """Ages what is known of requests by a step, and counts what their drafts showed.
 
     Args:
       drafted: Levels that were drafted for each row.
-      guesses, rates: Of the family, what foresaw its rates and those of a request.
-      own, shared: Tries, successes, and successes that were foreseen.
+      rates: What foresaw it.
+      own: Tries, successes, and successes that were foreseen.
+      tried, won: Zeros; filled with the sums over the rows.
     """
-    for f in range(shared.shape[0]):
-        for d in range(shared.shape[1]):
-            _age(shared[f, d], WALK)
     for i in range(len(rows)):
         for d in range(own.shape[1]):
-            _age(own[rows[i], d], OWN_WALK)
+            own[rows[i], d] /= 1 + OWN_WALK * own[rows[i], d, 0]
         for d in range(min(accepted[i] + 1, drafted[i])):
-            _count(own[rows[i], d], d < accepted[i], rates[d])
-            _count(shared[family, d], d < accepted[i], guesses[d])
-
-
-@compiled
-def _summarise(
-    shared: Float64[np.ndarray, "F D 3"],
-    tries: Float64[np.ndarray, " F"],
-    guesses: Float64[np.ndarray, "F D"],
-    rates: Float64[np.ndarray, "F D"],
-    weights: Float64[np.ndarray, "F D"],
-) -> None:
-    """Rates of the population by depth: guessed, believed, and of how many tries they are known."""
-    miss = np.log(1 - PRIOR_RATE)  # of one candidate
-    strength = PRIOR_TRIES
-    for d in range(shared.shape[1]):
-        total, weighted = strength, strength * miss
-        for f in range(shared.shape[0]):
-            n, won, _ = shared[f, d]
-            rate = _clipped((won + 0.5) / (n + 1))
-            alike = _times(rate, 1 / _factor(shared[f, d], 1.0, DEEPER_TRIES))
-            total += n
-            weighted += n * np.log(1 - alike) / tries[f]
-        miss = weighted / total
-        for f in range(shared.shape[0]):
-            guesses[f, d] = _clipped(1 - np.exp(miss * tries[f]))
-            factor = _factor(shared[f, d], 1.0, DEEPER_TRIES)
-            rates[f, d] = _times(guesses[f, d], factor)
-            weights[f, d] = shared[f, d, 0] + strength
-        strength = DEEPER_TRIES
+            own[rows[i], d, 0] += 1
+            own[rows[i], d, 1] += d < accepted[i]
+            own[rows[i], d, 2] += rates[d]
+            tried[d] += 1
+            won[d] += d < accepted[i]
 
 
 @compiled
 def _shown(rate: float, known: float, more: float) -> float:
-    """Variance of what will be believed of a rate, known of some tries now, after some more."""
-    return rate * (1 - rate) * more / ((known + 1) * (known + 1 + more))
+    """Variance of what will be believed of a rate's log odds, known of some tries, after more."""
+    return more / ((known + 1) * (known + 1 + more)) / (rate * (1 - rate))
 
 
 @compiled
@@ -169,8 +90,8 @@ def _rates_of(
     """A request's rates in a family that has these in the population."""
     factor = 1.0
     for d in range(len(rates)):
-        factor = _factor(own[d], factor, OWN_TRIES)
-        found[d] = _times(rates[d], factor)
+        factor = factor_of(own[d], factor, OWN_TRIES)
+        found[d] = better(rates[d], factor)
 
 
 @compiled
@@ -186,6 +107,19 @@ def _best(
 
 
 @compiled
+def _add_news(
+    news: Float64[np.ndarray, " tiers"],
+    slope: Float64[np.ndarray, "tiers D"],
+    tier: int,
+    d: int,
+    variance: float,
+) -> None:
+    """Adds what one depth's log odds, as they vary, do to the distance from each other tier."""
+    for other in range(len(news)):
+        news[other] += (slope[tier, d] - slope[other, d]) ** 2 * variance
+
+
+@compiled
 def _expect(
     rows: Int64[np.ndarray, " B"],
     most: Int64[np.ndarray, " B"],
@@ -196,10 +130,12 @@ def _expect(
     families: Int64[np.ndarray, " tiers"],
     depths: Int64[np.ndarray, " tiers"],
     budgets: Int64[np.ndarray, " tiers"],
-    out: Float64[np.ndarray, "3 tiers"],
+    seconds: Float64[np.ndarray, " tiers"],
+    tokens: Float64[np.ndarray, "2 tiers"],
+    news: Float64[np.ndarray, "tiers tiers"],
     survivals: Float64[np.ndarray, "B D"],
 ) -> None:
-    """Fills `out`: warm, now, and the variance of what a few steps would show of warm.
+    """Fills `tokens`, warm and now, and `news`, as variances.
 
     Args:
       most: Drafts that a row has use for.
@@ -208,7 +144,7 @@ def _expect(
     """
     (F, D), B, tiers = rates.shape, len(rows), len(depths)
     rate, alive, sums = np.zeros((F, D)), np.ones((F, D + 1)), np.ones((F, D + 1))
-    slopes = np.zeros((tiers, D))  # of the batch's tokens by the population's rates
+    slope, shared = np.zeros((tiers, D)), np.zeros((tiers, D))  # of speeds by log odds
     for i in range(B):
         for f in range(F):
             _rates_of(own[rows[i]], rates[f], rate[f])
@@ -218,23 +154,26 @@ def _expect(
         survivals[i] = alive[0, 1:]
         for t in range(tiers):
             f, deepest = families[t], min(depths[t], most[i])
-            out[0, t] += sums[f, deepest]
-            out[1, t] += 1.0 if is_cold[i] else sums[f, deepest]
-            for d in range(deepest):
-                known, p = own[rows[i], d, 0] + OWN_TRIES, rate[f, d]
-                slope = (sums[f, deepest] - sums[f, d]) / p
-                out[2, t] += slope**2 * _shown(p, known, PROBE_STEPS * alive[f, d])
-                scale = p * (1 - p) / (rates[f, d] * (1 - rates[f, d])) * OWN_TRIES / known
-                slopes[t, d] += slope * scale
+            tokens[0, t] += sums[f, deepest]
+            tokens[1, t] += 1.0 if is_cold[i] else sums[f, deepest]
+            for d in range(D):
+                gain = (sums[f, deepest] - sums[f, d]) * (1 - rate[f, d]) / seconds[t]
+                slope[t, d] = gain if d < deepest else 0.0
+                shared[t, d] += slope[t, d] * OWN_TRIES / (own[rows[i], d, 0] + OWN_TRIES)
+        for t in range(tiers):
+            f = families[t]
+            for d in range(min(depths[t], most[i])):
+                known, more = own[rows[i], d, 0] + OWN_TRIES, PROBE_STEPS * alive[f, d]
+                _add_news(news[t], slope, t, d, _shown(rate[f, d], known, more))
     for t in range(tiers):
         if budgets[t] >= 0:
-            out[0, t] = B + _best(survivals, np.minimum(most, depths[t]), budgets[t])
-            drafted = np.where(is_cold, 0, np.minimum(most, depths[t]))
-            out[1, t] = B + _best(survivals, drafted, budgets[t])
+            drafted = np.minimum(most, depths[t])
+            tokens[0, t] = B + _best(survivals, drafted, budgets[t])
+            tokens[1, t] = B + _best(survivals, np.where(is_cold, 0, drafted), budgets[t])
+        f = families[t]
         for d in range(depths[t]):
-            more = PROBE_STEPS * B * alive[families[t], d]
-            seen = _shown(rates[families[t], d], weights[families[t], d], more)
-            out[2, t] += slopes[t, d] ** 2 * seen
+            more = PROBE_STEPS * B * alive[f, d]
+            _add_news(news[t], shared, t, d, _shown(rates[f, d], weights[f, d], more))
 
 
 class Acceptance:
@@ -242,24 +181,22 @@ class Acceptance:
 
     Args:
       tiers: What is chosen from.
+
+    Attributes:
+      population: What is known of all.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         families, tries = families_of(tiers)
-        self._families, self._tries = np.array(families), np.array(tries)
+        self._families = np.array(families)
         self._depths = np.array([tier.depth for tier in tiers])
         depth = int(self._depths.max())
         self._own = np.zeros((1, depth, 3))
-        self._shared = np.zeros((len(tries), depth, 3))
-        self._guesses, self._rates, self._weights = np.zeros((3, len(tries), depth))
+        self.population = Population(tries, depth)
         self._tiers = tiers
         self._budgets_of: dict[int, Int64[np.ndarray, " tiers"]] = {}
         self._rows: dict[int, int] = {}
         self._free: list[int] = []
-        self._summarise()
-
-    def _summarise(self) -> None:
-        _summarise(self._shared, self._tries, self._guesses, self._rates, self._weights)
 
     def rows_of(self, request_ids: Sequence[int]) -> Int64[np.ndarray, " B"]:
         """The rows in which the evidence of requests stands; one that is new gets an empty one."""
@@ -296,11 +233,10 @@ class Acceptance:
           drafted: Levels that were drafted for each row; 0 shows nothing of it.
           accepted: Drafts that were accepted.
         """
-        f = self._families[tier]
-        _learn(
-            rows, drafted, accepted, f, self._guesses[f], self._rates[f], self._own, self._shared
-        )
-        self._summarise()
+        family = self._families[tier]
+        tried, won = np.zeros((2, self._own.shape[1]))
+        _learn(rows, drafted, accepted, self.population.rates[family], self._own, tried, won)
+        self.population.learn(family, tried, won)
 
     def _budgets(self, batch: int) -> Int64[np.ndarray, " tiers"]:
         if batch not in self._budgets_of:
@@ -317,6 +253,7 @@ class Acceptance:
         most: Int64[np.ndarray, " B"],
         is_cold: Bool[np.ndarray, " B"],
         batch: int,
+        seconds: Sequence[float],
     ) -> tuple[Expected, Float64[np.ndarray, "B D"]]:
         """What each tier would give.
 
@@ -325,16 +262,19 @@ class Acceptance:
           most: Drafts that each row has use for.
           is_cold: Rows that draft nothing in their next step, whatever its tier.
           batch: Rows of the programs.
+          seconds: Of a step of each tier.
 
         Returns:
           The tokens of the batch, and for each row and depth the chance that a draft of a chain is
           accepted with all before it.
         """
-        out = np.zeros((3, len(self._depths)))
+        tiers = len(self._depths)
+        tokens, news = np.zeros((2, tiers)), np.zeros((tiers, tiers))
         survivals = np.empty((len(rows), self._own.shape[1]))
         _expect(
-            rows, most, is_cold, self._own, self._rates, self._weights,
-            self._families, self._depths, self._budgets(batch), out, survivals,
+            rows, most, is_cold, self._own, self.population.rates, self.population.weights,
+            self._families, self._depths, self._budgets(batch), np.array(seconds),
+            tokens, news, survivals,
         )  # fmt: skip
-        warm, now, news = out[0].tolist(), out[1].tolist(), np.sqrt(out[2]).tolist()
-        return Expected(warm, now, news), survivals
+        warm, now = tokens.tolist()
+        return Expected(warm, now, np.sqrt(news).tolist()), survivals

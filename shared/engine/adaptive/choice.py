@@ -85,13 +85,13 @@ class BestValue:
         rest = max(window - PROBE_STEPS * seconds[tier], 0.0)
         gained = PROBE_STEPS * expected.warm[tier]
         gained -= expected.warm[tier] - expected.now[tier]  # its first step, while rows are cold
-        others = (
-            expected.warm[other] * rest / seconds[other] - _turn(situation, tier, other)
-            for other in range(len(seconds))
-            if other != tier
-        )
-        own = expected.warm[tier] * rest / seconds[tier] - _turn(situation, tier, tier)
-        return gained + mean_of_best(own, expected.news[tier] * rest / seconds[tier], max(others))
+        later = [
+            tokens * rest / s - _turn(situation, tier, then)
+            for then, (tokens, s) in enumerate(zip(expected.warm, seconds, strict=True))
+        ]
+        other = max((then for then in range(len(later)) if then != tier), key=later.__getitem__)
+        news = expected.news[tier][other] * rest
+        return gained + mean_of_best(later[tier], news, later[other])
 
 
 def _turn(situation: Situation, first: int, then: int) -> float:

@@ -82,9 +82,12 @@ class AdaptiveController:
         most = np.minimum(left - 1, [np.inf if m is None else m for m in limits]).astype(np.int64)
         cold = np.array([request.request_id in self._cold for request in ready])
         batch = self.shapes.bucket(len(ready))
-        expected, survivals = self.acceptance.expect(rows, most, cold, batch)
+        seconds = self.costs.of(batch)
+        expected, survivals = self.acceptance.expect(
+            rows, most, cold, batch, seconds or [1.0] * len(self.shapes.tiers)
+        )
         situation = Situation(
-            seconds=self.costs.of(batch),
+            seconds=seconds,
             expected=expected,
             num_rows=len(ready),
             cold=float(cold.mean()),
