@@ -33,6 +33,7 @@ from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.checks import RequestLimits
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
+from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.models.checkpoint import Parameter, parameters
@@ -150,7 +151,8 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     watchdog = Watchdog(options.server.watchdog_timeout)
     engine = make_engine(NamedSteps(backend, watchdog), start.memory.options)
     controller = engine.controller
-    index = controller.index if isinstance(controller, NgramController) else None
+    remembers = isinstance(controller, NgramController | AdaptiveNgramController)
+    index = controller.index if remembers else None
     facts = _facts(start, host_names(options.server, listeners))
     return loop.run(engine, facts, listeners, index, watchdog)
 
@@ -313,13 +315,16 @@ def make_engine(backend: Backend, options: Options) -> Engine:
 def make_controller(backend: Backend, options: Options) -> Controller:
     """What chooses how requests decode; what it has to compile or to measure is done."""
     shape, limits = draft_shape(options, 1), backend.limits
-    if options.adaptive.speculative_adaptive and not options.speculative.drafts_on_host:
+    table: dict[int, list[float]] = {}
+    if options.adaptive.speculative_adaptive:
         table = step_seconds(
             backend,
+            host_draft=options.speculative.drafts_on_host,
             overlap=options.engine.overlap_depth,
             chunked_prefill_size=options.engine.chunked_prefill_size or 0,
         )
-        return AdaptiveController(limits, BestValue(), table)
+        if not options.speculative.drafts_on_host:
+            return AdaptiveController(limits, BestValue(), table)
     if not options.speculative.drafts_on_host:
         return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     index = NgramIndex(
@@ -330,6 +335,8 @@ def make_controller(backend: Backend, options: Options) -> Controller:
         chain=limits.accept_rule != "match",
     )
     index.warm_up()
+    if options.adaptive.speculative_adaptive:
+        return AdaptiveNgramController(limits, index, table)
     return NgramController(limits, index)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Limits, StepResult, Work
+from shared.boundary.backend import Backend, HostDraft, Limits, StepResult, Work
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.controller import Gauges, Reserve
 from shared.engine.engine import Engine
@@ -29,11 +29,14 @@ class _OneShape:
     """A controller that takes the shape that it is told, and writes down what its steps took.
 
     Attributes:
-      seconds: Of each decode step, as the device says, or else between two results.
+      steps_wait: Whether a step waits for the result of the one before.
+      seconds: Of each decode step: as the device says, or else, and where the host has a part in
+        it, between two results.
     """
 
-    def __init__(self, shapes: Shapes) -> None:
-        self.max_rows, self.waits = shapes.batches[-1], False
+    def __init__(self, shapes: Shapes, host_draft: bool) -> None:
+        self.max_rows, self.steps_wait, self._host_draft = shapes.batches[-1], False, host_draft
+        self._decoded_last: list[Request] = []
         self.gauges: Gauges = {}
         self.begin(shapes.by_size[shapes.batches[-1], 0])
 
@@ -41,17 +44,26 @@ class _OneShape:
         """Takes this shape from now on."""
         self._shape, self._last, self.seconds = shape, None, list[float]()
 
+    @property
+    def waits(self) -> bool:
+        """Whether the step before is still on its way, where steps wait for each other."""
+        return self.steps_wait and not all(r.is_settled for r in self._decoded_last)
+
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
         """Every ready request, with the shape."""
-        requests = reserve(ready, self._shape.scratch)
-        return DecodeRows(requests, self._shape) if requests else None
+        if self.waits:
+            return None
+        requests = self._decoded_last = reserve(ready, self._shape.scratch)
+        is_tree = self._host_draft and not self._shape.is_plain
+        drafts = _chains(len(requests), self._shape) if is_tree else None
+        return DecodeRows(requests, self._shape, drafts) if requests else None
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Notes a decode step that came after another one."""
         now, last = time.perf_counter(), self._last
         self._last = now if rows.work is Work.DECODE else None
         if self._last is not None and last is not None:
-            seconds = result.device_seconds
+            seconds = None if self._host_draft else result.device_seconds
             self.seconds.append(now - last if seconds is None else seconds)
 
     def submitted(self, rows: Rows) -> None:
@@ -67,32 +79,48 @@ class _OneShape:
         """Nothing is kept of a request."""
 
 
+def _chains(count: int, shape: TreeShape) -> HostDraft:
+    """Trees of the host's, as many nodes as there are verify rows for."""
+    tokens = np.tile(np.arange(shape.nodes, dtype=np.int32), (count, 1))
+    return HostDraft(
+        tokens=tokens,
+        parents=np.maximum(tokens - 1, 0),
+        num_nodes=np.full(count, min(shape.nodes, shape.rows // count), np.int32),
+        forced=np.zeros(count, np.int32),
+    )
+
+
 def step_seconds(
-    backend: Backend, *, overlap: int, chunked_prefill_size: int
+    backend: Backend, *, host_draft: bool, overlap: int, chunked_prefill_size: int
 ) -> dict[int, list[float]]:
-    """Measures every decode program whose trees come from the device, and the plain ones.
+    """Measures the decode programs whose trees come from the host or the device, and plain ones.
 
     Args:
+      host_draft: From the host: then steps wait for each other, and plain ones that do not are
+        measured too.
       backend: With all programs ready, and nothing running.
       overlap, chunked_prefill_size: As they will be served with.
 
     Returns:
-      Seconds of a step for each batch bucket, by the tiers of `Shapes`; nothing where texts are too
-      short to time a step.
+      Seconds of a step for each batch bucket, by the tiers of `Shapes`, and last of plain steps
+      that do not wait where others do. Nothing where texts are too short to time a step.
 
     Raises:
       ValueError: See `Shapes.of`.
     """
-    shapes = Shapes.of(backend.limits, host_draft=False)
-    controller = _OneShape(shapes)
+    shapes = Shapes.of(backend.limits, host_draft=host_draft)
+    controller = _OneShape(shapes, host_draft)
     engine = Engine(backend, controller, overlap=overlap, chunked_prefill_size=chunked_prefill_size)
     found: dict[int, list[float]] = {batch: [] for batch in shapes.batches}
+    controller.steps_wait = host_draft
     for (batch, _), shape in shapes.by_size.items():  # by batch, then by tier
-        seconds = _timed(engine, controller, shape, batch)
-        if not seconds:
-            return {}
-        found[batch].append(statistics.median(seconds))
-    return found
+        found[batch] += _timed(engine, controller, shape, batch)
+    if host_draft:
+        controller.steps_wait = False
+        for batch in shapes.batches:
+            found[batch] += _timed(engine, controller, shapes.by_size[batch, 0], batch)
+    is_whole = all(len(each) == len(shapes.tiers) + host_draft for each in found.values())
+    return found if is_whole else {}
 
 
 def _requests(limits: Limits, shape: TreeShape, count: int) -> list[Request]:
@@ -122,7 +150,7 @@ def _is_enough(seconds: Sequence[float]) -> bool:
 
 
 def _timed(engine: Engine, controller: _OneShape, shape: TreeShape, batch: int) -> list[float]:
-    """Seconds of some steps after the first, of fewer where texts are short."""
+    """The median of some steps after the first, of fewer where texts are short; none of none."""
     controller.begin(shape)
     for request in _requests(engine.allocator.limits, shape, batch):
         engine.add(request)
@@ -132,4 +160,5 @@ def _timed(engine: Engine, controller: _OneShape, shape: TreeShape, batch: int) 
         engine.abort(number)
     while engine.busy:
         engine.step()
-    return controller.seconds[WARM_UP_STEPS:] or controller.seconds
+    seconds = controller.seconds[WARM_UP_STEPS:] or controller.seconds
+    return [statistics.median(seconds)] if seconds else []
