@@ -6,7 +6,7 @@ Whatever the user can put right ends the start with exit code 2 and one sentence
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,8 @@ from shared.drafts.drafts import Drafts
 from shared.drafts.tokenizer import check_same_tokenizer
 from shared.engine.adaptive.choice import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.tiers import Shapes
+from shared.engine.adaptive.trace import Trace
 from shared.engine.checks import RequestLimits
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
@@ -145,11 +147,13 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
             console.print(note)
         with _ended_by_signals():
             backend = _ready(start, platform, console)
+            watchdog = Watchdog(options.server.watchdog_timeout)
+            engine = make_engine(NamedSteps(backend, watchdog), start.memory.options)
+        for note in _step_notes(engine.controller):
+            console.print(note)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
-    watchdog = Watchdog(options.server.watchdog_timeout)
-    engine = make_engine(NamedSteps(backend, watchdog), start.memory.options)
     controller = engine.controller
     remembers = isinstance(controller, NgramController | AdaptiveNgramController)
     index = controller.index if remembers else None
@@ -169,6 +173,16 @@ def _notes(start: Start) -> Iterator[str]:
             f"drafts are accepted by lot (--speculative-simulate-accept-length {simulated}): the "
             "texts are not the model's"
         )
+
+
+def _step_notes(controller: Controller) -> Iterator[str]:
+    """What the steps take that there is a choice of."""
+    if not isinstance(controller, AdaptiveController | AdaptiveNgramController):
+        return
+    for batch, seconds in controller.costs.table.items():
+        names = [*map(str, controller.shapes.tiers), "off without waiting"]
+        told = [f"{name} {1000 * each:.2f}" for name, each in zip(names, seconds, strict=False)]
+        yield f"a step of {batch} rows takes {', '.join(told)} ms"
 
 
 def _ready(start: Start, platform: Platform, console: Console) -> Backend:
@@ -324,7 +338,8 @@ def make_controller(backend: Backend, options: Options) -> Controller:
             chunked_prefill_size=options.engine.chunked_prefill_size or 0,
         )
         if not options.speculative.drafts_on_host:
-            return AdaptiveController(limits, BestValue(), table)
+            trace = _trace(options, Shapes.of(limits, host_draft=False).tiers, table)
+            return AdaptiveController(limits, BestValue(), table, trace)
     if not options.speculative.drafts_on_host:
         return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     index = NgramIndex(
@@ -336,8 +351,23 @@ def make_controller(backend: Backend, options: Options) -> Controller:
     )
     index.warm_up()
     if options.adaptive.speculative_adaptive:
-        return AdaptiveNgramController(limits, index, table)
+        tiers = (*Shapes.of(limits, host_draft=True).tiers, "asleep")
+        return AdaptiveNgramController(limits, index, table, trace=_trace(options, tiers, table))
     return NgramController(limits, index)
+
+
+def _trace(
+    options: Options, tiers: Sequence[object], table: Mapping[int, Sequence[float]]
+) -> Trace | None:
+    path = options.adaptive.speculative_adaptive_trace
+    if path is None:
+        return None
+    try:
+        return Trace(Path(path), tiers, table)
+    except OSError as error:
+        raise ConfigError(
+            f"--speculative-adaptive-trace {path} cannot be written: {error.strerror}"
+        ) from error
 
 
 def _facts(start: Start, names: tuple[str, ...] | None) -> ModelFacts:

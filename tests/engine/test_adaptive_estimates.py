@@ -155,7 +155,10 @@ def test_shapes_are_the_tiers_that_every_batch_has():
     assert shapes.by_size[4, 2] == TreeShape.chain(3, 4)
     with pytest.raises(ValueError, match="nothing to choose from"):
         Shapes.of(toy_limits(num_pages=40, num_slots=5, overlap=1, depths=(0,)), host_draft=False)
-    assert str(Tier(16, 5, 4, 0.5)) == "S5k4N16R0.5"
+    for tier in (*TIERS, Tier(16, 5, 4, 0.5), Tier(8, 7, 1, 0.25)):
+        assert Tier.parse(str(tier)) == tier
+    with pytest.raises(ValueError, match="S3x is no tier"):
+        Tier.parse("S3x")
 
 
 def test_rows_that_are_shared_go_to_the_requests_that_use_them():

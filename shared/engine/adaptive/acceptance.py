@@ -213,6 +213,11 @@ class Acceptance:
         self._own[row] = 0
         return row
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request runs that anything is known of."""
+        return not self._rows
+
     def forget(self, request_id: int) -> None:
         """A request ended; what it showed of all stays."""
         if (row := self._rows.pop(request_id, None)) is not None:

@@ -13,6 +13,7 @@ from shared.engine.adaptive.acceptance import Acceptance
 from shared.engine.adaptive.choice import Policy, Situation
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes, Tier
+from shared.engine.adaptive.trace import Trace
 from shared.engine.controller import Gauges, Reserve
 from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, Rows
@@ -29,6 +30,7 @@ class AdaptiveController:
       policy: Chooses.
       table: Measured seconds of a step for each batch bucket, by tier; empty: nothing is known of
         them, and the widest tier is taken.
+      trace: Where every step is written down; None: nowhere.
 
     Attributes:
       shapes: What is chosen from.
@@ -40,15 +42,21 @@ class AdaptiveController:
     """
 
     def __init__(
-        self, limits: Limits, policy: Policy, table: Mapping[int, Sequence[float]]
+        self,
+        limits: Limits,
+        policy: Policy,
+        table: Mapping[int, Sequence[float]],
+        trace: Trace | None = None,
     ) -> None:
         self.shapes = Shapes.of(limits, host_draft=False)
         self.costs = Costs(table)
         self.acceptance = Acceptance(self.shapes.tiers)
         self.max_rows = self.shapes.batches[-1]
         self._policy = policy
+        self._trace = trace
         self._planned = self.max_rows, 0  # batch bucket and tier of the rows that were given last
-        self._flights: deque[tuple[int, int]] = deque()  # those of the decode steps on their way
+        self._hopes: dict[int, float] = {}  # drafts of a chain that each of them may get accepted
+        self._flights: deque[tuple[int, int, list[float]]] = deque()  # of the steps on their way
         self._cold: set[int] = set()
         self._chosen, self._steps = 0, Counter[int]()
         self.gauges: Gauges = gauges_of(self.shapes, self._steps, self.costs, lambda: self._chosen)
@@ -67,6 +75,9 @@ class AdaptiveController:
         requests = reserve(ready, shape.scratch)
         if not requests:
             return None
+        if self._trace is not None:
+            ids = [request.request_id for request in ready]
+            self._hopes = dict(zip(ids, survivals.sum(axis=1).tolist(), strict=True))
         if shape.rows == batch * shape.nodes:
             return DecodeRows(requests, shape)
         # Drafts of the batch compete for its verify rows.
@@ -99,10 +110,10 @@ class AdaptiveController:
         """Notes the tier, and that rows of a plain step draft nothing in their next one."""
         if rows.work is not Work.DECODE:
             return
-        self._flights.append(self._planned)
-        _, self._chosen = self._planned
+        batch, self._chosen = self._planned
         self._steps[self._chosen] += 1
         ids = [request.request_id for request in rows.requests]
+        self._flights.append((batch, self._chosen, [self._hopes.get(i, 0.0) for i in ids]))
         is_off = self.shapes.tiers[self._chosen].is_off
         self._cold.update(ids) if is_off else self._cold.difference_update(ids)
 
@@ -110,8 +121,10 @@ class AdaptiveController:
         """Learns what the step took, and what its drafts showed of requests that still run."""
         if rows.work is not Work.DECODE:
             return
-        batch, tier = self._flights.popleft()
+        batch, tier, hopes = self._flights.popleft()
         self.costs.observe(batch, tier, result.device_seconds)
+        if self._trace is not None:
+            self._trace.step(batch, tier, rows, result, hopes, result.device_seconds)
         alive = [i for i, request in enumerate(rows.requests) if request.finish_reason is None]
         accepted = result.counts[alive].astype(np.int64) - 1
         deepest = self.shapes.tiers[tier].depth
@@ -127,6 +140,8 @@ class AdaptiveController:
         """Forgets the request; what it showed of all stays."""
         self.acceptance.forget(request.request_id)
         self._cold.discard(request.request_id)
+        if self._trace is not None and self.acceptance.is_empty:
+            self._trace.flush()
 
     def cut(self, request_id: int, num_tokens: int) -> None:
         """Nothing is kept of a request that ended."""

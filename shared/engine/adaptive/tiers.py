@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from shared.spec.draft_tree import TreeShape
 SPREAD = 0.7
 """A level of b candidates misses as b ** SPREAD independent ones would. In a simulation of the
 match rule one candidate agreed in 0.70 of all cases and the best of four in 0.96, so it is 0.7."""
+
+_NAME = re.compile(r"off|S(\d+)(?:k(\d+)N(\d+))?(?:R([\d.]+))?")
 
 
 @dataclass(frozen=True, order=True)
@@ -31,6 +34,22 @@ class Tier:
     def of(cls, shape: TreeShape, batch: int) -> Tier:
         """The tier of a program's shape."""
         return cls(*shape.tree, shape.rows / (batch * shape.nodes))
+
+    @classmethod
+    def parse(cls, name: str) -> Tier:
+        """The tier of a name, as `str` gives it.
+
+        Raises:
+          ValueError: It is none.
+        """
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise ValueError(f"{name:.40} is no tier")
+        if name == "off":
+            return cls(1, 0, 0)
+        steps, width, nodes, share = found.groups()
+        depth = int(steps)
+        return cls(int(nodes or depth + 1), depth, int(width or 1), float(share or 1))
 
     @property
     def tree(self) -> tuple[int, int, int]:

@@ -21,6 +21,7 @@ from shared.boundary.backend import Limits, StepResult, Work
 from shared.engine.adaptive.controller import gauges_of, most_left
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes
+from shared.engine.adaptive.trace import Trace
 from shared.engine.controller import Gauges, Reserve
 from shared.engine.ngram.controller import index_gauges
 from shared.engine.ngram.evidence import Evidence, Selection
@@ -63,6 +64,7 @@ class AdaptiveNgramController:
         other, and last of plain steps that do not. Empty: nothing is known, and every node of the
         trees is verified.
       clock: Tells the time.
+      trace: Where every step is written down; None: nowhere.
 
     Raises:
       ValueError: See `Shapes.of`.
@@ -74,6 +76,7 @@ class AdaptiveNgramController:
         index: NgramIndex,
         table: Mapping[int, Sequence[float]],
         clock: Callable[[], float] = time.perf_counter,
+        trace: Trace | None = None,
     ) -> None:
         self.shapes, self.costs = Shapes.of(limits, host_draft=True), Costs(table)
         self.index, self.evidence, self._clock = index, Evidence(), clock
@@ -82,7 +85,9 @@ class AdaptiveNgramController:
         self.is_asleep = False
         self._decoded_last: list[Request] = []
         self._planned = self.max_rows, 0
-        self._flights: deque[tuple[int, int]] = deque()
+        self._flights: deque[tuple[int, int, list[float]]] = deque()
+        self._hopes: dict[int, float] = {}
+        self._trace = trace
         self._last: float | None = None
         self._trees: Trees | None = None
         self._tree_of: dict[int, int] = {}
@@ -134,7 +139,12 @@ class AdaptiveNgramController:
         self._trees = trees
         self._tree_of = {request.request_id: row for row, request in enumerate(requests)}
         most = np.array([most_left(request) - 1 for request in requests])
-        selection = Selection(trees, self.evidence.weights(trees, most))
+        weights = self.evidence.weights(trees, most)
+        hopes = (weights.sum(axis=1) - 1).tolist()
+        self._hopes = {
+            request.request_id: hope for request, hope in zip(requests, hopes, strict=True)
+        }
+        selection = Selection(trees, weights)
         shapes = [self._shape(batch, tier) for tier in range(self._asleep)]
         found = [selection.take(shape.nodes, shape.rows - batch) for shape in shapes]
         tier = self._best([tokens for tokens, _ in found], len(requests), batch)
@@ -159,8 +169,9 @@ class AdaptiveNgramController:
         for chunk in rows.chunks:
             self.index.see_prompt(chunk.request, chunk.end)
         if rows.work is Work.DECODE:
-            self._flights.append(self._planned)
             batch, tier = self._planned
+            hopes = [self._hopes.get(request.request_id, 0.0) for request in rows.requests]
+            self._flights.append((batch, tier, hopes))
             self._chosen = 0 if tier == self._asleep else tier
             self._steps[tier] += 1
             if tier == self._asleep:
@@ -174,9 +185,11 @@ class AdaptiveNgramController:
         self._last = now if rows.work is Work.DECODE else None
         if rows.work is not Work.DECODE:
             return
-        batch, tier = self._flights.popleft()
-        if last is not None:
-            self.costs.observe(batch, tier, now - last)
+        batch, tier, hopes = self._flights.popleft()
+        seconds = None if last is None else now - last
+        self.costs.observe(batch, tier, seconds)
+        if self._trace is not None:
+            self._trace.step(batch, tier, rows, result, hopes, seconds)
         if self._trees is None:
             return
         places = [
@@ -196,6 +209,9 @@ class AdaptiveNgramController:
         """Keeps the text, and lets go of the request."""
         self.index.end(request)
         self._tree_of.pop(request.request_id, None)
+        self._hopes.pop(request.request_id, None)
+        if self._trace is not None and not self._hopes:
+            self._trace.flush()
 
     def cut(self, request_id: int, num_tokens: int) -> None:
         """Forgets what does not belong to the text."""
