@@ -110,6 +110,7 @@ class Program:
         sizes = [f"{self.batch} rows"]
         sizes += [f"{self.tokens} tokens"] * bool(self.tokens)
         sizes += [f"{self.shape.nodes} nodes"] * (not self.shape.is_plain)
+        sizes += [f"{self.shape.rows} verify rows"] * self.shape.shares_rows(self.batch)
         sizes += [f"{self.pages} pages"]
         flags = ("host_draft", "mask", "logprobs")
         named = [name.replace("_", " ") for name in flags if getattr(self, name)]

@@ -80,8 +80,11 @@ def split_attention(program: Program, model: ModelConfig, limits: Limits, item: 
 
 
 def rows_of(program: Program) -> int:
-    """Flat rows of a step's forward pass."""
-    return program.tokens or program.batch * program.shape.nodes
+    """Most flat rows of a step's forward passes, the target's or the drafter's.
+
+    A verify with fewer rows than nodes counts them all: what is kept of its nodes is.
+    """
+    return program.tokens or program.batch * max(program.shape.nodes, program.shape.block)
 
 
 def state_layer_bytes(model: ModelConfig, item: int) -> int:

@@ -3,6 +3,7 @@
 A GPU is not needed to see it: the step is lowered for one, and its operations are read.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -26,6 +27,7 @@ from tests.support.random_serving import drafter_of, target_of
 FAMILY, BATCH, PAGES = "qwen3_5", 2, 8
 PLAIN, CHAIN = TreeShape.plain(BATCH), TreeShape.chain(3, BATCH)
 TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH)
+SHORT = TreeShape(nodes=3, depth=2, width=1, rows=4, block=4)
 
 
 def decode_of(shape: TreeShape, host_draft: bool) -> Program:
@@ -87,6 +89,8 @@ CASES = {
     "STANDALONE, a chain": ("STANDALONE", CHAIN, False, "block"),
     "DFLASH, a chain": ("DFLASH", CHAIN, False, "match"),
     "DFLASH, a sampled chain": ("DFLASH", CHAIN, False, "rejection"),
+    "NEXTN, trees in fewer rows": ("NEXTN", replace(TREE, rows=9), False, "match"),
+    "DFLASH, a short chain in fewer rows": ("DFLASH", SHORT, False, "match"),
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from shared.boundary.backend import Backend
 from tests.device import test_cross_backend_blocks as blocks
 from tests.device.test_cross_backend import (
+    BATCH,
     GREEDY,
     SAMPLED,
     SHAPES,
@@ -51,6 +53,12 @@ BLOCK_CELLS = [
     blocks.cell("qwen3_5", GREEDY, "mixed", 1, 16),
     blocks.cell("qwen3_5", SAMPLED, "mixed", 2, 16),
     blocks.cell("qwen3", SAMPLED, "mixed", 1, 64),
+]
+SHARED_CELLS = [
+    *(tree_cell("qwen3_5", "NEXTN", TREES[1], how, "mixed", 1, 16) for how in (GREEDY, SAMPLED)),
+    Cell("qwen3_5", 5, SAMPLED, "mixed", 1, 16),
+    tree_cell("qwen3_5", "STANDALONE", TREES[1], SAMPLED, "mixed", 1, 16),
+    replace(BLOCK_CELLS[1], depth=blocks.SHARED.depth),
 ]
 FRAMEWORKS = ("torch", "torch graphs", "jax")
 OPS = ("kernels", "plain")
@@ -111,6 +119,23 @@ def test_blocks_give_the_text_of_the_specification_and_are_accepted_alike(cell):
         served[name] = serve(backend, cell)
         backend.close()
     compare(cell, served, blocks.oracle_of(cell.family))
+    assert_few_excused()
+
+
+@pytest.mark.parametrize("cell", SHARED_CELLS, ids=str)
+def test_batches_in_fewer_verify_rows_than_nodes_are_accepted_alike(cell):
+    """The text is the specification's; which drafts are verified is the same everywhere."""
+    if is_block := cell.drafter == "DFLASH":
+        shape, model, head = blocks.SHARED, blocks.model_of, blocks.head_of(cell.family)
+    else:
+        shape, model = replace(cell.shape, rows=2 * BATCH + 1), model_of
+        head = head_of(cell.family, cell.drafter)
+    limits, served = limits_of(cell.family, cell.page_size, (shape,)), {}
+    for name in FRAMEWORKS:
+        backend = make_gpu_backend(name, *model(cell.family), limits, head)
+        served[name] = serve(backend, cell)
+        backend.close()
+    compare(cell, served, (blocks.oracle_of if is_block else oracle_of)(cell.family))
     assert_few_excused()
 
 

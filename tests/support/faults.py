@@ -17,7 +17,16 @@ from shared.engine.planner import Planner
 from shared.engine.request import Request
 from shared.engine.rows import Chunk
 from shared.reference.backend import Batch, ReferenceBackend
-from shared.spec import acceptance, attention, draft_tree, gated_delta, mamba_state, sampling, slots
+from shared.spec import (
+    acceptance,
+    attention,
+    draft_tree,
+    gated_delta,
+    mamba_state,
+    sampling,
+    slots,
+    verify_rows,
+)
 
 Patch = pytest.MonkeyPatch
 
@@ -299,6 +308,29 @@ def conv_window_of_the_root(patch: Patch) -> None:
 
 def scratch_of_the_nodes_alone(patch: Patch) -> None:
     patch.setattr(draft_tree.TreeShape, "scratch", property(lambda shape: shape.nodes))
+
+
+# Shared verify rows
+
+
+def deeper_drafts_go_before_their_parents(patch: Patch) -> None:
+    def rank_weights(parents: Any, weights: Any, calibration: Any) -> Any:
+        depth = draft_tree.depths(parents)
+        known = np.take_along_axis(calibration, np.maximum(depth - 1, 0), axis=1)
+        return np.where(depth > 0, weights + known, 0)
+
+    patch.setattr(verify_rows, "rank_weights", rank_weights)
+
+
+def padding_has_no_verify_row(patch: Patch) -> None:
+    after(patch, Batch, "of", lambda batch, *rest: replace(batch, num_padding=0))
+
+
+def failed_rows_rank_as_their_roots(patch: Patch) -> None:
+    def spoil(ranked: Any, *rest: Any) -> Any:
+        return np.where(ranked == -np.inf, 0, ranked)
+
+    after(patch, verify_rows, "rank_weights", spoil)
 
 
 # The faults and their proofs

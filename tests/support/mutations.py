@@ -15,6 +15,7 @@ import pytest
 
 from tests.boundary import test_backend_contract as contract
 from tests.boundary import test_backend_contract_memory as memory
+from tests.boundary import test_shared_rows as shared_rows
 from tests.device import test_tree_behaviour as trees
 from tests.engine import test_engine, test_planner, test_scheduler
 from tests.support.contract_host import CHAIN, GREEDY, PLAIN, SAMPLED, Host
@@ -23,7 +24,9 @@ from tests.support.faults import (
     accepted_branch_not_moved,
     conv_window_of_the_root,
     counts_of_the_last_owner,
+    deeper_drafts_go_before_their_parents,
     depth_taken_for_the_node_number,
+    failed_rows_rank_as_their_roots,
     full_page_rewritten,
     holes_in_draft_memory_read,
     late_row_kept,
@@ -34,6 +37,7 @@ from tests.support.faults import (
     nan_left_in_a_page,
     newest_token_lags,
     old_pages_in_table_rows_past_the_batch,
+    padding_has_no_verify_row,
     pages_of_a_neighbour,
     penalties_in_a_tree_see_the_node_only,
     penalties_see_the_last_token_only,
@@ -214,5 +218,17 @@ MUTATIONS = {
     ),
     "trees: draft scratch of N only": Mutation(
         scratch_of_the_nodes_alone, _grown(trees.test_drafting_writes_within_its_scratch)
+    ),
+    "verify rows: a draft goes before its parent": Mutation(
+        deeper_drafts_go_before_their_parents,
+        shared_rows.test_a_depth_that_is_seldom_reached_is_not_verified,
+    ),
+    "verify rows: padding has none": Mutation(
+        padding_has_no_verify_row,
+        shared_rows.test_a_batch_that_shares_rows_gives_the_plain_texts_and_uses_them_all,
+    ),
+    "verify rows: a failed row takes its neighbours'": Mutation(
+        failed_rows_rank_as_their_roots,
+        shared_rows.test_isolation_a_failed_row_takes_no_verify_rows_from_its_neighbours,
     ),
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
@@ -26,9 +26,14 @@ PLAIN = TreeShape.plain(BATCH)
 NAIVE, CHAIN, LONG = (TreeShape.chain(depth, BATCH) for depth in (1, BLOCK_SIZE - 1, 5))
 TREE = TreeShape(nodes=6, depth=3, width=2, rows=6 * BATCH)
 NARROW = TreeShape(nodes=8, depth=4, width=4, rows=8 * BATCH)
-SHAPES = (TREE, CHAIN, NARROW, NAIVE, LONG, PLAIN)
+# Fewer verify rows than nodes, and a chain that is shorter than a block.
+FEW_TREE, FEW_LONG = replace(TREE, rows=2 * BATCH + 1), replace(LONG, rows=BATCH + 5)
+SHORT = replace(TreeShape.chain(BLOCK_SIZE - 2, BATCH), block=BLOCK_SIZE)
+FEW_SHORT = replace(SHORT, rows=BATCH + 3)
+SHAPES = (TREE, CHAIN, NARROW, FEW_TREE, FEW_LONG, NAIVE, LONG, PLAIN)
 CHAINS = (CHAIN, NAIVE, LONG, PLAIN)
-BLOCKS = (CHAIN, PLAIN)
+BLOCKS = (CHAIN, SHORT, FEW_SHORT, PLAIN)
+BLOCK_CHAINS = (CHAIN, SHORT, PLAIN)
 HYBRID = "qwen3_5"
 FAMILIES = (HYBRID, "llama")
 DRAFTERS = ("NEXTN", "EAGLE3", "STANDALONE", "NGRAM", "DFLASH", "EAGLE", "none")
@@ -107,7 +112,7 @@ def shapes_of(drafter: str, rule: str) -> tuple[TreeShape, ...]:
     if drafter == "none":
         return (PLAIN,)
     if drafter == "DFLASH":
-        return BLOCKS
+        return BLOCKS if rule == "match" else BLOCK_CHAINS
     return SHAPES if rule == "match" else CHAINS
 
 

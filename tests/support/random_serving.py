@@ -180,13 +180,14 @@ class Watched:
             assert not result.failed[rows].any()
             if plan.program.work is not Work.DECODE:
                 continue
-            drafted = result.num_nodes[rows] - 1
-            most = np.minimum(plan.sampling.max_drafts[rows], plan.program.shape.nodes - 1)
+            drafted, shape = result.num_nodes[rows] - 1, plan.program.shape
+            assert drafted.sum() <= shape.rows - plan.program.batch, "more nodes than verify rows"
+            most = np.minimum(plan.sampling.max_drafts[rows], shape.nodes - 1)
             assert (drafted >= 0).all()
             assert (drafted <= most).all(), "a request got more drafts than it allows"
             accepted = result.counts[rows] - 1
             assert (accepted >= 0).all()
-            assert (accepted <= np.minimum(drafted, plan.program.shape.depth)).all()
+            assert (accepted <= np.minimum(drafted, shape.depth)).all()
 
 
 class InTurns(StaticController):
