@@ -62,6 +62,7 @@ class Candidate:
     Attributes:
       steps, topk, nodes: S, k and N, root included.
       rows: Share of all nodes of a batch that get verify rows.
+      block: See `shared.spec.draft_tree.TreeShape`.
 
     Raises:
       ConfigError: No draft tree has this shape.
@@ -71,6 +72,7 @@ class Candidate:
     topk: int
     nodes: int
     rows: float = 1.0
+    block: int = 0
 
     def __post_init__(self) -> None:
         most = min(1 + self.topk + (self.steps - 1) * self.topk**2, MOST_NODES)
@@ -194,7 +196,8 @@ def default_candidates(
         sizes = {max(2, nodes // 3), nodes} | (set() if are_few else {max(2, nodes // 6)})
         chains = [size - 1 for size in sizes]
     elif block is not None:
-        chains = [block - 1]
+        sizes = {block, max(2, block // 2)} | (set() if are_few else {max(2, block // 4)})
+        chains = [size - 1 for size in sizes]
     elif steps == 1:
         chains = [1]
     else:

@@ -140,9 +140,9 @@ def _with_defaults(
 def _candidates(options: Options, block: int | None, are_few: bool) -> tuple[Candidate, ...]:
     """The draft shapes that a start chooses from: those of its file, or some of each size."""
     draft = options.speculative
-    if options.candidates or not options.adaptive.speculative_adaptive:
-        return options.candidates
-    return default_candidates(
+    if not options.adaptive.speculative_adaptive:
+        return ()
+    found = options.candidates or default_candidates(
         steps=draft.num_steps,
         nodes=draft.num_draft_tokens,
         has_trees=draft.speculative_algorithm in TREE_ALGORITHMS,
@@ -150,6 +150,7 @@ def _candidates(options: Options, block: int | None, are_few: bool) -> tuple[Can
         on_host=draft.drafts_on_host,
         are_few=are_few,
     )
+    return tuple(replace(each, block=block or 0) for each in found)
 
 
 @dataclass(frozen=True)

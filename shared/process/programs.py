@@ -162,7 +162,7 @@ def decode_shapes(options: Options, batch: int) -> list[TreeShape]:
 
 def _shape(candidate: Candidate, batch: int) -> TreeShape:
     rows = max(batch, round(batch * candidate.nodes * candidate.rows))
-    return TreeShape(candidate.nodes, candidate.steps, candidate.topk, rows)
+    return TreeShape(candidate.nodes, candidate.steps, candidate.topk, rows, candidate.block)
 
 
 def given(value: int | None) -> int:
