@@ -1,10 +1,10 @@
 """Seconds of a decode step, by batch bucket and tier: measured at the start, then followed.
 
 A bucket has a vector: by how much each tier takes longer now than it did at the start. Most of what
-moves it moves all tiers alike (contexts grow, a clock falls), so a tier that runs tells of those
-that do not; and each has an error of its own, of which only its own steps tell. Both are random
-walks, and the vector is followed by a Kalman filter: the covariance of two tiers is what they
-share.
+moves it moves all tiers, as much (contexts grow) or in proportion (a clock falls), so a tier that
+runs tells of those that do not; and each has an error of its own, of which only its own steps tell.
+All are random walks, and the vector is followed by a Kalman filter: the covariance of two tiers is
+what they share.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 OWN_ERROR = 0.1
 """Standard deviation of a tier's own error in the table, as a share of a plain step."""
 
-SHARED_WALK, OWN_WALK = 0.01, 0.001
-"""Of what moves all tiers, and one alone, from step to step."""
+SHARED_WALK, OWN_WALK = 0.007, 0.001
+"""Of what moves all tiers, as much or in proportion, and of what moves one, from step to step."""
 
 NOISE = 0.1
 """Of one measured step, as a share of it."""
@@ -37,8 +37,9 @@ class _Bucket:
         self._plain, count = float(seconds[0]), len(seconds)
         self._excess = np.zeros(count)
         self._errors = np.eye(count) * (OWN_ERROR * self._plain) ** 2
-        walk = np.full((count, count), SHARED_WALK**2) + np.eye(count) * OWN_WALK**2
-        self._walk = walk * self._plain**2
+        shares = self.first / self._plain
+        shared = (1 + np.outer(shares, shares)) * SHARED_WALK**2
+        self._walk = (shared + np.eye(count) * OWN_WALK**2) * self._plain**2
         self.seconds: list[float] = self.first.tolist()
 
     def observe(self, tier: int, seconds: float) -> None:
