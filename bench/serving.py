@@ -107,6 +107,7 @@ def start(
     plain_candidates: bool,
     radix_cache: bool,
     chunk: int | None = None,
+    batches: Sequence[int] = (),
 ) -> Served:
     """Starts an engine that serves `batch` requests at once, and warms it up.
 
@@ -116,6 +117,7 @@ def start(
       context: Most tokens of prompt and output.
       radix_cache: Texts are kept for later requests; without, each prompt costs its whole time.
       chunk: Of prompts the program alone that has room for so many tokens; None: all.
+      batches: Also decodes in programs of the smallest batch bucket that holds each of these.
       plain_candidates: Drafts are ranked without the target's noise; no server can be told to.
 
     Raises:
@@ -130,7 +132,7 @@ def start(
     options = parse([*flags, *bounds, *cached])
     begun = launch.prepare(options, serve.PLATFORM)
     memory, blueprint = begun.memory, begun.memory.blueprint
-    limits = one_bucket(blueprint.limits, chunk)
+    limits = one_bucket(blueprint.limits, chunk, batches)
     blueprint = replace(blueprint, limits=limits)
     files, clock = (begun.checkpoint, begun.draft_files), [time.perf_counter()]
     backend = serve.load_backend(blueprint, *files, lambda num_bytes: None)
@@ -155,22 +157,26 @@ def start(
     )
 
 
-def one_bucket(limits: Limits, chunk: int | None = None) -> Limits:
+def one_bucket(limits: Limits, chunk: int | None = None, batches: Sequence[int] = ()) -> Limits:
     """Keeps the widest program of each kind of step, so that none is compiled in a timed run.
 
     They are without logprobs, which no timed run asks for.
 
     Args:
-      chunk: See `start`.
+      chunk, batches: See `start`.
     """
     widest = {}
     for program in limits.programs:
         size = (program.batch, program.pages)
         widest[program.work] = max(size, widest.get(program.work, size))
+    buckets = sorted({p.batch for p in limits.programs if p.work is Work.DECODE})
+    wanted = {next(bucket for bucket in buckets if bucket >= batch) for batch in batches}
     kept = [
         replace(program, logprobs=False)
         for program in limits.programs
         if (program.batch, program.pages) == widest[program.work]
+        or (program.work is Work.DECODE and program.batch in wanted)
+        and program.pages == widest[Work.DECODE][1]
     ]
     if chunk is not None:
         sizes = sorted({p.tokens for p in kept if p.work is Work.PREFILL})

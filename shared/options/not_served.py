@@ -43,8 +43,7 @@ NOT_SUPPORTED = {
         ("--speculative-token-map", "--speculative-draft-model-revision")
         + ("--speculative-draft-model-quantization", "--speculative-attention-mode")
         + ("--speculative-draft-attention-backend", "--speculative-draft-sink-size")
-        + ("--speculative-adaptive", "--speculative-adaptive-config", "--speculative-ngram")
-        + ("--speculative-dflash-block-size", "--enable-multi-layer-eagle")
+        + ("--speculative-ngram", "--speculative-dflash-block-size", "--enable-multi-layer-eagle")
         + ("--speculative-moe-runner-backend",),
         "a draft tree of one shape is what drafts; leave the flag out",
     ),
@@ -71,6 +70,5 @@ NOT_SUPPORTED = {
 
 NOT_SUPPORTED_PREFIXES = (
     "--speculative-dspark-",
-    "--speculative-adaptive-",
     "--disaggregation-",
 )

@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
+from shared.options.adaptive import AdaptiveConfig, Candidate
 from shared.options.engine import EngineConfig
 from shared.options.flags import ConfigError, check_rules, flag, spelling
 from shared.options.lot import rates_of
@@ -274,6 +275,7 @@ class Options:
 
     Attributes:
       given: Names of the fields that were named, of any part.
+      candidates: Draft shapes that an adaptive start chooses from, once they are known.
     """
 
     model: ModelOptions
@@ -281,7 +283,9 @@ class Options:
     engine: EngineConfig
     speculative: SpeculativeConfig
     ngram: NgramConfig
+    adaptive: AdaptiveConfig
     given: frozenset[str] = frozenset()
+    candidates: tuple[Candidate, ...] = ()
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> Self:
@@ -292,8 +296,9 @@ class Options:
         """
         made = {}
         for part, made_of in PARTS.items():
-            names = {item.name for item in fields(made_of)}
-            made[part] = made_of(**{name: values[name] for name in names & values.keys()})
+            names = {item.name for item in fields(made_of)} & values.keys()
+            made[part] = made_of(**{name: values[name] for name in names})
+        made["adaptive"].check_drafter(made["speculative"].drafts)
         return cls(**made, given=frozenset(values))
 
 
@@ -303,6 +308,7 @@ PARTS = {
     "engine": EngineConfig,
     "speculative": SpeculativeConfig,
     "ngram": NgramConfig,
+    "adaptive": AdaptiveConfig,
 }
 
 

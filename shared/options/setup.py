@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from shared.models.config import ModelConfig
+from shared.options.adaptive import MOST_STEPS, AdaptiveConfig
 from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
 from shared.options.options import BLOCK_ALGORITHM, Options, SpeculativeConfig
@@ -40,6 +41,17 @@ class Setup:
         return self.draft.speculative_algorithm
 
     @property
+    def adaptive(self) -> AdaptiveConfig:
+        """How it is chosen how much is drafted."""
+        return self.options.adaptive
+
+    @property
+    def adaptive_flag(self) -> str | None:
+        """The first flag of the adaptive choice that was given."""
+        names = [item.name for item in fields(AdaptiveConfig)]
+        return next((spelling(name) for name in names if name in self.options.given), None)
+
+    @property
     def most_nodes(self) -> int:
         """Nodes of the largest tree with the S and k of the setup."""
         k = self.draft.topk
@@ -47,7 +59,9 @@ class Setup:
 
     @property
     def num_levels(self) -> int:
-        """S, the levels that are drafted."""
+        """S, the levels that are drafted; the most there can be where that is decided later."""
+        if self.adaptive.speculative_adaptive:
+            return max((each.steps for each in self.options.candidates), default=MOST_STEPS)
         return self.draft.settled(self.model.family == "llama", self.block).num_steps
 
     @property
@@ -74,6 +88,7 @@ class Setup:
             "block": self.block,
             "window": self.draft.speculative_draft_window_size,
             "ngram_flag": self.ngram_flag,
+            "adaptive_flag": self.adaptive_flag,
             "min_breadth": self.options.ngram.speculative_ngram_min_bfs_breadth,
             "max_breadth": self.options.ngram.speculative_ngram_max_bfs_breadth,
             "budget": self.options.ngram.sam_budget,
@@ -99,6 +114,7 @@ WORDS = {
     "block": "a number of",
     "window": "N",
     "ngram_flag": "--speculative-ngram-*",
+    "adaptive_flag": "--speculative-adaptive-*",
     "min_breadth": "N",
     "max_breadth": "M",
     "budget": "N",

@@ -6,7 +6,7 @@ Whatever the user can put right ends the start with exit code 2 and one sentence
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
-from shared.boundary.backend import Backend, Blueprint, Limits
+from shared.boundary.backend import Backend, Blueprint
 from shared.drafts.block import stated_block
 from shared.drafts.checkpoint import (
     DraftFiles,
@@ -28,18 +28,24 @@ from shared.drafts.checkpoint import (
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.drafts.tokenizer import check_same_tokenizer
+from shared.engine.adaptive.choice import BestValue
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.tiers import Shapes
+from shared.engine.adaptive.trace import Trace
 from shared.engine.checks import RequestLimits
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
+from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig, read_json
 from shared.models.dummy import DummyCheckpoint, Stored
 from shared.models.sampling import SamplingDefaults
-from shared.options.capabilities import refusals
+from shared.options.adaptive import read_candidates
 from shared.options.flags import spelling
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
+from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process import loop
 from shared.process.address import bind, host_names
@@ -47,6 +53,7 @@ from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.frames import ModelFacts
 from shared.process.memory_plan import MemoryPlan, plan
+from shared.process.profiling import step_seconds
 from shared.process.programs import ProgramCosts, draft_shape
 from shared.process.progress import loading_bar, preparing_bar
 from shared.process.watchdog import NamedSteps, Watchdog
@@ -141,13 +148,16 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
             console.print(note)
         with _ended_by_signals():
             backend = _ready(start, platform, console)
+            watchdog = Watchdog(options.server.watchdog_timeout)
+            engine = make_engine(NamedSteps(backend, watchdog), start.memory)
+        for note in _step_notes(engine.controller):
+            console.print(note)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
-    watchdog = Watchdog(options.server.watchdog_timeout)
-    engine = make_engine(NamedSteps(backend, watchdog), start.memory)
     controller = engine.controller
-    index = controller.index if isinstance(controller, NgramController) else None
+    remembers = isinstance(controller, NgramController | AdaptiveNgramController)
+    index = controller.index if remembers else None
     facts = _facts(start, host_names(options.server, listeners))
     return loop.run(engine, facts, listeners, index, watchdog)
 
@@ -164,6 +174,16 @@ def _notes(start: Start) -> Iterator[str]:
             f"drafts are accepted by lot (--speculative-simulate-accept-length {simulated}): the "
             "texts are not the model's"
         )
+
+
+def _step_notes(controller: Controller) -> Iterator[str]:
+    """What the steps take that there is a choice of."""
+    if not isinstance(controller, AdaptiveController | AdaptiveNgramController):
+        return
+    for batch, seconds in controller.costs.table.items():
+        names = [*map(str, controller.shapes.tiers), "off without waiting"]
+        told = [f"{name} {1000 * each:.2f}" for name, each in zip(names, seconds, strict=False)]
+        yield f"a step of {batch} rows takes {', '.join(told)} ms"
 
 
 def _ready(start: Start, platform: Platform, console: Console) -> Backend:
@@ -195,7 +215,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     Raises:
       ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
     """
-    options = _expanded(options)
+    options = _with_candidates(_expanded(options))
     if not platform.captures:
         _refuse_graph_flags(options)
     draft, folder = options.speculative, options.model.model_path
@@ -284,8 +304,18 @@ def _expanded(options: Options) -> Options:
         # The server's process reads it, from a folder of its own.
         corpus = os.path.abspath(os.path.expanduser(corpus))
         ngram = replace(ngram, speculative_ngram_external_corpus_path=corpus)
+    adaptive = options.adaptive
+    for name in ("speculative_adaptive_config", "speculative_adaptive_trace"):
+        if path := getattr(adaptive, name):
+            adaptive = replace(adaptive, **{name: os.path.expanduser(path)})
     model = replace(model, model_path=folder)
-    return replace(options, model=model, speculative=draft, ngram=ngram)
+    return replace(options, model=model, speculative=draft, ngram=ngram, adaptive=adaptive)
+
+
+def _with_candidates(options: Options) -> Options:
+    """With the draft shapes that a file names."""
+    path = options.adaptive.speculative_adaptive_config
+    return replace(options, candidates=read_candidates(path)) if path else options
 
 
 def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
@@ -293,16 +323,27 @@ def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
     options = memory.options
     return Engine(
         backend,
-        make_controller(backend.limits, options),
+        make_controller(backend, options),
         overlap=options.engine.overlap_depth,
         chunked_prefill_size=options.engine.chunked_prefill_size or 0,
         cache=cache_policy(memory),
     )
 
 
-def make_controller(limits: Limits, options: Options) -> Controller:
-    """What chooses how requests decode; what it has to compile is compiled."""
-    shape = draft_shape(options, 1)
+def make_controller(backend: Backend, options: Options) -> Controller:
+    """What chooses how requests decode; what it has to compile or to measure is done."""
+    shape, limits = draft_shape(options, 1), backend.limits
+    table: dict[int, list[float]] = {}
+    if options.adaptive.speculative_adaptive:
+        table = step_seconds(
+            backend,
+            host_draft=options.speculative.drafts_on_host,
+            overlap=options.engine.overlap_depth,
+            chunked_prefill_size=options.engine.chunked_prefill_size or 0,
+        )
+        if not options.speculative.drafts_on_host:
+            trace = _trace(options, Shapes.of(limits, host_draft=False).tiers, table)
+            return AdaptiveController(limits, BestValue(), table, trace)
     if not options.speculative.drafts_on_host:
         return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     index = NgramIndex(
@@ -313,7 +354,24 @@ def make_controller(limits: Limits, options: Options) -> Controller:
         chain=limits.accept_rule != "match",
     )
     index.warm_up()
+    if options.adaptive.speculative_adaptive:
+        tiers = (*Shapes.of(limits, host_draft=True).tiers, "asleep")
+        return AdaptiveNgramController(limits, index, table, trace=_trace(options, tiers, table))
     return NgramController(limits, index)
+
+
+def _trace(
+    options: Options, tiers: Sequence[object], table: Mapping[int, Sequence[float]]
+) -> Trace | None:
+    path = options.adaptive.speculative_adaptive_trace
+    if path is None:
+        return None
+    try:
+        return Trace(Path(path), tiers, table)
+    except OSError as error:
+        raise ConfigError(
+            f"--speculative-adaptive-trace {path} cannot be written: {error.strerror}"
+        ) from error
 
 
 def _facts(start: Start, names: tuple[str, ...] | None) -> ModelFacts:

@@ -16,6 +16,7 @@ from shared.drafts.drafts import Drafts
 from shared.engine.cache_policy import track_unit
 from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig
+from shared.options.adaptive import TREE_ALGORITHMS, Candidate, default_candidates
 from shared.options.options import ConfigError, Options
 from shared.process.device import Device
 from shared.process.programs import ProgramCosts, captured_works, given, limits_for, pages_for
@@ -104,7 +105,7 @@ def plan(
     Raises:
       ConfigError: The limits contradict each other, or do not fit.
     """
-    options = _with_defaults(options, model, drafts, device)
+    options = _with_defaults(options, model, drafts, device, costs.are_compiled)
     sizing = _Sizing(options, model, drafts, device, costs)
     found = sizing.with_pages(sizing.most_pages())
     if found.total_bytes > device.free_bytes:
@@ -115,16 +116,21 @@ def plan(
     return found
 
 
-def _with_defaults(options: Options, model: ModelConfig, drafts: Drafts, device: Device) -> Options:
+def _with_defaults(
+    options: Options, model: ModelConfig, drafts: Drafts, device: Device, are_compiled: bool
+) -> Options:
     """With nothing left open but the number of KV positions."""
+    are_few = are_compiled and device.kind == "cpu"
     defaults, engine = DEFAULTS[device.kind], options.engine
-    draft = options.speculative.settled(
-        model.family == "llama", drafts.block.size if drafts.block else None
-    )
+    block = drafts.block.size if drafts.block else None
+    draft = options.speculative.settled(model.family == "llama", block)
+    candidates = _candidates(options, block, are_few)
     page_size = engine.page_size or defaults.page_size
-    in_flight = (engine.overlap_depth + 1) * (draft.num_steps + 1)
+    deepest = max((draft.num_steps, *(each.steps for each in candidates)))
+    in_flight = (engine.overlap_depth + 1) * (deepest + 1)
     return replace(
         options,
+        candidates=candidates,
         model=replace(
             options.model,
             dtype=defaults.dtype if options.model.dtype == "auto" else options.model.dtype,
@@ -146,6 +152,22 @@ def _interval(page_size: int, in_flight: int) -> int:
     """The least that steps in flight cannot pass twice."""
     unit = track_unit(page_size)
     return -(-in_flight // unit) * unit
+
+
+def _candidates(options: Options, block: int | None, are_few: bool) -> tuple[Candidate, ...]:
+    """The draft shapes that a start chooses from: those of its file, or some of each size."""
+    draft = options.speculative
+    if not options.adaptive.speculative_adaptive:
+        return ()
+    found = options.candidates or default_candidates(
+        steps=draft.num_steps,
+        nodes=draft.num_draft_tokens,
+        has_trees=draft.speculative_algorithm in TREE_ALGORITHMS,
+        block=block,
+        on_host=draft.drafts_on_host,
+        are_few=are_few,
+    )
+    return tuple(replace(each, block=block or 0) for each in found)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from itertools import product
 
 from shared.boundary.backend import CAPTURED, Blueprint, Limits, Program, Work
 from shared.models.config import ModelConfig
+from shared.options.adaptive import Candidate
 from shared.options.engine import CHUNK_ALIGNMENT
 from shared.options.options import Options
 from shared.process.device import Device
@@ -115,7 +116,7 @@ def _programs(
         _program(Work.DECODE, batch, pages, 0, shape, logprobs)
         for batch in batches
         for pages in tables
-        for shape in ([TreeShape.plain(batch)] if on_host else []) + [draft_shape(options, batch)]
+        for shape in decode_shapes(options, batch)
         for logprobs in (False, True)
     ]
     if on_host:
@@ -125,9 +126,9 @@ def _programs(
 
 def _few(programs: Sequence[Program]) -> list[Program]:
     """Of each size one: with logprobs if it is the widest of its work and shape of tree."""
-    widest: dict[tuple[Work, int], Program] = {}
+    widest: dict[tuple[Work, tuple[int, int, int]], Program] = {}
     for program in programs:  # in ascending order
-        widest[program.work, program.shape.nodes] = replace(program, logprobs=True)
+        widest[program.work, program.shape.tree] = replace(program, logprobs=True)
     return [
         program
         for program in programs
@@ -145,12 +146,27 @@ def _prefill_rows(requests: int) -> list[int]:
 
 
 def draft_shape(options: Options, batch: int) -> TreeShape:
-    """The shape that a start without open values drafts with; plain where nothing drafts."""
-    draft = options.speculative
+    """The widest shape that a start without open values drafts with; plain where nothing drafts."""
+    return decode_shapes(options, batch)[-1]
+
+
+def decode_shapes(options: Options, batch: int) -> list[TreeShape]:
+    """Every shape of a decode step in a batch of this size, the smallest first.
+
+    Where the shape is chosen step by step, or the host may have no draft, plain decoding is one.
+    """
+    draft, plain = options.speculative, TreeShape.plain(batch)
     if not draft.drafts:
-        return TreeShape.plain(batch)
-    N = draft.num_draft_tokens
-    return TreeShape(N, draft.num_steps, draft.topk, batch * N)
+        return [plain]
+    if options.candidates:
+        return [plain, *(_shape(each, batch) for each in options.candidates)]
+    own = _shape(Candidate(draft.num_steps, draft.topk, draft.num_draft_tokens), batch)
+    return [plain, own] if draft.drafts_on_host else [own]
+
+
+def _shape(candidate: Candidate, batch: int) -> TreeShape:
+    rows = max(batch, round(batch * candidate.nodes * candidate.rows))
+    return TreeShape(candidate.nodes, candidate.steps, candidate.topk, rows, candidate.block)
 
 
 def given(value: int | None) -> int:
@@ -177,8 +193,9 @@ def _program(
 
 def _reach(options: Options, context: int) -> int:
     """Positions that one request may write: its tokens, all steps in flight, and the scratch."""
-    shape = draft_shape(options, 1)
-    return context + (options.engine.overlap_depth + 1) * shape.max_tokens + shape.scratch
+    shapes = decode_shapes(options, 1)
+    most_tokens, scratch = (max(getattr(s, n) for s in shapes) for n in ("max_tokens", "scratch"))
+    return context + (options.engine.overlap_depth + 1) * most_tokens + scratch
 
 
 def pages_for(options: Options, context: int) -> int:

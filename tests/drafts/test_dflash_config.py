@@ -12,8 +12,8 @@ from shared.drafts.checkpoint import check_head, head_parameters, kind_of, load_
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.models.checkpoint import SINGLE_FILE, CheckpointError, split
-from shared.options.capabilities import refusals
 from shared.options.options import parse
+from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process.device import Device
 from shared.process.memory_plan import plan

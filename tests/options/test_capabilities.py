@@ -13,7 +13,6 @@ import pytest
 
 from shared.engine.request import Request, SamplingParams
 from shared.options import capabilities
-from shared.options.capabilities import RULES, refusals
 from shared.options.options import (
     ALGORITHMS,
     BLOCK_ALGORITHM,
@@ -23,6 +22,7 @@ from shared.options.options import (
     ConfigError,
     parse,
 )
+from shared.options.rules import RULES, refusals
 from shared.options.setup import Setup
 from shared.process import launch
 from shared.process.device import Device
@@ -121,6 +121,7 @@ SETTINGS = {
     "chain": words("--page-size 16"),
     "tree": (*words("--page-size 1 --overlap 2"), *TREE),
     "rejection": words("--page-size 64 --overlap 0 --accept-rule rejection"),
+    "adaptive": words("--page-size 8 --overlap 1 --speculative-adaptive"),
     "block": words("--page-size 4 --accept-rule rejection --block-verification"),
 }
 
@@ -142,7 +143,7 @@ def test_what_is_not_refused_is_served(
         return
     served = house.serve(line)
     # What the drafts of the rejection rule cannot change.
-    is_text_kept = setting in ("chain", "tree") or drafter == HOST_ALGORITHM
+    is_text_kept = setting in ("chain", "tree", "adaptive") or drafter == HOST_ALGORITHM
     same = plain.keys() if is_text_kept else (0, 2)
     for number in plain:
         assert served[number].finish_reason is plain[number].finish_reason
@@ -163,7 +164,7 @@ def drafting(drafter: str) -> dict:
 
 def test_every_drafter_takes_every_rule_of_acceptance(house: House) -> None:
     for drafter in ALGORITHMS:
-        for setting in ("chain", "rejection", "block"):
+        for setting in ("chain", "adaptive", "rejection", "block"):
             assert not blocked(drafter, house.start(drafter, SETTINGS[setting]))
 
 

@@ -13,9 +13,9 @@ from shared.engine.controller import StaticController
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Request, SamplingParams
 from shared.engine.scheduler import Scheduler
-from shared.options.capabilities import refusals
 from shared.options.not_served import NOT_SUPPORTED
 from shared.options.options import PARTS, ConfigError, parse, spelling
+from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process.device import Device
 from shared.process.memory_plan import plan
@@ -93,6 +93,14 @@ REFUSED = {
     ),
     "--speculative-algo NEXTN --speculative-eagle-topk 4": (
         "give its size as --speculative-num-draft-tokens"
+    ),
+    "--speculative-adaptive": "chooses how much is drafted, and nothing drafts",
+    "--speculative-algo NEXTN --speculative-adaptive-config x": "add --speculative-adaptive",
+    "--speculative-algo NEXTN --speculative-adaptive --speculative-eagle-topk 1": (
+        "name one shape, and --speculative-adaptive chooses from several"
+    ),
+    "--speculative-algo NEXTN --speculative-adaptive --accept-rule rejection": (
+        "give --accept-rule match, whose texts do not"
     ),
     "--speculative-algo NAIVE_EAGLE --speculative-num-steps 3": (
         "contradict --speculative-algorithm NAIVE_EAGLE"
@@ -181,15 +189,17 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": 6,
         "accept_rule": "rejection",
+        "speculative_adaptive_config": "shapes.json",
+        "speculative_adaptive_trace": "steps.jsonl",
     }
     options = parse([word for name, v in given.items() for word in (spelling(name), str(v))])
     parts = PARTS.keys() - {"ngram"}
     found = {k: v for part in parts for k, v in vars(getattr(options, part)).items()}
-    absent = {"disable_overlap_schedule": False, "speculative_draft_model_path": None}
-    absent |= {"block_verification": False, "speculative_draft_window_size": None}
-    absent |= {"speculative_simulate_accept_length": None}
-    absent |= {"disable_radix_cache": False}
-    absent |= {"disable_cuda_graph": False, "disable_piecewise_cuda_graph": False}
+    absent = dict.fromkeys(("speculative_draft_model_path", "speculative_draft_window_size"))
+    absent["speculative_simulate_accept_length"] = None
+    switches = ("disable_overlap_schedule", "block_verification", "speculative_adaptive")
+    switches += ("disable_radix_cache", "disable_cuda_graph", "disable_piecewise_cuda_graph")
+    absent |= dict.fromkeys(switches, False)
     assert found == given | absent
 
 

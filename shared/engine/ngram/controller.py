@@ -11,6 +11,17 @@ from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, Rows
 
 
+def index_gauges(index: NgramIndex) -> Gauges:
+    """What `/metrics` shows of an index."""
+    return {
+        "ngram_rows_total": lambda: index.num_rows,
+        "ngram_rows_without_match_total": lambda: index.num_empty_rows,
+        "ngram_seen_ngrams": lambda: index.num_ngrams,
+        "ngram_corpora": lambda: len(index.corpora),
+        "ngram_corpus_tokens": lambda: sum(index.corpora.values()),
+    }
+
+
 class NgramController:
     """Drafts each request's tree from what the index has seen; where nothing matches, none.
 
@@ -39,13 +50,7 @@ class NgramController:
         self.index = index
         self._decoded_last: list[Request] = []
         self.max_rows = min(max(self._trees), max(self._plain))
-        self.gauges: Gauges = {
-            "ngram_rows_total": lambda: index.num_rows,
-            "ngram_rows_without_match_total": lambda: index.num_empty_rows,
-            "ngram_seen_ngrams": lambda: index.num_ngrams,
-            "ngram_corpora": lambda: len(index.corpora),
-            "ngram_corpus_tokens": lambda: sum(index.corpora.values()),
-        }
+        self.gauges: Gauges = index_gauges(index)
 
     @property
     def waits(self) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32
 
-from shared.engine.ngram.compiled import compiled
+from shared.engine.compiled import compiled
 
 SEPARATOR = -1
 LENGTH, LINK, END, EDGE = range(4)

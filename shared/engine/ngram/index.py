@@ -84,6 +84,16 @@ def _batch(texts: Sequence[tuple[int, Sequence[int]]]) -> Tokens:
     return rows, tokens, ends
 
 
+def host_draft_of(trees: tree.Trees) -> HostDraft:
+    """Trees as a plan brings them."""
+    return HostDraft(
+        tokens=trees.tokens,
+        parents=trees.parents,
+        num_nodes=trees.num_nodes,
+        forced=np.zeros(len(trees.num_nodes), np.int32),
+    )
+
+
 class NgramIndex:
     """Drafts for requests from seen text.
 
@@ -297,6 +307,10 @@ class NgramIndex:
 
     def draft(self, requests: Sequence[Request]) -> HostDraft:
         """The draft trees of requests; one node, the root, where nothing matches."""
+        return host_draft_of(self.trees(requests))
+
+    def trees(self, requests: Sequence[Request]) -> tree.Trees:
+        """The draft trees of requests, and what speaks for each node."""
         B, N = len(requests), self.nodes
         rows = np.array([self._text(request).row for request in requests], np.int32)
         self.learn()
@@ -310,13 +324,14 @@ class NgramIndex:
             tokens=np.zeros((B, N), np.int32),
             parents=np.zeros((B, N), np.int32),
             num_nodes=np.ones(B, np.int32),
+            evidence=np.zeros((B, N), np.int32),
         )
         tree.draft(
             self._trie.nodes, anchors, rows, limits, self._continuations(rows), self._growth, trees
         )
         self.num_rows += B
         self.num_empty_rows += trees.num_nodes.tolist().count(1)
-        return HostDraft(**trees._asdict(), forced=np.zeros(B, np.int32))
+        return trees
 
     def _continuations(self, rows: Int32[np.ndarray, " B"]) -> tree.Continuations:
         """What each corpus has after each text: tokens, how many, and the length of the match."""

@@ -12,11 +12,17 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
-from shared.engine.ngram.compiled import compiled
+from shared.engine.compiled import compiled
 from shared.engine.ngram.trie import BORN, COUNT, FIRST, NEXT, TOKEN, Nodes
 
 SCANNED_CHILDREN = 64
 """Newest children of a node that are weighed by how often they were seen."""
+
+
+MATCHES, COUNTS, ELDERS = 6, 4, 3
+KINDS = MATCHES * COUNTS * ELDERS
+"""What speaks for a node: the length of the match (1, 2, 3, to 7, to 15, longer), how often it was
+seen (a corpus does not say, once, to 3 times, more), and the children before it (0, 1, more)."""
 
 
 class Growth(NamedTuple):
@@ -53,11 +59,16 @@ class Continuations(NamedTuple):
 
 
 class Trees(NamedTuple):
-    """Trees of n texts, as in `HostDraft`; node 0 is the root."""
+    """Trees of n texts, as in `HostDraft`; node 0 is the root.
+
+    Attributes:
+      evidence: What speaks for each node, below `KINDS`; 0 of a root.
+    """
 
     tokens: Int32[np.ndarray, "n N"]
     parents: Int32[np.ndarray, "n N"]
     num_nodes: Int32[np.ndarray, " n"]
+    evidence: Int32[np.ndarray, "n N"]
 
 
 class _Tree(NamedTuple):
@@ -65,6 +76,7 @@ class _Tree(NamedTuple):
 
     tokens: Int32[np.ndarray, " N"]
     parents: Int32[np.ndarray, " N"]
+    evidence: Int32[np.ndarray, " N"]
     limit: int
     depth: int
     chain: bool
@@ -80,22 +92,46 @@ def _child_of(tree: _Tree, size: int, parent: int, token: int) -> int:
 
 
 @compiled
-def _add(tree: _Tree, size: int, parent: int, token: int) -> int:
+def _kind(matched: int, times: int, elders: int) -> int:
+    """What speaks for a node, as a number below `KINDS`.
+
+    Args:
+      matched: Length of the match that it continues, with the path to its parent.
+      times: How often it was seen there; 0 of a corpus, which counts nothing.
+      elders: Children that its parent has before it.
+    """
+    length = 0
+    while length < MATCHES - 1 and matched > 1:
+        matched, length = matched // 2 if matched > 3 else matched - 1, length + 1
+    often = 0 if times < 1 else 1 if times == 1 else 2 if times < 4 else 3
+    return (length * COUNTS + often) * ELDERS + min(elders, ELDERS - 1)
+
+
+@compiled
+def _add(tree: _Tree, size: int, parent: int, token: int, matched: int, times: int) -> int:
     """The new node `size` below `parent`; 0 where a chain would branch."""
     if tree.chain and parent != size - 1:
         return 0
+    elders = 0
+    for node in range(parent + 1, size):
+        elders += tree.parents[node] == parent
     tree.tokens[size], tree.parents[size] = token, parent
+    tree.evidence[size] = _kind(matched, times, elders)
     return size
 
 
 @compiled
-def _add_path(tree: _Tree, size: int, path: Int32[np.ndarray, " S"], length: int, most: int) -> int:
+def _add_path(
+    tree: _Tree, size: int, path: Int32[np.ndarray, " S"], length: int, most: int, matched: int
+) -> int:
     """Adds at most `most` new nodes along a path from the root; returns the new size."""
     parent, stop = 0, size + most
     for place in range(length):
         node = _child_of(tree, size, parent, path[place])
         if node == 0:
-            node = 0 if size == stop else _add(tree, size, parent, path[place])
+            if size == stop:
+                break
+            node = _add(tree, size, parent, path[place], matched + place, 0)
             if node == 0:
                 break
             size += 1
@@ -133,7 +169,8 @@ def _add_corpora(
         corpus = int(order[rank])
         if lengths[corpus] and 2 * matched[corpus] >= longest and size < stop:
             new = min(share, stop - size)
-            size = _add_path(tree, size, paths[corpus], lengths[corpus], new)
+            length = lengths[corpus]
+            size = _add_path(tree, size, paths[corpus], length, new, matched[corpus])
     return size, best
 
 
@@ -145,6 +182,7 @@ def _add_by_recency(
     anchor: int,
     breadth: float,
     fall: float,
+    match: int,
     queue: Int64[np.ndarray, "entries 3"],
 ) -> int:
     """Level by level the newest children, fewer of them on each; returns the new size."""
@@ -160,7 +198,8 @@ def _add_by_recency(
         while child and left and size < tree.limit:
             node = _child_of(tree, size, parent, nodes[child, TOKEN])
             if node == 0:
-                node = _add(tree, size, parent, nodes[child, TOKEN])
+                times = nodes[child, COUNT]
+                node = _add(tree, size, parent, nodes[child, TOKEN], match + level, times)
                 if node == 0:
                     break
                 size += 1
@@ -212,6 +251,7 @@ def _add_by_frequency(
     nodes: Nodes,
     anchor: int,
     breadth: int,
+    match: int,
     heap: Int64[np.ndarray, "entries 3"],
     weights: Float64[np.ndarray, " entries"],
 ) -> int:
@@ -228,7 +268,8 @@ def _add_by_frequency(
         weight, weights[best] = weights[best], 0.0
         node = _child_of(tree, size, parent, nodes[source, TOKEN])
         if node == 0:
-            node = _add(tree, size, parent, nodes[source, TOKEN])
+            times = nodes[source, COUNT]
+            node = _add(tree, size, parent, nodes[source, TOKEN], match + level - 1, times)
             if node == 0:
                 continue
             size += 1
@@ -265,7 +306,9 @@ def draft(
     heap, weights = np.empty((candidates, 3), np.int64), np.empty(candidates)
     for row in range(len(texts)):
         limit, paths, lengths = min(limits[row], N), found.paths[row], found.lengths[row]
-        tree = _Tree(trees.tokens[row], trees.parents[row], limit, how.depth, how.chain)
+        tree = _Tree(
+            trees.tokens[row], trees.parents[row], trees.evidence[row], limit, how.depth, how.chain
+        )
         most = min(how.corpus_nodes, limit - 1)
         size, best = _add_corpora(tree, 1, most, paths, lengths, found.matched[row])
         at = anchors[texts[row]]
@@ -276,10 +319,13 @@ def draft(
             if anchor == 0 or nodes[anchor, BORN] != at[match, 1] or nodes[anchor, FIRST] == 0:
                 continue
             if how.by_frequency:
-                size = _add_by_frequency(tree, size, nodes, anchor, how.max_breadth, heap, weights)
+                size = _add_by_frequency(
+                    tree, size, nodes, anchor, how.max_breadth, match, heap, weights
+                )
             else:
                 breadth = (D - match) * fall + how.min_breadth
-                size = _add_by_recency(tree, size, nodes, anchor, breadth, fall, queue)
+                size = _add_by_recency(tree, size, nodes, anchor, breadth, fall, match, queue)
         if best >= 0 and how.corpus_nodes:
-            size = _add_path(tree, size, paths[best], lengths[best], limit - size)
+            length, matched = lengths[best], found.matched[row, best]
+            size = _add_path(tree, size, paths[best], length, limit - size, matched)
         trees.num_nodes[row] = size

@@ -1,10 +1,10 @@
-"""The loops of the n-gram index are compiled wherever the server is installed."""
+"""Loops over many requests are compiled wherever the server is installed."""
 
 import numba
 import pytest
 from numba.core import caching
 
-from shared.engine.ngram.compiled import compiled
+from shared.engine.compiled import compiled
 
 
 def test_loops_are_compiled_where_no_folder_can_be_written(monkeypatch):

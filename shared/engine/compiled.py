@@ -1,4 +1,4 @@
-"""How the loops of the index are compiled."""
+"""How loops over many requests are compiled."""
 
 from __future__ import annotations
 

@@ -1,0 +1,348 @@
+"""Changing work with every draft shape, with none, and with the adaptive choice.
+
+    python -m bench.adaptive --backend torch jax --model models/demo/target --drafts NEXTN NGRAM \
+        --batch 1 8 --out bench/results/FILE.json
+
+One start of a backend has the programs of all tiers. Each tier, off and the adaptive choice serve
+the same phases on it: word problems and copying greedily, chats at temperature 1, for each batch.
+Texts are compared: they are the same whatever is drafted. Off is plain decoding with overlap.
+
+What a tier costs on this device is measured at the start, and taken for phases with imposed
+acceptance too, which run in simulated time (`bench.simulated`): there rates differ between requests
+and change within them, between 0.2 and 0.95 a depth, and an oracle that knows them takes the best
+tier of each step. `--imposed` alone serves nothing real, so that dummy weights do
+(`--load-format dummy`); `--adaptive-config` names the tiers, with shares of rows for the column
+that compares ranked rows with a tier of as many rows for every request.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench import serving
+from bench.drafting import Draft, named_folder
+from bench.machine import versions
+from bench.phases import Imposed, Phase, Served, imposed, serve
+from bench.session import folders_of
+from bench.simulated import SimulatedBackend, simulated_limits
+from models.demo.data import KINDS
+from shared.engine.adaptive.acceptance import Expected
+from shared.engine.adaptive.choice import BestValue, Greedy, Policy, Situation, Static
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.tiers import Tier
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.controller import Controller, StaticController
+from shared.engine.engine import Engine
+from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.engine.ngram.controller import NgramController
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import Request, SamplingParams
+from shared.spec.sampling import derive_seed
+from shared.text.tokenizer import Tokenizer
+
+Line = dict[str, Any]
+TEMPERATURES = {"problems": 0.0, "copying": 0.0, "chats": 1.0}
+LOWEST, HIGHEST, PART = 0.2, 0.95, 100
+"""Of imposed rates, and the tokens for which a request keeps one."""
+
+
+class KnowsRates(AdaptiveController):
+    """An adaptive controller that is told what is imposed: the oracle."""
+
+    law: Imposed
+
+    def situation(self, ready: Sequence[Request]) -> tuple[Situation, np.ndarray]:
+        """What is known before a step, with the true rates in place of those that were learnt."""
+        known, _ = super().situation(ready)
+        seeds = np.array([r.sampling.seed32 for r in ready], np.uint32)
+        rates = self.law(seeds, np.array([len(r.output) for r in ready]))
+        cold = np.array([r.request_id in self._cold for r in ready])
+        chains = np.cumprod(rates, axis=1)
+        warm, now = [], []
+        for tier in self.shapes.tiers:
+            hits = 1 - (1 - rates[:, : tier.depth]) ** tier.tries
+            worth = np.cumprod(hits, axis=1)
+            budget = tier.shape(self.shapes.bucket(len(ready))).rows - len(ready)
+            for found, drafts in ((warm, worth), (now, np.where(cold[:, None], 0, worth))):
+                best = np.sort(drafts, axis=None)[::-1]
+                total = best[:budget] if tier.width <= 1 else best
+                found.append(len(ready) + float(total.sum()))
+        tiers = len(warm)
+        expected = Expected(warm, now, [[0.0] * tiers for _ in range(tiers)])
+        situation = Situation(known.seconds, expected, known.num_rows, known.cold, known.horizon)
+        return situation, chains[:, : max(tier.depth for tier in self.shapes.tiers)]
+
+
+def task_phases(model: Path, batches: Sequence[int], count: int, most: int) -> list[Phase]:
+    """Phases of held-out tasks, kinds and batches in turns."""
+    tokenizer = Tokenizer.from_folder(model)
+    if tokenizer is None or not tokenizer.has_chat_template:
+        raise ValueError(f"{model} has no tokenizer with a chat template; give --imposed")
+    phases, number = [], 0
+    for batch, (kind, temperature) in product(batches, TEMPERATURES.items()):
+        requests = []
+        for example in islice(KINDS[kind]("held_out", batch), max(count, batch)):
+            prompt = tuple(tokenizer.encode_chat(example.messages))
+            sampling = SamplingParams(
+                temperature=temperature, seed32=derive_seed(number, 0), max_tokens=most
+            )
+            requests.append(Request(request_id=number, prompt=prompt, sampling=sampling))
+            number += 1
+        phases.append(Phase(f"{kind}, batch {batch}", batch, requests))
+    return phases
+
+
+def imposed_phases(batches: Sequence[int], tokens: int) -> tuple[list[Phase], Imposed]:
+    """Phases whose rates are high, low, or differ between requests and within them."""
+
+    def changing(rng: np.random.Generator) -> list[float]:
+        return rng.uniform(LOWEST, HIGHEST, max(1, tokens // PART)).tolist()
+
+    kinds = {
+        "0.95": lambda rng: (HIGHEST,),
+        "0.2": lambda rng: (LOWEST,),
+        "by request": lambda rng: (float(rng.uniform(LOWEST, HIGHEST)),),
+        "by part": changing,
+    }
+    plan = [
+        (f"{name}, batch {batch}", batch, 4 * batch, tokens, rates)
+        for batch, (name, rates) in product(batches, kinds.items())
+    ]
+    return imposed(plan, part=PART)
+
+
+def chooser(served: serving.Served, policy: Policy | None) -> Controller:
+    """A controller on a started backend: of a policy, or the adaptive one of the start.
+
+    Args:
+      policy: None: what the server would take.
+    """
+    begun = served.engine.controller
+    if isinstance(begun, AdaptiveNgramController):
+        return _of_texts(served, begun, policy)
+    assert isinstance(begun, AdaptiveController)
+    return AdaptiveController(served.backend.limits, policy or BestValue(), begun.costs.table)
+
+
+def _of_texts(
+    served: serving.Served, begun: AdaptiveNgramController, policy: Policy | None
+) -> Controller:
+    """NGRAM with an index of its own, that knows no phase before the first."""
+    limits = served.backend.limits
+    if isinstance(policy, Static) and policy.tier == 0:
+        return StaticController(limits, nodes=1, depth=0, width=0)
+    tier = begun.shapes.tiers[policy.tier if isinstance(policy, Static) else -1]
+    index = NgramIndex(
+        served.memory.options.ngram,
+        nodes=tier.nodes,
+        depth=tier.depth,
+        vocab=limits.vocab,
+        chain=False,
+    )
+    if policy is None:
+        return AdaptiveNgramController(limits, index, begun.costs.table)
+    return NgramController(limits, index)
+
+
+def engine_of(served: serving.Served, controller: Controller) -> Engine:
+    """An engine like the one of the start, with another controller."""
+    options = served.memory.options.engine
+    return Engine(
+        served.last,
+        controller,
+        overlap=options.overlap_depth,
+        chunked_prefill_size=options.chunked_prefill_size or 0,
+        cache=NO_CACHE,
+    )
+
+
+Runs = dict[str, list[Served]]
+
+
+def real_runs(
+    served: serving.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
+) -> Runs:
+    """Every tier and the adaptive choice in turns, the fastest of some rounds of each phase."""
+    policies: dict[str, Policy | None] = {str(t): Static(n) for n, t in enumerate(tiers)}
+    policies["adaptive"] = None
+    again: dict[str, list[list[Served]]] = {name: [] for name in policies}
+    for _, (name, policy) in product(range(rounds), policies.items()):
+        engine = engine_of(served, chooser(served, policy))
+        again[name].append(serve(engine, phases, time.perf_counter))
+        seconds = sum(each.seconds for each in again[name][-1])
+        print(f"  {name}: {seconds:.1f} s{_used(engine)}", flush=True)
+    return {
+        name: [min(each, key=lambda s: s.seconds) for each in zip(*runs, strict=True)]
+        for name, runs in again.items()
+    }
+
+
+def _used(engine: Engine) -> str:
+    """How many steps each tier had."""
+    counts = {
+        name.split('"')[1]: int(count)
+        for name, count in engine.metrics.snapshot().items()
+        if name.startswith("spec_decode_adaptive_steps_total") and count
+    }
+    return "".join(f", {name} {count}" for name, count in counts.items())
+
+
+def simulated_runs(
+    tiers: Sequence[Tier],
+    table: Mapping[int, Sequence[float]],
+    phases: Sequence[Phase],
+    law: Imposed,
+    overlap: int,
+) -> Runs:
+    """Every tier, the adaptive choice and the oracle, in simulated time of the measured costs."""
+
+    def seconds(batch: int, tier: Tier) -> float:
+        return table[batch][tiers.index(tier)]
+
+    def run(make: Callable[..., AdaptiveController], policy: Policy) -> list[Served]:
+        limits = simulated_limits(tiers, list(table), overlap=overlap)
+        backend = SimulatedBackend(limits, seconds, law)
+        engine = Engine(
+            backend,
+            make(limits, policy, table),
+            overlap=overlap,
+            chunked_prefill_size=2048,
+            cache=NO_CACHE,
+        )
+        return serve(engine, phases, lambda: backend.clock)
+
+    KnowsRates.law = law
+    found = {str(tier): run(AdaptiveController, Static(n)) for n, tier in enumerate(tiers)}
+    found["adaptive"] = run(AdaptiveController, BestValue())
+    return found | {"oracle": run(KnowsRates, Greedy())}
+
+
+def lines_of(runs: Runs, tiers: Sequence[Tier]) -> list[Line]:
+    """A line for each phase, and one for all of them."""
+    names, count = list(runs), len(runs["adaptive"])
+    lines = []
+    for phase in (*range(count), None):
+        chosen = {n: runs[n] if phase is None else [runs[n][phase]] for n in names}
+        seconds = {n: sum(s.seconds for s in each) for n, each in chosen.items()}
+        tokens = {n: sum(s.tokens for s in each) for n, each in chosen.items()}
+        speeds = {n: tokens[n] / seconds[n] for n in names}
+        best = max(speeds[str(tier)] for tier in tiers)
+        line: Line = {"phase": "all" if phase is None else chosen["adaptive"][0].name}
+        line["tokens_per_s"] = {n: round(speed, 1) for n, speed in speeds.items()}
+        line["adaptive_by_best"] = round(speeds["adaptive"] / best, 4)
+        line["adaptive_by_off"] = round(speeds["adaptive"] / speeds["off"], 4)
+        oracle = speeds.get("oracle")
+        line["regret"] = None if oracle is None else round(1 - speeds["adaptive"] / oracle, 4)
+        line["ranked_by_equal"] = _ranked_by_equal(speeds, tiers)
+        lines.append(line)
+    return lines
+
+
+def _ranked_by_equal(speeds: Mapping[str, float], tiers: Sequence[Tier]) -> float | None:
+    """A chain with a share of its rows against the chain that has as many for every request."""
+    for tier in tiers:
+        nodes = round(tier.nodes * tier.share)
+        same = Tier(nodes, nodes - 1, 1)
+        if tier.share < 1 and tier.width == 1 and same in tiers:
+            return round(speeds[str(tier)] / speeds[str(same)], 4)
+    return None
+
+
+def table_of(title: str, lines: Sequence[Line]) -> str:
+    """Lines for a terminal."""
+    names = list(lines[0]["tokens_per_s"])
+    head = f"{title:24}" + "".join(f"{name:>12}" for name in names)
+    told = [head + f"{'/best':>8}{'/off':>8}{'regret':>8}{'ranked':>8}"]
+    for line in lines:
+        speeds = "".join(f"{line['tokens_per_s'][name]:12.1f}" for name in names)
+        rest = f"{line['adaptive_by_best']:8.3f}{line['adaptive_by_off']:8.3f}"
+        for key in ("regret", "ranked_by_equal"):
+            rest += f"{'-':>8}" if line[key] is None else f"{line[key]:8.3f}"
+        told.append(f"{line['phase']:24}{speeds}{rest}")
+    return "\n".join(told)
+
+
+def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
+    """What one start found."""
+    phases = (
+        []
+        if given.imposed
+        else task_phases(given.model, given.batch, given.count, given.max_tokens)
+    )
+    longest = max((len(r.prompt) for phase in phases for r in phase.requests), default=64)
+    folders = folders_of(given.model, dict(map(named_folder, given.folders)))
+    line = ["--model-path", str(given.model), *draft.flags(folders), "--speculative-adaptive"]
+    line += ["--load-format", given.load_format, "--dtype", given.dtype]
+    if given.adaptive_config:
+        line += ["--speculative-adaptive-config", str(given.adaptive_config)]
+    context = -(-(longest + given.max_tokens) // 64) * 64
+    served = serving.start(
+        backend, line, batch=max(given.batch), context=context, plain_candidates=False,
+        batches=tuple(given.batch),
+    )  # fmt: skip
+    begun = served.engine.controller
+    assert isinstance(begun, AdaptiveController | AdaptiveNgramController)
+    tiers, table = begun.shapes.tiers, dict(begun.costs.table)
+    found: Line = {"backend": backend, "drafts": str(draft), "load": os.getloadavg()[0]}
+    found |= versions(backend, "cuda" if served.device == "gpu" else "cpu")
+    found |= {
+        "seconds": {str(b): dict(zip(map(str, tiers), s, strict=False)) for b, s in table.items()}
+    }
+    if phases:
+        runs = real_runs(served, tiers, phases, given.rounds)
+        found["lines"] = lines_of(runs, tiers)
+        print(table_of(f"{backend} {draft}", found["lines"]), flush=True)
+    if isinstance(begun, AdaptiveController):
+        work, law = imposed_phases(list(table), given.imposed_tokens)
+        overlap = served.memory.limits.overlap
+        found["imposed"] = lines_of(simulated_runs(tiers, table, work, law, overlap), tiers)
+        print(table_of("imposed, simulated", found["imposed"]), flush=True)
+    served.engine.close()
+    return found
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="python -m bench.adaptive")
+    found.add_argument("--backend", nargs="+", choices=("torch", "jax"), default=["torch", "jax"])
+    found.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    found.add_argument("--drafts", nargs="+", default=["NEXTN", "NGRAM"], metavar="SPEC")
+    found.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
+    found.add_argument("--adaptive-config", type=Path, help="file that names the tiers")
+    found.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    found.add_argument("--count", type=int, default=16, help="tasks of each phase")
+    found.add_argument("--max-tokens", type=int, default=200)
+    found.add_argument("--rounds", type=int, default=1, help="take the fastest of so many")
+    found.add_argument("--imposed", action="store_true", help="serve no tasks")
+    found.add_argument("--imposed-tokens", type=int, default=400, help="of a request")
+    found.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
+    found.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    found.add_argument("--out", type=Path, help="JSON file, written after every start")
+    return found
+
+
+def main() -> int:
+    """Measures what the options say."""
+    given = parser().parse_args()
+    report: Line = {"command": shlex.join(["python", "-m", "bench.adaptive", *sys.argv[1:]])}
+    report["starts"] = []
+    for backend, text in product(given.backend, given.drafts):
+        report["starts"].append(measure(backend, Draft.parse(text), given))
+        if given.out:
+            given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

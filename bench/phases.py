@@ -1,0 +1,114 @@
+"""Work that changes: phases of requests, served one after the other by one engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int, UInt32
+
+from shared.engine.engine import Engine
+from shared.engine.request import Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Requests of which `batch` are served at once.
+
+    Attributes:
+      warm_up: Is served, and counts for nothing.
+    """
+
+    name: str
+    batch: int
+    requests: list[Request]
+    warm_up: bool = False
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a phase took."""
+
+    name: str
+    tokens: int
+    seconds: float
+    steps: int
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+def serve(engine: Engine, phases: Sequence[Phase], clock: Callable[[], float]) -> list[Served]:
+    """Serves all phases, each to its end, and leaves the requests as they were."""
+    return [_serve(engine, phase, clock) for phase in phases]
+
+
+def _serve(engine: Engine, phase: Phase, clock: Callable[[], float]) -> Served:
+    waiting, running = [copy.deepcopy(request) for request in reversed(phase.requests)], 0
+    began, tokens, steps = clock(), 0, 0
+    while waiting or engine.busy:
+        while waiting and running < phase.batch:
+            engine.add(waiting.pop())
+            running += 1
+        steps += 1
+        for event in engine.step():
+            tokens += len(event.tokens)
+            running -= event.finish_reason is not None
+    return Served(phase.name, tokens, clock() - began, steps)
+
+
+@dataclass(frozen=True)
+class Imposed:
+    """Acceptance by law: of each request a rate for each part of its output.
+
+    Attributes:
+      rates: By seed, the rate of every depth in each part of the output; the last part goes on.
+      part: Tokens of a part.
+    """
+
+    rates: Mapping[int, Sequence[float]]
+    part: int
+
+    def __call__(
+        self, seeds: UInt32[np.ndarray, " B"], positions: Int[np.ndarray, " B"]
+    ) -> Float[np.ndarray, "B D"]:
+        """The rates of rows; see `bench.simulated.Law`."""
+        found = [self.rates.get(seed, (0.0,)) for seed in seeds.tolist()]
+        parts = (positions // self.part).tolist()
+        now = [each[min(part, len(each) - 1)] for each, part in zip(found, parts, strict=True)]
+        return np.repeat(np.array(now)[:, None], 16, axis=1)
+
+
+RateOf = Callable[[np.random.Generator], Sequence[float]]
+
+
+def imposed(
+    plan: Sequence[tuple[str, int, int, int, RateOf]],
+    *,
+    part: int,
+    prompt: int = 16,
+    vocab: int = 2,
+) -> tuple[list[Phase], Imposed]:
+    """Phases of random prompts whose acceptance is imposed.
+
+    Args:
+      plan: Name, batch, number of requests, tokens of each, and what draws a request's rates.
+      part: Tokens for which a request keeps a rate.
+      vocab: Tokens that prompts are made of.
+    """
+    rng = np.random.default_rng(5)
+    phases, rates = list[Phase](), dict[int, Sequence[float]]()
+    for name, batch, count, tokens, rates_of in plan:
+        requests = []
+        for _ in range(count):
+            seed = len(rates) + 1
+            rates[seed] = rates_of(rng)
+            words = tuple(rng.integers(1, vocab, prompt).tolist())
+            sampling = SamplingParams(temperature=0.0, seed32=seed, max_tokens=tokens)
+            requests.append(Request(request_id=seed, prompt=words, sampling=sampling))
+        phases.append(Phase(name, batch, requests))
+    return phases, Imposed(rates, part)

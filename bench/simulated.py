@@ -1,0 +1,170 @@
+"""A device that takes no time: steps cost what a table says, and drafts are accepted by a law.
+
+It is a backend whose clock is a number, so that what a controller chooses is judged on a CPU in
+milliseconds, over work that is the same whatever it chooses: whether a draft is accepted depends on
+the request's seed and the position alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int, UInt32
+
+from shared.boundary.backend import (
+    Launch,
+    Limits,
+    Prefill,
+    Program,
+    StepPlan,
+    StepResult,
+    Work,
+)
+from shared.engine.adaptive.tiers import Tier
+from shared.spec.draft_tree import TreeShape
+from shared.spec.sampling import uniforms
+
+PROMPT_SECONDS = 0.005
+MOST_DEPTH = 16
+
+Law = Callable[[UInt32[np.ndarray, " B"], Int[np.ndarray, " B"]], Float[np.ndarray, "B D"]]
+"""From the rows' seeds and how many tokens of output each has, how often the draft of each depth of
+a chain is accepted, given those before it. A tree's follow by `Tier.tries`."""
+
+Seconds = Callable[[int, Tier], float]
+"""What a decode step costs, by batch bucket and tier."""
+
+
+def seconds_of(table: Mapping[str, Mapping[int, float]]) -> Seconds:
+    """Costs from milliseconds by tier and batch; between two batches they lie on a line."""
+
+    def seconds(batch: int, tier: Tier) -> float:
+        sizes = table[str(tier)]
+        return float(np.interp(batch, list(sizes), list(sizes.values()))) / 1000
+
+    return seconds
+
+
+def simulated_limits(
+    tiers: Sequence[Tier], batches: Sequence[int], *, overlap: int, context_length: int = 8192
+) -> Limits:
+    """Limits with a decode program for each batch and tier, and room for every request."""
+    slots, page_size = max(batches), 64
+
+    def program(work: Work, batch: int, tokens: int, shape: TreeShape) -> Program:
+        return Program(
+            work=work, batch=batch, pages=pages, tokens=tokens, shape=shape,
+            host_draft=False, mask=False, logprobs=False,
+        )  # fmt: skip
+
+    pages = context_length // page_size + 4
+    decodes = [
+        program(Work.DECODE, batch, 0, tier.shape(batch)) for batch in batches for tier in tiers
+    ]
+    prefills = [program(Work.PREFILL, b, 64 * b, TreeShape.plain(b)) for b in {1, max(batches)}]
+    return Limits(
+        page_size=page_size, num_pages=1 + slots * pages, num_slots=1 + slots, num_snapshots=1,
+        programs=(*decodes, *prefills), overlap=overlap, context_length=context_length, vocab=16,
+        max_stop_ids=1, max_bias=1, max_logprobs=1,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Known:
+    """A result that is there."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        return self.value
+
+
+class SimulatedBackend:
+    """A `shared.boundary.backend.Backend` of numbers.
+
+    Args:
+      noise: Standard deviation of a step's time, as a share of it.
+
+    Attributes:
+      clock: Seconds that all steps took.
+    """
+
+    def __init__(
+        self, limits: Limits, seconds: Seconds, law: Law, *, noise: float = 0.0, seed: int = 0
+    ) -> None:
+        self.limits, self.clock = limits, 0.0
+        self._seconds, self.law, self._noise = seconds, law, noise
+        self._rng = np.random.default_rng(seed)
+        self._lengths = np.zeros(limits.num_slots, np.int64)
+        self._is_cold = np.zeros(limits.num_slots, bool)
+
+    def workspace(self, program: Program) -> int:
+        return 0
+
+    def prepare(self, programs: Sequence[Program], progress: Callable[[Program], None]) -> None:
+        pass
+
+    def launch(self, program: Program) -> Launch:
+        return Launch.EAGER
+
+    def close(self) -> None:
+        pass
+
+    def submit(self, plan: StepPlan) -> Known:
+        work = plan.work
+        counts, nodes = (
+            self._prefill(plan, work) if isinstance(work, Prefill) else self._decode(plan)
+        )
+        B, shape = plan.program.batch, plan.program.shape
+        seconds = PROMPT_SECONDS
+        if plan.program.work is Work.DECODE:
+            seconds = self._seconds(B, Tier.of(shape, B))
+            seconds *= max(1 + self._noise * self._rng.standard_normal(), 0.5)
+        self.clock += seconds
+        zeros, trees = np.zeros(B, np.int32), np.zeros((B, shape.nodes), np.int32)
+        return Known(
+            StepResult(
+                tokens=np.ones((B, shape.max_tokens), np.int32), counts=counts.astype(np.int32),
+                failed=zeros, saved=zeros, drafts=trees, parents=trees,
+                num_nodes=nodes.astype(np.int32), logprobs=None, device_seconds=seconds,
+            )
+        )  # fmt: skip
+
+    def _prefill(self, plan: StepPlan, work: Prefill) -> tuple[np.ndarray, np.ndarray]:
+        fed = np.diff(work.row_starts)
+        self._lengths[plan.slots] = work.first_positions + fed
+        self._is_cold[plan.slots] = False
+        return work.ends_prompt * (plan.slots > 0), np.ones(len(fed))
+
+    def _decode(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        slots, shape = plan.slots, plan.program.shape
+        tier, lengths = Tier.of(shape, plan.program.batch), self._lengths[slots]
+        most = np.minimum(plan.sampling.max_drafts, tier.depth)
+        most = np.where(self._is_cold[slots] | (slots == 0), 0, most)
+        if shape.rows < len(slots) * shape.nodes:
+            most = _granted(most, plan.sampling.calibration, shape.rows - len(slots))
+        chance = uniforms(plan.sampling.seed, lengths.astype(np.int32), MOST_DEPTH)
+        rates = self.law(plan.sampling.seed, lengths + 1 - plan.sampling.prompt_length)
+        deep = min(tier.depth, rates.shape[1])
+        wins = chance[:, :deep] < 1 - (1 - rates[:, :deep]) ** tier.tries
+        accepted = np.minimum(np.cumprod(wins, axis=1).sum(axis=1), most)
+        counts = np.where(slots > 0, 1 + accepted, 0)
+        self._lengths[slots] += counts
+        self._is_cold[slots] = tier.is_off
+        is_chain = tier.width <= 1
+        nodes = 1 + (most if is_chain else np.where(most > 0, tier.nodes - 1, 0))
+        return counts, nodes
+
+
+def _granted(
+    most: Int[np.ndarray, " B"], calibration: Float[np.ndarray, "B S"], count: int
+) -> Int[np.ndarray, " B"]:
+    """Of chains of so many drafts, how many of each are among the best of the batch."""
+    depth = np.arange(calibration.shape[1])
+    weights = np.where(depth < most[:, None], calibration, -np.inf)
+    order = np.argsort(-weights, axis=None, kind="stable")[:count]
+    is_best = np.zeros(weights.size, bool)
+    is_best[order] = True
+    return (is_best.reshape(weights.shape) & np.isfinite(weights)).sum(axis=1)

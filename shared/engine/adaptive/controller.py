@@ -1,0 +1,176 @@
+"""The controller that takes, for each step, the tier with the most expected tokens a second."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Float64
+
+from shared.boundary.backend import Limits, StepResult, Work
+from shared.engine.adaptive.acceptance import Acceptance
+from shared.engine.adaptive.choice import Policy, Situation
+from shared.engine.adaptive.costs import Costs
+from shared.engine.adaptive.tiers import Shapes, Tier
+from shared.engine.adaptive.trace import Trace
+from shared.engine.controller import Gauges, Reserve
+from shared.engine.request import Request
+from shared.engine.rows import DecodeRows, Rows
+
+MOST_HORIZON = 100
+"""Steps for which rates are trusted to hold."""
+
+
+class AdaptiveController:
+    """Trees of the device's drafter, of the tier that a policy chooses for each step.
+
+    Args:
+      limits: The backend's; its decode programs that draft, and the plain ones, are the tiers.
+      policy: Chooses.
+      table: Measured seconds of a step for each batch bucket, by tier; empty: nothing is known of
+        them, and the widest tier is taken.
+      trace: Where every step is written down; None: nowhere.
+
+    Attributes:
+      shapes: What is chosen from.
+      costs: What each tier costs now.
+      acceptance: What was learnt of requests.
+
+    Raises:
+      ValueError: See `Shapes.of`.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        table: Mapping[int, Sequence[float]],
+        trace: Trace | None = None,
+    ) -> None:
+        self.shapes = Shapes.of(limits, host_draft=False)
+        self.costs = Costs(table)
+        self.acceptance = Acceptance(self.shapes.tiers)
+        self.max_rows = self.shapes.batches[-1]
+        self._policy = policy
+        self._trace = trace
+        self._planned = self.max_rows, 0  # batch bucket and tier of the rows that were given last
+        self._hopes: dict[int, float] = {}  # drafts of a chain that each of them may get accepted
+        self._flights: deque[tuple[int, int, list[float]]] = deque()  # of the steps on their way
+        self._cold: set[int] = set()
+        self._chosen, self._steps = 0, Counter[int]()
+        self.gauges: Gauges = gauges_of(self.shapes, self._steps, self.costs, lambda: self._chosen)
+
+    @property
+    def waits(self) -> bool:
+        """A row goes on from what the device holds."""
+        return False
+
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+        """Every ready request that has room, with the tier that the policy chooses."""
+        batch = self.shapes.bucket(len(ready))
+        situation, survivals = self.situation(ready)
+        self._planned = batch, self._policy.choose(situation)
+        shape = self.shapes.by_size[self._planned]
+        requests = reserve(ready, shape.scratch)
+        if not requests:
+            return None
+        if self._trace is not None:
+            ids = [request.request_id for request in ready]
+            self._hopes = dict(zip(ids, survivals.sum(axis=1).tolist(), strict=True))
+        if shape.rows == batch * shape.nodes:
+            return DecodeRows(requests, shape)
+        # Drafts of the batch compete for its verify rows.
+        place = {request.request_id: i for i, request in enumerate(ready)}
+        kept = survivals[[place[request.request_id] for request in requests]]
+        return DecodeRows(requests, shape, calibration=np.log(kept).astype(np.float32))
+
+    def situation(self, ready: Sequence[Request]) -> tuple[Situation, Float64[np.ndarray, "B D"]]:
+        """What is known before a step of these requests, and how their chains survive by depth."""
+        rows = self.acceptance.rows_of([request.request_id for request in ready])
+        left = np.array([most_left(request) for request in ready])
+        limits = [request.sampling.max_draft_tokens for request in ready]
+        most = np.minimum(left - 1, [np.inf if m is None else m for m in limits]).astype(np.int64)
+        cold = np.array([request.request_id in self._cold for request in ready])
+        batch = self.shapes.bucket(len(ready))
+        seconds = self.costs.of(batch)
+        expected, survivals = self.acceptance.expect(
+            rows, most, cold, batch, seconds or [1.0] * len(self.shapes.tiers)
+        )
+        situation = Situation(
+            seconds=seconds,
+            expected=expected,
+            num_rows=len(ready),
+            cold=float(cold.mean()),
+            horizon=min(float(left.mean()), MOST_HORIZON),
+        )
+        return situation, survivals
+
+    def submitted(self, rows: Rows) -> None:
+        """Notes the tier, and that rows of a plain step draft nothing in their next one."""
+        if rows.work is not Work.DECODE:
+            return
+        batch, self._chosen = self._planned
+        self._steps[self._chosen] += 1
+        ids = [request.request_id for request in rows.requests]
+        self._flights.append((batch, self._chosen, [self._hopes.get(i, 0.0) for i in ids]))
+        is_off = self.shapes.tiers[self._chosen].is_off
+        self._cold.update(ids) if is_off else self._cold.difference_update(ids)
+
+    def learned(self, rows: Rows, result: StepResult) -> None:
+        """Learns what the step took, and what its drafts showed of requests that still run."""
+        if rows.work is not Work.DECODE:
+            return
+        batch, tier, hopes = self._flights.popleft()
+        self.costs.observe(batch, tier, result.device_seconds)
+        if self._trace is not None:
+            self._trace.step(batch, tier, rows, result, hopes, result.device_seconds)
+        alive = [i for i, request in enumerate(rows.requests) if request.finish_reason is None]
+        accepted = result.counts[alive].astype(np.int64) - 1
+        deepest = self.shapes.tiers[tier].depth
+        drafted = np.minimum(result.num_nodes[alive] - 1, deepest).astype(np.int64)
+        drafted[accepted < 0] = 0  # a row that failed shows nothing
+        places = self.acceptance.rows_of([rows.requests[i].request_id for i in alive])
+        self.acceptance.learn(places, tier, drafted, accepted)
+
+    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+        """The step's result has said it."""
+
+    def ended(self, request: Request) -> None:
+        """Forgets the request; what it showed of all stays."""
+        self.acceptance.forget(request.request_id)
+        self._cold.discard(request.request_id)
+        if self._trace is not None and self.acceptance.is_empty:
+            self._trace.flush()
+
+    def cut(self, request_id: int, num_tokens: int) -> None:
+        """Nothing is kept of a request that ended."""
+
+
+def most_left(request: Request) -> int:
+    """Most tokens that a request can still use once the steps in flight have ended; at least 1."""
+    return max(request.sampling.max_tokens - len(request.output) - request.least_growth, 1)
+
+
+def gauges_of(
+    shapes: Shapes, steps: Mapping[int, int], costs: Costs, chosen: Callable[[], int]
+) -> Gauges:
+    """What `/metrics` shows of the tiers: steps and seconds of each, and nodes of the last."""
+
+    def seconds(batch: int, tier: int) -> float:
+        known = costs.of(batch)
+        return float("nan") if known is None else known[tier]
+
+    def name(tier: Tier) -> str:
+        return f'tier="{tier}"'
+
+    found: dict[str, Callable[[], float]] = {
+        "spec_decode_adaptive_draft_tokens": lambda: shapes.tiers[chosen()].nodes - 1
+    }
+    for number, tier in enumerate(shapes.tiers):
+        key = f"spec_decode_adaptive_steps_total{{{name(tier)}}}"
+        found[key] = lambda number=number: steps[number]
+        for batch in shapes.batches:
+            key = f'spec_decode_adaptive_step_seconds{{batch="{batch}",{name(tier)}}}'
+            found[key] = lambda batch=batch, number=number: seconds(batch, number)
+    return found

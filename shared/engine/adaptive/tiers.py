@@ -1,0 +1,146 @@
+"""Tiers: the draft shapes that a controller chooses from, whatever the batch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.boundary.backend import Limits, Work
+from shared.spec.draft_tree import TreeShape
+
+SPREAD = 0.7
+"""A level of b candidates misses as b ** SPREAD independent ones would. In a simulation of the
+match rule one candidate agreed in 0.70 of all cases and the best of four in 0.96, so it is 0.7."""
+
+_NAME = re.compile(r"off|S(\d+)(?:k(\d+)N(\d+))?(?:R([\d.]+))?")
+
+
+@dataclass(frozen=True, order=True)
+class Tier:
+    """What the decode programs of one draft shape have in common, in batches of any size.
+
+    Attributes:
+      nodes, depth, width: N, S and k of the tree; 1, 0 and 0 for plain decoding.
+      share: R / (B N), the part of all nodes that has verify rows.
+    """
+
+    nodes: int
+    depth: int
+    width: int
+    share: float = 1.0
+
+    @classmethod
+    def of(cls, shape: TreeShape, batch: int) -> Tier:
+        """The tier of a program's shape."""
+        return cls(*shape.tree, shape.rows / (batch * shape.nodes))
+
+    @classmethod
+    def parse(cls, name: str) -> Tier:
+        """The tier of a name, as `str` gives it.
+
+        Raises:
+          ValueError: It is none.
+        """
+        found = _NAME.fullmatch(name)
+        if found is None:
+            raise ValueError(f"{name:.40} is no tier")
+        if name == "off":
+            return cls(1, 0, 0)
+        steps, width, nodes, share = found.groups()
+        depth = int(steps)
+        return cls(int(nodes or depth + 1), depth, int(width or 1), float(share or 1))
+
+    @property
+    def tree(self) -> tuple[int, int, int]:
+        """N, S and k, as `TreeShape.tree`."""
+        return self.nodes, self.depth, self.width
+
+    def shape(self, batch: int) -> TreeShape:
+        """The shape in a batch bucket; each request has the row of its root at least."""
+        rows = max(batch, round(batch * self.nodes * self.share))
+        return TreeShape(*self.tree, rows)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it drafts nothing."""
+        return self.nodes == 1
+
+    @property
+    def family(self) -> tuple[float, ...]:
+        """Tiers of one family accept the same drafts as deep as both verify: all chains do."""
+        return () if self.width <= 1 else (*self.tree, self.share)
+
+    @property
+    def tries(self) -> float:
+        """How many independent candidates a level is worth; 1 of a chain."""
+        if self.width <= 1:
+            return 1.0
+        per_level = (self.nodes - 1) * self.share / self.depth
+        return max(1.0, min(self.width, per_level)) ** SPREAD
+
+    def __str__(self) -> str:
+        if self.is_off:
+            return "off"
+        tree = "" if self.width <= 1 else f"k{self.width}N{self.nodes}"
+        return f"S{self.depth}{tree}" + ("" if self.share == 1 else f"R{self.share:g}")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The shape of each tier in each batch bucket.
+
+    Attributes:
+      batches: Rows of the buckets, ascending.
+      tiers: Plain decoding first, then by nodes.
+      by_size: For each batch and tier the shape.
+    """
+
+    batches: tuple[int, ...]
+    tiers: tuple[Tier, ...]
+    by_size: dict[tuple[int, int], TreeShape]
+
+    @classmethod
+    def of(cls, limits: Limits, *, host_draft: bool) -> Shapes:
+        """Those of a backend's decode programs.
+
+        Args:
+          host_draft: Takes the programs that take the host's trees, or those that draft.
+
+        Raises:
+          ValueError: Nothing drafts, or a bucket has not all tiers.
+        """
+        found: dict[int, set[TreeShape]] = {}
+        for program in limits.programs:
+            own = program.shape.is_plain or program.host_draft is host_draft
+            if program.work is Work.DECODE and own:
+                found.setdefault(program.batch, set()).add(program.shape)
+        batches = tuple(sorted(found))
+        by_batch = [sorted(found[batch], key=_order) for batch in batches]
+        trees = {tuple(shape.tree for shape in shapes) for shapes in by_batch}
+        if len(trees) > 1:
+            raise ValueError(f"the batches {batches} do not have the same draft shapes")
+        tiers = tuple(Tier.of(shape, batches[-1]) for shape in by_batch[-1])
+        if len(tiers) < 2 or not tiers[0].is_off:
+            raise ValueError("there is nothing to choose from: off and a draft shape are needed")
+        by_size = {
+            (batch, tier): shape
+            for batch, shapes in zip(batches, by_batch, strict=True)
+            for tier, shape in enumerate(shapes)
+        }
+        return cls(batches, tiers, by_size)
+
+    def bucket(self, num_rows: int) -> int:
+        """The smallest batch that holds so many requests."""
+        return next(batch for batch in self.batches if batch >= num_rows)
+
+
+def _order(shape: TreeShape) -> tuple[int, ...]:
+    return (*shape.tree, shape.rows)
+
+
+def families_of(tiers: Sequence[Tier]) -> tuple[list[int], list[float]]:
+    """The number of each tier's family, and how many tries a level of each family is worth."""
+    names = sorted({tier.family for tier in tiers})
+    tries = {tier.family: tier.tries for tier in tiers}
+    return [names.index(tier.family) for tier in tiers], [tries[name] for name in names]

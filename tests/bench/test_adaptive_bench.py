@@ -1,0 +1,26 @@
+"""The bench of changing work: its phases, its oracle and its lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.adaptive import imposed_phases, lines_of, simulated_runs, table_of
+from shared.engine.adaptive.tiers import Tier
+
+TIERS = (Tier(1, 0, 0), Tier(4, 3, 1), Tier(8, 7, 1, 0.5), Tier(8, 7, 1))
+TABLE = {1: [0.0043, 0.0052, 0.006, 0.0066], 8: [0.0046, 0.00575, 0.0064, 0.0075]}
+
+
+def test_the_oracle_bounds_every_policy_and_shared_rows_are_compared_with_equal_ones():
+    phases, law = imposed_phases([8], 100)
+    runs = simulated_runs(TIERS, TABLE, phases, law, 1)
+    lines = lines_of(runs, TIERS)
+    assert [line["phase"] for line in lines] == [*(phase.name for phase in phases), "all"]
+    total = lines[-1]
+    speeds = total["tokens_per_s"]
+    assert set(speeds) == {"off", "S3", "S7R0.5", "S7", "adaptive", "oracle"}
+    assert speeds["oracle"] > 0.99 * max(speeds.values())
+    assert total["regret"] == pytest.approx(1 - speeds["adaptive"] / speeds["oracle"], abs=1e-3)
+    assert total["adaptive_by_off"] > 1.2
+    assert total["ranked_by_equal"] == pytest.approx(speeds["S7R0.5"] / speeds["S3"], abs=1e-3)
+    assert all(line["phase"] in table_of("simulated", lines) for line in lines)

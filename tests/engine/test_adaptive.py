@@ -1,0 +1,149 @@
+"""The adaptive controller against every static tier, on a simulated device with an H200's costs.
+
+Work is the same for all: what is accepted depends on a request and a position alone.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from bench.phases import Imposed, Phase, Served, imposed, serve
+from bench.simulated import SimulatedBackend, seconds_of, simulated_limits
+from shared.engine.adaptive.choice import BestValue, Policy, Static
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.tiers import Tier
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.engine import Engine
+
+MILLISECONDS = {
+    "off": {1: 4.3, 8: 4.6, 32: 5.3},
+    "S1": {1: 4.6, 8: 5.0, 32: 6.0},
+    "S3": {1: 5.2, 8: 5.75, 32: 7.5},
+    "S7": {1: 6.6, 8: 7.5, 32: 11.0},
+    "S5k4N16": {1: 5.9, 8: 8.2, 32: 18.0},
+}
+"""Of a step, measured or between what was measured (docs/performance.md, Qwen3-8B)."""
+
+TIERS = (Tier(1, 0, 0), Tier(2, 1, 1), Tier(4, 3, 1), Tier(8, 7, 1), Tier(16, 5, 4))
+BATCHES = (1, 2, 4, 8, 16, 32)
+SECONDS = seconds_of(MILLISECONDS)
+OFF, LONG = 0, 3
+
+
+def always(rate: float):
+    return lambda rng: (rate,)
+
+
+def mixed(rng: np.random.Generator) -> tuple[float, ...]:
+    return (float(rng.uniform(0.2, 0.95)),)
+
+
+CHANGING = (
+    ("copying", 1, 3, 800, always(0.95)),
+    ("free text", 1, 3, 500, always(0.15)),
+    ("problems", 8, 24, 300, always(0.7)),
+    ("mixed", 8, 40, 200, mixed),
+    ("free text, many", 32, 96, 150, always(0.05)),
+    ("mixed, many", 32, 128, 120, mixed),
+    ("copying, many", 32, 96, 300, always(0.9)),
+)
+
+
+class Run:
+    """One policy over some phases.
+
+    Attributes:
+      served: What each phase took, in simulated seconds.
+      tiers: The tier of every step.
+    """
+
+    def __init__(self, policy: Policy, phases: list[Phase], law: Imposed, overlap: int = 1) -> None:
+        limits = simulated_limits(TIERS, BATCHES, overlap=overlap)
+        backend = SimulatedBackend(limits, SECONDS, law, noise=0.03)
+        table = {batch: [SECONDS(batch, tier) for tier in TIERS] for batch in BATCHES}
+        self.tiers: list[int] = []
+        controller = AdaptiveController(limits, self, table)
+        self._policy = policy
+        engine = Engine(
+            backend, controller, overlap=overlap, chunked_prefill_size=2048, cache=NO_CACHE
+        )
+        self.served: list[Served] = serve(engine, phases, lambda: backend.clock)
+        self.snapshot = engine.metrics.snapshot()
+
+    def choose(self, situation) -> int:
+        self.tiers.append(self._policy.choose(situation))
+        return self.tiers[-1]
+
+    @property
+    def seconds(self) -> float:
+        return sum(each.seconds for each in self.served)
+
+
+@cache
+def changing(tier: int | None) -> Run:
+    """The changing work with one tier, or with all of them to choose from."""
+    policy = BestValue() if tier is None else Static(tier)
+    return Run(policy, *imposed(CHANGING, part=1 << 20))
+
+
+def test_changing_work_is_served_faster_than_by_any_tier():
+    best = min(changing(tier).seconds for tier in range(len(TIERS)))
+    assert best / changing(None).seconds > 1.05
+
+
+@pytest.mark.parametrize("phase", range(len(CHANGING)), ids=[each[0] for each in CHANGING])
+def test_each_phase_is_served_about_as_fast_as_by_its_best_tier(phase):
+    static = [changing(tier).served[phase].speed for tier in range(len(TIERS))]
+    adaptive = changing(None).served[phase].speed
+    assert adaptive > 0.97 * max(static)
+    assert adaptive > 0.98 * static[OFF]
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_where_no_draft_is_accepted_little_is_lost_for_long(batch):
+    """What trying costs is bounded by what it could gain."""
+    work = imposed([("nothing", batch, batch, 3000, always(0.02))], part=1 << 20)
+    adaptive, off = Run(BestValue(), *work), Run(Static(OFF), *work)
+    assert off.seconds / adaptive.seconds > 0.98
+    assert adaptive.tiers.count(OFF) > 0.85 * len(adaptive.tiers)
+
+
+def test_off_is_left_when_rates_rise_and_taken_when_they_fall():
+    """Within requests that go on: no new request tells that times have changed."""
+    work = imposed([("turns", 8, 8, 3000, lambda rng: (0.03, 0.9, 0.03))], part=1000)
+    run = Run(BestValue(), *work)
+    first, last = run.tiers[100:900], run.tiers[-800:-100]
+    assert first.count(OFF) > 0.9 * len(first)
+    assert last.count(OFF) > 0.9 * len(last)
+    assert len(run.tiers) < 2400  # 3000 tokens of each, by steps that give one of two thirds
+    best = min(Run(Static(tier), *work).seconds for tier in (OFF, 1, 2, LONG))
+    assert best / run.seconds > 1.05
+
+
+def test_the_choice_does_not_swing_between_equals():
+    """At a rate where off and a chain are worth the same, both are, and a switch costs."""
+    work = imposed([("even", 32, 32, 1500, always(0.13))], part=1 << 20)
+    run = Run(BestValue(), *work)
+    switches = np.count_nonzero(np.diff([tier != OFF for tier in run.tiers]))
+    assert switches < 0.05 * len(run.tiers)
+    assert Run(Static(OFF), *work).seconds / run.seconds > 0.98
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_results_that_come_late_are_late_for_both(overlap):
+    work = imposed([("copying", 8, 16, 400, always(0.9))], part=1 << 20)
+    adaptive, best = (Run(p, *work, overlap=overlap) for p in (BestValue(), Static(LONG)))
+    assert best.seconds / adaptive.seconds > 0.97
+
+
+def test_metrics_tell_the_tiers():
+    found = changing(None).snapshot
+    steps = [found[f'spec_decode_adaptive_steps_total{{tier="{tier}"}}'] for tier in TIERS]
+    assert sum(steps) == len(changing(None).tiers)
+    assert all(steps)
+    key = 'spec_decode_adaptive_step_seconds{{batch="32",tier="{}"}}'
+    assert found[key.format("S7")] == pytest.approx(0.011, rel=0.1)
+    assert found["spec_decode_adaptive_draft_tokens"] in (0, 1, 3, 7, 15)

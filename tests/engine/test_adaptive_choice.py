@@ -1,0 +1,63 @@
+"""Policies: which of some situations asks for which tier."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shared.engine.adaptive.acceptance import Expected
+from shared.engine.adaptive.choice import BestValue, Greedy, Situation, Static, mean_of_best
+
+OFF, CHAIN = 0, 1
+
+
+def situation(tokens: float, news: float = 0.0, cold: float = 0.0, horizon: float = 100.0):
+    """Eight rows; a chain costs a quarter more than nothing."""
+    now = 8.0 * cold + tokens * (1 - cold)
+    return Situation(
+        seconds=[4.0, 5.0],
+        expected=Expected(warm=[8.0, tokens], now=[8.0, now], news=[[0.0, 0.0], [news / 5.0, 0.0]]),
+        num_rows=8,
+        cold=cold,
+        horizon=horizon,
+    )
+
+
+@pytest.mark.parametrize(("tokens", "tier"), [(9.0, OFF), (11.0, CHAIN)])
+@pytest.mark.parametrize("policy", [Greedy(), BestValue()], ids=lambda p: type(p).__name__)
+def test_the_most_tokens_a_second_win(policy, tokens, tier):
+    assert policy.choose(situation(tokens)) == tier
+
+
+def test_a_static_policy_looks_at_nothing():
+    assert Static(CHAIN).choose(situation(8.0)) == CHAIN
+
+
+def test_without_measured_seconds_nothing_is_trimmed():
+    for policy in (BestValue(), Greedy()):
+        assert policy.choose(replace(situation(8.5), seconds=None)) == CHAIN
+
+
+def test_a_tier_is_tried_where_knowing_it_is_worth_the_steps():
+    """By value and on no timer: the same uncertainty is not worth it at the end of a request."""
+    policy = BestValue()
+    assert policy.choose(situation(9.5, news=0.1, cold=1.0)) == OFF
+    assert policy.choose(situation(9.5, news=2.0, cold=1.0)) == CHAIN
+    assert policy.choose(situation(9.5, news=2.0, cold=1.0, horizon=3.0)) == OFF
+    assert Greedy().choose(situation(9.5, news=2.0, cold=1.0)) == OFF
+
+
+def test_a_switch_must_pay_for_itself():
+    """Between the two speeds nothing is gained by going back and forth, so it stays where it is."""
+    policy = BestValue()
+    assert policy.choose(situation(10.02, cold=1.0)) == OFF
+    assert policy.choose(situation(9.99, cold=0.0)) == CHAIN
+    assert policy.choose(situation(10.5, cold=1.0)) == CHAIN
+    assert policy.choose(situation(9.5, cold=0.0)) == OFF
+
+
+def test_the_mean_of_the_best_of_two():
+    assert mean_of_best(1.0, 0.0, 2.0) == 2.0
+    assert mean_of_best(2.0, 1.0, 2.0) == pytest.approx(2.0 + 0.39894, abs=1e-4)
+    assert mean_of_best(-9.0, 1.0, 2.0) == pytest.approx(2.0)

@@ -1,0 +1,187 @@
+"""What the adaptive controller believes: of acceptance, and of what a step costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shared.engine.adaptive.acceptance import Acceptance
+from shared.engine.adaptive.costs import Costs
+from shared.engine.adaptive.tiers import Shapes, Tier
+from shared.spec.draft_tree import TreeShape
+from tests.support.toy_backend import toy_limits
+
+OFF, SHORT, LONG, TREE = Tier(1, 0, 0), Tier(4, 3, 1), Tier(8, 7, 1), Tier(16, 5, 4)
+TIERS = (OFF, SHORT, LONG, TREE)
+SECONDS = (1.0,) * len(TIERS)
+NUMBER = {tier: number for number, tier in enumerate(TIERS)}
+
+
+def learn(known: Acceptance, request: int, tier: Tier, accepted: list[int]) -> None:
+    rows = known.rows_of([request])
+    for count in accepted:
+        drafted = np.array([tier.depth])
+        known.learn(rows, NUMBER[tier], drafted, np.array([count]))
+
+
+def chances(known: Acceptance, request: int) -> np.ndarray:
+    """The conditional rate of each depth of a chain, as it is believed of a request."""
+    _, survivals = known.expect(
+        known.rows_of([request]), np.array([99]), np.zeros(1, bool), 1, SECONDS
+    )
+    return survivals[0] / np.concatenate([[1.0], survivals[0, :-1]])
+
+
+def tokens(known: Acceptance, request: int, most: int = 99, is_cold: bool = False):
+    found, _ = known.expect(
+        known.rows_of([request]), np.array([most]), np.array([is_cold]), 1, SECONDS
+    )
+    return found
+
+
+def test_rates_are_those_that_were_seen():
+    """A draft of every second chain is accepted at depth 1, and then always at depth 2."""
+    known = Acceptance(TIERS)
+    learn(known, 1, SHORT, [0, 3] * 100)
+    assert chances(known, 1)[:3] == pytest.approx([0.5, 0.95, 0.95], abs=0.06)
+    assert tokens(known, 1).warm[NUMBER[SHORT]] == pytest.approx(2.5, abs=0.2)
+
+
+def test_what_was_not_observed_is_no_failure():
+    """Below a rejected draft, and below the tier, nothing was seen."""
+    known, both = Acceptance(TIERS), Acceptance(TIERS)
+    learn(known, 1, SHORT, [3] * 60)
+    assert chances(known, 1)[6] > 0.85  # chains of 3 say nothing against depth 7
+    learn(both, 1, LONG, [0, 0, 0, 7] * 30)
+    assert chances(both, 1)[1:] == pytest.approx([0.95] * 6, abs=0.06)
+
+
+def test_a_new_request_is_as_the_others_until_it_has_shown_otherwise():
+    known = Acceptance(TIERS)
+    for request in range(10):
+        learn(known, request, SHORT, [3] * 20)
+    assert chances(known, 99)[0] > 0.9
+    learn(known, 99, SHORT, [0] * 8)
+    assert chances(known, 99)[0] < 0.35
+    assert chances(known, 5)[0] > 0.8
+
+
+def test_new_steps_count_more_and_what_is_not_tried_becomes_uncertain():
+    known = Acceptance(TIERS)
+    learn(known, 1, SHORT, [3] * 300)
+    learn(known, 1, SHORT, [0] * 40)
+    assert chances(known, 1)[0] < 0.25
+    before = tokens(known, 1).news[NUMBER[SHORT]][NUMBER[OFF]]
+    learn(known, 1, OFF, [0] * 200)
+    assert tokens(known, 1).news[NUMBER[SHORT]][NUMBER[OFF]] > 2 * before
+
+
+def test_a_tree_is_guessed_from_chains_and_then_known_by_itself():
+    known = Acceptance(TIERS)
+    learn(known, 1, LONG, [0, 1, 0, 2] * 50)
+    guess = tokens(known, 1).warm
+    assert guess[NUMBER[TREE]] > 1.3 * guess[NUMBER[SHORT]]
+    learn(known, 1, TREE, [0] * 100)
+    seen = tokens(known, 1).warm
+    assert seen[NUMBER[TREE]] < 1.4
+
+
+def test_that_trees_do_worse_than_guessed_is_remembered_while_chains_run():
+    """What sets a family apart shows when it is tried, and outlives the rates of that time."""
+    known, unaware = Acceptance(TIERS), Acceptance(TIERS)
+    for tried in (known, unaware):
+        learn(tried, 1, LONG, [0, 3, 7] * 40)
+    learn(known, 1, TREE, [0, 0, 1] * 20)
+    for tried in (known, unaware):
+        learn(tried, 2, LONG, [0, 3, 7] * 60)
+    found = [tokens(tried, 3).warm[NUMBER[TREE]] for tried in (known, unaware)]
+    assert found[0] < 0.8 * found[1]
+
+
+def test_tokens_end_with_the_request_and_cold_rows_give_one():
+    known = Acceptance(TIERS)
+    learn(known, 1, LONG, [7] * 50)
+    assert tokens(known, 1, most=0).warm == [1.0] * 4
+    assert tokens(known, 1, most=1).warm[NUMBER[LONG]] == pytest.approx(1.97, abs=0.04)
+    assert tokens(known, 1, is_cold=True).now == [1.0] * 4
+    assert tokens(known, 1, is_cold=True).warm[NUMBER[LONG]] > 5
+
+
+def test_a_row_is_empty_for_its_next_request():
+    known = Acceptance(TIERS)
+    learn(known, 1, SHORT, [0] * 50)
+    known.forget(1)
+    known.forget(2)  # was never there
+    fresh = Acceptance(TIERS)
+    fresh.population = known.population
+    assert chances(known, 3) == pytest.approx(chances(fresh, 3))
+
+
+def costs() -> Costs:
+    return Costs({1: [4.0, 5.0, 6.0], 8: [5.0, 7.0, 9.0]})
+
+
+def observe(known: Costs, tier: int, seconds: float, steps: int) -> None:
+    for _ in range(steps):
+        known.observe(8, tier, seconds)
+
+
+def test_a_tier_that_runs_tells_what_moves_all_of_them():
+    """Contexts grew by two units of time: so do the tiers that have not run."""
+    known = costs()
+    observe(known, 1, 7.0, 50)
+    observe(known, 1, 9.0, 300)
+    assert known.of(8) == pytest.approx([7.0, 9.0, 11.0], abs=0.5)
+    assert known.of(1) == [4.0, 5.0, 6.0]
+
+
+def test_a_wrong_entry_is_put_right_by_its_own_steps():
+    known = costs()
+    for _ in range(30):
+        observe(known, 0, 5.0, 5)
+        observe(known, 1, 6.0, 5)
+    found = known.of(8)
+    assert found is not None
+    assert found[1] - found[0] == pytest.approx(1.0, abs=0.25)
+
+
+def test_a_hiccup_and_an_unknown_time_move_next_to_nothing():
+    known = costs()
+    observe(known, 1, 7.0, 50)
+    known.observe(8, 1, 700.0)
+    known.observe(8, 1, None)
+    assert known.of(8) == pytest.approx([5.0, 7.0, 9.0], rel=0.05)
+
+
+def test_without_a_table_nothing_is_known():
+    known = Costs({})
+    known.observe(8, 1, 7.0)
+    assert known.of(8) is None
+
+
+def test_shapes_are_the_tiers_that_every_batch_has():
+    limits = toy_limits(num_pages=40, num_slots=5, overlap=1, depths=(0, 1, 3))
+    shapes = Shapes.of(limits, host_draft=False)
+    assert [str(tier) for tier in shapes.tiers] == ["off", "S1", "S3"]
+    assert (shapes.batches, shapes.bucket(1), shapes.bucket(3)) == ((2, 4), 2, 4)
+    assert shapes.by_size[4, 2] == TreeShape.chain(3, 4)
+    with pytest.raises(ValueError, match="nothing to choose from"):
+        Shapes.of(toy_limits(num_pages=40, num_slots=5, overlap=1, depths=(0,)), host_draft=False)
+    for tier in (*TIERS, Tier(16, 5, 4, 0.5), Tier(8, 7, 1, 0.25)):
+        assert Tier.parse(str(tier)) == tier
+    with pytest.raises(ValueError, match="S3x is no tier"):
+        Tier.parse("S3x")
+
+
+def test_rows_that_are_shared_go_to_the_requests_that_use_them():
+    """One request accepts everything, one nothing: half of the rows give nearly all the tokens."""
+    tiers = (OFF, Tier(8, 7, 1, 0.5), LONG)
+    known = Acceptance(tiers)
+    rows, drafted = known.rows_of([1, 2]), np.array([7, 7])
+    for _ in range(60):
+        known.learn(rows, 2, drafted, np.array([7, 0]))
+    found, survivals = known.expect(rows, np.array([99, 99]), np.zeros(2, bool), 2, [1.0] * 3)
+    assert found.warm[1] == pytest.approx(survivals[0, :6].sum() + 2, abs=0.1)
+    assert found.warm[2] == pytest.approx(survivals.sum() + 2)
+    cold, _ = known.expect(rows, np.array([99, 99]), np.array([True, False]), 2, [1.0] * 3)
+    assert cold.now[1] == pytest.approx(survivals[1, :6].sum() + 2, abs=0.1)

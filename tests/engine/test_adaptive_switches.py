@@ -1,0 +1,104 @@
+"""A tier may change with every step: texts do not, and neither does the memory of a backend."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+
+from shared.boundary.backend import Backend
+from shared.engine.adaptive.choice import Situation
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.engine import Engine
+from tests.support.backends import make_backend
+from tests.support.driving import drive
+from tests.support.tree_subjects import DRAFTED, Served, request, tree_limits
+
+PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3,) * 20, (8, 1, 8, 2, 8), (60, 61), (7, 7, 9))
+
+
+class AnyTier:
+    """Takes another tier for every step, off among them."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng, self.taken = random.Random(seed), list[int]()
+
+    def choose(self, situation: Situation) -> int:
+        self.taken.append(self._rng.randrange(len(situation.expected.warm)))
+        return self.taken[-1]
+
+
+def requests() -> list:
+    return [
+        request(number, prompt, temperature=0.8 * (number % 2), max_tokens=30)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    found = Served()
+    yield found
+    found.close()
+
+
+def serve(backend: Backend, overlap: int) -> tuple[dict, list[int]]:
+    policy = AnyTier(overlap)
+    controller = AdaptiveController(backend.limits, policy, {})
+    engine = Engine(backend, controller, overlap=overlap, chunked_prefill_size=128, cache=NO_CACHE)
+    return drive(engine, requests()), policy.taken
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("framework", ["reference", "torch"])
+def test_texts_do_not_depend_on_what_is_chosen(framework, overlap, served):
+    outcomes, taken = serve(served.backend(framework, "NEXTN"), overlap)
+    assert set(taken) == {0, 1, 2, 3, 4}
+    for asked in requests():
+        assert outcomes[asked.request_id].tokens == served.plain("NEXTN", asked).tokens
+    assert sum(sum(outcome.accepted) for outcome in outcomes.values()) > 0
+
+
+def leaves(state: Any) -> Iterator[Any]:
+    """The arrays of nested dataclasses or tuples."""
+    if is_dataclass(state):
+        state = [getattr(state, item.name) for item in fields(state)]
+    if isinstance(state, (tuple, list)):
+        for part in state:
+            yield from leaves(part)
+    elif state is not None:
+        yield state
+
+
+def test_a_switch_moves_no_buffer_of_torch(served):
+    """Graphs that were captured hold addresses: a buffer made anew would leave them behind."""
+    backend = served.backend("torch", "NEXTN")
+    state = backend.backend._queue._machine.state
+    before = [(each.data_ptr(), tuple(each.shape)) for each in leaves(state)]
+    serve(backend, 1)
+    assert [(each.data_ptr(), tuple(each.shape)) for each in leaves(state)] == before
+    assert backend.backend._queue._machine.state is state
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_what_a_backend_holds_does_not_grow_with_its_tiers(framework):
+    """It is as large as for the largest tier alone, in JAX the tree that every step is given."""
+    config, weights = DRAFTED["NEXTN"].model()
+    limits = tree_limits(config.vocab)
+    widest = max(limits.shapes, key=lambda shape: shape.width)
+    alone = tuple(p for p in limits.programs if p.shape.is_plain or p.shape == widest)
+
+    def sizes(programs) -> list[tuple[int, ...]]:
+        own = replace(limits, programs=programs)
+        backend = make_backend(framework, config, weights, own, "NEXTN")
+        held = backend.backend
+        state = held._queue._machine.state if framework == "torch" else held._state
+        found = [tuple(each.shape) for each in leaves(state)]
+        backend.close()
+        return found
+
+    assert sizes(limits.programs) == sizes(alone)

@@ -1,0 +1,160 @@
+"""NGRAM that drafts what pays: what nodes are worth, which are taken, and when it sleeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Limits, Work
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.engine import Engine
+from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.engine.ngram.evidence import Evidence, Selection
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.tree import Trees
+from shared.options.ngram import NgramConfig
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import make_backend
+from tests.support.driving import drive
+from tests.support.tree_subjects import BATCH, DRAFTED, Served, request, tree_limits
+
+SIZES = (2, 8)
+PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3,) * 20, (8, 1, 8, 2, 8), (60, 61), (7, 7, 9))
+
+
+def trees(*rows: tuple[tuple[int, int, int], ...]) -> Trees:
+    """Trees of nodes, each its token, parent and kind, below a root."""
+    count, nodes = len(rows), 1 + max(map(len, rows))
+    tokens, parents, evidence = (np.zeros((count, nodes), np.int32) for _ in range(3))
+    for row, found in enumerate(rows):
+        for node, (token, parent, kind) in enumerate(found, start=1):
+            tokens[row, node], parents[row, node], evidence[row, node] = token, parent, kind
+    sizes = np.array([1 + len(row) for row in rows], np.int32)
+    return Trees(tokens, parents, sizes, evidence)
+
+
+FORK = ((11, 0, 5), (12, 0, 6), (13, 1, 7), (14, 2, 7))
+
+
+def learn(known: Evidence, found: Trees, text: list[int], times: int) -> None:
+    texts, counts = np.array([text], np.int32), np.array([len(text)], np.int32)
+    for _ in range(times):
+        known.learn(found, np.array([0]), texts, counts)
+
+
+def test_nodes_are_judged_by_the_text_where_their_parent_was_right():
+    known, fork = Evidence(), trees(FORK)
+    before = known.rates
+    learn(known, fork, [12, 99], 100)  # the second child, and nothing below it
+    assert known.rates[[5, 6, 7]] == pytest.approx([0, 1, 0], abs=0.05)
+    learn(known, fork, [12], 100)  # a plain step says nothing of the nodes below
+    assert known.rates[[5, 6]] == pytest.approx([0, 1], abs=0.05)
+    others = np.delete(np.arange(len(before)), [5, 6, 7])
+    assert (known.rates[others] == before[others]).all()
+
+
+def test_what_kinds_are_worth_follows_the_times():
+    known, fork = Evidence(), trees(FORK)
+    learn(known, fork, [11], 2000)
+    learn(known, fork, [50], 1500)
+    assert known.rates[5] < 0.3
+
+
+def test_the_best_nodes_of_a_batch_are_taken_and_are_trees():
+    found = trees(FORK, ((21, 0, 0), (22, 1, 0), (23, 2, 0)))
+    weights = np.array([[1, 0.6, 0.3, 0.5, 0.1], [1, 0.9, 0.8, 0.7, 0]])
+    selection = Selection(found, weights)
+    assert selection.take(5, 4)[0] == pytest.approx(0.9 + 0.8 + 0.7 + 0.6)
+    total, taken = selection.take(3, 99)  # two of each row beside the root
+    assert total == pytest.approx(0.6 + 0.5 + 0.9 + 0.8)
+    cut = selection.cut(taken, 3)
+    assert cut.tokens.tolist() == [[0, 11, 13], [0, 21, 22]]
+    assert cut.parents.tolist() == [[0, 0, 1], [0, 0, 1]]
+    assert cut.num_nodes.tolist() == [3, 3]
+
+
+def test_a_row_has_no_use_for_drafts_behind_its_end():
+    known, found = Evidence(), trees(FORK)
+    assert (known.weights(found, np.array([1]))[0, [3, 4]] == 0).all()
+    assert (known.weights(found, np.array([0]))[0, 1:] == 0).all()
+    assert (known.weights(found, np.array([2]))[0, 1:] > 0).all()
+
+
+def limits_of(vocab: int) -> Limits:
+    """Trees of the host's of two sizes beside plain steps."""
+    limits = tree_limits(vocab)
+    kept = [p for p in limits.programs if p.work is not Work.DECODE or p.shape.is_plain]
+    plain = next(p for p in kept if p.work is Work.DECODE)
+    shapes = [TreeShape(size, size - 1, 1, BATCH * size) for size in SIZES]
+    more = [replace(plain, shape=shape, host_draft=True) for shape in shapes]
+    return replace(limits, programs=(*kept, *more))
+
+
+def engine_of(table: dict[int, list[float]], overlap: int):
+    config, weights = DRAFTED["NEXTN"].model()
+    limits = limits_of(config.vocab)
+    backend = make_backend("reference", config, weights, limits, "none")
+    index = NgramIndex(
+        NgramConfig(), nodes=SIZES[-1], depth=SIZES[-1] - 1, vocab=config.vocab, chain=False
+    )
+    controller = AdaptiveNgramController(limits, index, table)
+    return Engine(
+        backend, controller, overlap=overlap, chunked_prefill_size=128, cache=NO_CACHE
+    ), controller
+
+
+def requests() -> list:
+    return [
+        request(number, prompt, temperature=0.8 * (number % 2), max_tokens=40)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    found = Served()
+    yield found
+    found.close()
+
+
+NEVER, ALWAYS = [1.0, 50.0, 90.0, 0.5], [1.0, 1e-3, 1e-2, 50.0]
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+@pytest.mark.parametrize("table", [{}, {BATCH: NEVER}, {BATCH: ALWAYS}], ids=["none", "no", "yes"])
+def test_texts_are_plain_whatever_pays(table, overlap, served):
+    engine, controller = engine_of(table, overlap)
+    controller._clock = lambda: 0.0  # keeps the table
+    outcomes = drive(engine, requests())
+    for asked in requests():
+        assert outcomes[asked.request_id].tokens == served.plain("NEXTN", asked).tokens
+    steps = controller._steps
+    if table.get(BATCH) is NEVER:
+        assert controller.is_asleep
+        assert steps[3] > 5 * sum(steps[tier] for tier in (0, 1, 2))
+    else:
+        assert sum(sum(outcome.accepted) for outcome in outcomes.values()) > 0
+        assert not controller.is_asleep
+    assert controller.evidence._tried.sum() > 0
+
+
+def test_it_wakes_when_what_it_would_have_drafted_pays():
+    engine, controller = engine_of({BATCH: [1.0, 1.01, 1.02, 0.95]}, 1)
+    controller._clock = lambda: 0.0
+    controller.is_asleep = True
+    drive(engine, [request(0, (3,) * 20, temperature=0.0, max_tokens=150)])
+    drafted = controller._steps[1] + controller._steps[2]
+    assert controller._steps[3] > 0
+    assert drafted > 0
+
+
+def test_metrics_tell_tiers_and_sleep():
+    engine, _ = engine_of({BATCH: NEVER}, 1)
+    drive(engine, requests())
+    found = engine.metrics.snapshot()
+    assert found['spec_decode_adaptive_steps_total{tier="asleep"}'] > 0
+    assert 'spec_decode_adaptive_steps_total{tier="S7"}' in found
+    assert found["ngram_rows_total"] > 0

@@ -1,0 +1,142 @@
+"""The file that names draft shapes, and the shapes and programs that follow."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shared.boundary.backend import Work
+from shared.drafts.drafts import Drafts
+from shared.engine.adaptive.tiers import Shapes
+from shared.options.adaptive import Candidate, read_candidates
+from shared.options.flags import ConfigError
+from shared.options.options import Options, parse
+from shared.options.rules import refusals
+from shared.options.setup import Setup
+from shared.process.device import Device
+from shared.process.memory_plan import MemoryPlan, plan
+from shared.process.programs import ProgramCosts
+from tests.support.tiny_models import tiny_model
+
+CPU, GPU = Device("cpu", "CPU", 8 << 30), Device("gpu", "GPU", 80 << 30)
+MODEL, _ = tiny_model("qwen3_5", 0)
+
+
+def written(folder: Path, found: object) -> str:
+    path = folder / "tiers.json"
+    path.write_text(found if isinstance(found, str) else json.dumps(found), encoding="utf-8")
+    return str(path)
+
+
+def test_steps_in_the_spelling_of_sglang_are_chains_and_off_is_always_there(tmp_path):
+    found = read_candidates(written(tmp_path, {"candidate_steps": [7, 0, 1, 3, 3]}))
+    assert found == (Candidate.chain(1), Candidate.chain(3), Candidate.chain(7))
+
+
+def test_candidates_are_shapes_and_shares_of_rows(tmp_path):
+    entries = [{"steps": 5, "topk": 4, "draft_tokens": 16, "rows": 0.5}, {"steps": 2}]
+    found = read_candidates(written(tmp_path, {"candidates": entries, "candidate_steps": [2]}))
+    assert found == (Candidate.chain(2), Candidate(5, 4, 16, 0.5))
+
+
+REFUSED = {
+    "{": "is no JSON file",
+    "[1, 3]": "must hold an object",
+    '{"candidate_steps": []}': "must name 1 to 8 shapes that draft, got 0",
+    '{"candidate_steps": [1,2,3,4,5,6,7,8,9]}': "must name 1 to 8 shapes that draft, got 9",
+    '{"candidate_steps": 3}': "candidate_steps must be a list",
+    '{"candidate_steps": [17]}': "candidate_steps must be a whole number from 0 to 16, got 17",
+    '{"candidate_steps": [true]}': "candidate_steps must be a whole number from 0 to 16, got True",
+    '{"candidate_steps": ["3"]}': "candidate_steps must be a whole number from 0 to 16, got '3'",
+    '{"ema_alpha": 0.2}': "ema_alpha tunes a rule that is not used here",
+    '{"8": {"candidate_steps": [1]}}': '"8" lists shapes for a batch size',
+    '{"steps": [3]}': "steps is no key; known are candidate_steps, candidates",
+    '{"candidates": {"steps": 3}}': "candidates must be a list",
+    '{"candidates": [3]}': "candidates holds objects",
+    '{"candidates": [{"topk": 2}]}': "a candidate needs steps",
+    '{"candidates": [{"steps": 3, "depth": 2}]}': "depth is no key of a candidate",
+    '{"candidates": [{"steps": 3, "topk": 2}]}': "a candidate with topk 2 needs draft_tokens",
+    '{"candidates": [{"steps": 3, "draft_tokens": 5}]}': "draft_tokens must be 4 to 4 with steps 3",
+    '{"candidates": [{"steps": 2, "topk": 2, "draft_tokens": 8}]}': "must be 3 to 7 with steps 2",
+    '{"candidates": [{"steps": 3, "rows": 0}]}': "rows must be a share above 0 and up to 1, got 0",
+    '{"candidates": [{"steps": 3, "rows": "half"}]}': "rows must be a share above 0 and up to 1",
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_a_wrong_file_is_refused_by_name_in_one_sentence(text, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        read_candidates(written(tmp_path, text))
+    assert REFUSED[text] in str(refused.value)
+    assert str(refused.value).startswith("--speculative-adaptive-config")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_candidates(str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "candidate", "is_refused"),
+    [
+        ("NEXTN", Candidate(5, 4, 16), False),
+        ("NGRAM", Candidate(5, 4, 16), True),
+        ("NGRAM", Candidate.chain(7), False),
+        ("NAIVE_EAGLE", Candidate.chain(1), False),
+        ("NAIVE_EAGLE", Candidate.chain(2), True),
+    ],
+)
+def test_shapes_that_a_drafter_does_not_have_are_refused(algorithm, candidate, is_refused):
+    options = replace(adaptive(algorithm), candidates=(candidate,))
+    setup = Setup(options=options, model=MODEL, has_mtp=True, head_kind=None)
+    told = [sentence for sentence in refusals(setup) if "names shapes that" in sentence]
+    assert len(told) == is_refused
+
+
+def adaptive(algorithm: str, *flags: str) -> Options:
+    return parse(["--speculative-algorithm", algorithm, "--speculative-adaptive", *flags])
+
+
+def planned(options: Options, device: Device, are_compiled: bool) -> MemoryPlan:
+    drafts = Drafts.none() if options.speculative.drafts_on_host else Drafts.of_mtp(MODEL)
+    costs = ProgramCosts(workspace=lambda program, blueprint: 0, are_compiled=are_compiled)
+    return plan(options, MODEL, drafts, device, costs)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("are_compiled", [False, True], ids=["torch", "jax"])
+@pytest.mark.parametrize("algorithm", ["NEXTN", "NAIVE_EAGLE", "NGRAM"])
+def test_every_batch_has_a_program_for_every_tier(algorithm, device, are_compiled):
+    limits = planned(adaptive(algorithm), device, are_compiled).limits
+    shapes = Shapes.of(limits, host_draft=algorithm == "NGRAM")
+    assert shapes.tiers[0].is_off
+    reached = limits.num_pages_for(limits.max_positions)
+    assert max(p.pages for p in limits.programs) == reached
+    assert limits.scratch == max(shape.scratch for shape in shapes.by_size.values())
+    for tier in range(len(shapes.tiers)):
+        widest = shapes.by_size[shapes.batches[-1], tier]
+        told = [p for p in limits.programs if p.shape == widest and p.work is Work.DECODE]
+        assert any(p.logprobs for p in told)
+
+
+def names(algorithm: str, device: Device, are_compiled: bool) -> list[str]:
+    limits = planned(adaptive(algorithm), device, are_compiled).limits
+    return [str(tier) for tier in Shapes.of(limits, host_draft=algorithm == "NGRAM").tiers]
+
+
+def test_a_cpu_whose_programs_are_compiled_has_few_tiers():
+    assert names("NEXTN", GPU, True) == ["off", "S1", "S3", "S7", "S5k4N16"]
+    assert names("NEXTN", CPU, True) == ["off", "S1", "S3"]
+    assert names("NAIVE_EAGLE", GPU, False) == ["off", "S1"]
+    assert names("NGRAM", CPU, True) == ["off", "S3", "S11"]
+
+
+def test_the_shapes_of_a_file_are_the_programs(tmp_path):
+    options = replace(adaptive("NEXTN"), candidates=(Candidate.chain(2), Candidate(3, 2, 6)))
+    limits = planned(options, CPU, False).limits
+    assert {p.shape.tree for p in limits.programs} == {(1, 0, 0), (3, 2, 1), (6, 3, 2)}
+    assert (limits.max_depth, limits.max_width) == (3, 2)
