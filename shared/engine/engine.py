@@ -58,7 +58,6 @@ class Engine:
         self.allocator = Allocator(limits)
         self.planner = Planner(limits, self.allocator)
         self.cache = PrefixCache(limits, self.allocator, cache, overlap)
-        self._follows_decodes = cache.is_on and (cache.leaves_holes or cache.track_interval > 0)
         self.scheduler = Scheduler(
             limits,
             self.allocator,
@@ -163,6 +162,7 @@ class Engine:
         self.controller.learned(rows, result)
         counts, failed, texts = (x.tolist() for x in (result.counts, result.failed, result.tokens))
         saved = result.saved.tolist()
+        leaves_hole = self.cache.leaves_hole(rows)
         told: list[int] = []
         for row, (request, most) in enumerate(zip(rows.requests, rows.most_tokens, strict=True)):
             request.land(most)
@@ -176,7 +176,8 @@ class Engine:
                 self.cache.fed(request, rows.chunks[row], bool(saved[row]))
             if counts[row]:
                 tokens = texts[row][: counts[row]]
-                events.append(self._commit(rows, result, row, tokens, bool(saved[row])))
+                took_state = bool(saved[row]) and not rows.chunks
+                events.append(self._commit(rows, result, row, tokens, leaves_hole, took_state))
                 told.append(row)
         self._count(rows, events)
         if rows.shape is not None and not rows.shape.is_plain:
@@ -202,12 +203,18 @@ class Engine:
         return request.finish_reason is not None
 
     def _commit(
-        self, rows: Rows, result: StepResult, row: int, tokens: list[int], saved: bool
+        self,
+        rows: Rows,
+        result: StepResult,
+        row: int,
+        tokens: list[int],
+        leaves_hole: bool,
+        saved: bool,
     ) -> Event:
         request = rows.requests[row]
         kept = request.commit(tokens)
-        if self._follows_decodes and rows.shape is not None:
-            self.cache.decoded(request, kept, rows.shape.is_plain, saved)
+        if leaves_hole or saved:
+            self.cache.decoded(request, kept, leaves_hole, saved)
         self.controller.saw(request, tokens[:kept])
         if request.finish_reason is not None:
             self._let_go(request, request.finish_reason)

@@ -242,19 +242,22 @@ class PrefixCache:
         """Names in a plan where its rows leave their states, and lets go of what it restores."""
         if not self._interval:
             return
-        chunks = rows.chunks
-        for row, request in enumerate(rows.requests):
-            standing = self._standing[request.request_id]
-            if standing.pinned:
-                self._tree.snapshots.unpin(standing.pinned)
-                standing.pinned = NO_SNAPSHOT
-            if rows.work is Work.PREFILL:
-                at, snapshot = self._save_of_chunk(standing, chunks[row])
-            elif rows.work is Work.DECODE:
-                at, snapshot = self._save_of_decode(request, standing)
-            else:
-                continue
-            plan.snapshots.save[row], plan.snapshots.save_at[row] = snapshot, at
+        standings = [self._standing[request.request_id] for request in rows.requests]
+        if rows.work is Work.DECODE:
+            saves = [self._save_of_decode(standing) for standing in standings]
+        else:
+            for standing in standings:
+                self._unpin(standing)
+            pairs = zip(standings, rows.chunks, strict=False)  # a count has no chunk
+            saves = [self._save_of_chunk(standing, chunk) for standing, chunk in pairs]
+        if saves:
+            count = len(saves)
+            plan.snapshots.save_at[:count], plan.snapshots.save[:count] = zip(*saves, strict=True)
+
+    def _unpin(self, standing: _Standing) -> None:
+        if standing.pinned:
+            self._tree.snapshots.unpin(standing.pinned)
+            standing.pinned = NO_SNAPSHOT
 
     def _save_of_chunk(self, standing: _Standing, chunk: Chunk) -> tuple[int, int]:
         at = _last_tracked(chunk, standing.branch, self._unit)
@@ -263,13 +266,14 @@ class PrefixCache:
             standing.saving[at] = snapshot
         return at, snapshot
 
-    def _save_of_decode(self, request: Request, standing: _Standing) -> tuple[int, int]:
+    def _save_of_decode(self, standing: _Standing) -> tuple[int, int]:
         """The tracked position that the steps in flight, and this one, may pass; there is one."""
+        request, (at, snapshot) = standing.request, standing.pending
         known = self._filled(request, standing, prefilled=request.prefill_length)
-        at = known // self._interval * self._interval + self._interval
-        # A position behind what is known was passed by nobody who could take it.
-        snapshot = standing.pending[1] or self._tree.snapshots.take()
-        standing.pending = at, snapshot
+        if at <= known or not snapshot:
+            # A position behind what is known was passed by nobody who could take it.
+            at = known // self._interval * self._interval + self._interval
+            standing.pending = at, snapshot or self._tree.snapshots.take()
         return standing.pending
 
     def fed(self, request: Request, chunk: Chunk, saved: bool) -> None:
@@ -302,18 +306,22 @@ class PrefixCache:
         if len(standing.kept) > KEPT_STATES:
             self._tree.snapshots.give(standing.kept.pop(0)[1])
 
-    def decoded(self, request: Request, num_tokens: int, is_plain: bool, saved: bool) -> None:
-        """A decode step added tokens, which the request has committed.
+    def leaves_hole(self, rows: Rows) -> bool:
+        """Whether a step feeds a drafter nothing of what it adds."""
+        return self._policy.leaves_holes and rows.shape is not None and rows.shape.is_plain
+
+    def decoded(self, request: Request, num_tokens: int, leaves_hole: bool, saved: bool) -> None:
+        """A decode step that is of interest here added tokens, which the request has committed.
 
         Args:
           num_tokens: How many, up to its text's end.
-          is_plain: Whether the step fed no drafter.
+          leaves_hole: See `leaves_hole`.
           saved: Whether it took a state.
         """
         standing = self._standing.get(request.request_id)
         if standing is None:
             return
-        if is_plain and self._policy.leaves_holes:
+        if leaves_hole:
             end = request.length - 1
             self._note_hole(standing, end - num_tokens, end)
         if saved:
@@ -342,8 +350,7 @@ class PrefixCache:
                 self._hang(standing.node, *standing.kept.pop())
         for snapshot in _snapshots(standing):
             self._tree.snapshots.give(snapshot)
-        if standing.pinned:
-            self._tree.snapshots.unpin(standing.pinned)
+        self._unpin(standing)
         if locked is not None:
             self._tree.unlock(locked)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32
@@ -55,8 +56,7 @@ class SamplingParams:
         )
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """What one step gave one request.
 
     Attributes:

@@ -163,12 +163,17 @@ class Scheduler:
         """Those of the requests that have pages for a step which writes `scratch` positions."""
         # Whom `_make_room` sends away is asked later and has no slot by then. The ceiling counts
         # the steps in flight, so the pages suffice however they end.
+        page, held = self._limits.page_size, self._allocator.num_pages
+        pages_of = held[[request.slot for request in requests]].tolist()
         return [
             request
-            for request in requests
+            for request, pages in zip(requests, pages_of, strict=True)
             if request.slot
             and request is not self._leaving
-            and self._make_room(request, request.ceiling + scratch)
+            and (
+                (needed := request.ceiling + scratch) <= pages * page
+                or self._make_room(request, needed)
+            )
         ]
 
     def _make_room(self, request: Request, positions: int) -> bool:

@@ -185,8 +185,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "mamba_track_interval": 128,
         "overlap": 2,
         "speculative_algorithm": "NEXTN",
-        "speculative_num_steps": 5,
-        "speculative_eagle_topk": 1,
+        **{"speculative_num_steps": 5, "speculative_eagle_topk": 1},
         "speculative_num_draft_tokens": 6,
         "accept_rule": "rejection",
         "speculative_adaptive_config": "shapes.json",
@@ -195,11 +194,9 @@ def test_every_flag_arrives_in_the_field_of_its_name():
     options = parse([word for name, v in given.items() for word in (spelling(name), str(v))])
     parts = PARTS.keys() - {"ngram"}
     found = {k: v for part in parts for k, v in vars(getattr(options, part)).items()}
-    absent = dict.fromkeys(("speculative_draft_model_path", "speculative_draft_window_size"))
-    absent["speculative_simulate_accept_length"] = None
-    switches = ("disable_overlap_schedule", "block_verification", "speculative_adaptive")
-    switches += ("disable_radix_cache", "disable_cuda_graph", "disable_piecewise_cuda_graph")
-    absent |= dict.fromkeys(switches, False)
+    switches = {name for name, value in found.items() if value is False}
+    none = ("draft_model_path", "draft_window_size", "simulate_accept_length")
+    absent = {f"speculative_{name}": None for name in none} | dict.fromkeys(switches, False)
     assert found == given | absent
 
 

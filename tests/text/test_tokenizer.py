@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -48,7 +47,7 @@ def event(tokens: list[int], accepted: int | None, reason: FinishReason | None =
 
 def with_logprobs(given: Event) -> Event:
     """The same event with logprobs that tell the tokens apart."""
-    return replace(given, logprobs=[(-float(t), [(t, -float(t))]) for t in given.tokens])
+    return given._replace(logprobs=[(-float(t), [(t, -float(t))]) for t in given.tokens])
 
 
 def new_choice(stops: tuple[str, ...], min_tokens: int = 0) -> Choice:
