@@ -108,11 +108,12 @@ class AdaptiveController:
 
     def submitted(self, rows: Rows) -> None:
         """Notes the tier, and that rows of a plain step draft nothing in their next one."""
+        ids = [request.request_id for request in rows.requests]
         if rows.work is not Work.DECODE:
+            self._cold.difference_update(ids)  # of a request that resumes the drafter is fed
             return
         batch, self._chosen = self._planned
         self._steps[self._chosen] += 1
-        ids = [request.request_id for request in rows.requests]
         self._flights.append((batch, self._chosen, [self._hopes.get(i, 0.0) for i in ids]))
         is_off = self.shapes.tiers[self._chosen].is_off
         self._cold.update(ids) if is_off else self._cold.difference_update(ids)
