@@ -15,8 +15,10 @@ from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
+from shared.server.bodies import parse_plain
 from shared.server.engine_client import EngineClient, EngineLost, Refused
-from shared.server.openai_types import ApiError, Strict, Text, is_id_list, is_text, parse_plain
+from shared.server.errors import ApiError
+from shared.server.fields import Strict, Text, is_id_list, is_text
 from shared.server.transport import read_json
 from shared.text.tokenizer import Tokenizer
 

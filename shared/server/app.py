@@ -24,12 +24,14 @@ from starlette.types import ASGIApp
 
 from shared.options import capabilities
 from shared.server.admin import AdminRoutes, load_start_corpus
+from shared.server.bodies import Body, parse
 from shared.server.connection import TimedConnection
 from shared.server.delta import Delta
 from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
+from shared.server.errors import ApiError
 from shared.server.generation import Generation, Generator
 from shared.server.hosts import HostCheck
-from shared.server.openai_types import ApiError, Body, ChatRequest, CompletionRequest, parse
+from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.server_metrics import ServerMetrics
 from shared.server.transport import BodyLimit, EventStream, read_json, watch_client

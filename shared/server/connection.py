@@ -8,7 +8,7 @@ import json
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shared.server.openai_types import ApiError
+from shared.server.errors import ApiError
 
 READ_TIMEOUT_S = 60.0  # for the head and the body of a request together
 

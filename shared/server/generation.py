@@ -22,13 +22,10 @@ from shared.server.engine_client import (
     Refused,
     Submission,
 )
+from shared.server.errors import ApiError
+from shared.server.fields import MAX_CHOICES
 from shared.server.logprobs import TokenNames
-from shared.server.openai_types import (
-    MAX_CHOICES,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-)
+from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.responses import Answer, Form
 from shared.server.sampling import make_sampling
 from shared.server.server_metrics import ServerMetrics

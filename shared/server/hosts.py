@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shared.process.address import is_local
-from shared.server.openai_types import ApiError
+from shared.server.errors import ApiError
 
 
 class HostCheck:
