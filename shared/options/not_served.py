@@ -29,7 +29,7 @@ NOT_SUPPORTED = {
         FLOAT_ONLY,
     ),
     **dict.fromkeys(
-        ("--reasoning-parser", "--tool-call-parser", "--chat-template", "--completion-template")
+        ("--chat-template", "--completion-template")
         + ("--enable-multimodal", "--is-embedding", "--lora-paths", "--enable-lora"),
         RAW_TEXT,
     ),

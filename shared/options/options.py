@@ -40,6 +40,9 @@ ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE", MODEL_ALGORITHM, HOST_AL
 
 ACCEPT_RULES = ("match", "rejection")
 
+REASONING_PARSERS = ("qwen3", "deepseek-r1")
+TOOL_CALL_PARSERS = ("hermes", "qwen", "qwen3_coder", "llama3")
+
 CHAIN_SHAPE = (3, 1, 4)
 TREE_SHAPE = (5, 4, 8)
 NAIVE_SHAPE = (1, 1, 2)
@@ -96,6 +99,18 @@ class ServerOptions:
         "temperature and filters of requests that name none: the model's generation_config.json, "
         "or openai's",
         choices=("model", "openai"),
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "how the model marks its reasoning, which answers then give as reasoning_content",
+        choices=REASONING_PARSERS,
+        metavar="NAME",
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "how the model writes calls of tools; requests may have tools only with it",
+        choices=TOOL_CALL_PARSERS,
+        metavar="NAME",
     )
     max_queued_requests: int | None = flag(
         None,

@@ -332,6 +332,8 @@ def _facts(start: Start, names: tuple[str, ...] | None) -> ModelFacts:
         host_names=names,
         admin_api_key=options.server.admin_api_key,
         corpus_path=options.ngram.speculative_ngram_external_corpus_path,
+        reasoning_parser=options.server.reasoning_parser,
+        tool_call_parser=options.server.tool_call_parser,
     )
 
 

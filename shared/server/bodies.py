@@ -91,19 +91,26 @@ def _drop_neutral(fields: dict[str, Any], table: dict[str, NotServed]) -> dict[s
     """Without the fields that are not served, whose values here ask for nothing."""
     for name in table.keys() & fields.keys():
         if table[name].refuses(fields[name]):
-            raise ApiError(400, f"{table[name].reason}, {table[name].way_out}", name)
-    return {name: value for name, value in fields.items() if name not in table}
+            raise ApiError(400, f"{table[name].reason}; {table[name].way_out}", name)
+    gone = {name for name, field in table.items() if not field.is_read}
+    return {name: value for name, value in fields.items() if name not in gone}
 
 
 def _api_error(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
-    param = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
+    param = _path(first["loc"])
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"{param} is not a known field", param)
     if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param)
     message = first["msg"].removeprefix("Input ")
     return ApiError(400, f"{param} {message}, got {_SHORT.repr(first['input']):.60}", param)
+
+
+def _path(steps: tuple[int | str, ...]) -> str:
+    """Where a field is, without the kind of message that pydantic writes as `<tool>` among them."""
+    own = [step for step in steps if isinstance(step, int) or not step.startswith("<")]
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in own).lstrip(".")
 
 
 def _check_together(request: CompletionRequest | ChatRequest) -> None:

@@ -18,7 +18,7 @@ class Piece:
       delta: What it says anew; may lag behind the tokens.
       tokens: New tokens, no further than the one with which the text ends.
       logprobs: Of these tokens; empty where the request did not ask.
-      finish_reason: "stop" or "length" in the last piece.
+      finish_reason: "stop", "length" or "tool_calls" in the last piece.
     """
 
     delta: Delta
@@ -149,6 +149,7 @@ class Choice:
     finish_reason: str | None = None
     cached_tokens: int = 0
     _num_characters: int = 0
+    _has_called: bool = False
 
     def take(self, event: Event) -> Piece:
         """Adds an event; the text may end within it.
@@ -178,6 +179,9 @@ class Choice:
         delta = self.parser.push(text)
         if self.finish_reason:
             delta += self.parser.flush()
+        self._has_called |= bool(delta.tool_calls)
+        if self.finish_reason == "stop" and self._has_called:
+            self.finish_reason = "tool_calls"
         return Piece(delta, self.tokens[begin:], self.logprobs[begin:], self.finish_reason)
 
     def _note(self, event: Event, index: int) -> None:

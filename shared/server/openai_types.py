@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PlainValidator
 
@@ -15,10 +15,14 @@ from shared.server.fields import (
     read_prompt,
     read_stops,
 )
-from shared.server.messages import MAX_MESSAGES, Message
+from shared.server.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 
 MAX_PRIORITY = 1000
+MAX_ARGUMENTS = 32  # of a chat template
 MAX_DRAFT_TOKENS = 1 << 16  # more than any step has; what a request allows beyond means the same
+
+
+Name = Annotated[Text, Field(max_length=64)]
 
 
 class StreamOptions(Strict):
@@ -129,7 +133,20 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    parallel_tool_calls: bool | None = None  # says nothing without tools
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=MAX_ARGUMENTS)] | None = None
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Those that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def most_calls(self) -> int | None:
+        """Calls that a choice may have; None for any number."""
+        return 1 if self.parallel_tool_calls is False else None
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:

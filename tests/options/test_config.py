@@ -35,7 +35,9 @@ REFUSED = {
     "--tp=2": "--tp is not supported",
     "--mem-fraction-static 1.5": "--mem-fraction-static",
     "--mem-fraction-static most": "--mem-fraction-static must be a number, got most",
-    "--reasoning-parser qwen3": "--reasoning-parser",
+    "--reasoning-parser no": "--reasoning-parser must be one of qwen3, deepseek-r1, got no",
+    "--tool-call-parser no": "--tool-call-parser must be one of hermes, qwen,",
+    "--chat-template x": "--chat-template is not supported",
     "--speculative-ngram-min-bfs-breadth 1": (
         "--speculative-ngram-min-bfs-breadth belongs to another drafter"
     ),
@@ -173,6 +175,8 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "max_total_tokens": 512,
         "max_running_requests": 3,
         "chunked_prefill_size": 128,
+        "reasoning_parser": "qwen3",
+        "tool_call_parser": "hermes",
         "mem_fraction_static": 0.75,
         "mamba_track_interval": 128,
         "overlap": 2,

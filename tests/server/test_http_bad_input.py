@@ -176,7 +176,7 @@ BAD_CHATS = [
     ("top_logprobs", {"top_logprobs": MAX_LOGPROBS + 1, "logprobs": True}),
     ("top_logprobs", {"top_logprobs": -1, "logprobs": True}),
     ("top_logprobs", {"top_logprobs": True, "logprobs": True}),
-    ("tools", {"tools": [{"type": "function"}]}),
+    ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("response_format", {"response_format": {"type": "json_object"}}),
     ("prompt", {"prompt": "x"}),
 ]

@@ -1,0 +1,89 @@
+"""The prompts of a request: texts and conversations become tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from shared.engine.checks import TOO_LONG, RequestLimits
+from shared.server.errors import ApiError
+from shared.server.fields import MAX_CHOICES
+from shared.server.messages import for_template
+from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.text.chat_template import Conversation, TemplateFailed
+from shared.text.tokenizer import Tokenizer
+
+_FIELD_OF = {"arguments": "chat_template_kwargs"}  # of what a template refuses
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt.
+
+    Attributes:
+      tokens: What the engine is given.
+      text: What the tokens are of; "" of a prompt that came as tokens.
+    """
+
+    tokens: list[int]
+    text: str
+
+
+class PromptReader:
+    """Reads prompts, off the event loop where that takes long.
+
+    Args:
+      tokenizer: None where the checkpoint has none: prompts are token ids then.
+      limits: Bounds of a request.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, limits: RequestLimits) -> None:
+        self._tokenizer, self._limits = tokenizer, limits
+
+    async def read(self, request: CompletionRequest | ChatRequest) -> list[ReadPrompt]:
+        """All prompts of a request.
+
+        Raises:
+          ApiError: They cannot be served; names the field.
+        """
+        if isinstance(request, ChatRequest):
+            return [await self.read_chat(request)]
+        if len(request.prompt) * request.num_choices > MAX_CHOICES:
+            raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", "prompt")
+        return [await self.read_prompt(prompt) for prompt in request.prompt]
+
+    async def read_prompt(self, prompt: str | list[int]) -> ReadPrompt:
+        """A plain prompt; raises as `read`."""
+        if isinstance(prompt, list):
+            return ReadPrompt(prompt, "")
+        if self._tokenizer is None:
+            message = "the model folder has no tokenizer.json: give prompt as token ids"
+            raise ApiError(400, message, "prompt")
+        self._check_length(prompt, "prompt", self._tokenizer)
+        return ReadPrompt(await asyncio.to_thread(self._tokenizer.encode, prompt), prompt)
+
+    async def read_chat(self, request: ChatRequest) -> ReadPrompt:
+        """A conversation as the chat template writes it; raises as `read`."""
+        if self._tokenizer is None or not self._tokenizer.has_chat_template:
+            message = "the model folder has no chat template: use /v1/completions"
+            raise ApiError(400, message, "messages")
+        try:
+            text = await asyncio.to_thread(self._tokenizer.render_chat, _conversation(request))
+        except TemplateFailed as error:
+            raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
+        self._check_length(text, "messages", self._tokenizer)
+        return ReadPrompt(await asyncio.to_thread(self._tokenizer.encode_more, text), text)
+
+    def _check_length(self, text: str, param: str, tokenizer: Tokenizer) -> None:
+        """Refuses a text that cannot fit before the time is spent that encoding takes."""
+        if not tokenizer.can_fit(text, self._limits.max_request_tokens):
+            message = f"{param} has {len(text)} characters, more than fit into {self._limits.room}"
+            raise ApiError(400, message, param, TOO_LONG)
+
+
+def _conversation(request: ChatRequest) -> Conversation:
+    return Conversation(
+        messages=list(map(for_template, request.messages)),
+        tools=[tool.model_dump(exclude_none=True) for tool in request.usable_tools],
+        arguments=request.chat_template_kwargs or {},
+    )
