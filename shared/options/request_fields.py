@@ -44,7 +44,6 @@ NOT_SERVED = (
     NotServed("best_of", BOTH, (1,), 3),
     NotServed("metadata", BOTH, ({},), {"team": "a"}),
     NotServed("prediction", BOTH, (), {"type": "content", "content": "text"}),
-    NotServed("echo", (COMPLETIONS,), (False,), True),
     NotServed("suffix", (COMPLETIONS,), ("",), "end"),
     NotServed("audio", (CHAT,), (), {"voice": "alloy", "format": "wav"}),
     NotServed("function_call", (CHAT,), ("none",), "auto"),

@@ -32,8 +32,10 @@ from shared.server.errors import ApiError
 from shared.server.generation import Generation, Generator
 from shared.server.hosts import HostCheck
 from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.prompts import PromptReader, check_model
 from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.server_metrics import ServerMetrics
+from shared.server.tokens import TokenRoutes
 from shared.server.transport import BodyLimit, EventStream, read_json, watch_client
 from shared.text.tokenizer import Tokenizer
 
@@ -65,8 +67,7 @@ class Routes:
 
     async def model(self, name: str) -> Response:
         """GET /v1/models/NAME."""
-        if name not in ("default", self._client.facts.model_name):
-            raise ApiError(404, f"there is no model {name!r:.200}", "model", "model_not_found")
+        check_model(name, self._client.facts.model_name)
         return _json(self._model())
 
     async def capabilities(self) -> Response:
@@ -165,12 +166,16 @@ async def _on_fault(request: Request, error: Exception) -> Response:
 def make_app(client: EngineClient, tokenizer: Tokenizer | None) -> ASGIApp:
     """The application over a connected engine."""
     metrics = ServerMetrics()
-    routes = Routes(Generator(client, tokenizer, metrics), metrics)
+    reader = PromptReader(tokenizer, client.facts.limits)
+    routes = Routes(Generator(client, reader, tokenizer, metrics), metrics)
+    tokens = TokenRoutes(client.facts, reader, tokenizer)
     admin = AdminRoutes(client, tokenizer)
     app = FastAPI(title="Tandem", openapi_url=None)
     for path, handler, method in (
         ("/v1/completions", routes.completions, "POST"),
         ("/v1/chat/completions", routes.chat, "POST"),
+        ("/tokenize", tokens.tokenize, "POST"),
+        ("/detokenize", tokens.detokenize, "POST"),
         ("/v1/models", routes.models, "GET"),
         ("/v1/models/{name:path}", routes.model, "GET"),
         ("/capabilities", routes.capabilities, "GET"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -49,6 +50,12 @@ def parse_plain(body: bytes, kind: type[Checked]) -> Checked:
       ApiError: Status 400; names the field at fault.
     """
     return _checked(_read_object(body), kind)
+
+
+def parse_with(body: bytes, kind_of: Callable[[dict[str, Any]], type[Checked]]) -> Checked:
+    """Reads a body whose fields say of which kind it is; raises as `parse_plain`."""
+    fields = _read_object(body)
+    return _checked(fields, kind_of(fields))
 
 
 def _read_object(body: bytes) -> dict[str, Any]:
@@ -119,5 +126,8 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
     name, asked = request.asked_tokens
     if name != "max_tokens" and request.max_tokens not in (None, asked):
         raise ApiError(400, f"max_tokens and {name} differ, give one of them", name)
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        message = "echo with logprobs needs those of the prompt, which are not served"
+        raise ApiError(400, f"{message}; leave one of them out", "echo")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")

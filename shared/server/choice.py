@@ -133,6 +133,7 @@ class Choice:
       parser: Tells what the text up to a stop string is.
       min_tokens: A stop string that ends before is part of the text.
       speculation: Verify steps up to and with the one in which the text ends.
+      echo: What it says before its own text; "" once it has.
       tokens: All tokens so far.
       logprobs: Of all of them; empty where the request did not ask.
       finish_reason: Set at the end.
@@ -144,6 +145,7 @@ class Choice:
     parser: OutputParser
     min_tokens: int
     speculation: Speculation
+    echo: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -176,7 +178,8 @@ class Choice:
 
     def _piece(self, text: str, begin: int) -> Piece:
         """What came in from token number `begin` on."""
-        delta = self.parser.push(text)
+        delta = Delta(self.echo) + self.parser.push(text)
+        self.echo = ""
         if self.finish_reason:
             delta += self.parser.flush()
         self._has_called |= bool(delta.tool_calls)

@@ -24,7 +24,7 @@ from shared.server.errors import ApiError
 from shared.server.logprobs import TokenNames
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.parsers import Parsers
-from shared.server.prompts import PromptReader
+from shared.server.prompts import PromptReader, check_model
 from shared.server.responses import Answer, Form
 from shared.server.sampling import make_sampling
 from shared.server.server_metrics import ServerMetrics
@@ -119,12 +119,16 @@ class Generator:
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer | None, metrics: ServerMetrics
+        self,
+        client: EngineClient,
+        reader: PromptReader,
+        tokenizer: Tokenizer | None,
+        metrics: ServerMetrics,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self._facts = _with_end(client.facts, tokenizer)
-        self._reader = PromptReader(tokenizer, client.facts.limits)
+        self._reader = reader
         self._parsers = Parsers(client.facts)
         self._names = TokenNames(tokenizer)
         self._metrics = metrics
@@ -135,7 +139,7 @@ class Generator:
         Raises:
           ApiError: It cannot be served.
         """
-        self._check_model(request.model)
+        check_model(request.model, self._facts.model_name)
         if request.stop and self.tokenizer is None:
             raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
         self._parsers.check(request)
@@ -166,12 +170,6 @@ class Generator:
         except QueueFull as error:
             raise ApiError(503, str(error), code="queue_full") from error
 
-    def _check_model(self, name: str | None) -> None:
-        served = self._facts.model_name
-        if name not in (None, "default", served):
-            message = f"the model {name!r:.200} is not served here, {served!r} is"
-            raise ApiError(404, message, "model", "model_not_found")
-
     def _sampling(
         self, request: CompletionRequest | ChatRequest, prompt: list[int]
     ) -> SamplingParams:
@@ -192,7 +190,14 @@ class Generator:
             self._parsers.new(request, text),
             prompt.sampling.min_tokens,
             Speculation.empty(self._facts.max_draft_depth),
+            self._echo(request, prompt, text),
         )
+
+    def _echo(self, request: CompletionRequest | ChatRequest, prompt: Prompt, text: str) -> str:
+        """What a choice says before its own text."""
+        if isinstance(request, ChatRequest) or not request.echo or self.tokenizer is None:
+            return ""
+        return text or self.tokenizer.decode(prompt.tokens)
 
 
 def _with_end(facts: ModelFacts, tokenizer: Tokenizer | None) -> ModelFacts:

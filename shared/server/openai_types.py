@@ -18,8 +18,10 @@ from shared.server.fields import (
 from shared.server.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 
 MAX_PRIORITY = 1000
+MAX_SEED = (1 << 63) - 1  # OpenAI's bounds
+MAX_COUNT = (1 << 31) - 1  # of what the model's own bounds are far below
 MAX_ARGUMENTS = 32  # of a chat template
-MAX_DRAFT_TOKENS = 1 << 16  # more than any step has; what a request allows beyond means the same
+MAX_DRAFT_TOKENS = 1 << 16  # more than any step has
 
 
 Name = Annotated[Text, Field(max_length=64)]
@@ -29,21 +31,21 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None  # events are never padded
 
 
 class SpeculativeOptions(Strict):
     """How much may be drafted for one request; the law of its text never depends on it."""
 
     enabled: bool | None = None
-    max_draft_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_draft_tokens: Annotated[int, Field(ge=0, le=MAX_DRAFT_TOKENS)] | None = None
 
     @property
     def most_drafts(self) -> int | None:
         """Most drafts of a step, or None for all that the step has."""
         if self.enabled is False:
             return 0
-        asked = self.max_draft_tokens
-        return None if asked is None else min(asked, MAX_DRAFT_TOKENS)
+        return self.max_draft_tokens
 
 
 class GenerationRequest(Strict):
@@ -58,18 +60,18 @@ class GenerationRequest(Strict):
 
     model: Text | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None  # -1 and 0: off
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None  # -1 and 0: off
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     # Logits are divided by it: far smaller values leave float32's range.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     logit_bias: Annotated[dict[int, float], PlainValidator(read_bias)] = {}
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     stop: Annotated[list[str], PlainValidator(read_stops)] = []
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = (
         None
@@ -116,7 +118,8 @@ class CompletionRequest(GenerationRequest):
     PROMPT: ClassVar[str] = "prompt"
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(read_prompt)]
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    echo: bool | None = None
 
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:
@@ -124,24 +127,34 @@ class CompletionRequest(GenerationRequest):
         return "logprobs", self.logprobs
 
 
-class ChatRequest(GenerationRequest):
-    """Body of /v1/chat/completions."""
-
-    PROMPT: ClassVar[str] = "messages"
+class ChatPrompt(Strict):
+    """The fields of which the chat template makes a prompt."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=MAX_ARGUMENTS)] | None = None
 
     @property
     def usable_tools(self) -> list[Tool]:
         """Those that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        return self.tools or []
+
+
+class ChatRequest(GenerationRequest, ChatPrompt):
+    """Body of /v1/chat/completions."""
+
+    PROMPT: ClassVar[str] = "messages"
+
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """Those that the model is told of."""
+        return [] if self.tool_choice == "none" else super().usable_tools
 
     @property
     def most_calls(self) -> int | None:

@@ -9,7 +9,7 @@ from shared.engine.checks import TOO_LONG, RequestLimits
 from shared.server.errors import ApiError
 from shared.server.fields import MAX_CHOICES
 from shared.server.messages import for_template
-from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.openai_types import ChatPrompt, ChatRequest, CompletionRequest
 from shared.text.chat_template import Conversation, TemplateFailed
 from shared.text.tokenizer import Tokenizer
 
@@ -47,28 +47,33 @@ class PromptReader:
           ApiError: They cannot be served; names the field.
         """
         if isinstance(request, ChatRequest):
-            return [await self.read_chat(request)]
+            return [await self.read_chat(conversation_of(request))]
         if len(request.prompt) * request.num_choices > MAX_CHOICES:
             raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", "prompt")
-        return [await self.read_prompt(prompt) for prompt in request.prompt]
+        return [await self.read_prompt(prompt, with_special=True) for prompt in request.prompt]
 
-    async def read_prompt(self, prompt: str | list[int]) -> ReadPrompt:
-        """A plain prompt; raises as `read`."""
+    async def read_prompt(self, prompt: str | list[int], with_special: bool) -> ReadPrompt:
+        """A plain prompt; raises as `read`.
+
+        Args:
+          with_special: Whether it has the special tokens that the tokenizer adds.
+        """
         if isinstance(prompt, list):
             return ReadPrompt(prompt, "")
         if self._tokenizer is None:
             message = "the model folder has no tokenizer.json: give prompt as token ids"
             raise ApiError(400, message, "prompt")
         self._check_length(prompt, "prompt", self._tokenizer)
-        return ReadPrompt(await asyncio.to_thread(self._tokenizer.encode, prompt), prompt)
+        encode = self._tokenizer.encode if with_special else self._tokenizer.encode_more
+        return ReadPrompt(await asyncio.to_thread(encode, prompt), prompt)
 
-    async def read_chat(self, request: ChatRequest) -> ReadPrompt:
+    async def read_chat(self, conversation: Conversation) -> ReadPrompt:
         """A conversation as the chat template writes it; raises as `read`."""
         if self._tokenizer is None or not self._tokenizer.has_chat_template:
             message = "the model folder has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
         try:
-            text = await asyncio.to_thread(self._tokenizer.render_chat, _conversation(request))
+            text = await asyncio.to_thread(self._tokenizer.render_chat, conversation)
         except TemplateFailed as error:
             raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
         self._check_length(text, "messages", self._tokenizer)
@@ -81,9 +86,21 @@ class PromptReader:
             raise ApiError(400, message, param, TOO_LONG)
 
 
-def _conversation(request: ChatRequest) -> Conversation:
+def conversation_of(request: ChatPrompt) -> Conversation:
+    """What the chat template writes of a request."""
     return Conversation(
         messages=list(map(for_template, request.messages)),
         tools=[tool.model_dump(exclude_none=True) for tool in request.usable_tools],
         arguments=request.chat_template_kwargs or {},
     )
+
+
+def check_model(name: str | None, served: str) -> None:
+    """Refuses a request for another model.
+
+    Raises:
+      ApiError: Status 404.
+    """
+    if name not in (None, "default", served):
+        message = f"the model {name!r:.200} is not served here, {served!r} is"
+        raise ApiError(404, message, "model", "model_not_found")

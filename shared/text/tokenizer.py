@@ -113,6 +113,10 @@ class Tokenizer:
         """Text of tokens; ids that it does not know have none."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def decode_all(self, tokens: list[int]) -> str:
+        """Text of tokens with that of the special ones."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
     def shows(self, token: int) -> bool:
         """Whether a token has text: it is known and not special."""
         return token not in self._special and self._tokenizer.id_to_token(token) is not None

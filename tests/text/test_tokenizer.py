@@ -53,7 +53,7 @@ def with_logprobs(given: Event) -> Event:
 
 def new_choice(stops: tuple[str, ...], min_tokens: int = 0) -> Choice:
     return Choice(
-        Detokenizer(BYTES, []), StopFinder(stops), PlainText(), min_tokens, Speculation.empty(3)
+        Detokenizer(BYTES, []), StopFinder(stops), PlainText(), min_tokens, Speculation.empty(3), ""
     )
 
 
