@@ -33,6 +33,7 @@ from shared.server.generation import Generation, Generator
 from shared.server.hosts import HostCheck
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.prompts import PromptReader, check_model
+from shared.server.rendering import Renderer
 from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.server_metrics import ServerMetrics
 from shared.server.tokens import TokenRoutes
@@ -163,10 +164,12 @@ async def _on_fault(request: Request, error: Exception) -> Response:
     return _json(ApiError(500, "the server failed, its log says why").to_json(), 500)
 
 
-def make_app(client: EngineClient, tokenizer: Tokenizer | None) -> ASGIApp:
+def make_app(
+    client: EngineClient, tokenizer: Tokenizer | None, renderer: Renderer | None
+) -> ASGIApp:
     """The application over a connected engine."""
     metrics = ServerMetrics()
-    reader = PromptReader(tokenizer, client.facts.limits)
+    reader = PromptReader(tokenizer, renderer, client.facts.limits)
     routes = Routes(Generator(client, reader, tokenizer, metrics), metrics)
     tokens = TokenRoutes(client.facts, reader, tokenizer)
     admin = AdminRoutes(client, tokenizer)
@@ -233,12 +236,18 @@ async def serve(connection: socket.socket, listeners: list[socket.socket]) -> in
     except (EngineLost, ValueError) as error:
         print(error, file=sys.stderr, flush=True)
         return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
-    config = http_config(make_app(client, tokenizer))
+    template = tokenizer.template if tokenizer else None
+    renderer = Renderer(template) if template else None
+    config = http_config(make_app(client, tokenizer, renderer))
     server = _HttpServer(config, _greeting(client.facts.model_name, listeners))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
     client.ended.add_done_callback(lambda _: _shut_down(server))
+    if renderer:
+        client.ended.add_done_callback(lambda _: renderer.end())
     await server.serve(listeners)
+    if renderer:
+        await renderer.close()
     if client.alive:
         return 0
     end = client.ended.result()

@@ -10,6 +10,7 @@ from shared.server.errors import ApiError
 from shared.server.fields import MAX_CHOICES
 from shared.server.messages import for_template
 from shared.server.openai_types import ChatPrompt, ChatRequest, CompletionRequest
+from shared.server.rendering import Renderer
 from shared.text.chat_template import Conversation, TemplateFailed
 from shared.text.tokenizer import Tokenizer
 
@@ -34,11 +35,14 @@ class PromptReader:
 
     Args:
       tokenizer: None where the checkpoint has none: prompts are token ids then.
+      renderer: None where there is no chat template.
       limits: Bounds of a request.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: RequestLimits) -> None:
-        self._tokenizer, self._limits = tokenizer, limits
+    def __init__(
+        self, tokenizer: Tokenizer | None, renderer: Renderer | None, limits: RequestLimits
+    ) -> None:
+        self._tokenizer, self._renderer, self._limits = tokenizer, renderer, limits
 
     async def read(self, request: CompletionRequest | ChatRequest) -> list[ReadPrompt]:
         """All prompts of a request.
@@ -69,11 +73,11 @@ class PromptReader:
 
     async def read_chat(self, conversation: Conversation) -> ReadPrompt:
         """A conversation as the chat template writes it; raises as `read`."""
-        if self._tokenizer is None or not self._tokenizer.has_chat_template:
+        if self._tokenizer is None or self._renderer is None:
             message = "the model folder has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
         try:
-            text = await asyncio.to_thread(self._tokenizer.render_chat, conversation)
+            text = await self._renderer.render(conversation)
         except TemplateFailed as error:
             raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
         self._check_length(text, "messages", self._tokenizer)

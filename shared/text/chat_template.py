@@ -47,6 +47,9 @@ class Conversation:
 class ChatTemplate:
     """A template that Hugging Face's libraries read too.
 
+    It is a program: in its sandbox it reaches nothing of the machine, but it takes the time and the
+    memory that it takes. A server renders in `shared.text.template_worker`.
+
     Args:
       source: The template.
       names: The special tokens that it may write by name.
@@ -58,7 +61,7 @@ class ChatTemplate:
     def __init__(self, source: str, names: dict[str, str]) -> None:
         environment = _environment()
         self._template = environment.from_string(source)
-        self._names = names
+        self.source, self.names = source, names
         self._arguments = meta.find_undeclared_variables(environment.parse(source)) - {
             *_OWN,
             *names,
@@ -105,7 +108,7 @@ class ChatTemplate:
                 messages=messages,
                 add_generation_prompt=True,
                 tools=conversation.tools or None,
-                **self._names,
+                **self.names,
                 **conversation.arguments,
             )
             text.encode()  # a template can write a half of a character, which no tokenizer takes

@@ -68,6 +68,11 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template, if there is one."""
+        return self._template
+
+    @property
     def end_id(self) -> int | None:
         """The token that ends an answer (`eos_token`); None where the tokenizer names none."""
         return self._id_of("eos_token")
