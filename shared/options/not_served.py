@@ -49,7 +49,7 @@ NOT_SUPPORTED = {
         "a draft tree of one shape is what drafts; leave the flag out",
     ),
     **dict.fromkeys(
-        ("--api-key", "--ssl-keyfile", "--ssl-certfile"),
+        ("--ssl-keyfile", "--ssl-certfile"),
         "the server listens on one address in clear text; put a proxy before it",
     ),
     **dict.fromkeys(

@@ -122,6 +122,10 @@ class ServerOptions:
         300, "seconds that a step may take; then the server ends itself with the reason",
         low=1, high=1 << 20,
     )  # fmt: skip
+    api_key: str | None = flag(
+        None, "bearer token of every route but /live (default: none is asked for)"
+    )
+    insecure: bool = flag(False, "serve other machines without --api-key")
     admin_api_key: str | None = flag(
         None, "bearer token of the routes that change the server (default: no such routes)"
     )

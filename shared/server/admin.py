@@ -19,6 +19,7 @@ from shared.server.bodies import parse_plain
 from shared.server.engine_client import EngineClient, EngineLost, Refused
 from shared.server.errors import ApiError
 from shared.server.fields import Strict, Text, is_id_list, is_text
+from shared.server.gates import bearer
 from shared.server.transport import read_json
 from shared.text.tokenizer import Tokenizer
 
@@ -88,8 +89,7 @@ class AdminRoutes:
         if key is None:
             reason = "this route is closed; start the server with --admin-api-key"
             raise ApiError(403, reason, code="admin_closed")
-        # Starlette reads a header as latin-1; clients send a key as UTF-8.
-        given = request.headers.get("authorization", "").encode("latin-1").removeprefix(b"Bearer ")
+        given = bearer(request.headers.get("authorization", ""))
         if not hmac.compare_digest(given, key.encode()):
             reason = "the admin key is wrong or missing; send it as a bearer token"
             raise ApiError(401, reason, code="invalid_api_key")

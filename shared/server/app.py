@@ -23,14 +23,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from shared.options import capabilities
+from shared.process.frames import ModelFacts
 from shared.server.admin import AdminRoutes, load_start_corpus
 from shared.server.bodies import Body, parse
 from shared.server.connection import TimedConnection
 from shared.server.delta import Delta
 from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
 from shared.server.errors import ApiError
+from shared.server.gates import MAX_HEAD_BYTES, OPEN_PATH, HeadLimit, HostCheck, KeyCheck
 from shared.server.generation import Generation, Generator
-from shared.server.hosts import HostCheck
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.prompts import PromptReader, check_model
 from shared.server.rendering import Renderer
@@ -76,7 +77,7 @@ class Routes:
         return _json(capabilities.to_json())
 
     async def health(self) -> Response:
-        """GET /health: 200 while the engine lives."""
+        """GET /health and /live: 200 while the engine lives."""
         return Response(status_code=200 if self._client.alive else 503)
 
     async def metrics(self) -> Response:
@@ -183,6 +184,7 @@ def make_app(
         ("/v1/models/{name:path}", routes.model, "GET"),
         ("/capabilities", routes.capabilities, "GET"),
         ("/health", routes.health, "GET"),
+        (OPEN_PATH, routes.health, "GET"),
         ("/metrics", routes.metrics, "GET"),
         ("/add_external_corpus", admin.add_corpus, "POST"),
         ("/remove_external_corpus", admin.remove_corpus, "POST"),
@@ -194,8 +196,16 @@ def make_app(
     app.add_exception_handler(ClientLeft, _on_client_left)
     app.add_exception_handler(ClientDisconnect, _on_client_left)
     app.add_exception_handler(Exception, _on_fault)
-    names = client.facts.host_names
-    return BodyLimit(app) if names is None else HostCheck(BodyLimit(app), names)
+    return _gated(BodyLimit(app), client.facts)
+
+
+def _gated(app: ASGIApp, facts: ModelFacts) -> ASGIApp:
+    """The application behind all that is checked before a route is found."""
+    if facts.api_key is not None:
+        app = KeyCheck(app, [key for key in (facts.api_key, facts.admin_api_key) if key])
+    if facts.host_names is not None:
+        app = HostCheck(app, facts.host_names)
+    return HeadLimit(app)
 
 
 def http_config(app: ASGIApp) -> uvicorn.Config:
@@ -203,6 +213,7 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=TimedConnection,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_level="warning",
         access_log=False,
         ws="none",

@@ -175,6 +175,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "max_total_tokens": 512,
         "max_running_requests": 3,
         "chunked_prefill_size": 128,
+        "api_key": "word",
         "reasoning_parser": "qwen3",
         "tool_call_parser": "hermes",
         "mem_fraction_static": 0.75,
@@ -192,7 +193,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
     absent = {"disable_overlap_schedule": False, "speculative_draft_model_path": None}
     absent |= {"block_verification": False, "speculative_draft_window_size": None}
     absent |= {"speculative_simulate_accept_length": None}
-    absent |= {"disable_radix_cache": False}
+    absent |= {"disable_radix_cache": False, "insecure": False}
     absent |= {"disable_cuda_graph": False, "disable_piecewise_cuda_graph": False}
     assert found == given | absent
 

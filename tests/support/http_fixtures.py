@@ -338,6 +338,7 @@ def main() -> int:
     parser.add_argument("corpus", nargs="?")
     parser.add_argument("--reasoning-parser")
     parser.add_argument("--tool-call-parser")
+    parser.add_argument("--api-key")
     flags = parser.parse_args()
     limits = RequestLimits(
         context_length=CONTEXT,
@@ -358,6 +359,7 @@ def main() -> int:
         host_names=(HOST_NAME,),
         admin_api_key=ADMIN_KEY,
         corpus_path=flags.corpus,
+        api_key=flags.api_key,
         reasoning_parser=flags.reasoning_parser,
         tool_call_parser=flags.tool_call_parser,
     )
