@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
@@ -47,11 +47,20 @@ def _is_document(value: Any) -> bool:
     return is_text(value) or is_id_list(value)
 
 
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_DOCUMENTS = {
+    "type": "array",
+    "items": {"anyOf": [{"type": "string"}, _TOKENS]},
+    "minItems": 1,
+    "maxItems": MAX_DOCUMENTS,
+}
+
+
 class AddCorpus(Strict):
     """Body of /add_external_corpus."""
 
     corpus_id: Annotated[Text, Field(min_length=1, max_length=200)]
-    documents: Annotated[list[Document], PlainValidator(_read_texts)]
+    documents: Annotated[list[Document], PlainValidator(_read_texts), WithJsonSchema(_DOCUMENTS)]
 
 
 class RemoveCorpus(Strict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 MAX_STOPS = 16
@@ -44,6 +44,32 @@ User = Annotated[Text, Field(max_length=MAX_USER_LENGTH)]
 def is_id_list(value: Any) -> bool:
     """Whether a value is a list of integers, which may be ids of tokens."""
     return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {"type": "string", "minLength": 1}
+PROMPT_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            _PROMPT,
+            _IDS,
+            {"type": "array", "items": _PROMPT, "minItems": 1, "maxItems": MAX_CHOICES},
+            {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_CHOICES},
+        ]
+    }
+)
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+STOP_SCHEMA = WithJsonSchema(
+    {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]}
+)
+BIAS_SCHEMA = WithJsonSchema(
+    {
+        "type": ["object", "null"],
+        "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+        "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        "maxProperties": MAX_TOKEN_IDS,
+    }
+)
 
 
 def read_prompt(value: Any) -> list[str] | list[list[int]]:

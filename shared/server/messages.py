@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Discriminator, Field, PlainValidator, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from shared.server.call_reading import read_object
@@ -51,7 +59,24 @@ def _read_arguments(value: Any) -> dict[str, Any]:
 
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-Content = Annotated[str, PlainValidator(_read_content)]
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_CONTENT = [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]
+Content = Annotated[str, PlainValidator(_read_content), WithJsonSchema({"anyOf": _CONTENT})]
+AnswerContent = Annotated[
+    str | None,
+    PlainValidator(_read_answer),
+    WithJsonSchema({"anyOf": [*_CONTENT, {"type": "null"}]}),
+]
+Arguments = Annotated[
+    dict[str, Any],
+    PlainValidator(_read_arguments),
+    WithJsonSchema({"type": "string", "description": "JSON text of an object"}),
+]
 
 
 class PlainMessage(Strict):
@@ -66,7 +91,7 @@ class CalledFunction(Strict):
     """What was called, and with what."""
 
     name: FunctionName
-    arguments: Annotated[dict[str, Any], PlainValidator(_read_arguments)]
+    arguments: Arguments
 
 
 class MadeCall(Strict):
@@ -82,7 +107,7 @@ class AssistantMessage(Strict):
     """An earlier answer, as it was given; clients send it back as a whole."""
 
     role: Literal["assistant"]
-    content: Annotated[str | None, PlainValidator(_read_answer)] = None
+    content: AnswerContent = None
     reasoning_content: Text | None = None
     tool_calls: Annotated[list[MadeCall], Field(max_length=MAX_CALLS)] | None = None
     name: Text | None = None

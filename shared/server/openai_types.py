@@ -7,7 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PlainValidator
 
 from shared.server.fields import (
+    BIAS_SCHEMA,
     MAX_TOKEN_IDS,
+    PROMPT_SCHEMA,
+    STOP_SCHEMA,
     Strict,
     Text,
     User,
@@ -24,6 +27,7 @@ MAX_ARGUMENTS = 32  # of a chat template
 MAX_DRAFT_TOKENS = 1 << 16  # more than any step has
 
 
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Name = Annotated[Text, Field(max_length=64)]
 
 
@@ -70,12 +74,12 @@ class GenerationRequest(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     # Logits are divided by it: far smaller values leave float32's range.
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
-    logit_bias: Annotated[dict[int, float], PlainValidator(read_bias)] = {}
+    logit_bias: Annotated[dict[int, float], PlainValidator(read_bias), BIAS_SCHEMA] = {}
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: Annotated[list[str], PlainValidator(read_stops)] = []
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = (
-        None
-    )
+    stop: Annotated[list[str], PlainValidator(read_stops), STOP_SCHEMA] = []
+    stop_token_ids: (
+        Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)] | None
+    ) = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -117,7 +121,7 @@ class CompletionRequest(GenerationRequest):
     DEFAULT_TOKENS: ClassVar[int | None] = 16  # OpenAI's
     PROMPT: ClassVar[str] = "prompt"
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(read_prompt)]
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(read_prompt), PROMPT_SCHEMA]
     logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     echo: bool | None = None
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import Request
-from pydantic import Field
 from starlette.responses import Response
 
 from shared.process.frames import ModelFacts
@@ -15,7 +14,7 @@ from shared.server.bodies import parse_plain, parse_with
 from shared.server.errors import ApiError
 from shared.server.fields import Strict, Text
 from shared.server.logprobs import TokenNames
-from shared.server.openai_types import MAX_COUNT, ChatPrompt
+from shared.server.openai_types import ChatPrompt, TokenId
 from shared.server.prompts import PromptReader, check_model, conversation_of
 from shared.server.transport import read_json
 from shared.text.tokenizer import Tokenizer
@@ -43,7 +42,7 @@ class Detokenize(Strict):
     """Body of /detokenize."""
 
     model: Text | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_COUNT)]]
+    tokens: list[TokenId]
 
 
 class TokenRoutes:
