@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
@@ -12,6 +13,7 @@ MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 1024  # of all prompts of one request
 MAX_BIAS = 100  # of a token, either way
 MAX_USER_LENGTH = 256  # the drafter NGRAM keeps the name for as long as what was seen of it
+MAX_DEPTH = 64
 MAX_TOKEN_IDS = 1 << 14  # of stop_token_ids and of logit_bias; a model's own bounds are lower
 
 
@@ -39,6 +41,28 @@ def _check_text(value: str) -> str:
 
 Text = Annotated[str, AfterValidator(_check_text)]
 User = Annotated[Text, Field(max_length=MAX_USER_LENGTH)]
+
+
+def check_depth(value: Any) -> Any:
+    """Refuses what is nested more deeply than those who write it again can follow."""
+    level, depth = [value], 0
+    while level := [part for item in level for part in _parts(item)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise PydanticCustomError(
+                "depth", "must be nested at most {number} deep", {"number": MAX_DEPTH}
+            )
+    return value
+
+
+def _parts(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+Nested = Annotated[dict[str, Any], AfterValidator(check_depth)]
+"""An object that is passed on as it is."""
 
 
 def is_id_list(value: Any) -> bool:

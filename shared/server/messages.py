@@ -16,7 +16,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from shared.server.call_reading import read_object
-from shared.server.fields import Strict, Text, is_text
+from shared.server.fields import Nested, Strict, Text, check_depth, is_text
 
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 128
@@ -55,7 +55,7 @@ def _read_arguments(value: Any) -> dict[str, Any]:
     arguments = read_object(value or "{}") if is_text(value) else None
     if arguments is None:
         raise PydanticCustomError("arguments", "must be the JSON text of an object")
-    return arguments
+    return check_depth(arguments)
 
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -151,7 +151,7 @@ class Function(Strict):
 
     name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Nested | None = None
     strict: Annotated[bool | None, AfterValidator(_refuse_strict)] = None
 
 

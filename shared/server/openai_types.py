@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import AfterValidator, Field, PlainValidator
 
 from shared.server.fields import (
     BIAS_SCHEMA,
@@ -14,6 +14,7 @@ from shared.server.fields import (
     Strict,
     Text,
     User,
+    check_depth,
     read_bias,
     read_prompt,
     read_stops,
@@ -136,7 +137,10 @@ class ChatPrompt(Strict):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=MAX_ARGUMENTS)] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[Name, Any], Field(max_length=MAX_ARGUMENTS), AfterValidator(check_depth)]
+        | None
+    ) = None
 
     @property
     def usable_tools(self) -> list[Tool]:

@@ -186,7 +186,16 @@ def tool_of(**function: object) -> Any:
     return {"type": "function", "function": function}
 
 
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
 LIST_CALL = {"id": "a", **tool_of(name="f", arguments="[1]")}
+DEEP_CALL = {"id": "a", **tool_of(name="f", arguments=json.dumps(nested(300)))}
+DEEP_ANSWER = {"role": "assistant", "tool_calls": [DEEP_CALL]}
 BAD = [
     ("tool_choice", {"tools": [WEATHER], "tool_choice": "required"}),
     ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "weather"}}}),
@@ -200,6 +209,10 @@ BAD = [
     ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
     ("chat_template_kwargs", {"chat_template_kwargs": {str(i): i for i in range(33)}}),
     ("chat_template_kwargs", {"chat_template_kwargs": [1]}),
+    ("tools[0].function.parameters", {"tools": [tool_of(name="f", parameters=nested(65))]}),
+    ("tools[0].function.parameters", {"tools": [tool_of(name="f", parameters=nested(900))]}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"enable_thinking": nested(400)}}),
+    ("messages[0].tool_calls[0].function.arguments", {"messages": [DEEP_ANSWER]}),
     ("messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "x"}]}),
     ("messages[0]", {"messages": [{"role": "assistant"}]}),
     ("messages[0]", {"messages": ["hi"]}),
