@@ -29,7 +29,7 @@ NOT_SUPPORTED = {
         FLOAT_ONLY,
     ),
     **dict.fromkeys(
-        ("--reasoning-parser", "--tool-call-parser", "--chat-template", "--completion-template")
+        ("--chat-template", "--completion-template")
         + ("--enable-multimodal", "--is-embedding", "--lora-paths", "--enable-lora"),
         RAW_TEXT,
     ),
@@ -48,7 +48,7 @@ NOT_SUPPORTED = {
         "a draft tree of one shape is what drafts; leave the flag out",
     ),
     **dict.fromkeys(
-        ("--api-key", "--ssl-keyfile", "--ssl-certfile"),
+        ("--ssl-keyfile", "--ssl-certfile"),
         "the server listens on one address in clear text; put a proxy before it",
     ),
     **dict.fromkeys(

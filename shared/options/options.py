@@ -41,6 +41,9 @@ ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE", MODEL_ALGORITHM, HOST_AL
 
 ACCEPT_RULES = ("match", "rejection")
 
+REASONING_PARSERS = ("qwen3", "deepseek-r1")
+TOOL_CALL_PARSERS = ("hermes", "qwen", "qwen3_coder", "llama3")
+
 CHAIN_SHAPE = (3, 1, 4)
 TREE_SHAPE = (5, 4, 8)
 NAIVE_SHAPE = (1, 1, 2)
@@ -98,6 +101,18 @@ class ServerOptions:
         "or openai's",
         choices=("model", "openai"),
     )
+    reasoning_parser: str | None = flag(
+        None,
+        "how the model marks its reasoning, which answers then give as reasoning_content",
+        choices=REASONING_PARSERS,
+        metavar="NAME",
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "how the model writes calls of tools; requests may have tools only with it",
+        choices=TOOL_CALL_PARSERS,
+        metavar="NAME",
+    )
     max_queued_requests: int | None = flag(
         None,
         "requests that may wait for others to end; one more is answered 503 (default: any number)",
@@ -108,6 +123,10 @@ class ServerOptions:
         300, "seconds that a step may take; then the server ends itself with the reason",
         low=1, high=1 << 20,
     )  # fmt: skip
+    api_key: str | None = flag(
+        None, "bearer token of every route but /live (default: none is asked for)"
+    )
+    insecure: bool = flag(False, "serve other machines without --api-key")
     admin_api_key: str | None = flag(
         None, "bearer token of the routes that change the server (default: no such routes)"
     )

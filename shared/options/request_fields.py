@@ -1,4 +1,4 @@
-"""Fields of OpenAI's API that a request may name and that are not served yet."""
+"""Fields of OpenAI's API that a request may name and that are not served, or not every value."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,22 +15,23 @@ class NotServed:
       endpoints: Whose field it is; the other one does not know it.
       neutral: Values that ask for nothing, and are taken beside null.
       example: A value that is refused.
+      why: Why other values are refused, after the field's name.
+      way_out: What to do instead.
+      is_read: The neutral values differ, so the field is read where it has one of them.
     """
 
     name: str
     endpoints: tuple[str, ...]
     neutral: tuple[Any, ...]
     example: Any
+    why: str = "is not supported"
+    way_out: str = "leave it out"
+    is_read: bool = False
 
     @property
     def reason(self) -> str:
         """Why a request is refused."""
-        return f"{self.name} is not supported"
-
-    @property
-    def way_out(self) -> str:
-        """What to do instead."""
-        return "leave it out"
+        return f"{self.name} {self.why}"
 
     def refuses(self, value: Any) -> bool:
         """Whether a value asks for something."""
@@ -43,7 +44,6 @@ NOT_SERVED = (
     NotServed("best_of", BOTH, (1,), 3),
     NotServed("metadata", BOTH, ({},), {"team": "a"}),
     NotServed("prediction", BOTH, (), {"type": "content", "content": "text"}),
-    NotServed("echo", (COMPLETIONS,), (False,), True),
     NotServed("suffix", (COMPLETIONS,), ("",), "end"),
     NotServed("audio", (CHAT,), (), {"voice": "alloy", "format": "wav"}),
     NotServed("function_call", (CHAT,), ("none",), "auto"),
@@ -53,8 +53,15 @@ NOT_SERVED = (
     NotServed("response_format", (CHAT,), ({"type": "text"},), {"type": "json_object"}),
     NotServed("service_tier", (CHAT,), ("auto", "default"), "flex"),
     NotServed("store", (CHAT,), (False,), True),
-    NotServed("tool_choice", (CHAT,), ("none", "auto"), "required"),
-    NotServed("tools", (CHAT,), ([],), [{"type": "function", "function": {"name": "f"}}]),
+    NotServed(
+        "tool_choice",
+        (CHAT,),
+        ("none", "auto"),
+        "required",
+        why="can only be none or auto: to force a call needs a grammar, which is not served",
+        way_out="give auto and say in a message what is to be called",
+        is_read=True,
+    ),
     NotServed("verbosity", (CHAT,), (), "low"),
     NotServed("web_search_options", (CHAT,), (), {}),
 )

@@ -5,6 +5,7 @@ import ipaddress
 import socket
 from collections.abc import Sequence
 
+from shared.options.flags import ConfigError
 from shared.options.options import ServerOptions
 
 NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
@@ -69,6 +70,24 @@ def _listening(family: int, address: tuple) -> socket.socket | None:
             return None
         raise
     return listener
+
+
+def check_open(options: ServerOptions, listeners: Sequence[socket.socket]) -> None:
+    """Refuses to serve other machines without a key, unless that is said to be wanted.
+
+    Raises:
+      ConfigError: The server would be open; the listeners are closed.
+    """
+    if options.api_key or options.insecure:
+        return
+    if all(is_local(listener.getsockname()[0]) for listener in listeners):
+        return
+    for listener in listeners:
+        listener.close()
+    raise ConfigError(
+        f"--host {options.host} can be reached from other machines; give --api-key, or --insecure "
+        "to serve whoever comes"
+    )
 
 
 def host_names(

@@ -42,6 +42,9 @@ class ModelFacts:
       host_names: What clients may call the server by beside the machine's own names; None: any.
       admin_api_key: Opens the routes that change the server; None keeps them closed.
       corpus_path: JSONL file of the external corpus to start with, or None.
+      api_key: What every request must know; None: nothing.
+      reasoning_parser: How the model marks its reasoning; None: answers are not parsed for it.
+      tool_call_parser: How the model writes calls of tools; None: it is told of none.
     """
 
     model_name: str
@@ -54,6 +57,9 @@ class ModelFacts:
     host_names: tuple[str, ...] | None
     admin_api_key: str | None = None
     corpus_path: str | None = None
+    api_key: str | None = None
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
 
     def to_message(self) -> list[Any]:
         """The `facts` message."""

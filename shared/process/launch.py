@@ -48,7 +48,7 @@ from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process import loop
-from shared.process.address import bind, host_names
+from shared.process.address import bind, check_open, host_names
 from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.frames import ModelFacts
@@ -142,6 +142,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     try:
         options = parse(argv)
         listeners = bind(options.server.host, options.server.port)
+        check_open(options.server, listeners)
         start = prepare(options, platform)
         _print_plan(console, start.memory)
         for note in _notes(start):
@@ -390,6 +391,9 @@ def _facts(start: Start, names: tuple[str, ...] | None) -> ModelFacts:
         host_names=names,
         admin_api_key=options.server.admin_api_key,
         corpus_path=options.ngram.speculative_ngram_external_corpus_path,
+        api_key=options.server.api_key,
+        reasoning_parser=options.server.reasoning_parser,
+        tool_call_parser=options.server.tool_call_parser,
     )
 
 

@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Request
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
+from shared.server.bodies import parse_plain
 from shared.server.engine_client import EngineClient, EngineLost, Refused
-from shared.server.openai_types import ApiError, Strict, Text, is_id_list, is_text, parse_plain
+from shared.server.errors import ApiError
+from shared.server.fields import Strict, Text, is_id_list, is_text
+from shared.server.gates import bearer
 from shared.server.transport import read_json
 from shared.text.tokenizer import Tokenizer
 
@@ -44,11 +47,20 @@ def _is_document(value: Any) -> bool:
     return is_text(value) or is_id_list(value)
 
 
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_DOCUMENTS = {
+    "type": "array",
+    "items": {"anyOf": [{"type": "string"}, _TOKENS]},
+    "minItems": 1,
+    "maxItems": MAX_DOCUMENTS,
+}
+
+
 class AddCorpus(Strict):
     """Body of /add_external_corpus."""
 
     corpus_id: Annotated[Text, Field(min_length=1, max_length=200)]
-    documents: Annotated[list[Document], PlainValidator(_read_texts)]
+    documents: Annotated[list[Document], PlainValidator(_read_texts), WithJsonSchema(_DOCUMENTS)]
 
 
 class RemoveCorpus(Strict):
@@ -86,8 +98,7 @@ class AdminRoutes:
         if key is None:
             reason = "this route is closed; start the server with --admin-api-key"
             raise ApiError(403, reason, code="admin_closed")
-        # Starlette reads a header as latin-1; clients send a key as UTF-8.
-        given = request.headers.get("authorization", "").encode("latin-1").removeprefix(b"Bearer ")
+        given = bearer(request.headers.get("authorization", ""))
         if not hmac.compare_digest(given, key.encode()):
             reason = "the admin key is wrong or missing; send it as a bearer token"
             raise ApiError(401, reason, code="invalid_api_key")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import uvicorn
@@ -22,126 +21,34 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from shared.options import capabilities
-from shared.server.admin import AdminRoutes, load_start_corpus
+from shared.process.frames import ModelFacts
+from shared.server import answers
+from shared.server.admin import AddCorpus, AdminRoutes, RemoveCorpus, load_start_corpus
 from shared.server.connection import TimedConnection
-from shared.server.delta import Delta
 from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
-from shared.server.generation import Generation, Generator
-from shared.server.hosts import HostCheck
-from shared.server.openai_types import ApiError, Body, ChatRequest, CompletionRequest, parse
-from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
+from shared.server.errors import ApiError
+from shared.server.gates import MAX_HEAD_BYTES, OPEN_PATH, HeadLimit, HostCheck, KeyCheck
+from shared.server.generation import Generator
+from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.openapi import Route, document
+from shared.server.prompts import PromptReader
+from shared.server.rendering import Renderer
+from shared.server.routes import Routes, json_response
 from shared.server.server_metrics import ServerMetrics
-from shared.server.transport import BodyLimit, EventStream, read_json, watch_client
+from shared.server.tokens import Detokenize, TokenizeChat, TokenizeText, TokenRoutes
+from shared.server.transport import BodyLimit
 from shared.text.tokenizer import Tokenizer
 
 GRACE_S = 1  # for open answers to say their error, once the engine is gone
 HARD_END_S = 3.0  # then the process ends whatever still hangs
+DOCUMENT_PATH = "/openapi.json"
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 
-class Routes:
-    """The handlers of the routes."""
-
-    def __init__(self, generator: Generator, metrics: ServerMetrics) -> None:
-        self._generator = generator
-        self._client = generator.client
-        self._metrics = metrics
-
-    async def completions(self, request: Request) -> Response:
-        """POST /v1/completions."""
-        return await self._answer(request, CompletionRequest, CompletionForm())
-
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        return await self._answer(request, ChatRequest, ChatForm())
-
-    async def models(self) -> Response:
-        """GET /v1/models."""
-        return _json({"object": "list", "data": [self._model()]})
-
-    async def model(self, name: str) -> Response:
-        """GET /v1/models/NAME."""
-        if name not in ("default", self._client.facts.model_name):
-            raise ApiError(404, f"there is no model {name!r:.200}", "model", "model_not_found")
-        return _json(self._model())
-
-    async def capabilities(self) -> Response:
-        """GET /capabilities: the drafters, and what is refused."""
-        return _json(capabilities.to_json())
-
-    async def health(self) -> Response:
-        """GET /health: 200 while the engine lives."""
-        return Response(status_code=200 if self._client.alive else 503)
-
-    async def metrics(self) -> Response:
-        """GET /metrics, for Prometheus."""
-        page = self._metrics.render(await self._client.metrics())
-        return Response(page, media_type=CONTENT_TYPE_LATEST)
-
-    def _model(self) -> dict[str, Any]:
-        facts = self._client.facts
-        card = {"id": facts.model_name, "object": "model", "created": 0, "owned_by": "tandem"}
-        return {**card, "max_model_len": facts.limits.context_length}
-
-    async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:
-        body = parse(await read_json(request), kind)
-        generation = await self._generator.start(body, form)
-        usage_last = bool(body.stream_options and body.stream_options.include_usage)
-        try:
-            with watch_client(generation, request.receive):
-                if not body.stream:
-                    return _json(await _whole(generation))
-                events = _events(generation, usage_last)
-                first = await anext(events)
-        except BaseException:
-            generation.close()
-            raise
-        return EventStream(generation, _put_back(first, events))
-
-
-async def _whole(generation: Generation) -> dict[str, Any]:
-    messages = [Delta()] * len(generation.answer.choices)
-    async for index, piece in generation.pieces():
-        messages[index] += piece.delta
-    return generation.answer.whole(messages)
-
-
-async def _events(generation: Generation, usage_last: bool) -> AsyncIterator[bytes]:
-    """The stream's events; an error after the first one is an event as well."""
-    answer, begun = generation.answer, False
-    try:
-        async for index, piece in generation.pieces():
-            if not answer.matters(index, piece):
-                continue
-            chunk = answer.chunk(index, piece)
-            if answer.ended and not usage_last:
-                chunk |= answer.totals()
-            yield sse(chunk)
-            begun = True
-        if usage_last:
-            yield sse(answer.usage_chunk())
-    except ApiError as error:
-        if not begun:
-            raise
-        yield sse(error.to_json())
-    yield SSE_DONE
-
-
-async def _put_back(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for event in rest:
-        yield event
-
-
-def _json(content: dict[str, Any], status: int = 200) -> Response:
-    return Response(json.dumps(content), status, media_type="application/json")
-
-
 async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    response = _json(error.to_json(), error.status)
+    response = json_response(error.to_json(), error.status)
     if error.status == 413:  # the rest of the body is still to come
         response.headers["connection"] = "close"
     return response
@@ -149,7 +56,9 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _json(ApiError(error.status_code, str(error.detail)).to_json(), error.status_code)
+    return json_response(
+        ApiError(error.status_code, str(error.detail)).to_json(), error.status_code
+    )
 
 
 async def _on_client_left(request: Request, error: Exception) -> Response:
@@ -157,35 +66,140 @@ async def _on_client_left(request: Request, error: Exception) -> Response:
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
-    return _json(ApiError(500, "the server failed, its log says why").to_json(), 500)
+    return json_response(ApiError(500, "the server failed, its log says why").to_json(), 500)
 
 
-def make_app(client: EngineClient, tokenizer: Tokenizer | None) -> ASGIApp:
+_ON_ERRORS = {
+    ApiError: _on_api_error,
+    HTTPException: _on_http_error,
+    ClientLeft: _on_client_left,
+    ClientDisconnect: _on_client_left,
+    Exception: _on_fault,
+}
+
+
+def make_app(
+    client: EngineClient, tokenizer: Tokenizer | None, renderer: Renderer | None
+) -> ASGIApp:
     """The application over a connected engine."""
     metrics = ServerMetrics()
-    routes = Routes(Generator(client, tokenizer, metrics), metrics)
+    reader = PromptReader(tokenizer, renderer, client.facts.limits)
+    routes = Routes(Generator(client, reader, tokenizer, metrics), metrics)
+    tokens = TokenRoutes(client.facts, reader, tokenizer)
     admin = AdminRoutes(client, tokenizer)
+    served = (*_model_routes(routes, tokens), *_state_routes(routes), *_admin_routes(admin))
+    app = _with_routes(served, client.facts.api_key is not None)
+    for kind, handler in _ON_ERRORS.items():
+        app.add_exception_handler(kind, handler)
+    return _gated(BodyLimit(app), client.facts)
+
+
+def _with_routes(served: Sequence[Route], has_key: bool) -> FastAPI:
+    """An application with these routes, and one that tells of all."""
     app = FastAPI(title="Tandem", openapi_url=None)
-    for path, handler, method in (
-        ("/v1/completions", routes.completions, "POST"),
-        ("/v1/chat/completions", routes.chat, "POST"),
-        ("/v1/models", routes.models, "GET"),
-        ("/v1/models/{name:path}", routes.model, "GET"),
-        ("/capabilities", routes.capabilities, "GET"),
-        ("/health", routes.health, "GET"),
-        ("/metrics", routes.metrics, "GET"),
-        ("/add_external_corpus", admin.add_corpus, "POST"),
-        ("/remove_external_corpus", admin.remove_corpus, "POST"),
-        ("/list_external_corpora", admin.list_corpora, "GET"),
+    told: dict[str, Any] = {}
+
+    async def openapi() -> Response:
+        """GET /openapi.json."""
+        return json_response(told)
+
+    page = Route(path=DOCUMENT_PATH, method="GET", handler=openapi, media_type="application/json")
+    for route in (*served, page):
+        route.add_to(app)
+    told |= document(app, served, has_key)
+    return app
+
+
+def _model_routes(routes: Routes, tokens: TokenRoutes) -> Iterator[Route]:
+    """What clients of OpenAI's and vLLM's APIs ask for."""
+    yield Route(
+        path="/v1/completions",
+        method="POST",
+        handler=routes.completions,
+        bodies=(CompletionRequest,),
+        answer=answers.Completion,
+        event=answers.Completion,
+        errors=(404, 503),
+    )
+    yield Route(
+        path="/v1/chat/completions",
+        method="POST",
+        handler=routes.chat,
+        bodies=(ChatRequest,),
+        answer=answers.Chat,
+        event=answers.ChatEvent,
+        errors=(404, 503),
+    )
+    yield Route(
+        path="/tokenize",
+        method="POST",
+        handler=tokens.tokenize,
+        bodies=(TokenizeText, TokenizeChat),
+        answer=answers.Tokenized,
+        errors=(404,),
+    )
+    yield Route(
+        path="/detokenize",
+        method="POST",
+        handler=tokens.detokenize,
+        bodies=(Detokenize,),
+        answer=answers.Detokenized,
+        errors=(404,),
+    )
+    yield Route(path="/v1/models", method="GET", handler=routes.models, answer=answers.Models)
+    yield Route(
+        path="/v1/models/{name:path}",
+        method="GET",
+        handler=routes.model,
+        answer=answers.Model,
+        errors=(404,),
+    )
+
+
+def _state_routes(routes: Routes) -> Iterator[Route]:
+    """What watches the server."""
+    yield Route(
+        path="/capabilities",
+        method="GET",
+        handler=routes.capabilities,
+        answer=answers.Capabilities,
+    )
+    for path in ("/health", OPEN_PATH):
+        yield Route(path=path, method="GET", handler=routes.health, errors=(503,))
+    page = CONTENT_TYPE_LATEST.partition(";")[0]
+    yield Route(path="/metrics", method="GET", handler=routes.metrics, media_type=page)
+
+
+def _admin_routes(admin: AdminRoutes) -> Iterator[Route]:
+    """What changes the server."""
+    for path, handler, body in (
+        ("/add_external_corpus", admin.add_corpus, AddCorpus),
+        ("/remove_external_corpus", admin.remove_corpus, RemoveCorpus),
     ):
-        app.add_api_route(path, handler, methods=[method], response_model=None)
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientLeft, _on_client_left)
-    app.add_exception_handler(ClientDisconnect, _on_client_left)
-    app.add_exception_handler(Exception, _on_fault)
-    names = client.facts.host_names
-    return BodyLimit(app) if names is None else HostCheck(BodyLimit(app), names)
+        yield Route(
+            path=path,
+            method="POST",
+            handler=handler,
+            bodies=(body,),
+            answer=answers.Corpora,
+            errors=(503,),
+        )
+    yield Route(
+        path="/list_external_corpora",
+        method="GET",
+        handler=admin.list_corpora,
+        answer=answers.Corpora,
+        errors=(503,),
+    )
+
+
+def _gated(app: ASGIApp, facts: ModelFacts) -> ASGIApp:
+    """The application behind all that is checked before a route is found."""
+    if facts.api_key is not None:
+        app = KeyCheck(app, [key for key in (facts.api_key, facts.admin_api_key) if key])
+    if facts.host_names is not None:
+        app = HostCheck(app, facts.host_names)
+    return HeadLimit(app)
 
 
 def http_config(app: ASGIApp) -> uvicorn.Config:
@@ -193,6 +207,7 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=TimedConnection,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         log_level="warning",
         access_log=False,
         ws="none",
@@ -226,12 +241,18 @@ async def serve(connection: socket.socket, listeners: list[socket.socket]) -> in
     except (EngineLost, ValueError) as error:
         print(error, file=sys.stderr, flush=True)
         return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
-    config = http_config(make_app(client, tokenizer))
+    template = tokenizer.template if tokenizer else None
+    renderer = Renderer(template) if template else None
+    config = http_config(make_app(client, tokenizer, renderer))
     server = _HttpServer(config, _greeting(client.facts.model_name, listeners))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
     client.ended.add_done_callback(lambda _: _shut_down(server))
+    if renderer:
+        client.ended.add_done_callback(lambda _: renderer.end())
     await server.serve(listeners)
+    if renderer:
+        await renderer.close()
     if client.alive:
         return 0
     end = client.ended.result()

@@ -18,7 +18,7 @@ class Piece:
       delta: What it says anew; may lag behind the tokens.
       tokens: New tokens, no further than the one with which the text ends.
       logprobs: Of these tokens; empty where the request did not ask.
-      finish_reason: "stop" or "length" in the last piece.
+      finish_reason: "stop", "length" or "tool_calls" in the last piece.
     """
 
     delta: Delta
@@ -133,6 +133,7 @@ class Choice:
       parser: Tells what the text up to a stop string is.
       min_tokens: A stop string that ends before is part of the text.
       speculation: Verify steps up to and with the one in which the text ends.
+      echo: What it says before its own text; "" once it has.
       tokens: All tokens so far.
       logprobs: Of all of them; empty where the request did not ask.
       finish_reason: Set at the end.
@@ -144,11 +145,13 @@ class Choice:
     parser: OutputParser
     min_tokens: int
     speculation: Speculation
+    echo: str
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     cached_tokens: int = 0
     _num_characters: int = 0
+    _has_called: bool = False
 
     def take(self, event: Event) -> Piece:
         """Adds an event; the text may end within it.
@@ -175,9 +178,13 @@ class Choice:
 
     def _piece(self, text: str, begin: int) -> Piece:
         """What came in from token number `begin` on."""
-        delta = self.parser.push(text)
+        delta = Delta(self.echo) + self.parser.push(text)
+        self.echo = ""
         if self.finish_reason:
             delta += self.parser.flush()
+        self._has_called |= bool(delta.tool_calls)
+        if self.finish_reason == "stop" and self._has_called:
+            self.finish_reason = "tool_calls"
         return Piece(delta, self.tokens[begin:], self.logprobs[begin:], self.finish_reason)
 
     def _note(self, event: Event, index: int) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from http import HTTPStatus
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from shared.server.openai_types import ApiError
+from shared.server.errors import ApiError
+from shared.server.gates import MAX_HEAD_BYTES, head_too_large
 
+LINGER_S = 1.0
 READ_TIMEOUT_S = 60.0  # for the head and the body of a request together
 
 
@@ -22,6 +25,7 @@ class TimedConnection(H11Protocol):
     """
 
     _end: asyncio.TimerHandle | None = None
+    _is_ending = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Waits for the first request from now on."""
@@ -31,8 +35,9 @@ class TimedConnection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads a part of a request."""
-        super().data_received(data)
-        self._look()
+        if not self._is_ending:
+            super().data_received(data)
+            self._look()
 
     def on_response_complete(self) -> None:
         """Waits for the next request from now on."""
@@ -57,15 +62,32 @@ class TimedConnection(H11Protocol):
         self._end = None
 
     def _give_up(self) -> None:
-        if self.transport.is_closing():
+        message = f"the request has not arrived whole after {READ_TIMEOUT_S:g} s"
+        self._end_with(ApiError(408, message, code="request_timeout"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what h11 does not take for a request, say a head that is too long."""
+        unread, _ = self.conn.trailing_data
+        is_long = len(unread) > MAX_HEAD_BYTES
+        self._end_with(head_too_large() if is_long else ApiError(400, "this is no HTTP request"))
+
+    def _end_with(self, error: ApiError) -> None:
+        """The last answer, unless one is under way; h11 would not write it in every state."""
+        if self._is_ending or self.transport.is_closing():
             return
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.write(_too_late())
-        self.transport.close()
+            self.transport.write(_written(error))
+        # To close while something is on its way would take the answer from the client (RFC 9112,
+        # 9.6): what still comes is read and dropped for a while.
+        self._is_ending = True
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def _too_late() -> bytes:
-    message = f"the request has not arrived whole after {READ_TIMEOUT_S:g} s"
-    body = json.dumps(ApiError(408, message, code="request_timeout").to_json()).encode()
+def _written(error: ApiError) -> bytes:
+    body = json.dumps(error.to_json()).encode()
     fields = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close"
-    return f"HTTP/1.1 408 Request Timeout\r\n{fields}\r\n\r\n".encode() + body
+    return (
+        f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{fields}\r\n\r\n".encode()
+        + body
+    )

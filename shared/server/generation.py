@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from shared.engine.checks import TOO_LONG, check
+from shared.engine.checks import check
 from shared.engine.request import Event, FinishReason, Refusal, SamplingParams
 from shared.process.frames import ModelFacts
 from shared.server.choice import Choice, Piece, Speculation, StopFinder
-from shared.server.delta import PlainText
 from shared.server.engine_client import (
     ClientLeft,
     EngineClient,
@@ -22,18 +20,15 @@ from shared.server.engine_client import (
     Refused,
     Submission,
 )
+from shared.server.errors import ApiError
 from shared.server.logprobs import TokenNames
-from shared.server.openai_types import (
-    MAX_CHOICES,
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-)
+from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.parsers import Parsers
+from shared.server.prompts import PromptReader, check_model
 from shared.server.responses import Answer, Form
 from shared.server.sampling import make_sampling
 from shared.server.server_metrics import ServerMetrics
 from shared.spec.sampling import derive_seed
-from shared.text.chat_template import TemplateFailed
 from shared.text.tokenizer import Detokenizer, Tokenizer
 
 
@@ -124,11 +119,17 @@ class Generator:
     """
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer | None, metrics: ServerMetrics
+        self,
+        client: EngineClient,
+        reader: PromptReader,
+        tokenizer: Tokenizer | None,
+        metrics: ServerMetrics,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self._facts = _with_end(client.facts, tokenizer)
+        self._reader = reader
+        self._parsers = Parsers(client.facts)
         self._names = TokenNames(tokenizer)
         self._metrics = metrics
 
@@ -138,20 +139,25 @@ class Generator:
         Raises:
           ApiError: It cannot be served.
         """
-        self._check_model(request.model)
+        check_model(request.model, self._facts.model_name)
         if request.stop and self.tokenizer is None:
             raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
-        tokens = await self._tokens(request)
+        self._parsers.check(request)
+        texts = await self._reader.read(request)
         whose = (request.user or "", request.priority or 0)
         prompts = [
-            Prompt(ids, self._sampling(request, ids), seeds, *whose)
-            for ids, seeds in zip(tokens, _seeds(request, len(tokens)), strict=True)
+            Prompt(text.tokens, self._sampling(request, text.tokens), seeds, *whose)
+            for text, seeds in zip(texts, _seeds(request, len(texts)), strict=True)
         ]
         answer = Answer(
             form=form,
             model=self._facts.model_name,
-            num_prompt_tokens=sum(map(len, tokens)),
-            choices=[self._choice(request, p) for p in prompts for _ in p.seeds32],
+            num_prompt_tokens=sum(len(text.tokens) for text in texts),
+            choices=[
+                self._choice(request, prompt, text.text)
+                for prompt, text in zip(prompts, texts, strict=True)
+                for _ in prompt.seeds32
+            ],
             choices_of_prompt=request.num_choices,
             names=self._names,
             shows_tokens=bool(request.return_token_ids),
@@ -164,12 +170,6 @@ class Generator:
         except QueueFull as error:
             raise ApiError(503, str(error), code="queue_full") from error
 
-    def _check_model(self, name: str | None) -> None:
-        served = self._facts.model_name
-        if name not in (None, "default", served):
-            message = f"the model {name!r:.200} is not served here, {served!r} is"
-            raise ApiError(404, message, "model", "model_not_found")
-
     def _sampling(
         self, request: CompletionRequest | ChatRequest, prompt: list[int]
     ) -> SamplingParams:
@@ -181,49 +181,23 @@ class Generator:
             raise ApiError(400, str(refusal), refusal.field, refusal.code) from refusal
         return sampling
 
-    def _choice(self, request: CompletionRequest | ChatRequest, prompt: Prompt) -> Choice:
+    def _choice(
+        self, request: CompletionRequest | ChatRequest, prompt: Prompt, text: str
+    ) -> Choice:
         return Choice(
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
             StopFinder(tuple(request.stop)),
-            PlainText(),
+            self._parsers.new(request, text),
             prompt.sampling.min_tokens,
             Speculation.empty(self._facts.max_draft_depth),
+            self._echo(request, prompt, text),
         )
 
-    async def _tokens(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
-        if isinstance(request, ChatRequest):
-            return [await self._encode_chat(request)]
-        if len(request.prompt) * request.num_choices > MAX_CHOICES:
-            raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", "prompt")
-        return [await self._encode_prompt(prompt) for prompt in request.prompt]
-
-    async def _encode_prompt(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        if self.tokenizer is None:
-            message = "the model folder has no tokenizer.json: give prompt as token ids"
-            raise ApiError(400, message, "prompt")
-        self._check_text(prompt, "prompt", self.tokenizer)
-        return await asyncio.to_thread(self.tokenizer.encode, prompt)
-
-    async def _encode_chat(self, request: ChatRequest) -> list[int]:
-        if self.tokenizer is None or not self.tokenizer.has_chat_template:
-            message = "the model folder has no chat template: use /v1/completions"
-            raise ApiError(400, message, "messages")
-        messages = [message.model_dump(exclude_none=True) for message in request.messages]
-        try:
-            text = await asyncio.to_thread(self.tokenizer.render_chat, messages)
-        except TemplateFailed as error:
-            raise ApiError(400, str(error), "messages") from error
-        self._check_text(text, "messages", self.tokenizer)
-        return await asyncio.to_thread(self.tokenizer.encode_more, text)
-
-    def _check_text(self, text: str, param: str, tokenizer: Tokenizer) -> None:
-        """Refuses a text that cannot fit before the time is spent that encoding takes."""
-        limits = self._facts.limits
-        if not tokenizer.can_fit(text, limits.max_request_tokens):
-            message = f"{param} has {len(text)} characters, more than fit into {limits.room}"
-            raise ApiError(400, message, param, TOO_LONG)
+    def _echo(self, request: CompletionRequest | ChatRequest, prompt: Prompt, text: str) -> str:
+        """What a choice says before its own text."""
+        if isinstance(request, ChatRequest) or not request.echo or self.tokenizer is None:
+            return ""
+        return text or self.tokenizer.decode(prompt.tokens)
 
 
 def _with_end(facts: ModelFacts, tokenizer: Tokenizer | None) -> ModelFacts:

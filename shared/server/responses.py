@@ -79,8 +79,9 @@ class ChatForm:
 
 def _said(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
     """The fields of a message; those of reasoning and tools only where there is any."""
+    text = delta.text or (None if calls or delta.reasoning else "")
     reasoning = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
-    return {"content": delta.text, **reasoning, **({"tool_calls": calls} if calls else {})}
+    return {"content": text, **reasoning, **({"tool_calls": calls} if calls else {})}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

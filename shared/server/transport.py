@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shared.server.engine_client import ClientLeft
+from shared.server.errors import ApiError
 from shared.server.generation import Generation
-from shared.server.openai_types import ApiError
 
 MAX_BODY_BYTES = 8 << 20
 

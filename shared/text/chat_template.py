@@ -3,23 +3,52 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+_OWN = ("messages", "tools", "add_generation_prompt")  # what is given to every template
+
 
 class TemplateFailed(ValueError):
-    """The chat template did not accept the messages; the message says why."""
+    """The chat template did not accept what it was given; the message says why.
+
+    Attributes:
+      part: What is at fault: "messages", "tools" or "arguments".
+    """
+
+    def __init__(self, reason: str, part: str = "messages") -> None:
+        super().__init__(reason)
+        self.part = part
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a template writes.
+
+    Attributes:
+      messages: With `role`, and mostly `content`.
+      tools: What the assistant may call, as OpenAI's API describes it.
+      arguments: Values of the template's own variables, as of `enable_thinking`.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class ChatTemplate:
     """A template that Hugging Face's libraries read too.
+
+    It is a program: in its sandbox it reaches nothing of the machine, but it takes the time and the
+    memory that it takes. A server renders in `shared.text.template_worker`.
 
     Args:
       source: The template.
@@ -30,9 +59,15 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, names: dict[str, str]) -> None:
-        self._template = _environment().from_string(source)
-        self._names = names
+        environment = _environment()
+        self._template = environment.from_string(source)
+        self.source, self.names = source, names
+        self._arguments = meta.find_undeclared_variables(environment.parse(source)) - {
+            *_OWN,
+            *names,
+        }
         self._knows_developers = "developer" in source
+        self._knows_tools = "tool" in source
 
     @classmethod
     def from_folder(
@@ -54,28 +89,47 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template in {folder} cannot be read: {error}") from error
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(self, conversation: Conversation) -> str:
         """The text of a conversation that the assistant is to answer.
 
         A developer is OpenAI's later word for who writes the system message. Most templates do not
         know it and would drop the message in silence, so they get a system message.
 
-        Args:
-          messages: With `role` and `content`.
-
         Raises:
-          TemplateFailed: The template refuses the messages, or what it writes is no text.
+          TemplateFailed: The template refuses the messages or would drop a part of what it is given
+            in silence, or what it writes is no text.
         """
+        self._check(conversation)
+        messages = conversation.messages
         if not self._knows_developers:
             messages = [_as_system(message) for message in messages]
         try:
             text = self._template.render(
-                messages=messages, add_generation_prompt=True, tools=None, **self._names
+                messages=messages,
+                add_generation_prompt=True,
+                tools=conversation.tools or None,
+                **self.names,
+                **conversation.arguments,
             )
             text.encode()  # a template can write a half of a character, which no tokenizer takes
         except Exception as error:  # a template is a program: whatever it raises is its refusal
             raise TemplateFailed(f"the chat template failed: {error}") from error
         return text
+
+    def _check(self, conversation: Conversation) -> None:
+        """Refuses what the template does not read."""
+        for name in conversation.arguments.keys() - self._arguments:
+            known = ", ".join(sorted(self._arguments)) or "none"
+            reason = f"the chat template has no argument {name!r:.80}; it has {known:.400}"
+            raise TemplateFailed(reason, "arguments")
+        if not self._knows_tools and conversation.tools:
+            raise TemplateFailed("the chat template of the model knows no tools", "tools")
+        if not self._knows_tools and any(map(_is_of_tools, conversation.messages)):
+            raise TemplateFailed("the chat template of the model knows no messages of tools")
+
+
+def _is_of_tools(message: dict[str, Any]) -> bool:
+    return message["role"] == "tool" or bool(message.get("tool_calls"))
 
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from shared.models.config import read_json
 from shared.text.bound import most_characters
-from shared.text.chat_template import ChatTemplate
+from shared.text.chat_template import ChatTemplate, Conversation
 
 REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character (yet)
 MAX_HALF = 3  # of the 4 bytes of a character, most that can be there without it
@@ -68,6 +68,11 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template, if there is one."""
+        return self._template
+
+    @property
     def end_id(self) -> int | None:
         """The token that ends an answer (`eos_token`); None where the tokenizer names none."""
         return self._id_of("eos_token")
@@ -96,12 +101,12 @@ class Tokenizer:
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Tokens of a conversation that the assistant is to answer; raises as `render_chat`."""
-        return self.encode_more(self.render_chat(messages))
+        return self.encode_more(self.render_chat(Conversation(messages)))
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
+    def render_chat(self, conversation: Conversation) -> str:
         """A conversation as the template writes it; see `ChatTemplate.render`."""
         assert self._template is not None
-        return self._template.render(messages)
+        return self._template.render(conversation)
 
     def _encode(self, text: str, with_special: bool) -> list[int]:
         # Encoding a single text would hold Python's lock to its end, and with it every other
@@ -112,6 +117,10 @@ class Tokenizer:
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens; ids that it does not know have none."""
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def decode_all(self, tokens: list[int]) -> str:
+        """Text of tokens with that of the special ones."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def shows(self, token: int) -> bool:
         """Whether a token has text: it is known and not special."""

@@ -2,40 +2,28 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
-from shared.boundary.backend import Work
-from shared.drafts.drafts import Drafts
-from shared.engine.allocator import Allocator
-from shared.engine.cache_policy import NO_CACHE
-from shared.engine.controller import StaticController
-from shared.engine.prefix_cache import PrefixCache
-from shared.engine.request import Request, SamplingParams
-from shared.engine.scheduler import Scheduler
 from shared.options.not_served import NOT_SUPPORTED
 from shared.options.options import PARTS, ConfigError, parse, spelling
 from shared.options.rules import refusals
 from shared.options.setup import Setup
 from shared.process.device import Device
-from shared.process.memory_plan import plan
-from tests.support.reference_serve import PLATFORM
-from tests.support.tiny_heads import tiny_head
 from tests.support.tiny_models import tiny_model
 
 CPU = Device("cpu", "CPU", 8 << 30)
 GPU = Device("gpu", "GPU", 80 << 30)
 NEXTN = ["--speculative-algorithm", "NEXTN"]
-COSTS = PLATFORM.costs
 MODEL, WEIGHTS = tiny_model("qwen3_5", 0)
-DRAFT_HEAD = tiny_head(MODEL, WEIGHTS, "EAGLE3", 0)
 
 REFUSED = {
     "--tp-size 2": "--tp-size is not supported",
     "--tp=2": "--tp is not supported",
     "--mem-fraction-static 1.5": "--mem-fraction-static",
     "--mem-fraction-static most": "--mem-fraction-static must be a number, got most",
-    "--reasoning-parser qwen3": "--reasoning-parser",
+    "--reasoning-parser no": "--reasoning-parser must be one of qwen3, deepseek-r1, got no",
+    "--tool-call-parser no": "--tool-call-parser must be one of hermes, qwen,",
+    "--chat-template x": "--chat-template is not supported",
     "--speculative-ngram-min-bfs-breadth 1": (
         "--speculative-ngram-min-bfs-breadth belongs to another drafter"
     ),
@@ -181,6 +169,9 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "max_total_tokens": 512,
         "max_running_requests": 3,
         "chunked_prefill_size": 128,
+        "api_key": "word",
+        "reasoning_parser": "qwen3",
+        "tool_call_parser": "hermes",
         "mem_fraction_static": 0.75,
         "mamba_track_interval": 128,
         "overlap": 2,
@@ -303,124 +294,6 @@ def test_all_that_blocks_a_setup_is_reported_together():
 
 
 NODES_6 = ["--speculative-num-draft-tokens", "6"]
-LINES = {
-    "cpu": ([], CPU),
-    "cpu with few pages": (["--max-total-tokens", "512"], CPU),
-    "cpu, pages of one token": (["--page-size", "1", "--overlap", "2", *NEXTN], CPU),
-    "cpu with a head": (EAGLE3, CPU),
-    "cpu with a tree": ([*NEXTN, "--speculative-eagle-topk", "2", *NODES_6], CPU),
-    "cpu with drafts of the host": (["--speculative-algorithm", "NGRAM"], CPU),
-    "gpu": (NEXTN, GPU),
-    "gpu in float32": (["--dtype", "float32", "--max-running-requests", "5"], GPU),
-}
-
-
-def planned(case):
-    """The plan and the device of a line of `LINES`."""
-    line, device = LINES[case]
-    drafts = Drafts.of_mtp(MODEL) if "NEXTN" in line else Drafts.none()
-    if "EAGLE3" in line:
-        drafts = Drafts.of_head(DRAFT_HEAD.config)
-    return plan(parse(line), MODEL, drafts, device, COSTS), device
-
-
-@pytest.mark.parametrize("case", LINES)
-def test_the_memory_plan_counts_the_real_arrays(case):
-    memory, device = planned(case)
-    line = LINES[case][0]
-    limits, sizes = memory.limits, {x.name: x.num_bytes for x in memory.lines}
-    item = 4 if memory.options.model.dtype == "float32" else 2
-    positions = limits.num_pages * limits.page_size
-    row_bytes = 2 * MODEL.num_kv_heads * MODEL.head_size * item
-    assert sizes["KV"] == MODEL.num_attention_layers * positions * row_bytes
-    head = DRAFT_HEAD.config.layer
-    head_bytes = 2 * head.num_kv_heads * head.head_size * item
-    draft_bytes = {"NEXTN": row_bytes, "EAGLE3": head_bytes}
-    expected = sum(size for name, size in draft_bytes.items() if name in line)
-    assert sizes.get("draft KV", 0) == expected * positions
-    arrays = DRAFT_HEAD.weights.values()
-    draft_weights = sum(w.size * (4 if w.dtype == np.int32 else item) for w in arrays)
-    assert sizes.get("draft weights", 0) == ("EAGLE3" in line) * draft_weights
-    relay = (4 + 4) * limits.max_width + item * MODEL.hidden
-    has_relay = "NEXTN" in line or "EAGLE3" in line
-    assert sizes["relay"] == limits.num_slots * (has_relay * relay + 3 * 4)
-    assert sizes["seen"] == limits.num_slots * MODEL.vocab * 4
-    weights = {n: w for n, w in WEIGHTS.items() if "NEXTN" in line or not n.startswith("mtp.")}
-    kept = ("gated_delta.a_log", "gated_delta.dt_bias")
-    assert sizes["weights"] == sum(
-        w.size * (4 if name in kept else item) for name, w in weights.items()
-    )
-    assert memory.total_bytes == sum(sizes.values()) <= device.free_bytes
-
-
-@pytest.mark.parametrize("case", LINES)
-def test_nothing_is_left_open_and_every_row_has_its_program(case):
-    memory, _ = planned(case)
-    options, limits, drafts = memory.options, memory.limits, memory.options.speculative.drafts
-    assert None not in vars(options.engine).values()
-    assert options.model.dtype != "auto"
-    assert limits.num_slots == options.engine.max_running_requests + 1
-    tables = {p.pages for p in limits.programs}
-    for work, batch in ((Work.DECODE, limits.num_slots - 1), (Work.PREFILL, 1)):
-        assert {p.pages for p in limits.programs if p.work is work and p.batch == batch} == tables
-    reserved = limits.num_pages_for(limits.max_positions)
-    assert max(tables) == min(reserved, limits.num_pages - 1)
-    assert limits.max_depth == (memory.options.speculative.num_steps if drafts else 0)
-    counts = [program for program in limits.programs if program.work is Work.COUNT]
-    assert [(count.batch, count.pages, count.logprobs) for count in counts] == [
-        (1, max(tables), False)
-    ]
-    for program in set(limits.programs) - set(counts):
-        assert dataclasses.replace(program, logprobs=not program.logprobs) in limits.programs
-        drafted = program.work is Work.DECODE and not program.shape.is_plain
-        assert not drafted or program.shape.rows == program.batch * program.shape.nodes
-    decodes = {p.shape.nodes for p in limits.programs if p.work is Work.DECODE}
-    # The host may have no draft for any row; a drafter on the device always has a tree.
-    is_plain = not drafts or memory.options.speculative.drafts_on_host
-    trees = {memory.options.speculative.num_draft_tokens} if drafts else set()
-    assert decodes == trees | ({1} if is_plain else set())
-
-
-@pytest.mark.parametrize("case", LINES)
-def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes(case):
-    memory, _ = planned(case)
-    limits, most = memory.limits, memory.max_request_tokens
-    one = next(p.shape for p in limits.programs if p.work is Work.DECODE)
-    drafting = StaticController(limits, nodes=one.nodes, depth=one.depth, width=one.width)
-    chunk = memory.options.engine.chunked_prefill_size
-    allocator = Allocator(limits)
-    cache = PrefixCache(limits, allocator, NO_CACHE, limits.overlap)
-    scheduler = Scheduler(
-        limits, allocator, cache, drafting, overlap=limits.overlap, chunked_prefill_size=chunk
-    )
-    longest = Request(request_id=1, prompt=(2,), sampling=SamplingParams(max_tokens=most - 1))
-    scheduler.add(longest)
-    if most < limits.context_length:
-        longer = Request(request_id=2, prompt=(2,), sampling=SamplingParams(max_tokens=most))
-        with pytest.raises(ValueError, match="pages"):
-            scheduler.add(longer)
-
-
-@pytest.mark.parametrize(
-    ("line", "device", "flag"),
-    [
-        (["--max-total-tokens", "4"], CPU, "--max-total-tokens 4 has no room"),
-        (["--max-total-tokens", str(1 << 30)], CPU, "lower --max-total-tokens"),
-        ([], Device("gpu", "GPU", 1000), "--max-running-requests"),
-    ],
-)
-def test_a_plan_that_does_not_fit_is_refused_with_the_way_out(line, device, flag):
-    with pytest.raises(ConfigError, match=flag):
-        plan(parse(line), MODEL, Drafts.none(), device, COSTS)
-
-
-def test_a_gpu_takes_what_is_free_and_no_more():
-    small = Device("gpu", "GPU", 300 << 20)
-    memory = plan(parse(["--context-length", "2048"]), MODEL, Drafts.none(), small, COSTS)
-    assert memory.total_bytes <= small.free_bytes
-    assert memory.total_bytes > small.free_bytes // 2
-
-
 LOT = "--speculative-simulate-accept-length"
 
 

@@ -86,3 +86,19 @@ def test_a_server_on_this_machine_alone_answers_to_its_own_names_unless_told(ip,
 def test_one_address_that_others_reach_opens_the_server_to_any_name():
     with socket.create_server(("127.0.0.1", 0)) as near, socket.create_server(("", 0)) as far:
         assert address.host_names(ServerOptions(), [near, far]) is None
+
+
+@pytest.mark.parametrize("ips", [("0.0.0.0",), ("127.0.0.1", "0.0.0.0")])
+def test_a_server_that_others_reach_needs_a_key_or_the_word_that_it_is_open(ips):
+    taken = [socket.create_server((ip, 0)) for ip in ips]
+    for flags in ({"api_key": "word"}, {"insecure": True}):
+        address.check_open(ServerOptions(**flags), taken)
+    with pytest.raises(ValueError, match="--host 127.0.0.1 can be reached.*--api-key.*--insecure"):
+        address.check_open(ServerOptions(), taken)
+    assert all(listener.fileno() == -1 for listener in taken)
+
+
+def test_a_server_on_this_machine_alone_needs_no_key():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address.check_open(ServerOptions(), [taken])
+        assert taken.fileno() >= 0

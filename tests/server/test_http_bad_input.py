@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -136,7 +137,12 @@ BAD_FIELDS = [
     ("logit_bias", {"logit_bias": {"1": 1, "01": 2}}),
     ("logit_bias", {"logit_bias": {str(i): 1 for i in range(4)}}),
     ("best_of", {"best_of": 2}),
-    ("echo", {"echo": True}),
+    ("echo", {"echo": True, "logprobs": 0}),
+    ("echo", {"echo": "yes"}),
+    (
+        "stream_options.include_obfuscation",
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+    ),
     ("suffix", {"suffix": "x"}),
     ("unheard_of", {"unheard_of": 1}),
 ]
@@ -152,6 +158,34 @@ def test_a_bad_field_is_named(server, param, fields):
     assert error["type"] == "invalid_request_error"
     assert param in error["message"]
     assert len(error["message"]) < 300
+
+
+BOUNDS = {
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "top_k": (-1, 2**31 - 1),
+    "logprobs": (0, 2**31 - 1),
+    "n": (1, 128),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 2),
+    "priority": (-1000, 1000),
+    "speculative.max_draft_tokens": (0, 1 << 16),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_every_number_is_bounded_and_the_error_says_the_bound(server, name):
+    for bound, beyond in zip(BOUNDS[name], (-(10**30), 10**30), strict=True):
+        field, _, part = name.partition(".")
+        answer = server.post(COMPLETIONS, prompt="a", **{field: {part: beyond} if part else beyond})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, name)
+        assert re.search(rf" {re.escape(str(bound))}, got", error["message"]), error["message"]
 
 
 BAD_CHATS = [
@@ -176,7 +210,7 @@ BAD_CHATS = [
     ("top_logprobs", {"top_logprobs": MAX_LOGPROBS + 1, "logprobs": True}),
     ("top_logprobs", {"top_logprobs": -1, "logprobs": True}),
     ("top_logprobs", {"top_logprobs": True, "logprobs": True}),
-    ("tools", {"tools": [{"type": "function"}]}),
+    ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("response_format", {"response_format": {"type": "json_object"}}),
     ("prompt", {"prompt": "x"}),
 ]
@@ -195,7 +229,7 @@ def test_fields_that_ask_for_nothing_are_accepted(server):
          "stream", "stream_options", "user", "model", "logprobs", "logit_bias", "suffix"]
     )  # fmt: skip
     server.complete("a", **nothing, best_of=1, echo=False)
-    server.complete("a", temperature=1e-40, top_p=1e-40, top_k=10**30, seed=-(10**40))
+    server.complete("a", temperature=1e-40, top_p=1e-40, top_k=2**31 - 1, seed=-(2**63))
     server.complete("a", top_k=-1, presence_penalty=-2, repetition_penalty=2, stop=["a", "b"] * 4)
     server.complete("a", logit_bias={})
     text = {"type": "text"}

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from shared.server.admin import AdminRoutes
-from shared.server.openai_types import ApiError
+from shared.server.errors import ApiError
 from tests.support.http_fixtures import (
     ADMIN_KEY,
     JSON,

@@ -1,11 +1,13 @@
 """What the HTTP tests share: a tiny tokenizer, an engine without a model, a server in its process.
 
 `python -m tests.support.http_fixtures FOLDER` serves the engine without a model from FOLDER, which
-may hold a tokenizer. It repeats the prompt, several tokens a step; some prompts make it misbehave.
+may hold a tokenizer; flags of a start may follow. It repeats the prompt, several tokens a step;
+some prompts make it misbehave.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -331,6 +333,13 @@ def is_alive(pid: int) -> bool:
 
 def main() -> int:
     """Serves a `Repeater`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("corpus", nargs="?")
+    parser.add_argument("--reasoning-parser")
+    parser.add_argument("--tool-call-parser")
+    parser.add_argument("--api-key")
+    flags = parser.parse_args()
     limits = RequestLimits(
         context_length=CONTEXT,
         max_request_tokens=POOL_TOKENS,
@@ -341,15 +350,18 @@ def main() -> int:
     )
     facts = ModelFacts(
         model_name="repeater",
-        model_folder=str(Path(sys.argv[1]).resolve()),
+        model_folder=str(Path(flags.folder).resolve()),
         limits=limits,
         eos_ids=(CONFIG_END,),
-        sampling_defaults=SamplingDefaults.from_folder(sys.argv[1]),
+        sampling_defaults=SamplingDefaults.from_folder(flags.folder),
         max_open_requests=MAX_OPEN,
         max_draft_depth=TOKENS_PER_STEP - 1,
         host_names=(HOST_NAME,),
         admin_api_key=ADMIN_KEY,
-        corpus_path=sys.argv[2] if len(sys.argv) > 2 else None,
+        corpus_path=flags.corpus,
+        api_key=flags.api_key,
+        reasoning_parser=flags.reasoning_parser,
+        tool_call_parser=flags.tool_call_parser,
     )
     watchdog = Watchdog(WATCHDOG_S)
     engine = Repeater()

@@ -17,7 +17,7 @@ from shared.engine.request import Event, FinishReason
 from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.delta import PlainText
 from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
-from shared.text.chat_template import TemplateFailed
+from shared.text.chat_template import Conversation, TemplateFailed
 from shared.text.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
 
@@ -52,7 +52,7 @@ def with_logprobs(given: Event) -> Event:
 
 def new_choice(stops: tuple[str, ...], min_tokens: int = 0) -> Choice:
     return Choice(
-        Detokenizer(BYTES, []), StopFinder(stops), PlainText(), min_tokens, Speculation.empty(3)
+        Detokenizer(BYTES, []), StopFinder(stops), PlainText(), min_tokens, Speculation.empty(3), ""
     )
 
 
@@ -265,7 +265,7 @@ def test_a_template_renders_as_transformers_does(tmp_path, template):
     assert tokenizer is not None
     messages = [{"role": "user", "content": "<hé>"}, {"role": "assistant", "content": "ja"}]
     (want,), _ = render_jinja_template([messages], chat_template=template)
-    assert tokenizer.render_chat(messages) == want
+    assert tokenizer.render_chat(Conversation(messages)) == want
 
 
 ROLES = (
@@ -281,7 +281,7 @@ def test_a_developer_is_a_system_where_the_template_knows_none(tmp_path):
         (tmp_path / "chat_template.jinja").write_text(ROLES + more)
         tokenizer = Tokenizer.from_folder(tmp_path)
         assert tokenizer is not None
-        assert tokenizer.render_chat(messages) == want
+        assert tokenizer.render_chat(Conversation(messages)) == want
     assert messages[0]["role"] == "developer"
 
 

@@ -1,0 +1,225 @@
+"""The answers of the routes as types, of which `/openapi.json` is made; tests hold them to it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Answer(BaseModel):
+    """No field is there that is not told of."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ErrorFields(Answer):
+    """What went wrong: a sentence, the field at fault and a word for programs."""
+
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class Error(Answer):
+    """Every error of every route; within a stream it is an event."""
+
+    error: ErrorFields
+
+
+class PromptDetails(Answer):
+    """How much of the prompts the prefix cache had."""
+
+    cached_tokens: int
+
+
+class Usage(Answer):
+    """Tokens of all prompts, each counted once, and of all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Speculative(Answer):
+    """What speculation did: entry i of the histogram counts the steps that accepted i drafts."""
+
+    verify_steps: int
+    accept_length: float
+    accepted_histogram: list[int]
+
+
+class CompletionLogprobs(Answer):
+    """Lists of equal length, an entry per token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class TokenLogprob(Answer):
+    """A token, and what the model gave it."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(TokenLogprob):
+    """A token of the answer beside the best ones of its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Answer):
+    """An object per token."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class AnyChoice(Answer):
+    """What all choices have; `token_ids` where the request asked for them."""
+
+    index: int
+    finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
+
+
+class CompletionChoice(AnyChoice):
+    """A choice of a completion, or what a step added to it."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+
+
+class FunctionCall(Answer):
+    """A call: its name, where it begins, and JSON text."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(Answer):
+    """A call of a tool, or the part of one that `index` tells; the first part has `id`."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class Said(Answer):
+    """A message, or what a step added to it."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(AnyChoice):
+    """A choice of a chat."""
+
+    message: Said
+    logprobs: ChatLogprobs | None
+
+
+class ChatPart(AnyChoice):
+    """What a step added to a choice of a chat."""
+
+    delta: Said
+    logprobs: ChatLogprobs | None
+
+
+class Head(Answer):
+    """What all answers begin with."""
+
+    id: str
+    created: int
+    model: str
+
+
+class Completion(Head):
+    """Answer of /v1/completions; an event of its stream has the totals at the end alone."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    speculative: Speculative | None = None
+
+
+class Chat(Head):
+    """Answer of /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+    speculative: Speculative
+
+
+class ChatEvent(Head):
+    """An event of a chat's stream; the last one has the totals."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatPart]
+    usage: Usage | None = None
+    speculative: Speculative | None = None
+
+
+class Model(Answer):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Models(Answer):
+    """All models: one."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(Answer):
+    """Tokens of a prompt."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Answer):
+    """Text of tokens."""
+
+    prompt: str
+
+
+class Refusal(Answer):
+    """What is refused, why, what to do instead and an example."""
+
+    reason: str
+    way_out: str
+    example: dict[str, Any]
+
+
+class Capabilities(Answer):
+    """What works with what."""
+
+    drafters: list[str]
+    refused: list[Refusal]
+
+
+class Corpora(Answer):
+    """Tokens of each external corpus."""
+
+    corpora: dict[str, int]

@@ -1,0 +1,133 @@
+"""From the bytes of a body to a checked request, or to the error that names the field at fault."""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from shared.options.request_fields import BOTH, CHAT, COMPLETIONS, NOT_SERVED, NotServed
+from shared.server.errors import ApiError
+from shared.server.fields import Strict
+from shared.server.openai_types import ChatRequest, CompletionRequest
+
+MAX_PARTS = 1 << 17  # lists, objects, fields or texts of a body
+MAX_VALUES = 1 << 20  # of a body, say of a prompt of token ids
+
+_A_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_SHORT = reprlib.Repr()  # writes the beginning of what a request has, without walking all of it
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+_NOT_SERVED = {
+    endpoint: {field.name: field for field in NOT_SERVED if endpoint in field.endpoints}
+    for endpoint in BOTH
+}
+
+Body = TypeVar("Body", CompletionRequest, ChatRequest)
+Checked = TypeVar("Checked", bound=Strict)
+
+
+def parse(body: bytes, kind: type[Body]) -> Body:
+    """Reads the body of a request.
+
+    Raises:
+      ApiError: Status 400; names the field at fault.
+    """
+    table = _NOT_SERVED[CHAT if kind is ChatRequest else COMPLETIONS]
+    request = _checked(_drop_neutral(_read_object(body), table), kind)
+    _check_together(request)
+    return request
+
+
+def parse_plain(body: bytes, kind: type[Checked]) -> Checked:
+    """Reads a body of which no field is another API's.
+
+    Raises:
+      ApiError: Status 400; names the field at fault.
+    """
+    return _checked(_read_object(body), kind)
+
+
+def parse_with(body: bytes, kind_of: Callable[[dict[str, Any]], type[Checked]]) -> Checked:
+    """Reads a body whose fields say of which kind it is; raises as `parse_plain`."""
+    fields = _read_object(body)
+    return _checked(fields, kind_of(fields))
+
+
+def _read_object(body: bytes) -> dict[str, Any]:
+    _check_width(body)
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, f"the body must be a JSON object, got a {type(fields).__name__}")
+    return fields
+
+
+def _check_width(body: bytes) -> None:
+    """Refuses a body of very many parts: nobody else is served while they are read."""
+    # Texts may hold brackets and commas; without many texts it is quick to count without them.
+    if _has_many_texts(body) or (_is_wide(body) and _is_wide(_A_TEXT.sub(b"", body))):
+        message = f"the body has more than {MAX_PARTS} parts or {MAX_VALUES} values"
+        raise ApiError(413, message, code="request_too_large")
+
+
+def _has_many_texts(body: bytes) -> bool:
+    # A quote after a backslash is none, or ends a text that ends with a backslash.
+    return body.count(b'"') - body.count(b'\\"') > 2 * MAX_PARTS
+
+
+def _is_wide(body: bytes) -> bool:
+    num_parts = body.count(b"[") + body.count(b"{") + body.count(b":")
+    return num_parts > MAX_PARTS or body.count(b",") > MAX_VALUES
+
+
+def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise _api_error(error) from error
+
+
+def _drop_neutral(fields: dict[str, Any], table: dict[str, NotServed]) -> dict[str, Any]:
+    """Without the fields that are not served, whose values here ask for nothing."""
+    for name in table.keys() & fields.keys():
+        if table[name].refuses(fields[name]):
+            raise ApiError(400, f"{table[name].reason}; {table[name].way_out}", name)
+    gone = {name for name, field in table.items() if not field.is_read}
+    return {name: value for name, value in fields.items() if name not in gone}
+
+
+def _api_error(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False)[0]
+    param = _path(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{param} is not a known field", param)
+    if first["type"] == "missing":
+        return ApiError(400, f"{param} is missing", param)
+    message = first["msg"].removeprefix("Input ")
+    return ApiError(400, f"{param} {message}, got {_SHORT.repr(first['input']):.60}", param)
+
+
+def _path(steps: tuple[int | str, ...]) -> str:
+    """Where a field is, without the kind of message that pydantic writes as `<tool>` among them."""
+    own = [step for step in steps if isinstance(step, int) or not step.startswith("<")]
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in own).lstrip(".")
+
+
+def _check_together(request: CompletionRequest | ChatRequest) -> None:
+    if request.stream_options and not request.stream:
+        raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    name, asked = request.asked_tokens
+    if name != "max_tokens" and request.max_tokens not in (None, asked):
+        raise ApiError(400, f"max_tokens and {name} differ, give one of them", name)
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        message = "echo with logprobs needs those of the prompt, which are not served"
+        raise ApiError(400, f"{message}; leave one of them out", "echo")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")

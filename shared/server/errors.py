@@ -1,0 +1,31 @@
+"""The errors that clients get, in OpenAI's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """An answer with OpenAI's error object.
+
+    Attributes:
+      status: HTTP status.
+      message: One sentence.
+      param: The field at fault, or None.
+      code: A word for programs, or None.
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def to_json(self) -> dict[str, Any]:
+        """The body of the answer."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}

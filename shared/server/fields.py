@@ -1,0 +1,151 @@
+"""Fields of requests as clients write them: what many bodies share, and what has several forms."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+MAX_CHOICES = 1024  # of all prompts of one request
+MAX_BIAS = 100  # of a token, either way
+MAX_USER_LENGTH = 256  # the drafter NGRAM keeps the name for as long as what was seen of it
+MAX_DEPTH = 64
+MAX_TOKEN_IDS = 1 << 14  # of stop_token_ids and of logit_bias; a model's own bounds are lower
+
+
+class Strict(BaseModel):
+    """Wrong types, unknown fields, NaN and infinity are errors."""
+
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, validate_default=True, frozen=True
+    )
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is a string of characters; JSON can also write halves of them."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _check_text(value: str) -> str:
+    if not is_text(value):
+        raise PydanticCustomError("text", "must be a text, not halves of characters")
+    return value
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+User = Annotated[Text, Field(max_length=MAX_USER_LENGTH)]
+
+
+def check_depth(value: Any) -> Any:
+    """Refuses what is nested more deeply than those who write it again can follow."""
+    level, depth = [value], 0
+    while level := [part for item in level for part in _parts(item)]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise PydanticCustomError(
+                "depth", "must be nested at most {number} deep", {"number": MAX_DEPTH}
+            )
+    return value
+
+
+def _parts(value: Any) -> Collection[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+Nested = Annotated[dict[str, Any], AfterValidator(check_depth)]
+"""An object that is passed on as it is."""
+
+
+def is_id_list(value: Any) -> bool:
+    """Whether a value is a list of integers, which may be ids of tokens."""
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPT = {"type": "string", "minLength": 1}
+PROMPT_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            _PROMPT,
+            _IDS,
+            {"type": "array", "items": _PROMPT, "minItems": 1, "maxItems": MAX_CHOICES},
+            {"type": "array", "items": _IDS, "minItems": 1, "maxItems": MAX_CHOICES},
+        ]
+    }
+)
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+STOP_SCHEMA = WithJsonSchema(
+    {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]}
+)
+BIAS_SCHEMA = WithJsonSchema(
+    {
+        "type": ["object", "null"],
+        "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+        "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
+        "maxProperties": MAX_TOKEN_IDS,
+    }
+)
+
+
+def read_prompt(value: Any) -> list[str] | list[list[int]]:
+    """Prompts, of which a request may have several: all texts or all lists of token ids."""
+    prompts = [value] if isinstance(value, str) or (value and is_id_list(value)) else value
+    if isinstance(prompts, list) and len(prompts) > MAX_CHOICES:
+        raise PydanticCustomError(
+            "prompt", "must have at most {number} prompts", {"number": MAX_CHOICES}
+        )
+    if not isinstance(prompts, list) or not (
+        all(map(is_text, prompts)) or all(map(is_id_list, prompts))
+    ):
+        raise PydanticCustomError(
+            "prompt", "must be a text, a list of token ids, or a list of such prompts of one kind"
+        )
+    if not prompts or not all(prompts):
+        raise PydanticCustomError("prompt", "must not be empty")
+    return prompts
+
+
+def read_stops(value: Any) -> list[str]:
+    """Stop strings: a text or a list of texts."""
+    stops = [value] if isinstance(value, str) else value if value is not None else []
+    few = isinstance(stops, list) and stops[: MAX_STOPS + 1]
+    if not isinstance(few, list) or not all(is_text(s) and s for s in few):
+        raise PydanticCustomError("stop", "must be a text or a list of texts, none of them empty")
+    if len(few) > MAX_STOPS or any(len(s) > MAX_STOP_LENGTH for s in few):
+        raise PydanticCustomError(
+            "stop",
+            "must have at most {number} texts of {length} characters",
+            {"number": MAX_STOPS, "length": MAX_STOP_LENGTH},
+        )
+    return stops
+
+
+def read_bias(value: Any) -> dict[int, float]:
+    """Biases by token id; JSON writes the ids as texts."""
+    if not isinstance(value, dict | None):
+        raise PydanticCustomError("logit_bias", "must be an object of token ids and their biases")
+    biases = value or {}
+    if len(biases) > MAX_TOKEN_IDS:
+        raise PydanticCustomError(
+            "logit_bias", "must have at most {number} token ids", {"number": MAX_TOKEN_IDS}
+        )
+    for name, bias in biases.items():
+        if not (name.isascii() and name.isdigit() and len(name) < 20):
+            raise PydanticCustomError("logit_bias", "must have token ids as its keys")
+        # NaN is not within the bounds either.
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise PydanticCustomError(
+                "logit_bias", "must have numbers from -{bound} to {bound}", {"bound": MAX_BIAS}
+            )
+    if len(set(map(int, biases))) < len(biases):
+        raise PydanticCustomError("logit_bias", "must have each token id once")
+    return {int(name): float(bias) for name, bias in biases.items()}

@@ -1,0 +1,114 @@
+"""What stands before every route: the names that a server answers to, its key, the longest head.
+
+A page of any site may let its site's name stand for 127.0.0.1; to the browser it then is a page of
+the server on that machine. The name is what the browser writes into the request's Host.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from shared.process.address import is_local
+from shared.server.errors import ApiError
+
+MAX_HEAD_BYTES = 1 << 14
+"""Of the first line of a request and its header fields."""
+
+OPEN_PATH = "/live"
+"""The route that needs no key: who watches the process has none."""
+
+
+class HostCheck:
+    """Refuses requests whose Host is a name that the server does not answer to.
+
+    A request without a Host passes: no browser sends one.
+
+    Args:
+      names: What the server answers to beside the machine's own names.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        self._app, self._names = app, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application, or answers in its place."""
+        name = _name(Headers(scope=scope).get("host", "localhost"))
+        if is_local(name) or name in self._names:
+            await self._app(scope, receive, send)
+            return
+        message = f"this server does not answer to {name!r:.100}; name it with --allowed-hosts"
+        await _refuse(ApiError(403, message, code="host_not_allowed"), scope, receive, send)
+
+
+class KeyCheck:
+    """Refuses requests that do not know a key of the server.
+
+    Args:
+      keys: Each opens every route; which of them a route asks for beyond that is its own affair.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application, or answers in its place."""
+        given = bearer(Headers(scope=scope).get("authorization", ""))
+        # All are compared: the time says nothing of which one is like what was given.
+        found = [hmac.compare_digest(given, key.encode()) for key in self._keys]
+        if any(found) or scope["path"] == OPEN_PATH:
+            await self._app(scope, receive, send)
+            return
+        message = "the API key is wrong or missing; send it as a bearer token"
+        await _refuse(ApiError(401, message, code="invalid_api_key"), scope, receive, send)
+
+
+class HeadLimit:
+    """Refuses requests with a long head, which came too fast to be refused while it did."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application, or answers in its place."""
+        target = len(scope["raw_path"]) + len(scope["query_string"])
+        if (
+            target + sum(len(name) + len(value) for name, value in scope["headers"])
+            > MAX_HEAD_BYTES
+        ):
+            await _refuse(head_too_large(), scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def head_too_large() -> ApiError:
+    """The answer to a head that is too long."""
+    message = f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"
+    return ApiError(431, message, code="request_head_too_large")
+
+
+def bearer(authorization: str) -> bytes:
+    """The key that a request was sent with."""
+    # Starlette reads a header as latin-1; clients send a key as UTF-8.
+    return authorization.encode("latin-1").removeprefix(b"Bearer ")
+
+
+async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    headers = {"connection": "close"}  # a body may still be on its way
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    body = json.dumps(error.to_json())
+    answer = Response(body, error.status, headers, media_type="application/json")
+    await answer(scope, receive, send)
+
+
+def _name(host: str) -> str:
+    """The name or address in a Host, without its port."""
+    address, bracket, _ = host.removeprefix("[").partition("]")
+    name = address if bracket else host.partition(":")[0]
+    return name.lower().removesuffix(".")

@@ -1,0 +1,128 @@
+"""`/openapi.json`: every route with its body, bounds, answers and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from shared.options.request_fields import CHAT, COMPLETIONS, NOT_SERVED
+from shared.server.answers import Error
+from shared.server.openai_types import ChatRequest, CompletionRequest
+
+_REFERENCE = "#/components/schemas/{model}"
+_ERRORS = {
+    400: "a field is wrong, or asks for what is not served; `param` names it",
+    401: "a key is wrong or missing",
+    403: "the route is closed, or the server does not answer to this name",
+    404: "another model is asked for",
+    408: "the request has not arrived whole in time",
+    413: "the body is too long or has too many parts",
+    415: "the body does not say that it is JSON",
+    431: "the head of the request is too long",
+    500: "the engine failed at the request",
+    503: "the engine is gone, or as many requests wait as may",
+}
+_OF_EVERY_ROUTE = (401, 403, 408, 431, 500)
+_OF_BODIES = (400, 413, 415)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """A route and what is told of it.
+
+    Attributes:
+      path, method, handler: As FastAPI takes them.
+      bodies: What a request may carry; one of them.
+      answer: Of a success; None for one without a body that programs read.
+      media_type: Of such a body.
+      event: Of a stream, where the request asks for one.
+      errors: Statuses beside those of every route and every body.
+    """
+
+    path: str
+    method: str
+    handler: Callable[..., Any]
+    bodies: tuple[type[BaseModel], ...] = ()
+    answer: type[BaseModel] | None = None
+    media_type: str | None = None
+    event: type[BaseModel] | None = None
+    errors: tuple[int, ...] = ()
+
+    def add_to(self, app: FastAPI) -> None:
+        """Adds it to an application."""
+        text = {"schema": {"type": "string"}}
+        content = {self.media_type: text} if self.media_type else {}
+        if self.answer:
+            content["application/json"] = _schema_of(self.answer)
+        if self.event:
+            content["text/event-stream"] = _schema_of(self.event)
+        success = {200: {"description": "a success", "content": content}}
+        statuses = sorted({*_OF_EVERY_ROUTE, *(_OF_BODIES if self.bodies else ()), *self.errors})
+        errors = {status: _error(_ERRORS[status]) for status in statuses}
+        self_told = {"requestBody": _one_of(self.bodies)} if self.bodies else {}
+        app.add_api_route(
+            self.path,
+            self.handler,
+            methods=[self.method],
+            response_model=None,
+            responses={**success, **errors, "default": _error("any other error")},
+            openapi_extra=self_told,
+        )
+
+
+def document(app: FastAPI, routes: Sequence[Route], has_key: bool) -> dict[str, Any]:
+    """The description of an application.
+
+    Args:
+      app: With the routes.
+      routes: All that have types.
+      has_key: Whether every route asks for a key.
+    """
+    told = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = told.setdefault("components", {})
+    components["schemas"] = _schemas(routes)
+    components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return {**told, "security": [{"key": []}]} if has_key else told
+
+
+def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
+    types: set[type[BaseModel]] = {Error}
+    for route in routes:
+        types.update(kind for kind in (*route.bodies, route.answer, route.event) if kind)
+    ordered = sorted(types, key=lambda kind: kind.__name__)
+    _, found = models_json_schema(
+        [(kind, "validation") for kind in ordered], ref_template=_REFERENCE
+    )
+    schemas = found["$defs"]
+    for kind, endpoint in ((CompletionRequest, COMPLETIONS), (ChatRequest, CHAT)):
+        schemas[kind.__name__]["properties"] |= _neutral_fields(endpoint)
+    return schemas
+
+
+def _neutral_fields(endpoint: str) -> dict[str, Any]:
+    """The fields that are taken only where they ask for nothing."""
+    return {
+        field.name: {"enum": [None, *field.neutral], "description": field.reason}
+        for field in NOT_SERVED
+        if endpoint in field.endpoints and not field.is_read
+    }
+
+
+def _schema_of(kind: type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
+
+
+def _one_of(kinds: tuple[type[BaseModel], ...]) -> dict[str, Any]:
+    schemas = [_schema_of(kind)["schema"] for kind in kinds]
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
+def _error(description: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": _schema_of(Error)}}

@@ -1,0 +1,48 @@
+"""Which parsers read the output of a request."""
+
+from __future__ import annotations
+
+from shared.process.frames import ModelFacts
+from shared.server.call_formats import ToolCallParser
+from shared.server.delta import OutputParser, PlainText
+from shared.server.errors import ApiError
+from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.reasoning import ReasoningParser, is_open_after
+
+
+class Parsers:
+    """Makes the parsers that the start named; what /v1/completions gives is always plain text."""
+
+    def __init__(self, facts: ModelFacts) -> None:
+        self._reasoning, self._tool_calls = facts.reasoning_parser, facts.tool_call_parser
+
+    def check(self, request: CompletionRequest | ChatRequest) -> None:
+        """Refuses tools whose calls nobody would read.
+
+        Raises:
+          ApiError: Status 400.
+        """
+        if isinstance(request, ChatRequest) and request.usable_tools and not self._tool_calls:
+            message = "tools need a server that was started with --tool-call-parser"
+            raise ApiError(400, message, "tools")
+
+    def new(self, request: CompletionRequest | ChatRequest, prompt: str) -> OutputParser:
+        """A parser for one choice.
+
+        Args:
+          request: What was asked.
+          prompt: The text of the prompt, which may have opened the reasoning.
+        """
+        if not isinstance(request, ChatRequest):
+            return PlainText()
+        answer = self._answer(request)
+        if self._reasoning is None:
+            return answer
+        return ReasoningParser(answer, is_open_after(prompt, self._reasoning))
+
+    def _answer(self, request: ChatRequest) -> OutputParser:
+        functions = [tool.function for tool in request.usable_tools]
+        if not functions or self._tool_calls is None:
+            return PlainText()
+        schemas = {function.name: function.parameters or {} for function in functions}
+        return ToolCallParser(self._tool_calls, schemas, request.most_calls)

@@ -1,0 +1,110 @@
+"""The prompts of a request: texts and conversations become tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from shared.engine.checks import TOO_LONG, RequestLimits
+from shared.server.errors import ApiError
+from shared.server.fields import MAX_CHOICES
+from shared.server.messages import for_template
+from shared.server.openai_types import ChatPrompt, ChatRequest, CompletionRequest
+from shared.server.rendering import Renderer
+from shared.text.chat_template import Conversation, TemplateFailed
+from shared.text.tokenizer import Tokenizer
+
+_FIELD_OF = {"arguments": "chat_template_kwargs"}  # of what a template refuses
+
+
+@dataclass(frozen=True)
+class ReadPrompt:
+    """A prompt.
+
+    Attributes:
+      tokens: What the engine is given.
+      text: What the tokens are of; "" of a prompt that came as tokens.
+    """
+
+    tokens: list[int]
+    text: str
+
+
+class PromptReader:
+    """Reads prompts, off the event loop where that takes long.
+
+    Args:
+      tokenizer: None where the checkpoint has none: prompts are token ids then.
+      renderer: None where there is no chat template.
+      limits: Bounds of a request.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, renderer: Renderer | None, limits: RequestLimits
+    ) -> None:
+        self._tokenizer, self._renderer, self._limits = tokenizer, renderer, limits
+
+    async def read(self, request: CompletionRequest | ChatRequest) -> list[ReadPrompt]:
+        """All prompts of a request.
+
+        Raises:
+          ApiError: They cannot be served; names the field.
+        """
+        if isinstance(request, ChatRequest):
+            return [await self.read_chat(conversation_of(request))]
+        if len(request.prompt) * request.num_choices > MAX_CHOICES:
+            raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", "prompt")
+        return [await self.read_prompt(prompt, with_special=True) for prompt in request.prompt]
+
+    async def read_prompt(self, prompt: str | list[int], with_special: bool) -> ReadPrompt:
+        """A plain prompt; raises as `read`.
+
+        Args:
+          with_special: Whether it has the special tokens that the tokenizer adds.
+        """
+        if isinstance(prompt, list):
+            return ReadPrompt(prompt, "")
+        if self._tokenizer is None:
+            message = "the model folder has no tokenizer.json: give prompt as token ids"
+            raise ApiError(400, message, "prompt")
+        self._check_length(prompt, "prompt", self._tokenizer)
+        encode = self._tokenizer.encode if with_special else self._tokenizer.encode_more
+        return ReadPrompt(await asyncio.to_thread(encode, prompt), prompt)
+
+    async def read_chat(self, conversation: Conversation) -> ReadPrompt:
+        """A conversation as the chat template writes it; raises as `read`."""
+        if self._tokenizer is None or self._renderer is None:
+            message = "the model folder has no chat template: use /v1/completions"
+            raise ApiError(400, message, "messages")
+        try:
+            text = await self._renderer.render(conversation)
+        except TemplateFailed as error:
+            raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
+        self._check_length(text, "messages", self._tokenizer)
+        return ReadPrompt(await asyncio.to_thread(self._tokenizer.encode_more, text), text)
+
+    def _check_length(self, text: str, param: str, tokenizer: Tokenizer) -> None:
+        """Refuses a text that cannot fit before the time is spent that encoding takes."""
+        if not tokenizer.can_fit(text, self._limits.max_request_tokens):
+            message = f"{param} has {len(text)} characters, more than fit into {self._limits.room}"
+            raise ApiError(400, message, param, TOO_LONG)
+
+
+def conversation_of(request: ChatPrompt) -> Conversation:
+    """What the chat template writes of a request."""
+    return Conversation(
+        messages=list(map(for_template, request.messages)),
+        tools=[tool.model_dump(exclude_none=True) for tool in request.usable_tools],
+        arguments=request.chat_template_kwargs or {},
+    )
+
+
+def check_model(name: str | None, served: str) -> None:
+    """Refuses a request for another model.
+
+    Raises:
+      ApiError: Status 404.
+    """
+    if name not in (None, "default", served):
+        message = f"the model {name!r:.200} is not served here, {served!r} is"
+        raise ApiError(404, message, "model", "model_not_found")

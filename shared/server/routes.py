@@ -1,0 +1,120 @@
+"""The handlers of the routes that serve the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import Response
+
+from shared.options import capabilities
+from shared.server.bodies import Body, parse
+from shared.server.delta import Delta
+from shared.server.errors import ApiError
+from shared.server.generation import Generation, Generator
+from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.prompts import check_model
+from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
+from shared.server.server_metrics import ServerMetrics
+from shared.server.transport import EventStream, read_json, watch_client
+
+
+class Routes:
+    """The handlers of the routes."""
+
+    def __init__(self, generator: Generator, metrics: ServerMetrics) -> None:
+        self._generator = generator
+        self._client = generator.client
+        self._metrics = metrics
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._answer(request, CompletionRequest, CompletionForm())
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._answer(request, ChatRequest, ChatForm())
+
+    async def models(self) -> Response:
+        """GET /v1/models."""
+        return json_response({"object": "list", "data": [self._model()]})
+
+    async def model(self, name: str) -> Response:
+        """GET /v1/models/NAME."""
+        check_model(name, self._client.facts.model_name)
+        return json_response(self._model())
+
+    async def capabilities(self) -> Response:
+        """GET /capabilities: the drafters, and what is refused."""
+        return json_response(capabilities.to_json())
+
+    async def health(self) -> Response:
+        """GET /health and /live: 200 while the engine lives."""
+        return Response(status_code=200 if self._client.alive else 503)
+
+    async def metrics(self) -> Response:
+        """GET /metrics, for Prometheus."""
+        page = self._metrics.render(await self._client.metrics())
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    def _model(self) -> dict[str, Any]:
+        facts = self._client.facts
+        card = {"id": facts.model_name, "object": "model", "created": 0, "owned_by": "tandem"}
+        return {**card, "max_model_len": facts.limits.context_length}
+
+    async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:
+        body = parse(await read_json(request), kind)
+        generation = await self._generator.start(body, form)
+        usage_last = bool(body.stream_options and body.stream_options.include_usage)
+        try:
+            with watch_client(generation, request.receive):
+                if not body.stream:
+                    return json_response(await _whole(generation))
+                events = _events(generation, usage_last)
+                first = await anext(events)
+        except BaseException:
+            generation.close()
+            raise
+        return EventStream(generation, _put_back(first, events))
+
+
+async def _whole(generation: Generation) -> dict[str, Any]:
+    messages = [Delta()] * len(generation.answer.choices)
+    async for index, piece in generation.pieces():
+        messages[index] += piece.delta
+    return generation.answer.whole(messages)
+
+
+async def _events(generation: Generation, usage_last: bool) -> AsyncIterator[bytes]:
+    """The stream's events; an error after the first one is an event as well."""
+    answer, begun = generation.answer, False
+    try:
+        async for index, piece in generation.pieces():
+            if not answer.matters(index, piece):
+                continue
+            chunk = answer.chunk(index, piece)
+            if answer.ended and not usage_last:
+                chunk |= answer.totals()
+            yield sse(chunk)
+            begun = True
+        if usage_last:
+            yield sse(answer.usage_chunk())
+    except ApiError as error:
+        if not begun:
+            raise
+        yield sse(error.to_json())
+    yield SSE_DONE
+
+
+async def _put_back(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for event in rest:
+        yield event
+
+
+def json_response(content: dict[str, Any], status: int = 200) -> Response:
+    """An answer in JSON."""
+    return Response(json.dumps(content), status, media_type="application/json")

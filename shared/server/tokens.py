@@ -1,0 +1,94 @@
+"""/tokenize and /detokenize: texts and tokens without the model, in vLLM's form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Literal
+
+from fastapi import Request
+from starlette.responses import Response
+
+from shared.process.frames import ModelFacts
+from shared.server.bodies import parse_plain, parse_with
+from shared.server.errors import ApiError
+from shared.server.fields import Strict, Text
+from shared.server.logprobs import TokenNames
+from shared.server.openai_types import ChatPrompt, TokenId
+from shared.server.prompts import PromptReader, check_model, conversation_of
+from shared.server.transport import read_json
+from shared.text.tokenizer import Tokenizer
+
+
+class TokenizeText(Strict):
+    """Body of /tokenize for a plain prompt."""
+
+    model: Text | None = None
+    prompt: Text
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChat(ChatPrompt):
+    """Body of /tokenize for a conversation that the assistant is to answer."""
+
+    model: Text | None = None
+    add_generation_prompt: Literal[True] = True
+    add_special_tokens: Literal[False] = False
+    return_token_strs: bool | None = None
+
+
+class Detokenize(Strict):
+    """Body of /detokenize."""
+
+    model: Text | None = None
+    tokens: list[TokenId]
+
+
+class TokenRoutes:
+    """The handlers."""
+
+    def __init__(self, facts: ModelFacts, reader: PromptReader, tokenizer: Tokenizer | None):
+        self._facts, self._reader, self._tokenizer = facts, reader, tokenizer
+        self._names = TokenNames(tokenizer)
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        body = parse_with(await read_json(request), _kind)
+        check_model(body.model, self._facts.model_name)
+        tokens = await self._tokens(body)
+        names = [self._names.name(token) for token in tokens] if body.return_token_strs else None
+        most = self._facts.limits.context_length
+        found = {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names}
+        return _json(found)
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize; special tokens are written as well."""
+        body = parse_plain(await read_json(request), Detokenize)
+        check_model(body.model, self._facts.model_name)
+        if self._tokenizer is None:
+            raise ApiError(400, "the model folder has no tokenizer.json", "tokens")
+        self._check_tokens(body.tokens)
+        return _json({"prompt": await asyncio.to_thread(self._tokenizer.decode_all, body.tokens)})
+
+    async def _tokens(self, body: TokenizeText | TokenizeChat) -> list[int]:
+        if isinstance(body, TokenizeChat):
+            return (await self._reader.read_chat(conversation_of(body))).tokens
+        return (await self._reader.read_prompt(body.prompt, body.add_special_tokens)).tokens
+
+    def _check_tokens(self, tokens: list[int]) -> None:
+        limits = self._facts.limits
+        if len(tokens) > limits.context_length:
+            message = f"tokens has {len(tokens)} tokens, at most {limits.context_length} are taken"
+            raise ApiError(400, message, "tokens")
+        if tokens and max(tokens) >= limits.vocab:
+            message = f"tokens must be ids from 0 to {limits.vocab - 1}, got {max(tokens)}"
+            raise ApiError(400, message, "tokens")
+
+
+def _kind(fields: dict[str, Any]) -> type[TokenizeText] | type[TokenizeChat]:
+    return TokenizeChat if "messages" in fields else TokenizeText
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(json.dumps(content), media_type="application/json")

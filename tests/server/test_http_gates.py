@@ -1,0 +1,151 @@
+"""What stands before every route: a key where the start has one, and a bound on the head."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import socket
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from shared.server import gates
+from shared.server.gates import MAX_HEAD_BYTES, OPEN_PATH
+from tests.support.http_fixtures import (
+    ADMIN_KEY,
+    CHAT,
+    COMPLETIONS,
+    HOST_NAME,
+    USER,
+    Server,
+    save_tokenizer,
+    serving,
+)
+
+KEY = "schlüssel"
+CORPORA = "/list_external_corpora"
+GET_ROUTES = ["/v1/models", "/v1/models/default", "/health", "/metrics", "/capabilities", "/v2"]
+POST_ROUTES = [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/add_external_corpus"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    command = ["-m", "tests.support.http_fixtures", str(folder), "--api-key", KEY]
+    with serving(command) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def open_server(tmp_path_factory) -> Iterator[Server]:
+    folder = str(tmp_path_factory.mktemp("open"))
+    with serving(["-m", "tests.support.http_fixtures", folder]) as running:
+        yield running
+
+
+def bearer(key: str) -> dict[str, bytes]:
+    return {"authorization": f"Bearer {key}".encode()}
+
+
+@pytest.mark.parametrize("headers", [{}, bearer("x"), bearer(KEY[:-1]), bearer(KEY + "x")])
+def test_every_route_but_live_asks_for_the_key(server, headers):
+    answers = [httpx.get(server.url + path, headers=headers) for path in [*GET_ROUTES, CORPORA]]
+    answers += [httpx.post(server.url + path, headers=headers, json={}) for path in POST_ROUTES]
+    answers.append(httpx.get(server.url + OPEN_PATH + "/", headers=headers))
+    for answer in answers:
+        assert answer.status_code == 401, answer.url
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert KEY not in answer.text
+    assert httpx.get(server.url + OPEN_PATH, headers=headers).status_code == 200
+
+
+def test_who_knows_the_key_is_served(server):
+    for path in GET_ROUTES[:-1]:
+        assert httpx.get(server.url + path, headers=bearer(KEY)).status_code == 200
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="x")
+    with pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    body = json.dumps({"messages": USER, "max_tokens": 1})
+    headers = {**bearer(KEY), "content-type": "application/json"}
+    assert httpx.post(server.url + CHAT, content=body, headers=headers).status_code == 200
+
+
+def test_the_admins_key_opens_every_route_and_the_other_one_not_the_admins(server):
+    assert httpx.get(server.url + CORPORA, headers=bearer(ADMIN_KEY)).status_code == 200
+    assert httpx.get(server.url + "/v1/models", headers=bearer(ADMIN_KEY)).status_code == 200
+    assert httpx.get(server.url + CORPORA, headers=bearer(KEY)).status_code == 401
+
+
+def test_without_a_key_every_key_is_taken(open_server):
+    for headers in ({}, bearer("x")):
+        for path in ("/v1/models", "/health", OPEN_PATH):
+            assert httpx.get(open_server.url + path, headers=headers).status_code == 200
+
+
+def test_keys_are_compared_in_constant_time(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gates.hmac, "compare_digest", lambda *pair: asked.append(pair) or True)
+    scope = {"type": "http", "path": "/", "headers": [(b"authorization", b"Bearer k")]}
+    passed = []
+
+    async def app(*given):
+        passed.append(given)
+
+    with pytest.raises(StopIteration):
+        gates.KeyCheck(app, ["a", "b"])(scope, None, None).send(None)
+    assert asked == [(b"k", b"a"), (b"k", b"b")]
+    assert len(passed) == 1
+    assert gates.hmac is hmac
+
+
+def raw(server: Server, head: bytes, pieces: int) -> bytes:
+    """What the server answers to bytes that arrive in pieces."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        size = -(-len(head) // pieces)
+        got = b""
+        try:
+            for begin in range(0, len(head), size):
+                connection.sendall(head[begin : begin + size])
+            while part := connection.recv(1 << 16):
+                got += part
+        except ConnectionError:
+            pass
+    return got
+
+
+LONG = b"x" * (MAX_HEAD_BYTES + 1)
+FIRST = f"GET /health HTTP/1.1\r\nhost: {HOST_NAME}\r\n".encode()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        FIRST + b"more: " + LONG + b"\r\n\r\n",
+        FIRST + b"".join(b"x%d: %s\r\n" % (i, b"y" * 100) for i in range(200)) + b"\r\n",
+        b"GET /" + LONG + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        FIRST + b"more: " + 4 * LONG,  # and never the rest
+    ],
+    ids=["a field", "fields", "a path", "no end"],
+)
+@pytest.mark.parametrize("pieces", [1, 9])
+def test_a_long_head_is_refused_however_it_arrives(open_server, head, pieces):
+    answer = raw(open_server, head, pieces)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert str(MAX_HEAD_BYTES) in error["message"]
+    assert httpx.get(open_server.url + "/health").status_code == 200
+
+
+def test_what_is_no_request_gets_an_error_in_the_same_form(open_server):
+    answer = raw(open_server, b"hello\r\n\r\n", 1)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+def test_a_head_of_the_usual_size_is_taken(open_server):
+    headers = {f"x-{i}": "y" * 100 for i in range(100)}
+    assert httpx.get(open_server.url + "/health", headers=headers).status_code == 200

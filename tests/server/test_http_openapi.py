@@ -1,0 +1,170 @@
+"""`/openapi.json` tells every route, field, bound, answer and error as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.openapi.models import OpenAPI
+from pydantic import BaseModel
+
+from shared.options.request_fields import NOT_SERVED
+from shared.server import answers
+from shared.server.admin import AddCorpus, RemoveCorpus
+from shared.server.openai_types import MAX_COUNT, MAX_SEED, ChatRequest, CompletionRequest
+from shared.server.tokens import Detokenize, TokenizeChat, TokenizeText
+from tests.support.http_fixtures import (
+    ADMIN_KEY,
+    CHAT,
+    COMPLETIONS,
+    SPECIAL,
+    USER,
+    Server,
+    save_tokenizer,
+    serving,
+)
+
+ROUTES = {
+    "/add_external_corpus": "post",
+    "/capabilities": "get",
+    "/detokenize": "post",
+    "/health": "get",
+    "/list_external_corpora": "get",
+    "/live": "get",
+    "/metrics": "get",
+    "/openapi.json": "get",
+    "/remove_external_corpus": "post",
+    "/tokenize": "post",
+    "/v1/chat/completions": "post",
+    "/v1/completions": "post",
+    "/v1/models": "get",
+    "/v1/models/{name}": "get",
+}
+CALL = '<think>a</think>b<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{{ tools and '' }}")
+    flags = ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]
+    with serving(["-m", "tests.support.http_fixtures", str(folder), *flags]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def told(server) -> dict[str, Any]:
+    return httpx.get(server.url + "/openapi.json").json()
+
+
+def test_the_document_is_valid_and_every_reference_leads_somewhere(told):
+    OpenAPI.model_validate(told)
+    assert told["openapi"].startswith("3.1")
+    names = {ref.rpartition("/")[2] for ref in references(told)}
+    assert names <= told["components"]["schemas"].keys()
+    assert "Error" in names
+
+
+def references(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for item in value:
+            yield from references(item)
+    elif isinstance(value, dict):
+        if isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+        for item in value.values():
+            yield from references(item)
+
+
+def test_every_route_is_told_with_its_errors(told):
+    assert {path: next(iter(methods)) for path, methods in told["paths"].items()} == ROUTES
+    for methods in told["paths"].values():
+        (operation,) = methods.values()
+        assert operation["summary"]
+        statuses = operation["responses"].keys()
+        assert {"200", "401", "403", "431", "500", "default"} <= statuses
+        assert "422" not in statuses
+        if "requestBody" in operation:
+            assert {"400", "413", "415"} <= statuses
+        assert ("requestBody" in operation) == ("post" in methods)
+
+
+BODIES = [
+    CompletionRequest, ChatRequest, TokenizeText, TokenizeChat, Detokenize, AddCorpus, RemoveCorpus
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BODIES, ids=lambda kind: kind.__name__)
+def test_every_field_is_told(told, kind: type[BaseModel]):
+    schema = told["components"]["schemas"][kind.__name__]
+    fields = set(kind.model_fields)
+    endpoint = {CompletionRequest: "completions", ChatRequest: "chat"}.get(kind)
+    fields |= {field.name for field in NOT_SERVED if endpoint in field.endpoints}
+    assert set(schema["properties"]) == fields
+    assert schema["additionalProperties"] is False
+    for name, field in schema["properties"].items():
+        shape = field.keys() - {"title", "default", "description"}
+        assert shape, f"{name} may be anything"
+
+
+def test_every_number_of_a_body_is_bounded(told):
+    schemas = told["components"]["schemas"]
+    for kind in BODIES:
+        for name, field in schemas[kind.__name__]["properties"].items():
+            for number in numbers(field):
+                low = {"minimum", "exclusiveMinimum"} & number.keys()
+                assert low, f"{kind.__name__}.{name} has no bound"
+    seed = schemas["ChatRequest"]["properties"]["seed"]["anyOf"][0]
+    assert (seed["minimum"], seed["maximum"]) == (-MAX_SEED - 1, MAX_SEED)
+    most = schemas["CompletionRequest"]["properties"]["max_tokens"]["anyOf"][0]["maximum"]
+    assert most == MAX_COUNT
+
+
+def numbers(field: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(field, dict):
+        if field.get("type") in ("integer", "number"):
+            yield field
+        for value in field.values():
+            yield from numbers(value)
+    elif isinstance(field, list):
+        for value in field:
+            yield from numbers(value)
+
+
+def test_answers_are_as_they_are_told(server):
+    plain: dict[str, Any] = {"prompt": "ab", "max_tokens": 3, "logprobs": 2}
+    chat: dict[str, Any] = {
+        "messages": [{"role": "user", "content": CALL + SPECIAL[0]}],
+        "temperature": 0,
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "logprobs": True,
+        "top_logprobs": 1,
+    }
+    for fields in (plain, {**plain, "return_token_ids": True, "n": 2}):
+        answers.Completion.model_validate(server.post(COMPLETIONS, **fields).json())
+        for event in server.stream(COMPLETIONS, **fields, stream_options={"include_usage": True}):
+            answers.Completion.model_validate(event)
+    whole = answers.Chat.model_validate(server.post(CHAT, **chat).json())
+    assert whole.choices[0].message.tool_calls
+    assert whole.choices[0].message.reasoning_content == "a"
+    for event in server.stream(CHAT, **chat):
+        answers.ChatEvent.model_validate(event)
+    found = server.post("/tokenize", prompt="a", return_token_strs=True).json()
+    answers.Tokenized.model_validate(found)
+    answers.Detokenized.model_validate(server.post("/detokenize", tokens=[97]).json())
+    answers.Error.model_validate(server.post(CHAT, messages=USER, seed=10**30).json())
+
+
+def test_answers_about_the_server_are_as_they_are_told(server):
+    headers = {"authorization": f"Bearer {ADMIN_KEY}".encode()}
+    for path, kind in (
+        ("/v1/models", answers.Models),
+        ("/v1/models/default", answers.Model),
+        ("/capabilities", answers.Capabilities),
+        ("/list_external_corpora", answers.Corpora),
+        ("/no_such", answers.Error),
+    ):
+        kind.model_validate(httpx.get(server.url + path, headers=headers).json())

@@ -1,0 +1,123 @@
+"""A chat template is a program: it ends in time, takes no memory, and nobody waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shared.text.template_worker import DEADLINE_S, MAX_BYTES
+from tests.support.http_fixtures import CHAT, Server, is_alive, save_tokenizer, serving
+
+# Each does what the first message says.
+TEMPLATE = (
+    "{% set asked = messages[0].content %}{{ asked }}"
+    "{% if asked == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+    "{% endfor %}{% elif asked == 'fill' %}{{ asked * 10 ** 9 }}"
+    "{% elif asked == 'write' %}{% for a in range(9) %}{{ asked * 10 ** 6 }}{% endfor %}"
+    "{% elif asked == 'count' %}{{ (asked|length ** (asked|length ** 12)) % 7 }}{% endif %}"
+)
+TOO_LONG = f"the chat template took longer than {DEADLINE_S:g} s"
+MAX_GAP_S = 0.05
+TRIES = 5  # a machine that is busy otherwise makes everybody wait, but not each time
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
+        yield running
+
+
+def ask(server: Server, text: str) -> httpx.Response:
+    messages = [{"role": "user", "content": text}]
+    return server.post(CHAT, messages=messages, temperature=0, max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("loop", TOO_LONG),
+        ("count", TOO_LONG),  # one call of Python's, which no other thread could end
+        ("fill", "the chat template failed"),
+        ("write", f"the chat template wrote more than {MAX_BYTES} bytes"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_an_error_of_its_request(server, text, reason):
+    began = time.monotonic()
+    answer = ask(server, text)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert answer.json()["error"]["message"].startswith(reason)
+    assert time.monotonic() - began < DEADLINE_S + 2
+    assert ask(server, "hi").json()["choices"][0]["message"]["content"] == "hi"
+
+
+def worst_gap(server: Server) -> float:
+    """The longest that a route took while a template did not end."""
+    gaps: list[float] = []
+    bomb = threading.Thread(target=ask, args=(server, "loop"))
+    with httpx.Client(base_url=server.url) as others:
+        others.get("/health")
+        bomb.start()
+        while bomb.is_alive():
+            began = time.monotonic()
+            assert others.get("/health").status_code == 200
+            gaps.append(time.monotonic() - began)
+            time.sleep(0.005)
+    return max(gaps)
+
+
+def test_nobody_waits_for_a_template_that_does_not_end(server):
+    gaps: list[float] = []
+    while len(gaps) < TRIES and min(gaps, default=1.0) >= MAX_GAP_S:
+        gaps.append(worst_gap(server))
+    assert min(gaps) < MAX_GAP_S
+
+
+def test_another_conversation_is_answered_meanwhile(server):
+    ask(server, "hi")
+    bomb = threading.Thread(target=ask, args=(server, "loop"))
+    bomb.start()
+    time.sleep(0.2)
+    assert ask(server, "hi").status_code == 200
+    assert bomb.is_alive()
+    bomb.join()
+
+
+def workers_of(server: Server) -> list[int]:
+    """The processes that the server's process has started."""
+    pid = server.pids()[1]
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_stays_behind_a_server_whose_template_does_not_end(tmp_path, number):
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as own:
+        assert ask(own, "hi").is_success
+        threading.Thread(target=ask_in_vain, args=(own,), daemon=True).start()
+        time.sleep(0.3)
+        pids = [own.pids()[1], *workers_of(own)]
+        assert len(pids) == 2
+        os.kill(own.process.pid if number == signal.SIGTERM else pids[0], number)
+        own.process.wait(DEADLINE_S + 3)
+        deadline = time.monotonic() + DEADLINE_S + 1
+        while any(map(is_alive, pids)):
+            assert time.monotonic() < deadline, "a process stays behind"
+            time.sleep(0.02)
+    assert not any("Traceback" in line or "Exception" in line for line in own.lines)
+
+
+def ask_in_vain(server: Server) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        ask(server, "loop")

@@ -1,0 +1,249 @@
+"""Reasoning, tools and templates' arguments, as the openai package sends and reads them.
+
+The engine without a model repeats the prompt, so the first message is what it answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.support.http_fixtures import CHAT, SPECIAL, USER, Server, save_tokenizer, serving
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.name }}"
+    "{% for k, v in c.function.arguments | items %} {{ k }}={{ v }}{% endfor %}]{% endfor %}"
+    "{% if m.role == 'tool' %}({{ m.tool_call_id }}){% endif %}{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}"
+)
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "strict": False,
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+END = SPECIAL[0]
+GREEDY: Any = {"model": "default", "temperature": 0}
+
+
+def says(text: str) -> Any:
+    return [{"role": "user", "content": text + END}]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    flags = ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]
+    with serving(["-m", "tests.support.http_fixtures", str(folder), *flags]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory) -> Iterator[Server]:
+    """No parser, and a template that knows no tools."""
+    folder = tmp_path_factory.mktemp("plain")
+    save_tokenizer(folder)
+    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+
+
+def test_a_call_is_given_whole(client):
+    answer = client.chat.completions.create(
+        messages=says(f"<think>\nhm\n</think>\n\nI look.\n{CALL}"), tools=[WEATHER], **GREEDY
+    )
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look."
+    assert choice.message.model_extra == {"reasoning_content": "hm"}
+    (call,) = choice.message.tool_calls or ()
+    assert (call.type, call.function.name) == ("function", "weather")
+    assert json.loads(call.function.arguments) == {"city": "Rome"}
+    assert call.id.startswith("call_")
+
+
+def test_a_streamed_call_begins_with_its_name_and_goes_on_with_its_arguments(client):
+    chunks = client.chat.completions.create(
+        messages=says(f"Well.{CALL}\n{CALL}"), tools=[WEATHER], stream=True, **GREEDY
+    )
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert choices[-1].finish_reason == "tool_calls"
+    assert "".join(choice.delta.content or "" for choice in choices) == "Well."
+    parts = [part for choice in choices for part in choice.delta.tool_calls or ()]
+    for index in (0, 1):
+        first, *rest = [part for part in parts if part.index == index]
+        assert first.id is not None
+        assert (first.type, first.function.name) == ("function", "weather")
+        assert len(rest) > 2
+        assert all(part.id is None and part.function.name is None for part in rest)
+        arguments = "".join(part.function.arguments for part in [first, *rest])
+        assert arguments == '{"city": "Rome"}'
+    assert len({part.id for part in parts} - {None}) == 2
+
+
+def test_the_stream_helper_of_the_client_puts_a_call_together(client):
+    with client.chat.completions.stream(
+        messages=says(f"<think>hm</think>{CALL}"), tools=[WEATHER], **GREEDY
+    ) as stream:
+        for _ in stream:
+            pass
+        message = stream.get_final_completion().choices[0].message
+    (call,) = message.tool_calls or ()
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Rome"}')
+    assert not message.content
+
+
+def test_an_async_client_gets_the_same(server):
+    async def ask(stream: bool) -> str:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
+            asked = {"messages": says(CALL), "tools": [WEATHER], **GREEDY}
+            if not stream:
+                answer = await client.chat.completions.create(**asked)
+                return answer.choices[0].message.tool_calls[0].function.arguments
+            chunks = await client.chat.completions.create(**asked, stream=True)
+            deltas = [chunk.choices[0].delta async for chunk in chunks]
+            parts = [part for delta in deltas for part in delta.tool_calls or ()]
+            return "".join(part.function.arguments for part in parts)
+
+    for stream in (False, True):
+        assert asyncio.run(ask(stream)) == '{"city": "Rome"}'
+
+
+def test_a_conversation_goes_on_behind_a_call(client):
+    """The answer is sent back as the client has it."""
+    first = client.chat.completions.create(messages=says(CALL), tools=[WEATHER], **GREEDY)
+    message = first.choices[0].message
+    call_id = message.tool_calls[0].id
+    result = {"role": "tool", "tool_call_id": call_id, "content": "sunny" + END}
+    messages: Any = [message, result]
+    second = client.chat.completions.create(messages=messages, tools=[WEATHER], **GREEDY)
+    assert second.choices[0].message.content == f"[{call_id} weather city=Rome]sunny"
+    whole = message.model_dump() | {"refusal": None, "annotations": [], "audio": None}
+    again = client.chat.completions.create(messages=[whole, result], **GREEDY)
+    assert again.choices[0].message.content == f"[{call_id} weather city=Rome]sunny"
+
+
+def test_reasoning_that_the_template_opened_is_reasoning(server):
+    messages = says("hm</think>Yes")
+    for thinking, reasoning, text in ((True, "hm", "Yes"), (False, None, "hm</think>Yes")):
+        more = {"chat_template_kwargs": {"enable_thinking": thinking}}
+        answer = server.post(CHAT, messages=messages, temperature=0, **more).json()
+        message = answer["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"]) == (reasoning, text)
+        events = server.stream(CHAT, messages=messages, temperature=0, **more)
+        deltas = [event["choices"][0]["delta"] for event in events]
+        assert "".join(d.get("reasoning_content", "") for d in deltas) == (reasoning or "")
+        assert "".join(d["content"] or "" for d in deltas) == text
+
+
+def test_the_model_is_told_of_tools_unless_none_may_be_called(server):
+    fields = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 30}
+    for choice, told in (("auto", True), (None, True), ("none", False)):
+        answer = server.post(CHAT, **fields, tools=[WEATHER], tool_choice=choice).json()
+        text = answer["choices"][0]["message"]["content"]
+        assert text.startswith("xweather") is told
+    answer = server.post(CHAT, messages=says(CALL), tools=[WEATHER], tool_choice="none").json()
+    assert "tool_calls" not in answer["choices"][0]["message"]
+
+
+def test_no_more_than_one_call_is_given_where_no_more_may_be(server):
+    fields = {"messages": says(CALL + CALL), "temperature": 0, "tools": [WEATHER]}
+    choice = server.post(CHAT, **fields, parallel_tool_calls=False).json()["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["message"]["content"] == CALL
+
+
+def test_a_text_cut_within_a_call_says_that_it_was(server):
+    fields = {"messages": says(CALL), "temperature": 0, "tools": [WEATHER], "max_tokens": 50}
+    choice = server.post(CHAT, **fields).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert (
+        CALL.encode()[:50]
+        .decode()
+        .endswith(choice["message"]["tool_calls"][0]["function"]["arguments"])
+    )
+
+
+def tool_of(**function: object) -> Any:
+    return {"type": "function", "function": function}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+LIST_CALL = {"id": "a", **tool_of(name="f", arguments="[1]")}
+DEEP_CALL = {"id": "a", **tool_of(name="f", arguments=json.dumps(nested(300)))}
+DEEP_ANSWER = {"role": "assistant", "tool_calls": [DEEP_CALL]}
+BAD = [
+    ("tool_choice", {"tools": [WEATHER], "tool_choice": "required"}),
+    ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+    ("tools[0].function", {"tools": [{"type": "function"}]}),
+    ("tools[0].function.name", {"tools": [tool_of(name="a b")]}),
+    ("tools[0].function.strict", {"tools": [tool_of(name="f", strict=True)]}),
+    ("tools[0].type", {"tools": [{"type": "web_search"}]}),
+    ("tools", {"tools": [WEATHER] * 129}),
+    ("parallel_tool_calls", {"parallel_tool_calls": 1}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"no_such": 1}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {str(i): i for i in range(33)}}),
+    ("chat_template_kwargs", {"chat_template_kwargs": [1]}),
+    ("tools[0].function.parameters", {"tools": [tool_of(name="f", parameters=nested(65))]}),
+    ("tools[0].function.parameters", {"tools": [tool_of(name="f", parameters=nested(900))]}),
+    ("chat_template_kwargs", {"chat_template_kwargs": {"enable_thinking": nested(400)}}),
+    ("messages[0].tool_calls[0].function.arguments", {"messages": [DEEP_ANSWER]}),
+    ("messages[0].tool_call_id", {"messages": [{"role": "tool", "content": "x"}]}),
+    ("messages[0]", {"messages": [{"role": "assistant"}]}),
+    ("messages[0]", {"messages": ["hi"]}),
+    (
+        "messages[0].tool_calls[0].function.arguments",
+        {"messages": [{"role": "assistant", "tool_calls": [LIST_CALL]}]},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("param", "fields"), BAD, ids=lambda value: repr(value)[:40])
+def test_a_bad_field_of_tools_is_named(server, param, fields):
+    answer = server.post(CHAT, **{"messages": USER, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
+    assert len(answer.json()["error"]["message"]) < 300
+
+
+def test_tools_that_nobody_would_read_are_refused(plain_server):
+    answer = plain_server.post(CHAT, messages=USER, tools=[WEATHER])
+    assert answer.status_code == 400
+    assert "--tool-call-parser" in answer.json()["error"]["message"]
+    assert plain_server.post(CHAT, messages=USER, tools=[WEATHER], tool_choice="none").is_success
+    messages = [{"role": "tool", "tool_call_id": "a", "content": "x"}]
+    answer = plain_server.post(CHAT, messages=messages)
+    assert "knows no messages of tools" in answer.json()["error"]["message"]
+    answer = plain_server.post(CHAT, messages=USER, chat_template_kwargs={"enable_thinking": False})
+    assert answer.json()["error"]["param"] == "chat_template_kwargs"
+
+
+def test_without_a_parser_an_answer_is_plain_text(plain_server):
+    text = f"<think>hm</think>{CALL}"
+    answer = plain_server.post(CHAT, messages=says(text), temperature=0).json()
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": text}
+    assert httpx.get(plain_server.url + "/health").is_success
