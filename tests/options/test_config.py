@@ -8,11 +8,8 @@ from shared.options.not_served import NOT_SUPPORTED
 from shared.options.options import PARTS, ConfigError, parse, spelling
 from shared.options.rules import refusals
 from shared.options.setup import Setup
-from shared.process.device import Device
 from tests.support.tiny_models import tiny_model
 
-CPU = Device("cpu", "CPU", 8 << 30)
-GPU = Device("gpu", "GPU", 80 << 30)
 NEXTN = ["--speculative-algorithm", "NEXTN"]
 MODEL, WEIGHTS = tiny_model("qwen3_5", 0)
 
