@@ -100,9 +100,8 @@ class MadeCall(Strict):
     id: Annotated[Text, Field(max_length=MAX_ID_LENGTH)]
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Annotated[int | None, Field(ge=0, le=MAX_CALLS, exclude=True)] = (
-        None  # of one put together of parts
-    )
+    # Of one that a client has put together of parts; templates do not read it.
+    index: Annotated[int | None, Field(ge=0, le=MAX_CALLS, exclude=True)] = None
 
 
 class AssistantMessage(Strict):
