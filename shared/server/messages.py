@@ -100,7 +100,8 @@ class MadeCall(Strict):
     id: Annotated[Text, Field(max_length=MAX_ID_LENGTH)]
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: Annotated[int, Field(ge=0, le=MAX_CALLS)] | None = None  # of one put together of parts
+    # Of one that a client has put together of parts; templates do not read it.
+    index: Annotated[int | None, Field(ge=0, le=MAX_CALLS, exclude=True)] = None
 
 
 class AssistantMessage(Strict):
@@ -114,7 +115,7 @@ class AssistantMessage(Strict):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[Any] | None, Field(max_length=0, exclude=True)] = None
 
     @model_validator(mode="after")
     def _says_something(self) -> AssistantMessage:
@@ -164,7 +165,4 @@ class Tool(Strict):
 
 def for_template(message: PlainMessage | AssistantMessage | ToolMessage) -> dict[str, Any]:
     """A message as chat templates read it."""
-    fields = message.model_dump(exclude_none=True, exclude={"annotations"})
-    for call in fields.get("tool_calls", ()):
-        call.pop("index", None)
-    return {"content": "", **fields}
+    return {"content": "", **message.model_dump(exclude_none=True)}

@@ -105,6 +105,7 @@ def test_what_is_no_call_is_text_and_nothing_is_lost(name, text):
     [
         ("hermes", '<tool_call>{"name":"f","arguments":{"a":tru} b', "} b", '{"a":tru'),
         ("hermes", '<tool_call>{"name":"f","arguments":{"a":1', "", '{"a":1'),
+        ("hermes", '<tool_call>{"name":"f","arguments":{"a":"b\nc"}}', '\nc"}}', '{"a":"b'),
         ("hermes", '<tool_call>{"name":"f","arguments":{}<tool_call>', "<tool_call>", "{}"),
         (
             "qwen3_coder",
@@ -175,7 +176,7 @@ def test_a_text_is_an_object_where_pythons_reader_says_so(value, data):
     text = json.dumps(value, indent=data.draw(st.sampled_from([None, 1])))
     assert is_object(text)
     place = data.draw(st.integers(0, len(text)))
-    other = text[:place] + data.draw(st.sampled_from([*'{}[],:"\\ 0-.eE+u', "tru", ""])) + text[
+    other = text[:place] + data.draw(st.sampled_from([*'{}[],:"\\ 0-.eE+u\n', "tru", ""])) + text[
         place + data.draw(st.integers(0, 2)) :
     ]  # fmt: skip
     try:
