@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Backend, Limits, Program, Work
-from shared.engine.cache_policy import NO_CACHE, CachePolicy
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
@@ -24,6 +24,7 @@ from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import derive_seed
 from tests.support.backends import Drafter, make_backend
+from tests.support.cache_policies import policy_of
 from tests.support.driving import Outcome, checked_step
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
@@ -67,16 +68,6 @@ def drafter_of(family: str, drafter: str) -> Drafter:
         case "DFLASH":
             return tiny_block_head(target[0], 4)
     return "none"
-
-
-def policy_of(family: str, drafter: str) -> CachePolicy:
-    return CachePolicy(
-        is_on=True,
-        key_reach=int(drafter in ("NEXTN", "EAGLE", "EAGLE3")),
-        leaves_holes=drafter not in ("none", "NGRAM"),
-        reads_past=drafter == "STANDALONE",
-        track_interval=64 if family == "qwen3_5" else 0,
-    )
 
 
 def limits_of(family: str, drafter: str, shape: TreeShape) -> Limits:
@@ -181,7 +172,7 @@ def engines(
     if key not in backends:
         made = (*model_of(family, drafter), limits_of(*case), drafter_of(family, drafter))
         backends[key] = make_backend(framework, *made)
-    policy = policy_of(family, drafter)
+    policy = policy_of(drafter, is_hybrid=family == "qwen3_5")
     for cache, num_pages in ((NO_CACHE, None), (policy, None), (policy, FEW_PAGES)):
         backend = backends[key] if num_pages is None else Fewer(backends[key], num_pages)
         controller = controller_of(backend.limits, drafter, shape)

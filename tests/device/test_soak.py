@@ -21,9 +21,9 @@ from tests.device.test_prefix_cache import (
     drafter_of,
     limits_of,
     model_of,
-    policy_of,
 )
 from tests.support.backends import make_backend
+from tests.support.cache_policies import policy_of
 from tests.support.driving import Outcome, checked_step, drive
 from tests.support.equality import Oracle, assert_few_excused
 
@@ -72,7 +72,7 @@ def test_of_5000_requests_at_95_percent_of_the_pages_nothing_is_wrong_or_lost(fr
         controller_of(few.limits, case[1], case[2]),
         overlap=OVERLAP,
         chunked_prefill_size=CHUNK,
-        cache=policy_of(*case[:2]),
+        cache=policy_of(case[1], is_hybrid=True),
     )
     rng, usage = random.Random(4), []
     asked: dict[int, tuple[int, Request, Outcome]] = {}

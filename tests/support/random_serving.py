@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
-from shared.engine.cache_policy import NO_CACHE, CachePolicy
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
@@ -26,6 +26,7 @@ from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import derive_seed
 from tests.support.backends import make_backend
+from tests.support.cache_policies import policy_of
 from tests.support.driving import Outcome, checked_step
 from tests.support.equality import TALLY, Oracle
 from tests.support.random_requests import (
@@ -209,25 +210,13 @@ class InTurns(StaticController):
 
 def engine_of(server: Server, backend: Watched) -> Engine:
     """The engine of a server."""
+    kept = policy_of(server.drafter, is_hybrid=server.family == HYBRID)
     return Engine(
         backend,
         controller_of(server, backend.limits),
         overlap=server.overlap,
         chunked_prefill_size=CHUNK,
-        cache=policy_of(server) if server.caches else NO_CACHE,
-    )
-
-
-def policy_of(server: Server) -> CachePolicy:
-    """What is kept of texts."""
-    drafts = not server.drafts_on_host and server.drafter != "none"
-    is_hybrid = server.family == HYBRID
-    return CachePolicy(
-        is_on=True,
-        key_reach=int(server.drafter in ("NEXTN", "EAGLE", "EAGLE3")),
-        leaves_holes=drafts,
-        reads_past=server.drafter == "STANDALONE",
-        track_interval=CHUNK if is_hybrid else 0,
+        cache=kept if server.caches else NO_CACHE,
     )
 
 

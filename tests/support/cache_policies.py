@@ -1,0 +1,17 @@
+"""What the prefix cache of a test must know, by drafter and kind of model."""
+
+from __future__ import annotations
+
+from shared.engine.cache_policy import CachePolicy
+from shared.spec.gated_delta import CHUNK
+
+
+def policy_of(drafter: str, *, is_hybrid: bool) -> CachePolicy:
+    """The policy of a server with this drafter, whose states are kept as often as they may be."""
+    return CachePolicy(
+        is_on=True,
+        key_reach=int(drafter in ("NEXTN", "EAGLE", "EAGLE3")),
+        leaves_holes=drafter not in ("none", "NGRAM"),
+        reads_past=drafter == "STANDALONE",
+        track_interval=CHUNK if is_hybrid else 0,
+    )
