@@ -14,9 +14,7 @@ import json
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from bench.drafting import PLAIN, Draft, named_folder
 from bench.machine import versions
 from bench.offline import flags, with_lot
 from bench.op_sides import SIDES
-from bench.serving import Outcome, Served, start
+from bench.serving import Answer, Served, ask, start
 from bench.session import folders_of, reset_peak
 from shared.engine.request import Request, SamplingParams
 
@@ -37,31 +35,17 @@ HEADER = (
 Line = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One prompt: seconds until its first token, its answer, and what was there of it."""
-
-    seconds: float
-    outcome: Outcome
-    cached_tokens: int
-
-
-def ask(served: Served, number: int, prompt: Sequence[int], tenant: str, output: int) -> Asked:
-    """Serves one prompt to its end."""
+def ask_for(
+    served: Served, number: int, prompt: Sequence[int], tenant: str, output: int
+) -> tuple[Answer, int]:
+    """Serves one prompt to its end; the answer, and the tokens of it that were there."""
     request = Request(
         request_id=number,
         prompt=tuple(prompt),
         sampling=SamplingParams(temperature=0.0, max_tokens=output),
         tenant=tenant,
     )
-    outcome, first, began = Outcome(), 0.0, time.perf_counter()
-    served.engine.add(request)
-    while served.engine.busy:
-        for event in served.engine.step():
-            outcome.take(event)
-        if outcome.tokens and not first:
-            first = time.perf_counter() - began
-    return Asked(first, outcome, request.cached_tokens or 0)
+    return ask(served, request), request.cached_tokens or 0
 
 
 def measure(served: Served, prefix: int, question: int, output: int, rounds: int) -> Line:
@@ -72,14 +56,16 @@ def measure(served: Served, prefix: int, question: int, output: int, rounds: int
         beginning = rng.integers(2, vocab - 2, prefix).tolist()
         other, own = (rng.integers(2, vocab - 2, question).tolist() for _ in range(2))
         number, user = 3 * round_, f"{prefix} {round_}"
-        cold.append(ask(served, number, [*beginning, *own], f"{user} cold", output))
-        ask(served, number + 1, [*beginning, *other], user, 1)
-        hits.append(ask(served, number + 2, [*beginning, *own], user, output))
-    cold_s, hit_s = (statistics.median(a.seconds for a in asked[1:]) for asked in (cold, hits))
-    same = [a.outcome == b.outcome for a, b in zip(cold, hits, strict=True)]
+        cold.append(ask_for(served, number, [*beginning, *own], f"{user} cold", output))
+        ask_for(served, number + 1, [*beginning, *other], user, 1)
+        hits.append(ask_for(served, number + 2, [*beginning, *own], user, output))
+    cold_s, hit_s = (
+        statistics.median(answer.seconds for answer, _ in asked[1:]) for asked in (cold, hits)
+    )
+    same = [a.outcome == b.outcome for (a, _), (b, _) in zip(cold, hits, strict=True)]
     return {
         "prefix": prefix,
-        "cached_tokens": hits[-1].cached_tokens,
+        "cached_tokens": hits[-1][1],
         "ms": round(1e3 * cold_s, 3),
         "hit_ms": round(1e3 * hit_s, 3),
         "times": round(cold_s / hit_s, 2),

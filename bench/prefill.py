@@ -14,9 +14,8 @@ import json
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 from bench.drafting import PLAIN, Draft, named_folder
 from bench.offline import flags, kernels_of, with_lot
 from bench.op_sides import SIDES, Side
-from bench.serving import Outcome, Served, start
+from bench.serving import Answer, Served, ask, start
 from bench.session import Load, folders_of, reset_peak
 from bench.trace import traced
 from shared.boundary.backend import Launch, Work
@@ -42,25 +41,10 @@ OUTSIDE = ("embed", "lm_head", "gated_delta.conv")
 Line = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Answer:
-    """One prompt: seconds until its first token, and all that was answered."""
-
-    seconds: float
-    outcome: Outcome
-
-
-def ask(served: Served, load: Load) -> Answer:
-    """Serves one prompt to its end."""
+def ask_once(served: Served, load: Load) -> Answer:
+    """Serves the one prompt of a load to its end."""
     (request,) = load.requests(served.backend.limits.vocab)
-    outcome, first, began = Outcome(), 0.0, time.perf_counter()
-    served.engine.add(request)
-    while served.engine.busy:
-        for event in served.engine.step():
-            outcome.take(event)
-        if outcome.tokens and not first:
-            first = time.perf_counter() - began
-    return Answer(first, outcome)
+    return ask(served, request)
 
 
 def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
@@ -68,8 +52,8 @@ def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
 
     The line's `answer` is what was answered, and what of it was drafted.
     """
-    ask(served, load)
-    answers = [ask(served, load) for _ in range(rounds)]
+    ask_once(served, load)
+    answers = [ask_once(served, load) for _ in range(rounds)]
     seconds = [each.seconds for each in answers]
     counts, kind = served.engine.metrics.snapshot(), Work.PREFILL.value
     launches = {
@@ -92,10 +76,10 @@ def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
 def _kernels_of(served: Served, load: Load, backend: str) -> dict[str, tuple[float, float]]:
     """How often each of a prompt's kernels ran, and the milliseconds, those that take the most."""
     first = replace(load, output=1)
-    ask(served, first)
+    ask_once(served, first)
 
     def once() -> None:
-        ask(served, first)
+        ask_once(served, first)
 
     return traced(backend, once).longest(12)
 

@@ -90,6 +90,26 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """One prompt: seconds until its first token, and all that was answered."""
+
+    seconds: float
+    outcome: Outcome
+
+
+def ask(served: Served, request: Request) -> Answer:
+    """Serves one prompt to its end."""
+    outcome, first, began = Outcome(), 0.0, time.perf_counter()
+    served.engine.add(request)
+    while served.engine.busy:
+        for event in served.engine.step():
+            outcome.take(event)
+        if outcome.tokens and not first:
+            first = time.perf_counter() - began
+    return Answer(first, outcome)
+
+
+@dataclass(frozen=True)
 class Run:
     """A timed run of some requests; outcomes are in their order."""
 

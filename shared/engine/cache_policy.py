@@ -24,9 +24,6 @@ class CachePolicy:
       leaves_holes: Whether a drafter has KV, in which plain steps leave holes.
       reads_past: Whether the drafter's KV depends on that before it: nothing after a hole is whole.
       track_interval: Positions between two tracked states of an output; 0: the model has none.
-
-    Raises:
-      ValueError: The interval is no multiple of `track_unit` of the pages.
     """
 
     is_on: bool

@@ -157,7 +157,7 @@ class PrefixCache:
         context = request.tokens()
         most = (len(context) - bool(request.output) - 1) // self._page_size
         path = self._tree.path(request.tenant, context)[:most]
-        if not self._policy.track_interval:
+        if not self._interval:
             return self._prefix(path, 0)
         deepest = next((i for i in range(len(path), 0, -1) if path[i - 1].snapshot), 0)
         branch = len(path) * self._page_size // self._unit * self._unit
@@ -174,7 +174,7 @@ class PrefixCache:
             pages=np.array([node.page for node in path], np.int32),
             length=length,
             draft_from=next(broken, 0) * self._page_size,
-            snapshot=path[-1].snapshot if self._policy.track_interval else NO_SNAPSHOT,
+            snapshot=path[-1].snapshot if self._interval else NO_SNAPSHOT,
             branch=branch,
         )
 

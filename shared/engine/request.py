@@ -180,6 +180,8 @@ class Request:
         if not len(self.context):
             self.context = np.array(self.prompt, np.int32)
         later = self.output[len(self.context) - len(self.prompt) :]
+        if not later:
+            return self.context
         return np.concatenate([self.context, np.array(later, np.int32)])
 
     def place(
