@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import initialize, invariant, rule
 
 from shared.boundary.backend import Limits
 from shared.engine.cache_policy import NO_CACHE
@@ -14,7 +14,8 @@ from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.driving import Outcome, checked_step, drive
-from tests.support.toy_backend import POISON, VOCAB, ToyBackend, plain, toy_limits
+from tests.support.toy_backend import POISON, VOCAB, ToyBackend, toy_limits
+from tests.support.traffic import TrafficMachine, plain_text
 
 STOP = (5,)
 
@@ -43,10 +44,6 @@ def random_requests(seed: int, count: int) -> list[Request]:
         )
         for number in range(count)
     ]
-
-
-def plain_text(of: Request) -> list[int]:
-    return plain(of.prompt, of.sampling.seed32, of.sampling.max_tokens, of.sampling.stop_token_ids)
 
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
@@ -101,15 +98,12 @@ def test_text_does_not_depend_on_changing_shapes(overlap):
     assert all(outcomes[each.request_id].tokens == plain_text(each) for each in requests)
 
 
-class Traffic(RuleBasedStateMachine):
+class Traffic(TrafficMachine):
     """Requests come, are aborted and stopped at any time; pages are few."""
 
     @initialize(overlap=st.integers(0, 2), depth=st.sampled_from([0, 3]), pages=st.integers(24, 60))
     def start(self, overlap, depth, pages):
-        self.engine = make(num_pages=pages, overlap=overlap, depth=depth)
-        self.requests: dict[int, Request] = {}
-        self.outcomes: dict[int, Outcome] = {}
-        self.ended_by_us: set[int] = set()
+        self.serve_on(make(num_pages=pages, overlap=overlap, depth=depth))
 
     @rule(length=st.integers(1, 70), max_tokens=st.integers(1, 40), poisoned=st.integers(0, 9))
     def add(self, length, max_tokens, poisoned):
@@ -125,8 +119,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 6))
     def step(self, steps):
-        for _ in range(steps):
-            self.take(checked_step(self.engine))
+        self.go_on(steps)
 
     @rule(which=st.integers(0, 100))
     def abort(self, which):
@@ -148,34 +141,10 @@ class Traffic(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.allocator.check()
 
-    def end(self, number):
-        if self.outcomes[number].finish_reason is None:
-            self.ended_by_us.add(number)
-
-    def take(self, events):
-        for event in events:
-            # `Outcome.take` fails on a second end; an end of ours must be the last word as well.
-            assert event.request_id not in self.ended_by_us
-            self.outcomes[event.request_id].take(event)
-
     def teardown(self):
-        if not hasattr(self, "engine"):
-            return
-        for _ in range(20_000):
-            if not self.engine.busy:
-                break
-            self.take(checked_step(self.engine))
-        assert not self.engine.busy, "the engine does not come to an end"
-        for number, each in self.requests.items():
-            text, outcome = plain_text(each), self.outcomes[number]
-            if number in self.ended_by_us:
-                assert outcome.tokens == text[: len(outcome.tokens)]
-            elif POISON in each.prompt:
-                assert outcome.finish_reason is FinishReason.ERROR
-            else:
-                assert outcome.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-                assert outcome.tokens == text
-        assert self.engine.cache.usage == 0.0
+        if hasattr(self, "engine"):
+            self.drain()
+            assert self.engine.cache.usage == 0.0
 
 
 Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from hypothesis.stateful import initialize, rule
 
 from shared.boundary.backend import Limits
 from shared.engine.cache_policy import CachePolicy
@@ -20,7 +20,8 @@ from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.driving import Outcome, checked_step, drive
-from tests.support.toy_backend import POISON, ToyBackend, plain, toy_limits
+from tests.support.toy_backend import POISON, ToyBackend, toy_limits
+from tests.support.traffic import TrafficMachine, plain_text
 
 UNIT = 64
 """Where states may stand, with pages of 4 tokens."""
@@ -76,10 +77,6 @@ def request(prompt: list[int], **sampling) -> Request:
     given = {"seed32": zlib.crc32(str(prompt).encode()), "max_tokens": 20} | sampling
     params = SamplingParams(**given)
     return Request(request_id=number, prompt=tuple(prompt), sampling=params, tenant=tenant)
-
-
-def plain_text(of: Request) -> list[int]:
-    return plain(of.prompt, of.sampling.seed32, of.sampling.max_tokens, of.sampling.stop_token_ids)
 
 
 def tokens(seed: int, length: int) -> list[int]:
@@ -354,7 +351,7 @@ def test_priorities_go_first_and_nobody_starves():
     assert 8 <= place < 8 + 4, "after 8 of better priority, and whom the same step let in"
 
 
-class Traffic(RuleBasedStateMachine):
+class Traffic(TrafficMachine):
     """Requests with common beginnings come, are aborted and stopped at any time; pages are few."""
 
     @initialize(
@@ -364,11 +361,8 @@ class Traffic(RuleBasedStateMachine):
         any_shape=st.booleans(),
     )
     def start(self, overlap, kind, pages, any_shape):
-        self.engine = make(kind, num_pages=pages, overlap=overlap, any_shape=any_shape)
+        self.serve_on(make(kind, num_pages=pages, overlap=overlap, any_shape=any_shape))
         self.texts = [tokens(1, 100)]
-        self.requests: dict[int, Request] = {}
-        self.outcomes: dict[int, Outcome] = {}
-        self.ended_by_us: set[int] = set()
 
     @rule(
         which=st.integers(0, 100),
@@ -396,8 +390,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule(steps=st.integers(1, 8))
     def step(self, steps):
-        for _ in range(steps):
-            self.take(checked_step(self.engine))
+        self.go_on(steps)
 
     @rule(which=st.integers(0, 100), stops=st.booleans())
     def leave(self, which, stops):
@@ -408,32 +401,12 @@ class Traffic(RuleBasedStateMachine):
             self.engine.finish(number, max(0, len(self.outcomes[number].tokens) - which % 3))
         else:
             self.engine.abort(number)
-        if self.outcomes[number].finish_reason is None:
-            self.ended_by_us.add(number)
-
-    def take(self, events):
-        for event in events:
-            assert event.request_id not in self.ended_by_us
-            self.outcomes[event.request_id].take(event)
+        self.end(number)
 
     def teardown(self):
-        if not hasattr(self, "engine"):
-            return
-        for _ in range(20_000):
-            if not self.engine.busy:
-                break
-            self.take(checked_step(self.engine))
-        assert not self.engine.busy, "the engine does not come to an end"
-        for number, each in self.requests.items():
-            outcome, poisoned = self.outcomes[number], POISON in each.prompt
-            if number in self.ended_by_us:
-                text = plain_text(each) if not poisoned else []
-                assert outcome.tokens == text[: len(outcome.tokens)]
-            elif poisoned:
-                assert outcome.finish_reason is FinishReason.ERROR
-            else:
-                assert outcome.tokens == plain_text(each)
-        give_back_all(self.engine.cache)
+        if hasattr(self, "engine"):
+            self.drain()
+            give_back_all(self.engine.cache)
 
 
 def give_back_all(cache: PrefixCache) -> None:
