@@ -55,7 +55,10 @@ class Result:
         self._come = [shared.come.at[group * PARTS + slot] for slot in range(PARTS)]
         self._line = shared.parts.shape[-1]
         downs = range(0, work.tiles.rows // work.groups, WIDE)
-        self._places = [(d, a) for d in downs for a in range(0, work.tiles.columns, self._line)]
+        # A result of one line has no second one, not even outside: Mosaic GPU drops a dimension of
+        # size 1 from what it copies to, and with it the place along it.
+        columns = min(work.tiles.columns, work.outputs)
+        self._places = [(d, a) for d in downs for a in range(0, columns, self._line)]
         self._scales = {}
 
     def prepare(self):
