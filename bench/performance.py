@@ -6,6 +6,7 @@ python -m bench.performance > docs/performance.md
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,9 +34,9 @@ File = dict[str, Any]
 
 HEAD = """# Performance
 
-Made by `python -m bench.performance` of `bench/results/offline_*.json`, `prefill_*.json` and
-`fused_*.json`, which hold commands and versions, and where steps were traced the kernels that take
-the most of one.
+Made by `python -m bench.performance` of `bench/results/offline_*.json`, `long_*.json`,
+`prefill_*.json`, `hits_*.json` and `fused_*.json`, which hold commands and versions, and where
+steps were traced the kernels that take the most of one.
 
 Weights are random, so drafts are accepted by lot: `L` is the mean of the tokens that a step gives.
 A step's limit is the time that its bytes take at the rate of a large copy on the same device. Texts
@@ -59,16 +60,33 @@ class Key(NamedTuple):
         return self._replace(temperature=0.0, overlap=1)
 
 
-def render(files: Sequence[File], prefills: Sequence[File] = (), fused: Sequence[File] = ()) -> str:
-    """The page.
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What was measured, file by file.
 
-    Args:
-      files: As `bench.offline` writes them.
-      prefills, fused: As `bench.prefill` and `bench.fused` write them, of the same models.
+    Attributes:
+      offline: As `bench.offline` writes them, of prompts of one length.
+      long: The same of longer prompts.
+      prefill, hits, fused: As `bench.prefill`, `bench.hits` and `bench.fused` write them.
     """
+
+    offline: Sequence[File]
+    long: Sequence[File] = ()
+    prefill: Sequence[File] = ()
+    hits: Sequence[File] = ()
+    fused: Sequence[File] = ()
+
+    @classmethod
+    def of_results(cls) -> "Found":
+        """All that is kept."""
+        return cls(**{bench.name: _files(bench.name) for bench in fields(cls)})
+
+
+def render(found: Found) -> str:
+    """The page: a chapter for each model of the decode steps."""
     parts = [HEAD.strip()]
-    for model in dict.fromkeys(map(model_of, files)):
-        own = [file for file in files if model_of(file) == model]
+    for model in dict.fromkeys(map(model_of, found.offline)):
+        own = [file for file in found.offline if model_of(file) == model]
         lines = [line for file in own for line in file["lines"]]
         order = list(dict.fromkeys(line["drafts"] for line in lines))
         by_key: dict[Key, dict[str, Line]] = {}
@@ -89,11 +107,20 @@ def render(files: Sequence[File], prefills: Sequence[File] = (), fused: Sequence
         )
         parts += _table(
             "Milliseconds until the first token of one prompt; beside them what the products with "
-            "the layers' weights alone take at the rate of a large product of the vendor's "
-            "library, and torch without its CUDA graphs. The answers are the same in both ways.",
-            list(_prompts(_lines_of(prefills, model))),
+            "the layers' weights alone take by the framework's own, and torch without its CUDA "
+            "graphs. The answers are the same in both ways.",
+            list(_prompts(_lines_of(found.prefill, model))),
         )
-        lines = _lines_of(fused, model)
+        parts += _table(
+            "The same where all but the end of the prompt is in the prefix cache, and where "
+            "nothing is.",
+            list(_hits(_lines_of(found.hits, model))),
+        )
+        parts += _table(
+            "Milliseconds a decode step behind long prompts, greedy; no draft is accepted.",
+            list(_behind(_lines_of(found.long, model))),
+        )
+        lines = _lines_of(found.fused, model)
         parts += _table(
             "A step in one device program beside the same step in three (draft; verify and commit; "
             "draft-extend), and requests a second of a closed loop that keeps the batch full.",
@@ -194,6 +221,32 @@ def _prompts(lines: Sequence[Line]) -> Iterator[list[str]]:
         yield [drafts, str(tokens), *each, f"{products:.1f}", *shares, same]
 
 
+def _hits(lines: Sequence[Line]) -> Iterator[list[str]]:
+    yield ["drafts", "backend", "tokens", "cached", "without", "with", "faster", "answers"]
+    for line in lines:
+        yield [
+            *(line["drafts"], line["backend"], str(line["prefix"]), str(line["cached_tokens"])),
+            *(f"{line['ms']:.1f}", f"{line['hit_ms']:.1f}", f"{line['times']:.1f}x"),
+            "same" if line["is_same"] else "DIFFER",
+        ]
+
+
+def _behind(lines: Sequence[Line]) -> Iterator[list[str]]:
+    yield ["drafts", "batch", "tokens in", "limit", *SIDES, "share of the limit", "texts"]
+    by_key: dict[tuple[int, str, int], dict[str, Line]] = {}
+    for line in lines:
+        key = (line["prompt"], line["drafts"], line["batch"])
+        by_key.setdefault(key, {})[line["backend"]] = line
+    for (prompt, drafts, batch), found in sorted(by_key.items(), key=lambda item: item[0][0]):
+        share = max(line["share_of_limit"] for line in found.values())
+        yield [
+            *(drafts, str(batch), str(prompt)),
+            f"{min(line['limit_ms'] for line in found.values()):.2f}",
+            *(_cell(found.get(name), lambda line: f"{line['ms']:.2f}") for name in SIDES),
+            *(f"{share:.0%}", _texts(found)),
+        ]
+
+
 def _fused(lines: Sequence[Line]) -> Iterator[list[str]]:
     yield ["drafts", "batch", "backend", "one", "three", "none/s", "three/s", "one/s", "texts"]
     for line in lines:
@@ -228,11 +281,10 @@ def _texts(found: dict[str, Line]) -> str:
     return "equal" if all(texts["equal"] for texts in compared) else "DIFFER"
 
 
-def files(bench: str) -> list[File]:
-    """All results of a bench, by name."""
+def _files(bench: str) -> list[File]:
     paths = sorted(RESULTS.glob(f"{bench}_*.json"))
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 if __name__ == "__main__":
-    print(render(files("offline"), files("prefill"), files("fused")), end="")
+    print(render(Found.of_results()), end="")

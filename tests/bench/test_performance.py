@@ -38,17 +38,19 @@ def file(*lines: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def rendered(*files: dict[str, Any]) -> str:
+    return performance.render(performance.Found(offline=files))
+
+
 def test_the_page_is_that_of_the_results() -> None:
-    assert PAGE.read_text(encoding="utf-8") == performance.render(
-        *(performance.files(bench) for bench in ("offline", "prefill", "fused"))
-    )
+    assert PAGE.read_text(encoding="utf-8") == performance.render(performance.Found.of_results())
 
 
 def test_backends_stand_side_by_side_with_what_others_take() -> None:
-    page = performance.render([
+    page = rendered(
         file(line("torch", 4.0), line("jax", 2.5, texts={"equal": True})),
         file(line("torch", 8.0, batch=1, trace=None)),
-    ])  # fmt: skip
+    )
     first, second = (
         each for each in page.splitlines() if each.startswith("| none | ") and "%" in each
     )
@@ -62,13 +64,34 @@ def test_backends_stand_side_by_side_with_what_others_take() -> None:
 
 def test_a_temperature_stands_beside_its_greedy_line() -> None:
     warm = {"temperature": 0.8, "top_p": 0.95}
-    page = performance.render([
+    page = rendered(
         file(line("torch", 4.0), line("torch", 4.1, **warm), line("torch", 4.4, overlap=0))
-    ])  # fmt: skip
+    )
     assert "| none | 8 | 0.8, top-p 0.95 | 1 | 4.10 (+2.5%) | - | - |" in page
     assert "| none | 8 | 0 | 0 | 4.40 (+10.0%) | - | - |" in page
 
 
 def test_texts_that_differ_are_told() -> None:
-    page = performance.render([file(line("torch", 4.0), line("jax", 4.0, texts={"equal": False}))])
+    page = rendered(file(line("torch", 4.0), line("jax", 4.0, texts={"equal": False})))
     assert "| DIFFER |" in page
+
+
+def test_long_prompts_stand_beside_each_other_and_apart_from_short_ones() -> None:
+    long = [
+        file(line("torch", 6.7, prompt=261888)),
+        file(line("torch", 5.5, prompt=130944), line("jax", 5.6, prompt=130944)),
+    ]
+    page = performance.render(performance.Found(offline=[file(line("torch", 4.0))], long=long))
+    assert "512 tokens in" in page.partition("Milliseconds a decode step, greedy.")[0]
+    rows = [each for each in page.splitlines() if each.startswith("| none | 8 | 130944")]
+    assert rows == ["| none | 8 | 130944 | 2.00 | 5.50 | 5.60 | 36% | - |"]
+    assert page.index("130944") < page.index("261888")
+
+
+def test_hits_are_told_with_how_much_faster_they_are() -> None:
+    hit = {"drafts": "none", "backend": "torch", "prefix": 4100, "cached_tokens": 4096}
+    hit |= {"ms": 115.1, "hit_ms": 11.5, "times": 10.01, "is_same": True}
+    found = performance.Found(offline=[file(line("torch", 4.0))], hits=[file(hit)])
+    assert "| none | torch | 4100 | 4096 | 115.1 | 11.5 | 10.0x | same |" in performance.render(
+        found
+    )
