@@ -1,6 +1,9 @@
 """How much memory a step works on, as `shared.boundary.workspace` counts it."""
 
+from functools import partial
+
 from jax_impl.ops.attention import BLOCK
+from kernels.tiles import MOST_LANES
 from shared.boundary.backend import Blueprint, Limits, Program
 from shared.boundary.workspace import Costs, split_attention, step_bytes
 from shared.models.config import ModelConfig
@@ -20,7 +23,7 @@ def blocked_attention(program: Program, model: ModelConfig, limits: Limits, item
 
 
 ON_CPU = Costs(logit=LOGIT, reported=REPORTED, attention=blocked_attention)
-ON_GPU = Costs(logit=LOGIT, reported=REPORTED, attention=split_attention)
+ON_GPU = Costs(logit=LOGIT, reported=REPORTED, attention=partial(split_attention, MOST_LANES))
 
 
 def workspace(program: Program, blueprint: Blueprint) -> int:

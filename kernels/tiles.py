@@ -45,8 +45,10 @@ class AttentionTiles:
         _check_positive(self, "stages")
 
 
-BLOCKS = 4
+BLOCKS = 16
 """Most blocks that `mix.mix` cuts the pairs of a request and key head into, of 16 or more."""
+MOST_LANES = 16 * BLOCKS
+"""Most pairs of a row and a query head of a key head that a request can have there."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,8 @@
 """How much memory a step works on, as `shared.boundary.workspace` counts it."""
 
+from functools import partial
+
+from kernels.tiles import MOST_LANES
 from shared.boundary.backend import Blueprint, Program
 from shared.boundary.workspace import Costs, gathered_attention, split_attention, step_bytes
 
@@ -8,7 +11,7 @@ LOGIT, REPORTED = 41, 4
 bytes."""
 
 ON_CPU = Costs(logit=LOGIT, reported=REPORTED, attention=gathered_attention)
-ON_GPU = Costs(logit=LOGIT, reported=REPORTED, attention=split_attention)
+ON_GPU = Costs(logit=LOGIT, reported=REPORTED, attention=partial(split_attention, MOST_LANES))
 
 
 def workspace(program: Program, blueprint: Blueprint) -> int:

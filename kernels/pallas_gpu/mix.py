@@ -34,11 +34,9 @@ from kernels.pallas_gpu.attention import (
 from kernels.pallas_gpu.heads import early, fetch, turn, write_pair
 from kernels.pallas_gpu.parts import combine, store_unit
 from kernels.pallas_gpu.reach import is_in, pack, sees
-from kernels.tiles import BLOCKS, MixTiles
+from kernels.tiles import MixTiles
 from shared.spec.mix import BOUNDS
 
-MOST_LANES = 16 * BLOCKS
-"""Most pairs of a row and a query head of a key head that a request can have here."""
 MOST_NODES = 64
 """Most columns of a window here."""
 

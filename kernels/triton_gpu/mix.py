@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.tiles import BLOCKS, MixTiles
+from kernels.tiles import MixTiles
 from kernels.triton_gpu.attention import (
     LOG2_E,
     NEGATIVE,
@@ -33,8 +33,6 @@ from kernels.triton_gpu.parts import combine, store_unit
 from kernels.triton_gpu.reach import is_in, pack, sees
 from shared.spec.mix import BOUNDS
 
-MOST_LANES = 16 * BLOCKS
-"""Most pairs of a row and a query head of a key head that a request can have here."""
 MOST_NODES = 64
 """Most columns of a window here."""
 

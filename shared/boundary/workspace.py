@@ -65,14 +65,17 @@ def gathered_attention(program: Program, model: ModelConfig, limits: Limits, ite
     return gathered + 2 * program.batch * model.num_heads * queries * keys * 4
 
 
-def split_attention(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
+def split_attention(
+    most_pairs: int, program: Program, model: ModelConfig, limits: Limits, item: int
+) -> int:
     """Of the kernels: queries and the output; where rows are few, partial results in float32.
 
-    Those are sums, a peak and a total each.
+    Those are sums, a peak and a total each. A prompt has few rows if their pairs with the query
+    heads of a key head are no more than `most_pairs`.
     """
     heads = rows_of(program) * model.num_heads
     size = 2 * model.head_size * item
-    if not program.tokens:
+    if program.tokens * (model.num_heads // model.num_kv_heads) <= most_pairs:
         positions = program.pages * limits.page_size
         splits, spans = -(-positions // ATTENTION.split), -(-positions // ATTENTION.span)
         size += max(min(splits, MOST_PARTS), spans) * (model.head_size + 2) * 4

@@ -219,6 +219,7 @@ SHARED = MixTiles(
         ("wide windows", 64, 64, {"lanes": 16, "programs": 64, "splits": 1}),
         ("gate, part of the heads turned", 64, 64, {"placed": True}),
         ("blocks", 64, 64, {"placed": True, "lanes": 16, "splits": 1}),
+        ("questions", 64, 2, {"placed": True, "programs": 8, "splits": 1}),
     ],
     ids=str,
 )
@@ -336,7 +337,7 @@ def test_the_kernels_have_one_signature() -> None:
         assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
     for modules in KERNELS.values():
         assert modules["attention"].HEAD_SIZES == pallas.HEAD_SIZES
-        assert modules["mix"].MOST_LANES == KERNELS["pallas"]["mix"].MOST_LANES
+        assert modules["mix"].MOST_NODES == KERNELS["pallas"]["mix"].MOST_NODES
 
 
 def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object], **mix: bool) -> Callable:
@@ -362,7 +363,7 @@ def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
     return [make(case.qkv), heads, norms, angles, rows, pools, 1]
 
 
-FEW, MANY = CASES["trees"], prompt_case([(0, 40), (3, 20)])
+FEW, MANY = CASES["trees"], prompt_case([(0, 140), (3, 20)])
 TAKEN = {"few rows": (FEW, False), "few rows, placed": (FEW, True), "many rows": (MANY, False)}
 
 

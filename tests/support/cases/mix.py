@@ -224,6 +224,10 @@ CASES = {
             prompt_case, [(30, 31), (16, 17), (120, 121)], draft_from=(0, 16, 100)
         ),
         "one row, one position a page": partial(prompt_case, [(40, 41), (76, 77)], page=1),
+        "questions": partial(prompt_case, [(70, 134), (16, 17), (0, 30)], draft_from=(40, 0, 0)),
+        "half precision, a question": partial(
+            prompt_case, [(300, 364), (90, 101)], heads=(8, 2), D=64, page=64, half=True
+        ),
         "blocks": partial(block_case, None, False, [60, 109, 31], [0, 100, 31]),
         "blocks of windows": partial(block_case, 12, True, [60, 109, 31], [0, 100, 10]),
     }.items()
@@ -259,6 +263,12 @@ _LARGE |= {
     for N in (1, 4, 16)
     for B in (1, 8, 32)
 }
+_LARGE |= {
+    f"{name}{B} x {rows} rows after {context}": _chains(B, rows, context, model)
+    for name, model in (("", _MODEL), ("hybrid, ", _HYBRID))
+    for B, rows, context in ((1, 64, 4096), (8, 64, 512))
+}
+_LARGE |= {f"{B} x 64 nodes after 512": _trees(B, 64, 512) for B in (1, 32)}
 _LARGE |= {f"{B} x 16 nodes after 512": _trees(B, 16, 512) for B in (1, 32)}
 _LARGE |= {
     f"{name}prompt of {rows}": partial(prompt_case, [(0, rows)], **model)
