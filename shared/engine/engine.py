@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 
@@ -16,14 +17,22 @@ from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.engine.rows import Rows
 from shared.engine.scheduler import Scheduler
+from shared.engine.step_trace import trace_of
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A step on the device and the rows that it carries."""
+    """A step on the device and the rows that it carries.
+
+    Attributes:
+      number: Counted from the engine's start.
+      began: When it was submitted, by the monotonic clock.
+    """
 
     future: StepFuture
     rows: Rows
+    number: int
+    began: float
 
 
 class Engine:
@@ -84,6 +93,7 @@ class Engine:
         )
         self._requests: dict[int, Request] = {}
         self._flights: deque[Flight] = deque()
+        self._num_steps = 0
 
     @property
     def busy(self) -> bool:
@@ -150,7 +160,9 @@ class Engine:
     def _submit(self, rows: Rows) -> None:
         plan = self.planner.plan(rows)
         self.cache.name_saves(rows, plan)
-        self._flights.append(Flight(self._backend.submit(plan), rows))
+        began = time.monotonic()
+        self._num_steps += 1
+        self._flights.append(Flight(self._backend.submit(plan), rows, self._num_steps, began))
         self.metrics.count_step(rows.work, self._backend.launch(plan.program))
         for request, most in zip(rows.requests, rows.most_tokens, strict=True):
             request.launch(most)
@@ -177,7 +189,7 @@ class Engine:
             if counts[row]:
                 tokens = texts[row][: counts[row]]
                 took_state = bool(saved[row]) and not rows.chunks
-                events.append(self._commit(rows, result, row, tokens, leaves_hole, took_state))
+                events.append(self._commit(flight, result, row, tokens, leaves_hole, took_state))
                 told.append(row)
         self._count(rows, events)
         if rows.shape is not None and not rows.shape.is_plain:
@@ -204,14 +216,17 @@ class Engine:
 
     def _commit(
         self,
-        rows: Rows,
+        flight: Flight,
         result: StepResult,
         row: int,
         tokens: list[int],
         leaves_hole: bool,
         saved: bool,
     ) -> Event:
-        request = rows.requests[row]
+        rows = flight.rows
+        request, step = rows.requests[row], None
+        if request.sampling.traces:
+            step = trace_of(rows, result, row, tokens, flight.number, flight.began)
         kept = request.commit(tokens)
         if leaves_hole or saved:
             self.cache.decoded(request, kept, leaves_hole, saved)
@@ -226,6 +241,7 @@ class Engine:
             error=None,
             logprobs=_logprobs(request, result, row, kept),
             cached_tokens=request.cached_tokens or 0,
+            step=step,
         )
 
     def _fail(self, request: Request) -> Event:

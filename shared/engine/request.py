@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -31,6 +32,7 @@ class SamplingParams:
       logit_bias: Added to the logits, by token.
       logprobs: How many of the best tokens come with each token, or None for no logprobs.
       max_draft_tokens: Most drafted nodes per step, or None for all that the step has.
+      traces: Whether its events tell of the steps that made them.
     """
 
     temperature: float = 1.0
@@ -47,6 +49,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     max_draft_tokens: int | None = None
+    traces: bool = False
 
     @property
     def has_penalties(self) -> bool:
@@ -54,6 +57,38 @@ class SamplingParams:
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
+
+
+class StepTrace(NamedTuple):
+    """What one step did for one request. Node 0 of a draft tree, its root, is the newest token.
+
+    Attributes:
+      number: Of the step, counted from the engine's start; requests of one step share it.
+      source: Where its tokens come from, one of `SOURCES`.
+      num_rows: Requests in the step.
+      at_ms: When its result was there, since the engine has had the request.
+      host_ms: From its submission to that; with overlap the step before is part of it.
+      device_ms: Time on the device; None where it is unknown.
+      drafts: Tokens of nodes 1, 2, ... of the tree that was verified; none where nothing was.
+      parents: The node above each of them.
+      path: The nodes that were accepted, from the root on; the text may end before.
+      corpus_nodes: Nodes that come from an external corpus.
+    """
+
+    number: int
+    source: str
+    num_rows: int
+    at_ms: float
+    host_ms: float
+    device_ms: float | None
+    drafts: list[int]
+    parents: list[int]
+    path: list[int]
+    corpus_nodes: list[int]
+
+
+PREFILL, PLAIN, DRAFT, NGRAM = SOURCES = ("prefill", "plain", "draft", "ngram")
+"""Of a step's tokens: a prompt, a step that drafts nothing, the device's drafter, n-grams."""
 
 
 class Event(NamedTuple):
@@ -68,6 +103,7 @@ class Event(NamedTuple):
       error: One sentence; set with `FinishReason.ERROR`.
       logprobs: Per token: its logprob and the best (id, logprob) pairs; None unless asked for.
       cached_tokens: Tokens of the prompt that the prefix cache had.
+      step: What the step did; None unless asked for.
     """
 
     request_id: int
@@ -77,6 +113,7 @@ class Event(NamedTuple):
     error: str | None
     logprobs: list[tuple[float, list[tuple[int, float]]]] | None
     cached_tokens: int = 0
+    step: StepTrace | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -97,6 +134,7 @@ class Request:
         other tenant reads.
       priority: Lower ones get a slot first, and give way last.
       arrival: Its number in the order of arrival.
+      began: When it was made, by the monotonic clock.
       output: Tokens committed so far.
       slot: Slot on the device; 0 while it has none.
       context: Tokens of prompt and output at the time it got its slot.
@@ -120,6 +158,7 @@ class Request:
     tenant: str = ""
     priority: int = 0
     arrival: int = 0
+    began: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
     slot: int = 0
     context: Int32[np.ndarray, " T"] = field(default_factory=lambda: np.zeros(0, np.int32))

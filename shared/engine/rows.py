@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -221,12 +221,15 @@ class DecodeRows:
       drafts: The host's tree of each row; None where the device drafts, or nothing does.
       calibration: How often each row's path is accepted as far as each depth, as
         `shared.spec.sampling.Sampling` says; None: nothing is known of any row.
+      corpus_nodes: Of trees of n-grams, gives the nodes of a row's that come from an external
+        corpus; None of all other trees.
     """
 
     requests: list[Request]
     shape: TreeShape
     drafts: HostDraft | None = None
     calibration: Float32[np.ndarray, "B S_max"] | None = None
+    corpus_nodes: Callable[[int], list[int]] | None = None
 
     @property
     def work(self) -> Work:

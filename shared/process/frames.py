@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 
 from shared.engine.checks import RequestLimits
-from shared.engine.request import Event, FinishReason, SamplingParams
+from shared.engine.request import Event, FinishReason, SamplingParams, StepTrace
 from shared.models.sampling import SamplingDefaults
 
 _LENGTH = struct.Struct("<I")
@@ -45,6 +45,8 @@ class ModelFacts:
       api_key: What every request must know; None: nothing.
       reasoning_parser: How the model marks its reasoning; None: answers are not parsed for it.
       tool_call_parser: How the model writes calls of tools; None: it is told of none.
+      drafter: What drafts, as its flag names it; None without speculation.
+      trace_requests: Every request is traced, not only those that ask.
     """
 
     model_name: str
@@ -60,6 +62,8 @@ class ModelFacts:
     api_key: str | None = None
     reasoning_parser: str | None = None
     tool_call_parser: str | None = None
+    drafter: str | None = None
+    trace_requests: bool = False
 
     def to_message(self) -> list[Any]:
         """The `facts` message."""
@@ -105,16 +109,17 @@ def event_to_row(event: Event) -> list[Any]:
     reason = event.finish_reason.value if event.finish_reason else None
     logprobs = event.logprobs
     found = [event.request_id, event.tokens, event.accepted, reason, event.error, logprobs]
-    return [*found, event.cached_tokens]
+    return [*found, event.cached_tokens, event.step]
 
 
 def event_from_row(row: list[Any]) -> Event:
     """The inverse of `event_to_row`."""
-    request_id, tokens, accepted, reason, error, logprobs, cached = row
+    request_id, tokens, accepted, reason, error, logprobs, cached, step = row
     if logprobs is not None:
         logprobs = [(chosen, [tuple(pair) for pair in best]) for chosen, best in logprobs]
     finish_reason = FinishReason(reason) if reason else None
-    return Event(request_id, tokens, accepted, finish_reason, error, logprobs, cached)
+    trace = None if step is None else StepTrace(*step)
+    return Event(request_id, tokens, accepted, finish_reason, error, logprobs, cached, trace)
 
 
 def sampling_to_fields(sampling: SamplingParams) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def test_a_row_without_a_draft_goes_on_from_a_fully_accepted_tree(how, served):
     first, second = (want[r.request_id].tokens for r in requests)
     engine.controller.index.add_corpus("own", corpus_of(first[: 1 + NODES], second))
     rows: list[list[tuple[int, int]]] = []
-    drafted = engine.controller.index.draft
+    drafted = engine.controller.index.trees
 
     def noted(asking):
         trees = drafted(asking)
@@ -259,7 +259,7 @@ def test_a_row_without_a_draft_goes_on_from_a_fully_accepted_tree(how, served):
         rows.append([(r.request_id, size) for r, size in zip(asking, sizes, strict=True)])
         return trees
 
-    engine.controller.index.draft = noted
+    engine.controller.index.trees = noted
     found = drive(engine, [again(r) for r in requests])
     assert {n: o.tokens for n, o in found.items()} == {n: o.tokens for n, o in want.items()}
     sizes = [size for row in rows for number, size in row if number == 0]

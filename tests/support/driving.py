@@ -18,6 +18,7 @@ class Outcome:
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    traced: list[Event] = field(default_factory=list)
 
     def take(self, event: Event) -> None:
         assert self.finish_reason is None, "an event after the request's end"
@@ -25,6 +26,7 @@ class Outcome:
         self.accepted += [] if event.accepted is None else [event.accepted]
         self.logprobs += event.logprobs or []
         self.finish_reason, self.error = event.finish_reason, event.error
+        self.traced += [] if event.step is None else [event]
 
 
 def checked_step(engine: Engine) -> list[Event]:

@@ -42,6 +42,7 @@ from tests.support.random_requests import (
 from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_small import small_model
+from tests.support.traces import check_trace, refused_child
 
 SNAPSHOTS = 7
 """Fewer than four running requests would have, and a sink."""
@@ -73,7 +74,7 @@ def visits_of(traffic: list[Asked]) -> list[Visit]:
 
 
 def _request(number: int, asked: Asked, choice: int) -> Request:
-    sampling = replace(asked.sampling, seed32=derive_seed(asked.seed, choice))
+    sampling = replace(asked.sampling, seed32=derive_seed(asked.seed, choice), traces=True)
     return Request(request_id=number, prompt=asked.prompt, sampling=sampling, tenant=asked.tenant)
 
 
@@ -309,6 +310,9 @@ def check(server: Server, visit: Visit) -> None:
     outcome, params = visit.outcome, visit.request.sampling
     tokens, stops = outcome.tokens, params.stop_token_ids
     check_end(visit)
+    check_trace(outcome, most_rows=BATCH)
+    if server.rule == "match":
+        check_bonus(visit)
     assert (params.logprobs is not None) == bool(outcome.logprobs) or not tokens
     if params.logprobs is not None:
         assert len(outcome.logprobs) == len(tokens)
@@ -344,6 +348,13 @@ def check_end(visit: Visit) -> None:
         assert all(accepted <= most for accepted in outcome.accepted), "max_drafts was ignored"
     last = outcome.accepted[-1] if outcome.accepted else 0
     assert len(tokens) <= given <= len(tokens) + last
+
+
+def check_bonus(visit: Visit) -> None:
+    """Where the target's own token stands, no draft of this token was turned down."""
+    for event in visit.outcome.traced:
+        if event.step and len(event.tokens) > len(event.step.path):
+            assert not refused_child(event.step, event.tokens[-1])
 
 
 def check_logprobs(oracle: Oracle, visit: Visit) -> None:

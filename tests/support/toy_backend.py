@@ -94,6 +94,12 @@ def toy_limits(
     )
 
 
+def _chain(found: list[int], depth: int) -> list[int]:
+    """Drafts of which the target took all but the last of these tokens; the others are wrong."""
+    right = found[:-1]
+    return [*right, *[(found[-1] + 1) % POISON] * (depth - len(right))]
+
+
 class ToyFuture:
     """Runs its step, and those before it, when asked."""
 
@@ -150,18 +156,26 @@ class ToyBackend:
         tokens = np.zeros((B, W), np.int32)
         failed = np.zeros(B, np.int32)
         counts, saved = np.zeros(B, np.int32), np.zeros(B, np.int32)
+        drafts = np.zeros((B, plan.program.shape.nodes), np.int32)
+        parents = np.repeat(np.arange(drafts.shape[1], dtype=np.int32)[None] - 1, B, axis=0)
+        num_nodes = np.full(B, W, np.int32)
         for row in np.flatnonzero(plan.slots):
             if isinstance(plan.work, Count):
                 self._count(plan, row)
                 continue
             prefills = isinstance(plan.work, Prefill)
             before = int(self._lengths[plan.slots[row]])
-            found = self._prefill(plan, row) if prefills else self._decode(plan, row, W - 1)
+            if prefills:
+                found = self._prefill(plan, row)
+            else:
+                depth = self._depth(plan, row, W - 1)
+                found = self._decode(plan, row, depth)
+                num_nodes[row] = 1 + depth
+                drafts[row, 1:] = _chain(found, W - 1)
             saved[row] = self._save(plan, row, before)
             failed[row] = POISON in self._context(plan, row)
             counts[row] = 0 if failed[row] else len(found)
             tokens[row, : counts[row]] = found[: counts[row]]
-        nodes = np.zeros((B, plan.program.shape.nodes), np.int32)
         told = tokens * plan.reports[:, None]
         top = np.repeat(told[:, :, None], self.limits.max_logprobs, axis=2)
         future.value = StepResult(
@@ -169,9 +183,9 @@ class ToyBackend:
             counts=counts,
             failed=failed,
             saved=saved,
-            drafts=nodes,
-            parents=nodes,
-            num_nodes=np.full(B, W, np.int32),
+            drafts=drafts,
+            parents=np.maximum(parents, 0),
+            num_nodes=num_nodes,
             logprobs=Logprobs(-told.astype(np.float32), top, -top.astype(np.float32)),
             device_seconds=None,
         )
@@ -268,12 +282,15 @@ class ToyBackend:
         if plan.sampling.repetition[row] != 1:
             assert self._seen[slot] == Counter(context), "penalties count another text"
 
+    def _depth(self, plan: StepPlan, row: int, depth: int) -> int:
+        """Drafts of a row, which has none where its draft memory is empty."""
+        slot = plan.slots[row]
+        return 0 if self._draft_from[slot] == self._lengths[slot] else depth
+
     def _decode(self, plan: StepPlan, row: int, depth: int) -> list[int]:
         slot, length = plan.slots[row], int(self._lengths[plan.slots[row]])
         context, tokens = self._context(plan, row), []
         self._check_memory(plan, row, context)
-        if self._draft_from[slot] == length:
-            depth = min(depth, 0)
         while not tokens or (len(tokens) <= depth and tokens[-1] % 3):
             tokens.append(self._next(plan, row, [*context, *tokens]))
         accepted = [int(self._newest[slot]), *tokens[:-1]]

@@ -23,9 +23,9 @@ from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import Trace
 from shared.engine.controller import Gauges, Reserve
-from shared.engine.ngram.controller import index_gauges
+from shared.engine.ngram.controller import index_gauges, rows_with
 from shared.engine.ngram.evidence import Evidence, Selection
-from shared.engine.ngram.index import NgramIndex, host_draft_of
+from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.tree import Trees
 from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, Rows
@@ -128,7 +128,7 @@ class AdaptiveNgramController:
             return None
         batch, tier = self._planned
         shape = self._shape(batch, 0 if tier == self._asleep else tier)
-        return DecodeRows(requests, shape, None if trees is None else host_draft_of(trees))
+        return DecodeRows(requests, shape) if trees is None else rows_with(requests, shape, trees)
 
     def _shape(self, batch: int, tier: int) -> TreeShape:
         return self.shapes.by_size[batch, tier]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from shared.boundary.backend import Limits, StepResult
 from shared.engine.controller import Gauges, Reserve, shapes_by_batch, smallest_that_holds
-from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.index import NgramIndex, host_draft_of
+from shared.engine.ngram.tree import Trees, corpus_nodes
 from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, Rows
+from shared.spec.draft_tree import TreeShape
 
 
 def index_gauges(index: NgramIndex) -> Gauges:
@@ -20,6 +23,12 @@ def index_gauges(index: NgramIndex) -> Gauges:
         "ngram_corpora": lambda: len(index.corpora),
         "ngram_corpus_tokens": lambda: sum(index.corpora.values()),
     }
+
+
+def rows_with(requests: list[Request], shape: TreeShape, trees: Trees) -> DecodeRows:
+    """The rows of a step that verifies trees of an index."""
+    origin = partial(corpus_nodes, trees)
+    return DecodeRows(requests, shape, host_draft_of(trees), corpus_nodes=origin)
 
 
 class NgramController:
@@ -67,10 +76,10 @@ class NgramController:
         if not requests:
             return None
         # A tree is made only for a row that has room: the text it was made from is then learnt.
-        drafts = self.index.draft(requests)
-        if drafts.num_nodes.max() == 1:
+        trees = self.index.trees(requests)
+        if trees.num_nodes.max() == 1:
             return DecodeRows(requests, smallest_that_holds(self._plain, len(requests)))
-        return DecodeRows(requests, smallest_that_holds(self._trees, len(requests)), drafts)
+        return rows_with(requests, smallest_that_holds(self._trees, len(requests)), trees)
 
     def submitted(self, rows: Rows) -> None:
         """Enters prompts and outputs into the index while the device runs."""

@@ -71,6 +71,12 @@ class Trees(NamedTuple):
     evidence: Int32[np.ndarray, "n N"]
 
 
+def corpus_nodes(trees: Trees, row: int) -> list[int]:
+    """The nodes of a row's tree that come from an external corpus."""
+    kinds = trees.evidence[row, 1 : trees.num_nodes[row]] // ELDERS % COUNTS
+    return (1 + np.flatnonzero(kinds == 0)).tolist()
+
+
 class _Tree(NamedTuple):
     """The tree of one text while it grows to at most `limit` nodes."""
 
@@ -198,7 +204,8 @@ def _add_by_recency(
         while child and left and size < tree.limit:
             node = _child_of(tree, size, parent, nodes[child, TOKEN])
             if node == 0:
-                times = nodes[child, COUNT]
+                # What was forgotten is still on the way to what was not; no corpus says it.
+                times = max(1, nodes[child, COUNT])
                 node = _add(tree, size, parent, nodes[child, TOKEN], match + level, times)
                 if node == 0:
                     break

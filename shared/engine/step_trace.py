@@ -1,0 +1,65 @@
+"""What a step did for a request that asks: its drafts, which were accepted, and its times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from shared.boundary.backend import StepResult
+from shared.engine.request import DRAFT, NGRAM, PLAIN, PREFILL, StepTrace
+from shared.engine.rows import DecodeRows, Rows
+
+
+def trace_of(
+    rows: Rows, result: StepResult, row: int, tokens: Sequence[int], number: int, began: float
+) -> StepTrace:
+    """The trace of one row of a step, now that its result is there.
+
+    Args:
+      tokens: What the step gave the row, before the text is cut.
+      number: Of the step.
+      began: When it was submitted, by the monotonic clock.
+    """
+    now, request = time.monotonic(), rows.requests[row]
+    device = result.device_seconds
+    source, drafts, parents, corpus_nodes = PREFILL, [], [], []
+    if isinstance(rows, DecodeRows):
+        count = int(result.num_nodes[row])
+        drafts = result.drafts[row, 1:count].tolist()
+        parents = result.parents[row, 1:count].tolist()
+        source = PLAIN
+        if drafts:
+            source = DRAFT if rows.corpus_nodes is None else NGRAM
+        if rows.corpus_nodes is not None:
+            corpus_nodes = rows.corpus_nodes(row)
+    return StepTrace(
+        number=number,
+        source=source,
+        num_rows=len(rows.requests),
+        at_ms=1e3 * (now - request.began),
+        host_ms=1e3 * (now - began),
+        device_ms=None if device is None else 1e3 * device,
+        drafts=drafts,
+        parents=parents,
+        path=accepted_path(drafts, parents, tokens[:-1]),
+        corpus_nodes=corpus_nodes,
+    )
+
+
+def accepted_path(
+    drafts: Sequence[int], parents: Sequence[int], tokens: Sequence[int]
+) -> list[int]:
+    """The nodes that carry these tokens, from the root on; siblings carry different tokens.
+
+    It ends where no node carries the next one: whoever only looks on brings no engine down.
+    """
+    path, node = [], 0
+    for token in tokens:
+        # A child lies behind its parent, and node n has the places n - 1.
+        children = range(node + 1, len(drafts) + 1)
+        below = (n for n in children if parents[n - 1] == node and drafts[n - 1] == token)
+        node = next(below, 0)
+        if node == 0:
+            break
+        path.append(node)
+    return path

@@ -1,0 +1,48 @@
+"""What holds of every trace of a request, whatever drafted."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from shared.engine.request import DRAFT, NGRAM, PREFILL, Event, StepTrace
+from tests.support.driving import Outcome
+
+
+def check_trace(outcome: Outcome, *, most_rows: int) -> None:
+    """The steps of a request give its text, token for token, and what it counts as accepted."""
+    steps = [event.step for event in outcome.traced if event.step is not None]
+    assert [token for event in outcome.traced for token in event.tokens] == outcome.tokens
+    decoded = [event for event in outcome.traced if event.accepted is not None]
+    assert [len(event.step.path) for event in decoded if event.step] == outcome.accepted
+    for event in outcome.traced:
+        check_step(event)
+    for before, after in pairwise(steps):
+        assert before.number < after.number
+        assert before.at_ms <= after.at_ms
+    for step in steps:
+        assert 1 <= step.num_rows <= most_rows
+        assert 0 <= step.host_ms <= step.at_ms
+        assert step.device_ms is None or step.device_ms > 0
+
+
+def check_step(event: Event) -> None:
+    """A path of the tree, from its root on, whose tokens the text has."""
+    step = event.step
+    assert step is not None
+    tokens, drafts, parents = event.tokens, step.drafts, step.parents
+    assert bool(drafts) == (step.source in (DRAFT, NGRAM))
+    assert (step.source == PREFILL) == (event.accepted is None)
+    assert [parents[node - 1] for node in step.path] == [0, *step.path][:-1] * bool(step.path)
+    taken = [drafts[node - 1] for node in step.path]
+    assert tokens[: len(taken)] == taken[: len(tokens)]
+    assert len(tokens) <= len(taken) + 1
+    assert all(0 <= parent < node for node, parent in enumerate(parents, start=1))
+    siblings = list(zip(parents, drafts, strict=True))
+    assert len(set(siblings)) == len(siblings), "siblings carry different tokens"
+    assert set(step.corpus_nodes) <= set(range(1, len(drafts) + 1))
+
+
+def refused_child(step: StepTrace, token: int) -> bool:
+    """Whether a token was drafted where the text left the tree."""
+    last = step.path[-1] if step.path else 0
+    return (last, token) in zip(step.parents, step.drafts, strict=True)
