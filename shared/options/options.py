@@ -119,6 +119,9 @@ class ServerOptions:
         low=0,
         high=1 << 20,
     )
+    trace_requests: bool = flag(
+        False, "keep the trace of every request, not only of those that ask with trace"
+    )
     watchdog_timeout: int = flag(
         300, "seconds that a step may take; then the server ends itself with the reason",
         low=1, high=1 << 20,

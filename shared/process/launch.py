@@ -394,6 +394,8 @@ def _facts(start: Start, names: tuple[str, ...] | None) -> ModelFacts:
         api_key=options.server.api_key,
         reasoning_parser=options.server.reasoning_parser,
         tool_call_parser=options.server.tool_call_parser,
+        drafter=options.speculative.speculative_algorithm,
+        trace_requests=options.server.trace_requests,
     )
 
 

@@ -83,12 +83,78 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class TracedToken(Answer):
+    """A token of the text: of what kind it is, and the draft that it was.
+
+    A token that no draft was accepted for is the target's own: the first of an answer, the bonus
+    token of a step with drafts, or the token of a plain step; its node and depth are 0. `text` is
+    what it added, "" within a character; `name` is the token itself.
+    """
+
+    token: int
+    text: str
+    name: str
+    origin: Literal["first", "plain", "draft", "ngram", "corpus", "bonus"]
+    node: int
+    depth: int
+
+
+class TracedDraft(Answer):
+    """A node of the draft tree; `parent` 0 is the newest token before the step."""
+
+    node: int
+    parent: int
+    depth: int
+    token: int
+    text: str
+    origin: Literal["draft", "ngram", "corpus"]
+    accepted: bool
+
+
+class TracedStep(Answer):
+    """What one step did for one choice.
+
+    `step` counts the engine's, `time_ms` begins when the engine had the request, `host_ms` is from
+    the step's submission to its result.
+    """
+
+    step: int
+    source: Literal["prefill", "plain", "draft", "ngram"]
+    batch_size: int
+    time_ms: float
+    host_ms: float
+    device_ms: float | None
+    drafts: list[TracedDraft]
+    tokens: list[TracedToken]
+
+
+class TracedChoice(Answer):
+    """The steps of a choice; why it ended is null while it runs."""
+
+    index: int
+    finish_reason: Literal["stop", "length", "tool_calls", "abort", "error"] | None
+    steps: list[TracedStep]
+
+
+class RequestTrace(Answer):
+    """Every step of a request; `dropped_steps` of its first ones were too many to keep."""
+
+    id: str
+    object: Literal["request.trace"]
+    created: int
+    model: str
+    drafter: str | None
+    dropped_steps: int
+    choices: list[TracedChoice]
+
+
 class AnyChoice(Answer):
-    """What all choices have; `token_ids` where the request asked for them."""
+    """What all choices have; `token_ids` and `trace` where the request asked for them."""
 
     index: int
     finish_reason: FinishReason | None
     token_ids: list[int] | None = None
+    trace: TracedStep | None = None
 
 
 class CompletionChoice(AnyChoice):
@@ -180,6 +246,7 @@ class Model(Answer):
     created: int
     owned_by: str
     max_model_len: int
+    drafter: str | None
 
 
 class Models(Answer):

@@ -87,7 +87,11 @@ def make_app(
     routes = Routes(Generator(client, reader, tokenizer, metrics), metrics)
     tokens = TokenRoutes(client.facts, reader, tokenizer)
     admin = AdminRoutes(client, tokenizer)
-    served = (*_model_routes(routes, tokens), *_state_routes(routes), *_admin_routes(admin))
+    served = (
+        *_model_routes(routes, tokens),
+        *_state_routes(routes),
+        *_admin_routes(admin),
+    )
     app = _with_routes(served, client.facts.api_key is not None)
     for kind, handler in _ON_ERRORS.items():
         app.add_exception_handler(kind, handler)
@@ -144,6 +148,13 @@ def _model_routes(routes: Routes, tokens: TokenRoutes) -> Iterator[Route]:
         handler=tokens.detokenize,
         bodies=(Detokenize,),
         answer=answers.Detokenized,
+        errors=(404,),
+    )
+    yield Route(
+        path="/v1/requests/{request_id}/trace",
+        method="GET",
+        handler=routes.trace,
+        answer=answers.RequestTrace,
         errors=(404,),
     )
     yield Route(path="/v1/models", method="GET", handler=routes.models, answer=answers.Models)

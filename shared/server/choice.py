@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from shared.engine.request import Event, FinishReason
 from shared.server.delta import Delta, OutputParser
@@ -19,12 +20,16 @@ class Piece:
       tokens: New tokens, no further than the one with which the text ends.
       logprobs: Of these tokens; empty where the request did not ask.
       finish_reason: "stop", "length" or "tool_calls" in the last piece.
+      texts: What each token added, whatever of it is said; all add up to the whole text.
+      step: The step in JSON, where the request asked for its trace.
     """
 
     delta: Delta
     tokens: list[int]
     logprobs: list[TokenLogprob]
     finish_reason: str | None
+    texts: list[str] = field(default_factory=list)
+    step: dict[str, Any] | None = None
 
 
 @dataclass
@@ -152,6 +157,7 @@ class Choice:
     cached_tokens: int = 0
     _num_characters: int = 0
     _has_called: bool = False
+    _texts: list[str] = field(default_factory=list)
 
     def take(self, event: Event) -> Piece:
         """Adds an event; the text may end within it.
@@ -163,6 +169,7 @@ class Choice:
         if event.accepted is not None:
             self.speculation.histogram[event.accepted] += 1
         begin, text = len(self.tokens), ""
+        self._texts = []
         for index, token in enumerate(event.tokens):
             self._note(event, index)
             is_last = index == len(event.tokens) - 1
@@ -185,7 +192,8 @@ class Choice:
         self._has_called |= bool(delta.tool_calls)
         if self.finish_reason == "stop" and self._has_called:
             self.finish_reason = "tool_calls"
-        return Piece(delta, self.tokens[begin:], self.logprobs[begin:], self.finish_reason)
+        new = self.tokens[begin:], self.logprobs[begin:]
+        return Piece(delta, *new, self.finish_reason, self._texts)
 
     def _note(self, event: Event, index: int) -> None:
         token = event.tokens[index]
@@ -196,13 +204,17 @@ class Choice:
 
     def _read(self, token: int, is_stop_token: bool) -> tuple[str, bool]:
         if self.detokenizer is None or is_stop_token:
+            self._texts.append("")
             return "", False
         armed = len(self.tokens) >= self.min_tokens
         text = self.detokenizer.push(token)
+        self._texts.append(text)
         self._num_characters += len(text)
         return self.stops.push(text, armed)
 
     def _flush(self) -> str:
         rest = self.detokenizer.flush() if self.detokenizer else ""
+        if rest:
+            self._texts[-1] += rest
         text, _ = self.stops.push(rest, armed=False)
         return text + self.stops.flush()

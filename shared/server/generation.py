@@ -28,6 +28,7 @@ from shared.server.prompts import PromptReader, check_model
 from shared.server.responses import Answer, Form
 from shared.server.sampling import make_sampling
 from shared.server.server_metrics import ServerMetrics
+from shared.server.traces import Traces
 from shared.spec.sampling import derive_seed
 from shared.text.tokenizer import Detokenizer, Tokenizer
 
@@ -61,6 +62,7 @@ class Generation:
     def close(self) -> None:
         """Ends what the engine still does for it."""
         self._submission.close()
+        self.answer.close("abort")
 
     async def next(self) -> tuple[int, Piece]:
         """The number of a choice and what its next event adds.
@@ -78,6 +80,7 @@ class Generation:
             field = error.field and names.get(error.field, error.field)
             raise ApiError(400, str(error), field) from error
         if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self.answer.close("error")
             raise ApiError(500, event.error or "the engine aborted the request")
         return index, self._take(index, event)
 
@@ -116,6 +119,7 @@ class Generator:
     Attributes:
       client: The engine.
       tokenizer: None where the checkpoint has none: prompts are token ids then.
+      traces: Of the requests that asked, or of all.
     """
 
     def __init__(
@@ -132,6 +136,7 @@ class Generator:
         self._parsers = Parsers(client.facts)
         self._names = TokenNames(tokenizer)
         self._metrics = metrics
+        self.traces = Traces()
 
     async def start(self, request: CompletionRequest | ChatRequest, form: Form) -> Generation:
         """Checks a request against the model and submits it.
@@ -162,13 +167,17 @@ class Generator:
             names=self._names,
             shows_tokens=bool(request.return_token_ids),
             shows_logprobs=request.asked_logprobs[1] is not None,
+            shows_trace=bool(request.trace),
         )
         try:
-            return Generation(self.client.submit(prompts), answer, request, self._metrics)
+            submission = self.client.submit(prompts)
         except EngineLost as error:
             raise ApiError(503, str(error), code="engine_lost") from error
         except QueueFull as error:
             raise ApiError(503, str(error), code="queue_full") from error
+        if prompts[0].sampling.traces:
+            answer.follow(self.traces, self._facts.drafter)
+        return Generation(submission, answer, request, self._metrics)
 
     def _sampling(
         self, request: CompletionRequest | ChatRequest, prompt: list[int]

@@ -86,6 +86,7 @@ class GenerationRequest(Strict):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     speculative: SpeculativeOptions | None = None
+    trace: bool | None = None
     user: User | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
 

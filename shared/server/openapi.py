@@ -20,7 +20,7 @@ _ERRORS = {
     400: "a field is wrong, or asks for what is not served; `param` names it",
     401: "a key is wrong or missing",
     403: "the route is closed, or the server does not answer to this name",
-    404: "another model is asked for",
+    404: "another model is asked for, or what is not there",
     408: "the request has not arrived whole in time",
     413: "the body is too long or has too many parts",
     415: "the body does not say that it is JSON",

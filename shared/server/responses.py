@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from shared.engine.request import Event
 from shared.server.choice import Choice, Piece, Speculation
 from shared.server.delta import Delta, ToolCall
 from shared.server.logprobs import TokenLogprob, TokenNames, for_chat, for_completion
+from shared.server.traces import Trace, Traces, step_json
 
 
 class Form(Protocol):
@@ -105,6 +106,8 @@ class Answer:
       names: Writes the tokens of logprobs.
       shows_tokens: Each choice carries its `token_ids`.
       shows_logprobs: Each choice carries its `logprobs`.
+      shows_trace: Each event of a stream carries its step.
+      trace: Takes the steps of the request; None where nobody asked.
     """
 
     form: Form
@@ -115,10 +118,17 @@ class Answer:
     names: TokenNames
     shows_tokens: bool
     shows_logprobs: bool
+    shows_trace: bool
+    trace: Trace | None = None
     _id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _created: int = field(default_factory=lambda: int(time.time()))
     _begun: set[int] = field(default_factory=set)
     _num_ended: int = 0
+
+    @property
+    def name(self) -> str:
+        """The `id` of the answer."""
+        return self.form.prefix + self._id
 
     @property
     def ended(self) -> bool:
@@ -129,7 +139,21 @@ class Answer:
         """Adds an event to a choice that has not ended."""
         piece = self.choices[index].take(event)
         self._num_ended += piece.finish_reason is not None
-        return piece
+        if self.trace is None or event.step is None:
+            return piece
+        step = step_json(event.step, piece.tokens, piece.texts, self.names)
+        self.trace.add(index, step, piece.finish_reason)
+        return replace(piece, step=step)
+
+    def close(self, reason: str) -> None:
+        """Notes in the trace why choices ended that have not said so themselves."""
+        if self.trace is not None:
+            self.trace.end(reason)
+
+    def follow(self, traces: Traces, drafter: str | None) -> None:
+        """Begins its trace among those that are kept."""
+        head = {"created": self._created, "model": self.model, "drafter": drafter}
+        self.trace = traces.open(self.name, head, len(self.choices))
 
     def whole(self, messages: list[Delta]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
@@ -152,8 +176,8 @@ class Answer:
 
     def matters(self, index: int, piece: Piece) -> bool:
         """Whether a stream has to carry a piece: one that says nothing is of use to few."""
-        shows_more = self.shows_tokens or self.shows_logprobs or index not in self._begun
-        return shows_more or bool(piece.delta or piece.finish_reason)
+        shows_more = self.shows_tokens or self.shows_logprobs or self.shows_trace
+        return shows_more or index not in self._begun or bool(piece.delta or piece.finish_reason)
 
     def usage_chunk(self) -> dict[str, Any]:
         """The event that `stream_options.include_usage` asks for, after the last choice."""
@@ -178,12 +202,13 @@ class Answer:
         return sum(choice.cached_tokens for choice in self.choices[:: self.choices_of_prompt])
 
     def _head(self, kind: str) -> dict[str, Any]:
-        name = self.form.prefix + self._id
-        return {"id": name, "object": kind, "created": self._created, "model": self.model}
+        return {"id": self.name, "object": kind, "created": self._created, "model": self.model}
 
     def _choice(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
         found = self.form.logprobs(piece.logprobs, self.names) if self.shows_logprobs else None
         choice = {"index": index, **said, "logprobs": found, "finish_reason": piece.finish_reason}
+        if self.shows_trace and piece.step is not None:
+            choice["trace"] = piece.step
         return {**choice, "token_ids": piece.tokens} if self.shows_tokens else choice
 
 

@@ -19,6 +19,7 @@ from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.prompts import check_model
 from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.server_metrics import ServerMetrics
+from shared.server.traces import MAX_TRACES
 from shared.server.transport import EventStream, read_json, watch_client
 
 
@@ -47,6 +48,17 @@ class Routes:
         check_model(name, self._client.facts.model_name)
         return json_response(self._model())
 
+    async def trace(self, request_id: str) -> Response:
+        """GET /v1/requests/ID/trace: every step of a request that runs or has ended."""
+        trace = self._generator.traces.find(request_id)
+        if trace is None:
+            message = (
+                f"no trace of a request {request_id!r:.100} is kept: a request asks for one with "
+                f"trace, and those of the last {MAX_TRACES} are kept"
+            )
+            raise ApiError(404, message, code="trace_not_found")
+        return Response(trace.to_json(), media_type="application/json")
+
     async def capabilities(self) -> Response:
         """GET /capabilities: the drafters, and what is refused."""
         return json_response(capabilities.to_json())
@@ -63,7 +75,7 @@ class Routes:
     def _model(self) -> dict[str, Any]:
         facts = self._client.facts
         card = {"id": facts.model_name, "object": "model", "created": 0, "owned_by": "tandem"}
-        return {**card, "max_model_len": facts.limits.context_length}
+        return {**card, "max_model_len": facts.limits.context_length, "drafter": facts.drafter}
 
     async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:
         body = parse(await read_json(request), kind)

@@ -42,6 +42,7 @@ def make_sampling(
         logit_bias=request.logit_bias,
         logprobs=request.asked_logprobs[1],
         max_draft_tokens=request.most_drafts,
+        traces=facts.trace_requests or bool(request.trace),
     )
 
 

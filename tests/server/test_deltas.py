@@ -58,6 +58,7 @@ def new_answer(form: Form, parsers: list[OutputParser], stops: tuple[str, ...] =
         names=TokenNames(BYTES),
         shows_tokens=False,
         shows_logprobs=False,
+        shows_trace=False,
     )
 
 

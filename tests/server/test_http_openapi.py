@@ -41,6 +41,7 @@ ROUTES = {
     "/v1/completions": "post",
     "/v1/models": "get",
     "/v1/models/{name}": "get",
+    "/v1/requests/{request_id}/trace": "get",
 }
 CALL = '<think>a</think>b<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 

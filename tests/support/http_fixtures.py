@@ -28,7 +28,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from shared.engine.checks import RequestLimits
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.request import Event, FinishReason, Refusal, Request
+from shared.engine.request import (
+    DRAFT,
+    PLAIN,
+    PREFILL,
+    Event,
+    FinishReason,
+    Refusal,
+    Request,
+    StepTrace,
+)
 from shared.models.sampling import SamplingDefaults
 from shared.options.ngram import NgramConfig
 from shared.process import loop
@@ -192,7 +201,27 @@ class Repeater:
         accepted = None if first else drafts
         count = request.sampling.logprobs
         logprobs = None if count is None else [_logprob(token, count) for token in tokens]
-        return Event(request.request_id, tokens, accepted, reason, None, logprobs)
+        step = _step(request, tokens, accepted) if request.sampling.traces else None
+        return Event(request.request_id, tokens, accepted, reason, None, logprobs, 0, step)
+
+
+def _step(request: Request, tokens: list[int], accepted: int | None) -> StepTrace:
+    """Drafts that were right, and two that were not: the root's other child, and the last one."""
+    right = tokens[:-1]
+    drafts = [*right, FILLER, FILLER] if accepted else []
+    parents = [*range(len(right)), 0, len(right)] if accepted else []
+    return StepTrace(
+        number=len(request.output),
+        source=PREFILL if accepted is None else DRAFT if accepted else PLAIN,
+        num_rows=1,
+        at_ms=1e3 * (time.monotonic() - request.began),
+        host_ms=2.0,
+        device_ms=1.5,
+        drafts=drafts,
+        parents=parents,
+        path=list(range(1, len(right) + 1)),
+        corpus_nodes=[],
+    )
 
 
 def _token(request: Request, index: int) -> int:
@@ -339,6 +368,7 @@ def main() -> int:
     parser.add_argument("--reasoning-parser")
     parser.add_argument("--tool-call-parser")
     parser.add_argument("--api-key")
+    parser.add_argument("--trace-requests", action="store_true")
     flags = parser.parse_args()
     limits = RequestLimits(
         context_length=CONTEXT,
@@ -362,6 +392,7 @@ def main() -> int:
         api_key=flags.api_key,
         reasoning_parser=flags.reasoning_parser,
         tool_call_parser=flags.tool_call_parser,
+        trace_requests=flags.trace_requests,
     )
     watchdog = Watchdog(WATCHDOG_S)
     engine = Repeater()

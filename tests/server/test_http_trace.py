@@ -1,0 +1,206 @@
+"""`trace`: every step of a request, in its stream and at `/v1/requests/ID/trace`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.engine.request import DRAFT, NGRAM, PLAIN, PREFILL, StepTrace
+from shared.server import answers
+from shared.server.logprobs import TokenNames
+from shared.server.traces import MAX_TRACES, Traces, step_json
+from tests.support.http_fixtures import (
+    CHAT,
+    COMPLETIONS,
+    FAIL,
+    SLOW,
+    TOKENS_PER_STEP,
+    USER,
+    Server,
+    save_tokenizer,
+    serving,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    made = tmp_path_factory.mktemp("model")
+    save_tokenizer(made)
+    return str(made)
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[Server]:
+    with serving(["-m", "tests.support.http_fixtures", folder]) as running:
+        yield running
+
+
+def trace_of(server: Server, name: str) -> dict[str, Any]:
+    answer = httpx.get(f"{server.url}/v1/requests/{name}/trace")
+    assert answer.status_code == 200, answer.text
+    answers.RequestTrace.model_validate(answer.json())
+    return answer.json()
+
+
+def said(steps: list[dict[str, Any]], field: str) -> list[Any]:
+    return [token[field] for step in steps for token in step["tokens"]]
+
+
+def test_the_steps_of_an_answer_add_up_to_its_text_tokens_and_totals(server):
+    fields = {"prompt": "naïve ✓ text", "max_tokens": 40, "return_token_ids": True, "trace": True}
+    whole = server.complete(**fields)
+    trace = trace_of(server, whole["id"])
+    (choice,) = trace["choices"]
+    steps = choice["steps"]
+    assert "".join(said(steps, "text")) == whole["choices"][0]["text"]
+    assert said(steps, "token") == whole["choices"][0]["token_ids"]
+    assert choice["finish_reason"] == whole["choices"][0]["finish_reason"] == "length"
+    told = whole["speculative"]
+    verified = [step for step in steps if step["source"] != PREFILL]
+    assert len(verified) == told["verify_steps"]
+    accepted = [sum(draft["accepted"] for draft in step["drafts"]) for step in verified[:-1]]
+    assert set(accepted) == {TOKENS_PER_STEP - 1}
+    assert steps[0]["source"] == PREFILL
+    assert said(steps[:1], "origin") == ["first"]
+    assert said(steps[1:2], "origin") == ["draft", "draft", "bonus"]
+    assert said(steps[1:2], "depth") == [1, 2, 0]
+    assert (trace["model"], trace["dropped_steps"]) == (whole["model"], 0)
+
+
+def test_a_stream_carries_the_step_of_each_event(server):
+    events = server.stream(CHAT, messages=USER, max_tokens=20, temperature=0, trace=True)
+    for event in events:
+        answers.ChatEvent.model_validate(event)
+    streamed = [event["choices"][0]["trace"] for event in events]
+    trace = trace_of(server, events[0]["id"])
+    assert streamed == trace["choices"][0]["steps"]
+    text = "".join(event["choices"][0]["delta"]["content"] or "" for event in events)
+    assert "".join(said(streamed, "text")) == text
+
+
+def test_who_does_not_ask_gets_no_trace(server):
+    plain = server.complete("ab", max_tokens=4)
+    answer = httpx.get(f"{server.url}/v1/requests/{plain['id']}/trace")
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "trace_not_found"
+    for event in server.stream(COMPLETIONS, prompt="ab", max_tokens=4, trace=False):
+        assert "trace" not in event["choices"][0]
+
+
+def test_each_choice_has_its_own_steps(server):
+    whole = server.complete(["ab", "cd"], n=2, max_tokens=5, seed=1, trace=True)
+    trace = trace_of(server, whole["id"])
+    for told, choice in zip(trace["choices"], whole["choices"], strict=True):
+        assert told["index"] == choice["index"]
+        assert "".join(said(told["steps"], "text")) == choice["text"]
+
+
+def test_a_trace_ends_with_the_text_where_a_stop_string_cuts_it(server):
+    whole = server.complete(
+        "abcdefgh", max_tokens=30, temperature=0, stop=["fg"], return_token_ids=True, trace=True
+    )
+    (choice,) = trace_of(server, whole["id"])["choices"]
+    assert said(choice["steps"], "token") == whole["choices"][0]["token_ids"]
+    assert "".join(said(choice["steps"], "text")) == whole["choices"][0]["text"] + "fg"
+    assert choice["finish_reason"] == "stop"
+
+
+def test_a_request_that_may_not_draft_has_plain_steps(server):
+    whole = server.complete("abc", max_tokens=6, trace=True, speculative={"enabled": False})
+    (choice,) = trace_of(server, whole["id"])["choices"]
+    assert [step["source"] for step in choice["steps"]] == [PREFILL] + [PLAIN] * 5
+    assert set(said(choice["steps"][1:], "origin")) == {"plain"}
+
+
+def test_a_trace_grows_while_its_request_runs_and_tells_that_it_was_left(server):
+    body = {"prompt": [SLOW, 97], "max_tokens": 300, "stream": True, "trace": True}
+    with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as answer:
+        lines = answer.iter_lines()
+        name = json.loads(next(lines).removeprefix("data: "))["id"]
+        before = trace_of(server, name)["choices"][0]
+        assert before["finish_reason"] is None
+        for _ in range(20):
+            next(lines)
+        assert len(trace_of(server, name)["choices"][0]["steps"]) > len(before["steps"])
+    for _ in range(100):
+        if (left := trace_of(server, name)["choices"][0])["finish_reason"]:
+            break
+    assert left["finish_reason"] == "abort"
+
+
+def test_a_request_that_failed_keeps_the_steps_before(server):
+    events = server.stream(COMPLETIONS, prompt=[FAIL, 97], max_tokens=20, trace=True)
+    (choice,) = trace_of(server, events[0]["id"])["choices"]
+    assert choice["finish_reason"] == "error"
+    assert choice["steps"]
+
+
+def test_a_server_may_keep_the_trace_of_every_request(folder):
+    with serving(["-m", "tests.support.http_fixtures", folder, "--trace-requests"]) as server:
+        events = server.stream(COMPLETIONS, prompt="ab", max_tokens=4)
+        assert all("trace" not in event["choices"][0] for event in events)
+        assert trace_of(server, events[0]["id"])["choices"][0]["steps"]
+
+
+# What is kept
+
+
+def step(size: int) -> dict[str, Any]:
+    return {"a": "x" * (size - len('{"a":""}'))}
+
+
+def test_the_latest_traces_are_kept():
+    kept = Traces()
+    for number in range(MAX_TRACES + 3):
+        kept.open(f"r{number}", {}, 1).add(0, step(100), "stop")
+    assert kept.find("r2") is None
+    assert kept.find("r3") is not None
+    assert kept.find(f"r{MAX_TRACES + 2}") is not None
+
+
+def test_traces_are_bounded_in_bytes_and_tell_what_they_dropped():
+    kept = Traces(max_traces=10, max_bytes=1000)
+    old, new = kept.open("old", {}, 1), kept.open("new", {}, 2)
+    for _ in range(5):
+        old.add(0, step(100), None)
+        new.add(1, step(100), None)
+    assert kept.find("old") is old
+    new.add(0, step(100), None)
+    assert kept.find("old") is None
+    old.add(0, step(100), None)  # still running, and nobody finds it
+    assert old.num_bytes == 0
+    for _ in range(9):
+        new.add(0, step(100), None)
+    told = json.loads(new.to_json())
+    assert new.num_bytes == 1000
+    assert told["dropped_steps"] == 5
+    assert [len(choice["steps"]) for choice in told["choices"]] == [10, 0]
+
+
+def test_a_token_tells_where_its_draft_came_from():
+    tree = StepTrace(
+        number=3,
+        source=NGRAM,
+        num_rows=2,
+        at_ms=5.0,
+        host_ms=2.0,
+        device_ms=None,
+        drafts=[10, 11, 12],
+        parents=[0, 0, 2],
+        path=[2, 3],
+        corpus_nodes=[3],
+    )
+    told = step_json(tree, [11, 12, 13], ["a", "b", "c"], TokenNames(None))
+    answers.TracedStep.model_validate(told)
+    assert [draft["origin"] for draft in told["drafts"]] == ["ngram", "ngram", "corpus"]
+    assert [draft["accepted"] for draft in told["drafts"]] == [False, True, True]
+    assert [draft["depth"] for draft in told["drafts"]] == [1, 1, 2]
+    said = [(token["origin"], token["node"], token["depth"]) for token in told["tokens"]]
+    assert said == [("ngram", 2, 1), ("corpus", 3, 2), ("bonus", 0, 0)]
+    short = step_json(tree, [11], ["a"], TokenNames(None))
+    assert [token["node"] for token in short["tokens"]] == [2]
+    assert DRAFT not in {token["origin"] for token in told["tokens"]}
