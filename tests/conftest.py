@@ -14,6 +14,7 @@ from shared.boundary.backend import Backend
 from tests.support.backends import FRAMEWORKS, make_backend
 from tests.support.contract_host import Host, Texts, contract_limits, contract_model
 from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
+    NO_BROWSER,
     print_counts,
     pytest_configure,
     pytest_sessionfinish,
@@ -115,3 +116,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if ran and find_spec("triton") is None:
         line = "triton is not installed: only Pallas ran"
         terminalreporter.write_line(f"{line}, {len(ran)} cases of the Triton kernels did not")
+    skipped = terminalreporter.stats.get("skipped", [])
+    if unopened := [report for report in skipped if NO_BROWSER in str(report.longrepr)]:
+        terminalreporter.write_line(f"{NO_BROWSER}; {len(unopened)} tests did not run")

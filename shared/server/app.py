@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from shared.process.frames import ModelFacts
-from shared.server import answers
+from shared.server import answers, playground
 from shared.server.admin import AddCorpus, AdminRoutes, RemoveCorpus, load_start_corpus
 from shared.server.connection import TimedConnection
 from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
@@ -91,6 +91,7 @@ def make_app(
         *_model_routes(routes, tokens),
         *_state_routes(routes),
         *_admin_routes(admin),
+        *_page_routes(),
     )
     app = _with_routes(served, client.facts.api_key is not None)
     for kind, handler in _ON_ERRORS.items():
@@ -201,6 +202,18 @@ def _admin_routes(admin: AdminRoutes) -> Iterator[Route]:
         handler=admin.list_corpora,
         answer=answers.Corpora,
         errors=(503,),
+    )
+
+
+def _page_routes() -> Iterator[Route]:
+    """The page for people."""
+    yield Route(path="/", method="GET", handler=playground.page, media_type="text/html")
+    yield Route(
+        path="/playground/{name}",
+        method="GET",
+        handler=playground.part,
+        media_type="text/*",
+        errors=(404,),
     )
 
 

@@ -6,6 +6,7 @@ the server on that machine. The name is what the browser writes into the request
 
 from __future__ import annotations
 
+import base64
 import hmac
 import json
 from collections.abc import Collection
@@ -19,6 +20,8 @@ from shared.server.errors import ApiError
 
 MAX_HEAD_BYTES = 1 << 14
 """Of the first line of a request and its header fields."""
+
+_BASIC = 'Basic realm="Tandem", charset="UTF-8"'
 
 OPEN_PATH = "/live"
 """The route that needs no key: who watches the process has none."""
@@ -58,14 +61,19 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the application, or answers in its place."""
-        given = bearer(Headers(scope=scope).get("authorization", ""))
+        headers = Headers(scope=scope)
+        authorization = headers.get("authorization", "")
+        given = password(authorization) or bearer(authorization)
         # All are compared: the time says nothing of which one is like what was given.
         found = [hmac.compare_digest(given, key.encode()) for key in self._keys]
         if any(found) or scope["path"] == OPEN_PATH:
             await self._app(scope, receive, send)
             return
         message = "the API key is wrong or missing; send it as a bearer token"
-        await _refuse(ApiError(401, message, code="invalid_api_key"), scope, receive, send)
+        # Whoever opens an address in a browser is asked for the key as a password.
+        challenge = _BASIC if "text/html" in headers.get("accept", "") else "Bearer"
+        error = ApiError(401, message, code="invalid_api_key")
+        await _refuse(error, scope, receive, send, challenge)
 
 
 class HeadLimit:
@@ -98,10 +106,23 @@ def bearer(authorization: str) -> bytes:
     return authorization.encode("latin-1").removeprefix(b"Bearer ")
 
 
-async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+def password(authorization: str) -> bytes:
+    """The password that a browser sends, with any name of a user; empty where it sends none."""
+    scheme, _, encoded = authorization.partition(" ")
+    if scheme != "Basic":
+        return b""
+    try:
+        return base64.b64decode(encoded, validate=True).partition(b":")[2]
+    except ValueError:
+        return b""
+
+
+async def _refuse(
+    error: ApiError, scope: Scope, receive: Receive, send: Send, challenge: str | None = None
+) -> None:
     headers = {"connection": "close"}  # a body may still be on its way
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
+    if challenge is not None:
+        headers["www-authenticate"] = challenge
     body = json.dumps(error.to_json())
     answer = Response(body, error.status, headers, media_type="application/json")
     await answer(scope, receive, send)

@@ -26,7 +26,8 @@ from tests.support.http_fixtures import (
 
 KEY = "schlüssel"
 CORPORA = "/list_external_corpora"
-GET_ROUTES = ["/v1/models", "/v1/models/default", "/health", "/metrics", "/capabilities", "/v2"]
+GET_ROUTES = ["/v1/models", "/v1/models/default", "/health", "/metrics", "/capabilities", "/"]
+GET_ROUTES += ["/playground/main.js", "/v1/requests/a/trace", "/v2"]
 POST_ROUTES = [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/add_external_corpus"]
 
 
@@ -63,7 +64,7 @@ def test_every_route_but_live_asks_for_the_key(server, headers):
 
 
 def test_who_knows_the_key_is_served(server):
-    for path in GET_ROUTES[:-1]:
+    for path in GET_ROUTES[:-2]:
         assert httpx.get(server.url + path, headers=bearer(KEY)).status_code == 200
     client = openai.OpenAI(base_url=server.url + "/v1", api_key="x")
     with pytest.raises(openai.AuthenticationError):
@@ -77,6 +78,27 @@ def test_the_admins_key_opens_every_route_and_the_other_one_not_the_admins(serve
     assert httpx.get(server.url + CORPORA, headers=bearer(ADMIN_KEY)).status_code == 200
     assert httpx.get(server.url + "/v1/models", headers=bearer(ADMIN_KEY)).status_code == 200
     assert httpx.get(server.url + CORPORA, headers=bearer(KEY)).status_code == 401
+
+
+def test_a_browser_is_asked_for_the_key_and_sends_it_as_a_password(server):
+    """Any name of a user will do; a program is asked for a bearer token."""
+    opened = httpx.get(server.url + "/", headers={"accept": "text/html,*/*"})
+    assert opened.status_code == 401
+    assert opened.headers["www-authenticate"].startswith("Basic ")
+    assert httpx.get(server.url + "/").headers["www-authenticate"] == "Bearer"
+    for path in ("/", "/playground/main.js", "/v1/models"):
+        for name in ("", "me"):
+            assert httpx.get(server.url + path, auth=(name, KEY)).status_code == 200
+        for wrong in ("", KEY[:-1], KEY + "x", f"a:{KEY}"):
+            assert httpx.get(server.url + path, auth=("me", wrong)).status_code == 401
+    for broken in ("Basic", "Basic é", f"Basic {KEY}", "Basic YWI="):
+        headers = {"authorization": broken.encode()}
+        assert httpx.get(server.url + "/", headers=headers).status_code == 401
+
+
+def test_a_password_opens_no_admins_route(server):
+    """A browser sends it on its own, also when a page of another site leads here."""
+    assert httpx.get(server.url + CORPORA, auth=("me", ADMIN_KEY)).status_code == 401
 
 
 def test_without_a_key_every_key_is_taken(open_server):

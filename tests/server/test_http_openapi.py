@@ -27,6 +27,7 @@ from tests.support.http_fixtures import (
 )
 
 ROUTES = {
+    "/": "get",
     "/add_external_corpus": "post",
     "/capabilities": "get",
     "/detokenize": "post",
@@ -35,6 +36,7 @@ ROUTES = {
     "/live": "get",
     "/metrics": "get",
     "/openapi.json": "get",
+    "/playground/{name}": "get",
     "/remove_external_corpus": "post",
     "/tokenize": "post",
     "/v1/chat/completions": "post",

@@ -14,6 +14,7 @@ from tests.support.backends import JAX_BACKENDS
 from tests.support.equality import TALLY
 
 MOST_PROGRAMS = 42
+NO_BROWSER = "no chromium and chromedriver here: the page was not opened in a browser"
 _TOTAL = {"programs": 0, "tokens": 0, "excused": 0, "requests": 0, "preemptions": 0}
 
 

@@ -1,0 +1,87 @@
+// What an answer's steps add up to: three numbers and a strip with a bar for each step.
+
+import { shade } from "./tokens.js";
+import { svg } from "./tree.js";
+
+const BAR = 9, GAP = 3, ROW = 6; // of the strip
+
+const verified = (step) => step.source !== "prefill";
+const accepted = (step) => step.drafts.filter((draft) => draft.accepted).length;
+const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+
+/** Acceptance length, tokens/s and milliseconds of a step; null where nothing is known yet. */
+export function summary(steps) {
+  const decoded = steps.filter(verified);
+  const last = steps.at(-1), begun = steps[0];
+  if (!decoded.length) return { length: null, speed: null, step: null };
+  const seconds = (last.time_ms - begun.time_ms) / 1e3;
+  const tokens = decoded.reduce((sum, step) => sum + step.tokens.length, 0);
+  const device = decoded.map((step) => step.device_ms).filter((value) => value !== null);
+  return {
+    length: mean(decoded.map((step) => accepted(step) + 1)),
+    speed: seconds ? tokens / seconds : null,
+    step: device.length ? mean(device) : mean(decoded.map((step) => step.host_ms)),
+  };
+}
+
+/** A step in one sentence. */
+export function told(step) {
+  const parts = [`${step.time_ms.toFixed(0)} ms after arrival`];
+  parts.push(step.batch_size === 1 ? "alone in its batch" : `batch of ${step.batch_size}`);
+  const took = step.device_ms ?? step.host_ms;
+  const where = step.device_ms === null ? "with the host" : "on the device";
+  parts.push(`${took.toFixed(1)} ms ${where}`);
+  return parts.join(" · ");
+}
+
+/** A step's name, and what became of its drafts. */
+export function title(step) {
+  const drafts = step.drafts.length;
+  if (step.source === "prefill") return "The prompt, and the first token";
+  if (!drafts) return `Step ${step.index}: plain`;
+  return `Step ${step.index}: ${accepted(step)} of ${drafts} drafts accepted`;
+}
+
+/** Writes the numbers into the page. */
+export function showMeters(found) {
+  const write = (id, value, digits, unit = "") => {
+    const place = document.getElementById(id);
+    place.textContent = value === null ? "–" : value.toFixed(digits);
+    if (value !== null && unit) place.append(Object.assign(document.createElement("small"),
+      { textContent: ` ${unit}` }));
+  };
+  write("m-length", found.length, 2);
+  write("m-speed", found.speed, found.speed < 100 ? 1 : 0);
+  write("m-step", found.step, 1, "ms");
+}
+
+function frame(place, rows) {
+  const at = { x: place * (BAR + GAP), y: 0.5, width: BAR + 2, height: rows * ROW - 1 };
+  return svg("rect", { ...at, rx: 2, class: "frame" });
+}
+
+/** Draws a bar for each of the latest steps; `pick(step)` when one is clicked. */
+export function drawStrip(target, steps, chosen, pick) {
+  const room = Math.max(10, Math.floor((target.clientWidth || 320) / (BAR + GAP)));
+  const shown = steps.filter(verified).slice(-room);
+  target.parentElement.hidden = !shown.length;
+  if (!shown.length) return;
+  const depth = (step) => Math.max(0, ...step.drafts.map((draft) => draft.depth));
+  const rows = Math.max(...shown.map(depth)) + 1;
+  const bars = shown.map((step, place) => {
+    const cell = (row, className) => {
+      const at = { x: place * (BAR + GAP) + 1, y: (rows - 1 - row) * ROW };
+      return svg("rect", { ...at, width: BAR, height: ROW - 1, class: className });
+    };
+    const taken = step.drafts.filter((draft) => draft.accepted);
+    const cells = taken.map((draft, row) => cell(row, shade(draft.origin, draft.depth)));
+    cells.push(cell(taken.length, "own"));
+    for (let row = taken.length + 1; row <= depth(step); row++) cells.push(cell(row, "refused"));
+    if (step === chosen) cells.push(frame(place, rows));
+    const group = svg("g", {}, ...cells);
+    group.addEventListener("click", () => pick(step));
+    return group;
+  });
+  target.setAttribute("height", rows * ROW);
+  target.replaceChildren(...bars);
+}

@@ -1,0 +1,89 @@
+// The draft tree of a step as a picture: the root above, what was accepted in colour.
+
+import { shade } from "./tokens.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+const COLUMN = 66, ROW = 40, HEIGHT = 22, LETTERS = 8;
+
+/** An SVG element with attributes. */
+export function svg(name, attributes, ...children) {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children);
+  return made;
+}
+
+/** A token short enough for a node. */
+function label(text) {
+  const shown = text.replaceAll("\n", "↵").replaceAll(" ", "␣");
+  return shown.length > LETTERS ? `${shown.slice(0, LETTERS - 1)}…` : shown;
+}
+
+/** Every node with its class: the newest token, the drafts, and the target's own choice. */
+function nodesOf(step) {
+  const own = step.tokens.find((token) => !token.node);
+  const path = step.drafts.filter((draft) => draft.accepted);
+  const said = new Set(step.tokens.map((token) => token.node));
+  const nodes = [{ node: 0, parent: null, depth: 0, text: step.root, kind: "root" }];
+  for (const draft of step.drafts) {
+    const cut = draft.accepted && !said.has(draft.node) ? " cut" : "";
+    const kind = draft.accepted ? `taken ${shade(draft.origin, draft.depth)}${cut}` : "refused";
+    nodes.push({ ...draft, kind });
+  }
+  if (own) {
+    const parent = path.at(-1)?.node ?? 0;
+    nodes.push({ node: -1, parent, depth: path.length + 1, text: own.name, kind: "own" });
+  }
+  return nodes;
+}
+
+/** Gives each node a column: its first child below it, the others as far left as there is room. */
+function place(nodes) {
+  const children = new Map(nodes.map((node) => [node.node, []]));
+  // What was accepted stands on the left, so the text reads straight down.
+  const rank = (node) => (node.kind === "refused" ? 1 : 0);
+  for (const node of nodes) if (node.parent !== null) children.get(node.parent).push(node);
+  const ends = []; // the first free column of each row
+  const visit = (node, least) => {
+    node.column = Math.max(least, ends[node.depth] ?? 0);
+    const below = children.get(node.node).sort((a, b) => rank(a) - rank(b));
+    below.forEach((child, index) => visit(child, node.column + Math.min(index, 1)));
+    // A child may have found no room below it: then it stands above the child.
+    if (below.length) node.column = below[0].column;
+    ends[node.depth] = node.column + 1;
+  };
+  visit(nodes[0], 0);
+  return Math.max(...ends);
+}
+
+/** Draws the tree of a step into an element; returns what it shows in words. */
+export function drawTree(target, step) {
+  const nodes = nodesOf(step);
+  const columns = place(nodes);
+  const at = new Map(nodes.map((node) => [node.node, node]));
+  const x = (node) => (node.column + 0.5) * COLUMN;
+  const y = (node) => node.depth * ROW + HEIGHT / 2 + 1;
+  const edges = [], shapes = [];
+  for (const node of nodes) {
+    if (node.parent !== null) edges.push(edge(at.get(node.parent), node, x, y));
+    const box = { x: x(node) - COLUMN / 2 + 4, y: y(node) - HEIGHT / 2, rx: 5 };
+    const text = svg("text", { x: x(node), y: y(node) + 4, "text-anchor": "middle" });
+    text.textContent = label(node.text);
+    const title = svg("title", {});
+    title.textContent = `${node.text} ${node.kind === "refused" ? "(rejected)" : ""}`;
+    const rect = svg("rect", { ...box, width: COLUMN - 8, height: HEIGHT });
+    shapes.push(svg("g", { class: node.kind, "data-node": node.node }, title, rect, text));
+  }
+  const rows = Math.max(...nodes.map((node) => node.depth)) + 1;
+  target.setAttribute("width", columns * COLUMN);
+  target.setAttribute("height", (rows - 1) * ROW + HEIGHT + 2);
+  // Accepted edges lie over the others.
+  edges.sort((a, b) => a.classList.contains("taken") - b.classList.contains("taken"));
+  target.replaceChildren(...edges, ...shapes);
+}
+
+function edge(above, below, x, y) {
+  const top = y(above) + HEIGHT / 2, bottom = y(below) - HEIGHT / 2, middle = (top + bottom) / 2;
+  const d = `M${x(above)} ${top}C${x(above)} ${middle} ${x(below)} ${middle} ${x(below)} ${bottom}`;
+  return svg("path", { d, class: below.kind === "refused" ? "refused" : "taken" });
+}
