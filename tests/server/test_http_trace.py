@@ -71,6 +71,13 @@ def test_the_steps_of_an_answer_add_up_to_its_text_tokens_and_totals(server):
     assert (trace["model"], trace["dropped_steps"]) == (whole["model"], 0)
 
 
+def test_a_text_that_ends_within_a_character_has_the_same_texts(server):
+    whole = server.complete("a✓", max_tokens=6, temperature=0, trace=True)
+    (choice,) = trace_of(server, whole["id"])["choices"]
+    text = "".join(said(choice["steps"], "text"))
+    assert text == whole["choices"][0]["text"] == "a✓a\ufffd"
+
+
 def test_a_stream_carries_the_step_of_each_event(server):
     events = server.stream(CHAT, messages=USER, max_tokens=20, temperature=0, trace=True)
     for event in events:
