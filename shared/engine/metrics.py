@@ -19,8 +19,12 @@ class Metrics:
     """
 
     def __init__(self, gauges: Mapping[str, Callable[[], float]]) -> None:
-        self._gauges = gauges
+        self._gauges = dict(gauges)
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+
+    def show(self, gauges: Mapping[str, Callable[[], float]]) -> None:
+        """Reads more gauges with each snapshot."""
+        self._gauges |= gauges
 
     def count(self, name: str, number: int) -> None:
         """Adds to a counter.

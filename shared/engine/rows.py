@@ -12,6 +12,7 @@ from jaxtyping import Float32
 from shared.boundary.backend import Count, Decode, HostDraft, Prefill, StepPlan, Work
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
+from shared.spec.gated_delta import CHUNK
 
 _TREE = tuple(field.name for field in fields(HostDraft))
 
@@ -33,6 +34,18 @@ class Chunk:
     def ends_prompt(self) -> bool:
         """Whether the chunk ends where the next token is to be chosen."""
         return self.end == len(self.request.context)
+
+
+def chunk_end(request: Request, budget: int) -> int:
+    """Where a chunk of at most `budget` tokens ends; at its start if nothing fits.
+
+    Inside a prompt that is a multiple of `CHUNK`, so that the chunked delta rule cuts a prompt the
+    same way under any chunking and gives the same bits.
+    """
+    end = request.prefilled + budget
+    if end >= request.prefill_length:
+        return request.prefill_length
+    return max(request.prefilled, end // CHUNK * CHUNK)
 
 
 class Rows(Protocol):

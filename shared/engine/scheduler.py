@@ -10,7 +10,7 @@ from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
 from shared.engine.prefix_cache import Prefix, PrefixCache
 from shared.engine.request import Refusal, Request
-from shared.engine.rows import Chunk, CountRows, DecodeRows, PrefillRows, Rows
+from shared.engine.rows import Chunk, CountRows, DecodeRows, PrefillRows, Rows, chunk_end
 from shared.engine.waiting import WaitingQueue
 from shared.spec.gated_delta import CHUNK
 
@@ -145,7 +145,7 @@ class Scheduler:
         for request in tuple(self.running):
             if not request.slot or request.decodes or request is self._leaving:
                 continue
-            first, end = request.prefilled, _chunk_end(request, budget)
+            first, end = request.prefilled, chunk_end(request, budget)
             if first == end or not self._make_room(request, end):
                 continue
             chunks.append(Chunk(request, first, end))
@@ -217,15 +217,3 @@ def _prefill_sizes(limits: Limits, chunked_prefill_size: int) -> tuple[int, int]
             f"got {chunked_prefill_size} with prefills of {limits.token_sizes}"
         )
     return most, max(p.batch for p in prefills if p.tokens == most)
-
-
-def _chunk_end(request: Request, budget: int) -> int:
-    """Where a chunk of at most `budget` tokens ends; at its start if nothing fits.
-
-    Inside a prompt that is a multiple of `CHUNK`, so that the chunked delta rule cuts a prompt the
-    same way under any chunking and gives the same bits.
-    """
-    end = request.prefilled + budget
-    if end >= request.prefill_length:
-        return request.prefill_length
-    return max(request.prefilled, end // CHUNK * CHUNK)

@@ -39,6 +39,11 @@ class EngineConfig:
         None, "steps on the device while the host plans the next (default: 1)", low=0, high=2
     )
     disable_overlap_schedule: bool = flag(False, "the same as --overlap 0")
+    shadow_check: float = flag(
+        0.0, "share of the requests whose texts are compared with plain decoding in steps in which "
+        "the engine is idle; /metrics counts them, and the log names what differs",
+        low=0.0, high=1.0, is_share=True, metavar="RATE",
+    )  # fmt: skip
     disable_cuda_graph: bool = flag(False, "torch on a GPU runs every step launch by launch")
     disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts alone")
 

@@ -323,6 +323,16 @@ RULES = (
         ),
     ),
     Rule(
+        refuses=lambda s: s.draft.accept_rates is not None and bool(s.options.engine.shadow_check),
+        reason="--shadow-check compares texts with plain decoding, and with "
+        "--speculative-simulate-accept-length they are not the model's",
+        way_out="give one of them",
+        example=Example(
+            drafter="NEXTN",
+            flags=_flags("--speculative-simulate-accept-length 2 --shadow-check 0.1"),
+        ),
+    ),
+    Rule(
         refuses=lambda s: s.adaptive_flag is not None and not s.adaptive.speculative_adaptive,
         reason="{adaptive_flag} says how drafts are chosen",
         way_out="add --speculative-adaptive, or leave it out",

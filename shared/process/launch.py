@@ -38,6 +38,7 @@ from shared.engine.engine import Engine
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.shadow import Divergence, ShadowCheck
 from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig, read_json
 from shared.models.dummy import DummyCheckpoint, Stored
@@ -150,7 +151,9 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         with _ended_by_signals():
             backend = _ready(start, platform, console)
             watchdog = Watchdog(options.server.watchdog_timeout)
-            engine = make_engine(NamedSteps(backend, watchdog), start.memory)
+            named = NamedSteps(backend, watchdog)
+            engine = make_engine(named, start.memory)
+            served = _checked(engine, named, options.engine.shadow_check)
         for note in _step_notes(engine.controller):
             console.print(note)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
@@ -160,7 +163,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     remembers = isinstance(controller, NgramController | AdaptiveNgramController)
     index = controller.index if remembers else None
     facts = _facts(start, host_names(options.server, listeners))
-    return loop.run(engine, facts, listeners, index, watchdog)
+    return loop.run(served, facts, listeners, index, watchdog)
 
 
 def _notes(start: Start) -> Iterator[str]:
@@ -329,6 +332,17 @@ def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
         chunked_prefill_size=options.engine.chunked_prefill_size or 0,
         cache=cache_policy(memory),
     )
+
+
+def _checked(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowCheck:
+    """The engine, with a share of its texts checked."""
+    if not rate:
+        return engine
+    return ShadowCheck(engine, backend, rate=rate, report=_tell)
+
+
+def _tell(divergence: Divergence) -> None:
+    print(divergence, file=sys.stderr, flush=True)
 
 
 def make_controller(backend: Backend, options: Options) -> Controller:

@@ -65,9 +65,11 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
         batches, tables = sorted({1, requests}), (table,)
         chunks = list(product([1], _chunks(most)))
         programs = _few(_programs(options, batches, chunks, tables))
+    plain = TreeShape.plain(1)
     if not engine.disable_radix_cache:
-        plain = TreeShape.plain(1)
         programs.append(_program(Work.COUNT, 1, table, most, plain, logprobs=False))
+    if engine.shadow_check and not any(_decodes_plainly(program) for program in programs):
+        programs.append(_program(Work.DECODE, 1, table, 0, plain, logprobs=True))
     return Limits(
         page_size=page_size,
         num_pages=1 + num_pages,
@@ -122,6 +124,10 @@ def _programs(
     if on_host:
         decodes = [replace(p, host_draft=not p.shape.is_plain) for p in decodes]
     return decodes + prefills
+
+
+def _decodes_plainly(program: Program) -> bool:
+    return program.work is Work.DECODE and program.shape.is_plain
 
 
 def _few(programs: Sequence[Program]) -> list[Program]:
