@@ -153,7 +153,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
             watchdog = Watchdog(options.server.watchdog_timeout)
             named = NamedSteps(backend, watchdog)
             engine = make_engine(named, start.memory)
-            served = _checked(engine, named, options.engine.shadow_check)
+            served = with_checks(engine, named, options.engine.shadow_check)
         for note in _step_notes(engine.controller):
             console.print(note)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
@@ -334,8 +334,8 @@ def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
     )
 
 
-def _checked(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowCheck:
-    """The engine, with a share of its texts checked."""
+def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowCheck:
+    """The engine, of whose texts a share is checked."""
     if not rate:
         return engine
     return ShadowCheck(engine, backend, rate=rate, report=_tell)

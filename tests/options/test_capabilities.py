@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from shared.boundary.backend import Backend
+from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.options import capabilities
 from shared.options.options import (
@@ -56,16 +58,34 @@ class House:
 
     def serve(self, line: list[str]) -> dict[int, Outcome]:
         """Texts of `requests`, by the start's own steps."""
+        engine, backend = self._started(line)
+        try:
+            return drive(engine, requests(backend.limits.vocab))
+        finally:
+            engine.close()
+
+    def parity(self, line: list[str]) -> dict[str, float]:
+        """What the start's checks say of `requests`."""
+        engine, backend = self._started(line)
+        checked = launch.with_checks(engine, backend, parse(line).engine.shadow_check)
+        try:
+            for request in requests(backend.limits.vocab):
+                checked.add(request)
+            while checked.busy:
+                checked.step()
+            found = checked.metrics.snapshot()
+        finally:
+            checked.close()
+        head = "parity_"
+        return {name.removeprefix(head): n for name, n in found.items() if name.startswith(head)}
+
+    def _started(self, line: list[str]) -> tuple[Engine, Backend]:
         device = Device("cpu", "CPU", 1 << 31)
         platform = replace(reference_serve.PLATFORM, find_device=lambda: device)
         start = launch.prepare(parse(line), platform)
         backend = start.load(platform, lambda num_bytes: None)
         backend.prepare(backend.limits.programs, lambda program: None)
-        engine = launch.make_engine(backend, start.memory)
-        try:
-            return drive(engine, requests(backend.limits.vocab))
-        finally:
-            engine.close()
+        return launch.make_engine(backend, start.memory), backend
 
 
 @pytest.fixture(scope="module")
@@ -148,6 +168,13 @@ def test_what_is_not_refused_is_served(
     for number in plain:
         assert served[number].finish_reason is plain[number].finish_reason
         assert number not in same or served[number].tokens == plain[number].tokens
+
+
+@pytest.mark.parametrize("drafter", ["none", *ALGORITHMS])
+def test_every_drafter_has_the_plain_steps_of_a_shadow_check(drafter: str, house: House) -> None:
+    parity = house.parity(house.start(drafter, ("--shadow-check", "1")))
+    assert parity["checks_total"] == 3
+    assert parity["mismatch_total"] == parity["dropped_total"] == 0
 
 
 def blocked(drafter: str, line: list[str]) -> list[str]:

@@ -117,6 +117,21 @@ def test_a_cpu_that_compiles_its_programs_has_few_of_them():
         assert sizes[with_logprobs] == max(sizes.values())
 
 
+@pytest.mark.parametrize(("name", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])
+def test_a_shadow_check_brings_the_plain_step_that_a_start_lacks(name, kind):
+    """Nothing compiles while serving, so a replay's programs are in the list."""
+    chain = "--speculative-algorithm NEXTN"
+    for flags, num_more in ((chain, 1), ("", 0), (f"{chain} --speculative-adaptive", 0)):
+        without = planned(name, 140 * GB, flags, kind=kind).limits.programs
+        with_checks = planned(name, 140 * GB, f"{flags} --shadow-check 0.1", kind=kind).limits
+        more = set(with_checks.programs) - set(without)
+        assert len(more) == num_more
+        plain = [p for p in with_checks.programs if p.work is Work.DECODE and p.shape.is_plain]
+        table = max(p.pages for p in with_checks.programs)
+        assert any(p.logprobs and p.pages == table for p in plain)
+        assert all((p.batch, p.pages) == (1, table) for p in more)
+
+
 def test_a_gpu_has_a_program_for_each_power_of_two_of_a_prompts_tokens():
     """Trap: a prompt of 300 tokens in a program for 2,048 of them."""
     programs = planned("torch", 140 * GB).limits.programs
