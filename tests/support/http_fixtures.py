@@ -66,7 +66,7 @@ CRASH, FAIL, SLOW, REFUSED, FREEZE = (
     293,
     294,
 )  # first tokens of a prompt; the last also biased
-FILLER = ord("-")
+FILLER, LIE = ord("-"), ord("!")
 WATCHDOG_S = 5.0
 START_S = 180.0  # a backend may compile first
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -112,9 +112,13 @@ class Repeater:
     a letter of the seed, so that choices can be told apart. A positive bias makes its token every
     token, and FILLER stands for a stop token before `min_tokens`. A token's logprob is its id by
     -256, and the ids from it on are the best.
+
+    Args:
+      wrong_at: Number of a token of outputs that is LIE where drafts are allowed; None: none is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wrong_at: int | None = None) -> None:
+        self._wrong_at = wrong_at
         self.metrics = self
         self.running: list[Request] = []
         self.waiting: list[Request] = []
@@ -188,7 +192,8 @@ class Repeater:
         if request.sampling.max_draft_tokens is not None:
             drafts = min(drafts, request.sampling.max_draft_tokens)
         for _ in range(1 if first else drafts + 1):
-            token = _token(request, len(request.output))
+            is_wrong = drafts > 0 and len(request.output) == self._wrong_at
+            token = LIE if is_wrong else _token(request, len(request.output))
             tokens.append(token)
             request.output.append(token)
             if token in request.sampling.stop_token_ids:
@@ -369,6 +374,7 @@ def main() -> int:
     parser.add_argument("--tool-call-parser")
     parser.add_argument("--api-key")
     parser.add_argument("--trace-requests", action="store_true")
+    parser.add_argument("--wrong-at", type=int)
     flags = parser.parse_args()
     limits = RequestLimits(
         context_length=CONTEXT,
@@ -395,7 +401,7 @@ def main() -> int:
         trace_requests=flags.trace_requests,
     )
     watchdog = Watchdog(WATCHDOG_S)
-    engine = Repeater()
+    engine = Repeater(flags.wrong_at)
     return loop.run(engine, facts, bind("127.0.0.1", 0), engine.ngram, watchdog)
 
 

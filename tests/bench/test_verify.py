@@ -1,0 +1,129 @@
+"""The bench that asks a running server twice: it finds the token that differs, and none besides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from bench import verify
+from tests.support.http_fixtures import LIE, Server, save_tokenizer, serving
+from tests.support.tiny_models import write_tiny
+
+PROMPTS = [
+    {"prompt": "abcdefgh", "temperature": 0},
+    {"messages": [{"role": "user", "content": "who?"}], "temperature": 1.0},
+    {"prompt": [97, 98, 99], "max_tokens": 3},
+]
+WRONG_AT = 4
+KEY = "a key"
+# Of the fixture's engine, whose logprobs are ids by -256.
+MARGIN = 1 / 256
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory) -> Iterator[tuple[Server, Server]]:
+    """An honest one, and one whose fifth token is wrong where drafts are allowed."""
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    command = ["-m", "tests.support.http_fixtures", str(folder), "--api-key", KEY]
+    with ExitStack() as stack:
+        honest = stack.enter_context(serving(command))
+        yield honest, stack.enter_context(serving([*command, "--wrong-at", str(WRONG_AT)]))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, PROMPTS)) + "\n")
+    return path
+
+
+def run(folder: Path, prompts: Path, *flags: str) -> tuple[int, dict]:
+    out = folder / "found.json"
+    words = ["--prompts", str(prompts), "--max-tokens", "8", "--api-key", KEY, "--out", str(out)]
+    code = verify.main([*flags, *words])
+    return code, json.loads(out.read_text())
+
+
+def test_a_server_that_keeps_its_texts_is_equal_to_itself_and_to_another(
+    servers, prompts, tmp_path, capsys
+):
+    honest, _ = servers
+    for flags in ([], ["--against", honest.url]):
+        code, found = run(tmp_path, prompts, "--url", honest.url, *flags)
+        assert code == 0
+        assert (found["checked"], found["equal"], found["tokens"]) == (3, 3, 19)
+        assert found["accept_length"] == 3.0
+        assert found["divergences"] == []
+    assert KEY not in json.dumps(found)
+    assert "| 3 | 3 | 19 | 3.0 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("against", [False, True], ids=["plainly", "another server"])
+def test_a_token_that_differs_is_told_with_its_place_and_margin(
+    servers, prompts, tmp_path, against, capsys
+):
+    honest, lying = servers
+    flags = ["--against", honest.url] if against else []
+    code, found = run(tmp_path, prompts, "--url", lying.url, *flags)
+    assert code == 1
+    assert (found["checked"], found["equal"]) == (3, 1)  # one text is over by then
+    first, second = found["divergences"]
+    assert (first["prompt"], first["position"], first["served"]) == (0, WRONG_AT, LIE)
+    assert first["other"] == ord("e")
+    assert second["prompt"] == 1
+    assert first["margin"] == pytest.approx(MARGIN)
+    assert second["margin"] == pytest.approx(MARGIN)
+    assert f"| 0 | {WRONG_AT} | {LIE} | {ord('e')} | 0.00390625 |" in capsys.readouterr().out
+
+
+def test_a_text_that_ends_before_the_other_differs_there():
+    long, short = verify.Text([1, 2, 3], [0.5, 0.5, 0.25], 1, 0), verify.Text([1, 2], [], 1, 0)
+    expected = verify.Divergence(prompt=7, position=2, served=None, other=3, margin=0.25)
+    assert verify.first_difference(7, short, long) == expected
+    assert verify.first_difference(7, long, long) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{}", "no object with either messages or prompt"),
+        ('{"prompt": "a", "messages": []}', "no object with either"),
+        ('{"prompt": "a", "n": 2}', "has n"),
+        ("no", "cannot be read as lines of JSON"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_refused(line, words, tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text(line)
+    nowhere = ["--url", "http://127.0.0.1:9", "--prompts", str(tmp_path / "prompts.jsonl")]
+    assert verify.main(nowhere) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_what_is_not_answered_is_told(servers, prompts, capsys):
+    honest, _ = servers
+    assert verify.main(["--url", honest.url, "--prompts", str(prompts), "--api-key", "no"]) == 2
+    assert "answered" in capsys.readouterr().err
+    assert verify.main(["--url", "http://127.0.0.1:9", "--prompts", str(prompts)]) == 2
+    assert "is not there" in capsys.readouterr().err
+
+
+def test_the_texts_of_a_real_server_are_verified_from_outside_and_by_its_own_checks(
+    prompts, tmp_path
+):
+    write_tiny(tmp_path / "tiny", "qwen3_5", 3)
+    save_tokenizer(tmp_path / "tiny")
+    command = ["-m", "tests.support.reference_serve", "--port", "0"]
+    command += ["--model-path", str(tmp_path / "tiny"), "--speculative-algorithm", "NEXTN"]
+    with serving([*command, "--shadow-check", "1"]) as server:
+        code, found = run(tmp_path, prompts, "--url", server.url)
+        assert (code, found["equal"]) == (0, 3)
+        # Each prompt was asked twice.
+        server.wait_for_metric("tandem_parity_checks_total", 6)
+        metrics = server.metrics()
+        assert metrics["tandem_parity_mismatch_total"] == 0
+        assert metrics["tandem_parity_dropped_total"] == 0
