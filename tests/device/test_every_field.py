@@ -1,0 +1,206 @@
+"""Every field of a request, with every drafter, at every limit of drafts: the plain answer.
+
+A default run asks for each field with some drafter and limit, and each of these with some field, on
+the numpy backend; `-m matrix` asks for the full product on torch. A field that is new has no case,
+and that is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.engine.request import SamplingParams
+from shared.options.options import ALGORITHMS
+from shared.server.openai_types import ChatRequest, CompletionRequest
+from shared.server.sampling import make_sampling
+from tests.support.http_fixtures import END
+from tests.support.in_process import Body
+from tests.support.plain_and_drafted import DRAFTS, House, accepted, answers, near, said
+from tests.support.random_requests import prompt_of
+from tests.support.random_serving import Backends
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMITS: tuple[int | None, ...] = (0, 1, None)
+"""Drafts of a step; None: all that it has."""
+
+PROMPT = [*prompt_of(0, 20, 2)]
+TEXT: Body = {"prompt": PROMPT, "max_tokens": 12, "return_token_ids": True, "temperature": 0.0}
+DRAWN: Body = {**TEXT, "temperature": 1.0, "seed": 3}
+# Two tokens are likely over and over, so that penalties change their order.
+REPEATED: Body = {**DRAWN, "logit_bias": {"65": 9.0, "66": 8.5}}
+TALK: Body = {
+    "messages": [{"role": "user", "content": "one two one two one"}],
+    "max_completion_tokens": 12,
+    "return_token_ids": True,
+    "temperature": 0.0,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One value of a field.
+
+    Attributes:
+      base: The request without it.
+      value: What it asks; a function of the plain answer to `base` where it depends on that.
+      more: What it needs beside it, in the request without it too.
+    """
+
+    base: Body
+    value: Any
+    more: Body = field(default_factory=dict)
+
+
+def _token(place: int) -> Callable[[Body], list[int]]:
+    return lambda answer: [answer["choices"][0]["token_ids"][place]]
+
+
+CASES: dict[str, Case] = {
+    "prompt": Case(TEXT, [*prompt_of(1, 20, 3)]),
+    "messages": Case(TALK, [{"role": "user", "content": "three four three four"}]),
+    "n": Case(DRAWN, 2),
+    "max_tokens": Case(TEXT, 7),
+    "max_completion_tokens": Case(TALK, 7),
+    "min_tokens": Case(TEXT, 6, {"logit_bias": {str(END): 30.0}}),
+    "temperature": Case(TEXT, 0.9, {"seed": 3}),
+    "top_p": Case(DRAWN, 0.2),
+    "top_k": Case(DRAWN, 2),
+    "min_p": Case(DRAWN, 0.6),
+    "presence_penalty": Case(REPEATED, 2.0),
+    "frequency_penalty": Case(REPEATED, 2.0),
+    "repetition_penalty": Case(REPEATED, 1.9),
+    "logit_bias": Case(TEXT, {"65": 8.0, "66": 7.9}),
+    "seed": Case(DRAWN, 4),
+    "stop": Case(TEXT, lambda answer: answer["choices"][0]["text"][4:6]),
+    "stop_token_ids": Case(TEXT, _token(5)),
+    "ignore_eos": Case(TEXT, True, {"logit_bias": {str(END): 6.0}}),
+    "return_token_ids": Case(TEXT, False),
+    "echo": Case(TEXT, True),
+    "logprobs": Case(TEXT, 2),
+    "top_logprobs": Case(TALK, 2, {"logprobs": True}),
+}
+"""A value of each field that changes an answer, and does."""
+
+HTTP, ENGINE = "tests/server/test_http", "tests/engine/test_prefix_cache.py"
+ELSEWHERE = {
+    "stream": f"{HTTP}_api.py::test_a_stream_is_the_whole_answer_in_pieces",
+    "stream_options": f"{HTTP}_api.py::test_usage_comes_in_an_event_of_its_own_when_asked_for",
+    "tools": "tests/server/test_tool_calls.py::test_calls_do_not_depend_on_how_the_text_was_cut",
+    "tool_choice": f"{HTTP}_tools.py::test_the_model_is_told_of_tools_unless_none_may_be_called",
+    "parallel_tool_calls": (
+        f"{HTTP}_tools.py::test_no_more_than_one_call_is_given_where_no_more_may_be"
+    ),
+    "chat_template_kwargs": (
+        f"{HTTP}_tools.py::test_reasoning_that_the_template_opened_is_reasoning"
+    ),
+    "trace": "tests/engine/test_step_trace.py::test_only_who_asks_is_told_and_nobodys_text_changes",
+    "user": f"{ENGINE}::test_tenants_do_not_see_each_other",
+    "priority": f"{ENGINE}::test_priorities_go_first_and_nobody_starves",
+}
+"""Fields that choose no token: where it is tested what they do, however a text comes about."""
+
+NO_TEXT = {"model": "names what is served", "speculative": "is the limit of drafts itself"}
+
+
+def test_every_field_of_a_request_has_a_case():
+    known = {**CompletionRequest.model_fields, **ChatRequest.model_fields}
+    assert CASES.keys() | ELSEWHERE.keys() | NO_TEXT.keys() == known.keys()
+    assert len(CASES) + len(ELSEWHERE) + len(NO_TEXT) == len(known)
+    for name in ELSEWHERE.values():
+        file, test = name.split("::")
+        assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), name
+
+
+def test_every_drafter_is_there():
+    assert DRAFTS.keys() == set(ALGORITHMS)
+
+
+def with_field(name: str, plain: Callable[[Body], Body]) -> tuple[Body, Body]:
+    """A request without a field, and with it."""
+    case = CASES[name]
+    base = case.base | case.more
+    value = case.value(plain(base)) if callable(case.value) else case.value
+    return base, base | {name: value}
+
+
+def limited(body: Body, limit: int | None) -> Body:
+    return body if limit is None else body | {"speculative": {"max_draft_tokens": limit}}
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    made = Backends()
+    yield made
+    made.close()
+
+
+def check(house: House, chosen: list[tuple[str, int | None]]) -> None:
+    """Asks for some fields at some limits at once, and holds the answers against plain ones."""
+    drafting, num_accepted = house.drafting(cached=False), 0
+    for is_talk in (False, True):
+        some = [(n, limit) for n, limit in chosen if (CASES[n].base is TALK) is is_talk]
+        if not some:
+            continue
+        pairs = [with_field(name, house.plainly) for name, _ in some]
+        asked = [limited(body, limit) for (_, body), (_, limit) in zip(pairs, some, strict=True)]
+        found = answers(drafting, asked)
+        for (name, limit), (base, body), answer in zip(some, pairs, found, strict=True):
+            plain = house.plainly(body)
+            assert near(said(house.plainly(base))) != said(plain), f"{name} changes nothing"
+            assert near(said(plain)) == said(answer), (name, limit)
+            histogram = accepted(answer)
+            most = house.depth if limit is None else limit
+            assert not any(histogram[most + 1 :]), (name, limit)
+            num_accepted += sum(i * count for i, count in enumerate(histogram))
+    assert num_accepted > 0, "no draft was accepted, so none could do harm"
+
+
+PRODUCT = [(name, limit) for name in CASES for limit in LIMITS]
+
+
+def some_of(algorithm: str) -> list[tuple[str, int | None]]:
+    """A share of the product, another one for each drafter."""
+    names = list(DRAFTS)
+    return PRODUCT[names.index(algorithm) :: len(names)]
+
+
+def test_a_default_run_asks_for_every_field_and_every_limit_of_each_drafter():
+    asked = [pair for algorithm in DRAFTS for pair in some_of(algorithm)]
+    assert sorted(asked, key=str) == sorted(PRODUCT, key=str)
+    assert all({limit for _, limit in some_of(each)} == set(LIMITS) for each in DRAFTS)
+
+
+@pytest.mark.parametrize("algorithm", DRAFTS)
+def test_every_field_keeps_its_plain_answer(algorithm, backends):
+    check(House(backends, "reference", algorithm), some_of(algorithm))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("algorithm", DRAFTS)
+def test_every_field_with_every_drafter_at_every_limit_keeps_its_plain_answer(algorithm, backends):
+    check(House(backends, "torch", algorithm), PRODUCT)
+
+
+def test_every_parameter_of_the_engine_is_asked_for_by_some_field(backends):
+    """What the HTTP server hands to the engine, by field; a new one has a case as well."""
+    facts, neutral = House(backends, "reference", "NGRAM").facts, SamplingParams()
+    # By choice, by the model, by the limit of drafts, and by what is no part of an answer.
+    differs = {"seed32", "stop_token_ids", "max_draft_tokens", "traces"}
+    for name, case in CASES.items():
+        kind = ChatRequest if case.base is TALK else CompletionRequest
+        value = [5] if callable(case.value) and name == "stop_token_ids" else case.value
+        if callable(value):
+            continue
+        body = kind.model_validate(case.base | case.more | {name: value})
+        asked = make_sampling(body, 20, facts)
+        differs |= {
+            each.name
+            for each in fields(SamplingParams)
+            if getattr(asked, each.name) != getattr(neutral, each.name)
+        }
+    assert differs == {each.name for each in fields(SamplingParams)}
