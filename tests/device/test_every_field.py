@@ -73,7 +73,7 @@ CASES: dict[str, Case] = {
     "min_p": Case(DRAWN, 0.6),
     "presence_penalty": Case(REPEATED, 2.0),
     "frequency_penalty": Case(REPEATED, 2.0),
-    "repetition_penalty": Case(REPEATED, 1.9),
+    "repetition_penalty": Case(REPEATED, 0.3),
     "logit_bias": Case(TEXT, {"65": 8.0, "66": 7.9}),
     "seed": Case(DRAWN, 4),
     "stop": Case(TEXT, lambda answer: answer["choices"][0]["text"][4:6]),
