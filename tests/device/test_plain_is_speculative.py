@@ -11,13 +11,13 @@ from tests.support.plain_and_drafted import DRAFTS, House, accepted, answers, ne
 from tests.support.random_requests import BATCH, prompt_of
 from tests.support.random_serving import Backends
 
-LENGTH = 90
-"""Tokens of a prompt: whole pages, and a stretch of 64 behind which a hybrid has a state."""
+LENGTH = 67
+"""Tokens of a prompt: a stretch of 64, behind which a hybrid has a state, and little more."""
 
 HOWS: tuple[Body, ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "top_p": 0.9},
-    {"temperature": 0.0, "frequency_penalty": 0.7, "logit_bias": {"65": 9.0, "66": 8.5}},
+    {"temperature": 0.0, "frequency_penalty": 0.1, "logit_bias": {"65": 20.0, "66": 19.0}},
     {"temperature": 1.0, "top_k": 5, "n": 2},
 )
 
@@ -30,6 +30,7 @@ def bodies(tenant: str) -> list[Body]:
             "max_tokens": 16,
             "seed": number,
             "return_token_ids": True,
+            "logprobs": 2,  # these see a wrong state before a text does
             "user": tenant,
             **how,
         }
@@ -69,4 +70,4 @@ def test_plain_is_speculative_alone_batched_and_on_cache_hits(framework, algorit
     for runs in (alone, batched, found):
         for want, answer in zip(plain, runs, strict=True):
             assert near(want) == said(answer)
-        assert any(any(accepted(answer)[1:]) for answer in runs)
+        assert any(any(accepted(answer)[1:]) for answer in runs), "no draft was accepted"
