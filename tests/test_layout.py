@@ -126,6 +126,13 @@ def test_the_files_and_tests_that_documents_name_exist():
     assert not missing, "\n".join(missing)
 
 
+def test_each_of_the_fifteen_has_a_test_or_says_that_it_has_none():
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", page, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 16))
+    assert all("`tests/" in tests or tests == "not yet" for _, tests in rows)
+
+
 ONE_SIDED_NAMES = {
     "backend.py": "the frameworks' names, what compiles and what captures",
     "weights.py": "stacks of a layer kind in JAX, tensors of each layer in torch",
