@@ -78,7 +78,7 @@ CASES: dict[str, Case] = {
     "seed": Case(DRAWN, 4),
     "stop": Case(TEXT, lambda answer: answer["choices"][0]["text"][4:6]),
     "stop_token_ids": Case(TEXT, _token(5)),
-    "ignore_eos": Case(TEXT, True, {"logit_bias": {str(END): 6.0}}),
+    "ignore_eos": Case(TEXT, True, {"logit_bias": {str(END): 30.0}}),
     "return_token_ids": Case(TEXT, False),
     "echo": Case(TEXT, True),
     "logprobs": Case(TEXT, 2),
