@@ -128,7 +128,7 @@ class ShadowCheck:
             self._skipped[Skip.ABORTED] += 1
 
     def finish(self, request_id: int, num_tokens: int) -> None:
-        """As `Engine.finish`; what does not belong to the text is not checked."""
+        """As `Engine.finish`."""
         self._engine.finish(request_id, num_tokens)
         self._ended(request_id)
 

@@ -127,7 +127,9 @@ def _programs(
 
 
 def _decodes_plainly(program: Program) -> bool:
-    return program.work is Work.DECODE and program.shape.is_plain
+    """Whether it serves a plain step of any request, with logprobs."""
+    is_open = program.logprobs and not program.mask
+    return is_open and program.work is Work.DECODE and program.shape.is_plain
 
 
 def _few(programs: Sequence[Program]) -> list[Program]:

@@ -49,7 +49,7 @@ def backends() -> Iterator[Backends]:
     made.close()
 
 
-RUNS = [("reference", name, ()) for name in ("NEXTN", "EAGLE3", "NGRAM")]
+RUNS = [("reference", name, ()) for name in ("NEXTN", "NGRAM")]
 RUNS += [("torch", name, pytest.mark.matrix) for name in DRAFTS]
 
 
