@@ -191,12 +191,12 @@ class ShadowCheck:
             self._report(found)
 
     def _interrupt(self) -> None:
-        """Ends a check at once; it begins anew later, or was interrupted too often."""
+        """Ends a check at once; it begins anew after the others, or was interrupted too often."""
         if self._case is None:
             return
         self._runner.stop()
         case, self._case = self._case, None
         if case.num_starts < MOST_STARTS:
-            self._waiting.appendleft(case)
+            self._waiting.append(case)
         else:
             self._counts["parity_dropped_total"] += 1

@@ -257,15 +257,25 @@ def test_who_comes_ends_a_check_at_once_and_it_begins_anew():
 
 
 def test_a_check_that_is_interrupted_too_often_is_dropped():
-    house = House(rate=1.0)
-    house.serve([request(1)])
-    for number in range(2, 2 + MOST_STARTS):
+    house = House(rate=0.1)
+    house.serve([request(3)])
+    assert house.count("checks_waiting") == 1
+    for number in range(4, 4 + MOST_STARTS):  # none of which is checked
         assert house.count("dropped_total") == 0
         house.step()
         house.serve([request(number, max_tokens=1)])
-    assert house.count("dropped_total") == 1
+    assert (house.count("dropped_total"), house.count("checks_waiting")) == (1, 0)
+    assert not house.checked.busy
+
+
+def test_checks_that_are_interrupted_take_turns():
+    house = House()
+    house.serve([request(number) for number in range(MOST_STARTS + 1)])
+    for number in range(MOST_STARTS + 1):
+        house.step()
+        house.serve([request(10 + number, max_tokens=1)])
     house.end_checks()
-    assert house.count("checks_total") == MOST_STARTS
+    assert (house.count("checks_total"), house.count("dropped_total")) == (2 * MOST_STARTS + 2, 0)
 
 
 def test_counts_add_up_whatever_became_of_a_request():
