@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import verify
+from shared.server.server_metrics import PREFIX
 from tests.support.http_fixtures import LIE, Server, save_tokenizer, serving
 from tests.support.tiny_models import write_tiny
 
@@ -123,7 +124,7 @@ def test_the_texts_of_a_real_server_are_verified_from_outside_and_by_its_own_che
         code, found = run(tmp_path, prompts, "--url", server.url)
         assert (code, found["equal"]) == (0, 3)
         # Each prompt was asked twice.
-        server.wait_for_metric("tandem_parity_checks_total", 6)
+        server.wait_for_metric(f"{PREFIX}parity_checks_total", 6)
         metrics = server.metrics()
-        assert metrics["tandem_parity_mismatch_total"] == 0
-        assert metrics["tandem_parity_dropped_total"] == 0
+        assert metrics[f"{PREFIX}parity_mismatch_total"] == 0
+        assert metrics[f"{PREFIX}parity_dropped_total"] == 0

@@ -1,11 +1,9 @@
-"""The HTTP server's own routes over an engine of this process: from a body to its answer.
-
-Only the socket between the two processes is left out.
-"""
+"""The HTTP server's own routes over an engine of this process: from a body to its answer."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +13,15 @@ from shared.engine.checks import RequestLimits
 from shared.engine.engine import Engine
 from shared.engine.request import Request
 from shared.models.sampling import SamplingDefaults
-from shared.process.frames import ModelFacts, sampling_from_fields, sampling_to_fields
+from shared.process.frames import (
+    FrameReader,
+    ModelFacts,
+    event_to_row,
+    pack,
+    sampling_from_fields,
+)
 from shared.server.app import make_app
-from shared.server.engine_client import Prompt, Submission
+from shared.server.engine_client import RECEIVE_BYTES, EngineClient
 from shared.text.chat_template import ChatTemplate, Conversation
 from shared.text.tokenizer import Tokenizer
 from tests.support.driving import checked_step
@@ -36,11 +40,10 @@ class Renders:
 
 
 class InProcess:
-    """An engine as the server's client of it, which steps while answers are waited for."""
+    """An engine that steps while answers of the server's routes are waited for."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> None:
         limits = engine.allocator.limits
-        self.engine = engine
         self.facts = ModelFacts(
             model_name="tiny",
             model_folder="",
@@ -51,61 +54,77 @@ class InProcess:
             max_draft_depth=limits.max_depth,
             host_names=None,
         )
-        self.alive = True
-        self._submissions: dict[int, Submission] = {}
-        self._next_id = 0
-        assert tokenizer.template is not None
-        self._app = make_app(self, tokenizer, Renders(tokenizer.template))
-
-    def submit(self, prompts: list[Prompt]) -> Submission:
-        count = sum(len(prompt.seeds32) for prompt in prompts)
-        ids = range(self._next_id, self._next_id + count)
-        self._next_id, following = ids.stop, iter(ids)
-        submission = Submission(self, ids)
-        for prompt in prompts:
-            fields = sampling_to_fields(prompt.sampling)
-            for seed32 in prompt.seeds32:
-                request = Request(
-                    request_id=next(following),
-                    prompt=tuple(prompt.tokens),
-                    sampling=sampling_from_fields(fields, seed32),
-                    tenant=prompt.tenant,
-                    priority=prompt.priority,
-                )
-                self.engine.add(request)
-                self._submissions[request.request_id] = submission
-        return submission
-
-    def finish(self, request_id: int, num_tokens: int) -> None:
-        self._submissions.pop(request_id, None)
-        self.engine.finish(request_id, num_tokens)
-
-    def abort(self, request_id: int) -> None:
-        if self._submissions.pop(request_id, None):
-            self.engine.abort(request_id)
+        self._engine, self._tokenizer = engine, tokenizer
 
     def answers(self, path: str, bodies: Sequence[Body]) -> list[Body]:
         """The answers of a route, asked for at the same time; each must be served."""
         return asyncio.run(self._answers(path, bodies))
 
     async def _answers(self, path: str, bodies: Sequence[Body]) -> list[Body]:
-        transport = httpx.ASGITransport(self._app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as client:
-            tasks = [asyncio.create_task(client.post(path, json=body)) for body in bodies]
-            while not all(task.done() for task in tasks):
-                self._step()
-                await asyncio.sleep(0)
-        answers = [task.result() for task in tasks]
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+        writer.write(pack(self.facts.to_message()))
+        client = await EngineClient.connect(theirs)
+        serving = asyncio.create_task(_Steps(self._engine, reader, writer).run())
+        transport = httpx.ASGITransport(self._app(client))
+        async with httpx.AsyncClient(transport=transport, base_url="http://tiny") as asking:
+            answers = await asyncio.gather(*(asking.post(path, json=body) for body in bodies))
+        if serving.done():  # it failed, and every answer is an error
+            await serving
+        serving.cancel()
+        await client.ended
         refused = [answer.text for answer in answers if answer.status_code != httpx.codes.OK]
         assert not refused, refused
         return [answer.json() for answer in answers]
 
-    def _step(self) -> None:
-        if not self.engine.busy:
-            return
-        for event in checked_step(self.engine):
-            submission = self._submissions.get(event.request_id)
-            if event.finish_reason:
-                self._submissions.pop(event.request_id, None)
-            if submission is not None:
-                submission.put(event)
+    def _app(self, client: EngineClient) -> Any:
+        template = self._tokenizer.template
+        return make_app(client, self._tokenizer, template and Renders(template))
+
+
+class _Steps:
+    """The engine's side of the socket, as `shared.process.loop` serves it."""
+
+    def __init__(
+        self, engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._engine, self._reader, self._writer = engine, reader, writer
+        self._handlers = {"add": self._add, "abort": engine.abort, "finish": engine.finish}
+
+    async def run(self) -> None:
+        """Until it is cancelled or fails; then the server sees the end of the socket."""
+        listening = asyncio.create_task(self._listen())
+        try:
+            while not listening.done():
+                if self._engine.busy:
+                    rows = [event_to_row(event) for event in checked_step(self._engine)]
+                    self._writer.write(pack(["step", rows]))
+                await asyncio.sleep(0)
+            await listening
+        finally:
+            listening.cancel()
+            self._writer.close()
+
+    async def _listen(self) -> None:
+        frames = FrameReader()
+        while received := await self._reader.read(RECEIVE_BYTES):
+            for kind, *fields in frames.feed(received):
+                self._handlers[kind](*fields)
+
+    def _add(
+        self,
+        prompt: list[int],
+        sampling: dict[str, Any],
+        choices: list[list[int]],
+        tenant: str,
+        priority: int,
+    ) -> None:
+        for request_id, seed32 in choices:
+            request = Request(
+                request_id=request_id,
+                prompt=tuple(prompt),
+                sampling=sampling_from_fields(sampling, seed32),
+                tenant=tenant,
+                priority=priority,
+            )
+            self._engine.add(request)
