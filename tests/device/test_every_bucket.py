@@ -1,0 +1,109 @@
+"""A batch of 32 on real programs shrinks through each bucket, and its texts stay plain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.request import Request, SamplingParams
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import make_backend
+from tests.support.driving import drive
+from tests.support.equality import Oracle, assert_few_excused
+from tests.support.random_requests import prompt_of
+from tests.support.tiny_models import tiny_model
+
+BUCKETS = (1, 2, 4, 8, 16, 32)
+PAGE_SIZE, CONTEXT, CHUNK = 16, 192, 64
+SHAPES = {
+    "plain": TreeShape.plain(1),
+    "chain": TreeShape.chain(3, 1),
+    "tree": TreeShape(nodes=6, depth=3, width=2, rows=6),
+}
+HOWS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"frequency_penalty": 0.5})
+
+
+def limits_of(vocab: int, shape: TreeShape) -> Limits:
+    def program(work: Work, batch: int, tokens: int, shape: TreeShape) -> Program:
+        return Program(
+            work=work,
+            batch=batch,
+            pages=1,
+            tokens=tokens,
+            shape=shape,
+            host_draft=False,
+            mask=False,
+            logprobs=False,
+        )
+
+    shapes = [(batch, replace(shape, rows=batch * shape.nodes)) for batch in BUCKETS]
+    bare = Limits(
+        page_size=PAGE_SIZE,
+        num_pages=1,
+        num_slots=1 + max(BUCKETS),
+        num_snapshots=1,
+        programs=(
+            program(Work.PREFILL, 1, CHUNK, TreeShape.plain(1)),
+            *(program(Work.DECODE, batch, 0, each) for batch, each in shapes),
+        ),
+        overlap=1,
+        context_length=CONTEXT,
+        vocab=vocab,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=1,
+    )
+    pages = bare.num_pages_for(bare.max_positions)
+    programs = tuple(replace(each, pages=pages) for each in bare.programs)
+    return replace(bare, num_pages=1 + max(BUCKETS) * pages, programs=programs)
+
+
+class Noting:
+    """A backend that keeps the batch of each decode step."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.limits, self.launch, self.close = backend.limits, backend.launch, backend.close
+        self._backend, self.batches = backend, list[int]()
+
+    def submit(self, plan: StepPlan) -> StepFuture:
+        if plan.program.work is Work.DECODE:
+            self.batches.append(plan.program.batch)
+        return self._backend.submit(plan)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("framework", ["reference", "torch", "jax"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_batch_of_32_keeps_its_texts_through_every_bucket(framework, shape):
+    config, weights = tiny_model("qwen3_5", 3)
+    made = make_backend(framework, config, weights, limits_of(config.vocab, shape), "NEXTN")
+    backend = Noting(made)
+    controller = StaticController(
+        backend.limits, nodes=shape.nodes, depth=shape.depth, width=shape.width
+    )
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=CHUNK, cache=NO_CACHE)
+    requests = [
+        Request(
+            request_id=number,
+            prompt=prompt_of(number, 10, 3),
+            sampling=SamplingParams(
+                max_tokens=40 + 4 * number, seed32=number, **HOWS[number % len(HOWS)]
+            ),
+        )
+        for number in range(max(BUCKETS))
+    ]
+    outcomes = drive(engine, requests)
+    full = backend.batches.index(max(BUCKETS))
+    shrinking = backend.batches[full:]
+    assert shrinking == sorted(shrinking, reverse=True)
+    assert set(shrinking) == set(BUCKETS)
+    oracle = Oracle(config, weights)
+    for each in requests:
+        oracle.check(each.prompt, outcomes[each.request_id].tokens, each.sampling)
+    assert_few_excused()
+    backend.close()
