@@ -218,6 +218,23 @@ def test_a_replay_reads_nothing_that_was_cached():
     assert (house.engine.cache.num_hit, house.engine.cache.num_pages) == (hits, pages)
 
 
+def test_where_no_page_is_free_a_check_takes_those_used_longest_ago_and_no_more():
+    house = House(Toy(limits_of(num_pages=70)), cache=CACHE)
+    prompts = [tuple((7 * number + i) % POISON for i in range(30)) for number in range(8)]
+    house.serve([request(number, prompt) for number, prompt in enumerate(prompts)])
+    assert house.engine.allocator.num_free_pages < 10
+    newest = house.engine.cache.find(request(99, prompts[-1]))
+    left = []
+    while house.checked.busy:
+        waiting = house.count("checks_waiting")
+        while house.count("checks_waiting") == waiting:
+            house.step()
+        left.append(house.engine.cache.num_pages)
+    assert len(set(left)) == 1, "a check of as many pages takes those that the last one freed"
+    assert house.engine.cache.find(request(99, prompts[-1])).length == newest.length > 0
+    assert (house.count("checks_total"), house.count("mismatch_total")) == (8, 0)
+
+
 def steps_of_traffic(rate: float) -> list:
     """Waves of requests that interrupt each other's checks, as the device sees them."""
     house, seen = House(rate=rate, cache=CACHE), []
