@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import serving
+from bench import in_process
 from bench.drafting import Draft, named_folder
 from bench.machine import versions
 from bench.phases import Imposed, Phase, Served, imposed, serve
@@ -122,7 +122,7 @@ def imposed_phases(batches: Sequence[int], tokens: int) -> tuple[list[Phase], Im
     return imposed(plan, part=PART)
 
 
-def chooser(served: serving.Served, policy: Policy | None) -> Controller:
+def chooser(served: in_process.Served, policy: Policy | None) -> Controller:
     """A controller on a started backend: of a policy, or the adaptive one of the start.
 
     Args:
@@ -136,7 +136,7 @@ def chooser(served: serving.Served, policy: Policy | None) -> Controller:
 
 
 def _of_texts(
-    served: serving.Served, begun: AdaptiveNgramController, policy: Policy | None
+    served: in_process.Served, begun: AdaptiveNgramController, policy: Policy | None
 ) -> Controller:
     """NGRAM with an index of its own, that knows no phase before the first."""
     limits = served.backend.limits
@@ -155,7 +155,7 @@ def _of_texts(
     return NgramController(limits, index)
 
 
-def engine_of(served: serving.Served, controller: Controller) -> Engine:
+def engine_of(served: in_process.Served, controller: Controller) -> Engine:
     """An engine like the one of the start, with another controller."""
     options = served.memory.options.engine
     return Engine(
@@ -171,7 +171,7 @@ Runs = dict[str, list[Served]]
 
 
 def real_runs(
-    served: serving.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
+    served: in_process.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
 ) -> Runs:
     """Every tier and the adaptive choice in turns, the fastest of some rounds of each phase."""
     policies: dict[str, Policy | None] = {str(t): Static(n) for n, t in enumerate(tiers)}
@@ -287,7 +287,7 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
     if given.adaptive_config:
         line += ["--speculative-adaptive-config", str(given.adaptive_config)]
     context = -(-(longest + given.max_tokens) // 64) * 64
-    served = serving.start(
+    served = in_process.start(
         backend, line, batch=max(given.batch), context=context, plain_candidates=False,
         batches=tuple(given.batch),
     )  # fmt: skip

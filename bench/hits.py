@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from bench.drafting import PLAIN, Draft, named_folder
+from bench.in_process import Answer, Served, ask, start
 from bench.machine import versions
 from bench.offline import flags, with_lot
 from bench.op_sides import SIDES
-from bench.serving import Answer, Served, ask, start
 from bench.session import folders_of, reset_peak
 from shared.engine.request import Request, SamplingParams
 

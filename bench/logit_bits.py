@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from bench.in_process import serve_all, start
 from bench.measuring import Tasks
 from bench.op_sides import SIDES
-from bench.serving import serve_all, start
 from models.demo.data import KINDS
 from shared.engine.request import Request, SamplingParams
 from shared.text.tokenizer import Tokenizer

@@ -17,9 +17,9 @@ from typing import Any
 
 from bench import own_corpus
 from bench.drafting import PLAIN, Draft
+from bench.in_process import Run, Served, start, timed
 from bench.options import Settings, settings_of
 from bench.scoring import Row, Texts, acceptance, is_right, text_hash
-from bench.serving import Run, Served, start, timed
 from models.demo.data import KINDS, Example
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.serving import Served, timed
+from bench.in_process import Served, timed
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.request import Request, SamplingParams

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.drafting import PLAIN, Draft, named_folder
+from bench.in_process import Answer, Served, ask, start
 from bench.offline import flags, kernels_of, with_lot
 from bench.op_sides import SIDES, Side
-from bench.serving import Answer, Served, ask, start
 from bench.session import Load, folders_of, reset_peak
 from bench.trace import traced
 from shared.boundary.backend import Launch, Work

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.serving import Outcome
+from bench.in_process import Outcome
 from models.demo.data import answer_of
 from shared.engine.request import Request
 from tests.support.equality import MOST_EXCUSED, Oracle

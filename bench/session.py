@@ -17,8 +17,8 @@ from typing import Self
 import numpy as np
 
 from bench.drafting import WITH_FOLDER, Draft, folders_beside
+from bench.in_process import Served, start
 from bench.machine import nothing_waits
-from bench.serving import Served, start
 from bench.step_bytes import step_bytes
 from bench.trace import Activity, traced
 from shared.engine.request import Request, SamplingParams

@@ -15,8 +15,8 @@ import time
 from importlib import import_module
 from pathlib import Path
 
+from bench.in_process import serve_all
 from bench.machine import versions
-from bench.serving import serve_all
 from shared.boundary.backend import Limits
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse

@@ -12,10 +12,10 @@ import torch
 from bench import accept_rules
 from bench.accept_rules import ALL, MATCH, PERTURBED_TREE, REJECTION, WAYS, draft_of
 from bench.drafting import Draft
+from bench.in_process import start
 from bench.measuring import Measurement, verdict
 from bench.options import Settings
 from bench.plain_candidates import PlainCandidates
-from bench.serving import start
 from shared.engine.request import SamplingParams
 from shared.options.options import parse
 from shared.spec.sampling import log_softmax

@@ -10,10 +10,10 @@ import yaml
 
 from bench import accuracy, accuracy_table, measuring, spec_matrix
 from bench.drafting import Draft, folders_beside
+from bench.in_process import Outcome, one_bucket
 from bench.measuring import Measurement, verdict
 from bench.options import Settings
 from bench.scoring import Texts, acceptance, is_right, text_hash
-from bench.serving import Outcome, one_bucket
 from models.demo.data import answer_of
 from models.demo.data import main as write_data
 from shared.boundary.backend import Work

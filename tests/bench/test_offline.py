@@ -12,8 +12,8 @@ import pytest
 
 from bench import compare, offline
 from bench.drafting import Draft
+from bench.in_process import Served
 from bench.offline import Report, compared, kernels_of, with_lot
-from bench.serving import Served
 from bench.session import Round, folders_of
 from bench.step_bytes import step_bytes
 from bench.trace import Activity, spans_of_chrome, spans_of_planes

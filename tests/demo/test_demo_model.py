@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.in_process import Outcome, serve_all, start
 from bench.measuring import Tasks
 from bench.scoring import acceptance, is_right
-from bench.serving import Outcome, serve_all, start
 from models.demo.data import Example
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import DEFAULT_MODEL

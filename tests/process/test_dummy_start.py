@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.serving import one_bucket
+from bench.in_process import one_bucket
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse
 from shared.process import launch
