@@ -1,7 +1,7 @@
 """An engine in this process, without HTTP: its start from the server's flags, and a timed run."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 
@@ -146,13 +146,30 @@ def start(
     """
     if plain_candidates and framework != "torch":
         raise ValueError(f"candidates are ranked without noise by torch alone, not by {framework}")
-    serve = import_module(f"{framework}_impl.serve")
     bounds = ["--max-running-requests", str(batch), "--context-length", str(context)]
     cached = [] if radix_cache else ["--disable-radix-cache"]
-    options = parse([*flags, *bounds, *cached])
-    begun = launch.prepare(options, serve.PLATFORM)
+
+    def narrow(limits: Limits) -> Limits:
+        return one_bucket(limits, chunk, batches)
+
+    return started(framework, [*flags, *bounds, *cached], narrow, plain_candidates)
+
+
+def started(
+    framework: str,
+    flags: Sequence[str],
+    narrow: Callable[[Limits], Limits],
+    plain_candidates: bool,
+) -> Served:
+    """Starts an engine of any programs, and warms it up; see `start`.
+
+    Args:
+      narrow: Which of a server's programs are made ready.
+    """
+    serve = import_module(f"{framework}_impl.serve")
+    begun = launch.prepare(parse(flags), serve.PLATFORM)
     memory, blueprint = begun.memory, begun.memory.blueprint
-    limits = one_bucket(blueprint.limits, chunk, batches)
+    limits = narrow(blueprint.limits)
     blueprint = replace(blueprint, limits=limits)
     files, clock = (begun.checkpoint, begun.draft_files), [time.perf_counter()]
     backend = serve.load_backend(blueprint, *files, lambda num_bytes: None)

@@ -317,9 +317,13 @@ def post_head(path: str, length: int) -> bytes:
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str]) -> Iterator[Server]:
-    """Starts a server with `python COMMAND` on a free port and ends it."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def serving(command: Sequence[str], threads: int | None = 1) -> Iterator[Server]:
+    """Starts a server with `python COMMAND` on a free port and ends it.
+
+    Args:
+      threads: Of its libraries; None leaves them as they are elsewhere.
+    """
+    environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
     process = subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,

@@ -1,0 +1,281 @@
+"""What HTTP costs: the same requests through a server and through the engine alone, in turn.
+
+    python -m bench.http_share --backend torch --drafts NEXTN --rounds 7 --out FILE
+
+A round serves all requests at once, `--batch` of them together: once by the engine in this process,
+as `bench.offline` does, and once as clients do, streamed over HTTP from a server on this machine.
+Which goes first changes from round to round. Told is the median of the rounds' shares, and the
+lowest and the highest. Both must give the same number of tokens, and none has a prefix cache.
+
+A machine that does other work takes time from either. So the seconds in which an engine's thread
+was ready and waited for a processor are told and taken off; `wall` is the share with them. Beside
+it stand the processor's seconds of engine, HTTP server and client. Both engines have a server's
+programs, which are the same. On a GPU they hold memory at once: give `--flags
+"--mem-fraction-static 0.4"`. The exit code is 1 where the median is below `--least`.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.client import Client, Run, run_load
+from bench.drafting import Draft, named_folder
+from bench.in_process import Served, started, timed
+from bench.machine import versions
+from bench.prompt_sets import NAMES, RANDOM, Ask, RandomLengths, asks
+from bench.session import CONTEXT_MULTIPLE, folders_of
+from shared.engine.request import Request, SamplingParams
+from shared.text.tokenizer import Tokenizer
+from tests.support.http_fixtures import Server, serving
+
+DEMO = Path("models/demo/target")
+TIMEOUT_S = 600.0
+UNUSED = RandomLengths(input=1, output=1, range_ratio=1.0, vocab=1000)
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Work:
+    """The same work for both sides.
+
+    Attributes:
+      requests: For the engine.
+      asks: For the server.
+      context: Most tokens of a request.
+    """
+
+    requests: list[Request]
+    asks: list[Ask]
+    context: int
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Work":
+        """Shipped tasks, greedy.
+
+        Raises:
+          ValueError: The model has no tokenizer with a chat template.
+        """
+        tokenizer = Tokenizer.from_folder(options.model)
+        if tokenizer is None or not tokenizer.has_chat_template:
+            raise ValueError(f"{options.model} has no tokenizer with a chat template")
+        found = asks(options.dataset_name, options.num_prompts, options.seed, UNUSED)
+        fields = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
+        prompts = [tuple(tokenizer.encode_chat(ask.body["messages"])) for ask in found]
+        sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)
+        requests = [
+            Request(request_id=index, prompt=prompt, sampling=sampling)
+            for index, prompt in enumerate(prompts)
+        ]
+        longest = max(map(len, prompts)) + options.max_tokens
+        context = -(-longest // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
+        return cls(requests, [ask.with_fields(**fields) for ask in found], context)
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers: nothing but its length ends one."""
+        return sum(request.sampling.max_tokens for request in self.requests)
+
+
+@dataclass(frozen=True)
+class Offline:
+    """The engine in this process."""
+
+    served: Served
+    work: Work
+
+    def round(self) -> dict[str, Any]:
+        """Serves everything once."""
+        requests = [
+            Request(request_id=each.request_id, prompt=each.prompt, sampling=each.sampling)
+            for each in self.work.requests
+        ]
+        clocks = Clocks({"engine": os.getpid()})
+        run = timed(self.served, requests)
+        tokens = sum(len(outcome.tokens) for outcome in run.outcomes)
+        return clocks.found(tokens, run.seconds)
+
+
+@dataclass(frozen=True)
+class OverHttp:
+    """A server on this machine, and its clients in this process."""
+
+    server: Server
+    work: Work
+
+    def round(self) -> dict[str, Any]:
+        """Serves everything once.
+
+        Raises:
+          RuntimeError: A request failed.
+        """
+        engine, http = self.server.pids()[:2]
+        clocks = Clocks({"engine": engine, "http": http, "client": os.getpid()})
+        run = asyncio.run(self._load())
+        for reply in run.replies:
+            if reply.error:
+                raise RuntimeError(f"{reply.error}: {reply.reason}")
+        return clocks.found(sum(reply.tokens for reply in run.replies), run.seconds)
+
+    async def _load(self) -> Run:
+        async with Client(self.server.url, None, TIMEOUT_S) as client:
+            how = {"rate": math.inf, "most": None, "seed": 0, "done": lambda: None}
+            return await run_load(client, self.work.asks, **how, streams=True)
+
+
+class Clocks:
+    """What processes have of the machine from now on.
+
+    Args:
+      pids: By name; the thread that a process began with is the engine's in "engine".
+    """
+
+    def __init__(self, pids: dict[str, int]) -> None:
+        self._pids, self._cpu, self._waited = pids, _each(cpu_s, pids), waited_s(pids["engine"])
+
+    def found(self, tokens: int, seconds: float) -> dict[str, Any]:
+        """The numbers of a run that took so long by the wall's clock."""
+        waited = waited_s(self._pids["engine"]) - self._waited
+        cpu = {f"{name}_cpu_s": s - self._cpu[name] for name, s in _each(cpu_s, self._pids).items()}
+        found = {"seconds": seconds, "waited_s": waited, **cpu}
+        found = {name: round(value, 4) for name, value in found.items()}
+        return {"tokens": tokens, "tokens_per_s": round(tokens / (seconds - waited), 1), **found}
+
+
+def _each(read: Callable[[int], float], pids: dict[str, int]) -> dict[str, float]:
+    return {name: read(pid) for name, pid in pids.items()}
+
+
+def cpu_s(pid: int) -> float:
+    """Seconds of a processor that a process has had, in all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def waited_s(pid: int) -> float:
+    """Seconds in which the first thread of a process was ready and had no processor."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
+def rounds(
+    offline: Callable[[], dict[str, Any]], http: Callable[[], dict[str, Any]], count: int
+) -> list[dict[str, Any]]:
+    """So many rounds of both, after one that does not count; they take turns at going first."""
+    found = []
+    for index in range(count + 1):
+        sides = {"offline": offline, "http": http}
+        order = list(sides) if index % 2 else list(sides)[::-1]
+        line = {name: sides[name]() for name in order}
+        share = line["http"]["tokens_per_s"] / line["offline"]["tokens_per_s"]
+        wall = line["offline"]["seconds"] / line["http"]["seconds"]
+        found.append({**line, "share": round(share, 4), "wall": round(wall, 4)})
+        told = ", ".join(f"{name} {line[name]['tokens_per_s']:.0f} tokens/s" for name in sides)
+        note = "" if index else "  (warm-up)"
+        print(f"{told}, share {share:.3f}, wall {wall:.3f}{note}", flush=True)
+    return found[1:]
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians of the rounds, and how far the shares lie apart."""
+    shares = [line["share"] for line in found]
+    middle = {
+        side: {key: statistics.median(line[side][key] for line in found) for key in found[0][side]}
+        for side in ("offline", "http")
+    }
+    spread = {"share": statistics.median(shares), "low": min(shares), "high": max(shares)}
+    spread["wall"] = statistics.median(line["wall"] for line in found)
+    return {**spread, **middle}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Starts both, and lets them take turns.
+
+    Raises:
+      ValueError: What a start would refuse; one sentence.
+      RuntimeError: A request failed, or the sides gave different numbers of tokens.
+    """
+    work, draft = Work.of(options), Draft.parse(options.drafts)
+    folders = folders_of(options.model, dict(map(named_folder, options.folders)))
+    flags = ["--model-path", str(options.model), *draft.flags(folders)]
+    flags += shlex.split(options.flags)
+    flags += ["--disable-radix-cache", "--max-running-requests", str(options.batch)]
+    flags += ["--context-length", str(work.context)]
+    served = started(options.backend, flags, lambda limits: limits, plain_candidates=False)
+    command = ["-m", f"{options.backend}_impl.serve", "--port", "0", *flags]
+    try:
+        with serving(command, threads=None) as server:
+            sides = Offline(served, work).round, OverHttp(server, work).round
+            found = rounds(*sides, options.rounds)
+    finally:
+        served.engine.close()
+    given = {line[side]["tokens"] for line in found for side in ("offline", "http")}
+    if given != {work.tokens}:
+        raise RuntimeError(f"the answers have {given} tokens, not {work.tokens}")
+    where: dict[str, Any] = {"versions": versions(options.backend, served.device)}
+    where |= {"cores": os.cpu_count(), "load": os.getloadavg()}
+    return {**where, "summary": summary(found), "rounds": found}
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.http_share", description=__doc__.splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--backend", choices=("torch", "jax"), default="torch")
+    add("--model", type=Path, default=DEMO, help=f"default: {DEMO}")
+    add("--drafts", default="NEXTN", metavar="SPEC", help="none, NEXTN:S=3, EAGLE3, ...")
+    add("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
+    add("--batch", type=int, default=32, help="requests served at once")
+    add("--num-prompts", type=int, default=64)
+    add("--dataset-name", choices=[n for n in NAMES if n != RANDOM], default="problems")
+    add("--max-tokens", type=int, default=64, help="of each answer, which has just so many")
+    add("--seed", type=int, default=0)
+    add("--rounds", type=int, default=5)
+    add("--least", type=float, default=0.95, help="of the median share")
+    add("--flags", default="", help="more flags of both, in one word")
+    add("--out", type=Path, help="JSON file")
+    options = parser.parse_args(arguments)
+    if min(options.rounds, options.num_prompts, options.batch, options.max_tokens) < 1:
+        parser.error("--rounds, --num-prompts, --batch and --max-tokens must be above 0")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints and writes what was measured."""
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parse(words)
+    try:
+        found = measure(options)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    told = found["summary"]
+    print(f"share {told['share']:.3f} ({told['low']:.3f} to {told['high']:.3f}),", end=" ")
+    print(f"wall {told['wall']:.3f}, of {told['offline']['tokens_per_s']:.0f} tokens/s;", end=" ")
+    print(f"processor: {_cpu(told)}")
+    command = shlex.join(["python", "-m", "bench.http_share", *words])
+    if options.out:
+        found = {"command": command, **found}
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0 if told["share"] >= options.least else 1
+
+
+def _cpu(told: dict[str, Any]) -> str:
+    parts = [f"offline {told['offline']['engine_cpu_s']:.2f} s"]
+    parts += [f"{name} {told['http'][f'{name}_cpu_s']:.2f} s" for name in _PROCESSES]
+    return ", ".join(parts)
+
+
+_PROCESSES = ("engine", "http", "client")
+
+if __name__ == "__main__":
+    sys.exit(main())
