@@ -8,8 +8,9 @@ Which goes first changes from round to round. Told is the median of the rounds' 
 lowest and the highest. Both must give the same number of tokens, and none has a prefix cache.
 
 A machine that does other work takes time from either. So the seconds in which an engine's thread
-was ready and waited for a processor are told and taken off; `wall` is the share with them. Beside
-it stand the processor's seconds of engine, HTTP server and client. Both engines have a server's
+was ready and waited for a processor are told and taken off; `wall` is the share with them, `best`
+that of the fastest rounds, which were disturbed least. Beside them stand the processor's seconds of
+engine, HTTP server and client. Both engines have a server's
 programs, which are the same. On a GPU they hold memory at once: give `--flags
 "--mem-fraction-static 0.4"`. The exit code is 1 where the median is below `--least`.
 """
@@ -192,6 +193,8 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     }
     spread = {"share": statistics.median(shares), "low": min(shares), "high": max(shares)}
     spread["wall"] = statistics.median(line["wall"] for line in found)
+    best = {s: max(line[s]["tokens_per_s"] for line in found) for s in ("offline", "http")}
+    spread["best"] = round(best["http"] / best["offline"], 4)
     return {**spread, **middle}
 
 
@@ -260,7 +263,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     told = found["summary"]
     print(f"share {told['share']:.3f} ({told['low']:.3f} to {told['high']:.3f}),", end=" ")
-    print(f"wall {told['wall']:.3f}, of {told['offline']['tokens_per_s']:.0f} tokens/s;", end=" ")
+    print(
+        f"wall {told['wall']:.3f}, best {told['best']:.3f}, of",
+        end=" ",
+    )
+    print(f"{told['offline']['tokens_per_s']:.0f} tokens/s;", end=" ")
     print(f"processor: {_cpu(told)}")
     command = shlex.join(["python", "-m", "bench.http_share", *words])
     if options.out:

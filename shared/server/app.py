@@ -55,10 +55,13 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
+    """A path or a method that no route has; FastAPI raises nothing else here."""
     assert isinstance(error, HTTPException)
-    return json_response(
-        ApiError(error.status_code, str(error.detail)).to_json(), error.status_code
-    )
+    asked = f"{request.method} {request.url.path}"
+    message = f"{asked:.100} is not served; GET {DOCUMENT_PATH} tells what is"
+    response = json_response(ApiError(error.status_code, message).to_json(), error.status_code)
+    response.headers.update(error.headers or {})  # of 405: the methods that there are
+    return response
 
 
 async def _on_client_left(request: Request, error: Exception) -> Response:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 
 import httpx
-import openai
 import pytest
 
 from tests.support.http_fixtures import (
@@ -218,25 +217,6 @@ def test_chat_uses_the_template_and_the_rest_of_the_context(server):
     parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     again = server.post(CHAT, messages=parts, temperature=0, max_completion_tokens=3).json()
     assert again["usage"]["completion_tokens"] == 3
-
-
-def test_the_openai_client_works(server):
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
-    assert [model.id for model in client.models.list()] == ["repeater"]
-    assert client.models.retrieve("repeater").id == "repeater"
-    completion = client.completions.create(
-        model="default", prompt="abc", max_tokens=6, temperature=0
-    )
-    assert completion.choices[0].text == "abcabc"
-    chunks = client.chat.completions.create(
-        model="repeater", messages=USER, max_tokens=8, temperature=0, stream=True
-    )
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hihi"
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="default", prompt="abc", temperature=9)
-    assert caught.value.param == "temperature"
-    with pytest.raises(openai.NotFoundError):
-        client.completions.create(model="gpt", prompt="abc")
 
 
 def test_a_refusal_by_the_engine_is_a_bad_request(server):
