@@ -81,9 +81,9 @@ def check(
             f"min_tokens must not exceed {names['max_tokens']}, which is {sampling.max_tokens}",
         )
     _check_count("stop_token_ids", sampling.stop_token_ids, limits.max_stop_ids, "ids")
-    _check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab)
+    check_ids("stop_token_ids", sampling.stop_token_ids, limits.vocab)
     _check_count("logit_bias", sampling.logit_bias, limits.max_bias, "tokens")
-    _check_ids("logit_bias", sampling.logit_bias, limits.vocab)
+    check_ids("logit_bias", sampling.logit_bias, limits.vocab)
     _check_logprobs(sampling.logprobs, limits.max_logprobs, names["logprobs"])
 
 
@@ -97,7 +97,7 @@ def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> No
             f"{limits.room}",
             TOO_LONG,
         )
-    _check_ids(name, prompt, limits.vocab)
+    check_ids(name, prompt, limits.vocab)
 
 
 def _check_length(
@@ -120,7 +120,12 @@ def _check_count(name: str, entries: Collection[int], most: int, noun: str) -> N
         raise Refusal(name, f"{name} may have at most {most} {noun} here, got {len(entries)}")
 
 
-def _check_ids(name: str, ids: Collection[int], vocab: int) -> None:
+def check_ids(name: str, ids: Collection[int], vocab: int) -> None:
+    """Refuses token ids that the model has not.
+
+    Raises:
+      Refusal: Names the field, the first such id and the bounds.
+    """
     if ids and not 0 <= min(ids) <= max(ids) < vocab:
         wrong = next(token for token in ids if not 0 <= token < vocab)
         raise Refusal(name, f"{name} has token id {wrong!s:.40}, ids are 0 to {vocab - 1}")

@@ -15,10 +15,12 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
+from shared.engine.checks import check_ids
+from shared.engine.request import Refusal
 from shared.server.bodies import parse_plain
 from shared.server.engine_client import EngineClient, EngineLost, Refused
 from shared.server.errors import ApiError
-from shared.server.fields import Strict, Text, is_id_list, is_text
+from shared.server.fields import ID_SCHEMA, Strict, Text, is_id_list, is_text
 from shared.server.gates import bearer
 from shared.server.transport import read_json
 from shared.text.tokenizer import Tokenizer
@@ -47,7 +49,7 @@ def _is_document(value: Any) -> bool:
     return is_text(value) or is_id_list(value)
 
 
-_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+_TOKENS = {"type": "array", "items": ID_SCHEMA}
 _DOCUMENTS = {
     "type": "array",
     "items": {"anyOf": [{"type": "string"}, _TOKENS]},
@@ -79,7 +81,8 @@ class AdminRoutes:
         """POST /add_external_corpus; answers once requests can be drafted from it."""
         self._check_key(request)
         body = parse_plain(await read_json(request), AddCorpus)
-        tokens = await asyncio.to_thread(pack_documents, body.documents, self._tokenizer)
+        parts = body.documents, self._tokenizer, self._client.facts.limits.vocab
+        tokens = await asyncio.to_thread(pack_documents, *parts)
         return await self._answer("corpus_add", body.corpus_id, tokens)
 
     async def remove_corpus(self, request: Request) -> Response:
@@ -124,8 +127,8 @@ async def load_start_corpus(client: EngineClient, tokenizer: Tokenizer | None) -
     if path is None:
         return
     try:
-        documents = read_documents(path)
-        await client.ask("corpus_add", START_CORPUS, pack_documents(documents, tokenizer))
+        tokens = pack_documents(read_documents(path), tokenizer, client.facts.limits.vocab)
+        await client.ask("corpus_add", START_CORPUS, tokens)
     except (ApiError, Refused, OSError) as error:
         raise ValueError(f"--speculative-ngram-external-corpus-path {path}: {error}") from error
 
@@ -156,7 +159,7 @@ def _read_document(line: str) -> Document | None:
     return found if _is_document(found) else None
 
 
-def pack_documents(documents: Sequence[Document], tokenizer: Tokenizer | None) -> bytes:
+def pack_documents(documents: Sequence[Document], tokenizer: Tokenizer | None, vocab: int) -> bytes:
     """Token ids of documents, each with a separator after it, as int32.
 
     Raises:
@@ -166,11 +169,10 @@ def pack_documents(documents: Sequence[Document], tokenizer: Tokenizer | None) -
     for document in documents:
         ids = _tokens(document, tokenizer)
         try:
-            words.extend(ids)
-        except (OverflowError, TypeError) as error:
-            raise ApiError(400, "documents has a token that is no id", "documents") from error
-        if any(token < 0 for token in ids):
-            raise ApiError(400, "documents has a negative token", "documents")
+            check_ids("documents", ids, vocab)
+        except Refusal as refusal:
+            raise ApiError(400, str(refusal), refusal.field) from refusal
+        words.extend(ids)
         words.append(SEPARATOR)
     return words.tobytes()
 

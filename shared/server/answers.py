@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+STREAM_END = "[DONE]"
+"""What the last event of a stream says."""
+
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 

@@ -86,9 +86,10 @@ def make_app(
 ) -> ASGIApp:
     """The application over a connected engine."""
     metrics = ServerMetrics()
-    reader = PromptReader(tokenizer, renderer, client.facts.limits)
+    facts = client.facts
+    reader = PromptReader(tokenizer, renderer, facts.limits, facts.max_open_requests)
     routes = Routes(Generator(client, reader, tokenizer, metrics), metrics)
-    tokens = TokenRoutes(client.facts, reader, tokenizer)
+    tokens = TokenRoutes(facts, reader, tokenizer)
     admin = AdminRoutes(client, tokenizer)
     served = (
         *_model_routes(routes, tokens),

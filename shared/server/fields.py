@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+MAX_COUNT = (1 << 31) - 1  # of what the model's own bounds are far below
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 MAX_CHOICES = 1024  # of all prompts of one request
@@ -43,6 +44,20 @@ Text = Annotated[str, AfterValidator(_check_text)]
 User = Annotated[Text, Field(max_length=MAX_USER_LENGTH)]
 
 
+def _check_bool(value: Any) -> Any:
+    """A literal of pydantic takes 0 for false and 1 for true."""
+    if type(value) is not bool:
+        raise PydanticCustomError("bool", "must be true or false")
+    return value
+
+
+No = Annotated[Literal[False], BeforeValidator(_check_bool)]
+"""A switch that stays off."""
+
+Yes = Annotated[Literal[True], BeforeValidator(_check_bool)]
+"""A switch that stays on."""
+
+
 def check_depth(value: Any) -> Any:
     """Refuses what is nested more deeply than those who write it again can follow."""
     level, depth = [value], 0
@@ -70,7 +85,11 @@ def is_id_list(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
-_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+ID_FORMAT = {"format": "token-id"}
+"""Marks the ids of tokens; the model's own bound of them is lower than the one that is told."""
+
+ID_SCHEMA = {"type": "integer", "minimum": 0, "maximum": MAX_COUNT, **ID_FORMAT}
+_IDS = {"type": "array", "items": ID_SCHEMA, "minItems": 1}
 _PROMPT = {"type": "string", "minLength": 1}
 PROMPT_SCHEMA = WithJsonSchema(
     {
@@ -89,7 +108,7 @@ STOP_SCHEMA = WithJsonSchema(
 BIAS_SCHEMA = WithJsonSchema(
     {
         "type": ["object", "null"],
-        "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+        "propertyNames": {"pattern": "^[0-9]{1,19}$", **ID_FORMAT},
         "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS},
         "maxProperties": MAX_TOKEN_IDS,
     }

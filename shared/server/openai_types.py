@@ -8,9 +8,12 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from shared.server.fields import (
     BIAS_SCHEMA,
+    ID_FORMAT,
+    MAX_COUNT,
     MAX_TOKEN_IDS,
     PROMPT_SCHEMA,
     STOP_SCHEMA,
+    No,
     Strict,
     Text,
     User,
@@ -23,12 +26,11 @@ from shared.server.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
 
 MAX_PRIORITY = 1000
 MAX_SEED = (1 << 63) - 1  # OpenAI's bounds
-MAX_COUNT = (1 << 31) - 1  # of what the model's own bounds are far below
 MAX_ARGUMENTS = 32  # of a chat template
 MAX_DRAFT_TOKENS = 1 << 16  # more than any step has
 
 
-TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT, json_schema_extra=ID_FORMAT)]
 Name = Annotated[Text, Field(max_length=64)]
 
 
@@ -36,7 +38,7 @@ class StreamOptions(Strict):
     """Options of a stream."""
 
     include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None  # events are never padded
+    include_obfuscation: No | None = None  # events are never padded
 
 
 class SpeculativeOptions(Strict):

@@ -10,9 +10,11 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
 
 from shared.options.request_fields import CHAT, COMPLETIONS, NOT_SERVED
-from shared.server.answers import Error
+from shared.server.answers import STREAM_END, Error
+from shared.server.gates import OPEN_PATH
 from shared.server.openai_types import ChatRequest, CompletionRequest
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -56,20 +58,22 @@ class Route:
 
     def add_to(self, app: FastAPI) -> None:
         """Adds it to an application."""
-        text = {"schema": {"type": "string"}}
-        content = {self.media_type: text} if self.media_type else {}
+        kind = "object" if self.media_type == "application/json" else "string"
+        content = {self.media_type: {"schema": {"type": kind}}} if self.media_type else {}
         if self.answer:
             content["application/json"] = _schema_of(self.answer)
         if self.event:
-            content["text/event-stream"] = _schema_of(self.event)
+            content["text/event-stream"] = {"itemSchema": _event_of(self.event)}
         success = {200: {"description": "a success", "content": content}}
         statuses = sorted({*_OF_EVERY_ROUTE, *(_OF_BODIES if self.bodies else ()), *self.errors})
         errors = {status: _error(_ERRORS[status]) for status in statuses}
         self_told = {"requestBody": _one_of(self.bodies)} if self.bodies else {}
+        self_told |= {"security": []} if self.path == OPEN_PATH else {}
         app.add_api_route(
             self.path,
             self.handler,
             methods=[self.method],
+            response_class=Response,  # which says of no type by itself
             response_model=None,
             responses={**success, **errors, "default": _error("any other error")},
             openapi_extra=self_told,
@@ -116,6 +120,14 @@ def _neutral_fields(endpoint: str) -> dict[str, Any]:
 
 def _schema_of(kind: type[BaseModel]) -> dict[str, Any]:
     return {"schema": {"$ref": _REFERENCE.format(model=kind.__name__)}}
+
+
+def _event_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """An event of a stream as OpenAPI 3.2 tells of it: JSON text, but for the word at the end."""
+    told = {"anyOf": [_schema_of(each)["schema"] for each in (kind, Error)]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": told}
+    fields = {"data": {"anyOf": [{"const": STREAM_END}, data]}}
+    return {"type": "object", "properties": fields, "required": ["data"]}
 
 
 def _one_of(kinds: tuple[type[BaseModel], ...]) -> dict[str, Any]:

@@ -37,12 +37,18 @@ class PromptReader:
       tokenizer: None where the checkpoint has none: prompts are token ids then.
       renderer: None where there is no chat template.
       limits: Bounds of a request.
+      max_open_requests: Choices that the server takes at a time; None: any number.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, renderer: Renderer | None, limits: RequestLimits
+        self,
+        tokenizer: Tokenizer | None,
+        renderer: Renderer | None,
+        limits: RequestLimits,
+        max_open_requests: int | None,
     ) -> None:
         self._tokenizer, self._renderer, self._limits = tokenizer, renderer, limits
+        self._max_choices = min(MAX_CHOICES, max_open_requests or MAX_CHOICES)
 
     async def read(self, request: CompletionRequest | ChatRequest) -> list[ReadPrompt]:
         """All prompts of a request.
@@ -51,10 +57,16 @@ class PromptReader:
           ApiError: They cannot be served; names the field.
         """
         if isinstance(request, ChatRequest):
+            self._check_choices(request.num_choices, "n")
             return [await self.read_chat(conversation_of(request))]
-        if len(request.prompt) * request.num_choices > MAX_CHOICES:
-            raise ApiError(400, f"prompt and n ask for more than {MAX_CHOICES} choices", "prompt")
+        self._check_choices(len(request.prompt) * request.num_choices, "prompt")
         return [await self.read_prompt(prompt, with_special=True) for prompt in request.prompt]
+
+    def _check_choices(self, count: int, field: str) -> None:
+        """Refuses what no server could take, and what this one could not if it had nothing else."""
+        if count > self._max_choices:
+            message = f"{field} asks for {count} choices, at most {self._max_choices} are served"
+            raise ApiError(400, message, field)
 
     async def read_prompt(self, prompt: str | list[int], with_special: bool) -> ReadPrompt:
         """A plain prompt; raises as `read`.

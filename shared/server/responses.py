@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from shared.engine.request import Event
+from shared.server.answers import STREAM_END
 from shared.server.choice import Choice, Piece, Speculation
 from shared.server.delta import Delta, ToolCall
 from shared.server.logprobs import TokenLogprob, TokenNames, for_chat, for_completion
@@ -217,4 +218,4 @@ def sse(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
-SSE_DONE = b"data: [DONE]\n\n"
+SSE_DONE = f"data: {STREAM_END}\n\n".encode()

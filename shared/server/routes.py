@@ -65,7 +65,9 @@ class Routes:
 
     async def health(self) -> Response:
         """GET /health and /live: 200 while the engine lives."""
-        return Response(status_code=200 if self._client.alive else 503)
+        if not self._client.alive:
+            raise ApiError(503, self._client.ended.result().reason, code="engine_lost")
+        return Response()
 
     async def metrics(self) -> Response:
         """GET /metrics, for Prometheus."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Literal
+from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
+from shared.engine.checks import check_ids
+from shared.engine.request import Refusal
 from shared.process.frames import ModelFacts
 from shared.server.bodies import parse_plain, parse_with
 from shared.server.errors import ApiError
-from shared.server.fields import Strict, Text
+from shared.server.fields import No, Strict, Text, Yes
 from shared.server.logprobs import TokenNames
 from shared.server.openai_types import ChatPrompt, TokenId
 from shared.server.prompts import PromptReader, check_model, conversation_of
@@ -33,8 +35,8 @@ class TokenizeChat(ChatPrompt):
     """Body of /tokenize for a conversation that the assistant is to answer."""
 
     model: Text | None = None
-    add_generation_prompt: Literal[True] = True
-    add_special_tokens: Literal[False] = False
+    add_generation_prompt: Yes = True
+    add_special_tokens: No = False
     return_token_strs: bool | None = None
 
 
@@ -81,9 +83,10 @@ class TokenRoutes:
         if len(tokens) > limits.context_length:
             message = f"tokens has {len(tokens)} tokens, at most {limits.context_length} are taken"
             raise ApiError(400, message, "tokens")
-        if tokens and max(tokens) >= limits.vocab:
-            message = f"tokens must be ids from 0 to {limits.vocab - 1}, got {max(tokens)}"
-            raise ApiError(400, message, "tokens")
+        try:
+            check_ids("tokens", tokens, limits.vocab)
+        except Refusal as refusal:
+            raise ApiError(400, str(refusal), refusal.field) from refusal
 
 
 def _kind(fields: dict[str, Any]) -> type[TokenizeText] | type[TokenizeChat]:

@@ -151,15 +151,17 @@ def test_errors_are_told_by_kind_and_the_others_count(server, streams):
     good = Ask(COMPLETIONS, {"prompt": "abcdefgh", **body})
     wrong = good.with_fields(temperature=9)
     failing = good.with_fields(prompt=[FAIL, 97])
-    full = good.with_fields(prompt=[[97]] * (MAX_OPEN + 1))
-    replies = loaded(server.url, [good, wrong, failing, full], streams)
+    with server.post_slowly(MAX_OPEN - 2):
+        full = good.with_fields(prompt=[[97]] * 3)
+        replies = loaded(server.url, [wrong, full], streams)
+    replies += loaded(server.url, [failing, good], streams)
     kinds = [reply.error for reply in replies]
     # A stream has begun when its row fails.
-    assert kinds[:2] == [None, "400 invalid_request_error"]
-    assert kinds[2:] == ["server_error" if streams else "500 server_error", "503 queue_full"]
-    assert "temperature" in replies[1].reason
-    assert (replies[0].text, replies[0].tokens) == ("abcdefgh", 8)
-    assert len(replies[0].times_s) == (4 if streams else 1)
+    failed = "server_error" if streams else "500 server_error"
+    assert kinds == ["400 invalid_request_error", "503 queue_full", failed, None]
+    assert "temperature" in replies[0].reason
+    assert (replies[3].text, replies[3].tokens) == ("abcdefgh", 8)
+    assert len(replies[3].times_s) == (4 if streams else 1)
 
 
 def test_a_server_that_goes_away_is_an_error_of_each_request(tmp_path):

@@ -118,8 +118,8 @@ def test_every_number_of_a_body_is_bounded(told):
     for kind in BODIES:
         for name, field in schemas[kind.__name__]["properties"].items():
             for number in numbers(field):
-                low = {"minimum", "exclusiveMinimum"} & number.keys()
-                assert low, f"{kind.__name__}.{name} has no bound"
+                for bounds in ({"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}):
+                    assert bounds & number.keys(), f"{kind.__name__}.{name} has no bound"
     seed = schemas["ChatRequest"]["properties"]["seed"]["anyOf"][0]
     assert (seed["minimum"], seed["maximum"]) == (-MAX_SEED - 1, MAX_SEED)
     most = schemas["CompletionRequest"]["properties"]["max_tokens"]["anyOf"][0]["maximum"]

@@ -199,9 +199,11 @@ def test_a_wrong_key_is_an_authentication_error(server):
 
 
 def test_a_full_server_and_a_failed_row_are_errors_of_the_server(client):
-    full: Any = {"prompt": [[97]] * (MAX_OPEN + 1), "model": "default"}
-    with pytest.raises(openai.InternalServerError) as caught:
-        client.completions.create(**full)
+    slow: Any = {"prompt": [[SLOW, 97]] * MAX_OPEN, "max_tokens": 300, "model": "default"}
+    with client.completions.create(**slow, stream=True) as others:
+        assert next(iter(others)).choices
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(prompt="a", **GREEDY)
     assert (caught.value.status_code, caught.value.code) == (503, "queue_full")
     failing: Any = {"prompt": [FAIL, 97], "model": "default"}
     with pytest.raises(openai.InternalServerError, match="not finite"):

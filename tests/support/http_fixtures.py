@@ -379,11 +379,12 @@ def main() -> int:
     parser.add_argument("--api-key")
     parser.add_argument("--trace-requests", action="store_true")
     parser.add_argument("--wrong-at", type=int)
+    parser.add_argument("--well-behaved", action="store_true", help="without the ids from CRASH on")
     flags = parser.parse_args()
     limits = RequestLimits(
         context_length=CONTEXT,
         max_request_tokens=POOL_TOKENS,
-        vocab=VOCAB,
+        vocab=CRASH if flags.well_behaved else VOCAB,
         max_stop_ids=4,
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
@@ -392,7 +393,7 @@ def main() -> int:
         model_name="repeater",
         model_folder=str(Path(flags.folder).resolve()),
         limits=limits,
-        eos_ids=(CONFIG_END,),
+        eos_ids=() if flags.well_behaved else (CONFIG_END,),
         sampling_defaults=SamplingDefaults.from_folder(flags.folder),
         max_open_requests=MAX_OPEN,
         max_draft_depth=TOKENS_PER_STEP - 1,

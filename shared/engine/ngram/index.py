@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.backend import HostDraft
+from shared.engine.checks import check_ids
 from shared.engine.ngram import tree
 from shared.engine.ngram.corpus import SEPARATOR, Corpus, continuations, follow
 from shared.engine.ngram.trie import BORN, FIRST, Trie, advance, extend, forget
@@ -374,8 +375,7 @@ class NgramIndex:
             raise Refusal("corpus_id", f"there is a corpus {name!r:.200} already; remove it first")
         if not len(words):
             raise Refusal("documents", "documents must have at least one token")
-        if words.min() < 0 or words.max() >= self._vocab:
-            raise Refusal("documents", f"documents has a token outside of 0..{self._vocab - 1}")
+        check_ids("documents", (int(words.min()), int(words.max())), self._vocab)
         total = sum(held.values()) + len(words)
         if total > most:
             raise Refusal(

@@ -1,0 +1,112 @@
+"""Each number and length of each body is refused beyond its bound, which the error says.
+
+The places are those of the served document, so none is forgotten.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.http_fixtures import ADMIN_KEY, JSON, VOCAB, Server, save_tokenizer, serving
+from tests.support.schema_places import Place, places
+
+HEADERS = {**JSON, "authorization": f"Bearer {ADMIN_KEY}".encode()}
+FAR = 10**30
+NUMBERS = ("integer", "number")
+MOST_PARTS = 1 << 16  # a longer list is longer than a body may be, and refused as such
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    flags = ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]
+    with serving(["-m", "tests.support.http_fixtures", str(folder), *flags]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def found(server) -> list[Place]:
+    return list(places(httpx.get(server.url + "/openapi.json").json()))
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, headers=HEADERS, timeout=60) as made:
+        yield made
+
+
+def refusal(client: httpx.Client, place: Place, value: Any) -> str:
+    """The sentence of the error that a value gets, which must name the field."""
+    answer = client.post(place.route, content=json.dumps(place.put(value)))
+    assert answer.status_code == 400, (str(place), str(value)[:80], answer.text[:300])
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    if len(place.field) < len(place.name) or error["param"]:
+        assert re.split(r"[.\[]", error["param"])[0] == place.field, (str(place), error)
+    assert len(error["message"]) < 300
+    return error["message"]
+
+
+def says(message: str, bound: float) -> bool:
+    """Whether a sentence has a number, as a bound and not as what was given."""
+    told = message.partition(", got")[0]
+    number = str(int(bound) if bound == int(bound) else bound)
+    return re.search(rf"(?<![\d.-]){re.escape(number)}(?![\d.]\d)", told) is not None
+
+
+def is_number(schema: dict[str, Any]) -> bool:
+    return schema.get("type") in NUMBERS and "enum" not in schema
+
+
+def beyond(schema: dict[str, Any]) -> Iterator[tuple[float, float]]:
+    """Each bound, and values beyond it."""
+    near = 1 if schema["type"] == "integer" else 0.001
+    for name, way in (("minimum", -1), ("maximum", 1)):
+        if name in schema:
+            bound = schema[name]
+            yield bound, bound + way * near
+            yield bound, way * FAR
+    for name, way in (("exclusiveMinimum", -1), ("exclusiveMaximum", 1)):
+        if name in schema:
+            yield schema[name], schema[name]
+            yield schema[name], way * FAR
+
+
+def test_every_number_is_bounded_and_the_error_says_the_bound(client, found):
+    numbers = [place for place in found if is_number(place.schema)]
+    assert len({(place.route, place.name) for place in numbers}) > 30
+    for place in numbers:
+        bounds = {bound for bound, _ in beyond(place.schema)}
+        assert len(bounds) == 2, f"{place} has no lower or no upper bound"
+        own = {0, VOCAB - 1} if place.schema.get("format") == "token-id" else set()
+        for bound, value in beyond(place.schema):
+            message = refusal(client, place, value)
+            assert any(says(message, each) for each in {bound, *own}), (str(place), value, message)
+
+
+def longer(place: Place) -> Iterator[tuple[int, Any]]:
+    """Each bound of a length, and what is longer."""
+    most = {name: n for name, n in place.schema.items() if name.startswith("max")}
+    if "maxLength" in most:
+        yield most["maxLength"], "a" * (most["maxLength"] + 1)
+    if most.get("maxItems", MOST_PARTS) < MOST_PARTS:
+        yield most["maxItems"], [place.part] * (most["maxItems"] + 1)
+    if "maxProperties" in most:
+        keys = map(str, range(most["maxProperties"] + 1))
+        yield most["maxProperties"], dict.fromkeys(keys, 1)
+
+
+def test_every_length_is_bounded_and_the_error_says_the_bound(client, found):
+    seen = 0
+    for place in found:
+        for most, value in longer(place):
+            assert says(refusal(client, place, value), most), str(place)
+            seen += 1
+    assert seen > 20

@@ -1,0 +1,72 @@
+"""The server keeps what `/openapi.json` tells of it, for whatever schemathesis makes of that."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.http_fixtures import ADMIN_KEY, Server, save_tokenizer, serving
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools and '' }}{{ thinking and '' }}"
+)
+# A body may be as the schema has it and still ask for what goes not together or is not served.
+LEFT_OUT = "positive_data_acceptance"
+REFUSED = [400, 401, 403, 404, 405, 413, 415, 431]
+CONFIG = f"[checks.negative_data_rejection]\nexpected-statuses = {REFUSED}\n"
+RUN_S = 1200
+KEY = f"Bearer {ADMIN_KEY}".encode()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    flags = ["--well-behaved", "--api-key", "key", "--reasoning-parser", "qwen3"]
+    flags += ["--tool-call-parser", "hermes"]
+    with serving(["-m", "tests.support.http_fixtures", str(folder), *flags]) as running:
+        yield running
+
+
+def told(server: Server) -> dict[str, Any]:
+    """The document, with the errors of each route that it names and no others."""
+    document = httpx.get(server.url + "/openapi.json", headers={"authorization": KEY}).json()
+    for methods in document["paths"].values():
+        for operation in methods.values():
+            del operation["responses"]["default"]
+    return document
+
+
+def check(server: Server, folder: Path, *words: str) -> None:
+    """Runs schemathesis over every route, as whoever runs the server."""
+    (folder / "openapi.json").write_text(json.dumps(told(server)))
+    (folder / "schemathesis.toml").write_text(CONFIG)
+    command = [sys.executable, "-m", "schemathesis.cli", "run", "openapi.json", "--url", server.url]
+    command += ["--header", f"Authorization: {KEY.decode('latin-1')}", "--seed", "1"]
+    command += ["--checks", "all", "--exclude-checks", LEFT_OUT, "--continue-on-failure"]
+    ran = subprocess.run(
+        [*command, *words], cwd=folder, capture_output=True, text=True, timeout=RUN_S
+    )
+    found = [line[:400] for line in ran.stdout.splitlines() if "curl" not in line]
+    assert ran.returncode == 0, "\n".join([*found[-400:], ran.stderr[-2000:]])
+    assert "Authentication failed" not in ran.stdout, "not every route was reached"
+    assert not any("Traceback" in line for line in server.lines)
+    assert server.process.poll() is None
+
+
+def test_each_bound_and_type_of_the_document_is_kept(server, tmp_path):
+    """No 5xx, no status, type or body that is not told, nothing taken that must be refused."""
+    check(server, tmp_path, "--phases", "coverage")
+
+
+@pytest.mark.matrix
+def test_random_requests_are_answered_as_the_document_says(server, tmp_path):
+    check(server, tmp_path, "--phases", "examples,fuzzing", "--max-examples", "400")
