@@ -85,7 +85,7 @@ def is_id_list(value: Any) -> bool:
     return isinstance(value, list) and set(map(type, value)) <= {int}
 
 
-ID_FORMAT = {"format": "token-id"}
+ID_FORMAT: dict[str, Any] = {"format": "token-id"}
 """Marks the ids of tokens; the model's own bound of them is lower than the one that is told."""
 
 ID_SCHEMA = {"type": "integer", "minimum": 0, "maximum": MAX_COUNT, **ID_FORMAT}
