@@ -9,8 +9,9 @@ lowest and the highest. Both must give the same number of tokens, and none has a
 
 A machine that does other work takes time from either. So the seconds in which an engine's thread
 was ready and waited for a processor are told and taken off; `wall` is the share with them, `best`
-that of the fastest rounds, which were disturbed least. Beside them stand the processor's seconds of
-engine, HTTP server and client. Both engines have a server's
+that of the fastest rounds, which were disturbed least, and `steps` how many steps the server takes
+for each of the engine alone. Beside them stand the processor's seconds of engine, HTTP server and
+client. Both engines have a server's
 programs, which are the same. On a GPU they hold memory at once: give `--flags
 "--mem-fraction-static 0.4"`. The exit code is 1 where the median is below `--least`.
 """
@@ -20,6 +21,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -27,6 +29,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from bench.client import Client, Run, run_load
 from bench.drafting import Draft, named_folder
@@ -41,6 +45,7 @@ from tests.support.http_fixtures import Server, serving
 DEMO = Path("models/demo/target")
 TIMEOUT_S = 600.0
 UNUSED = RandomLengths(input=1, output=1, range_ratio=1.0, vocab=1000)
+STEPS = "engine_steps_total{"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -99,10 +104,14 @@ class Offline:
             Request(request_id=each.request_id, prompt=each.prompt, sampling=each.sampling)
             for each in self.work.requests
         ]
-        clocks = Clocks({"engine": os.getpid()})
+        clocks, before = Clocks({"engine": os.getpid()}), self._steps()
         run = timed(self.served, requests)
         tokens = sum(len(outcome.tokens) for outcome in run.outcomes)
-        return clocks.found(tokens, run.seconds)
+        return {"steps": self._steps() - before, **clocks.found(tokens, run.seconds)}
+
+    def _steps(self) -> int:
+        counters = self.served.engine.metrics.snapshot()
+        return int(sum(v for name, v in counters.items() if name.startswith(STEPS)))
 
 
 @dataclass(frozen=True)
@@ -119,12 +128,18 @@ class OverHttp:
           RuntimeError: A request failed.
         """
         engine, http = self.server.pids()[:2]
+        before = self._steps()
         clocks = Clocks({"engine": engine, "http": http, "client": os.getpid()})
         run = asyncio.run(self._load())
         for reply in run.replies:
             if reply.error:
                 raise RuntimeError(f"{reply.error}: {reply.reason}")
-        return clocks.found(sum(reply.tokens for reply in run.replies), run.seconds)
+        found = clocks.found(sum(reply.tokens for reply in run.replies), run.seconds)
+        return {"steps": self._steps() - before, **found}
+
+    def _steps(self) -> int:
+        page = httpx.get(self.server.url + "/metrics").text
+        return int(sum(map(float, re.findall(rf"^\w+[:_]{STEPS}.* (\S+)$", page, re.MULTILINE))))
 
     async def _load(self) -> Run:
         async with Client(self.server.url, None, TIMEOUT_S) as client:
@@ -194,6 +209,8 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
     spread = {"share": statistics.median(shares), "low": min(shares), "high": max(shares)}
     spread["wall"] = statistics.median(line["wall"] for line in found)
     best = {s: max(line[s]["tokens_per_s"] for line in found) for s in ("offline", "http")}
+    steps = [line["http"]["steps"] / line["offline"]["steps"] for line in found]
+    spread["steps"] = round(statistics.median(steps), 4)
     spread["best"] = round(best["http"] / best["offline"], 4)
     return {**spread, **middle}
 
@@ -262,13 +279,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     told = found["summary"]
-    print(f"share {told['share']:.3f} ({told['low']:.3f} to {told['high']:.3f}),", end=" ")
-    print(
-        f"wall {told['wall']:.3f}, best {told['best']:.3f}, of",
-        end=" ",
-    )
-    print(f"{told['offline']['tokens_per_s']:.0f} tokens/s;", end=" ")
-    print(f"processor: {_cpu(told)}")
+    numbers = {
+        name: f"{told[name]:.3f}" for name in ("share", "low", "high", "wall", "best", "steps")
+    }
+    print(", ".join(f"{name} {number}" for name, number in numbers.items()))
+    print(f"{told['offline']['tokens_per_s']:.0f} tokens/s offline; processor: {_cpu(told)}")
     command = shlex.join(["python", "-m", "bench.http_share", *words])
     if options.out:
         found = {"command": command, **found}

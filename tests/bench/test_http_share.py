@@ -1,0 +1,55 @@
+"""The share that HTTP leaves of the speed of the engine: sides in turn, and the median is told."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from bench import http_share
+from bench.http_share import Clocks, cpu_s, rounds, summary, waited_s
+
+
+def sides(offline: list[float], http: list[float]):
+    """Two sides with given speeds, and the order in which they were asked."""
+    asked = list[str]()
+
+    def side(name: str, speeds: list[float]):
+        left = iter(speeds)
+
+        def round() -> dict[str, float]:
+            asked.append(name)
+            speed = next(left)
+            return {"tokens": 100, "tokens_per_s": speed, "seconds": 100 / speed, "steps": speed}
+
+        return round
+
+    return side("offline", offline), side("http", http), asked
+
+
+def test_the_sides_take_turns_and_the_first_round_does_not_count(capsys):
+    offline, http, asked = sides([1, 100, 100, 200], [9, 90, 80, 190])
+    found = rounds(offline, http, 3)
+    assert asked == ["http", "offline", "offline", "http"] * 2
+    told = summary(found)
+    assert (told["share"], told["low"], told["high"]) == (0.9, 0.8, 0.95)
+    assert (told["best"], told["wall"]) == (0.95, 0.9)
+    assert (told["offline"]["tokens_per_s"], told["http"]["tokens_per_s"]) == (100, 90)
+    assert "warm-up" in capsys.readouterr().out
+
+
+def test_time_without_a_processor_is_taken_off(monkeypatch):
+    waits = iter([1.0, 3.0])
+    monkeypatch.setattr(http_share, "waited_s", lambda pid: next(waits))
+    found = Clocks({"engine": os.getpid()}).found(100, 6.0)
+    assert (found["waited_s"], found["seconds"], found["tokens_per_s"]) == (2.0, 6.0, 25.0)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="Linux tells of it")
+def test_the_processors_seconds_are_those_of_the_process():
+    before, waited = cpu_s(os.getpid()), waited_s(os.getpid())
+    began = time.process_time()
+    while time.process_time() < began + 0.2:
+        pass
+    assert 0.15 < cpu_s(os.getpid()) - before < 1.0  # the clock ticks in hundredths
+    assert waited_s(os.getpid()) >= waited
