@@ -198,6 +198,12 @@ class Run:
     seconds: float
 
 
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """When requests are sent, in seconds after the first: a Poisson process."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    return (np.cumsum(gaps) - gaps[:1]).tolist()
+
+
 async def run_load(
     client: Client,
     asks: Sequence[Ask],
@@ -217,7 +223,6 @@ async def run_load(
       seed: Of the times at which they are sent.
       done: Called at the end of each.
     """
-    gaps = np.random.default_rng(seed).exponential(1 / rate, len(asks))
     gate = asyncio.Semaphore(most or len(asks))
     zero = time.perf_counter()
 
@@ -228,6 +233,5 @@ async def run_load(
         done()
         return reply
 
-    arrivals = (np.cumsum(gaps) - gaps[:1]).tolist()
-    replies = await asyncio.gather(*map(one, asks, arrivals))
+    replies = await asyncio.gather(*map(one, asks, arrivals(len(asks), rate, seed)))
     return Run(list(replies), time.perf_counter() - zero)

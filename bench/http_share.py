@@ -36,7 +36,7 @@ from bench.client import Client, Run, run_load
 from bench.drafting import Draft, named_folder
 from bench.in_process import Served, started, timed
 from bench.machine import versions
-from bench.prompt_sets import NAMES, RANDOM, Ask, RandomLengths, asks
+from bench.prompt_sets import NAMES, RANDOM, Ask, asks
 from bench.session import CONTEXT_MULTIPLE, folders_of
 from shared.engine.request import Request, SamplingParams
 from shared.text.tokenizer import Tokenizer
@@ -44,7 +44,6 @@ from tests.support.http_fixtures import Server, serving
 
 DEMO = Path("models/demo/target")
 TIMEOUT_S = 600.0
-UNUSED = RandomLengths(input=1, output=1, range_ratio=1.0, vocab=1000)
 STEPS = "engine_steps_total{"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -73,7 +72,7 @@ class Work:
         tokenizer = Tokenizer.from_folder(options.model)
         if tokenizer is None or not tokenizer.has_chat_template:
             raise ValueError(f"{options.model} has no tokenizer with a chat template")
-        found = asks(options.dataset_name, options.num_prompts, options.seed, UNUSED)
+        found = asks(options.dataset_name, options.num_prompts, options.seed, None)
         fields = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
         prompts = [tuple(tokenizer.encode_chat(ask.body["messages"])) for ask in found]
         sampling = SamplingParams(temperature=0.0, max_tokens=options.max_tokens)

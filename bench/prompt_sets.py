@@ -45,16 +45,22 @@ class RandomLengths:
     vocab: int
 
 
-def asks(name: str, count: int, seed: int, lengths: RandomLengths) -> list[Ask]:
+def asks(name: str, count: int, seed: int, lengths: RandomLengths | None) -> list[Ask]:
     """So many requests of a set; one seed gives the same ones everywhere.
+
+    Args:
+      lengths: Of random tokens; no other set has any.
 
     Raises:
       ValueError: There is no such set, or the lengths cannot be drawn; one sentence.
     """
     if name not in NAMES:
         raise ValueError(f"there is no set of prompts {name!r}, only {', '.join(NAMES)}")
-    found = _random(seed, lengths) if name == RANDOM else _tasks(name, seed)
-    return list(islice(found, count))
+    if name != RANDOM:
+        return list(islice(_tasks(name, seed), count))
+    if lengths is None:
+        raise ValueError("random prompts need lengths")
+    return list(islice(_random(seed, lengths), count))
 
 
 def _tasks(name: str, seed: int) -> Iterator[Ask]:

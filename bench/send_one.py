@@ -16,12 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.client import Client, NoServer, Reply, Run
-from bench.prompt_sets import CHAT, NAMES, RANDOM, Ask, RandomLengths, asks
+from bench.prompt_sets import CHAT, NAMES, RANDOM, Ask, asks
 from bench.serving import address_options, json_object, url_of
 from bench.serving_numbers import summary
 from bench.serving_table import length_of
-
-UNUSED = RandomLengths(input=1, output=1, range_ratio=1.0, vocab=1000)  # no set has random tokens
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -49,7 +47,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def ask_of(options: argparse.Namespace, model: str) -> Ask:
     """The request."""
-    ask = asks(options.dataset_name, 1, options.seed, UNUSED)[0]
+    ask = asks(options.dataset_name, 1, options.seed, None)[0]
     if options.prompt is not None:
         ask = Ask(CHAT, {"messages": [{"role": "user", "content": options.prompt}]})
     fields = {name: getattr(options, name) for name in ("max_tokens", "temperature", "seed")}

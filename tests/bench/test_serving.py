@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bench import send_one, serving, serving_numbers, serving_page
-from bench.client import Client, Reply, Run, run_load
+from bench.client import Client, Reply, Run, arrivals, run_load
 from bench.prompt_sets import COMPLETIONS, NAMES, Ask, RandomLengths, asks
 from models.demo.data import KINDS
 from tests.support import http_fixtures
@@ -217,11 +217,13 @@ def driven(rate: float, most: int | None, count: int, wait_s: float, seed: int =
 
 
 def test_requests_arrive_as_a_poisson_process_and_in_bounds():
-    sent = driven(rate=400, most=None, count=400, wait_s=0).sent
-    gaps = np.diff(sent)
-    # Of exponential gaps: a mean of 1 / rate, and as large a deviation; 400 of them stray by 5 %.
-    assert np.mean(gaps) == pytest.approx(1 / 400, rel=0.25)
-    assert np.std(gaps) == pytest.approx(1 / 400, rel=0.4)
+    gaps = np.diff(arrivals(4000, 5.0, seed=3))
+    # Of exponential gaps: a mean of 1 / rate, and as large a deviation; 4,000 stray by 2 and 3 %.
+    assert np.mean(gaps) == pytest.approx(1 / 5, rel=0.08)
+    assert np.std(gaps) == pytest.approx(1 / 5, rel=0.12)
+    sent = driven(rate=100, most=None, count=20, wait_s=0).sent
+    planned = arrivals(20, 100, seed=3)
+    assert all(at >= when - 1e-3 for at, when in zip(sent, planned, strict=True))
     assert driven(rate=math.inf, most=None, count=20, wait_s=0.01).most == 20
     assert driven(rate=math.inf, most=3, count=20, wait_s=0.01).most == 3
 
@@ -238,6 +240,8 @@ def test_one_seed_gives_the_same_prompts():
         assert max(ask.body["prompt"]) < 50
     with pytest.raises(ValueError, match="from 0 to 1"):
         asks("random", 1, 0, RandomLengths(input=1, output=1, range_ratio=2.0, vocab=50))
+    with pytest.raises(ValueError, match="need lengths"):
+        asks("random", 1, 0, None)
     with pytest.raises(ValueError, match="no set of prompts 'wikitext'"):
         asks("wikitext", 1, 0, LENGTHS)
 
