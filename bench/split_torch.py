@@ -48,7 +48,7 @@ def parts(
 @torch.inference_mode()
 def captured(stream: _Stream, program: Program) -> _Graph:
     """The parts of a step that has run before, a graph of each."""
-    padding = empty_plan(program, stream._machine.limits, None).buffer
+    padding = empty_plan(program, stream._machine.limits).buffer
     plan = torch.from_numpy(padding).to(stream._device)
     how = {"pool": stream._pool, "stream": stream._compute, "capture_error_mode": "thread_local"}
     running, graphs, result = parts(stream._machine, plan, program), [], None

@@ -121,7 +121,7 @@ class Bench:
         program = next(
             p for p in self._limits.programs if (p.work, p.host_draft) == (work, host_draft)
         )
-        plan = empty_plan(program, self._limits, None)
+        plan = empty_plan(program, self._limits)
         self._planner.fill_rows(plan, np.array([self._request.slot], np.int32))
         if isinstance(plan.work, Decode) and plan.work.drafts is not None:
             trees, nodes = plan.work.drafts, np.arange(self._shape.nodes)

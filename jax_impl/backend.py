@@ -38,7 +38,7 @@ from shared.boundary.backend import (
     StepResult,
 )
 from shared.boundary.buffers import plan_layout, read_result
-from shared.boundary.checks import check_limits, check_plan, refuse_masks, to_prepare
+from shared.boundary.checks import check_limits, check_plan, to_prepare
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
@@ -101,7 +101,6 @@ class JaxBackend:
         is_loaded = isinstance(arrays, Weights)
         model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, where)
         check_limits(limits, drafts, model.has_mtp)
-        refuse_masks(limits)
         if isinstance(draft_arrays, Mapping):
             draft_arrays = _placed(drafts, draft_arrays, kind, where)
         sizes = drafts.sizes

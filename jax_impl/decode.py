@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jax_impl import model
-from jax_impl.device_state import DeviceState, Fields, Plan
+from jax_impl.device_state import DeviceState, Fields, Mask, Plan
 from jax_impl.drafters import Drafted, Fed
 from jax_impl.drafters.eagle import extend_rows
 from jax_impl.layers import Tree
 from jax_impl.machine import Machine, logprobs_of, ranking
-from jax_impl.ops import acceptance, attention, draft_tree, sampling, slots, verify_rows
+from jax_impl.ops import acceptance, attention, draft_tree, masks, sampling, slots, verify_rows
 from jax_impl.ops.acceptance import Followed
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.delta_mix import Nodes
@@ -183,7 +183,8 @@ def _choose(
     seen = sampling.seen_in_trees(state.seen, plan.slots, *of_trees)
     positions, how = rows.positions + 1, plan.sampling
     if trees.drafted is None:
-        chosen = sampling.choose(logits, seen, positions, how, rows.request, None)
+        allowed = _allowed(plan.mask, rows.request, node, logits.shape[1])
+        chosen = sampling.choose(logits, seen, positions, how, rows.request, allowed)
         return chosen.ids[row_of], chosen.is_finite
     choices = acceptance.judge(
         rule=machine.limits.accept_rule,
@@ -200,6 +201,13 @@ def _choose(
         allowed=None,
     )
     return choices, sampling.is_finite(logits)
+
+
+def _allowed(
+    mask: Mask | None, request: Int[jax.Array, " R"], node: Int[jax.Array, " R"], vocab: int
+) -> Bool[jax.Array, "R vocab"] | None:
+    """The tokens that each verify row may choose; None: all."""
+    return None if mask is None else masks.allowed(mask.bits, mask.index[request, node], vocab)
 
 
 def _accepting(

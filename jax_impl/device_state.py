@@ -186,6 +186,14 @@ class HostDraft:
 
 
 @dataclass(frozen=True)
+class Mask:
+    """What grammars allow; see `shared.boundary.backend.Mask`."""
+
+    bits: Int[jax.Array, "Q words"]
+    index: Int[jax.Array, "B N"]
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan on the device: views into its words.
 
@@ -196,6 +204,7 @@ class Plan:
       sampling: Parameters of the rows.
       prompt: The chunks that are fed or counted; None in other work.
       drafts: The trees that the plan brings; None where it brings none.
+      mask: What grammars allow; None where the program takes no mask.
     """
 
     slots: Int[jax.Array, " B"]
@@ -209,6 +218,7 @@ class Plan:
     sampling: Sampling
     prompt: Prompt | None
     drafts: HostDraft | None
+    mask: Mask | None
 
 
 def read_plan(words: Words, program: Program, limits: Limits) -> Plan:
@@ -227,6 +237,7 @@ def read_plan(words: Words, program: Program, limits: Limits) -> Plan:
         sampling=Sampling(**{name: at[name] for name in Sampling._fields}),
         prompt=_read_prompt(at, program),
         drafts=_read_drafts(at) if program.host_draft else None,
+        mask=Mask(at["mask_bits"], at["mask_index"]) if program.mask else None,
     )
 
 

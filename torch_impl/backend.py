@@ -26,7 +26,7 @@ from shared.boundary.backend import (
     Work,
 )
 from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
-from shared.boundary.checks import check_limits, check_plan, refuse_masks, to_prepare
+from shared.boundary.checks import check_limits, check_plan, to_prepare
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
@@ -90,7 +90,6 @@ class TorchBackend:
             weights = weights_module.from_arrays(config, dict(weights), dtype, torch.device(device))
         device = weights.embed.device
         check_limits(limits, drafts, weights.mtp is not None)
-        refuse_masks(limits)
         if captured and device.type != "cuda":
             raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")
         if isinstance(draft_weights, Mapping):
@@ -348,7 +347,7 @@ class _Stream:
                 torch.cuda.empty_cache()
 
     def _padding(self, program: Program) -> Int[Tensor, " words"]:
-        plan = empty_plan(program, self._machine.limits, None)
+        plan = empty_plan(program, self._machine.limits)
         return torch.from_numpy(plan.buffer).to(self._device)
 
     def _capture(self, program: Program, plan: Int[Tensor, " words"]) -> _Graph:

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from shared.boundary.backend import Program
 from torch_impl import model
-from torch_impl.device_state import Fields, HostDraft, Plan
+from torch_impl.device_state import Fields, HostDraft, Mask, Plan
 from torch_impl.drafters import Drafted, Fed
 from torch_impl.drafters.eagle import extend_rows
 from torch_impl.layers import Tree
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
-from torch_impl.ops import acceptance, attention, draft_tree, sampling, slots, verify_rows
+from torch_impl.ops import acceptance, attention, draft_tree, masks, sampling, slots, verify_rows
 from torch_impl.ops.acceptance import Followed
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.delta_mix import Nodes
@@ -188,7 +188,8 @@ def _choose(
     of_trees = (trees.tokens, trees.parents, request, node, program.is_chain)
     seen = sampling.seen_in_trees(machine.state.seen, plan.slots, *of_trees)
     if trees.drafted is None:
-        chosen = sampling.choose(logits, seen, positions, how, request, None)
+        allowed = _allowed(plan.mask, request, node, logits.shape[1])
+        chosen = sampling.choose(logits, seen, positions, how, request, allowed)
         return chosen.ids[row_of], chosen.is_finite
     choices = acceptance.judge(
         rule=machine.limits.accept_rule,
@@ -205,6 +206,13 @@ def _choose(
         allowed=None,
     )
     return choices, sampling.is_finite(logits)
+
+
+def _allowed(
+    mask: Mask | None, request: Int[Tensor, " R"], node: Int[Tensor, " R"], vocab: int
+) -> Bool[Tensor, "R vocab"] | None:
+    """The tokens that each verify row may choose; None: all."""
+    return None if mask is None else masks.allowed(mask.bits, mask.index[request, node], vocab)
 
 
 def _accepting(

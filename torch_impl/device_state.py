@@ -180,6 +180,14 @@ class HostDraft:
 
 
 @dataclass(frozen=True)
+class Mask:
+    """What grammars allow; see `shared.boundary.backend.Mask`."""
+
+    bits: Int[Tensor, "Q words"]
+    index: Int[Tensor, "B N"]
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan on the device: views into its words.
 
@@ -190,6 +198,7 @@ class Plan:
       sampling: Parameters of the rows.
       prompt: The chunks that are fed or counted; None in other work.
       drafts: The trees that the plan brings; None where it brings none.
+      mask: What grammars allow; None where the program takes no mask.
     """
 
     slots: Int[Tensor, " B"]
@@ -203,6 +212,7 @@ class Plan:
     sampling: Sampling
     prompt: Prompt | None
     drafts: HostDraft | None
+    mask: Mask | None
 
 
 def read_plan(words: Int[Tensor, " words"], program: Program, limits: Limits) -> Plan:
@@ -225,6 +235,7 @@ def read_plan(words: Int[Tensor, " words"], program: Program, limits: Limits) ->
         sampling=Sampling(**{field.name: at[field.name] for field in fields(Sampling)}),
         prompt=_read_prompt(at, program),
         drafts=_read_drafts(at) if program.host_draft else None,
+        mask=Mask(at["mask_bits"], at["mask_index"]) if program.mask else None,
     )
 
 

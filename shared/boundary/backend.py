@@ -76,7 +76,7 @@ class Program:
       tokens: T, flat tokens of a prefill or a count; 0 elsewhere.
       shape: Draft tree of a decode or a draft; the one-node tree elsewhere.
       host_draft: The tree comes with the plan (`HostDraft`), not from the device's drafter.
-      mask: A grammar mask comes with the plan.
+      mask: Masks of grammars come with the plan (`Mask`).
       logprobs: The result holds logprobs; which rows report them, the plan says.
     """
 
@@ -325,7 +325,11 @@ class Snapshots:
 
 @dataclass(frozen=True)
 class Mask:
-    """Allowed tokens by grammar, a second buffer: node `(b, n)` reads `bits[index[b, n]]`."""
+    """Tokens that grammars allow: node `(b, n)` chooses among those of `bits[index[b, n]]`.
+
+    Bit i of word w stands for token 32 w + i. Row 0 allows every token; there is one more for each
+    verify row.
+    """
 
     bits: Int32[np.ndarray, "Q words"]
     index: Int32[np.ndarray, "B N"]
@@ -333,7 +337,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step. Every array but those of `mask` is a view into `buffer`.
+    """One step. Every array is a view into `buffer`.
 
     Attributes:
       program: The compiled program that runs the plan.
@@ -348,7 +352,7 @@ class StepPlan:
         has logprobs.
       sampling: How tokens are chosen.
       snapshots: Recurrent state restored and saved.
-      mask: Grammar masks, or None.
+      mask: What grammars allow; None where the program takes no mask.
     """
 
     program: Program

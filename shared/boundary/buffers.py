@@ -85,7 +85,8 @@ _SAMPLING_DTYPES |= {"seed": np.uint32} | dict.fromkeys((*_INTS, "stop_ids", "bi
 def plan_layout(program: Program, limits: Limits) -> Layout:
     """Where each field of a plan of `program` lies in its buffer.
 
-    Names are those of the dataclasses; a field of `HostDraft` has the prefix `draft_tree_`.
+    Names are those of the dataclasses; a field of `HostDraft` has the prefix `draft_tree_`, one of
+    `Mask` the prefix `mask_`.
     """
     B, T, N = program.batch, program.tokens, program.shape.nodes
     work = {
@@ -109,6 +110,10 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
         ]
     rows = [("slots", (B,)), ("starts", (B,)), ("draft_from", (B,)), ("reports", (B,))]
     snapshots = [("restore", (B,)), ("save", (B,)), ("save_at", (B,))]
+    masks = []
+    if program.mask:
+        words = mask_words(limits.vocab)
+        masks = [("mask_index", (B, N)), ("mask_bits", (1 + program.shape.rows, words))]
     widths = {
         "stop_ids": (limits.max_stop_ids,),
         "bias_ids": (limits.max_bias,),
@@ -119,7 +124,8 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
         (name, (B, *widths.get(name, ())), dtype) for name, dtype in _SAMPLING_DTYPES.items()
     ]
     ints = [(name, shape, np.int32) for name, shape in work + rows + snapshots]
-    return _lay_out(ints + sampling + [("page_table", (B, program.pages), np.int32)])
+    pages = ("page_table", (B, program.pages), np.int32)
+    return _lay_out([*ints, *sampling, pages, *((name, shape, np.int32) for name, shape in masks)])
 
 
 @cache
@@ -138,24 +144,30 @@ def result_layout(program: Program, limits: Limits) -> Layout:
     return _lay_out(arrays)
 
 
-def empty_plan(program: Program, limits: Limits, mask: Mask | None) -> StepPlan:
+def mask_words(vocab: int) -> int:
+    """Words of one mask."""
+    return -(-vocab // 32)
+
+
+def empty_plan(program: Program, limits: Limits) -> StepPlan:
     """A plan of padding rows only, in a buffer of its own; the planner fills in the rows."""
     layout = plan_layout(program, limits)
     buffer = np.zeros(layout.size, np.int32)
     at = layout.views(buffer)
     at["top_p"][:] = at["repetition"][:] = 1.0
     at["top_k"][:] = limits.vocab
-    return plan_in(buffer, program, limits, mask)
+    if program.mask:
+        at["mask_bits"][0] = -1
+    return plan_in(buffer, program, limits)
 
 
-def plan_in(
-    buffer: Int32[np.ndarray, " words"], program: Program, limits: Limits, mask: Mask | None
-) -> StepPlan:
+def plan_in(buffer: Int32[np.ndarray, " words"], program: Program, limits: Limits) -> StepPlan:
     """The plan that lies in a buffer, without a copy."""
     at = plan_layout(program, limits).views(buffer)
     sampling = Sampling(**{f.name: at[f.name] for f in fields(Sampling)})
     snapshots = Snapshots(at["restore"], at["save"], at["save_at"])
     rows = (at["slots"], at["page_table"], at["starts"], at["draft_from"], at["reports"])
+    mask = Mask(at["mask_bits"], at["mask_index"]) if program.mask else None
     return StepPlan(program, buffer, _work(program, at), *rows, sampling, snapshots, mask)
 
 

@@ -28,19 +28,10 @@ def check_limits(limits: Limits, drafts: Drafts, has_mtp: bool) -> None:
             )
 
 
-def refuse_masks(limits: Limits) -> None:
-    """Refuses grammar masks, for a backend that has no code for them.
-
-    Raises:
-      ValueError: A program takes a mask.
-    """
-    for program in limits.programs:
-        if program.mask:
-            raise ValueError(f"grammar masks are not supported, asked for by {program}")
-
-
 def _check_program(program: Program, drafts: Drafts) -> None:
     shape = program.shape
+    if program.mask and (program.work is not Work.DECODE or program.drafts_on_device):
+        raise ValueError(f"masks are for trees that the host knows, and not for {program}")
     if program.work not in (Work.DECODE, Work.DRAFT):
         return
     if shape.rows < program.batch:

@@ -15,6 +15,9 @@ DRAFT_LAW_BYTES = 24
 """Of a logit where drafts are sampled: their noise and logits, both laws, the residual and its
 logarithm."""
 
+MASK_BYTES = 3
+"""Of a logit whose token a mask allows or forbids, on its way from a bit to a byte."""
+
 MOST_PARTS = 64
 """Most partial results that a kernel keeps of a row by split; of longer rows it keeps them by
 span."""
@@ -135,5 +138,6 @@ def _logit_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     each = rows * costs.logit
     if blueprint.limits.accept_rule != "match" and not program.shape.is_plain:
         each += rows * DRAFT_LAW_BYTES
+    each += rows * program.mask * MASK_BYTES
     each += program.batch * program.shape.max_tokens * program.logprobs * costs.reported
     return each * blueprint.limits.vocab

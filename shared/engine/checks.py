@@ -11,6 +11,8 @@ from shared.engine.request import Refusal, SamplingParams
 TOO_LONG = "context_length_exceeded"
 """The word for programs where a request has too many tokens, as OpenAI has it."""
 
+NO_GRAMMARS = "a grammar needs a server that was started with --grammar-backend llguidance"
+
 OWN_NAMES = {name: name for name in ("prompt", "max_tokens", "logprobs")}
 """The engine's words for the fields that an API may call otherwise."""
 
@@ -27,6 +29,7 @@ class RequestLimits:
       max_bias: Most tokens of `logit_bias`.
       max_logprobs: Most tokens that can be shown beside each token of the output; None where
         logprobs were not enabled at the start.
+      has_grammars: Whether a text can be held to a grammar.
     """
 
     context_length: int
@@ -35,6 +38,7 @@ class RequestLimits:
     max_stop_ids: int
     max_bias: int
     max_logprobs: int | None
+    has_grammars: bool = False
 
     @classmethod
     def of(cls, limits: Limits, max_request_tokens: int) -> RequestLimits:
@@ -47,6 +51,7 @@ class RequestLimits:
             max_stop_ids=limits.max_stop_ids,
             max_bias=limits.max_bias,
             max_logprobs=limits.max_logprobs if has_logprobs else None,
+            has_grammars=any(program.mask for program in limits.programs),
         )
 
     @property
@@ -85,6 +90,8 @@ def check(
     _check_count("logit_bias", sampling.logit_bias, limits.max_bias, "tokens")
     check_ids("logit_bias", sampling.logit_bias, limits.vocab)
     _check_logprobs(sampling.logprobs, limits.max_logprobs, names["logprobs"])
+    if sampling.grammar is not None:
+        _check_grammar(len(prompt), limits, names["prompt"])
 
 
 def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> None:
@@ -138,3 +145,11 @@ def _check_logprobs(asked: int | None, most: int | None, name: str) -> None:
         raise Refusal(name, f"{name} cannot be had: the server was started without logprobs")
     if not 0 <= asked <= most:
         raise Refusal(name, f"{name} must be from 0 to {most}, got {asked!s:.40}")
+
+
+def _check_grammar(prompt_tokens: int, limits: RequestLimits, name: str) -> None:
+    if not limits.has_grammars:
+        raise Refusal("grammar", NO_GRAMMARS)
+    if prompt_tokens < 2:
+        # The first token is chosen by a decode, which goes on from the prompt's last one.
+        raise Refusal(name, f"{name} has 1 token, and a text with a grammar needs 2 before it")

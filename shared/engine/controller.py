@@ -7,7 +7,7 @@ from typing import Protocol
 
 from shared.boundary.backend import Limits, StepResult, Work
 from shared.engine.request import Request
-from shared.engine.rows import DecodeRows, Rows
+from shared.engine.rows import DecodeRows, DraftRows, Rows
 from shared.spec.draft_tree import TreeShape
 
 Reserve = Callable[[Sequence[Request], int], list[Request]]
@@ -37,8 +37,8 @@ class Controller(Protocol):
         """Whether its next rows need tokens that are still on their way."""
         ...
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
-        """The rows of the next decode step; None where there should be none yet.
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | DraftRows | None:
+        """The rows of the next decode step, or of one that drafts for it; None: not yet.
 
         Args:
           ready: Requests that can decode, oldest first; at least one, at most `max_rows`.
@@ -75,7 +75,11 @@ class Controller(Protocol):
 
 
 def shapes_by_batch(
-    limits: Limits, *, host_draft: bool, is_wanted: Callable[[TreeShape], bool]
+    limits: Limits,
+    *,
+    host_draft: bool,
+    is_wanted: Callable[[TreeShape], bool],
+    mask: bool = False,
 ) -> dict[int, TreeShape]:
     """The tree of each batch bucket, ascending, with most verify rows where there are several.
 
@@ -83,12 +87,14 @@ def shapes_by_batch(
       limits: The backend's.
       host_draft: Looks among the decode programs that take the host's trees, or that do not.
       is_wanted: Picks the tree.
+      mask: Looks among those that take masks of grammars, or that do not.
     """
     shapes = {
         (program.batch, program.shape.rows): program.shape
         for program in limits.programs
         if program.work is Work.DECODE
         and program.host_draft is host_draft
+        and program.mask is mask
         and is_wanted(program.shape)
     }
     # In ascending order the last entry of a batch has the most verify rows.

@@ -11,6 +11,7 @@ from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import CachePolicy
 from shared.engine.checks import RequestLimits, check
 from shared.engine.controller import Controller, Gauges
+from shared.engine.grammar import BROKEN
 from shared.engine.metrics import Metrics
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
@@ -184,6 +185,9 @@ class Engine:
             if failed[row]:
                 events.append(self._fail(request))
                 continue
+            if (fault := request.fault) is not None:
+                events.append(self._refuse(request, fault))
+                continue
             if rows.chunks:
                 self.cache.fed(request, rows.chunks[row], bool(saved[row]))
             if counts[row]:
@@ -191,17 +195,11 @@ class Engine:
                 took_state = bool(saved[row]) and not rows.chunks
                 events.append(self._commit(flight, result, row, tokens, leaves_hole, took_state))
                 told.append(row)
-        self._count(rows, events)
+        self.metrics.count("generation_tokens_total", sum(len(event.tokens) for event in events))
         if rows.shape is not None and not rows.shape.is_plain:
             nodes = result.num_nodes.tolist()
             self._count_drafts([nodes[row] - 1 for row in told], [counts[row] - 1 for row in told])
         return events
-
-    def _count(self, rows: Rows, events: list[Event]) -> None:
-        count = self.metrics.count
-        prompts = sum(len(c.request.prompt) for c in rows.chunks if c.ends_prompt)
-        count("prompt_tokens_total", prompts)
-        count("generation_tokens_total", sum(len(event.tokens) for event in events))
 
     def _count_drafts(self, drafted: list[int], accepted: list[int]) -> None:
         """Counts drafts of some rows, all at once: the device may wait for the next step."""
@@ -228,6 +226,8 @@ class Engine:
         if request.sampling.traces:
             step = trace_of(rows, result, row, tokens, flight.number, flight.began)
         kept = request.commit(tokens)
+        if kept == len(request.output):  # its first ones: a prefill's, or a decode's with a grammar
+            self.metrics.count("prompt_tokens_total", len(request.prompt))
         if leaves_hole or saved:
             self.cache.decoded(request, kept, leaves_hole, saved)
         self.controller.saw(request, tokens[:kept])
@@ -238,7 +238,7 @@ class Engine:
             tokens=tokens[:kept],
             accepted=rows.accepted(len(tokens)),
             finish_reason=request.finish_reason,
-            error=None,
+            error=BROKEN if request.finish_reason is FinishReason.ERROR else None,
             logprobs=_logprobs(request, result, row, kept),
             cached_tokens=request.cached_tokens or 0,
             step=step,
@@ -246,14 +246,11 @@ class Engine:
 
     def _fail(self, request: Request) -> Event:
         self._end(request, FinishReason.ERROR)
-        return Event(
-            request_id=request.request_id,
-            tokens=[],
-            accepted=None,
-            finish_reason=FinishReason.ERROR,
-            error="the model's output for this request is not a finite number",
-            logprobs=None,
-        )
+        return _last_event(request, "the model's output for this request is not a finite number")
+
+    def _refuse(self, request: Request, fault: str) -> Event:
+        self._end(request, FinishReason.REFUSED)
+        return _last_event(request, fault)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         request.end(reason)
@@ -265,6 +262,18 @@ class Engine:
         self.controller.ended(request)
         self.scheduler.release(request)
         self.metrics.count_end(reason)
+
+
+def _last_event(request: Request, error: str) -> Event:
+    """Of a request that ends without more text."""
+    return Event(
+        request_id=request.request_id,
+        tokens=[],
+        accepted=None,
+        finish_reason=request.finish_reason,
+        error=error,
+        logprobs=None,
+    )
 
 
 def _logprobs(

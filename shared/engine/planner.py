@@ -42,7 +42,7 @@ class Planner:
         self._binding = 0
         self._held: dict[Program, _Held] = {}
         self._by_size = sorted(
-            (program for program in limits.programs if not program.mask),
+            limits.programs,
             key=lambda p: (p.tokens, p.batch, p.pages, p.shape.rows, p.logprobs),
         )
 
@@ -67,7 +67,9 @@ class Planner:
         at, slot, sampling = self._sampling, request.slot, request.sampling
         stop_ids, num_biased = sampling.stop_token_ids, len(sampling.logit_bias)
         # Without stop tokens the field's ids mean nothing, so no position may read them.
-        at.min_length[slot] = len(request.prompt) + sampling.min_tokens if stop_ids else 0
+        # Where a grammar leaves nothing but the end the text ends, so its masks know of the length.
+        is_open = stop_ids and request.constraint is None
+        at.min_length[slot] = len(request.prompt) + sampling.min_tokens if is_open else 0
         at.stop_ids[slot] = stop_ids[0] if stop_ids else 0
         at.stop_ids[slot, : len(stop_ids)] = stop_ids
         at.bias_ids[slot], at.bias_values[slot] = 0, 0.0
@@ -89,7 +91,7 @@ class Planner:
         """Lays out a program's next plan, while the device runs and the host has the time."""
         held = self._held.get(program)
         if held is not None and held.spare is None:
-            held.spare = plan_in(held.buffer.copy(), program, self._limits, None)
+            held.spare = plan_in(held.buffer.copy(), program, self._limits)
 
     def _plan_of_rows(self, program: Program, slots: list[int]) -> StepPlan:
         """A plan with its rows filled in. Decode steps have the rows of the one before mostly."""
@@ -97,12 +99,12 @@ class Planner:
         held, named = self._held.get(program), rows.tobytes()
         if held is not None and (held.slots, held.binding) == (named, self._binding):
             plan, held.spare = held.spare, None
-            plan = plan or plan_in(held.buffer.copy(), program, self._limits, None)
+            plan = plan or plan_in(held.buffer.copy(), program, self._limits)
             self._fill_pages(plan, rows)
             return plan
-        plan = empty_plan(program, self._limits, None)
+        plan = empty_plan(program, self._limits)
         self.fill_rows(plan, rows)
-        if program.work is Work.DECODE:
+        if program.work is Work.DECODE and not program.mask:  # masks are many, and new each time
             self._held[program] = _Held(named, self._binding, plan.buffer.copy())
         return plan
 
@@ -118,7 +120,7 @@ class Planner:
         num_pages = max(held.item(request.slot) for request in requests)
         verified = 0 if rows.shape is None else rows.shape.rows
         asked = any(request.sampling.logprobs is not None for request in requests)
-        logprobs = asked and rows.work is not Work.COUNT
+        logprobs = asked and rows.work in (Work.PREFILL, Work.DECODE)
         wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs)
         for p in self._by_size:
             sizes = (p.batch, p.pages, p.tokens, p.shape.rows, p.logprobs)
@@ -144,6 +146,7 @@ def _does_work_of(program: Program, rows: Rows) -> bool:
     return (
         program.work is rows.work
         and program.host_draft is rows.host_draft
+        and program.mask is rows.is_masked
         and (rows.shape is None or rows.shape.tree == program.shape.tree)
     )
 

@@ -155,7 +155,7 @@ class PrefixCache:
         if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
             return Prefix()
         context = request.tokens()
-        most = (len(context) - bool(request.output) - 1) // self._page_size
+        most = (len(context) - request.ends_in_newest - 1) // self._page_size
         path = self._tree.path(request.tenant, context)[:most]
         if not self._interval:
             return self._prefix(path, 0)
@@ -226,7 +226,8 @@ class PrefixCache:
     def _common(self, request: Request, other: _Standing) -> int:
         """Positions that a request could take over from another one, once that has been fed."""
         mine, theirs = request.tokens(), other.request.context
-        most = min(len(mine) - bool(request.output) - 1, len(theirs) - self._policy.key_reach)
+        most = len(mine) - request.ends_in_newest - 1
+        most = min(most, len(theirs) - self._policy.key_reach)
         differs = np.flatnonzero(mine[:most] != theirs[:most])
         equal = int(differs[0]) - self._policy.key_reach if len(differs) else most
         unit = self._unit if self._interval else self._page_size

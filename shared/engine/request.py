@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
+from shared.engine.grammar import Constraint
+
 
 class FinishReason(Enum):
     """Why a request ended, in OpenAI's words where it has one."""
@@ -18,6 +20,8 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REFUSED = "refused"
+    """What it asks turned out to be more than is served."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +37,7 @@ class SamplingParams:
       logprobs: How many of the best tokens come with each token, or None for no logprobs.
       max_draft_tokens: Most drafted nodes per step, or None for all that the step has.
       traces: Whether its events tell of the steps that made them.
+      grammar: What the text must follow, as `shared.text.grammar` reads it; None: nothing.
     """
 
     temperature: float = 1.0
@@ -50,6 +55,7 @@ class SamplingParams:
     logprobs: int | None = None
     max_draft_tokens: int | None = None
     traces: bool = False
+    grammar: str | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -100,7 +106,7 @@ class Event(NamedTuple):
       accepted: Drafts that the decode step accepted, before trimming (a plain step accepts 0); None
         for what is no decode step (the prefill's token, a failed row).
       finish_reason: Set in the request's last event.
-      error: One sentence; set with `FinishReason.ERROR`.
+      error: One sentence; set with `FinishReason.ERROR` and `FinishReason.REFUSED`.
       logprobs: Per token: its logprob and the best (id, logprob) pairs; None unless asked for.
       cached_tokens: Tokens of the prompt that the prefix cache had.
       step: What the step did; None unless asked for.
@@ -133,13 +139,13 @@ class Request:
       tenant: Whom it belongs to; what is kept of its text, to draft from or as a cached prefix, no
         other tenant reads.
       priority: Lower ones get a slot first, and give way last.
+      constraint: What its grammar allows; None without one.
       arrival: Its number in the order of arrival.
       began: When it was made, by the monotonic clock.
       output: Tokens committed so far.
       slot: Slot on the device; 0 while it has none.
       context: Tokens of prompt and output at the time it got its slot.
-      prefill_length: Tokens to prefill: the context, but for an output that is already its newest
-        token.
+      prefill_length: Tokens to prefill: the context, but for a last one that is its newest token.
       first_position: Where its first chunk since then begins: behind what it found in the prefix
         cache.
       draft_from: From where on draft KV before that is whole.
@@ -157,6 +163,7 @@ class Request:
     sampling: SamplingParams
     tenant: str = ""
     priority: int = 0
+    constraint: Constraint | None = None
     arrival: int = 0
     began: float = field(default_factory=time.monotonic)
     output: list[int] = field(default_factory=list)
@@ -190,9 +197,13 @@ class Request:
         return self.length + self.most_growth
 
     @property
-    def resumes(self) -> bool:
-        """Whether its context ends in an output, which a prefill must not choose again."""
-        return len(self.context) > len(self.prompt)
+    def ends_in_newest(self) -> bool:
+        """Whether the last token of prompt and output is the newest for the device from the start.
+
+        Then a decode chooses the next token, and no prefill: it would choose an output once more,
+        and it has no masks for the first token of a text with a grammar.
+        """
+        return bool(self.output) or self.constraint is not None
 
     @property
     def decodes(self) -> bool:
@@ -208,6 +219,11 @@ class Request:
     def is_settled(self) -> bool:
         """Whether all its steps have been retired, so that its tokens are known."""
         return not self.in_flight
+
+    @property
+    def fault(self) -> str | None:
+        """Why its grammar cannot be followed any further; None: it can, or there is none."""
+        return None if self.constraint is None else self.constraint.fault
 
     @property
     def count_length(self) -> int:
@@ -238,7 +254,7 @@ class Request:
         """
         self.slot = slot
         self.context = self.tokens()
-        self.prefill_length = len(self.context) - self.resumes
+        self.prefill_length = len(self.context) - self.ends_in_newest
         if not 0 <= first_position < self.prefill_length:
             raise ValueError(
                 f"first_position must be in 0..{self.prefill_length - 1}, got {first_position}"
@@ -275,8 +291,12 @@ class Request:
           How many of the tokens belong to the text.
         """
         for count, token in enumerate(tokens, start=1):
+            is_stop = token in self.sampling.stop_token_ids
+            if not (is_stop or self.constraint is None or self.constraint.take(token)):
+                self.end(FinishReason.ERROR)
+                return count - 1
             self.output.append(token)
-            if token in self.sampling.stop_token_ids:
+            if is_stop or (self.constraint is not None and self.constraint.is_over):
                 self.end(FinishReason.STOP)
             elif len(self.output) == self.sampling.max_tokens:
                 self.end(FinishReason.LENGTH)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from shared.boundary.backend import Count, Decode, HostDraft, Prefill, StepPlan, Work
+from shared.engine.grammar import Masks
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
@@ -50,6 +51,11 @@ def chunk_end(request: Request, budget: int) -> int:
 
 class Rows(Protocol):
     """The rows of a step of any work (`PrefillRows` and `DecodeRows` are such)."""
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether masks of grammars come with the plan."""
+        ...
 
     @property
     def work(self) -> Work:
@@ -104,6 +110,11 @@ class PrefillRows:
     """The rows of a prefill step."""
 
     chunks: tuple[Chunk, ...]
+
+    @property
+    def is_masked(self) -> bool:
+        """A prefill chooses no token of a text that has a grammar."""
+        return False
 
     @property
     def work(self) -> Work:
@@ -171,6 +182,11 @@ class CountRows:
     end: int
 
     @property
+    def is_masked(self) -> bool:
+        """A count chooses nothing."""
+        return False
+
+    @property
     def work(self) -> Work:
         """What the step does."""
         return Work.COUNT
@@ -236,6 +252,7 @@ class DecodeRows:
         `shared.spec.sampling.Sampling` says; None: nothing is known of any row.
       corpus_nodes: Of trees of n-grams, gives the nodes of a row's that come from an external
         corpus; None of all other trees.
+      masks: What grammars allow at each node; None: no row has one.
     """
 
     requests: list[Request]
@@ -243,6 +260,12 @@ class DecodeRows:
     drafts: HostDraft | None = None
     calibration: Float32[np.ndarray, "B S_max"] | None = None
     corpus_nodes: Callable[[int], list[int]] | None = None
+    masks: Masks | None = None
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether masks of grammars come with the plan."""
+        return self.masks is not None
 
     @property
     def work(self) -> Work:
@@ -279,14 +302,13 @@ class DecodeRows:
         Raises:
           ValueError: A request's prefill was not handed over whole: a decode never starts a row.
         """
-        for request in self.requests:
-            if not request.decodes:
-                raise ValueError(
-                    f"request {request.request_id} has {request.prefilled} of "
-                    f"{request.prefill_length} tokens prefilled, and a decode never starts a row"
-                )
+        _check_prefilled(self.requests)
         if self.calibration is not None:
             plan.sampling.calibration[: len(self.calibration)] = self.calibration
+        if self.masks is not None:
+            assert plan.mask is not None  # the program was picked for it
+            plan.mask.bits[1 : 1 + len(self.masks.bits)] = self.masks.bits
+            plan.mask.index[: len(self.masks.index)] = self.masks.index
         work = plan.work
         assert isinstance(work, Decode)
         if work.drafts is None or self.drafts is None:
@@ -294,3 +316,58 @@ class DecodeRows:
         for name in _TREE:
             values = getattr(self.drafts, name)
             getattr(work.drafts, name)[: len(values)] = values
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The rows of a step that drafts for a decode which brings the trees back, and their shape."""
+
+    requests: list[Request]
+    shape: TreeShape
+
+    @property
+    def is_masked(self) -> bool:
+        """A drafter knows of no grammar."""
+        return False
+
+    @property
+    def work(self) -> Work:
+        """What the step does."""
+        return Work.DRAFT
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """A draft feeds no prompt."""
+        return ()
+
+    @property
+    def num_tokens(self) -> int:
+        """A draft feeds no prompt."""
+        return 0
+
+    @property
+    def host_draft(self) -> bool:
+        """The device drafts."""
+        return False
+
+    @property
+    def most_tokens(self) -> list[int]:
+        """A draft adds no token."""
+        return [0] * len(self.requests)
+
+    def accepted(self, num_tokens: int) -> None:
+        """A draft verifies nothing."""
+        return None
+
+    def fill(self, plan: StepPlan) -> None:
+        """Raises as `DecodeRows.fill`; a draft brings nothing."""
+        _check_prefilled(self.requests)
+
+
+def _check_prefilled(requests: Sequence[Request]) -> None:
+    for request in requests:
+        if not request.decodes:
+            raise ValueError(
+                f"request {request.request_id} has {request.prefilled} of "
+                f"{request.prefill_length} tokens prefilled, and a decode never starts a row"
+            )

@@ -10,7 +10,15 @@ from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
 from shared.engine.prefix_cache import Prefix, PrefixCache
 from shared.engine.request import Refusal, Request
-from shared.engine.rows import Chunk, CountRows, DecodeRows, PrefillRows, Rows, chunk_end
+from shared.engine.rows import (
+    Chunk,
+    CountRows,
+    DecodeRows,
+    DraftRows,
+    PrefillRows,
+    Rows,
+    chunk_end,
+)
 from shared.engine.waiting import WaitingQueue
 from shared.spec.gated_delta import CHUNK
 
@@ -155,7 +163,7 @@ class Scheduler:
                 break
         return PrefillRows(tuple(chunks)) if chunks else None
 
-    def _decode_rows(self) -> DecodeRows | None:
+    def _decode_rows(self) -> DecodeRows | DraftRows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]
         return self._controller.rows_for(ready, self._reserve) if ready else None
 
@@ -189,10 +197,14 @@ class Scheduler:
             if not youngest.is_settled:
                 self._leaving = youngest
                 return False
-            self._give_back(youngest)
-            self.waiting.return_to_front(youngest)
-            self.num_preemptions += 1
+            self.preempt(youngest)
         return True
+
+    def preempt(self, request: Request) -> None:
+        """Sends a running request, none of whose steps is in flight, back to those that wait."""
+        self._give_back(request)
+        self.waiting.return_to_front(request)
+        self.num_preemptions += 1
 
     def _give_back(self, request: Request) -> None:
         self.running.remove(request)

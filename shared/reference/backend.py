@@ -139,7 +139,7 @@ class ReferenceBackend:
         """Does the work; returns the result's fields by name."""
         match plan.work:
             case Prefill():
-                return self._prefill(batch, plan.work, plan.mask)
+                return self._prefill(batch, plan.work)
             case Decode():
                 return self._decode(batch, plan.work, plan.mask)
             case Draft():
@@ -175,7 +175,7 @@ class ReferenceBackend:
 
     # Prefill
 
-    def _prefill(self, batch: Batch, work: Prefill, mask: Mask | None) -> dict[str, np.ndarray]:
+    def _prefill(self, batch: Batch, work: Prefill) -> dict[str, np.ndarray]:
         chunks = [work.tokens[work.row_starts[i] : work.row_starts[i + 1]] for i in batch.index]
         first, ends = work.first_positions[batch.index], work.ends_prompt[batch.index] != 0
         passes = [self._prefill_row(batch, b, chunk, first[b]) for b, chunk in enumerate(chunks)]
@@ -184,11 +184,9 @@ class ReferenceBackend:
             skipped = 0 if batch.starts[b] else 1  # the token before said that it would be next
             self._count(batch, b, chunk[skipped:], first[b] + skipped)
         logits = model.logits(self._weights, np.stack([read.hidden[-1] for read, _ in passes]))
-        allowed = allowed_of(mask, batch.index, self.limits.vocab)
-        allowed = None if allowed is None else allowed[:, 0]
         seen = sampling.seen_alone(self._seen, batch.slots)
         everyone = np.arange(len(lengths))
-        chosen = sampling.choose(logits, seen, lengths, batch.sampling, everyone, allowed)
+        chosen = sampling.choose(logits, seen, lengths, batch.sampling, everyone, None)
         newest = np.where(ends, chosen.ids, work.next_tokens[batch.index]).astype(np.int32)
         self._lengths[batch.slots], self._newest[batch.slots] = lengths, newest
         for b in range(len(newest)):

@@ -10,7 +10,7 @@ from shared.boundary.backend import (
     Snapshots,
     StepPlan,
 )
-from shared.spec import acceptance, logprobs, sampling, slots, verify_rows
+from shared.spec import acceptance, logprobs, masks, sampling, slots, verify_rows
 from shared.spec.eagle import Tree
 from shared.spec.mamba_state import DeltaState
 from shared.spec.model import Forward
@@ -210,9 +210,8 @@ def allowed_of(
     """The tokens that the grammar allows at each node, or None without a grammar."""
     if mask is None:
         return None
-    bytes_of = np.ascontiguousarray(mask.bits).view(np.uint8)
-    bits = np.unpackbits(bytes_of, axis=1, bitorder="little")[:, :vocab]
-    return bits[mask.index[index]] != 0
+    rows = mask.index[index]
+    return masks.allowed(mask.bits, rows.reshape(-1), vocab).reshape(*rows.shape, vocab)
 
 
 def roots(newest: Int32[np.ndarray, " B"]) -> Trees:

@@ -30,7 +30,7 @@ def fresh(framework: str) -> Iterator[Backend]:
 def test_readiness_a_program_that_was_not_prepared_is_refused(fresh):
     for program in fresh.limits.programs:
         with pytest.raises(ValueError, match=f"no program ready for a {program}; prepare it"):
-            fresh.submit(empty_plan(program, fresh.limits, None))
+            fresh.submit(empty_plan(program, fresh.limits))
 
 
 def test_a_program_that_is_not_listed_cannot_be_prepared(fresh):
@@ -41,7 +41,7 @@ def test_a_program_that_is_not_listed_cannot_be_prepared(fresh):
 
 def test_preparing_names_each_program_once_and_the_ready_ones_never(host):
     """On the backend that other tests share, so that nothing is compiled for it alone."""
-    plan = empty_plan(host.limits.programs[0], host.limits, None)
+    plan = empty_plan(host.limits.programs[0], host.limits)
     host.run(plan)
     named = []
     host.backend.prepare([plan.program, plan.program], named.append)

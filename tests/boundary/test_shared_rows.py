@@ -131,7 +131,7 @@ def test_trees_of_the_host_that_have_no_verify_rows_are_refused():
     limits = contract_limits(config)
     program = next(p for p in limits.programs if p.shape == TREE and p.work is Work.DECODE)
     program = replace(program, shape=replace(TREE, rows=9))
-    plan = empty_plan(program, limits, None)
+    plan = empty_plan(program, limits)
     assert isinstance(plan.work, Decode)
     assert plan.work.drafts is not None
     plan.work.drafts.num_nodes[:3] = (4, 1, 3)  # and a row of padding

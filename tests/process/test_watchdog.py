@@ -34,7 +34,7 @@ def test_the_reason_names_the_step_that_is_waited_for():
     backend = NamedSteps(ToyBackend(toy_limits(num_pages=9, num_slots=3, overlap=1)), watchdog)
     ended = Ended(watchdog)
     first, second = (
-        backend.submit(empty_plan(program, backend.limits, None))
+        backend.submit(empty_plan(program, backend.limits))
         for program in backend.limits.programs[:2]
     )
     first.result()

@@ -80,7 +80,7 @@ class Device:
             if (p.work, p.shape) == (work, shape)
             and {"host_draft": p.host_draft, "mask": p.mask} == kind
         )
-        plan = empty_plan(program, self.backend.limits, None)
+        plan = empty_plan(program, self.backend.limits)
         plan.slots[0], plan.page_table[0] = 1, np.arange(1, 33)[::-1]
         plan.sampling.prompt_length[0] = self.prompt_length
         plan.sampling.max_drafts[0] = 9

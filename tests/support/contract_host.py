@@ -54,7 +54,12 @@ def contract_limits(config: ModelConfig) -> Limits:
     """One bucket of each size, so that few programs are compiled."""
 
     def program(
-        work: Work, shape: TreeShape, *, tokens: int = 0, host_draft: bool = False
+        work: Work,
+        shape: TreeShape,
+        *,
+        tokens: int = 0,
+        host_draft: bool = False,
+        mask: bool = False,
     ) -> Program:
         return Program(
             work=work,
@@ -63,7 +68,7 @@ def contract_limits(config: ModelConfig) -> Limits:
             tokens=tokens,
             shape=shape,
             host_draft=host_draft,
-            mask=False,
+            mask=mask,
             logprobs=work in (Work.PREFILL, Work.DECODE) and not host_draft,
         )
 
@@ -77,7 +82,7 @@ def contract_limits(config: ModelConfig) -> Limits:
             program(Work.DECODE, PLAIN),
             program(Work.DECODE, CHAIN),
             program(Work.DECODE, SHARED),
-            program(Work.DECODE, TREE, host_draft=True),
+            program(Work.DECODE, TREE, host_draft=True, mask=True),
             program(Work.DRAFT, CHAIN),
             program(Work.COUNT, PLAIN, tokens=PREFILL_TOKENS),
         ),
@@ -186,7 +191,7 @@ class Host:
             for p in self.limits.programs
             if (p.work, p.shape, p.host_draft) == (work, shape, host_draft)
         )
-        plan = empty_plan(program, self.limits, None)
+        plan = empty_plan(program, self.limits)
         self.planner.fill_rows(plan, np.array([r.slot for r in requests], np.int32))
         return plan
 

@@ -1,0 +1,180 @@
+"""Decode steps of batches in which a request has a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shared.boundary.backend import HostDraft, Limits, StepResult, Work
+from shared.boundary.buffers import mask_words
+from shared.engine.controller import (
+    Controller,
+    Gauges,
+    Reserve,
+    shapes_by_batch,
+    smallest_that_holds,
+)
+from shared.engine.grammar import Masks
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import Request
+from shared.engine.rows import DecodeRows, DraftRows, Rows
+from shared.spec.draft_tree import TreeShape
+
+Tree = tuple[list[int], list[int]]
+"""Tokens and parents of a tree's nodes."""
+
+
+class GrammarController:
+    """Takes the steps of batches in which a request has a grammar; another one takes the rest.
+
+    What a node may choose is known once its path is, so trees come to the host before they are
+    verified. Where the device drafts, a batch makes two trips: a step that drafts, then one that
+    brings the trees back with a mask for each node. Trees of the host's take one trip, and so does
+    a batch without drafts. Either way the whole batch waits for the step before; prompts overlap
+    it where they may. Requests without a grammar choose among all tokens, as ever.
+
+    Args:
+      limits: The backend's.
+      inner: Takes every other step, and is told of these.
+      index: What drafts on the host; None where the device drafts, or nobody.
+
+    Raises:
+      ValueError: The backend has no decode program that takes masks.
+    """
+
+    def __init__(self, limits: Limits, inner: Controller, index: NgramIndex | None) -> None:
+        masked = [program for program in limits.programs if program.mask]
+        if not masked:
+            raise ValueError("no decode program takes the masks of a grammar")
+        self._trees = _widest(limits, host_draft=True)
+        self._plain = _widest(limits, host_draft=False)
+        drafts = [program for program in limits.programs if program.work is Work.DRAFT]
+        self._drafts = {program.batch: program.shape for program in drafts}
+        self._inner, self._index, self._words = inner, index, mask_words(limits.vocab)
+        self._decoded_last: list[Request] = []
+        self._drafted: dict[int, Tree] = {}
+        self.max_rows = min(inner.max_rows, max(program.batch for program in masked))
+        self.gauges: Gauges = inner.gauges
+
+    @property
+    def waits(self) -> bool:
+        """Whether tokens or drafts of the step before are still on their way."""
+        return not all(request.is_settled for request in self._decoded_last) or self._inner.waits
+
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | DraftRows | None:
+        """Every ready request whose tokens are known, once those of the step before are."""
+        if all(request.constraint is None for request in ready):
+            self._decoded_last, self._drafted = [], {}
+            return self._inner.rows_for(ready, reserve)
+        if not all(request.is_settled for request in self._decoded_last):
+            return None
+        known = [request for request in ready if request.is_settled]
+        drafted = [request for request in known if request.request_id in self._drafted]
+        rows = self._verified(drafted, reserve) if drafted else self._begun(known, reserve)
+        self._decoded_last = rows.requests if rows else []
+        return rows
+
+    def _begun(self, known: Sequence[Request], reserve: Reserve) -> DecodeRows | DraftRows | None:
+        """The first trip of a round, which may be the only one."""
+        if not known:
+            return None
+        if not self._drafts or all(r.sampling.max_draft_tokens == 0 for r in known):
+            return self._verified(known, reserve)
+        shape = smallest_that_holds(self._drafts, len(known))
+        requests = reserve(known, shape.scratch)
+        return DraftRows(requests, shape) if requests else None
+
+    def _verified(self, known: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+        """A decode with the trees that there are, and their masks."""
+        shapes = self._trees or self._plain
+        requests = reserve(known, smallest_that_holds(shapes, len(known)).scratch)
+        if not requests:
+            return None
+        trees, masks = self._masked(requests, self._trees_of(requests))
+        is_plain = bool(self._plain) and all(len(tokens) == 1 for tokens, _ in trees)
+        shape = smallest_that_holds(self._plain if is_plain else self._trees, len(requests))
+        index = np.zeros((len(requests), shape.nodes), np.int32)
+        bits = np.zeros((sum(map(len, masks)), self._words), np.int32)
+        place = 0
+        for row, found in enumerate(masks):
+            for node, mask in found.items():
+                bits[place] = mask
+                place += 1
+                index[row, node] = place
+        drafts = None if is_plain else _laid_out(trees, shape)
+        return DecodeRows(requests, shape, drafts, masks=Masks(bits, index))
+
+    def _trees_of(self, requests: Sequence[Request]) -> list[Tree]:
+        """The draft trees that are known: the host's, those of the step before, or roots."""
+        if self._index is not None:
+            found = self._index.draft(requests)
+            counts = np.maximum(found.num_nodes, 1).tolist()
+            return [
+                (found.tokens[row, :count].tolist(), found.parents[row, :count].tolist())
+                for row, count in enumerate(counts)
+            ]
+        drafted, self._drafted = self._drafted, {}
+        return [drafted.get(request.request_id, ([0], [0])) for request in requests]
+
+    def _masked(
+        self, requests: Sequence[Request], trees: Sequence[Tree]
+    ) -> tuple[list[Tree], list[dict[int, np.ndarray]]]:
+        """The masks of each request's nodes; where they cannot be had it goes on without drafts."""
+        masks: list[dict[int, np.ndarray]] = []
+        kept = list(trees)
+        for row, request in enumerate(requests):
+            found = None
+            if request.constraint is not None:
+                found = request.constraint.masks(*kept[row])
+                if found is None:
+                    kept[row] = [0], [0]
+                    found = request.constraint.masks(*kept[row])
+            masks.append(found or {})
+        return kept, masks
+
+    def submitted(self, rows: Rows) -> None:
+        """The other controller has the time that the device takes."""
+        self._inner.submitted(rows)
+
+    def learned(self, rows: Rows, result: StepResult) -> None:
+        """Keeps the trees of a step that drafted."""
+        if not isinstance(rows, DraftRows):
+            self._inner.learned(rows, result)
+            return
+        for row, request in enumerate(rows.requests):
+            count = max(1, int(result.num_nodes[row]))
+            tree = result.drafts[row, :count].tolist(), result.parents[row, :count].tolist()
+            self._drafted[request.request_id] = tree
+
+    def saw(self, request: Request, tokens: Sequence[int]) -> None:
+        """Tokens were committed to a request's output."""
+        self._inner.saw(request, tokens)
+
+    def ended(self, request: Request) -> None:
+        """A request ended."""
+        self._drafted.pop(request.request_id, None)
+        self._inner.ended(request)
+
+    def cut(self, request_id: int, num_tokens: int) -> None:
+        """The output of a request that ended turned out to end after `num_tokens` tokens."""
+        self._inner.cut(request_id, num_tokens)
+
+
+def _widest(limits: Limits, *, host_draft: bool) -> dict[int, TreeShape]:
+    return shapes_by_batch(limits, host_draft=host_draft, is_wanted=lambda shape: True, mask=True)
+
+
+def _laid_out(trees: Sequence[Tree], shape: TreeShape) -> HostDraft:
+    """The trees as a plan has them."""
+    size = (len(trees), shape.nodes)
+    found = HostDraft(
+        tokens=np.zeros(size, np.int32),
+        parents=np.zeros(size, np.int32),
+        num_nodes=np.array([len(tokens) for tokens, _ in trees], np.int32),
+        forced=np.zeros(len(trees), np.int32),
+    )
+    for row, (tokens, parents) in enumerate(trees):
+        found.tokens[row, : len(tokens)] = tokens
+        found.parents[row, : len(tokens)] = parents
+    return found

@@ -1,0 +1,234 @@
+"""Texts that are held to a grammar: the same with every drafter, and beside texts that are free.
+
+The plain text with a grammar is that of a backend without a drafter, whose every step has one node.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.engine.cache_policy import NO_CACHE, CachePolicy
+from shared.engine.constrained import GrammarController
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.ngram.controller import NgramController
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import Event, FinishReason, Request
+from shared.options.ngram import NgramConfig
+from shared.spec.draft_tree import TreeShape
+from tests.device.test_prefix_cache import CASES, drafter_of, model_of
+from tests.support.backends import make_backend
+from tests.support.cache_policies import policy_of
+from tests.support.driving import Outcome, drive
+from tests.support.grammars import constrained, text_of
+
+BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 3, 4, 48, 160, 64
+PREEMPTED_EVERY = 5
+"""Steps after which the youngest request loses its slot, in one of the runs."""
+
+Case = tuple[str, str, TreeShape]
+
+
+def limits_of(family: str, drafter: str, shape: TreeShape) -> Limits:
+    """Programs with masks and without, and those that draft for the first."""
+
+    def program(work: Work, shape: TreeShape, *, tokens: int = 0, mask: bool = False) -> Program:
+        is_tree = not shape.is_plain
+        return Program(
+            work=work,
+            batch=BATCH,
+            pages=PAGES,
+            tokens=tokens,
+            shape=shape,
+            host_draft=work is Work.DECODE and is_tree and (mask or drafter == "NGRAM"),
+            mask=mask,
+            logprobs=work in (Work.PREFILL, Work.DECODE),
+        )
+
+    plain = TreeShape.plain(BATCH)
+    shapes = [plain] if drafter == "none" else [shape]
+    if drafter == "NGRAM":
+        shapes = [plain, shape]
+    programs = [program(Work.PREFILL, plain, tokens=CHUNK)]
+    programs += [program(Work.DECODE, each, mask=mask) for each in shapes for mask in (False, True)]
+    if drafter not in ("none", "NGRAM"):
+        programs.append(program(Work.DRAFT, shape))
+    return Limits(
+        page_size=PAGE_SIZE,
+        num_pages=1 + BATCH * PAGES,
+        num_slots=1 + BATCH,
+        num_snapshots=13 if family == "qwen3_5" else 1,
+        programs=tuple(programs),
+        overlap=2,
+        context_length=CONTEXT,
+        vocab=model_of(family, drafter)[0].vocab,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=2,
+    )
+
+
+def requests_of(vocab: int) -> list[Request]:
+    """Three with grammars and three without; the longest prompt has two chunks."""
+    rng = np.random.default_rng(21)
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    asked = [
+        ("schema", {"temperature": 0.0, "logprobs": 1}),
+        (None, {"temperature": 0.0}),
+        ("regex", {"temperature": 0.9, "top_p": 0.9, "min_p": 0.01}),
+        ("lark", {"temperature": 1.0, "min_tokens": 20, **penalties}),
+        (None, {"temperature": 0.8, "top_k": 40, "logprobs": 0}),
+        ("schema", {"temperature": 1.0, "max_draft_tokens": 1}),
+    ]
+    lengths = (20, 33, 5, 70, 18, 2)
+    return [
+        constrained(
+            number,
+            tuple(rng.integers(2, 250, length).tolist()),
+            vocab,
+            grammar,
+            max_tokens=60 if grammar else 30,
+            seed32=900 + number,
+            **how,
+        )
+        for number, ((grammar, how), length) in enumerate(zip(asked, lengths, strict=True))
+    ]
+
+
+class Preempting(Engine):
+    """An engine whose requests lose their slots again and again, as where pages are short."""
+
+    num_steps = 0
+
+    def step(self) -> list[Event]:
+        self.num_steps += 1
+        running = self.scheduler.running
+        if self.num_steps % PREEMPTED_EVERY == 0 and len(running) > 1 and running[-1].is_settled:
+            self.scheduler.preempt(running[-1])
+        return super().step()
+
+
+def engine_of(
+    backend: Backend, case: Case, cache: CachePolicy, overlap: int, made: type[Engine] = Engine
+) -> Engine:
+    _, drafter, shape = case
+    limits, index = backend.limits, None
+    sizes = {"nodes": shape.nodes, "depth": shape.depth}
+    if drafter == "NGRAM":
+        index = NgramIndex(NgramConfig(), **sizes, vocab=limits.vocab, chain=False)
+        inner = NgramController(limits, index)
+    else:
+        inner = StaticController(limits, **sizes, width=shape.width)
+    controller = GrammarController(limits, inner, index)
+    return made(backend, controller, overlap=overlap, chunked_prefill_size=CHUNK, cache=cache)
+
+
+class Backends:
+    """Backends by framework and case, and the plain texts of their targets."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple, Backend] = {}
+        self._plain: dict[tuple[str, bool], dict[int, Outcome]] = {}
+
+    def get(self, framework: str, case: Case) -> Backend:
+        key = (framework, *case)
+        if key not in self._made:
+            family, drafter, shape = case
+            model = model_of(family, drafter)
+            limits = limits_of(family, drafter, shape)
+            made = make_backend(framework, *model, limits, drafter_of(family, drafter))
+            self._made[key] = made
+        return self._made[key]
+
+    def plain(self, framework: str, family: str, drafter: str) -> dict[int, Outcome]:
+        key = (family, drafter == "DFLASH")
+        if key not in self._plain:
+            model = model_of(family, drafter)
+            shape = TreeShape.plain(BATCH)
+            limits = limits_of(family, "none", shape)
+            backend = make_backend(framework, *model, limits, "none")
+            engine = engine_of(backend, (family, "none", shape), NO_CACHE, 0)
+            self._plain[key] = drive(engine, requests_of(limits.vocab))
+            backend.close()
+        return self._plain[key]
+
+    def close(self) -> None:
+        for backend in self._made.values():
+            backend.close()
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    made = Backends()
+    yield made
+    made.close()
+
+
+def check_texts(requests: Sequence[Request], outcomes: dict[int, Outcome], vocab: int) -> None:
+    """A text that has come to its end is one of its grammar's."""
+    for request, name in zip(
+        requests, ("schema", None, "regex", "lark", None, "schema"), strict=True
+    ):
+        outcome = outcomes[request.request_id]
+        text = text_of(outcome.tokens, vocab)
+        assert outcome.error is None
+        if name is None or outcome.finish_reason is FinishReason.LENGTH:
+            continue
+        match name:
+            case "schema":
+                found = json.loads(text)
+                assert found.keys() == {"a", "b"}
+                assert len(found["a"]) <= 12
+                assert 2 <= len(found["b"]) <= 4
+            case "regex":
+                assert re.fullmatch("[a-f]{2,9}( [a-cx-z]{3,7}){2,5}", text)
+            case "lark":
+                assert re.fullmatch(r"(c*[ab]+ )*c*[ab]+", text)
+                assert len(outcome.tokens) >= 20
+        if request.sampling.logprobs is not None:
+            assert len(outcome.logprobs) == len(outcome.tokens)
+
+
+RUNS = [
+    pytest.param(framework, case, id=f"{framework}-{case[0]}-{case[1]}", marks=marks)
+    for framework, chosen in (
+        ("torch", ("NEXTN", "EAGLE3", "NGRAM")),
+        ("jax", ()),
+        ("reference", ()),
+    )
+    for case in CASES
+    for marks in ([] if case[1] in chosen else [pytest.mark.matrix],)
+]
+
+
+@pytest.mark.parametrize(("framework", "case"), RUNS)
+def test_a_text_with_a_grammar_is_the_plain_one_with_every_drafter(framework, case, backends):
+    """Also with steps in flight, on hits of the prefix cache, and where requests are preempted."""
+    family, drafter, _ = case
+    backend = backends.get(framework, case)
+    vocab = backend.limits.vocab
+    plain = backends.plain("torch", family, drafter)
+    check_texts(requests_of(vocab), plain, vocab)
+    ends = {number: outcome.finish_reason for number, outcome in plain.items()}
+    assert FinishReason.STOP in {ends[number] for number in (0, 2, 3, 5)}
+    policy = policy_of(drafter, is_hybrid=family == "qwen3_5")
+    accepted = 0
+    for cache, made in ((NO_CACHE, Engine), (policy, Preempting)):
+        engine = engine_of(backend, case, cache, overlap=2, made=made)
+        requests = requests_of(vocab)
+        outcomes = drive(engine, requests)
+        assert (engine.scheduler.num_preemptions > 0) is (made is Preempting)
+        for number, outcome in outcomes.items():
+            assert outcome.tokens == plain[number].tokens, number
+            assert outcome.finish_reason is plain[number].finish_reason
+        accepted += sum(sum(outcomes[number].accepted) for number in (0, 2, 3, 5))
+        prompts = engine.metrics.snapshot()["prompt_tokens_total"]
+        assert prompts == sum(len(request.prompt) for request in requests)
+    if drafter != "none":
+        assert accepted > 0, "no draft of a text with a grammar was ever accepted"
