@@ -6,7 +6,6 @@ so a step is one upload, and a result is one int32 array, so a step is one downl
 out by `shared.boundary.buffers`.
 
 Promises of every backend, each a test of `tests/boundary/test_backend_contract.py`:
-
 - order: steps take effect in the order of submission.
 - continuation: a decode row carries no token and no length; it goes on from what the device holds
   for its slot, so step n+1 can be submitted before the result of step n is known.
@@ -61,7 +60,7 @@ class Launch(Enum):
     EAGER = "eager"
 
 
-CAPTURED = (Work.DECODE, Work.PREFILL)
+CAPTURED = (Work.DECODE, Work.DRAFT, Work.PREFILL)
 """What is captured where steps can be."""
 
 
@@ -325,10 +324,9 @@ class Snapshots:
 
 @dataclass(frozen=True)
 class Mask:
-    """Tokens that grammars allow: node `(b, n)` chooses among those of `bits[index[b, n]]`.
+    """Tokens that grammars allow, as `spec.masks` has them: node (b, n) has mask `index[b, n]`.
 
-    Bit i of word w stands for token 32 w + i. Row 0 allows every token; there is one more for each
-    verify row.
+    Mask 0 allows every token; there is one more for each verify row.
     """
 
     bits: Int32[np.ndarray, "Q words"]

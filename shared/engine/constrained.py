@@ -39,6 +39,9 @@ class GrammarController:
       inner: Takes every other step, and is told of these.
       index: What drafts on the host; None where the device drafts, or nobody.
 
+    Attributes:
+      index: As above.
+
     Raises:
       ValueError: The backend has no decode program that takes masks.
     """
@@ -51,7 +54,7 @@ class GrammarController:
         self._plain = _widest(limits, host_draft=False)
         drafts = [program for program in limits.programs if program.work is Work.DRAFT]
         self._drafts = {program.batch: program.shape for program in drafts}
-        self._inner, self._index, self._words = inner, index, mask_words(limits.vocab)
+        self._inner, self.index, self._words = inner, index, mask_words(limits.vocab)
         self._decoded_last: list[Request] = []
         self._drafted: dict[int, Tree] = {}
         self.max_rows = min(inner.max_rows, max(program.batch for program in masked))
@@ -107,8 +110,8 @@ class GrammarController:
 
     def _trees_of(self, requests: Sequence[Request]) -> list[Tree]:
         """The draft trees that are known: the host's, those of the step before, or roots."""
-        if self._index is not None:
-            found = self._index.draft(requests)
+        if self.index is not None:
+            found = self.index.draft(requests)
             counts = np.maximum(found.num_nodes, 1).tolist()
             return [
                 (found.tokens[row, :count].tolist(), found.parents[row, :count].tolist())

@@ -11,7 +11,6 @@ from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import CachePolicy
 from shared.engine.checks import RequestLimits, check
 from shared.engine.controller import Controller, Gauges
-from shared.engine.grammar import BROKEN
 from shared.engine.metrics import Metrics
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
@@ -238,7 +237,7 @@ class Engine:
             tokens=tokens[:kept],
             accepted=rows.accepted(len(tokens)),
             finish_reason=request.finish_reason,
-            error=BROKEN if request.finish_reason is FinishReason.ERROR else None,
+            error=request.fault,
             logprobs=_logprobs(request, result, row, kept),
             cached_tokens=request.cached_tokens or 0,
             step=step,

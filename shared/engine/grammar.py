@@ -103,11 +103,22 @@ class Constraint:
         return self._matcher.is_over
 
     def take(self, token: int) -> bool:
-        """A token was committed to the text, and is none that ends it; whether it is allowed."""
-        if not self._matcher.take(token):
-            return False
-        self._text.append(token)
-        return True
+        """A token was chosen that does not end the text; whether it belongs to it.
+
+        If not there is a `fault`: the token is not allowed, or what follows it is too much work.
+        """
+        if self._matcher.take(token):
+            self._text.append(token)
+            return True
+        bits = np.zeros(self._words, np.int32)
+        was_allowed = not (self._begins_anew() and self._matcher.fill(bits)) or _has(bits, token)
+        self.fault = TOO_MUCH if was_allowed else BROKEN
+        return False
+
+    def _begins_anew(self) -> bool:
+        """Brings a new matcher to where the text is; whether it came there."""
+        self._matcher = self._grammar.matcher()
+        return all(map(self._matcher.take, self._text))
 
     def masks(
         self, tokens: Sequence[int], parents: Sequence[int]
@@ -128,9 +139,7 @@ class Constraint:
             children[parents[node]].append(node)
         if self._walk(0, 0, tokens, children, found):
             return found
-        self._matcher = self._grammar.matcher()
-        is_back = all(map(self._matcher.take, self._text))
-        if not is_back or len(tokens) == 1:
+        if not self._begins_anew() or len(tokens) == 1:
             self.fault = self.fault or TOO_MUCH
         return None
 
@@ -149,7 +158,7 @@ class Constraint:
         found[node] = bits
         for child in children[node]:
             token = tokens[child]
-            if token in self._stops or not bits[token // 32] >> (token % 32) & 1:
+            if token in self._stops or not _has(bits, token):
                 continue
             if not self._matcher.take(token):
                 return False
@@ -173,3 +182,7 @@ class Constraint:
             self.fault = NO_TOKEN if not depth else None
             return None
         return bits
+
+
+def _has(bits: Int32[np.ndarray, " words"], token: int) -> bool:
+    return bool(bits[token // 32] >> (token % 32) & 1)

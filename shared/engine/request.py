@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from shared.engine.grammar import Constraint
+from shared.engine.grammar import BROKEN, Constraint
 
 
 class FinishReason(Enum):
@@ -293,7 +293,8 @@ class Request:
         for count, token in enumerate(tokens, start=1):
             is_stop = token in self.sampling.stop_token_ids
             if not (is_stop or self.constraint is None or self.constraint.take(token)):
-                self.end(FinishReason.ERROR)
+                is_ours = self.constraint.fault == BROKEN
+                self.end(FinishReason.ERROR if is_ours else FinishReason.REFUSED)
                 return count - 1
             self.output.append(token)
             if is_stop or (self.constraint is not None and self.constraint.is_over):

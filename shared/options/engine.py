@@ -44,6 +44,13 @@ class EngineConfig:
         "the engine is idle; /metrics counts them, and the log names what differs",
         low=0.0, high=1.0, is_share=True, metavar="RATE",
     )  # fmt: skip
+    grammar_backend: str = flag(
+        "none",
+        "llguidance holds answers to a JSON schema, an expression, a grammar or a call of a tool, "
+        "and makes programs for it at the start; none refuses such requests",
+        choices=("llguidance", "none"),
+        metavar="NAME",
+    )
     disable_cuda_graph: bool = flag(False, "torch on a GPU runs every step launch by launch")
     disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts alone")
 
@@ -51,6 +58,11 @@ class EngineConfig:
         check_rules(self)
         if self.page_size and self.page_size & (self.page_size - 1):
             raise ConfigError(f"--page-size must be a power of two, got {self.page_size}")
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether a text can be held to a grammar."""
+        return self.grammar_backend != "none"
 
     @property
     def overlap_depth(self) -> int:

@@ -18,7 +18,7 @@ NOT_SUPPORTED = {
         + ("--schedule-conservativeness", "--cuda-graph-max-bs", "--cuda-graph-bs")
         + ("--disable-cuda-graph-padding", "--attention-backend")
         + ("--prefill-attention-backend", "--decode-attention-backend", "--sampling-backend")
-        + ("--grammar-backend", "--mamba-ssm-dtype", "--max-mamba-cache-size")
+        + ("--mamba-ssm-dtype", "--max-mamba-cache-size")
         + ("--enable-torch-compile", "--enable-mixed-chunk", "--num-continuous-decode-steps")
         + ("--device", "--stream-interval"),
         AUTOMATIC,

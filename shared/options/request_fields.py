@@ -17,7 +17,6 @@ class NotServed:
       example: A value that is refused.
       why: Why other values are refused, after the field's name.
       way_out: What to do instead.
-      is_read: The neutral values differ, so the field is read where it has one of them.
     """
 
     name: str
@@ -26,7 +25,6 @@ class NotServed:
     example: Any
     why: str = "is not supported"
     way_out: str = "leave it out"
-    is_read: bool = False
 
     @property
     def reason(self) -> str:
@@ -50,18 +48,8 @@ NOT_SERVED = (
     NotServed("functions", (CHAT,), ([],), [{"name": "f"}]),
     NotServed("modalities", (CHAT,), (["text"],), ["text", "audio"]),
     NotServed("reasoning_effort", (CHAT,), (), "low"),
-    NotServed("response_format", (CHAT,), ({"type": "text"},), {"type": "json_object"}),
     NotServed("service_tier", (CHAT,), ("auto", "default"), "flex"),
     NotServed("store", (CHAT,), (False,), True),
-    NotServed(
-        "tool_choice",
-        (CHAT,),
-        ("none", "auto"),
-        "required",
-        why="can only be none or auto: to force a call needs a grammar, which is not served",
-        way_out="give auto and say in a message what is to be called",
-        is_read=True,
-    ),
     NotServed("verbosity", (CHAT,), (), "low"),
     NotServed("web_search_options", (CHAT,), (), {}),
 )

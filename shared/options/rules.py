@@ -369,6 +369,38 @@ RULES = (
         example=None,
     ),
     Rule(
+        refuses=lambda s: s.options.engine.has_grammars and s.draft.verification != "match",
+        reason="--grammar-backend {grammars} verifies trees of the host's, whose drafts are not "
+        "judged by --accept-rule rejection",
+        way_out="leave one of them out",
+        example=Example(
+            drafter="NEXTN",
+            flags=_flags("--grammar-backend llguidance --accept-rule rejection"),
+        ),
+    ),
+    Rule(
+        refuses=lambda s: s.options.engine.has_grammars and s.draft.accept_rates is not None,
+        reason="--grammar-backend {grammars} keeps what --speculative-simulate-accept-length "
+        "{simulated} breaks: a draft accepted by lot is of no grammar",
+        way_out="leave one of them out",
+        example=Example(
+            drafter="NEXTN",
+            flags=_flags(
+                "--grammar-backend llguidance --speculative-simulate-accept-length 0.9,0.5,0"
+            ),
+        ),
+    ),
+    Rule(
+        refuses=lambda s: s.options.engine.has_grammars and s.adaptive.speculative_adaptive,
+        reason="--grammar-backend {grammars} takes trees of one shape, and --speculative-adaptive "
+        "chooses among several",
+        way_out="leave one of them out",
+        example=Example(
+            drafter="NEXTN",
+            flags=_flags("--grammar-backend llguidance --speculative-adaptive"),
+        ),
+    ),
+    Rule(
         refuses=lambda s: (
             s.options.engine.disable_overlap_schedule and bool(s.options.engine.overlap)
         ),

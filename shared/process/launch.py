@@ -33,6 +33,7 @@ from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import Trace
 from shared.engine.checks import RequestLimits
+from shared.engine.constrained import GrammarController
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.ngram.adaptive import AdaptiveNgramController
@@ -53,11 +54,13 @@ from shared.process.address import bind, check_open, host_names
 from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.frames import ModelFacts
+from shared.process.grammars import Grammars
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.profiling import step_seconds
 from shared.process.programs import ProgramCosts, draft_shape
 from shared.process.progress import loading_bar, preparing_bar
 from shared.process.watchdog import NamedSteps, Watchdog
+from shared.text.grammar import Compiler
 from shared.text.tokenizer import Tokenizer
 
 
@@ -110,12 +113,14 @@ class Start:
       draft_files: What drafts, and its files.
       memory: The memory plan, whose options have no open values.
       defaults: How tokens are chosen where a request leaves it open.
+      compiler: Of grammars; None where the start has none.
     """
 
     checkpoint: Weights
     draft_files: DraftFiles
     memory: MemoryPlan
     defaults: SamplingDefaults
+    compiler: Compiler | None
 
     @property
     def num_bytes(self) -> int:
@@ -159,11 +164,11 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
-    controller = engine.controller
-    remembers = isinstance(controller, NgramController | AdaptiveNgramController)
-    index = controller.index if remembers else None
+    index = index_of(engine.controller)
     facts = _facts(start, host_names(options.server, listeners))
-    return loop.run(served, facts, listeners, index, watchdog)
+    vocab = backend.limits.vocab
+    grammars = Grammars(start.compiler, vocab) if start.compiler is not None else None
+    return loop.run(served, facts, listeners, index, watchdog, grammars)
 
 
 def _notes(start: Start) -> Iterator[str]:
@@ -246,9 +251,10 @@ def prepare(options: Options, platform: Platform) -> Start:
     theirs = options.server.sampling_defaults == "openai"
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
+    compiler = Compiler.of_folder(folder, model.vocab) if options.engine.has_grammars else None
     memory = plan(options, model, draft_files.drafts, platform.find_device(), platform.costs)
     cache_policy(memory)  # what it refuses is refused before memory is taken
-    return Start(checkpoint, draft_files, memory, defaults)
+    return Start(checkpoint, draft_files, memory, defaults, compiler)
 
 
 def _refuse_graph_flags(options: Options) -> None:
@@ -345,8 +351,23 @@ def _tell(divergence: Divergence) -> None:
     print(divergence, file=sys.stderr, flush=True)
 
 
+def index_of(controller: Controller) -> NgramIndex | None:
+    """What drafts from text that was seen; None where nothing does."""
+    remembers = isinstance(
+        controller, NgramController | AdaptiveNgramController | GrammarController
+    )
+    return controller.index if remembers else None
+
+
 def make_controller(backend: Backend, options: Options) -> Controller:
     """What chooses how requests decode; what it has to compile or to measure is done."""
+    controller = _controller_of_drafts(backend, options)
+    if not options.engine.has_grammars:
+        return controller
+    return GrammarController(backend.limits, controller, index_of(controller))
+
+
+def _controller_of_drafts(backend: Backend, options: Options) -> Controller:
     shape, limits = draft_shape(options, 1), backend.limits
     table: dict[int, list[float]] = {}
     if options.adaptive.speculative_adaptive:

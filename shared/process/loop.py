@@ -31,11 +31,13 @@ from shared.process.frames import (
     pack,
     sampling_from_fields,
 )
+from shared.process.grammars import Grammars
 from shared.process.watchdog import STOPPED, Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 IDLE_WAIT_S = 1.0  # the socket and signals wake an idle engine; this bounds a missed one
 BUILDING_WAIT_S = 0.05  # the end of a corpus's building wakes nobody
+COMPILING_WAIT_S = 0.002  # nor does that of a grammar's compiling, which takes about as long
 FAREWELL_S = 1.0  # for the last frame to leave
 CHILD_END_S = 3.5  # for the server to end by itself; all in all below 5 s
 RECEIVE_BYTES = 1 << 18
@@ -94,6 +96,7 @@ def run(
     listeners: Sequence[socket.socket],
     index: NgramIndex | None,
     watchdog: Watchdog,
+    grammars: Grammars | None = None,
 ) -> int:
     """Serves until a signal, a failure, or the end of the server's process; ends both processes.
 
@@ -103,6 +106,7 @@ def run(
       listeners: What `address.bind` gave; handed to the server.
       index: What drafts from external corpora; None where the drafter is another.
       watchdog: Ends both processes where a step does not end.
+      grammars: Compiles those of requests; None where none can have one.
 
     Returns:
       The exit code: 0 after SIGINT or SIGTERM, 2 where the server refused to start, else 1.
@@ -114,7 +118,7 @@ def run(
     link.send(facts.to_message())
     watchdog.start(stop.readable, partial(_end_at_once, link, child))
     try:
-        _Loop(engine, link, Corpora(index), watchdog).run(stop)
+        _Loop(engine, link, Corpora(index), watchdog, grammars).run(stop)
         reason, failed = STOPPED, False
     except _ServerEnded:
         return _after_server(child, engine, watchdog)
@@ -221,13 +225,18 @@ class _Loop:
     """Messages in, steps, one frame a step out."""
 
     def __init__(
-        self, engine: HostEngine, link: _Link, corpora: Corpora, watchdog: Watchdog
+        self,
+        engine: HostEngine,
+        link: _Link,
+        corpora: Corpora,
+        watchdog: Watchdog,
+        grammars: Grammars | None,
     ) -> None:
-        self._engine, self._link = engine, link
+        self._engine, self._link, self._grammars = engine, link, grammars
         self._corpora, self._watchdog = corpora, watchdog
         self._handlers = {
             "add": self._add,
-            "abort": engine.abort,
+            "abort": self._abort,
             "finish": engine.finish,
             "metrics": self._metrics,
             "corpus_add": self._corpora.add,
@@ -247,6 +256,9 @@ class _Loop:
                 self._handlers[kind](*fields)
             for answer in self._corpora.answers():
                 self._link.send(answer)
+            if self._grammars is not None:
+                for request, refusal in self._grammars.ready():
+                    self._add_ready(request, refusal)
             if self._engine.busy:
                 with self._watchdog.watched():
                     events = self._engine.step()
@@ -255,6 +267,8 @@ class _Loop:
     def _patience_s(self) -> float:
         if self._engine.busy:
             return 0.0
+        if self._grammars is not None and self._grammars.busy:
+            return COMPILING_WAIT_S
         return BUILDING_WAIT_S if self._corpora.busy else IDLE_WAIT_S
 
     def _send(self, events: list[Event]) -> None:
@@ -271,18 +285,30 @@ class _Loop:
     ) -> None:
         tokens = tuple(prompt)
         for request_id, seed32 in choices:
-            params = sampling_from_fields(sampling, seed32)
-            try:
-                request = Request(
-                    request_id=request_id,
-                    prompt=tokens,
-                    sampling=params,
-                    tenant=tenant,
-                    priority=priority,
-                )
-                self._engine.add(request)
-            except Refusal as error:
-                self._link.send(["refused", request_id, str(error), error.field])
+            request = Request(
+                request_id=request_id,
+                prompt=tokens,
+                sampling=sampling_from_fields(sampling, seed32),
+                tenant=tenant,
+                priority=priority,
+            )
+            if self._grammars is not None and request.sampling.grammar is not None:
+                self._grammars.ask(request)
+            else:
+                self._add_ready(request, None)
+
+    def _add_ready(self, request: Request, refusal: Refusal | None) -> None:
+        """Gives a request to the engine, or says why it has none."""
+        try:
+            if refusal is not None:
+                raise refusal
+            self._engine.add(request)
+        except Refusal as error:
+            self._link.send(["refused", request.request_id, str(error), error.field])
+
+    def _abort(self, request_id: int) -> None:
+        if self._grammars is None or not self._grammars.drop(request_id):
+            self._engine.abort(request_id)
 
     def _metrics(self) -> None:
         self._link.send(["metrics", self._engine.metrics.snapshot()])

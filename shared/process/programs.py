@@ -40,7 +40,8 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
     compiled programs follow the longest row. Where a CPU's programs are compiled there are few: a
     prompt is prefilled by itself, and the widest programs alone have logprobs, which a CPU computes
     only where a row reports them. A GPU always computes what its program has, so there each has a
-    twin without.
+    twin without. Those with masks, which a start has where it was told of grammars, are few on a
+    GPU too.
     """
     engine, context = options.engine, given(options.model.context_length)
     page_size = given(engine.page_size)
@@ -66,6 +67,9 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
         chunks = list(product([1], _chunks(most)))
         programs = _few(_programs(options, batches, chunks, tables))
     plain = TreeShape.plain(1)
+    if engine.has_grammars:
+        masked = _masked(options, [p for p in programs if p.work is Work.DECODE])
+        programs += masked if not (device.kind == "gpu" or costs.are_compiled) else _few(masked)
     if not engine.disable_radix_cache:
         programs.append(_program(Work.COUNT, 1, table, most, plain, logprobs=False))
     if engine.shadow_check and not any(_decodes_plainly(program) for program in programs):
@@ -132,6 +136,19 @@ def _decodes_plainly(program: Program) -> bool:
     return is_open and program.work is Work.DECODE and program.shape.is_plain
 
 
+def _masked(options: Options, decodes: Sequence[Program]) -> list[Program]:
+    """The twins of decode programs that take masks of grammars.
+
+    Trees come to the host before they are verified, so where the device drafts there is a program
+    that only drafts for each.
+    """
+    masked = [replace(p, mask=True, host_draft=not p.shape.is_plain) for p in decodes]
+    if not options.speculative.drafts or options.speculative.drafts_on_host:
+        return masked
+    drafts = [replace(p, work=Work.DRAFT, logprobs=False) for p in decodes]
+    return [*masked, *dict.fromkeys(drafts)]
+
+
 def _few(programs: Sequence[Program]) -> list[Program]:
     """Of each size one: with logprobs if it is the widest of its work and shape of tree."""
     widest: dict[tuple[Work, tuple[int, int, int]], Program] = {}
@@ -141,6 +158,7 @@ def _few(programs: Sequence[Program]) -> list[Program]:
         program
         for program in programs
         if program.logprobs is (replace(program, logprobs=True) in widest.values())
+        or program.work is Work.DRAFT
     ]
 
 

@@ -29,6 +29,7 @@ from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
 from shared.server.errors import ApiError
 from shared.server.gates import MAX_HEAD_BYTES, OPEN_PATH, HeadLimit, HostCheck, KeyCheck
 from shared.server.generation import Generator
+from shared.server.grammars import Grammars
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.openapi import Route, document
 from shared.server.prompts import PromptReader
@@ -82,13 +83,17 @@ _ON_ERRORS = {
 
 
 def make_app(
-    client: EngineClient, tokenizer: Tokenizer | None, renderer: Renderer | None
+    client: EngineClient,
+    tokenizer: Tokenizer | None,
+    renderer: Renderer | None,
+    grammars: Grammars,
 ) -> ASGIApp:
     """The application over a connected engine."""
     metrics = ServerMetrics()
     facts = client.facts
     reader = PromptReader(tokenizer, renderer, facts.limits, facts.max_open_requests)
-    routes = Routes(Generator(client, reader, tokenizer, metrics), metrics)
+    generator = Generator(client, reader, grammars, tokenizer, metrics)
+    routes = Routes(generator, metrics)
     tokens = TokenRoutes(facts, reader, tokenizer)
     admin = AdminRoutes(client, tokenizer)
     served = (
@@ -271,16 +276,18 @@ async def serve(connection: socket.socket, listeners: list[socket.socket]) -> in
         return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
     template = tokenizer.template if tokenizer else None
     renderer = Renderer(template) if template else None
-    config = http_config(make_app(client, tokenizer, renderer))
+    grammars = Grammars(client.facts)
+    workers = [grammars] if renderer is None else [grammars, renderer]
+    config = http_config(make_app(client, tokenizer, renderer, grammars))
     server = _HttpServer(config, _greeting(client.facts.model_name, listeners))
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
     client.ended.add_done_callback(lambda _: _shut_down(server))
-    if renderer:
-        client.ended.add_done_callback(lambda _: renderer.end())
+    for each in workers:
+        client.ended.add_done_callback(lambda _, each=each: each.end())
     await server.serve(listeners)
-    if renderer:
-        await renderer.close()
+    for each in workers:
+        await each.close()
     if client.alive:
         return 0
     end = client.ended.result()

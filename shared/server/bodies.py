@@ -99,8 +99,7 @@ def _drop_neutral(fields: dict[str, Any], table: dict[str, NotServed]) -> dict[s
     for name in table.keys() & fields.keys():
         if table[name].refuses(fields[name]):
             raise ApiError(400, f"{table[name].reason}; {table[name].way_out}", name)
-    gone = {name for name, field in table.items() if not field.is_read}
-    return {name: value for name, value in fields.items() if name not in gone}
+    return {name: value for name, value in fields.items() if name not in table}
 
 
 def _api_error(error: ValidationError) -> ApiError:
@@ -126,8 +125,21 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
     name, asked = request.asked_tokens
     if name != "max_tokens" and request.max_tokens not in (None, asked):
         raise ApiError(400, f"max_tokens and {name} differ, give one of them", name)
+    _check_form(request)
     if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
         message = "echo with logprobs needs those of the prompt, which are not served"
         raise ApiError(400, f"{message}; leave one of them out", "echo")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+
+
+def _check_form(request: CompletionRequest | ChatRequest) -> None:
+    try:
+        names = list(request.forms)
+    except ValueError as error:
+        raise ApiError(400, f"structured_outputs {error}", "structured_outputs") from error
+    if len(names) > 1:
+        raise ApiError(400, f"{' and '.join(names)} exclude each other, give one", names[1])
+    if isinstance(request, ChatRequest) and request.must_call and not request.callable_tools:
+        message = "tool_choice asks for a call, and tools has no such function"
+        raise ApiError(400, message, "tool_choice")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,6 +140,7 @@ class Choice:
       min_tokens: A stop string that ends before is part of the text.
       speculation: Verify steps up to and with the one in which the text ends.
       echo: What it says before its own text; "" once it has.
+      stop_ids: Tokens that end the text and are none of it.
       tokens: All tokens so far.
       logprobs: Of all of them; empty where the request did not ask.
       finish_reason: Set at the end.
@@ -151,6 +153,7 @@ class Choice:
     min_tokens: int
     speculation: Speculation
     echo: str
+    stop_ids: Collection[int]
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -172,8 +175,9 @@ class Choice:
         self._texts = []
         for index, token in enumerate(event.tokens):
             self._note(event, index)
-            is_last = index == len(event.tokens) - 1
-            given, ended = self._read(token, is_last and event.finish_reason is FinishReason.STOP)
+            is_last = index == len(event.tokens) - 1 and event.finish_reason is FinishReason.STOP
+            # Where a grammar has come to its end, the last token is of the text.
+            given, ended = self._read(token, is_last and token in self.stop_ids)
             text += given
             if ended:
                 self.finish_reason = "stop"

@@ -21,6 +21,7 @@ from shared.server.engine_client import (
     Submission,
 )
 from shared.server.errors import ApiError
+from shared.server.grammars import Grammars
 from shared.server.logprobs import TokenNames
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.parsers import Parsers
@@ -79,6 +80,8 @@ class Generation:
             names = self.request.names
             field = error.field and names.get(error.field, error.field)
             raise ApiError(400, str(error), field) from error
+        if event.finish_reason is FinishReason.REFUSED:
+            raise ApiError(400, event.error or "refused", self.request.grammar_field)
         if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             self.answer.close("error")
             raise ApiError(500, event.error or "the engine aborted the request")
@@ -126,13 +129,14 @@ class Generator:
         self,
         client: EngineClient,
         reader: PromptReader,
+        grammars: Grammars,
         tokenizer: Tokenizer | None,
         metrics: ServerMetrics,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self._facts = _with_end(client.facts, tokenizer)
-        self._reader = reader
+        self._reader, self._grammars = reader, grammars
         self._parsers = Parsers(client.facts)
         self._names = TokenNames(tokenizer)
         self._metrics = metrics
@@ -149,9 +153,10 @@ class Generator:
             raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
         self._parsers.check(request)
         texts = await self._reader.read(request)
+        grammar = await self._grammars.settle(request, texts[0].text)
         whose = (request.user or "", request.priority or 0)
         prompts = [
-            Prompt(text.tokens, self._sampling(request, text.tokens), seeds, *whose)
+            Prompt(text.tokens, self._sampling(request, text.tokens, grammar), seeds, *whose)
             for text, seeds in zip(texts, _seeds(request, len(texts)), strict=True)
         ]
         answer = Answer(
@@ -180,10 +185,11 @@ class Generator:
         return Generation(submission, answer, request, self._metrics)
 
     def _sampling(
-        self, request: CompletionRequest | ChatRequest, prompt: list[int]
+        self, request: CompletionRequest | ChatRequest, prompt: list[int], grammar: str | None
     ) -> SamplingParams:
         limits = self._facts.limits
         sampling = make_sampling(request, len(prompt), self._facts)
+        sampling = replace(sampling, grammar=grammar)
         try:
             check(prompt, sampling, limits, request.names)
         except Refusal as refusal:
@@ -200,6 +206,7 @@ class Generator:
             prompt.sampling.min_tokens,
             Speculation.empty(self._facts.max_draft_depth),
             self._echo(request, prompt, text),
+            prompt.sampling.stop_token_ids,
         )
 
     def _echo(self, request: CompletionRequest | ChatRequest, prompt: Prompt, text: str) -> str:

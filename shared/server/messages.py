@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     Discriminator,
     Field,
     PlainValidator,
@@ -42,12 +41,6 @@ def _read_content(value: Any) -> str:
 def _read_answer(value: Any) -> str | None:
     """The content of an answer, which may have none beside its calls."""
     return None if value is None else _read_content(value)
-
-
-def _refuse_strict(value: bool | None) -> bool | None:
-    if value:
-        raise PydanticCustomError("strict", "needs a grammar, which is not served; leave it out")
-    return value
 
 
 def _read_arguments(value: Any) -> dict[str, Any]:
@@ -153,7 +146,17 @@ class Function(Strict):
     name: FunctionName
     description: Text | None = None
     parameters: Nested | None = None
-    strict: Annotated[bool | None, AfterValidator(_refuse_strict)] = None
+    strict: bool | None = None
+
+    def arguments_schema(self, is_forced: bool) -> dict[str, Any] | None:
+        """What the arguments of a call are held to; None: they are any object.
+
+        Args:
+          is_forced: A call must be made, and then every function is held to its schema.
+        """
+        if not (self.strict or is_forced):
+            return None
+        return self.parameters or {"properties": {}, "additionalProperties": False}
 
 
 class Tool(Strict):

@@ -13,6 +13,7 @@ from shared.server.fields import (
     MAX_TOKEN_IDS,
     PROMPT_SCHEMA,
     STOP_SCHEMA,
+    Nested,
     No,
     Strict,
     Text,
@@ -23,6 +24,16 @@ from shared.server.fields import (
     read_stops,
 )
 from shared.server.messages import MAX_MESSAGES, MAX_TOOLS, Message, Tool
+from shared.server.structured import (
+    NamedTool,
+    Options,
+    Pattern,
+    ResponseFormat,
+    StructuredOutputs,
+    ToolChoice,
+    form_of,
+)
+from shared.text.grammar_worker import Form
 
 MAX_PRIORITY = 1000
 MAX_SEED = (1 << 63) - 1  # OpenAI's bounds
@@ -91,6 +102,37 @@ class GenerationRequest(Strict):
     trace: bool | None = None
     user: User | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    # What vLLM's clients sent before there was structured_outputs.
+    guided_json: Nested | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Options | None = None
+    guided_grammar: Pattern | None = None
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """What the text is to look like, by the field that says so; one at most is served."""
+        found = {
+            "response_format": form_of(self.response_format) if self.response_format else None,
+            "structured_outputs": self.structured_outputs and self.structured_outputs.form,
+        }
+        for kind, name in (("schema", "json"), ("regex", "regex"), ("choice", "choice")):
+            value = getattr(self, f"guided_{name}")
+            found[f"guided_{name}"] = None if value is None else Form(kind=kind, value=value)
+        lark = self.guided_grammar
+        found["guided_grammar"] = None if lark is None else Form(kind="lark", value=lark)
+        return {name: form for name, form in found.items() if form is not None}
+
+    @property
+    def form(self) -> Form | None:
+        """What the text is to look like; None: anything."""
+        return next(iter(self.forms.values()), None)
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that asks for a grammar, where one does."""
+        return next(iter(self.forms), "grammar")
 
     @property
     def num_choices(self) -> int:
@@ -111,7 +153,7 @@ class GenerationRequest(Strict):
     def names(self) -> dict[str, str]:
         """This API's words for the fields of a request that the engine calls otherwise."""
         asked = {"max_tokens": self.asked_tokens[0], "logprobs": self.asked_logprobs[0]}
-        return {"prompt": self.PROMPT, **asked}
+        return {"prompt": self.PROMPT, "grammar": self.grammar_field, **asked}
 
     @property
     def most_drafts(self) -> int | None:
@@ -159,7 +201,7 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -168,9 +210,30 @@ class ChatRequest(GenerationRequest, ChatPrompt):
         return [] if self.tool_choice == "none" else super().usable_tools
 
     @property
+    def must_call(self) -> bool:
+        """Whether an answer has to be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def callable_tools(self) -> list[Tool]:
+        """Those that an answer may call."""
+        choice = self.tool_choice
+        if not isinstance(choice, NamedTool):
+            return self.usable_tools
+        return [tool for tool in self.usable_tools if tool.function.name == choice.function.name]
+
+    @property
+    def grammar_field(self) -> str:
+        """The field that asks for a grammar, where one does."""
+        if self.must_call:
+            return "tool_choice"
+        return next(iter(self.forms), "tools")
+
+    @property
     def most_calls(self) -> int | None:
         """Calls that a choice may have; None for any number."""
-        return 1 if self.parallel_tool_calls is False else None
+        is_one = self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
+        return 1 if is_one else None
 
     @property
     def asked_tokens(self) -> tuple[str, int | None]:

@@ -114,7 +114,7 @@ def _neutral_fields(endpoint: str) -> dict[str, Any]:
     return {
         field.name: {"enum": [None, *field.neutral], "description": field.reason}
         for field in NOT_SERVED
-        if endpoint in field.endpoints and not field.is_read
+        if endpoint in field.endpoints
     }
 
 

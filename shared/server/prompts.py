@@ -11,8 +11,9 @@ from shared.server.fields import MAX_CHOICES
 from shared.server.messages import for_template
 from shared.server.openai_types import ChatPrompt, ChatRequest, CompletionRequest
 from shared.server.rendering import Renderer
-from shared.text.chat_template import Conversation, TemplateFailed
+from shared.text.chat_template import Conversation
 from shared.text.tokenizer import Tokenizer
+from shared.text.worker import WorkRefused
 
 _FIELD_OF = {"arguments": "chat_template_kwargs"}  # of what a template refuses
 
@@ -90,7 +91,7 @@ class PromptReader:
             raise ApiError(400, message, "messages")
         try:
             text = await self._renderer.render(conversation)
-        except TemplateFailed as error:
+        except WorkRefused as error:
             raise ApiError(400, str(error), _FIELD_OF.get(error.part, error.part)) from error
         self._check_length(text, "messages", self._tokenizer)
         return ReadPrompt(await asyncio.to_thread(self._tokenizer.encode_more, text), text)

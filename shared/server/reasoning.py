@@ -94,6 +94,16 @@ def is_open_after(prompt: str, name: str) -> bool:
     return end.endswith(OPEN) or (name == ALWAYS_OPEN and not end.endswith(CLOSE))
 
 
+def thinking_after(prompt: str, name: str) -> str | None:
+    """Whether a text begins within its reasoning: "open", "maybe", or None where it has none.
+
+    Args: as of `is_open_after`.
+    """
+    if is_open_after(prompt, name):
+        return "open"
+    return None if prompt.rstrip().endswith(CLOSE) else "maybe"
+
+
 def _without_beginning_of(tag: str, text: str) -> str:
     """The text up to where its end may be the beginning of the tag."""
     longest = min(len(tag) - 1, len(text))

@@ -14,10 +14,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shared.text.worker import WorkRefused
+
 _OWN = ("messages", "tools", "add_generation_prompt")  # what is given to every template
 
 
-class TemplateFailed(ValueError):
+class TemplateFailed(WorkRefused):
     """The chat template did not accept what it was given; the message says why.
 
     Attributes:
@@ -25,8 +27,7 @@ class TemplateFailed(ValueError):
     """
 
     def __init__(self, reason: str, part: str = "messages") -> None:
-        super().__init__(reason)
-        self.part = part
+        super().__init__(reason, part)
 
 
 @dataclass(frozen=True)

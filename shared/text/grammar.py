@@ -1,7 +1,7 @@
 """Grammars by llguidance: what may follow a text, told by tokens.
 
 A grammar is a JSON text, as llguidance serializes it: a list of grammars in Lark syntax or JSON
-schemas, of which the first is the text's and the others have names that it may refer to.
+schemas, of which the first is the text's and the others have names by which it refers to them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
+from shared.text.worker import WorkRefused
+
 MAX_GRAMMAR_BYTES = 1 << 18
-MAX_NESTING = 64
-"""Levels of a schema."""
+JSON_SPACES = r"[ ]?|\n[ ]{0,32}"
+"""Between the parts of a JSON text: nothing, a space, or a line break and the next line's margin.
+
+Without a bound a model may write white space for ever.
+"""
 
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
@@ -33,8 +38,11 @@ LIMITS = LLParserLimits(
 """The work of compiling a grammar and of a mask: 0.1 s and 10 ms at most on a slow core."""
 
 
-class GrammarRefused(ValueError):
+class GrammarRefused(WorkRefused):
     """A grammar that cannot be followed; one sentence."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, "grammar")
 
 
 def of_schema(schema: dict[str, Any]) -> str:
@@ -43,7 +51,7 @@ def of_schema(schema: dict[str, Any]) -> str:
     Raises:
       GrammarRefused: It is too large.
     """
-    return _checked(LLMatcher.grammar_from_json_schema(schema))
+    return serialized([{"json_schema": _own(schema)}])
 
 
 def of_regex(regex: str) -> str:
@@ -53,8 +61,7 @@ def of_regex(regex: str) -> str:
 
 def of_choices(choices: Sequence[str]) -> str:
     """A grammar of a few texts; raises as others."""
-    options = " | ".join(json.dumps(choice) for choice in choices)
-    return _checked(LLMatcher.grammar_from_lark(f"start: {options}"))
+    return serialized([{"lark_grammar": f"start: {' | '.join(map(literal, choices))}"}])
 
 
 def of_lark(grammar: str) -> str:
@@ -66,11 +73,10 @@ def of_lark(grammar: str) -> str:
     if len(grammar) > MAX_GRAMMAR_BYTES:  # before it is read at all
         raise GrammarRefused(_TOO_LARGE)
     try:
-        return _checked(LLMatcher.grammar_from_lark(any_to_lark(grammar)))
-    except GrammarRefused:
-        raise
+        lark = any_to_lark(grammar)
     except Exception as error:  # the library raises plain Exception
         raise GrammarRefused(f"the grammar is neither Lark nor GBNF: {error!s:.200}") from error
+    return serialized([{"lark_grammar": lark}])
 
 
 def behind(lead: str, grammar: str) -> str:
@@ -81,8 +87,28 @@ def behind(lead: str, grammar: str) -> str:
       grammar: Of what follows.
     """
     first, *others = json.loads(grammar)["grammars"]
-    start = {"lark_grammar": f"start: lead @answer\n{lead}\n"}
-    return _checked(json.dumps({"grammars": [start, {**first, "name": "answer"}, *others]}))
+    start = {"lark_grammar": f"start: lead @behind\n{lead}\n"}
+    return serialized([start, {**first, "name": "behind"}, *others])
+
+
+def literal(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def schema_rule(name: str, schema: dict[str, Any]) -> str:
+    """A rule of the JSON texts that a schema describes."""
+    return f"{name}: %json {json.dumps(_own(schema))}"
+
+
+def serialized(grammars: Sequence[dict[str, Any]]) -> str:
+    """What `Compiler.compile` takes; raises as others."""
+    return _checked(json.dumps({"grammars": grammars}))
+
+
+def _own(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema with our settings of the library; a keyword that it does not know is an error."""
+    return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACES, "lenient": False}}
 
 
 def _checked(grammar: str) -> str:
@@ -131,7 +157,7 @@ class Compiler:
         """
         start = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if start.is_error():
-            raise GrammarRefused(f"the grammar cannot be followed: {_first_line(start)}")
+            raise GrammarRefused(f"the grammar cannot be followed: {_why(start)}")
         return CompiledGrammar(start, self._tokenizer)
 
 
@@ -188,5 +214,5 @@ def _bit(token: int) -> int:
     return bit - (1 << 32) if bit == 1 << 31 else bit
 
 
-def _first_line(matcher: LLMatcher) -> str:
-    return matcher.get_error().strip().partition("\n")[0][:200]
+def _why(matcher: LLMatcher) -> str:
+    return " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:300]

@@ -174,6 +174,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "mem_fraction_static": 0.75,
         "shadow_check": 0.25,
         "mamba_track_interval": 128,
+        "grammar_backend": "llguidance",
         "overlap": 2,
         "speculative_algorithm": "NEXTN",
         **{"speculative_num_steps": 5, "speculative_eagle_topk": 1},

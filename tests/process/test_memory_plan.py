@@ -145,7 +145,44 @@ def test_the_flags_of_cuda_graphs_say_which_work_is_captured():
         planned("torch", 140 * GB, flags).blueprint.captured
         for flags in ("", "--disable-piecewise-cuda-graph", "--disable-cuda-graph")
     )
-    assert (all_, some, none) == ((Work.DECODE, Work.PREFILL), (Work.DECODE,), ())
+    decoding = (Work.DECODE, Work.DRAFT)
+    assert (all_, some, none) == ((*decoding, Work.PREFILL), decoding, ())
+
+
+GRAMMARS = "--grammar-backend llguidance "
+
+
+@pytest.mark.parametrize(("framework", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])
+@pytest.mark.parametrize("drafter", ["", "NEXTN", "NGRAM"])
+def test_masks_of_grammars_have_programs_of_their_own_and_are_counted(framework, kind, drafter):
+    """Only where they are asked for, one for each batch that decodes; some have logprobs."""
+    flags = f"--speculative-algorithm {drafter}" if drafter else ""
+    made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))
+    without, with_masks = (found.limits.programs for found in made)
+    added = [program for program in with_masks if program not in without]
+    assert not any(program.mask for program in without)
+    assert {program for program in with_masks if program not in added} == set(without)
+    masked = [program for program in added if program.mask]
+    batches = {program.batch for program in without if program.work is Work.DECODE}
+    assert {program.batch for program in masked} == batches
+    assert {program.work for program in masked} == {Work.DECODE}
+    assert all(program.host_draft is not program.shape.is_plain for program in masked)
+    drafts = [program for program in added if not program.mask]
+    assert {program.batch for program in drafts} == (batches if drafter == "NEXTN" else set())
+    assert max(p.batch for p in masked) == max(p.batch for p in masked if p.logprobs)
+    if framework == "jax":
+        assert len(masked) == len(batches) * (2 if drafter == "NGRAM" else 1)
+
+
+def test_masks_take_memory_of_rings_and_steps():
+    flags = "--max-total-tokens 4096"
+    without, with_masks = (planned("torch", 140 * GB, more + flags) for more in ("", GRAMMARS))
+    lines = {line.name: line.num_bytes for line in without.lines}
+    more = {line.name: line.num_bytes - lines[line.name] for line in with_masks.lines}
+    grown = {name for name, num_bytes in more.items() if num_bytes}
+    assert {"plans and results", "decode workspace"} <= grown
+    masks = 49 * -(-with_masks.limits.vocab // 32)  # of 48 rows, and that of all ones
+    assert more["plans and results"] >= 3 * 4 * masks
 
 
 @pytest.mark.parametrize("nodes", [1, 8], ids=["plain", "trees"])

@@ -51,7 +51,9 @@ def new_answer(form: Form, parsers: list[OutputParser], stops: tuple[str, ...] =
         model="m",
         num_prompt_tokens=1,
         choices=[
-            Choice(Detokenizer(BYTES, []), StopFinder(stops), parser, 0, Speculation.empty(3), "")
+            Choice(
+                Detokenizer(BYTES, []), StopFinder(stops), parser, 0, Speculation.empty(3), "", ()
+            )
             for parser in parsers
         ],
         choices_of_prompt=1,

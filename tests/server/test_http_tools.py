@@ -201,7 +201,7 @@ BAD = [
     ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "weather"}}}),
     ("tools[0].function", {"tools": [{"type": "function"}]}),
     ("tools[0].function.name", {"tools": [tool_of(name="a b")]}),
-    ("tools[0].function.strict", {"tools": [tool_of(name="f", strict=True)]}),
+    ("tools", {"tools": [tool_of(name="f", strict=True)]}),
     ("tools[0].type", {"tools": [{"type": "web_search"}]}),
     ("tools", {"tools": [WEATHER] * 129}),
     ("parallel_tool_calls", {"parallel_tool_calls": 1}),
@@ -228,6 +228,23 @@ def test_a_bad_field_of_tools_is_named(server, param, fields):
     answer = server.post(CHAT, **{"messages": USER, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
     assert len(answer.json()["error"]["message"]) < 300
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("guided_regex", {"guided_regex": "a"}),
+        ("structured_outputs", {"structured_outputs": {"choice": ["a"]}}),
+        ("tool_choice", {"tools": [WEATHER], "tool_choice": "required"}),
+        ("tools", {"tools": [tool_of(name="f", strict=True)]}),
+    ],
+    ids=str,
+)
+def test_what_needs_a_grammar_is_refused_with_the_flag_to_set(server, param, fields):
+    error = server.post(CHAT, messages=USER, **fields).json()["error"]
+    assert error["param"] == param
+    assert "--grammar-backend llguidance" in error["message"]
 
 
 def test_tools_that_nobody_would_read_are_refused(plain_server):

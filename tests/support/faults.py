@@ -13,9 +13,10 @@ from shared.boundary.backend import Decode, StepPlan, StepResult
 from shared.engine import planner
 from shared.engine.allocator import Allocator
 from shared.engine.engine import Engine
+from shared.engine.grammar import Constraint
 from shared.engine.planner import Planner
 from shared.engine.request import Request
-from shared.engine.rows import Chunk
+from shared.engine.rows import Chunk, DecodeRows
 from shared.reference.backend import Batch, ReferenceBackend
 from shared.spec import (
     acceptance,
@@ -23,10 +24,12 @@ from shared.spec import (
     draft_tree,
     gated_delta,
     mamba_state,
+    masks,
     sampling,
     slots,
     verify_rows,
 )
+from shared.text.grammar import TextMatcher
 
 Patch = pytest.MonkeyPatch
 
@@ -334,3 +337,44 @@ def failed_rows_rank_as_their_roots(patch: Patch) -> None:
 
 
 # The faults and their proofs
+
+
+# Grammars
+
+
+def masks_of_the_root_alone(patch: Patch) -> None:
+    """Every node chooses by the mask of its tree's root."""
+    healthy = DecodeRows.fill
+
+    def fill(rows: DecodeRows, plan: StepPlan) -> None:
+        healthy(rows, plan)
+        if plan.mask is not None:
+            plan.mask.index[:] = plan.mask.index[:, :1]
+
+    patch.setattr(DecodeRows, "fill", fill)
+
+
+def masks_of_the_step_before(patch: Patch) -> None:
+    """A matcher that is a token behind what was committed."""
+    healthy = Constraint.take
+
+    def take(held: Constraint, token: int) -> bool:
+        before, held._late = getattr(held, "_late", None), token
+        return before is None or healthy(held, before)
+
+    patch.setattr(Constraint, "take", take)
+
+
+def masks_left_out(patch: Patch) -> None:
+    """A device that chooses as if there were none."""
+    patch.setattr(masks, "allowed", lambda bits, index, vocab: np.ones((len(index), vocab), bool))
+
+
+def masks_by_the_row_before(patch: Patch) -> None:
+    """Bits that lie one word away."""
+    after(patch, masks, "allowed", lambda found, *given: np.roll(found, 32, axis=1))
+
+
+def matcher_left_at_a_draft(patch: Patch) -> None:
+    """A walk over a tree that does not come back."""
+    patch.setattr(TextMatcher, "take_back", lambda matcher: None)

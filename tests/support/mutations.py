@@ -15,9 +15,11 @@ import pytest
 
 from tests.boundary import test_backend_contract as contract
 from tests.boundary import test_backend_contract_memory as memory
+from tests.boundary import test_grammar_masks as grammar_masks
 from tests.boundary import test_shared_rows as shared_rows
+from tests.device import test_grammar as grammar_texts
 from tests.device import test_tree_behaviour as trees
-from tests.engine import test_engine, test_planner, test_scheduler
+from tests.engine import test_engine, test_grammar, test_planner, test_scheduler
 from tests.support.contract_host import CHAIN, GREEDY, PLAIN, SAMPLED, Host
 from tests.support.faults import (
     Patch,
@@ -33,6 +35,11 @@ from tests.support.faults import (
     leaked_page,
     length_off_by_one,
     mask_row_of_another_node,
+    masks_by_the_row_before,
+    masks_left_out,
+    masks_of_the_root_alone,
+    masks_of_the_step_before,
+    matcher_left_at_a_draft,
     nan_fails_the_whole_step,
     nan_left_in_a_page,
     newest_token_lags,
@@ -103,6 +110,13 @@ def _at_every_node(how: dict) -> Proof:
             _grown(test, drafted="NEXTN", **given)(host)
 
     return proof
+
+
+def _texts_with_grammars(host: Host) -> None:
+    """On a backend of its own, whose drafter is the hybrid's."""
+    backends = grammar_texts.Backends()
+    grammar_texts.test_texts_come_to_the_end_of_their_grammars(backends)
+    backends.close()
 
 
 crowded = _on_the_toy(
@@ -230,5 +244,23 @@ MUTATIONS = {
     "verify rows: a failed row takes its neighbours'": Mutation(
         failed_rows_rank_as_their_roots,
         shared_rows.test_isolation_a_failed_row_takes_no_verify_rows_from_its_neighbours,
+    ),
+    "grammars: masks are left out": Mutation(
+        masks_left_out,
+        partial(grammar_masks.test_every_node_chooses_by_the_mask_of_its_own, how=SAMPLED),
+    ),
+    "grammars: bits lie a word away": Mutation(
+        masks_by_the_row_before,
+        partial(grammar_masks.test_every_node_chooses_by_the_mask_of_its_own, how=GREEDY),
+    ),
+    "grammars: nodes have the mask of their root": Mutation(
+        masks_of_the_root_alone, _texts_with_grammars
+    ),
+    "grammars: the matcher is a token behind": Mutation(
+        masks_of_the_step_before, _texts_with_grammars
+    ),
+    "grammars: the matcher stays at a draft": Mutation(
+        matcher_left_at_a_draft,
+        _on_the_toy(test_grammar.test_every_node_that_can_be_reached_has_the_mask_of_its_path),
     ),
 }

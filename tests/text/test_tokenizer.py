@@ -51,9 +51,8 @@ def with_logprobs(given: Event) -> Event:
 
 
 def new_choice(stops: tuple[str, ...], min_tokens: int = 0) -> Choice:
-    return Choice(
-        Detokenizer(BYTES, []), StopFinder(stops), PlainText(), min_tokens, Speculation.empty(3), ""
-    )
+    parts = (Detokenizer(BYTES, []), StopFinder(stops), PlainText(), min_tokens)
+    return Choice(*parts, Speculation.empty(3), "", (ord("."),))
 
 
 def test_a_piece_never_ends_within_a_character():

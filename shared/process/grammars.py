@@ -1,0 +1,96 @@
+"""Compiles the grammars of requests beside the engine's thread, and keeps what it compiled.
+
+The server's process has proved that each compiles in time; meanwhile others are served, as the
+library lets go of the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from shared.engine.grammar import Constraint
+from shared.engine.request import Refusal, Request
+from shared.text.grammar import CompiledGrammar, Compiler, GrammarRefused
+
+MAX_KEPT_BYTES = 1 << 26
+"""Of compiled grammars, as far as their texts tell (`_cost`)."""
+
+ENTRY_BYTES, BYTES_OF_A_CHARACTER = 1 << 15, 1 << 6
+"""Measured: what a compiled grammar takes by itself, and for each character of its text."""
+
+
+class Grammars:
+    """What waits for its grammar, and grammars that are there.
+
+    Args:
+      compiler: For the model's tokens.
+      vocab: Tokens of the model.
+    """
+
+    def __init__(self, compiler: Compiler, vocab: int) -> None:
+        self._compiler, self._vocab = compiler, vocab
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._num_bytes = 0
+        self._waiting: dict[int, tuple[Request, Future[CompiledGrammar]]] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._waiting)
+
+    def ask(self, request: Request) -> None:
+        """Takes in a request with a grammar; `ready` gives it back."""
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        kept = self._kept.get(grammar)
+        future: Future[CompiledGrammar] = Future()
+        if kept is None:
+            future = self._thread.submit(self._compiler.compile, grammar)
+        else:
+            self._kept.move_to_end(grammar)
+            future.set_result(kept)
+        self._waiting[request.request_id] = request, future
+
+    def drop(self, request_id: int) -> bool:
+        """Forgets a request that waits; whether there was one."""
+        return self._waiting.pop(request_id, None) is not None
+
+    def ready(self) -> Iterator[tuple[Request, Refusal | None]]:
+        """Requests whose grammar is there, in the order in which they came, or why it is not."""
+        for request_id, (request, future) in tuple(self._waiting.items()):
+            if not future.done():
+                continue
+            del self._waiting[request_id]
+            try:
+                self._bind(request, future.result())
+            except GrammarRefused as error:
+                yield request, Refusal("grammar", str(error))
+            else:
+                yield request, None
+
+    def close(self) -> None:
+        """Ends the thread; what it compiles comes to its end by itself."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _bind(self, request: Request, grammar: CompiledGrammar) -> None:
+        sampling = request.sampling
+        assert sampling.grammar is not None
+        self._keep(sampling.grammar, grammar)
+        request.constraint = Constraint(
+            grammar, self._vocab, sampling.stop_token_ids, sampling.min_tokens
+        )
+
+    def _keep(self, text: str, grammar: CompiledGrammar) -> None:
+        if text not in self._kept:
+            self._kept[text] = grammar
+            self._num_bytes += _cost(text)
+        while self._num_bytes > MAX_KEPT_BYTES:
+            oldest, _ = self._kept.popitem(last=False)
+            self._num_bytes -= _cost(oldest)
+
+
+def _cost(text: str) -> int:
+    return ENTRY_BYTES + BYTES_OF_A_CHARACTER * len(text)

@@ -1,0 +1,118 @@
+"""What an answer is to look like, as clients of OpenAI's and vLLM's APIs write it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from shared.server.fields import Nested, Strict, Text
+from shared.server.messages import FunctionName
+from shared.text.grammar_worker import Form
+
+MAX_GRAMMAR_LENGTH = 1 << 17
+MAX_OPTIONS = 1 << 10
+MAX_OPTION_LENGTH = 1 << 12
+
+Pattern = Annotated[Text, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
+Options = Annotated[
+    list[Annotated[Text, Field(min_length=1, max_length=MAX_OPTION_LENGTH)]],
+    Field(min_length=1, max_length=MAX_OPTIONS),
+]
+
+
+class PlainFormat(Strict):
+    """Any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class JsonSchema(Strict):
+    """A schema and what it is called."""
+
+    name: Annotated[Text, Field(max_length=64)] | None = None
+    description: Text | None = None
+    schema_: Annotated[Nested, Field(alias="schema")]
+    strict: bool | None = None  # a text is held to its schema either way
+
+
+class SchemaFormat(Strict):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "<schema>" if kind == "json_schema" else "<plain>"
+
+
+ResponseFormat = Annotated[
+    Annotated[PlainFormat, Tag("<plain>")] | Annotated[SchemaFormat, Tag("<schema>")],
+    Discriminator(_kind),
+]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field, of which one part may be given; a grammar is Lark's or GBNF."""
+
+    json_: Annotated[Nested | None, Field(alias="json")] = None
+    json_object: Literal[True] | None = None
+    regex: Pattern | None = None
+    choice: Options | None = None
+    grammar: Pattern | None = None
+
+    @property
+    def form(self) -> Form:
+        """What is asked for.
+
+        Raises:
+          ValueError: Nothing is, or several things are.
+        """
+        schema = {"type": "object"} if self.json_object else None
+        asked = [
+            Form(kind=kind, value=value)
+            for kind, value in (
+                ("schema", self.json_),
+                ("schema", schema),
+                ("regex", self.regex),
+                ("choice", self.choice),
+                ("lark", self.grammar),
+            )
+            if value is not None
+        ]
+        if len(asked) != 1:
+            raise ValueError("must have one of json, json_object, regex, choice and grammar")
+        return asked[0]
+
+
+def form_of(asked: PlainFormat | SchemaFormat) -> Form | None:
+    """What a `response_format` asks for; None for any text."""
+    if isinstance(asked, SchemaFormat):
+        return Form(kind="schema", value=asked.json_schema.schema_)
+    return Form(kind="schema", value={"type": "object"}) if asked.type == "json_object" else None
+
+
+class NamedFunction(Strict):
+    """Which function."""
+
+    name: FunctionName
+
+
+class NamedTool(Strict):
+    """A call of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _choice_kind(value: Any) -> str:
+    return "<named>" if isinstance(value, dict) else "<word>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedTool, Tag("<named>")],
+    Discriminator(_choice_kind),
+]

@@ -1,0 +1,132 @@
+"""Makes a grammar of what a request asks, and proves that it compiles in time.
+
+It runs in a process of its own; see `shared.text.worker`. The engine's process compiles what was
+proved here once more, beside its steps: a compiled grammar does not travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from shared.text import forced_calls, worker
+from shared.text.grammar import (
+    Compiler,
+    GrammarRefused,
+    behind,
+    of_choices,
+    of_lark,
+    of_regex,
+    of_schema,
+)
+
+DEADLINE_S = 1.0
+MAX_MEMORY = 1 << 32
+
+_GAP = r"gap: /\s{0,4}/"
+_THOUGHT = r'thought[suffix="</think>"]: /(.|\n)*/'
+LEADS = {
+    "open": f"lead: thought gap\n{_THOUGHT}\n{_GAP}",
+    "maybe": f'lead: ("<think>" thought gap)?\n{_THOUGHT}\n{_GAP}',
+}
+"""What comes before an answer whose text begins within its reasoning, or may do so."""
+
+_MAKERS: dict[str, Callable[[Any], str]] = {
+    "schema": of_schema,
+    "regex": of_regex,
+    "choice": of_choices,
+    "lark": of_lark,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What an answer is held to.
+
+    Attributes:
+      kind: "schema", "regex", "choice" or "lark".
+      value: What of it.
+    """
+
+    kind: str
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calls:
+    """Calls of tools that an answer makes, or that it may make.
+
+    Attributes:
+      style, many, free: As `forced_calls.grammar_of` has them.
+      tools: Names and schemas.
+    """
+
+    style: str
+    tools: list[tuple[str, dict[str, Any] | None]]
+    many: bool
+    free: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """A grammar that is asked for.
+
+    Attributes:
+      form: Of the answer; None where it is of calls alone.
+      calls: None where it has none.
+      lead: A name of `LEADS`; None where the answer begins at once.
+    """
+
+    form: Form | None
+    calls: Calls | None
+    lead: str | None
+
+    def pack(self) -> bytes:
+        """The message that asks for it."""
+        return worker.pack(asdict(self))
+
+    def grammar(self) -> str:
+        """The grammar, not yet compiled.
+
+        Raises:
+          GrammarRefused: There can be none.
+        """
+        found = None if self.form is None else _MAKERS[self.form.kind](self.form.value)
+        if self.calls is not None:
+            found = forced_calls.grammar_of(
+                self.calls.style,
+                [forced_calls.Tool(name=name, schema=schema) for name, schema in self.calls.tools],
+                many=self.calls.many,
+                free=self.calls.free,
+                answer=found,
+            )
+        assert found is not None  # one of them is asked for
+        return found if self.lead is None else behind(LEADS[self.lead], found)
+
+
+def begin(given: Any) -> Callable[[Any], str]:
+    """What makes grammars for the tokenizer that the first message names, and the vocabulary."""
+    folder, vocab = given
+    compiler = Compiler.of_folder(folder, vocab)
+    bits = np.zeros(-(-vocab // 32), np.int32)
+
+    def make(asked: Any) -> str:
+        form, calls = asked["form"], asked["calls"]
+        wanted = Wanted(
+            form=None if form is None else Form(**form),
+            calls=None if calls is None else Calls(**calls),
+            lead=asked["lead"],
+        )
+        grammar = wanted.grammar()
+        if not compiler.compile(grammar).matcher().fill(bits):
+            raise GrammarRefused("the grammar takes too much work at its beginning; simplify it")
+        return grammar
+
+    return make
+
+
+if __name__ == "__main__":
+    worker.run(begin, deadline_s=DEADLINE_S, max_memory=MAX_MEMORY)

@@ -1,0 +1,77 @@
+"""A process that does what a request asks for and that may not end: a template, a grammar.
+
+The process that starts it writes frames to its input and reads frames from its output; the first
+one says what it works with. Work that takes too long ends the process by a signal, which no loop
+and no call within Python's own C code can hold up, and which needs nobody to send it.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+LENGTH = struct.Struct("<I")
+TEXT, REFUSAL = b"+", b"-"
+"""The first byte of an answer: a text in UTF-8 follows, or a JSON list of reason and part."""
+
+
+class WorkRefused(ValueError):
+    """What cannot be done; one sentence.
+
+    Attributes:
+      part: What of the work is at fault.
+    """
+
+    def __init__(self, reason: str, part: str) -> None:
+        super().__init__(reason)
+        self.part = part
+
+
+def frame(body: bytes) -> bytes:
+    """A message as both sides write it."""
+    return LENGTH.pack(len(body)) + body
+
+
+def pack(message: Any) -> bytes:
+    """A message of JSON."""
+    return frame(json.dumps(message).encode())
+
+
+def _read(stream: BinaryIO) -> Any:
+    """The next message; None at the end."""
+    head = stream.read(LENGTH.size)
+    return json.loads(stream.read(LENGTH.unpack(head)[0])) if head else None
+
+
+def run(
+    begin: Callable[[Any], Callable[[Any], str]], *, deadline_s: float, max_memory: int
+) -> None:
+    """Works until its input ends.
+
+    Args:
+      begin: Gets the first message, and gives what answers the others or raises `WorkRefused`.
+      deadline_s: Of each answer but for the first, before which there is `begin` to do.
+      max_memory: Bytes that the process may have.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who has started it
+    resource.setrlimit(resource.RLIMIT_AS, (max_memory, max_memory))
+    asked, answers = sys.stdin.buffer, sys.stdout.buffer
+    answer_to = begin(_read(asked))
+    while (message := _read(asked)) is not None:
+        signal.setitimer(signal.ITIMER_REAL, deadline_s)
+        answer = _answer(answer_to, message)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(frame(answer))
+        answers.flush()
+
+
+def _answer(answer_to: Callable[[Any], str], message: Any) -> bytes:
+    try:
+        return TEXT + answer_to(message).encode()
+    except WorkRefused as error:
+        return REFUSAL + json.dumps([str(error), error.part]).encode()

@@ -1,0 +1,147 @@
+"""What a grammar allows a request: masks of trees, ends, and faults that end one request alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from shared.engine.checks import RequestLimits, check
+from shared.engine.grammar import BROKEN, NO_TOKEN, TOO_MUCH, Constraint
+from shared.engine.request import FinishReason, Refusal, SamplingParams
+from shared.text.grammar import of_lark, of_regex
+from tests.support.grammars import compiler, constrained
+from tests.support.tiny_models import EOS_ID
+
+VOCAB = 272
+
+
+class Weary:
+    """A grammar whose matchers do so many things, and then no more: as a library with bounds."""
+
+    def __init__(self, patience: int, tokens: Sequence[int] = range(97, 123)) -> None:
+        self.patience, self.tokens = patience, tokens
+
+    def matcher(self) -> Weary._Matcher:
+        return self._Matcher(self)
+
+    class _Matcher:
+        is_satisfied = is_over = False
+
+        def __init__(self, owner: Weary) -> None:
+            self._owner, self._depth = owner, 0
+
+        def fill(self, bits: np.ndarray) -> bool:
+            for token in self._owner.tokens:
+                bits.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+            return True
+
+        def take(self, token: int) -> bool:
+            self._depth += 1
+            return self._depth <= self._owner.patience
+
+        def take_back(self) -> None:
+            self._depth -= 1
+
+
+def constraint_of(
+    grammar: str, min_tokens: int = 0, stops: Sequence[int] = (EOS_ID,)
+) -> Constraint:
+    return Constraint(compiler(VOCAB).compile(grammar), VOCAB, stops, min_tokens)
+
+
+def allowed(bits: np.ndarray) -> list[int]:
+    """The tokens of one byte, and the end."""
+    found = np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))
+    return found[found < 256].tolist()
+
+
+def letters(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_every_node_that_can_be_reached_has_the_mask_of_its_path():
+    """Siblings, what a draft forbids to come behind it, and the end of the text."""
+    held = constraint_of(of_regex("a[bc]{2}d"))
+    assert held.take(ord("a"))
+    #        root b         x (forbidden)   c    d (behind bc)  e behind x
+    tokens = [0, ord("b"), ord("x"), ord("c"), ord("d"), ord("e")]
+    masks = held.masks(tokens, [0, 0, 0, 1, 3, 2])
+    assert masks is not None
+    assert {node: allowed(bits) for node, bits in masks.items()} == {
+        0: letters("bc"),
+        1: letters("bc"),
+        3: letters("d"),
+    }
+    again = held.masks([0], [0])
+    assert again is not None
+    assert allowed(again[0]) == letters("bc"), "the walk left the matcher elsewhere"
+
+
+def test_the_end_is_allowed_where_the_grammar_is_satisfied_and_the_text_is_long_enough():
+    for min_tokens, end in ((0, [EOS_ID]), (2, []), (1, [EOS_ID])):
+        held = constraint_of(of_lark('start: "a"+'), min_tokens)
+        first = held.masks([0, ord("a")], [0, 0])
+        assert first is not None
+        assert allowed(first[0]) == letters("a")
+        assert allowed(first[1]) == end + letters("a")
+    assert not held.is_over
+
+
+def test_a_stop_token_among_the_drafts_has_nothing_behind_it():
+    held = constraint_of(of_lark('start: "a"+'))
+    masks = held.masks([0, ord("a"), EOS_ID, ord("a")], [0, 0, 1, 2])
+    assert masks is not None
+    assert masks.keys() == {0, 1}
+
+
+def test_a_text_ends_where_nothing_may_follow_without_a_token_for_it():
+    request = constrained(1, (2, 3), VOCAB, "regex", max_tokens=100, min_tokens=90)
+    text = letters("ab aaa aaaaaaa zzz xxx ccccccc")
+    assert request.commit([*text, 5, 6]) == len(text)
+    assert request.finish_reason is FinishReason.STOP
+
+
+def test_a_token_outside_of_the_grammar_is_a_fault_and_not_of_the_text():
+    request = constrained(1, (2, 3), VOCAB, "regex", max_tokens=100)
+    assert request.commit([*letters("ab"), ord("Z"), ord("a")]) == 2
+    assert (request.finish_reason, request.fault) == (FinishReason.ERROR, BROKEN)
+    assert request.output == letters("ab")
+
+
+def test_drafts_that_are_too_much_work_are_left_out_and_the_text_goes_on():
+    held = Constraint(Weary(patience=2), VOCAB, (EOS_ID,), 0)
+    assert held.take(97)
+    chain = [0, 98, 99, 100]
+    assert held.masks(chain, [0, 0, 1, 2]) is None
+    assert held.fault is None
+    assert held.masks([0], [0]) is not None
+    assert held.take(98)
+    assert not held.take(99)
+    assert held.fault == TOO_MUCH
+
+
+def test_a_grammar_that_no_token_can_follow_is_a_fault_that_names_it():
+    held = Constraint(Weary(9, tokens=()), VOCAB, (EOS_ID,), 0)
+    assert held.masks([0], [0]) is None
+    assert held.fault == NO_TOKEN
+
+
+def test_a_request_that_cannot_be_held_is_refused_by_name():
+    limits = RequestLimits(
+        context_length=99,
+        max_request_tokens=99,
+        vocab=VOCAB,
+        max_stop_ids=1,
+        max_bias=0,
+        max_logprobs=None,
+        has_grammars=True,
+    )
+    asked = SamplingParams(grammar=of_regex("a"))
+    check((2, 3), asked, limits)
+    with pytest.raises(Refusal, match="needs 2"):
+        check((2,), asked, limits)
+    without = RequestLimits(**vars(limits) | {"has_grammars": False})
+    with pytest.raises(Refusal, match="--grammar-backend llguidance"):
+        check((2, 3), asked, without)
