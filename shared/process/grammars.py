@@ -17,7 +17,7 @@ from shared.text.grammar import CompiledGrammar, Compiler, GrammarRefused
 MAX_KEPT_BYTES = 1 << 26
 """Of compiled grammars, as far as their texts tell (`_cost`)."""
 
-ENTRY_BYTES, BYTES_OF_A_CHARACTER = 1 << 15, 1 << 6
+ENTRY_BYTES, BYTES_OF_A_CHARACTER = 1 << 17, 1 << 6
 """Measured: what a compiled grammar takes by itself, and for each character of its text."""
 
 

@@ -136,6 +136,9 @@ class Compiler:
             self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab)
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"grammars cannot be had with this tokenizer: {error}") from error
+        if self._tokenizer.vocab_size != vocab:
+            known = self._tokenizer.vocab_size
+            raise ValueError(f"grammars know {known} tokens, and the model has {vocab}")
 
     @classmethod
     def of_folder(cls, folder: str | Path, vocab: int) -> Compiler:

@@ -63,16 +63,16 @@ def schema_format(**more: Any) -> Any:
 FORMAT = schema_format(schema=SCHEMA)
 MAX_GAP_S = 0.05
 TRIES = 5
-SAMPLED: Any = {"temperature": 1.0, "max_tokens": 250}
+SAMPLED: Any = {"temperature": 1.0, "max_tokens": 500}
 
 
 def start(folder: Path) -> Any:
-    write_tiny(folder, "qwen3_5", 3)
+    write_tiny(folder, "llama", 5)
     save_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    line = ["--port", "0", "--model-path", str(folder), "--speculative-algorithm", "NEXTN"]
+    line = ["--port", "0", "--model-path", str(folder), "--speculative-algorithm", "NGRAM"]
     line += ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
-    line += ["--grammar-backend", "llguidance"]
+    line += ["--grammar-backend", "llguidance", "--max-running-requests", "4"]
     return serving(["-m", "torch_impl.serve", *line])
 
 
