@@ -22,6 +22,15 @@ from tests.support.contract_host import (
     prompt,
 )
 
+FRAMEWORKS = ("reference", "torch", pytest.param("jax", marks=pytest.mark.matrix))
+"""A program of JAX that nothing else runs is not among the default tests."""
+
+
+@pytest.fixture(scope="session", params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 NOISY: dict = {"temperature": 0.9, "seed32": 77}
 """Without filters, which are measured on what is allowed."""
 
@@ -50,7 +59,7 @@ def test_every_node_chooses_by_the_mask_of_its_own(host, how):
         a, b, c = wanted[first : first + 3]
         other = (a + 1) % 200 + POISON + 1
         # The second branch is right; the masks of the first would lead elsewhere.
-        plan = host.tree_plan(request, [other, a, b], [0, 0, 2])
+        plan = host.tree_plan(request, [other, a, b], [0, 0, 2], mask=True)
         for node, allowed in enumerate([a, other, b, c]):
             put_mask(plan, 0, node, [allowed])
         assert emitted(host.run(plan), 0) == [a, b, c]
@@ -64,7 +73,7 @@ def test_a_mask_that_allows_the_plain_choice_changes_nothing(host, how):
     text = emitted(host.prefill(request), 0)
     rng = np.random.default_rng(5)
     while len(text) < 12:
-        plan = host.tree_plan(request, [whole[len(text)]], [0])
+        plan = host.tree_plan(request, [whole[len(text)]], [0], mask=True)
         for node in range(2):
             drawn = rng.integers(POISON + 1, host.limits.vocab, 200).tolist()
             put_mask(plan, 0, node, [*drawn, whole[len(text) + node]])
@@ -80,7 +89,7 @@ def test_what_a_mask_forbids_is_as_if_it_could_not_be(host, how):
     request = host.request(tokens, **rest)
     text = emitted(host.prefill(request), 0)
     banned = host.alone(tokens, 2, **rest)[1]
-    plan = host.tree_plan(request, [], [])
+    plan = host.tree_plan(request, [], [], mask=True)
     put_mask(plan, 0, 0, all_but(host, banned))
     chosen = emitted(host.run(plan), 0)
     biased = host.request((*tokens, *text), **rest | {"logit_bias": {banned: -1e4}})
@@ -97,7 +106,7 @@ def test_a_row_without_a_grammar_is_served_as_ever_beside_one_that_has_one(host,
     free, held = host.request(tokens, **how), host.request(prompt(43, 9))
     text = emitted(host.prefill(held, free), 1)
     for _ in range(6):
-        plan = host.tree_plan(held, [], [])
+        plan = host.tree_plan(held, [], [], mask=True)
         host.planner.fill_rows(plan, np.array([held.slot, free.slot], np.int32))
         plan.work.drafts.num_nodes[1] = 1
         put_mask(plan, 0, 0, [50])
@@ -108,7 +117,7 @@ def test_a_row_without_a_grammar_is_served_as_ever_beside_one_that_has_one(host,
 
 
 def test_a_plan_of_padding_allows_every_token(host):
-    plan = host.tree_plan(host.request(prompt(44, 5)), [], [])
+    plan = host.tree_plan(host.request(prompt(44, 5)), [], [], mask=True)
     assert plan.mask.bits.shape[1] == mask_words(host.limits.vocab)
     assert (plan.mask.bits[plan.mask.index] == -1).all()
 

@@ -82,6 +82,7 @@ def contract_limits(config: ModelConfig) -> Limits:
             program(Work.DECODE, PLAIN),
             program(Work.DECODE, CHAIN),
             program(Work.DECODE, SHARED),
+            program(Work.DECODE, TREE, host_draft=True),
             program(Work.DECODE, TREE, host_draft=True, mask=True),
             program(Work.DRAFT, CHAIN),
             program(Work.COUNT, PLAIN, tokens=PREFILL_TOKENS),
@@ -184,12 +185,19 @@ class Host:
     def decode_plan(self, *requests: Request, shape: TreeShape) -> StepPlan:
         return self.planner.plan(DecodeRows(list(requests), shape))
 
-    def plan(self, work: Work, shape: TreeShape, *requests: Request, host_draft: bool) -> StepPlan:
+    def plan(
+        self,
+        work: Work,
+        shape: TreeShape,
+        *requests: Request,
+        host_draft: bool,
+        mask: bool = False,
+    ) -> StepPlan:
         """A plan of a program that the planner does not ask for yet."""
         program = next(
             p
             for p in self.limits.programs
-            if (p.work, p.shape, p.host_draft) == (work, shape, host_draft)
+            if (p.work, p.shape, p.host_draft, p.mask) == (work, shape, host_draft, mask)
         )
         plan = empty_plan(program, self.limits)
         self.planner.fill_rows(plan, np.array([r.slot for r in requests], np.int32))
@@ -202,9 +210,10 @@ class Host:
         parents: Iterable[int],
         *,
         forced: bool = False,
+        mask: bool = False,
     ) -> StepPlan:
         """A decode with a tree of the host's; `tokens` are those of nodes 1 and on."""
-        plan = self.plan(Work.DECODE, TREE, request, host_draft=True)
+        plan = self.plan(Work.DECODE, TREE, request, host_draft=True, mask=mask)
         assert isinstance(plan.work, Decode)
         trees = plan.work.drafts
         assert isinstance(trees, HostDraft)
