@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -17,10 +18,12 @@ from shared.engine.controller import (
 )
 from shared.engine.grammar import Masks
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.tree import corpus_nodes
 from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, DraftRows, Rows
 from shared.spec.draft_tree import TreeShape
 
+Origin = Callable[[int], list[int]]
 Tree = tuple[list[int], list[int]]
 """Tokens and parents of a tree's nodes."""
 
@@ -94,7 +97,8 @@ class GrammarController:
         requests = reserve(known, smallest_that_holds(shapes, len(known)).scratch)
         if not requests:
             return None
-        trees, masks = self._masked(requests, self._trees_of(requests))
+        known_trees, origin = self._trees_of(requests)
+        trees, masks = self._masked(requests, known_trees)
         is_plain = bool(self._plain) and all(len(tokens) == 1 for tokens, _ in trees)
         shape = smallest_that_holds(self._plain if is_plain else self._trees, len(requests))
         index = np.zeros((len(requests), shape.nodes), np.int32)
@@ -106,19 +110,24 @@ class GrammarController:
                 place += 1
                 index[row, node] = place
         drafts = None if is_plain else _laid_out(trees, shape)
-        return DecodeRows(requests, shape, drafts, masks=Masks(bits, index))
+        origin = None if is_plain else origin
+        return DecodeRows(requests, shape, drafts, corpus_nodes=origin, masks=Masks(bits, index))
 
-    def _trees_of(self, requests: Sequence[Request]) -> list[Tree]:
-        """The draft trees that are known: the host's, those of the step before, or roots."""
+    def _trees_of(self, requests: Sequence[Request]) -> tuple[list[Tree], Origin | None]:
+        """The draft trees that are known: the host's, those of the step before, or roots.
+
+        And which of the host's nodes are of a corpus, as `DecodeRows` has it.
+        """
         if self.index is not None:
             found = self.index.draft(requests)
             counts = np.maximum(found.num_nodes, 1).tolist()
-            return [
+            trees = [
                 (found.tokens[row, :count].tolist(), found.parents[row, :count].tolist())
                 for row, count in enumerate(counts)
             ]
+            return trees, partial(corpus_nodes, found)
         drafted, self._drafted = self._drafted, {}
-        return [drafted.get(request.request_id, ([0], [0])) for request in requests]
+        return [drafted.get(request.request_id, ([0], [0])) for request in requests], None
 
     def _masked(
         self, requests: Sequence[Request], trees: Sequence[Tree]

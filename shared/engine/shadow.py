@@ -41,6 +41,7 @@ class Skip(Enum):
     ABORTED = "aborted"
     FAILED = "failed"
     REJECTION = "rejection"
+    GRAMMAR = "grammar"
     EMPTY = "empty"
 
 
@@ -164,8 +165,10 @@ class ShadowCheck:
     def _cannot_be_checked(self, request: Request) -> Skip | None:
         """Why plain decoding need not give the text of a request that has ended."""
         sampling = request.sampling
-        if request.finish_reason is FinishReason.ERROR:
+        if request.finish_reason in (FinishReason.ERROR, FinishReason.REFUSED):
             return Skip.FAILED
+        if request.constraint is not None:  # a replay has no masks
+            return Skip.GRAMMAR
         if not request.output:
             return Skip.EMPTY
         is_drawn = sampling.temperature > 0 and sampling.max_draft_tokens != 0

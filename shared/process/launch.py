@@ -166,8 +166,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         return loop.EXIT_REFUSED
     index = index_of(engine.controller)
     facts = _facts(start, host_names(options.server, listeners))
-    vocab = backend.limits.vocab
-    grammars = Grammars(start.compiler, vocab) if start.compiler is not None else None
+    grammars = start.compiler and Grammars(start.compiler, backend.limits.vocab)
     return loop.run(served, facts, listeners, index, watchdog, grammars)
 
 
@@ -353,10 +352,9 @@ def _tell(divergence: Divergence) -> None:
 
 def index_of(controller: Controller) -> NgramIndex | None:
     """What drafts from text that was seen; None where nothing does."""
-    remembers = isinstance(
-        controller, NgramController | AdaptiveNgramController | GrammarController
-    )
-    return controller.index if remembers else None
+    if isinstance(controller, NgramController | AdaptiveNgramController | GrammarController):
+        return controller.index
+    return None
 
 
 def make_controller(backend: Backend, options: Options) -> Controller:
