@@ -17,7 +17,7 @@ from shared.engine.controller import (
     smallest_that_holds,
 )
 from shared.engine.grammar import Masks
-from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.index import NgramIndex, host_draft_of
 from shared.engine.ngram.tree import corpus_nodes
 from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, DraftRows, Rows
@@ -119,13 +119,14 @@ class GrammarController:
         And which of the host's nodes are of a corpus, as `DecodeRows` has it.
         """
         if self.index is not None:
-            found = self.index.draft(requests)
+            grown = self.index.trees(requests)
+            found = host_draft_of(grown)
             counts = np.maximum(found.num_nodes, 1).tolist()
             trees = [
                 (found.tokens[row, :count].tolist(), found.parents[row, :count].tolist())
                 for row, count in enumerate(counts)
             ]
-            return trees, partial(corpus_nodes, found)
+            return trees, partial(corpus_nodes, grown)
         drafted, self._drafted = self._drafted, {}
         return [drafted.get(request.request_id, ([0], [0])) for request in requests], None
 
