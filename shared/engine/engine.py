@@ -89,7 +89,8 @@ class Engine:
                 "num_preemptions_total": lambda: self.scheduler.num_preemptions,
                 **controller.gauges,
                 **_lot(limits),
-            }
+            },
+            limits.max_depth,
         )
         self._requests: dict[int, Request] = {}
         self._flights: deque[Flight] = deque()
@@ -197,14 +198,9 @@ class Engine:
         self.metrics.count("generation_tokens_total", sum(len(event.tokens) for event in events))
         if rows.shape is not None and not rows.shape.is_plain:
             nodes = result.num_nodes.tolist()
-            self._count_drafts([nodes[row] - 1 for row in told], [counts[row] - 1 for row in told])
+            drafted, accepted = ([of[row] - 1 for row in told] for of in (nodes, counts))
+            self.metrics.count_drafts(drafted, accepted)
         return events
-
-    def _count_drafts(self, drafted: list[int], accepted: list[int]) -> None:
-        """Counts drafts of some rows, all at once: the device may wait for the next step."""
-        self.metrics.count("spec_decode_num_drafts_total", len(drafted))
-        self.metrics.count("spec_decode_num_draft_tokens_total", sum(drafted))
-        self.metrics.count("spec_decode_num_accepted_tokens_total", sum(accepted))
 
     @staticmethod
     def is_late(request: Request) -> bool:

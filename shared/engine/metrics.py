@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from shared.boundary.backend import Launch, Work
 from shared.engine.request import FinishReason
@@ -16,11 +16,14 @@ class Metrics:
 
     Args:
       gauges: What is read when a snapshot is taken, by name.
+      max_depth: Most drafts of a request that a step can accept.
     """
 
-    def __init__(self, gauges: Mapping[str, Callable[[], float]]) -> None:
+    def __init__(self, gauges: Mapping[str, Callable[[], float]], max_depth: int) -> None:
         self._gauges = dict(gauges)
-        self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self._positions = [_accepted(position) for position in range(max_depth)]
+        names = (*_COUNTERS, *self._positions)
+        self._counters: Counter[str] = Counter(dict.fromkeys(names, 0))
 
     def show(self, gauges: Mapping[str, Callable[[], float]]) -> None:
         """Reads more gauges with each snapshot."""
@@ -44,6 +47,20 @@ class Metrics:
         """Counts a request that ended."""
         self._counters[_success(reason)] += 1
 
+    def count_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Counts drafts of some rows, all at once: the device may wait for the next step.
+
+        Args:
+          drafted: Nodes that each row had beside its root.
+          accepted: How many of each row were; the one at position i where more than i were.
+        """
+        self.count("spec_decode_num_drafts_total", len(drafted))
+        self.count("spec_decode_num_draft_tokens_total", sum(drafted))
+        self.count("spec_decode_num_accepted_tokens_total", sum(accepted))
+        rows_of = Counter(accepted)
+        for position, name in enumerate(self._positions[: max(accepted, default=0)]):
+            self._counters[name] += sum(n for length, n in rows_of.items() if length > position)
+
     def snapshot(self) -> dict[str, float]:
         """Every counter and gauge by name."""
         gauges = {name: read() for name, read in self._gauges.items()}
@@ -52,6 +69,10 @@ class Metrics:
 
 def _success(reason: FinishReason) -> str:
     return f'request_success_total{{finished_reason="{reason.value}"}}'
+
+
+def _accepted(position: int) -> str:
+    return f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'
 
 
 def _steps(work: Work, launch: Launch) -> str:

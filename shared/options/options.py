@@ -18,6 +18,8 @@ from shared.options.flags import ConfigError, check_rules, flag, spelling
 from shared.options.lot import rates_of
 from shared.options.ngram import DEFAULT_NODES, NgramConfig
 from shared.options.not_served import NOT_SUPPORTED, NOT_SUPPORTED_PREFIXES
+from shared.options.observing import ObservingOptions
+from shared.options.server import ServerOptions
 
 DEFAULT_MODEL = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 DTYPES = ("auto", "float32", "bfloat16")
@@ -40,9 +42,6 @@ MODEL_ALGORITHM = "STANDALONE"
 ALGORITHMS = ("NEXTN", *HEAD_ALGORITHMS, "NAIVE_EAGLE", MODEL_ALGORITHM, HOST_ALGORITHM)
 
 ACCEPT_RULES = ("match", "rejection")
-
-REASONING_PARSERS = ("qwen3", "deepseek-r1")
-TOOL_CALL_PARSERS = ("hermes", "qwen", "qwen3_coder", "llama3")
 
 CHAIN_SHAPE = (3, 1, 4)
 TREE_SHAPE = (5, 4, 8)
@@ -80,65 +79,6 @@ class ModelOptions:
     def is_dummy(self) -> bool:
         """Whether the weights come from no file."""
         return self.load_format == DUMMY
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """Where requests come in."""
-
-    host: str = flag("127.0.0.1", "address to listen on, or a name, with all its addresses")
-    port: int = flag(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
-    allowed_hosts: str | None = flag(
-        None, "names, separated by commas, that clients may call the server by; * is any (default: "
-        "those of this machine where it listens to this machine alone, else any)",
-    )  # fmt: skip
-    served_model_name: str | None = flag(
-        None, "name in requests and answers (default: the folder's name)"
-    )
-    sampling_defaults: str = flag(
-        "model",
-        "temperature and filters of requests that name none: the model's generation_config.json, "
-        "or openai's",
-        choices=("model", "openai"),
-    )
-    reasoning_parser: str | None = flag(
-        None,
-        "how the model marks its reasoning, which answers then give as reasoning_content",
-        choices=REASONING_PARSERS,
-        metavar="NAME",
-    )
-    tool_call_parser: str | None = flag(
-        None,
-        "how the model writes calls of tools; requests may have tools only with it",
-        choices=TOOL_CALL_PARSERS,
-        metavar="NAME",
-    )
-    max_queued_requests: int | None = flag(
-        None,
-        "requests that may wait for others to end; one more is answered 503 (default: any number)",
-        low=0,
-        high=1 << 20,
-    )
-    trace_requests: bool = flag(
-        False, "keep the trace of every request, not only of those that ask with trace"
-    )
-    watchdog_timeout: int = flag(
-        300, "seconds that a step may take; then the server ends itself with the reason",
-        low=1, high=1 << 20,
-    )  # fmt: skip
-    api_key: str | None = flag(
-        None, "bearer token of every route but /live (default: none is asked for)"
-    )
-    insecure: bool = flag(False, "serve other machines without --api-key")
-    admin_api_key: str | None = flag(
-        None, "bearer token of the routes that change the server (default: no such routes)"
-    )
-
-    def __post_init__(self) -> None:
-        check_rules(self)
-        for name in ("host", "served_model_name"):
-            if getattr(self, name) == "":
-                raise ConfigError(f"{spelling(name)} is empty; give a name or leave the flag out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,6 +242,7 @@ class Options:
 
     model: ModelOptions
     server: ServerOptions
+    observing: ObservingOptions
     engine: EngineConfig
     speculative: SpeculativeConfig
     ngram: NgramConfig
@@ -327,6 +268,7 @@ class Options:
 PARTS = {
     "model": ModelOptions,
     "server": ServerOptions,
+    "observing": ObservingOptions,
     "engine": EngineConfig,
     "speculative": SpeculativeConfig,
     "ngram": NgramConfig,

@@ -4,16 +4,62 @@ import errno
 import ipaddress
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from shared.options.flags import ConfigError
-from shared.options.options import ServerOptions
+from shared.options.server import ServerOptions
 
 NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 ANY = "*"
+LOOPBACK = "127.0.0.1"
 
 
-def bind(host: str, port: int) -> list[socket.socket]:
-    """Takes the server's addresses, before the model is loaded; who connects waits for the server.
+@dataclass(frozen=True)
+class Listeners:
+    """Sockets that listen.
+
+    Attributes:
+      clients: For whom the model is served.
+      admin: For who runs the server; empty where both come to the same.
+    """
+
+    clients: list[socket.socket]
+    admin: list[socket.socket]
+
+    def close(self) -> None:
+        """Stops listening."""
+        for listener in chain(self.clients, self.admin):
+            listener.close()
+
+
+def open_listeners(options: ServerOptions) -> Listeners:
+    """Takes the addresses of both listeners.
+
+    Raises:
+      ValueError: They cannot be had, or other machines could reach them without a key.
+    """
+    clients, admin = bind(options.host, options.port), []
+    if options.admin_port is not None:
+        try:
+            admin = bind(admin_host(options), options.admin_port, "--admin-host", "--admin-port")
+        except ValueError:
+            Listeners(clients, admin).close()
+            raise
+    listeners = Listeners(clients, admin)
+    check_open(options, listeners)
+    return listeners
+
+
+def admin_host(options: ServerOptions) -> str:
+    """Where who runs the server comes to: this machine, unless it is told."""
+    return options.admin_host or LOOPBACK
+
+
+def bind(
+    host: str, port: int, host_flag: str = "--host", port_flag: str = "--port"
+) -> list[socket.socket]:
+    """Takes a listener's addresses, before the model is loaded; who connects waits for the server.
 
     A name may have several addresses, as localhost has one of IPv4 and one of IPv6, and it is the
     client that chooses among them: all are listened on, but for those that this machine does not
@@ -22,6 +68,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
     Args:
       host: Name or address to listen on.
       port: TCP port; 0 takes a free one.
+      host_flag, port_flag: What the user knows them by.
 
     Raises:
       ValueError: The addresses cannot be had; one sentence.
@@ -40,7 +87,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
         for listener in listeners:
             listener.close()
         raise ValueError(
-            f"--host {host} --port {port} cannot be listened on ({error}); choose another"
+            f"{host_flag} {host} {port_flag} {port} cannot be listened on ({error}); choose another"
         ) from error
     return listeners
 
@@ -72,7 +119,7 @@ def _listening(family: int, address: tuple) -> socket.socket | None:
     return listener
 
 
-def check_open(options: ServerOptions, listeners: Sequence[socket.socket]) -> None:
+def check_open(options: ServerOptions, listeners: Listeners) -> None:
     """Refuses to serve other machines without a key, unless that is said to be wanted.
 
     Raises:
@@ -80,31 +127,38 @@ def check_open(options: ServerOptions, listeners: Sequence[socket.socket]) -> No
     """
     if options.api_key or options.insecure:
         return
-    if all(is_local(listener.getsockname()[0]) for listener in listeners):
-        return
-    for listener in listeners:
-        listener.close()
-    raise ConfigError(
-        f"--host {options.host} can be reached from other machines; give --api-key, or --insecure "
-        "to serve whoever comes"
-    )
+    for flag, host, taken in (
+        ("--host", options.host, listeners.clients),
+        ("--admin-host", admin_host(options), listeners.admin),
+    ):
+        if not _are_local(taken):
+            listeners.close()
+            raise ConfigError(
+                f"{flag} {host} can be reached from other machines; give --api-key, or --insecure "
+                "to serve whoever comes"
+            )
 
 
 def host_names(
-    options: ServerOptions, listeners: Sequence[socket.socket]
+    options: ServerOptions, host: str, listeners: Sequence[socket.socket]
 ) -> tuple[str, ...] | None:
-    """The names that a request may call the server by, beside the machine's own; None: any.
+    """The names that a request may call a listener by, beside the machine's own; None: any.
 
-    A server that listens on this machine alone answers to no other name, unless it is told:
-    whoever lets a name of theirs stand for 127.0.0.1 could make a browser on the machine speak to
-    it.
+    One that listens on this machine alone answers to no other name, unless it is told: whoever lets
+    a name of theirs stand for 127.0.0.1 could make a browser on the machine speak to it.
+
+    Args:
+      host: Where the listener listens.
+      listeners: Its sockets.
     """
     if options.allowed_hosts is not None:
         names = tuple(name.strip().lower() for name in options.allowed_hosts.split(","))
         return None if ANY in names else names
-    if all(is_local(listener.getsockname()[0]) for listener in listeners):
-        return (options.host.lower(),)
-    return None
+    return (host.lower(),) if _are_local(listeners) else None
+
+
+def _are_local(listeners: Sequence[socket.socket]) -> bool:
+    return all(is_local(listener.getsockname()[0]) for listener in listeners)
 
 
 def is_local(name: str) -> bool:

@@ -3,18 +3,21 @@
 A frame is a 4-byte little-endian length and a msgpack list whose first entry names the message.
 
 - engine to server: `facts` (a `ModelFacts`), `step` (rows of one step), `refused` (id, sentence,
-  field or None), `metrics` (a snapshot), `corpora` (ticket, tokens by name, and sentence and field
-  where it was refused), `end` (sentence, whether it is a failure).
+  field or None), `metrics` (a snapshot; unasked at the start and about once a second, so that the
+  server hears that the engine goes on), `corpora` (ticket, tokens by name, and sentence and field
+  where it was refused), `drain` (seconds that it may take), `end` (sentence, whether it is a
+  failure).
 - server to engine: `add` (prompt, sampling, [id, seed32] per choice, tenant, priority), `abort`
   (id), `finish` (id, final token count), `metrics`, `corpus_add` (ticket, name, int32 tokens),
-  `corpus_remove` (ticket, name), `corpus_list` (ticket).
+  `corpus_remove` (ticket, name), `corpus_list` (ticket), `drained` (every answer has left).
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
@@ -22,6 +25,7 @@ import msgpack
 from shared.engine.checks import RequestLimits
 from shared.engine.request import Event, FinishReason, SamplingParams, StepTrace
 from shared.models.sampling import SamplingDefaults
+from shared.options.observing import ObservingOptions
 
 _LENGTH = struct.Struct("<I")
 
@@ -47,6 +51,9 @@ class ModelFacts:
       tool_call_parser: How the model writes calls of tools; None: it is told of none.
       drafter: What drafts, as its flag names it; None without speculation.
       trace_requests: Every request is traced, not only those that ask.
+      admin_host_names: As `host_names`, of the admin's listener.
+      observing: What the server tells of its work.
+      silence_s: How long the engine may say nothing before it counts as frozen.
     """
 
     model_name: str
@@ -64,6 +71,9 @@ class ModelFacts:
     tool_call_parser: str | None = None
     drafter: str | None = None
     trace_requests: bool = False
+    admin_host_names: tuple[str, ...] | None = None
+    observing: ObservingOptions = field(default_factory=ObservingOptions)
+    silence_s: float = math.inf
 
     def to_message(self) -> list[Any]:
         """The `facts` message."""
@@ -75,9 +85,15 @@ class ModelFacts:
         limits = RequestLimits(**fields["limits"])
         defaults = SamplingDefaults(**fields["sampling_defaults"])
         eos_ids = tuple(fields["eos_ids"])
-        names = None if fields["host_names"] is None else tuple(fields["host_names"])
-        parts = {"limits": limits, "sampling_defaults": defaults, "eos_ids": eos_ids}
-        return cls(**{**fields, **parts, "host_names": names})
+        parts: dict[str, Any] = {
+            "limits": limits,
+            "sampling_defaults": defaults,
+            "eos_ids": eos_ids,
+        }
+        for name in ("host_names", "admin_host_names"):
+            parts[name] = None if fields[name] is None else tuple(fields[name])
+        parts["observing"] = ObservingOptions(**fields["observing"])
+        return cls(**{**fields, **parts})
 
 
 def pack(message: list[Any]) -> bytes:

@@ -39,7 +39,7 @@ from shared.engine.engine import Engine
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.shadow import Divergence, ShadowCheck
+from shared.engine.shadow import ShadowCheck
 from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig, read_json
 from shared.models.dummy import DummyCheckpoint, Stored
@@ -48,13 +48,15 @@ from shared.options.adaptive import read_candidates
 from shared.options.flags import spelling
 from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
 from shared.options.rules import refusals
+from shared.options.server import ServerOptions
 from shared.options.setup import Setup
 from shared.process import loop
-from shared.process.address import bind, check_open, host_names
+from shared.process.address import Listeners, admin_host, host_names, open_listeners
 from shared.process.caching import cache_policy
 from shared.process.device import Device
 from shared.process.frames import ModelFacts
 from shared.process.grammars import Grammars
+from shared.process.logs import log
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.profiling import step_seconds
 from shared.process.programs import ProgramCosts, draft_shape
@@ -147,8 +149,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         options = parse(argv)
-        listeners = bind(options.server.host, options.server.port)
-        check_open(options.server, listeners)
+        listeners = open_listeners(options.server)
         start = prepare(options, platform)
         _print_plan(console, start.memory)
         for note in _notes(start):
@@ -165,9 +166,10 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
     index = index_of(engine.controller)
-    facts = _facts(start, host_names(options.server, listeners))
+    facts = _facts(start, options.server, listeners)
     grammars = start.compiler and Grammars(start.compiler, backend.limits.vocab)
-    return loop.run(served, facts, listeners, index, watchdog, grammars)
+    drain_timeout_s = options.server.drain_timeout
+    return loop.run(served, facts, listeners, index, watchdog, drain_timeout_s, grammars)
 
 
 def _notes(start: Start) -> Iterator[str]:
@@ -224,6 +226,7 @@ def prepare(options: Options, platform: Platform) -> Start:
       ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
     """
     options = _with_candidates(_expanded(options))
+    options.observing.check_exporter()
     if not platform.captures:
         _refuse_graph_flags(options)
     draft, folder = options.speculative, options.model.model_path
@@ -343,11 +346,7 @@ def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | Shado
     """The engine, of whose texts a share is checked."""
     if not rate:
         return engine
-    return ShadowCheck(engine, backend, rate=rate, report=_tell)
-
-
-def _tell(divergence: Divergence) -> None:
-    print(divergence, file=sys.stderr, flush=True)
+    return ShadowCheck(engine, backend, rate=rate, report=lambda found: log.error(str(found)))
 
 
 def index_of(controller: Controller) -> NgramIndex | None:
@@ -408,27 +407,29 @@ def _trace(
         ) from error
 
 
-def _facts(start: Start, names: tuple[str, ...] | None) -> ModelFacts:
+def _facts(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFacts:
     memory = start.memory
     options, limits, model = memory.options, memory.limits, memory.blueprint.config
     folder = Path(options.model.model_path).resolve()
-    queued = options.server.max_queued_requests
+    queued = server.max_queued_requests
     return ModelFacts(
-        model_name=options.server.served_model_name or folder.name,
+        model_name=server.served_model_name or folder.name,
         model_folder=str(folder),
         limits=RequestLimits.of(limits, memory.max_request_tokens),
         eos_ids=model.eos_ids,
         sampling_defaults=start.defaults,
         max_open_requests=None if queued is None else limits.num_slots - 1 + queued,
         max_draft_depth=limits.max_depth,
-        host_names=names,
-        admin_api_key=options.server.admin_api_key,
+        host_names=host_names(server, server.host, listeners.clients),
+        admin_host_names=host_names(server, admin_host(server), listeners.admin),
+        admin_api_key=server.admin_api_key,
         corpus_path=options.ngram.speculative_ngram_external_corpus_path,
-        api_key=options.server.api_key,
-        reasoning_parser=options.server.reasoning_parser,
-        tool_call_parser=options.server.tool_call_parser,
+        api_key=server.api_key,
+        reasoning_parser=server.reasoning_parser,
+        tool_call_parser=server.tool_call_parser,
         drafter=options.speculative.speculative_algorithm,
-        trace_requests=options.server.trace_requests,
+        trace_requests=server.trace_requests,
+        observing=options.observing,
     )
 
 

@@ -7,22 +7,23 @@ each sees the end of the socket.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Event, Refusal, Request
+from shared.process import logs
+from shared.process.address import Listeners
 from shared.process.corpora import Corpora
 from shared.process.frames import (
     FrameReader,
@@ -32,12 +33,16 @@ from shared.process.frames import (
     sampling_from_fields,
 )
 from shared.process.grammars import Grammars
+from shared.process.logs import log
+from shared.process.stopping import StopSignals
 from shared.process.watchdog import STOPPED, Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 IDLE_WAIT_S = 1.0  # the socket and signals wake an idle engine; this bounds a missed one
 BUILDING_WAIT_S = 0.05  # the end of a corpus's building wakes nobody
 COMPILING_WAIT_S = 0.002  # nor does that of a grammar's compiling, which takes about as long
+BEAT_S = 1.0  # between two snapshots of the metrics that nobody asked for
+SILENCE_GRACE_S = 5.0  # the watchdog of this process speaks first
 FAREWELL_S = 1.0  # for the last frame to leave
 CHILD_END_S = 3.5  # for the server to end by itself; all in all below 5 s
 RECEIVE_BYTES = 1 << 18
@@ -93,39 +98,45 @@ class HostEngine(Protocol):
 def run(
     engine: HostEngine,
     facts: ModelFacts,
-    listeners: Sequence[socket.socket],
+    listeners: Listeners,
     index: NgramIndex | None,
     watchdog: Watchdog,
+    drain_timeout_s: float,
     grammars: Grammars | None = None,
 ) -> int:
     """Serves until a signal, a failure, or the end of the server's process; ends both processes.
 
+    After SIGTERM open requests may end within `drain_timeout_s`, and no new ones are taken; SIGINT
+    and a second SIGTERM end at once.
+
     Args:
       engine: Closed at the end.
       facts: Sent to the server first.
-      listeners: What `address.bind` gave; handed to the server.
+      listeners: What `address.open_listeners` gave; handed to the server.
       index: What drafts from external corpora; None where the drafter is another.
       watchdog: Ends both processes where a step does not end.
+      drain_timeout_s: As above.
       grammars: Compiles those of requests; None where none can have one.
 
     Returns:
       The exit code: 0 after SIGINT or SIGTERM, 2 where the server refused to start, else 1.
     """
-    stop = _StopSignal()
+    logs.set_up(facts.observing)
+    stop = StopSignals(drain_timeout_s)
+    facts = replace(facts, silence_s=watchdog.timeout_s + SILENCE_GRACE_S)
     ours, theirs = socket.socketpair()
     child = _start_server(listeners, theirs)
     link = _Link(ours)
     link.send(facts.to_message())
-    watchdog.start(stop.readable, partial(_end_at_once, link, child))
+    watchdog.start(stop.wait_for_end, partial(_end_at_once, link, child))
     try:
         _Loop(engine, link, Corpora(index), watchdog, grammars).run(stop)
         reason, failed = STOPPED, False
     except _ServerEnded:
         return _after_server(child, engine, watchdog)
     except Exception as error:  # any failure of the engine ends the service, with its reason
-        traceback.print_exc()
         reason, failed = f"the engine failed: {type(error).__name__}: {error}", True
-        print(reason, file=sys.stderr, flush=True)
+        log.exception(reason)
     link.farewell(["end", reason, failed])
     _end_child(child)
     with watchdog.watched():
@@ -135,7 +146,7 @@ def run(
 
 def _end_at_once(link: _Link, child: subprocess.Popen[bytes], reason: str, failed: bool) -> None:
     """Ends both processes from another thread, while the engine's own waits for the device."""
-    print(reason, file=sys.stderr, flush=True)
+    log.log(logging.ERROR if failed else logging.INFO, reason)
     link.farewell(["end", reason, failed])
     _end_child(child)
     os._exit(EXIT_FAILED if failed else 0)
@@ -143,26 +154,6 @@ def _end_at_once(link: _Link, child: subprocess.Popen[bytes], reason: str, faile
 
 class _ServerEnded(Exception):
     """The server's end of the socket is closed."""
-
-
-class _StopSignal:
-    """Turns the first SIGINT or SIGTERM into a flag and a readable socket; a second one kills.
-
-    The socket is readable at once. The flag, which Python sets between two of its own steps, may
-    have to wait for a call into a library.
-    """
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.readable, self._wake = socket.socketpair()
-        self._wake.setblocking(False)
-        signal.set_wakeup_fd(self._wake.fileno())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        signal.signal(number, signal.SIG_DFL)
 
 
 class _Link:
@@ -175,9 +166,11 @@ class _Link:
         self._unsent = bytearray()
 
     def wait(self, timeout_s: float, other: socket.socket) -> None:
-        """Waits until a message, room to send, or `other` is there."""
+        """Waits until a message, room to send, or what wakes by `other` is there."""
         writers = [self._socket] if self._unsent else []
-        select.select([self._socket, other], writers, [], timeout_s)
+        readable, _, _ = select.select([self._socket, other], writers, [], timeout_s)
+        if other in readable:
+            other.recv(RECEIVE_BYTES)
         self._flush()
 
     def read(self) -> Iterator[list[Any]]:
@@ -234,6 +227,8 @@ class _Loop:
     ) -> None:
         self._engine, self._link, self._grammars = engine, link, grammars
         self._corpora, self._watchdog = corpora, watchdog
+        self._drains, self._is_drained = False, False
+        self._next_beat = 0.0
         self._handlers = {
             "add": self._add,
             "abort": self._abort,
@@ -242,16 +237,21 @@ class _Loop:
             "corpus_add": self._corpora.add,
             "corpus_remove": self._corpora.remove,
             "corpus_list": self._corpora.list,
+            "drained": self._end_drain,
         }
 
-    def run(self, stop: _StopSignal) -> None:
+    def run(self, stop: StopSignals) -> None:
         """Returns when stopped.
 
         Raises:
           _ServerEnded: The server's process is gone.
         """
-        while not stop.requested:
+        while not (stop.ends or self._is_drained):
+            self._beat()
             self._link.wait(self._patience_s(), stop.readable)
+            if stop.drains and not self._drains:
+                self._drains = True
+                self._link.send(["drain", stop.drain_timeout_s])
             for kind, *fields in self._link.read():
                 self._handlers[kind](*fields)
             for answer in self._corpora.answers():
@@ -263,6 +263,16 @@ class _Loop:
                 with self._watchdog.watched():
                     events = self._engine.step()
                 self._send(events)
+
+    def _beat(self) -> None:
+        """Says that the engine goes on, and how it stands."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._metrics()
+
+    def _end_drain(self) -> None:
+        self._is_drained = True
 
     def _patience_s(self) -> float:
         if self._engine.busy:
@@ -314,16 +324,15 @@ class _Loop:
         self._link.send(["metrics", self._engine.metrics.snapshot()])
 
 
-def _start_server(
-    listeners: Sequence[socket.socket], link: socket.socket
-) -> subprocess.Popen[bytes]:
-    fds = [handed.fileno() for handed in (link, *listeners)]
-    engine, *listen = map(str, fds)
-    flags = ["--engine-fd", engine, "--listen-fds", *listen]
-    command = [sys.executable, "-m", "shared.server.app", *flags]
+def _start_server(listeners: Listeners, link: socket.socket) -> subprocess.Popen[bytes]:
+    flags, fds = ["--engine-fd", str(link.fileno())], [link.fileno()]
+    for flag, taken in (("--listen-fds", listeners.clients), ("--admin-fds", listeners.admin)):
+        numbers = [listener.fileno() for listener in taken]
+        flags, fds = [*flags, flag, *map(str, numbers)], [*fds, *numbers]
+    command = [sys.executable, "-m", "shared.server.service", *flags]
     child = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
-    for handed in (link, *listeners):
-        handed.close()
+    link.close()
+    listeners.close()
     return child
 
 
@@ -341,5 +350,5 @@ def _after_server(child: subprocess.Popen[bytes], engine: HostEngine, watchdog: 
         engine.close()
     if code == EXIT_REFUSED:  # it has said why
         return EXIT_REFUSED
-    print(f"the HTTP server process ended with exit code {code}", file=sys.stderr, flush=True)
+    log.error("the HTTP server process ended with exit code %d", code)
     return EXIT_FAILED

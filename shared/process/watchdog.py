@@ -5,8 +5,6 @@ does. It is no profiler: it says which step was waited for, and where.
 """
 
 import faulthandler
-import select
-import socket
 import sys
 import threading
 import time
@@ -25,6 +23,7 @@ class Watchdog:
 
     Attributes:
       doing: What the watched thread is at, for the reader.
+      timeout_s: How long a call may take.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -33,8 +32,8 @@ class Watchdog:
         Args:
           timeout_s: How long a call may take.
         """
-        self.doing = "a step"
-        self._timeout_s, self._began = timeout_s, None
+        self.doing, self.timeout_s = "a step", timeout_s
+        self._began = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -45,20 +44,24 @@ class Watchdog:
         finally:
             self._began = None
 
-    def start(self, stop: socket.socket, end: Callable[[str, bool], None]) -> None:
+    def start(
+        self, wait_for_end: Callable[[float], bool], end: Callable[[str, bool], None]
+    ) -> None:
         """Begins to look at the clock.
 
         Args:
-          stop: Readable from the moment on at which the process was told to stop.
+          wait_for_end: Waits at most so many seconds; whether the process was told to end.
           end: Ends the process at once; it gets the reason, and whether that is a failure.
         """
-        threading.Thread(target=self._watch, args=(stop, end), daemon=True).start()
+        threading.Thread(target=self._watch, args=(wait_for_end, end), daemon=True).start()
 
-    def _watch(self, stop: socket.socket, end: Callable[[str, bool], None]) -> None:
-        while not select.select([stop], [], [], CHECK_S)[0]:
-            if self._lasts() > self._timeout_s:
+    def _watch(
+        self, wait_for_end: Callable[[float], bool], end: Callable[[str, bool], None]
+    ) -> None:
+        while not wait_for_end(CHECK_S):
+            if self._lasts() > self.timeout_s:
                 faulthandler.dump_traceback(file=sys.stderr)
-                end(f"{self.doing} has not ended after {self._timeout_s:g} s", True)
+                end(f"{self.doing} has not ended after {self.timeout_s:g} s", True)
                 return
         while self._lasts() < STOP_WAIT_S:
             time.sleep(CHECK_S / 5)

@@ -282,11 +282,27 @@ class Refusal(Answer):
     example: dict[str, Any]
 
 
+class Bounds(Answer):
+    """The bounds of a request; null: there is none, or what is bounded is not served."""
+
+    context_length: int
+    max_request_tokens: int
+    vocab: int
+    max_stop_ids: int
+    max_bias: int
+    max_logprobs: int | None
+    max_open_requests: int | None
+    max_draft_depth: int
+    max_body_bytes: int
+    max_head_bytes: int
+
+
 class Capabilities(Answer):
-    """What works with what."""
+    """What works with what, and within which bounds."""
 
     drafters: list[str]
     refused: list[Refusal]
+    limits: Bounds
 
 
 class Corpora(Answer):

@@ -1,19 +1,11 @@
-"""The HTTP server's process: OpenAI's routes over the engine's socket."""
+"""The applications of the listeners: OpenAI's routes, and those of who runs the server."""
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import contextlib
-import os
-import signal
-import socket
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -23,28 +15,25 @@ from starlette.types import ASGIApp
 
 from shared.process.frames import ModelFacts
 from shared.server import answers, playground
-from shared.server.admin import AddCorpus, AdminRoutes, RemoveCorpus, load_start_corpus
-from shared.server.connection import TimedConnection
-from shared.server.engine_client import ClientLeft, EngineClient, EngineLost
+from shared.server.admin import AddCorpus, AdminRoutes, RemoveCorpus
+from shared.server.engine_client import ClientLeft, EngineClient
 from shared.server.errors import ApiError
-from shared.server.gates import MAX_HEAD_BYTES, OPEN_PATH, HeadLimit, HostCheck, KeyCheck
+from shared.server.gates import OPEN_PATH, HeadLimit, HostCheck, KeyCheck
 from shared.server.generation import Generator
 from shared.server.grammars import Grammars
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.openapi import Route, document
 from shared.server.prompts import PromptReader
 from shared.server.rendering import Renderer
+from shared.server.request_end import Watcher
+from shared.server.request_log import RequestLog
 from shared.server.routes import Routes, json_response
 from shared.server.server_metrics import ServerMetrics
 from shared.server.tokens import Detokenize, TokenizeChat, TokenizeText, TokenRoutes
 from shared.server.transport import BodyLimit
 from shared.text.tokenizer import Tokenizer
 
-GRACE_S = 1  # for open answers to say their error, once the engine is gone
-HARD_END_S = 3.0  # then the process ends whatever still hangs
 DOCUMENT_PATH = "/openapi.json"
-EXIT_FAILED = 1
-EXIT_REFUSED = 2
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
@@ -52,6 +41,8 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
     response = json_response(error.to_json(), error.status)
     if error.status == 413:  # the rest of the body is still to come
         response.headers["connection"] = "close"
+    if error.retry_after_s is not None:
+        response.headers["retry-after"] = str(error.retry_after_s)
     return response
 
 
@@ -82,30 +73,54 @@ _ON_ERRORS = {
 }
 
 
-def make_app(
+@dataclass(frozen=True)
+class Apps:
+    """The application of each listener.
+
+    Attributes:
+      clients: Serves the model; has all routes where there is no other listener.
+      admin: Tells of the server and changes it; None where `clients` does.
+    """
+
+    clients: ASGIApp
+    admin: ASGIApp | None
+
+
+def make_apps(
     client: EngineClient,
     tokenizer: Tokenizer | None,
     renderer: Renderer | None,
     grammars: Grammars,
-) -> ASGIApp:
-    """The application over a connected engine."""
-    metrics = ServerMetrics()
+    tracing: Sequence[Watcher],
+    has_admin_listener: bool,
+) -> Apps:
+    """The applications over a connected engine.
+
+    Args:
+      tracing: Who is told of each end of a request, beside the log and the metrics.
+      has_admin_listener: Whether metrics and the routes that change the server are apart.
+    """
     facts = client.facts
+    metrics = ServerMetrics(facts.model_name)
+    watchers = (metrics, RequestLog(tokenizer, facts.observing.log_requests), *tracing)
     reader = PromptReader(tokenizer, renderer, facts.limits, facts.max_open_requests)
-    generator = Generator(client, reader, grammars, tokenizer, metrics)
+    generator = Generator(client, reader, grammars, tokenizer, metrics, watchers)
     routes = Routes(generator, metrics)
     tokens = TokenRoutes(facts, reader, tokenizer)
-    admin = AdminRoutes(client, tokenizer)
-    served = (
-        *_model_routes(routes, tokens),
-        *_state_routes(routes),
-        *_admin_routes(admin),
-        *_page_routes(),
-    )
-    app = _with_routes(served, client.facts.api_key is not None)
+    model = (*_model_routes(routes, tokens), *_state_routes(routes), *_page_routes())
+    admin = (*_metrics_routes(routes), *_admin_routes(AdminRoutes(client, tokenizer)))
+    if not has_admin_listener:
+        return Apps(_app((*model, *admin), facts, facts.host_names), None)
+    own = (*admin, *_health_routes(routes))
+    return Apps(_app(model, facts, facts.host_names), _app(own, facts, facts.admin_host_names))
+
+
+def _app(served: Sequence[Route], facts: ModelFacts, names: Collection[str] | None) -> ASGIApp:
+    """An application with these routes, which answers to these names."""
+    app = _with_routes(served, facts.api_key is not None)
     for kind, handler in _ON_ERRORS.items():
         app.add_exception_handler(kind, handler)
-    return _gated(BodyLimit(app), client.facts)
+    return _gated(BodyLimit(app), facts, names)
 
 
 def _with_routes(served: Sequence[Route], has_key: bool) -> FastAPI:
@@ -178,15 +193,24 @@ def _model_routes(routes: Routes, tokens: TokenRoutes) -> Iterator[Route]:
 
 
 def _state_routes(routes: Routes) -> Iterator[Route]:
-    """What watches the server."""
+    """What clients may want to know of the server."""
     yield Route(
         path="/capabilities",
         method="GET",
         handler=routes.capabilities,
         answer=answers.Capabilities,
     )
-    for path in ("/health", OPEN_PATH):
-        yield Route(path=path, method="GET", handler=routes.health, errors=(503,))
+    yield from _health_routes(routes)
+
+
+def _health_routes(routes: Routes) -> Iterator[Route]:
+    """What watches a listener."""
+    yield Route(path="/health", method="GET", handler=routes.health, errors=(503,))
+    yield Route(path=OPEN_PATH, method="GET", handler=routes.live, errors=(503,))
+
+
+def _metrics_routes(routes: Routes) -> Iterator[Route]:
+    """What tells of the server's work."""
     page = CONTENT_TYPE_LATEST.partition(";")[0]
     yield Route(path="/metrics", method="GET", handler=routes.metrics, media_type=page)
 
@@ -226,105 +250,10 @@ def _page_routes() -> Iterator[Route]:
     )
 
 
-def _gated(app: ASGIApp, facts: ModelFacts) -> ASGIApp:
+def _gated(app: ASGIApp, facts: ModelFacts, names: Collection[str] | None) -> ASGIApp:
     """The application behind all that is checked before a route is found."""
     if facts.api_key is not None:
         app = KeyCheck(app, [key for key in (facts.api_key, facts.admin_api_key) if key])
-    if facts.host_names is not None:
-        app = HostCheck(app, facts.host_names)
+    if names is not None:
+        app = HostCheck(app, names)
     return HeadLimit(app)
-
-
-def http_config(app: ASGIApp) -> uvicorn.Config:
-    """How the application is served."""
-    return uvicorn.Config(
-        app,
-        http=TimedConnection,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        lifespan="off",
-        timeout_graceful_shutdown=GRACE_S,
-    )
-
-
-class _HttpServer(uvicorn.Server):
-    """Leaves signals to the engine's process, and says where it listens."""
-
-    def __init__(self, config: uvicorn.Config, greeting: str) -> None:
-        super().__init__(config)
-        self._greeting = greeting
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        print(self._greeting, flush=True)
-
-
-async def serve(connection: socket.socket, listeners: list[socket.socket]) -> int:
-    """Serves until the engine ends or SIGTERM; returns the exit code."""
-    try:
-        client = await EngineClient.connect(connection)
-        tokenizer = Tokenizer.from_folder(client.facts.model_folder)
-        await load_start_corpus(client, tokenizer)
-    except (EngineLost, ValueError) as error:
-        print(error, file=sys.stderr, flush=True)
-        return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
-    template = tokenizer.template if tokenizer else None
-    renderer = Renderer(template) if template else None
-    grammars = Grammars(client.facts)
-    workers = [grammars] if renderer is None else [grammars, renderer]
-    config = http_config(make_app(client, tokenizer, renderer, grammars))
-    server = _HttpServer(config, _greeting(client.facts.model_name, listeners))
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, setattr, server, "should_exit", True)
-    client.ended.add_done_callback(lambda _: _shut_down(server))
-    for each in workers:
-        client.ended.add_done_callback(lambda _, each=each: each.end())
-    await server.serve(listeners)
-    for each in workers:
-        await each.close()
-    if client.alive:
-        return 0
-    end = client.ended.result()
-    if end.failed:
-        print(f"the HTTP server ends: {end.reason}", file=sys.stderr, flush=True)
-    return EXIT_FAILED if end.failed else 0
-
-
-def _shut_down(server: uvicorn.Server) -> None:
-    server.should_exit = True
-    timer = threading.Timer(HARD_END_S, os._exit, [EXIT_FAILED])
-    timer.daemon = True
-    timer.start()
-
-
-def _greeting(model: str, listeners: Sequence[socket.socket]) -> str:
-    shown = []
-    for listener in listeners:
-        host, port = listener.getsockname()[:2]
-        shown.append(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-    return f"{model} is served at {' and '.join(shown)}"
-
-
-def main() -> int:
-    """Entry of `python -m shared.server.app`, which the engine's process starts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engine-fd", type=int, required=True, help="socket to the engine")
-    parser.add_argument(
-        "--listen-fds", type=int, nargs="+", required=True, help="listening TCP sockets"
-    )
-    flags = parser.parse_args()
-    # Ctrl-C reaches both processes; the engine's ends this one in order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    connection = socket.socket(fileno=flags.engine_fd)
-    listeners = [socket.socket(fileno=number) for number in flags.listen_fds]
-    return asyncio.run(serve(connection, listeners))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -52,13 +52,22 @@ class Speculation:
         """Adds the counts of another choice."""
         self.histogram = [a + b for a, b in zip(self.histogram, other.histogram, strict=True)]
 
-    def to_json(self) -> dict[str, object]:
-        """The `speculative` object of a response; a step's tokens include the bonus token."""
-        steps = sum(self.histogram)
+    @property
+    def verify_steps(self) -> int:
+        """Steps that verified, plain ones too."""
+        return sum(self.histogram)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens of a step on average, with the bonus token; 1 where there was none."""
         tokens = sum((i + 1) * count for i, count in enumerate(self.histogram))
+        return tokens / self.verify_steps if tokens else 1.0
+
+    def to_json(self) -> dict[str, object]:
+        """The `speculative` object of a response."""
         return {
-            "verify_steps": steps,
-            "accept_length": tokens / steps if steps else 1.0,
+            "verify_steps": self.verify_steps,
+            "accept_length": self.accept_length,
             "accepted_histogram": self.histogram,
         }
 

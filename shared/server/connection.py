@@ -14,6 +14,7 @@ from shared.server.gates import MAX_HEAD_BYTES, head_too_large
 
 LINGER_S = 1.0
 READ_TIMEOUT_S = 60.0  # for the head and the body of a request together
+WRITE_TIMEOUT_S = 60.0  # for a client to take something of what waits for it
 
 
 class TimedConnection(H11Protocol):
@@ -21,10 +22,11 @@ class TimedConnection(H11Protocol):
 
     uvicorn bounds the time between two requests (its `timeout_keep_alive`) and nothing else: a
     client that says nothing, or half of a request, would keep its connection for ever. An answer
-    may take as long as it does.
+    may take as long as it does, but a client that reads nothing of it ends its connection as well.
     """
 
     _end: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
     _is_ending = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -47,7 +49,24 @@ class TimedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Waits for nothing any more."""
         self._stop()
+        self._end_stall()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """More waits for the client than the transport keeps: it has to read some time."""
+        super().pause_writing()
+        self._end_stall()
+        self._stall = self.loop.call_later(WRITE_TIMEOUT_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has read."""
+        super().resume_writing()
+        self._end_stall()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+        self._stall = None
 
     def _look(self) -> None:
         """Starts the clock where a request is to arrive, and stops it where one has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,13 @@ from shared.process.frames import (
     pack,
     sampling_to_fields,
 )
+from shared.server.server_metrics import TokenTimes
 
 RECEIVE_BYTES = 1 << 18
-METRICS_WAIT_S = 1.0  # a step may compile for long; the last snapshot is served then
+METRICS_WAIT_S = 1.0  # a step may take long; the last snapshot is served then
+LOOK_S = 1.0  # between two looks whether the engine still says something
+MAX_UNREAD_EVENTS = 4096
+"""Of each choice: steps that a client may be behind before its requests are ended."""
 
 
 class EngineLost(Exception):
@@ -40,16 +45,39 @@ class QueueFull(Exception):
     """More requests would wait than may."""
 
 
+class Draining(Exception):
+    """The server is stopping and takes no requests any more.
+
+    Attributes:
+      seconds: How long it may take until it has stopped.
+    """
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__("the server is stopping and takes no new requests")
+        self.seconds = seconds
+
+
 class ClientLeft(Exception):
     """The client closed its connection."""
 
 
+class ReadsTooSlowly(Exception):
+    """The client has left so much unread that its requests were ended."""
+
+
 @dataclass(frozen=True)
 class End:
-    """Why the engine is gone, and whether that is a failure."""
+    """Why the engine is gone.
+
+    Attributes:
+      reason: One sentence.
+      failed: Whether that is a failure.
+      is_frozen: Whether its process is still there and says nothing.
+    """
 
     reason: str
     failed: bool
+    is_frozen: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,17 +97,18 @@ class Submission:
     Args:
       client: Knows which of them the engine still works on.
       ids: The request of each choice, in their order and without gaps.
+      times: Told when tokens come.
     """
 
-    def __init__(self, client: EngineClient, ids: range) -> None:
-        self._client, self._ids = client, ids
+    def __init__(self, client: EngineClient, ids: range, times: TokenTimes) -> None:
+        self._client, self._ids, self._times = client, ids, times
         self._queue: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     async def next(self) -> tuple[int, Event]:
         """The number of a choice and its next event, which may be later than its `finish`.
 
         Raises:
-          EngineLost, Refused, ClientLeft: There will be no further event.
+          EngineLost, Refused, ClientLeft, ReadsTooSlowly: There will be no further event.
         """
         item = await self._queue.get()
         if isinstance(item, Exception):
@@ -89,6 +118,22 @@ class Submission:
     def put(self, item: Event | Exception) -> None:
         """Hands over an event, or the reason why there is none."""
         self._queue.put_nowait(item)
+
+    def came(self, event: Event) -> None:
+        """An event has come from the engine."""
+        if event.tokens:
+            self._times.came(event.request_id)
+        if self._queue.qsize() >= MAX_UNREAD_EVENTS * len(self._ids):
+            self._drop_reader()
+        else:
+            self.put(event)
+
+    def _drop_reader(self) -> None:
+        """What is kept for a client that does not read must not grow for ever."""
+        self.close()
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self.put(ReadsTooSlowly())
 
     def finish(self, choice: int, num_tokens: int) -> None:
         """Ends a choice whose text has ended with its `num_tokens`-th token."""
@@ -106,16 +151,23 @@ class EngineClient:
     Attributes:
       facts: What the engine said of itself.
       ended: Done when the engine is gone.
+      drains: Set when the server is to stop once all that is open has ended.
     """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, facts: ModelFacts
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        facts: ModelFacts,
+        frames: FrameReader,
     ) -> None:
         self.facts = facts
         self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._reader = reader
         self._writer = writer
-        self._frames = FrameReader()
+        self._frames = frames
+        self._drain_ends, self.drains = math.inf, asyncio.Event()
+        self._has_heard = True
         self._next_id = 1
         self._submissions: dict[int, Submission] = {}  # of the requests that have not ended
         self._metrics: dict[str, float] = {}
@@ -126,9 +178,10 @@ class EngineClient:
             "refused": self._take_refusal,
             "metrics": self._take_metrics,
             "corpora": self._take_corpora,
+            "drain": self._take_drain,
             "end": self._take_end,
         }
-        self._task = asyncio.create_task(self._read())
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
 
     @classmethod
     async def connect(cls, connection: socket.socket) -> EngineClient:
@@ -140,9 +193,9 @@ class EngineClient:
         reader, writer = await asyncio.open_connection(sock=connection)
         frames = FrameReader()
         while received := await reader.read(RECEIVE_BYTES):
-            # Nothing follows the facts before a request is sent.
+            # What follows the facts stays in `frames`.
             for _, fields in frames.feed(received):
-                return cls(reader, writer, ModelFacts.from_fields(fields))
+                return cls(reader, writer, ModelFacts.from_fields(fields), frames)
         raise EngineLost("the engine process ended before it was ready")
 
     @property
@@ -150,20 +203,29 @@ class EngineClient:
         """Whether requests can be submitted."""
         return not self.ended.done()
 
-    def submit(self, prompts: list[Prompt]) -> Submission:
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is open."""
+        return not self._submissions
+
+    def submit(self, prompts: list[Prompt], times: TokenTimes) -> Submission:
         """Sends prompts to the engine.
 
         Raises:
           EngineLost: The engine is gone.
+          Draining: The server is to stop.
           QueueFull: They would be more than may run and wait; none of them was sent.
         """
         if self.ended.done():
             raise EngineLost(self.ended.result().reason)
+        if self.drains.is_set():
+            left = self._drain_ends - asyncio.get_running_loop().time()
+            raise Draining(max(1, math.ceil(left)))
         count, most = sum(len(prompt.seeds32) for prompt in prompts), self.facts.max_open_requests
         if most is not None and len(self._submissions) + count > most:
             raise QueueFull(f"the server is full: at most {most} requests may run and wait")
         ids = self._take_ids(count)
-        submission, following = Submission(self, ids), iter(ids)
+        submission, following = Submission(self, ids, times), iter(ids)
         for prompt in prompts:
             choices = [[next(following), seed32] for seed32 in prompt.seeds32]
             sampling = sampling_to_fields(prompt.sampling)
@@ -194,6 +256,10 @@ class EngineClient:
         self._send([kind, ticket, *fields])
         return await self._tickets[ticket]
 
+    def drained(self) -> None:
+        """Tells the engine that every answer has left."""
+        self._send(["drained"])
+
     def finish(self, request_id: int, num_tokens: int) -> None:
         """Tells the engine where the text of a request ended, which may have ended there too."""
         self._submissions.pop(request_id, None)
@@ -215,14 +281,36 @@ class EngineClient:
             self._writer.write(pack(message))
 
     async def _read(self) -> None:
+        received = b""  # the frames may hold some already
         try:
-            while received := await self._reader.read(RECEIVE_BYTES):
+            while True:
                 for kind, *fields in self._frames.feed(received):
                     self._handlers[kind](*fields)
+                self._has_heard = True
+                if not (received := await self._reader.read(RECEIVE_BYTES)):
+                    return
         except OSError:
             pass  # a reset is an end as well
         finally:
             self._take_end("the engine process ended without a word (killed or crashed)", True)
+
+    async def _listen(self) -> None:
+        """Ends the service when the engine has said nothing for too long: it is frozen.
+
+        Looks are counted, not seconds: where this process stood still as well, it was no silence.
+        """
+        silent_s = 0.0
+        while self.alive:
+            await asyncio.sleep(LOOK_S)
+            silent_s = 0.0 if self._has_heard else silent_s + LOOK_S
+            self._has_heard = False
+            if silent_s > self.facts.silence_s:
+                reason = f"the engine process has said nothing for {silent_s:g} s"
+                self._take_end(reason, True, is_frozen=True)
+
+    def _take_drain(self, seconds: float) -> None:
+        self._drain_ends = asyncio.get_running_loop().time() + seconds
+        self.drains.set()
 
     def _take_step(self, rows: list[list[Any]]) -> None:
         for row in rows:
@@ -232,7 +320,7 @@ class EngineClient:
                 continue
             if event.finish_reason:
                 del self._submissions[event.request_id]
-            submission.put(event)
+            submission.came(event)
 
     def _take_refusal(self, request_id: int, reason: str, field: str | None) -> None:
         submission = self._submissions.pop(request_id, None)
@@ -257,10 +345,10 @@ class EngineClient:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def _take_end(self, reason: str, failed: bool) -> None:
+    def _take_end(self, reason: str, failed: bool, is_frozen: bool = False) -> None:
         if self.ended.done():
             return
-        self.ended.set_result(End(reason, failed))
+        self.ended.set_result(End(reason, failed, is_frozen))
         for submission in set(self._submissions.values()):
             submission.put(EngineLost(reason))
         self._submissions.clear()

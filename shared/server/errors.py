@@ -13,16 +13,23 @@ class ApiError(Exception):
       message: One sentence.
       param: The field at fault, or None.
       code: A word for programs, or None.
+      retry_after_s: When it may be worth another try, or None.
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     def to_json(self) -> dict[str, Any]:
         """The body of the answer."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 
 from shared.engine.checks import check
 from shared.engine.request import Event, FinishReason, Refusal, SamplingParams
+from shared.options.request_fields import CHAT, COMPLETIONS
 from shared.process.frames import ModelFacts
 from shared.server.choice import Choice, Piece, Speculation, StopFinder
 from shared.server.engine_client import (
+    MAX_UNREAD_EVENTS,
     ClientLeft,
+    Draining,
     EngineClient,
     EngineLost,
     Prompt,
     QueueFull,
+    ReadsTooSlowly,
     Refused,
     Submission,
 )
@@ -26,12 +30,16 @@ from shared.server.logprobs import TokenNames
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.parsers import Parsers
 from shared.server.prompts import PromptReader, check_model
+from shared.server.request_end import RequestEnd, Watcher
 from shared.server.responses import Answer, Form
 from shared.server.sampling import make_sampling
-from shared.server.server_metrics import ServerMetrics
+from shared.server.server_metrics import ServerMetrics, TokenTimes
 from shared.server.traces import Traces
 from shared.spec.sampling import derive_seed
 from shared.text.tokenizer import Detokenizer, Tokenizer
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+RETRY_S = 1  # of a full queue, which a step may make room in
 
 
 class Generation:
@@ -47,23 +55,49 @@ class Generation:
         submission: Submission,
         answer: Answer,
         request: CompletionRequest | ChatRequest,
-        metrics: ServerMetrics,
+        arrival: Arrival,
+        watchers: Sequence[Watcher],
     ) -> None:
         self.answer = answer
         self.request = request
         self._submission = submission
-        self._metrics = metrics
-        self._started = time.monotonic()
-        self._waits_for_first = True
+        self._arrival, self._watchers = arrival, watchers
+        self._has_failed, self._is_closed = False, False
 
     def client_left(self) -> None:
         """Ends the generation: nobody reads it."""
         self._submission.put(ClientLeft())
 
     def close(self) -> None:
-        """Ends what the engine still does for it."""
+        """Ends what the engine still does for it, and tells once what became of it."""
         self._submission.close()
         self.answer.close("abort")
+        if not self._is_closed:
+            self._is_closed = True
+            end = self._end()
+            for watcher in self._watchers:
+                watcher.ended(end)
+
+    def _end(self) -> RequestEnd:
+        answer, arrival = self.answer, self._arrival
+        speculation, cut_short = answer.speculation, "error" if self._has_failed else "abort"
+        return RequestEnd(
+            request_id=answer.name,
+            endpoint=CHAT if isinstance(self.request, ChatRequest) else COMPLETIONS,
+            model=answer.model,
+            prompt_tokens=answer.num_prompt_tokens,
+            cached_tokens=answer.num_cached_tokens,
+            output_tokens=answer.num_output_tokens,
+            verify_steps=speculation.verify_steps,
+            accept_length=speculation.accept_length,
+            finish_reasons=tuple(choice.finish_reason or cut_short for choice in answer.choices),
+            began_ns=arrival.began_ns,
+            first_token_s=arrival.times.first_token_s,
+            total_s=time.monotonic() - arrival.times.began,
+            headers=arrival.headers,
+            asked=self.request,
+            outputs=[choice.tokens for choice in answer.choices],
+        )
 
     async def next(self) -> tuple[int, Piece]:
         """The number of a choice and what its next event adds.
@@ -74,18 +108,27 @@ class Generation:
         """
         try:
             index, event = await self._next_event()
-        except EngineLost as error:
-            raise ApiError(503, str(error), code="engine_lost") from error
-        except Refused as error:
-            names = self.request.names
-            field = error.field and names.get(error.field, error.field)
-            raise ApiError(400, str(error), field) from error
-        if event.finish_reason is FinishReason.REFUSED:
-            raise ApiError(400, event.error or "refused", self.request.grammar_field)
-        if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            if event.finish_reason is FinishReason.REFUSED:
+                raise ApiError(400, event.error or "refused", self.request.grammar_field)
+            if event.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                raise ApiError(500, event.error or "the engine aborted the request")
+        except (EngineLost, Refused, ReadsTooSlowly, ApiError) as error:
+            self._has_failed = True
             self.answer.close("error")
-            raise ApiError(500, event.error or "the engine aborted the request")
+            raise self._told(error) from error
         return index, self._take(index, event)
+
+    def _told(self, error: Exception) -> ApiError:
+        """What the client is told of a failure."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, EngineLost):
+            return ApiError(503, str(error), code="engine_lost")
+        if isinstance(error, Refused):
+            names = self.request.names
+            return ApiError(400, str(error), error.field and names.get(error.field, error.field))
+        most = f"{MAX_UNREAD_EVENTS} steps of each choice"
+        return ApiError(408, f"the client has left more than {most} unread", code="slow_reader")
 
     async def _next_event(self) -> tuple[int, Event]:
         """Of a choice that has not ended here: the engine hears of a stop string later."""
@@ -99,21 +142,26 @@ class Generation:
         was_cut = len(piece.tokens) < len(event.tokens)
         if piece.finish_reason and (was_cut or not event.finish_reason):
             self._submission.finish(index, len(self.answer.choices[index].tokens))
-        self._observe()
         return piece
-
-    def _observe(self) -> None:
-        elapsed = time.monotonic() - self._started
-        if self._waits_for_first:
-            self._metrics.time_to_first_token.observe(elapsed)
-            self._waits_for_first = False
-        if self.answer.ended:
-            self._metrics.request_latency.observe(elapsed)
 
     async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         """All pieces until every choice has ended; errors as `next`."""
         while not self.answer.ended:
             yield await self.next()
+
+
+class Arrival:
+    """When a request came, and from which trace.
+
+    Attributes:
+      times: Those of its tokens; its clock runs.
+      began_ns: Nanoseconds since 1970.
+      headers: Those that name the caller's trace.
+    """
+
+    def __init__(self, metrics: ServerMetrics, headers: Mapping[str, str]) -> None:
+        self.times, self.began_ns = TokenTimes(metrics), time.time_ns()
+        self.headers = {name: headers[name] for name in TRACE_HEADERS if name in headers}
 
 
 class Generator:
@@ -132,6 +180,7 @@ class Generator:
         grammars: Grammars,
         tokenizer: Tokenizer | None,
         metrics: ServerMetrics,
+        watchers: Sequence[Watcher],
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
@@ -139,15 +188,21 @@ class Generator:
         self._reader, self._grammars = reader, grammars
         self._parsers = Parsers(client.facts)
         self._names = TokenNames(tokenizer)
-        self._metrics = metrics
+        self._metrics, self._watchers = metrics, watchers
         self.traces = Traces()
 
-    async def start(self, request: CompletionRequest | ChatRequest, form: Form) -> Generation:
+    async def start(
+        self,
+        request: CompletionRequest | ChatRequest,
+        form: Form,
+        headers: Mapping[str, str],
+    ) -> Generation:
         """Checks a request against the model and submits it.
 
         Raises:
           ApiError: It cannot be served.
         """
+        arrival = Arrival(self._metrics, headers)
         check_model(request.model, self._facts.model_name)
         if request.stop and self.tokenizer is None:
             raise ApiError(400, "stop needs a tokenizer, and the model folder has none", "stop")
@@ -174,15 +229,22 @@ class Generator:
             shows_logprobs=request.asked_logprobs[1] is not None,
             shows_trace=bool(request.trace),
         )
-        try:
-            submission = self.client.submit(prompts)
-        except EngineLost as error:
-            raise ApiError(503, str(error), code="engine_lost") from error
-        except QueueFull as error:
-            raise ApiError(503, str(error), code="queue_full") from error
+        submission = self._submit(prompts, arrival)
         if prompts[0].sampling.traces:
             answer.follow(self.traces, self._facts.drafter)
-        return Generation(submission, answer, request, self._metrics)
+        return Generation(submission, answer, request, arrival, self._watchers)
+
+    def _submit(self, prompts: list[Prompt], arrival: Arrival) -> Submission:
+        try:
+            return self.client.submit(prompts, arrival.times)
+        except EngineLost as error:
+            raise ApiError(503, str(error), code="engine_lost") from error
+        except Draining as error:
+            told = ApiError(503, str(error), code="draining", retry_after_s=error.seconds)
+            raise told from error
+        except QueueFull as error:
+            told = ApiError(503, str(error), code="queue_full", retry_after_s=RETRY_S)
+            raise told from error
 
     def _sampling(
         self, request: CompletionRequest | ChatRequest, prompt: list[int], grammar: str | None

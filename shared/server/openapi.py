@@ -28,7 +28,7 @@ _ERRORS = {
     415: "the body does not say that it is JSON",
     431: "the head of the request is too long",
     500: "the engine failed at the request",
-    503: "the engine is gone, or as many requests wait as may",
+    503: "the engine is gone, the server is stopping, or as many requests wait as may",
 }
 _OF_EVERY_ROUTE = (401, 403, 408, 431, 500)
 _OF_BODIES = (400, 413, 415)
@@ -105,7 +105,8 @@ def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
     )
     schemas = found["$defs"]
     for kind, endpoint in ((CompletionRequest, COMPLETIONS), (ChatRequest, CHAT)):
-        schemas[kind.__name__]["properties"] |= _neutral_fields(endpoint)
+        if kind in types:
+            schemas[kind.__name__]["properties"] |= _neutral_fields(endpoint)
     return schemas
 
 

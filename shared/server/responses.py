@@ -184,21 +184,32 @@ class Answer:
         """The event that `stream_options.include_usage` asks for, after the last choice."""
         return {**self._head(self.form.chunk_object), "choices": [], **self.totals()}
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(choice.tokens) for choice in self.choices)
+
+    @property
+    def speculation(self) -> Speculation:
+        """Of all choices."""
+        total = Speculation.empty(len(self.choices[0].speculation.histogram) - 1)
+        for choice in self.choices:
+            total.add(choice.speculation)
+        return total
+
     def totals(self) -> dict[str, Any]:
         """Usage and speculation, summed over the choices."""
-        speculation = Speculation.empty(len(self.choices[0].speculation.histogram) - 1)
-        for choice in self.choices:
-            speculation.add(choice.speculation)
-        completion = sum(len(choice.tokens) for choice in self.choices)
+        completion = self.num_output_tokens
         usage = {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": completion,
             "total_tokens": self.num_prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens()},
+            "prompt_tokens_details": {"cached_tokens": self.num_cached_tokens},
         }
-        return {"usage": usage, "speculative": speculation.to_json()}
+        return {"usage": usage, "speculative": self.speculation.to_json()}
 
-    def _num_cached_tokens(self) -> int:
+    @property
+    def num_cached_tokens(self) -> int:
         """Of all prompts; of one with several choices what its first one found."""
         return sum(choice.cached_tokens for choice in self.choices[:: self.choices_of_prompt])
 

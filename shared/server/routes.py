@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import Request
@@ -14,13 +16,14 @@ from shared.options import capabilities
 from shared.server.bodies import Body, parse
 from shared.server.delta import Delta
 from shared.server.errors import ApiError
+from shared.server.gates import MAX_HEAD_BYTES
 from shared.server.generation import Generation, Generator
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.prompts import check_model
 from shared.server.responses import SSE_DONE, ChatForm, CompletionForm, Form, sse
 from shared.server.server_metrics import ServerMetrics
 from shared.server.traces import MAX_TRACES
-from shared.server.transport import EventStream, read_json, watch_client
+from shared.server.transport import MAX_BODY_BYTES, EventStream, read_json, watch_client
 
 
 class Routes:
@@ -60,19 +63,39 @@ class Routes:
         return Response(trace.to_json(), media_type="application/json")
 
     async def capabilities(self) -> Response:
-        """GET /capabilities: the drafters, and what is refused."""
-        return json_response(capabilities.to_json())
+        """GET /capabilities: the drafters, what is refused, and the bounds of a request."""
+        return json_response({**capabilities.to_json(), "limits": self._limits()})
+
+    async def live(self) -> Response:
+        """GET /live: 200 while the engine lives and its steps end."""
+        self._check_alive()
+        return Response()
 
     async def health(self) -> Response:
-        """GET /health and /live: 200 while the engine lives."""
-        if not self._client.alive:
-            raise ApiError(503, self._client.ended.result().reason, code="engine_lost")
+        """GET /health: 200 while requests are taken."""
+        self._check_alive()
+        if self._client.drains.is_set():
+            raise ApiError(503, "the server is stopping", code="draining")
         return Response()
 
     async def metrics(self) -> Response:
         """GET /metrics, for Prometheus."""
         page = self._metrics.render(await self._client.metrics())
         return Response(page, media_type=CONTENT_TYPE_LATEST)
+
+    def _check_alive(self) -> None:
+        if not self._client.alive:
+            raise ApiError(503, self._client.ended.result().reason, code="engine_lost")
+
+    def _limits(self) -> dict[str, Any]:
+        facts = self._client.facts
+        own = {
+            "max_open_requests": facts.max_open_requests,
+            "max_draft_depth": facts.max_draft_depth,
+            "max_body_bytes": MAX_BODY_BYTES,
+            "max_head_bytes": MAX_HEAD_BYTES,
+        }
+        return {**asdict(facts.limits), **own}
 
     def _model(self) -> dict[str, Any]:
         facts = self._client.facts
@@ -81,17 +104,16 @@ class Routes:
 
     async def _answer(self, request: Request, kind: type[Body], form: Form) -> Response:
         body = parse(await read_json(request), kind)
-        generation = await self._generator.start(body, form)
+        generation = await self._generator.start(body, form, request.headers)
         usage_last = bool(body.stream_options and body.stream_options.include_usage)
-        try:
+        with contextlib.ExitStack() as ends:
+            ends.callback(generation.close)
             with watch_client(generation, request.receive):
                 if not body.stream:
                     return json_response(await _whole(generation))
                 events = _events(generation, usage_last)
                 first = await anext(events)
-        except BaseException:
-            generation.close()
-            raise
+            ends.pop_all()  # the stream closes it
         return EventStream(generation, _put_back(first, events))
 
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from shared.options.options import ServerOptions
+from shared.options.server import ServerOptions
 from shared.process import address
 
 
@@ -80,25 +80,48 @@ def test_a_name_that_nobody_has_is_refused_by_name():
 )
 def test_a_server_on_this_machine_alone_answers_to_its_own_names_unless_told(ip, flags, names):
     with socket.create_server((ip, 0)) as listener:
-        assert address.host_names(ServerOptions(**flags), [listener]) == names
+        options = ServerOptions(**flags)
+        assert address.host_names(options, options.host, [listener]) == names
 
 
 def test_one_address_that_others_reach_opens_the_server_to_any_name():
     with socket.create_server(("127.0.0.1", 0)) as near, socket.create_server(("", 0)) as far:
-        assert address.host_names(ServerOptions(), [near, far]) is None
+        assert address.host_names(ServerOptions(), "here", [near, far]) is None
 
 
 @pytest.mark.parametrize("ips", [("0.0.0.0",), ("127.0.0.1", "0.0.0.0")])
-def test_a_server_that_others_reach_needs_a_key_or_the_word_that_it_is_open(ips):
+@pytest.mark.parametrize("is_admin", [False, True])
+def test_a_listener_that_others_reach_needs_a_key_or_the_word_that_it_is_open(ips, is_admin):
     taken = [socket.create_server((ip, 0)) for ip in ips]
+    listeners = address.Listeners(*([], taken) if is_admin else (taken, []))
     for flags in ({"api_key": "word"}, {"insecure": True}):
-        address.check_open(ServerOptions(**flags), taken)
-    with pytest.raises(ValueError, match="--host 127.0.0.1 can be reached.*--api-key.*--insecure"):
-        address.check_open(ServerOptions(), taken)
+        address.check_open(ServerOptions(**flags), listeners)
+    flag = "--admin-host" if is_admin else "--host"
+    reason = f"^{flag} 127.0.0.1 can be reached.*--api-key.*--insecure"
+    with pytest.raises(ValueError, match=reason):
+        address.check_open(ServerOptions(), listeners)
     assert all(listener.fileno() == -1 for listener in taken)
 
 
 def test_a_server_on_this_machine_alone_needs_no_key():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        address.check_open(ServerOptions(), [taken])
+        address.check_open(ServerOptions(), address.Listeners([taken], [taken]))
         assert taken.fileno() >= 0
+
+
+def test_an_admins_address_that_cannot_be_had_is_refused_by_name_and_nothing_is_kept():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        options = ServerOptions(port=0, admin_port=port)
+        with pytest.raises(ValueError, match=f"^--admin-host 127.0.0.1 --admin-port {port} cannot"):
+            address.open_listeners(options)
+
+
+def test_a_second_listener_is_there_where_it_is_asked_for():
+    one = address.open_listeners(ServerOptions(port=0))
+    two = address.open_listeners(ServerOptions(port=0, admin_port=0))
+    assert (len(one.clients), one.admin) == (1, [])
+    (clients,), (admin,) = two.clients, two.admin
+    assert clients.getsockname() != admin.getsockname()
+    for each in (one, two):
+        each.close()

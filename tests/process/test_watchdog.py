@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import queue
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -25,8 +25,8 @@ class Ended:
 
     def __init__(self, watchdog: Watchdog) -> None:
         self.reasons: queue.Queue[tuple[str, bool]] = queue.Queue()
-        self.readable, self.wake = socket.socketpair()
-        watchdog.start(self.readable, lambda *reason: self.reasons.put(reason))
+        self.told = threading.Event()
+        watchdog.start(self.told.wait, lambda *reason: self.reasons.put(reason))
 
 
 def test_the_reason_names_the_step_that_is_waited_for():
@@ -59,7 +59,7 @@ def test_a_stop_gives_the_step_in_flight_a_little_time():
     watchdog = Watchdog(3600)
     ended, began = Ended(watchdog), time.monotonic()
     with watchdog.watched():
-        ended.wake.send(b"\0")
+        ended.told.set()
         reason, failed = ended.reasons.get(timeout=10)
     assert (reason, failed) == ("the server was stopped", False)
     assert STOP_WAIT_S <= time.monotonic() - began < STOP_WAIT_S + 2

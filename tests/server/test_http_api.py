@@ -27,8 +27,8 @@ from tests.support.http_fixtures import (
     serving,
 )
 
-STOPPED = 'tandem_request_success_total{finished_reason="stop"}'
-ABORTED = 'tandem_request_success_total{finished_reason="abort"}'
+STOPPED = 'tandem:request_success_total{finished_reason="stop"}'
+ABORTED = 'tandem:request_success_total{finished_reason="abort"}'
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ def test_a_refusal_by_the_engine_is_a_bad_request(server):
         assert (error["message"], error["param"]) == ("the engine refuses this prompt", "prompt")
     answer = server.post(CHAT, messages=USER, logit_bias={str(REFUSED): 1})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
-    server.wait_for_metric("tandem_num_requests_running", 0)
+    server.wait_for_metric("tandem:num_requests_running", 0)
 
 
 def test_a_failed_row_is_an_error_and_its_neighbours_go_on(server):
@@ -253,7 +253,7 @@ def test_a_client_that_leaves_ends_its_request(server, stream):
     aborted = server.metrics()[ABORTED]
     body = {"prompt": [SLOW, 97], "max_tokens": 200, "n": 2, "stream": stream}
     _leave_stream(server, body) if stream else _leave_whole(server, body)
-    server.wait_for_metric("tandem_num_requests_running", 0)
+    server.wait_for_metric("tandem:num_requests_running", 0)
     server.wait_for_metric(ABORTED, aborted + 2)
 
 
@@ -271,7 +271,7 @@ def test_waiting_requests_of_a_client_that_left_never_run(server):
     body = {"prompt": [SLOW, 97], "max_tokens": 100, "n": 20}
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(server.url + COMPLETIONS, json=body, timeout=0.3)
-    server.wait_for_metric("tandem_num_requests_waiting", 0, timeout_s=1.0)
+    server.wait_for_metric("tandem:num_requests_waiting", 0, timeout_s=1.0)
 
 
 def test_capabilities_name_the_drafters_and_what_is_refused(server):
@@ -290,9 +290,9 @@ def test_health_and_metrics(server):
     assert httpx.get(server.url + "/health").status_code == 200
     server.complete("a")
     metrics = server.metrics()
-    assert metrics["tandem_state_slots_free"] == 4
-    assert metrics["tandem_e2e_request_latency_seconds_count"] >= 1
-    assert metrics["tandem_time_to_first_token_seconds_count"] >= 1
+    assert metrics["tandem:state_slots_free"] == 4
+    assert metrics["tandem:e2e_request_latency_seconds_count"] >= 1
+    assert metrics["tandem:time_to_first_token_seconds_count"] >= 1
 
 
 def test_without_a_tokenizer_prompts_are_token_ids(bare_server):

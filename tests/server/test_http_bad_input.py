@@ -246,11 +246,11 @@ def test_a_body_that_does_not_say_that_it_is_json_is_refused(server, kind):
 def test_more_requests_than_may_wait_are_refused_and_none_is_left(server):
     assert len(server.complete([[97]] * MAX_OPEN, max_tokens=1)["choices"]) == MAX_OPEN
     with server.post_slowly(MAX_OPEN):
-        server.wait_for_metric("tandem_num_requests_waiting", MAX_OPEN - SLOTS)
+        server.wait_for_metric("tandem:num_requests_waiting", MAX_OPEN - SLOTS)
         full = server.post(COMPLETIONS, prompt=[97], max_tokens=1)
         assert (full.status_code, full.json()["error"]["code"]) == (503, "queue_full")
         assert f"at most {MAX_OPEN} requests" in full.json()["error"]["message"]
-    server.wait_for_metric("tandem_num_requests_waiting", 0)
+    server.wait_for_metric("tandem:num_requests_waiting", 0)
     server.complete([97], max_tokens=1)
 
 

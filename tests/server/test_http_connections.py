@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shared.server import connection
-from shared.server.app import http_config
+from shared.server.service import http_config
 from tests.support.http_fixtures import COMPLETIONS, HOST_NAME, JSON, Server, serving
 
 TIMEOUT_S = 1.0

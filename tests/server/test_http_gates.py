@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hmac
 import json
+import re
 import socket
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import httpx
 import openai
+import psutil
 import pytest
 
 from shared.server import gates
@@ -51,16 +54,89 @@ def bearer(key: str) -> dict[str, bytes]:
     return {"authorization": f"Bearer {key}".encode()}
 
 
-@pytest.mark.parametrize("headers", [{}, bearer("x"), bearer(KEY[:-1]), bearer(KEY + "x")])
-def test_every_route_but_live_asks_for_the_key(server, headers):
-    answers = [httpx.get(server.url + path, headers=headers) for path in [*GET_ROUTES, CORPORA]]
-    answers += [httpx.post(server.url + path, headers=headers, json={}) for path in POST_ROUTES]
-    answers.append(httpx.get(server.url + OPEN_PATH + "/", headers=headers))
-    for answer in answers:
-        assert answer.status_code == 401, answer.url
-        assert answer.json()["error"]["code"] == "invalid_api_key"
-        assert KEY not in answer.text
-    assert httpx.get(server.url + OPEN_PATH, headers=headers).status_code == 200
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory) -> Iterator[Server]:
+    """Metrics and admin routes have a listener of their own."""
+    folder = str(tmp_path_factory.mktemp("apart"))
+    flags = ["--api-key", KEY, "--with-admin-listener"]
+    with serving(["-m", "tests.support.http_fixtures", folder, *flags]) as running:
+        yield running
+
+
+def admin_url(server: Server) -> str:
+    (line,) = [line for line in server.lines if "admin routes at " in line]
+    return line.rpartition(" ")[2]
+
+
+def routes_of(url: str) -> list[tuple[str, str]]:
+    """Method and path of every route of a listener."""
+    told = httpx.get(url + "/openapi.json", headers=bearer(KEY)).json()
+    found = [(m.upper(), path) for path, methods in told["paths"].items() for m in methods]
+    return [(method, re.sub(r"{\w+}", "default", path)) for method, path in found]
+
+
+WRONG = [
+    {},
+    bearer("x"),
+    {"authorization": b"Bearer"},
+    bearer(KEY[:-1]),
+    bearer(KEY + "x"),
+    bearer(" " + KEY),
+]
+WRONG += [{"x-api-key": KEY.encode()}, {"authorization": KEY.encode()[:-1]}]
+WRONG += [{"authorization": b"Basic " + KEY.encode()}]
+
+
+@pytest.mark.parametrize("headers", WRONG, ids=lambda headers: repr(headers)[:60])
+def test_every_route_of_both_listeners_but_live_asks_for_the_key(server, apart, headers):
+    for url in (server.url, apart.url, admin_url(apart)):
+        with httpx.Client(base_url=url, headers=headers, params={"api_key": KEY}) as client:
+            routes = [*routes_of(url), ("GET", "/no_such"), ("GET", OPEN_PATH + "/")]
+            assert ("GET", OPEN_PATH) in routes
+            assert len(routes) >= 8
+            for method, path in routes:
+                answer = client.request(method, path, json={} if method == "POST" else None)
+                if path == OPEN_PATH:
+                    assert answer.status_code == 200
+                    continue
+                assert answer.status_code == 401, (method, path)
+                assert answer.json()["error"]["code"] == "invalid_api_key"
+                assert KEY not in answer.text
+
+
+def test_a_listener_has_the_routes_of_its_readers_alone(server, apart):
+    one, clients, admin = (set(routes_of(url)) for url in (server.url, apart.url, admin_url(apart)))
+    both = {("GET", path) for path in ("/health", OPEN_PATH, "/openapi.json")}
+    assert clients & admin == both
+    assert clients | admin == one
+    corpora = {("GET", CORPORA), ("POST", "/add_external_corpus")}
+    assert {("GET", "/metrics"), *corpora} <= admin
+    assert ("POST", COMPLETIONS) in clients
+    for url, path in ((apart.url, "/metrics"), (admin_url(apart), "/v1/models")):
+        assert httpx.get(url + path, headers=bearer(KEY)).status_code == 404
+    page = httpx.get(admin_url(apart) + "/metrics", headers=bearer(KEY)).text
+    assert "tandem:num_requests_running" in page
+
+
+def test_another_name_is_refused_on_the_admins_listener_too(apart):
+    headers = {**bearer(KEY), "host": "evil.example"}
+    assert httpx.get(admin_url(apart) + "/metrics", headers=headers).status_code == 403
+
+
+def test_nothing_listens_but_what_is_announced(server, apart):
+    for running in (server, apart):
+        (line,) = [line for line in running.lines if " is served at " in line]
+        announced = {urlsplit(url).netloc for url in re.findall(r"http://[^\s,]+", line)}
+        engine = psutil.Process(running.process.pid)
+        sockets = [
+            each
+            for process in (engine, *engine.children(recursive=True))
+            for each in process.net_connections("inet")
+            if each.status == psutil.CONN_LISTEN or each.type == socket.SOCK_DGRAM
+        ]
+        found = {f"{each.laddr.ip}:{each.laddr.port}" for each in sockets}
+        assert found == announced
+        assert len(announced) == (2 if running is apart else 1)
 
 
 def test_who_knows_the_key_is_served(server):

@@ -131,19 +131,19 @@ def test_under_load_every_text_is_the_plain_one_and_everything_comes_back(
     with serving([*command, *FEW_PAGES, *CHAIN, "--overlap", "1"]) as server:
         before = server.metrics()
         got = asyncio.run(_load(server, bodies))
-        server.wait_for_metric("tandem_num_requests_running", 0)
-        server.wait_for_metric("tandem_num_requests_waiting", 0)
+        server.wait_for_metric("tandem:num_requests_running", 0)
+        server.wait_for_metric("tandem:num_requests_waiting", 0)
         after = server.metrics()
         cached = [_cached(server, user) for user in (None, None, "other")]
     for i, text in enumerate(got):
         assert text in (None, plain_texts[i % NUM_KINDS]), bodies[i % NUM_KINDS]
     num_left = got.count(None)
     assert 0 < num_left < NUM_REQUESTS / 2
-    assert after["tandem_num_preemptions_total"] > 0
-    assert after["tandem_spec_decode_num_accepted_tokens_total"] > 0
+    assert after["tandem:num_preemptions_total"] > 0
+    assert after["tandem:spec_decode_num_accepted_tokens_total"] > 0
     assert cached == [0, 64, 0], "as far as there is a state of this user's text"
-    for name in ("tandem_kv_pages_free", "tandem_state_slots_free", "tandem_kv_cache_usage_perc"):
+    for name in ("tandem:kv_pages_free", "tandem:state_slots_free", "tandem:kv_cache_usage_perc"):
         assert after[name] == before[name], name
-    ends = sum(v for n, v in after.items() if n.startswith("tandem_request_success_total"))
+    ends = sum(v for n, v in after.items() if n.startswith("tandem:request_success_total"))
     # Every request that the engine took in ended exactly once; a client may leave before.
     assert NUM_REQUESTS - num_left <= ends <= NUM_REQUESTS

@@ -211,7 +211,7 @@ def test_logprobs_are_the_same_with_drafts_and_without_alone_and_packed(tiny: li
         for got, want in zip(pack(server), alone, strict=True):
             assert_same(got, want)
         events = server.stream(CHAT, **fields)
-        assert server.metrics()["tandem_spec_decode_num_accepted_tokens_total"] > 0
+        assert server.metrics()["tandem:spec_decode_num_accepted_tokens_total"] > 0
         assert_biased(server)
     chat = [entry for event in events for entry in event["choices"][0]["logprobs"]["content"]]
     assert [entry["bytes"] for entry in chat] == [entry["bytes"] for entry in plain_chat]

@@ -206,5 +206,5 @@ def test_the_shipped_model_answers_and_can_be_stopped(page, tmp_path):
         page.until(lambda: len(page.all(".turn.assistant:last-of-type .token")) > 8)
         page.one("#stop").click()
         page.until(lambda: page.one("#send").is_displayed())
-        server.wait_for_metric("tandem_num_requests_running", 0)
+        server.wait_for_metric("tandem:num_requests_running", 0)
         assert page.complaints() == []

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.options.options import REASONING_PARSERS
+from shared.options.server import REASONING_PARSERS
 from shared.server.call_formats import ToolCallParser
 from shared.server.delta import Delta, OutputParser, PlainText
 from shared.server.reasoning import ALWAYS_OPEN, ReasoningParser, is_open_after

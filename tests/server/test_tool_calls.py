@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.options.options import TOOL_CALL_PARSERS
+from shared.options.server import TOOL_CALL_PARSERS
 from shared.server.call_formats import FORMATS, ToolCallParser
 from shared.server.delta import Delta
 from shared.server.json_object import JsonObject

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,11 @@ from shared.engine.request import (
     StepTrace,
 )
 from shared.models.sampling import SamplingDefaults
+from shared.options.flags import spelling
 from shared.options.ngram import NgramConfig
+from shared.options.observing import ObservingOptions
 from shared.process import loop
-from shared.process.address import bind
+from shared.process.address import Listeners, bind
 from shared.process.frames import ModelFacts
 from shared.process.watchdog import Watchdog
 
@@ -68,6 +70,8 @@ CRASH, FAIL, SLOW, REFUSED, FREEZE = (
 )  # first tokens of a prompt; the last also biased
 FILLER, LIE = ord("-"), ord("!")
 WATCHDOG_S = 5.0
+DRAIN_S = 20.0
+_SWITCH: dict[str, Any] = {"action": "store_true"}
 START_S = 180.0  # a backend may compile first
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -291,10 +295,10 @@ class Server:
             yield
 
     def metrics(self) -> dict[str, float]:
-        """The values of /metrics by name."""
+        """The values of /metrics by name, without the label that all have."""
         page = httpx.get(self.url + "/metrics").text
         rows = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-        return {name: float(value) for name, value in rows}
+        return {_bare(name): float(value) for name, value in rows}
 
     def wait_for_metric(self, name: str, value: float, timeout_s: float = 10.0) -> None:
         """Waits until a metric has a value."""
@@ -308,6 +312,11 @@ class Server:
         pid = self.process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return [pid, *map(int, children)]
+
+
+def _bare(name: str) -> str:
+    """The name of a metric without its label `model_name`."""
+    return re.sub(r'\bmodel_name="[^"]*",?', "", name).replace(",}", "}").removesuffix("{}")
 
 
 def post_head(path: str, length: int) -> bytes:
@@ -354,7 +363,7 @@ def _read_lines(process: subprocess.Popen[str], lines: list[str], found: queue.Q
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line.rstrip("\n"))
-        address = re.search(r" at (http://\S+)$", lines[-1])
+        address = re.search(r" is served at (http://[^\s,]+)", lines[-1])
         if address:
             found.put(address[1])
     found.put("")
@@ -380,6 +389,13 @@ def main() -> int:
     parser.add_argument("--trace-requests", action="store_true")
     parser.add_argument("--wrong-at", type=int)
     parser.add_argument("--well-behaved", action="store_true", help="without the ids from CRASH on")
+    parser.add_argument("--with-admin-listener", action="store_true")
+    parser.add_argument("--drain-timeout", type=float, default=DRAIN_S)
+    for item in fields(ObservingOptions):
+        is_switch = item.default is False
+        parser.add_argument(
+            spelling(item.name), **_SWITCH if is_switch else {"default": item.default}
+        )
     flags = parser.parse_args()
     limits = RequestLimits(
         context_length=CONTEXT,
@@ -404,10 +420,16 @@ def main() -> int:
         reasoning_parser=flags.reasoning_parser,
         tool_call_parser=flags.tool_call_parser,
         trace_requests=flags.trace_requests,
+        admin_host_names=(HOST_NAME,),
+        observing=ObservingOptions(
+            **{i.name: getattr(flags, i.name) for i in fields(ObservingOptions)}
+        ),
     )
     watchdog = Watchdog(WATCHDOG_S)
     engine = Repeater(flags.wrong_at)
-    return loop.run(engine, facts, bind("127.0.0.1", 0), engine.ngram, watchdog)
+    admin = bind("127.0.0.1", 0) if flags.with_admin_listener else []
+    listeners = Listeners(bind("127.0.0.1", 0), admin)
+    return loop.run(engine, facts, listeners, engine.ngram, watchdog, flags.drain_timeout)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from shared.process.frames import (
     pack,
     sampling_from_fields,
 )
-from shared.server.app import make_app
+from shared.server.app import make_apps
 from shared.server.engine_client import RECEIVE_BYTES, EngineClient
+from shared.server.grammars import Grammars
 from shared.text.chat_template import ChatTemplate, Conversation
 from shared.text.tokenizer import Tokenizer
 from tests.support.driving import checked_step
@@ -79,7 +80,9 @@ class InProcess:
 
     def _app(self, client: EngineClient) -> Any:
         template = self._tokenizer.template
-        return make_app(client, self._tokenizer, template and Renders(template))
+        renders = template and Renders(template)
+        made = (client, self._tokenizer, renders, Grammars(client.facts))
+        return make_apps(*made, (), has_admin_listener=False).clients
 
 
 class _Steps:

@@ -1,0 +1,85 @@
+"""Where requests come in, and who is answered."""
+
+from dataclasses import dataclass
+
+from shared.options.flags import ConfigError, check_rules, flag, spelling
+
+REASONING_PARSERS = ("qwen3", "deepseek-r1")
+TOOL_CALL_PARSERS = ("hermes", "qwen", "qwen3_coder", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Where requests come in."""
+
+    host: str = flag("127.0.0.1", "address to listen on, or a name, with all its addresses")
+    port: int = flag(8000, "port to listen on; 0 takes a free one", low=0, high=65535)
+    admin_host: str | None = flag(
+        None, "address of the second listener, or a name (default: 127.0.0.1)"
+    )
+    admin_port: int | None = flag(
+        None,
+        "port of a second listener, which then has /metrics and the routes that change the server; "
+        "0 takes a free one (default: there is one listener for all)",
+        low=0,
+        high=65535,
+    )
+    allowed_hosts: str | None = flag(
+        None, "names, separated by commas, that clients may call the server by; * is any (default: "
+        "those of this machine where it listens to this machine alone, else any)",
+    )  # fmt: skip
+    served_model_name: str | None = flag(
+        None, "name in requests and answers (default: the folder's name)"
+    )
+    sampling_defaults: str = flag(
+        "model",
+        "temperature and filters of requests that name none: the model's generation_config.json, "
+        "or openai's",
+        choices=("model", "openai"),
+    )
+    reasoning_parser: str | None = flag(
+        None,
+        "how the model marks its reasoning, which answers then give as reasoning_content",
+        choices=REASONING_PARSERS,
+        metavar="NAME",
+    )
+    tool_call_parser: str | None = flag(
+        None,
+        "how the model writes calls of tools; requests may have tools only with it",
+        choices=TOOL_CALL_PARSERS,
+        metavar="NAME",
+    )
+    max_queued_requests: int | None = flag(
+        None,
+        "requests that may wait for others to end; one more is answered 503 (default: any number)",
+        low=0,
+        high=1 << 20,
+    )
+    trace_requests: bool = flag(
+        False, "keep the trace of every request, not only of those that ask with trace"
+    )
+    drain_timeout: int = flag(
+        25, "seconds that requests have to end after SIGTERM, in which no new ones are taken",
+        low=0, high=1 << 20,
+    )  # fmt: skip
+    watchdog_timeout: int = flag(
+        300, "seconds that a step may take; then the server ends itself with the reason",
+        low=1, high=1 << 20,
+    )  # fmt: skip
+    api_key: str | None = flag(
+        None, "bearer token of every route of both listeners but /live (default: none is asked for)"
+    )
+    insecure: bool = flag(False, "serve other machines without --api-key")
+    admin_api_key: str | None = flag(
+        None, "bearer token of the routes that change the server (default: no such routes)"
+    )
+
+    def __post_init__(self) -> None:
+        check_rules(self)
+        for name in ("host", "admin_host", "served_model_name"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{spelling(name)} is empty; give a name or leave the flag out")
+        if self.admin_host is not None and self.admin_port is None:
+            raise ConfigError(
+                "--admin-host is of the second listener; give its --admin-port too, or leave it out"
+            )

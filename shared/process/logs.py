@@ -1,0 +1,71 @@
+"""The log of both processes: lines on stderr, as text or as JSON objects.
+
+A line has a time, a level, a message and fields. A field never holds what a request says or is
+answered, unless the start was told to log that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from shared.options.observing import ObservingOptions
+
+log = logging.getLogger("tandem")
+"""The project's own lines; those of libraries are logged from `warning` on."""
+
+
+def set_up(observing: ObservingOptions) -> None:
+    """Decides what is logged from now on, and in which form."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if observing.log_format == "json" else TextLines())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
+    log.setLevel(observing.log_level.upper())
+
+
+def info(message: str, **fields: Any) -> None:
+    """A line for who watches the server."""
+    log.info(message, extra={"fields": fields}, stacklevel=2)
+
+
+def announce(message: str, **fields: Any) -> None:
+    """A line that every level shows: it says where the server is."""
+    level = log.level
+    try:
+        log.setLevel(logging.INFO)
+        info(message, **fields)
+    finally:
+        log.setLevel(level)
+
+
+class JsonLines(logging.Formatter):
+    """An object a line: `time`, `level`, `message`, the fields, and the `exception` of an error."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line = {**_head(record), "message": record.getMessage(), **_fields(record)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextLines(logging.Formatter):
+    """The same for a reader; what a field says is written so that it cannot begin a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, and those of an exception after it."""
+        fields = (f"{name}={json.dumps(v, default=str)}" for name, v in _fields(record).items())
+        line = " ".join([*_head(record).values(), record.getMessage(), *fields])
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _head(record: logging.LogRecord) -> dict[str, str]:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return {"time": f"{seconds}.{record.msecs:03.0f}Z", "level": record.levelname.lower()}
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", {})

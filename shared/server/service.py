@@ -1,0 +1,187 @@
+"""The HTTP server's process: its listeners, from the engine's first word to its last."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from shared.process import logs
+from shared.process.address import Listeners
+from shared.process.logs import log
+from shared.process.stopping import STOP_SIGNALS
+from shared.server.admin import load_start_corpus
+from shared.server.app import make_apps
+from shared.server.connection import TimedConnection
+from shared.server.engine_client import End, EngineClient, EngineLost
+from shared.server.gates import MAX_HEAD_BYTES
+from shared.server.grammars import Grammars
+from shared.server.rendering import Renderer
+from shared.server.request_end import ClosableWatcher
+from shared.text.tokenizer import Tokenizer
+
+GRACE_S = 1  # for open answers to say their error, once the engine is gone
+DRAIN_LOOK_S = 0.05
+HARD_END_S = 3.0  # then the process ends whatever still hangs
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+
+def http_config(app: ASGIApp) -> uvicorn.Config:
+    """How the application is served."""
+    return uvicorn.Config(
+        app,
+        http=TimedConnection,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        log_config=None,
+        access_log=False,
+        ws="none",
+        lifespan="off",
+        timeout_graceful_shutdown=GRACE_S,
+    )
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to the engine's process, and says when it listens."""
+
+    def __init__(self, app: ASGIApp, on_start: Callable[[], None]) -> None:
+        super().__init__(http_config(app))
+        self._on_start = on_start
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+
+class Service:
+    """The HTTP server on its listeners, from the engine's facts to its end."""
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer | None, listeners: Listeners
+    ) -> None:
+        facts, template = client.facts, tokenizer.template if tokenizer else None
+        self._client, self._listeners = client, listeners
+        grammars, renderer = Grammars(facts), Renderer(template) if template else None
+        self._workers = [grammars] if renderer is None else [grammars, renderer]
+        self._tracing = _tracing(facts.observing.otlp_traces_endpoint)
+        watchers = (self._tracing,) if self._tracing else ()
+        has_admin = bool(listeners.admin)
+        apps = make_apps(client, tokenizer, renderer, grammars, watchers, has_admin)
+        self._servers = [
+            _HttpServer(app, self._greet) for app in (apps.clients, apps.admin) if app is not None
+        ]
+
+    async def run(self) -> None:
+        """Serves until the engine has ended."""
+        self._client.ended.add_done_callback(lambda _: self._shut_down())
+        drain = asyncio.create_task(self._drain())
+        sockets = (self._listeners.clients, self._listeners.admin)
+        await asyncio.gather(
+            *(server.serve(own) for server, own in zip(self._servers, sockets, strict=False))
+        )
+        drain.cancel()
+        for each in self._workers:
+            await each.close()
+        if self._tracing:
+            self._tracing.close()
+
+    async def _drain(self) -> None:
+        """Tells the engine when a drain has nothing to wait for any more."""
+        await self._client.drains.wait()
+        logs.info("draining: no new requests are taken")
+        while not self._client.is_idle or any(each.server_state.tasks for each in self._servers):
+            await asyncio.sleep(DRAIN_LOOK_S)
+        self._client.drained()
+
+    def _shut_down(self) -> None:
+        for server in self._servers:
+            server.should_exit = True
+        for each in self._workers:
+            each.end()
+        timer = threading.Timer(HARD_END_S, os._exit, [EXIT_FAILED])
+        timer.daemon = True
+        timer.start()
+
+    def _greet(self) -> None:
+        if not all(server.started for server in self._servers):
+            return
+        model = self._client.facts.model_name
+        clients, admin = map(_urls, (self._listeners.clients, self._listeners.admin))
+        told = f"{model} is served at {' and '.join(clients)}"
+        if admin:
+            told += f", its metrics and admin routes at {' and '.join(admin)}"
+        logs.announce(told)
+
+
+def _tracing(endpoint: str | None) -> ClosableWatcher | None:
+    if endpoint is None:
+        return None
+    # Its packages are an extra; the start has seen that they are there.
+    return import_module("shared.server.tracing").Tracing.to_collector(endpoint)
+
+
+def _urls(listeners: Sequence[socket.socket]) -> list[str]:
+    names = (listener.getsockname()[:2] for listener in listeners)
+    return [f"http://[{h}]:{p}" if ":" in h else f"http://{h}:{p}" for h, p in names]
+
+
+async def serve(connection: socket.socket, listeners: Listeners, engine_pid: int) -> int:
+    """Serves until the engine ends; returns the exit code."""
+    try:
+        client = await EngineClient.connect(connection)
+        logs.set_up(client.facts.observing)
+        tokenizer = Tokenizer.from_folder(client.facts.model_folder)
+        await load_start_corpus(client, tokenizer)
+    except (EngineLost, ValueError) as error:
+        print(error, file=sys.stderr, flush=True)
+        return EXIT_REFUSED if isinstance(error, ValueError) else EXIT_FAILED
+    client.ended.add_done_callback(lambda ended: _end_frozen(ended.result(), engine_pid))
+    await Service(client, tokenizer, listeners).run()
+    end = client.ended.result()
+    if end.failed:
+        log.error("the HTTP server ends: %s", end.reason)
+    return EXIT_FAILED if end.failed else 0
+
+
+def _end_frozen(end: End, engine_pid: int) -> None:
+    """Kills an engine that says nothing: nobody else would know that it never will."""
+    if end.is_frozen and os.getppid() == engine_pid:
+        log.error("%s; it is killed", end.reason)
+        os.kill(engine_pid, signal.SIGKILL)
+
+
+def main() -> int:
+    """Entry of `python -m shared.server.service`, which the engine's process starts."""
+    engine_pid = os.getppid()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine-fd", type=int, required=True, help="socket to the engine")
+    for name in ("--listen-fds", "--admin-fds"):
+        parser.add_argument(name, type=int, nargs="*", default=[], help="listening TCP sockets")
+    flags = parser.parse_args()
+    # Signals reach both processes where they are sent to a group; the engine's ends this one.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=flags.engine_fd)
+    clients, admin = (
+        [socket.socket(fileno=number) for number in numbers]
+        for numbers in (flags.listen_fds, flags.admin_fds)
+    )
+    return asyncio.run(serve(connection, Listeners(clients, admin), engine_pid))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,140 @@
+"""/metrics in vLLM's names, with figures from the first moment on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from shared.boundary.backend import Work
+from shared.engine.metrics import Metrics
+from tests.support.http_fixtures import (
+    COMPLETIONS,
+    FREEZE,
+    ROOT,
+    SLOW,
+    Server,
+    save_tokenizer,
+    serving,
+)
+from tests.support.toy_backend import ToyBackend, toy_limits
+from tests.support.toy_engine import toy_engine
+
+AS_VLLM = {
+    "num_requests_running": "gauge",
+    "num_requests_waiting": "gauge",
+    "kv_cache_usage_perc": "gauge",
+    "prompt_tokens": "counter",
+    "generation_tokens": "counter",
+    "request_success": "counter",
+    "prefix_cache_queries": "counter",
+    "prefix_cache_hits": "counter",
+    "num_preemptions": "counter",
+    "spec_decode_num_drafts": "counter",
+    "spec_decode_num_draft_tokens": "counter",
+    "spec_decode_num_accepted_tokens": "counter",
+    "spec_decode_num_accepted_tokens_per_pos": "counter",
+    "time_to_first_token_seconds": "histogram",
+    "inter_token_latency_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram",
+    "request_prompt_tokens": "histogram",
+    "request_generation_tokens": "histogram",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with serving(["-m", "tests.support.toy_serve"]) as running:
+        yield running
+
+
+def families(server: Server) -> dict[str, str]:
+    page = httpx.get(server.url + "/metrics").text
+    found = {}
+    for family in text_string_to_metric_families(page):
+        found[family.name.removeprefix("tandem:")] = family.type
+        for sample in family.samples:
+            assert sample.name.startswith("tandem:")
+            assert sample.labels["model_name"] == "toy"
+    return found
+
+
+def test_the_page_has_its_names_while_no_step_has_ended(server, tmp_path):
+    assert AS_VLLM.items() <= families(server).items()
+    assert server.metrics()['tandem:request_success_total{finished_reason="stop"}'] == 0
+    save_tokenizer(tmp_path)
+    with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as frozen:
+        before = frozen.metrics()
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(frozen.url + COMPLETIONS, json={"prompt": [FREEZE]}, timeout=0.5)
+        during = frozen.metrics()
+    assert before.keys() == during.keys()
+    assert {"tandem:num_requests_running", "tandem:state_slots_free"} <= before.keys()
+
+
+def test_a_request_is_counted_in_tokens_steps_and_seconds(server):
+    before = server.metrics()
+    body = server.complete([5, 6, 7], max_tokens=20, temperature=0, ignore_eos=True)
+    server.wait_for_metric("tandem:num_requests_running", 0)
+    after = server.metrics()
+    added = {name: after[name] - before[name] for name in after}
+    histogram = body["speculative"]["accepted_histogram"]
+    accepted = sum(length * steps for length, steps in enumerate(histogram))
+    assert accepted > 0
+    # A text may end within its last step, of whose drafts the engine has counted all.
+    assert added["tandem:spec_decode_num_accepted_tokens_total"] == accepted
+    for position in range(3):
+        name = f'tandem:spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}'
+        assert added[name] == sum(histogram[position + 1 :])
+    assert added["tandem:spec_decode_num_drafts_total"] == sum(histogram)
+    assert added["tandem:prompt_tokens_total"] == 3
+    assert added["tandem:generation_tokens_total"] == 20
+    assert added['tandem:request_success_total{finished_reason="length"}'] == 1
+    assert added["tandem:time_to_first_token_seconds_count"] == 1
+    assert added["tandem:inter_token_latency_seconds_count"] == sum(histogram)
+    assert added["tandem:e2e_request_latency_seconds_count"] == 1
+    assert added["tandem:request_generation_tokens_sum"] == 20
+
+
+def test_a_request_that_is_cut_short_says_nothing_of_how_long_requests_take(tmp_path):
+    save_tokenizer(tmp_path)
+    with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as server:
+        body = {"prompt": [SLOW, 97], "max_tokens": 200}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + COMPLETIONS, json=body, timeout=0.3)
+        server.wait_for_metric("tandem:num_requests_running", 0)
+        found = server.metrics()
+    assert found["tandem:time_to_first_token_seconds_count"] == 1
+    assert found["tandem:e2e_request_latency_seconds_count"] == 0
+
+
+def test_positions_count_the_drafts_at_them():
+    metrics = Metrics({}, 3)
+    metrics.count_drafts([3, 3, 2, 3], [0, 3, 1, 1])
+    found = metrics.snapshot()
+    name = 'spec_decode_num_accepted_tokens_per_pos_total{{position="{}"}}'
+    assert [found[name.format(position)] for position in range(3)] == [3, 1, 1]
+    assert found["spec_decode_num_accepted_tokens_total"] == 5
+    metrics.count_drafts([], [])
+
+
+def test_an_engine_has_its_figures_before_its_first_step():
+    backend = ToyBackend(toy_limits(num_pages=40, num_slots=5, overlap=1))
+    found = toy_engine(backend).metrics.snapshot()
+    assert set(found.values()) <= {0.0, 4.0, 39.0}
+    assert any(Work.DECODE.value in name for name in found)
+
+
+def test_the_engines_process_needs_none_of_the_servers_libraries():
+    script = (
+        "import sys\n"
+        "for name in ('fastapi', 'starlette', 'uvicorn', 'h11', 'pydantic', 'prometheus_client',\n"
+        "             'opentelemetry'):\n"
+        "    sys.modules[name] = None\n"
+        "import shared.process.launch, torch_impl.serve\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
