@@ -1,0 +1,163 @@
+"""No code of a checkpoint is run, and no address that anybody names is opened: canaries tell."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.http_fixtures import CHAT, COMPLETIONS, Server, save_tokenizer, serving
+from tests.support.tiny_models import write_tiny
+
+HOOK = """
+import os, sys
+with open({told!r}, "a") as log:
+    log.write("begun\\n")
+def look(event, args):
+    is_address = event == "socket.connect" and isinstance(args[1], tuple)
+    if is_address or (event == "import" and args[0].startswith("canary")):
+        with open({told!r}, "a") as log:
+            log.write(f"{{event}} {{args[1] if is_address else args[0]}}\\n")
+        if is_address:
+            raise PermissionError("nothing is to be opened")
+sys.addaudithook(look)
+"""
+"""Runs in every process of the server before anything else, and sees what Python itself reports."""
+
+CODE = "raise SystemExit('the code of a checkpoint was run')\n"
+AUTO_MAP = {
+    "AutoConfig": "canary_configuration.CanaryConfig",
+    "AutoModelForCausalLM": "canary_modeling.CanaryModel",
+    "AutoTokenizer": ["canary_tokenization.CanaryTokenizer", None],
+}
+
+
+class Listener:
+    """Counts who comes."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/canary.png"
+        self.came = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                self._socket.accept()[0].close()
+            except OSError:
+                return
+            self.came += 1
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture(scope="module")
+def listener() -> Iterator[Listener]:
+    made = Listener()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("told") / "events"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, told, listener) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("canary") / "model"
+    write_tiny(folder, "qwen3", 3)
+    save_tokenizer(folder)
+    for name in ("config.json", "tokenizer_config.json"):
+        path = folder / name
+        more = {"auto_map": AUTO_MAP, "trust_remote_code": True, "_name_or_path": listener.url}
+        path.write_text(json.dumps({**json.loads(path.read_text()), **more}))
+    for module in ("configuration", "modeling", "tokenization"):
+        (folder / f"canary_{module}.py").write_text(CODE)
+    (folder / "sitecustomize.py").write_text(CODE)
+    hooks = told.parent / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(HOOK.format(told=str(told)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(hooks))
+        command = ["-m", "tests.support.reference_serve", "--model-path", str(folder)]
+        with serving([*command, "--port", "0"]) as running:
+            yield running
+
+
+def test_a_checkpoint_with_auto_map_is_served_and_its_code_is_not_run(server, told):
+    assert server.complete("a", max_tokens=2)["usage"]["completion_tokens"] == 2
+    body = server.post(CHAT, messages=[{"role": "user", "content": "a"}], max_tokens=2)
+    assert body.status_code == 200
+    events = told.read_text().splitlines()
+    assert events == ["begun"] * 3, "the engine, the server and what renders templates"
+
+
+def part(kind: str, **fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": "a"}, {"type": kind, kind: fields}]
+
+
+def test_no_address_that_a_request_names_is_ever_opened(server, told, listener):
+    url = listener.url
+    contents = [
+        part("image_url", url=url),
+        part("video_url", url=url),
+        part("input_audio", data=url, format="wav"),
+        part("file", file_data=url),
+        [{"type": "input_image", "image_url": url}],
+    ]
+    for content in contents:
+        answer = server.post(CHAT, messages=[{"role": "user", "content": content}])
+        error = answer.json()["error"]
+        assert answer.status_code == 400
+        assert error["param"].startswith("messages[0]")
+        assert "parts of type text" in error["message"]
+    told_of = {"messages": [{"role": "user", "content": url}], "max_tokens": 1}
+    for fields, status in (
+        ({"model": url}, 404),
+        ({"user": url}, 200),
+        ({"chat_template": url}, 400),
+        ({"response_format": {"type": "json_schema", "json_schema": {"$ref": url}}}, 400),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": url}}]}, 400),
+        ({"web_search_options": {"url": url}}, 400),
+        ({}, 200),
+    ):
+        assert server.post(CHAT, **{**told_of, **fields}).status_code == status, fields
+    assert server.post(COMPLETIONS, prompt=url, max_tokens=1).status_code == 200
+    assert "socket.connect" not in told.read_text()
+    assert listener.came == 0
+
+
+def test_the_canaries_sing(tmp_path, listener):
+    """The hook sees what it is there for, and the listener counts."""
+    told = tmp_path / "events"
+    (tmp_path / "sitecustomize.py").write_text(HOOK.format(told=str(told)))
+    (tmp_path / "canary_modeling.py").write_text(CODE)
+    script = tmp_path / "script.py"
+    host, port = listener.url.split("/")[2].split(":")
+    script.write_text(
+        "import socket\n"
+        "try:\n    import canary_modeling\nexcept SystemExit:\n    pass\n"
+        f"try:\n    socket.create_connection(({host!r}, {port}))\nexcept PermissionError:\n"
+        "    print('served at http://x is served at http://x')\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        with serving([str(script)]) as ran:
+            ran.process.wait(10)
+    events = told.read_text().splitlines()
+    assert [event.split()[0] for event in events] == ["begun", "import", "socket.connect"]
+    before = listener.came
+    socket.create_connection((host, int(port))).close()
+    for _ in range(100):
+        if listener.came == before + 1:
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError("the listener does not count")

@@ -1,0 +1,139 @@
+"""What could run foreign code or open a foreign address is kept out of the sources.
+
+What only a call of a library would show is in `tests/server/test_canaries.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = ("shared", "jax_impl", "torch_impl", "kernels")
+BESIDE = ("bench", "models", "tests")
+
+UNPICKLING = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+HTTP_CLIENTS = {"requests", "httpx", "aiohttp", "urllib", "urllib3", "ftplib", "smtplib"}
+DOWNLOADS = {"huggingface_hub", "modelscope", "datasets"}
+CALLS = {
+    "eval", "exec", "compile", "__import__",
+    "torch.load", "torch.hub.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load",
+    "os.system", "os.popen", "runpy.run_path", "runpy.run_module", "joblib.load",
+    "socket.create_connection", "http.client", "http.client.HTTPConnection",
+}  # fmt: skip
+KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
+"""Arguments that only False leaves harmless."""
+
+OF_TESTS_AND_BENCHES = HTTP_CLIENTS | {"eval", "exec", "compile", "__import__"}
+OF_TESTS_AND_BENCHES |= {"socket.create_connection", "http.client"}
+"""What clients need, and those who look at code."""
+
+ALLOWED = {
+    ("models/demo/functions.py", "exec"): "runs functions that it made itself",
+    ("torch_impl/compiling.py", "import_module"): "names a kernel of this project",
+}  # fmt: skip
+
+
+def sources(folders: tuple[str, ...]) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and name of all that is forbidden anywhere."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call):
+            names = list(_called(node))
+        else:
+            continue
+        for name in names:
+            top = name.partition(".")[0]
+            if isinstance(node, ast.Call) or name in CALLS:
+                yield node.lineno, name
+            elif top in UNPICKLING | HTTP_CLIENTS | DOWNLOADS:
+                yield node.lineno, top
+
+
+def _called(call: ast.Call) -> Iterator[str]:
+    name = ast.unparse(call.func)
+    if name in CALLS:
+        yield name
+    if name.endswith("import_module"):
+        named = call.args[0] if call.args else None
+        if isinstance(named, ast.Constant):
+            top = str(named.value).partition(".")[0]
+            if top in UNPICKLING | HTTP_CLIENTS | DOWNLOADS:
+                yield top
+        elif not isinstance(named, ast.JoinedStr) or not isinstance(named.values[0], ast.Constant):
+            yield "import_module"  # of a name that data gives
+    for keyword in call.keywords:
+        value = keyword.value
+        is_false = isinstance(value, ast.Constant) and not value.value
+        if keyword.arg in KEYWORDS and not is_false:
+            yield keyword.arg
+
+
+def found_in(folders: tuple[str, ...]) -> set[tuple[str, str]]:
+    return {
+        (str(path.relative_to(ROOT)), name)
+        for path in sources(folders)
+        for _, name in findings(ast.parse(path.read_text(encoding="utf-8")))
+    }
+
+
+def test_nothing_in_the_sources_runs_foreign_code_or_opens_foreign_addresses():
+    beside = {
+        (path, name)
+        for path, name in found_in(BESIDE)
+        if name not in OF_TESTS_AND_BENCHES | {"import_module"} or path.startswith("models")
+    }
+    found = found_in(PROGRAM) | beside
+    assert found - ALLOWED.keys() == set()
+    assert ALLOWED.keys() <= found, "an exception that nothing needs any more"
+
+
+FORBIDDEN = {
+    "import pickle": "pickle",
+    "from pickle import loads": "pickle",
+    "import numpy, dill as d": "dill",
+    "def f():\n    import shelve": "shelve",
+    "import marshal": "marshal",
+    "torch.load(path)": "torch.load",
+    "from torch import load": "torch.load",
+    "eval('1')": "eval",
+    "exec(code)": "exec",
+    "yaml.load(text)": "yaml.load",
+    "np.load(path, allow_pickle=True)": "allow_pickle",
+    "AutoModel.from_pretrained(name, trust_remote_code=flag)": "trust_remote_code",
+    "subprocess.run('ls', shell=True)": "shell",
+    "os.system('ls')": "os.system",
+    "from urllib.request import urlopen": "urllib",
+    "import requests": "requests",
+    "import httpx": "httpx",
+    "from http.client import HTTPConnection": "http.client",
+    "importlib.import_module('pickle')": "pickle",
+    "import_module(config['auto_map'])": "import_module",
+    "socket.create_connection(('a', 80))": "socket.create_connection",
+    "from huggingface_hub import snapshot_download": "huggingface_hub",
+}
+
+
+@pytest.mark.parametrize("code", FORBIDDEN)
+def test_what_is_forbidden_is_found(code):
+    assert FORBIDDEN[code] in {name for _, name in findings(ast.parse(code))}
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["model.eval()", "np.load(path, allow_pickle=False)", "subprocess.run(['ls'])", "json.loads(t)"]
+    + ["import_module(f'shared.spec.{name}')", "re.compile('a')", "from http import HTTPStatus"],
+)
+def test_what_is_harmless_is_left_alone(code):
+    assert not list(findings(ast.parse(code)))
