@@ -363,7 +363,7 @@ def _read_lines(process: subprocess.Popen[str], lines: list[str], found: queue.Q
     assert process.stdout is not None
     for line in process.stdout:
         lines.append(line.rstrip("\n"))
-        address = re.search(r" is served at (http://[^\s,]+)", lines[-1])
+        address = re.search(r" is served at (http://[\w.:\[\]]+)", lines[-1])
         if address:
             found.put(address[1])
     found.put("")

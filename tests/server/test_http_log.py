@@ -1,0 +1,111 @@
+"""A line for each request that ends, as text or JSON, without what it says unless that is asked."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from shared.process.logs import JsonLines, TextLines
+from tests.support.http_fixtures import (
+    CHAT,
+    COMPLETIONS,
+    FAIL,
+    SLOW,
+    USER,
+    Server,
+    save_tokenizer,
+    serving,
+)
+
+SECRET = "Pssst! 7319"
+
+
+@pytest.fixture
+def command(tmp_path) -> list[str]:
+    save_tokenizer(tmp_path)
+    return ["-m", "tests.support.http_fixtures", str(tmp_path)]
+
+
+def use(server: Server) -> list[str]:
+    """Requests that end in every way; the ids that their answers have."""
+    whole = server.complete(SECRET, max_tokens=8, temperature=0)
+    chat = server.post(CHAT, messages=USER, max_tokens=2, n=2).json()
+    events = server.stream(COMPLETIONS, prompt=SECRET, max_tokens=40, stop="!")
+    failed = server.post(COMPLETIONS, prompt=[FAIL, 97])
+    assert failed.status_code == 500
+    body = {"prompt": [SLOW, 97], "max_tokens": 200}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(server.url + COMPLETIONS, json=body, timeout=0.3)
+    server.wait_for_metric("tandem:num_requests_running", 0)
+    assert server.post(COMPLETIONS, prompt=SECRET, temperature=9).status_code == 400
+    return [whole["id"], chat["id"], events[0]["id"]]
+
+
+def ends(lines: list[str]) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in lines]
+    assert all({"time", "level", "message"} <= line.keys() for line in found)
+    return [line for line in found if line["message"] == "request ended"]
+
+
+def test_a_line_says_of_each_request_how_it_ended(command):
+    with serving([*command, "--log-format", "json"]) as server:
+        ids = use(server)
+    found = ends(server.lines)
+    assert [line["id"] for line in found[:3]] == ids
+    assert [line["finish_reason"] for line in found] == [
+        "length", "length", "stop", "error", "abort"
+    ]  # fmt: skip
+    first = found[0]
+    assert (first["endpoint"], first["choices"]) == ("completions", 1)
+    assert (first["prompt_tokens"], first["output_tokens"], first["cached_tokens"]) == (11, 8, 0)
+    assert first["accept_length"] == 3.0
+    assert 0 < first["ttft_s"] <= first["e2e_s"]
+    assert (found[1]["endpoint"], found[1]["choices"]) == ("chat", 2)
+    assert found[4]["output_tokens"] > 0
+
+
+@pytest.mark.parametrize("flags", [[], ["--log-requests"]], ids=["default", "asked for"])
+def test_what_a_request_says_is_logged_only_where_that_is_asked_for(command, flags):
+    with serving([*command, *flags]) as server:
+        use(server)
+    text = "\n".join(server.lines)
+    assert text.count("request ended") == 5
+    assert (SECRET in text) == bool(flags)
+    if flags:
+        assert f'answered=["{SECRET[:8]}"]' in text
+        assert '\\"max_tokens\\":8' in text
+
+
+def test_a_level_bounds_what_is_logged_and_the_greeting_is_always_there(command):
+    with serving([*command, "--log-level", "warning"]) as server:
+        server.complete("a", max_tokens=1)
+    assert len(server.lines) == 1
+    assert " is served at " in server.lines[0]
+
+
+def record(**fields: Any) -> logging.LogRecord:
+    made = logging.LogRecord("tandem", logging.INFO, "", 0, "it is so", None, None)
+    made.fields = fields
+    return made
+
+
+@pytest.mark.parametrize("kind", [TextLines, JsonLines])
+def test_no_field_begins_a_line_of_its_own(kind):
+    written = kind().format(record(name="a\n2026 error forged", other=1.5))
+    assert "\n" not in written
+    assert "forged" in written
+
+
+def test_an_error_has_its_exception_within_its_object():
+    try:
+        raise ValueError("of the device")
+    except ValueError as error:
+        made = record()
+        made.exc_info = (type(error), error, error.__traceback__)
+    line = json.loads(JsonLines().format(made))
+    assert "ValueError: of the device" in line["exception"]
+    assert TextLines().format(made).splitlines()[-1] == "ValueError: of the device"

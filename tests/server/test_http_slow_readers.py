@@ -1,0 +1,223 @@
+"""A client that does not read costs a bounded amount of memory for a bounded time, and nobody else.
+
+The engine's side is played by the test: it gives tokens as fast as the server takes them. The
+client is a real socket that stops reading.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+import uvicorn
+
+from shared.engine.checks import RequestLimits
+from shared.engine.request import Event
+from shared.models.sampling import SamplingDefaults
+from shared.process.frames import FrameReader, ModelFacts, event_to_row, pack
+from shared.server import connection, engine_client
+from shared.server.app import make_apps
+from shared.server.engine_client import EngineClient
+from shared.server.service import http_config
+from tests.support.http_fixtures import COMPLETIONS, post_head
+
+MOST_UNREAD = 64
+STALL_S = 0.5
+BUFFER = 4096  # of the sockets, which the kernel doubles
+FLOOD = 6000  # steps: 1.5 MB of events
+LIMITS = RequestLimits(
+    context_length=1 << 20,
+    max_request_tokens=1 << 20,
+    vocab=1000,
+    max_stop_ids=4,
+    max_bias=4,
+    max_logprobs=5,
+)
+FACTS = ModelFacts(
+    model_name="flood",
+    model_folder="",
+    limits=LIMITS,
+    eos_ids=(),
+    sampling_defaults=SamplingDefaults(),
+    max_open_requests=None,
+    max_draft_depth=0,
+    host_names=None,
+)
+
+
+@dataclass
+class Engine:
+    """The engine's end of the socket, and what it has heard."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    added: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    _has_added: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def listen(self) -> None:
+        frames = FrameReader()
+        while received := await self.reader.read(1 << 16):
+            for kind, *fields in frames.feed(received):
+                if kind == "add":
+                    self.added += [request for request, _ in fields[2]]
+                    self._has_added.set()
+                elif kind == "abort":
+                    self.aborted.append(fields[0])
+
+    async def flood(self, steps: int, pause_s: float = 0.0) -> None:
+        """Gives every open request a token a step."""
+        await self._has_added.wait()
+        for step in range(steps):
+            open_ones = [request for request in self.added if request not in self.aborted]
+            if not open_ones:
+                return
+            rows = [event_to_row(Event(r, [step % 900], 0, None, None, None)) for r in open_ones]
+            self.writer.write(pack(["step", rows]))
+            await self.writer.drain()
+            await asyncio.sleep(pause_s)
+
+
+@dataclass
+class Served:
+    """A server of this process over a played engine."""
+
+    engine: Engine
+    client: EngineClient
+    server: uvicorn.Server
+    address: tuple[str, int]
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[Served]:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    writer.write(pack(FACTS.to_message()))
+    engine = Engine(reader, writer)
+    client = await EngineClient.connect(theirs)
+    app = make_apps(client, None, None, (), has_admin_listener=False).clients
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        running = uvicorn.Server(http_config(app))
+        tasks = [asyncio.create_task(running.serve([listener]))]
+        tasks.append(asyncio.create_task(engine.listen()))
+        while not running.started:
+            await asyncio.sleep(0.01)
+        try:
+            yield Served(engine, client, running, listener.getsockname()[:2])
+        finally:
+            running.should_exit = True
+            await tasks[0]
+            tasks[1].cancel()
+            writer.close()
+
+
+def ask(address: tuple[str, int], **fields: object) -> socket.socket:
+    """A client that has asked for a stream, and has little room for it."""
+    asking = socket.socket()
+    asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER)
+    asking.connect(address)
+    body = {"prompt": [1, 2], "max_tokens": 1 << 18, "stream": True, "return_token_ids": True}
+    sent = json.dumps({**body, **fields}).encode()
+    asking.sendall(post_head(COMPLETIONS, len(sent)) + sent)
+    asking.setblocking(False)
+    return asking
+
+
+async def read_to_end(asking: socket.socket) -> bytes:
+    loop, got = asyncio.get_running_loop(), b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := await asyncio.wait_for(loop.sock_recv(asking, 1 << 16), 20):
+            got += part
+    return got
+
+
+@pytest.fixture(autouse=True)
+def small_bounds(monkeypatch):
+    monkeypatch.setattr(engine_client, "MAX_UNREAD_EVENTS", MOST_UNREAD)
+    monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", STALL_S)
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_who_does_not_read_is_ended_within_a_bound_of_steps(choices):
+    asyncio.run(_does_not_read(choices))
+
+
+async def _does_not_read(choices: int) -> None:
+    async with served() as here:
+        with ask(here.address, n=choices) as asking:
+            unread: list[int] = []
+            flood = asyncio.create_task(here.engine.flood(FLOOD))
+            while not flood.done():
+                await asyncio.sleep(0.001)
+                unread += [s._queue.qsize() for s in set(here.client._submissions.values())]
+            await flood
+            assert max(unread) <= MOST_UNREAD * choices
+            assert sorted(here.engine.aborted) == here.engine.added
+            assert here.client.is_idle
+            # The transport and the sockets hold what they hold, and then the connection is closed.
+            began = time.monotonic()
+            while here.server.server_state.connections:
+                assert time.monotonic() - began < 20 * STALL_S
+                await asyncio.sleep(0.05)
+            got = await read_to_end(asking)
+            assert len(got) < (1 << 16) + 16 * BUFFER + (1 << 15)
+            assert b"[DONE]" not in got
+
+
+def test_a_slow_reader_that_catches_up_in_time_loses_nothing():
+    asyncio.run(_catches_up())
+
+
+async def _catches_up() -> None:
+    async with served() as here:
+        with ask(here.address, max_tokens=400) as asking:
+            flood = asyncio.create_task(here.engine.flood(400, pause_s=0.002))
+            got, loop = b"", asyncio.get_running_loop()
+            while got.count(b'"token_ids":[') < 400:
+                got += await asyncio.wait_for(loop.sock_recv(asking, 2048), 20)
+                await asyncio.sleep(0.002)
+            await flood
+            assert not here.engine.aborted
+            assert b"slow_reader" not in got
+
+
+def test_who_reads_again_after_the_end_is_told_why(monkeypatch):
+    monkeypatch.setattr(connection, "WRITE_TIMEOUT_S", 60)
+    got = asyncio.run(_reads_too_late())
+    assert b'"code":"slow_reader"' in got
+    assert got.rstrip().endswith((b"[DONE]", b"0"))
+
+
+async def _reads_too_late() -> bytes:
+    async with served() as here:
+        with ask(here.address, max_tokens=FLOOD) as asking:
+            await here.engine.flood(FLOOD)
+            assert here.engine.aborted
+            reading = asyncio.create_task(read_to_end(asking))
+            await asyncio.sleep(0.5)
+            asking.shutdown(socket.SHUT_WR)
+            return await reading
+
+
+def test_others_are_served_beside_one_that_does_not_read():
+    asyncio.run(_beside())
+
+
+async def _beside() -> None:
+    async with served() as here:
+        with ask(here.address) as silent:
+            flood = asyncio.create_task(here.engine.flood(FLOOD))
+            reader, writer = await asyncio.open_connection(*here.address)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            answer = await asyncio.wait_for(reader.read(), 5)
+            assert answer.startswith(b"HTTP/1.1 200 ")
+            writer.close()
+            await flood
+            assert silent.fileno() != -1
