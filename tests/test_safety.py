@@ -62,7 +62,7 @@ def findings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _called(call: ast.Call) -> Iterator[str]:
-    name = ast.unparse(call.func)
+    name = _dotted(call.func)
     if name in CALLS:
         yield name
     if name.endswith("import_module"):
@@ -78,6 +78,13 @@ def _called(call: ast.Call) -> Iterator[str]:
         is_false = isinstance(value, ast.Constant) and not value.value
         if keyword.arg in KEYWORDS and not is_false:
             yield keyword.arg
+
+
+def _dotted(node: ast.expr) -> str:
+    """The name that an expression is, as far as it is one."""
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def found_in(folders: tuple[str, ...]) -> set[tuple[str, str]]:

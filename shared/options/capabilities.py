@@ -50,8 +50,8 @@ The drafters are {drafters};
 a start without `--speculative-algorithm` decodes plainly. Every drafter works with every model
 family, page size, overlap depth and field of a request, but for what is listed here. What is listed
 is refused at the start by exit code 2, all that applies at once; the running server answers the
-same list at `GET /capabilities`. No field of a request that chooses tokens is
-refused with any drafter.
+same list at `GET /capabilities`, with the bounds of a request. No field of a request that chooses
+tokens is refused with any drafter.
 """
 
 _FIELDS = """

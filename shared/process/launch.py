@@ -165,11 +165,10 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
-    index = index_of(engine.controller)
-    facts = _facts(start, options.server, listeners)
+    index, server = index_of(engine.controller), options.server
+    facts = _facts(start, server, listeners)
     grammars = start.compiler and Grammars(start.compiler, backend.limits.vocab)
-    drain_timeout_s = options.server.drain_timeout
-    return loop.run(served, facts, listeners, index, watchdog, drain_timeout_s, grammars)
+    return loop.run(served, facts, listeners, index, watchdog, server.drain_timeout, grammars)
 
 
 def _notes(start: Start) -> Iterator[str]:

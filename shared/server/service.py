@@ -43,7 +43,8 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
         app,
         http=TimedConnection,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        log_config=None,
+        log_config=None,  # `logs.set_up` has said how and what
+        log_level="warning",
         access_log=False,
         ws="none",
         lifespan="off",

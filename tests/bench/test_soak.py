@@ -36,7 +36,7 @@ def test_what_trembles_or_fills_at_first_is_no_growth():
     ("name", "grown"),
     [
         ("rss_bytes", lambda s, i: s.rss_bytes + i * (1 << 20)),
-        ("threads", lambda s, i: s.threads + i // 40),
+        ("threads", lambda s, i: s.threads + i // 6),
         ("files", lambda s, i: s.files + i // 8),
         ("acceptance", lambda s, i: s.acceptance - i / 400),
     ],

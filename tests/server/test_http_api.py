@@ -250,11 +250,15 @@ def test_a_failed_row_is_an_error_and_its_neighbours_go_on(server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(server, stream):
     """Non-streaming handlers are not cancelled by the framework (s#36333)."""
-    aborted = server.metrics()[ABORTED]
+    before = server.metrics()
+    aborted = before[ABORTED]
     body = {"prompt": [SLOW, 97], "max_tokens": 200, "n": 2, "stream": stream}
     _leave_stream(server, body) if stream else _leave_whole(server, body)
     server.wait_for_metric("tandem:num_requests_running", 0)
     server.wait_for_metric(ABORTED, aborted + 2)
+    # It says nothing of how long requests take.
+    ended = "tandem:e2e_request_latency_seconds_count"
+    assert server.metrics()[ended] == before[ended]
 
 
 def _leave_whole(server: Server, body: dict) -> None:

@@ -249,6 +249,7 @@ def test_more_requests_than_may_wait_are_refused_and_none_is_left(server):
         server.wait_for_metric("tandem:num_requests_waiting", MAX_OPEN - SLOTS)
         full = server.post(COMPLETIONS, prompt=[97], max_tokens=1)
         assert (full.status_code, full.json()["error"]["code"]) == (503, "queue_full")
+        assert full.headers["retry-after"] == "1"
         assert f"at most {MAX_OPEN} requests" in full.json()["error"]["message"]
     server.wait_for_metric("tandem:num_requests_waiting", 0)
     server.complete([97], max_tokens=1)

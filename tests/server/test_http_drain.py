@@ -78,7 +78,10 @@ def test_an_idle_server_ends_at_once(tmp_path):
         assert time.monotonic() - began < 3
 
 
-@pytest.mark.parametrize("prompt", [[SLOW, 97], [FREEZE]], ids=["slow", "frozen"])
+@pytest.mark.parametrize(
+    "prompt",
+    [pytest.param([SLOW, 97], id="slow", marks=pytest.mark.matrix), [FREEZE]],
+)
 def test_a_drain_ends_at_its_deadline_whatever_still_runs(tmp_path, prompt):
     with serving(command(tmp_path, "--drain-timeout", "1")) as server:
         thread, found = in_background(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import httpx
@@ -15,8 +13,6 @@ from shared.engine.metrics import Metrics
 from tests.support.http_fixtures import (
     COMPLETIONS,
     FREEZE,
-    ROOT,
-    SLOW,
     Server,
     save_tokenizer,
     serving,
@@ -63,17 +59,9 @@ def families(server: Server) -> dict[str, str]:
     return found
 
 
-def test_the_page_has_its_names_while_no_step_has_ended(server, tmp_path):
+def test_the_page_has_its_names_before_the_first_step(server):
     assert AS_VLLM.items() <= families(server).items()
     assert server.metrics()['tandem:request_success_total{finished_reason="stop"}'] == 0
-    save_tokenizer(tmp_path)
-    with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as frozen:
-        before = frozen.metrics()
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(frozen.url + COMPLETIONS, json={"prompt": [FREEZE]}, timeout=0.5)
-        during = frozen.metrics()
-    assert before.keys() == during.keys()
-    assert {"tandem:num_requests_running", "tandem:state_slots_free"} <= before.keys()
 
 
 def test_a_request_is_counted_in_tokens_steps_and_seconds(server):
@@ -100,18 +88,6 @@ def test_a_request_is_counted_in_tokens_steps_and_seconds(server):
     assert added["tandem:request_generation_tokens_sum"] == 20
 
 
-def test_a_request_that_is_cut_short_says_nothing_of_how_long_requests_take(tmp_path):
-    save_tokenizer(tmp_path)
-    with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as server:
-        body = {"prompt": [SLOW, 97], "max_tokens": 200}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + COMPLETIONS, json=body, timeout=0.3)
-        server.wait_for_metric("tandem:num_requests_running", 0)
-        found = server.metrics()
-    assert found["tandem:time_to_first_token_seconds_count"] == 1
-    assert found["tandem:e2e_request_latency_seconds_count"] == 0
-
-
 def test_positions_count_the_drafts_at_them():
     metrics = Metrics({}, 3)
     metrics.count_drafts([3, 3, 2, 3], [0, 3, 1, 1])
@@ -129,12 +105,12 @@ def test_an_engine_has_its_figures_before_its_first_step():
     assert any(Work.DECODE.value in name for name in found)
 
 
-def test_the_engines_process_needs_none_of_the_servers_libraries():
-    script = (
-        "import sys\n"
-        "for name in ('fastapi', 'starlette', 'uvicorn', 'h11', 'pydantic', 'prometheus_client',\n"
-        "             'opentelemetry'):\n"
-        "    sys.modules[name] = None\n"
-        "import shared.process.launch, torch_impl.serve\n"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
+def test_the_page_has_its_names_while_no_step_has_ended(tmp_path):
+    save_tokenizer(tmp_path)
+    with serving(["-m", "tests.support.http_fixtures", str(tmp_path)]) as frozen:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(frozen.url + COMPLETIONS, json={"prompt": [FREEZE]}, timeout=0.5)
+        found = frozen.metrics()  # nobody has asked before
+        assert found["tandem:num_requests_running"] == 0
+        assert found["tandem:state_slots_free"] == 4
+        frozen.process.kill()

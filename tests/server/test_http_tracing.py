@@ -14,6 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from shared.options import observing
 from shared.options.options import ConfigError, parse
 from shared.process import launch
 from shared.server.openai_types import CompletionRequest
@@ -144,6 +145,7 @@ def test_the_spans_of_a_server_reach_its_collector(tmp_path, collector):
     assert not failed.parent_span_id
 
 
+@pytest.mark.matrix
 def test_a_collector_that_is_not_there_holds_up_nobody(tmp_path):
     save_tokenizer(tmp_path)
     command = ["-m", "tests.support.http_fixtures", str(tmp_path), "--otlp-traces-endpoint"]
@@ -158,6 +160,6 @@ def test_without_the_extra_the_flag_is_refused_by_name(monkeypatch):
 
     options = parse(["--otlp-traces-endpoint", "http://127.0.0.1:4318/v1/traces"])
     for find in (missing, lambda name: None):
-        monkeypatch.setattr(launch, "find_spec", find)
+        monkeypatch.setattr(observing, "find_spec", find)
         with pytest.raises(ConfigError, match="^--otlp-traces-endpoint needs.*the extra otel"):
             launch.prepare(options, PLATFORM)
