@@ -26,12 +26,6 @@ LONG = [i % 50 for i in range(300)]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving(["-m", "tests.support.toy_serve", "--step-ms", "1"]) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def slow_server() -> Iterator[Server]:
     with serving(["-m", "tests.support.toy_serve", "--step-ms", str(STEP_MS)]) as running:
         yield running
 
@@ -62,30 +56,30 @@ def wait_for_open(server: Server, running: int, waiting: int) -> dict[str, float
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("where", ["waiting", "prompt", "decoding"])
-def test_who_leaves_is_gone_within_two_steps(slow_server, stream, where):
-    empty = wait_for_open(slow_server, 0, 0)
+def test_who_leaves_is_gone_within_two_steps(server, stream, where):
+    empty = wait_for_open(server, 0, 0)
     body = {"prompt": [3, 4], "max_tokens": 150, "ignore_eos": True, "stream": stream, "n": 2}
     others = []
     if where == "waiting":
-        others = [connect(slow_server, {**body, "n": 1, "seed": i}) for i in range(SLOTS)]
-        wait_for_open(slow_server, SLOTS, 0)
+        others = [connect(server, {**body, "n": 1, "seed": i}) for i in range(SLOTS)]
+        wait_for_open(server, SLOTS, 0)
     prompt = [len(where) + stream, *LONG] if where == "prompt" else [3, 4]
-    leaving = connect(slow_server, {**body, "prompt": prompt})
+    leaving = connect(server, {**body, "prompt": prompt})
     running, waiting = (SLOTS, 2) if others else (2, 0)
     if where == "prompt":  # the second choice waits for the first to feed their prompt
         running, waiting = 1, 1
-    before = wait_for_open(slow_server, running, waiting)
+    before = wait_for_open(server, running, waiting)
     if where == "decoding":
         while (
             before["tandem:generation_tokens_total"] < empty["tandem:generation_tokens_total"] + 4
         ):
-            before = slow_server.metrics()
+            before = server.metrics()
     leaving.close()
-    after = wait_for_open(slow_server, len(others), 0)
+    after = wait_for_open(server, len(others), 0)
     assert num_steps(after) - num_steps(before) <= 3  # one was planned when it was looked at
     for other in others:
         other.close()
-    after = wait_for_open(slow_server, 0, 0)
+    after = wait_for_open(server, 0, 0)
     for name in ("tandem:kv_pages_free", "tandem:state_slots_free"):
         assert after[name] == empty[name]
 

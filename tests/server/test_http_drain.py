@@ -70,6 +70,7 @@ def test_open_requests_end_and_no_new_ones_begin(tmp_path):
     assert not any("Traceback" in line for line in server.lines)
 
 
+@pytest.mark.matrix
 def test_an_idle_server_ends_at_once(tmp_path):
     with serving(command(tmp_path)) as server:
         began = time.monotonic()

@@ -68,6 +68,7 @@ def test_a_line_says_of_each_request_how_it_ended_and_nothing_of_what_it_says(co
     assert found[4]["output_tokens"] > 0
 
 
+@pytest.mark.matrix
 def test_what_a_request_says_is_logged_where_that_is_asked_for(command):
     with serving([*command, "--log-requests"]) as server:
         use(server)
@@ -77,6 +78,7 @@ def test_what_a_request_says_is_logged_where_that_is_asked_for(command):
     assert '\\"max_tokens\\":8' in text
 
 
+@pytest.mark.matrix
 def test_a_level_bounds_what_is_logged_and_the_greeting_is_always_there(command):
     with serving([*command, "--log-level", "warning"]) as server:
         server.complete("a", max_tokens=1)

@@ -61,7 +61,7 @@ def check_failure(server: Server, body: dict[str, Any]) -> None:
         assert (streamed.status_code, streamed.json()) == (500, {"error": error})
 
 
-@pytest.mark.parametrize("depth", ["0", "3"])
+@pytest.mark.parametrize("depth", [pytest.param("0", marks=pytest.mark.matrix), "3"])
 def test_a_request_that_is_no_number_fails_alone_with_and_without_drafts(depth):
     with serving(
         ["-m", "tests.support.toy_serve", "--step-ms", str(STEP_MS), "--depth", depth]
