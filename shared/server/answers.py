@@ -291,6 +291,7 @@ class Bounds(Answer):
     max_stop_ids: int
     max_bias: int
     max_logprobs: int | None
+    has_grammars: bool
     max_open_requests: int | None
     max_draft_depth: int
     max_body_bytes: int

@@ -24,6 +24,7 @@ from shared.process.frames import FrameReader, ModelFacts, event_to_row, pack
 from shared.server import connection, engine_client
 from shared.server.app import make_apps
 from shared.server.engine_client import EngineClient
+from shared.server.grammars import Grammars
 from shared.server.service import http_config
 from tests.support.http_fixtures import COMPLETIONS, post_head
 
@@ -101,7 +102,7 @@ async def served() -> AsyncIterator[Served]:
     writer.write(pack(FACTS.to_message()))
     engine = Engine(reader, writer)
     client = await EngineClient.connect(theirs)
-    app = make_apps(client, None, None, (), has_admin_listener=False).clients
+    app = make_apps(client, None, None, Grammars(FACTS), (), has_admin_listener=False).clients
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         running = uvicorn.Server(http_config(app))
