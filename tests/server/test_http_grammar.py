@@ -338,7 +338,7 @@ def test_a_client_that_leaves_in_the_midst_leaves_nothing_behind(server):
     body = {"prompt": "once", "guided_regex": "a{1,400}", "max_tokens": 400, "stream": True}
     with httpx.stream("POST", server.url + COMPLETIONS, json=body, timeout=60) as answer:
         next(answer.iter_lines())
-    server.wait_for_metric("tandem_num_requests_running", 0)
+    server.wait_for_metric("tandem:num_requests_running", 0)
 
 
 def test_the_form_begins_behind_the_reasoning(server):
