@@ -243,7 +243,25 @@ def _start(plan: StepPlan, row: int, request: Request) -> None:
 
 
 @dataclass(frozen=True)
-class DecodeRows:
+class _SlotRows:
+    """Rows that go on from what their slots hold, and the shape of their trees."""
+
+    requests: list[Request]
+    shape: TreeShape
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """No prompt is fed."""
+        return ()
+
+    @property
+    def num_tokens(self) -> int:
+        """No prompt is fed."""
+        return 0
+
+
+@dataclass(frozen=True)
+class DecodeRows(_SlotRows):
     """The rows of a decode step and its draft shape.
 
     Attributes:
@@ -255,8 +273,6 @@ class DecodeRows:
       masks: What grammars allow at each node; None: no row has one.
     """
 
-    requests: list[Request]
-    shape: TreeShape
     drafts: HostDraft | None = None
     calibration: Float32[np.ndarray, "B S_max"] | None = None
     corpus_nodes: Callable[[int], list[int]] | None = None
@@ -271,16 +287,6 @@ class DecodeRows:
     def work(self) -> Work:
         """What the step does."""
         return Work.DECODE
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """A decode feeds no prompt."""
-        return ()
-
-    @property
-    def num_tokens(self) -> int:
-        """A decode feeds no prompt."""
-        return 0
 
     @property
     def host_draft(self) -> bool:
@@ -319,11 +325,8 @@ class DecodeRows:
 
 
 @dataclass(frozen=True)
-class DraftRows:
+class DraftRows(_SlotRows):
     """The rows of a step that drafts for a decode which brings the trees back, and their shape."""
-
-    requests: list[Request]
-    shape: TreeShape
 
     @property
     def is_masked(self) -> bool:
@@ -334,16 +337,6 @@ class DraftRows:
     def work(self) -> Work:
         """What the step does."""
         return Work.DRAFT
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """A draft feeds no prompt."""
-        return ()
-
-    @property
-    def num_tokens(self) -> int:
-        """A draft feeds no prompt."""
-        return 0
 
     @property
     def host_draft(self) -> bool:

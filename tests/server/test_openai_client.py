@@ -258,8 +258,8 @@ class City(BaseModel):
     people: int
 
 
-def test_a_schema_is_refused_by_name(client):
-    """Until a grammar holds an answer to it: an answer that ignores the schema would be worse."""
+def test_a_schema_is_refused_by_name_where_no_grammar_is_served(client):
+    """An answer that ignores it would be worse; `test_http_grammar.py` has those that keep it."""
     schema = {"name": "city", "schema": City.model_json_schema(), "strict": True}
     wanted: Any = {"type": "json_schema", "json_schema": schema}
     with pytest.raises(openai.BadRequestError) as caught:
