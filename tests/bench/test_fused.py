@@ -35,6 +35,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Namespace:
     return fused.options().parse_args([*line, "--dtype", "float32"])
 
 
+@pytest.mark.matrix
 def test_three_programs_of_jax_give_the_text_of_one(given: Namespace):
     line = fused.measure("jax", DRAFT, LOAD, given)
     assert line["texts_are_equal"]

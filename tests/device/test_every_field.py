@@ -87,7 +87,11 @@ CASES: dict[str, Case] = {
 """A value of each field that changes an answer, and does."""
 
 HTTP, ENGINE = "tests/server/test_http", "tests/engine/test_prefix_cache.py"
+FORMS = f"{HTTP}_grammar.py::test_every_field_holds_a_completion"
 ELSEWHERE = {
+    "response_format": f"{HTTP}_grammar.py::test_plain_and_drafted_texts_with_a_form_are_the_same",
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex"), FORMS),
+    **dict.fromkeys(("guided_choice", "guided_grammar"), FORMS),
     "stream": f"{HTTP}_api.py::test_a_stream_is_the_whole_answer_in_pieces",
     "stream_options": f"{HTTP}_api.py::test_usage_comes_in_an_event_of_its_own_when_asked_for",
     "tools": "tests/server/test_tool_calls.py::test_calls_do_not_depend_on_how_the_text_was_cut",
@@ -102,7 +106,8 @@ ELSEWHERE = {
     "user": f"{ENGINE}::test_tenants_do_not_see_each_other",
     "priority": f"{ENGINE}::test_priorities_go_first_and_nobody_starves",
 }
-"""Fields that choose no token: where it is tested what they do, however a text comes about."""
+"""Where it is tested what other fields do: those that choose no token, however a text comes about,
+and those of grammars, whose masks need programs of their own."""
 
 NO_TEXT = {"model": "names what is served", "speculative": "is the limit of drafts itself"}
 
@@ -190,7 +195,7 @@ def test_every_parameter_of_the_engine_is_asked_for_by_some_field(backends):
     """What the HTTP server hands to the engine, by field; a new one has a case as well."""
     facts, neutral = House(backends, "reference", "NGRAM").facts, SamplingParams()
     # By choice, by the model, by the limit of drafts, and by what is no part of an answer.
-    differs = {"seed32", "stop_token_ids", "max_draft_tokens", "traces"}
+    differs = {"seed32", "stop_token_ids", "max_draft_tokens", "traces", "grammar"}
     for name, case in CASES.items():
         kind = ChatRequest if case.base is TALK else CompletionRequest
         value = [5] if callable(case.value) and name == "stop_token_ids" else case.value

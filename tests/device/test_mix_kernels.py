@@ -30,7 +30,7 @@ from tests.support.cases.mix import CASES, EPS, MixCase, prompt_case, specified,
 from tests.support.kernels import INTERPRET, KERNELS, MODULES, ON_GPU, UNFUSED, bind_kernels
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-
+slow = partial(pytest.param, marks=pytest.mark.matrix)
 # Float32 on both sides: the sums have another order, and a GPU's exp2 errs by some 1e-7.
 FLOAT32 = 1e-5
 # Of half precision: keys of up to 4 have 8 bits, weights and results too.
@@ -216,9 +216,9 @@ SHARED = MixTiles(
         ("trees", 64, 64, {"programs": 1, "splits": 1}),
         ("trees", 128, 64, {"splits": 2}),
         ("trees", 64, 2, {"programs": 3, "splits": 1}),
-        ("wide windows", 64, 64, {"lanes": 16, "programs": 64, "splits": 1}),
-        ("gate, part of the heads turned", 64, 64, {"placed": True}),
-        ("blocks", 64, 64, {"placed": True, "lanes": 16, "splits": 1}),
+        slow("wide windows", 64, 64, {"lanes": 16, "programs": 64, "splits": 1}),
+        slow("gate, part of the heads turned", 64, 64, {"placed": True}),
+        slow("blocks", 64, 64, {"placed": True, "lanes": 16, "splits": 1}),
         ("questions", 64, 2, {"placed": True, "programs": 8, "splits": 1}),
     ],
     ids=str,

@@ -113,7 +113,10 @@ def _cached(server: Server, user: str | None) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(x, marks=pytest.mark.matrix) if x == "jax" else x for x in SERVERS],
+)
 def command(request, folder) -> list[str]:
     return ["-m", SERVERS[request.param], "--port", "0", "--model-path", str(folder)]
 
