@@ -47,6 +47,7 @@ def measurement() -> Measurement:
     return found
 
 
+@pytest.mark.matrix
 def test_the_match_rule_keeps_the_text_and_the_rejection_rule_is_not_asked_to(measurement):
     plain, rejected, *matched = measurement.rows
     assert verdict(measurement) == 0

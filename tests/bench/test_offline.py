@@ -95,6 +95,7 @@ def test_every_line_is_timed_told_and_written(model, tmp_path, capsys):
     assert "refused: torch, EAGLE S=1" in told
 
 
+@pytest.mark.matrix
 def test_a_lot_says_how_long_steps_are_and_stands_in_the_line(model, capsys):
     drafts = ["none", "EAGLE3:S=3,L=1", "EAGLE3:S=3"]
     line = ["--backend", "torch", "--batch", "2", "--accept-length", "2.5", "--output", "64"]
@@ -140,6 +141,7 @@ def test_outputs_of_too_few_steps_are_refused(model):
     assert "raise --output" in report.found["refused"][0]["error"]
 
 
+@pytest.mark.matrix
 def test_two_sides_take_turns_and_their_ratio_has_a_spread(model, tmp_path):
     line = ["--model", str(model), *SHORT, "--turns", "3", "--batch", "2", "--accept-length", "2"]
     sides = ["--a", "torch none", "--b", "torch EAGLE3:S=2 --overlap 0"]

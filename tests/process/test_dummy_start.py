@@ -86,7 +86,11 @@ DRAFTERS = ("none", "NEXTN", "EAGLE", "EAGLE3", "DFLASH", "STANDALONE", "NGRAM")
 
 
 @pytest.mark.parametrize(
-    ("backend", "drafter"), [*(("torch", name) for name in DRAFTERS), ("jax", "EAGLE3")]
+    ("backend", "drafter"),
+    [
+        *(("torch", name) for name in DRAFTERS),
+        pytest.param("jax", "EAGLE3", marks=pytest.mark.matrix),
+    ],
 )
 def test_backends_say_the_same_without_a_file_of_weights(backend, drafter, folders, plain):
     assert texts(backend, line_of(folders, drafter)) == plain

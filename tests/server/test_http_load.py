@@ -115,7 +115,7 @@ def _cached(server: Server, user: str | None) -> int:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(x, marks=pytest.mark.matrix) if x == "jax" else x for x in SERVERS],
+    params=[x if x == "torch" else pytest.param(x, marks=pytest.mark.matrix) for x in SERVERS],
 )
 def command(request, folder) -> list[str]:
     return ["-m", SERVERS[request.param], "--port", "0", "--model-path", str(folder)]

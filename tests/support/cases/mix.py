@@ -225,9 +225,6 @@ CASES = {
         ),
         "one row, one position a page": partial(prompt_case, [(40, 41), (76, 77)], page=1),
         "questions": partial(prompt_case, [(70, 134), (16, 17), (0, 30)], draft_from=(40, 0, 0)),
-        "half precision, a question": partial(
-            prompt_case, [(300, 364), (90, 101)], heads=(8, 2), D=64, page=64, half=True
-        ),
         "blocks": partial(block_case, None, False, [60, 109, 31], [0, 100, 31]),
         "blocks of windows": partial(block_case, 12, True, [60, 109, 31], [0, 100, 10]),
     }.items()
