@@ -312,6 +312,7 @@ def tokenizer() -> FastTokenizer:
     return FastTokenizer.from_file(str(DEMO / "tokenizer.json"))
 
 
+@pytest.mark.matrix
 def test_training_the_tokenizer_again_writes_the_same_bytes(tmp_path):
     demo_tokenizer.write(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -214,7 +214,7 @@ SHARED = MixTiles(
     ("name", "span", "most_parts", "cut"),
     [
         ("trees", 64, 64, {"programs": 1, "splits": 1}),
-        ("trees", 128, 64, {"splits": 2}),
+        slow("trees", 128, 64, {"splits": 2}),
         ("trees", 64, 2, {"programs": 3, "splits": 1}),
         slow("wide windows", 64, 64, {"lanes": 16, "programs": 64, "splits": 1}),
         slow("gate, part of the heads turned", 64, 64, {"placed": True}),
