@@ -23,7 +23,7 @@ from typing import Any
 import msgpack
 
 from shared.engine.checks import RequestLimits
-from shared.engine.request import Event, FinishReason, SamplingParams, StepTrace
+from shared.engine.request import Event, FinishReason, Request, SamplingParams, StepTrace
 from shared.models.sampling import SamplingDefaults
 from shared.options.observing import ObservingOptions
 
@@ -147,3 +147,22 @@ def sampling_from_fields(fields: dict[str, Any], seed32: int) -> SamplingParams:
     """The inverse of `sampling_to_fields`, with the seed of one choice."""
     stops = tuple(fields["stop_token_ids"])
     return SamplingParams(**{**fields, "seed32": seed32, "stop_token_ids": stops})
+
+
+def requests_of(
+    prompt: list[int],
+    sampling: dict[str, Any],
+    choices: list[list[int]],
+    tenant: str,
+    priority: int,
+) -> Iterator[Request]:
+    """The requests of an `add`, one a choice."""
+    tokens = tuple(prompt)
+    for request_id, seed32 in choices:
+        yield Request(
+            request_id=request_id,
+            prompt=tokens,
+            sampling=sampling_from_fields(sampling, seed32),
+            tenant=tenant,
+            priority=priority,
+        )

@@ -30,7 +30,7 @@ from shared.process.frames import (
     ModelFacts,
     event_to_row,
     pack,
-    sampling_from_fields,
+    requests_of,
 )
 from shared.process.grammars import Grammars
 from shared.process.logs import log
@@ -285,23 +285,8 @@ class _Loop:
         if events:
             self._link.send(["step", [event_to_row(event) for event in events]])
 
-    def _add(
-        self,
-        prompt: list[int],
-        sampling: dict[str, Any],
-        choices: list[list[int]],
-        tenant: str,
-        priority: int,
-    ) -> None:
-        tokens = tuple(prompt)
-        for request_id, seed32 in choices:
-            request = Request(
-                request_id=request_id,
-                prompt=tokens,
-                sampling=sampling_from_fields(sampling, seed32),
-                tenant=tenant,
-                priority=priority,
-            )
+    def _add(self, *fields: Any) -> None:
+        for request in requests_of(*fields):
             if self._grammars is not None and request.sampling.grammar is not None:
                 self._grammars.ask(request)
             else:

@@ -11,14 +11,13 @@ import httpx
 
 from shared.engine.checks import RequestLimits
 from shared.engine.engine import Engine
-from shared.engine.request import Request
 from shared.models.sampling import SamplingDefaults
 from shared.process.frames import (
     FrameReader,
     ModelFacts,
     event_to_row,
     pack,
-    sampling_from_fields,
+    requests_of,
 )
 from shared.server.app import make_apps
 from shared.server.engine_client import RECEIVE_BYTES, EngineClient
@@ -114,20 +113,6 @@ class _Steps:
             for kind, *fields in frames.feed(received):
                 self._handlers[kind](*fields)
 
-    def _add(
-        self,
-        prompt: list[int],
-        sampling: dict[str, Any],
-        choices: list[list[int]],
-        tenant: str,
-        priority: int,
-    ) -> None:
-        for request_id, seed32 in choices:
-            request = Request(
-                request_id=request_id,
-                prompt=tuple(prompt),
-                sampling=sampling_from_fields(sampling, seed32),
-                tenant=tenant,
-                priority=priority,
-            )
+    def _add(self, *fields: Any) -> None:
+        for request in requests_of(*fields):
             self._engine.add(request)
