@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from shared.engine.grammar import Constraint
 from shared.engine.request import Refusal, Request
-from shared.text.grammar import CompiledGrammar, Compiler, GrammarRefused
+from shared.text.worker import WorkRefused
+
+if TYPE_CHECKING:
+    from shared.text.grammar import CompiledGrammar, Compiler
 
 MAX_KEPT_BYTES = 1 << 26
 """Of compiled grammars, as far as their texts tell (`_cost`)."""
@@ -35,6 +39,17 @@ class Grammars:
         self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
         self._num_bytes = 0
         self._waiting: dict[int, tuple[Request, Future[CompiledGrammar]]] = {}
+
+    @classmethod
+    def of_folder(cls, folder: str, vocab: int) -> Grammars:
+        """Of a checkpoint's tokenizer; a start without grammars does without their library.
+
+        Raises:
+          ValueError: It has no tokenizer.
+        """
+        from shared.text.grammar import Compiler
+
+        return cls(Compiler.of_folder(folder, vocab), vocab)
 
     @property
     def busy(self) -> bool:
@@ -66,7 +81,7 @@ class Grammars:
             del self._waiting[request_id]
             try:
                 self._bind(request, future.result())
-            except GrammarRefused as error:
+            except WorkRefused as error:
                 yield request, Refusal("grammar", str(error))
             else:
                 yield request, None

@@ -62,7 +62,6 @@ from shared.process.profiling import step_seconds
 from shared.process.programs import ProgramCosts, draft_shape
 from shared.process.progress import loading_bar, preparing_bar
 from shared.process.watchdog import NamedSteps, Watchdog
-from shared.text.grammar import Compiler
 from shared.text.tokenizer import Tokenizer
 
 
@@ -115,14 +114,14 @@ class Start:
       draft_files: What drafts, and its files.
       memory: The memory plan, whose options have no open values.
       defaults: How tokens are chosen where a request leaves it open.
-      compiler: Of grammars; None where the start has none.
+      grammars: Compiles those of requests; None where the start has none.
     """
 
     checkpoint: Weights
     draft_files: DraftFiles
     memory: MemoryPlan
     defaults: SamplingDefaults
-    compiler: Compiler | None
+    grammars: Grammars | None
 
     @property
     def num_bytes(self) -> int:
@@ -167,8 +166,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         return loop.EXIT_REFUSED
     index, server = index_of(engine.controller), options.server
     facts = _facts(start, server, listeners)
-    grammars = start.compiler and Grammars(start.compiler, backend.limits.vocab)
-    return loop.run(served, facts, listeners, index, watchdog, server.drain_timeout, grammars)
+    return loop.run(served, facts, listeners, index, watchdog, server.drain_timeout, start.grammars)
 
 
 def _notes(start: Start) -> Iterator[str]:
@@ -252,10 +250,10 @@ def prepare(options: Options, platform: Platform) -> Start:
     theirs = options.server.sampling_defaults == "openai"
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
-    compiler = Compiler.of_folder(folder, model.vocab) if options.engine.has_grammars else None
+    grammars = Grammars.of_folder(folder, model.vocab) if options.engine.has_grammars else None
     memory = plan(options, model, draft_files.drafts, platform.find_device(), platform.costs)
     cache_policy(memory)  # what it refuses is refused before memory is taken
-    return Start(checkpoint, draft_files, memory, defaults, compiler)
+    return Start(checkpoint, draft_files, memory, defaults, grammars)
 
 
 def _refuse_graph_flags(options: Options) -> None:

@@ -274,7 +274,16 @@ def test_only_the_devices_part_of_a_trace_counts():
     assert spans_of_planes(planes) == [("k [8 2 1]", 1.0, 1.5)]
 
 
-NOT_THERE = ("fastapi", "starlette", "uvicorn", "pydantic", "msgspec", "beartype", "httpx")
+NOT_THERE = (
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "pydantic",
+    "msgspec",
+    "beartype",
+    "httpx",
+    "llguidance",
+)
 
 
 def test_the_benches_do_without_the_servers_libraries():
