@@ -97,7 +97,8 @@ class DeltaTiles:
     Attributes:
       columns: Of a state, in a program; all where a state has fewer.
       warps: Of the kernel.
-      commit_columns, commit_warps: The same of `commit`.
+      prepare_warps: Of a launch of its own that prepares rows for the recurrence; 0: there is none.
+      commit_columns, commit_warps: As columns and warps, of `commit`.
     """
 
     sizes: ClassVar = ("nodes", "requests")
@@ -105,12 +106,14 @@ class DeltaTiles:
 
     columns: int
     warps: int
+    prepare_warps: int
     commit_columns: int
     commit_warps: int
 
     def __post_init__(self) -> None:
-        least = {"columns": 16, "warps": 1}
-        _check_powers_of_two(self, least | {f"commit_{name}": x for name, x in least.items()})
+        least = {"columns": 8, "warps": 1}
+        least |= {f"commit_{name}": x for name, x in least.items()}
+        _check_powers_of_two(self, least | {"prepare_warps": 0})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """A gated-delta layer between its two products, and the replay of accepted paths, in Pallas.
 
 A program has some columns of the state of a request and value head. Convolution, norms and gates of
-all nodes are found at once and written; then the recurrence runs from node to node, down the paths
-of a tree anew, so that a node has the bits of plain decoding. The last of a head's programs to
-arrive norms what all have read. Sums over keys are by halves, as `sum_by_halves`.
+all nodes are found at once and written, in a launch of their own if tiles say so; then the
+recurrence runs from node to node, down the paths of a tree anew, so that a node has the bits of
+plain decoding. The last of a head's programs to arrive norms what all have read. Sums over keys are
+by halves, as `sum_by_halves`.
 """
 
 from collections.abc import Sequence
@@ -28,13 +29,17 @@ from kernels.pallas_gpu.delta_rows import (
     unit,
 )
 from kernels.pallas_gpu.heads import early
-from kernels.pallas_gpu.reach import is_in
+from kernels.pallas_gpu.reach import bits_of, is_in, path_to
 from kernels.tiles import DeltaTiles
 
 LEAST = 16
 """Of the sizes of keys and values, which are powers of two."""
 MOST_NODES = 64
 """Of a tree."""
+ROWS = 4
+"""That are normed at once: more would take registers from the recurrence."""
+FIELDS = ("k", "v", "log_decay", "beta")
+"""Of `Kept`, but for the inputs."""
 
 
 def verify(
@@ -86,28 +91,45 @@ def verify(
       the writes.
     """
     (R, (B, N)), (H, K, V) = (len(projected), kept[-1].shape[1:3]), recurrent.shape[2:]
-    advances, columns = len(kept) == 1, min(tiles.columns, V)
-    written = [*kept, arrivals, *([recurrent] if advances else [])]
-    made = (((R, H * V), projected.dtype), ((B, N, H, K), jnp.float32), ((B, N, H, V), jnp.float32))
-    how = {"columns": columns, "eps": eps, "digits": digits, "interpret": interpret}
-    out, *found = pl.pallas_call(
-        partial(_verify_kernel, advances=advances, is_chain=parents is None, **how),
-        grid=(H * (V // columns), B),
-        out_shape=[
-            *(jax.ShapeDtypeStruct(*x) for x in made),
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in written),
-        ],
-        input_output_aliases={11 + number: 3 + number for number in range(len(written))},
-        compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
-        interpret=interpret,
-        name="delta_mix",
-    )(
-        *(projected, conv, a_log, dt_bias, norm, slots if advances else recurrent, window, layer),
-        *(slots, row_starts, slots if parents is None else parents, *written),
-    )
-    _, _, *found = found
-    kept, (arrivals, *new) = found[: len(kept)], found[len(kept) :]
-    return out, new[0] if advances else recurrent, tuple(kept), arrivals
+    advances, of = len(kept) == 1, jax.ShapeDtypeStruct
+    single = partial(of, dtype=jnp.float32)
+    how = {"advances": advances, "eps": eps, "digits": digits, "interpret": interpret}
+
+    def launch(columns, warps, reads, makes, writes):
+        """What a kernel makes and has written, by name."""
+        names = (*reads, *writes, *makes, *writes)  # a name's last place counts
+        does = {"prepares": "inputs" in writes, "recurs": "arrivals" in writes}
+        kernel = partial(_verify_kernel, columns=columns, **does, **how)
+        found = pl.pallas_call(
+            lambda *refs: kernel(dict(zip(names, refs, strict=True))),
+            grid=(H * (V // columns), B),
+            out_shape=[*makes.values(), *(of(x.shape, x.dtype) for x in writes.values())],
+            input_output_aliases={len(reads) + i: len(makes) + i for i in range(len(writes))},
+            compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=1),
+            interpret=interpret,
+            name="delta_mix" if "out" in makes else "delta_nodes",
+        )(*reads.values(), *writes.values())
+        return dict(zip((*makes, *writes), found, strict=True))
+
+    reads = {"projected": projected, "conv": conv, "a_log": a_log, "dt_bias": dt_bias, "norm": norm}
+    reads |= {"window": window, "layer": layer, "slots": slots, "starts": row_starts}
+    reads |= {} if parents is None else {"parents": parents}
+    rows, results = {"q": single((B, N, H, K))}, {"read": single((B, N, H, V))}
+    results["out"] = of((R, H * V), projected.dtype)
+    fields = dict(zip(FIELDS, kept[:-1], strict=not advances))
+    written, counted = fields | {"inputs": kept[-1]}, {"arrivals": arrivals}
+    (counted if advances else reads)["state"] = recurrent
+    main = (min(tiles.columns, V), tiles.warps)
+    if tiles.prepare_warps:
+        if advances:
+            rows |= {"k": single((1, B, N, H, K)), "v": single((1, B, N, H, V))}
+            rows |= dict.fromkeys(FIELDS[2:], single((1, B, N, H)))
+        done = launch(V, tiles.prepare_warps, reads, rows, written)
+        done |= launch(*main, reads | done, results, counted)
+    else:
+        done = launch(*main, reads, rows | results, written | counted)
+    kept = tuple(done[name] for name in (*fields, "inputs"))
+    return done["out"], done.get("state", recurrent), kept, done["arrivals"]
 
 
 def commit(
@@ -158,48 +180,41 @@ def commit(
     )
 
 
-def _verify_kernel(
-    projected_ref, conv_ref, a_log_ref, dt_bias_ref, norm_ref, state_ref, window_ref, layer_ref,
-    slots_ref, starts_ref, parents_ref, *refs, columns, advances, is_chain, eps, digits, interpret,
-):  # fmt: skip
-    """One program per columns of a value head, and request."""
-    out_ref, q_ref, read_ref, *kept_refs = refs[(len(refs) - 3) // 2 :]
-    if advances:
-        state_ref = kept_refs.pop()
-    *kept_refs, arrivals_ref = kept_refs
-    N, C, (H, K, V) = kept_refs[-1].shape[2], window_ref.shape[3], state_ref.shape[2:]
-    parts = V // columns
+def _verify_kernel(refs, *, columns, prepares, recurs, advances, eps, digits, interpret):
+    """One program per columns of a value head, and request: what it prepares, what recurs, or both.
+
+    Whatever a program reads again it has written itself, or a launch before has.
+    """
+    (_, N, H, K), V = refs["q"].shape, refs["norm"].shape[-1]
+    parts, rows = V // columns, min(pl.next_power_of_2(N), ROWS)
     head, part = lax.div(pl.program_id(0), parts), lax.rem(pl.program_id(0), parts)
-    request, layer = pl.program_id(1), layer_ref[0]
-    nodes, key_heads = pl.next_power_of_2(N), (C - H * V) // (2 * K)
-    group = H // key_heads
-    key_head = lax.div(head, group)
-    slot, start, stop = slots_ref[request], starts_ref[request], starts_ref[request + 1]
-    count = jnp.minimum(stop - start, N)
+    request, layer, starts_ref = pl.program_id(1), refs["layer"][0], refs["starts"]
+    start, slot = starts_ref[request], refs["slots"][request]
+    count = jnp.minimum(starts_ref[request + 1] - start, N)
+    is_only = prepares and recurs and (advances or N == 1)
+    keeps = not (advances and recurs)
+    first_gate = refs["window"].shape[3]
+    # Of plain decoding the fields are of one layer.
+    own, column = 0 if advances else layer, part * columns + lax.iota(jnp.int32, columns)
+    fields = [refs.get(name) for name in FIELDS]
 
-    @pl.when(part == 0)
-    def _():
-        clear_padding(starts_ref, out_ref, head, request, 1, V, programs=1)
-
-    @pl.when(count > 0)
-    def _():
-        node = early(lax.iota(jnp.int32, nodes), interpret)
-        key, own = lax.iota(jnp.int32, K), lax.iota(jnp.int32, columns)
-        column = part * columns + own
-        is_node = node < count
-        keep = is_node[:, None]
-        row = start + jnp.where(is_node, node, 0)
-        sources = (projected_ref, window_ref, conv_ref, layer, slot, start, count)
-        places = _places(node, count, None if is_chain else parents_ref, request)
-        *fields, inputs_ref = kept_refs
+    def prepare():
+        """Every node's q, k, v and gates; what was before the convolution is kept."""
+        node = early(lax.iota(jnp.int32, pl.next_power_of_2(N)), interpret)
+        key, is_node = lax.iota(jnp.int32, K), node < count
+        keep, row = is_node[:, None], start + jnp.where(is_node, node, 0)
+        sources = (*(refs[x] for x in ("projected", "window", "conv")), layer, slot, start, count)
+        places = _places(node, count, refs.get("parents"), request)
+        key_heads = (first_gate - H * V) // (2 * K)
+        group = H // key_heads
+        key_head = lax.div(head, group)
         at, keeps_key = (request, node[:, None]), (lax.rem(head, group) == 0) & (part == 0)
-        is_only = advances or nodes == 1
 
         def convolve(first, lanes, is_kept=None):
-            """The rows of some channels after their convolution; what was before it is kept."""
             channel = (first + lanes)[None, :]
             raw, x = convolved(sources, places, channel)
-            keep_raw = partial(pltriton.store, inputs_ref.at[(layer, *at, channel)], raw, mask=keep)
+            to = refs["inputs"].at[(layer, *at, channel)]
+            keep_raw = partial(pltriton.store, to, raw, mask=keep)
             keep_raw() if is_kept is None else pl.when(is_kept)(keep_raw)
             return x
 
@@ -207,55 +222,71 @@ def _verify_kernel(
         # registers.
         q = unit(convolve(key_head * K, key, keeps_key), digits) * (K**-0.5)
         if not is_only:
-            pltriton.store(q_ref.at[(*at, head, key[None, :])], q, mask=keep)
+            pltriton.store(refs["q"].at[(*at, head, key[None, :])], q, mask=keep)
         k = unit(convolve((key_heads + key_head) * K, key, keeps_key), digits)
-        if not advances:
-            pltriton.store(fields[0].at[(layer, *at, head, key[None, :])], k, mask=keep)
-        first_value = 2 * key_heads * K + head * V + part * columns
-        v = convolve(first_value, own)
-        b, a = (pltriton.load(projected_ref.at[row, C + H * V + each + head]) for each in (0, H))
-        heads = (of_layer(ref, 1, layer, head) for ref in (a_log_ref, dt_bias_ref))
+        if keeps:
+            pltriton.store(fields[0].at[(own, *at, head, key[None, :])], k, mask=keep)
+        v = convolve(2 * key_heads * K + head * V, column)
+        gate = first_gate + H * V + head
+        b, a = (pltriton.load(refs["projected"].at[row, gate + each]) for each in (0, H))
+        heads = (of_layer(refs[name], 1, layer, head) for name in ("a_log", "dt_bias"))
         log_decay, beta = gates(b, a, *heads)
-        if not advances:
-            pltriton.store(fields[1].at[(layer, *at, head, column[None, :])], v, mask=keep)
+        if keeps:
+            pltriton.store(fields[1].at[(own, *at, head, column[None, :])], v, mask=keep)
             for ref, x in zip(fields[2:], (log_decay, beta), strict=True):
-                pltriton.store(ref.at[layer, request, node, head], x, mask=is_node)
+                pltriton.store(ref.at[own, request, node, head], x, mask=is_node)
+        return [_first(x, node) for x in (q, k, v, log_decay, beta)] if is_only else None
 
-        state_at = state_ref.at[layer, slot, head, :, pl.ds(part * columns, columns)]
+    def recur(prepared):
+        """The state from node to node, and what each node reads from it."""
+        span = pl.ds(part * columns, columns)
+        state_at = refs["state"].at[layer, slot, head, :, span]
         if is_only:
-            state = _advanced(state_at[...], *(_first(x, node) for x in (k, v, log_decay, beta)))
-            read = sum_by_halves(state * _first(q, node)[:, None])
-            read_ref[request, 0, head, pl.ds(part * columns, columns)] = read
-            if advances:
-                state_at[...] = state
+            q, *given = prepared
+            state = _advanced(state_at[...], *given)
+            refs["read"][request, 0, head, span] = sum_by_halves(state * q[:, None])
         else:
-            _barrier(interpret)  # other threads read them than wrote them
-            given = (q_ref, *fields, read_ref)
-            visit = partial(_visit, given, (layer, request, head, part * columns, columns))
-            if is_chain:
-                lax.fori_loop(0, count, visit, state_at[...])
+            if prepares:
+                _barrier(interpret)  # other threads read them than wrote them
+            given = (refs["q"], *fields, refs["read"])
+            visit = partial(_visit, given, (own, request, head, part * columns, columns))
+            if "parents" in refs:
+                _walk(visit, state_at, refs["parents"], request, count)
             else:
-                _walk(visit, state_at, parents_ref, request, node, count)
+                state = lax.fori_loop(0, count, visit, state_at[...])
+        if advances:
+            state_at[...] = state
         _barrier(interpret)
 
-        def finish():
-            column = lax.iota(jnp.int32, V)[None, :]
-            out = pltriton.load(read_ref.at[(*at, head, column)], mask=keep, other=0.0)
-            z = pltriton.load(projected_ref.at[row[:, None], C + head * V + column])
-            out = gated_norm(out, z, of_layer(norm_ref, 1, layer, column), eps, digits)
-            # A node that is not written gets a row outside, for the interpreter.
-            to = jnp.where(is_node, row, out_ref.shape[0])[:, None]
-            pltriton.store(out_ref.at[to, head * V + column], out.astype(out_ref.dtype), mask=keep)
+    def finish(some, carry):
+        """Norms and gates what some of a head's nodes have read."""
+        node, column = some * rows + lax.iota(jnp.int32, rows), lax.iota(jnp.int32, V)[None, :]
+        keep, row = (node < count)[:, None], start + jnp.where(node < count, node, 0)
+        read_at = refs["read"].at[request, node[:, None], head, column]
+        out = pltriton.load(read_at, mask=keep, other=0.0)
+        z = pltriton.load(refs["projected"].at[row[:, None], first_gate + head * V + column])
+        out = gated_norm(out, z, of_layer(refs["norm"], 1, layer, column), eps, digits)
+        # A node that is not written gets a row outside, for the interpreter.
+        to = refs["out"].at[jnp.where(keep, row[:, None], len(refs["out"])), head * V + column]
+        pltriton.store(to, out.astype(refs["out"].dtype), mask=keep)
+        return carry
 
-        if parts == 1:
-            finish()
-        else:
-            arrived = pltriton.atomic_add(arrivals_ref, (request, head), jnp.int32(1))
+    if recurs:
+        clear = partial(clear_padding, starts_ref, refs["out"], head, request, 1, V, programs=1)
+        pl.when(part == 0)(clear)
 
-            @pl.when(arrived == parts - 1)
-            def _():
-                arrivals_ref[request, head] = 0
-                finish()
+    @pl.when(count > 0)
+    def _():
+        prepared = prepare() if prepares else None
+        if not recurs:
+            return
+        recur(prepared)
+        arrived = pltriton.atomic_add(refs["arrivals"], (request, head), jnp.int32(1))
+
+        @pl.when(arrived == parts - 1)
+        def _():
+            refs["arrivals"][request, head] = 0
+            lax.fori_loop(0, lax.div(count + rows - 1, rows), finish, 0)
 
 
 def _first(x, node):
@@ -269,14 +300,15 @@ def _barrier(interpret):
         pltriton.debug_barrier()
 
 
-def _walk(visit, state_at, parents_ref, request, node, count):
+def _walk(visit, state_at, parents_ref, request, count):
     """Runs from the old state down to each node that has leaves for children, and visits those."""
+    node = lax.iota(jnp.int32, pl.next_power_of_2(parents_ref.shape[1]))
     is_child = (node > 0) & (node < count)
     parent = pltriton.load(parents_ref.at[request, node], mask=is_child, other=-1)
     is_leaf = jnp.max((parent[:, None] == node[None, :]).astype(jnp.int32), axis=0) == 0
 
     def descend(end, leaves):
-        path = _path_to(end, parents_ref, request)
+        path = path_to(end, parents_ref, request)
 
         def visit_if(nodes, i, state):
             return lax.cond(is_in(*nodes, i, len(node)), visit, lambda _, x: x, i, state)
@@ -289,30 +321,12 @@ def _walk(visit, state_at, parents_ref, request, node, count):
         lax.fori_loop(end + 1, count, visit_leaf, state)
 
     def look(end, carry):
-        leaves = _bits_of(is_leaf & (parent == end), node)
+        leaves = bits_of(is_leaf & (parent == end), node)
         is_end = ((leaves[0] | leaves[1]) != 0) | (count == 1)
         pl.when(is_end)(lambda: descend(end, leaves))
         return carry
 
     lax.fori_loop(0, count, look, 0)
-
-
-def _bits_of(is_one, node):
-    """Nodes as the bits of two numbers."""
-    bit = jnp.where(is_one, lax.shift_left(jnp.int32(1), node & 31), 0)
-    return tuple(jnp.sum(jnp.where(node >> 5 == high, bit, 0)) for high in (0, 1))
-
-
-def _path_to(leaf, parents_ref, request):
-    """The nodes from the root to a leaf, as the bits of two numbers."""
-
-    def climb(carry):
-        above, low, high = carry
-        bit, is_high = lax.shift_left(jnp.int32(1), above & 31), above >> 5
-        return parents_ref[request, above], low | bit * (1 - is_high), high | bit * is_high
-
-    above_root = lambda carry: carry[0] > 0  # noqa: E731
-    return lax.while_loop(above_root, climb, (leaf, jnp.int32(1), jnp.int32(0)))[1:]
 
 
 def _places(node, count, parents_ref, request):

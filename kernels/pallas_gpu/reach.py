@@ -107,3 +107,21 @@ def is_in(low, high, node, nodes):
     bits = jnp.where(node < 32, low, high) if nodes > 32 else low
     is_set = lax.shift_right_arithmetic(bits, node & 31) & 1
     return (is_set != 0) & (node >= 0) & (node < nodes)
+
+
+def bits_of(is_one, node):
+    """Nodes as the bits of two numbers."""
+    bit = jnp.where(is_one, lax.shift_left(jnp.int32(1), node & 31), 0)
+    return tuple(jnp.sum(jnp.where(node >> 5 == high, bit, 0)) for high in (0, 1))
+
+
+def path_to(leaf, parents_ref, request):
+    """The nodes from the root to a leaf, as the bits of two numbers."""
+
+    def climb(carry):
+        above, low, high = carry
+        bit, is_high = lax.shift_left(jnp.int32(1), above & 31), above >> 5
+        return parents_ref[request, above], low | bit * (1 - is_high), high | bit * is_high
+
+    above_root = lambda carry: carry[0] > 0  # noqa: E731
+    return lax.while_loop(above_root, climb, (leaf, jnp.int32(1), jnp.int32(0)))[1:]

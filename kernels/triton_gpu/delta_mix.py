@@ -1,9 +1,10 @@
 """A gated-delta layer between its two products, and the replay of accepted paths, in Triton.
 
 A program has some columns of the state of a request and value head. Convolution, norms and gates of
-all nodes are found at once and written; then the recurrence runs from node to node, down the paths
-of a tree anew, so that a node has the bits of plain decoding. The last of a head's programs to
-arrive norms what all have read. Sums over keys are by halves, as `sum_by_halves`.
+all nodes are found at once and written, in a launch of their own if tiles say so; then the
+recurrence runs from node to node, down the paths of a tree anew, so that a node has the bits of
+plain decoding. The last of a head's programs to arrive norms what all have read. Sums over keys are
+by halves, as `sum_by_halves`.
 """
 
 from collections.abc import Sequence
@@ -31,6 +32,8 @@ LEAST = 16
 """Of the sizes of keys and values, which are powers of two."""
 MOST_NODES = 64
 """Of a tree."""
+ROWS = 4
+"""That are normed at once: more would take registers from the recurrence."""
 
 
 def verify(
@@ -79,23 +82,32 @@ def verify(
     out = projected.new_empty((R, H * V))
     q, read = recurrent.new_empty((B, N, H, K)), recurrent.new_empty((B, N, H, V))
     advances, columns = not fields, min(tiles.columns, V)
-    _verify_kernel[(H * (V // columns), B)](
-        *(projected, conv, a_log, dt_bias, norm, recurrent[layer], window[layer]),
-        *(slots, row_starts, trees, q, *(fields or [inputs] * 4), inputs, read, arrivals, out),
-        *(R, B, eps),
-        N=N,
-        H=H,
-        K=K,
-        V=V,
-        C=C,
-        nodes=triton.next_power_of_2(N),
-        columns=columns,
-        is_chain=parents is None,
-        advances=advances,
-        digits=digits,
-        num_warps=tiles.warps,
-        **launching(projected),
-    )
+    launches = [(columns, tiles.warps, True, True)]
+    if tiles.prepare_warps:
+        launches = [(V, tiles.prepare_warps, True, False), (columns, tiles.warps, False, True)]
+        if advances:
+            fields = [recurrent.new_empty(B * H * size) for size in (K, V, 1, 1)]
+    for columns, warps, prepares, recurs in launches:
+        _verify_kernel[(H * (V // columns), B)](
+            *(projected, conv, a_log, dt_bias, norm, recurrent[layer], window[layer]),
+            *(slots, row_starts, trees, q, *(fields or [inputs] * 4), inputs, read, arrivals, out),
+            *(R, B, eps),
+            N=N,
+            H=H,
+            K=K,
+            V=V,
+            C=C,
+            nodes=triton.next_power_of_2(N),
+            rows=min(triton.next_power_of_2(N), ROWS),
+            columns=columns,
+            is_chain=parents is None,
+            advances=advances,
+            prepares=prepares,
+            recurs=recurs,
+            digits=digits,
+            num_warps=warps,
+            **launching(projected),
+        )
     return out
 
 
@@ -158,11 +170,14 @@ def _verify_kernel(
     projected_at, conv_at, a_log_at, dt_bias_at, norm_at, state_at, window_at, slots_at, starts_at,
     parents_at, q_at, k_at, v_at, log_decay_at, beta_at, inputs_at, read_at, arrivals_at, out_at,
     num_rows, num_requests, eps, N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-    V: tl.constexpr, C: tl.constexpr, nodes: tl.constexpr, columns: tl.constexpr,
-    is_chain: tl.constexpr, advances: tl.constexpr, digits: tl.constexpr,
-    is_launched: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, nodes: tl.constexpr, rows: tl.constexpr,
+    columns: tl.constexpr, is_chain: tl.constexpr, advances: tl.constexpr, prepares: tl.constexpr,
+    recurs: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per columns of a value head, and request."""
+    """One program per columns of a value head, and request: what it prepares, what recurs, or both.
+
+    Whatever a program reads again it has written itself, or a launch before has.
+    """
     key_heads: tl.constexpr = (C - H * V) // (2 * K)
     width: tl.constexpr = C + H * V + 2 * H
     parts: tl.constexpr = V // columns
@@ -174,13 +189,14 @@ def _verify_kernel(
     state_at += (slot * H + head) * (K * V) + key[:, None] * V + column[None, :]
     window_at += slot * (WINDOW * C)
     count = tl.minimum(stop - start, N)
-    is_only: tl.constexpr = advances or nodes == 1
-    if is_only:
+    is_only: tl.constexpr = prepares and recurs and (advances or nodes == 1)
+    is_early: tl.constexpr = is_only or (recurs and is_chain and not prepares)
+    if is_early:
         state = tl.load(state_at)  # no kernel that may still run writes it
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
-    if part == 0:
+    if recurs and part == 0:
         padding = tl.load(starts_at + num_requests) + request
         clear_padding(padding, out_at, num_rows, num_requests, head, 1, H, V)
     if count == 0:
@@ -190,34 +206,38 @@ def _verify_kernel(
     row = start + tl.where(is_node, node, 0)
     rows_at = projected_at + row.to(tl.int64) * width
     parents_at += request * N
-    sources = (projected_at + start.to(tl.int64) * width, window_at, conv_at, count)
-    places = _places(node, count, parents_at, is_chain)
     kept, is_one = (request * N + node).to(tl.int64), is_node[:, None]
     at = kept * H + head
-    inputs_at += kept[:, None] * C
-    keeps_key = (head % (H // key_heads) == 0) & (part == 0)
-    # Each of a head's programs writes all that it reads again; done with one, it needs registers.
-    raw, q = convolved(sources, places, key_head * K, K, C, width)
-    if keeps_key:
-        tl.store(inputs_at + key_head * K + key[None, :], raw, mask=is_one)
-    q = unit(q, digits) * (K**-0.5)
-    if not is_only:
-        tl.store(q_at + at[:, None] * K + key[None, :], q, mask=is_one)
-    raw, k = convolved(sources, places, (key_heads + key_head) * K, K, C, width)
-    if keeps_key:
-        tl.store(inputs_at + (key_heads + key_head) * K + key[None, :], raw, mask=is_one)
-    k = unit(k, digits)
-    if not advances:
-        tl.store(k_at + at[:, None] * K + key[None, :], k, mask=is_one)
-    first_value = 2 * key_heads * K + head * V + part * columns
-    raw, v = convolved(sources, places, first_value, columns, C, width)
-    tl.store(inputs_at + first_value + tl.arange(0, columns)[None, :], raw, mask=is_one)
-    b, a = tl.load(rows_at + (C + H * V + head)), tl.load(rows_at + (C + H * V + H + head))
-    log_decay, beta = gates(b, a, tl.load(a_log_at + head), tl.load(dt_bias_at + head))
-    if not advances:
-        tl.store(v_at + at[:, None] * V + column[None, :], v, mask=is_one)
-        tl.store(log_decay_at + at, log_decay, mask=is_node)
-        tl.store(beta_at + at, beta, mask=is_node)
+    if prepares:
+        sources = (projected_at + start.to(tl.int64) * width, window_at, conv_at, count)
+        places = _places(node, count, parents_at, is_chain)
+        inputs_at += kept[:, None] * C
+        keeps_key = (head % (H // key_heads) == 0) & (part == 0)
+        # Each of a head's programs writes all that it reads again; done with one, it needs
+        # registers.
+        raw, q = convolved(sources, places, key_head * K, K, C, width)
+        if keeps_key:
+            tl.store(inputs_at + key_head * K + key[None, :], raw, mask=is_one)
+        q = unit(q, digits) * (K**-0.5)
+        if not is_only:
+            tl.store(q_at + at[:, None] * K + key[None, :], q, mask=is_one)
+        raw, k = convolved(sources, places, (key_heads + key_head) * K, K, C, width)
+        if keeps_key:
+            tl.store(inputs_at + (key_heads + key_head) * K + key[None, :], raw, mask=is_one)
+        k = unit(k, digits)
+        if not (advances and recurs):
+            tl.store(k_at + at[:, None] * K + key[None, :], k, mask=is_one)
+        first_value = 2 * key_heads * K + head * V + part * columns
+        raw, v = convolved(sources, places, first_value, columns, C, width)
+        tl.store(inputs_at + first_value + tl.arange(0, columns)[None, :], raw, mask=is_one)
+        b, a = tl.load(rows_at + (C + H * V + head)), tl.load(rows_at + (C + H * V + H + head))
+        log_decay, beta = gates(b, a, tl.load(a_log_at + head), tl.load(dt_bias_at + head))
+        if not (advances and recurs):
+            tl.store(v_at + at[:, None] * V + column[None, :], v, mask=is_one)
+            tl.store(log_decay_at + at, log_decay, mask=is_node)
+            tl.store(beta_at + at, beta, mask=is_node)
+    if not recurs:
+        return
 
     # What a program has of a node lies this many places after that of the one before.
     first = (request * N).to(tl.int64) * H + head
@@ -228,11 +248,13 @@ def _verify_kernel(
         state = _advanced(state, key_of, v_of, _first(log_decay, is_first), _first(beta, is_first))
         tl.store(read_to, sum_by_halves(state * _first(q, is_first[:, None])[:, None]))
     else:
-        tl.debug_barrier()  # other threads read them than wrote them
+        if prepares:
+            tl.debug_barrier()  # other threads read them than wrote them
         keys, values = first * K + key, first * V + column
         given = (q_at + keys, k_at + keys, v_at + values, log_decay_at + first, beta_at + first)
         if is_chain:
-            state = tl.load(state_at)
+            if not is_early:
+                state = tl.load(state_at)
             for i in range(0, count):
                 state = _visit(state, given, read_to, i, H, K, V)
         else:
@@ -245,12 +267,26 @@ def _verify_kernel(
         if tl.atomic_add(counter, 1, sem="acq_rel") < parts - 1:
             return
         tl.store(counter, 0)
-    column = tl.arange(0, V)[None, :]
-    out = tl.load(read_at + at[:, None] * V + column, mask=is_one, other=0.0)
-    z = tl.load(rows_at[:, None] + (C + head * V) + column)
-    out = gated_norm(out, z, tl.load(norm_at + column), eps, digits)
-    at = out_at + (row.to(tl.int64) * H + head)[:, None] * V + column
-    tl.store(at, out.to(out_at.dtype.element_ty), mask=is_one)
+    given = (read_at + first * V, projected_at, norm_at, out_at + head * V, start, count)
+    _finish(given, C + head * V, eps, width, H, V, rows, digits)
+
+
+@triton.jit
+def _finish(
+    given, first_gate, eps, width: tl.constexpr, H: tl.constexpr, V: tl.constexpr,
+    rows: tl.constexpr, digits: tl.constexpr,
+):  # fmt: skip
+    """Norms and gates what a head's nodes have read, some at once."""
+    read_at, projected_at, norm_at, out_at, start, count = given
+    column, weight = tl.arange(0, V)[None, :], tl.load(norm_at + tl.arange(0, V))[None, :]
+    for some in range(0, count, rows):
+        node = (some + tl.arange(0, rows)).to(tl.int64)[:, None]
+        is_node = node < count
+        out = tl.load(read_at + node * (H * V) + column, mask=is_node, other=0.0)
+        row = start + node
+        z = tl.load(projected_at + row * width + first_gate + column, mask=is_node, other=0.0)
+        out = gated_norm(out, z, weight, eps, digits)
+        tl.store(out_at + row * (H * V) + column, out.to(out_at.dtype.element_ty), mask=is_node)
 
 
 @triton.jit

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ from shared.models.config import GatedDeltaConfig
 from shared.spec import mamba_state as spec
 from tests.support.cases.delta_mix import TABLE, arguments
 from tests.support.delta_mix_kernels import (
+    APART,
     CASES,
+    CUT,
     HOW,
     LAYER,
     MIX,
@@ -227,11 +230,19 @@ def sum_by_halves(x: np.ndarray) -> np.ndarray:
 
 
 @each_language
-def test_how_the_work_is_cut_leaves_the_bits_as_they_are(language: str) -> None:
-    name = "chains of up to 4, own keys, in half precision"
-    cut, whole = found(language, name), mix(language, CASES[name], WHOLE)
-    for mine, other in zip((cut.out, *cut.kept), (whole.out, *whole.kept), strict=True):
-        np.testing.assert_array_equal(mine, other)
+@pytest.mark.parametrize(
+    ("name", "tiles"),
+    [
+        ("chains of up to 4, own keys, in half precision", WHOLE),
+        *((name, APART) for name in ("plain decoding", "chains of up to 5", "trees")),
+        ("nodes of one, own keys", APART),
+    ],
+)
+def test_how_the_work_is_cut_leaves_the_bits_as_they_are(name, tiles, language: str) -> None:
+    cut, other = found(language, name), mix(language, CASES[name], tiles)
+    mine, theirs = ((x.out, x.recurrent, *x.kept) for x in (cut, other))
+    for ours, others in zip(mine, theirs, strict=True):
+        np.testing.assert_array_equal(ours, others)
 
 
 @each_language
@@ -306,12 +317,14 @@ def test_pallas_lowers_for_a_gpu(N: int, W: int) -> None:
     states = {name: given[name] for name in ("recurrent", "window")}
     saved = {f"saved_{name}": x for name, x in states.items()}
     path = {"path": jax.ShapeDtypeStruct((2, W), ints), "kept": given["kept"]}
-    programs = [(module.commit, HOW, states | saved | rows | path)]
-    programs += [(module.verify, MIX, given | {"parents": x}) for x in (None, tree)[: 1 + (N > 1)]]
-    for kernel, how, arrays in programs:
+    programs = [(module.commit, HOW, states | saved | rows | path, 1)]
+    for parents, (tiles, launches) in product((None, tree)[: 1 + (N > 1)], ((CUT, 1), (APART, 2))):
+        arrays = given | {"parents": parents}
+        programs.append((module.verify, MIX | {"tiles": tiles}, arrays, launches))
+    for kernel, how, arrays, launches in programs:
         program = jax.jit(partial(kernel, **how)).trace(**arrays)
         lowered = program.lower(lowering_platforms=("cuda",)).as_text()
-        assert lowered.count("__gpu$xla.gpu.triton") == 1
+        assert lowered.count("__gpu$xla.gpu.triton") == launches
 
 
 def test_the_languages_have_one_signature() -> None:

@@ -1,7 +1,7 @@
 """Gated-delta layers and replays by the kernels of both languages, on random requests."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -22,9 +22,10 @@ WEIGHTS = ("conv", "a_log", "dt_bias", "norm")
 SHARED_KEYS = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=32, value_size=16)
 OWN_KEYS = GatedDeltaConfig(num_key_heads=4, num_value_heads=4, key_size=16, value_size=32)
 CUT, WHOLE = (
-    DeltaTiles(columns=columns, warps=2, commit_columns=columns, commit_warps=2)
+    DeltaTiles(columns=columns, warps=2, prepare_warps=0, commit_columns=columns, commit_warps=2)
     for columns in (16, 32)
 )
+APART = replace(CUT, columns=8, warps=1, prepare_warps=4)
 HOW = {"tiles": CUT}
 MIX = HOW | {"eps": EPS, "digits": SQUARES.digits}
 
