@@ -128,7 +128,8 @@ class SimulatedBackend:
             StepResult(
                 tokens=np.ones((B, shape.max_tokens), np.int32), counts=counts.astype(np.int32),
                 failed=zeros, saved=zeros, drafts=trees, parents=trees,
-                num_nodes=nodes.astype(np.int32), logprobs=None, device_seconds=seconds,
+                num_nodes=nodes.astype(np.int32), logprobs=None, scores=None,
+                device_seconds=seconds,
             )
         )  # fmt: skip
 

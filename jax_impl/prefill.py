@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from jax_impl import model
 from jax_impl.device_state import DeviceState, Fields, Plan, start
@@ -10,8 +10,10 @@ from jax_impl.drafters import Fed, Prompts
 from jax_impl.layers import Chunks
 from jax_impl.machine import Machine, logprobs_of, ranking
 from jax_impl.model import Forward
-from jax_impl.ops import draft_tree, mamba_state, sampling, slots
+from jax_impl.ops import draft_tree, logprobs, mamba_state, sampling, slots
 from shared.boundary.backend import Program
+from shared.boundary.buffers import SCORES
+from shared.spec.logprobs import SCORED_ROWS
 
 
 def count_tokens(
@@ -47,15 +49,49 @@ def prefill(
         newest=state.newest.at[plan.slots].set(newest),
         seen=slots.count(state.seen, plan.slots, newest, is_output, is_row),
     )
+    following = _following(prompts, newest)
     if machine.feeds(program):
-        state = _feed_prompts(machine, state, plan, prompts, passed, newest)
+        state = _feed_prompts(machine, state, plan, prompts, passed, following)
     failed = ~chosen.is_finite
     counts = (prompt.ends_prompt & ~failed & is_row).astype(jnp.int32)
     tokens = jnp.where(counts > 0, newest, 0)[:, None]
     found = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
     found |= {"drafts": newest[:, None], "num_nodes": jnp.ones_like(newest)}
     row_of = jnp.arange(len(counts), dtype=jnp.int32)[:, None]
-    return state, found | logprobs_of(machine, plan, program, logits, row_of, tokens, counts)
+    found |= logprobs_of(machine, plan, program, logits, row_of, tokens, counts)
+    return state, found | _scores(machine, program, prompts, passed, following)
+
+
+def _following(prompts: Prompts, newest: Int[jax.Array, " B"]) -> Int[jax.Array, " T"]:
+    """The token after each of the chunks'."""
+    request = prompts.rows.request
+    is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[request + 1]
+    return jnp.where(is_last, newest[request], jnp.roll(prompts.tokens, -1))
+
+
+def _scores(
+    machine: Machine,
+    program: Program,
+    prompts: Prompts,
+    passed: Forward,
+    following: Int[jax.Array, " T"],
+) -> Fields:
+    """What the token after each of the chunks' was to the model; some rows' logits at a time."""
+    if not program.scores:
+        return {}
+    blocks = []
+    for at in range(0, program.tokens, SCORED_ROWS):
+        block = slice(at, at + SCORED_ROWS)
+        logits = model.logits(machine.model, passed.hidden[block])
+        blocks.append(logprobs.scored(logits, following[block], machine.limits.max_scores))
+    parts = map(jnp.concatenate, zip(*blocks, strict=True))
+    return {name: _real(prompts, part) for name, part in zip(SCORES, parts, strict=True)}
+
+
+def _real(prompts: Prompts, values: Shaped[jax.Array, "T ..."]) -> Shaped[jax.Array, "T ..."]:
+    """Zero where there is no token of a chunk."""
+    is_real = prompts.rows.is_real.reshape(-1, *[1] * (values.ndim - 1))
+    return jnp.where(is_real, values, jnp.zeros((), values.dtype))
 
 
 def _count_prompts(
@@ -78,14 +114,12 @@ def _feed_prompts(
     plan: Plan,
     prompts: Prompts,
     passed: Forward,
-    newest: Int[jax.Array, " B"],
+    following: Int[jax.Array, " T"],
 ) -> DeviceState:
     """Extends the drafter over the chunks, each row with the token after it."""
     assert machine.drafter is not None  # there is one to feed
     assert state.draft is not None
     rows, draft_from = prompts.rows, state.draft.draft_from[plan.slots]
-    is_last = jnp.arange(len(prompts.tokens)) + 1 == prompts.row_starts[rows.request + 1]
-    following = jnp.where(is_last, newest[rows.request], jnp.roll(prompts.tokens, -1))
     rows = rows._replace(first=draft_from[rows.request])
     rank = ranking(machine, state, plan, prompts.lengths, machine.limits.max_width, False)
     fed = Fed(rows, prompts.tokens, following, passed, prompts.last)

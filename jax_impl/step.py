@@ -9,6 +9,7 @@ from jax_impl.device_state import DeviceState, Fields, Plan, pack, read_plan
 from jax_impl.machine import Machine
 from jax_impl.prefill import count_tokens, prefill
 from shared.boundary.backend import Program, Work
+from shared.boundary.buffers import SCORES
 
 
 def step(
@@ -31,7 +32,10 @@ def _end(
 ) -> tuple[DeviceState, Int[jax.Array, " out"]]:
     """What every step does last; gives the words of its result."""
     is_row = plan.slots != 0
-    fields = {name: _rows_only(is_row, value) for name, value in fields.items()}
+    fields = {
+        name: value if name in SCORES else _rows_only(is_row, value)
+        for name, value in fields.items()
+    }
     # Nobody resets the sink: without the pin, padding would grow its length for ever.
     state = state._replace(lengths=state.lengths.at[0].set(0))
     return state, pack(fields, program, machine.limits)

@@ -3,17 +3,19 @@
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from shared.boundary.backend import Program
+from shared.boundary.buffers import SCORES
+from shared.spec.logprobs import SCORED_ROWS
 from torch_impl import model
 from torch_impl.device_state import Fields, Plan, start
 from torch_impl.drafters import Fed, Prompts
 from torch_impl.layers import Chunks
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
-from torch_impl.ops import draft_tree, mamba_state, sampling, slots
+from torch_impl.ops import draft_tree, logprobs, mamba_state, sampling, slots
 
 
 def count_tokens(machine: Machine, plan: Plan, program: Program) -> Fields:
@@ -51,15 +53,54 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
         counts=is_row.int(),
         prompt_length=plan.sampling.prompt_length,
     )
+    following = _following(prompts, newest)
     if machine.feeds(program):
-        _feed_prompts(machine, plan, prompts, passed, newest)
+        _feed_prompts(machine, plan, prompts, passed, following)
     failed = ~chosen.is_finite & is_row
     counts = (ends & ~failed & is_row).int()
     emitted = torch.where(counts > 0, newest, 0)[:, None]
     found = {"tokens": emitted, "counts": counts, "failed": failed, "saved": saved}
     found |= {"drafts": newest[:, None], "num_nodes": torch.ones_like(newest)}
     row_of = torch.arange(len(counts), device=counts.device)[:, None]
-    return found | logprobs_of(machine, plan, program, logits, row_of, emitted, counts)
+    found |= logprobs_of(machine, plan, program, logits, row_of, emitted, counts)
+    return found | _scores(machine, program, prompts, passed, following)
+
+
+def _following(prompts: Prompts, newest: Int[Tensor, " B"]) -> Int[Tensor, " T"]:
+    """The token after each of the chunks'."""
+    request = prompts.rows.request
+    is_last = draft_tree.is_last(prompts.row_starts, request)
+    return torch.where(is_last, newest[request], prompts.tokens.roll(-1))
+
+
+def _scores(
+    machine: Machine,
+    program: Program,
+    prompts: Prompts,
+    passed: Forward,
+    following: Int[Tensor, " T"],
+) -> Fields:
+    """What the token after each of the chunks' was to the model; some rows' logits at a time."""
+    if not program.scores:
+        return {}
+    blocks = []
+    for hidden, ids in zip(
+        passed.hidden.split(SCORED_ROWS), following.split(SCORED_ROWS), strict=True
+    ):
+        logits = model.logits(machine.model, hidden)
+        blocks.append(logprobs.scored(logits, ids, machine.limits.max_scores))
+    parts = map(torch.cat, zip(*blocks, strict=True))
+    return {name: _real(program, prompts, part) for name, part in zip(SCORES, parts, strict=True)}
+
+
+def _real(
+    program: Program, prompts: Prompts, values: Shaped[Tensor, "R ..."]
+) -> Shaped[Tensor, "T ..."]:
+    """Zero where there is no token of a chunk; a CPU has no rows past the last one."""
+    is_real = prompts.rows.is_real.view(-1, *[1] * (values.dim() - 1))
+    told = values.new_zeros(program.tokens, *values.shape[1:])
+    told[: len(values)] = torch.where(is_real, values, 0)
+    return told
 
 
 def _read_prompts(
@@ -107,14 +148,12 @@ def _feed_prompts(
     plan: Plan,
     prompts: Prompts,
     passed: Forward,
-    newest: Int[Tensor, " B"],
+    following: Int[Tensor, " T"],
 ) -> None:
     """Extends the drafter over the chunks, each row with the token after it."""
     rows, draft = prompts.rows, machine.state.draft
     assert machine.drafter is not None  # there is one to feed
     assert draft is not None
-    is_last = draft_tree.is_last(prompts.row_starts, rows.request)
-    following = torch.where(is_last, newest[rows.request], prompts.tokens.roll(-1))
     rank = ranking(machine, plan, prompts.lengths, machine.limits.max_width, False)
     fed = Fed(
         rows=replace(rows, first=draft.draft_from[plan.slots][rows.request]),

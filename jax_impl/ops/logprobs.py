@@ -49,3 +49,18 @@ def reported(
         return zeros[:, :, 0], jnp.zeros((B, W, k), jnp.int32), zeros
 
     return when_any(is_told, told, nothing, logits)
+
+
+def scored(
+    logits: Float[jax.Array, "R vocab"], ids: Int[jax.Array, " R"], k: int
+) -> tuple[
+    Float[jax.Array, " R"],
+    Int[jax.Array, " R"],
+    Int[jax.Array, "R k"],
+    Float[jax.Array, "R k"],
+]:
+    """The log-probability and the rank of one token of each row, and both parts of `top`."""
+    own = jnp.take_along_axis(logits, ids[:, None], axis=1)
+    is_before = (logits == own) & (jnp.arange(logits.shape[1]) < ids[:, None])
+    ranks = 1 + ((logits > own) | is_before).sum(axis=1, dtype=jnp.int32)
+    return chosen(logits, ids), ranks, *top(logits, k)

@@ -32,11 +32,12 @@ from math import prod
 from typing import Protocol
 
 import numpy as np
-from jaxtyping import Float32, Int32
+from jaxtyping import Int32
 
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
+from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.sampling import Sampling
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -77,6 +78,7 @@ class Program:
       host_draft: The tree comes with the plan (`HostDraft`), not from the device's drafter.
       mask: Masks of grammars come with the plan (`Mask`).
       logprobs: The result holds logprobs; which rows report them, the plan says.
+      scores: Of a prefill: the result holds the scores of all its tokens.
     """
 
     work: Work
@@ -87,6 +89,7 @@ class Program:
     host_draft: bool
     mask: bool
     logprobs: bool
+    scores: bool = False
 
     @property
     def is_chain(self) -> bool:
@@ -111,7 +114,7 @@ class Program:
         sizes += [f"{self.shape.nodes} nodes"] * (not self.shape.is_plain)
         sizes += [f"{self.shape.rows} verify rows"] * self.shape.shares_rows(self.batch)
         sizes += [f"{self.pages} pages"]
-        flags = ("host_draft", "mask", "logprobs")
+        flags = ("host_draft", "mask", "logprobs", "scores")
         named = [name.replace("_", " ") for name in flags if getattr(self, name)]
         return f"{self.work.value} of {', '.join(sizes + named)}"
 
@@ -128,6 +131,7 @@ class Limits:
       context_length: Most tokens of a request, prompt and output together.
       vocab: Tokens of the target's vocabulary.
       max_stop_ids, max_bias, max_logprobs: Widths M, K of the plan's and the result's fields.
+      max_scores: Width K of a result's scores.
       accept_rule: Which of `shared.spec.acceptance.RULES` accepts drafts; all but "match" are for
         chains.
       accept_rates: Where they are given, drafts are accepted by lot instead, each level's first
@@ -149,6 +153,7 @@ class Limits:
     max_stop_ids: int
     max_bias: int
     max_logprobs: int
+    max_scores: int = 0
     accept_rule: str = "match"
     accept_rates: tuple[float, ...] | None = None
 
@@ -367,15 +372,6 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class Logprobs:
-    """Log softmax of the raw logits, of the chosen tokens and of the best."""
-
-    chosen: Float32[np.ndarray, "B W"]
-    top_ids: Int32[np.ndarray, "B W K"]
-    top_values: Float32[np.ndarray, "B W K"]
-
-
-@dataclass(frozen=True)
 class StepResult:
     """What a step gave.
 
@@ -387,6 +383,8 @@ class StepResult:
       drafts, parents, num_nodes: The draft trees.
       logprobs: Of each emitted token of the rows that report, 0 elsewhere; None where the program
         has none.
+      scores: Row t of the token that follows flat token t of a prefill, be it the newest one; 0 of
+        padding; None where the program has none.
       device_seconds: Time of the step on the device; None where it is unknown (after idling).
     """
 
@@ -398,6 +396,7 @@ class StepResult:
     parents: Int32[np.ndarray, "B N"]
     num_nodes: Int32[np.ndarray, " B"]
     logprobs: Logprobs | None
+    scores: Scores | None
     device_seconds: float | None
 
 

@@ -18,7 +18,6 @@ from shared.boundary.backend import (
     Draft,
     HostDraft,
     Limits,
-    Logprobs,
     Mask,
     Prefill,
     Program,
@@ -27,6 +26,7 @@ from shared.boundary.backend import (
     StepResult,
     Work,
 )
+from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.sampling import Sampling
 
 
@@ -130,7 +130,10 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
 
 @cache
 def result_layout(program: Program, limits: Limits) -> Layout:
-    """Where each field of a result of `program` lies in its array."""
+    """Where each field of a result of `program` lies in its array; `SCORES` are those of `Scores`.
+
+    They alone have a row for each token, and not for each row of the plan.
+    """
     B, N, W, K = program.batch, program.shape.nodes, program.shape.max_tokens, limits.max_logprobs
     ints = [("tokens", (B, W)), ("counts", (B,)), ("failed", (B,)), ("saved", (B,))]
     ints += [("drafts", (B, N)), ("parents", (B, N)), ("num_nodes", (B,))]
@@ -141,7 +144,18 @@ def result_layout(program: Program, limits: Limits) -> Layout:
             ("top_ids", (B, W, K), np.int32),
             ("top_values", (B, W, K), np.float32),
         ]
+    if program.scores:
+        T, K = program.tokens, limits.max_scores
+        arrays += [
+            ("score_chosen", (T,), np.float32),
+            ("score_ranks", (T,), np.int32),
+            ("score_top_ids", (T, K), np.int32),
+            ("score_top_values", (T, K), np.float32),
+        ]
     return _lay_out(arrays)
+
+
+SCORES = tuple(f"score_{name}" for name in Scores._fields)
 
 
 def mask_words(vocab: int) -> int:
@@ -193,7 +207,9 @@ def read_result(
 ) -> StepResult:
     """The result that a backend's one int32 array holds."""
     at = result_layout(program, limits).views(words)
-    logprobs = None
+    logprobs = scores = None
     if program.logprobs:
         logprobs = Logprobs(at.pop("chosen"), at.pop("top_ids"), at.pop("top_values"))
-    return StepResult(**at, logprobs=logprobs, device_seconds=device_seconds)
+    if program.scores:
+        scores = Scores(*map(at.pop, SCORES))
+    return StepResult(**at, logprobs=logprobs, scores=scores, device_seconds=device_seconds)

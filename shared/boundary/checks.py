@@ -21,17 +21,19 @@ def check_limits(limits: Limits, drafts: Drafts, has_mtp: bool) -> None:
     if drafts.with_mtp and not has_mtp:
         raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
     for program in limits.programs:
-        _check_program(program, drafts)
+        _check_program(program, drafts, limits.max_scores)
         if program.shares_rows and limits.accept_rule != "match":
             raise ValueError(
                 f"the accept rule {limits.accept_rule} verifies every draft, fewer does {program}"
             )
 
 
-def _check_program(program: Program, drafts: Drafts) -> None:
+def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
     shape = program.shape
     if program.mask and (program.work is not Work.DECODE or program.drafts_on_device):
         raise ValueError(f"masks are for trees that the host knows, and not for {program}")
+    if program.scores and (program.work is not Work.PREFILL or not most_scores):
+        raise ValueError(f"scores are of prompts, of one token each at least, not of {program}")
     if program.work not in (Work.DECODE, Work.DRAFT):
         return
     if shape.rows < program.batch:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import Blueprint, Limits, Program, Work
 from shared.models.config import ModelConfig
+from shared.spec.logprobs import SCORED_ROWS
 from shared.spec.numerics import ATTENTION
 
 DRAFT_LAW_BYTES = 24
@@ -140,4 +141,6 @@ def _logit_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
         each += rows * DRAFT_LAW_BYTES
     each += rows * program.mask * MASK_BYTES
     each += program.batch * program.shape.max_tokens * program.logprobs * costs.reported
+    # A block of a prompt's rows is scored after another.
+    each += min(program.tokens, SCORED_ROWS) * program.scores * (costs.logit + costs.reported)
     return each * blueprint.limits.vocab

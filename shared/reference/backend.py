@@ -27,7 +27,7 @@ from shared.boundary.backend import (
     StepPlan,
     StepResult,
 )
-from shared.boundary.buffers import read_result, result_layout
+from shared.boundary.buffers import SCORES, read_result, result_layout
 from shared.boundary.checks import check_limits, check_plan, to_prepare
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
@@ -41,6 +41,7 @@ from shared.reference.rows import (
     logprob_fields,
     put,
     roots,
+    score_fields,
     take,
     tree_fields,
 )
@@ -132,14 +133,14 @@ class ReferenceBackend:
             for name, values in self._step(batch, plan).items():
                 at = result_layout(plan.program, self.limits).fields.get(name)
                 if at is not None:  # logprobs, where the program has none
-                    at.view(words)[batch.index] = values
+                    at.view(words)[... if name in SCORES else batch.index] = values
         return read_result(plan.program, self.limits, words, time.perf_counter() - began)
 
     def _step(self, batch: Batch, plan: StepPlan) -> dict[str, np.ndarray]:
         """Does the work; returns the result's fields by name."""
         match plan.work:
             case Prefill():
-                return self._prefill(batch, plan.work)
+                return self._prefill(batch, plan.work, plan.program.scores)
             case Decode():
                 return self._decode(batch, plan.work, plan.mask)
             case Draft():
@@ -175,7 +176,7 @@ class ReferenceBackend:
 
     # Prefill
 
-    def _prefill(self, batch: Batch, work: Prefill) -> dict[str, np.ndarray]:
+    def _prefill(self, batch: Batch, work: Prefill, scores: bool) -> dict[str, np.ndarray]:
         chunks = [work.tokens[work.row_starts[i] : work.row_starts[i + 1]] for i in batch.index]
         first, ends = work.first_positions[batch.index], work.ends_prompt[batch.index] != 0
         passes = [self._prefill_row(batch, b, chunk, first[b]) for b, chunk in enumerate(chunks)]
@@ -200,6 +201,9 @@ class ReferenceBackend:
         told = logprob_fields(
             batch, logits, everyone[:, None], tokens, counts, self.limits.max_logprobs
         )
+        if scores:
+            each = [model.logits(self._weights, read.hidden) for read, _ in passes]
+            told |= score_fields(work, batch.index, each, newest, self.limits.max_scores)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
         return fields_of | tree_fields(roots(newest)) | told
 

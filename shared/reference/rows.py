@@ -1,15 +1,13 @@
 """The rows of a plan and their trees, as the reference backend works with them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Int32, UInt32
 
-from shared.boundary.backend import (
-    Mask,
-    Snapshots,
-    StepPlan,
-)
+from shared.boundary.backend import Mask, Prefill, Snapshots, StepPlan
+from shared.boundary.buffers import SCORES
 from shared.spec import acceptance, logprobs, masks, sampling, slots, verify_rows
 from shared.spec.eagle import Tree
 from shared.spec.mamba_state import DeltaState
@@ -236,3 +234,22 @@ def logprob_fields(
     """As the result names them."""
     told = logprobs.reported(logits, row_of, tokens, counts, batch.reports, k)
     return dict(zip(("chosen", "top_ids", "top_values"), told, strict=True))
+
+
+def score_fields(
+    work: Prefill,
+    index: Int[np.ndarray, " B"],
+    logits: Sequence[Float[np.ndarray, "R vocab"]],
+    newest: Int[np.ndarray, " B"],
+    k: int,
+) -> dict[str, np.ndarray]:
+    """As the result names them: of each row of `index` its chunk's, with the token after each."""
+    T = len(work.tokens)
+    floats, ints = np.zeros((T, 1 + k), np.float32), np.zeros((T, 1 + k), np.int32)
+    for row, own_logits, after in zip(index, logits, newest, strict=True):
+        own = slice(work.row_starts[row], work.row_starts[row + 1])
+        ids = np.append(work.tokens[own][1:], after)
+        chosen, ranks, top_ids, top_values = logprobs.scored(own_logits, ids, k)
+        floats[own] = np.column_stack([chosen, top_values])
+        ints[own] = np.column_stack([ranks, top_ids])
+    return dict(zip(SCORES, (floats[:, 0], ints[:, 0], ints[:, 1:], floats[:, 1:]), strict=True))

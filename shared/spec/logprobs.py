@@ -3,11 +3,41 @@
 They are the raw logits' own: no penalty, bias or filter, and no noise, has touched them.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Float32, Int
 from jaxtyping import Int32 as I32
 
 from shared.spec.sampling import log_softmax, top_candidates
+
+SCORED_ROWS = 128
+"""Rows whose logits a step over prompts has at a time, where all rows are scored."""
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """What a step reports of its B requests' tokens: of the chosen ones, and of the best K."""
+
+    chosen: Float32[np.ndarray, "B W"]
+    top_ids: I32[np.ndarray, "B W K"]
+    top_values: Float32[np.ndarray, "B W K"]
+
+
+class Scores(NamedTuple):
+    """What a text's own tokens were to the model, each by the logits of the token before it.
+
+    Attributes:
+      chosen: The log-probability of the token.
+      ranks: Its place among all tokens, the best first and from 1 on; equal ones by the lower id.
+      top_ids, top_values: The k most likely tokens there, and their log-probabilities.
+    """
+
+    chosen: Float32[np.ndarray, " R"]
+    ranks: I32[np.ndarray, " R"]
+    top_ids: I32[np.ndarray, "R k"]
+    top_values: Float32[np.ndarray, "R k"]
 
 
 def chosen(
@@ -54,3 +84,18 @@ def reported(
         np.where(is_top, ids.reshape(B, W, k), 0),
         np.where(is_top, values.reshape(B, W, k), 0),
     )
+
+
+def scored(
+    logits: Float[np.ndarray, "R vocab"], ids: Int[np.ndarray, " R"], k: int
+) -> tuple[
+    Float[np.ndarray, " R"],
+    I32[np.ndarray, " R"],
+    I32[np.ndarray, "R k"],
+    Float[np.ndarray, "R k"],
+]:
+    """The fields of `Scores`, of one token for each row of logits."""
+    own = np.take_along_axis(logits, ids[:, None], axis=1)
+    is_before = (logits == own) & (np.arange(logits.shape[1]) < ids[:, None])
+    ranks = 1 + ((logits > own) | is_before).sum(axis=1, dtype=np.int32)
+    return chosen(logits, ids), ranks, *top(logits, k)

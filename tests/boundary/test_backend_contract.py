@@ -324,6 +324,30 @@ def test_a_step_reports_nothing_where_no_row_asks(host, shape):
         assert not any(part.any() for part in vars(silent.logprobs).values())
 
 
+def test_scores_of_a_prompt_are_those_its_tokens_have_as_an_answer(host):
+    """Beside another prompt, and where the token after a chunk's last is of the next chunk."""
+    tokens = prompt(1, 20)
+    request = host.request(tokens, logprobs=2)
+    steps = [host.prefill(request), *(host.decode(request, shape=CHAIN) for _ in range(12))]
+    text = [token for step in steps for token in emitted(step, 0)]
+    told = [(step.logprobs, w) for step in steps for w in range(step.counts[0])]
+    both, other = host.request([*tokens, *text]), host.request(prompt(22, 7))
+    beside = host.prefill(other, Chunk(both, 0, 17)).scores
+    alone = host.prefill(Chunk(both, 17, len(both.prompt))).scores
+    chosen, ranks, ids, values = (
+        np.concatenate([one[7 : 7 + 17], two[: len(text) + 3]])
+        for one, two in zip(beside, alone, strict=True)
+    )
+    assert (ranks[19:-1] == 1).all(), "the text was greedy"
+    assert ids[19:-1, 0].tolist() == text
+    for row, (logprobs, w) in enumerate(told, start=19):
+        # Float32 on both sides, rows in another order of sums.
+        np.testing.assert_allclose(chosen[row], logprobs.chosen[0, w], atol=2e-4)
+        np.testing.assert_allclose(values[row], logprobs.top_values[0, w, :2], atol=2e-4)
+    assert all(part[: 7 + 17].any() for part in beside)
+    assert not any(part[7 + 17 :].any() for part in beside), "padding has zeros"
+
+
 def test_a_result_outlives_the_steps_in_flight(host):
     """Results come back in buffers of their own for as many steps as may be in flight."""
     request = host.request(prompt(1, 20))

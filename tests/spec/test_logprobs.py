@@ -10,6 +10,7 @@ from shared.spec import logprobs as spec
 from tests.support.implementations import Implementation, each_implementation
 
 K = 3
+EXACT = {"rtol": 0, "atol": 0}
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # a logarithm of a sum of 30 terms
 
 
@@ -43,6 +44,28 @@ def test_a_step_reports_emitted_tokens_of_rows_that_ask() -> None:
     chosen, *_ = spec.reported(logits, row_of, tokens, counts, ~reports, K)
     assert chosen[0, 0] == spec.chosen(logits[4:5], tokens[0, :1])[0]
     assert not chosen[0, 1], "nothing is reported past the count"
+
+
+def test_a_scores_rank_is_its_place_among_all() -> None:
+    logits, _, tokens, *_ = step(True)
+    ids = np.resize(tokens, len(logits)).astype(np.int32)
+    found = spec.Scores(*spec.scored(logits, ids, K))
+    everything, _ = spec.top(logits, logits.shape[1])
+    for row, (token, rank) in enumerate(zip(ids, found.ranks, strict=True)):
+        assert everything[row, rank - 1] == token, "equal ones stand by their ids, as in the top"
+    np.testing.assert_array_equal(found.chosen, spec.chosen(logits, ids))
+    np.testing.assert_array_equal(found.top_ids, everything[:, :K])
+    np.testing.assert_array_equal(found.top_values, spec.top(logits, K)[1])
+
+
+@each_implementation
+def test_implementations_score_alike(implementation: Implementation) -> None:
+    logits, _, tokens, *_ = step(True)
+    ids = np.resize(tokens, len(logits)).astype(np.int32)
+    want, got = spec.scored(logits, ids, K), implementation("logprobs").scored(logits, ids, K)
+    for name, mine, theirs in zip(spec.Scores._fields, got, want, strict=True):
+        assert mine.dtype == theirs.dtype, name
+        np.testing.assert_allclose(mine, theirs, **CLOSE if mine.dtype == np.float32 else EXACT)
 
 
 @each_implementation

@@ -70,6 +70,7 @@ def contract_limits(config: ModelConfig) -> Limits:
             host_draft=host_draft,
             mask=mask,
             logprobs=work in (Work.PREFILL, Work.DECODE) and not host_draft,
+            scores=work is Work.PREFILL,
         )
 
     return Limits(
@@ -93,6 +94,7 @@ def contract_limits(config: ModelConfig) -> Limits:
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=3,
+        max_scores=2,
     )
 
 

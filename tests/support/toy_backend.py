@@ -12,6 +12,8 @@ from __future__ import annotations
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,7 +21,6 @@ from shared.boundary.backend import (
     Count,
     Launch,
     Limits,
-    Logprobs,
     Prefill,
     Program,
     StepPlan,
@@ -28,6 +29,7 @@ from shared.boundary.backend import (
 )
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
+from shared.spec.logprobs import Logprobs, Scores
 
 VOCAB = 97
 POISON = VOCAB - 1  # a prompt with this token fails; the toy never chooses it
@@ -61,8 +63,12 @@ def toy_limits(
     depths: tuple[int, ...] = (0, 3),
     batch_sizes: tuple[int, ...] = (2, 4),
     num_snapshots: int = 1,
+    max_scores: int = 0,
 ) -> Limits:
-    """Limits with two page-table sizes, two prefill sizes and chains of the given depths."""
+    """Limits with two page-table sizes, two prefill sizes and chains of the given depths.
+
+    Where prompts are scored, the widest prefill has a twin that does it.
+    """
 
     def program(work: Work, batch: int, pages: int, tokens: int, depth: int) -> Program:
         return Program(
@@ -78,6 +84,8 @@ def toy_limits(
 
     sizes = [(batch, pages) for batch in batch_sizes for pages in (16, 128)]
     prefills = [program(Work.PREFILL, b, p, t, 0) for b, p in sizes for t in (64, 128)]
+    if max_scores:
+        prefills.append(replace(prefills[-1], scores=True))
     decodes = [program(Work.DECODE, b, p, 0, depth) for b, p in sizes for depth in depths]
     return Limits(
         page_size=page_size,
@@ -91,6 +99,7 @@ def toy_limits(
         max_stop_ids=2,
         max_bias=1,
         max_logprobs=2,
+        max_scores=max_scores,
     )
 
 
@@ -187,8 +196,22 @@ class ToyBackend:
             parents=np.maximum(parents, 0),
             num_nodes=num_nodes,
             logprobs=Logprobs(-told.astype(np.float32), top, -top.astype(np.float32)),
+            scores=self._scores(plan) if plan.program.scores else None,
             device_seconds=None,
         )
+
+    def _scores(self, plan: StepPlan) -> Scores:
+        """Of each token that follows one: minus its id and a thousandth of its position."""
+        work = plan.work
+        assert isinstance(work, Prefill)
+        positions = np.zeros(len(work.tokens), np.int32)
+        following = np.roll(work.tokens, -1)
+        for row, (first, end) in enumerate(pairwise(work.row_starts.tolist())):
+            positions[first:end] = np.arange(end - first) + work.first_positions[row] + 1
+            following[first:end][-1:] = self._newest[plan.slots[row]]
+        best = following[:, None] + np.arange(self.limits.max_scores, dtype=np.int32)
+        chosen = -(following + positions / 1000).astype(np.float32)
+        return Scores(chosen, following + 1, best, -best.astype(np.float32))
 
     def _at(self, plan: StepPlan, row: int, positions: np.ndarray) -> tuple:
         size = self.limits.page_size

@@ -37,3 +37,13 @@ def reported(
     own = chosen(rows, tokens.flatten()).view(B, W)
     ids, values = (best.view(B, W, k) for best in top(rows, k))
     return torch.where(is_told, own, 0), torch.where(is_top, ids, 0), torch.where(is_top, values, 0)
+
+
+def scored(
+    logits: Float[Tensor, "R vocab"], ids: Int[Tensor, " R"], k: int
+) -> tuple[Float[Tensor, " R"], Int[Tensor, " R"], Int[Tensor, "R k"], Float[Tensor, "R k"]]:
+    own = logits.gather(1, ids.long()[:, None])
+    places = torch.arange(logits.shape[1], device=logits.device)
+    is_before = (logits == own) & (places < ids[:, None])
+    ranks = 1 + ((logits > own) | is_before).sum(dim=1, dtype=torch.int32)
+    return chosen(logits, ids), ranks, *top(logits, k)
