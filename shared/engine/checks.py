@@ -13,7 +13,7 @@ TOO_LONG = "context_length_exceeded"
 
 NO_GRAMMARS = "a grammar needs a server that was started with --grammar-backend llguidance"
 
-OWN_NAMES = {name: name for name in ("prompt", "max_tokens", "logprobs")}
+OWN_NAMES = {name: name for name in ("prompt", "max_tokens", "logprobs", "prompt_logprobs")}
 """The engine's words for the fields that an API may call otherwise."""
 
 
@@ -29,6 +29,8 @@ class RequestLimits:
       max_bias: Most tokens of `logit_bias`.
       max_logprobs: Most tokens that can be shown beside each token of the output; None where
         logprobs were not enabled at the start.
+      max_prompt_logprobs: Most tokens that can be shown beside each token of the prompt; 0 where
+        logprobs of prompts were not enabled at the start.
       has_grammars: Whether a text can be held to a grammar.
     """
 
@@ -38,6 +40,7 @@ class RequestLimits:
     max_stop_ids: int
     max_bias: int
     max_logprobs: int | None
+    max_prompt_logprobs: int = 0
     has_grammars: bool = False
 
     @classmethod
@@ -51,6 +54,7 @@ class RequestLimits:
             max_stop_ids=limits.max_stop_ids,
             max_bias=limits.max_bias,
             max_logprobs=limits.max_logprobs if has_logprobs else None,
+            max_prompt_logprobs=limits.max_scores,
             has_grammars=any(program.mask for program in limits.programs),
         )
 
@@ -90,8 +94,9 @@ def check(
     _check_count("logit_bias", sampling.logit_bias, limits.max_bias, "tokens")
     check_ids("logit_bias", sampling.logit_bias, limits.vocab)
     _check_logprobs(sampling.logprobs, limits.max_logprobs, names["logprobs"])
+    _check_prompt_logprobs(sampling.prompt_logprobs, limits, names["prompt_logprobs"])
     if sampling.grammar is not None:
-        _check_grammar(len(prompt), limits, names["prompt"])
+        _check_grammar(len(prompt), sampling, limits, names)
 
 
 def _check_prompt(prompt: Sequence[int], limits: RequestLimits, name: str) -> None:
@@ -111,8 +116,8 @@ def _check_length(
     prompt_tokens: int, sampling: SamplingParams, limits: RequestLimits, name: str
 ) -> None:
     asked = sampling.max_tokens
-    if asked < 1:
-        raise Refusal(name, f"{name} must be at least 1, got {asked}")
+    if asked < 0:
+        raise Refusal(name, f"{name} must be at least 0, got {asked}")
     if prompt_tokens + asked > limits.max_request_tokens:
         raise Refusal(
             name,
@@ -147,9 +152,33 @@ def _check_logprobs(asked: int | None, most: int | None, name: str) -> None:
         raise Refusal(name, f"{name} must be from 0 to {most}, got {asked!s:.40}")
 
 
-def _check_grammar(prompt_tokens: int, limits: RequestLimits, name: str) -> None:
+def _check_prompt_logprobs(asked: int | None, limits: RequestLimits, name: str) -> None:
+    if asked is None:
+        return
+    most = limits.max_prompt_logprobs
+    if not most:
+        raise Refusal(
+            name,
+            f"logprobs of the prompt, which {name} asks for, need a server that was started with "
+            f"--max-prompt-logprobs, here of {max(asked, 1)!s:.40} at least",
+        )
+    if not 0 <= asked <= most:
+        raise Refusal(
+            name,
+            f"{name} must be from 0 to {most} for logprobs of the prompt, as "
+            f"--max-prompt-logprobs of the start says, got {asked!s:.40}",
+        )
+
+
+def _check_grammar(
+    prompt_tokens: int, sampling: SamplingParams, limits: RequestLimits, names: Mapping[str, str]
+) -> None:
     if not limits.has_grammars:
         raise Refusal("grammar", NO_GRAMMARS)
     if prompt_tokens < 2:
         # The first token is chosen by a decode, which goes on from the prompt's last one.
+        name = names["prompt"]
         raise Refusal(name, f"{name} has 1 token, and a text with a grammar needs 2 before it")
+    if not sampling.max_tokens:
+        name = names["max_tokens"]
+        raise Refusal(name, f"{name} is 0, and a grammar needs a text that it holds for")

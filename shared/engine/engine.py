@@ -18,6 +18,7 @@ from shared.engine.request import Event, FinishReason, Refusal, Request
 from shared.engine.rows import Rows
 from shared.engine.scheduler import Scheduler
 from shared.engine.step_trace import trace_of
+from shared.spec.logprobs import Scores
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,9 @@ class Engine:
             if (fault := request.fault) is not None:
                 events.append(self._refuse(request, fault))
                 continue
+            if rows.chunks and not _take_scores(request, rows, row, result):
+                events.append(self._fail(request))
+                continue
             if rows.chunks:
                 self.cache.fed(request, rows.chunks[row], bool(saved[row]))
             if counts[row]:
@@ -237,6 +241,7 @@ class Engine:
             logprobs=_logprobs(request, result, row, kept),
             cached_tokens=request.cached_tokens or 0,
             step=step,
+            scores=request.take_scores(),
         )
 
     def _fail(self, request: Request) -> Event:
@@ -269,6 +274,17 @@ def _last_event(request: Request, error: str) -> Event:
         error=error,
         logprobs=None,
     )
+
+
+def _take_scores(request: Request, rows: Rows, row: int, result: StepResult) -> bool:
+    """Gives a request the scores of its chunk, if it wants them; whether they are finite."""
+    if not request.wants_scores:
+        return True
+    assert result.scores is not None, "the planner picks a program with scores where a row wants it"
+    chunk = rows.chunks[row]
+    first = sum(other.end - other.first for other in rows.chunks[:row])
+    own = slice(first, first + chunk.end - chunk.first)
+    return request.score(chunk.first, Scores(*(part[own] for part in result.scores)))
 
 
 def _logprobs(

@@ -43,7 +43,7 @@ class Planner:
         self._held: dict[Program, _Held] = {}
         self._by_size = sorted(
             limits.programs,
-            key=lambda p: (p.tokens, p.batch, p.pages, p.shape.rows, p.logprobs),
+            key=lambda p: (p.scores, p.tokens, p.batch, p.pages, p.shape.rows, p.logprobs),
         )
 
     def bind(self, request: Request) -> None:
@@ -109,7 +109,7 @@ class Planner:
         return plan
 
     def pick(self, rows: Rows) -> Program:
-        """The smallest program that holds the rows.
+        """The smallest program that holds the rows, without scores where nobody wants them.
 
         Its batch may be wider than the shape of the rows: the widest alone may have logprobs.
 
@@ -121,9 +121,10 @@ class Planner:
         verified = 0 if rows.shape is None else rows.shape.rows
         asked = any(request.sampling.logprobs is not None for request in requests)
         logprobs = asked and rows.work in (Work.PREFILL, Work.DECODE)
-        wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs)
+        scores = rows.work is Work.PREFILL and any(r.wants_scores for r in requests)
+        wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs, scores)
         for p in self._by_size:
-            sizes = (p.batch, p.pages, p.tokens, p.shape.rows, p.logprobs)
+            sizes = (p.batch, p.pages, p.tokens, p.shape.rows, p.logprobs, p.scores)
             if _does_work_of(p, rows) and all(map(operator.ge, sizes, wanted)):
                 return p
         raise LookupError(f"no {rows.work.value} program holds {wanted} with {rows.shape}")

@@ -148,15 +148,11 @@ class PrefixCache:
     # A request gets a slot
 
     def find(self, request: Request) -> Prefix:
-        """The longest prefix of a request's context with which it may begin.
-
-        At least one token is left to prefill, so that there is a row to choose the next from.
-        """
+        """The longest prefix of a request's context with which it may begin."""
         if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
             return Prefix()
-        context = request.tokens()
-        most = (len(context) - request.ends_in_newest - 1) // self._page_size
-        path = self._tree.path(request.tenant, context)[:most]
+        most = request.most_found // self._page_size
+        path = self._tree.path(request.tenant, request.tokens())[:most]
         if not self._interval:
             return self._prefix(path, 0)
         deepest = next((i for i in range(len(path), 0, -1) if path[i - 1].snapshot), 0)
@@ -226,8 +222,7 @@ class PrefixCache:
     def _common(self, request: Request, other: _Standing) -> int:
         """Positions that a request could take over from another one, once that has been fed."""
         mine, theirs = request.tokens(), other.request.context
-        most = len(mine) - request.ends_in_newest - 1
-        most = min(most, len(theirs) - self._policy.key_reach)
+        most = min(request.most_found, len(theirs) - self._policy.key_reach)
         differs = np.flatnonzero(mine[:most] != theirs[:most])
         equal = int(differs[0]) - self._policy.key_reach if len(differs) else most
         unit = self._unit if self._interval else self._page_size

@@ -84,6 +84,7 @@ class PlainRunner:
             max_tokens=max_tokens,
             min_tokens=min(asked.min_tokens, max_tokens),
             logprobs=SHOWN,
+            prompt_logprobs=None,
             max_draft_tokens=0,
         )
         replay = Request(request_id=request.request_id, prompt=request.prompt, sampling=sampling)
@@ -139,7 +140,7 @@ def _check_programs(limits: Limits) -> int:
     """
     if limits.accept_rates is not None:
         raise ValueError("drafts are accepted by lot, so that no text is the model's")
-    own = [p for p in limits.programs if p.logprobs and not p.mask and not p.host_draft]
+    own = [p for p in limits.programs if p.logprobs and not (p.mask or p.host_draft or p.scores)]
     chunks = [p.tokens for p in own if p.work is Work.PREFILL and p.tokens >= CHUNK]
     has_plain = any(p.work is Work.DECODE and p.shape.is_plain for p in own)
     if not (chunks and has_plain and limits.max_logprobs >= SHOWN):

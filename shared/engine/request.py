@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.engine.grammar import BROKEN, Constraint
+from shared.spec.logprobs import Scores
 
 
 class FinishReason(Enum):
@@ -30,11 +31,13 @@ class SamplingParams:
 
     Attributes:
       seed32: Seed of the noise (`shared.spec.sampling.derive_seed` of the request's seed).
-      max_tokens: Most tokens of the output.
+      max_tokens: Most tokens of the output; 0: the prompt is read, and that is all.
       min_tokens: No stop token is chosen before.
       stop_token_ids: Tokens that end the text; the token itself is emitted as the last.
       logit_bias: Added to the logits, by token.
       logprobs: How many of the best tokens come with each token, or None for no logprobs.
+      prompt_logprobs: How many of the best tokens come with each token of the prompt but its first,
+        or None for no logprobs of the prompt.
       max_draft_tokens: Most drafted nodes per step, or None for all that the step has.
       traces: Whether its events tell of the steps that made them.
       grammar: What the text must follow, as `shared.text.grammar` reads it; None: nothing.
@@ -53,6 +56,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     max_draft_tokens: int | None = None
     traces: bool = False
     grammar: str | None = None
@@ -110,6 +114,8 @@ class Event(NamedTuple):
       logprobs: Per token: its logprob and the best (id, logprob) pairs; None unless asked for.
       cached_tokens: Tokens of the prompt that the prefix cache had.
       step: What the step did; None unless asked for.
+      scores: Of the tokens of the prompt from the second on, in the first event with tokens or the
+        last; None unless asked for.
     """
 
     request_id: int
@@ -120,6 +126,7 @@ class Event(NamedTuple):
     logprobs: list[tuple[float, list[tuple[int, float]]]] | None
     cached_tokens: int = 0
     step: StepTrace | None = None
+    scores: Scores | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -152,6 +159,7 @@ class Request:
       restores: Snapshot of the recurrent state at `first_position`; 0: there is none to restore.
       num_counted: Tokens before that which penalties know of, and the first of the chunk itself.
       cached_tokens: Tokens that it found when it got a slot for the first time; None: it had none.
+      num_scored: Tokens of the prompt, from the second on, of which it has had the scores.
       prefilled: Tokens of the context that the device has or was handed since then.
       in_flight: Steps submitted with a row of it and not yet retired.
       most_growth, least_growth: Tokens that these steps may add at most, and add at least.
@@ -175,11 +183,13 @@ class Request:
     restores: int = 0
     num_counted: int = 0
     cached_tokens: int | None = None
+    num_scored: int = 0
     prefilled: int = 0
     in_flight: int = 0
     most_growth: int = 0
     least_growth: int = 0
     finish_reason: FinishReason | None = None
+    _scores: list[Scores] = field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -204,6 +214,21 @@ class Request:
         and it has no masks for the first token of a text with a grammar.
         """
         return bool(self.output) or self.constraint is not None
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether there are tokens of its prompt whose scores it wants and has not had."""
+        return self.sampling.prompt_logprobs is not None and self.num_scored < len(self.prompt) - 1
+
+    @property
+    def most_found(self) -> int:
+        """Most tokens of its context that a slot's pages may hold already when it gets the slot.
+
+        One is left to prefill at least, so that there is a row to choose the next from. A token is
+        scored by the row before it, so where scores are wanted that row must be fed.
+        """
+        most = self.length - self.ends_in_newest - 1
+        return min(most, self.num_scored) if self.wants_scores else most
 
     @property
     def decodes(self) -> bool:
@@ -268,6 +293,27 @@ class Request:
         """Notes that the context up to position `end` is handed to the device."""
         self.prefilled = end
 
+    def score(self, first: int, scores: Scores) -> bool:
+        """Takes the scores of the tokens behind those at position `first` and on.
+
+        A prefill that begins anew gives some of them again.
+
+        Returns:
+          Whether those that are new are finite numbers.
+        """
+        assert first <= self.num_scored, "tokens between are not scored"
+        new = slice(self.num_scored - first, len(self.prompt) - 1 - first)
+        chosen, ranks, *best = (part[new] for part in scores)
+        found = Scores(chosen, ranks, *(part[:, : self.sampling.prompt_logprobs] for part in best))
+        self._scores.append(found)
+        self.num_scored += len(found.chosen)
+        return bool(np.isfinite(found.chosen).all())
+
+    def take_scores(self) -> Scores | None:
+        """All scores that it has had, once."""
+        found, self._scores = self._scores, []
+        return Scores(*map(np.concatenate, zip(*found, strict=True))) if found else None
+
     def displace(self) -> None:
         """Takes its slot away; what it has stays."""
         self.slot = 0
@@ -290,6 +336,9 @@ class Request:
         Returns:
           How many of the tokens belong to the text.
         """
+        if not self.sampling.max_tokens:
+            self.end(FinishReason.LENGTH)
+            return 0
         for count, token in enumerate(tokens, start=1):
             is_stop = token in self.sampling.stop_token_ids
             if not (is_stop or self.constraint is None or self.constraint.take(token)):

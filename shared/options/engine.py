@@ -7,6 +7,9 @@ from shared.options.flags import ConfigError, check_rules, flag
 CHUNK_ALIGNMENT = 64
 """Prefill chunks end at multiples of this, so that any chunking gives the same bits."""
 
+MAX_LOGPROBS = 20
+"""Most tokens that are shown beside a token."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -51,6 +54,12 @@ class EngineConfig:
         choices=("llguidance", "none"),
         metavar="NAME",
     )
+    max_prompt_logprobs: int = flag(
+        0, "most tokens that are shown beside each token of a prompt, for prompt_logprobs and for "
+        "echo with logprobs; programs for it are made at the start, and with 0 such requests are "
+        "refused",
+        low=0, high=MAX_LOGPROBS, metavar="N",
+    )  # fmt: skip
     disable_cuda_graph: bool = flag(False, "torch on a GPU runs every step launch by launch")
     disable_piecewise_cuda_graph: bool = flag(False, "the same for prompts alone")
 

@@ -21,11 +21,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from shared.engine.checks import RequestLimits
 from shared.engine.request import Event, FinishReason, Request, SamplingParams, StepTrace
 from shared.models.sampling import SamplingDefaults
 from shared.options.observing import ObservingOptions
+from shared.spec.logprobs import Scores
 
 _LENGTH = struct.Struct("<I")
 
@@ -125,17 +127,32 @@ def event_to_row(event: Event) -> list[Any]:
     reason = event.finish_reason.value if event.finish_reason else None
     logprobs = event.logprobs
     found = [event.request_id, event.tokens, event.accepted, reason, event.error, logprobs]
-    return [*found, event.cached_tokens, event.step]
+    return [*found, event.cached_tokens, event.step, _scores_to_field(event.scores)]
 
 
 def event_from_row(row: list[Any]) -> Event:
     """The inverse of `event_to_row`."""
-    request_id, tokens, accepted, reason, error, logprobs, cached, step = row
+    request_id, tokens, accepted, reason, error, logprobs, cached, step, scores = row
     if logprobs is not None:
         logprobs = [(chosen, [tuple(pair) for pair in best]) for chosen, best in logprobs]
     finish_reason = FinishReason(reason) if reason else None
     trace = None if step is None else StepTrace(*step)
-    return Event(request_id, tokens, accepted, finish_reason, error, logprobs, cached, trace)
+    ended = (finish_reason, error, logprobs, cached, trace, _scores_from_field(scores))
+    return Event(request_id, tokens, accepted, *ended)
+
+
+def _scores_to_field(scores: Scores | None) -> list[bytes] | None:
+    """Scores as they travel: those of a long prompt are many numbers."""
+    return None if scores is None else [np.ascontiguousarray(part).tobytes() for part in scores]
+
+
+def _scores_from_field(parts: list[bytes] | None) -> Scores | None:
+    """The inverse of `_scores_to_field`."""
+    if parts is None:
+        return None
+    kinds = (np.float32, np.int32, np.int32, np.float32)
+    chosen, ranks, *best = map(np.frombuffer, parts, kinds)
+    return Scores(chosen, ranks, *(part.reshape(len(chosen), -1) for part in best))
 
 
 def sampling_to_fields(sampling: SamplingParams) -> dict[str, Any]:

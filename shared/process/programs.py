@@ -7,7 +7,7 @@ from itertools import product
 from shared.boundary.backend import CAPTURED, Blueprint, Limits, Program, Work
 from shared.models.config import ModelConfig
 from shared.options.adaptive import Candidate
-from shared.options.engine import CHUNK_ALIGNMENT
+from shared.options.engine import CHUNK_ALIGNMENT, MAX_LOGPROBS
 from shared.options.options import Options
 from shared.process.device import Device
 from shared.spec.draft_tree import TreeShape
@@ -16,7 +16,6 @@ SMALLEST_PAGE_TABLE = 16
 MOST_PREFILL_ROWS = 8
 MAX_STOP_IDS = 16
 MAX_BIAS = 64
-MAX_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
     prompt is prefilled by itself, and the widest programs alone have logprobs, which a CPU computes
     only where a row reports them. A GPU always computes what its program has, so there each has a
     twin without. Those with masks, which a start has where it was told of grammars, are few on a
-    GPU too.
+    GPU too, and so are those that score whole prompts.
     """
     engine, context = options.engine, given(options.model.context_length)
     page_size = given(engine.page_size)
@@ -66,6 +65,8 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
         batches, tables = sorted({1, requests}), (table,)
         chunks = list(product([1], _chunks(most)))
         programs = _few(_programs(options, batches, chunks, tables))
+    if engine.max_prompt_logprobs:
+        programs += _scoring(max(rows for rows, _ in chunks), _chunks(most), tables)
     plain = TreeShape.plain(1)
     if engine.has_grammars:
         masked = _masked(options, [p for p in programs if p.work is Work.DECODE])
@@ -86,6 +87,7 @@ def limits_for(options: Options, model: ModelConfig, device: Device, costs: Prog
         max_stop_ids=MAX_STOP_IDS,
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
+        max_scores=engine.max_prompt_logprobs,
         accept_rule=options.speculative.verification,
         accept_rates=options.speculative.accept_rates,
     )
@@ -147,6 +149,18 @@ def _masked(options: Options, decodes: Sequence[Program]) -> list[Program]:
         return masked
     drafts = [replace(p, work=Work.DRAFT, logprobs=False) for p in decodes]
     return [*masked, *dict.fromkeys(drafts)]
+
+
+def _scoring(rows: int, chunks: Sequence[int], tables: Sequence[int]) -> list[Program]:
+    """The programs of prompts whose tokens are all scored."""
+    return [
+        replace(
+            _program(Work.PREFILL, rows, pages, tokens, TreeShape.plain(rows), logprobs=True),
+            scores=True,
+        )
+        for tokens in chunks
+        for pages in tables
+    ]
 
 
 def _few(programs: Sequence[Program]) -> list[Program]:

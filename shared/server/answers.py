@@ -57,12 +57,28 @@ class Speculative(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """Lists of equal length, an entry per token."""
+    """Lists of equal length, an entry per token, those of an echoed prompt too.
+
+    The first token of a prompt follows nothing and has none.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Answer):
+    """A token at a place of the prompt: what the model gave it, and its place among all tokens."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""Of each token of a prompt, by id: the most likely ones of its place, and the token itself. The
+first follows nothing and has null. In a stream the first event of a choice has them."""
 
 
 class TokenLogprob(Answer):
@@ -165,6 +181,7 @@ class CompletionChoice(AnyChoice):
 
     text: str
     logprobs: CompletionLogprobs | None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class FunctionCall(Answer):
@@ -230,6 +247,7 @@ class Chat(Head):
     choices: list[ChatChoice]
     usage: Usage
     speculative: Speculative
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatEvent(Head):
@@ -239,6 +257,7 @@ class ChatEvent(Head):
     choices: list[ChatPart]
     usage: Usage | None = None
     speculative: Speculative | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Model(Answer):
@@ -291,6 +310,7 @@ class Bounds(Answer):
     max_stop_ids: int
     max_bias: int
     max_logprobs: int | None
+    max_prompt_logprobs: int
     has_grammars: bool
     max_open_requests: int | None
     max_draft_depth: int

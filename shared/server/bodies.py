@@ -126,9 +126,9 @@ def _check_together(request: CompletionRequest | ChatRequest) -> None:
     if name != "max_tokens" and request.max_tokens not in (None, asked):
         raise ApiError(400, f"max_tokens and {name} differ, give one of them", name)
     _check_form(request)
-    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
-        message = "echo with logprobs needs those of the prompt, which are not served"
-        raise ApiError(400, f"{message}; leave one of them out", "echo")
+    if request.max_tokens == 0 and not request.tells_prompt:
+        message = "max_tokens 0 asks for no answer, and nothing for the prompt"
+        raise ApiError(400, f"{message}; give echo or prompt_logprobs, or at least 1", "max_tokens")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
 

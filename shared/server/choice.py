@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shared.engine.request import Event, FinishReason
 from shared.server.delta import Delta, OutputParser
-from shared.server.logprobs import TokenLogprob
+from shared.server.logprobs import PromptText, TokenLogprob
 from shared.text.tokenizer import Detokenizer
 
 
@@ -23,6 +23,7 @@ class Piece:
       finish_reason: "stop", "length" or "tool_calls" in the last piece.
       texts: What each token added, whatever of it is said; all add up to the whole text.
       step: The step in JSON, where the request asked for its trace.
+      prompt: Of the prompt's tokens, in the first piece of a choice that asked; else none.
     """
 
     delta: Delta
@@ -31,6 +32,7 @@ class Piece:
     finish_reason: str | None
     texts: list[str] = field(default_factory=list)
     step: dict[str, Any] | None = None
+    prompt: list[TokenLogprob] = field(default_factory=list)
 
 
 @dataclass
@@ -150,6 +152,8 @@ class Choice:
       speculation: Verify steps up to and with the one in which the text ends.
       echo: What it says before its own text; "" once it has.
       stop_ids: Tokens that end the text and are none of it.
+      prompt_text: What is told of the prompt's tokens; None where nothing is.
+      prompt: Their logprobs, as soon as they are there.
       tokens: All tokens so far.
       logprobs: Of all of them; empty where the request did not ask.
       finish_reason: Set at the end.
@@ -163,6 +167,8 @@ class Choice:
     speculation: Speculation
     echo: str
     stop_ids: Collection[int]
+    prompt_text: PromptText | None = None
+    prompt: list[TokenLogprob] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
@@ -170,6 +176,9 @@ class Choice:
     _num_characters: int = 0
     _has_called: bool = False
     _texts: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._num_characters = len(self.echo)
 
     def take(self, event: Event) -> Piece:
         """Adds an event; the text may end within it.
@@ -181,6 +190,8 @@ class Choice:
         if event.accepted is not None:
             self.speculation.histogram[event.accepted] += 1
         begin, text = len(self.tokens), ""
+        if self.prompt_text is not None and not begin:
+            self.prompt = self.prompt_text.entries(event.scores)
         self._texts = []
         for index, token in enumerate(event.tokens):
             self._note(event, index)
@@ -206,7 +217,8 @@ class Choice:
         if self.finish_reason == "stop" and self._has_called:
             self.finish_reason = "tool_calls"
         new = self.tokens[begin:], self.logprobs[begin:]
-        return Piece(delta, *new, self.finish_reason, self._texts)
+        piece = Piece(delta, *new, self.finish_reason, self._texts)
+        return piece if begin else replace(piece, prompt=self.prompt)
 
     def _note(self, event: Event, index: int) -> None:
         token = event.tokens[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from shared.server.engine_client import (
 )
 from shared.server.errors import ApiError
 from shared.server.grammars import Grammars
-from shared.server.logprobs import TokenNames
+from shared.server.logprobs import PromptText, TokenNames, offsets_in
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.parsers import Parsers
 from shared.server.prompts import PromptReader, check_model
@@ -219,8 +220,9 @@ class Generator:
             model=self._facts.model_name,
             num_prompt_tokens=sum(len(text.tokens) for text in texts),
             choices=[
-                self._choice(request, prompt, text.text)
+                self._choice(request, prompt, text.text, told)
                 for prompt, text in zip(prompts, texts, strict=True)
+                for told in [await self._prompt_text(request, prompt, text.text)]
                 for _ in prompt.seeds32
             ],
             choices_of_prompt=request.num_choices,
@@ -228,6 +230,8 @@ class Generator:
             shows_tokens=bool(request.return_token_ids),
             shows_logprobs=request.asked_logprobs[1] is not None,
             shows_trace=bool(request.trace),
+            num_echoed=request.echoed_logprobs,
+            num_of_prompt=request.prompt_logprobs,
         )
         submission = self._submit(prompts, arrival)
         if prompts[0].sampling.traces:
@@ -258,8 +262,24 @@ class Generator:
             raise ApiError(400, str(refusal), refusal.field, refusal.code) from refusal
         return sampling
 
-    def _choice(
+    async def _prompt_text(
         self, request: CompletionRequest | ChatRequest, prompt: Prompt, text: str
+    ) -> PromptText | None:
+        """What is told of a prompt's tokens; None where nothing is."""
+        if prompt.sampling.prompt_logprobs is None:
+            return None
+        offsets = [0] * len(prompt.tokens)
+        if self.tokenizer is not None and request.echoed_logprobs is not None:
+            echo = self._echo(request, prompt, text)
+            offsets = await asyncio.to_thread(offsets_in, echo, prompt.tokens, self.tokenizer)
+        return PromptText(prompt.tokens, offsets)
+
+    def _choice(
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompt: Prompt,
+        text: str,
+        prompt_text: PromptText | None,
     ) -> Choice:
         return Choice(
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
@@ -269,6 +289,7 @@ class Generator:
             Speculation.empty(self._facts.max_draft_depth),
             self._echo(request, prompt, text),
             prompt.sampling.stop_token_ids,
+            prompt_text,
         )
 
     def _echo(self, request: CompletionRequest | ChatRequest, prompt: Prompt, text: str) -> str:

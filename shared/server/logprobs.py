@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shared.text.tokenizer import Tokenizer
+from shared.spec.logprobs import Scores
+from shared.text.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token of the output and what the model gave it.
+    """A token of the output, or of the prompt, and what the model gave it.
 
     Attributes:
       token: Its id.
-      logprob: Log softmax of the raw logits at the token, before penalties, bias and filters.
+      logprob: Log softmax of the raw logits at the token, before penalties, bias and filters; None:
+        it is the first of the prompt, which follows nothing.
       best: The most likely tokens with theirs, the best first; the token itself may be missing.
       offset: Characters of the choice's text before it; a token within a character has that of the
         character.
+      rank: Of a token of the prompt, its place among all tokens, from 1 on; 0 of all others.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     best: list[tuple[int, float]]
     offset: int
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """What the scores of a prompt are told with.
+
+    Attributes:
+      tokens: Its tokens.
+      offsets: Characters of the choice's text before each.
+    """
+
+    tokens: Sequence[int]
+    offsets: Sequence[int]
+
+    def entries(self, scores: Scores | None) -> list[TokenLogprob]:
+        """An entry per token; there are no scores of a prompt of one token."""
+        first = TokenLogprob(self.tokens[0], None, [], self.offsets[0])
+        if scores is None:
+            return [first]
+        found = [part.tolist() for part in scores]
+        others = zip(self.tokens[1:], self.offsets[1:], *found, strict=True)
+        return [
+            first,
+            *(
+                TokenLogprob(token, chosen, list(zip(ids, values, strict=True)), offset, rank)
+                for token, offset, chosen, rank, ids, values in others
+            ),
+        ]
 
 
 class TokenNames:
@@ -56,25 +89,67 @@ def unknown_name(token: int) -> str:
     return f"token_id:{token}"
 
 
+def offsets_in(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Characters of a text before each of the tokens that it was read as.
+
+    A special token has some where the text writes it by its name.
+    """
+    pieces, found, at = Detokenizer(tokenizer, []), [], 0
+    for token in tokens:
+        found.append(min(at, len(text)))
+        if tokenizer.shows(token):
+            at += len(pieces.push(token))
+        elif text.startswith(name := TokenNames(tokenizer).name(token), at):
+            at += len(name)
+    return found
+
+
+def cut(entries: list[TokenLogprob], most: int) -> list[TokenLogprob]:
+    """With at most so many of the best tokens."""
+    return [replace(entry, best=entry.best[:most]) for entry in entries]
+
+
 def for_completion(entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
     """`choices[].logprobs` of /v1/completions: four lists, an entry per token."""
     return {
         "tokens": [names.name(entry.token) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
-        "top_logprobs": [_by_name(entry, names) for entry in entries],
+        "top_logprobs": [
+            None if entry.logprob is None else _by_name(entry, names) for entry in entries
+        ],
         "text_offset": [entry.offset for entry in entries],
     }
 
 
-def _by_name(entry: TokenLogprob, names: TokenNames) -> dict[str, float]:
+def _by_name(entry: TokenLogprob, names: TokenNames) -> dict[str, float | None]:
     """The best tokens, and the chosen one where it is not among them, as OpenAI does."""
-    pairs = dict(entry.best) | {entry.token: entry.logprob}
-    found: dict[str, float] = {}
-    for token, logprob in pairs.items():
+    found: dict[str, float | None] = {}
+    for token, logprob in _with_own(entry).items():
         name = names.name(token)
         # Two tokens may have one text; none of them may be lost.
         found[unknown_name(token) if name in found else name] = logprob
     return found
+
+
+def _with_own(entry: TokenLogprob) -> dict[int, float | None]:
+    return dict(entry.best) | {entry.token: entry.logprob}
+
+
+def for_prompt(entries: list[TokenLogprob], names: TokenNames) -> list[dict[str, Any] | None]:
+    """`prompt_logprobs` as vLLM writes them: by id, the best ones and the token itself."""
+    return [None if entry.logprob is None else _by_id(entry, names) for entry in entries]
+
+
+def _by_id(entry: TokenLogprob, names: TokenNames) -> dict[str, Any]:
+    ranks = {token: rank for rank, (token, _) in enumerate(entry.best, start=1)}
+    return {
+        str(token): {
+            "logprob": logprob,
+            "rank": ranks.get(token, entry.rank),
+            "decoded_token": names.name(token),
+        }
+        for token, logprob in _with_own(entry).items()
+    }
 
 
 def for_chat(entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
@@ -89,7 +164,7 @@ def for_chat(entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _token_fields(token: int, logprob: float, names: TokenNames) -> dict[str, Any]:
+def _token_fields(token: int, logprob: float | None, names: TokenNames) -> dict[str, Any]:
     found = names.bytes_of(token)
     shown = None if found is None else list(found)
     return {"token": names.name(token), "logprob": logprob, "bytes": shown}

@@ -95,6 +95,7 @@ class GenerationRequest(Strict):
         Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)] | None
     ) = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
@@ -150,9 +151,28 @@ class GenerationRequest(Strict):
         return "logprobs", None
 
     @property
+    def tells_prompt(self) -> bool:
+        """Whether an answer says something of the prompt."""
+        return self.prompt_logprobs is not None
+
+    @property
+    def echoed_logprobs(self) -> int | None:
+        """How many of the best tokens come with each token of an echoed prompt; None: none do."""
+        return None
+
+    @property
+    def asked_prompt_logprobs(self) -> tuple[str, int | None]:
+        """The field that asks for most of the prompt's logprobs, and how many; None for none."""
+        echoed, asked = self.echoed_logprobs, self.prompt_logprobs
+        if echoed is None or (asked is not None and asked >= echoed):
+            return "prompt_logprobs", asked
+        return "logprobs", echoed
+
+    @property
     def names(self) -> dict[str, str]:
         """This API's words for the fields of a request that the engine calls otherwise."""
         asked = {"max_tokens": self.asked_tokens[0], "logprobs": self.asked_logprobs[0]}
+        asked["prompt_logprobs"] = self.asked_prompt_logprobs[0]
         return {"prompt": self.PROMPT, "grammar": self.grammar_field, **asked}
 
     @property
@@ -168,8 +188,20 @@ class CompletionRequest(GenerationRequest):
     PROMPT: ClassVar[str] = "prompt"
 
     prompt: Annotated[list[str] | list[list[int]], PlainValidator(read_prompt), PROMPT_SCHEMA]
+    # 0 reads the prompt and says nothing.
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     echo: bool | None = None
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Whether an answer says something of the prompt."""
+        return bool(self.echo) or super().tells_prompt
+
+    @property
+    def echoed_logprobs(self) -> int | None:
+        """Those that `logprobs` asks for."""
+        return self.logprobs if self.echo else None
 
     @property
     def asked_logprobs(self) -> tuple[str, int | None]:

@@ -12,16 +12,28 @@ from shared.engine.request import Event
 from shared.server.answers import STREAM_END
 from shared.server.choice import Choice, Piece, Speculation
 from shared.server.delta import Delta, ToolCall
-from shared.server.logprobs import TokenLogprob, TokenNames, for_chat, for_completion
+from shared.server.logprobs import (
+    TokenLogprob,
+    TokenNames,
+    cut,
+    for_chat,
+    for_completion,
+    for_prompt,
+)
 from shared.server.traces import Trace, Traces, step_json
 
 
 class Form(Protocol):
-    """How an endpoint writes a choice."""
+    """How an endpoint writes a choice.
+
+    Attributes:
+      has_one_prompt: The logprobs of the prompt stand beside the choices, and not in each.
+    """
 
     prefix: str
     whole_object: str
     chunk_object: str
+    has_one_prompt: bool
 
     def whole(self, message: Delta) -> dict[str, Any]:
         """The fields of a whole choice that hold what it says."""
@@ -42,6 +54,7 @@ class CompletionForm:
     prefix = "cmpl-"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    has_one_prompt = False
 
     def whole(self, message: Delta) -> dict[str, Any]:
         """`text`."""
@@ -62,6 +75,7 @@ class ChatForm:
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    has_one_prompt = True
 
     def whole(self, message: Delta) -> dict[str, Any]:
         """`message`."""
@@ -108,6 +122,8 @@ class Answer:
       shows_tokens: Each choice carries its `token_ids`.
       shows_logprobs: Each choice carries its `logprobs`.
       shows_trace: Each event of a stream carries its step.
+      num_echoed: Most likely tokens beside each of an echoed prompt; None: it has no logprobs.
+      num_of_prompt: The same of `prompt_logprobs`.
       trace: Takes the steps of the request; None where nobody asked.
     """
 
@@ -120,6 +136,8 @@ class Answer:
     shows_tokens: bool
     shows_logprobs: bool
     shows_trace: bool
+    num_echoed: int | None = None
+    num_of_prompt: int | None = None
     trace: Trace | None = None
     _id: str = field(default_factory=lambda: uuid.uuid4().hex)
     _created: int = field(default_factory=lambda: int(time.time()))
@@ -159,21 +177,29 @@ class Answer:
     def whole(self, messages: list[Delta]) -> dict[str, Any]:
         """The body of an answer that is not streamed."""
         pieces = [
-            Piece(message, choice.tokens, choice.logprobs, choice.finish_reason)
+            Piece(
+                message,
+                choice.tokens,
+                choice.logprobs,
+                choice.finish_reason,
+                prompt=choice.prompt,
+            )
             for message, choice in zip(messages, self.choices, strict=True)
         ]
         choices = [
             self._choice(index, self.form.whole(piece.delta), piece)
             for index, piece in enumerate(pieces)
         ]
-        return {**self._head(self.form.whole_object), "choices": choices, **self.totals()}
+        head = self._head(self.form.whole_object)
+        return {**head, **self._beside(0, pieces[0]), "choices": choices, **self.totals()}
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         """An event of a stream: what one step added to one choice."""
         part = self.form.part(piece.delta, index not in self._begun)
         self._begun.add(index)
         choice = self._choice(index, part, piece)
-        return {**self._head(self.form.chunk_object), "choices": [choice]}
+        head = self._head(self.form.chunk_object)
+        return {**head, **self._beside(index, piece), "choices": [choice]}
 
     def matters(self, index: int, piece: Piece) -> bool:
         """Whether a stream has to carry a piece: one that says nothing is of use to few."""
@@ -216,9 +242,23 @@ class Answer:
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.name, "object": kind, "created": self._created, "model": self.model}
 
+    def _beside(self, index: int, piece: Piece) -> dict[str, Any]:
+        """What stands beside the choices: of the first one, as they have one prompt."""
+        return self._of_prompt(piece) if self.form.has_one_prompt and index == 0 else {}
+
+    def _of_prompt(self, piece: Piece) -> dict[str, Any]:
+        if self.num_of_prompt is None or not piece.prompt:
+            return {}
+        return {"prompt_logprobs": for_prompt(cut(piece.prompt, self.num_of_prompt), self.names)}
+
     def _choice(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        found = self.form.logprobs(piece.logprobs, self.names) if self.shows_logprobs else None
+        found = None
+        if self.shows_logprobs:
+            echoed = [] if self.num_echoed is None else cut(piece.prompt, self.num_echoed)
+            found = self.form.logprobs([*echoed, *piece.logprobs], self.names)
         choice = {"index": index, **said, "logprobs": found, "finish_reason": piece.finish_reason}
+        if not self.form.has_one_prompt:
+            choice |= self._of_prompt(piece)
         if self.shows_trace and piece.step is not None:
             choice["trace"] = piece.step
         return {**choice, "token_ids": piece.tokens} if self.shows_tokens else choice

@@ -41,6 +41,7 @@ def make_sampling(
         stop_token_ids=tuple(dict.fromkeys((*own, *(request.stop_token_ids or [])))),
         logit_bias=request.logit_bias,
         logprobs=request.asked_logprobs[1],
+        prompt_logprobs=request.asked_prompt_logprobs[1],
         max_draft_tokens=request.most_drafts,
         traces=facts.trace_requests or bool(request.trace),
     )

@@ -82,6 +82,7 @@ CASES: dict[str, Case] = {
     "return_token_ids": Case(TEXT, False),
     "echo": Case(TEXT, True),
     "logprobs": Case(TEXT, 2),
+    "prompt_logprobs": Case(TEXT, 2),
     "top_logprobs": Case(TALK, 2, {"logprobs": True}),
 }
 """A value of each field that changes an answer, and does."""

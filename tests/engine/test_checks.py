@@ -16,8 +16,10 @@ LIMITS = RequestLimits(
     max_stop_ids=2,
     max_bias=1,
     max_logprobs=5,
+    max_prompt_logprobs=3,
 )
 CHAT = {"prompt": "messages", "max_tokens": "max_completion_tokens", "logprobs": "top_logprobs"}
+CHAT |= {"prompt_logprobs": "echoed"}
 
 
 @pytest.mark.parametrize(
@@ -27,13 +29,25 @@ CHAT = {"prompt": "messages", "max_tokens": "max_completion_tokens", "logprobs":
         ([1] * 64, {"max_tokens": 1}, "messages", "messages has 64 tokens, which leaves no room"),
         ([100], {}, "messages", "messages has token id 100, ids are 0 to 99"),
         ([1], {"max_tokens": 64}, "max_completion_tokens", "max_completion_tokens is 64: together"),
-        ([1], {"max_tokens": 0}, "max_completion_tokens", "must be at least 1"),
+        ([1], {"max_tokens": -1}, "max_completion_tokens", "must be at least 0"),
         ([1], {"min_tokens": 17}, "min_tokens", "must not exceed max_completion_tokens, which"),
         ([1], {"stop_token_ids": (1, 2, 3)}, "stop_token_ids", "at most 2 ids here, got 3"),
         ([1], {"stop_token_ids": (-1,)}, "stop_token_ids", "has token id -1"),
         ([1], {"logit_bias": {1: 1.0, 2: 1.0}}, "logit_bias", "at most 1 tokens here, got 2"),
         ([1], {"logit_bias": {10**30: 1.0}}, "logit_bias", "has token id 1000"),
         ([1], {"logprobs": 6}, "top_logprobs", "top_logprobs must be from 0 to 5, got 6"),
+        (
+            [1],
+            {"prompt_logprobs": 4},
+            "echoed",
+            "echoed must be from 0 to 3 for logprobs",
+        ),
+        (
+            [1],
+            {"prompt_logprobs": -1},
+            "echoed",
+            "echoed must be from 0 to 3 for logprobs",
+        ),
     ],
 )
 def test_a_refusal_names_the_field_in_the_callers_words(prompt, asked, field, words):

@@ -278,7 +278,7 @@ def test_finish_keeps_the_tokens_of_the_text():
         ((), {}, "prompt must not be empty"),
         ((VOCAB,), {}, "prompt has token id"),
         ((-1,), {}, "prompt has token id"),
-        ((1,), {"max_tokens": 0}, "max_tokens"),
+        ((1,), {"max_tokens": -1}, "max_tokens"),
         ((1,) * 200, {"max_tokens": 57}, "the context of 256 tokens"),
         ((1,) * 256, {"max_tokens": 1}, "prompt has 256 tokens"),
         ((1,), {"min_tokens": 9, "max_tokens": 8}, "min_tokens must not exceed max_tokens"),
@@ -286,6 +286,7 @@ def test_finish_keeps_the_tokens_of_the_text():
         ((1,), {"stop_token_ids": (VOCAB,)}, "stop_token_ids has token id"),
         ((1,), {"logit_bias": {1: 1.0, 2: 1.0}}, "logit_bias may have at most 1"),
         ((1,), {"logprobs": 3}, "logprobs must be from 0 to 2"),
+        ((1,), {"prompt_logprobs": 0}, "need a server that was started with --max-prompt-logprobs"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_sentence(prompt, sampling, words):

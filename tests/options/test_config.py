@@ -187,6 +187,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "shadow_check": 0.25,
         "mamba_track_interval": 128,
         "grammar_backend": "llguidance",
+        "max_prompt_logprobs": 4,
         "overlap": 2,
         "speculative_algorithm": "NEXTN",
         **{"speculative_num_steps": 5, "speculative_eagle_topk": 1},

@@ -198,16 +198,39 @@ def assert_biased(server: Server) -> None:
     assert tokens.index(65) == 3
 
 
+def assert_refused(server: Server) -> None:
+    """Those of prompts need a flag of the start, which the error names."""
+    for fields in ({"logprobs": 0, "echo": True}, {"prompt_logprobs": 2}):
+        answer = server.post(COMPLETIONS, prompt="ab", max_tokens=1, **fields)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, next(iter(fields)))
+        assert "--max-prompt-logprobs" in error["message"]
+
+
+def assert_echoed(server: Server, alone: dict[str, Any]) -> None:
+    """The tokens of an answer have as a prompt what they had as an answer."""
+    tokens, prompt = alone["token_ids"], [*b"one two"]
+    scored = {"prompt": [*prompt, *tokens], "echo": True, "logprobs": 3, "max_tokens": 0}
+    for _ in range(2):  # once more with the prompt in the cache
+        told = server.complete(**scored)["choices"][0]["logprobs"]
+        got = {name: told[name][len(prompt) :] for name in LISTS}
+        got["text_offset"] = [at - len(prompt) for at in got["text_offset"]]
+        assert_same({**alone, "logprobs": got}, alone)
+
+
 def test_logprobs_are_the_same_with_drafts_and_without_alone_and_packed(tiny: list[str]):
     with serving([*tiny, "--overlap", "0"]) as server:
         alone = [server.complete(**body)["choices"][0] for body in bodies()]
+        assert_refused(server)
         fields = {"messages": USER, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
         fields |= {"logprobs": True, "top_logprobs": 2}
         plain_chat = server.post(CHAT, **fields).json()["choices"][0]["logprobs"]["content"]
     assert_raw(alone)
-    with serving([*tiny, *CHAIN, "--overlap", "1"]) as server:
+    scores = ["--max-prompt-logprobs", "3"]
+    with serving([*tiny, *CHAIN, *scores, "--overlap", "1"]) as server:
         for index, body in enumerate(bodies()):
             assert_same(server.complete(**body)["choices"][0], alone[index])
+        assert_echoed(server, alone[0])
         for got, want in zip(pack(server), alone, strict=True):
             assert_same(got, want)
         events = server.stream(CHAT, **fields)

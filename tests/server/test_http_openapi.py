@@ -150,10 +150,15 @@ def test_answers_are_as_they_are_told(server):
         answers.Completion.model_validate(server.post(COMPLETIONS, **fields).json())
         for event in server.stream(COMPLETIONS, **fields, stream_options={"include_usage": True}):
             answers.Completion.model_validate(event)
-    whole = answers.Chat.model_validate(server.post(CHAT, **chat).json())
+    told = {"echo": True, "prompt_logprobs": 1, "max_tokens": 0}
+    for fields in (plain | told, {**plain, **told, "prompt": "a"}):
+        found = answers.Completion.model_validate(server.post(COMPLETIONS, **fields).json())
+        assert found.choices[0].prompt_logprobs
+    whole = answers.Chat.model_validate(server.post(CHAT, **chat, prompt_logprobs=1).json())
+    assert whole.prompt_logprobs
     assert whole.choices[0].message.tool_calls
     assert whole.choices[0].message.reasoning_content == "a"
-    for event in server.stream(CHAT, **chat):
+    for event in server.stream(CHAT, **chat, prompt_logprobs=2):
         answers.ChatEvent.model_validate(event)
     found = server.post("/tokenize", prompt="a", return_token_strs=True).json()
     answers.Tokenized.model_validate(found)

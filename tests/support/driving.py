@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request
+from shared.spec.logprobs import Scores
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Outcome:
     finish_reason: FinishReason | None = None
     error: str | None = None
     traced: list[Event] = field(default_factory=list)
+    scores: Scores | None = None
 
     def take(self, event: Event) -> None:
         assert self.finish_reason is None, "an event after the request's end"
@@ -26,6 +28,8 @@ class Outcome:
         self.accepted += [] if event.accepted is None else [event.accepted]
         self.logprobs += event.logprobs or []
         self.finish_reason, self.error = event.finish_reason, event.error
+        assert self.scores is None or event.scores is None, "scores come once"
+        self.scores = self.scores or event.scores
         self.traced += [] if event.step is None else [event]
 
 

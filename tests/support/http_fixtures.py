@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from shared.engine.checks import RequestLimits
@@ -46,6 +47,7 @@ from shared.process import loop
 from shared.process.address import Listeners, bind
 from shared.process.frames import ModelFacts
 from shared.process.watchdog import Watchdog
+from shared.spec.logprobs import Scores
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
@@ -57,7 +59,7 @@ POOL_TOKENS = 400  # what the pages hold of one request
 TOKENS_PER_STEP = 3
 SLOTS = 4
 MAX_OPEN = 200
-MAX_BIAS, MAX_LOGPROBS = 3, 5
+MAX_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS = 3, 5, 4
 HOST_NAME = "model.example"
 ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
 JSON = {"content-type": "application/json"}
@@ -191,11 +193,11 @@ class Repeater:
     def _extend(self, request: Request) -> Event:
         first = not request.output
         tokens: list[int] = []
-        reason = None
+        reason = None if request.sampling.max_tokens else FinishReason.LENGTH
         drafts = TOKENS_PER_STEP - 1
         if request.sampling.max_draft_tokens is not None:
             drafts = min(drafts, request.sampling.max_draft_tokens)
-        for _ in range(1 if first else drafts + 1):
+        for _ in range(0 if reason else 1 if first else drafts + 1):
             is_wrong = drafts > 0 and len(request.output) == self._wrong_at
             token = LIE if is_wrong else _token(request, len(request.output))
             tokens.append(token)
@@ -205,13 +207,15 @@ class Repeater:
             elif len(request.output) == request.sampling.max_tokens:
                 reason = FinishReason.LENGTH
             if reason:
-                self._remove(request.request_id)
                 break
+        if reason:
+            self._remove(request.request_id)
         accepted = None if first else drafts
         count = request.sampling.logprobs
         logprobs = None if count is None else [_logprob(token, count) for token in tokens]
         step = _step(request, tokens, accepted) if request.sampling.traces else None
-        return Event(request.request_id, tokens, accepted, reason, None, logprobs, 0, step)
+        more = (logprobs, 0, step, _scores(request) if first else None)
+        return Event(request.request_id, tokens, accepted, reason, None, *more)
 
 
 def _step(request: Request, tokens: list[int], accepted: int | None) -> StepTrace:
@@ -243,6 +247,15 @@ def _token(request: Request, index: int) -> int:
     if index < sampling.min_tokens and token in sampling.stop_token_ids:
         return FILLER
     return token
+
+
+def _scores(request: Request) -> Scores | None:
+    """As logprobs of tokens; the ranks are the ids, from 1 on."""
+    ids, count = np.array(request.prompt[1:], np.int32), request.sampling.prompt_logprobs
+    if count is None or not len(ids):
+        return None
+    best = (ids[:, None] + np.arange(count, dtype=np.int32)) % VOCAB
+    return Scores(np.float32(-ids / 256), ids + 1, best, np.float32(-best / 256))
 
 
 def _logprob(token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
@@ -404,6 +417,7 @@ def main() -> int:
         max_stop_ids=4,
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
+        max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
     )
     facts = ModelFacts(
         model_name="repeater",

@@ -179,6 +179,7 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
         stop_token_ids=draw(often((), st.lists(TOKENS, max_size=2, unique=True).map(tuple))),
         logit_bias=draw(often({}, st.dictionaries(TOKENS, BIASES, max_size=2))),
         logprobs=draw(often(None, st.integers(0, 3))),
+        prompt_logprobs=draw(often(None, st.integers(0, 3))),
         max_draft_tokens=draw(often(None, st.integers(0, 6))),
     )
 

@@ -119,6 +119,7 @@ def limits_of(server: Server) -> Limits:
         max_stop_ids=2,
         max_bias=2,
         max_logprobs=3,
+        max_scores=3,
         accept_rule=server.rule,
     )
     pages = bare.num_pages_for(bare.max_positions)
@@ -137,6 +138,7 @@ def _programs(server: Server, pages: int) -> tuple[Program, ...]:
             host_draft=from_host,
             mask=False,
             logprobs=True,
+            scores=work is Work.PREFILL,
         )
 
     decodes = [program(Work.DECODE, shape, 0) for shape in dict.fromkeys(server.existing)]
@@ -320,6 +322,7 @@ def check(server: Server, visit: Visit) -> None:
         oracle = oracle_of(server.family, server.drafter)
         oracle.check(visit.request.prompt, tokens, params)
         check_logprobs(oracle, visit)
+        check_scores(oracle, visit)
     assert not set(tokens[: min(params.min_tokens, len(tokens))]) & set(stops)
 
 
@@ -370,3 +373,25 @@ def check_logprobs(oracle: Oracle, visit: Visit) -> None:
         np.testing.assert_allclose(values, row[ids], atol=LOGPROB_TOLERANCE, rtol=0)
         highest = np.sort(row)[::-1][: params.logprobs]
         np.testing.assert_allclose(values, highest, atol=LOGPROB_TOLERANCE, rtol=0)
+
+
+def check_scores(oracle: Oracle, visit: Visit) -> None:
+    """Each token of the prompt but the first has what it would have as a token of an answer."""
+    prompt, asked = visit.request.prompt, visit.request.sampling.prompt_logprobs
+    scores = visit.outcome.scores
+    if asked is None or len(prompt) == 1:
+        assert scores is None
+        return
+    assert scores is not None
+    want = oracle.logprobs(prompt[:1], prompt[1:])
+    own = want[np.arange(len(want)), list(prompt[1:])]
+    np.testing.assert_allclose(scores.chosen, own, atol=LOGPROB_TOLERANCE, rtol=0)
+    # Tokens that are about as likely may change places.
+    close = own[:, None] + 2 * LOGPROB_TOLERANCE * np.array([1, -1])
+    fewest, most = (1 + (want > bound[:, None]).sum(axis=1) for bound in close.T)
+    assert ((fewest <= scores.ranks) & (scores.ranks <= most)).all()
+    assert scores.top_ids.shape == (len(want), asked)
+    best = np.take_along_axis(want, scores.top_ids, axis=1)
+    np.testing.assert_allclose(scores.top_values, best, atol=LOGPROB_TOLERANCE, rtol=0)
+    highest = -np.sort(-want, axis=1)[:, :asked]
+    np.testing.assert_allclose(scores.top_values, highest, atol=LOGPROB_TOLERANCE, rtol=0)

@@ -1,0 +1,163 @@
+"""Logprobs of prompts over HTTP: echoed before an answer, by id as vLLM has them, and streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.http_fixtures import (
+    CHAT,
+    COMPLETIONS,
+    END,
+    MAX_PROMPT_LOGPROBS,
+    USER,
+    Server,
+    save_tokenizer,
+    serving,
+)
+
+LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+ECHO: dict[str, Any] = {"echo": True, "temperature": 0, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
+        yield running
+
+
+def at(token: int, *others: int) -> dict[str, Any]:
+    """A token of a prompt as vLLM tells of it, and others beside it."""
+    name = {END: "<|end|>"}
+    return {
+        str(each): {
+            "logprob": -each / 256,
+            "rank": token + 1 if each == token and not others else 1 + (each - token),
+            "decoded_token": name.get(each, chr(each)),
+        }
+        for each in (token, *others)
+    }
+
+
+def test_an_echoed_prompt_has_its_logprobs_before_the_answers(server):
+    choice = server.complete("abc", **ECHO, max_tokens=2, logprobs=2)["choices"][0]
+    assert (choice["text"], choice["token_ids"]) == ("abcab", [*b"ab"])
+    a, b, c = -97 / 256, -98 / 256, -99 / 256
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "c", "a", "b"],
+        "token_logprobs": [None, b, c, a, b],
+        "top_logprobs": [
+            None,
+            {"b": b, "c": c},
+            {"c": c, "d": -100 / 256},
+            {"a": a, "b": b},
+            {"b": b, "c": c},
+        ],
+        "text_offset": [0, 1, 2, 3, 4],
+    }
+    assert "prompt_logprobs" not in choice
+
+
+def test_a_prompt_alone_is_scored_as_harnesses_ask_for_it(server):
+    """With no token of an answer, or with one that they leave out."""
+    for prompt in ("abc", [*b"abc"]):
+        nothing = server.complete(prompt, **ECHO, max_tokens=0, logprobs=1)
+        one = server.complete(prompt, **ECHO, max_tokens=1, logprobs=1)
+        choice = nothing["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+        assert choice["token_ids"] == []
+        assert nothing["usage"]["completion_tokens"] == 0
+        for name in LISTS:
+            assert one["choices"][0]["logprobs"][name][:-1] == choice["logprobs"][name]
+            assert len(choice["logprobs"][name]) == 3
+
+
+def test_offsets_are_those_of_the_text_that_is_given_back(server):
+    """Within a character, at special tokens that the text names, and at ids without a text."""
+    logprobs = {**ECHO, "max_tokens": 1, "logprobs": 0}
+    choice = server.complete("a<|end|>ö!", **logprobs)["choices"][0]
+    assert choice["text"] == "a<|end|>ö!a"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 8, 8, 9, 10]
+    choice = server.complete([97, END, 299, *"ö!".encode()], **logprobs)["choices"][0]
+    assert choice["text"] == "aö!a"
+    assert choice["logprobs"]["tokens"][1:3] == ["<|end|>", "token_id:299"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 1, 2, 3]
+
+
+def test_every_choice_of_every_prompt_has_those_of_its_own(server):
+    found = server.complete(["ab", "cde"], **ECHO, n=2, max_tokens=1, logprobs=0)["choices"]
+    told = [choice["logprobs"]["token_logprobs"][:-1] for choice in found]
+    ab, cde = [None, -98 / 256], [None, -100 / 256, -101 / 256]
+    assert told == [ab, ab, cde, cde]
+
+
+def test_prompt_logprobs_are_told_by_id_with_their_ranks(server):
+    """As vLLM has them: in each choice of a completion, and beside the choices of a chat."""
+    body = server.complete("ab", temperature=0, max_tokens=1, n=2, prompt_logprobs=2)
+    for choice in body["choices"]:
+        assert choice["text"] == "a"
+        assert choice["logprobs"] is None
+        assert choice["prompt_logprobs"] == [None, at(98, 99)]
+    body = server.complete([97, END], temperature=0, max_tokens=1, prompt_logprobs=0)
+    assert body["choices"][0]["prompt_logprobs"] == [None, at(END)]
+    assert server.complete("a", max_tokens=1, prompt_logprobs=1)["choices"][0][
+        "prompt_logprobs"
+    ] == [None], "the first follows nothing"
+    answer = server.post(CHAT, messages=USER, max_tokens=1, prompt_logprobs=1, n=2).json()
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    assert all(len(each) == 1 for each in others)
+    assert len(others) == answer["usage"]["prompt_tokens"] - 1
+    assert not any("prompt_logprobs" in choice for choice in answer["choices"])
+    assert "prompt_logprobs" not in server.post(CHAT, messages=USER, max_tokens=1).json()
+
+
+def test_echoed_ones_and_those_by_id_may_be_of_different_numbers(server):
+    for echoed, told in ((0, 3), (3, 0), (2, 2)):
+        body = server.complete("ab", **ECHO, max_tokens=0, logprobs=echoed, prompt_logprobs=told)
+        choice = body["choices"][0]
+        assert len(choice["logprobs"]["top_logprobs"][1]) == max(echoed, 1)
+        assert len(choice["prompt_logprobs"][1]) == max(told, 1)
+
+
+def test_a_stream_of_a_completion_has_the_prompts_in_its_first_event(server):
+    fields = {**ECHO, "prompt": "grün", "max_tokens": 8, "logprobs": 1, "prompt_logprobs": 2}
+    whole = server.complete(**fields)["choices"][0]
+    events = [event["choices"][0] for event in server.stream(COMPLETIONS, **fields)]
+    parts = [event["logprobs"] for event in events]
+    assert len(parts) > 2
+    assert {name: [x for part in parts for x in part[name]] for name in LISTS} == whole["logprobs"]
+    assert events[0]["prompt_logprobs"] == whole["prompt_logprobs"]
+    assert not any("prompt_logprobs" in event for event in events[1:])
+
+
+def test_a_stream_of_a_chat_has_them_once(server):
+    fields = {"messages": USER, "max_tokens": 5, "seed": 1, "n": 2, "prompt_logprobs": 1}
+    whole = server.post(CHAT, **fields).json()["prompt_logprobs"]
+    told = [e["prompt_logprobs"] for e in server.stream(CHAT, **fields) if "prompt_logprobs" in e]
+    assert told == [whole]
+
+
+def test_the_openai_client_reads_an_echo_with_logprobs(server):
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    answer = client.completions.create(
+        model="default", prompt=["abc", "d"], echo=True, max_tokens=0, logprobs=1
+    )
+    found = [choice.logprobs.token_logprobs for choice in answer.choices]
+    assert found == [[None, -98 / 256, -99 / 256], [None]]
+
+
+def test_more_than_the_start_allows_is_refused_with_the_bound(server):
+    asked = {"prompt": "ab", "max_tokens": 1, "prompt_logprobs": MAX_PROMPT_LOGPROBS + 1}
+    assert f"from 0 to {MAX_PROMPT_LOGPROBS}" in server.post(COMPLETIONS, **asked).text
+
+
+def test_no_answer_and_nothing_of_the_prompt_is_refused(server):
+    error = server.post(COMPLETIONS, prompt="ab", max_tokens=0).json()["error"]
+    assert error["param"] == "max_tokens"
+    assert "echo" in error["message"]
