@@ -169,7 +169,7 @@ def _shape(gpu: AbsentGpu, floats: str, value: Any) -> Any:
 
 
 def lowered_step(
-    gpu: AbsentGpu, model: str, drafts: str, batch: int, tokens: int
+    gpu: AbsentGpu, model: str, drafts: str, batch: int, tokens: int, scores: bool
 ) -> tuple[Lowered, int]:
     """A step of a server with default flags, and the bytes that the memory plan has for it.
 
@@ -178,17 +178,20 @@ def lowered_step(
       drafts: What drafts, as `bench.drafting` reads it.
       batch: Requests at once.
       tokens: Of a prompt; 0: it decodes.
+      scores: Whether a prompt's tokens are all scored; the server has a flag for it then.
     """
     folder, device = SHAPES / model, Device("gpu", gpu.name, gpu.free_bytes)
     flags = ["--model-path", str(folder), "--load-format", "dummy"]
     flags += Draft.parse(drafts).flags(folders_of(folder, {}))
+    flags += ["--max-prompt-logprobs", "1"] * scores
     begun = prepare(parse(flags), replace(serve.PLATFORM, find_device=lambda: device))
     blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
     (program,) = (
         program
         for program in blueprint.limits.programs
         if program.work is (Work.PREFILL if tokens else Work.DECODE)
-        if (program.batch, program.tokens, program.logprobs) == (batch, tokens, False)
+        if (program.batch, program.tokens, program.scores) == (batch, tokens, scores)
+        if program.logprobs is scores
     )
     with gpu.traced():
         read = partial(serve.read_weights, blueprint, *files, gpu.device, lambda num_bytes: None)

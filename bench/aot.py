@@ -55,6 +55,7 @@ class Step:
       most_copied: Bytes that XLA may take out of weights, pools and states at once. The embeddings
         of some rows are fewer; a weight of a layer has more, and so has the state of a slot.
       tokens: Of a prompt; 0: it decodes.
+      scores: The prompt's tokens are all scored.
     """
 
     model: str
@@ -62,9 +63,11 @@ class Step:
     batch: int
     most_copied: int
     tokens: int = 0
+    scores: bool = False
 
     def __str__(self) -> str:
         work = f"prompt of {self.tokens}" if self.tokens else f"batch {self.batch}"
+        work += " with scores" * self.scores
         return f"{self.model}, {Draft.parse(self.drafts)}, {work}"
 
 
@@ -77,6 +80,7 @@ STEPS = (
     # The embeddings of 2,048 rows are 16 MiB.
     Step("qwen3-8b", "none", 1, 2**24, tokens=2048),
     Step("qwen3.5-9b", "NEXTN:S=3,k=1,N=4", 1, 2**24, tokens=2048),
+    Step("qwen3-8b", "none", 8, 2**24, tokens=2048, scores=True),
 )
 
 
@@ -159,7 +163,7 @@ def compile_step(report: Report, gpu: Any, step: Step) -> None:
     began, name = time.monotonic(), str(step)
     try:
         lowered, planned = compiling.lowered_step(
-            gpu, step.model, step.drafts, step.batch, step.tokens
+            gpu, step.model, step.drafts, step.batch, step.tokens, step.scores
         )
         if faults := list(faults_of_operations(lowered.as_text(), name)):
             report.fail(*faults)  # it is not compiled: a sort would take minutes

@@ -43,15 +43,16 @@ WIDE = (
 FEW = "ptxas stores one number rather than take more than 56 registers"
 SOME = "ptxas stores some numbers rather than take more registers"
 
+SCORED = "qwen3-8b, none, prompt of 2048 with scores"
 FED = "qwen3.5-9b, NEXTN S=3 k=1 N=4, prompt of 2048"
 PROMPTS = (
     *(f"{model}prompt of {n}" for model in ("", "hybrid, ") for n in (512, 2048)),
-    *("qwen3-8b, none, prompt of 2048", FED),
+    *("qwen3-8b, none, prompt of 2048", FED, SCORED),
 )
 
 EXCUSES = (
     Excuse("attend", PROMPTS, 1600, "what is summed over spans, which waits outside of the loops"),
-    Excuse("choose_rows", (CHAINS,), 8, FEW),
+    Excuse("choose_rows", (CHAINS, SCORED), 8, FEW),
     Excuse("choose_rows", (FED,), 24, SOME),
     Excuse("choose_tiles", (CHAINS,), 8, FEW),
     Excuse("delta_mix", ("8 x chain of 4", "32 x chain of 4"), 64, TIMED),

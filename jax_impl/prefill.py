@@ -1,16 +1,20 @@
 """Steps over prompts: chunks of them are fed, or tokens counted that a cache hit spares."""
 
+import math
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Bool, Float, Int, Shaped
 
-from jax_impl import model
+from jax_impl import model, ops
 from jax_impl.device_state import DeviceState, Fields, Plan, start
 from jax_impl.drafters import Fed, Prompts
 from jax_impl.layers import Chunks
 from jax_impl.machine import Machine, logprobs_of, ranking
 from jax_impl.model import Forward
 from jax_impl.ops import draft_tree, logprobs, mamba_state, sampling, slots
+from jax_impl.ops.logprobs import Scored
 from shared.boundary.backend import Program
 from shared.boundary.buffers import SCORES
 from shared.spec.logprobs import SCORED_ROWS
@@ -79,12 +83,20 @@ def _scores(
     """What the token after each of the chunks' was to the model; some rows' logits at a time."""
     if not program.scores:
         return {}
-    blocks = []
-    for at in range(0, program.tokens, SCORED_ROWS):
-        block = slice(at, at + SCORED_ROWS)
-        logits = model.logits(machine.model, passed.hidden[block])
-        blocks.append(logprobs.scored(logits, following[block], machine.limits.max_scores))
-    parts = map(jnp.concatenate, zip(*blocks, strict=True))
+    rows, k = math.gcd(program.tokens, SCORED_ROWS), machine.limits.max_scores
+    blocks = passed.hidden.reshape(-1, rows, passed.hidden.shape[1]), following.reshape(-1, rows)
+
+    def score(before: Scored, block: tuple[jax.Array, jax.Array]) -> tuple[Scored, Scored]:
+        # A block begins when the one before has ended, or all logits would be there at once. What
+        # passes a barrier and is not used is forgotten, so the results pass it and go on.
+        (hidden, ids), before = lax.optimization_barrier((block, before))
+        return logprobs.scored(model.logits(machine.model, hidden), ids, k), before
+
+    whole, best = jnp.zeros(rows), jnp.zeros((rows, k))
+    nothing = (whole, whole.astype(jnp.int32), best.astype(jnp.int32), best)
+    last, before = ops.scan(score, nothing, blocks)
+    found = (jnp.append(b[1:], a[None], axis=0) for b, a in zip(before, last, strict=True))
+    parts = [part.reshape(program.tokens, *part.shape[2:]) for part in found]
     return {name: _real(prompts, part) for name, part in zip(SCORES, parts, strict=True)}
 
 

@@ -9,6 +9,10 @@ from jax_impl.ops.sampling import log_softmax, top_candidates
 
 Reported = tuple[Float[jax.Array, "B W"], Int[jax.Array, "B W k"], Float[jax.Array, "B W k"]]
 
+Scored = tuple[
+    Float[jax.Array, " R"], Int[jax.Array, " R"], Int[jax.Array, "R k"], Float[jax.Array, "R k"]
+]
+
 
 def chosen(
     logits: Float[jax.Array, "R vocab"], ids: Int[jax.Array, " R"]
@@ -51,14 +55,7 @@ def reported(
     return when_any(is_told, told, nothing, logits)
 
 
-def scored(
-    logits: Float[jax.Array, "R vocab"], ids: Int[jax.Array, " R"], k: int
-) -> tuple[
-    Float[jax.Array, " R"],
-    Int[jax.Array, " R"],
-    Int[jax.Array, "R k"],
-    Float[jax.Array, "R k"],
-]:
+def scored(logits: Float[jax.Array, "R vocab"], ids: Int[jax.Array, " R"], k: int) -> Scored:
     """The log-probability and the rank of one token of each row, and both parts of `top`."""
     own = jnp.take_along_axis(logits, ids[:, None], axis=1)
     is_before = (logits == own) & (jnp.arange(logits.shape[1]) < ids[:, None])

@@ -326,24 +326,26 @@ def test_a_step_reports_nothing_where_no_row_asks(host, shape):
 
 def test_scores_of_a_prompt_are_those_its_tokens_have_as_an_answer(host):
     """Beside another prompt, and where the token after a chunk's last is of the next chunk."""
-    tokens = prompt(1, 20)
+    tokens = prompt(1, 90)
     request = host.request(tokens, logprobs=2)
     steps = [host.prefill(request), *(host.decode(request, shape=CHAIN) for _ in range(12))]
     text = [token for step in steps for token in emitted(step, 0)]
     told = [(step.logprobs, w) for step in steps for w in range(step.counts[0])]
-    both, other = host.request([*tokens, *text]), host.request(prompt(22, 7))
+    both, other = host.request([*tokens, *text], logprobs=2), host.request(prompt(22, 7))
     beside = host.prefill(other, Chunk(both, 0, 17)).scores
-    alone = host.prefill(Chunk(both, 17, len(both.prompt))).scores
-    chosen, ranks, ids, values = (
-        np.concatenate([one[7 : 7 + 17], two[: len(text) + 3]])
-        for one, two in zip(beside, alone, strict=True)
-    )
-    assert (ranks[19:-1] == 1).all(), "the text was greedy"
-    assert ids[19:-1, 0].tolist() == text
-    for row, (logprobs, w) in enumerate(told, start=19):
-        # Float32 on both sides, rows in another order of sums.
-        np.testing.assert_allclose(chosen[row], logprobs.chosen[0, w], atol=2e-4)
-        np.testing.assert_allclose(values[row], logprobs.top_values[0, w, :2], atol=2e-4)
+    ending = host.prefill(Chunk(both, 17, len(both.prompt)))
+    pairs = zip(beside, ending.scores, strict=True)
+    found = [np.concatenate([one[7 : 7 + 17], two[: len(both.prompt) - 17]]) for one, two in pairs]
+    whole = host.prefill(host.request(both.prompt)).scores
+    chosen, ranks, ids, values = found
+    assert (ranks[89:-1] == 1).all(), "the text was greedy"
+    assert ids[89:-1, 0].tolist() == text
+    close = {"atol": 2e-4}  # float32 on both sides, rows in another order of sums
+    for row, (logprobs, w) in enumerate([*told, (ending.logprobs, 0)], start=89):
+        np.testing.assert_allclose(chosen[row], logprobs.chosen[0, w], **close)
+        np.testing.assert_allclose(values[row], logprobs.top_values[0, w, :2], **close)
+    np.testing.assert_allclose(chosen, whole.chosen[: len(chosen)], **close)
+    assert len(set(ranks[:89].tolist())) > 40, "random tokens were as likely as any"
     assert all(part[: 7 + 17].any() for part in beside)
     assert not any(part[7 + 17 :].any() for part in beside), "padding has zeros"
 

@@ -29,7 +29,7 @@ from shared.spec.draft_tree import TreeShape
 from tests.support.tiny_models import tiny_model
 
 BATCH = 4
-PREFILL_TOKENS = 128
+PREFILL_TOKENS = 192
 PAGE_SIZE = 4
 PLAIN = TreeShape.plain(BATCH)
 CHAIN = TreeShape.chain(3, BATCH)
