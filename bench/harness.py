@@ -28,10 +28,17 @@ from models.demo import data
 from tests.support.http_fixtures import Server, serving
 
 TASKS = Path("bench/lm_eval")  # as the tasks name their data, from where the harness runs
-KINDS = ("problems", "copying")
+KINDS = ("problems", "copying", "choices")
+DATA = {"choices": "problems"}
+"""Of a kind that asks otherwise for the data of another one."""
+
+SCORED = ("choices",)
+"""Kinds whose answers are given, and scored by their logprobs (the harness's `loglikelihood`)."""
+
 DEMO = Path("models/demo/target")
 
 Line = dict[str, Any]
+Answers = list[Any]
 
 
 def prepare(folder: Path, kind: str, count: int) -> None:
@@ -40,8 +47,9 @@ def prepare(folder: Path, kind: str, count: int) -> None:
     inside.mkdir(parents=True, exist_ok=True)
     for file in TASKS.glob("*.yaml"):
         shutil.copy(file, inside)
-    target = inside / f"{kind}.jsonl"
-    words = ["--split", "held_out", "--kind", kind, "--count", str(count), "--out", str(target)]
+    made = DATA.get(kind, kind)
+    target = inside / f"{made}.jsonl"
+    words = ["--split", "held_out", "--kind", made, "--count", str(count), "--out", str(target)]
     data.main(words)
 
 
@@ -56,8 +64,7 @@ def score(server: Server, folder: Path, kind: str, options: argparse.Namespace) 
         "model": "default",
         "base_url": f"{server.url}/v1/completions",
         "num_concurrent": options.concurrent,
-        "tokenizer_backend": None,
-        "tokenized_requests": False,
+        **_tokenizing(kind, options.model),
     }
     command = [str(options.lm_eval), "--model", "local-completions", "--tasks", task_of(kind)]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
@@ -71,6 +78,13 @@ def score(server: Server, folder: Path, kind: str, options: argparse.Namespace) 
     return read_score(out, kind)
 
 
+def _tokenizing(kind: str, model: Path) -> dict[str, object]:
+    """Who makes tokens: the server, but where the harness has to know where an answer begins."""
+    if kind not in SCORED:
+        return {"tokenizer_backend": None, "tokenized_requests": False}
+    return {"tokenizer_backend": "huggingface", "tokenizer": model.resolve()}
+
+
 def task_of(kind: str) -> str:
     """The task of a kind whose prompts are completions."""
     return f"tandem_{kind}_completions"
@@ -81,10 +95,23 @@ def read_score(out: Path, kind: str) -> Line:
     (results,) = out.rglob("results_*.json")
     (samples,) = out.rglob("samples_*.jsonl")
     found = json.loads(results.read_text(encoding="utf-8"))["results"][task_of(kind)]
-    (value,) = (v for name, v in found.items() if name.startswith("exact_match,"))
+    metric = "acc," if kind in SCORED else "exact_match,"
+    (value,) = (v for name, v in found.items() if name.startswith(metric))
     lines = map(json.loads, samples.read_text(encoding="utf-8").splitlines())
-    answers = {line["doc_id"]: line["resps"][0][0] for line in lines}
+    answer = _ranked if kind in SCORED else _said
+    answers = {line["doc_id"]: answer(line["resps"]) for line in lines}
     return {"score": value, "answers": [answers[index] for index in sorted(answers)]}
+
+
+def _said(answers: Answers) -> str:
+    """The text, of a task that asks for one."""
+    return answers[0][0]
+
+
+def _ranked(answers: Answers) -> str:
+    """The numbers of the given answers, the likeliest first; each has a logprob."""
+    logprobs = [float(answer[0][0]) for answer in answers]
+    return " ".join(map(str, sorted(range(len(logprobs)), key=lambda i: -logprobs[i])))
 
 
 def compared(line: Line, first: Line) -> Line:
@@ -110,6 +137,7 @@ def measure(options: argparse.Namespace) -> list[Line]:
             draft = Draft.parse(text)
             command = ["-m", f"{backend}_impl.serve", "--port", "0"]
             command += ["--model-path", str(options.model), *draft.flags(folders)]
+            command += ["--max-prompt-logprobs", "1"] * bool(set(options.kinds) & set(SCORED))
             with serving([*command, *shlex.split(options.flags)], threads=None) as server:
                 for kind in options.kinds:
                     line = {"backend": backend, "drafts": str(draft), "kind": kind}

@@ -1,8 +1,10 @@
 """The harness's scores of servers beside each other: another answer is seen."""
 
 import json
+from ast import literal_eval
 from pathlib import Path
 
+import jinja2
 import pytest
 import yaml
 
@@ -37,6 +39,28 @@ def test_a_score_or_an_answer_that_differs_is_told(tmp_path):
     assert (worse["differ"], worse["is_equal"]) == (0, False)
 
 
+def test_given_answers_are_compared_by_their_order(tmp_path):
+    """Of which the score tells the first alone; sums of float32 may differ in their last bits."""
+    inside, task = tmp_path / "default", harness.task_of("choices")
+    inside.mkdir()
+    found = {"alias": task, "acc,none": 1.0, "acc_stderr,none": 0.1}
+    (inside / "results_1.json").write_text(json.dumps({"results": {task: found}}))
+    answers = [["-3.5", "False"], ["-1.25", "True"], ["-9.0", "False"]]
+    line = {"doc_id": 0, "resps": [[answer] for answer in answers]}
+    (inside / f"samples_{task}_1.jsonl").write_text(json.dumps(line))
+    assert harness.read_score(tmp_path, "choices") == {"score": 1.0, "answers": ["1 0 2"]}
+
+
+def test_the_given_answers_are_the_right_one_and_three_others(tmp_path):
+    harness.prepare(tmp_path, "choices", 20)
+    task = yaml.safe_load((tmp_path / harness.TASKS / "tandem_choices.yaml").read_text())
+    lines = (tmp_path / task["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
+    for line in map(json.loads, lines):
+        choices = literal_eval(jinja2.Template(task["doc_to_choice"]).render(line))
+        assert choices[task["doc_to_target"]] == line["answer"]
+        assert len(set(choices)) == 4
+
+
 @pytest.mark.parametrize("kind", harness.KINDS)
 def test_a_completions_task_asks_in_the_chat_form_of_the_shipped_model(kind, tmp_path):
     harness.prepare(tmp_path, kind, 2)
@@ -46,7 +70,7 @@ def test_a_completions_task_asks_in_the_chat_form_of_the_shipped_model(kind, tmp
     data = tmp_path / whole["dataset_kwargs"]["data_files"]["test"]
     (line, _) = data.read_text().splitlines()
     messages = json.loads(line)["messages"]
-    assert messages == next(KINDS[kind]("held_out", 0)).messages
+    assert messages == next(KINDS[harness.DATA.get(kind, kind)]("held_out", 0)).messages
     prompt = task["doc_to_text"].replace("{{messages[0]['content']}}", messages[0]["content"])
     tokenizer = Tokenizer.from_folder(ROOT / "models/demo/target")
     assert tokenizer.encode(prompt) == tokenizer.encode_chat(messages)
