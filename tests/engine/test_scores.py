@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import StepPlan
+from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
@@ -36,11 +37,17 @@ class Watched(ToyBackend):
 
 
 def make(
-    *, num_pages: int = 400, overlap: int = 1, depth: int = 3, chunk: int = CHUNK
+    *,
+    num_pages: int = 400,
+    overlap: int = 1,
+    depth: int = 3,
+    chunk: int = CHUNK,
+    caches: bool = True,
 ) -> tuple[Engine, Watched]:
     backend = Watched(num_pages=num_pages, draft_reach=1 if depth else None)
     controller = StaticController(backend.limits, nodes=depth + 1, depth=depth, width=min(depth, 1))
-    cache = policy_of("NEXTN" if depth else "none", is_hybrid=False)
+    policy = policy_of("NEXTN" if depth else "none", is_hybrid=False)
+    cache = policy if caches else NO_CACHE
     how = {"overlap": overlap, "chunked_prefill_size": chunk, "cache": cache}
     return Engine(backend, controller, **how), backend
 
@@ -137,6 +144,22 @@ def test_what_was_scored_before_a_preemption_is_not_fed_again_for_it():
     assert backend.num_fed - before < 10
     assert_scored(asked, outcome)
     assert outcome.tokens == plain_text(asked)
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_a_prompt_that_is_preempted_half_read_has_each_score_once(caches):
+    """What the cache does not have of it any more is fed, and so scored, again."""
+    engine, backend = make(overlap=0, caches=caches)
+    asked, outcome = request(0, prompt_of(1, 150)), Outcome()
+    engine.add(asked)
+    checked_step(engine)
+    assert asked.num_scored == CHUNK
+    engine.scheduler.preempt(asked)
+    while engine.busy:
+        for event in checked_step(engine):
+            outcome.take(event)
+    assert backend.num_fed == 150 + (0 if caches else CHUNK)
+    assert_scored(asked, outcome)
 
 
 @pytest.mark.parametrize("overlap", [0, 2])

@@ -150,6 +150,7 @@ def test_the_flags_of_cuda_graphs_say_which_work_is_captured():
 
 
 GRAMMARS = "--grammar-backend llguidance "
+SCORES = "--max-prompt-logprobs 5 "
 
 
 @pytest.mark.parametrize(("framework", "kind"), [("jax", "cpu"), ("torch", "cpu"), ("jax", "gpu")])
@@ -183,6 +184,29 @@ def test_masks_take_memory_of_rings_and_steps():
     assert {"plans and results", "decode workspace"} <= grown
     masks = 49 * -(-with_masks.limits.vocab // 32)  # of 48 rows, and that of all ones
     assert more["plans and results"] >= 3 * 4 * masks
+
+
+@pytest.mark.parametrize("framework", PLATFORMS)
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+def test_scores_of_prompts_have_few_programs_of_their_own_and_are_counted(framework, kind):
+    """Only where they are asked for; what else there is stays as it was."""
+    flags = "--max-total-tokens 65536"
+    made = [planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", SCORES)]
+    without, scoring = made
+    added = [p for p in scoring.limits.programs if p not in without.limits.programs]
+    assert set(scoring.limits.programs) - set(added) == set(without.limits.programs)
+    assert not without.limits.max_scores
+    assert all(program.scores and program.work is Work.PREFILL for program in added)
+    prefills = [p for p in without.limits.programs if p.work is Work.PREFILL]
+    widest = [max((p.batch, p.pages, p.tokens) for p in some) for some in (prefills, added)]
+    assert widest[0] == widest[1], "they hold the widest step that the scheduler makes"
+    if (framework, kind) != ("torch", "cpu"):
+        assert len(added) == 2
+    vocab, tokens = scoring.limits.vocab, widest[0][2]
+    lines = [{line.name: line.num_bytes for line in memory.lines} for memory in made]
+    assert lines[1]["prompt workspace"] - lines[0]["prompt workspace"] > 128 * vocab * 4
+    words = tokens * (2 + 2 * scoring.limits.max_scores)
+    assert lines[1]["plans and results"] >= 3 * 4 * words
 
 
 @pytest.mark.parametrize("nodes", [1, 8], ids=["plain", "trees"])
