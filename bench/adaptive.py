@@ -289,7 +289,7 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
     context = -(-(longest + given.max_tokens) // 64) * 64
     served = in_process.start(
         backend, line, batch=max(given.batch), context=context, plain_candidates=False,
-        batches=tuple(given.batch),
+        radix_cache=False, batches=tuple(given.batch),
     )  # fmt: skip
     begun = served.engine.controller
     assert isinstance(begun, AdaptiveController | AdaptiveNgramController)
