@@ -8,12 +8,14 @@ the request's seed and the position alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
 from shared.boundary.backend import (
+    Decode,
+    HostDraft,
     Launch,
     Limits,
     Prefill,
@@ -71,6 +73,12 @@ def simulated_limits(
     )  # fmt: skip
 
 
+def with_host_drafts(limits: Limits, vocab: int) -> Limits:
+    """The same sizes, where trees come from the host and texts have so many different tokens."""
+    programs = (replace(p, host_draft=not p.shape.is_plain) for p in limits.programs)
+    return replace(limits, programs=tuple(programs), vocab=vocab)
+
+
 @dataclass(frozen=True)
 class Known:
     """A result that is there."""
@@ -81,24 +89,23 @@ class Known:
         return self.value
 
 
-class SimulatedBackend:
-    """A `shared.boundary.backend.Backend` of numbers.
-
-    Args:
-      noise: Standard deviation of a step's time, as a share of it.
+class _Clock:
+    """A `shared.boundary.backend.Backend` of numbers; what its rows accept is a subclass's.
 
     Attributes:
       clock: Seconds that all steps took.
     """
 
-    def __init__(
-        self, limits: Limits, seconds: Seconds, law: Law, *, noise: float = 0.0, seed: int = 0
-    ) -> None:
+    def __init__(self, limits: Limits, seconds: Seconds, noise: float, seed: int) -> None:
         self.limits, self.clock = limits, 0.0
-        self._seconds, self.law, self._noise = seconds, law, noise
+        self._seconds, self._noise = seconds, noise
         self._rng = np.random.default_rng(seed)
         self._lengths = np.zeros(limits.num_slots, np.int64)
         self._is_cold = np.zeros(limits.num_slots, bool)
+
+    def _decode(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        """Moves the rows' lengths on; their tokens of the step, and the nodes of their trees."""
+        raise NotImplementedError
 
     def workspace(self, program: Program) -> int:
         return 0
@@ -126,18 +133,36 @@ class SimulatedBackend:
         zeros, trees = np.zeros(B, np.int32), np.zeros((B, shape.nodes), np.int32)
         return Known(
             StepResult(
-                tokens=np.ones((B, shape.max_tokens), np.int32), counts=counts.astype(np.int32),
+                tokens=self._tokens(plan, counts), counts=counts.astype(np.int32),
                 failed=zeros, saved=zeros, drafts=trees, parents=trees,
                 num_nodes=nodes.astype(np.int32), logprobs=None, scores=None,
                 device_seconds=seconds,
             )
         )  # fmt: skip
 
+    def _tokens(self, plan: StepPlan, counts: np.ndarray) -> Int[np.ndarray, "B W"]:
+        """What each row says; called when its length has grown."""
+        return np.ones((len(counts), plan.program.shape.max_tokens), np.int32)
+
     def _prefill(self, plan: StepPlan, work: Prefill) -> tuple[np.ndarray, np.ndarray]:
         fed = np.diff(work.row_starts)
         self._lengths[plan.slots] = work.first_positions + fed
         self._is_cold[plan.slots] = False
         return work.ends_prompt * (plan.slots > 0), np.ones(len(fed))
+
+
+class SimulatedBackend(_Clock):
+    """Drafts of the device are accepted by a law.
+
+    Args:
+      noise: Standard deviation of a step's time, as a share of it.
+    """
+
+    def __init__(
+        self, limits: Limits, seconds: Seconds, law: Law, *, noise: float = 0.0, seed: int = 0
+    ) -> None:
+        super().__init__(limits, seconds, noise, seed)
+        self.law = law
 
     def _decode(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         slots, shape = plan.slots, plan.program.shape
@@ -157,6 +182,63 @@ class SimulatedBackend:
         is_chain = tier.width <= 1
         nodes = 1 + (most if is_chain else np.where(most > 0, tier.nodes - 1, 0))
         return counts, nodes
+
+
+class TextBackend(_Clock):
+    """What requests say is given, and drafts are the host's, held against it.
+
+    Args:
+      texts: The output of each request, by its seed.
+      noise: See `SimulatedBackend`.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        seconds: Seconds,
+        texts: Mapping[int, Sequence[int]],
+        *,
+        noise: float,
+    ) -> None:
+        super().__init__(limits, seconds, noise, seed=0)
+        self._texts = texts
+
+    def _ahead(self, plan: StepPlan, row: int, start: int) -> Sequence[int]:
+        """The text of a row from a position on; nothing past its end."""
+        said = self._texts[int(plan.sampling.seed[row])]
+        return said[start - int(plan.sampling.prompt_length[row]) :]
+
+    def _tokens(self, plan: StepPlan, counts: np.ndarray) -> Int[np.ndarray, "B W"]:
+        found = super()._tokens(plan, counts)
+        starts = self._lengths[plan.slots] + 1 - counts
+        for row in np.flatnonzero(counts).tolist():
+            said = self._ahead(plan, row, int(starts[row]))[: counts[row]]
+            found[row, : len(said)] = said
+        return found
+
+    def _decode(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
+        slots, nodes = plan.slots, np.ones(len(plan.slots))
+        counts = (slots > 0).astype(np.int64)
+        drafts = plan.work.drafts if isinstance(plan.work, Decode) else None
+        if drafts is not None:
+            nodes = drafts.num_nodes
+            for row in np.flatnonzero(counts).tolist():
+                ahead = self._ahead(plan, row, int(self._lengths[slots[row]]) + 1)
+                counts[row] += _agreed(drafts, row, ahead)
+        self._lengths[slots] += counts
+        return counts, nodes
+
+
+def _agreed(drafts: HostDraft, row: int, ahead: Sequence[int]) -> int:
+    """How many drafts of a row's tree the text goes on with."""
+    parent, tokens, parents = 0, drafts.tokens[row], drafts.parents[row]
+    for count, token in enumerate(ahead):
+        children = range(parent + 1, drafts.num_nodes[row])
+        found = [node for node in children if parents[node] == parent and tokens[node] == token]
+        if not found:
+            return count
+        parent = found[0]
+    return len(ahead)
 
 
 def _granted(

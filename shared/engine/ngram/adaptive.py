@@ -1,7 +1,7 @@
 """NGRAM that drafts what pays: the best nodes of a batch, in the program that they are worth.
 
 The host knows every row's tree and what speaks for each node before it plans a step, so it takes
-the size that gives the most for its seconds. A tree needs its text's newest token, so a step waits
+the size that gives the most tokens a second. A tree needs its text's newest token, so a step waits
 for the one before, whether it drafts or not. Where drafts do not pay for the waiting either, the
 controller goes to sleep: plain steps follow each other as without a drafter. Trees are still made
 then, while the device runs, and held against the text that follows; so it wakes by what they would
@@ -153,13 +153,14 @@ class AdaptiveNgramController:
         return tier, selection.cut(found[tier][1], shapes[tier].nodes)
 
     def _best(self, gains: list[float], num_rows: int, batch: int) -> int:
-        """The tier that gives most beyond what its seconds are worth at the average pace."""
+        """The tier that gives the most tokens a second."""
         seconds = self.costs.of(batch)
         if seconds is None:
             return gains.index(max(gains))
-        worth = self._pace.speed / seconds[0]
-        values = [1 + gain / num_rows - worth * s for gain, s in zip(gains, seconds, strict=False)]
-        tier = values.index(max(values))
+        # Not what is most beyond the average pace: a text is of some length, so the tokens that a
+        # small step leaves are still to be made, and what follows a poor tree is mostly poor too.
+        speeds = [(num_rows + gain) / s for gain, s in zip(gains, seconds, strict=False)]
+        tier = speeds.index(max(speeds))
         self._pace.note(1 + gains[tier] / num_rows, seconds[tier] / seconds[0])
         self.is_asleep = self._pace.speed / seconds[0] < 1 / seconds[self._asleep]
         return tier

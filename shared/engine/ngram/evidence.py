@@ -14,10 +14,10 @@ from jaxtyping import Bool, Float64, Int32, Int64
 from shared.engine.compiled import compiled
 from shared.engine.ngram.tree import COUNTS, ELDERS, KINDS, MATCHES, Trees
 
-MEMORY = 500.0
-"""Tries of a kind that count: of more, the older ones fade."""
+MEMORY = 32.0
+"""Steps in which a kind was tried that count: of more, the older ones fade."""
 
-PRIOR_TRIES = 4.0
+PRIOR_TRIES = 1.0
 
 
 @compiled
@@ -30,6 +30,7 @@ def _score(
     won: Float64[np.ndarray, " kinds"],
 ) -> None:
     """Goes down each tree as its text went on, and counts the children that it passes."""
+    now = np.zeros((2, len(tried)))
     for i in range(len(row_of)):
         row, node = row_of[i], 0
         for place in range(counts[i]):
@@ -38,16 +39,17 @@ def _score(
                 if trees.parents[row, child] != node:
                     continue
                 kind = trees.evidence[row, child]
-                if tried[kind] >= MEMORY:
-                    tried[kind] *= 0.5
-                    won[kind] *= 0.5
-                tried[kind] += 1
+                now[0, kind] += 1
                 if trees.tokens[row, child] == texts[i, place]:
-                    won[kind] += 1
+                    now[1, kind] += 1
                     found = child
             if found == 0:
                 break
             node = found
+    for kind in range(len(tried)):
+        if now[0, kind] > 0:
+            tried[kind] = (1 - 1 / MEMORY) * tried[kind] + now[0, kind]
+            won[kind] = (1 - 1 / MEMORY) * won[kind] + now[1, kind]
 
 
 @compiled
