@@ -48,6 +48,7 @@ from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
+from shared.models.config import ModelConfig
 from shared.spec.sampling import derive_seed
 from shared.text.tokenizer import Tokenizer
 
@@ -85,17 +86,24 @@ class KnowsRates(AdaptiveController):
 
 
 def task_phases(model: Path, batches: Sequence[int], count: int, most: int) -> list[Phase]:
-    """Phases of held-out tasks, kinds and batches in turns."""
+    """Phases of held-out tasks, kinds and batches in turns; for each row of a batch four at least.
+
+    With fewer a phase would be as long as its longest answer, whatever the others take.
+    """
     tokenizer = Tokenizer.from_folder(model)
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ValueError(f"{model} has no tokenizer with a chat template; give --imposed")
+    ends = ModelConfig.from_folder(model).eos_ids
     phases, number = [], 0
     for batch, (kind, temperature) in product(batches, TEMPERATURES.items()):
         requests = []
-        for example in islice(KINDS[kind]("held_out", batch), max(count, batch)):
+        for example in islice(KINDS[kind]("held_out", batch), max(count, 4 * batch)):
             prompt = tuple(tokenizer.encode_chat(example.messages))
             sampling = SamplingParams(
-                temperature=temperature, seed32=derive_seed(number, 0), max_tokens=most
+                temperature=temperature,
+                seed32=derive_seed(number, 0),
+                max_tokens=most,
+                stop_token_ids=ends,
             )
             requests.append(Request(request_id=number, prompt=prompt, sampling=sampling))
             number += 1
@@ -321,7 +329,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
     found.add_argument("--adaptive-config", type=Path, help="file that names the tiers")
     found.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    found.add_argument("--count", type=int, default=16, help="tasks of each phase")
+    found.add_argument("--count", type=int, default=16, help="tasks of a phase, or four a row")
     found.add_argument("--max-tokens", type=int, default=200)
     found.add_argument("--rounds", type=int, default=1, help="take the fastest of so many")
     found.add_argument("--imposed", action="store_true", help="serve no tasks")
