@@ -47,7 +47,7 @@ class Prefix:
     """
 
     node: Node | None = None
-    pages: Int32[np.ndarray, " n"] = field(default_factory=lambda: NO_PAGES)
+    pages: Int32[np.ndarray, " n"] = field(default_factory=lambda: NO_PAGES, compare=False)
     length: int = 0
     draft_from: int = 0
     snapshot: int = NO_SNAPSHOT
@@ -110,6 +110,7 @@ class PrefixCache:
         self._interval = policy.track_interval if policy.is_on else 0
         self._tree = RadixCache(allocator, policy.key_reach)
         self._standing: dict[int, _Standing] = {}
+        self._asked, self._answer = None, Prefix()  # the last lookup
         self.num_queried = self.num_hit = 0
 
     # Pages
@@ -148,7 +149,16 @@ class PrefixCache:
     # A request gets a slot
 
     def find(self, request: Request) -> Prefix:
-        """The longest prefix of a request's context with which it may begin."""
+        """The longest prefix of a request's context with which it may begin.
+
+        Who waits for room asks in every step: what was found is kept until the cache changes.
+        """
+        asked = (request, request.length, request.most_found, self._tree.num_changes)
+        if self._asked != asked:
+            self._asked, self._answer = asked, self._look_up(request)
+        return self._answer
+
+    def _look_up(self, request: Request) -> Prefix:
         if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
             return Prefix()
         most = request.most_found // self._page_size
@@ -416,6 +426,8 @@ class PrefixCache:
         assert self._tree.num_pages == len(nodes), "pages of the cache are lost"
         free = sum(not node.num_locks for node in nodes)
         assert self._tree.num_evictable == free, "evictable pages are miscounted"
+        if (asked := self._asked) and asked[1:] == (asked[0].length, self._tree.num_changes):
+            assert self._answer == self._look_up(asked[0]), "a lookup that is kept is not there"
 
 
 def _snapshots(standing: _Standing) -> Iterator[int]:

@@ -85,13 +85,18 @@ class RadixCache:
         self._clock = 0
         self._num_nodes = self._num_locked = 0
         self._heap: list[tuple[int, int, Node]] = []
-        self._pushed = 0
+        self._pushed = self._num_changes = 0
         self.snapshots = SnapshotPool(allocator.limits.num_snapshots)
 
     @property
     def num_pages(self) -> int:
         """Pages that the cache owns, alone or with slots."""
         return self._num_nodes
+
+    @property
+    def num_changes(self) -> int:
+        """Grows whenever what is there of some text may have changed, pages or states."""
+        return self._num_changes + self.snapshots.num_changes
 
     @property
     def num_evictable(self) -> int:
@@ -183,6 +188,7 @@ class RadixCache:
             child.used = self._clock
             node = child
         self._num_nodes += len(added)
+        self._num_changes += len(added)
         self._allocator.own(np.array(added, np.int32))
         if node.parent is None:
             self._drop_if_empty(node)
@@ -219,6 +225,7 @@ class RadixCache:
         del parent.children[node.key]
         node.page = 0
         self._num_nodes -= 1
+        self._num_changes += 1
         if parent.parent is not None:
             parent.used = max(parent.used, node.used)
             self._offer(parent)
@@ -259,6 +266,9 @@ class SnapshotPool:
 
     Args:
       num_snapshots: Size of the pool with the sink.
+
+    Attributes:
+      num_changes: How often a node got or lost a state, its own eviction apart.
     """
 
     def __init__(self, num_snapshots: int) -> None:
@@ -266,6 +276,7 @@ class SnapshotPool:
         self._size = num_snapshots - 1
         self._cached: OrderedDict[int, Node] = OrderedDict()
         self._pins: dict[int, int] = {}
+        self.num_changes = 0
 
     @property
     def num_free(self) -> int:
@@ -285,6 +296,7 @@ class SnapshotPool:
             if snapshot not in self._pins:
                 del self._cached[snapshot]
                 node.snapshot = NO_SNAPSHOT
+                self.num_changes += 1
                 return snapshot
         return NO_SNAPSHOT
 
@@ -300,6 +312,7 @@ class SnapshotPool:
         else:
             node.snapshot = snapshot
             self._cached[snapshot] = node
+            self.num_changes += 1
         self._cached.move_to_end(node.snapshot)
 
     def pin(self, snapshot: int) -> None:

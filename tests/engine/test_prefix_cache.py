@@ -17,6 +17,7 @@ from shared.engine.cache_policy import CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.prefix_cache import PrefixCache
+from shared.engine.radix_cache import RadixCache
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.driving import Outcome, checked_step, drive
@@ -201,6 +202,30 @@ def test_who_shares_little_or_nothing_does_not_wait():
         engine.add(each)
     checked_step(engine)
     assert len(engine.scheduler.running) == 3
+
+
+def test_who_waits_for_room_is_looked_up_again_only_when_the_cache_has_changed(monkeypatch):
+    engine, looked_up = make("plain model", num_pages=52), []
+    path = RadixCache.path
+
+    def counted(tree: RadixCache, *args) -> list:
+        looked_up.append(tree.num_changes)
+        return path(tree, *args)
+
+    monkeypatch.setattr(RadixCache, "path", counted)
+    first, second = tokens(1, 120), tokens(2, 80)
+    serve(engine, request(first))  # so that there is something to find
+    engine.add(request(first, max_tokens=60))
+    engine.add(request(first[:40] + second, max_tokens=4))
+    engine.step()
+    looked_up.clear()
+    steps = 0
+    while engine.scheduler.waiting:
+        engine.step()
+        steps += 1
+    assert steps > 10
+    assert looked_up == sorted(set(looked_up))  # once for each state of the cache
+    assert len(looked_up) < steps / 2
 
 
 def test_tenants_do_not_see_each_other():
