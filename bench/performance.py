@@ -35,8 +35,8 @@ File = dict[str, Any]
 HEAD = """# Performance
 
 Made by `python -m bench.performance` of `bench/results/offline_*.json`, `long_*.json`,
-`prefill_*.json`, `hits_*.json` and `fused_*.json`, which hold commands and versions, and where
-steps were traced the kernels that take the most of one.
+`prefill_*.json`, `hits_*.json`, `fused_*.json`, `adaptive_*.json` and `host_*.json`, which hold
+commands and versions, and where steps were traced the kernels that take the most of one.
 
 Weights are random, so drafts are accepted by lot: `L` is the mean of the tokens that a step gives.
 A step's limit is the time that its bytes take at the rate of a large copy on the same device. Texts
@@ -67,7 +67,8 @@ class Found:
     Attributes:
       offline: As `bench.offline` writes them, of prompts of one length.
       long: The same of longer prompts.
-      prefill, hits, fused: As `bench.prefill`, `bench.hits` and `bench.fused` write them.
+      prefill, hits, fused, adaptive, host: As `bench.prefill`, `bench.hits`, `bench.fused`,
+        `bench.adaptive` and `bench.host` write them.
     """
 
     offline: Sequence[File]
@@ -75,6 +76,8 @@ class Found:
     prefill: Sequence[File] = ()
     hits: Sequence[File] = ()
     fused: Sequence[File] = ()
+    adaptive: Sequence[File] = ()
+    host: Sequence[File] = ()
 
     @classmethod
     def of_results(cls) -> "Found":
@@ -126,6 +129,8 @@ def render(found: Found) -> str:
             "draft-extend), and requests a second of a closed loop that keeps the batch full.",
             list(_fused(lines)),
         )
+    parts += _changing(found.adaptive)
+    parts += _host(found.host)
     return "\n\n".join(parts) + "\n"
 
 
@@ -257,6 +262,59 @@ def _fused(lines: Sequence[Line]) -> Iterator[list[str]]:
             *each,
             "equal" if line["texts_are_equal"] else "DIFFER",
         ]
+
+
+def _changing(files: Sequence[File]) -> list[str]:
+    """What `bench.adaptive` found, start by start."""
+    parts = []
+    for file in files:
+        for start in file["starts"]:
+            name = f"{start['drafts']}, {start['backend']}, {model_of(file)}, {start['device'] or 'a CPU'}"
+            for served, lines in (
+                ("tokens a second of every draft shape and of the choice among them", "lines"),
+                (
+                    "the same in simulated time, with rates of acceptance that are imposed",
+                    "imposed",
+                ),
+            ):
+                parts += _table(f"{name}: {served}.", list(_phases(start.get(lines, []))))
+    return ["## Work that changes, and --speculative-adaptive", *parts] if parts else []
+
+
+def _phases(lines: Sequence[Line]) -> Iterator[list[str]]:
+    if not lines:
+        return
+    names = list(lines[0]["tokens_per_s"])
+    yield ["phase", *names, "of the best", "of off", "regret", "ranked by equal"]
+    for line in lines:
+        shares = [line[key] for key in ("adaptive_by_best", "adaptive_by_off")]
+        rest = [line[key] for key in ("regret", "ranked_by_equal")]
+        yield [
+            line["phase"],
+            *(f"{line['tokens_per_s'][name]:.0f}" for name in names),
+            *(f"{share:.3f}" for share in shares),
+            *(MISSING if value is None else f"{value:.3f}" for value in rest),
+        ]
+
+
+def _host(files: Sequence[File]) -> list[str]:
+    """What `bench.host` found, file by file."""
+    parts = []
+    for file in files:
+        head = ["controller", "cache", "rows", "host, us", "device, ms", "share"]
+        cells = [
+            [
+                *(line["controller"], line["cache"], str(line["rows"]), f"{line['host_us']:.0f}"),
+                *(f"{line['device_ms']:.1f}", f"{line['share']:.1%}"),
+            ]
+            for line in file["lines"]
+        ]
+        parts += _table(
+            "Microseconds that the host takes to plan, submit and retire a decode step, on one "
+            f"core (Python {file['python']}), beside the step of a device.",
+            [head, *cells],
+        )
+    return ["## The host's part of a step", *parts] if parts else []
 
 
 def _cell(line: Line | None, tell: Any) -> str:

@@ -95,3 +95,32 @@ def test_hits_are_told_with_how_much_faster_they_are() -> None:
     assert "| none | torch | 4100 | 4096 | 115.1 | 11.5 | 10.0x | same |" in performance.render(
         found
     )
+
+
+def test_changing_work_has_a_line_for_each_phase_served_and_simulated() -> None:
+    usual = {"regret": None, "ranked_by_equal": None}
+    served = {
+        "phase": "copying, batch 1",
+        "tokens_per_s": {"off": 100.4, "S3": 201.0, "adaptive": 199},
+    }
+    served |= usual | {"adaptive_by_best": 0.99, "adaptive_by_off": 1.982}
+    simulated = served | {"phase": "0.95, batch 1", "regret": 0.031, "ranked_by_equal": 1.04}
+    start = {"drafts": "NEXTN", "backend": "jax", "device": "NVIDIA H200"}
+    start |= {"lines": [served], "imposed": [simulated]}
+    alone = {"drafts": "NGRAM", "backend": "torch", "device": "cpu", "lines": [served]}
+    command = "python -m bench.adaptive --model models/demo/target"
+    changing = {"command": command, "starts": [start, alone]}
+    page = performance.render(performance.Found(offline=[], adaptive=[changing]))
+    assert page.count("| copying, batch 1 | 100 | 201 | 199 | 0.990 | 1.982 | - | - |") == 2
+    assert "| 0.95, batch 1 | 100 | 201 | 199 | 0.990 | 1.982 | 0.031 | 1.040 |" in page
+    assert page.count("simulated time") == 1
+    assert "NEXTN, jax, target, NVIDIA H200: tokens a second" in page
+
+
+def test_the_hosts_part_of_a_step_stands_beside_the_device() -> None:
+    line = {"controller": "adaptive", "cache": "on", "rows": 32, "host_us": 412.3}
+    line |= {"device_ms": 6.0, "share": 0.0687}
+    host = {"command": "python -m bench.host", "python": "3.12.1", "lines": [line]}
+    page = performance.render(performance.Found(offline=[], host=[host]))
+    assert "| adaptive | on | 32 | 412 | 6.0 | 6.9% |" in page
+    assert "Work that changes" not in page
