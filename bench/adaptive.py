@@ -181,15 +181,24 @@ Runs = dict[str, list[Served]]
 def real_runs(
     served: in_process.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
 ) -> Runs:
-    """Every tier and the adaptive choice in turns, the fastest of some rounds of each phase."""
+    """Every tier and the adaptive choice, the fastest of some rounds of each phase.
+
+    They take turns at each phase, each with an engine of its own for the round, and every other
+    round in reverse: what slows the machine down for a while slows all of them.
+    """
     policies: dict[str, Policy | None] = {str(t): Static(n) for n, t in enumerate(tiers)}
     policies["adaptive"] = None
     again: dict[str, list[list[Served]]] = {name: [] for name in policies}
-    for _, (name, policy) in product(range(rounds), policies.items()):
-        engine = engine_of(served, chooser(served, policy))
-        again[name].append(serve(engine, phases, time.perf_counter))
-        seconds = sum(each.seconds for each in again[name][-1])
-        print(f"  {name}: {seconds:.1f} s{_used(engine)}", flush=True)
+    for number in range(rounds):
+        engines = {n: engine_of(served, chooser(served, policy)) for n, policy in policies.items()}
+        for each in again.values():
+            each.append([])
+        for phase in phases:
+            for name in sorted(engines, key=list(engines).index, reverse=number % 2 > 0):
+                again[name][-1] += serve(engines[name], [phase], time.perf_counter)
+        for name, engine in engines.items():
+            seconds = sum(each.seconds for each in again[name][-1])
+            print(f"  {name}: {seconds:.1f} s{_used(engine)}", flush=True)
     return {
         name: [min(each, key=lambda s: s.seconds) for each in zip(*runs, strict=True)]
         for name, runs in again.items()

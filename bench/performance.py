@@ -269,7 +269,8 @@ def _changing(files: Sequence[File]) -> list[str]:
     parts = []
     for file in files:
         for start in file["starts"]:
-            name = f"{start['drafts']}, {start['backend']}, {model_of(file)}, {start['device'] or 'a CPU'}"
+            device = start["device"] or "a CPU"
+            name = f"{start['drafts']}, {start['backend']}, {model_of(file)}, {device}"
             for served, lines in (
                 ("tokens a second of every draft shape and of the choice among them", "lines"),
                 (

@@ -1,0 +1,61 @@
+"""The adaptive choice of the model that ships: both backends start with it, and texts are plain."""
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from bench.adaptive import task_phases
+from bench.in_process import Served, serve_all, start
+from shared.engine.request import Request
+
+TARGET = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
+BATCH, TOKENS = 2, 60
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[Request]:
+    """Problems and copying greedily, chats at temperature 1."""
+    phases = task_phases(TARGET, [BATCH], count=3, most=TOKENS)
+    return [request for phase in phases for request in phase.requests[:3]]
+
+
+def started(framework: str, requests: list[Request], *flags: str) -> Served:
+    context = max(len(request.prompt) for request in requests) + TOKENS
+    return start(
+        framework,
+        ["--model-path", str(TARGET), "--dtype", "float32", *flags],
+        batch=BATCH,
+        context=-(-context // 64) * 64,
+        plain_candidates=False,
+        radix_cache=False,
+        batches=(1, BATCH),
+    )
+
+
+def texts(served: Served, requests: list[Request]) -> list[list[int]]:
+    found = [outcome.tokens for outcome in serve_all(served.engine, copy.deepcopy(requests))]
+    served.engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(requests: list[Request]) -> list[list[int]]:
+    return texts(started("torch", requests), requests)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("drafts", ["NEXTN", "NGRAM"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_an_adaptive_start_serves_the_plain_texts(framework, drafts, requests, plain):
+    """Every shape was timed at the start, and nothing is compiled once it has ended."""
+    served = started(
+        framework, requests, "--speculative-algorithm", drafts, "--speculative-adaptive"
+    )
+    table, compiled = served.engine.controller.costs.table, served.backend.compiles
+    assert all(0 < each < 10 for seconds in table.values() for each in seconds)
+    assert set(table) == {1, BATCH}
+    assert texts(served, requests) == plain
+    assert served.backend.compiles == compiled
+    steps = served.engine.metrics.snapshot()
+    assert steps['spec_decode_adaptive_steps_total{tier="S3"}'] > 0
