@@ -153,10 +153,12 @@ class PrefixCache:
 
         Who waits for room asks in every step: what was found is kept until the cache changes.
         """
-        asked = (request, request.length, request.most_found, self._tree.num_changes)
-        if self._asked != asked:
+        if self._asked != (asked := self._key(request)):
             self._asked, self._answer = asked, self._look_up(request)
         return self._answer
+
+    def _key(self, request: Request) -> tuple[Request, int, int, int]:
+        return request, request.length, request.most_found, self._tree.num_changes
 
     def _look_up(self, request: Request) -> Prefix:
         if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
@@ -426,7 +428,7 @@ class PrefixCache:
         assert self._tree.num_pages == len(nodes), "pages of the cache are lost"
         free = sum(not node.num_locks for node in nodes)
         assert self._tree.num_evictable == free, "evictable pages are miscounted"
-        if (asked := self._asked) and asked[1:] == (asked[0].length, self._tree.num_changes):
+        if (asked := self._asked) and asked == self._key(asked[0]):
             assert self._answer == self._look_up(asked[0]), "a lookup that is kept is not there"
 
 
