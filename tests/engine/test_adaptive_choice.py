@@ -48,6 +48,12 @@ def test_a_tier_is_tried_where_knowing_it_is_worth_the_steps():
     assert Greedy().choose(situation(9.5, news=2.0, cold=1.0)) == OFF
 
 
+def test_the_time_of_a_step_that_outlasts_the_window_counts():
+    """At the end of a request a tier of thrice the tokens takes a hundred times as long."""
+    ending = replace(situation(24.0, cold=1.0, horizon=3.0), seconds=[4.0, 400.0])
+    assert BestValue().choose(ending) == OFF
+
+
 def test_a_switch_must_pay_for_itself():
     """Between the two speeds nothing is gained by going back and forth, so it stays where it is."""
     policy = BestValue()

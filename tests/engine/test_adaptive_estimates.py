@@ -98,6 +98,36 @@ def test_that_trees_do_worse_than_guessed_is_remembered_while_chains_run():
     assert found[0] < 0.8 * found[1]
 
 
+def test_a_tree_that_hardly_ever_misses_leaves_what_is_known_of_its_chains():
+    """Of a chain that is right 19 times of 20 it says as little as of one that always is."""
+    known = Acceptance(TIERS)
+    learn(known, 1, LONG, ([7] * 19 + [0]) * 8)
+    before = chances(known, 1)[0]
+    learn(known, 2, TREE, [5] * 40)
+    assert chances(known, 3)[0] == pytest.approx(before, abs=0.02)
+
+
+def test_one_miss_of_a_tree_that_was_sure_does_not_condemn_trees():
+    """As when times change: the guess was off, and chains tell so at once."""
+    known, unaware = Acceptance(TIERS), Acceptance(TIERS)
+    for tried in (known, unaware):
+        learn(tried, 1, LONG, [7] * 60)
+    learn(known, 1, TREE, [5, 5, 5, 0])
+    for tried in (known, unaware):
+        learn(tried, 1, LONG, [0, 1, 0, 2] * 40)
+    found = [tokens(tried, 2).warm[NUMBER[TREE]] for tried in (known, unaware)]
+    assert found[0] > 0.85 * found[1]
+
+
+def test_a_tier_that_cannot_win_is_not_worth_a_try():
+    """Whatever a step of eight tokens showed, it takes twenty times as long."""
+    known, seconds = Acceptance(TIERS), [1.0, 1.0, 20.0, 1.0]
+    rows = known.rows_of([1])
+    found, _ = known.expect(rows, np.array([99]), np.zeros(1, bool), 1, seconds)
+    assert found.news[NUMBER[LONG]][NUMBER[OFF]] == 0
+    assert found.news[NUMBER[SHORT]][NUMBER[OFF]] > 0
+
+
 def test_tokens_end_with_the_request_and_cold_rows_give_one():
     known = Acceptance(TIERS)
     learn(known, 1, LONG, [7] * 50)

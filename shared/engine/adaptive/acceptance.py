@@ -38,7 +38,8 @@ class Expected:
       warm: Where every row drafts.
       now: Where rows that are cold give the target's own token alone.
       news: For a tier, and another one: by how much a few steps of the first would change what is
-        believed of the difference of their speeds, a standard deviation, in tokens a second.
+        believed of the difference of their speeds, a standard deviation, in tokens a second; 0
+        where the first can never be as fast as the other is believed to be.
     """
 
     warm: list[float]
@@ -76,9 +77,14 @@ def _learn(
 
 
 @compiled
-def _shown(rate: float, known: float, more: float) -> float:
-    """Variance of what will be believed of a rate's log odds, known of some tries, after more."""
-    return more / ((known + 1) * (known + 1 + more)) / (rate * (1 - rate))
+def _shown(rates: Float64[np.ndarray, " F"], known: float, more: float) -> float:
+    """Variance of what will be believed of log odds, known of some tries, after more.
+
+    Args:
+      rates: Of all families. What one shows moves the odds of all alike, and near 1 that is by far
+        less than its own odds vary.
+    """
+    return more / ((known + 1) * (known + 1 + more)) / (rates * (1 - rates)).max()
 
 
 @compiled
@@ -111,12 +117,17 @@ def _add_news(
     news: Float64[np.ndarray, " tiers"],
     slope: Float64[np.ndarray, "tiers D"],
     tier: int,
-    d: int,
-    variance: float,
+    variances: Float64[np.ndarray, " d"],
 ) -> None:
-    """Adds what one depth's log odds, as they vary, do to the distance from each other tier."""
+    """Adds what log odds, as they vary, do to the distance from each other tier.
+
+    Depths vary together: what is believed of one goes by the one before.
+    """
     for other in range(len(news)):
-        news[other] += (slope[tier, d] - slope[other, d]) ** 2 * variance
+        moved = 0.0
+        for d in range(len(variances)):
+            moved += (slope[tier, d] - slope[other, d]) * np.sqrt(variances[d])
+        news[other] += moved**2
 
 
 @compiled
@@ -145,6 +156,7 @@ def _expect(
     (F, D), B, tiers = rates.shape, len(rows), len(depths)
     rate, alive, sums = np.zeros((F, D)), np.ones((F, D + 1)), np.ones((F, D + 1))
     slope, shared = np.zeros((tiers, D)), np.zeros((tiers, D))  # of speeds by log odds
+    varies, fastest = np.empty(D), np.zeros(tiers)
     for i in range(B):
         for f in range(F):
             _rates_of(own[rows[i]], rates[f], rate[f])
@@ -155,6 +167,7 @@ def _expect(
         for t in range(tiers):
             f, deepest = families[t], min(depths[t], most[i])
             tokens[0, t] += sums[f, deepest]
+            fastest[t] += (1 + deepest) / seconds[t]
             tokens[1, t] += 1.0 if is_cold[i] else sums[f, deepest]
             for d in range(D):
                 gain = (sums[f, deepest] - sums[f, d]) * (1 - rate[f, d]) / seconds[t]
@@ -164,7 +177,8 @@ def _expect(
             f = families[t]
             for d in range(min(depths[t], most[i])):
                 known, more = own[rows[i], d, 0] + OWN_TRIES, PROBE_STEPS * alive[f, d]
-                _add_news(news[t], slope, t, d, _shown(rate[f, d], known, more))
+                varies[d] = _shown(rate[:, d], known, more)
+            _add_news(news[t], slope, t, varies[: min(depths[t], most[i])])
     for t in range(tiers):
         if budgets[t] >= 0:
             drafted = np.minimum(most, depths[t])
@@ -173,7 +187,12 @@ def _expect(
         f = families[t]
         for d in range(depths[t]):
             more = PROBE_STEPS * B * alive[f, d]
-            _add_news(news[t], shared, t, d, _shown(rates[f, d], weights[f, d], more))
+            varies[d] = _shown(rates[:, d], weights[f, d], more)
+        _add_news(news[t], shared, t, varies[: depths[t]])
+    for t in range(tiers):
+        for other in range(tiers):
+            if fastest[t] <= tokens[0, other] / seconds[other]:
+                news[t, other] = 0.0  # whatever it showed
 
 
 class Acceptance:

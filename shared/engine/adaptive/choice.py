@@ -81,8 +81,9 @@ class BestValue:
 
     def _value(self, situation: Situation, seconds: list[float], tier: int) -> float:
         expected = situation.expected
-        window = max(situation.horizon, 2 * PROBE_STEPS) * seconds[0]
-        rest = max(window - PROBE_STEPS * seconds[tier], 0.0)
+        # In which there is room for the steps of any tier, and for what they show to be of use.
+        window = max(situation.horizon * seconds[0], 2 * PROBE_STEPS * max(seconds))
+        rest = window - PROBE_STEPS * seconds[tier]
         gained = PROBE_STEPS * expected.warm[tier]
         gained -= expected.warm[tier] - expected.now[tier]  # its first step, while rows are cold
         later = [
