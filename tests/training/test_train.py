@@ -135,7 +135,8 @@ def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
     limits = replace(limits, programs=tuple(programs))  # a block drafts no trees
     backend = make_backend("reference", config, weights, limits, drafter)
     controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
-    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=128, cache=NO_CACHE)
+    most = limits.token_sizes[-1]
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=most, cache=NO_CACHE)
     ends = {"temperature": 0.0, "stop_token_ids": tuple(ENDS)}
     sampling = SamplingParams(max_tokens=12, **ends)
     request = Request(request_id=1, prompt=tuple(prompt), sampling=sampling)
