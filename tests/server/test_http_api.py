@@ -23,20 +23,11 @@ from tests.support.http_fixtures import (
     USER,
     Server,
     post_head,
-    save_tokenizer,
     serving,
 )
 
 STOPPED = 'tandem:request_success_total{finished_reason="stop"}'
 ABORTED = 'tandem:request_success_total{finished_reason="abort"}'
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("model")
-    save_tokenizer(folder)
-    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

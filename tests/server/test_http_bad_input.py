@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -22,20 +21,9 @@ from tests.support.http_fixtures import (
     SLOTS,
     USER,
     VOCAB,
-    Server,
     post_head,
-    save_tokenizer,
     serving,
 )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("model")
-    save_tokenizer(folder)
-    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
-        yield running
-
 
 BAD_FIELDS = [
     ("prompt", {"prompt": ""}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -25,14 +24,6 @@ from tests.support.tiny_models import write_tiny
 CHAIN = ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"]
 CHAIN += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"]
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("model")
-    save_tokenizer(folder)
-    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
-        yield running
 
 
 def test_a_completion_has_four_lists_as_long_as_its_tokens(server):

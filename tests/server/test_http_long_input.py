@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -21,24 +21,13 @@ from tests.support.http_fixtures import (
     COMPLETIONS,
     JSON,
     ROOT,
-    Server,
     byte_tokenizer,
-    save_tokenizer,
-    serving,
 )
 
 DEMO = ROOT / "models" / "demo"
 SIZE = 7_900_000
 MAX_GAP_S = 1.0  # what is refused before it is read holds the server up for a tenth of it
 TRIES = 3  # a machine that is busy otherwise makes everybody wait, but not each time
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("model")
-    save_tokenizer(folder)
-    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
-        yield running
 
 
 def worst_gap(tick: Callable[[], object], work: Callable[[], object]) -> float:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
-import pytest
 
 from tests.support.http_fixtures import (
     CHAT,
@@ -14,21 +12,10 @@ from tests.support.http_fixtures import (
     END,
     MAX_PROMPT_LOGPROBS,
     USER,
-    Server,
-    save_tokenizer,
-    serving,
 )
 
 LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 ECHO: dict[str, Any] = {"echo": True, "temperature": 0, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("model")
-    save_tokenizer(folder)
-    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
-        yield running
 
 
 def at(token: int, *others: int) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import openai
 import pytest
 
@@ -13,21 +11,10 @@ from tests.support.http_fixtures import (
     END,
     USER,
     VOCAB,
-    Server,
-    save_tokenizer,
-    serving,
 )
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 MARK = 257  # <|user|>, of which the template's answer begins behind 258
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("model")
-    save_tokenizer(folder)
-    with serving(["-m", "tests.support.http_fixtures", str(folder)]) as running:
-        yield running
 
 
 def test_a_text_has_the_tokens_that_its_prompt_has(server):
