@@ -146,7 +146,7 @@ def _summarise(
                 factor[f] = factor_of(slow[f, d], factor[f], FAMILY_TRIES)
             alike = better(clipped((won + 0.5) / (n + 1)), 1 / factor[f])
             log_miss[f] = np.log(1 - alike) / tries[f]
-            told[f, d] = _told(rates[f, d], tries[f]) if tries[f] > 1 else 1.0
+            told[f, d] = _told(rates[f, d], tries[f])
             total += told[f, d] * n
             weighted += told[f, d] * n * log_miss[f]
         for f in range(F):
