@@ -391,16 +391,6 @@ RULES = (
         ),
     ),
     Rule(
-        refuses=lambda s: s.options.engine.has_grammars and s.adaptive.speculative_adaptive,
-        reason="--grammar-backend {grammars} takes trees of one shape, and --speculative-adaptive "
-        "chooses among several",
-        way_out="leave one of them out",
-        example=Example(
-            drafter="NEXTN",
-            flags=_flags("--grammar-backend llguidance --speculative-adaptive"),
-        ),
-    ),
-    Rule(
         refuses=lambda s: (
             s.options.engine.disable_overlap_schedule and bool(s.options.engine.overlap)
         ),

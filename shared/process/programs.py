@@ -142,8 +142,12 @@ def _masked(options: Options, decodes: Sequence[Program]) -> list[Program]:
     """The twins of decode programs that take masks of grammars.
 
     Trees come to the host before they are verified, so where the device drafts there is a program
-    that only drafts for each.
+    that only drafts for each. Where the shape is chosen step by step there is one of them alone.
     """
+    if options.candidates:
+        plain = [p for p in decodes if p.shape.is_plain]
+        trees = [replace(p, shape=masked_shape(options, p.batch)) for p in plain]
+        decodes = [*plain, *trees] if options.speculative.drafts_on_host else trees
     masked = [replace(p, mask=True, host_draft=not p.shape.is_plain) for p in decodes]
     if not options.speculative.drafts or options.speculative.drafts_on_host:
         return masked
@@ -188,6 +192,17 @@ def _prefill_rows(requests: int) -> list[int]:
 def draft_shape(options: Options, batch: int) -> TreeShape:
     """The widest shape that a start without open values drafts with; plain where nothing drafts."""
     return decode_shapes(options, batch)[-1]
+
+
+def masked_shape(options: Options, batch: int) -> TreeShape:
+    """The one candidate that batches with a grammar draft with, every request with all its rows.
+
+    The host's trees are as large as the largest. The device drafts the one in the middle: a batch
+    of each size has to do with it.
+    """
+    largest = len(options.candidates) - 1
+    chosen = largest if options.speculative.drafts_on_host else largest // 2
+    return _shape(replace(options.candidates[chosen], rows=1.0), batch)
 
 
 def decode_shapes(options: Options, batch: int) -> list[TreeShape]:

@@ -10,6 +10,7 @@ from jax_impl import serve as jax_serve
 from shared.boundary.backend import HostDraft, Work
 from shared.boundary.workspace import MOST_PARTS
 from shared.drafts.drafts import Drafts
+from shared.engine.adaptive.tiers import Shapes
 from shared.engine.controller import shapes_by_batch, smallest_that_holds
 from shared.engine.rows import Chunk, DecodeRows, PrefillRows
 from shared.models.config import ModelConfig
@@ -173,6 +174,25 @@ def test_masks_of_grammars_have_programs_of_their_own_and_are_counted(framework,
     assert max(p.batch for p in masked) == max(p.batch for p in masked if p.logprobs)
     if framework == "jax":
         assert len(masked) == len(batches) * (2 if drafter == "NGRAM" else 1)
+
+
+@pytest.mark.parametrize("framework", PLATFORMS)
+@pytest.mark.parametrize(("drafter", "sizes"), [("NEXTN", {(4, 3)}), ("NGRAM", {(1, 0), (12, 11)})])
+def test_of_the_shapes_to_choose_from_one_takes_masks(framework, drafter, sizes):
+    """What is drafted with a grammar is no tier: what a tier costs is measured of the others."""
+    flags = f"{GRAMMARS}--speculative-adaptive --speculative-algorithm {drafter}"
+    limits = planned(framework, 140 * GB, flags).limits
+    programs = limits.programs
+    decodes = [program for program in programs if program.work is Work.DECODE]
+    masked = [program for program in decodes if program.mask]
+    assert {(p.shape.nodes, p.shape.depth) for p in masked} == sizes
+    drafts = {(p.batch, p.shape) for p in programs if p.work is Work.DRAFT}
+    trees = {(p.batch, p.shape) for p in masked if not p.shape.is_plain}
+    assert drafts == (set() if drafter == "NGRAM" else trees)
+    assert {batch for batch, _ in trees} == {program.batch for program in decodes}
+    without = replace(limits, programs=tuple(p for p in programs if p not in masked))
+    on_host = drafter == "NGRAM"
+    assert Shapes.of(limits, host_draft=on_host) == Shapes.of(without, host_draft=on_host)
 
 
 def test_masks_take_memory_of_rings_and_steps():

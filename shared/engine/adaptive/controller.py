@@ -109,8 +109,12 @@ class AdaptiveController:
     def submitted(self, rows: Rows) -> None:
         """Notes the tier, and that rows of a plain step draft nothing in their next one."""
         ids = [request.request_id for request in rows.requests]
-        if rows.work is not Work.DECODE:
-            self._cold.difference_update(ids)  # of a request that resumes the drafter is fed
+        if rows.work is Work.DRAFT:
+            return
+        if rows.work is not Work.DECODE or rows.is_masked:
+            # The drafter is fed: of a request that resumes, or that decodes with a grammar beside
+            # it, whose steps are somebody else's choice.
+            self._cold.difference_update(ids)
             return
         batch, self._chosen = self._planned
         self._steps[self._chosen] += 1
@@ -120,7 +124,7 @@ class AdaptiveController:
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Learns what the step took, and what its drafts showed of requests that still run."""
-        if rows.work is not Work.DECODE:
+        if rows.work is not Work.DECODE or rows.is_masked:
             return
         batch, tier, hopes = self._flights.popleft()
         self.costs.observe(batch, tier, result.device_seconds)

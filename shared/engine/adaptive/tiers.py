@@ -113,7 +113,7 @@ class Shapes:
         found: dict[int, set[TreeShape]] = {}
         for program in limits.programs:
             own = program.shape.is_plain or program.host_draft is host_draft
-            if program.work is Work.DECODE and own:
+            if program.work is Work.DECODE and own and not program.mask:
                 found.setdefault(program.batch, set()).add(program.shape)
         batches = tuple(sorted(found))
         by_batch = [sorted(found[batch], key=_order) for batch in batches]

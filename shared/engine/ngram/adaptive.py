@@ -169,7 +169,7 @@ class AdaptiveNgramController:
         """Enters prompts and outputs into the index while the device runs."""
         for chunk in rows.chunks:
             self.index.see_prompt(chunk.request, chunk.end)
-        if rows.work is Work.DECODE:
+        if _is_own(rows):
             batch, tier = self._planned
             hopes = [self._hopes.get(request.request_id, 0.0) for request in rows.requests]
             self._flights.append((batch, tier, hopes))
@@ -183,8 +183,8 @@ class AdaptiveNgramController:
     def learned(self, rows: Rows, result: StepResult) -> None:
         """What a step took, host included, and how texts went on after trees were made for them."""
         now, last = self._clock(), self._last
-        self._last = now if rows.work is Work.DECODE else None
-        if rows.work is not Work.DECODE:
+        self._last = now if _is_own(rows) else None
+        if not _is_own(rows):
             return
         batch, tier, hopes = self._flights.popleft()
         seconds = None if last is None else now - last
@@ -217,3 +217,8 @@ class AdaptiveNgramController:
     def cut(self, request_id: int, num_tokens: int) -> None:
         """Forgets what does not belong to the text."""
         self.index.cut(request_id, num_tokens)
+
+
+def _is_own(rows: Rows) -> bool:
+    """Whether the controller chose them: with a grammar among them another one did."""
+    return rows.work is Work.DECODE and not rows.is_masked

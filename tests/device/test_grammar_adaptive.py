@@ -1,0 +1,228 @@
+"""Texts that are held to a grammar where the draft shape is chosen step by step.
+
+Steps with a grammar take the one shape that has masks; those without go through all tiers, off
+among them, so every kind of step follows every other.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.engine.adaptive.choice import Situation
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.constrained import GrammarController
+from shared.engine.controller import StaticController
+from shared.engine.engine import Engine
+from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.request import Request
+from shared.options.ngram import NgramConfig
+from shared.spec.draft_tree import TreeShape
+from tests.device.test_prefix_cache import drafter_of, model_of
+from tests.support.backends import Drafter, make_backend
+from tests.support.driving import Outcome, drive
+from tests.support.grammars import constrained
+
+BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 5, 4, 48, 160, 64
+PLAIN = TreeShape.plain(BATCH)
+CHAINS = [TreeShape.chain(depth, BATCH) for depth in (1, 3)]
+TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH)
+
+
+class Turns:
+    """A policy that takes every tier in turn, each for some steps."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def choose(self, situation: Situation) -> int:
+        self._steps += 1
+        return self._steps // 2 % len(situation.expected.warm)
+
+
+class Watch:
+    """What a controller planned, and what it was told that its steps took."""
+
+    def __init__(self, inner: AdaptiveController | AdaptiveNgramController) -> None:
+        self.planned: list[tuple[int, int]] = []
+        self.told: list[tuple[int, int]] = []
+        rows_for, observe = inner.rows_for, inner.costs.observe
+
+        def planning(ready, reserve):
+            if (rows := rows_for(ready, reserve)) is not None:
+                self.planned.append(inner._planned)
+            return rows
+
+        def observing(batch: int, tier: int, seconds: float | None) -> None:
+            self.told.append((batch, tier))
+            observe(batch, tier, seconds)
+
+        inner.rows_for, inner.costs.observe = planning, observing
+
+    def check(self, steps: dict[str, float]) -> None:
+        """Of those with a grammar it has heard nothing."""
+        assert self.told == self.planned
+        assert sum(steps.values()) == len(self.planned)
+
+
+def limits_of(family: str, drafter: str, shapes: list[TreeShape], masked: TreeShape) -> Limits:
+    """Programs of all shapes, and those that one of them needs for masks."""
+
+    def program(work: Work, shape: TreeShape, *, mask: bool = False) -> Program:
+        return Program(
+            work=work,
+            batch=BATCH,
+            pages=PAGES,
+            tokens=CHUNK if work is Work.PREFILL else 0,
+            shape=shape,
+            host_draft=work is Work.DECODE and shape.nodes > 1 and (mask or drafter == "NGRAM"),
+            mask=mask,
+            logprobs=work is not Work.DRAFT,
+        )
+
+    programs = [program(Work.PREFILL, PLAIN), *(program(Work.DECODE, s) for s in shapes)]
+    programs.append(program(Work.DECODE, masked, mask=True))
+    if drafter == "NGRAM":
+        programs.append(program(Work.DECODE, PLAIN, mask=True))
+    elif masked.nodes > 1:
+        programs.append(program(Work.DRAFT, masked))
+    return Limits(
+        page_size=PAGE_SIZE,
+        num_pages=1 + BATCH * PAGES,
+        num_slots=1 + BATCH,
+        num_snapshots=1,
+        programs=tuple(programs),
+        overlap=2,
+        context_length=CONTEXT,
+        vocab=model_of(family, drafter)[0].vocab,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=2,
+    )
+
+
+def requests_of(vocab: int) -> list[Request]:
+    """Two without a grammar that run to the end, and three with one beside them that end before."""
+    rng = np.random.default_rng(22)
+    asked = [
+        (None, {"temperature": 0.0}),
+        (None, {"temperature": 0.8, "top_k": 40}),
+        ("schema", {"temperature": 0.0}),
+        ("regex", {"temperature": 0.9}),
+        ("schema", {"temperature": 1.0}),
+    ]
+    return [
+        constrained(
+            number,
+            tuple(rng.integers(2, 250, 12 + number).tolist()),
+            vocab,
+            grammar,
+            max_tokens=25 if grammar else 130,
+            seed32=300 + number,
+            **how,
+        )
+        for number, (grammar, how) in enumerate(asked)
+    ]
+
+
+def backend_of(
+    framework: str, family: str, drafter: str, shapes: list[TreeShape], masked: TreeShape
+) -> Backend:
+    own: Drafter = "none" if masked.nodes == 1 else drafter_of(family, drafter)
+    limits = limits_of(family, drafter if masked.nodes > 1 else "none", shapes, masked)
+    return make_backend(framework, *model_of(family, drafter), limits, own)
+
+
+def served(backend: Backend, controller: GrammarController) -> tuple[Engine, dict[int, Outcome]]:
+    engine = Engine(backend, controller, overlap=2, chunked_prefill_size=CHUNK, cache=NO_CACHE)
+    return engine, drive(engine, requests_of(backend.limits.vocab))
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[tuple[str, bool], dict[int, Outcome]]:
+    return {}
+
+
+def plain_texts(
+    found: dict[tuple[str, bool], dict[int, Outcome]], family: str, drafter: str
+) -> dict[int, Outcome]:
+    """Of a backend without a drafter, whose every step has one node."""
+    key = (family, drafter == "DFLASH")
+    if key not in found:
+        backend = backend_of("torch", family, drafter, [PLAIN], PLAIN)
+        inner = StaticController(backend.limits, nodes=1, depth=0, width=0)
+        controller = GrammarController(backend.limits, inner, None)
+        found[key] = served(backend, controller)[1]
+        backend.close()
+    return found[key]
+
+
+CASES = [
+    ("qwen3_5", "NEXTN", [PLAIN, *CHAINS, TREE], CHAINS[1]),
+    ("llama", "EAGLE3", [PLAIN, *CHAINS, TREE], TREE),
+    ("qwen3_5", "STANDALONE", [PLAIN, *CHAINS], CHAINS[0]),
+    ("llama", "DFLASH", [PLAIN, CHAINS[1]], CHAINS[1]),
+]
+RUNS = [
+    pytest.param(framework, *case, id=f"{framework}-{case[0]}-{case[1]}", marks=marks)
+    for framework in ("torch", "jax", "reference")
+    for case in CASES
+    for marks in ([] if (framework, case[1]) == ("torch", "NEXTN") else [pytest.mark.matrix],)
+]
+
+
+@pytest.mark.parametrize(("framework", "family", "drafter", "shapes", "masked"), RUNS)
+def test_a_text_with_a_grammar_is_the_plain_one_among_tiers(
+    framework, family, drafter, shapes, masked, plain
+):
+    backend = backend_of(framework, family, drafter, shapes, masked)
+    inner = AdaptiveController(backend.limits, Turns(), {})
+    watch = Watch(inner)
+    engine, outcomes = served(backend, GrammarController(backend.limits, inner, None))
+    check(outcomes, plain_texts(plain, family, drafter))
+    steps = tier_steps(engine)
+    watch.check(steps)
+    assert len(steps) == len(shapes)
+    assert all(steps.values()), "a tier had no step"
+    backend.close()
+
+
+SHARED = TreeShape(nodes=4, depth=3, width=1, rows=2 * BATCH)
+SECONDS = {"awake": [1.0, 1.0, 1.1, 1.2], "asleep": [1.0, 9.0, 9.9, 0.9]}
+"""Of tiers whose steps wait for each other, and last of plain ones that do not."""
+
+
+@pytest.mark.parametrize("state", SECONDS)
+def test_ngram_drafts_for_a_grammar_awake_and_asleep(state, plain):
+    """A tier whose requests share verify rows has all of them where there are masks."""
+    backend = backend_of("torch", "qwen3_5", "NGRAM", [PLAIN, CHAINS[0], SHARED], CHAINS[1])
+    limits = backend.limits
+    sizes = {"nodes": CHAINS[1].nodes, "depth": CHAINS[1].depth, "vocab": limits.vocab}
+    index = NgramIndex(NgramConfig(), **sizes, chain=False)
+    inner = AdaptiveNgramController(limits, index, {BATCH: SECONDS[state]})
+    watch = Watch(inner)
+    engine, outcomes = served(backend, GrammarController(limits, inner, index))
+    check(outcomes, plain_texts(plain, "qwen3_5", "NGRAM"))
+    steps = tier_steps(engine)
+    watch.check(steps)
+    assert bool(steps["asleep"]) is (state == "asleep")
+    backend.close()
+
+
+def tier_steps(engine: Engine) -> dict[str, float]:
+    """How many steps without a grammar each tier had."""
+    name = "spec_decode_adaptive_steps_total"
+    found = engine.metrics.snapshot().items()
+    return {key.split('"')[1]: count for key, count in found if key.startswith(name)}
+
+
+def check(outcomes: dict[int, Outcome], plain: dict[int, Outcome]) -> None:
+    for number, outcome in outcomes.items():
+        assert outcome.error is None
+        assert outcome.tokens == plain[number].tokens, number
+        assert outcome.finish_reason is plain[number].finish_reason
+    drafted = [sum(outcomes[number].accepted) for number in (2, 3, 4)]
+    assert sum(drafted) > 0, "no draft of a text with a grammar was ever accepted"
