@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -132,7 +132,8 @@ def engine_of(
 class Backends:
     """Backends by framework and case, and the plain texts of their targets."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[..., Backend] = make_backend) -> None:
+        self._make = make
         self._made: dict[tuple, Backend] = {}
         self._plain: dict[tuple[str, bool], dict[int, Outcome]] = {}
 
@@ -142,7 +143,7 @@ class Backends:
             family, drafter, shape = case
             model = model_of(family, drafter)
             limits = limits_of(family, drafter, shape)
-            made = make_backend(framework, *model, limits, drafter_of(family, drafter))
+            made = self._make(framework, *model, limits, drafter_of(family, drafter))
             self._made[key] = made
         return self._made[key]
 
@@ -152,7 +153,7 @@ class Backends:
             model = model_of(family, drafter)
             shape = TreeShape.plain(BATCH)
             limits = limits_of(family, "none", shape)
-            backend = make_backend(framework, *model, limits, "none")
+            backend = self._make(framework, *model, limits, "none")
             engine = engine_of(backend, (family, "none", shape), NO_CACHE, 0)
             self._plain[key] = drive(engine, requests_of(limits.vocab))
             backend.close()

@@ -1,0 +1,101 @@
+"""On an NVIDIA GPU: what a request asks beside its text, which needs programs of its own.
+
+python -m pytest -o addopts= -m gpu tests/device/test_gpu_asked.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from shared.boundary.backend import Backend, Limits, Work
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.request import Request, SamplingParams
+from shared.spec.logprobs import Scores
+from tests.device.test_gpu import FRAMEWORKS
+from tests.device.test_prefix_cache import CASES, drafter_of, model_of
+from tests.support.backends import make_backend, make_gpu_backend
+from tests.support.driving import drive
+
+pytest.importorskip("llguidance", reason="grammars are those of llguidance")
+from tests.device import test_grammar as grammar
+
+pytestmark = pytest.mark.gpu
+
+DRAFTERS = [each for each in CASES if each[1] in ("NEXTN", "EAGLE3", "DFLASH", "NGRAM")]
+NUM_SCORES, CLOSE = 2, {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[grammar.Backends]:
+    made = grammar.Backends(make_gpu_backend)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("case", DRAFTERS, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_a_text_with_a_grammar_is_the_plain_one(framework, case, backends):
+    """Masks are read by the captured and the compiled step, at each node of a tree."""
+    family, drafter, _ = case
+    plain = backends.plain(framework, family, drafter)
+    backend = backends.get(framework, case)
+    engine = grammar.engine_of(backend, case, NO_CACHE, overlap=2)
+    requests = grammar.requests_of(backend.limits.vocab)
+    outcomes = drive(engine, requests)
+    grammar.check_texts(requests, outcomes, backend.limits.vocab)
+    for number, outcome in outcomes.items():
+        assert outcome.tokens == plain[number].tokens, number
+        assert outcome.finish_reason is plain[number].finish_reason
+    assert sum(sum(outcomes[number].accepted) for number in (0, 2, 3, 5)) > 0
+
+
+def scoring(limits: Limits) -> Limits:
+    """With a prefill that scores its tokens too."""
+    prefill = next(program for program in limits.programs if program.work is Work.PREFILL)
+    programs = (*limits.programs, replace(prefill, scores=True))
+    return replace(limits, programs=programs, max_scores=NUM_SCORES)
+
+
+def scores_of(backend: Backend, case: grammar.Case) -> dict[int, Scores | None]:
+    """Of prompts of one token, of a chunk and a token more, and of chunks that share a step."""
+    rng = np.random.default_rng(4)
+    requests = [
+        Request(
+            request_id=number,
+            prompt=tuple(rng.integers(2, 250, length).tolist()),
+            sampling=SamplingParams(
+                temperature=0.0, max_tokens=3, prompt_logprobs=number % (NUM_SCORES + 1)
+            ),
+        )
+        for number, length in enumerate((1, grammar.CHUNK + 1, 40, 7, 100))
+    ]
+    engine = grammar.engine_of(backend, case, NO_CACHE, overlap=1)
+    return {number: outcome.scores for number, outcome in drive(engine, requests).items()}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_tokens_of_prompts_are_scored_as_on_a_cpu(framework):
+    case = next(each for each in CASES if each[1] == "NEXTN")
+    family, drafter, shape = case
+    limits = scoring(grammar.limits_of(family, drafter, shape))
+    made_from = (*model_of(family, drafter), limits, drafter_of(family, drafter))
+    found = []
+    for make, name in ((make_backend, "reference"), (make_gpu_backend, framework)):
+        backend = make(name, *made_from)
+        found.append(scores_of(backend, case))
+        backend.close()
+    (want, got), equal = found, []
+    for number, scores in want.items():
+        assert (got[number] is None) is (scores is None)
+        if scores is None:
+            continue
+        np.testing.assert_allclose(got[number].chosen, scores.chosen, **CLOSE)
+        np.testing.assert_allclose(got[number].top_values, scores.top_values, **CLOSE)
+        # Two tokens may be as good as each other but for rounding.
+        assert np.abs(got[number].ranks - scores.ranks).max() <= 1
+        equal += [got[number].ranks == scores.ranks, (got[number].top_ids == scores.top_ids).all(1)]
+    assert np.concatenate(equal).mean() > 0.95
