@@ -7,12 +7,11 @@ One start of a backend has the programs of all tiers. Each tier, off and the ada
 the same phases on it: word problems and copying greedily, chats at temperature 1, for each batch.
 Texts are compared: they are the same whatever is drafted. Off is plain decoding with overlap.
 
-What a tier costs on this device is measured at the start, and taken for phases with imposed
-acceptance too, which run in simulated time (`bench.simulated`): there rates differ between requests
-and change within them, between 0.2 and 0.95 a depth, and an oracle that knows them takes the best
-tier of each step. `--imposed` alone serves nothing real, so that dummy weights do
-(`--load-format dummy`); `--adaptive-config` names the tiers, with shares of rows for the column
-that compares ranked rows with a tier of as many rows for every request.
+What a tier costs on this device is measured at the start, and taken for phases in simulated time
+too, whose acceptance is given (`bench.imposed`). `--imposed` alone serves nothing real, so that
+dummy weights do (`--load-format dummy`), and `--costs FILE` starts nothing: it serves that work at
+the costs of an earlier report. `--adaptive-config` names the tiers, with shares of rows for the
+column that compares ranked rows with a tier of as many rows for every request.
 """
 
 from __future__ import annotations
@@ -23,22 +22,19 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench import in_process
 from bench.drafting import Draft, named_folder
+from bench.imposed import ASLEEP, Runs, rated_runs, rated_work, written_runs, written_work
 from bench.machine import versions
-from bench.phases import Imposed, Phase, Served, imposed, serve
+from bench.phases import Phase, Served, serve
 from bench.session import folders_of
-from bench.simulated import SimulatedBackend, simulated_limits
 from models.demo.data import KINDS
-from shared.engine.adaptive.acceptance import Expected
-from shared.engine.adaptive.choice import BestValue, Greedy, Policy, Situation, Static
+from shared.engine.adaptive.choice import BestValue, Policy, Static
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE
@@ -54,35 +50,6 @@ from shared.text.tokenizer import Tokenizer
 
 Line = dict[str, Any]
 TEMPERATURES = {"problems": 0.0, "copying": 0.0, "chats": 1.0}
-LOWEST, HIGHEST, PART = 0.2, 0.95, 100
-"""Of imposed rates, and the tokens for which a request keeps one."""
-
-
-class KnowsRates(AdaptiveController):
-    """An adaptive controller that is told what is imposed: the oracle."""
-
-    law: Imposed
-
-    def situation(self, ready: Sequence[Request]) -> tuple[Situation, np.ndarray]:
-        """What is known before a step, with the true rates in place of those that were learnt."""
-        known, _ = super().situation(ready)
-        seeds = np.array([r.sampling.seed32 for r in ready], np.uint32)
-        rates = self.law(seeds, np.array([len(r.output) for r in ready]))
-        cold = np.array([r.request_id in self._cold for r in ready])
-        chains = np.cumprod(rates, axis=1)
-        warm, now = [], []
-        for tier in self.shapes.tiers:
-            hits = 1 - (1 - rates[:, : tier.depth]) ** tier.tries
-            worth = np.cumprod(hits, axis=1)
-            budget = tier.shape(self.shapes.bucket(len(ready))).rows - len(ready)
-            for found, drafts in ((warm, worth), (now, np.where(cold[:, None], 0, worth))):
-                best = np.sort(drafts, axis=None)[::-1]
-                total = best[:budget] if tier.width <= 1 else best
-                found.append(len(ready) + float(total.sum()))
-        tiers = len(warm)
-        expected = Expected(warm, now, [[0.0] * tiers for _ in range(tiers)])
-        situation = Situation(known.seconds, expected, known.num_rows, known.cold, known.horizon)
-        return situation, chains[:, : max(tier.depth for tier in self.shapes.tiers)]
 
 
 def task_phases(model: Path, batches: Sequence[int], count: int, most: int) -> list[Phase]:
@@ -109,25 +76,6 @@ def task_phases(model: Path, batches: Sequence[int], count: int, most: int) -> l
             number += 1
         phases.append(Phase(f"{kind}, batch {batch}", batch, requests))
     return phases
-
-
-def imposed_phases(batches: Sequence[int], tokens: int) -> tuple[list[Phase], Imposed]:
-    """Phases whose rates are high, low, or differ between requests and within them."""
-
-    def changing(rng: np.random.Generator) -> list[float]:
-        return rng.uniform(LOWEST, HIGHEST, max(1, tokens // PART)).tolist()
-
-    kinds = {
-        "0.95": lambda rng: (HIGHEST,),
-        "0.2": lambda rng: (LOWEST,),
-        "by request": lambda rng: (float(rng.uniform(LOWEST, HIGHEST)),),
-        "by part": changing,
-    }
-    plan = [
-        (f"{name}, batch {batch}", batch, 4 * batch, tokens, rates)
-        for batch, (name, rates) in product(batches, kinds.items())
-    ]
-    return imposed(plan, part=PART)
 
 
 def chooser(served: in_process.Served, policy: Policy | None) -> Controller:
@@ -175,9 +123,6 @@ def engine_of(served: in_process.Served, controller: Controller) -> Engine:
     )
 
 
-Runs = dict[str, list[Served]]
-
-
 def real_runs(
     served: in_process.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
 ) -> Runs:
@@ -215,47 +160,16 @@ def _used(engine: Engine) -> str:
     return "".join(f", {name} {count}" for name, count in counts.items())
 
 
-def simulated_runs(
-    tiers: Sequence[Tier],
-    table: Mapping[int, Sequence[float]],
-    phases: Sequence[Phase],
-    law: Imposed,
-    overlap: int,
-) -> Runs:
-    """Every tier, the adaptive choice and the oracle, in simulated time of the measured costs."""
-
-    def seconds(batch: int, tier: Tier) -> float:
-        return table[batch][tiers.index(tier)]
-
-    def run(make: Callable[..., AdaptiveController], policy: Policy) -> list[Served]:
-        limits = simulated_limits(tiers, list(table), overlap=overlap)
-        backend = SimulatedBackend(limits, seconds, law)
-        engine = Engine(
-            backend,
-            make(limits, policy, table),
-            overlap=overlap,
-            chunked_prefill_size=2048,
-            cache=NO_CACHE,
-        )
-        return serve(engine, phases, lambda: backend.clock)
-
-    KnowsRates.law = law
-    found = {str(tier): run(AdaptiveController, Static(n)) for n, tier in enumerate(tiers)}
-    found["adaptive"] = run(AdaptiveController, BestValue())
-    return found | {"oracle": run(KnowsRates, Greedy())}
-
-
 def lines_of(runs: Runs, tiers: Sequence[Tier]) -> list[Line]:
-    """A line for each phase, and one for all of them."""
+    """A line for each phase, and one for as much of each as off had in it."""
     names, count = list(runs), len(runs["adaptive"])
-    lines = []
+    lines, work = [], [phase.tokens for phase in runs["off"]]
     for phase in (*range(count), None):
-        chosen = {n: runs[n] if phase is None else [runs[n][phase]] for n in names}
-        seconds = {n: sum(s.seconds for s in each) for n, each in chosen.items()}
-        tokens = {n: sum(s.tokens for s in each) for n, each in chosen.items()}
-        speeds = {n: tokens[n] / seconds[n] for n in names}
+        phases = range(count) if phase is None else [phase]
+        tokens = sum(work[each] for each in phases)
+        speeds = {n: tokens / sum(work[p] / runs[n][p].speed for p in phases) for n in names}
         best = max(speeds[str(tier)] for tier in tiers)
-        line: Line = {"phase": "all" if phase is None else chosen["adaptive"][0].name}
+        line: Line = {"phase": "all" if phase is None else runs["adaptive"][phase].name}
         line["tokens_per_s"] = {n: round(speed, 1) for n, speed in speeds.items()}
         line["adaptive_by_best"] = round(speeds["adaptive"] / best, 4)
         line["adaptive_by_off"] = round(speeds["adaptive"] / speeds["off"], 4)
@@ -267,11 +181,10 @@ def lines_of(runs: Runs, tiers: Sequence[Tier]) -> list[Line]:
 
 
 def _ranked_by_equal(speeds: Mapping[str, float], tiers: Sequence[Tier]) -> float | None:
-    """A chain with a share of its rows against the chain that has as many for every request."""
-    for tier in tiers:
-        nodes = round(tier.nodes * tier.share)
-        same = Tier(nodes, nodes - 1, 1)
-        if tier.share < 1 and tier.width == 1 and same in tiers:
+    """A tier with a share of its rows against the one that has as many for every request."""
+    for tier, same in product(tiers, tiers):
+        rows = tier.width, round(tier.nodes * tier.share)
+        if tier.share < 1 == same.share and rows == (same.width, same.nodes):
             return round(speeds[str(tier)] / speeds[str(same)], 4)
     return None
 
@@ -310,30 +223,44 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
     )  # fmt: skip
     begun = served.engine.controller
     assert isinstance(begun, AdaptiveController | AdaptiveNgramController)
-    tiers, table = begun.shapes.tiers, dict(begun.costs.table)
+    tiers, table = begun.shapes.tiers, begun.costs.table
+    names = [*map(str, tiers), ASLEEP]
     found: Line = {"backend": backend, "drafts": str(draft), "load": os.getloadavg()[0]}
     found |= versions(backend, "cuda" if served.device == "gpu" else "cpu")
-    found |= {
-        "seconds": {str(b): dict(zip(map(str, tiers), s, strict=False)) for b, s in table.items()}
-    }
+    found["seconds"] = {str(b): dict(zip(names, s, strict=False)) for b, s in table.items()}
     if phases:
         runs = real_runs(served, tiers, phases, given.rounds)
         found["lines"] = lines_of(runs, tiers)
         print(table_of(f"{backend} {draft}", found["lines"]), flush=True)
-    if isinstance(begun, AdaptiveController):
-        work, law = imposed_phases(list(table), given.imposed_tokens)
-        overlap = served.memory.limits.overlap
-        found["imposed"] = lines_of(simulated_runs(tiers, table, work, law, overlap), tiers)
-        print(table_of("imposed, simulated", found["imposed"]), flush=True)
     served.engine.close()
-    return found
+    return found | simulated(found["seconds"], given)
+
+
+def simulated(seconds: Mapping[str, Mapping[str, float]], given: argparse.Namespace) -> Line:
+    """Work whose acceptance is given, at measured costs by batch and tier."""
+    table = {int(batch): list(each.values()) for batch, each in seconds.items()}
+    names = list(next(iter(seconds.values())))
+    tiers = tuple(Tier.parse(name) for name in names if name != ASLEEP)
+    if ASLEEP in names:
+        runs = written_runs(tiers, table, written_work(list(table), given.imposed_tokens), 1)
+    else:
+        runs = rated_runs(tiers, table, rated_work(list(table), given.imposed_tokens), 1)
+    lines = lines_of(runs, tiers)
+    print(table_of("imposed, simulated", lines), flush=True)
+    return {"imposed": lines}
+
+
+def again(start: Line, given: argparse.Namespace) -> Line:
+    """What was measured before, with the work in simulated time served anew."""
+    print(f"{start['backend']} {start['drafts']}")
+    return start | simulated(start["seconds"], given)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(prog="python -m bench.adaptive")
     found.add_argument("--backend", nargs="+", choices=("torch", "jax"), default=["torch", "jax"])
-    found.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    found.add_argument("--model", type=Path, help="folder of the checkpoint")
     found.add_argument("--drafts", nargs="+", default=["NEXTN", "NGRAM"], metavar="SPEC")
     found.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
     found.add_argument("--adaptive-config", type=Path, help="file that names the tiers")
@@ -342,6 +269,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--max-tokens", type=int, default=200)
     found.add_argument("--rounds", type=int, default=1, help="take the fastest of so many")
     found.add_argument("--imposed", action="store_true", help="serve no tasks")
+    found.add_argument("--costs", type=Path, help="start nothing: take the costs of this report")
     found.add_argument("--imposed-tokens", type=int, default=400, help="of a request")
     found.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     found.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
@@ -351,14 +279,27 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Measures what the options say."""
-    given = parser().parse_args()
+    options = parser()
+    given = options.parse_args()
+    if (given.model is None) == (given.costs is None):
+        options.error("give --model or --costs")
     report: Line = {"command": shlex.join(["python", "-m", "bench.adaptive", *sys.argv[1:]])}
     report["starts"] = []
+    if given.costs:
+        before = json.loads(given.costs.read_text(encoding="utf-8"))
+        report["command"] = before["command"]
+        report["starts"] = [again(start, given) for start in before["starts"]]
+        _write(report, given.out)
+        return 0
     for backend, text in product(given.backend, given.drafts):
         report["starts"].append(measure(backend, Draft.parse(text), given))
-        if given.out:
-            given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        _write(report, given.out)
     return 0
+
+
+def _write(report: Line, out: Path | None) -> None:
+    if out:
+        out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -18,13 +18,13 @@ class Phase:
     """Requests of which `batch` are served at once.
 
     Attributes:
-      warm_up: Is served, and counts for nothing.
+      goes_on: Others wait behind it: what counts is the time until its last request has begun.
     """
 
     name: str
     batch: int
     requests: list[Request]
-    warm_up: bool = False
+    goes_on: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,16 +49,18 @@ def serve(engine: Engine, phases: Sequence[Phase], clock: Callable[[], float]) -
 
 def _serve(engine: Engine, phase: Phase, clock: Callable[[], float]) -> Served:
     waiting, running = [copy.deepcopy(request) for request in reversed(phase.requests)], 0
-    began, tokens, steps = clock(), 0, 0
+    began, tokens, steps, counted = clock(), 0, 0, None
     while waiting or engine.busy:
         while waiting and running < phase.batch:
             engine.add(waiting.pop())
             running += 1
+        if phase.goes_on and not waiting and counted is None:
+            counted = Served(phase.name, tokens, clock() - began, steps)
         steps += 1
         for event in engine.step():
             tokens += len(event.tokens)
             running -= event.finish_reason is not None
-    return Served(phase.name, tokens, clock() - began, steps)
+    return counted or Served(phase.name, tokens, clock() - began, steps)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.adaptive import imposed_phases, lines_of, simulated_runs, table_of
+from bench.adaptive import lines_of, table_of
+from bench.imposed import rated_runs, rated_work
 from shared.engine.adaptive.tiers import Tier
 
 TIERS = (Tier(1, 0, 0), Tier(4, 3, 1), Tier(8, 7, 1, 0.5), Tier(8, 7, 1))
@@ -12,10 +13,10 @@ TABLE = {1: [0.0043, 0.0052, 0.006, 0.0066], 8: [0.0046, 0.00575, 0.0064, 0.0075
 
 
 def test_the_oracle_bounds_every_policy_and_shared_rows_are_compared_with_equal_ones():
-    phases, law = imposed_phases([8], 100)
-    runs = simulated_runs(TIERS, TABLE, phases, law, 1)
+    work = rated_work([8], 100)
+    runs = rated_runs(TIERS, TABLE, work, 1)
     lines = lines_of(runs, TIERS)
-    assert [line["phase"] for line in lines] == [*(phase.name for phase in phases), "all"]
+    assert [line["phase"] for line in lines] == [*(phase.name for phase in work[0]), "all"]
     total = lines[-1]
     speeds = total["tokens_per_s"]
     assert set(speeds) == {"off", "S3", "S7R0.5", "S7", "adaptive", "oracle"}
