@@ -4,8 +4,8 @@ The host knows every row's tree and what speaks for each node before it plans a 
 the size that gives the most tokens a second. A tree needs its text's newest token, so a step waits
 for the one before, whether it drafts or not. Where drafts do not pay for the waiting either, the
 controller goes to sleep: plain steps follow each other as without a drafter. Trees are still made
-then, while the device runs, and held against the text that follows; so it wakes by what they would
-have given, and nothing is tried out.
+every few steps then, while the device runs, and held against the text that follows; so it wakes by
+what they would have given, and nothing is tried out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from shared.spec.draft_tree import TreeShape
 SMOOTHING = 0.05
 """Weight of the newest step in what steps give and take on average."""
 
+LOOK_EVERY = 4
+"""Steps asleep for each in which trees are made: where steps are short the host must keep up."""
+
 
 @dataclass
 class Pace:
@@ -42,10 +45,11 @@ class Pace:
     tokens: float = 1.0
     seconds: float = 1.0
 
-    def note(self, tokens: float, seconds: float) -> None:
-        """Takes in a step."""
-        self.tokens += SMOOTHING * (tokens - self.tokens)
-        self.seconds += SMOOTHING * (seconds - self.seconds)
+    def note(self, tokens: float, seconds: float, steps: int) -> None:
+        """Takes in a step, which stands for so many."""
+        weight = 1 - (1 - SMOOTHING) ** steps
+        self.tokens += weight * (tokens - self.tokens)
+        self.seconds += weight * (seconds - self.seconds)
 
     @property
     def speed(self) -> float:
@@ -161,7 +165,8 @@ class AdaptiveNgramController:
         # small step leaves are still to be made, and what follows a poor tree is mostly poor too.
         speeds = [(num_rows + gain) / s for gain, s in zip(gains, seconds, strict=False)]
         tier = speeds.index(max(speeds))
-        self._pace.note(1 + gains[tier] / num_rows, seconds[tier] / seconds[0])
+        steps = LOOK_EVERY if self.is_asleep else 1
+        self._pace.note(1 + gains[tier] / num_rows, seconds[tier] / seconds[0], steps)
         self.is_asleep = self._pace.speed / seconds[0] < 1 / seconds[self._asleep]
         return tier
 
@@ -175,7 +180,7 @@ class AdaptiveNgramController:
             self._flights.append((batch, tier, hopes))
             self._chosen = 0 if tier == self._asleep else tier
             self._steps[tier] += 1
-            if tier == self._asleep:
+            if tier == self._asleep and self._steps[tier] % LOOK_EVERY == 0:
                 alive = [r for r in rows.requests if r.finish_reason is None]
                 self._choose(alive, batch)
         self.index.learn()
