@@ -13,7 +13,8 @@ that of the fastest rounds, which were disturbed least, and `steps` how many ste
 for each of the engine alone. Beside them stand the processor's seconds of engine, HTTP server and
 client. Both engines have a server's
 programs, which are the same. On a GPU they hold memory at once: give `--flags
-"--mem-fraction-static 0.4"`. The exit code is 1 where the median is below `--least`.
+"--mem-fraction-static 0.4"`. A shape without weights is served with `--words models/demo/target`
+and `--flags "--load-format dummy"`. The exit code is 1 where the median is below `--least`.
 """
 
 import argparse
@@ -25,7 +26,8 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from bench.in_process import Served, started, timed
 from bench.machine import versions
 from bench.prompt_sets import NAMES, RANDOM, Ask, asks
 from bench.session import CONTEXT_MULTIPLE, folders_of
+from bench.worded import worded
 from shared.engine.request import Request, SamplingParams
 from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import Server, serving
@@ -63,15 +66,15 @@ class Work:
     context: int
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> "Work":
+    def of(cls, model: Path, options: argparse.Namespace) -> "Work":
         """Shipped tasks, greedy.
 
         Raises:
           ValueError: The model has no tokenizer with a chat template.
         """
-        tokenizer = Tokenizer.from_folder(options.model)
+        tokenizer = Tokenizer.from_folder(model)
         if tokenizer is None or not tokenizer.has_chat_template:
-            raise ValueError(f"{options.model} has no tokenizer with a chat template")
+            raise ValueError(f"{model} has no tokenizer with a chat template; give --words")
         found = asks(options.dataset_name, options.num_prompts, options.seed, None)
         fields = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True}
         prompts = [tuple(tokenizer.encode_chat(ask.body["messages"])) for ask in found]
@@ -221,9 +224,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
       ValueError: What a start would refuse; one sentence.
       RuntimeError: A request failed, or the sides gave different numbers of tokens.
     """
-    work, draft = Work.of(options), Draft.parse(options.drafts)
     folders = folders_of(options.model, dict(map(named_folder, options.folders)))
-    flags = ["--model-path", str(options.model), *draft.flags(folders)]
+    if options.words is None:
+        return _measure(options, options.model, folders)
+    with tempfile.TemporaryDirectory() as made:
+        model = worded(options.model, options.words, Path(made) / options.model.name)
+        return _measure(options, model, folders)
+
+
+def _measure(
+    options: argparse.Namespace, model: Path, folders: Mapping[str, Path]
+) -> dict[str, Any]:
+    work, draft = Work.of(model, options), Draft.parse(options.drafts)
+    flags = ["--model-path", str(model), *draft.flags(folders)]
     flags += shlex.split(options.flags)
     flags += ["--disable-radix-cache", "--max-running-requests", str(options.batch)]
     flags += ["--context-length", str(work.context)]
@@ -253,6 +266,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--model", type=Path, default=DEMO, help=f"default: {DEMO}")
     add("--drafts", default="NEXTN", metavar="SPEC", help="none, NEXTN:S=3, EAGLE3, ...")
     add("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
+    add("--words", type=Path, metavar="DIR", help="a model's tokenizer, for a shape without one")
     add("--batch", type=int, default=32, help="requests served at once")
     add("--num-prompts", type=int, default=64)
     add("--dataset-name", choices=[n for n in NAMES if n != RANDOM], default="problems")

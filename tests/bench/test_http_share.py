@@ -8,6 +8,11 @@ import pytest
 
 from bench import http_share
 from bench.http_share import Clocks, cpu_s, rounds, summary, waited_s
+from bench.worded import worded
+from shared.models.config import ModelConfig
+from shared.text.tokenizer import Tokenizer
+
+SHAPE = Path("bench/shapes/qwen3-8b")
 
 
 def sides(offline: list[float], http: list[float]):
@@ -53,3 +58,18 @@ def test_the_processors_seconds_are_those_of_the_process():
         pass
     assert 0.15 < cpu_s(os.getpid()) - before < 1.0  # the clock ticks in hundredths
     assert waited_s(os.getpid()) >= waited
+
+
+def test_a_shape_is_given_the_words_of_a_model(tmp_path):
+    """It has the tokenizer's own tokens, and words for all that its vocabulary has behind them."""
+    folder = worded(SHAPE, http_share.DEMO, tmp_path / "shape")
+    demo, found = Tokenizer.from_folder(http_share.DEMO), Tokenizer.from_folder(folder)
+    assert demo is not None
+    assert found is not None
+    assert found.has_chat_template
+    chat = [{"role": "user", "content": "What is 3 + 4?"}]
+    assert found.encode_chat(chat) == demo.encode_chat(chat)
+    size = ModelConfig.from_folder(folder).vocab
+    assert found.decode([size - 2, size - 1]) == f" w{size - 2} w{size - 1}"
+    with pytest.raises(ValueError, match="room for"):
+        worded(http_share.DEMO, folder, tmp_path / "other")
