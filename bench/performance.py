@@ -46,6 +46,14 @@ since steps are timed in other rounds than they are traced in.
 """
 
 
+CHANGING = """The phases follow each other on one engine. Tasks are served by the model that ships,
+which is so small that the host's time counts. Work in simulated time (`bench/imposed.py`) takes
+what steps were measured to cost: a drafter's rates of acceptance are imposed, high, low, or drawn
+from 0.2 to 0.95 for each request or part of one, and NGRAM drafts for texts that say their prompts
+again. `regret` is what an oracle that knows the rates would gain, `ranked by equal` a tier with a
+share of its rows beside one that has as many for every request."""
+
+
 class Key(NamedTuple):
     """What makes lines of two backends comparable."""
 
@@ -273,13 +281,10 @@ def _changing(files: Sequence[File]) -> list[str]:
             name = f"{start['drafts']}, {start['backend']}, {model_of(file)}, {device}"
             for served, lines in (
                 ("tokens a second of every draft shape and of the choice among them", "lines"),
-                (
-                    "the same in simulated time, with rates of acceptance that are imposed",
-                    "imposed",
-                ),
+                ("work whose acceptance is given, in simulated time of these costs", "imposed"),
             ):
                 parts += _table(f"{name}: {served}.", list(_phases(start.get(lines, []))))
-    return ["## Work that changes, and --speculative-adaptive", *parts] if parts else []
+    return ["## Work that changes, and --speculative-adaptive", CHANGING, *parts] if parts else []
 
 
 def _phases(lines: Sequence[Line]) -> Iterator[list[str]]:

@@ -113,7 +113,7 @@ def test_changing_work_has_a_line_for_each_phase_served_and_simulated() -> None:
     page = performance.render(performance.Found(offline=[], adaptive=[changing]))
     assert page.count("| copying, batch 1 | 100 | 201 | 199 | 0.990 | 1.982 | - | - |") == 2
     assert "| 0.95, batch 1 | 100 | 201 | 199 | 0.990 | 1.982 | 0.031 | 1.040 |" in page
-    assert page.count("simulated time") == 1
+    assert page.count("in simulated time of these costs") == 1
     assert "NEXTN, jax, target, NVIDIA H200: tokens a second" in page
 
 
