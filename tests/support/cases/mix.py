@@ -166,16 +166,22 @@ def prompt_case(
     *,
     page: int = 16,
     draft_from: Sequence[int] | None = None,
+    bucket: int = 0,
     seed: int = 0,
     **sizes: object,
 ) -> MixCase:
-    """Chunks of prompts, each the first position and the end; the last row is padding."""
+    """Chunks of prompts, each the first position and the end; the last row is padding.
+
+    Args:
+      bucket: Rows of the program, and most of a request, if they are more.
+    """
     first, until = np.array(chunks).T
     starts = np.concatenate([[0], np.cumsum(until - first)])
     table = table_of(len(chunks), -(-int(until.max()) // page), seed)
     drafts = np.array(draft_from or 0 * first)
-    rows = attention.causal_rows(starts, first, drafts, table, int(starts[-1]) + 1)
-    return mix_case(rows, starts, int((until - first).max()), page=page, seed=seed, **sizes)
+    num_rows, most = max(bucket, int(starts[-1]) + 1), max(bucket, int((until - first).max()))
+    rows = attention.causal_rows(starts, first, drafts, table, num_rows)
+    return mix_case(rows, starts, most, page=page, seed=seed, **sizes)
 
 
 def block_case(
@@ -265,6 +271,11 @@ _LARGE |= {
     for name, model in (("", _MODEL), ("hybrid, ", _HYBRID))
     for B, rows, context in ((1, 64, 4096), (8, 64, 512))
 }
+_LARGE |= {
+    f"{name}4 of 64 rows after 4096": partial(prompt_case, [(4096, 4100)], bucket=64, **model)
+    for name, model in (("", _MODEL), ("hybrid, ", _HYBRID))
+}
+"""The end of a prompt whose beginning the prefix cache had."""
 _LARGE |= {f"{B} x 64 nodes after 512": _trees(B, 64, 512) for B in (1, 32)}
 _LARGE |= {f"{B} x 16 nodes after 512": _trees(B, 16, 512) for B in (1, 32)}
 _LARGE |= {
