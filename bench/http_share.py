@@ -3,7 +3,8 @@
     python -m bench.http_share --backend torch --drafts NEXTN --rounds 7 --out FILE
 
 A round serves all requests at once, `--batch` of them together: once by the engine in this process,
-as `bench.offline` does, and once as clients do, streamed over HTTP from a server on this machine.
+as `bench.offline` does, and once as clients do, streamed over HTTP from a server on this machine;
+`--streams` of them are open at once there, or all.
 Which goes first changes from round to round. Told is the median of the rounds' shares, and the
 lowest and the highest. Both must give the same number of tokens, and none has a prefix cache.
 
@@ -122,6 +123,7 @@ class OverHttp:
 
     server: Server
     work: Work
+    streams: int | None
 
     def round(self) -> dict[str, Any]:
         """Serves everything once.
@@ -145,7 +147,7 @@ class OverHttp:
 
     async def _load(self) -> Run:
         async with Client(self.server.url, None, TIMEOUT_S) as client:
-            how = {"rate": math.inf, "most": None, "seed": 0, "done": lambda: None}
+            how = {"rate": math.inf, "most": self.streams, "seed": 0, "done": lambda: None}
             return await run_load(client, self.work.asks, **how, streams=True)
 
 
@@ -244,7 +246,7 @@ def _measure(
     command = ["-m", f"{options.backend}_impl.serve", "--port", "0", *flags]
     try:
         with serving(command, threads=None) as server:
-            sides = Offline(served, work).round, OverHttp(server, work).round
+            sides = Offline(served, work).round, OverHttp(server, work, options.streams).round
             found = rounds(*sides, options.rounds)
     finally:
         served.engine.close()
@@ -268,6 +270,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
     add("--words", type=Path, metavar="DIR", help="a model's tokenizer, for a shape without one")
     add("--batch", type=int, default=32, help="requests served at once")
+    add("--streams", type=int, help="most that are open at once; default: all requests")
     add("--num-prompts", type=int, default=64)
     add("--dataset-name", choices=[n for n in NAMES if n != RANDOM], default="problems")
     add("--max-tokens", type=int, default=64, help="of each answer, which has just so many")
@@ -277,8 +280,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--flags", default="", help="more flags of both, in one word")
     add("--out", type=Path, help="JSON file")
     options = parser.parse_args(arguments)
-    if min(options.rounds, options.num_prompts, options.batch, options.max_tokens) < 1:
-        parser.error("--rounds, --num-prompts, --batch and --max-tokens must be above 0")
+    names = ("rounds", "num_prompts", "batch", "max_tokens", "streams")
+    if any(number is not None and number < 1 for number in map(vars(options).get, names)):
+        told = ", ".join("--" + name.replace("_", "-") for name in names)
+        parser.error(f"{told} must be above 0")
     return options
 
 
