@@ -262,6 +262,13 @@ class Acceptance:
         _learn(rows, drafted, accepted, self.population.rates[family], self._own, tried, won)
         self.population.learn(family, tried, won)
 
+    def warm_up(self) -> None:
+        """Compiles what learns and expects, so that no step waits for it; nothing is learnt."""
+        other, none = Acceptance(self._tiers), np.zeros(1, np.int64)
+        rows = other.rows_of([0])
+        other.learn(rows, 0, none, none)
+        other.expect(rows, none, none > 0, 1, [1.0] * len(self._tiers))
+
     def _budgets(self, batch: int) -> Int64[np.ndarray, " tiers"]:
         if batch not in self._budgets_of:
             found = [

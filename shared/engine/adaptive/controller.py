@@ -51,6 +51,7 @@ class AdaptiveController:
         self.shapes = Shapes.of(limits, host_draft=False)
         self.costs = Costs(table)
         self.acceptance = Acceptance(self.shapes.tiers)
+        self.acceptance.warm_up()
         self.max_rows = self.shapes.batches[-1]
         self._policy = policy
         self._trace = trace

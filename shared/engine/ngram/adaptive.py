@@ -84,6 +84,7 @@ class AdaptiveNgramController:
     ) -> None:
         self.shapes, self.costs = Shapes.of(limits, host_draft=True), Costs(table)
         self.index, self.evidence, self._clock = index, Evidence(), clock
+        self.evidence.warm_up()
         self.max_rows = self.shapes.batches[-1]
         self._asleep, self._pace = len(self.shapes.tiers), Pace()
         self.is_asleep = False
@@ -204,7 +205,7 @@ class AdaptiveNgramController:
             if request.request_id in self._tree_of
         ]
         if places:
-            trees, texts = np.array(places).T
+            trees, texts = np.ascontiguousarray(np.array(places).T)
             self.evidence.learn(self._trees, trees, result.tokens[texts], result.counts[texts])
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:

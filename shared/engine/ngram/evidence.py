@@ -121,6 +121,14 @@ class Evidence:
         self._prior = (0.3 + 0.6 * length / (MATCHES - 1)) * 0.3**elders
         self._tried, self._won = np.zeros((2, KINDS))
 
+    def warm_up(self) -> None:
+        """Compiles what weighs trees, takes of them and learns, so that no step waits for it."""
+        none, roots = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+        trees, rows = Trees(none, none, roots, none), np.zeros(1, np.int64)
+        self.learn(trees, rows, none, none[0])
+        selection = Selection(trees, self.weights(trees, rows))
+        selection.cut(selection.take(1, 0)[1], 1)
+
     @property
     def rates(self) -> Float64[np.ndarray, " kinds"]:
         """How often a node of each kind is right where its parent is."""

@@ -1,0 +1,59 @@
+"""Choosing costs no step a compilation: what it runs is compiled when a server starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+COMMON = """
+import sys
+from bench.imposed import VOCAB, rated_runs, rated_work, written_runs, written_work
+from bench.simulated import simulated_limits, with_host_drafts
+from shared.engine.adaptive.choice import BestValue
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.tiers import Tier
+from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.engine.ngram.index import NgramIndex
+from shared.options.ngram import NgramConfig
+
+def compiled():
+    found = {}
+    for module in tuple(sys.modules.values()):
+        if module.__name__.startswith("shared."):
+            for name, loop in vars(module).items():
+                if hasattr(loop, "signatures"):
+                    found[f"{module.__name__}.{name}"] = list(loop.signatures)
+    return found
+
+tiers, table = [Tier(1, 0, 0), Tier(4, 3, 1)], {1: [0.005, 0.006, 0.004], 4: [0.006, 0.008, 0.005]}
+limits = simulated_limits(tiers, [1, 4], overlap=1)
+"""
+
+WORK = {
+    "heads": """
+AdaptiveController(limits, BestValue(), {})
+before = compiled()
+costs = {batch: seconds[:2] for batch, seconds in table.items()}
+rated_runs(tiers, costs, rated_work([1, 4], 60), 1)
+""",
+    "ngram": """
+index = NgramIndex(NgramConfig(), nodes=4, depth=3, vocab=VOCAB, chain=False)
+index.warm_up()
+AdaptiveNgramController(with_host_drafts(limits, VOCAB), index, {})
+before = compiled()
+written_runs(tiers, table, written_work([1, 4], 60), 1)
+""",
+}
+
+CHECK = """
+late = {name: found for name, found in compiled().items() if found != before.get(name, [])}
+assert before and not late, late
+"""
+
+
+@pytest.mark.parametrize("kind", WORK)
+def test_a_started_controller_has_compiled_what_steps_run(kind: str) -> None:
+    """In a process of its own: what other tests compiled would hide it."""
+    script = COMMON + WORK[kind] + CHECK
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
