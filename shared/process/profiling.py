@@ -23,6 +23,9 @@ WARM_UP_STEPS, TIMED_STEPS = 2, 8
 ENOUGH_STEPS, ENOUGH_SECONDS = 3, 0.5
 """A slow device is timed by few steps, once they have taken so long together."""
 
+MOST_STEPS, LEAST_SECONDS = 64, 0.02
+"""A fast one is timed by more: a millisecond or two tells more of the host's start than of it."""
+
 PROMPT_TOKENS = 16
 
 
@@ -136,7 +139,7 @@ def _requests(limits: Limits, shape: TreeShape, count: int) -> list[Request]:
     held = (limits.num_pages - 1) * limits.page_size + 1 - growth - limits.scratch
     room = min(limits.context_length, held)
     prompt = min(PROMPT_TOKENS, room // 2)
-    steps = WARM_UP_STEPS + TIMED_STEPS + limits.overlap + 1
+    steps = WARM_UP_STEPS + MOST_STEPS + limits.overlap + 1
     sampling = SamplingParams(
         temperature=0.0, max_tokens=min(room - prompt, steps * shape.max_tokens)
     )
@@ -152,8 +155,9 @@ def _requests(limits: Limits, shape: TreeShape, count: int) -> list[Request]:
 
 
 def _is_enough(seconds: Sequence[float]) -> bool:
-    least = ENOUGH_STEPS if sum(seconds) > ENOUGH_SECONDS else TIMED_STEPS
-    return len(seconds) >= least
+    took = sum(seconds)
+    least = TIMED_STEPS if took > LEAST_SECONDS else MOST_STEPS
+    return len(seconds) >= (ENOUGH_STEPS if took > ENOUGH_SECONDS else least)
 
 
 def _timed(engine: Engine, controller: _OneShape, shape: TreeShape, batch: int) -> list[float]:
