@@ -94,7 +94,8 @@ def chooser(served: in_process.Served, policy: Policy | None) -> Controller:
 def _of_texts(
     served: in_process.Served, begun: AdaptiveNgramController, policy: Policy | None
 ) -> Controller:
-    """NGRAM with an index of its own, that knows no phase before the first."""
+    """NGRAM with an index of its own, that knows no phase before the first, and is ready as a
+    server's: no step takes memory for it from the system."""
     limits = served.backend.limits
     if isinstance(policy, Static) and policy.tier == 0:
         return StaticController(limits, nodes=1, depth=0, width=0)
@@ -106,6 +107,7 @@ def _of_texts(
         vocab=limits.vocab,
         chain=False,
     )
+    index.warm_up()
     if policy is None:
         return AdaptiveNgramController(limits, index, begun.costs.table)
     return NgramController(limits, index)
