@@ -9,7 +9,7 @@ from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan, Work
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
 from shared.options.options import parse
-from shared.process import launch
+from shared.process import heap, launch
 from shared.process.memory_plan import MemoryPlan
 
 WARM_UP_TOKENS = 4
@@ -166,6 +166,7 @@ def started(
     Args:
       narrow: Which of a server's programs are made ready.
     """
+    heap.unsettle()
     serve = import_module(f"{framework}_impl.serve")
     begun = launch.prepare(parse(flags), serve.PLATFORM)
     memory, blueprint = begun.memory, begun.memory.blueprint
@@ -181,6 +182,7 @@ def started(
     last = LastStep(backend)
     engine = launch.make_engine(last, memory)
     _warm_up(engine, limits)
+    heap.settle()
     return Served(
         backend=backend,
         engine=engine,

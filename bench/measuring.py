@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import gc
 import itertools
 import json
 import os
@@ -24,6 +23,7 @@ from models.demo.data import KINDS, Example
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig
+from shared.process import heap
 from shared.spec.sampling import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support.equality import Oracle
@@ -212,7 +212,7 @@ def _close(served: Served | None) -> None:
     """Ends an engine and lets go of its memory before the next one takes its own."""
     if served is not None:
         served.engine.close()
-        gc.collect()
+        heap.unsettle()
 
 
 def _machine(backend: str, device: str | None) -> str:

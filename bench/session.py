@@ -4,7 +4,6 @@ A round serves a whole batch from prompt to end. Only steps count in which every
 for the first few. Every round has the same requests, so its text is the same.
 """
 
-import gc
 import resource
 import statistics
 import time
@@ -22,6 +21,7 @@ from bench.machine import nothing_waits
 from bench.step_bytes import step_bytes
 from bench.trace import Activity, traced
 from shared.engine.request import Request, SamplingParams
+from shared.process import heap
 from shared.process.programs import draft_shape
 from shared.spec.draft_tree import TreeShape
 
@@ -247,7 +247,7 @@ def folders_of(model: Path, named: dict[str, Path]) -> dict[str, Path]:
 
 def reset_peak(backend: str) -> None:
     """Lets go of what earlier sessions held; torch counts its peak from here, JAX never anew."""
-    gc.collect()
+    heap.unsettle()
     if backend == "torch" and (cuda := import_module("torch").cuda).is_available():
         cuda.empty_cache()
         cuda.reset_peak_memory_stats()

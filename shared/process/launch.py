@@ -50,7 +50,7 @@ from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
 from shared.options.rules import refusals
 from shared.options.server import ServerOptions
 from shared.options.setup import Setup
-from shared.process import loop
+from shared.process import heap, loop
 from shared.process.address import Listeners, admin_host, host_names, open_listeners
 from shared.process.caching import cache_policy
 from shared.process.device import Device
@@ -166,6 +166,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         return loop.EXIT_REFUSED
     index, server = index_of(engine.controller), options.server
     facts = _facts(start, server, listeners)
+    heap.settle()
     return loop.run(served, facts, listeners, index, watchdog, server.drain_timeout, start.grammars)
 
 
