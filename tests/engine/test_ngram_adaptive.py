@@ -12,9 +12,9 @@ from shared.boundary.backend import Limits, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from shared.engine.ngram.adaptive import AdaptiveNgramController
-from shared.engine.ngram.evidence import Evidence, Selection
+from shared.engine.ngram.evidence import Evidence, select
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.tree import Trees
+from shared.engine.ngram.tree import Trees, roots_of
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
@@ -63,17 +63,31 @@ def test_what_kinds_are_worth_follows_the_times():
     assert known.rates[5] < 0.3
 
 
+def selected(found: Trees, weights: np.ndarray, sizes: list[tuple[int, int]], costs: list[float]):
+    """The size that is taken, what each gives, and the trees."""
+    nodes, budgets = np.array(sizes).T.copy()
+    gains, cut = np.empty(len(sizes)), roots_of(*weights.shape)
+    size = select(found, weights, nodes, budgets, np.array(costs), gains, cut)
+    return size, gains, cut
+
+
 def test_the_best_nodes_of_a_batch_are_taken_and_are_trees():
     found = trees(FORK, ((21, 0, 0), (22, 1, 0), (23, 2, 0)))
     weights = np.array([[1, 0.6, 0.3, 0.5, 0.1], [1, 0.9, 0.8, 0.7, 0]])
-    selection = Selection(found, weights)
-    assert selection.take(5, 4)[0] == pytest.approx(0.9 + 0.8 + 0.7 + 0.6)
-    total, taken = selection.take(3, 99)  # two of each row beside the root
-    assert total == pytest.approx(0.6 + 0.5 + 0.9 + 0.8)
-    cut = selection.cut(taken, 3)
-    assert cut.tokens.tolist() == [[0, 11, 13], [0, 21, 22]]
-    assert cut.parents.tolist() == [[0, 0, 1], [0, 0, 1]]
+    many, few = (5, 4), (3, 99)  # of all rows beside their roots, and of each row with its root
+    size, gains, cut = selected(found, weights, [(1, 0), many, few], [1.0, 9.0, 2.0])
+    assert gains == pytest.approx([0, 0.9 + 0.8 + 0.7 + 0.6, 0.6 + 0.5 + 0.9 + 0.8])
+    assert size == 2
+    assert cut.tokens[:, :3].tolist() == [[0, 11, 13], [0, 21, 22]]
+    assert cut.parents[:, :3].tolist() == [[0, 0, 1], [0, 0, 1]]
     assert cut.num_nodes.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(("costs", "size"), [([1, 2, 3.5], 1), ([1, 3, 3.5], 0), ([1, 3, 3], 2)])
+def test_the_size_with_the_most_tokens_for_its_cost_is_taken(costs, size):
+    chain = trees(((21, 0, 0), (22, 1, 0), (23, 2, 0)))
+    weights = np.array([[1, 0.9, 0.8, 0.7]])
+    assert selected(chain, weights, [(1, 0), (3, 2), (4, 3)], costs)[0] == size
 
 
 def test_a_row_has_no_use_for_drafts_behind_its_end():

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float64, Int64
 
 from shared.boundary.backend import Limits, StepResult, Work
 from shared.engine.adaptive.controller import gauges_of, most_left
@@ -24,9 +25,9 @@ from shared.engine.adaptive.tiers import Shapes
 from shared.engine.adaptive.trace import Trace
 from shared.engine.controller import Gauges, Reserve
 from shared.engine.ngram.controller import index_gauges, rows_with
-from shared.engine.ngram.evidence import Evidence, Selection
+from shared.engine.ngram.evidence import Evidence, select
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.tree import Trees
+from shared.engine.ngram.tree import Trees, roots_of
 from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, Rows
 from shared.spec.draft_tree import TreeShape
@@ -57,8 +58,66 @@ class Pace:
         return self.tokens / self.seconds
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What the programs of a batch bucket verify, by tier.
+
+    Attributes:
+      nodes, budgets: Most nodes of a row with its root, and of all rows, roots apart.
+      scratch: Most positions that a step of any of them writes past a row's length.
+    """
+
+    nodes: Int64[np.ndarray, " tiers"]
+    budgets: Int64[np.ndarray, " tiers"]
+    scratch: int
+
+    @classmethod
+    def of(cls, shapes: Shapes, batch: int) -> Sizes:
+        """Those of a batch bucket."""
+        found = [shapes.by_size[batch, tier] for tier in range(len(shapes.tiers))]
+        nodes, budgets = ([s.nodes for s in found], [s.rows - batch for s in found])
+        return cls(np.array(nodes), np.array(budgets), max(shape.scratch for shape in found))
+
+
+@dataclass(frozen=True)
+class Made:
+    """Trees that were made before a text went on.
+
+    Attributes:
+      row_of: The tree of each request, until its text has gone on.
+    """
+
+    trees: Trees
+    row_of: dict[int, int]
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A decode step on its way; its tier, and the drafts that were hoped for of each request."""
+
+    batch: int
+    tier: int
+    hopes: list[float]
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A decode step that has ended, and the newest trees of that time.
+
+    Attributes:
+      seconds: That it took, host included; None where that is not known.
+    """
+
+    rows: Rows
+    result: StepResult
+    seconds: float | None
+    made: Made | None
+
+
 class AdaptiveNgramController:
     """Drafts as many nodes as pay, of the trees of the index.
+
+    What a step showed is learnt when the next one has been submitted: nothing waits for it.
 
     Args:
       limits: The backend's; its programs that take the host's trees, and the plain ones, are the
@@ -86,16 +145,16 @@ class AdaptiveNgramController:
         self.index, self.evidence, self._clock = index, Evidence(), clock
         self.evidence.warm_up()
         self.max_rows = self.shapes.batches[-1]
+        self._sizes = {batch: Sizes.of(self.shapes, batch) for batch in self.shapes.batches}
         self._asleep, self._pace = len(self.shapes.tiers), Pace()
         self.is_asleep = False
         self._decoded_last: list[Request] = []
         self._planned = self.max_rows, 0
-        self._flights: deque[tuple[int, int, list[float]]] = deque()
-        self._hopes: dict[int, float] = {}
+        self._hopes: dict[int, float] = {}  # of requests that run, where there is a trace
+        self._flights, self._landings = deque[Flight](), deque[Landing]()
+        self._made: Made | None = None
         self._trace = trace
         self._last: float | None = None
-        self._trees: Trees | None = None
-        self._tree_of: dict[int, int] = {}
         self._chosen, self._steps = 0, Counter[int]()
         tiers = gauges_of(self.shapes, self._steps, self.costs, lambda: self._chosen)
         asleep = {
@@ -117,8 +176,7 @@ class AdaptiveNgramController:
         if not known or self.waits:
             return None
         batch = self.shapes.bucket(len(known))
-        largest = max(self._shape(batch, t).scratch for t in range(self._asleep))
-        requests = reserve(known, largest)
+        requests = reserve(known, self._sizes[batch].scratch)
         if not requests:
             self._decoded_last = []
             return None
@@ -140,73 +198,80 @@ class AdaptiveNgramController:
 
     def _choose(self, requests: Sequence[Request], batch: int) -> tuple[int, Trees | None]:
         """The tier, and the trees cut to it; None of a plain step."""
-        trees = self.index.trees(requests)
-        self._trees = trees
-        self._tree_of = {request.request_id: row for row, request in enumerate(requests)}
+        trees, ids = self.index.trees(requests), [request.request_id for request in requests]
+        self._made = Made(trees, dict(zip(ids, range(len(ids)), strict=True)))
         most = np.array([most_left(request) - 1 for request in requests])
         weights = self.evidence.weights(trees, most)
-        hopes = (weights.sum(axis=1) - 1).tolist()
-        self._hopes = {
-            request.request_id: hope for request, hope in zip(requests, hopes, strict=True)
-        }
-        selection = Selection(trees, weights)
-        shapes = [self._shape(batch, tier) for tier in range(self._asleep)]
-        found = [selection.take(shape.nodes, shape.rows - batch) for shape in shapes]
-        tier = self._best([tokens for tokens, _ in found], len(requests), batch)
+        if self._trace is not None:
+            self._hopes |= zip(ids, (weights.sum(axis=1) - 1).tolist(), strict=True)
+        tier, cut = self._best(trees, weights, batch)
         if tier == 0:
             return 0, None
-        return tier, selection.cut(found[tier][1], shapes[tier].nodes)
+        nodes = self._shape(batch, tier).nodes
+        return tier, Trees(
+            cut.tokens[:, :nodes], cut.parents[:, :nodes], cut.num_nodes, cut.evidence[:, :nodes]
+        )
 
-    def _best(self, gains: list[float], num_rows: int, batch: int) -> int:
-        """The tier that gives the most tokens a second."""
-        seconds = self.costs.of(batch)
-        if seconds is None:
-            return gains.index(max(gains))
+    def _best(
+        self, trees: Trees, weights: Float64[np.ndarray, "B N"], batch: int
+    ) -> tuple[int, Trees]:
+        """The tier that gives the most tokens a second, and what it verifies of the trees."""
+        sizes, seconds, (count, N) = self._sizes[batch], self.costs.of(batch), weights.shape
+        costs = np.array([1.0] * self._asleep if seconds is None else seconds[: self._asleep])
+        gains, cut = np.empty(self._asleep), roots_of(count, N)
         # Not what is most beyond the average pace: a text is of some length, so the tokens that a
         # small step leaves are still to be made, and what follows a poor tree is mostly poor too.
-        speeds = [(num_rows + gain) / s for gain, s in zip(gains, seconds, strict=False)]
-        tier = speeds.index(max(speeds))
-        steps = LOOK_EVERY if self.is_asleep else 1
-        self._pace.note(1 + gains[tier] / num_rows, seconds[tier] / seconds[0], steps)
-        self.is_asleep = self._pace.speed / seconds[0] < 1 / seconds[self._asleep]
-        return tier
+        tier = select(trees, weights, sizes.nodes, sizes.budgets, costs, gains, cut)
+        if seconds is not None:
+            steps = LOOK_EVERY if self.is_asleep else 1
+            self._pace.note(1 + float(gains[tier]) / count, seconds[tier] / seconds[0], steps)
+            self.is_asleep = self._pace.speed / seconds[0] < 1 / seconds[self._asleep]
+        return tier, cut
 
     def submitted(self, rows: Rows) -> None:
-        """Enters prompts and outputs into the index while the device runs."""
+        """Learns from steps and texts while the device runs."""
         for chunk in rows.chunks:
             self.index.see_prompt(chunk.request, chunk.end)
+        self._learn()
         if _is_own(rows):
             batch, tier = self._planned
-            hopes = [self._hopes.get(request.request_id, 0.0) for request in rows.requests]
-            self._flights.append((batch, tier, hopes))
+            hopes = self._hopes
+            known = [hopes.get(r.request_id, 0.0) for r in rows.requests] if hopes else []
+            self._flights.append(Flight(batch, tier, known))
             self._chosen = 0 if tier == self._asleep else tier
             self._steps[tier] += 1
             if tier == self._asleep and self._steps[tier] % LOOK_EVERY == 0:
-                alive = [r for r in rows.requests if r.finish_reason is None]
-                self._choose(alive, batch)
+                self._choose(rows.requests, batch)
         self.index.learn()
 
     def learned(self, rows: Rows, result: StepResult) -> None:
-        """What a step took, host included, and how texts went on after trees were made for them."""
+        """Notes when a step ended, for what it took; the next one need not wait for the rest."""
         now, last = self._clock(), self._last
         self._last = now if _is_own(rows) else None
-        if not _is_own(rows):
-            return
-        batch, tier, hopes = self._flights.popleft()
-        seconds = None if last is None else now - last
-        self.costs.observe(batch, tier, seconds)
-        if self._trace is not None:
-            self._trace.step(batch, tier, rows, result, hopes, seconds)
-        if self._trees is None:
-            return
-        places = [
-            (self._tree_of.pop(request.request_id), row)
-            for row, request in enumerate(rows.requests)
-            if request.request_id in self._tree_of
-        ]
+        if _is_own(rows):
+            seconds = None if last is None else now - last
+            self._landings.append(Landing(rows, result, seconds, self._made))
+
+    def _learn(self) -> None:
+        """What steps took, and how texts went on after trees were made for them."""
+        while self._landings:
+            landing, flight = self._landings.popleft(), self._flights.popleft()
+            self.costs.observe(flight.batch, flight.tier, landing.seconds)
+            rows, result = landing.rows, landing.result
+            if self._trace is not None:
+                self._trace.step(
+                    flight.batch, flight.tier, rows, result, flight.hopes, landing.seconds
+                )
+            if landing.made is not None:
+                self._score(landing.made, rows.requests, result)
+
+    def _score(self, made: Made, requests: Sequence[Request], result: StepResult) -> None:
+        """Holds trees against the first tokens that followed them."""
+        ids = enumerate(request.request_id for request in requests)
+        places = [(made.row_of.pop(i), row) for row, i in ids if i in made.row_of]
         if places:
             trees, texts = np.ascontiguousarray(np.array(places).T)
-            self.evidence.learn(self._trees, trees, result.tokens[texts], result.counts[texts])
+            self.evidence.learn(made.trees, trees, result.tokens[texts], result.counts[texts])
 
     def saw(self, request: Request, tokens: Sequence[int]) -> None:
         """Notes new tokens of a text."""
@@ -215,10 +280,11 @@ class AdaptiveNgramController:
     def ended(self, request: Request) -> None:
         """Keeps the text, and lets go of the request."""
         self.index.end(request)
-        self._tree_of.pop(request.request_id, None)
-        self._hopes.pop(request.request_id, None)
-        if self._trace is not None and not self._hopes:
-            self._trace.flush()
+        if self._trace is not None:
+            self._learn()
+            self._hopes.pop(request.request_id, None)
+            if not self._hopes:
+                self._trace.flush()
 
     def cut(self, request_id: int, num_tokens: int) -> None:
         """Forgets what does not belong to the text."""

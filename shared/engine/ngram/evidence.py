@@ -12,12 +12,14 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int32, Int64
 
 from shared.engine.compiled import compiled
-from shared.engine.ngram.tree import COUNTS, ELDERS, KINDS, MATCHES, Trees
+from shared.engine.ngram.tree import COUNTS, ELDERS, KINDS, MATCHES, Trees, roots_of
 
 MEMORY = 32.0
 """Steps in which a kind was tried that count: of more, the older ones fade."""
 
 PRIOR_TRIES = 1.0
+
+MOST_RATE = 0.995
 
 
 @compiled
@@ -111,8 +113,43 @@ def _cut(trees: Trees, taken: Bool[np.ndarray, "B N"], found: Trees) -> None:
         found.num_nodes[row] = size
 
 
+@compiled
+def select(
+    trees: Trees,
+    weights: Float64[np.ndarray, "B N"],
+    nodes: Int64[np.ndarray, " sizes"],
+    budgets: Int64[np.ndarray, " sizes"],
+    costs: Float64[np.ndarray, " sizes"],
+    gains: Float64[np.ndarray, " sizes"],
+    found: Trees,
+) -> int:
+    """The size of a step that gives the most for what it costs, and the trees that it verifies.
+
+    Args:
+      weights: Of each node, the chance that it is accepted.
+      nodes, budgets: Most nodes of a row with its root, and of all rows, roots apart.
+      costs: Of a step.
+      gains: Filled: tokens that a step gives on average beside the target's own.
+      found: Roots; filled with the best nodes, as many as the size has room for.
+    """
+    order = np.argsort(-weights.ravel(), kind="mergesort")
+    taken = np.zeros((len(nodes), *weights.shape), np.bool_)
+    best, fastest = 0, 0.0
+    for size in range(len(nodes)):
+        gains[size] = _take(order, weights, nodes[size], budgets[size], taken[size])
+        speed = (len(weights) + gains[size]) / costs[size]
+        if speed > fastest:
+            best, fastest = size, speed
+    _cut(trees, taken[best], found)
+    return best
+
+
 class Evidence:
-    """The rates of all kinds of nodes."""
+    """The rates of all kinds of nodes.
+
+    Attributes:
+      rates: How often a node of each kind is right where its parent is.
+    """
 
     def __init__(self) -> None:
         elders = np.arange(KINDS) % ELDERS
@@ -120,20 +157,15 @@ class Evidence:
         # Believed at first: a longer match is right more often, a later child less.
         self._prior = (0.3 + 0.6 * length / (MATCHES - 1)) * 0.3**elders
         self._tried, self._won = np.zeros((2, KINDS))
+        self.rates = self._prior
 
     def warm_up(self) -> None:
         """Compiles what weighs trees, takes of them and learns, so that no step waits for it."""
-        none, roots = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
-        trees, rows = Trees(none, none, roots, none), np.zeros(1, np.int64)
-        self.learn(trees, rows, none, none[0])
-        selection = Selection(trees, self.weights(trees, rows))
-        selection.cut(selection.take(1, 0)[1], 1)
-
-    @property
-    def rates(self) -> Float64[np.ndarray, " kinds"]:
-        """How often a node of each kind is right where its parent is."""
-        won = self._won + PRIOR_TRIES * self._prior
-        return np.minimum(won / (self._tried + PRIOR_TRIES), 0.995)
+        other, roots = Evidence(), roots_of(1, 1)
+        zero, one = np.zeros(1, np.int64), np.ones(1)
+        other.learn(roots, zero, roots.tokens, roots.num_nodes)
+        weights = other.weights(roots, zero)
+        select(roots, weights, zero + 1, zero, one, np.zeros(1), roots_of(1, 1))
 
     def learn(
         self,
@@ -149,6 +181,8 @@ class Evidence:
           texts, counts: The tokens that followed, and how many.
         """
         _score(trees, row_of, texts, counts, self._tried, self._won)
+        won = self._won + PRIOR_TRIES * self._prior
+        self.rates = np.minimum(won / (self._tried + PRIOR_TRIES), MOST_RATE)
 
     def weights(self, trees: Trees, most: Int64[np.ndarray, " B"]) -> Float64[np.ndarray, "B N"]:
         """The chance that each node is accepted, with all above it.
@@ -158,38 +192,4 @@ class Evidence:
         """
         found = np.zeros(trees.tokens.shape)
         _weigh(trees, self.rates, most, found)
-        return found
-
-
-class Selection:
-    """Which nodes of a batch a step verifies, for each size that it may have.
-
-    Args:
-      weights: Of each node, the chance that it is accepted.
-    """
-
-    def __init__(self, trees: Trees, weights: Float64[np.ndarray, "B N"]) -> None:
-        self._trees, self._weights = trees, weights
-        self._order = np.argsort(-weights, axis=None, kind="stable")
-
-    def take(self, nodes: int, budget: int) -> tuple[float, Bool[np.ndarray, "B N"]]:
-        """The best nodes.
-
-        Args:
-          nodes: Most of a row, with its root.
-          budget: Most of all rows, roots apart.
-
-        Returns:
-          Tokens that a step gives on average beside the target's own, and which nodes they are.
-        """
-        taken = np.zeros(self._weights.shape, bool)
-        return _take(self._order, self._weights, nodes, budget, taken), taken
-
-    def cut(self, taken: Bool[np.ndarray, "B N"], nodes: int) -> Trees:
-        """Trees of `nodes` places with the nodes that were taken."""
-        B = len(taken)
-        zeros = (np.zeros((B, nodes), np.int32) for _ in range(3))
-        tokens, parents, evidence = zeros
-        found = Trees(tokens, parents, np.ones(B, np.int32), evidence)
-        _cut(self._trees, taken, found)
         return found

@@ -194,8 +194,9 @@ class NgramIndex:
         there; so the engine learns while the device runs. An output enters only after its request's
         next tree or end: however steps of other requests fall between, a tree finds the same.
         """
-        self._enter(self._drafted_from)
-        self._drafted_from = _batch([])
+        if len(self._drafted_from[0]):
+            self._enter(self._drafted_from)
+            self._drafted_from = _batch([])
         if self._prompts:
             prompts, self._prompts = _batch(self._prompts), []
             self._follow(prompts)
@@ -321,12 +322,7 @@ class NgramIndex:
         advance(self._trie.nodes, self._trie.buckets, anchors, *unread)
         most = [request.sampling.max_draft_tokens for request in requests]
         limits = np.array([N if m is None else min(N, 1 + m) for m in most], np.int32)
-        trees = tree.Trees(
-            tokens=np.zeros((B, N), np.int32),
-            parents=np.zeros((B, N), np.int32),
-            num_nodes=np.ones(B, np.int32),
-            evidence=np.zeros((B, N), np.int32),
-        )
+        trees = tree.roots_of(B, N)
         tree.draft(
             self._trie.nodes, anchors, rows, limits, self._continuations(rows), self._growth, trees
         )

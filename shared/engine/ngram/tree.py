@@ -71,6 +71,12 @@ class Trees(NamedTuple):
     evidence: Int32[np.ndarray, "n N"]
 
 
+def roots_of(count: int, nodes: int) -> Trees:
+    """Trees of a root each, with room for so many nodes."""
+    tokens, parents, evidence = np.zeros((3, count, nodes), np.int32)
+    return Trees(tokens, parents, np.ones(count, np.int32), evidence)
+
+
 def corpus_nodes(trees: Trees, row: int) -> list[int]:
     """The nodes of a row's tree that come from an external corpus."""
     kinds = trees.evidence[row, 1 : trees.num_nodes[row]] // ELDERS % COUNTS
