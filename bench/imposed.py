@@ -171,10 +171,8 @@ def written_runs(
 
     def run(tier: Tier | None) -> list[Served]:
         def seconds(batch: int, planned: Tier) -> float:
-            waits = not isinstance(controller, StaticController) and not (
-                isinstance(controller, AdaptiveNgramController) and controller.is_asleep
-            )
-            return table[batch][tiers.index(planned) if waits or not planned.is_off else -1]
+            follows = planned.is_off and not backend.is_idle
+            return table[batch][-1 if follows else tiers.index(planned)]
 
         backend = TextBackend(limits, seconds, texts, noise=noise)
         controller = _ngram(backend, tiers, tier, table)

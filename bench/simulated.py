@@ -81,11 +81,14 @@ def with_host_drafts(limits: Limits, vocab: int) -> Limits:
 
 @dataclass(frozen=True)
 class Known:
-    """A result that is there."""
+    """A result; whoever asks for it has waited until its step ended."""
 
     value: StepResult
+    ends: float
+    device: _Clock
 
     def result(self) -> StepResult:
+        self.device.clock = max(self.device.clock, self.ends)
         return self.value
 
 
@@ -93,15 +96,20 @@ class _Clock:
     """A `shared.boundary.backend.Backend` of numbers; what its rows accept is a subclass's.
 
     Attributes:
-      clock: Seconds that all steps took.
+      clock: Seconds until the end of the last step whose result was asked for: the host's time.
     """
 
     def __init__(self, limits: Limits, seconds: Seconds, noise: float, seed: int) -> None:
-        self.limits, self.clock = limits, 0.0
+        self.limits, self.clock, self._ends = limits, 0.0, 0.0
         self._seconds, self._noise = seconds, noise
         self._rng = np.random.default_rng(seed)
         self._lengths = np.zeros(limits.num_slots, np.int64)
         self._is_cold = np.zeros(limits.num_slots, bool)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the host has waited for every step."""
+        return self.clock >= self._ends
 
     def _decode(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
         """Moves the rows' lengths on; their tokens of the step, and the nodes of their trees."""
@@ -129,7 +137,7 @@ class _Clock:
         if plan.program.work is Work.DECODE:
             seconds = self._seconds(B, Tier.of(shape, B))
             seconds *= max(1 + self._noise * self._rng.standard_normal(), 0.5)
-        self.clock += seconds
+        self._ends = max(self._ends, self.clock) + seconds
         zeros, trees = np.zeros(B, np.int32), np.zeros((B, shape.nodes), np.int32)
         return Known(
             StepResult(
@@ -137,7 +145,9 @@ class _Clock:
                 failed=zeros, saved=zeros, drafts=trees, parents=trees,
                 num_nodes=nodes.astype(np.int32), logprobs=None, scores=None,
                 device_seconds=seconds,
-            )
+            ),
+            self._ends,
+            self,
         )  # fmt: skip
 
     def _tokens(self, plan: StepPlan, counts: np.ndarray) -> Int[np.ndarray, "B W"]:

@@ -3,9 +3,9 @@
 The host knows every row's tree and what speaks for each node before it plans a step, so it takes
 the size that gives the most tokens a second. A tree needs its text's newest token, so a step waits
 for the one before, whether it drafts or not. Where drafts do not pay for the waiting either, the
-controller goes to sleep: plain steps follow each other as without a drafter. Trees are still made
-every few steps then, while the device runs, and held against the text that follows; so it wakes by
-what they would have given, and nothing is tried out.
+controller sleeps: plain steps follow each other as without a drafter. Trees are still made every
+few steps then, while the device runs, and held against the text that follows. Going to sleep and
+waking cost nothing, so both are decided by the trees of the moment, and nothing is tried out.
 """
 
 from __future__ import annotations
@@ -32,30 +32,9 @@ from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, Rows
 from shared.spec.draft_tree import TreeShape
 
-SMOOTHING = 0.05
-"""Weight of the newest step in what steps give and take on average."""
-
-LOOK_EVERY = 4
-"""Steps asleep for each in which trees are made: where steps are short the host must keep up."""
-
-
-@dataclass
-class Pace:
-    """What steps give and take on average, as shares of a plain one that waits."""
-
-    tokens: float = 1.0
-    seconds: float = 1.0
-
-    def note(self, tokens: float, seconds: float, steps: int) -> None:
-        """Takes in a step, which stands for so many."""
-        weight = 1 - (1 - SMOOTHING) ** steps
-        self.tokens += weight * (tokens - self.tokens)
-        self.seconds += weight * (seconds - self.seconds)
-
-    @property
-    def speed(self) -> float:
-        """Tokens for the time of a plain step."""
-        return self.tokens / self.seconds
+LOOK_SHARE = 0.1
+"""There are as many steps asleep to a look at the trees as waiting takes such shares of a step:
+where it takes much, the host's time is dear."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +72,12 @@ class Made:
 
 @dataclass(frozen=True)
 class Flight:
-    """A decode step on its way; its tier, and the drafts that were hoped for of each request."""
+    """A decode step on its way.
+
+    Attributes:
+      batch, tier: Its program.
+      hopes: Of each request the drafts that all of its tree would give, where there is a trace.
+    """
 
     batch: int
     tier: int
@@ -146,7 +130,7 @@ class AdaptiveNgramController:
         self.evidence.warm_up()
         self.max_rows = self.shapes.batches[-1]
         self._sizes = {batch: Sizes.of(self.shapes, batch) for batch in self.shapes.batches}
-        self._asleep, self._pace = len(self.shapes.tiers), Pace()
+        self._asleep = len(self.shapes.tiers)
         self.is_asleep = False
         self._decoded_last: list[Request] = []
         self._planned = self.max_rows, 0
@@ -154,7 +138,7 @@ class AdaptiveNgramController:
         self._flights, self._landings = deque[Flight](), deque[Landing]()
         self._made: Made | None = None
         self._trace = trace
-        self._last: float | None = None
+        self._last: tuple[float, bool] | None = None  # when a step ended, and whether it had waited
         self._chosen, self._steps = 0, Counter[int]()
         tiers = gauges_of(self.shapes, self._steps, self.costs, lambda: self._chosen)
         asleep = {
@@ -182,8 +166,8 @@ class AdaptiveNgramController:
             return None
         # A tree is made only for a row that has room: the text it was made from is then learnt.
         tier, trees = self._choose(requests, batch)
-        self._planned = batch, tier
-        return self._rows(requests, trees)
+        self._planned = batch, self._asleep if self.is_asleep else tier
+        return self._rows(requests, None if self.is_asleep else trees)
 
     def _rows(self, requests: list[Request], trees: Trees | None) -> DecodeRows | None:
         self._decoded_last = requests
@@ -223,9 +207,8 @@ class AdaptiveNgramController:
         # small step leaves are still to be made, and what follows a poor tree is mostly poor too.
         tier = select(trees, weights, sizes.nodes, sizes.budgets, costs, gains, cut)
         if seconds is not None:
-            steps = LOOK_EVERY if self.is_asleep else 1
-            self._pace.note(1 + float(gains[tier]) / count, seconds[tier] / seconds[0], steps)
-            self.is_asleep = self._pace.speed / seconds[0] < 1 / seconds[self._asleep]
+            speed = (count + float(gains[tier])) / seconds[tier]
+            self.is_asleep = speed < count / seconds[self._asleep]
         return tier, cut
 
     def submitted(self, rows: Rows) -> None:
@@ -240,17 +223,27 @@ class AdaptiveNgramController:
             self._flights.append(Flight(batch, tier, known))
             self._chosen = 0 if tier == self._asleep else tier
             self._steps[tier] += 1
-            if tier == self._asleep and self._steps[tier] % LOOK_EVERY == 0:
+            if tier == self._asleep and self._is_due(batch):
                 self._choose(rows.requests, batch)
         self.index.learn()
 
+    def _is_due(self, batch: int) -> bool:
+        """Whether trees are made after a step asleep."""
+        seconds = self.costs.of(batch)
+        assert seconds is not None, "without measured seconds it never sleeps"
+        waiting = seconds[0] / seconds[self._asleep] - 1
+        return self._steps[self._asleep] % max(round(waiting / LOOK_SHARE), 1) == 0
+
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Notes when a step ended, for what it took; the next one need not wait for the rest."""
-        now, last = self._clock(), self._last
-        self._last = now if _is_own(rows) else None
-        if _is_own(rows):
-            seconds = None if last is None else now - last
-            self._landings.append(Landing(rows, result, seconds, self._made))
+        last, self._last = self._last, None
+        if not _is_own(rows):
+            return
+        now, waited = self._clock(), self._flights[len(self._landings)].tier != self._asleep
+        # Between a step that waited and one that did not the time is neither's.
+        seconds = now - last[0] if last is not None and last[1] is waited else None
+        self._landings.append(Landing(rows, result, seconds, self._made))
+        self._last = now, waited
 
     def _learn(self) -> None:
         """What steps took, and how texts went on after trees were made for them."""

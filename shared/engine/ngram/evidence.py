@@ -129,7 +129,7 @@ def select(
       weights: Of each node, the chance that it is accepted.
       nodes, budgets: Most nodes of a row with its root, and of all rows, roots apart.
       costs: Of a step.
-      gains: Filled: tokens that a step gives on average beside the target's own.
+      gains: Filled: the sum of the chances of what is verified.
       found: Roots; filled with the best nodes, as many as the size has room for.
     """
     order = np.argsort(-weights.ravel(), kind="mergesort")
