@@ -148,7 +148,7 @@ def test_a_row_is_empty_for_its_next_request():
 
 
 def costs() -> Costs:
-    return Costs({1: [4.0, 5.0, 6.0], 8: [5.0, 7.0, 9.0]})
+    return Costs({1: [4.0, 5.0, 6.0], 8: [5.0, 7.0, 9.0]}, last_waits=True)
 
 
 def observe(known: Costs, tier: int, seconds: float, steps: int) -> None:
@@ -163,6 +163,12 @@ def test_a_tier_that_runs_tells_what_moves_all_of_them():
     observe(known, 1, 9.0, 300)
     assert known.of(8) == pytest.approx([7.0, 9.0, 11.0], abs=0.5)
     assert known.of(1) == [4.0, 5.0, 6.0]
+
+
+def test_what_the_host_does_between_steps_is_no_part_of_those_that_follow_each_other():
+    known = Costs({8: [5.0, 7.0, 9.0, 4.0]}, last_waits=False)
+    observe(known, 1, 8.5, 100)
+    assert known.of(8) == pytest.approx([6.5, 8.5, 10.5, 4.0], abs=0.3)
 
 
 def test_a_wrong_entry_is_put_right_by_its_own_steps():
@@ -184,7 +190,7 @@ def test_a_hiccup_and_an_unknown_time_move_next_to_nothing():
 
 
 def test_without_a_table_nothing_is_known():
-    known = Costs({})
+    known = Costs({}, last_waits=True)
     known.observe(8, 1, 7.0)
     assert known.of(8) is None
 

@@ -11,7 +11,7 @@ import pytest
 from shared.boundary.backend import Limits, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
-from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.engine.ngram.adaptive import AdaptiveNgramController, Sleep
 from shared.engine.ngram.evidence import Evidence, select
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.tree import Trees, roots_of
@@ -163,6 +163,25 @@ def test_it_wakes_when_what_it_would_have_drafted_pays():
     drafted = controller._steps[1] + controller._steps[2]
     assert controller._steps[3] > 0
     assert drafted > 0
+
+
+def looks(step_s: float, look_s: float, steps: int) -> list[int]:
+    """The steps asleep after which trees are looked at, where none of them pays."""
+    sleep, found = Sleep(), []
+    for step in range(steps):
+        if sleep.is_due():
+            found.append(step)
+            sleep.looked(look_s, step_s)
+    return found
+
+
+def test_looks_asleep_grow_rarer_until_they_take_their_share():
+    assert looks(step_s=5e-3, look_s=0.0, steps=9) == [0, 2, 4, 6, 8]
+    short = looks(step_s=3e-4, look_s=0.0, steps=200)
+    assert short[:5] == [0, 2, 6, 14, 30]
+    assert set(np.diff(short[6:])) == {34}  # 0.1 ms of 34 steps of 0.3 ms are 1 %
+    slow_host = np.diff(looks(step_s=3e-4, look_s=3e-4, steps=5000))
+    assert 90 < slow_host[-1] <= 100
 
 
 def test_metrics_tell_tiers_and_sleep():

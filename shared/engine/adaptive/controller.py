@@ -49,7 +49,7 @@ class AdaptiveController:
         trace: Trace | None = None,
     ) -> None:
         self.shapes = Shapes.of(limits, host_draft=False)
-        self.costs = Costs(table)
+        self.costs = Costs(table, last_waits=True)
         self.acceptance = Acceptance(self.shapes.tiers)
         self.acceptance.warm_up()
         self.max_rows = self.shapes.batches[-1]

@@ -3,8 +3,9 @@
 A bucket has a vector: by how much each tier takes longer now than it did at the start. Most of what
 moves it moves all tiers, as much (contexts grow) or in proportion (a clock falls), so a tier that
 runs tells of those that do not; and each has an error of its own, of which only its own steps tell.
-All are random walks, and the vector is followed by a Kalman filter: the covariance of two tiers is
-what they share.
+Steps that wait for each other share what the host does between them, of which steps that follow
+each other show nothing, and which the start did not measure whole. All are random walks, and the
+vector is followed by a Kalman filter: the covariance of two tiers is what they share.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ OWN_ERROR = 0.1
 SHARED_WALK, OWN_WALK = 0.007, 0.001
 """Of what moves all tiers, as much or in proportion, and of what moves one, from step to step."""
 
+WAITING_ERROR, WAITING_WALK = 0.3, 0.01
+"""Of what moves the tiers that wait, where there is one that does not."""
+
 NOISE = 0.1
 """Of one measured step, as a share of it."""
 
@@ -32,14 +36,17 @@ LEAST_SHARE = 0.3
 class _Bucket:
     """One batch bucket."""
 
-    def __init__(self, seconds: Sequence[float]) -> None:
+    def __init__(self, seconds: Sequence[float], last_waits: bool) -> None:
         self.first = np.array(seconds)
         self._plain, count = float(seconds[0]), len(seconds)
         self._excess = np.zeros(count)
-        self._errors = np.eye(count) * (OWN_ERROR * self._plain) ** 2
-        shares = self.first / self._plain
+        shares, own = self.first / self._plain, np.eye(count)
+        waiting = np.ones((count, count)) if not last_waits else np.zeros((count, count))
+        waiting[-1], waiting[:, -1] = 0, 0
+        errors = own * OWN_ERROR**2 + waiting * WAITING_ERROR**2
         shared = (1 + np.outer(shares, shares)) * SHARED_WALK**2
-        self._walk = (shared + np.eye(count) * OWN_WALK**2) * self._plain**2
+        walk = shared + own * OWN_WALK**2 + waiting * WAITING_WALK**2
+        self._errors, self._walk = errors * self._plain**2, walk * self._plain**2
         self.seconds: list[float] = self.first.tolist()
 
     def observe(self, tier: int, seconds: float) -> None:
@@ -59,10 +66,12 @@ class Costs:
 
     Args:
       table: Seconds at the start for each batch bucket, by tier; empty where nothing was measured.
+      last_waits: Whether the last of them waits for the step before as the others do. Where nothing
+        waits for the host, all do alike.
     """
 
-    def __init__(self, table: Mapping[int, Sequence[float]]) -> None:
-        self._buckets = {batch: _Bucket(seconds) for batch, seconds in table.items()}
+    def __init__(self, table: Mapping[int, Sequence[float]], *, last_waits: bool) -> None:
+        self._buckets = {batch: _Bucket(seconds, last_waits) for batch, seconds in table.items()}
 
     @property
     def table(self) -> Mapping[int, Sequence[float]]:

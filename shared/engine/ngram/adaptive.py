@@ -10,6 +10,8 @@ waking cost nothing, so both are decided by the trees of the moment, and nothing
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +34,11 @@ from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, Rows
 from shared.spec.draft_tree import TreeShape
 
-LOOK_SHARE = 0.1
-"""There are as many steps asleep to a look at the trees as waiting takes such shares of a step:
-where it takes much, the host's time is dear."""
+LOOK_SHARE, LEAST_LOOK_SECONDS = 0.01, 1e-4
+"""Looks at trees that do not wake take this share of the time asleep, and each so long at least."""
+
+SMOOTHING = 0.1
+"""Weight of the newest look in what one takes."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Made:
-    """Trees that were made before a text went on.
-
-    Attributes:
-      row_of: The tree of each request, until its text has gone on.
-    """
+    """Trees that were made before texts went on, and the row of each request's."""
 
     trees: Trees
     row_of: dict[int, int]
@@ -86,16 +86,55 @@ class Flight:
 
 @dataclass(frozen=True)
 class Landing:
-    """A decode step that has ended, and the newest trees of that time.
+    """A decode step that has ended, and the trees that were made since the one before.
 
     Attributes:
       seconds: That it took, host included; None where that is not known.
     """
 
+    flight: Flight
     rows: Rows
     result: StepResult
     seconds: float | None
     made: Made | None
+
+
+class Sleep:
+    """When to look at trees while plain steps follow each other, and what these take.
+
+    The first look follows at once, and after one that finds nothing as many steps more as before,
+    until looks take no more than their share. Where steps are short the host's time is dear.
+    """
+
+    def __init__(self) -> None:
+        self._look_s = LEAST_LOOK_SECONDS
+        self._times: dict[int, list[float]] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """It has just fallen asleep."""
+        self._gap, self._left = 1, 1
+
+    def is_due(self) -> bool:
+        """Whether a look follows the step that was submitted."""
+        self._left -= 1
+        return self._left == 0
+
+    def looked(self, took_s: float, step_s: float) -> None:
+        """A look found nothing to wake for."""
+        self._look_s += SMOOTHING * (max(took_s, LEAST_LOOK_SECONDS) - self._look_s)
+        most = math.ceil(self._look_s / (LOOK_SHARE * step_s))
+        self._gap = self._left = min(2 * self._gap, most)
+
+    def stepped(self, batch: int, seconds: float | None) -> None:
+        """A step of a batch bucket took so long; None says nothing."""
+        if seconds is not None:
+            self._times.setdefault(batch, []).append(seconds)
+
+    def take_seconds(self) -> dict[int, float]:
+        """What steps took since this was asked for, by batch bucket."""
+        times, self._times = self._times, {}
+        return {batch: statistics.median(each) for batch, each in times.items()}
 
 
 class AdaptiveNgramController:
@@ -125,20 +164,20 @@ class AdaptiveNgramController:
         clock: Callable[[], float] = time.perf_counter,
         trace: Trace | None = None,
     ) -> None:
-        self.shapes, self.costs = Shapes.of(limits, host_draft=True), Costs(table)
+        self.shapes, self.costs = Shapes.of(limits, host_draft=True), Costs(table, last_waits=False)
         self.index, self.evidence, self._clock = index, Evidence(), clock
         self.evidence.warm_up()
         self.max_rows = self.shapes.batches[-1]
         self._sizes = {batch: Sizes.of(self.shapes, batch) for batch in self.shapes.batches}
         self._asleep = len(self.shapes.tiers)
-        self.is_asleep = False
+        self.is_asleep, self._sleep = False, Sleep()
         self._decoded_last: list[Request] = []
         self._planned = self.max_rows, 0
         self._hopes: dict[int, float] = {}  # of requests that run, where there is a trace
         self._flights, self._landings = deque[Flight](), deque[Landing]()
         self._made: Made | None = None
         self._trace = trace
-        self._last: tuple[float, bool] | None = None  # when a step ended, and whether it had waited
+        self._last: float | None = None
         self._chosen, self._steps = 0, Counter[int]()
         tiers = gauges_of(self.shapes, self._steps, self.costs, lambda: self._chosen)
         asleep = {
@@ -166,7 +205,8 @@ class AdaptiveNgramController:
             return None
         # A tree is made only for a row that has room: the text it was made from is then learnt.
         tier, trees = self._choose(requests, batch)
-        self._planned = batch, self._asleep if self.is_asleep else tier
+        # The step with which it falls asleep has waited: a plain one like others that did.
+        self._planned = batch, 0 if self.is_asleep else tier
         return self._rows(requests, None if self.is_asleep else trees)
 
     def _rows(self, requests: list[Request], trees: Trees | None) -> DecodeRows | None:
@@ -208,7 +248,9 @@ class AdaptiveNgramController:
         tier = select(trees, weights, sizes.nodes, sizes.budgets, costs, gains, cut)
         if seconds is not None:
             speed = (count + float(gains[tier])) / seconds[tier]
-            self.is_asleep = speed < count / seconds[self._asleep]
+            was_asleep, self.is_asleep = self.is_asleep, speed < count / seconds[self._asleep]
+            if self.is_asleep and not was_asleep:
+                self._sleep.begin()
         return tier, cut
 
     def submitted(self, rows: Rows) -> None:
@@ -216,41 +258,51 @@ class AdaptiveNgramController:
         for chunk in rows.chunks:
             self.index.see_prompt(chunk.request, chunk.end)
         self._learn()
-        if _is_own(rows):
-            batch, tier = self._planned
-            hopes = self._hopes
-            known = [hopes.get(r.request_id, 0.0) for r in rows.requests] if hopes else []
-            self._flights.append(Flight(batch, tier, known))
-            self._chosen = 0 if tier == self._asleep else tier
-            self._steps[tier] += 1
-            if tier == self._asleep and self._is_due(batch):
-                self._choose(rows.requests, batch)
-        self.index.learn()
+        if not _is_own(rows):
+            self.index.learn()
+            return
+        batch, tier = self._planned
+        hopes = self._hopes
+        known = [hopes.get(r.request_id, 0.0) for r in rows.requests] if hopes else []
+        self._flights.append(Flight(batch, tier, known))
+        self._chosen = 0 if tier == self._asleep else tier
+        self._steps[tier] += 1
+        if tier != self._asleep:
+            self.index.learn()
+        elif self._sleep.is_due():
+            self._look(rows.requests, batch)
 
-    def _is_due(self, batch: int) -> bool:
-        """Whether trees are made after a step asleep."""
-        seconds = self.costs.of(batch)
+    def _look(self, requests: Sequence[Request], batch: int) -> None:
+        """Makes trees in a step asleep, and wakes where they pay."""
+        for size, took in self._sleep.take_seconds().items():
+            self.costs.observe(size, self._asleep, took)
+        began, seconds = self._clock(), self.costs.of(batch)
         assert seconds is not None, "without measured seconds it never sleeps"
-        waiting = seconds[0] / seconds[self._asleep] - 1
-        return self._steps[self._asleep] % max(round(waiting / LOOK_SHARE), 1) == 0
+        self._choose(requests, batch)
+        self.index.learn()
+        self._sleep.looked(self._clock() - began, seconds[self._asleep])
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Notes when a step ended, for what it took; the next one need not wait for the rest."""
         last, self._last = self._last, None
         if not _is_own(rows):
             return
-        now, waited = self._clock(), self._flights[len(self._landings)].tier != self._asleep
-        # Between a step that waited and one that did not the time is neither's.
-        seconds = now - last[0] if last is not None and last[1] is waited else None
-        self._landings.append(Landing(rows, result, seconds, self._made))
-        self._last = now, waited
+        flight, now = self._flights.popleft(), self._clock()
+        seconds, self._last = None if last is None else now - last, now
+        waited = flight.tier != self._asleep
+        if not waited:
+            self._sleep.stepped(flight.batch, seconds)
+        made, self._made = self._made, None
+        if waited or made is not None or self._trace is not None:
+            self._landings.append(Landing(flight, rows, result, seconds, made))
 
     def _learn(self) -> None:
         """What steps took, and how texts went on after trees were made for them."""
         while self._landings:
-            landing, flight = self._landings.popleft(), self._flights.popleft()
-            self.costs.observe(flight.batch, flight.tier, landing.seconds)
-            rows, result = landing.rows, landing.result
+            landing = self._landings.popleft()
+            flight, rows, result = landing.flight, landing.rows, landing.result
+            if flight.tier != self._asleep:
+                self.costs.observe(flight.batch, flight.tier, landing.seconds)
             if self._trace is not None:
                 self._trace.step(
                     flight.batch, flight.tier, rows, result, flight.hopes, landing.seconds
@@ -261,7 +313,7 @@ class AdaptiveNgramController:
     def _score(self, made: Made, requests: Sequence[Request], result: StepResult) -> None:
         """Holds trees against the first tokens that followed them."""
         ids = enumerate(request.request_id for request in requests)
-        places = [(made.row_of.pop(i), row) for row, i in ids if i in made.row_of]
+        places = [(made.row_of[i], row) for row, i in ids if i in made.row_of]
         if places:
             trees, texts = np.ascontiguousarray(np.array(places).T)
             self.evidence.learn(made.trees, trees, result.tokens[texts], result.counts[texts])
