@@ -184,6 +184,18 @@ def test_looks_asleep_grow_rarer_until_they_take_their_share():
     assert 90 < slow_host[-1] <= 100
 
 
+def test_a_new_text_is_looked_at_sooner():
+    sleep = Sleep()
+    for _ in range(200):
+        if sleep.is_due():
+            sleep.looked(0.0, 3e-4)
+    sleep.hasten()
+    left = 1
+    while not sleep.is_due():
+        left += 1
+    assert left <= 17
+
+
 def test_metrics_tell_tiers_and_sleep():
     engine, _ = engine_of({BATCH: NEVER}, 1)
     drive(engine, requests())

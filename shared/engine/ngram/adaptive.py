@@ -76,11 +76,13 @@ class Flight:
 
     Attributes:
       batch, tier: Its program.
+      follows: Whether it was submitted without waiting for the one before.
       hopes: Of each request the drafts that all of its tree would give, where there is a trace.
     """
 
     batch: int
     tier: int
+    follows: bool
     hopes: list[float]
 
 
@@ -109,11 +111,16 @@ class Sleep:
     def __init__(self) -> None:
         self._look_s = LEAST_LOOK_SECONDS
         self._times: dict[int, list[float]] = {}
+        self._most = 1
         self.begin()
 
     def begin(self) -> None:
         """It has just fallen asleep."""
         self._gap, self._left = 1, 1
+
+    def hasten(self) -> None:
+        """There is a new text, which may have from elsewhere what the others had not."""
+        self._left = min(self._left, math.ceil(self._most / 2))
 
     def is_due(self) -> bool:
         """Whether a look follows the step that was submitted."""
@@ -123,8 +130,8 @@ class Sleep:
     def looked(self, took_s: float, step_s: float) -> None:
         """A look found nothing to wake for."""
         self._look_s += SMOOTHING * (max(took_s, LEAST_LOOK_SECONDS) - self._look_s)
-        most = math.ceil(self._look_s / (LOOK_SHARE * step_s))
-        self._gap = self._left = min(2 * self._gap, most)
+        self._most = math.ceil(self._look_s / (LOOK_SHARE * step_s))
+        self._gap = self._left = min(2 * self._gap, self._most)
 
     def stepped(self, batch: int, seconds: float | None) -> None:
         """A step of a batch bucket took so long; None says nothing."""
@@ -172,7 +179,7 @@ class AdaptiveNgramController:
         self._asleep = len(self.shapes.tiers)
         self.is_asleep, self._sleep = False, Sleep()
         self._decoded_last: list[Request] = []
-        self._planned = self.max_rows, 0
+        self._planned, self._follows = (self.max_rows, 0), False
         self._hopes: dict[int, float] = {}  # of requests that run, where there is a trace
         self._flights, self._landings = deque[Flight](), deque[Landing]()
         self._made: Made | None = None
@@ -192,6 +199,7 @@ class AdaptiveNgramController:
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
         """Every ready request that has room; while awake, those whose tokens are known."""
+        self._follows = self.is_asleep
         if self.is_asleep:
             self._planned = self.shapes.bucket(len(ready)), self._asleep
             return self._rows(reserve(ready, self._shape(self._planned[0], 0).scratch), None)
@@ -205,8 +213,7 @@ class AdaptiveNgramController:
             return None
         # A tree is made only for a row that has room: the text it was made from is then learnt.
         tier, trees = self._choose(requests, batch)
-        # The step with which it falls asleep has waited: a plain one like others that did.
-        self._planned = batch, 0 if self.is_asleep else tier
+        self._planned = batch, self._asleep if self.is_asleep else tier
         return self._rows(requests, None if self.is_asleep else trees)
 
     def _rows(self, requests: list[Request], trees: Trees | None) -> DecodeRows | None:
@@ -259,12 +266,13 @@ class AdaptiveNgramController:
             self.index.see_prompt(chunk.request, chunk.end)
         self._learn()
         if not _is_own(rows):
+            self._sleep.hasten()
             self.index.learn()
             return
         batch, tier = self._planned
         hopes = self._hopes
         known = [hopes.get(r.request_id, 0.0) for r in rows.requests] if hopes else []
-        self._flights.append(Flight(batch, tier, known))
+        self._flights.append(Flight(batch, tier, self._follows, known))
         self._chosen = 0 if tier == self._asleep else tier
         self._steps[tier] += 1
         if tier != self._asleep:
@@ -289,11 +297,12 @@ class AdaptiveNgramController:
             return
         flight, now = self._flights.popleft(), self._clock()
         seconds, self._last = None if last is None else now - last, now
-        waited = flight.tier != self._asleep
-        if not waited:
+        is_asleep = flight.tier == self._asleep
+        if is_asleep and flight.follows:
+            # The one with which it fell asleep has waited, and the next was planned behind it.
             self._sleep.stepped(flight.batch, seconds)
         made, self._made = self._made, None
-        if waited or made is not None or self._trace is not None:
+        if not is_asleep or made is not None or self._trace is not None:
             self._landings.append(Landing(flight, rows, result, seconds, made))
 
     def _learn(self) -> None:
