@@ -184,16 +184,33 @@ def test_looks_asleep_grow_rarer_until_they_take_their_share():
     assert 90 < slow_host[-1] <= 100
 
 
-def test_a_new_text_is_looked_at_sooner():
+def deep() -> Sleep:
+    """Asleep for long, with looks every 34 steps."""
     sleep = Sleep()
     for _ in range(200):
         if sleep.is_due():
             sleep.looked(0.0, 3e-4)
+    return sleep
+
+
+def until_look(sleep: Sleep) -> int:
+    """Steps up to the next look."""
+    return next(step for step in range(100) if sleep.is_due())
+
+
+def test_a_new_text_is_looked_at_sooner():
+    sleep = deep()
     sleep.hasten()
-    left = 1
-    while not sleep.is_due():
-        left += 1
-    assert left <= 17
+    assert until_look(sleep) <= 17
+
+
+@pytest.mark.parametrize(("awake", "steps"), [(1, 17), (3, 4), (9, 1)])
+def test_the_longer_it_was_awake_the_sooner_it_looks_again(awake, steps):
+    """A look that woke it for nothing does not make it look often."""
+    sleep = deep()
+    for _ in range(awake):
+        sleep.awake()
+    assert until_look(sleep) == steps - 1
 
 
 def test_metrics_tell_tiers_and_sleep():

@@ -104,19 +104,19 @@ class Landing:
 class Sleep:
     """When to look at trees while plain steps follow each other, and what these take.
 
-    The first look follows at once, and after one that finds nothing as many steps more as before,
-    until looks take no more than their share. Where steps are short the host's time is dear.
+    After a look that finds nothing the next one comes after twice as many steps, until looks take
+    no more than their share, and each step awake halves their number again: after a while awake the
+    first look follows at once. Where steps are short the host's time is dear.
     """
 
     def __init__(self) -> None:
         self._look_s = LEAST_LOOK_SECONDS
         self._times: dict[int, list[float]] = {}
-        self._most = 1
-        self.begin()
+        self._gap = self._left = self._most = 1
 
-    def begin(self) -> None:
-        """It has just fallen asleep."""
-        self._gap, self._left = 1, 1
+    def awake(self) -> None:
+        """A step awake."""
+        self._gap = self._left = max(self._gap // 2, 1)
 
     def hasten(self) -> None:
         """There is a new text, which may have from elsewhere what the others had not."""
@@ -255,9 +255,7 @@ class AdaptiveNgramController:
         tier = select(trees, weights, sizes.nodes, sizes.budgets, costs, gains, cut)
         if seconds is not None:
             speed = (count + float(gains[tier])) / seconds[tier]
-            was_asleep, self.is_asleep = self.is_asleep, speed < count / seconds[self._asleep]
-            if self.is_asleep and not was_asleep:
-                self._sleep.begin()
+            self.is_asleep = speed < count / seconds[self._asleep]
         return tier, cut
 
     def submitted(self, rows: Rows) -> None:
@@ -276,6 +274,7 @@ class AdaptiveNgramController:
         self._chosen = 0 if tier == self._asleep else tier
         self._steps[tier] += 1
         if tier != self._asleep:
+            self._sleep.awake()
             self.index.learn()
         elif self._sleep.is_due():
             self._look(rows.requests, batch)
