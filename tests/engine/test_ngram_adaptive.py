@@ -165,52 +165,39 @@ def test_it_wakes_when_what_it_would_have_drafted_pays():
     assert drafted > 0
 
 
-def looks(step_s: float, look_s: float, steps: int) -> list[int]:
+def looks(sleep: Sleep, step_s: float, look_s: float, steps: int) -> list[int]:
     """The steps asleep after which trees are looked at, where none of them pays."""
-    sleep, found = Sleep(), []
+    found = []
     for step in range(steps):
-        if sleep.is_due():
+        if sleep.is_due(step_s):
             found.append(step)
             sleep.looked(look_s, step_s)
     return found
 
 
-def test_looks_asleep_grow_rarer_until_they_take_their_share():
-    assert looks(step_s=5e-3, look_s=0.0, steps=9) == [0, 2, 4, 6, 8]
-    short = looks(step_s=3e-4, look_s=0.0, steps=200)
-    assert short[:5] == [0, 2, 6, 14, 30]
-    assert set(np.diff(short[6:])) == {34}  # 0.1 ms of 34 steps of 0.3 ms are 1 %
-    slow_host = np.diff(looks(step_s=3e-4, look_s=3e-4, steps=5000))
-    assert 90 < slow_host[-1] <= 100
+def test_looks_that_find_nothing_grow_rarer_until_they_take_their_share():
+    assert looks(Sleep(), step_s=5e-3, look_s=0.0, steps=5) == [0, 1, 2, 3, 4]
+    short = looks(Sleep(), step_s=3e-4, look_s=0.0, steps=300)
+    assert short[:4] == [0, 2, 6, 14]
+    assert set(np.diff(short[6:])) == {17}  # 0.1 ms of 17 steps of 0.3 ms are 2 %
 
 
-def deep() -> Sleep:
-    """Asleep for long, with looks every 34 steps."""
+def test_a_new_text_is_looked_at_at_once():
     sleep = Sleep()
-    for _ in range(200):
-        if sleep.is_due():
-            sleep.looked(0.0, 3e-4)
-    return sleep
-
-
-def until_look(sleep: Sleep) -> int:
-    """Steps up to the next look."""
-    return next(step for step in range(100) if sleep.is_due())
-
-
-def test_a_new_text_is_looked_at_sooner():
-    sleep = deep()
+    looks(sleep, step_s=3e-4, look_s=0.0, steps=300)
     sleep.hasten()
-    assert until_look(sleep) <= 17
+    assert looks(sleep, step_s=3e-4, look_s=0.0, steps=3) == [0, 2]
 
 
-@pytest.mark.parametrize(("awake", "steps"), [(1, 17), (3, 4), (9, 1)])
-def test_the_longer_it_was_awake_the_sooner_it_looks_again(awake, steps):
-    """A look that woke it for nothing does not make it look often."""
-    sleep = deep()
-    for _ in range(awake):
-        sleep.awake()
-    assert until_look(sleep) == steps - 1
+@pytest.mark.parametrize("look_s", [0.0, 3e-4])
+def test_looks_take_no_more_than_their_share_of_short_steps(look_s):
+    """Though a new text is there to be looked at with every step."""
+    sleep, took, steps = Sleep(), max(look_s, 1e-4), 10_000
+    found = 0
+    for _ in range(steps):
+        sleep.hasten()
+        found += len(looks(sleep, step_s=3e-4, look_s=look_s, steps=1))
+    assert found * took == pytest.approx(0.02 * steps * 3e-4, rel=0.1)
 
 
 def test_metrics_tell_tiers_and_sleep():

@@ -34,8 +34,11 @@ from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, Rows
 from shared.spec.draft_tree import TreeShape
 
-LOOK_SHARE, LEAST_LOOK_SECONDS = 0.01, 1e-4
-"""Looks at trees that do not wake take this share of the time asleep, and each so long at least."""
+LOOK_SHARE, LEAST_LOOK_SECONDS = 0.02, 1e-4
+"""Looks at trees take this share of the time asleep, and each so long at least."""
+
+MOST_LOOKS = 16
+"""Looks for which time can be put by."""
 
 SMOOTHING = 0.1
 """Weight of the newest look in what one takes."""
@@ -104,34 +107,34 @@ class Landing:
 class Sleep:
     """When to look at trees while plain steps follow each other, and what these take.
 
-    After a look that finds nothing the next one comes after twice as many steps, until looks take
-    no more than their share, and each step awake halves their number again: after a while awake the
-    first look follows at once. Where steps are short the host's time is dear.
+    A new text, or one that was waited for, is looked at with its next step, and after a look that
+    finds nothing the next one comes after twice as many steps, until looks take their share of the
+    time. Where steps are short the host's time is dear: there is no look before it is paid for.
     """
 
     def __init__(self) -> None:
         self._look_s = LEAST_LOOK_SECONDS
+        self._put_by = MOST_LOOKS * self._look_s
         self._times: dict[int, list[float]] = {}
-        self._gap = self._left = self._most = 1
-
-    def awake(self) -> None:
-        """A step awake."""
-        self._gap = self._left = max(self._gap // 2, 1)
+        self._gap = self._left = 1
 
     def hasten(self) -> None:
-        """There is a new text, which may have from elsewhere what the others had not."""
-        self._left = min(self._left, math.ceil(self._most / 2))
+        """There is a text to look at."""
+        self._gap = self._left = 1
 
-    def is_due(self) -> bool:
-        """Whether a look follows the step that was submitted."""
+    def is_due(self, step_s: float) -> bool:
+        """Whether a look follows the step that was submitted, and takes so long."""
         self._left -= 1
-        return self._left == 0
+        self._put_by = min(self._put_by + LOOK_SHARE * step_s, MOST_LOOKS * self._look_s)
+        return self._left <= 0 and self._put_by >= self._look_s
 
     def looked(self, took_s: float, step_s: float) -> None:
         """A look found nothing to wake for."""
-        self._look_s += SMOOTHING * (max(took_s, LEAST_LOOK_SECONDS) - self._look_s)
-        self._most = math.ceil(self._look_s / (LOOK_SHARE * step_s))
-        self._gap = self._left = min(2 * self._gap, self._most)
+        took_s = max(took_s, LEAST_LOOK_SECONDS)
+        self._put_by -= took_s
+        self._look_s += SMOOTHING * (took_s - self._look_s)
+        most = math.ceil(self._look_s / (LOOK_SHARE * step_s))
+        self._gap = self._left = min(2 * self._gap, most)
 
     def stepped(self, batch: int, seconds: float | None) -> None:
         """A step of a batch bucket took so long; None says nothing."""
@@ -274,20 +277,22 @@ class AdaptiveNgramController:
         self._chosen = 0 if tier == self._asleep else tier
         self._steps[tier] += 1
         if tier != self._asleep:
-            self._sleep.awake()
+            self._sleep.hasten()
             self.index.learn()
-        elif self._sleep.is_due():
-            self._look(rows.requests, batch)
+            return
+        seconds = self.costs.of(batch)
+        assert seconds is not None, "without measured seconds it never sleeps"
+        if self._sleep.is_due(seconds[self._asleep]):
+            self._look(rows.requests, batch, seconds[self._asleep])
 
-    def _look(self, requests: Sequence[Request], batch: int) -> None:
-        """Makes trees in a step asleep, and wakes where they pay."""
+    def _look(self, requests: Sequence[Request], batch: int, step_s: float) -> None:
+        """Makes trees in a step asleep that takes so long, and wakes where they pay."""
         for size, took in self._sleep.take_seconds().items():
             self.costs.observe(size, self._asleep, took)
-        began, seconds = self._clock(), self.costs.of(batch)
-        assert seconds is not None, "without measured seconds it never sleeps"
+        began = self._clock()
         self._choose(requests, batch)
         self.index.learn()
-        self._sleep.looked(self._clock() - began, seconds[self._asleep])
+        self._sleep.looked(self._clock() - began, step_s)
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Notes when a step ended, for what it took; the next one need not wait for the rest."""
