@@ -36,6 +36,9 @@ from shared.options.ngram import NgramConfig
 LOWEST, HIGHEST, PART = 0.2, 0.95, 100
 """Of imposed rates, and the tokens for which a request keeps one."""
 
+LEAST_REQUESTS = 20
+"""Of a phase whose rates are imposed: with fewer, what differs between them would decide it."""
+
 PROMPT, VOCAB = 200, 4096
 SHARES = {"copying": 0.85, "half and half": 0.4, "free": 0.03}
 """Of the pieces of a text, those that its prompt has too."""
@@ -62,7 +65,7 @@ def rated_work(batches: Sequence[int], tokens: int) -> tuple[list[Phase], Impose
         "by part": changing,
     }
     plan = [
-        (f"{name}, batch {batch}", batch, 5 * batch, tokens, rates)
+        (f"{name}, batch {batch}", batch, max(LEAST_REQUESTS, 5 * batch), tokens, rates)
         for batch, (name, rates) in product(batches, kinds.items())
     ]
     phases, law = imposed(plan, part=PART)
