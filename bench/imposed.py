@@ -134,7 +134,8 @@ class KnowsRates(AdaptiveController):
                 total = best[:budget] if tier.width <= 1 else best
                 found.append(len(ready) + float(total.sum()))
         tiers = len(warm)
-        expected = Expected(warm, now, [[0.0] * tiers for _ in range(tiers)])
+        nothing = [[0.0] * tiers for _ in range(tiers)]
+        expected = Expected(warm, now, nothing, nothing, holds=[0.0] * tiers, lasts=[0.0] * tiers)
         situation = Situation(known.seconds, expected, known.num_rows, known.cold, known.horizon)
         return situation, chains[:, : max(tier.depth for tier in self.shapes.tiers)]
 

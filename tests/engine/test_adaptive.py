@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bench.phases import Imposed, Phase, Served, imposed, serve
-from bench.simulated import SimulatedBackend, seconds_of, simulated_limits
+from bench.simulated import Seconds, SimulatedBackend, seconds_of, simulated_limits
 from shared.engine.adaptive.choice import BestValue, Policy, Static
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
@@ -60,10 +60,17 @@ class Run:
       tiers: The tier of every step.
     """
 
-    def __init__(self, policy: Policy, phases: list[Phase], law: Imposed, overlap: int = 1) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        phases: list[Phase],
+        law: Imposed,
+        overlap: int = 1,
+        seconds: Seconds = SECONDS,
+    ) -> None:
         limits = simulated_limits(TIERS, BATCHES, overlap=overlap)
-        backend = SimulatedBackend(limits, SECONDS, law, noise=0.03)
-        table = {batch: [SECONDS(batch, tier) for tier in TIERS] for batch in BATCHES}
+        backend = SimulatedBackend(limits, seconds, law, noise=0.03)
+        table = {batch: [seconds(batch, tier) for tier in TIERS] for batch in BATCHES}
         self.tiers: list[int] = []
         controller = AdaptiveController(limits, self, table)
         self._policy = policy
@@ -121,6 +128,38 @@ def test_off_is_left_when_rates_rise_and_taken_when_they_fall():
     assert len(run.tiers) < 2400  # 3000 tokens of each, by steps that give one of two thirds
     best = min(Run(Static(tier), *work).seconds for tier in (OFF, 1, 2, LONG))
     assert best / run.seconds > 1.05
+
+
+SLOW = seconds_of(
+    {
+        "off": {1: 6.3, 8: 9.7, 32: 30.0},
+        "S1": {1: 9.8, 8: 19.3, 32: 60.0},
+        "S3": {1: 12.5, 8: 29.9, 32: 100.0},
+        "S7": {1: 17.1, 8: 47.5, 32: 170.0},
+        "S5k4N16": {1: 21.8, 8: 72.9, 32: 290.0},
+    }
+)
+"""Of a CPU, where a draft costs nearly as much as a token."""
+
+
+def test_off_is_left_where_only_deep_drafts_pay_and_each_try_is_dear():
+    """What a try shows of all requests is worth it, though none of them alone is."""
+    plan = [
+        ("free text", 1, 20, 400, always(0.2)),
+        ("mixed", 1, 20, 400, mixed),
+        ("copying", 8, 80, 400, always(0.95)),
+    ]
+    work = imposed(plan, part=1 << 20)
+    adaptive, deep = (Run(p, *work, seconds=SLOW) for p in (BestValue(), Static(LONG)))
+    assert adaptive.served[-1].speed > 0.93 * deep.served[-1].speed
+
+
+def test_a_chain_is_found_beside_a_tree_that_never_misses():
+    """At one request a tree is nearly as fast, and shows nothing of how good a chain is."""
+    work = imposed([("copying", 1, 20, 400, always(0.95))], part=1 << 20)
+    cheap = seconds_of({**MILLISECONDS, "S7": {1: 6.1, 8: 6.8, 32: 10.5}})
+    adaptive, long = (Run(p, *work, seconds=cheap) for p in (BestValue(), Static(LONG)))
+    assert long.seconds / adaptive.seconds > 0.97
 
 
 def test_the_choice_does_not_swing_between_equals():

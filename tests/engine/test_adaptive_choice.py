@@ -12,12 +12,26 @@ from shared.engine.adaptive.choice import BestValue, Greedy, Situation, Static, 
 OFF, CHAIN = 0, 1
 
 
-def situation(tokens: float, news: float = 0.0, cold: float = 0.0, horizon: float = 100.0):
+def situation(
+    tokens: float,
+    news: float = 0.0,
+    cold: float = 0.0,
+    horizon: float = 100.0,
+    lasting: float = 0.0,
+    lasts: float = 0.0,
+):
     """Eight rows; a chain costs a quarter more than nothing."""
     now = 8.0 * cold + tokens * (1 - cold)
     return Situation(
         seconds=[4.0, 5.0],
-        expected=Expected(warm=[8.0, tokens], now=[8.0, now], news=[[0.0, 0.0], [news / 5.0, 0.0]]),
+        expected=Expected(
+            warm=[8.0, tokens],
+            now=[8.0, now],
+            news=[[0.0, 0.0], [news / 5.0, 0.0]],
+            lasting=[[0.0, 0.0], [lasting / 5.0, 0.0]],
+            holds=[0.0, 100.0],
+            lasts=[0.0, lasts],
+        ),
         num_rows=8,
         cold=cold,
         horizon=horizon,
@@ -46,6 +60,14 @@ def test_a_tier_is_tried_where_knowing_it_is_worth_the_steps():
     assert policy.choose(situation(9.5, news=2.0, cold=1.0)) == CHAIN
     assert policy.choose(situation(9.5, news=2.0, cold=1.0, horizon=3.0)) == OFF
     assert Greedy().choose(situation(9.5, news=2.0, cold=1.0)) == OFF
+
+
+def test_what_is_learnt_of_all_requests_is_worth_a_try_at_the_end_of_this_one():
+    """For as long as it lasts: what will soon be as uncertain again could be learnt then."""
+    policy = BestValue()
+    ending = {"tokens": 9.5, "news": 2.0, "lasting": 2.0, "cold": 1.0, "horizon": 3.0}
+    assert policy.choose(situation(**ending, lasts=1.0)) == OFF
+    assert policy.choose(situation(**ending, lasts=100.0)) == CHAIN
 
 
 def test_the_time_of_a_step_that_outlasts_the_window_counts():

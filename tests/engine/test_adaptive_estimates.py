@@ -101,10 +101,48 @@ def test_that_trees_do_worse_than_guessed_is_remembered_while_chains_run():
 def test_a_tree_that_hardly_ever_misses_leaves_what_is_known_of_its_chains():
     """Of a chain that is right 19 times of 20 it says as little as of one that always is."""
     known = Acceptance(TIERS)
-    learn(known, 1, LONG, ([7] * 19 + [0]) * 8)
-    before = chances(known, 1)[0]
-    learn(known, 2, TREE, [5] * 40)
-    assert chances(known, 3)[0] == pytest.approx(before, abs=0.02)
+    for request in range(10):
+        learn(known, request, LONG, ([7] * 19 + [0]) * 2)
+    before = chances(known, 99)[0]
+    learn(known, 10, TREE, [5] * 40)
+    assert chances(known, 99)[0] == pytest.approx(before, abs=0.02)
+
+
+def test_chains_are_not_believed_to_fall_while_a_tree_never_misses():
+    """Nothing has shown it: the tree would miss at times if they had."""
+    known = Acceptance(TIERS)
+    ends(known, range(3), LONG, ([7] * 19 + [0]) * 2)
+    ends(known, range(3, 13), TREE, [5] * 100)
+    assert chances(known, 99)[0] > 0.86
+
+
+def ends(known: Acceptance, requests: range, tier: Tier, accepted: list[int]) -> None:
+    """Requests one after the other, each with the same outcome."""
+    for request in requests:
+        learn(known, request, tier, accepted)
+        known.forget(request)
+
+
+def test_how_far_one_miss_condemns_a_request_is_learnt_from_those_before_it():
+    """Where all are alike it is chance; where they differ it tells of which kind this one is."""
+    alike, mixed = Acceptance(TIERS), Acceptance(TIERS)
+    ends(alike, range(60), LONG, [7] * 7 + [0] + [7] * 8)
+    for request in range(60):
+        ends(mixed, range(request, request + 1), LONG, ([7] if request % 2 else [0]) * 16)
+    for known in (alike, mixed):
+        learn(known, 99, LONG, [0])
+    assert chances(alike, 99)[0] > 0.8
+    assert chances(mixed, 99)[0] < 0.3
+    assert chances(alike, 99)[0] - chances(mixed, 99)[0] > 0.5
+
+
+def test_what_one_request_showed_is_its_own_and_what_many_showed_is_of_all():
+    """As much was seen of both, but one request may differ from the next."""
+    one, many = Acceptance(TIERS), Acceptance(TIERS)
+    learn(one, 0, SHORT, [0] * 40)
+    for request in range(40):
+        learn(many, request, SHORT, [0])
+    assert chances(many, 99)[0] < 0.6 * chances(one, 99)[0]
 
 
 def test_one_miss_of_a_tree_that_was_sure_does_not_condemn_trees():

@@ -1,11 +1,14 @@
-"""What a request's drafts are worth: by its own rates of each depth, and those of all requests.
+"""What a request's drafts are worth: by the rates of all requests, and how far it is from them.
 
-What was observed of a request is counted as tries and successes, beside the successes that the
-rates of the population foresaw. A depth below a failed draft, or below the tier's last, was not
-observed and counts as neither. A request has one factor on the odds of each depth, by how far it
-did better than was foreseen in whatever was tried, so what it showed with chains holds for trees; a
-depth at which it has shown nothing takes the factor of the one before. Counts age as those of the
-population.
+A request's drafts have log odds as those of the population and an offset of its own, the same at
+every depth, and as much on trees as on the chains in them. What is believed of it is a normal
+distribution; how far requests differ is learnt from those that ended. What a request showed moves
+both, each as far as it is uncertain, so one that differs is known soon where requests do, and where
+all are alike chance is not taken for a difference. A depth below a failed draft, or below the
+tier's last, was not observed and tells nothing.
+
+A draft whose turn comes was preceded by drafts that were accepted, which tells of the request: so
+deep drafts are better than the mean over all requests.
 """
 
 from __future__ import annotations
@@ -16,15 +19,13 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from shared.engine.adaptive.population import Population, better, factor_of
+from shared.engine.adaptive.news import add_news
+from shared.engine.adaptive.population import LEVEL, WALK, Population, chance, damping
 from shared.engine.adaptive.tiers import Tier, families_of
 from shared.engine.compiled import compiled
 
-OWN_TRIES = 3.0
-"""How firmly a request is believed to be as the population."""
-
-OWN_WALK = 0.002
-"""By how much the inverse number of a request's tries grows in a step."""
+OWN_WALK = 0.003
+"""The part of what was learnt of a request that is lost in a step."""
 
 PROBE_STEPS = 3
 """Steps until a tier that is tried has shown something: a cold one, and overlap."""
@@ -40,11 +41,18 @@ class Expected:
       news: For a tier, and another one: by how much a few steps of the first would change what is
         believed of the difference of their speeds, a standard deviation, in tokens a second; 0
         where the first can never be as fast as the other is believed to be.
+      lasting: The same for as many requests of which nothing is known yet: what the steps would
+        tell of all requests.
+      holds, lasts: Steps for which such `news`, and what is `lasting`, are of use: after these as
+        much is uncertain again, and could be learnt then.
     """
 
     warm: list[float]
     now: list[float]
     news: list[list[float]]
+    lasting: list[list[float]]
+    holds: list[float]
+    lasts: list[float]
 
 
 @compiled
@@ -52,52 +60,94 @@ def _learn(
     rows: Int64[np.ndarray, " B"],
     drafted: Int64[np.ndarray, " B"],
     accepted: Int64[np.ndarray, " B"],
-    rates: Float64[np.ndarray, " D"],
-    own: Float64[np.ndarray, "requests D 3"],
-    tried: Float64[np.ndarray, " D"],
-    won: Float64[np.ndarray, " D"],
+    log_odds: Float64[np.ndarray, " D"],
+    slopes: Float64[np.ndarray, " D"],
+    variances: Float64[np.ndarray, " D"],
+    level: float,
+    spread: float,
+    own: Float64[np.ndarray, "requests 3"],
+    sums: Float64[np.ndarray, "6 D"],
+    shifts: Float64[np.ndarray, " B"],
 ) -> None:
-    """Ages what is known of requests by a step, and counts what their drafts showed.
+    """Ages what is known of requests by a step, and learns what their drafts showed.
 
     Args:
       drafted: Levels that were drafted for each row.
-      rates: What foresaw it.
-      own: Tries, successes, and successes that were foreseen.
-      tried, won: Zeros; filled with the sums over the rows.
+      log_odds, slopes, variances: Of the family, as `Population` has them.
+      level: Variance of what is uncertain of all depths alike.
+      spread: Variance of log odds between requests.
+      own: Offset, its variance, and its covariance with what is uncertain of all depths alike.
+      sums: Zeros; filled with what `Population.learn` takes.
     """
     for i in range(len(rows)):
-        for d in range(own.shape[1]):
-            own[rows[i], d] /= 1 + OWN_WALK * own[rows[i], d, 0]
+        offset, variance, between = own[rows[i]]
+        offset *= 1 - OWN_WALK / 2
+        between *= 1 - OWN_WALK / 2
+        variance += OWN_WALK * (spread - variance)
+        # What is uncertain of both together, and what each has in common with that.
+        of_row, of_all, shift = variance + between, max(level + between, 0.0), 0.0
+        both = max(of_row, 0.0) + of_all
+        share = of_all / level  # by how much log odds of the row move with those of all
+        apart = max(variance - between**2 / level, 0.0)  # what is left of it once those are known
         for d in range(min(accepted[i] + 1, drafted[i])):
-            own[rows[i], d, 0] += 1
-            own[rows[i], d, 1] += d < accepted[i]
-            own[rows[i], d, 2] += rates[d]
-            tried[d] += 1
-            won[d] += d < accepted[i]
+            won = 1.0 if d < accepted[i] else 0.0
+            a, center = slopes[d], log_odds[d] + slopes[d] * (offset + shift)
+            known = damping(a * a * apart)
+            sums[0, d] += share
+            sums[1, d] += share * share
+            sums[2, d] += share * won
+            sums[3, d] += share * chance(known * center)
+            sums[4, d] += share * known
+            sums[5, d] += share * a * shift * share
+            known = damping(a * a * (both - level) + variances[d])
+            p = chance(known * center)
+            news, told = a * known * (won - p), (a * known) ** 2 * p * (1 - p)
+            offset += of_row * news
+            shift += of_all * news
+            variance -= of_row**2 * told
+            between -= of_row * of_all * told
+            shrunk = 1 - both * told
+            both, of_row, of_all = both * shrunk, of_row * shrunk, of_all * shrunk
+        own[rows[i], 0], own[rows[i], 1], own[rows[i], 2] = offset, variance, between
+        shifts[i] = shift
 
 
 @compiled
-def _shown(rates: Float64[np.ndarray, " F"], known: float, more: float) -> float:
-    """Variance of what will be believed of log odds, known of some tries, after more.
+def _follow(
+    rows: Int64[np.ndarray, " B"],
+    shifts: Float64[np.ndarray, " B"],
+    moved: float,
+    before: float,
+    after: float,
+    own: Float64[np.ndarray, "requests 3"],
+) -> None:
+    """What the other rows showed of all tells of a row too, of which the sum of both is known.
 
     Args:
-      rates: Of all families. What one shows moves the odds of all alike, and near 1 that is by far
-        less than its own odds vary.
+      shifts: By how much a row alone moved what is believed of all.
+      moved, before, after: By how much all rows did, and the variance of it.
     """
-    return more / ((known + 1) * (known + 1 + more)) / (rates * (1 - rates)).max()
+    for i in range(len(rows)):
+        own[rows[i], 0] += own[rows[i], 2] / before * (moved - shifts[i])
+        own[rows[i], 2] *= min(after / before, 1.0)
 
 
 @compiled
-def _rates_of(
-    own: Float64[np.ndarray, "D 3"],
-    rates: Float64[np.ndarray, " D"],
-    found: Float64[np.ndarray, " D"],
+def _forecast(
+    log_odds: Float64[np.ndarray, " D"],
+    slopes: Float64[np.ndarray, " D"],
+    offset: float,
+    variance: float,
+    rate: Float64[np.ndarray, " D"],
 ) -> None:
-    """A request's rates in a family that has these in the population."""
-    factor = 1.0
-    for d in range(len(rates)):
-        factor = factor_of(own[d], factor, OWN_TRIES)
-        found[d] = better(rates[d], factor)
+    """Fills the rate of each depth, given that all before it were accepted."""
+    for d in range(len(rate)):
+        a = slopes[d]
+        known = damping(a * a * variance)
+        rate[d] = chance(known * (log_odds[d] + a * offset))
+        gain = variance * a * known
+        offset += gain * (1 - rate[d])
+        variance -= gain * gain * rate[d] * (1 - rate[d])
 
 
 @compiled
@@ -113,21 +163,34 @@ def _best(
 
 
 @compiled
-def _add_news(
-    news: Float64[np.ndarray, " tiers"],
-    slope: Float64[np.ndarray, "tiers D"],
-    tier: int,
-    variances: Float64[np.ndarray, " d"],
+def _add_own(
+    news: Float64[np.ndarray, "tiers tiers"],
+    learnt: Float64[np.ndarray, " tiers"],
+    variance: float,
+    moved: Float64[np.ndarray, " tiers"],
+    alive: Float64[np.ndarray, "F D1"],
+    rate: Float64[np.ndarray, "F D"],
+    slopes: Float64[np.ndarray, "F D"],
+    families: Int64[np.ndarray, " tiers"],
+    deepest: Int64[np.ndarray, " tiers"],
 ) -> None:
-    """Adds what log odds, as they vary, do to the distance from each other tier.
+    """Adds what a few steps of each tier would tell of one request's offset.
 
-    Depths vary together: what is believed of one goes by the one before.
+    Args:
+      learnt: By how much its variance would shrink.
+      variance: Of the offset, where everything was known of all requests.
+      moved: Speeds by the offset.
+      deepest: Drafts of the request in each tier.
     """
-    for other in range(len(news)):
-        moved = 0.0
-        for d in range(len(variances)):
-            moved += (slope[tier, d] - slope[other, d]) * np.sqrt(variances[d])
-        news[other] += moved**2
+    for t in range(len(deepest)):
+        f, told = families[t], 0.0
+        for d in range(deepest[t]):
+            told += alive[f, d] * slopes[f, d] ** 2 * rate[f, d] * (1 - rate[f, d])
+        told *= PROBE_STEPS
+        shrinks = variance * variance * told / (1 + variance * told)
+        learnt[t] += shrinks
+        for other in range(len(deepest)):
+            news[t, other] += shrinks * (moved[t] - moved[other]) ** 2
 
 
 @compiled
@@ -135,64 +198,82 @@ def _expect(
     rows: Int64[np.ndarray, " B"],
     most: Int64[np.ndarray, " B"],
     is_cold: Bool[np.ndarray, " B"],
-    own: Float64[np.ndarray, "requests D 3"],
-    rates: Float64[np.ndarray, "F D"],
-    weights: Float64[np.ndarray, "F D"],
+    own: Float64[np.ndarray, "requests 3"],
+    spread: float,
+    log_odds: Float64[np.ndarray, "F D"],
+    slopes: Float64[np.ndarray, "F D"],
+    covariance: Float64[np.ndarray, "n n"],
     families: Int64[np.ndarray, " tiers"],
     depths: Int64[np.ndarray, " tiers"],
     budgets: Int64[np.ndarray, " tiers"],
     seconds: Float64[np.ndarray, " tiers"],
     tokens: Float64[np.ndarray, "2 tiers"],
-    news: Float64[np.ndarray, "tiers tiers"],
+    news: Float64[np.ndarray, "2 tiers tiers"],
+    learnt: Float64[np.ndarray, "2 tiers"],
     survivals: Float64[np.ndarray, "B D"],
 ) -> None:
-    """Fills `tokens`, warm and now, and `news`, as variances.
+    """Fills `tokens`, warm and now, and `news`, of these requests and of all, as variances.
 
     Args:
+      own, spread: As `_learn` has them.
       most: Drafts that a row has use for.
       budgets: Drafts of the batch that a tier of chains verifies, the best; -1: all.
+      learnt: Filled: by how much a few steps would shrink the variance of offsets, and of what all
+        depths share.
       survivals: Filled: the chance that a chain's draft is accepted with all before it.
     """
-    (F, D), B, tiers = rates.shape, len(rows), len(depths)
+    (F, D), B, tiers = log_odds.shape, len(rows), len(depths)
     rate, alive, sums = np.zeros((F, D)), np.ones((F, D + 1)), np.ones((F, D + 1))
-    slope, shared = np.zeros((tiers, D)), np.zeros((tiers, D))  # of speeds by log odds
-    varies, fastest = np.empty(D), np.zeros(tiers)
+    gains, told = (
+        np.zeros((2, tiers + 1, F * D)),
+        np.zeros((F, D)),
+    )  # of speeds, by what is believed
+    gains[:, tiers, 0] = 1.0  # last, of what all depths share
+    fastest, moved = np.zeros(tiers), np.zeros(tiers)
+    level = covariance[0, 0]  # what is uncertain of all depths alike
     for i in range(B):
+        offset, variance, between = own[rows[i]]
+        together = max(variance + level + 2 * between, 0.0)
         for f in range(F):
-            _rates_of(own[rows[i]], rates[f], rate[f])
+            _forecast(log_odds[f], slopes[f], offset, together, rate[f])
             for d in range(D):
                 alive[f, d + 1] = alive[f, d] * rate[f, d]
                 sums[f, d + 1] = sums[f, d] + alive[f, d + 1]
+                told[f, d] += PROBE_STEPS * alive[f, d] * rate[f, d] * (1 - rate[f, d])
         survivals[i] = alive[0, 1:]
+        apart = max(variance - between**2 / level, 0.0)
+        share = max(1 + between / level, 0.0)  # by how much its log odds move with those of all
         for t in range(tiers):
             f, deepest = families[t], min(depths[t], most[i])
             tokens[0, t] += sums[f, deepest]
             fastest[t] += (1 + deepest) / seconds[t]
             tokens[1, t] += 1.0 if is_cold[i] else sums[f, deepest]
-            for d in range(D):
+            moved[t] = 0.0
+            for d in range(deepest):
                 gain = (sums[f, deepest] - sums[f, d]) * (1 - rate[f, d]) / seconds[t]
-                slope[t, d] = gain if d < deepest else 0.0
-                shared[t, d] += slope[t, d] * OWN_TRIES / (own[rows[i], d, 0] + OWN_TRIES)
-        for t in range(tiers):
-            f = families[t]
-            for d in range(min(depths[t], most[i])):
-                known, more = own[rows[i], d, 0] + OWN_TRIES, PROBE_STEPS * alive[f, d]
-                varies[d] = _shown(rate[:, d], known, more)
-            _add_news(news[t], slope, t, varies[: min(depths[t], most[i])])
+                moved[t] += gain * slopes[f, d]
+                for k in range(2):
+                    part = gain if k else gain * share
+                    gains[k, t, d] += part * slopes[f, d]
+                    if f > 0:
+                        gains[k, t, f * D + d] += part
+        _add_own(
+            news[0], learnt[0], apart, moved, alive, rate, slopes, families,
+            np.minimum(depths, most[i]),
+        )  # fmt: skip
     for t in range(tiers):
         if budgets[t] >= 0:
             drafted = np.minimum(most, depths[t])
             tokens[0, t] = B + _best(survivals, drafted, budgets[t])
             tokens[1, t] = B + _best(survivals, np.where(is_cold, 0, drafted), budgets[t])
-        f = families[t]
-        for d in range(depths[t]):
-            more = PROBE_STEPS * B * alive[f, d]
-            varies[d] = _shown(rates[:, d], weights[f, d], more)
-        _add_news(news[t], shared, t, varies[: depths[t]])
+    learnt[0] /= B
+    for k in range(2):
+        learnt[1] = 0.0
+        add_news(news[k], learnt[1], gains[k], told, slopes, covariance, families, depths)
     for t in range(tiers):
         for other in range(tiers):
             if fastest[t] <= tokens[0, other] / seconds[other]:
-                news[t, other] = 0.0  # whatever it showed
+                news[:, t, other] = 0.0  # whatever it showed
 
 
 class Acceptance:
@@ -210,7 +291,7 @@ class Acceptance:
         self._families = np.array(families)
         self._depths = np.array([tier.depth for tier in tiers])
         depth = int(self._depths.max())
-        self._own = np.zeros((1, depth, 3))
+        self._own = np.zeros((1, 3))
         self.population = Population(tries, depth)
         self._tiers = tiers
         self._budgets_of: dict[int, Int64[np.ndarray, " tiers"]] = {}
@@ -229,7 +310,7 @@ class Acceptance:
             self._free = list(range(2 * count - 1, count - 1, -1))
             self._own = np.concatenate([self._own, np.zeros_like(self._own)])
         row = self._rows[request_id] = self._free.pop()
-        self._own[row] = 0
+        self._own[row] = 0.0, self.population.spread, 0.0
         return row
 
     @property
@@ -241,6 +322,7 @@ class Acceptance:
         """A request ended; what it showed of all stays."""
         if (row := self._rows.pop(request_id, None)) is not None:
             self._free.append(row)
+            self.population.ended(*self._own[row, :2].tolist())
 
     def learn(
         self,
@@ -257,10 +339,16 @@ class Acceptance:
           drafted: Levels that were drafted for each row; 0 shows nothing of it.
           accepted: Drafts that were accepted.
         """
-        family = self._families[tier]
-        tried, won = np.zeros((2, self._own.shape[1]))
-        _learn(rows, drafted, accepted, self.population.rates[family], self._own, tried, won)
-        self.population.learn(family, tried, won)
+        family, known = self._families[tier], self.population
+        sums, shifts = np.zeros((6, known.log_odds.shape[1])), np.empty(len(rows))
+        known.age()
+        before = known.level
+        _learn(
+            rows, drafted, accepted, known.log_odds[family], known.slopes[family],
+            known.variances[family], before, known.spread, self._own, sums, shifts,
+        )  # fmt: skip
+        moved = known.learn(family, sums)
+        _follow(rows, shifts, moved, before, known.level, self._own)
 
     def warm_up(self) -> None:
         """Compiles what learns and expects, so that no step waits for it; nothing is learnt."""
@@ -299,13 +387,18 @@ class Acceptance:
           The tokens of the batch, and for each row and depth the chance that a draft of a chain is
           accepted with all before it.
         """
-        tiers = len(self._depths)
-        tokens, news = np.zeros((2, tiers)), np.zeros((tiers, tiers))
-        survivals = np.empty((len(rows), self._own.shape[1]))
+        tiers, known = len(self._depths), self.population
+        tokens, news, learnt = (
+            np.zeros((2, tiers)),
+            np.zeros((2, tiers, tiers)),
+            np.zeros((2, tiers)),
+        )
+        survivals = np.empty((len(rows), known.log_odds.shape[1]))
         _expect(
-            rows, most, is_cold, self._own, self.population.rates, self.population.weights,
-            self._families, self._depths, self._budgets(batch), np.array(seconds),
-            tokens, news, survivals,
+            rows, most, is_cold, self._own, known.spread, known.log_odds, known.slopes,
+            known.covariance, self._families, self._depths, self._budgets(batch),
+            np.array(seconds), tokens, news, learnt, survivals,
         )  # fmt: skip
-        warm, now = tokens.tolist()
-        return Expected(warm, now, np.sqrt(news).tolist()), survivals
+        (warm, now), (soon, lasting) = tokens.tolist(), np.sqrt(news).tolist()
+        holds, lasts = learnt[0] / (OWN_WALK * known.spread), learnt[1] / (WALK * LEVEL)
+        return Expected(warm, now, soon, lasting, holds.tolist(), lasts.tolist()), survivals

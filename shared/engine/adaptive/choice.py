@@ -67,7 +67,9 @@ class BestValue:
     then whichever is better: itself, at the speed that it will have turned out to have, or the best
     other one at the speed that is believed of it. So a tier of which little is known is worth more
     than its mean, by as much as could be gained from knowing; it is tried where that pays for the
-    steps. Rows leave off cold, and going off makes them so: both are in the value, so that the
+    steps. What it shows of all requests is of use for those to come as well. Both are counted for
+    as long as times do not make it as uncertain again, as after that it could be tried then.
+    Rows leave off cold, and going off makes them so: both are in the value, so that the
     choice goes back and forth only where that pays.
     """
 
@@ -91,8 +93,13 @@ class BestValue:
             for then, (tokens, s) in enumerate(zip(expected.warm, seconds, strict=True))
         ]
         other = max((then for then in range(len(later)) if then != tier), key=later.__getitem__)
-        news = expected.news[tier][other] * rest
-        return gained + mean_of_best(later[tier], news, later[other])
+        best = max(later[tier], later[other])
+        holds = min(expected.holds[tier] * seconds[other] / rest, 1.0)
+        news = mean_of_best(later[tier], expected.news[tier][other] * rest, later[other]) - best
+        own, others = (expected.warm[each] / seconds[each] for each in (tier, other))
+        lasting = mean_of_best(own, expected.lasting[tier][other], others) - max(own, others)
+        lasts = expected.lasts[tier] * seconds[other]
+        return gained + best + holds * news + lasts * lasting
 
 
 def _turn(situation: Situation, first: int, then: int) -> float:

@@ -1,15 +1,14 @@
 """How often the draft of a depth is accepted, given those before it, over all requests.
 
-Where a single candidate misses with probability m, a level of a tree misses as a number of
-independent ones would (`Tier.tries`). So whatever runs tells of one m for each depth, and through
-it of every family of tiers. Tries and successes are counted for each family and depth. Counts age
-as the evidence of a random walk: the inverse of their number grows by a constant a step, so that
-new steps count more, what was not tried for long is uncertain again, and nothing is reset by a
-timer. Those of a family that does not run while another does age fast, as far as that one tells of
-new times: a tree that hardly ever misses tells little.
+What is believed is one normal distribution over numbers that drift: for each depth the log odds of
+a chain's draft, and for each family of trees and depth by how far its log odds are from the guess.
+The guess is that where a single candidate misses with probability m, a level of a tree misses as a
+number of independent ones would (`Tier.tries`). So whatever runs tells of everything as far as they
+vary together: of the depths beside it, and of a tree through its chain. A tree that hardly ever
+misses tells little of its chain, as its own log odds hardly depend on a draft more or less.
 
-What remains is how far a family of trees is from its guess. That changes slowly, and shows when the
-family is tried while the others are well known; it is kept as a factor on the odds.
+What is not tried keeps the value that was believed last, and gets as uncertain again as before
+anything was seen: nothing is reset by a timer.
 """
 
 from __future__ import annotations
@@ -21,173 +20,198 @@ from jaxtyping import Float64
 
 from shared.engine.compiled import compiled
 
-PRIOR_RATE, PRIOR_TRIES = 0.5, 2.0
-"""What is believed of the first depth before anything was seen, and how firmly."""
+LEVEL, DEEPER = 2.0, 1.0
+"""Variance of log odds before anything was seen: of the first depth, and from depth to depth."""
 
-DEEPER_TRIES = 4.0
-"""How firmly a depth is believed to be as the one before."""
+FAMILY, FAMILY_DEEPER = 0.25, 0.05
+"""The same of how far a family of trees is from its guess."""
 
-GUESS_TRIES = 4.0
-"""How firmly a family is believed to be as it is guessed."""
+WALK, FAMILY_WALK = 0.001, 0.0002
+"""The part of what was learnt that is lost in a step, of chains and of families."""
 
-FAMILY_TRIES = 20.0
-"""How firmly a family's factor is believed to be 1, or that of the depth before."""
+SPREAD, SPREAD_REQUESTS = 1.0, 4.0
+"""Variance of log odds between requests before any ended, and how firmly it is believed."""
 
-WALK, IDLE_WALK, FACTOR_WALK = 0.0005, 0.01, 0.0001
-"""By how much the inverse number of tries grows in a step: of what runs and where nothing drafts,
-of a family while another one runs, and of what is known of a factor."""
+MOST_REQUESTS = 50.0
+"""Requests of the past that tell how far requests differ."""
 
-DOUBTFUL_MISS = 0.1
-"""Of a guess: one that hardly ever misses is off by a large factor as soon as times change."""
+MOST_LOG_ODDS = 7.0
+"""Between what bounds log odds are believed to be."""
 
-LEAST_RATE, MOST_RATE = 0.005, 0.995
-
-
-@compiled
-def clipped(rate: float) -> float:
-    """A rate that is neither 0 nor 1."""
-    return min(max(rate, LEAST_RATE), MOST_RATE)
+DAMPING = np.pi / 8
+"""The mean of a logistic function over a normal distribution of variance v is about that of its
+mean divided by (1 + v * DAMPING) ** 0.5."""
 
 
 @compiled
-def odds_of(rate: float) -> float:
-    """Of a rate that is neither 0 nor 1."""
-    return rate / (1 - rate)
+def chance(log_odds: float) -> float:
+    """The probability that has these odds."""
+    return 1 / (1 + np.exp(-log_odds))
 
 
 @compiled
-def better(rate: float, factor: float) -> float:
-    """A rate whose odds are so much better."""
-    odds = odds_of(rate) * factor
-    return clipped(odds / (1 + odds))
+def damping(variance: float) -> float:
+    """By how much less log odds of this variance are worth than if they were known."""
+    return 1 / np.sqrt(1 + DAMPING * variance)
 
 
 @compiled
-def factor_of(counts: Float64[np.ndarray, " 3"], guess: float, strength: float) -> float:
-    """By how much the odds were better than foreseen, where `guess` is believed so firmly.
+def _linked(log_odds: float, tries: float) -> tuple[float, float]:
+    """Log odds of a level of so many independent candidates, and their slope, by those of one."""
+    if tries == 1:
+        return log_odds, 1.0
+    hit = chance(log_odds)
+    miss = (1 - hit) ** tries
+    return np.log((1 - miss) / miss), tries * hit / (1 - miss)
+
+
+@compiled
+def _summarise(
+    mean: Float64[np.ndarray, " n"],
+    covariance: Float64[np.ndarray, "n n"],
+    tries: Float64[np.ndarray, " F"],
+    log_odds: Float64[np.ndarray, "F D"],
+    slopes: Float64[np.ndarray, "F D"],
+    variances: Float64[np.ndarray, "F D"],
+) -> None:
+    """Fills what follows for each family and depth; the variance is of its log odds."""
+    F, D = log_odds.shape
+    for f in range(F):
+        for d in range(D):
+            own, slope = f * D + d, 1.0
+            log_odds[f, d], variances[f, d] = mean[d], covariance[d, d]
+            if f > 0:
+                log_odds[f, d], slope = _linked(mean[d], tries[f])
+                log_odds[f, d] += mean[own]
+                between = slope * covariance[d, own]
+                variances[f, d] = slope**2 * covariance[d, d] + 2 * between + covariance[own, own]
+            slopes[f, d] = slope
+
+
+@compiled
+def _moved(
+    log_odds: float, known: float, variance: float, tried: float, won: float
+) -> tuple[float, float]:
+    """By how much the most likely log odds move, and what the tries then tell of them.
 
     Args:
-      counts: Tries, successes, and successes that were foreseen.
+      known: `damping` of what sets the single tries apart.
     """
-    tried, won, foreseen = counts
-    if tried <= 0:
-        return guess
-    mean = clipped(foreseen / tried)
-    believed = better(mean, guess)
-    return odds_of(clipped((won + strength * believed) / (tried + strength))) / odds_of(mean)
+    moved, told = 0.0, 0.0
+    for _ in range(20):
+        p = chance(known * (log_odds + moved))
+        told = known**2 * tried * p * (1 - p)
+        wrong = variance * known * (won - tried * p) - moved
+        step = min(max(wrong / (1 + variance * told), -1.5), 1.5)
+        moved += step
+        if abs(step) < 1e-3:
+            break
+    return moved, told
 
 
 @compiled
 def _learn(
     family: int,
-    tried: Float64[np.ndarray, " D"],
-    won: Float64[np.ndarray, " D"],
-    fast: Float64[np.ndarray, "F D 2"],
-    slow: Float64[np.ndarray, "F D 3"],
-    guesses: Float64[np.ndarray, "F D 2"],
-    told: Float64[np.ndarray, "F D"],
+    sums: Float64[np.ndarray, "6 D"],
+    slopes: Float64[np.ndarray, "F D"],
+    mean: Float64[np.ndarray, " n"],
+    covariance: Float64[np.ndarray, "n n"],
 ) -> None:
-    """Ages everything by a step, and counts what it showed.
+    """Counts what a step showed, one depth after the other, as each tells of those below it.
 
     Args:
-      fast: Tries and successes.
-      slow: Those that tell of a family's factor, as `factor_of` takes them.
-      guesses: From all other families, the rate and how well it is known, from 0 to 1.
-      told: What a try tells the others, as `_told` has it.
+      sums: Over tries by depth: of the shares by which a row moves with all, of their squares, and
+        by these shares of successes, chances that were foreseen, `damping` of rows, and by how
+        much the chance's log odds follow from what the row showed above.
     """
-    has_drafts = tried.sum() > 0
-    for f in range(fast.shape[0]):
-        for d in range(fast.shape[1]):
-            news = told[family, d] if has_drafts and f != family else 0.0
-            walk = WALK + (IDLE_WALK - WALK) * news
-            fast[f, d] /= 1 + walk * fast[f, d, 0]
-            slow[f, d] /= 1 + FACTOR_WALK * slow[f, d, 0]
-    for d in range(len(tried)):
-        guess, known = guesses[family, d]
-        known *= min((1 - guess) / DOUBTFUL_MISS, 1.0)
-        fast[family, d, 0] += tried[d]
-        fast[family, d, 1] += won[d]
-        slow[family, d, 0] += known * tried[d]
-        slow[family, d, 1] += known * won[d]
-        slow[family, d, 2] += known * tried[d] * guess
-
-
-@compiled
-def _told(rate: float, tries: float) -> float:
-    """What a try of a family tells of one candidate, beside what a try of a chain would: 0 to 1.
-
-    By Fisher's information on the log of how often a candidate misses: a tree that hardly ever
-    misses says little of the chain in it.
-    """
-    miss = 1 - rate
-    alone = miss ** (1 / tries)
-    return min(tries**2 * miss / rate * (1 - alone) / alone, 1.0)
-
-
-@compiled
-def _summarise(
-    fast: Float64[np.ndarray, "F D 2"],
-    slow: Float64[np.ndarray, "F D 3"],
-    tries: Float64[np.ndarray, " F"],
-    guesses: Float64[np.ndarray, "F D 2"],
-    told: Float64[np.ndarray, "F D"],
-    rates: Float64[np.ndarray, "F D"],
-    weights: Float64[np.ndarray, "F D"],
-) -> None:
-    """Fills guesses, what tries tell, rates, and of how many tries these are known, by depth."""
-    F = len(tries)
-    miss, strength = np.log(1 - PRIOR_RATE), PRIOR_TRIES  # of one candidate
-    factor, log_miss = np.ones(F), np.zeros(F)
-    for d in range(fast.shape[1]):
-        total, weighted = strength, strength * miss
-        for f in range(F):
-            n, won = fast[f, d]
-            if tries[f] > 1:
-                factor[f] = factor_of(slow[f, d], factor[f], FAMILY_TRIES)
-            alike = better(clipped((won + 0.5) / (n + 1)), 1 / factor[f])
-            log_miss[f] = np.log(1 - alike) / tries[f]
-            told[f, d] = _told(rates[f, d], tries[f])
-            total += told[f, d] * n
-            weighted += told[f, d] * n * log_miss[f]
-        for f in range(F):
-            n, won = fast[f, d]
-            others = total - told[f, d] * n
-            elsewhere = (weighted - told[f, d] * n * log_miss[f]) / others
-            guesses[f, d, 0] = clipped(1 - np.exp(elsewhere * tries[f]))
-            guesses[f, d, 1] = (others - strength) / (total + 1)
-            guess = better(clipped(1 - np.exp(weighted / total * tries[f])), factor[f])
-            weights[f, d] = n + GUESS_TRIES
-            rates[f, d] = clipped((won + GUESS_TRIES * guess) / weights[f, d])
-        miss, strength = weighted / total, DEEPER_TRIES
+    D, before = sums.shape[1], mean.copy()
+    column = np.empty(len(mean))
+    for d in range(D):
+        total, squares = sums[0, d], sums[1, d]
+        if squares <= 0:
+            break
+        won, foreseen, known, shifted = sums[2:, d] / total
+        own, slope = family * D + d, slopes[family, d]
+        rest = squares / total - 1  # as offsets of rows go against what all depths share
+        for j in range(len(mean)):
+            column[j] = slope * (covariance[j, d] + rest * covariance[j, 0])
+        already = slope * (mean[d] - before[d] + rest * (mean[0] - before[0])) - shifted
+        if family > 0:
+            already += mean[own] - before[own]
+            for j in range(len(mean)):
+                column[j] += covariance[j, own]
+        variance = slope * (column[d] + rest * column[0]) + (column[own] if family > 0 else 0.0)
+        p = min(max(foreseen, 1e-4), 1 - 1e-4)
+        now = np.log(p / (1 - p)) / known + already
+        tried = total * total / squares  # as many rows that move alike tell as much
+        moved, told = _moved(now, known, variance, tried, tried * won)
+        for j in range(len(mean)):
+            mean[j] += column[j] * moved / variance
+            mean[j] = min(max(mean[j], -MOST_LOG_ODDS), MOST_LOG_ODDS)
+        lost = told / (1 + variance * told)
+        for j in range(len(mean)):
+            for k in range(len(mean)):
+                covariance[j, k] -= column[j] * column[k] * lost
 
 
 class Population:
     """The rates of all requests together.
 
     Args:
-      tries: For each family how many candidates a level is worth; 1 of chains.
+      tries: For each family how many candidates a level is worth; the first are chains, with 1.
       depth: D, levels of the deepest tier.
 
     Attributes:
-      rates, weights: [F, D] rates, and of how many tries they are known.
+      log_odds, slopes, variances: [F, D] of a draft of a request that is as most are: log odds, by
+        how much they move with those of a chain, and their variance.
+      covariance: Of all that is believed: the log odds of chains by depth, then for each other
+        family by how far it is from its guess.
+      spread: Variance of log odds between requests.
     """
 
     def __init__(self, tries: Sequence[float], depth: int) -> None:
-        F = len(tries)
-        self._tries = np.array(tries)
-        self._fast, self._slow = np.zeros((F, depth, 2)), np.zeros((F, depth, 3))
-        self._guesses, self._told = np.zeros((F, depth, 2)), np.zeros((F, depth))
-        self.rates, self.weights = np.full((F, depth), PRIOR_RATE), np.zeros((F, depth))
+        F, n = len(tries), len(tries) * depth
+        self._tries = np.array(tries, np.float64)
+        self._mean = np.zeros(n)
+        self._first = np.zeros((n, n))
+        shared = np.minimum(np.arange(depth)[:, None], np.arange(depth)[None, :])
+        for f in range(F):
+            place = slice(f * depth, (f + 1) * depth)
+            level, deeper = (FAMILY, FAMILY_DEEPER) if f else (LEVEL, DEEPER)
+            self._first[place, place] = level + deeper * shared
+        kept = np.sqrt(1 - np.repeat([WALK] + [FAMILY_WALK] * (F - 1), depth))
+        self._kept, self._kept_both = kept, np.outer(kept, kept)
+        self._new = (1 - self._kept_both) * self._first
+        self.covariance = self._first.copy()
+        self.spread, self._requests = SPREAD, SPREAD_REQUESTS
+        self.log_odds, self.slopes, self.variances = np.zeros((3, F, depth))
         self._summarise()
 
-    def learn(
-        self, family: int, tried: Float64[np.ndarray, " D"], won: Float64[np.ndarray, " D"]
-    ) -> None:
-        """What a step showed at each depth; without tries, that time goes by."""
-        _learn(family, tried, won, self._fast, self._slow, self._guesses, self._told)
+    @property
+    def level(self) -> float:
+        """Variance of the log odds of the first depth of a chain, which all depths share."""
+        return float(self.covariance[0, 0])
+
+    def age(self) -> None:
+        """A step goes by, which may have changed everything a little."""
+        self._mean *= self._kept
+        self.covariance *= self._kept_both
+        self.covariance += self._new
         self._summarise()
+
+    def learn(self, family: int, sums: Float64[np.ndarray, "6 D"]) -> float:
+        """What a step showed, as `_learn` takes it; by how much it moved what all depths share."""
+        before = self._mean[0]
+        _learn(family, sums, self.slopes, self._mean, self.covariance)
+        self._summarise()
+        return float(self._mean[0] - before)
+
+    def ended(self, offset: float, variance: float) -> None:
+        """A request ended, of which so much is believed."""
+        self._requests = min(self._requests + 1, MOST_REQUESTS)
+        self.spread += (offset**2 + variance - self.spread) / self._requests
 
     def _summarise(self) -> None:
         _summarise(
-            self._fast, self._slow, self._tries, self._guesses, self._told, self.rates, self.weights
-        )  # fmt: skip
+            self._mean, self.covariance, self._tries, self.log_odds, self.slopes, self.variances
+        )
