@@ -11,9 +11,10 @@ import pytest
 from shared.boundary.backend import Limits, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
-from shared.engine.ngram.adaptive import AdaptiveNgramController, Sleep
+from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.evidence import Evidence, select
 from shared.engine.ngram.index import NgramIndex
+from shared.engine.ngram.sleep import Sleep
 from shared.engine.ngram.tree import Trees, roots_of
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape

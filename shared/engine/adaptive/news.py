@@ -33,9 +33,8 @@ def add_news(
       slopes, covariance: Of `Population`.
     """
     (F, D), wanted = slopes.shape, len(gains)
-    moved = np.empty(
-        (D, D + wanted)
-    )  # covariance of each depth's log odds, and with what is wanted
+    # Covariances of each depth's log odds with those of the others, and with what is wanted.
+    moved = np.empty((D, D + wanted))
     column = np.empty(covariance.shape[1])
     for f in range(F):
         for d in range(D):
