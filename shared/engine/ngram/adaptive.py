@@ -4,8 +4,8 @@ The host knows every row's tree and what speaks for each node before it plans a 
 the size that gives the most tokens a second. A tree needs its text's newest token, so a step waits
 for the one before, whether it drafts or not. Where drafts do not pay for the waiting either, the
 controller sleeps: plain steps follow each other as without a drafter. Trees are still made every
-few steps then, while the device runs, and held against the text that follows. Going to sleep and
-waking cost nothing, so both are decided by the trees of the moment, and nothing is tried out.
+few steps then, while the device runs, and held against the text that follows. Falling asleep or
+awake costs one wait at most, so the trees of the moment decide it, and nothing is tried out.
 """
 
 from __future__ import annotations
