@@ -172,33 +172,41 @@ def looks(sleep: Sleep, step_s: float, look_s: float, steps: int) -> list[int]:
     for step in range(steps):
         if sleep.is_due(step_s):
             found.append(step)
-            sleep.looked(look_s, step_s)
+            sleep.looked(look_s)
     return found
 
 
-def test_looks_that_find_nothing_grow_rarer_until_they_take_their_share():
-    assert looks(Sleep(), step_s=5e-3, look_s=0.0, steps=5) == [0, 1, 2, 3, 4]
-    short = looks(Sleep(), step_s=3e-4, look_s=0.0, steps=300)
-    assert short[:4] == [0, 2, 6, 14]
-    assert set(np.diff(short[6:])) == {17}  # 0.1 ms of 17 steps of 0.3 ms are 2 %
-
-
-def test_a_new_text_is_looked_at_at_once():
-    sleep = Sleep()
-    looks(sleep, step_s=3e-4, look_s=0.0, steps=300)
-    sleep.hasten()
-    assert looks(sleep, step_s=3e-4, look_s=0.0, steps=3) == [0, 2]
+def test_looks_follow_every_step_while_they_are_paid_for():
+    assert looks(Sleep(), step_s=5e-3, look_s=0.0, steps=99) == list(range(99))
+    short = looks(Sleep(), step_s=2.5e-4, look_s=0.0, steps=300)
+    assert short[:32] == list(range(32))
+    assert set(np.diff(short[36:])) == {10}  # 50 us of 10 steps of 0.25 ms are 2 %
 
 
 @pytest.mark.parametrize("look_s", [0.0, 3e-4])
 def test_looks_take_no_more_than_their_share_of_short_steps(look_s):
-    """Though a new text is there to be looked at with every step."""
-    sleep, took, steps = Sleep(), max(look_s, 1e-4), 10_000
-    found = 0
-    for _ in range(steps):
-        sleep.hasten()
-        found += len(looks(sleep, step_s=3e-4, look_s=look_s, steps=1))
-    assert found * took == pytest.approx(0.02 * steps * 3e-4, rel=0.1)
+    took, steps = max(look_s, 5e-5), 10_000
+    found = len(looks(Sleep(), step_s=2.5e-4, look_s=look_s, steps=steps))
+    assert found * took == pytest.approx(0.02 * steps * 2.5e-4, rel=0.1)
+
+
+def test_what_drafts_gain_pays_for_looks_and_what_they_lose_does_not():
+    sleep = Sleep()
+    looks(sleep, step_s=2.5e-4, look_s=0.0, steps=300)
+    sleep.gained(10 * 5e-5 / 0.2)
+    assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) in (10, 11)
+    sleep.gained(10 * 5e-5 / 0.2)
+    sleep.gained(-8 * 5e-5 / 0.2)
+    assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) in (2, 3)
+    sleep.gained(-1.0)
+    sleep.gained(1 * 5e-5 / 0.19)
+    assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) == 1
+
+
+def test_many_looks_are_put_by_for_and_no_more():
+    sleep = Sleep()
+    sleep.gained(1.0)
+    assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=99)) == 32
 
 
 def test_metrics_tell_tiers_and_sleep():

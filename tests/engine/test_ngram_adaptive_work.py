@@ -14,8 +14,10 @@ import pytest
 
 from bench import imposed
 from bench.imposed import SHARES, Runs, written_runs, written_work
+from bench.simulated import PROMPT_SECONDS
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.engine.ngram.sleep import Sleep
 
 TIERS = tuple(map(Tier.parse, ("off", "S1", "S3", "S11")))
 BATCHES, LENGTH = (1, 4), 240
@@ -70,6 +72,18 @@ def test_it_sleeps_between_the_pieces_of_one_text_that_pay():
     phase = NAMES.index("half and half, batch 1")
     best = max(found[str(tier)][phase].speed for tier in TIERS)
     assert found["adaptive"][phase].speed > 1.15 * best
+
+
+def test_what_drafts_gain_beside_plain_steps_pays_for_looks(monkeypatch):
+    gains = []
+    monkeypatch.setattr(Sleep, "gained", lambda sleep, seconds: gains.append(seconds))
+    table, ([copying, *_], texts) = table_of("short steps"), written_work([1], LENGTH)
+    served = written_runs(TIERS, table, ([copying], texts), overlap=1)["adaptive"][0]
+    # Each token of a lone row would have taken a plain step, but for the first, its prompt's.
+    count = len(copying.requests)
+    plain = (served.tokens - count) * table[1][-1] + count * PROMPT_SECONDS
+    assert sum(gains) == pytest.approx(plain - served.seconds, rel=0.1)
+    assert sum(gains) > 0.3 * served.seconds
 
 
 def test_going_to_sleep_and_waking_are_no_part_of_what_steps_cost(monkeypatch):

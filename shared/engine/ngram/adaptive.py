@@ -214,7 +214,6 @@ class AdaptiveNgramController:
             self.index.see_prompt(chunk.request, chunk.end)
         self._learn()
         if not _is_own(rows):
-            self._sleep.hasten()
             self.index.learn()
             return
         batch, tier = self._planned
@@ -224,22 +223,21 @@ class AdaptiveNgramController:
         self._chosen = 0 if tier == self._asleep else tier
         self._steps[tier] += 1
         if tier != self._asleep:
-            self._sleep.hasten()
             self.index.learn()
             return
         seconds = self.costs.of(batch)
         assert seconds is not None, "without measured seconds it never sleeps"
         if self._sleep.is_due(seconds[self._asleep]):
-            self._look(rows.requests, batch, seconds[self._asleep])
+            self._look(rows.requests, batch)
 
-    def _look(self, requests: Sequence[Request], batch: int, step_s: float) -> None:
-        """Makes trees in a step asleep that takes so long, and wakes where they pay."""
+    def _look(self, requests: Sequence[Request], batch: int) -> None:
+        """Makes trees while a step asleep runs, and wakes where they pay."""
         for size, took in self._sleep.take_seconds().items():
             self.costs.observe(size, self._asleep, took)
         began = self._clock()
         self._choose(requests, batch)
         self.index.learn()
-        self._sleep.looked(self._clock() - began, step_s)
+        self._sleep.looked(self._clock() - began)
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Notes when a step ended, for what it took; the next one need not wait for the rest."""
@@ -263,12 +261,23 @@ class AdaptiveNgramController:
             flight, rows, result = landing.flight, landing.rows, landing.result
             if flight.tier != self._asleep:
                 self.costs.observe(flight.batch, flight.tier, landing.seconds)
+            if not (flight.tier == self._asleep and flight.follows):
+                self._sleep.gained(self._gain(landing))
             if self._trace is not None:
                 self._trace.step(
                     flight.batch, flight.tier, rows, result, flight.hopes, landing.seconds
                 )
             if landing.made is not None:
                 self._score(landing.made, rows.requests, result)
+
+    def _gain(self, landing: Landing) -> float:
+        """Seconds that plain steps which do not wait would have taken longer for its tokens."""
+        seconds = self.costs.of(landing.flight.batch)
+        if seconds is None or landing.seconds is None:
+            return 0.0
+        count = len(landing.rows.requests)
+        tokens = int(landing.result.counts[:count].sum())
+        return tokens / count * seconds[self._asleep] - landing.seconds
 
     def _score(self, made: Made, requests: Sequence[Request], result: StepResult) -> None:
         """Holds trees against the first tokens that followed them."""
