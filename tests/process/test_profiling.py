@@ -16,12 +16,21 @@ PROGRAMS = {(batch, tier.nodes) for batch in BATCHES for tier in TIERS}
 
 
 class Counted(SimulatedBackend):
-    """Every step takes as long, and those of each program are counted."""
+    """Every step takes as long, and those of each program are counted.
+
+    Attributes:
+      slow, slow_steps: A program, and during which steps of all its own take twice as long.
+    """
 
     def __init__(self, seconds: float) -> None:
         limits = simulated_limits(TIERS, BATCHES, overlap=1)
-        super().__init__(limits, lambda batch, tier: seconds * batch * tier.nodes, Imposed({}, 1))
-        self.steps = Counter[tuple[int, int]]()
+        super().__init__(limits, self._takes, Imposed({}, 1))
+        self.steps, self._each = Counter[tuple[int, int]](), seconds
+        self.slow, self.slow_steps = (0, 0), range(0)
+
+    def _takes(self, batch: int, tier: Tier) -> float:
+        is_slow = (batch, tier.nodes) == self.slow and self.steps.total() in self.slow_steps
+        return self._each * batch * tier.nodes * (2 if is_slow else 1)
 
     def submit(self, plan: StepPlan):
         if plan.program.work is Work.DECODE:
@@ -37,4 +46,14 @@ def test_the_shorter_a_step_is_the_more_of_them_are_timed(seconds, timed):
         assert found[batch] == pytest.approx([seconds * batch * t.nodes for t in TIERS])
     assert set(backend.steps) == PROGRAMS
     # Beside them those before all rows decode, the first two, and what was ahead of the last.
-    assert timed < min(backend.steps.values()) <= max(backend.steps.values()) < timed + 9
+    steps = backend.steps.values()
+    assert 2 * timed < min(steps) <= max(steps) < 2 * (timed + 9)
+
+
+@pytest.mark.parametrize("first", [0, 80])
+def test_what_slows_the_machine_down_for_a_while_is_not_held_against_a_program(first):
+    backend = Counted(0.003)
+    backend.slow, backend.slow_steps = (4, 4), range(first, first + 80)
+    found = step_seconds(backend, host_draft=False, overlap=1, chunked_prefill_size=64)
+    assert 80 < backend.steps.total() < 160
+    assert found[4] == pytest.approx([0.012, 0.048])
