@@ -190,6 +190,17 @@ def test_looks_take_no_more_than_their_share_of_short_steps(look_s):
     assert found * took == pytest.approx(0.02 * steps * 2.5e-4, rel=0.1)
 
 
+def test_what_a_look_took_longer_than_others_is_paid_back():
+    sleep, took, steps = Sleep(), 0.0, 20_000
+    for step in range(steps):
+        if sleep.is_due(2.5e-4):
+            look_s = 2e-3 if step % 7 == 0 else 5e-5
+            sleep.looked(look_s)
+            sleep.gained(-1e-3)
+            took += look_s
+    assert took < 1.1 * 0.02 * steps * 2.5e-4
+
+
 def test_what_drafts_gain_pays_for_looks_and_what_they_lose_does_not():
     sleep = Sleep()
     looks(sleep, step_s=2.5e-4, look_s=0.0, steps=300)

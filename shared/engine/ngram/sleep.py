@@ -37,10 +37,11 @@ class Sleep:
 
     def gained(self, seconds: float) -> None:
         """What a step saved that waited, beside plain steps; negative: what it lost."""
-        self._put(GAIN_SHARE * seconds)
+        # Not more than there is: what a look took too long is all that is paid back.
+        self._put(max(GAIN_SHARE * seconds, -max(self._put_by, 0.0)))
 
     def _put(self, seconds: float) -> None:
-        self._put_by = min(max(self._put_by + seconds, 0.0), MOST_LOOKS * self._look_s)
+        self._put_by = min(self._put_by + seconds, MOST_LOOKS * self._look_s)
 
     def looked(self, took_s: float) -> None:
         """A look took so long."""
