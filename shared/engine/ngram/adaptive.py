@@ -69,7 +69,7 @@ class Flight:
 
     Attributes:
       batch, tier: Its program.
-      follows: Whether it was submitted without waiting for the one before.
+      follows: Whether it was planned asleep, without waiting for the one before.
       hopes: Of each request the drafts that all of its tree would give, where there is a trace.
     """
 
@@ -246,12 +246,11 @@ class AdaptiveNgramController:
             return
         flight, now = self._flights.popleft(), self._clock()
         seconds, self._last = None if last is None else now - last, now
-        is_asleep = flight.tier == self._asleep
-        if is_asleep and flight.follows:
+        if flight.follows:
             # The one with which it fell asleep has waited, and the next was planned behind it.
             self._sleep.stepped(flight.batch, seconds)
         made, self._made = self._made, None
-        if not is_asleep or made is not None or self._trace is not None:
+        if not flight.follows or made is not None or self._trace is not None:
             self._landings.append(Landing(flight, rows, result, seconds, made))
 
     def _learn(self) -> None:
@@ -261,7 +260,7 @@ class AdaptiveNgramController:
             flight, rows, result = landing.flight, landing.rows, landing.result
             if flight.tier != self._asleep:
                 self.costs.observe(flight.batch, flight.tier, landing.seconds)
-            if not (flight.tier == self._asleep and flight.follows):
+            if not flight.follows:
                 self._sleep.gained(self._gain(landing))
             if self._trace is not None:
                 self._trace.step(
