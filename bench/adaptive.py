@@ -8,10 +8,10 @@ the same phases on it: word problems and copying greedily, chats at temperature 
 Texts are compared: they are the same whatever is drafted. Off is plain decoding with overlap.
 
 What a tier costs on this device is measured at the start, and taken for phases in simulated time
-too, whose acceptance is given (`bench.imposed`). `--imposed` alone serves nothing real, so that
-dummy weights do (`--load-format dummy`), and `--costs FILE` starts nothing: it serves that work at
-the costs of an earlier report. `--adaptive-config` names the tiers, with shares of rows for the
-column that compares ranked rows with a tier of as many rows for every request.
+too, whose acceptance is given (`tests/support/simulation`). `--imposed` alone serves nothing real,
+so that dummy weights do (`--load-format dummy`), and `--costs FILE` starts nothing: it serves that
+work at the costs of an earlier report. `--adaptive-config` names the tiers, with shares of rows for
+the column that compares ranked rows with a tier of as many rows for every request.
 """
 
 from __future__ import annotations
@@ -27,11 +27,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-from bench import in_process
 from bench.drafting import Draft, named_folder
-from bench.imposed import ASLEEP, Runs, rated_runs, rated_work, written_runs, written_work
 from bench.machine import versions
-from bench.phases import Phase, Served, serve
 from bench.session import folders_of
 from models.demo.data import KINDS
 from shared.engine.adaptive.choice import BestValue, Policy, Static
@@ -47,6 +44,16 @@ from shared.engine.request import Request, SamplingParams
 from shared.models.config import ModelConfig
 from shared.spec.sampling import derive_seed
 from shared.text.tokenizer import Tokenizer
+from tests.support import started
+from tests.support.simulation.imposed import (
+    ASLEEP,
+    Runs,
+    rated_runs,
+    rated_work,
+    written_runs,
+    written_work,
+)
+from tests.support.simulation.phases import Phase, Served, serve
 
 Line = dict[str, Any]
 TEMPERATURES = {"problems": 0.0, "copying": 0.0, "chats": 1.0}
@@ -78,7 +85,7 @@ def task_phases(model: Path, batches: Sequence[int], count: int, most: int) -> l
     return phases
 
 
-def chooser(served: in_process.Served, policy: Policy | None) -> Controller:
+def chooser(served: started.Served, policy: Policy | None) -> Controller:
     """A controller on a started backend: of a policy, or the adaptive one of the start.
 
     Args:
@@ -92,7 +99,7 @@ def chooser(served: in_process.Served, policy: Policy | None) -> Controller:
 
 
 def _of_texts(
-    served: in_process.Served, begun: AdaptiveNgramController, policy: Policy | None
+    served: started.Served, begun: AdaptiveNgramController, policy: Policy | None
 ) -> Controller:
     """NGRAM with an index of its own, that knows no phase before the first, and is ready as a
     server's: no step takes memory for it from the system."""
@@ -113,7 +120,7 @@ def _of_texts(
     return NgramController(limits, index)
 
 
-def engine_of(served: in_process.Served, controller: Controller) -> Engine:
+def engine_of(served: started.Served, controller: Controller) -> Engine:
     """An engine like the one of the start, with another controller."""
     options = served.memory.options.engine
     return Engine(
@@ -126,7 +133,7 @@ def engine_of(served: in_process.Served, controller: Controller) -> Engine:
 
 
 def real_runs(
-    served: in_process.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
+    served: started.Served, tiers: Sequence[Tier], phases: Sequence[Phase], rounds: int
 ) -> Runs:
     """Every tier and the adaptive choice, the fastest of some rounds of each phase.
 
@@ -219,7 +226,7 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
     if given.adaptive_config:
         line += ["--speculative-adaptive-config", str(given.adaptive_config)]
     context = -(-(longest + given.max_tokens) // 64) * 64
-    served = in_process.start(
+    served = started.start(
         backend, line, batch=max(given.batch), context=context, plain_candidates=False,
         radix_cache=False, batches=tuple(given.batch),
     )  # fmt: skip

@@ -27,26 +27,9 @@ import torch
 from bench.aot import HEADER, cases_of, line_of
 from bench.compiled import MOST_SHARED_BYTES, Thunk, read_ptxas
 from tests.support.op_case import OpCase
+from tests.support.triton_driver import CAPABILITY, Driver
 
 GPU = "NVIDIA H200"
-CAPABILITY = 90
-
-
-class Driver:
-    """Stands where Triton asks for its GPU."""
-
-    def get_current_target(self) -> Any:
-        """An H200."""
-        compiler = import_module("triton.backends.compiler")
-        return compiler.GPUTarget("cuda", CAPABILITY, 32)
-
-    def get_current_device(self) -> int:
-        """The only one."""
-        return 0
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        """None that anything is launched on."""
-        return 0
 
 
 class Zeros:
@@ -121,7 +104,7 @@ def operations() -> Any:
     """The ops of torch with kernels, though there is no GPU: what they are given has no memory."""
     with patch.multiple(torch.cuda, is_available=lambda: True, get_device_name=lambda *_: GPU):
         ops = import_module("torch_impl.ops")
-        side = import_module("bench.op_sides").TorchSide()
+        side = import_module("tests.support.op_sides").TorchSide()
     ops.kernels_on = lambda device: ops.KERNELS
     how = {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
     for name, module in list(sys.modules.items()):

@@ -21,8 +21,8 @@ from typing import Any
 
 from bench.drafting import Draft
 from bench.offline import Report, begun, common_options, start_facts, with_lot
-from bench.op_sides import SIDES
 from bench.session import Load, Round, Session
+from tests.support.op_sides import SIDES
 
 Figures = dict[str, float]
 

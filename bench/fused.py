@@ -23,10 +23,10 @@ import numpy as np
 from bench.compare import figures_of, ratio, told_ratio, written
 from bench.drafting import PLAIN, Draft
 from bench.offline import Report, begun, common_options, with_lot
-from bench.op_sides import SIDES
 from bench.session import Load, Session
 from shared.boundary.backend import Program, Work
 from shared.engine.request import Request
+from tests.support.op_sides import SIDES
 
 WAYS = ("none", "split", "fused")
 ROUNDS_OF_LOOP = 4

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from bench.drafting import PLAIN, Draft, named_folder
-from bench.in_process import Answer, Served, ask, start
 from bench.machine import versions
 from bench.offline import flags, with_lot
-from bench.op_sides import SIDES
 from bench.session import folders_of, reset_peak
 from shared.engine.request import Request, SamplingParams
+from tests.support.op_sides import SIDES
+from tests.support.started import Answer, Served, ask, start
 
 HEADER = (
     f"{'side':6}{'drafts':26}{'prefix':>8}{'cached':>8}{'ms':>9}{'hit ms':>9}{'times':>7}  answer"

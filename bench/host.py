@@ -2,11 +2,12 @@
 
     python -m bench.host --rows 1 32 256 --out bench/results/host.json
 
-The device is a table of numbers (`bench/simulated.py`), whose own time is taken off: what is left
-is the scheduler, the controller, the prefix cache, the planner and what is done with results. All
-requests have a slot and decode; each step has a recurrent state to track and a drafter with a head.
-Beside it stands the device's step, as an H200 was measured to take; chains of 256 rows were not, so
-a plain step of as many stands there, which is shorter. The adaptive choice takes the chain here.
+The device is a table of numbers (`tests/support/simulation`), whose own time is taken off: what is
+left is the scheduler, the controller, the prefix cache, the planner and what is done with results.
+All requests have a slot and decode; each step has a recurrent state to track and a drafter with a
+head. Beside it stands the device's step, as an H200 was measured to take; chains of 256 rows were
+not, so a plain step of as many stands there, which is shorter. The adaptive choice takes the chain
+here.
 """
 
 import argparse
@@ -21,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from bench.simulated import Known, SimulatedBackend, seconds_of, simulated_limits
 from shared.boundary.backend import Limits, StepPlan
 from shared.engine.adaptive.choice import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
@@ -30,6 +30,7 @@ from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
+from tests.support.simulation.device import Known, SimulatedBackend, seconds_of, simulated_limits
 
 PROMPT, WARM_UP, STEPS = 200, 20, 200
 DEVICE_MS = {False: {1: 4.4, 32: 6.0, 256: 17.7}, True: {1: 6.5, 32: 10.2, 256: 17.7}}

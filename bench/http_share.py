@@ -37,7 +37,6 @@ import httpx
 
 from bench.client import Client, Run, run_load
 from bench.drafting import Draft, named_folder
-from bench.in_process import Served, started, timed
 from bench.machine import versions
 from bench.prompt_sets import NAMES, RANDOM, Ask, asks
 from bench.session import CONTEXT_MULTIPLE, folders_of
@@ -45,6 +44,7 @@ from bench.worded import worded
 from shared.engine.request import Request, SamplingParams
 from shared.text.tokenizer import Tokenizer
 from tests.support.http_fixtures import Server, serving
+from tests.support.started import Served, started, timed
 
 DEMO = Path("models/demo/target")
 TIMEOUT_S = 600.0

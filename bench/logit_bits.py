@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from bench.in_process import serve_all, start
-from bench.measuring import Tasks
-from bench.op_sides import SIDES
 from models.demo.data import KINDS
 from shared.engine.request import Request, SamplingParams
 from shared.text.tokenizer import Tokenizer
+from tests.support.op_sides import SIDES
+from tests.support.started import serve_all, start
+from tests.support.tasks import Tasks
 
 CONTEXT, MOST_TOKENS = 1024, 256
 _ODD = 2654435761

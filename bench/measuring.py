@@ -8,18 +8,14 @@ import os
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from bench import own_corpus
 from bench.drafting import PLAIN, Draft
-from bench.in_process import Run, Served, start, timed
 from bench.options import Settings, settings_of
-from bench.scoring import Row, Texts, acceptance, is_right, text_hash
-from models.demo.data import KINDS, Example
+from bench.scoring import Row, Texts, text_hash
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig
@@ -27,27 +23,11 @@ from shared.process import heap
 from shared.spec.sampling import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support.equality import Oracle
+from tests.support.started import Run, Served, acceptance, start, timed
+from tests.support.tasks import Tasks, is_right
 
 CPU_BATCH, GPU_BATCH = 8, 64
 CONTEXT_MULTIPLE = 64
-
-Prompt = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """The held-out tasks of one kind."""
-
-    kind: str
-    examples: list[Example]
-    prompts: list[Prompt]
-
-    @classmethod
-    def of(cls, kind: str, count: int, seed: int, tokenizer: Tokenizer) -> "Tasks":
-        """The first `count` tasks of a seed in the tokenizer's chat form."""
-        examples = list(islice(KINDS[kind]("held_out", seed), count))
-        prompts = [tuple(tokenizer.encode_chat(example.messages)) for example in examples]
-        return cls(kind, examples, prompts)
 
 
 class Measurement:

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.drafting import PLAIN, Draft, named_folder
-from bench.op_sides import SIDES
 from bench.session import Load, Session, folders_of, peak_bytes
+from tests.support.op_sides import SIDES
 
 Line = dict[str, Any]
 Texts = list[list[int]]

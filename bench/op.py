@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.op_sides import SIDES, Changes, Side, rounds_for
 from tests.support.op_case import TOLERANCE, OpCase, table, tables
+from tests.support.op_sides import SIDES, Changes, Side, rounds_for
 
 # More than the cache of any GPU so far (50 MiB on an H200).
 ROTATED_BYTES = 100 * 2**20

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bench.in_process import Served, timed
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.corpus import SEPARATOR, Corpus
 from shared.engine.request import Request, SamplingParams
 from shared.spec.sampling import derive_seed
+from tests.support.started import Served, timed
 
 NAME = "own"
 TEMPERATURE = 1.0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.accuracy_table import MISSING, markdown
-from bench.op_sides import SIDES
+from tests.support.op_sides import SIDES
 
 RESULTS = Path(__file__).parent / "results"
 Peers = dict[str, dict[int, tuple[float, float | None]]]
@@ -47,11 +47,11 @@ since steps are timed in other rounds than they are traced in.
 
 
 CHANGING = """The phases follow each other on one engine. Tasks are served by the model that ships,
-which is so small that the host's time counts. Work in simulated time (`bench/imposed.py`) takes
-what steps were measured to cost: a drafter's rates of acceptance are imposed, high, low, or drawn
-from 0.2 to 0.95 for each request or part of one, and NGRAM drafts for texts that say their prompts
-again. `regret` is what an oracle that knows the rates would gain, `ranked by equal` a tier with a
-share of its rows beside one that has as many for every request."""
+which is so small that the host's time counts. Work in simulated time (`tests/support/simulation`)
+takes what steps were measured to cost: a drafter's rates of acceptance are imposed, high, low, or
+drawn from 0.2 to 0.95 for each request or part of one, and NGRAM drafts for texts that say their
+prompts again. `regret` is what an oracle that knows the rates would gain, `ranked by equal` a tier
+with a share of its rows beside one that has as many for every request."""
 
 
 class Key(NamedTuple):

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from bench.drafting import PLAIN, Draft, named_folder
-from bench.in_process import Answer, Served, ask, start
 from bench.offline import flags, kernels_of, with_lot
-from bench.op_sides import SIDES, Side
 from bench.session import Load, folders_of, reset_peak
-from bench.trace import traced
 from shared.boundary.backend import Launch, Work
 from shared.models.checkpoint import parameters
 from shared.models.config import ModelConfig
+from tests.support.gpu_activity import traced
+from tests.support.op_sides import SIDES, Side
+from tests.support.started import Answer, Served, ask, start
 
 EAGER = "--disable-piecewise-cuda-graph"
 HEADER = (

@@ -6,49 +6,21 @@ only a near tie is excused.
 """
 
 import hashlib
-import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from bench.in_process import Outcome
-from models.demo.data import answer_of
 from shared.engine.request import Request
 from tests.support.equality import MOST_EXCUSED, Oracle
 
 Row = dict[str, Any]
 
 
-def is_right(kind: str, text: str, answer: str) -> bool:
-    """Whether a reply solves its task: a problem's number, or every letter of another task."""
-    if kind == "problems":
-        return answer_of(text) is not None and answer_of(text) == answer_of(answer)
-    return text == answer
-
-
 def text_hash(outputs: Sequence[Sequence[int]]) -> str:
     """One hash of the tokens of all texts, in their order."""
     lines = "\n".join(" ".join(map(str, tokens)) for tokens in outputs)
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
-
-
-def acceptance(outcomes: Sequence[Outcome], max_depth: int) -> Row:
-    """Tokens per verify step with the bonus token, and how often each draft position is accepted.
-
-    A position counts once all before it were accepted.
-    """
-    accepted = [count for outcome in outcomes for count in outcome.accepted]
-    histogram = np.bincount(np.array(accepted, np.int64), minlength=max_depth + 1)
-    reached = histogram[::-1].cumsum()[::-1].tolist()  # steps that accepted at least so many
-    shares = [after / before if before else 0.0 for before, after in itertools.pairwise(reached)]
-    return {
-        "accept_length": round(1 + float(np.mean(accepted)), 4) if accepted else 1.0,
-        "per_position": [round(share, 4) for share in shares],
-        "accepted_histogram": histogram.tolist(),
-    }
 
 
 @dataclass

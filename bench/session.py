@@ -16,14 +16,14 @@ from typing import Self
 import numpy as np
 
 from bench.drafting import WITH_FOLDER, Draft, folders_beside
-from bench.in_process import Served, start
 from bench.machine import nothing_waits
 from bench.step_bytes import step_bytes
-from bench.trace import Activity, traced
 from shared.engine.request import Request, SamplingParams
 from shared.process import heap
 from shared.process.programs import draft_shape
 from shared.spec.draft_tree import TreeShape
+from tests.support.gpu_activity import Activity, traced
+from tests.support.started import Served, start
 
 WARM_UP_STEPS = 3
 CONTEXT_MULTIPLE = 64

@@ -15,12 +15,12 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-from bench.in_process import serve_all
 from bench.machine import versions
 from shared.boundary.backend import Limits
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse
 from shared.process import launch
+from tests.support.started import serve_all
 
 
 def mixed_requests(count: int, limits: Limits) -> list[Request]:

@@ -1,5 +1,6 @@
 """The map of the house is true: parallel names, a proof for each specification, our names ours."""
 
+import ast
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,6 +89,29 @@ def test_nothing_names_a_machines_path_or_a_registrys_host(forbidden):
         if forbidden.search(line)
     ]
     assert not found, "\n".join(found)
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file names in its imports, and the names it takes from them."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return plain | {
+        f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def test_what_tests_share_knows_no_bench():
+    """The benches have tests of their own, and stand on `tests/support` as all tests do."""
+    found = {
+        str(path)
+        for path in modules("tests")
+        if path.parts[0] != "bench"
+        and any(name.split(".")[0] == "bench" for name in imported(ROOT / "tests" / path))
+    }
+    assert not found
 
 
 def test_a_file_tells_one_story():

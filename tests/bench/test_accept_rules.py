@@ -12,7 +12,6 @@ import torch
 from bench import accept_rules
 from bench.accept_rules import ALL, MATCH, PERTURBED_TREE, REJECTION, WAYS, draft_of
 from bench.drafting import Draft
-from bench.in_process import start
 from bench.measuring import Measurement, verdict
 from bench.options import Settings
 from bench.plain_candidates import PlainCandidates
@@ -21,6 +20,7 @@ from shared.options.options import parse
 from shared.spec.sampling import log_softmax
 from tests.bench.test_accuracy import settings
 from tests.support.equality import spec_sampling
+from tests.support.started import start
 from torch_impl.drafters import Ranking
 from torch_impl.ops.sampling import Sampling as TorchSampling
 

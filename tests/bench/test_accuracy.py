@@ -10,10 +10,9 @@ import yaml
 
 from bench import accuracy, accuracy_table, measuring, spec_matrix
 from bench.drafting import Draft, folders_beside
-from bench.in_process import Outcome, one_bucket
 from bench.measuring import Measurement, verdict
 from bench.options import Settings
-from bench.scoring import Texts, acceptance, is_right, text_hash
+from bench.scoring import Texts, text_hash
 from models.demo.data import answer_of
 from models.demo.data import main as write_data
 from shared.boundary.backend import Work
@@ -24,6 +23,8 @@ from shared.options.options import parse
 from shared.process.device import Device
 from shared.process.memory_plan import plan
 from tests.support.reference_serve import PLATFORM
+from tests.support.started import Outcome, acceptance, one_bucket
+from tests.support.tasks import is_right
 
 ROOT = Path(__file__).resolve().parents[2]
 RANDOM_MODEL = ROOT / "models" / "random"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.adaptive import lines_of, table_of
-from bench.imposed import rated_runs, rated_work
 from shared.engine.adaptive.tiers import Tier
+from tests.support.simulation.imposed import rated_runs, rated_work
 
 TIERS = (Tier(1, 0, 0), Tier(4, 3, 1), Tier(8, 7, 1, 0.5), Tier(8, 7, 1))
 TABLE = {1: [0.0043, 0.0052, 0.006, 0.0066], 8: [0.0046, 0.00575, 0.0064, 0.0075]}

@@ -7,8 +7,10 @@ import pytest
 
 COMMON = """
 import sys
-from bench.imposed import VOCAB, rated_runs, rated_work, written_runs, written_work
-from bench.simulated import simulated_limits, with_host_drafts
+from tests.support.simulation.imposed import (
+    VOCAB, rated_runs, rated_work, written_runs, written_work,
+)
+from tests.support.simulation.device import simulated_limits, with_host_drafts
 from shared.engine.adaptive.choice import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier

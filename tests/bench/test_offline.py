@@ -12,16 +12,16 @@ import pytest
 
 from bench import compare, offline
 from bench.drafting import Draft
-from bench.in_process import Served
 from bench.offline import Report, compared, kernels_of, with_lot
 from bench.session import Round, folders_of
 from bench.step_bytes import step_bytes
-from bench.trace import Activity, spans_of_chrome, spans_of_planes
 from shared.boundary.backend import Blueprint
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
+from tests.support.gpu_activity import Activity, spans_of_chrome, spans_of_planes
+from tests.support.started import Served
 from tests.support.tiny_heads import tiny_block_config, tiny_head_config
 from tests.support.tiny_models import tiny_config, tiny_model
 
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def short() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bench.op_sides.CPU_COPY_FLOATS", 2**16)
+        patch.setattr("tests.support.op_sides.CPU_COPY_FLOATS", 2**16)
         yield
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from bench import op
-from bench.op_sides import SIDES, Side
 from kernels.tiles import MEASURED, Tiles
 from tests.support.kernels import bind_kernels
 from tests.support.op_case import TOLERANCE, OpCase, table, tables
+from tests.support.op_sides import SIDES, Side
 
 
 @pytest.fixture(scope="module", params=SIDES)
@@ -22,8 +22,8 @@ def side(request: pytest.FixtureRequest) -> Side:
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.op_sides.ROUND_S", 0)
-    monkeypatch.setattr("bench.op_sides.CPU_COPY_FLOATS", 2**16)
+    monkeypatch.setattr("tests.support.op_sides.ROUND_S", 0)
+    monkeypatch.setattr("tests.support.op_sides.CPU_COPY_FLOATS", 2**16)
 
 
 SMALL = [case for name in tables() for case in table(name) if not case.is_large]
@@ -64,8 +64,8 @@ def test_copies_are_timed_warm_and_many_at_a_time(monkeypatch: pytest.MonkeyPatc
         asked.append(rounds)
         return 5e-4 if len(asked) > 10 else 1e-3  # the clocks rise
 
-    monkeypatch.setattr("bench.op_sides._cpu_copies", lambda: timer)
-    monkeypatch.setattr("bench.op_sides.CPU_COPY_FLOATS", 1000)
+    monkeypatch.setattr("tests.support.op_sides._cpu_copies", lambda: timer)
+    monkeypatch.setattr("tests.support.op_sides.CPU_COPY_FLOATS", 1000)
     side = SIDES["torch"]()
     monkeypatch.setattr(side, "is_gpu", False)
     assert side.copy_rate() == 2 * 4 * 1000 / 5e-4

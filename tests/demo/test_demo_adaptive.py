@@ -5,19 +5,34 @@ from pathlib import Path
 
 import pytest
 
-from bench.adaptive import task_phases
-from bench.in_process import Served, serve_all, start
-from shared.engine.request import Request
+from shared.engine.request import Request, SamplingParams
+from shared.models.config import ModelConfig
+from shared.spec.sampling import derive_seed
+from shared.text.tokenizer import Tokenizer
+from tests.support.started import Served, serve_all, start
+from tests.support.tasks import Tasks
 
 TARGET = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
 BATCH, TOKENS = 2, 60
+TEMPERATURES = {"problems": 0.0, "copying": 0.0, "chats": 1.0}
 
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     """Problems and copying greedily, chats at temperature 1."""
-    phases = task_phases(TARGET, [BATCH], count=3, most=TOKENS)
-    return [request for phase in phases for request in phase.requests[:3]]
+    tokenizer, ends = Tokenizer.from_folder(TARGET), ModelConfig.from_folder(TARGET).eos_ids
+    assert tokenizer is not None
+    found: list[Request] = []
+    for kind, temperature in TEMPERATURES.items():
+        for prompt in Tasks.of(kind, 3, BATCH, tokenizer).prompts:
+            sampling = SamplingParams(
+                temperature=temperature,
+                seed32=derive_seed(len(found), 0),
+                max_tokens=TOKENS,
+                stop_token_ids=ends,
+            )
+            found.append(Request(request_id=len(found), prompt=prompt, sampling=sampling))
+    return found
 
 
 def started(framework: str, requests: list[Request], *flags: str) -> Served:

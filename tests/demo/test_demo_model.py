@@ -10,15 +10,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from bench.in_process import Outcome, serve_all, start
-from bench.measuring import Tasks
-from bench.scoring import acceptance, is_right
 from models.demo.data import Example
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import DEFAULT_MODEL
 from shared.text.tokenizer import Tokenizer
 from tests.support.golden_models import GoldenModel, SpecModel
 from tests.support.golden_torch import TorchModel
+from tests.support.started import Outcome, acceptance, serve_all, start
+from tests.support.tasks import Tasks, is_right
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"

@@ -76,8 +76,8 @@ def test_afterwards_kernels_are_launched_again_even_where_the_step_fails(
 COMPILES = """
 import torch, triton
 from triton.compiler import ASTSource
-from bench.aot_torch import Driver
 from tests.support import named_kernels
+from tests.support.triton_driver import Driver
 from torch_impl.compiling import compile_kernels
 
 triton.runtime.driver.set_active(Driver())

@@ -14,7 +14,6 @@ import torch
 
 import jax_impl.ops.delta_mix
 import torch_impl.ops.delta_mix
-from bench.op_sides import SIDES
 from kernels.tiles import DeltaFeedTiles
 from shared.models.config import GatedDeltaConfig
 from shared.spec import gated_delta
@@ -35,6 +34,7 @@ from tests.support.delta_feed_kernels import (
 from tests.support.delta_mix_kernels import EPS, LAYER, SHARED_KEYS, WEIGHTS
 from tests.support.kernels import KERNELS, ON_GPU, bind_kernels, share_arithmetic
 from tests.support.op_case import OpCase, as_list
+from tests.support.op_sides import SIDES
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -16,7 +16,6 @@ import pytest
 
 import jax_impl.ops.delta_mix
 import torch_impl.ops.delta_mix
-from bench.op_sides import SIDES
 from shared.models.config import GatedDeltaConfig
 from shared.spec import mamba_state as spec
 from tests.support.cases.delta_mix import TABLE, arguments
@@ -38,6 +37,7 @@ from tests.support.delta_mix_kernels import (
 )
 from tests.support.kernels import INTERPRET, KERNELS, bind_kernels, share_arithmetic
 from tests.support.op_case import OpCase, as_list
+from tests.support.op_sides import SIDES
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 

@@ -10,35 +10,15 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bench.phases import Imposed, Phase, Served, imposed, serve
-from bench.simulated import Seconds, SimulatedBackend, seconds_of, simulated_limits
 from shared.engine.adaptive.choice import BestValue, Policy, Static
 from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
+from tests.support.simulation.device import Seconds, SimulatedBackend, seconds_of, simulated_limits
+from tests.support.simulation.phases import Imposed, Phase, Served, imposed, serve
+from tests.support.simulation.work import BATCHES, MILLISECONDS, SECONDS, TIERS, always, mixed
 
-MILLISECONDS = {
-    "off": {1: 4.3, 8: 4.6, 32: 5.3},
-    "S1": {1: 4.6, 8: 5.0, 32: 6.0},
-    "S3": {1: 5.2, 8: 5.75, 32: 7.5},
-    "S7": {1: 6.6, 8: 7.5, 32: 11.0},
-    "S5k4N16": {1: 5.9, 8: 8.2, 32: 18.0},
-}
-"""Of a step, measured or between what was measured (docs/performance.md, Qwen3-8B)."""
-
-TIERS = (Tier(1, 0, 0), Tier(2, 1, 1), Tier(4, 3, 1), Tier(8, 7, 1), Tier(16, 5, 4))
-BATCHES = (1, 2, 4, 8, 16, 32)
-SECONDS = seconds_of(MILLISECONDS)
 OFF, LONG = 0, 3
-
-
-def always(rate: float):
-    return lambda rng: (rate,)
-
-
-def mixed(rng: np.random.Generator) -> tuple[float, ...]:
-    return (float(rng.uniform(0.2, 0.95)),)
 
 
 CHANGING = (

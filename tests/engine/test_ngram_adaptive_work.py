@@ -12,12 +12,12 @@ from itertools import product
 
 import pytest
 
-from bench import imposed
-from bench.imposed import SHARES, Runs, written_runs, written_work
-from bench.simulated import PROMPT_SECONDS
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.sleep import Sleep
+from tests.support.simulation import imposed
+from tests.support.simulation.device import PROMPT_SECONDS
+from tests.support.simulation.imposed import SHARES, Runs, written_runs, written_work
 
 TIERS = tuple(map(Tier.parse, ("off", "S1", "S3", "S11")))
 BATCHES, LENGTH = (1, 4), 240

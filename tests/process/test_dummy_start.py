@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.in_process import one_bucket
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse
 from shared.process import launch
 from shared.process.device import Device
 from tests.support import reference_serve
 from tests.support.driving import drive
+from tests.support.started import one_bucket
 from tests.support.tiny_heads import tiny_block_config, tiny_head_config
 from tests.support.tiny_models import tiny_config, tiny_model
 

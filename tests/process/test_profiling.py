@@ -4,11 +4,11 @@ from collections import Counter
 
 import pytest
 
-from bench.phases import Imposed
-from bench.simulated import SimulatedBackend, simulated_limits
 from shared.boundary.backend import StepPlan, Work
 from shared.engine.adaptive.tiers import Tier
 from shared.process.profiling import step_seconds
+from tests.support.simulation.device import SimulatedBackend, simulated_limits
+from tests.support.simulation.phases import Imposed
 
 TIERS = (Tier(1, 0, 0), Tier(4, 3, 1))
 BATCHES = (1, 4)

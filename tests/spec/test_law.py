@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import agreement
 from shared.spec import acceptance, sampling
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import Sampling
 from tests.spec.test_sampling import neutral
+from tests.support import agreement
 from tests.support.implementations import Implementation
 
 VOCAB, TOKENS, ROWS = 9, 4, 25_000
@@ -399,9 +399,9 @@ def test_the_law_shows_a_planted_fault(fault: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_shared_noise_makes_a_head_that_disagrees_useful() -> None:
-    lines = {line["drafter"]: line for line in agreement.measure("mixed", 0.4, 96, 400, 6)}
-    chain, tree = lines["perturbed chain"], lines[f"perturbed tree, tau {sampling.DRAFT_TAU:g}"]
+    lines = agreement.measure(0.4, vocab=96, rows=400, steps=6)
+    chain, tree = lines["perturbed chain"], lines["perturbed tree"]
     # 2,400 steps: the first share is known to 0.01, and is 0.1 above its bound.
-    assert chain["agreement"][0] > chain["bound"]
-    assert tree["times_perturbed_chain"] > 1.25
-    assert lines["greedy chain"]["tokens_per_step"] < chain["tokens_per_step"]
+    assert chain.agreement[0] > chain.bound
+    assert tree.tokens_per_step > 1.25 * chain.tokens_per_step
+    assert lines["greedy chain"].tokens_per_step < chain.tokens_per_step

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.trace import traced
 from kernels.tiles import Table
+from tests.support.gpu_activity import traced
 from tests.support.implementations import to_jax, to_numpy, to_torch
 from tests.support.op_case import Arguments, OpCase, as_list
 from tests.support.records import mapped

@@ -1,9 +1,13 @@
 """An engine in this process, without HTTP: its start from the server's flags, and a timed run."""
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from typing import Any
+
+import numpy as np
 
 from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan, Work
 from shared.engine.engine import Engine
@@ -87,6 +91,22 @@ class Outcome:
             raise RuntimeError(f"request {event.request_id}: {event.error}")
         self.tokens += event.tokens
         self.accepted += [] if event.accepted is None else [event.accepted]
+
+
+def acceptance(outcomes: Sequence[Outcome], max_depth: int) -> dict[str, Any]:
+    """Tokens per verify step with the bonus token, and how often each draft position is accepted.
+
+    A position counts once all before it were accepted.
+    """
+    accepted = [count for outcome in outcomes for count in outcome.accepted]
+    histogram = np.bincount(np.array(accepted, np.int64), minlength=max_depth + 1)
+    reached = histogram[::-1].cumsum()[::-1].tolist()  # steps that accepted at least so many
+    shares = [after / before if before else 0.0 for before, after in itertools.pairwise(reached)]
+    return {
+        "accept_length": round(1 + float(np.mean(accepted)), 4) if accepted else 1.0,
+        "per_position": [round(share, 4) for share in shares],
+        "accepted_histogram": histogram.tolist(),
+    }
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,6 @@ from itertools import product
 
 import numpy as np
 
-from bench.phases import Imposed, Phase, Served, imposed, serve
-from bench.simulated import SimulatedBackend, TextBackend, simulated_limits, with_host_drafts
 from shared.engine.adaptive.acceptance import Expected
 from shared.engine.adaptive.choice import BestValue, Greedy, Policy, Situation, Static
 from shared.engine.adaptive.controller import AdaptiveController
@@ -32,6 +30,13 @@ from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
 from shared.options.ngram import NgramConfig
+from tests.support.simulation.device import (
+    SimulatedBackend,
+    TextBackend,
+    simulated_limits,
+    with_host_drafts,
+)
+from tests.support.simulation.phases import Imposed, Phase, Served, imposed, serve
 
 LOWEST, HIGHEST, PART = 0.2, 0.95, 100
 """Of imposed rates, and the tokens for which a request keeps one."""

@@ -78,7 +78,7 @@ class Imposed:
     def __call__(
         self, seeds: UInt32[np.ndarray, " B"], positions: Int[np.ndarray, " B"]
     ) -> Float[np.ndarray, "B D"]:
-        """The rates of rows; see `bench.simulated.Law`."""
+        """The rates of rows; see `tests.support.simulation.device.Law`."""
         found = [self.rates.get(seed, (0.0,)) for seed in seeds.tolist()]
         parts = (positions // self.part).tolist()
         now = [each[min(part, len(each) - 1)] for each, part in zip(found, parts, strict=True)]

@@ -1,0 +1,45 @@
+"""Policies that are scored on a trace."""
+
+from pathlib import Path
+
+import pytest
+
+from bench import policy
+from shared.engine.adaptive.choice import BestValue, Static
+from tests.support.simulation.traced import traced
+from tests.support.simulation.work import TIERS
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    found = tmp_path_factory.mktemp("trace") / "steps.jsonl"
+    traced(found, BestValue())
+    return found
+
+
+def test_policies_are_scored_on_a_trace(path):
+    """Off, every tier and the oracle frame what the recorded policy reached."""
+    found = {score.name: score for score in policy.scores(policy.read(path))}
+    assert set(found) == {"off", "S1", "S3", "S7", "S5k4N16", "adaptive", "greedy", "oracle"}
+    static = [found[str(tier)].speed for tier in TIERS]
+    assert found["oracle"].speed >= found["adaptive"].speed > max(static)
+    assert all(score.speed > 0 for score in found.values())
+    assert "adaptive" in policy.table(list(found.values()))
+
+
+def test_a_static_tier_scores_what_it_was_recorded_to_give(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    traced(path, Static(2))
+    recorded = policy.read(path)
+    steps = [step for step in recorded.steps if step.seconds]
+    tokens = sum(sum(max(1 + a, 0) for a in step.accepted) for step in steps)
+    speed = tokens / sum(step.seconds for step in steps)
+    found = {score.name: score.speed for score in policy.scores(recorded)}
+    assert found["S3"] == pytest.approx(speed, rel=0.03)
+
+
+def test_a_file_that_is_no_trace_is_refused(tmp_path):
+    path = tmp_path / "other.jsonl"
+    path.write_text("{}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="is no trace"):
+        policy.read(path)
