@@ -15,10 +15,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.buffers import mask_words
-
-TOO_MUCH = "the grammar takes too much work at this place of the text; simplify it"
-NO_TOKEN = "the grammar asks for a text that the model's tokens cannot write; change it"
-BROKEN = "a token was chosen that the grammar of this request does not allow"
+from shared.text.grammar_faults import BROKEN, NO_TOKEN
 
 
 class Matcher(Protocol):
@@ -32,6 +29,11 @@ class Matcher(Protocol):
     @property
     def is_over(self) -> bool:
         """Whether it must end here."""
+        ...
+
+    @property
+    def fault(self) -> str:
+        """Why it is of no more use, once it is not; one sentence."""
         ...
 
     def fill(self, bits: Int32[np.ndarray, " words"]) -> bool:
@@ -105,14 +107,14 @@ class Constraint:
     def take(self, token: int) -> bool:
         """A token was chosen that does not end the text; whether it belongs to it.
 
-        If not there is a `fault`: the token is not allowed, or what follows it is too much work.
+        If not there is a `fault`: the token is not allowed, or the matcher cannot go on by it.
         """
         if self._matcher.take(token):
             self._text.append(token)
             return True
-        bits = np.zeros(self._words, np.int32)
+        failed, bits = self._matcher, np.zeros(self._words, np.int32)
         was_allowed = not (self._begins_anew() and self._matcher.fill(bits)) or _has(bits, token)
-        self.fault = TOO_MUCH if was_allowed else BROKEN
+        self.fault = failed.fault if was_allowed else BROKEN
         return False
 
     def _begins_anew(self) -> bool:
@@ -139,8 +141,9 @@ class Constraint:
             children[parents[node]].append(node)
         if self._walk(0, 0, tokens, children, found):
             return found
+        failed = self._matcher
         if not self._begins_anew() or len(tokens) == 1:
-            self.fault = self.fault or TOO_MUCH
+            self.fault = self.fault or failed.fault
         return None
 
     def _walk(

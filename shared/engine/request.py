@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int32
 
-from shared.engine.grammar import BROKEN, Constraint
+from shared.engine.grammar import Constraint
 from shared.spec.logprobs import Scores
+from shared.text.grammar_faults import OF_THE_REQUEST
 
 
 class FinishReason(Enum):
@@ -342,8 +343,8 @@ class Request:
         for count, token in enumerate(tokens, start=1):
             is_stop = token in self.sampling.stop_token_ids
             if not (is_stop or self.constraint is None or self.constraint.take(token)):
-                is_ours = self.constraint.fault == BROKEN
-                self.end(FinishReason.ERROR if is_ours else FinishReason.REFUSED)
+                is_refused = self.constraint.fault in OF_THE_REQUEST
+                self.end(FinishReason.REFUSED if is_refused else FinishReason.ERROR)
                 return count - 1
             self.output.append(token)
             if is_stop or (self.constraint is not None and self.constraint.is_over):

@@ -7,6 +7,7 @@ schemas, of which the first is the text's and the others have names by which it 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
+from shared.text.grammar_faults import NO_TOKEN, TOO_MUCH, UNFOLLOWED
 from shared.text.worker import WorkRefused
 
 MAX_GRAMMAR_BYTES = 1 << 18
@@ -36,6 +38,10 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """The work of compiling a grammar and of a mask: 0.1 s and 10 ms at most on a slow core."""
+
+
+_OF_LIMITS = re.compile("too many|current row has", re.IGNORECASE)
+"""What the library says where a text meets one of them."""
 
 
 class GrammarRefused(WorkRefused):
@@ -193,8 +199,16 @@ class TextMatcher:
         """Whether it must end here."""
         return self._matcher.is_stopped() and not self._matcher.is_error()
 
+    @property
+    def fault(self) -> str:
+        """Why it is of no more use; one sentence."""
+        words = self._matcher.get_error()
+        if words.startswith("NoExtension"):
+            return NO_TOKEN
+        return TOO_MUCH if _OF_LIMITS.search(words) else f"{UNFOLLOWED}: {_why(self._matcher)}"
+
     def fill(self, bits: Int32[np.ndarray, " words"]) -> bool:
-        """Writes the tokens that may come next; False where that takes too much."""
+        """Writes the tokens that may come next; False where they cannot be found out."""
         fill_next_token_bitmask(self._matcher, bits[None], 0)
         if self._matcher.is_error():
             return False

@@ -121,8 +121,9 @@ def begin(given: Any) -> Callable[[Any], str]:
             lead=asked["lead"],
         )
         grammar = wanted.grammar()
-        if not compiler.compile(grammar).matcher().fill(bits):
-            raise GrammarRefused("the grammar takes too much work at its beginning; simplify it")
+        start = compiler.compile(grammar).matcher()
+        if not start.fill(bits):
+            raise GrammarRefused(start.fault)
         return grammar
 
     return make

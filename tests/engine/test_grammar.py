@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from shared.engine.checks import RequestLimits, check
-from shared.engine.grammar import BROKEN, NO_TOKEN, TOO_MUCH, Constraint
+from shared.engine.grammar import Constraint
 from shared.engine.request import FinishReason, Refusal, SamplingParams
 from shared.text.grammar import of_lark, of_regex
+from shared.text.grammar_faults import BROKEN, NO_TOKEN, TOO_MUCH, UNFOLLOWED
 from tests.support.grammars import compiler, constrained
 from tests.support.tiny_models import EOS_ID
 
@@ -20,8 +21,10 @@ VOCAB = 272
 class Weary:
     """A grammar whose matchers do so many things, and then no more: as a library with bounds."""
 
-    def __init__(self, patience: int, tokens: Sequence[int] = range(97, 123)) -> None:
-        self.patience, self.tokens = patience, tokens
+    def __init__(
+        self, patience: int, tokens: Sequence[int] = range(97, 123), fault: str = TOO_MUCH
+    ) -> None:
+        self.patience, self.tokens, self.fault = patience, tokens, fault
 
     def matcher(self) -> Weary._Matcher:
         return self._Matcher(self)
@@ -31,6 +34,7 @@ class Weary:
 
         def __init__(self, owner: Weary) -> None:
             self._owner, self._depth = owner, 0
+            self.fault = owner.fault
 
         def fill(self, bits: np.ndarray) -> bool:
             for token in self._owner.tokens:
@@ -110,8 +114,10 @@ def test_a_token_outside_of_the_grammar_is_a_fault_and_not_of_the_text():
     assert request.output == letters("ab")
 
 
-def test_drafts_that_are_too_much_work_are_left_out_and_the_text_goes_on():
-    held = Constraint(Weary(patience=2), VOCAB, (EOS_ID,), 0)
+@pytest.mark.parametrize("fault", [TOO_MUCH, UNFOLLOWED])
+def test_drafts_that_are_too_much_work_are_left_out_and_the_text_goes_on(fault):
+    """Until the text itself meets the bound; then it is told what the matcher says."""
+    held = Constraint(Weary(2, fault=fault), VOCAB, (EOS_ID,), 0)
     assert held.take(97)
     chain = [0, 98, 99, 100]
     assert held.masks(chain, [0, 0, 1, 2]) is None
@@ -119,7 +125,7 @@ def test_drafts_that_are_too_much_work_are_left_out_and_the_text_goes_on():
     assert held.masks([0], [0]) is not None
     assert held.take(98)
     assert not held.take(99)
-    assert held.fault == TOO_MUCH
+    assert held.fault == fault
 
 
 def test_a_grammar_that_no_token_can_follow_is_a_fault_that_names_it():
