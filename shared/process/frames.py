@@ -28,6 +28,7 @@ from shared.engine.request import Event, FinishReason, Request, SamplingParams, 
 from shared.models.sampling import SamplingDefaults
 from shared.options.observing import ObservingOptions
 from shared.spec.logprobs import Scores
+from shared.text.marks import marks_of
 
 _LENGTH = struct.Struct("<I")
 
@@ -76,6 +77,11 @@ class ModelFacts:
     admin_host_names: tuple[str, ...] | None = None
     observing: ObservingOptions = field(default_factory=ObservingOptions)
     silence_s: float = math.inf
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What answers show although the tokenizer may have it as special tokens."""
+        return marks_of(self.tool_call_parser, self.reasoning_parser)
 
     def to_message(self) -> list[Any]:
         """The `facts` message."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from shared.engine.grammar import Constraint
 from shared.engine.request import Refusal, Request
+from shared.options.options import Options
+from shared.text.marks import marks_of
 from shared.text.worker import WorkRefused
 
 if TYPE_CHECKING:
@@ -41,15 +43,18 @@ class Grammars:
         self._waiting: dict[int, tuple[Request, Future[CompiledGrammar]]] = {}
 
     @classmethod
-    def of_folder(cls, folder: str, vocab: int) -> Grammars:
+    def of_options(cls, options: Options, vocab: int) -> Grammars | None:
         """Of a checkpoint's tokenizer; a start without grammars does without their library.
 
         Raises:
           ValueError: It has no tokenizer.
         """
+        if not options.engine.has_grammars:
+            return None
         from shared.text.grammar import Compiler
 
-        return cls(Compiler.of_folder(folder, vocab), vocab)
+        marks = marks_of(options.server.tool_call_parser, options.server.reasoning_parser)
+        return cls(Compiler.of_folder(options.model.model_path, vocab, marks), vocab)
 
     @property
     def busy(self) -> bool:

@@ -251,7 +251,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     theirs = options.server.sampling_defaults == "openai"
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
-    grammars = Grammars.of_folder(folder, model.vocab) if options.engine.has_grammars else None
+    grammars = Grammars.of_options(options, model.vocab)
     memory = plan(options, model, draft_files.drafts, platform.find_device(), platform.costs)
     cache_policy(memory)  # what it refuses is refused before memory is taken
     return Start(checkpoint, draft_files, memory, defaults, grammars)

@@ -15,17 +15,16 @@ from typing import Any
 
 from shared.server.call_reading import Reading, Said, Source, read_json_call, read_value
 from shared.server.delta import Delta
+from shared.text.marks import CALL, CALL_END, FUNCTION_END, PARAMETER_END, PYTHON_TAG
 
-BEGIN, END = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"
-_FUNCTION, _PARAMETER, _PARAMETER_END = "<function=", "<parameter=", "</parameter>"
+_FUNCTION, _PARAMETER = "<function=", "<parameter="
 
 
 def read_tagged(source: Source, said: Said) -> Reading[None]:
     """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, of Hermes and Qwen."""
-    while lead := (yield from source.up_to(BEGIN, said)):
+    while lead := (yield from source.up_to(CALL, said)):
         if (yield from read_json_call(source, said, lead)):
-            yield from source.expect(END)
+            yield from source.expect(CALL_END)
 
 
 def read_bare(source: Source, said: Said) -> Reading[None]:
@@ -45,9 +44,9 @@ def read_elements(source: Source, said: Said) -> Reading[None]:
     """`<tool_call><function=NAME><parameter=KEY>...</parameter></function></tool_call>`, of Qwen3
     Coder and Qwen3.5.
     """
-    while lead := (yield from source.up_to(BEGIN, said)):
+    while lead := (yield from source.up_to(CALL, said)):
         if (yield from _read_function(source, said, lead)):
-            yield from source.expect(END)
+            yield from source.expect(CALL_END)
 
 
 def _read_function(source: Source, said: Said, lead: str) -> Reading[bool]:
@@ -65,7 +64,7 @@ def _read_function(source: Source, said: Said, lead: str) -> Reading[bool]:
             return False
         said.argue(separator + _entry(key, value, said.tools[name]))
         separator = ", "
-    if (yield from source.expect("</function>")):
+    if (yield from source.expect(FUNCTION_END)):
         said.argue("}" if separator == ", " else "{}")
         return True
     return False
@@ -86,13 +85,13 @@ def _read_tag(source: Source, opening: str) -> Reading[str]:
 def _read_value(source: Source) -> Reading[str | None]:
     """The text up to where a parameter ends; reads nothing and returns None where it does not."""
     value = ""
-    while not value.endswith(_PARAMETER_END):
+    while not value.endswith(PARAMETER_END):
         char = yield from source.next()
         if not char:
             source.put_back(value)
             return None
         value += char
-    return value.removesuffix(_PARAMETER_END).removeprefix("\n").removesuffix("\n")
+    return value.removesuffix(PARAMETER_END).removeprefix("\n").removesuffix("\n")
 
 
 def _entry(key: str, value: str, schema: dict[str, Any]) -> str:

@@ -27,7 +27,7 @@ class Grammars(Workers):
     def __init__(self, facts: ModelFacts) -> None:
         super().__init__(
             "shared.text.grammar_worker",
-            pack([facts.model_folder, facts.limits.vocab]),
+            pack([facts.model_folder, facts.limits.vocab, facts.marks]),
             name="grammar",
             deadline_s=DEADLINE_S,
             part="grammar",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from shared.server.delta import Delta, OutputParser
-
-OPEN, CLOSE = "<think>", "</think>"
+from shared.text.marks import THINK, THINK_END
 
 ALWAYS_OPEN = "deepseek-r1"
 """The parser of models that think from the first token on, without an opening tag."""
@@ -45,9 +44,9 @@ class ReasoningParser:
 
     def _read_beginning(self) -> Delta:
         begun = self._held.lstrip()
-        if begun.startswith(OPEN):
-            self._held, self._is_open = begun.removeprefix(OPEN), True
-        elif OPEN.startswith(begun):
+        if begun.startswith(THINK):
+            self._held, self._is_open = begun.removeprefix(THINK), True
+        elif THINK.startswith(begun):
             return Delta()
         self._read = self._read_margin if self._is_open else self._read_answer
         return self._read()
@@ -61,11 +60,11 @@ class ReasoningParser:
         return self._read()
 
     def _read_reasoning(self) -> Delta:
-        reasoning, tag, rest = self._held.partition(CLOSE)
+        reasoning, tag, rest = self._held.partition(THINK_END)
         if tag:
             self._held, self._read = rest, self._read_gap
             return Delta(reasoning=reasoning.rstrip()) + self._read()
-        certain = len(_without_beginning_of(CLOSE, self._held).rstrip())
+        certain = len(_without_beginning_of(THINK_END, self._held).rstrip())
         reasoning, self._held = self._held[:certain], self._held[certain:]
         return Delta(reasoning=reasoning)
 
@@ -91,7 +90,7 @@ def is_open_after(prompt: str, name: str) -> bool:
       name: Of the reasoning parser.
     """
     end = prompt.rstrip()
-    return end.endswith(OPEN) or (name == ALWAYS_OPEN and not end.endswith(CLOSE))
+    return end.endswith(THINK) or (name == ALWAYS_OPEN and not end.endswith(THINK_END))
 
 
 def thinking_after(prompt: str, name: str) -> str | None:
@@ -101,7 +100,7 @@ def thinking_after(prompt: str, name: str) -> str | None:
     """
     if is_open_after(prompt, name):
         return "open"
-    return None if prompt.rstrip().endswith(CLOSE) else "maybe"
+    return None if prompt.rstrip().endswith(THINK_END) else "maybe"
 
 
 def _without_beginning_of(tag: str, text: str) -> str:

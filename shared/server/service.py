@@ -145,7 +145,7 @@ async def serve(connection: socket.socket, listeners: Listeners, engine_pid: int
     try:
         client = await EngineClient.connect(connection)
         logs.set_up(client.facts.observing)
-        tokenizer = Tokenizer.from_folder(client.facts.model_folder)
+        tokenizer = Tokenizer.from_folder(client.facts.model_folder, client.facts.marks)
         await load_start_corpus(client, tokenizer)
     except (EngineLost, ValueError) as error:
         print(error, file=sys.stderr, flush=True)

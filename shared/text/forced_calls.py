@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from shared.text.grammar import GrammarRefused, literal, schema_rule, serialized
+from shared.text.marks import CALL, CALL_END, FUNCTION_END, PARAMETER_END, PYTHON_TAG
 
-BEGIN, END = "<tool_call>\n", "\n</tool_call>"
 TEXT = r"/(.|\n)*/"
+_BARE_TEXT = r"BARE_TEXT: /[^{\s](.|\n)*/ & ~/<\|python_tag\|>\s*\{(.|\n)*/"
+"""What is no call of those that are the whole text, and does not begin as one."""
+
 _STRING_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
 """What a text that stands without quotes can be held to."""
 
@@ -55,7 +58,8 @@ def grammar_of(
         others = [{**first, "name": "answer"}, *others]
         start = "calls | @answer"
     separator = "MORE" if style in _TAGGED else '";"'
-    calls = f"calls: call ({separator} call)*" if many else "calls: call"
+    first = "call" if style in _TAGGED else f"{literal(PYTHON_TAG)}? call"
+    calls = f"calls: {first} ({separator} call)*" if many else f"calls: {first}"
     more = [r"MORE: /\n{0,2}/"] if style in _TAGGED and many else []
     lark = "\n".join([f"start: {start}", calls, *more, *rules])
     return serialized([{"lark_grammar": lark}, *others])
@@ -64,8 +68,8 @@ def grammar_of(
 def _beside_text(style: str, many: bool) -> tuple[str, list[str]]:
     """The start of answers that may be text: whatever begins as a call is one."""
     if style not in _TAGGED:
-        return "calls | text |", [r"text: /[^{\s](.|\n)*/"]
-    own = [f"text: {TEXT}", f"lead[suffix={literal(BEGIN.rstrip())}]: {TEXT}"]
+        return "calls | BARE_TEXT |", [_BARE_TEXT]
+    own = [f"text: {TEXT}", f"lead[suffix={literal(CALL)}]: {TEXT}"]
     own.append("spoken: lead inner")
     return ("spoken* text" if many else "spoken text | text"), own
 
@@ -73,8 +77,8 @@ def _beside_text(style: str, many: bool) -> tuple[str, list[str]]:
 def _call(body: str) -> list[str]:
     """The rules of a call between tags."""
     return [
-        f"call: {literal(BEGIN.rstrip())} inner",
-        f"inner: {literal(chr(10))} ({body}) {literal(END)}",
+        f"call: {literal(CALL)} inner",
+        f"inner: {literal(chr(10))} ({body}) {literal(chr(10) + CALL_END)}",
     ]
 
 
@@ -95,7 +99,7 @@ def _tagged(tools: Sequence[Tool]) -> list[str]:
 
 
 def _bare(tools: Sequence[Tool]) -> list[str]:
-    """`{"name": ..., "parameters": ...}`."""
+    """`{"name": ..., "parameters": ...}`, the whole text but for a tag before it."""
     return [f"call: {_any('f', tools)}", *_functions(tools, "parameters")]
 
 
@@ -109,8 +113,8 @@ def _elements(tools: Sequence[Tool]) -> list[str]:
             rule = f"p_{number}_{place}"
             rules += _parameter(rule, tool.name, key, value)
             parts.append(rule if key in schema.get("required", []) else f"{rule}?")
-        begin, end = f"<function={tool.name}>\n", "</function>"
-        rules.append(f"f_{number}: {literal(begin)} {' '.join(parts)} {literal(end)}")
+        begin, end = literal(f"<function={tool.name}>\n"), literal(FUNCTION_END)
+        rules.append(f"f_{number}: {begin} {' '.join(parts)} {end}")
     return rules
 
 
@@ -123,7 +127,7 @@ def _properties(name: str, schema: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _parameter(rule: str, name: str, key: str, value: Any) -> list[str]:
-    begin, end = f"<parameter={key}>\n", "\n</parameter>\n"
+    begin, end = f"<parameter={key}>\n", f"\n{PARAMETER_END}\n"
     if not (isinstance(value, dict) and value.get("type") == "string"):
         own = f"{rule}: {literal(begin)} v_{rule} {literal(end)}"
         return [own, schema_rule(f"v_{rule}", value if isinstance(value, dict) else {})]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
@@ -38,7 +38,6 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """The work of compiling a grammar and of a mask: 0.1 s and 10 ms at most on a slow core."""
-
 
 _OF_LIMITS = re.compile("too many|current row has", re.IGNORECASE)
 """What the library says where a text meets one of them."""
@@ -126,18 +125,44 @@ def _checked(grammar: str) -> str:
 _TOO_LARGE = f"the grammar has more than {MAX_GRAMMAR_BYTES} bytes"
 
 
+class _ShownTexts:
+    """A tokenizer for llguidance whose tokens have the texts that answers show.
+
+    By itself the library takes each added token in angle brackets for special, and no text of a
+    grammar is followed by a special token: neither `<tool_call>` nor what HTML a string may hold.
+
+    Args:
+      known: The tokenizer as the library reads it.
+      special: Tokens that answers do not show.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, known: LLTokenizer, special: Sequence[int]) -> None:
+        self._known, self._special = known, frozenset(special)
+        self.special_token_ids = special
+        self.tokens = [known.decode_bytes([token]) for token in range(known.vocab_size)]
+        is_end = not special or known.eos_token in self._special
+        self.eos_token_id = known.eos_token if is_end else special[0]
+
+    def __call__(self, text: str) -> list[int]:
+        """How the model would write a text; what is the name of a special token is pieces."""
+        tokens = self._known.tokenize_str(text)
+        return tokens if self._special.isdisjoint(tokens) else self._known.greedy_tokenize(text)
+
+
 class Compiler:
     """Compiles grammars for the tokens of one tokenizer.
 
     Args:
-      tokenizer: The text of `tokenizer.json`, or what llguidance takes for one.
+      tokenizer: As the library takes it.
       vocab: Tokens of the model, at least those of the tokenizer.
 
     Raises:
       ValueError: llguidance does not know this kind of tokenizer; one sentence.
     """
 
-    def __init__(self, tokenizer: Any, vocab: int) -> None:
+    def __init__(self, tokenizer: str | TokenizerWrapper, vocab: int) -> None:
         try:
             self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab)
         except Exception as error:  # the library raises plain Exception
@@ -147,8 +172,12 @@ class Compiler:
             raise ValueError(f"grammars know {known} tokens, and the model has {vocab}")
 
     @classmethod
-    def of_folder(cls, folder: str | Path, vocab: int) -> Compiler:
+    def of_folder(cls, folder: str | Path, vocab: int, marks: Collection[str]) -> Compiler:
         """Of a checkpoint's tokenizer.
+
+        Args:
+          folder, vocab: Of the model.
+          marks: Special tokens that answers show all the same; see `shared.text.marks`.
 
         Raises:
           ValueError: There is none, or as the constructor.
@@ -156,7 +185,14 @@ class Compiler:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise ValueError(f"a grammar is told by tokens' texts, and there is no {path}")
-        return cls(path.read_text(encoding="utf-8"), vocab)
+        text = path.read_text(encoding="utf-8")
+        special = [
+            token["id"]
+            for token in json.loads(text).get("added_tokens", ())
+            if token["special"] and token["content"] not in marks
+        ]
+        known = cls(text, vocab)._tokenizer
+        return cls(TokenizerWrapper(_ShownTexts(known, special)), vocab)
 
     def compile(self, grammar: str) -> CompiledGrammar:
         """Compiles a grammar; lets other threads run meanwhile.
@@ -232,4 +268,8 @@ def _bit(token: int) -> int:
 
 
 def _why(matcher: LLMatcher) -> str:
-    return " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:300]
+    words = " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())
+    unknown, _, listed = words.partition("; following special tokens are available")
+    if listed:
+        return f"{unknown:.200}; a token that answers show is written as a text, in quotes"
+    return words[:300]

@@ -17,20 +17,22 @@ from shared.text.grammar import (
     Compiler,
     GrammarRefused,
     behind,
+    literal,
     of_choices,
     of_lark,
     of_regex,
     of_schema,
 )
+from shared.text.marks import THINK, THINK_END
 
 DEADLINE_S = 1.0
 MAX_MEMORY = 1 << 32
 
 _GAP = r"gap: /\s{0,4}/"
-_THOUGHT = r'thought[suffix="</think>"]: /(.|\n)*/'
+_THOUGHT = rf"thought[suffix={literal(THINK_END)}]: /(.|\n)*/"
 LEADS = {
     "open": f"lead: thought gap\n{_THOUGHT}\n{_GAP}",
-    "maybe": f'lead: ("<think>" thought gap)?\n{_THOUGHT}\n{_GAP}',
+    "maybe": f"lead: ({literal(THINK)} thought gap)?\n{_THOUGHT}\n{_GAP}",
 }
 """What comes before an answer whose text begins within its reasoning, or may do so."""
 
@@ -108,9 +110,9 @@ class Wanted:
 
 
 def begin(given: Any) -> Callable[[Any], str]:
-    """What makes grammars for the tokenizer that the first message names, and the vocabulary."""
-    folder, vocab = given
-    compiler = Compiler.of_folder(folder, vocab)
+    """What makes grammars; `given` is what `Compiler.of_folder` takes."""
+    folder, vocab, marks = given
+    compiler = Compiler.of_folder(folder, vocab, marks)
     bits = np.zeros(-(-vocab // 32), np.int32)
 
     def make(asked: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,22 @@ class Tokenizer:
     """A checkpoint's tokenizer.json and chat template."""
 
     def __init__(
-        self, tokenizer: FastTokenizer, template: ChatTemplate | None, names: dict[str, str]
+        self,
+        tokenizer: FastTokenizer,
+        template: ChatTemplate | None,
+        names: dict[str, str],
+        marks: Collection[str] = (),
     ) -> None:
+        """Args: `marks` are special tokens that are shown all the same; see `shared.text.marks`."""
         self._tokenizer = tokenizer
         self._template = template
         self._names = names
         self._added = tokenizer.get_added_tokens_decoder()
-        self._special = {number for number, token in self._added.items() if token.special}
+        self._special = {
+            number
+            for number, token in self._added.items()
+            if token.special and token.content not in marks
+        }
         decoder = tokenizer.decoder.__getstate__().decode() if tokenizer.decoder else ""
         self._is_byte_level = '"ByteLevel"' in decoder
         self._has_byte_tokens = '"ByteFallback"' in decoder
@@ -40,8 +50,10 @@ class Tokenizer:
         self._most_characters = most_characters(tokenizer)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> Tokenizer | None:
+    def from_folder(cls, folder: str | Path, marks: Collection[str] = ()) -> Tokenizer | None:
         """Reads a checkpoint's tokenizer; None where it has none.
+
+        Args: `marks` as of the constructor.
 
         Raises:
           ValueError: A file is broken; one sentence.
@@ -60,7 +72,7 @@ class Tokenizer:
         settings = folder / "tokenizer_config.json"
         config = read_json(settings) if settings.is_file() else {}
         names = _special_names(config)
-        return cls(tokenizer, ChatTemplate.from_folder(folder, config, names), names)
+        return cls(tokenizer, ChatTemplate.from_folder(folder, config, names), names, marks)
 
     @property
     def has_chat_template(self) -> bool:
@@ -116,14 +128,14 @@ class Tokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens; ids that it does not know have none."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return self.decode_all([token for token in tokens if token not in self._special])
 
     def decode_all(self, tokens: list[int]) -> str:
         """Text of tokens with that of the special ones."""
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def shows(self, token: int) -> bool:
-        """Whether a token has text: it is known and not special."""
+        """Whether answers show a token: it is known, and not special or a mark."""
         return token not in self._special and self._tokenizer.id_to_token(token) is not None
 
     def byte_of(self, token: int) -> bytes | None:

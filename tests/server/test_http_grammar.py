@@ -19,7 +19,15 @@ import openai
 import pytest
 
 from shared.text.grammar_worker import DEADLINE_S
-from tests.support.http_fixtures import CHAT, COMPLETIONS, USER, Server, save_tokenizer, serving
+from tests.support.http_fixtures import (
+    CHAT,
+    COMPLETIONS,
+    USER,
+    Server,
+    save_tokenizer,
+    serving,
+)
+from tests.support.marked import marked_tokenizer
 from tests.support.tiny_models import write_tiny
 
 TEMPLATE = (
@@ -68,7 +76,7 @@ SAMPLED: Any = {"temperature": 1.0, "max_tokens": 500}
 
 def start(folder: Path) -> Any:
     write_tiny(folder, "llama", 5)
-    save_tokenizer(folder)
+    save_tokenizer(folder, marked_tokenizer(special=True))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     line = ["--port", "0", "--model-path", str(folder), "--speculative-algorithm", "NGRAM"]
     line += ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]

@@ -104,9 +104,9 @@ def _byte_letters() -> list[str]:
     return [chr(byte) if byte in shown else chr(next(hidden)) for byte in range(256)]
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Writes what a checkpoint folder has of a tokenizer."""
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
+def save_tokenizer(folder: Path, tokenizer: Tokenizer | None = None) -> None:
+    """Writes what a checkpoint folder has of a tokenizer; `byte_tokenizer` unless one is given."""
+    (tokenizer or byte_tokenizer()).save(str(folder / "tokenizer.json"))
     config = {"chat_template": CHAT_TEMPLATE, "eos_token": {"content": SPECIAL[0]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 

@@ -1,11 +1,20 @@
-"""Grammars of forms and of calls: which texts they are of, token by token."""
+"""Grammars of forms and of calls: which texts they are of, token by token.
+
+Each text is written in several ways: in bytes, and with the marks as the tokens that real
+tokenizers have for them, special or not.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from shared.text.forced_calls import Tool, grammar_of
 from shared.text.grammar import (
@@ -17,8 +26,11 @@ from shared.text.grammar import (
     of_regex,
     of_schema,
 )
+from shared.text.grammar_faults import NO_TOKEN, TOO_MUCH
 from shared.text.grammar_worker import Calls, Form, Wanted
-from tests.support.http_fixtures import byte_tokenizer
+from shared.text.marks import CALL, CALL_END, PYTHON_TAG, THINK_END
+from tests.support.http_fixtures import END, SPECIAL, byte_tokenizer
+from tests.support.marked import MARKS, marked_tokenizer
 
 VOCAB = 300
 CITY = {
@@ -36,17 +48,52 @@ ELEMENTS = (
 )
 
 
+KINDS = {
+    "bytes": byte_tokenizer,
+    "marks": lambda: marked_tokenizer(special=False),
+    "special marks": lambda: marked_tokenizer(special=True),
+}
+
+
 @lru_cache
-def compiler() -> Compiler:
-    return Compiler(byte_tokenizer().to_str(), VOCAB)
+def tokenizer(kind: str) -> Tokenizer:
+    return KINDS[kind]()
+
+
+@lru_cache
+def compiler(kind: str = "bytes") -> Compiler:
+    return compiler_of(tokenizer(kind))
+
+
+def compiler_of(tokenizer: Tokenizer) -> Compiler:
+    with TemporaryDirectory() as folder:
+        tokenizer.save(str(Path(folder) / "tokenizer.json"))
+        return Compiler.of_folder(folder, VOCAB, MARKS)
 
 
 def follows(grammar: str, text: str) -> bool | None:
-    """Whether a text is of a grammar; None: it is the beginning of one."""
-    matcher = compiler().compile(grammar).matcher()
-    if not all(map(matcher.take, text.encode())):
-        return False
-    return True if matcher.is_satisfied else None
+    """Whether a text is of a grammar, however it is written; None: it is the beginning of one."""
+    (found,) = {found for kind in KINDS for found in _ways(grammar, text, kind)}
+    return found
+
+
+def _ways(grammar: str, text: str, kind: str) -> Iterator[bool | None]:
+    compiled = compiler(kind).compile(grammar)
+    written = tokenizer(kind).encode(text, add_special_tokens=False).ids
+    for tokens in (list(text.encode()), written):
+        matcher = compiled.matcher()
+        if not all(matcher.take(token) for token in tokens):
+            yield False
+        else:
+            yield True if matcher.is_satisfied else None
+
+
+def allowed(grammar: str, text: str, kind: str) -> set[int]:
+    """The tokens that may follow a text, written as the tokenizer writes it."""
+    matcher, bits = compiler(kind).compile(grammar).matcher(), np.zeros(-(-VOCAB // 32), np.int32)
+    assert all(map(matcher.take, tokenizer(kind).encode(text, add_special_tokens=False).ids))
+    assert matcher.fill(bits)
+    return set(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist())
 
 
 @pytest.mark.parametrize("many", [True, False])
@@ -108,6 +155,89 @@ def test_calls_come_behind_the_reasoning_too():
     grammar = Wanted(form=None, calls=calls, lead="open").grammar()
     assert follows(grammar, f"hm</think>\n\nHi. {TAGGED}")
     assert follows(grammar, f"hm</think>\n\nHi. {TAGGED.replace('city', 'town')}") is False
+
+
+@pytest.mark.parametrize("kind", ["marks", "special marks"])
+@pytest.mark.parametrize(
+    ("style", "free", "lead", "text", "mark"),
+    [
+        *((style, None, None, "", CALL) for style in ("hermes", "qwen", "qwen3_coder")),
+        *((style, "text", None, "Hm. ", CALL) for style in ("hermes", "qwen", "qwen3_coder")),
+        ("hermes", None, None, TAGGED.removesuffix(CALL_END), CALL_END),
+        ("qwen3_coder", "text", None, ELEMENTS.removesuffix(CALL_END), CALL_END),
+        ("hermes", None, "open", "hm", THINK_END),
+        ("hermes", None, "maybe", "", "<think>"),
+        ("hermes", None, "open", "hm</think>\n\n", CALL),
+        ("llama3", None, None, "", PYTHON_TAG),
+        ("llama3", "text", None, "", PYTHON_TAG),
+    ],
+)
+def test_a_mark_that_the_tokenizer_has_may_be_written_as_its_token(
+    kind, style, free, lead, text, mark
+):
+    calls = Calls(style=style, tools=[("weather", CITY)], many=True, free=free)
+    grammar = Wanted(form=None, calls=calls, lead=lead).grammar()
+    assert tokenizer(kind).token_to_id(mark) in allowed(grammar, text, kind)
+
+
+def test_text_that_is_free_may_hold_every_token_that_is_shown_and_no_other():
+    for kind in KINDS:
+        shown = {tokenizer(kind).token_to_id(mark) for mark in MARKS} - {None}
+        free = allowed(of_regex("(.|\n)*"), "", kind)
+        assert shown <= free
+        assert not free & {tokenizer(kind).token_to_id(name) for name in SPECIAL}
+
+
+@pytest.mark.parametrize("text", ["<think>", "a</tool_call>b", "<|end|>"])
+def test_a_text_that_must_be_written_may_be_the_name_of_a_token(text):
+    """The tokens that a form forces say its text: special ones, which nobody sees, are none."""
+    for kind in KINDS:
+        for grammar in (of_choices([text]), of_schema({"const": text})):
+            matcher, tokens = compiler(kind).compile(grammar).matcher(), []
+            bits = np.zeros(-(-VOCAB // 32), np.int32)
+            while not matcher.is_over:
+                assert matcher.fill(bits)
+                token = int(
+                    np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little"))[0]
+                )
+                assert matcher.take(token)
+                tokens.append(token)
+            assert END not in tokens
+            assert tokenizer(kind).decode(tokens, skip_special_tokens=False).strip('"') == text
+
+
+def test_a_token_may_be_named_in_lark_by_its_id_or_be_its_text():
+    number = tokenizer("marks").token_to_id(CALL)
+    for grammar in (f'start: <[{number}]> "a"', f'start: "{CALL}" "a"', 'start: <|user|> "a"'):
+        assert allowed(of_lark(grammar), "", "marks")
+    with pytest.raises(GrammarRefused, match='unknown special token: "<tool_call>".* in quotes'):
+        compiler("marks").compile(of_lark(f'start: {CALL} "a"'))
+
+
+def test_a_call_of_llama_may_stand_behind_its_tag():
+    for free in (None, "text"):
+        grammar = grammar_of("llama3", [WEATHER], many=True, free=free, answer=None)
+        assert follows(grammar, f"{PYTHON_TAG}{BARE};{BARE}")
+        assert follows(grammar, PYTHON_TAG + BARE.replace("city", "town")) is False
+        assert follows(grammar, f"{PYTHON_TAG}print(1)") is (free == "text")
+
+
+def test_what_the_library_says_is_told_for_what_it_is():
+    without = json.loads(byte_tokenizer().to_str())
+    del without["model"]["vocab"]["x"]
+    few = compiler_of(Tokenizer.from_str(json.dumps(without)))
+    bits = np.zeros(-(-VOCAB // 32), np.int32)
+    matcher = few.compile(of_regex("ax")).matcher()
+    assert matcher.take(ord("a"))
+    assert not matcher.fill(bits)
+    assert matcher.fault == NO_TOKEN
+    many = " | ".join(f'"{i}"' for i in range(9000))
+    matcher = compiler().compile(of_lark(f"root ::= {many}")).matcher()
+    assert not matcher.take(ord("1"))
+    assert matcher.fault == TOO_MUCH
+    matcher = compiler().compile(of_regex("ab")).matcher()
+    assert not matcher.take(ord("b"))
+    assert "doesn't satisfy the grammar" in matcher.fault
 
 
 def test_white_space_of_json_has_an_end():

@@ -18,8 +18,10 @@ from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.delta import PlainText
 from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
 from shared.text.chat_template import Conversation, TemplateFailed
+from shared.text.marks import marks_of
 from shared.text.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
+from tests.support.marked import marked_tokenizer
 
 BYTES = Tokenizer(byte_tokenizer(), None, {})
 TEXT = "héllo 你好 🦜🏽 end, ünd noch mehr 文字 to pass the window 🎉🎉"
@@ -327,6 +329,20 @@ def test_a_prompt_is_whole_whatever_training_left_in_the_file(tmp_path):
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path):
     assert Tokenizer.from_folder(tmp_path) is None
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_mark_is_shown_also_where_it_is_a_special_token(tmp_path, special):
+    """Its parser would never find it; where there is none it is as hidden as others."""
+    save_tokenizer(tmp_path, marked_tokenizer(special=special))
+    text = "<think>hm</think><tool_call>{}</tool_call>"
+    for marks, shown in ((marks_of("hermes", "qwen3"), text), ((), "hm{}" if special else text)):
+        tokenizer = Tokenizer.from_folder(tmp_path, marks)
+        assert tokenizer is not None
+        tokens = tokenizer.encode(f"<|user|>{text}<|end|>")
+        assert len(tokens) == 6 + len("hm{}")
+        assert tokenizer.decode(tokens) == shown
+        assert "".join(pieces(tokenizer, [], tokens)) == shown
 
 
 def test_templates_by_name_give_the_default_one(tmp_path):
