@@ -9,12 +9,13 @@ its arguments end there and the rest is text.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shared.server.call_reading import Reading, Said, Source, read_json_call, read_value
+from shared.server.arguments import read_argument, to_json
+from shared.server.call_reading import Reading, Said, Source, read_json_call
 from shared.server.delta import Delta
+from shared.server.text_schema import ParameterSchemas
 from shared.text.marks import CALL, CALL_END, FUNCTION_END, PARAMETER_END, PYTHON_TAG
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
@@ -56,13 +57,13 @@ def _read_function(source: Source, said: Said, lead: str) -> Reading[bool]:
         said.say(lead + (f"{_FUNCTION}{name}>" if name else ""))
         return False
     said.begin(name)
-    separator = "{"
+    separator, schemas = "{", ParameterSchemas(said.tools[name])
     while key := (yield from _read_tag(source, _PARAMETER)):
         value = yield from _read_value(source)
         if value is None:
             source.put_back(f"{_PARAMETER}{key}>")
             return False
-        said.argue(separator + _entry(key, value, said.tools[name]))
+        said.argue(separator + f"{to_json(key)}: {to_json(read_argument(value, key, schemas))}")
         separator = ", "
     if (yield from source.expect(FUNCTION_END)):
         said.argue("}" if separator == ", " else "{}")
@@ -92,15 +93,6 @@ def _read_value(source: Source) -> Reading[str | None]:
             return None
         value += char
     return value.removesuffix(PARAMETER_END).removeprefix("\n").removesuffix("\n")
-
-
-def _entry(key: str, value: str, schema: dict[str, Any]) -> str:
-    """A field of the arguments: JSON where the function asks for it, else a text."""
-    properties = schema.get("properties")
-    wanted = properties.get(key) if isinstance(properties, dict) else None
-    is_text = isinstance(wanted, dict) and wanted.get("type") == "string"
-    found = value if is_text else read_value(value)
-    return f"{json.dumps(key, ensure_ascii=False)}: {json.dumps(found, ensure_ascii=False)}"
 
 
 FORMATS: Mapping[str, Callable[[Source, Said], Reading[None]]] = {

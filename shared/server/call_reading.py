@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import uuid
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
+from shared.server.arguments import from_json, to_json
 from shared.server.delta import Delta, ToolCall
 from shared.server.json_object import JsonObject
 
@@ -189,23 +189,14 @@ def _say_whole(text: str, said: Said) -> bool:
     if not (call.keys() <= _KEYS and said.takes(call.get("name")) and isinstance(arguments, dict)):
         return False
     said.begin(call["name"])
-    said.argue(json.dumps(arguments, ensure_ascii=False))
+    said.argue(to_json(arguments))
     return True
 
 
 def read_object(text: str) -> dict[str, Any] | None:
     """The JSON object that a text is; None where it is none."""
-    found = read_value(text)
-    return found if isinstance(found, dict) else None
-
-
-def read_value(text: str) -> Any:
-    """The JSON value that a text is, else the text."""
     try:
-        return json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        return text
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+        found = from_json(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -111,7 +111,7 @@ def test_what_is_no_call_is_text_and_nothing_is_lost(name, text):
             "qwen3_coder",
             "<tool_call><function=f><parameter=a>1</parameter>\n<parameter=b>2</par",
             "<parameter=b>2</par",
-            '{"a": 1',
+            '{"a": "1"',
         ),
     ],
 )

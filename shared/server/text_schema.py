@@ -1,0 +1,151 @@
+"""Whether a schema takes a text, or null: the rules of JSON Schema that speak of such values.
+
+A schema comes with the request and is judged within the server's event loop, so the work for one
+value is bounded, nothing is fetched, and expressions are matched in linear time. What is not known
+here (a `$ref` out of the document, `format`, an expression with look-around) constrains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+from urllib.parse import unquote
+
+from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
+
+MAX_STEPS = 1 << 12  # schemas and enumerated values that are looked at for one value
+MAX_DEPTH = 64
+MAX_MATCHED = 256  # characters of an expression and of a text that is held to it
+_STEPS_OF_A_MATCH = MAX_STEPS // 4  # an expression may compile for 0.1 s
+
+
+class TooMuchWork(Exception):
+    """The schema takes more work than one value may."""
+
+
+class ParameterSchemas:
+    """The schemas of a function's parameters.
+
+    Args:
+      document: The schema of all its arguments, into which references point.
+    """
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._document = document
+        self._steps_left = MAX_STEPS
+        whole: Any = document
+        for _ in range(MAX_DEPTH):
+            if not (isinstance(whole, Mapping) and "$ref" in whole):
+                break
+            whole = self._target(whole["$ref"])
+        whole = whole if isinstance(whole, Mapping) else {}
+        properties = whole.get("properties")
+        self.properties = properties if isinstance(properties, Mapping) else {}
+        self._others = whole.get("additionalProperties", True)
+
+    def takes(self, key: str, value: str | None) -> bool:
+        """Whether a value is valid as this parameter.
+
+        Raises:
+          TooMuchWork: That takes too long to find out.
+        """
+        self._steps_left = MAX_STEPS
+        return self._takes(self.properties.get(key, self._others), value, 0)
+
+    def _takes(self, schema: Any, value: str | None, depth: int) -> bool:
+        self._spend(1)
+        if depth > MAX_DEPTH:
+            raise TooMuchWork
+        if not isinstance(schema, Mapping):
+            return schema is not False
+
+        def takes(part: Any) -> bool:
+            return self._takes(part, value, depth + 1)
+
+        if "$ref" in schema and not takes(self._target(schema["$ref"])):
+            return False
+        if not _is_of_type(schema.get("type"), value):
+            return False
+        if not (self._is_listed(schema, value) and self._has_form(schema, value)):
+            return False
+        return (
+            all(takes(part) for part in _parts(schema, "allOf"))
+            and ("anyOf" not in schema or any(takes(part) for part in _parts(schema, "anyOf")))
+            and ("oneOf" not in schema or sum(map(takes, _parts(schema, "oneOf"))) == 1)
+            and not ("not" in schema and takes(schema["not"]))
+            and ("if" not in schema or takes(schema.get("then" if takes(schema["if"]) else "else")))
+        )
+
+    def _is_listed(self, schema: Mapping[str, Any], value: str | None) -> bool:
+        listed = schema.get("enum")
+        if isinstance(listed, list):
+            self._spend(len(listed))
+            if value not in listed:
+                return False
+        return "const" not in schema or schema["const"] == value
+
+    def _has_form(self, schema: Mapping[str, Any], value: str | None) -> bool:
+        if value is None:
+            return True
+        least, most = schema.get("minLength"), schema.get("maxLength")
+        if isinstance(least, int | float) and len(value) < least:
+            return False
+        if isinstance(most, int | float) and len(value) > most:
+            return False
+        pattern = schema.get("pattern")
+        if not isinstance(pattern, str) or max(len(pattern), len(value)) > MAX_MATCHED:
+            return True
+        self._spend(_STEPS_OF_A_MATCH)
+        return _matches(pattern, value)
+
+    def _spend(self, steps: int) -> None:
+        self._steps_left -= steps
+        if self._steps_left < 0:
+            raise TooMuchWork
+
+    def _target(self, reference: Any) -> Any:
+        """What a reference within the document points to; a schema that takes all without one."""
+        if not (isinstance(reference, str) and reference.startswith("#")):
+            return True
+        target: Any = self._document
+        for part in unquote(reference[1:]).split("/")[1:]:
+            self._spend(1)
+            part = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping) and part in target:
+                target = target[part]
+            elif isinstance(target, list) and part.isdecimal() and int(part) < len(target):
+                target = target[int(part)]
+            else:
+                return True
+        return target
+
+
+def _parts(schema: Mapping[str, Any], key: str) -> list[Any]:
+    parts = schema.get(key, [])
+    return parts if isinstance(parts, list) else []
+
+
+def _is_of_type(types: Any, value: str | None) -> bool:
+    name = "null" if value is None else "string"
+    return types is None or types == name or (isinstance(types, list) and name in types)
+
+
+def _matches(pattern: str, text: str) -> bool:
+    expression = _compiled(pattern)
+    if expression is None:
+        return True
+    try:
+        expression.validate_python(text)
+    except ValidationError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=64)
+def _compiled(pattern: str) -> SchemaValidator | None:
+    """An expression without backtracking; None where it is none."""
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern))
+    except SchemaError:
+        return None
