@@ -67,7 +67,9 @@ class ServerOptions:
         low=1, high=1 << 20,
     )  # fmt: skip
     api_key: str | None = flag(
-        None, "bearer token of every route of both listeners but /live (default: none is asked for)"
+        None,
+        "bearer token, or x-api-key, of every route of both listeners but /live (default: none is "
+        "asked for)",
     )
     insecure: bool = flag(False, "serve other machines without --api-key")
     admin_api_key: str | None = flag(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import asyncio
-import hmac
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from shared.server.bodies import parse_plain
 from shared.server.engine_client import EngineClient, EngineLost, Refused
 from shared.server.errors import ApiError
 from shared.server.fields import ID_SCHEMA, Strict, Text, is_id_list, is_text
-from shared.server.gates import bearer
+from shared.server.gates import is_among, sent_keys
 from shared.server.transport import read_json
 from shared.text.tokenizer import Tokenizer
 
@@ -101,8 +100,7 @@ class AdminRoutes:
         if key is None:
             reason = "this route is closed; start the server with --admin-api-key"
             raise ApiError(403, reason, code="admin_closed")
-        given = bearer(request.headers.get("authorization", ""))
-        if not hmac.compare_digest(given, key.encode()):
+        if not is_among(sent_keys(request.headers), [key]):
             reason = "the admin key is wrong or missing; send it as a bearer token"
             raise ApiError(401, reason, code="invalid_api_key")
 

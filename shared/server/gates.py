@@ -21,6 +21,8 @@ from shared.server.errors import ApiError
 MAX_HEAD_BYTES = 1 << 14
 """Of the first line of a request and its header fields."""
 
+_KEY_HEADERS = ("x-api-key", "api-key")
+
 _BASIC = 'Basic realm="Tandem", charset="UTF-8"'
 
 OPEN_PATH = "/live"
@@ -62,11 +64,10 @@ class KeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the application, or answers in its place."""
         headers = Headers(scope=scope)
-        authorization = headers.get("authorization", "")
-        given = password(authorization) or bearer(authorization)
-        # All are compared: the time says nothing of which one is like what was given.
-        found = [hmac.compare_digest(given, key.encode()) for key in self._keys]
-        if any(found) or scope["path"] == OPEN_PATH:
+        given = sent_keys(headers)
+        if browsers := password(headers.get("authorization", "")):
+            given.append(browsers)
+        if is_among(given, self._keys) or scope["path"] == OPEN_PATH:
             await self._app(scope, receive, send)
             return
         message = "the API key is wrong or missing; send it as a bearer token"
@@ -100,16 +101,23 @@ def head_too_large() -> ApiError:
     return ApiError(431, message, code="request_head_too_large")
 
 
-def bearer(authorization: str) -> bytes:
-    """The key that a request was sent with."""
+def sent_keys(headers: Headers) -> list[bytes]:
+    """The keys that a program sent: as a bearer token, and as Anthropic's or Azure's clients do."""
+    scheme, space, token = headers.get("authorization", "").partition(" ")
+    bearer = token if scheme.lower() == "bearer" else f"{scheme}{space}{token}"
     # Starlette reads a header as latin-1; clients send a key as UTF-8.
-    return authorization.encode("latin-1").removeprefix(b"Bearer ")
+    return [key.encode("latin-1") for key in (bearer, *map(headers.get, _KEY_HEADERS)) if key]
+
+
+def is_among(given: Collection[bytes], keys: Collection[str]) -> bool:
+    """Whether one of these is one of the keys; the time says nothing of which one it is like."""
+    return any([hmac.compare_digest(each, key.encode()) for each in given for key in keys])
 
 
 def password(authorization: str) -> bytes:
     """The password that a browser sends, with any name of a user; empty where it sends none."""
     scheme, _, encoded = authorization.partition(" ")
-    if scheme != "Basic":
+    if scheme.lower() != "basic":
         return b""
     try:
         return base64.b64decode(encoded, validate=True).partition(b":")[2]

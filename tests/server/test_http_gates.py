@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
 import json
 import re
@@ -83,7 +84,7 @@ WRONG = [
     bearer(KEY + "x"),
     bearer(" " + KEY),
 ]
-WRONG += [{"x-api-key": KEY.encode()}, {"authorization": KEY.encode()[:-1]}]
+WRONG += [{"x-api-key": KEY.encode()[:-1]}, {"api-key": b"x"}, {"authorization": KEY.encode()[:-1]}]
 WRONG += [{"authorization": b"Basic " + KEY.encode()}]
 
 
@@ -148,6 +149,31 @@ def test_who_knows_the_key_is_served(server):
     body = json.dumps({"messages": USER, "max_tokens": 1})
     headers = {**bearer(KEY), "content-type": "application/json"}
     assert httpx.post(server.url + CHAT, content=body, headers=headers).status_code == 200
+
+
+SCHEMES = ("Bearer", "bearer", "BEARER", "bEARER")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_name_of_a_scheme_has_no_case(server, scheme):
+    """RFC 9110, 11.1."""
+    for key, path in ((KEY, "/v1/models"), (ADMIN_KEY, CORPORA)):
+        headers = {"authorization": f"{scheme} {key}".encode()}
+        assert httpx.get(server.url + path, headers=headers).status_code == 200
+    sent = base64.b64encode(f"me:{KEY}".encode())
+    for basic in (b"Basic ", b"basic ", b"BASIC "):
+        headers = {"authorization": basic + sent}
+        assert httpx.get(server.url + "/", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["x-api-key", "X-API-Key", "api-key"])
+def test_a_key_may_come_in_the_header_of_another_api(server, name):
+    """Also beside a bearer token that its client had to fill with something."""
+    for more in ({}, bearer("EMPTY")):
+        for key, path in ((KEY, "/v1/models"), (ADMIN_KEY, CORPORA)):
+            headers = {**more, name: key.encode()}
+            assert httpx.get(server.url + path, headers=headers).status_code == 200
+        assert httpx.get(server.url + CORPORA, headers={**more, name: b"x"}).status_code == 401
 
 
 def test_the_admins_key_opens_every_route_and_the_other_one_not_the_admins(server):
