@@ -1,4 +1,4 @@
-"""Flags that users of SGLang know and that are not here, each with the reason or the way out."""
+"""Flags of SGLang and vLLM that are not here, each with the reason or the way out."""
 
 ONE_GPU = "one device serves a model; leave the flag out"
 AUTOMATIC = "the start decides it; leave the flag out"
@@ -45,12 +45,18 @@ NOT_SUPPORTED = {
         + ("--speculative-draft-attention-backend", "--speculative-draft-sink-size")
         + ("--speculative-ngram", "--speculative-dflash-block-size", "--enable-multi-layer-eagle")
         + ("--speculative-moe-runner-backend",),
-        "a draft tree of one shape is what drafts; leave the flag out",
+        "the draft model and its tree are all that is chosen; leave the flag out",
     ),
     **dict.fromkeys(
         ("--ssl-keyfile", "--ssl-certfile"),
-        "the server listens on one address in clear text; put a proxy before it",
+        "the server speaks in clear text on every listener; put a proxy before it",
     ),
+    "--allow-credentials": "pages of other sites send a key of their own; leave the flag out",
+    **dict.fromkeys(
+        ("--allowed-methods", "--allowed-headers"),
+        "a page may use every route with every header; give --allowed-origins",
+    ),
+    "--cors-allowed-origins": "give --allowed-origins",
     "--log-level-http": "one level is for both processes; give --log-level",
     **dict.fromkeys(
         ("--decode-log-interval", "--log-requests-level"),

@@ -1,8 +1,14 @@
 """Where requests come in, and who is answered."""
 
+import re
 from dataclasses import dataclass
 
 from shared.options.flags import ConfigError, check_rules, flag, spelling
+
+ANY = "*"
+"""Stands for every name of a host, and for every site."""
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@]+")
 
 REASONING_PARSERS = ("qwen3", "deepseek-r1")
 TOOL_CALL_PARSERS = ("hermes", "qwen", "qwen3_coder", "llama3")
@@ -27,6 +33,10 @@ class ServerOptions:
     allowed_hosts: str | None = flag(
         None, "names, separated by commas, that clients may call the server by; * is any (default: "
         "those of this machine where it listens to this machine alone, else any)",
+    )  # fmt: skip
+    allowed_origins: str | None = flag(
+        None, "sites, separated by commas, whose pages may read answers in a browser, as "
+        "https://chat.example:8443; * is any (default: those of no other site)",
     )  # fmt: skip
     served_model_name: str | None = flag(
         None, "name in requests and answers (default: the folder's name)"
@@ -85,3 +95,15 @@ class ServerOptions:
             raise ConfigError(
                 "--admin-host is of the second listener; give its --admin-port too, or leave it out"
             )
+        for origin in self.origins:
+            if origin != ANY and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allowed-origins has {origin!r}, which is no site; give scheme, host and "
+                    "port as https://chat.example:8443, without a path"
+                )
+
+    @property
+    def origins(self) -> tuple[str, ...]:
+        """The sites of `allowed_origins`, as browsers write them."""
+        named = (self.allowed_origins or "").lower().split(",")
+        return tuple(filter(None, map(str.strip, named)))

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import chain
 
 from shared.options.flags import ConfigError
-from shared.options.server import ServerOptions
+from shared.options.server import ANY, ServerOptions
 
 NOT_OURS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-ANY = "*"
 LOOPBACK = "127.0.0.1"
 
 

@@ -55,6 +55,7 @@ class ModelFacts:
       drafter: What drafts, as its flag names it; None without speculation.
       trace_requests: Every request is traced, not only those that ask.
       admin_host_names: As `host_names`, of the admin's listener.
+      allowed_origins: Sites whose pages may read answers, as browsers write them; `*`: any.
       observing: What the server tells of its work.
       silence_s: How long the engine may say nothing before it counts as frozen.
     """
@@ -75,6 +76,7 @@ class ModelFacts:
     drafter: str | None = None
     trace_requests: bool = False
     admin_host_names: tuple[str, ...] | None = None
+    allowed_origins: tuple[str, ...] = ()
     observing: ObservingOptions = field(default_factory=ObservingOptions)
     silence_s: float = math.inf
 
@@ -100,6 +102,7 @@ class ModelFacts:
         }
         for name in ("host_names", "admin_host_names"):
             parts[name] = None if fields[name] is None else tuple(fields[name])
+        parts["allowed_origins"] = tuple(fields["allowed_origins"])
         parts["observing"] = ObservingOptions(**fields["observing"])
         return cls(**{**fields, **parts})
 

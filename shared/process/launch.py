@@ -427,6 +427,7 @@ def _facts(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFa
         tool_call_parser=server.tool_call_parser,
         drafter=options.speculative.speculative_algorithm,
         trace_requests=server.trace_requests,
+        allowed_origins=server.origins,
         observing=options.observing,
     )
 

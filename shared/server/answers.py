@@ -326,6 +326,12 @@ class Capabilities(Answer):
     limits: Bounds
 
 
+class Version(Answer):
+    """The version of the server."""
+
+    version: str
+
+
 class Corpora(Answer):
     """Tokens of each external corpus."""
 

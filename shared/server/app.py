@@ -23,14 +23,16 @@ from shared.server.generation import Generator
 from shared.server.grammars import Grammars
 from shared.server.openai_types import ChatRequest, CompletionRequest
 from shared.server.openapi import Route, document
+from shared.server.origins import Origins
 from shared.server.prompts import PromptReader
 from shared.server.rendering import Renderer
 from shared.server.request_end import Watcher
 from shared.server.request_log import RequestLog
-from shared.server.routes import Routes, json_response
+from shared.server.routes import VERSION, Routes, json_response
 from shared.server.server_metrics import ServerMetrics
 from shared.server.tokens import Detokenize, TokenizeChat, TokenizeText, TokenRoutes
 from shared.server.transport import BodyLimit
+from shared.server.usual_form import UsualForm
 from shared.text.tokenizer import Tokenizer
 
 DOCUMENT_PATH = "/openapi.json"
@@ -109,23 +111,30 @@ def make_apps(
     tokens = TokenRoutes(facts, reader, tokenizer)
     model = (*_model_routes(routes, tokens), *_state_routes(routes), *_page_routes())
     admin = (*_metrics_routes(routes), *_admin_routes(AdminRoutes(client, tokenizer)))
+    names, origins = facts.host_names, facts.allowed_origins
     if not has_admin_listener:
-        return Apps(_app((*model, *admin), facts, facts.host_names), None)
+        return Apps(_app((*model, *admin), facts, names, origins), None)
     own = (*admin, *_health_routes(routes))
-    return Apps(_app(model, facts, facts.host_names), _app(own, facts, facts.admin_host_names))
+    clients = _app(model, facts, names, origins)
+    return Apps(clients, _app(own, facts, facts.admin_host_names, origins=()))
 
 
-def _app(served: Sequence[Route], facts: ModelFacts, names: Collection[str] | None) -> ASGIApp:
-    """An application with these routes, which answers to these names."""
+def _app(
+    served: Sequence[Route],
+    facts: ModelFacts,
+    names: Collection[str] | None,
+    origins: Collection[str],
+) -> ASGIApp:
+    """An application with these routes, which answers to these names and to pages of these."""
     app = _with_routes(served, facts.api_key is not None)
     for kind, handler in _ON_ERRORS.items():
         app.add_exception_handler(kind, handler)
-    return _gated(BodyLimit(app), facts, names)
+    return _gated(BodyLimit(app), facts, names, origins)
 
 
 def _with_routes(served: Sequence[Route], has_key: bool) -> FastAPI:
     """An application with these routes, and one that tells of all."""
-    app = FastAPI(title="Tandem", openapi_url=None)
+    app = FastAPI(title="Tandem", version=VERSION, openapi_url=None)
     told: dict[str, Any] = {}
 
     async def openapi() -> Response:
@@ -200,12 +209,14 @@ def _state_routes(routes: Routes) -> Iterator[Route]:
         handler=routes.capabilities,
         answer=answers.Capabilities,
     )
+    yield Route(path="/version", method="GET", handler=routes.version, answer=answers.Version)
     yield from _health_routes(routes)
 
 
 def _health_routes(routes: Routes) -> Iterator[Route]:
     """What watches a listener."""
-    yield Route(path="/health", method="GET", handler=routes.health, errors=(503,))
+    for path in ("/health", "/ping"):  # the second is what SageMaker asks
+        yield Route(path=path, method="GET", handler=routes.health, errors=(503,))
     yield Route(path=OPEN_PATH, method="GET", handler=routes.live, errors=(503,))
 
 
@@ -250,10 +261,14 @@ def _page_routes() -> Iterator[Route]:
     )
 
 
-def _gated(app: ASGIApp, facts: ModelFacts, names: Collection[str] | None) -> ASGIApp:
+def _gated(
+    app: ASGIApp, facts: ModelFacts, names: Collection[str] | None, origins: Collection[str]
+) -> ASGIApp:
     """The application behind all that is checked before a route is found."""
     if facts.api_key is not None:
         app = KeyCheck(app, [key for key in (facts.api_key, facts.admin_api_key) if key])
+    if origins:
+        app = Origins(app, origins)
     if names is not None:
         app = HostCheck(app, names)
-    return HeadLimit(app)
+    return HeadLimit(UsualForm(app))

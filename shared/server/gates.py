@@ -48,7 +48,7 @@ class HostCheck:
             await self._app(scope, receive, send)
             return
         message = f"this server does not answer to {name!r:.100}; name it with --allowed-hosts"
-        await _refuse(ApiError(403, message, code="host_not_allowed"), scope, receive, send)
+        await refuse(ApiError(403, message, code="host_not_allowed"), scope, receive, send)
 
 
 class KeyCheck:
@@ -74,7 +74,7 @@ class KeyCheck:
         # Whoever opens an address in a browser is asked for the key as a password.
         challenge = _BASIC if "text/html" in headers.get("accept", "") else "Bearer"
         error = ApiError(401, message, code="invalid_api_key")
-        await _refuse(error, scope, receive, send, challenge)
+        await refuse(error, scope, receive, send, challenge)
 
 
 class HeadLimit:
@@ -90,7 +90,7 @@ class HeadLimit:
             target + sum(len(name) + len(value) for name, value in scope["headers"])
             > MAX_HEAD_BYTES
         ):
-            await _refuse(head_too_large(), scope, receive, send)
+            await refuse(head_too_large(), scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -111,7 +111,8 @@ def sent_keys(headers: Headers) -> list[bytes]:
 
 def is_among(given: Collection[bytes], keys: Collection[str]) -> bool:
     """Whether one of these is one of the keys; the time says nothing of which one it is like."""
-    return any([hmac.compare_digest(each, key.encode()) for each in given for key in keys])
+    found = [hmac.compare_digest(each, key.encode()) for each in given for key in keys]
+    return any(found)
 
 
 def password(authorization: str) -> bytes:
@@ -125,9 +126,10 @@ def password(authorization: str) -> bytes:
         return b""
 
 
-async def _refuse(
+async def refuse(
     error: ApiError, scope: Scope, receive: Receive, send: Send, challenge: str | None = None
 ) -> None:
+    """Answers in the place of the application; `challenge` says how a key is to be sent."""
     headers = {"connection": "close"}  # a body may still be on its way
     if challenge is not None:
         headers["www-authenticate"] = challenge

@@ -25,7 +25,7 @@ _ERRORS = {
     404: "another model is asked for, or what is not there",
     408: "the request has not arrived whole in time",
     413: "the body is too long or has too many parts",
-    415: "the body does not say that it is JSON",
+    415: "the body does not say that it is JSON, or is packed",
     431: "the head of the request is too long",
     500: "the engine failed at the request",
     503: "the engine is gone, the server is stopping, or as many requests wait as may",

@@ -25,6 +25,9 @@ from shared.server.server_metrics import ServerMetrics
 from shared.server.traces import MAX_TRACES
 from shared.server.transport import MAX_BODY_BYTES, EventStream, read_json, watch_client
 
+VERSION = "0.1.0"
+"""As pyproject.toml has it; the document of the routes tells it too."""
+
 
 class Routes:
     """The handlers of the routes."""
@@ -77,6 +80,10 @@ class Routes:
         if self._client.drains.is_set():
             raise ApiError(503, "the server is stopping", code="draining")
         return Response()
+
+    async def version(self) -> Response:
+        """GET /version."""
+        return json_response({"version": VERSION})
 
     async def metrics(self) -> Response:
         """GET /metrics, for Prometheus."""

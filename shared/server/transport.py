@@ -24,13 +24,17 @@ async def read_json(request: Request) -> bytes:
     not JSON, unless the server allows it.
 
     Raises:
-      ApiError: It says something else, or that it is too long.
+      ApiError: It says something else, or that it is packed or too long.
     """
     if int(request.headers.get("content-length", "0")) > MAX_BODY_BYTES:
         raise too_large()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         message = f"the content-type must be application/json, got {media_type!r:.60}"
+        raise ApiError(415, message, code="unsupported_media_type")
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding != "identity":
+        message = f"the body is encoded as {coding!r:.60}, which is not read here; send plain JSON"
         raise ApiError(415, message, code="unsupported_media_type")
     return await request.body()
 

@@ -165,6 +165,7 @@ def test_every_flag_arrives_in_the_field_of_its_name():
         "host": "::1",
         "port": 0,
         "allowed_hosts": "it.example,other.example",
+        "allowed_origins": "https://chat.example",
         "served_model_name": "it",
         "watchdog_timeout": 30,
         "drain_timeout": 5,

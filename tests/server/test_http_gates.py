@@ -107,7 +107,7 @@ def test_every_route_of_both_listeners_but_live_asks_for_the_key(server, apart, 
 
 def test_a_listener_has_the_routes_of_its_readers_alone(server, apart):
     one, clients, admin = (set(routes_of(url)) for url in (server.url, apart.url, admin_url(apart)))
-    both = {("GET", path) for path in ("/health", OPEN_PATH, "/openapi.json")}
+    both = {("GET", path) for path in ("/health", "/ping", OPEN_PATH, "/openapi.json")}
     assert clients & admin == both
     assert clients | admin == one
     corpora = {("GET", CORPORA), ("POST", "/add_external_corpus")}

@@ -32,6 +32,8 @@ ROUTES = {
     "/capabilities": "get",
     "/detokenize": "post",
     "/health": "get",
+    "/ping": "get",
+    "/version": "get",
     "/list_external_corpora": "get",
     "/live": "get",
     "/metrics": "get",

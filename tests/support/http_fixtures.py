@@ -63,13 +63,8 @@ MAX_BIAS, MAX_LOGPROBS, MAX_PROMPT_LOGPROBS = 3, 5, 4
 HOST_NAME = "model.example"
 ADMIN_KEY, MAX_CORPUS_TOKENS = "sésame ouvre-toi", 1000
 JSON = {"content-type": "application/json"}
-CRASH, FAIL, SLOW, REFUSED, FREEZE = (
-    290,
-    291,
-    292,
-    293,
-    294,
-)  # first tokens of a prompt; the last also biased
+# First tokens of a prompt; the last one also biased.
+CRASH, FAIL, SLOW, REFUSED, FREEZE = range(290, 295)
 FILLER, LIE = ord("-"), ord("!")
 WATCHDOG_S = 5.0
 DRAIN_S = 20.0
@@ -399,6 +394,7 @@ def main() -> int:
     parser.add_argument("--reasoning-parser")
     parser.add_argument("--tool-call-parser")
     parser.add_argument("--api-key")
+    parser.add_argument("--allowed-origins", nargs="*", default=[])
     parser.add_argument("--trace-requests", action="store_true")
     parser.add_argument("--wrong-at", type=int)
     parser.add_argument("--well-behaved", action="store_true", help="without the ids from CRASH on")
@@ -435,6 +431,7 @@ def main() -> int:
         tool_call_parser=flags.tool_call_parser,
         trace_requests=flags.trace_requests,
         admin_host_names=(HOST_NAME,),
+        allowed_origins=tuple(flags.allowed_origins),
         observing=ObservingOptions(
             **{i.name: getattr(flags, i.name) for i in fields(ObservingOptions)}
         ),

@@ -1,0 +1,31 @@
+"""Requests in HTTP's rarer forms, written as the routes read them."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+_ABSOLUTE = re.compile(rb"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
+
+
+class UsualForm:
+    """Asks the application for what a request means.
+
+    HEAD asks as GET does, and the connection sends no body. A target may be a whole address, whose
+    host then counts in the place of the Host field (RFC 9112, 3.2.2).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application."""
+        usual = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        if found := _ABSOLUTE.fullmatch(scope["raw_path"]):
+            host, path = found[1], found[2] or b"/"
+            others = [field for field in scope["headers"] if field[0] != b"host"]
+            usual = {**usual, "raw_path": path, "path": unquote(path.decode("ascii"))}
+            usual["headers"] = [(b"host", host), *others]
+        await self._app(usual, receive, send)
