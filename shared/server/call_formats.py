@@ -1,31 +1,44 @@
 """How models write calls of tools: a reader for each format.
 
 A reader sees one character at a time, so what it says cannot depend on how the text was cut. It
-says what is certain as soon as it is, and as text whatever turns out to be no call. A call has
-begun once its name and the beginning of its arguments were read; where it breaks off behind that,
-its arguments end there and the rest is text.
+says what is certain as soon as it is, and as text whatever turns out to be no call.
+
+A call in JSON has begun once its name and the beginning of its arguments were read; where it breaks
+off behind that, its arguments end there and the rest is text. A call in elements is said when it is
+whole, since its arguments are JSON only then; where it breaks off, all of it is text. Half a mark
+that `max_tokens` cuts right behind a whole call is dropped, as `Said.leave` says.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shared.server.arguments import read_argument, to_json
-from shared.server.call_reading import Reading, Said, Source, read_json_call
-from shared.server.delta import Delta
+from shared.server.call_reading import read_json_call
+from shared.server.reading import ReadAll, ReadCall, Reading, Said, Source
 from shared.server.text_schema import ParameterSchemas
-from shared.text.marks import CALL, CALL_END, FUNCTION_END, PARAMETER_END, PYTHON_TAG
+from shared.text.marks import CALL, CALL_END, FUNCTION_END, PARAMETER_END, PYTHON_TAG, THINK_END
 
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
+_HEADER = re.compile(
+    r"\s*(<tool_call>\s*)?(<function=[^<>\n]+>\s*(<parameter=[^<>\n]+>\s*|<[^<>\n]*)?|<[^<>\n]*)?"
+)
 
 
 def read_tagged(source: Source, said: Said) -> Reading[None]:
     """`<tool_call>{"name": ..., "arguments": ...}</tool_call>`, of Hermes and Qwen."""
-    while lead := (yield from source.up_to(CALL, said)):
-        if (yield from read_json_call(source, said, lead)):
-            yield from source.expect(CALL_END)
+    while lead := (yield from source.up_to((CALL,), said)):
+        yield from _read_tagged_call(source, said, lead)
+
+
+def _read_tagged_call(source: Source, said: Said, lead: str) -> Reading[bool]:
+    if (yield from read_json_call(source, said, lead)):
+        yield from source.close(CALL_END, said)
+        return True
+    return False
 
 
 def read_bare(source: Source, said: Said) -> Reading[None]:
@@ -44,84 +57,141 @@ def read_bare(source: Source, said: Said) -> Reading[None]:
 def read_elements(source: Source, said: Said) -> Reading[None]:
     """`<tool_call><function=NAME><parameter=KEY>...</parameter></function></tool_call>`, of Qwen3
     Coder and Qwen3.5.
+
+    Models forget marks. A call may begin with `<function=NAME>`, and a mark that is missing at the
+    end of a value or of a call is taken as written where a later one shows it. Where a grammar
+    holds the calls, which knows neither, only what it asks for is a mark.
     """
-    while lead := (yield from source.up_to(CALL, said)):
-        if (yield from _read_function(source, said, lead)):
-            yield from source.expect(CALL_END)
+    marks = (CALL,) if said.are_calls_held else (CALL, _FUNCTION)
+    while lead := (yield from source.up_to(marks, said)):
+        yield from _read_function(source, said, lead)
 
 
 def _read_function(source: Source, said: Said, lead: str) -> Reading[bool]:
-    lead += yield from source.skip_space()
+    if lead.endswith(_FUNCTION):
+        lead = lead.removesuffix(_FUNCTION)
+        source.put_back(_FUNCTION)
+    source.record()
     name = yield from _read_tag(source, _FUNCTION)
-    if not said.takes(name):
-        said.say(lead + (f"{_FUNCTION}{name}>" if name else ""))
-        return False
-    said.begin(name)
-    separator, schemas = "{", ParameterSchemas(said.tools[name])
-    while key := (yield from _read_tag(source, _PARAMETER)):
-        value = yield from _read_value(source)
-        if value is None:
-            source.put_back(f"{_PARAMETER}{key}>")
-            return False
-        said.argue(separator + f"{to_json(key)}: {to_json(read_argument(value, key, schemas))}")
-        separator = ", "
-    if (yield from source.expect(FUNCTION_END)):
-        said.argue("}" if separator == ", " else "{}")
-        return True
+    if name and said.takes(name):
+        arguments = yield from _read_arguments(source, said, said.tools[name])
+        if arguments is not None:
+            said.begin(name)
+            said.argue(arguments)
+            yield from source.close(CALL_END, said)
+            return True
+    text = lead + source.recorded()
+    if source.ended and _HEADER.fullmatch(text):
+        said.leave(text)
+    else:
+        source.give_up(text, said)
     return False
 
 
-def _read_tag(source: Source, opening: str) -> Reading[str]:
-    """The name in a tag such as `<function=NAME>`; reads nothing and returns "" without one."""
-    read = yield from source.expect(opening)
+def _read_arguments(source: Source, said: Said, schema: dict[str, Any]) -> Reading[str | None]:
+    """The arguments as JSON; None where what comes is no list of parameters with an end."""
+    schemas = ParameterSchemas(schema)
+    entries: list[str] = []
+    missing = set(schemas.properties)
+    while (key := (yield from _read_tag(source, _PARAMETER))) is not None:
+        missing.discard(key)
+        text = (yield from _read_value(source, said, missing)) if key else None
+        if text is None:
+            return None
+        value = read_argument(text, key, schemas)
+        entries.append(f"{to_json(key)}: {to_json(value)}")
+    is_whole = (yield from source.expect(FUNCTION_END)) or (yield from source.expect(CALL_END))
+    return f"{{{', '.join(entries)}}}" if is_whole else None
+
+
+def _read_tag(source: Source, opening: str) -> Reading[str | None]:
+    """The name in a tag such as `<function=NAME>`; "" where the tag is broken.
+
+    Reads nothing and returns None where other text comes next.
+    """
+    if not (yield from source.expect(opening)):
+        return None
     name = ""
-    while read and (char := (yield from source.next())) != ">":
-        if char in "<\n":  # or the text has ended
-            source.put_back(read + name + char)
+    while (char := (yield from source.next())) != ">":
+        if not char or char in "<\n":
+            source.put_back(char)
             return ""
         name += char
     return name
 
 
-def _read_value(source: Source) -> Reading[str | None]:
-    """The text up to where a parameter ends; reads nothing and returns None where it does not."""
-    value = ""
-    while not value.endswith(PARAMETER_END):
-        char = yield from source.next()
-        if not char:
-            source.put_back(value)
-            return None
+def _read_value(source: Source, said: Said, missing: Collection[str]) -> Reading[str | None]:
+    """The text of a parameter; None where it has no end.
+
+    A value within the reasoning does not reach beyond the end of that: it was a draft of a call.
+
+    Args:
+      missing: Other parameters that the function has; where one begins, this one has ended.
+    """
+    openings = tuple(f"{_PARAMETER}{key}>" for key in missing)
+    value = mark = ""
+    while not mark and (char := (yield from source.next())):
         value += char
-    return value.removesuffix(PARAMETER_END).removeprefix("\n").removesuffix("\n")
+        if char != ">":
+            continue
+        if value.endswith(PARAMETER_END):
+            return _trimmed(value.removesuffix(PARAMETER_END))
+        if said.is_thinking and value.endswith(THINK_END):
+            source.put_back(THINK_END)
+            return None
+        if not said.are_calls_held:
+            mark = yield from _later_mark(source, value, openings)
+    source.put_back(mark)
+    return _trimmed(value.removesuffix(mark)) if mark else None
 
 
-FORMATS: Mapping[str, Callable[[Source, Said], Reading[None]]] = {
-    "hermes": read_tagged,
-    "qwen": read_tagged,
-    "qwen3_coder": read_elements,
-    "llama3": read_bare,
+def _later_mark(source: Source, value: str, openings: tuple[str, ...]) -> Reading[str]:
+    """The mark with which a text ends, if it shows that the one of the value's end is missing.
+
+    A text may speak of the marks that end a call, so they count where the call is seen to end.
+    """
+    if value.endswith(openings):
+        return next(opening for opening in openings if value.endswith(opening))
+    for mark, behind in ((FUNCTION_END, (CALL_END, CALL, _FUNCTION)), (CALL_END, (CALL,))):
+        if value.endswith(mark) and (yield from _comes_next(source, behind)):
+            return mark
+    return ""
+
+
+def _comes_next(source: Source, marks: tuple[str, ...]) -> Reading[bool]:
+    """Whether one of the marks comes next, or the end of the text; reads nothing."""
+    for mark in marks:
+        if found := (yield from source.expect(mark)):
+            source.put_back(found)
+            return True
+    space = yield from source.skip_space()
+    char = yield from source.next()
+    source.put_back(space + char)
+    return not char
+
+
+def _trimmed(value: str) -> str:
+    """A value without the ends of lines that belong to its marks."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """A format of calls.
+
+    Attributes:
+      read: Reads an answer.
+      read_call: Reads a call behind `CALL`, which the model may also write before it has closed
+        its reasoning; None: the format has no mark that tells a call from such a text.
+    """
+
+    read: ReadAll
+    read_call: ReadCall | None
+
+
+FORMATS: Mapping[str, CallFormat] = {
+    "hermes": CallFormat(read_tagged, _read_tagged_call),
+    "qwen": CallFormat(read_tagged, _read_tagged_call),
+    "qwen3_coder": CallFormat(read_elements, _read_function),
+    "llama3": CallFormat(read_bare, None),
 }
-
-
-class ToolCallParser:
-    """Reads the calls of a choice in one of the formats; the rest is text."""
-
-    def __init__(
-        self, name: str, tools: Mapping[str, dict[str, Any]], most_calls: int | None
-    ) -> None:
-        """Args: as of `FORMATS` and `Said`."""
-        self._said = Said(tools, most_calls)
-        self._reading = FORMATS[name](Source(), self._said)
-        next(self._reading)
-
-    def push(self, text: str) -> Delta:
-        """What is certain with this text."""
-        for char in text:
-            self._reading.send(char)
-        return self._said.take()
-
-    def flush(self) -> Delta:
-        """What was held back: the text has ended."""
-        with contextlib.suppress(StopIteration):
-            self._reading.send("")
-        return self._said.take()

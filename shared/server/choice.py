@@ -212,7 +212,7 @@ class Choice:
         delta = Delta(self.echo) + self.parser.push(text)
         self.echo = ""
         if self.finish_reason:
-            delta += self.parser.flush()
+            delta += self.parser.flush(was_cut=self.finish_reason == "length")
         self._has_called |= bool(delta.tool_calls)
         if self.finish_reason == "stop" and self._has_called:
             self.finish_reason = "tool_calls"

@@ -55,8 +55,8 @@ class OutputParser(Protocol):
         """What is certain with this text; what is not yet is held back."""
         ...
 
-    def flush(self) -> Delta:
-        """What was held back: the text has ended."""
+    def flush(self, was_cut: bool) -> Delta:
+        """What was held back: the text has ended, or was cut since it may have no more tokens."""
         ...
 
 
@@ -67,6 +67,6 @@ class PlainText:
         """The text as it is."""
         return Delta(text)
 
-    def flush(self) -> Delta:
+    def flush(self, was_cut: bool) -> Delta:
         """Nothing: no text is held back."""
         return Delta()

@@ -87,8 +87,7 @@ class Grammars(Workers):
     def _calls(self, request: ChatRequest) -> Calls | None:
         """How an answer may call, where that is to be held to something."""
         tools, style = request.callable_tools, self._facts.tool_call_parser
-        is_strict = any(tool.function.strict for tool in tools)
-        if not tools or style is None or not (request.must_call or is_strict or request.form):
+        if not tools or style is None or not request.holds_calls:
             return None
         free = None if request.must_call else "text" if request.form is None else "answer"
         return Calls(

@@ -247,6 +247,12 @@ class ChatRequest(GenerationRequest, ChatPrompt):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
+    def holds_calls(self) -> bool:
+        """Whether a grammar holds the calls of an answer, if it has tools."""
+        is_strict = any(tool.function.strict for tool in self.callable_tools)
+        return self.must_call or is_strict or self.form is not None
+
+    @property
     def callable_tools(self) -> list[Tool]:
         """Those that an answer may call."""
         choice = self.tool_choice

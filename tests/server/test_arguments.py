@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.server.arguments import from_json, read_argument, to_json
-from shared.server.call_formats import FORMATS, ToolCallParser
+from shared.server.call_formats import FORMATS
 from shared.server.delta import Delta
+from shared.server.parsers import new_parser
+from shared.server.reading import Said
 from shared.server.text_schema import ParameterSchemas
 
 WORD = {"type": "string"}
@@ -188,8 +190,8 @@ def test_what_a_call_says_is_valid_wherever_a_reading_is_at_every_cut(name, sche
     cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)), max_size=6)))
     pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
     for parts in (pieces, [whole], list(whole)):
-        parser = ToolCallParser(name, tools, None)
-        said = sum(map(parser.push, parts), Delta()) + parser.flush()
+        parser = new_parser(name, Said(tools, None, False), None)
+        said = sum(map(parser.push, parts), Delta()) + parser.flush(was_cut=False)
         (call,) = said.tool_calls
         value = json.loads(call.arguments)["key"]
         assert (call.name, said.text) == ("f", "")

@@ -32,7 +32,7 @@ class Marks:
             said += self._delta(found)
         return said
 
-    def flush(self) -> Delta:
+    def flush(self, was_cut: bool) -> Delta:
         held, self._held = self._held, ""
         return Delta(held)
 

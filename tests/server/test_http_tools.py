@@ -182,6 +182,39 @@ def test_a_text_cut_within_a_call_says_that_it_was(server):
     )
 
 
+def test_half_a_mark_behind_a_call_is_not_in_the_content_of_a_cut_answer(server):
+    fields = {"messages": says(f"{CALL}\n{CALL}"), "temperature": 0, "tools": [WEATHER]}
+    for more in (3, 6, 14):
+        fields["max_tokens"] = len(CALL) + more
+        choice = server.post(CHAT, **fields).json()["choices"][0]
+        assert choice["finish_reason"] == "length"
+        assert len(choice["message"]["tool_calls"]) == 1
+        assert not choice["message"]["content"]
+        deltas = [event["choices"][0]["delta"] for event in server.stream(CHAT, **fields)]
+        assert not any(delta["content"] for delta in deltas)
+
+
+def test_a_call_within_open_reasoning_is_a_call(server):
+    fields = {
+        "messages": says(f"I use <tool_call> now.\n{CALL}"),
+        "tools": [WEATHER],
+        "temperature": 0,
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    choice = server.post(CHAT, **fields).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["reasoning_content"] == "I use <tool_call> now."
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {
+        "city": "Rome"
+    }
+    events = server.stream(CHAT, **fields)
+    deltas = [event["choices"][0]["delta"] for event in events]
+    assert "".join(d.get("reasoning_content", "") for d in deltas) == "I use <tool_call> now."
+    parts = [part for d in deltas for part in d.get("tool_calls", [])]
+    assert json.loads("".join(part["function"]["arguments"] for part in parts)) == {"city": "Rome"}
+    assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def tool_of(**function: object) -> Any:
     return {"type": "function", "function": function}
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.options.server import REASONING_PARSERS
-from shared.server.call_formats import ToolCallParser
-from shared.server.delta import Delta, OutputParser, PlainText
-from shared.server.reasoning import ALWAYS_OPEN, ReasoningParser, is_open_after
+from shared.server.delta import Delta, OutputParser
+from shared.server.parsers import new_parser
+from shared.server.reading import Said
+from shared.server.reasoning import ALWAYS_OPEN, is_open_after
 
 QWEN_THINKS = "<|im_start|>assistant\n<think>\n"
 QWEN_DOES_NOT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -30,8 +33,12 @@ PARTS = [
 ]
 
 
+def thinking(is_open: bool) -> OutputParser:
+    return new_parser(None, Said({}, None, False), is_open)
+
+
 def read(parser: OutputParser, pieces: list[str]) -> tuple[str, str]:
-    said = sum(map(parser.push, pieces), Delta()) + parser.flush()
+    said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
     return said.reasoning, said.text
 
 
@@ -55,7 +62,7 @@ def read(parser: OutputParser, pieces: list[str]) -> tuple[str, str]:
 def test_reasoning_is_what_stands_before_its_end(text, is_open, want):
     for size in (1, 2, 3, 100):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        assert read(ReasoningParser(PlainText(), is_open), pieces) == want
+        assert read(thinking(is_open), pieces) == want
 
 
 @given(st.lists(st.sampled_from(PARTS), max_size=20), st.booleans(), st.data())
@@ -64,14 +71,14 @@ def test_reasoning_does_not_depend_on_how_the_text_was_cut(parts, is_open, data)
     text = "".join(parts)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    got = read(ReasoningParser(PlainText(), is_open), pieces)
-    assert got == read(ReasoningParser(PlainText(), is_open), [text])
+    got = read(thinking(is_open), pieces)
+    assert got == read(thinking(is_open), [text])
     if "<think>" not in text and not is_open:
         assert got == ("", text)
 
 
 def test_reasoning_is_said_as_soon_as_it_is_certain():
-    parser = ReasoningParser(PlainText(), False)
+    parser = thinking(False)
     said = [parser.push(text) for text in ("<think>", "a ", "b</th", "e</think", ">", "\nc")]
     reasoning = [delta.reasoning for delta in said]
     assert reasoning == ["", "a", " b", "</the", "", ""]
@@ -82,11 +89,66 @@ def test_reasoning_and_a_call_may_end_and_begin_in_one_accepted_run():
     """Others lost the call (v#43221)."""
     text = '<think>look</think>\n<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     for size in (1, 7, len(text)):
-        parser = ReasoningParser(ToolCallParser("hermes", {"f": {}}, None), False)
+        parser = new_parser("hermes", Said({"f": {}}, None, False), False)
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
-        said = sum(map(parser.push, pieces), Delta()) + parser.flush()
+        said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
         assert (said.reasoning, said.text) == ("look", "")
         assert [(call.name, call.arguments) for call in said.tool_calls] == [("f", '{"a": 1}')]
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>',
+    "qwen3_coder": (
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n</tool_call>"
+    ),
+    "llama3": '{"name": "f", "parameters": {"a": "x"}}',
+}
+
+
+def read_all(name: str, are_held: bool, text: str, size: int) -> tuple[str, str, list[str]]:
+    parser = new_parser(name, Said({"f": {}}, None, are_held), True)
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut=False)
+    return said.reasoning, said.text, [call.arguments for call in said.tool_calls]
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder"])
+@pytest.mark.parametrize(
+    ("text", "reasoning", "answer", "num_calls"),
+    [
+        ("I look.\n{call}", "I look.", "", 1),
+        ("I look.\n{call}\n{call}\n</think>\n\nSo.", "I look.", "So.", 2),
+        ("{call}\n</think>\n\n{call}", "", "", 2),
+        ("hm {call} so </think>", "hm", " so </think>", 1),
+        ("Is <tool_call> right? {call}", "Is <tool_call> right?", "", 1),
+        ("Is <tool_call> so?\n</think>\n\n<tool_call>", "Is <tool_call> so?", "<tool_call>", 0),
+        ("hm <tool_call>", "hm <tool_call>", "", 0),
+        ("hm <tool_call>\n</think>\n{call}", "hm <tool_call>", "", 1),
+    ],
+)  # fmt: skip
+def test_a_call_within_the_reasoning_ends_it(name, text, reasoning, answer, num_calls):
+    whole = text.replace("{call}", CALLS[name])
+    for size in (1, 2, 5, len(whole)):
+        got = read_all(name, False, whole, size)
+        assert got[:2] == (reasoning, answer)
+        assert [json.loads(arguments) for arguments in got[2]] == [{"a": "x"}] * num_calls
+
+
+def test_half_a_call_within_the_reasoning_does_not_take_the_answer_with_it():
+    draft = "hm <tool_call>\n<function=f>\n<parameter=a>\ny"
+    text = f"{draft}\n</think>\n\n{CALLS['qwen3_coder']}"
+    for size in (1, 5, 500):
+        assert read_all("qwen3_coder", False, text, size) == (draft, "", ['{"a": "x"}'])
+
+
+@pytest.mark.parametrize(
+    ("name", "are_held"), [("llama3", False), ("hermes", True), ("qwen3_coder", True)]
+)
+def test_reasoning_that_cannot_end_with_a_call_keeps_what_looks_like_one(name, are_held):
+    for size in (1, 5, 500):
+        got = read_all(name, are_held, f"hm\n{CALLS[name]}\n</think>\n{CALLS[name]}", size)
+        assert got[:2] == (f"hm\n{CALLS[name]}", "")
+        assert [json.loads(arguments) for arguments in got[2]] == [{"a": "x"}]
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.options.server import TOOL_CALL_PARSERS
-from shared.server.call_formats import FORMATS, ToolCallParser
+from shared.server.call_formats import FORMATS
 from shared.server.delta import Delta
 from shared.server.json_object import JsonObject
+from shared.server.parsers import new_parser
+from shared.server.reading import Said
 
-CITY = {"city": {"type": "string"}, "days": {"type": "integer"}, "odd": {"type": ["string"]}}
+CITY = {
+    "city": {"type": "string"},
+    "state": {"type": "string"},
+    "days": {"type": "integer"},
+    "odd": {"type": ["string"]},
+}
 TOOLS = {"get": {"type": "object", "properties": CITY}, "f": {}}
 GET = '{"name": "get", "arguments": {"city": "Pa\\"}{ris", "days": [1, {"a": 2.5e3}]}}'
 ARGUMENTS = '{"city": "Pa\\"}{ris", "days": [1, {"a": 2.5e3}]}'
@@ -25,9 +32,11 @@ ELEMENTS = (
 Calls = list[tuple[str, str]]
 
 
-def read(name: str, pieces: list[str], most: int | None = None) -> tuple[str, Calls]:
-    parser = ToolCallParser(name, TOOLS, most)
-    said = sum(map(parser.push, pieces), Delta()) + parser.flush()
+def read(
+    name: str, pieces: list[str], most: int | None = None, was_cut: bool = False
+) -> tuple[str, Calls]:
+    parser = new_parser(name, Said(TOOLS, most, False), None)
+    said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut)
     return said.text, [(call.name, call.arguments) for call in said.tool_calls]
 
 
@@ -92,6 +101,16 @@ def test_calls_are_read_and_the_rest_is_text(name, text, left, calls):
         ("qwen3_coder", "<tool_call>\n<function=g>\n<parameter=a>1</parameter></function> \n"),
         ("qwen3_coder", " <tool_call> <function=f"),
         ("qwen3_coder", "<tool_call>\n\n<func </tool_call>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter>\n<parameter=b>2</par"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter> so </function>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"),
+        ("qwen3_coder", "<tool_call>\n<function=get>\n<parameter=city>\nRome\n"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a\n1\n</parameter></function>"),
+        (
+            "qwen3_coder",
+            "Write <function=f> or <function=g></function> or <function=f and <function=",
+        ),
+        ("qwen3_coder", "<function=f><function=f><tool_call><function=f> <tool_call>"),
     ],
 )
 def test_what_is_no_call_is_text_and_nothing_is_lost(name, text):
@@ -107,18 +126,114 @@ def test_what_is_no_call_is_text_and_nothing_is_lost(name, text):
         ("hermes", '<tool_call>{"name":"f","arguments":{"a":1', "", '{"a":1'),
         ("hermes", '<tool_call>{"name":"f","arguments":{"a":"b\nc"}}', '\nc"}}', '{"a":"b'),
         ("hermes", '<tool_call>{"name":"f","arguments":{}<tool_call>', "<tool_call>", "{}"),
-        (
-            "qwen3_coder",
-            "<tool_call><function=f><parameter=a>1</parameter>\n<parameter=b>2</par",
-            "<parameter=b>2</par",
-            '{"a": "1"',
-        ),
     ],
 )
 def test_a_call_that_breaks_off_ends_there_and_the_rest_is_text(name, text, left, arguments):
     for size in (1, 5, len(text)):
         pieces = [text[i : i + size] for i in range(0, len(text), size)]
         assert read(name, pieces) == (left, [("f", arguments)])
+
+
+CITY_OF_TEXAS = '{"city": "Dallas", "state": "TX"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "calls"),
+    [
+        (  # no end of the first value
+            "<tool_call>\n<function=get>\n<parameter=city>\nDallas\n<parameter=state>\nTX\n"
+            "</parameter>\n</function>\n</tool_call>",
+            "",
+            [("get", CITY_OF_TEXAS)],
+        ),
+        (  # no end of the last value
+            "<tool_call>\n<function=get>\n<parameter=city>\nDallas\n</function>\n</tool_call>\nso",
+            "\nso",
+            [("get", '{"city": "Dallas"}')],
+        ),
+        ("<function=get><parameter=city>Dallas</function>", "", [("get", '{"city": "Dallas"}')]),
+        (  # no end of the function
+            "<tool_call>\n<function=get>\n<parameter=city>\nDallas\n</parameter>\n</tool_call>",
+            "",
+            [("get", '{"city": "Dallas"}')],
+        ),
+        (  # no end but that of the call
+            "<tool_call>\n<function=get>\n<parameter=city>\nDallas\n</tool_call>\n" + ELEMENTS,
+            "",
+            [("get", '{"city": "Dallas"}'), ("get", '{"city": "5", "days": 5}')],
+        ),
+        ("<tool_call><function=f>\n</tool_call>", "", [("f", "{}")]),
+        ("<tool_call>\n<function=f>\n</function>", "", [("f", "{}")]),
+        (  # no beginning of the call
+            "I look.\n\n<function=get>\n<parameter=city>\nDallas\n</parameter>\n</function>\n"
+            "</tool_call>",
+            "I look.",
+            [("get", '{"city": "Dallas"}')],
+        ),
+        ("<function=f></function><function=f></function>", "", [("f", "{}"), ("f", "{}")]),
+        (  # a value that speaks of marks
+            "<tool_call><function=get><parameter=city>a</function>b</tool_call>c<parameter=x>d"
+            "<parameter=city>\n</parameter></function></tool_call>",
+            "",
+            [("get", '{"city": "a</function>b</tool_call>c<parameter=x>d<parameter=city>"}')],
+        ),
+    ],
+)
+def test_a_call_in_elements_is_read_without_the_marks_that_models_forget(text, left, calls):
+    for size in (1, 2, 3, 7, len(text)):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert read("qwen3_coder", pieces) == (left, calls)
+
+
+def test_a_call_that_a_grammar_holds_begins_as_the_grammar_writes_it():
+    bare = ELEMENTS.removeprefix("<tool_call>\n")
+    parser = new_parser("qwen3_coder", Said(TOOLS, None, True), None)
+    assert parser.push(bare + ELEMENTS).tool_calls[0].arguments == '{"city": "5", "days": 5}'
+    assert parser.flush(was_cut=False) == Delta()
+    parser = new_parser("qwen3_coder", Said(TOOLS, None, True), None)
+    assert parser.push(bare) + parser.flush(was_cut=False) == Delta(bare)
+    value = "a\n<parameter=days>\n</function>\n</tool_call>\n<tool_call> b"
+    parser = new_parser("qwen3_coder", Said(TOOLS, None, True), None)
+    (call,) = parser.push(ELEMENTS.replace("5", value, 1)).tool_calls
+    assert json.loads(call.arguments) == {"city": value, "days": 5}
+
+
+SECOND = {
+    "hermes": '\n<tool_call>\n{"name": "f", "arguments": ',
+    "qwen3_coder": "\n<tool_call>\n<function=get>\n<parameter=city>\n",
+    "llama3": '; {"name": "f", "parameters": ',
+}
+FIRST = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": ELEMENTS,
+    "llama3": '{"name": "f", "parameters": {}}',
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_half_a_mark_that_max_tokens_cuts_behind_a_call_is_dropped(name):
+    whole = FIRST[name] + SECOND[name]
+    for end in range(len(FIRST[name].removesuffix("</tool_call>")), len(whole) + 1):
+        for pieces in ([whole[:end]], list(whole[:end])):
+            text, calls = read(name, pieces, was_cut=True)
+            assert (text, len(calls)) == ("", 1), whole[:end]
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_no_word_of_the_model_is_dropped_where_max_tokens_cuts(name):
+    second, word = SECOND[name], '{"a": 1' if name != "qwen3_coder" else "Rome"
+    for first in ("", "Well. ", FIRST[name] + " so"):
+        if name == "llama3" and first != "":
+            continue
+        for end in range(1, len(second) + 1) if first else ():
+            text, _ = read(name, [first + second[:end]], was_cut=True)
+            assert text.rstrip() == (first.removeprefix(FIRST[name]) + second[:end]).rstrip()
+    text, calls = read(name, [FIRST[name] + second + word], was_cut=True)
+    given = text + "".join(arguments for _, arguments in calls[1:])
+    assert given.endswith(word)
+    assert len(calls) == (1 if name == "qwen3_coder" else 2)
+    # The model ended there by itself: nobody else would tell of the half mark.
+    assert read(name, [FIRST[name] + second], was_cut=False)[0].strip() == second.strip()
 
 
 def test_a_call_beyond_the_most_is_text():
@@ -130,24 +245,39 @@ PARTS = [
     *("<tool_call>", "</tool_call>", "<tool_", "call>", "<|python_tag|>", ";", " ", "\n", "é"),
     *('{"name": "f", "arguments": ', '{"name":"get","parameters":', '{"a": 1}', "{}", "}", "{"),
     *("<function=get>", "<function=", "<parameter=city>", "x", "</parameter>", "</function>"),
+    *("<function=f>", "<parameter=days>", "1", ELEMENTS, "<think>", "</think>"),
 ]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@given(parts=st.lists(st.sampled_from(PARTS), max_size=14), data=st.data())
-@settings(deadline=None, max_examples=120)
-def test_calls_do_not_depend_on_how_the_text_was_cut(name, parts, data):
+@given(
+    parts=st.lists(st.sampled_from(PARTS), max_size=14),
+    is_open=st.sampled_from([None, False, True]),
+    are_held=st.booleans(),
+    was_cut=st.booleans(),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=200)
+def test_calls_do_not_depend_on_how_the_text_was_cut(name, parts, is_open, are_held, was_cut, data):
     text = "".join(parts)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    got = read(name, pieces)
-    assert got == read(name, [text])
-    if not got[1]:
+
+    def read_all(pieces: list[str]) -> tuple[str, str, Calls]:
+        parser = new_parser(name, Said(TOOLS, None, are_held), is_open)
+        said = sum(map(parser.push, pieces), Delta()) + parser.flush(was_cut)
+        return said.text, said.reasoning, [(c.name, c.arguments) for c in said.tool_calls]
+
+    got = read_all(pieces)
+    assert got == read_all([text])
+    if is_open is None and not got[2]:
         assert got[0] == text
+    if name == "qwen3_coder":
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in got[2])
 
 
 def test_arguments_are_said_while_they_are_read():
-    parser = ToolCallParser("hermes", TOOLS, None)
+    parser = new_parser("hermes", Said(TOOLS, None, False), None)
     said = [parser.push(text) for text in ('a <tool_call>{"name":"f","arguments":', "{", '"a":1')]
     assert said[0] == Delta("a")
     begun = said[1].tool_calls[0]
