@@ -9,13 +9,16 @@ from typing import Any
 
 from shared.text.grammar import GrammarRefused, literal, schema_rule, serialized
 from shared.text.marks import CALL, CALL_END, FUNCTION_END, PARAMETER_END, PYTHON_TAG
+from shared.text.schema_parts import NotKept, merged, standalone, unquoted
 
 TEXT = r"/(.|\n)*/"
+_ELEMENT_TEXT = [
+    rf"element_text[suffix={literal(PARAMETER_END)}]: {TEXT}",
+    r'any_parameter: "<parameter=" /[^<>\n]+/ ">\n" element_text "\n"',
+]
+"""What a text without quotes is: all up to the first end of a parameter."""
 _BARE_TEXT = r"BARE_TEXT: /[^{\s](.|\n)*/ & ~/<\|python_tag\|>\s*\{(.|\n)*/"
 """What is no call of those that are the whole text, and does not begin as one."""
-
-_STRING_KEYS = {"type", "description", "title", "default", "examples", "enum", "const"}
-"""What a text that stands without quotes can be held to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,43 +110,48 @@ def _elements(tools: Sequence[Tool]) -> list[str]:
     """`<tool_call><function=NAME><parameter=KEY>...</parameter></function></tool_call>`."""
     rules = _call(_any("f", tools))
     for number, tool in enumerate(tools):
-        schema = _object_schema(tool)
-        parts = []
-        for place, (key, value) in enumerate(_properties(tool.name, schema)):
-            rule = f"p_{number}_{place}"
-            rules += _parameter(rule, tool.name, key, value)
-            parts.append(rule if key in schema.get("required", []) else f"{rule}?")
+        parts = ["any_parameter*"]
+        if tool.schema is not None:
+            parts, own = _parameters(number, tool.name, _object_schema(tool))
+            rules += own
         begin, end = literal(f"<function={tool.name}>\n"), literal(FUNCTION_END)
         rules.append(f"f_{number}: {begin} {' '.join(parts)} {end}")
-    return rules
+    return [*rules, *_ELEMENT_TEXT]
 
 
-def _properties(name: str, schema: dict[str, Any]) -> list[tuple[str, Any]]:
-    if "properties" not in schema:
+def _parameters(number: int, name: str, schema: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """What stands within a call of a function, and its rules."""
+    whole = merged(schema, schema)
+    if "properties" not in whole:
         raise GrammarRefused(
             f"the function {name} names no properties, which this format of calls needs"
         )
-    return list(schema["properties"].items())
+    parts, rules = [], []
+    for place, (key, value) in enumerate(whole["properties"].items()):
+        rule = f"p_{number}_{place}"
+        try:
+            rules += _parameter(rule, key, value, schema)
+        except NotKept as error:
+            reason = f"{error} of {key} of the function {name} cannot be kept in this format"
+            raise GrammarRefused(f"{reason} of calls") from error
+        parts.append(rule if key in whole.get("required", []) else f"{rule}?")
+    return parts, rules
 
 
-def _parameter(rule: str, name: str, key: str, value: Any) -> list[str]:
-    begin, end = f"<parameter={key}>\n", f"\n{PARAMETER_END}\n"
-    if not (isinstance(value, dict) and value.get("type") == "string"):
-        own = f"{rule}: {literal(begin)} v_{rule} {literal(end)}"
-        return [own, schema_rule(f"v_{rule}", value if isinstance(value, dict) else {})]
-    if unknown := sorted(value.keys() - _STRING_KEYS):
-        raise GrammarRefused(
-            f"{unknown[0]} of {key} of the function {name} cannot be kept in this format of calls"
-        )
-    choices = [value["const"]] if "const" in value else value.get("enum")
-    if choices is not None:
-        options = " | ".join(literal(str(choice)) for choice in choices)
-        return [f"{rule}: {literal(begin)} ({options}) {literal(end)}"]
-    return [f"{rule}: {literal(begin)} v_{rule}", f"v_{rule}[suffix={literal(end)}]: {TEXT}"]
+def _parameter(rule: str, key: str, schema: Any, document: dict[str, Any]) -> list[str]:
+    begin, allowed = literal(f"<parameter={key}>\n"), unquoted(schema, document)
+    if allowed.is_text:
+        return [f'{rule}: {begin} element_text "\\n"']
+    options, own = list(map(literal, allowed.choices)), []
+    if allowed.value is not None:
+        options.append(f"v_{rule}")
+        own.append(schema_rule(f"v_{rule}", standalone(allowed.value, document)))
+    end = literal(f"\n{PARAMETER_END}\n")
+    return [f"{rule}: {begin} ({' | '.join(options)}) {end}", *own]
 
 
 def _object_schema(tool: Tool) -> dict[str, Any]:
-    schema = {"type": "object"} if tool.schema is None else tool.schema
+    schema = {} if tool.schema is None else tool.schema
     if schema.get("type", "object") != "object":
         raise GrammarRefused(f"the parameters of the function {tool.name} must be an object")
     return {**schema, "type": "object"}

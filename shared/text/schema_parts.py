@@ -1,0 +1,161 @@
+"""Parts of a schema's document: what pointers point at, and what a value without quotes may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+from shared.text.grammar import GrammarRefused
+
+MAX_DEPTH = 64
+_TOO_DEEP = f"a schema has references within more than {MAX_DEPTH} others"
+_NOTES = {"description", "title", "default", "examples", "deprecated", "$comment"}
+"""Keywords that constrain nothing."""
+
+_OF_NAMES = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_OF_VALUES = {"const", "enum", *_NOTES}
+_OF_TEXTS = {"minLength", "maxLength", "pattern", "format"}
+
+
+class NotKept(ValueError):
+    """A keyword that a text without quotes cannot be held to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unquoted:
+    """What a value may be where texts stand without quotes.
+
+    Attributes:
+      is_text: Any text.
+      choices: Some texts.
+      value: The schema of JSON values beside them; None: none.
+    """
+
+    is_text: bool
+    choices: tuple[str, ...]
+    value: Any
+
+
+def target(document: Any, pointer: str) -> Any:
+    """What a pointer such as `#/$defs/A` points at in a document.
+
+    Raises:
+      GrammarRefused: Nothing.
+    """
+    found = document
+    for step in unquote(pointer).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and step in found:
+            found = found[step]
+        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            raise GrammarRefused(f"{pointer:.100} points at nothing in its schema")
+    return found
+
+
+def standalone(schema: Any, document: Any) -> dict[str, Any]:
+    """A part of a document as a document of its own, with all that its pointers point at."""
+    numbers: dict[str, int] = {}
+    targets: dict[str, Any] = {}
+
+    def move(part: Any) -> Any:
+        if isinstance(part, list):
+            return [move(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        moved = {key: move_of(key, value) for key, value in part.items()}
+        if _points_within(part):
+            moved["$ref"] = place(part["$ref"])
+        return moved
+
+    def move_of(key: str, value: Any) -> Any:
+        if key in _OF_NAMES and isinstance(value, dict):
+            return {name: move(each) for name, each in value.items()}
+        return value if key in _OF_VALUES else move(value)
+
+    def place(pointer: str) -> str:
+        if pointer not in numbers:
+            number = numbers[pointer] = len(numbers)
+            targets[str(number)] = move(target(document, pointer))
+        return f"#/$defs/{numbers[pointer]}"
+
+    moved = move(schema)
+    return {**moved, "$defs": targets} if targets else moved
+
+
+def merged(schema: Any, document: Any) -> Any:
+    """A schema with that which its `$ref`, or the one part of its `allOf`, stands for.
+
+    Raises:
+      GrammarRefused: They go round, or point at nothing.
+      NotKept: Both sides hold a text to the same keyword.
+    """
+    for _ in range(MAX_DEPTH):
+        if _points_within(schema):
+            key, part = "$ref", target(document, schema["$ref"])
+        elif isinstance(schema, dict) and len(schema.get("allOf", ())) == 1:
+            key, part = "allOf", schema["allOf"][0]
+        else:
+            return schema
+        rest = {name: value for name, value in schema.items() if name != key}
+        if not isinstance(part, dict):
+            part = {} if part else {"not": {}}
+        twice = {name for name in part.keys() & rest.keys() if part[name] != rest[name]} - _NOTES
+        if twice and "string" in (part.get("type"), rest.get("type")):
+            raise NotKept(min(twice))
+        if twice:  # of JSON, whose grammar holds it to both
+            return schema
+        schema = {**part, **rest}
+    raise GrammarRefused(_TOO_DEEP)
+
+
+def unquoted(schema: Any, document: Any, depth: int = 0) -> Unquoted:
+    """What the values of a schema are where texts stand without quotes.
+
+    Raises:
+      GrammarRefused, NotKept: As `merged`; or a text is held to what cannot be kept there.
+    """
+    if depth > MAX_DEPTH:
+        raise GrammarRefused(_TOO_DEEP)
+    schema = merged(schema, document)
+    if not isinstance(schema, dict):
+        schema = {} if schema else {"not": {}}
+    kind = schema.get("type")
+    constraints = schema.keys() - _NOTES
+    union = next((key for key in ("anyOf", "oneOf") if constraints == {key}), None)
+    if isinstance(kind, list):
+        union, parts = "anyOf", [{**schema, "type": each} for each in kind]
+    elif union is not None:
+        parts = schema[union]
+    else:
+        return _leaf(schema, kind, constraints)
+    found = [unquoted(part, document, depth + 1) for part in parts]
+    values = [each.value for each in found if each.value is not None]
+    choices = tuple(choice for each in found for choice in each.choices)
+    is_text = any(each.is_text for each in found)
+    if not (is_text or choices):
+        return Unquoted(is_text=False, choices=(), value=schema)
+    return Unquoted(is_text=is_text, choices=choices, value={union: values} if values else None)
+
+
+def _leaf(schema: dict[str, Any], kind: Any, constraints: set[str]) -> Unquoted:
+    if kind not in (None, "string"):
+        return Unquoted(is_text=False, choices=(), value=schema)
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    lasting = constraints - {"type", "const", "enum"}
+    if unknown := sorted(lasting if kind == "string" else lasting & _OF_TEXTS):
+        raise NotKept(unknown[0])
+    if listed is None:
+        is_text = not lasting  # what is held to anything else is meant to be something else
+        return Unquoted(is_text=is_text, choices=(), value=None if is_text else schema)
+    texts = tuple(choice for choice in listed if isinstance(choice, str))
+    others = [] if kind else [choice for choice in listed if not isinstance(choice, str)]
+    return Unquoted(is_text=False, choices=texts, value={"enum": others} if others else None)
+
+
+def _points_within(schema: Any) -> bool:
+    pointer = schema.get("$ref") if isinstance(schema, dict) else None
+    return isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/"))

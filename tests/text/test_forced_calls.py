@@ -1,0 +1,185 @@
+"""Calls that are forced: whatever a grammar lets through is read as a call of its schema."""
+
+from __future__ import annotations
+
+import json
+from enum import Enum
+from functools import lru_cache
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic import BaseModel
+
+from shared.server.parsers import new_parser
+from shared.server.reading import Said
+from shared.text.forced_calls import STYLES, Tool, grammar_of
+from shared.text.grammar import CompiledGrammar, Compiler, GrammarRefused
+from shared.text.schema_parts import standalone
+from shared.text.tokenizer import Tokenizer
+from tests.support.http_fixtures import END, byte_tokenizer
+from tests.support.walks import ENDINGS, walk
+
+VOCAB = 300
+
+
+class Kind(Enum):
+    town = "town"
+    sea = "sea"
+
+
+class Place(BaseModel):
+    zip: int
+    near: list[Place] = []
+    kind: Kind = Kind.sea
+
+
+class Trip(BaseModel):
+    to: Place
+    by: Kind
+    name: str
+    note: str | None = None
+    days: int | None = None
+    other: Place | str | None = None
+    more: dict[str, Place] = {}
+
+
+class Node(BaseModel):
+    name: str
+    next: Node | None = None
+
+
+OLD = json.loads(json.dumps(Trip.model_json_schema()).replace("$defs", "definitions"))
+CHAIN = {
+    "type": "object",
+    "properties": {
+        "a/b": {"$ref": "#/$defs/first"},
+        "same": {"$ref": "#/properties/a~1b"},
+        "whole": {"$ref": "#"},
+        "word": {"$ref": "#/$defs/word"},
+        "const": {"allOf": [{"$ref": "#/$defs/second"}], "description": "a name, no keyword"},
+    },
+    "required": ["a/b"],
+    "additionalProperties": False,
+    "$defs": {
+        "first": {"$ref": "#/$defs/second"},
+        "second": {"type": "array", "items": {"$ref": "#/$defs/third"}, "maxItems": 2},
+        "third": {"properties": {"const": {"$ref": "#/$defs/word"}}, "type": "object"},
+        "word": {"enum": ["x", "y z", 3, None]},
+    },
+}
+SCHEMAS = {
+    "nested": Trip.model_json_schema(),
+    "definitions": OLD,
+    "recursive": Node.model_json_schema(),
+    "chain": CHAIN,
+    "union": {"properties": {"a": {"type": ["integer", "null"]}, "b": {"const": True}}},
+    "open": {"properties": {"a": {}, "b": True}, "additionalProperties": False},
+}
+
+
+@lru_cache
+def compiler() -> Compiler:
+    return Compiler(byte_tokenizer().to_str(), VOCAB)
+
+
+def forced(style: str, schema: dict[str, Any] | None) -> CompiledGrammar:
+    tools = [Tool(name="f", schema=schema)]
+    return compiler().compile(grammar_of(style, tools, many=False, free=None, answer=None))
+
+
+def read(style: str, text: str, schema: dict[str, Any]) -> list[tuple[str, Any]]:
+    parser = new_parser(style, Said({"f": schema}, None, are_calls_held=True), None)
+    found = parser.push(text) + parser.flush(was_cut=False)
+    assert not found.text.strip(), found.text
+    return [(call.name, json.loads(call.arguments)) for call in found.tool_calls]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("style", STYLES)
+def test_every_text_of_the_grammar_is_read_as_a_call_that_is_valid(style, name):
+    schema = SCHEMAS[name]
+    shown, compiled = Tokenizer(byte_tokenizer(), None, {}), forced(style, schema)
+    endings = [shown.encode_more(text) for text in ENDINGS]
+    for seed in range(8):
+        text = shown.decode(walk(compiled, VOCAB, END, endings, seed, most=3000))
+        ((called, arguments),) = read(style, text, schema)
+        assert called == "f"
+        jsonschema.validate(arguments, schema)
+
+
+def follows(grammar: CompiledGrammar, text: str) -> bool:
+    matcher = grammar.matcher()
+    return all(map(matcher.take, text.encode())) and matcher.is_satisfied
+
+
+def elements(**parameters: str) -> str:
+    written = [f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in parameters.items()]
+    return f"<tool_call>\n<function=f>\n{''.join(written)}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("schema", "right", "wrong"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ("null", "007", "a b"), ()),
+        ({"type": ["string", "integer"]}, ("null", "12", "x"), ()),
+        ({"$ref": "#/$defs/text", "description": "of it"}, ("12", '"'), ()),
+        ({"$ref": "#/$defs/choice"}, ("a", "1"), ('"a"', "b", "c")),
+        ({"anyOf": [{"$ref": "#/$defs/choice"}, {"type": "integer"}]}, ("a", "7"), ('"a"', "b")),
+        ({"enum": ["1", 2, None]}, ("1", "2", "null"), ('"1"', "3")),
+        ({"type": "string", "enum": ["1", 2]}, ("1",), ("2", '"1"')),
+        ({"type": "boolean", "title": "t"}, ("true",), ("True", "x")),
+        ({"type": ["integer", "null"]}, ("1", "null"), ("x", "true")),
+        ({}, ("x", "1"), ()),
+    ],
+)
+def test_a_text_stands_without_quotes_wherever_the_schema_takes_one(schema, right, wrong):
+    document = {
+        "properties": {"a": schema},
+        "$defs": {
+            "text": {"type": "string"},
+            "choice": {"anyOf": [{"const": "a"}, {"enum": ["1", "2"]}]},
+        },
+    }
+    compiled = forced("qwen3_coder", document)
+    for text in right:
+        assert follows(compiled, elements(a=text)), text
+    for text in wrong:
+        assert not follows(compiled, elements(a=text)), text
+
+
+def test_a_function_that_is_held_to_nothing_takes_any_parameters():
+    """Beside one that is strict, say."""
+    for text in (elements(), elements(x="1", y="a\nb")):
+        assert follows(forced("qwen3_coder", None), text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "#/$defs/short"}, "maxLength of a of the function f cannot be kept"),
+        ({"anyOf": [{"$ref": "#/$defs/short"}, {"type": "null"}]}, "maxLength of a of the func"),
+        ({"type": ["string", "null"], "pattern": "a"}, "pattern of a of the function f"),
+        ({"$ref": "#/$defs/short", "maxLength": 2}, "maxLength of a of the function f"),
+        ({"type": "string", "format": "date"}, "format of a of the function f"),
+        ({"$ref": "#/$defs/nobody"}, "#/\\$defs/nobody points at nothing"),
+        ({"$ref": "#/$defs/round"}, "references within more than"),
+        ({"anyOf": [{"$ref": "#/properties/a"}]}, "references within more than"),
+    ],
+)
+def test_what_a_text_without_quotes_cannot_be_held_to_is_refused_by_name(schema, reason):
+    defs = {"short": {"type": "string", "maxLength": 3}, "round": {"$ref": "#/$defs/round"}}
+    with pytest.raises(GrammarRefused, match=reason):
+        forced("qwen3_coder", {"properties": {"a": schema}, "$defs": defs})
+
+
+def test_a_part_of_a_document_takes_along_what_it_points_at_and_leaves_values_as_they_are():
+    value = {"$ref": "#/$defs/A"}
+    document = {"$defs": {"A": {"const": value}, "B": {"properties": {"const": value}}}}
+    assert standalone({"$ref": "#/$defs/B"}, document) == {
+        "$ref": "#/$defs/0",
+        "$defs": {
+            "0": {"properties": {"const": {"$ref": "#/$defs/1"}}},
+            "1": {"const": value},
+        },
+    }
