@@ -100,7 +100,7 @@ class Source:
     def __init__(self) -> None:
         self.ended = False
         self._back: list[str] = []  # the next one last
-        self._record: list[str] = []
+        self._record: list[str] | None = None
 
     def next(self) -> Reading[str]:
         """The next character; "" at the end, again and again."""
@@ -111,30 +111,32 @@ class Source:
         else:
             char = yield
             self.ended = not char
-        self._record += char
+        if self._record is not None:
+            self._record += char
         return char
 
     def put_back(self, text: str) -> None:
         """Makes what was read last the next characters."""
         self._back += reversed(text)
-        del self._record[max(0, len(self._record) - len(text)) :]
+        if self._record is not None:
+            del self._record[max(0, len(self._record) - len(text)) :]
 
     def record(self) -> None:
-        """Forgets what was read so far."""
+        """Keeps what is read from here on."""
         self._record = []
 
     def recorded(self) -> str:
         """What was read since `record`; where the text has ended, all that is left as well."""
+        record, self._record = self._record or [], None
         if self.ended:
-            self._record += reversed(self._back)
+            record += reversed(self._back)
             self._back = []
-        return "".join(self._record)
+        return "".join(record)
 
     def rest(self, said: Said) -> Reading[None]:
         """Says all that is left as text."""
         while char := (yield from self.next()):
             said.say(char)
-            self.record()
 
     def skip_space(self) -> Reading[str]:
         """The white space that comes next."""
@@ -146,13 +148,16 @@ class Source:
 
     def up_to(self, marks: tuple[str, ...], said: Said) -> Reading[str]:
         """Says text up to a mark and the white space before it; returns both, "" at the end."""
-        held = ""
+        self._record = None
+        held, first = "", {mark[0] for mark in marks}
         while char := (yield from self.next()):
+            if not held and char not in first and not char.isspace():  # most of a text
+                said.say(char)
+                continue
             held += char
             while len(held) > MAX_HELD or not _may_begin(held.lstrip(), marks):
                 said.say(held[0])
                 held = held[1:]
-            self.record()
             if held.endswith(marks):
                 return held
         if held.strip():

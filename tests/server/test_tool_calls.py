@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,8 @@ from shared.options.server import TOOL_CALL_PARSERS
 from shared.server.call_formats import FORMATS
 from shared.server.delta import Delta
 from shared.server.json_object import JsonObject
-from shared.server.parsers import new_parser
+from shared.server.openai_types import ChatRequest
+from shared.server.parsers import Parsers, new_parser
 from shared.server.reading import Said
 
 CITY = {
@@ -196,6 +199,30 @@ def test_a_call_that_a_grammar_holds_begins_as_the_grammar_writes_it():
     parser = new_parser("qwen3_coder", Said(TOOLS, None, True), None)
     (call,) = parser.push(ELEMENTS.replace("5", value, 1)).tool_calls
     assert json.loads(call.arguments) == {"city": value, "days": 5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "strict", "is_held"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"tool_choice": "required"}, False, True),
+        ({"tool_choice": {"type": "function", "function": {"name": "get"}}}, False, True),
+        ({"response_format": {"type": "json_object"}}, False, True),
+        ({"response_format": {"type": "text"}}, False, False),
+    ],
+)
+def test_only_what_a_grammar_asks_for_is_a_call_where_one_holds_them(fields, strict, is_held):
+    function = {"name": "get", "parameters": {"properties": CITY}, "strict": strict}
+    tools = [{"type": "function", "function": function}]
+    messages = [{"role": "user", "content": "hi"}]
+    request = ChatRequest.model_validate({"messages": messages, "tools": tools, **fields})
+    facts: Any = SimpleNamespace(reasoning_parser="qwen3", tool_call_parser="qwen3_coder")
+    bare = ELEMENTS.removeprefix("<tool_call>\n")
+    for text in (bare, f"<think>hm {ELEMENTS}"):
+        parser = Parsers(facts).new(request, "")
+        said = parser.push(text) + parser.flush(was_cut=False)
+        assert bool(said.tool_calls) is not is_held
 
 
 SECOND = {
