@@ -95,11 +95,17 @@ def _checked(fields: dict[str, Any], kind: type[Checked]) -> Checked:
 
 
 def _drop_neutral(fields: dict[str, Any], table: dict[str, NotServed]) -> dict[str, Any]:
-    """Without the fields that are not served, whose values here ask for nothing."""
+    """Without the fields that are not served, whose values here ask for nothing.
+
+    Raises:
+      ApiError: A value asks for something.
+    """
     for name in table.keys() & fields.keys():
         if table[name].refuses(fields[name]):
             raise ApiError(400, f"{table[name].reason}; {table[name].way_out}", name)
-    return {name: value for name, value in fields.items() if name not in table}
+    return {
+        name: value for name, value in fields.items() if name not in table or table[name].is_read
+    }
 
 
 def _api_error(error: ValidationError) -> ApiError:
@@ -122,9 +128,6 @@ def _path(steps: tuple[int | str, ...]) -> str:
 def _check_together(request: CompletionRequest | ChatRequest) -> None:
     if request.stream_options and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
-    name, asked = request.asked_tokens
-    if name != "max_tokens" and request.max_tokens not in (None, asked):
-        raise ApiError(400, f"max_tokens and {name} differ, give one of them", name)
     _check_form(request)
     if request.max_tokens == 0 and not request.tells_prompt:
         message = "max_tokens 0 asks for no answer, and nothing for the prompt"

@@ -101,9 +101,16 @@ PROMPT_SCHEMA = WithJsonSchema(
         ]
     }
 )
+_ONE_STOP = {"type": "string", "maxLength": MAX_STOP_LENGTH}
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 STOP_SCHEMA = WithJsonSchema(
-    {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}, {"type": "null"}]}
+    {
+        "anyOf": [
+            _ONE_STOP,
+            {"type": "array", "items": _STOP, "maxItems": MAX_STOPS},
+            {"type": "null"},
+        ]
+    }
 )
 BIAS_SCHEMA = WithJsonSchema(
     {
@@ -134,8 +141,8 @@ def read_prompt(value: Any) -> list[str] | list[list[int]]:
 
 
 def read_stops(value: Any) -> list[str]:
-    """Stop strings: a text or a list of texts."""
-    stops = [value] if isinstance(value, str) else value if value is not None else []
+    """Stop strings: a text, where "" is none, or a list of texts."""
+    stops = [] if value in (None, "") else [value] if isinstance(value, str) else value
     few = isinstance(stops, list) and stops[: MAX_STOPS + 1]
     if not isinstance(few, list) or not all(is_text(s) and s for s in few):
         raise PydanticCustomError("stop", "must be a text or a list of texts, none of them empty")

@@ -12,15 +12,17 @@ from pydantic import (
     WithJsonSchema,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, from_json
 
 from shared.server.call_reading import read_object
 from shared.server.fields import Nested, Strict, Text, check_depth, is_text
+from shared.server.json_object import JsonObject
 
 MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 128
 MAX_CALLS = 1024  # of one message
 MAX_ID_LENGTH = 256
+_CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # all that fits is cached anyway
 
 
 def _read_content(value: Any) -> str:
@@ -30,12 +32,16 @@ def _read_content(value: Any) -> str:
     parts = value if isinstance(value, list) and value else [None]
     texts = []
     for part in parts:
-        if not isinstance(part, dict) or set(part) != {"type", "text"} or part["type"] != "text":
+        if not isinstance(part, dict) or not _is_text_part(part):
             raise PydanticCustomError("content", "must be a text or a list of parts of type text")
         texts.append(part["text"])
     if not all(map(is_text, texts)):
         raise PydanticCustomError("content", "has a part whose text is not a string")
     return "\n".join(texts)
+
+
+def _is_text_part(part: dict[str, Any]) -> bool:
+    return part.keys() - _CACHE_HINTS == {"type", "text"} and part["type"] == "text"
 
 
 def _read_answer(value: Any) -> str | None:
@@ -46,15 +52,32 @@ def _read_answer(value: Any) -> str | None:
 def _read_arguments(value: Any) -> dict[str, Any]:
     """The arguments of a call, which OpenAI writes as JSON text; templates read the object."""
     arguments = read_object(value or "{}") if is_text(value) else None
-    if arguments is None:
+    if arguments is None and is_text(value):
+        arguments = _read_cut(value)
+    if not isinstance(arguments, dict):
         raise PydanticCustomError("arguments", "must be the JSON text of an object")
     return check_depth(arguments)
+
+
+def _read_cut(text: str) -> Any:
+    """What there is of the arguments of an answer that its length has cut, which comes back so."""
+    beginning = JsonObject()
+    if not all(map(beginning.take, text.lstrip())) or beginning.ended:
+        return None
+    try:
+        return from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
+    except ValueError:
+        return None
 
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 _PART = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "properties": {
+        "type": {"const": "text"},
+        "text": {"type": "string"},
+        **{hint: {} for hint in sorted(_CACHE_HINTS)},
+    },
     "required": ["type", "text"],
     "additionalProperties": False,
 }
@@ -72,6 +95,10 @@ Arguments = Annotated[
 ]
 
 
+Client = Annotated[Any, Field(exclude=True)]
+"""What a client keeps of its own in an answer; templates do not read it."""
+
+
 class PlainMessage(Strict):
     """A message of anybody but the assistant and its tools."""
 
@@ -85,6 +112,7 @@ class CalledFunction(Strict):
 
     name: FunctionName
     arguments: Arguments
+    parsed_arguments: Client = None
 
 
 class MadeCall(Strict):
@@ -98,21 +126,32 @@ class MadeCall(Strict):
 
 
 class AssistantMessage(Strict):
-    """An earlier answer, as it was given; clients send it back as a whole."""
+    """An earlier answer, as it was given; clients send it back as a whole.
+
+    Some have put beside it what they made of it: `Client` fields.
+    """
 
     role: Literal["assistant"]
     content: AnswerContent = None
     reasoning_content: Text | None = None
+    reasoning: Annotated[Text | None, Field(exclude=True)] = None  # vLLM's new name of it
     tool_calls: Annotated[list[MadeCall], Field(max_length=MAX_CALLS)] | None = None
     name: Text | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any] | None, Field(max_length=0, exclude=True)] = None
+    parsed: Client = None
+    provider_specific_fields: None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> AssistantMessage:
-        if self.content is None and not self.tool_calls:
+    def _is_sound(self) -> AssistantMessage:
+        names = self.reasoning_content, self.reasoning
+        if None not in names and len(set(names)) > 1:
+            raise PydanticCustomError(
+                "reasoning", "has reasoning_content and reasoning that differ; give one of them"
+            )
+        if self.content is None and not self.tool_calls and names == (None, None):
             raise PydanticCustomError("empty", "must have content or tool_calls")
         return self
 
@@ -168,4 +207,7 @@ class Tool(Strict):
 
 def for_template(message: PlainMessage | AssistantMessage | ToolMessage) -> dict[str, Any]:
     """A message as chat templates read it."""
-    return {"content": "", **message.model_dump(exclude_none=True)}
+    told = {"content": "", **message.model_dump(exclude_none=True)}
+    if isinstance(message, AssistantMessage) and message.reasoning is not None:
+        told["reasoning_content"] = message.reasoning
+    return told

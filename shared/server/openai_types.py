@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator
 
@@ -102,6 +102,9 @@ class GenerationRequest(Strict):
     speculative: SpeculativeOptions | None = None
     trace: bool | None = None
     user: User | None = None
+    # OpenAI's two names for parts of `user`; whoever sends them asks for nothing.
+    safety_identifier: User | None = None
+    prompt_cache_key: User | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -224,6 +227,11 @@ class ChatPrompt(Strict):
         """Those that the model is told of."""
         return self.tools or []
 
+    @property
+    def is_without_reasoning(self) -> bool:
+        """Whether the model is to answer at once."""
+        return False
+
 
 class ChatRequest(GenerationRequest, ChatPrompt):
     """Body of /v1/chat/completions."""
@@ -235,11 +243,17 @@ class ChatRequest(GenerationRequest, ChatPrompt):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none"] | None = None  # see `NOT_SERVED` for the others
 
     @property
     def usable_tools(self) -> list[Tool]:
         """Those that the model is told of."""
         return [] if self.tool_choice == "none" else super().usable_tools
+
+    @property
+    def is_without_reasoning(self) -> bool:
+        """Whether the model is to answer at once."""
+        return self.reasoning_effort == "none"
 
     @property
     def must_call(self) -> bool:

@@ -109,6 +109,7 @@ def conversation_of(request: ChatPrompt) -> Conversation:
         messages=list(map(for_template, request.messages)),
         tools=[tool.model_dump(exclude_none=True) for tool in request.usable_tools],
         arguments=request.chat_template_kwargs or {},
+        without_reasoning=request.is_without_reasoning,
     )
 
 

@@ -14,7 +14,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from shared.text.marks import THINK
 from shared.text.worker import WorkRefused
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""What templates call the argument that turns reasoning on or off."""
 
 _OWN = ("messages", "tools", "add_generation_prompt")  # what is given to every template
 
@@ -23,7 +27,7 @@ class TemplateFailed(WorkRefused):
     """The chat template did not accept what it was given; the message says why.
 
     Attributes:
-      part: What is at fault: "messages", "tools" or "arguments".
+      part: What is at fault: "messages", "tools", "arguments" or "reasoning_effort".
     """
 
     def __init__(self, reason: str, part: str = "messages") -> None:
@@ -38,11 +42,13 @@ class Conversation:
       messages: With `role`, and mostly `content`.
       tools: What the assistant may call, as OpenAI's API describes it.
       arguments: Values of the template's own variables, as of `enable_thinking`.
+      without_reasoning: The model is to answer at once.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
+    without_reasoning: bool = False
 
 
 class ChatTemplate:
@@ -101,6 +107,7 @@ class ChatTemplate:
             in silence, or what it writes is no text.
         """
         self._check(conversation)
+        switches = self._switches(conversation)
         messages = conversation.messages
         if not self._knows_developers:
             messages = [_as_system(message) for message in messages]
@@ -110,12 +117,26 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 tools=conversation.tools or None,
                 **self.names,
-                **conversation.arguments,
+                **{**conversation.arguments, **switches},
             )
             text.encode()  # a template can write a half of a character, which no tokenizer takes
         except Exception as error:  # a template is a program: whatever it raises is its refusal
             raise TemplateFailed(f"the chat template failed: {error}") from error
         return text
+
+    def _switches(self, conversation: Conversation) -> dict[str, bool]:
+        """The arguments that turn the reasoning off, where that is asked for."""
+        if not conversation.without_reasoning:
+            return {}
+        names = [name for name in _SWITCHES if name in self._arguments]
+        for name in names:
+            if conversation.arguments.get(name, False) is not False:
+                reason = f"none and the argument {name} of the chat template differ; give one"
+                raise TemplateFailed(f"reasoning_effort {reason} of them", "reasoning_effort")
+        if not names and THINK in self.source:
+            reason = "the chat template has no switch that turns the model's reasoning off"
+            raise TemplateFailed(reason, "reasoning_effort")
+        return dict.fromkeys(names, False)
 
     def _check(self, conversation: Conversation) -> None:
         """Refuses what the template does not read."""

@@ -9,6 +9,7 @@ import time
 import httpx
 import pytest
 
+from shared.options.request_fields import NOT_SERVED
 from tests.support.http_fixtures import (
     CHAT,
     COMPLETIONS,
@@ -78,8 +79,10 @@ BAD_FIELDS = [
     ("seed", {"seed": 1.5}),
     ("seed", {"seed": "7"}),
     ("seed", {"seed": float("nan")}),
-    ("stop", {"stop": ""}),
     ("stop", {"stop": [""]}),
+    ("stop", {"stop": 0}),
+    ("stop", {"stop": False}),
+    ("stop", {"stop": {}}),
     ("stop", {"stop": 5}),
     ("stop", {"stop": ["a"] * 17}),
     ("stop_token_ids", {"stop_token_ids": [VOCAB]}),
@@ -164,7 +167,6 @@ BAD_CHATS = [
     ("messages", {"messages": [{"role": "user", "name": "half", "content": "x"}]}),
     ("messages[0].name", {"messages": [{"role": "user", "name": "\ud800", "content": "x"}]}),
     ("user", {"user": "\udfff"}),
-    ("max_completion_tokens", {"max_completion_tokens": 3, "max_tokens": 4}),
     ("max_completion_tokens", {"max_completion_tokens": CONTEXT}),
     ("max_tokens", {"max_tokens": CONTEXT}),
     ("min_tokens", {"min_tokens": POOL_TOKENS}),
@@ -200,6 +202,40 @@ def test_fields_that_ask_for_nothing_are_accepted(server):
     more = {"tools": [], "response_format": text, "logprobs": False, "top_logprobs": 0}
     answer = server.post(CHAT, messages=USER, max_tokens=2, **more)
     assert answer.status_code == 200
+
+
+OF_ENDPOINTS = [(field, endpoint) for field in NOT_SERVED for endpoint in field.endpoints]
+
+
+@pytest.mark.parametrize(
+    ("field", "endpoint"), OF_ENDPOINTS, ids=lambda of: getattr(of, "name", of)
+)
+def test_a_field_that_is_not_served_is_taken_where_it_asks_for_nothing(server, field, endpoint):
+    path = CHAT if endpoint == "chat" else COMPLETIONS
+    prompt = {"messages": USER} if endpoint == "chat" else {"prompt": "a"}
+    for value in (None, *field.neutral):
+        answer = server.post(path, **prompt, max_tokens=1, **{field.name: value})
+        assert answer.status_code == 200, answer.text
+    error = server.post(path, **prompt, max_tokens=1, **{field.name: field.example}).json()["error"]
+    assert error["param"] == field.name
+    assert error["message"] == f"{field.reason}; {field.way_out}"
+
+
+def test_hints_of_whose_request_it_is_and_an_empty_stop_ask_for_nothing(server):
+    plain = server.post(CHAT, messages=USER, temperature=0, max_tokens=4).json()["choices"]
+    for more in ({"safety_identifier": "a"}, {"prompt_cache_key": "b"}, {"stop": ""}, {"stop": []}):
+        told = server.post(CHAT, messages=USER, temperature=0, max_tokens=4, **more).json()
+        assert told["choices"] == plain
+    for name in ("safety_identifier", "prompt_cache_key"):
+        error = server.post(CHAT, messages=USER, **{name: "x" * 257}).json()["error"]
+        assert error["param"] == name
+
+
+def test_of_two_bounds_of_an_answer_the_newer_name_counts(server):
+    for older, newer in ((5, 2), (2, 5), (3, 3)):
+        bounds = {"max_tokens": older, "max_completion_tokens": newer}
+        usage = server.post(CHAT, messages=USER, temperature=0, **bounds).json()["usage"]
+        assert usage["completion_tokens"] == newer
 
 
 def test_a_client_that_leaves_while_it_sends_is_no_fault(tmp_path):

@@ -1,0 +1,228 @@
+"""Every answer is taken when it is sent back as it is, in whatever shape a client keeps it.
+
+The engine repeats the prompt, and the template writes the first message of a user as it is: so a
+test says what the model answers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+
+from tests.support.http_fixtures import CHAT, Server, save_tokenizer, serving
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
+    "[{{ m.reasoning_content }}|{{ m.content }}|"
+    "{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}]"
+    "{% endif %}{% endfor %}{{ tools and '' }}"
+)
+CALL = '<tool_call>{"name": "f", "arguments": {"a": "Eß", "b": [1, null]}}</tool_call>'
+SAID = {
+    "text": "Hello",
+    "reasoning": "<think>hm</think>Hello",
+    "reasoning that is cut": "<think>hm, well",
+    "call": CALL,
+    "reasoning and a call": f"<think>hm</think>{CALL}",
+    "text and two calls": f"Well: {CALL}{CALL}",
+    "call that is cut": CALL[:52],
+    "call that is cut before its arguments": CALL[:32],
+}
+"""What the model says; what is cut has reached `max_tokens`."""
+
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+GREEDY: dict[str, Any] = {"model": "default", "temperature": 0, "tools": TOOLS}
+Message = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    flags = ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]
+    with serving(["-m", "tests.support.http_fixtures", str(folder), *flags]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=server.url + "/v1", api_key="x", max_retries=0, timeout=30
+    ) as running:
+        yield running
+
+
+def asked(said: str) -> dict[str, Any]:
+    tokens = {"max_completion_tokens": len(said.encode())}
+    return {**GREEDY, **tokens, "messages": [{"role": "user", "content": said}]}
+
+
+def whole(client: openai.OpenAI, said: str) -> Any:
+    return client.chat.completions.create(**asked(said), logprobs=True).choices[0].message
+
+
+def streamed(client: openai.OpenAI, said: str) -> Any:
+    """As the package adds up a stream."""
+    state = ChatCompletionStreamState()
+    for chunk in client.chat.completions.create(**asked(said), stream=True):
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot.choices[0].message
+
+
+def added(client: openai.OpenAI, said: str) -> Message:
+    """The events of a stream, added up by hand."""
+    message: Message = {}
+    for chunk in client.chat.completions.create(**asked(said), stream=True):
+        for choice in chunk.choices:
+            add(message, choice.delta.model_dump(exclude_unset=True))
+    return message
+
+
+def add(message: Message, delta: Message) -> None:
+    for name, value in delta.items():
+        if name == "tool_calls":
+            calls = message.setdefault(name, [])
+            for part in value:
+                if part["index"] == len(calls):
+                    calls.append(part)
+                else:
+                    begun = calls[part["index"]]["function"]
+                    begun["arguments"] += part["function"]["arguments"]
+        elif message.get(name) is None:
+            message[name] = value
+        elif value is not None and name != "role":
+            message[name] += value
+
+
+def of_litellm(message: Message) -> Message:
+    nothing = dict.fromkeys(("tool_calls", "function_call", "provider_specific_fields", "refusal"))
+    return {**nothing, **message}
+
+
+def of_langchain(message: Message) -> Message:
+    """Which knows no reasoning, and keeps calls without what it does not know of them."""
+    kept: Message = {"content": message["content"], "role": "assistant"}
+    if calls := message.get("tool_calls"):
+        kept["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call["id"],
+                "function": {n: call["function"][n] for n in ("name", "arguments")},
+            }
+            for call in calls
+        ]
+    return kept
+
+
+def renamed(message: Message) -> Message:
+    """With vLLM's new name of the reasoning alone."""
+    names = {"reasoning_content": "reasoning"}
+    return {names.get(name, name): value for name, value in message.items()}
+
+
+def doubled(message: Message) -> Message:
+    """With both names, as clients that read either keep them."""
+    return {**message, **renamed(message)}
+
+
+def in_parts(message: Message) -> Message:
+    """With its text as a part, and a hint for a cache."""
+    if not message["content"]:
+        return message
+    part = {"type": "text", "text": message["content"], "cache_control": {"type": "ephemeral"}}
+    return {**message, "content": [part]}
+
+
+def nulled(message: Message) -> Message:
+    """With every field that a message of OpenAI's has."""
+    names = ("refusal", "annotations", "audio", "function_call", "tool_calls", "name")
+    return {**dict.fromkeys(names), **message}
+
+
+SHAPES: dict[str, Callable[[Any], Message]] = {
+    "object": lambda message: message,
+    "model_dump": lambda message: message.model_dump(),
+    "without null": lambda message: message.model_dump(exclude_none=True),
+    "without unset": lambda message: message.model_dump(exclude_unset=True),
+    "to_dict": lambda message: message.to_dict(),
+    "litellm": lambda message: of_litellm(message.model_dump(exclude_unset=True)),
+    "langchain": lambda message: of_langchain(message.model_dump()),
+    "reasoning": lambda message: renamed(message.model_dump()),
+    "both names": lambda message: doubled(message.model_dump()),
+    "parts": lambda message: in_parts(message.model_dump(exclude_unset=True)),
+    "nulls": lambda message: nulled(message.model_dump(exclude_unset=True)),
+}
+
+
+def shown(server: Server, message: Any) -> str:
+    """What the template writes of an answer that is sent back."""
+    body = json.loads(json.dumps(message, default=lambda value: value.to_dict()))
+    prompt = [{"role": "user", "content": "Q"}, body, {"role": "user", "content": "A"}]
+    tokens = server.post("/tokenize", messages=prompt, tools=TOOLS)
+    assert tokens.status_code == 200, (body, tokens.text)
+    return server.post("/detokenize", tokens=tokens.json()["tokens"]).json()["prompt"]
+
+
+def of_model(server: Server, said: str) -> Message:
+    """The answer as the server writes it."""
+    answer = server.post(CHAT, **asked(said))
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]
+
+
+def comparable(told: str, shape: str) -> str:
+    """Without the ids of calls, which each answer has anew, and what a client has dropped."""
+    if shape == "langchain":
+        told = re.sub(r"\[[^|]*\|", "[|", told)
+    return re.sub('"id": "[^"]*"', "", told)
+
+
+@pytest.mark.parametrize("case", SAID)
+def test_an_answer_comes_back_in_every_shape(server, client, case):
+    said = SAID[case]
+    raw = of_model(server, said)
+    calls = raw.get("tool_calls", [])
+    first = shown(server, raw)
+    assert ("[hm" in first) == ("<think>hm" in said)
+    assert first.count('"function": {') == len(calls)
+    for shape, keep in SHAPES.items():
+        if shape == "langchain" and raw["content"] is None and not calls:
+            continue  # it has dropped all that there was
+        for answer in (whole(client, said), streamed(client, said)):
+            back = keep(answer)
+            assert comparable(shown(server, back), shape) == comparable(first, shape), shape
+            turns: Any = [{"role": "user", "content": "Q"}, back, {"role": "user", "content": "A"}]
+            client.chat.completions.create(messages=turns, max_tokens=1, **GREEDY)
+    assert comparable(shown(server, added(client, said)), "") == comparable(first, "")
+
+
+def test_what_was_cut_of_arguments_is_left_out_and_the_rest_read(server, client):
+    cut = CALL[: CALL.index(", null")]
+    message = whole(client, cut)
+    (call,) = message.tool_calls
+    with pytest.raises(ValueError, match="Expecting|Unterminated"):
+        json.loads(call.function.arguments)
+    assert '"arguments": {"a": "E' in shown(server, message.model_dump())
+
+
+@pytest.mark.parametrize("arguments", ["{]", '{"a": 1} x', "[1", "x", '{"a": 1}}', "{a"])
+def test_arguments_that_are_no_beginning_of_an_object_are_refused(server, arguments):
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    answer = server.post(CHAT, messages=messages, tools=TOOLS)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].endswith("arguments")
+
+
+def test_two_names_of_the_reasoning_may_not_differ(server):
+    message = {"role": "assistant", "reasoning": "a", "reasoning_content": "b"}
+    error = server.post(CHAT, messages=[message]).json()["error"]
+    assert error["param"] == "messages[0]"
+    assert "reasoning_content and reasoning that differ" in error["message"]
