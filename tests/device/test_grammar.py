@@ -22,11 +22,12 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Event, FinishReason, Request
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
+from shared.text.marks import CALL, CALL_END, THINK_END
 from tests.device.test_prefix_cache import CASES, drafter_of, model_of
 from tests.support.backends import make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.driving import Outcome, drive
-from tests.support.grammars import GRAMMARS, constrained, text_of
+from tests.support.grammars import GRAMMARS, THINK_END_ID, constrained, text_of
 
 BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 3, 4, 48, 160, 64
 PREEMPTED_EVERY = 5
@@ -75,7 +76,7 @@ def limits_of(family: str, drafter: str, shape: TreeShape) -> Limits:
 
 
 def requests_of(vocab: int) -> list[Request]:
-    """Three with grammars and three without; the longest prompt has two chunks."""
+    """Six with grammars and two without; the longest prompt has two chunks."""
     rng = np.random.default_rng(21)
     penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
     asked = [
@@ -85,8 +86,10 @@ def requests_of(vocab: int) -> list[Request]:
         ("lark", {"temperature": 1.0, "min_tokens": 20, **penalties}),
         (None, {"temperature": 0.8, "top_k": 40, "logprobs": 0}),
         ("schema", {"temperature": 1.0, "max_draft_tokens": 1}),
+        ("call", {"temperature": 0.0}),
+        ("thought", {"temperature": 1.0, "logit_bias": {THINK_END_ID: 4.0}}),
     ]
-    lengths = (20, 33, 5, 70, 18, 2)
+    lengths = (20, 33, 5, 70, 18, 2, 9, 12)
     return [
         constrained(
             number,
@@ -180,7 +183,7 @@ def check_texts(requests: Sequence[Request], outcomes: dict[int, Outcome], vocab
             assert len(outcome.logprobs) == len(outcome.tokens)
         if outcome.finish_reason is FinishReason.STOP and request.sampling.grammar is not None:
             (name,) = (name for name, g in GRAMMARS.items() if g == request.sampling.grammar)
-            assert is_of(name, text_of(outcome.tokens, vocab))
+            assert is_of(name, text_of(outcome.tokens))
             assert len(outcome.tokens) >= request.sampling.min_tokens
 
 
@@ -189,6 +192,11 @@ def is_of(name: str, text: str) -> bool:
         found = json.loads(text)
         is_long = len(found["a"]) <= 12 and 2 <= len(found["b"]) <= 4
         return found.keys() == {"a", "b"} and is_long
+    if name == "call":
+        found = json.loads(text.removeprefix(CALL).removesuffix(CALL_END))
+        return found["name"] == "weather" and len(found["arguments"]["city"]) <= 8
+    if name == "thought":
+        return re.fullmatch(r"\s{0,4}[a-c]{9}", text.partition(THINK_END)[2]) is not None
     pattern = {"regex": "[a-f]{2,9}( [a-cx-z]{3,7}){2,5}", "lark": r"(c*[ab]+ )*c*[ab]+"}[name]
     return re.fullmatch(pattern, text) is not None
 
@@ -225,6 +233,7 @@ def test_a_text_with_a_grammar_is_the_plain_one_with_every_drafter(framework, ca
     check_texts(requests_of(vocab), plain, vocab)
     ends = {number: outcome.finish_reason for number, outcome in plain.items()}
     assert FinishReason.STOP in {ends[number] for number in (0, 2, 3, 5)}
+    assert ends[7] is FinishReason.STOP, "the thought came to no end"
     policy = policy_of(drafter, is_hybrid=family == "qwen3_5")
     accepted = 0
     for cache, made in ((NO_CACHE, Engine), (policy, Preempting)):

@@ -1,41 +1,59 @@
-"""Grammars over the tokens of tiny models: what they write is bytes, and a few pairs of them."""
+"""Grammars over the tokens of tiny models: bytes, a few pairs of them, and marks of their own."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from llguidance import TokenizerWrapper
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shared.engine.grammar import Constraint
 from shared.engine.request import Request, SamplingParams
 from shared.text.grammar import Compiler, of_lark, of_regex, of_schema
+from shared.text.grammar_worker import Calls, Form, Wanted
+from shared.text.marks import CALL, CALL_END, THINK, THINK_END
+from tests.support.http_fixtures import byte_letters
 from tests.support.tiny_models import EOS_ID
 
-PAIRS = [a + b for a in "abc:{" for b in 'ab"']
+PAIRS = [(a, b) for a in "ab:{" for b in 'ab"']
 """Of the tokens behind the bytes."""
 
+MARKS = (THINK, THINK_END, CALL, CALL_END)
+"""Of the tokens behind the pairs, with which the smallest vocabulary is full."""
 
-class Bytes:
-    """A tokenizer as llguidance takes one: token i is byte i, and behind them are pairs."""
+THINK_END_ID = 256 + len(PAIRS) + MARKS.index(THINK_END)
 
-    eos_token_id, bos_token_id = EOS_ID, None
-    special_token_ids = (EOS_ID,)
 
-    def __init__(self, vocab: int) -> None:
-        pairs = [pair.encode() for pair in PAIRS]
-        named = [*(bytes([byte]) for byte in range(256)), *pairs]
-        self.tokens = (named + [b"<unused>"] * vocab)[:vocab]
-
-    def __call__(self, text: Any) -> list[int]:
-        return list(text if isinstance(text, bytes) else text.encode())
+@lru_cache
+def tokenizer() -> Tokenizer:
+    """Token i is byte i, but for the one that ends a text; behind them are pairs and marks."""
+    letters = byte_letters()
+    letters[EOS_ID] = "<eos>"
+    named = [*letters, *(a + b for a, b in PAIRS)]
+    vocab = {name: token for token, name in enumerate(named)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=PAIRS))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<eos>"])
+    made.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    return made
 
 
 @lru_cache
 def compiler(vocab: int) -> Compiler:
-    return Compiler(TokenizerWrapper(Bytes(vocab)), vocab)
+    with TemporaryDirectory() as folder:
+        tokenizer().save(str(Path(folder) / "tokenizer.json"))
+        return Compiler.of_folder(folder, vocab, MARKS)
 
 
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 GRAMMARS = {
     "schema": of_schema(
         {
@@ -50,6 +68,12 @@ GRAMMARS = {
     ),
     "regex": of_regex("[a-f]{2,9}( [a-cx-z]{3,7}){2,5}"),
     "lark": of_lark('start: word (" " word)*\nword: /[ab]+/ | "c" word'),
+    "call": Wanted(
+        form=None,
+        calls=Calls(style="hermes", tools=[("weather", CITY)], many=False, free=None),
+        lead=None,
+    ).grammar(),
+    "thought": Wanted(form=Form(kind="regex", value="[a-c]{9}"), calls=None, lead="open").grammar(),
 }
 
 
@@ -67,7 +91,6 @@ def constrained(
     return Request(request_id=request_id, prompt=prompt, sampling=params, constraint=constraint)
 
 
-def text_of(tokens: list[int], vocab: int) -> str:
+def text_of(tokens: list[int]) -> str:
     """What tokens say, but for the one that ends a text."""
-    named = Bytes(vocab).tokens
-    return b"".join(named[token] for token in tokens if token != EOS_ID).decode("utf-8", "replace")
+    return tokenizer().decode([token for token in tokens if token != EOS_ID])

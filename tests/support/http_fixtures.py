@@ -83,7 +83,7 @@ CHAT_TEMPLATE = (
 
 def byte_tokenizer() -> Tokenizer:
     """Token i is byte i; then the special tokens; then one that is two characters and a half."""
-    letters = _byte_letters()
+    letters = byte_letters()
     vocab = {letter: byte for byte, letter in enumerate(letters)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -92,7 +92,7 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _byte_letters() -> list[str]:
+def byte_letters() -> list[str]:
     """The letter that byte-level tokenizers write for each byte."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = iter(range(256, 512))
