@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
-from urllib.parse import unquote
 
 from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
+
+from shared.text.grammar import GrammarRefused
+from shared.text.schema_parts import target
 
 MAX_STEPS = 1 << 12  # schemas and enumerated values that are looked at for one value
 MAX_DEPTH = 64
@@ -105,20 +107,14 @@ class ParameterSchemas:
             raise TooMuchWork
 
     def _target(self, reference: Any) -> Any:
-        """What a reference within the document points to; a schema that takes all without one."""
+        """What a reference within the document points at; a schema that takes all without one."""
         if not (isinstance(reference, str) and reference.startswith("#")):
             return True
-        target: Any = self._document
-        for part in unquote(reference[1:]).split("/")[1:]:
-            self._spend(1)
-            part = part.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, Mapping) and part in target:
-                target = target[part]
-            elif isinstance(target, list) and part.isdecimal() and int(part) < len(target):
-                target = target[int(part)]
-            else:
-                return True
-        return target
+        self._spend(len(reference) // 8)  # some for each of its names
+        try:
+            return target(self._document, reference)
+        except GrammarRefused:
+            return True
 
 
 def _parts(schema: Mapping[str, Any], key: str) -> list[Any]:

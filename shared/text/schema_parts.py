@@ -49,11 +49,15 @@ def target(document: Any, pointer: str) -> Any:
         step = step.replace("~1", "/").replace("~0", "~")
         if isinstance(found, Mapping) and step in found:
             found = found[step]
-        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+        elif isinstance(found, list) and _is_index(step) and int(step) < len(found):
             found = found[int(step)]
         else:
             raise GrammarRefused(f"{pointer:.100} points at nothing in its schema")
     return found
+
+
+def _is_index(step: str) -> bool:
+    return step.isdecimal() and len(step) < 10  # int() refuses thousands of digits
 
 
 def standalone(schema: Any, document: Any) -> dict[str, Any]:

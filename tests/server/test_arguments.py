@@ -84,6 +84,8 @@ def value_of(schema: Any, text: str) -> Any:
         (False, "5", 5),
         ({"$ref": "https://example.org/schema"}, "5", "5"),
         ({"$ref": "#/$defs/none"}, "5", "5"),
+        ({"$ref": "#/properties/key/allOf/0", "allOf": [{"type": "integer"}]}, "5", 5),
+        ({"$ref": f"#/properties/key/allOf/{'9' * 5000}", "allOf": [True]}, "5", "5"),
         ({**WORD, "pattern": r"(?=look)(ahead)\1"}, "5", "5"),
         ({"type": "number"}, "1e999", "1e999"),
         ({"type": "number"}, "NaN", "NaN"),
