@@ -186,8 +186,7 @@ def _choose(
         allowed = _allowed(plan.mask, rows.request, node, logits.shape[1])
         chosen = sampling.choose(logits, seen, positions, how, rows.request, allowed)
         return chosen.ids[row_of], chosen.is_finite
-    choices = acceptance.judge(
-        rule=machine.limits.accept_rule,
+    return acceptance.judge(
         logits=logits,
         seen=seen,
         positions=positions,
@@ -199,8 +198,8 @@ def _choose(
         lengths=lengths,
         drafted=trees.drafted,
         allowed=None,
+        rule=machine.limits.accept_rule,
     )
-    return choices, sampling.is_finite(logits)
 
 
 def _allowed(

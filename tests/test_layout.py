@@ -21,7 +21,7 @@ ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
 PARTS = {
     *("delta_feed", "delta_rows", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
-    *("support", "window"),
+    *("rejection", "support", "window", "winners"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {"linear_described", "linear_result"}

@@ -191,8 +191,7 @@ def _choose(
         allowed = _allowed(plan.mask, request, node, logits.shape[1])
         chosen = sampling.choose(logits, seen, positions, how, request, allowed)
         return chosen.ids[row_of], chosen.is_finite
-    choices = acceptance.judge(
-        rule=machine.limits.accept_rule,
+    return acceptance.judge(
         logits=logits,
         seen=seen,
         positions=positions,
@@ -204,8 +203,8 @@ def _choose(
         lengths=lengths,
         drafted=trees.drafted,
         allowed=None,
+        rule=machine.limits.accept_rule,
     )
-    return choices, sampling.is_finite(logits)
 
 
 def _allowed(

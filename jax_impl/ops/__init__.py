@@ -43,6 +43,7 @@ class Kernels:
     mix: ModuleType
     noise: ModuleType
     reach: ModuleType
+    rejection: ModuleType
     sampling: ModuleType
     slots: ModuleType
     verify_rows: ModuleType

@@ -11,12 +11,13 @@ from jax_impl.ops.sampling import (
     Sampling,
     Seen,
     best,
+    is_finite,
     perturbed_alike,
     probabilities,
     processed,
     uniforms,
 )
-from shared.spec.sampling import RESIDUAL_STREAM, TARGET_STREAM
+from shared.spec.sampling import ACCEPT_STREAM, RESIDUAL_STREAM, TARGET_STREAM
 
 
 def force(
@@ -94,9 +95,9 @@ def emitted(
     return jnp.where(jnp.arange(path.shape[1]) < counts[:, None], chosen, 0)
 
 
-def failed(is_nan: Bool[jax.Array, "B N"], path: Int[jax.Array, "B W"]) -> Bool[jax.Array, " B"]:
-    """Whether a logit on the way was NaN; a NaN elsewhere in the tree cannot reach the text."""
-    return jnp.take_along_axis(is_nan, path, axis=1).any(axis=1)
+def failed(is_bad: Bool[jax.Array, "B N"], path: Int[jax.Array, "B W"]) -> Bool[jax.Array, " B"]:
+    """Whether a logit on the way was not finite; elsewhere in the tree it cannot reach the text."""
+    return jnp.take_along_axis(is_bad, path, axis=1).any(axis=1)
 
 
 class Followed(NamedTuple):
@@ -214,8 +215,7 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 """The rules that judge sampled drafts."""
 
 
-def judge(
-    rule: str,
+def plain_judge(
     logits: Float[jax.Array, "R vocab"],
     seen: Seen,
     positions: Int[jax.Array, " R"],
@@ -227,7 +227,8 @@ def judge(
     lengths: Int[jax.Array, " B"],
     drafted: Float[jax.Array, "B S vocab"],
     allowed: Bool[jax.Array, "R vocab"] | None,
-) -> Int[jax.Array, "B N"]:
+    rule: str,
+) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
     """The token after each node of chains that were sampled from the drafter."""
     scores = processed(logits, seen, positions, sampling, request, allowed)[row_of]
     B, N, vocab = scores.shape
@@ -243,7 +244,42 @@ def judge(
     def greedy(scores: Float[jax.Array, "B N vocab"]) -> Int[jax.Array, "B N"]:
         return best(scores.reshape(B * N, vocab)).reshape(B, N)
 
-    return when_any(sampling.temperature > 0, judged, greedy, scores)
+    choices = when_any(sampling.temperature > 0, judged, greedy, scores)
+    return choices, is_finite(logits)
+
+
+def kernel_judge(
+    kernels: Kernels,
+    logits: Float[jax.Array, "R vocab"],
+    seen: Seen,
+    positions: Int[jax.Array, " R"],
+    sampling: Sampling,
+    request: Int[jax.Array, " R"],
+    row_of: Int[jax.Array, "B N"],
+    tokens: Int[jax.Array, "B N"],
+    num_nodes: Int[jax.Array, " B"],
+    lengths: Int[jax.Array, " B"],
+    drafted: Float[jax.Array, "B S vocab"],
+    allowed: Bool[jax.Array, "R vocab"] | None,
+    rule: str,
+) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
+    """As `plain_judge`, with its kernels, to which both laws come as scores."""
+    own, is_finite, scores = kernels.sampling.score(
+        *(logits, seen, positions, sampling, request, allowed),
+        stream=TARGET_STREAM,
+        tiles=kernels.tiles.sampling.of(rows=len(logits)),
+    )
+    choices = kernels.rejection.judge(
+        *(tokens, num_nodes, own[row_of], row_of, scores, drafted),
+        *(sampling.temperature, sampling.seed, lengths),
+        is_block=rule == "block",
+        accept_stream=ACCEPT_STREAM,
+        residual_stream=RESIDUAL_STREAM,
+    )
+    return choices, is_finite
+
+
+judge = kernel_or_plain(kernel_judge, plain_judge)
 
 
 def _of_drafts(

@@ -55,7 +55,7 @@ def _uniforms_kernel(seeds_ref, positions_ref, out_ref, *, stream):
     words, _ = threefry(*key, counter, jnp.zeros_like(counter) + jnp.uint32(stream))
     # A level that is not written gets a place outside, for the interpreter.
     at = jnp.where(is_level, level, levels)
-    pltriton.store(out_ref.at[row, at], _uniform_of(words), mask=is_level)
+    pltriton.store(out_ref.at[row, at], uniform_of(words), mask=is_level)
 
 
 def threefry(key0, key1, x0, x1):
@@ -90,7 +90,7 @@ def log1p(x):
 
 def noise_of_words(words):
     """Gumbel noise from uniform 32-bit words."""
-    uniform = _uniform_of(words)
+    uniform = uniform_of(words)
     mantissa, exponent = _parts(1 - uniform)
     # Below sqrt(1/2) nothing is lost in 1 - uniform that the logarithm would show.
     fraction = jnp.where(exponent == 0, -uniform, mantissa - 1)
@@ -102,11 +102,11 @@ def most_noise(words):
 
     The bits of a float lie below its logarithm, as straight lines from power of 2 to power do.
     """
-    bits = lax.bitcast_convert_type(_uniform_of(words), jnp.int32)
+    bits = lax.bitcast_convert_type(uniform_of(words), jnp.int32)
     return (127.001 - bits.astype(jnp.float32) * 2.0**-23) * 0.6931472
 
 
-def _uniform_of(words):
+def uniform_of(words):
     """Numbers from 0 to 1, neither of which is one, from uniform 32-bit words."""
     return jnp.minimum(words.astype(jnp.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
 

@@ -16,7 +16,9 @@ PAIRS = 32  # of token ids in a group
 LOWEST, HIGHEST = -(2**31), 2**31 - 1
 
 _LOG2_E = 1.4426950408889634
-_KEY_OF_NAN, _KEY_OF_INFINITY = 0x7FC00000, 0x7F800000
+KEY_OF_INFINITY = 0x7F800000
+KEY_OF_NOTHING = -2139095041  # of -inf
+_KEY_OF_NAN = 0x7FC00000
 
 
 class Inputs(NamedTuple):
@@ -190,7 +192,7 @@ def score_of(key):
 
 def has_bad(raw):
     """Whether some score is not finite."""
-    return jnp.max(lax.bitcast_convert_type(raw, jnp.int32) & HIGHEST) >= _KEY_OF_INFINITY
+    return jnp.max(lax.bitcast_convert_type(raw, jnp.int32) & HIGHEST) >= KEY_OF_INFINITY
 
 
 def first_token(keys, ids):

@@ -18,6 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 from kernels.pallas_gpu.noise import log
 from kernels.pallas_gpu.scores import (
     HIGHEST,
+    KEY_OF_NOTHING,
     LOWEST,
     PAIRS,
     Inputs,
@@ -41,7 +42,6 @@ three words, their weight; how many are listed; and how many programs have arriv
 kernels. Then, in place of the first: the border, the id from which tokens at the border do not
 stay, and the key of the highest score."""
 
-KEY_OF_NOTHING = -2139095041  # of -inf
 _TINY = 1e-30
 
 

@@ -60,7 +60,7 @@ def _uniforms_kernel(
     seed, position = tl.load(seeds_at + row).to(tl.uint32), tl.load(positions_at + row)
     counter = level.to(tl.uint32)
     words, _ = threefry(seed, position.to(tl.uint32), counter, counter * 0 + word)
-    tl.store(out_at + row * levels + level, _uniform_of(words), mask=level < levels)
+    tl.store(out_at + row * levels + level, uniform_of(words), mask=level < levels)
 
 
 @triton.jit
@@ -101,7 +101,7 @@ def log1p(x):
 @triton.jit
 def noise_of_words(words):
     """Gumbel noise from uniform 32-bit words."""
-    uniform = _uniform_of(words)
+    uniform = uniform_of(words)
     mantissa, exponent = _parts(1 - uniform)
     # Below sqrt(1/2) nothing is lost in 1 - uniform that the logarithm would show.
     fraction = tl.where(exponent == 0, -uniform, mantissa - 1)
@@ -114,12 +114,12 @@ def most_noise(words):
 
     The bits of a float lie below its logarithm, as straight lines from power of 2 to power do.
     """
-    bits = _uniform_of(words).to(tl.int32, bitcast=True)
+    bits = uniform_of(words).to(tl.int32, bitcast=True)
     return (127.001 - bits.to(tl.float32) * 2.0**-23) * 0.6931472
 
 
 @triton.jit
-def _uniform_of(words):
+def uniform_of(words):
     """Numbers from 0 to 1, neither of which is one, from uniform 32-bit words."""
     return tl.minimum(words.to(tl.float32) * 2.0**-32 + 2.0**-33, 1 - 2.0**-24)
 

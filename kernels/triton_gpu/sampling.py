@@ -20,9 +20,10 @@ from torch import Tensor
 
 from kernels.tiles import SamplingTiles
 from kernels.triton_gpu.guess import guess
-from kernels.triton_gpu.noise import log, most_noise, noise_of_words
+from kernels.triton_gpu.noise import log, noise_of_words
 from kernels.triton_gpu.scores import (
     HIGHEST,
+    KEY_OF_NOTHING,
     LOWEST,
     PAIRS,
     first_token,
@@ -34,16 +35,14 @@ from kernels.triton_gpu.scores import (
     scores_of,
     sharpness_of,
     store_groups,
-    tokens_of,
     total_of,
-    weight_of,
     wish_of,
     words_at,
 )
-from kernels.triton_gpu.support import KEY_OF_NOTHING, NOTES, bounds_of, find_border, list_near
+from kernels.triton_gpu.support import NOTES, bounds_of, find_border, list_near
+from kernels.triton_gpu.winners import choose_in_tile, store_first, store_scores, store_token
 
 GROUP = 2 * PAIRS.value
-MOST_WIDTH = 8
 
 
 def choose(
@@ -64,11 +63,30 @@ def choose(
       stream: Of the noise.
       tiles: How the work is cut.
     """
-    ids, _, is_finite = _ranked(
+    ids, _, is_finite, _ = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
-        *(positions, stream, 1, None, None, 0, tiles),
+        *(positions, stream, 1, False, None, None, 0, tiles),
     )
     return ids[:, 0], is_finite
+
+
+def score(
+    logits: Float[Tensor, "R vocab"],
+    seen: Any,
+    positions: Int[Tensor, " R"],
+    sampling: Any,
+    request: Int[Tensor, " R"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    *,
+    stream: int,
+    tiles: SamplingTiles,
+) -> tuple[Int[Tensor, " R"], Bool[Tensor, " R"], Float[Tensor, "R vocab"]]:
+    """As `choose`, and `shared.spec.sampling.processed` of the same arguments."""
+    ids, _, is_finite, scores = _ranked(
+        *(logits, seen, positions, sampling, request, allowed),
+        *(positions, stream, 1, True, None, None, 0, tiles),
+    )
+    return ids[:, 0], is_finite, scores
 
 
 def rank(
@@ -79,24 +97,28 @@ def rank(
     keys: Int[Tensor, " B"],
     stream: int,
     width: int,
+    is_sampled: bool,
     columns: Int[Tensor, " vocab"] | None,
     *,
     tau: float,
     tiles: SamplingTiles,
-) -> tuple[Int[Tensor, "B k width"], Float[Tensor, "B k width"]]:
-    """The ids and weights of `shared.spec.sampling.rank`, of at most `MOST_WIDTH` children.
+) -> tuple[
+    Int[Tensor, "B k width"], Float[Tensor, "B k width"], Float[Tensor, "R target_vocab"] | None
+]:
+    """As `shared.spec.sampling.rank`.
 
     Args:
-      logits, seen, positions, sampling, keys, stream, width, columns: As in the specification.
+      logits, seen, positions, sampling, keys, stream, width, is_sampled, columns: As in the
+        specification.
       tau: Softness of the weights where there is noise.
       tiles: How the work is cut.
     """
     B, k, _ = logits.shape
-    ids, weights, _ = _ranked(
+    ids, weights, _, scores = _ranked(
         *(logits.flatten(0, 1), seen, positions, sampling, positions, None),
-        *(keys, stream, width, columns, tau, k, tiles),
+        *(keys, stream, width, is_sampled, columns, tau, k, tiles),
     )
-    return ids.view(B, k, width), weights.view(B, k, width)
+    return ids.view(B, k, width), weights.view(B, k, width), scores if is_sampled else None
 
 
 def _ranked(
@@ -109,14 +131,21 @@ def _ranked(
     keys: Int[Tensor, " named"],
     stream: int,
     width: int,
+    is_scored: bool,
     columns: Int[Tensor, " vocab"] | None,
     tau: float | None,
     nodes: int,
     tiles: SamplingTiles,
-) -> tuple[Int[Tensor, "R width"], Float[Tensor, "R width"], Bool[Tensor, " R"]]:
-    """The best tokens of each row, their weights, and whether its logits are finite.
+) -> tuple[
+    Int[Tensor, "R width"],
+    Float[Tensor, "R width"],
+    Bool[Tensor, " R"],
+    Float[Tensor, "R target_vocab"],
+]:
+    """The best tokens of each row, their weights, whether its logits are finite, and its scores.
 
     Args:
+      is_scored: The scores are asked for; else nothing is written there.
       tau: None: there are no weights.
       nodes: Rows of a request, whose positions and keys are its own; 0: `request` names it.
     """
@@ -128,6 +157,9 @@ def _ranked(
     winners, bad = new(2, R, num_tiles, width, **ints), new(R, num_tiles, **ints)
     near = new(R, 2, tiles.listed, **ints)
     ids, weights, is_finite = new(R, width, **ints), new(R, width), new(R, dtype=torch.bool)
+    scores = logits if not is_scored else new(R, seen.counts.shape[1])
+    if is_scored and columns is not None:
+        scores.fill_(-torch.inf)  # of tokens that the drafter does not have
     mask = logits if allowed is None else allowed
     path = seen.path if seen.path.shape[1] else seen.slots  # pointers that nothing reads
     on_path = seen.on_path if seen.path.shape[1] else seen.slots
@@ -145,10 +177,10 @@ def _ranked(
         "sizes": _sizes(vocab, seen, how, allowed, nodes, columns),
         "enable_fp_fusion": False,  # XLA's Triton does not fuse: equal bits in Pallas
     }
-    chosen = {"width": width, "tau": tau}
+    chosen = {"width": width, "tau": tau, "is_scored": is_scored}
     group_lanes = triton.next_power_of_2(groups)
     _tiles_kernel[(num_tiles, R)](
-        *(rows, asked, stream, peaks, masses, winners, bad, notes, R),
+        *(rows, asked, stream, peaks, masses, winners, bad, notes, scores, R),
         groups=tiles.groups,
         num_warps=tiles.warps,
         **fixed,
@@ -164,7 +196,8 @@ def _ranked(
         **fixed,
     )
     _rows_kernel[(min(tiles.programs, num_tiles), R)](
-        *(rows, asked, stream, peaks, masses, winners, bad, notes, ids, weights, is_finite, R),
+        *(rows, asked, stream, peaks, masses, winners, bad, notes),
+        *(ids, weights, is_finite, scores, R),
         num_tiles=num_tiles,
         tile_lanes=triton.next_power_of_2(num_tiles * width),
         group_lanes=group_lanes,
@@ -173,7 +206,7 @@ def _ranked(
         **fixed,
         **chosen,
     )
-    return ids, weights, is_finite
+    return ids, weights, is_finite, scores
 
 
 def _sizes(
@@ -203,11 +236,13 @@ def _tiles_kernel(
     winners_at,
     bad_at,
     notes_at,
+    scores_at,
     num_rows,
     groups: tl.constexpr,
     sizes: tl.constexpr,
     width: tl.constexpr,
     tau: tl.constexpr,
+    is_scored: tl.constexpr,
 ):
     """One program per tile and row: its best tokens, or what its groups hold before any noise."""
     tile, row = tl.program_id(0), tl.program_id(1)
@@ -227,6 +262,8 @@ def _tiles_kernel(
         keys = tl.where(ids < vocab, key_of(x), LOWEST)
         store_groups(peaks_at + at, masses_at + at, group < num_groups, x, keys, 1.0)
     else:
+        if is_scored:
+            store_scores(scores_at, x, ids, rows, row, sizes)
         if temperature > 0:
             x = x + noise_of_words(words_at(noise, stream, pairs, ids, rows, sizes))
         keys = tl.where(ids < vocab, key_of(x), LOWEST)
@@ -234,7 +271,7 @@ def _tiles_kernel(
             sharpness = sharpness_of(temperature, tau)
             store_groups(peaks_at + at, masses_at + at, group < num_groups, x, keys, sharpness)
         keys_at = winners_at + (row * num_tiles + tile) * width
-        _store_first(keys, ids, keys_at, keys_at + num_rows * num_tiles * width, width)
+        store_first(keys, ids, keys_at, keys_at + num_rows * num_tiles * width, width)
 
 
 @triton.jit
@@ -290,6 +327,7 @@ def _rows_kernel(
     ids_at,
     weights_at,
     finite_at,
+    scores_at,
     num_rows,
     num_tiles: tl.constexpr,
     tile_lanes: tl.constexpr,
@@ -298,6 +336,7 @@ def _rows_kernel(
     sizes: tl.constexpr,
     width: tl.constexpr,
     tau: tl.constexpr,
+    is_scored: tl.constexpr,
 ):
     """One program per share of a row: the best tokens of its tiles, where they have no noise yet.
 
@@ -324,9 +363,21 @@ def _rows_kernel(
                 masses_at,
                 winners_at + tile * width,
                 winners_at + others + tile * width,
+                scores_at,
             )
-            key = _choose_in_tile(
-                tile, best, support, source, stream, sharpness, into, groups, sizes, width, tau
+            key = choose_in_tile(
+                tile,
+                best,
+                support,
+                source,
+                stream,
+                sharpness,
+                into,
+                groups,
+                sizes,
+                width,
+                tau,
+                is_scored,
             )
             best = tl.maximum(best, key)
         tl.debug_barrier()  # all of this program's words are in memory
@@ -349,91 +400,7 @@ def _rows_kernel(
             norm = log(total_of(peaks, masses, highest, sharpness))
         out = ids_at + row * width, weights_at + row * width
         key, winner = first_token(keys, ids)
-        _store(out, 0, key, winner, highest, norm, sharpness, rows, sizes, tau)
+        store_token(out, 0, key, winner, highest, norm, sharpness, rows, sizes, tau)
         for rank in range(1, width):
             key, winner = next_token(keys, ids, key, winner)
-            _store(out, rank, key, winner, highest, norm, sharpness, rows, sizes, tau)
-
-
-@triton.jit
-def _choose_in_tile(
-    tile,
-    best,
-    support,
-    source,
-    stream,
-    sharpness,
-    into,
-    groups: tl.constexpr,
-    sizes: tl.constexpr,
-    width: tl.constexpr,
-    tau: tl.constexpr,
-):
-    """Stores a tile's best tokens of a support, with noise, and what its groups hold then.
-
-    Args:
-      tile: Number of it.
-      best: A key; where weights are not asked for, tokens below it are not either.
-      support: The border, and the id from which tokens at it do not stay; the highest score, and
-        how likely a token must be beside it.
-      source: Of the scores.
-      sharpness: Of the weights.
-      into: Where the keys and masses of groups lie, and what is found.
-
-    Returns:
-      The best token's key.
-    """
-    border, limit, highest, smallest = support
-    rows, asked, row, wish = source
-    peaks_at, masses_at, keys_at, ids_at = into
-    noise = wish[2]
-    group = tile * groups + tl.arange(0, groups)
-    inside = group < tl.cdiv(sizes[0], 2 * PAIRS)
-    peaks = tl.load(peaks_at + group, mask=inside, other=LOWEST)
-    may_stay = (peaks >= border) & (weight_of(score_of(peaks), highest, 1.0) >= smallest)
-    pairs, ids = ids_of(group)
-    keys = tl.full((groups, PAIRS, 2), LOWEST, tl.int32)
-    # Where fewer stay than are asked for, the excluded tokens of the first tile follow.
-    if (tl.max(may_stay.to(tl.int32)) > 0) | ((width > 1) & (tile == 0)):
-        raw, x = scores_of(ids, rows, asked, row, wish, sizes)
-        own = key_of(x)
-        stays = (own > border) | ((own == border) & (ids < limit))
-        if smallest > 0:
-            stays &= weight_of(x, highest, 1.0) >= smallest
-        x = tl.where(stays, x, -float("inf"))
-        words = words_at(noise, stream, pairs, ids, rows, sizes)
-        may_win = tau is not None
-        if tau is None:
-            may_win = tl.max(x + most_noise(words)) >= score_of(best)
-        if may_win:
-            keys = tl.where(ids < sizes[0], key_of(x + noise_of_words(words)), LOWEST)
-    if tau is not None:
-        tl.debug_barrier()  # the keys of groups have been read
-        store_groups(
-            *(peaks_at + group, masses_at + group, inside), score_of(keys), keys, sharpness
-        )
-    return _store_first(keys, ids, keys_at, ids_at, width)
-
-
-@triton.jit
-def _store_first(keys, ids, keys_at, ids_at, width: tl.constexpr):
-    """Stores the best tokens of a tile; gives the first one's key."""
-    first, winner = first_token(keys, ids)
-    tl.store(keys_at, first)
-    tl.store(ids_at, winner)
-    key = first
-    for rank in range(1, width):
-        key, winner = next_token(keys, ids, key, winner)
-        tl.store(keys_at + rank, key)
-        tl.store(ids_at + rank, winner)
-    return first
-
-
-@triton.jit
-def _store(
-    out, rank, key, winner, best, norm, sharpness, rows, sizes: tl.constexpr, tau: tl.constexpr
-):
-    """Stores one token of a row, and its weight."""
-    tl.store(out[0] + rank, tokens_of(tl.minimum(winner, sizes[0] - 1), rows, sizes))
-    if tau is not None:
-        tl.store(out[1] + rank, (score_of(key) - best) * sharpness - norm)
+            store_token(out, rank, key, winner, highest, norm, sharpness, rows, sizes, tau)

@@ -13,7 +13,9 @@ PAIRS = tl.constexpr(32)  # of token ids in a group
 LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_KEY_OF_NAN, _KEY_OF_INFINITY = tl.constexpr(0x7FC00000), tl.constexpr(0x7F800000)
+KEY_OF_INFINITY = tl.constexpr(0x7F800000)
+KEY_OF_NOTHING = tl.constexpr(-2139095041)  # of -inf
+_KEY_OF_NAN = tl.constexpr(0x7FC00000)
 
 
 @triton.jit
@@ -131,7 +133,7 @@ def score_of(key):
 @triton.jit
 def has_bad(raw):
     """Whether some score is not finite."""
-    return tl.max(raw.to(tl.int32, bitcast=True) & HIGHEST) >= _KEY_OF_INFINITY
+    return tl.max(raw.to(tl.int32, bitcast=True) & HIGHEST) >= KEY_OF_INFINITY
 
 
 @triton.jit

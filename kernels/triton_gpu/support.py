@@ -13,6 +13,7 @@ import triton.language as tl
 from kernels.triton_gpu.noise import log
 from kernels.triton_gpu.scores import (
     HIGHEST,
+    KEY_OF_NOTHING,
     LOWEST,
     PAIRS,
     add_halves,
@@ -33,7 +34,6 @@ three words, their weight; how many are listed; and how many programs have arriv
 kernels. Then, in place of the first: the border, the id from which tokens at the border do not
 stay, and the key of the highest score."""
 
-KEY_OF_NOTHING = tl.constexpr(-2139095041)  # of -inf
 _TINY = tl.constexpr(1e-30)
 
 

@@ -409,8 +409,7 @@ class ReferenceBackend:
         mask = None if allowed is None else allowed.reshape(B * N, vocab)
         if trees.drafted is None:
             return sampling.choose(*rows, mask).ids.reshape(B, N)
-        return acceptance.judge(
-            self.limits.accept_rule,
+        choices, _ = acceptance.judge(
             *rows,
             row_of=np.arange(B * N).reshape(B, N),
             tokens=trees.tokens,
@@ -418,7 +417,9 @@ class ReferenceBackend:
             lengths=self._lengths[batch.slots],
             drafted=trees.drafted,
             allowed=mask,
+            rule=self.limits.accept_rule,
         )
+        return choices
 
     def _rank(self, batch: Batch, width: int) -> Ranking:
         """The drafter's choice of children, with the noise and the penalties of the target."""

@@ -32,6 +32,7 @@ from shared.spec.sampling import (
     Sampling,
     Seen,
     best,
+    is_finite,
     perturbed,
     probabilities,
     processed,
@@ -285,7 +286,6 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 
 
 def judge(
-    rule: str,
     logits: Float[np.ndarray, "R vocab"],
     seen: Seen,
     positions: Int[np.ndarray, " R"],
@@ -297,22 +297,27 @@ def judge(
     lengths: Int[np.ndarray, " B"],
     drafted: Float[np.ndarray, "B S vocab"],
     allowed: Bool[np.ndarray, "R vocab"] | None,
-) -> Int[np.ndarray, "B N"]:
+    rule: str,
+) -> tuple[Int[np.ndarray, "B N"], Bool[np.ndarray, " R"]]:
     """The token after each node of chains that were sampled from the drafter.
 
     Args:
-      rule: A name of `JUDGES`.
       logits, seen, positions, sampling, request, allowed: Of the target's rows, as in `choose`.
       row_of: The row of each node.
       tokens, num_nodes: The chains.
       lengths: The position of each chain's root, which names the noise of the rule.
       drafted: The processed logits that each draft was sampled from.
+      rule: A name of `JUDGES`.
+
+    Returns:
+      The choices with which to `walk`, and the rows whose logits are finite, all of them.
     """
     scores = processed(logits, seen, positions, sampling, request, allowed)
     own = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
     p = probabilities(scores)[row_of]
     q = sampled_law(drafted, tokens)
-    return JUDGES[rule](tokens, num_nodes, own[row_of], p, q, sampling, lengths)
+    choices = JUDGES[rule](tokens, num_nodes, own[row_of], p, q, sampling, lengths)
+    return choices, is_finite(logits)
 
 
 def _of_drafts(

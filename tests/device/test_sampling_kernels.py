@@ -21,6 +21,7 @@ import torch_impl.ops.sampling
 from kernels.pallas_gpu import noise as pallas_noise
 from kernels.pallas_gpu import sampling as pallas
 from kernels.tiles import MEASURED, SamplingTiles, Tiles
+from shared.options.adaptive import MOST_WIDTH
 from shared.spec import sampling as spec
 from shared.spec.sampling import DRAFT_TAU, TARGET_STREAM, Seen
 from tests.support.cases.sampling import TABLE, asked, f32, i32, large_arguments, mixed_arguments
@@ -71,8 +72,12 @@ OTHER = tiles(groups=8, warps=8, programs=1, row_programs=1, row_warps=2, **FEW)
 
 def run(language: str, arguments: dict[str, Any], cut: SamplingTiles | None = None) -> list:
     """What the kernel of `choose` or `rank` gives, by what the arguments are of."""
-    given = {name: value for name, value in arguments.items() if name != "is_sampled"}
-    name = "rank" if "width" in given else "choose"
+    return run_named("rank" if "width" in arguments else "choose", language, arguments, cut)
+
+
+def run_named(
+    name: str, language: str, given: dict[str, Any], cut: SamplingTiles | None = None
+) -> list:
     how = {"tau": DRAFT_TAU} if name == "rank" else {"stream": TARGET_STREAM}
     how |= {"tiles": cut or tiles()}
     if language == "triton":
@@ -83,12 +88,12 @@ def run(language: str, arguments: dict[str, Any], cut: SamplingTiles | None = No
 
         on_device = {k: mapped(v, leaf, torch_impl.ops.sampling) for k, v in given.items()}
         found = getattr(KERNELS["triton"]["sampling"], name)(**on_device, **how)
-        return [x.cpu().numpy() for x in found]
+        return [x.cpu().numpy() for x in found if x is not None]
     on_device = {k: mapped(v, to_jax, jax_impl.ops.sampling) for k, v in given.items()}
     fixed = {k: v for k, v in on_device.items() if isinstance(v, int) or v is None}
     arrays = {k: v for k, v in on_device.items() if k not in fixed}
     program = pallas_program(name, tuple((fixed | how).items()))
-    return [np.asarray(x) for x in program(**arrays)]
+    return [np.asarray(x) for x in program(**arrays) if x is not None]
 
 
 @cache
@@ -124,6 +129,41 @@ def test_rows_that_ask_for_anything_are_chosen_and_ranked_as_specified(name, lan
     np.testing.assert_array_equal(got[0], want[0])
     # Weights: one rounding for each of some products and sums, and logarithms of two libraries.
     np.testing.assert_allclose(got[1], want[1], rtol=2e-5, atol=2e-5)
+    assert len(got) == len(want)
+    for scores, wanted in zip(got[2:], want[2:], strict=True):
+        np.testing.assert_allclose(scores, wanted, rtol=1e-6)
+
+
+@each_language
+@pytest.mark.parametrize("name", ["choose, any rows", "choose, any rows, masked"])
+def test_scores_are_the_specifications_beside_the_choice(name: str, language: str) -> None:
+    arguments = CASES[name].arguments(seed=5)
+    want, given = spec.choose(**arguments), dict(arguments)
+    for cut in (tiles(), OTHER):
+        ids, is_finite, scores = run_named("score", language, arguments, cut)
+        np.testing.assert_array_equal(ids, want.ids)
+        np.testing.assert_array_equal(is_finite, want.is_finite)
+        np.testing.assert_allclose(scores, spec.processed(**given), rtol=1e-6)
+
+
+# Triton's interpreter compiles nothing: there, every width that a flag allows.
+WIDTHS = [("pallas", 9), ("pallas", MOST_WIDTH)]
+WIDTHS += [("triton", width) for width in range(1, MOST_WIDTH + 1) if "triton" in KERNELS]
+
+
+@pytest.mark.parametrize(("language", "width"), WIDTHS)
+def test_every_width_that_a_flag_allows_is_ranked_as_specified(width: int, language: str) -> None:
+    arguments = CASES["rank, own vocabulary"].arguments(seed=7) | {"width": width}
+    arguments["logits"][:, 0, 20:60] = arguments["logits"][:, 0, 19:20]  # ties in the ranking
+    arguments["logits"][5, 1, 11] = np.nan  # of which the row is the first token, and means nothing
+    want = spec.rank(**arguments)
+    ids, weights = run(language, arguments)
+    is_number = np.ones(ids.shape[:2], bool)
+    is_number[5, 1] = False
+    np.testing.assert_array_equal(ids[is_number], want.ids[is_number])
+    np.testing.assert_allclose(weights[is_number], want.weights[is_number], rtol=2e-5, atol=2e-5)
+    vocab = arguments["seen"].counts.shape[1]
+    assert ((ids >= 0) & (ids < vocab)).all()
 
 
 @each_language
@@ -318,7 +358,7 @@ def test_uniforms_are_the_specifications(levels: int, language: str) -> None:
 def test_the_languages_have_one_signature_and_the_specifications_constants() -> None:
     assert tuple(spec.ROTATIONS) == pallas_noise.ROTATIONS
     assert int(spec.PARITY) == pallas_noise.PARITY
-    for name in ("choose", "rank"):
+    for name in ("choose", "rank", "score"):
         ours = [p for p in inspect.signature(getattr(pallas, name)).parameters if p != "interpret"]
         for modules in KERNELS.values():
             signature = inspect.signature(getattr(modules["sampling"], name))
@@ -326,12 +366,20 @@ def test_the_languages_have_one_signature_and_the_specifications_constants() -> 
     for modules in KERNELS.values():
         for name in ("ROTATIONS", "PARITY", "LN2_HIGH", "LN2_LOW", "LOG_TERMS"):
             assert getattr(modules["noise"], name) == getattr(pallas_noise, name)
-        for name in ("GROUP", "MOST_WIDTH"):
-            assert getattr(modules["sampling"], name) == getattr(pallas, name)
+        assert modules["sampling"].GROUP == pallas.GROUP
 
 
-@pytest.mark.parametrize("name", ["choose", "rank"])
-def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [
+        ("choose", {}),
+        ("rank", {}),
+        ("rank", {"width": MOST_WIDTH}),
+        ("rank", {"width": 1, "is_sampled": True}),
+    ],
+    ids=["choose", "rank", "widest rank", "sampled rank"],
+)
+def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, changed, monkeypatch) -> None:
     bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
     module = jax_impl.ops.sampling
     op = jax_impl.ops.kernel_or_plain(
@@ -339,7 +387,7 @@ def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, monkeypatch) -> 
     )
     arguments = large_arguments(0, R=2, vocab=9000, temperature=0.8, peak=22.0)
     if name == "rank":
-        arguments = CASES["rank, as the target"].arguments(seed=0)
+        arguments = CASES["rank, as the target"].arguments(seed=0) | changed
     given = [mapped(value, to_jax, module) for value in arguments.values()]
     fixed = {i: x for i, x in enumerate(given) if isinstance(x, int) or x is None}
 
@@ -348,27 +396,30 @@ def test_jax_takes_the_kernels_in_programs_for_a_gpu_only(name, monkeypatch) -> 
         return op(*(fixed[i] if i in fixed else next(rest) for i in range(len(given))))
 
     traced = jax.jit(call).trace(*(x for i, x in enumerate(given) if i not in fixed))
-    counts = {
-        platform: traced.lower(lowering_platforms=(platform,)).as_text().count("xla.gpu.triton")
+    texts = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
         for platform in ("cpu", "cuda")
     }
+    counts = {platform: text.count("xla.gpu.triton") for platform, text in texts.items()}
     assert counts == {"cpu": 0, "cuda": 3}
+    assert "sort" not in texts["cuda"]
+    assert "top_k" not in texts["cuda"]
 
 
 @pytest.mark.parametrize("ops", [jax_impl.ops, torch_impl.ops], ids=["jax", "torch"])
-def test_drafts_that_are_sampled_or_too_many_are_ranked_plainly(ops, monkeypatch) -> None:
+def test_every_ranking_is_the_kernels_on_a_gpu(ops, monkeypatch) -> None:
     asked_for = []
-    recorder = SimpleNamespace(
-        MOST_WIDTH=8, rank=lambda *given, **how: asked_for.append(given[-2:]) or (None, None)
-    )
-    bind_kernels(monkeypatch, ops, {"sampling": recorder})
-    module = ops.sampling
-    monkeypatch.setattr(module, "plain_rank", lambda *given: "plain")
+
+    def rank(*given: Any, **how: Any) -> tuple[str, str, str]:
+        asked_for.append(given[-3:])
+        return "ids", "weights", "scores"
+
+    bind_kernels(monkeypatch, ops, {"sampling": SimpleNamespace(rank=rank)})
     logits = np.zeros((1, 2, 16), np.float32)
-    call: Callable = partial(module.kernel_rank, ops.KERNELS, logits, *(None,) * 5)
-    assert [call(9, False, None), call(1, True, None)] == ["plain", "plain"]
-    assert call(8, False, "columns").processed is None
-    assert asked_for == [(8, "columns")]
+    call: Callable = partial(ops.sampling.kernel_rank, ops.KERNELS, logits, *(None,) * 5)
+    assert call(MOST_WIDTH, False, "columns").ids == "ids"
+    assert call(1, True, None).processed == "scores"
+    assert asked_for == [(MOST_WIDTH, False, "columns"), (1, True, None)]
 
 
 def test_torch_takes_the_kernel_on_a_gpu(monkeypatch) -> None:

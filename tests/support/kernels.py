@@ -40,6 +40,7 @@ MODULES = (
     "mix",
     "noise",
     "reach",
+    "rejection",
     "sampling",
     "slots",
     "verify_rows",

@@ -37,6 +37,7 @@ class Kernels:
     mix: ModuleType
     noise: ModuleType
     reach: ModuleType
+    rejection: ModuleType
     sampling: ModuleType
     slots: ModuleType
     verify_rows: ModuleType
@@ -58,6 +59,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import mix as mix_kernel
     from kernels.triton_gpu import noise as noise_kernel
     from kernels.triton_gpu import reach as reach_kernel
+    from kernels.triton_gpu import rejection as rejection_kernel
     from kernels.triton_gpu import sampling as sampling_kernel
     from kernels.triton_gpu import slots as slots_kernel
     from kernels.triton_gpu import verify_rows as verify_rows_kernel
@@ -75,6 +77,7 @@ if torch.cuda.is_available():
         mix=mix_kernel,
         noise=noise_kernel,
         reach=reach_kernel,
+        rejection=rejection_kernel,
         sampling=sampling_kernel,
         slots=slots_kernel,
         verify_rows=verify_rows_kernel,

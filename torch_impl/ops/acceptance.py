@@ -6,12 +6,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.spec.sampling import RESIDUAL_STREAM, TARGET_STREAM
+from shared.spec.sampling import ACCEPT_STREAM, RESIDUAL_STREAM, TARGET_STREAM
 from torch_impl.ops import Kernels, any_row, kernel_or_plain
 from torch_impl.ops.sampling import (
     Sampling,
     Seen,
     best,
+    is_finite,
     perturbed_alike,
     probabilities,
     processed,
@@ -89,8 +90,8 @@ def emitted(
     return torch.where(place < counts[:, None], choices.gather(1, path.long()), 0).int()
 
 
-def failed(is_nan: Bool[Tensor, "B N"], path: Int[Tensor, "B W"]) -> Bool[Tensor, " B"]:
-    return is_nan.gather(1, path.long()).any(dim=1)
+def failed(is_bad: Bool[Tensor, "B N"], path: Int[Tensor, "B W"]) -> Bool[Tensor, " B"]:
+    return is_bad.gather(1, path.long()).any(dim=1)
 
 
 @dataclass(frozen=True)
@@ -204,8 +205,7 @@ JUDGES = {"rejection": rejection_choices, "block": block_choices}
 """The rules that judge sampled drafts."""
 
 
-def judge(
-    rule: str,
+def plain_judge(
     logits: Float[Tensor, "R vocab"],
     seen: Seen,
     positions: Int[Tensor, " R"],
@@ -217,7 +217,8 @@ def judge(
     lengths: Int[Tensor, " B"],
     drafted: Float[Tensor, "B S vocab"],
     allowed: Bool[Tensor, "R vocab"] | None,
-) -> Int[Tensor, "B N"]:
+    rule: str,
+) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " R"]]:
     """As the specification, but that only a chain's last node gets the target's noise.
 
     The others are judged, and their own choices are not asked for.
@@ -226,11 +227,45 @@ def judge(
     after = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
     choices = best(after.flatten(0, 1)).view_as(tokens)
     if not any_row(sampling.temperature > 0):
-        return choices
+        return choices, is_finite(logits)
     p = probabilities(scores.flatten(0, 1)).view_as(scores)
-    return JUDGES[rule](
-        tokens, num_nodes, choices, p, sampled_law(drafted, tokens), sampling, lengths
+    law = sampled_law(drafted, tokens)
+    choices = JUDGES[rule](tokens, num_nodes, choices, p, law, sampling, lengths)
+    return choices, is_finite(logits)
+
+
+def kernel_judge(
+    kernels: Kernels,
+    logits: Float[Tensor, "R vocab"],
+    seen: Seen,
+    positions: Int[Tensor, " R"],
+    sampling: Sampling,
+    request: Int[Tensor, " R"],
+    row_of: Int[Tensor, "B N"],
+    tokens: Int[Tensor, "B N"],
+    num_nodes: Int[Tensor, " B"],
+    lengths: Int[Tensor, " B"],
+    drafted: Float[Tensor, "B S vocab"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    rule: str,
+) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " R"]]:
+    """As `plain_judge`, with its kernels, to which both laws come as scores."""
+    own, is_finite, scores = kernels.sampling.score(
+        *(logits, seen, positions, sampling, request, allowed),
+        stream=TARGET_STREAM,
+        tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
+    choices = kernels.rejection.judge(
+        *(tokens, num_nodes, own[row_of], row_of, scores, drafted),
+        *(sampling.temperature, sampling.seed, lengths),
+        is_block=rule == "block",
+        accept_stream=ACCEPT_STREAM,
+        residual_stream=RESIDUAL_STREAM,
+    )
+    return choices, is_finite
+
+
+judge = kernel_or_plain(kernel_judge, plain_judge)
 
 
 def _of_drafts(

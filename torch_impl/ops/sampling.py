@@ -348,13 +348,13 @@ def kernel_rank(
     is_sampled: bool,
     columns: Int[Tensor, " vocab"] | None,
 ) -> Ranked:
-    """Where drafts are sampled their scores are wanted whole, and nothing is gained."""
-    given = (logits, seen, positions, sampling, keys, stream, width)
-    if is_sampled or width > kernels.sampling.MOST_WIDTH:
-        return plain_rank(*given, is_sampled, columns)
-    tiles = kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1])
-    ids, weights = kernels.sampling.rank(*given, columns, tau=DRAFT_TAU, tiles=tiles)
-    return Ranked(ids, weights, None)
+    """As `plain_rank`, with its kernels."""
+    found = kernels.sampling.rank(
+        *(logits, seen, positions, sampling, keys, stream, width, is_sampled, columns),
+        tau=DRAFT_TAU,
+        tiles=kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1]),
+    )
+    return Ranked(*found)
 
 
 rank = kernel_or_plain(kernel_rank, plain_rank)

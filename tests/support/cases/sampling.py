@@ -108,6 +108,12 @@ def drafted_arguments(seed: int, *, vocab: int, stream: int) -> Arguments:
     return arguments | {"logits": arguments["logits"][:, :, columns], "columns": columns}
 
 
+def sampled_arguments(seed: int, *, vocab: int, is_own: bool) -> Arguments:
+    """Drafts to be judged by a rejection rule, of a drafter that may have its own vocabulary."""
+    make = drafted_arguments if is_own else ranked_arguments
+    return make(seed, vocab=vocab, stream=DRAFT_STREAM + 1) | {"width": 1, "is_sampled": True}
+
+
 def large_arguments(seed: int, *, R: int, vocab: int, temperature: float, peak: float) -> Arguments:
     """Rows as a language model gives them: a few tokens stand out by `peak`, and fall off."""
     rng = np.random.default_rng(seed)
@@ -138,6 +144,25 @@ def large_arguments(seed: int, *, R: int, vocab: int, temperature: float, peak: 
     }
 
 
+def large_ranked_arguments(
+    seed: int, *, B: int, k: int, vocab: int, temperature: float, width: int, is_sampled: bool
+) -> Arguments:
+    """The nodes of a level of B trees, over a language model's vocabulary."""
+    made = large_arguments(seed, R=B * k, vocab=vocab, temperature=temperature, peak=22.0)
+    positions = made["positions"][:B]
+    return {
+        "logits": made["logits"].reshape(B, k, vocab),
+        "seen": made["seen"],
+        "positions": positions,
+        "sampling": made["sampling"].rows(np.arange(B)),
+        "keys": positions,
+        "stream": DRAFT_STREAM if is_sampled else TARGET_STREAM,
+        "width": width,
+        "is_sampled": is_sampled,
+        "columns": None,
+    }
+
+
 def _bytes(arguments: Arguments, item_bytes: int) -> int:
     """The logits, once."""
     return arguments["logits"].size * item_bytes
@@ -150,7 +175,14 @@ _SMALL = {
     "any rows, masked": ("choose", partial(mixed_arguments, vocab=_VOCAB, is_masked=True)),
     "as the target": ("rank", partial(ranked_arguments, vocab=_VOCAB, stream=TARGET_STREAM)),
     "own vocabulary": ("rank", partial(drafted_arguments, vocab=_VOCAB, stream=TARGET_STREAM)),
+    "sampled": ("rank", partial(sampled_arguments, vocab=_VOCAB, is_own=False)),
+    "sampled, own vocabulary": ("rank", partial(sampled_arguments, vocab=_VOCAB, is_own=True)),
     "noise of its own": ("rank", partial(ranked_arguments, vocab=_VOCAB, stream=DRAFT_STREAM + 1)),
+}
+_RANKED = {
+    "4 of each of 4 nodes": {"k": 4, "width": 4, "is_sampled": False},
+    "16 of each of 16 nodes": {"k": 16, "width": 16, "is_sampled": False},
+    "a sampled draft": {"k": 1, "width": 1, "is_sampled": True},
 }
 _KINDS = {
     "greedy": {"temperature": 0.0, "peak": 22.0},
@@ -158,18 +190,33 @@ _KINDS = {
     "top-p 0.95": {"temperature": 0.8, "peak": 22.0},
     "top-p 0.95 of a flat law": {"temperature": 0.8, "peak": 0.0},
 }
-TABLE = [
-    OpCase(op="sampling", function=function, name=name, make=make, num_bytes=_bytes)
-    for name, (function, make) in _SMALL.items()
-] + [
-    OpCase(
-        op="sampling",
-        function="choose",
-        name=f"{R} rows, {name}",
-        make=partial(large_arguments, R=R, vocab=_LARGE_VOCAB, **kind),
-        is_large=True,
-        num_bytes=_bytes,
-    )
-    for name, kind in _KINDS.items()
-    for R in (1, 4, 16, 32, 128, 512)
-]
+TABLE = (
+    [
+        OpCase(op="sampling", function=function, name=name, make=make, num_bytes=_bytes)
+        for name, (function, make) in _SMALL.items()
+    ]
+    + [
+        OpCase(
+            op="sampling",
+            function="rank",
+            name=f"{B} requests, {name}",
+            make=partial(large_ranked_arguments, B=B, vocab=_LARGE_VOCAB, temperature=0.8, **kind),
+            is_large=True,
+            num_bytes=_bytes,
+        )
+        for name, kind in _RANKED.items()
+        for B in (1, 8)
+    ]
+    + [
+        OpCase(
+            op="sampling",
+            function="choose",
+            name=f"{R} rows, {name}",
+            make=partial(large_arguments, R=R, vocab=_LARGE_VOCAB, **kind),
+            is_large=True,
+            num_bytes=_bytes,
+        )
+        for name, kind in _KINDS.items()
+        for R in (1, 4, 16, 32, 128, 512)
+    ]
+)

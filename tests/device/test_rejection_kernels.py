@@ -1,0 +1,183 @@
+"""The kernels that judge sampled drafts: on a GPU for real, elsewhere interpreted."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jax_impl.ops.acceptance
+import torch_impl.ops.acceptance
+from kernels.pallas_gpu import rejection as pallas
+from shared.spec import acceptance as spec
+from shared.spec import sampling
+from shared.spec.sampling import ACCEPT_STREAM, RESIDUAL_STREAM
+from tests.support.cases.acceptance import TABLE, judge_arguments
+from tests.support.implementations import to_jax, to_torch
+from tests.support.kernels import (
+    INTERPRET,
+    KERNELS,
+    ON_GPU,
+    OPTIONS,
+    UNFUSED,
+    bind_kernels,
+    share_arithmetic,
+)
+from tests.support.records import mapped
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+
+CASES = {str(case): case for case in TABLE if case.function == "judge" and not case.is_large}
+RULES = ["rejection", "block"]
+each_language = pytest.mark.parametrize("language", KERNELS)
+each_rule = pytest.mark.parametrize("rule", RULES)
+# More tokens than a part has, so that parts are joined.
+LARGER = {"B": 3, "S": 3, "vocab": 9000}
+
+
+def scored(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the kernels take: scores, and the target's own choices."""
+    how, row_of = arguments["sampling"], arguments["row_of"]
+    names = ("logits", "seen", "positions", "sampling", "request", "allowed")
+    given = {name: arguments[name] for name in names}
+    own = sampling.choose(**given).ids
+    return {
+        **{name: arguments[name] for name in ("tokens", "num_nodes", "row_of", "lengths")},
+        "choices": own[row_of],
+        "scores": sampling.processed(**given),
+        "drafted": arguments["drafted"],
+        "temperature": how.temperature,
+        "seeds": how.seed,
+    }
+
+
+def run(language: str, arguments: dict[str, Any]) -> np.ndarray:
+    """The choices by a rule's kernels."""
+    given, is_block = scored(arguments), arguments["rule"] == "block"
+    if language == "pallas":
+        program = pallas_program(is_block)
+        return np.asarray(program(**{name: to_jax(x) for name, x in given.items()}))
+    device = "cuda" if ON_GPU else "cpu"
+    placed = {name: to_torch(x).to(device) for name, x in given.items()}
+    streams = {"accept_stream": ACCEPT_STREAM, "residual_stream": RESIDUAL_STREAM}
+    judge = KERNELS["triton"]["rejection"].judge
+    return judge(**placed, is_block=is_block, **streams).cpu().numpy()
+
+
+@cache
+def pallas_program(is_block: bool) -> Callable[..., Any]:
+    how = {"accept_stream": ACCEPT_STREAM, "residual_stream": RESIDUAL_STREAM}
+    function = partial(pallas.judge, is_block=is_block, **how, interpret=INTERPRET)
+    return jax.jit(function, compiler_options=OPTIONS | UNFUSED)
+
+
+@each_language
+@pytest.mark.parametrize("name", CASES)
+def test_chains_are_judged_as_specified(name: str, language: str) -> None:
+    accepted, rejected = 0, 0
+    for seed in range(6):
+        arguments = CASES[name].arguments(seed)
+        want, _ = spec.judge(**arguments)
+        np.testing.assert_array_equal(run(language, arguments), want)
+        is_draft = want[:, :-1] == arguments["tokens"][:, 1:]
+        accepted, rejected = accepted + int(is_draft.sum()), rejected + int((~is_draft).sum())
+    if "5 chains" in name:
+        assert accepted > 20
+        assert rejected > 20
+
+
+@each_language
+@each_rule
+def test_parts_of_a_vocabulary_are_joined_as_specified(rule: str, language: str) -> None:
+    for seed in range(4):
+        arguments = judge_arguments(seed, **LARGER, rule=rule)
+        np.testing.assert_array_equal(run(language, arguments), spec.judge(**arguments)[0])
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@each_rule
+def test_the_languages_judge_alike_to_the_last_bit(rule: str, monkeypatch) -> None:
+    share_arithmetic(monkeypatch)
+    for seed in range(4, 12):
+        arguments = judge_arguments(seed, **LARGER, rule=rule)
+        found = [run(language, arguments) for language in ("pallas", "triton")]
+        np.testing.assert_array_equal(*found)
+
+
+@each_language
+@each_rule
+def test_a_draft_from_the_targets_own_law_is_always_accepted(rule: str, language: str) -> None:
+    arguments = judge_arguments(2, **LARGER, rule=rule)
+    arguments["drafted"] = arguments["logits"][arguments["row_of"][:, :-1]]
+    judged = np.arange(3) + 1 < arguments["num_nodes"][:, None]
+    judged &= arguments["sampling"].temperature[:, None] > 0
+    got, drafts = run(language, arguments)[:, :-1], arguments["tokens"][:, 1:]
+    np.testing.assert_array_equal(got[judged], drafts[judged])
+
+
+@each_language
+def test_a_targets_row_without_numbers_harms_no_other(language: str) -> None:
+    arguments = judge_arguments(3, **LARGER, rule="rejection")
+    want, logits = run(language, arguments), arguments["logits"].copy()
+    logits[arguments["row_of"][0, 1], 5] = np.nan
+    got = run(language, arguments | {"logits": logits})
+    is_same = np.ones(got.shape, bool)
+    is_same[0, 1] = False
+    np.testing.assert_array_equal(got[is_same], want[is_same])
+    assert ((got >= 0) & (got < LARGER["vocab"])).all()
+
+
+def test_the_languages_have_one_signature() -> None:
+    ours = [p for p in inspect.signature(pallas.judge).parameters if p != "interpret"]
+    for modules in KERNELS.values():
+        assert list(inspect.signature(modules["rejection"].judge).parameters)[: len(ours)] == ours
+        for name in ("Chains", "Laws", "Draws"):
+            got = getattr(modules["rejection"], name)._fields
+            assert got == getattr(pallas, name)._fields
+        assert modules["rejection"].PART_GROUPS == pallas.PART_GROUPS
+
+
+@each_rule
+def test_jax_judges_by_kernels_in_programs_for_a_gpu_only(rule: str, monkeypatch) -> None:
+    bind_kernels(monkeypatch, jax_impl.ops, KERNELS["pallas"])
+    ops = jax_impl.ops.acceptance
+    judge = jax_impl.ops.kernel_or_plain(ops.kernel_judge, ops.plain_judge)
+    arguments = judge_arguments(0, **LARGER, rule=rule)
+    given = {name: mapped(x, to_jax, ops) for name, x in arguments.items()}
+    fixed = {name: given.pop(name) for name in ("allowed", "rule")}
+
+    def call(given: dict[str, Any]) -> Any:
+        first = {"logits": given["logits"]}
+        return judge(**first | given | fixed)
+
+    traced = jax.jit(call).trace(given)
+    texts = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda")
+    }
+    counts = {platform: text.count("xla.gpu.triton") for platform, text in texts.items()}
+    assert counts == {"cpu": 0, "cuda": 7}
+    assert "stablehlo.sort" not in texts["cuda"]
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@each_rule
+def test_torch_judges_by_kernels_on_a_gpu(rule: str, monkeypatch) -> None:
+    bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
+    arguments = judge_arguments(1, B=3, S=3, vocab=301, rule=rule)
+    arguments["sampling"] = replace(arguments["sampling"], top_p=np.full(3, 0.9, np.float32))
+    device = "cuda" if ON_GPU else "cpu"
+
+    def leaf(x: Any) -> Any:
+        return to_torch(x).to(device) if isinstance(x, np.ndarray) else x
+
+    ops = torch_impl.ops.acceptance
+    given = {name: mapped(x, leaf, ops) for name, x in arguments.items()}
+    choices, is_finite = ops.kernel_judge(torch_impl.ops.KERNELS, **given)
+    want = spec.judge(**arguments)
+    np.testing.assert_array_equal(choices.cpu().numpy(), want[0])
+    np.testing.assert_array_equal(is_finite.cpu().numpy(), want[1])
