@@ -116,7 +116,7 @@ class OpCase:
 
 def tables() -> list[str]:
     """The modules of ops that have cases."""
-    return sorted(path.stem for path in (Path(__file__).parent / "cases").glob("*.py"))
+    return sorted(path.stem for path in (Path(__file__).parent / "cases").glob("[!_]*.py"))
 
 
 def table(op: str) -> list[OpCase]:
