@@ -1,6 +1,7 @@
 """Draft trees in Pallas: the ancestors of nodes, the next level, and what is kept; see `ops`.
 
 Candidates are ranked by counting those before them: no lane waits for another one, as in a sort.
+Of many candidates the border of the best is found by halving instead.
 """
 
 import functools
@@ -12,10 +13,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
-from kernels.pallas_gpu.scores import LOWEST, key_of
+from kernels.pallas_gpu.scores import HIGHEST, LOWEST, key_of
 
 _AT_ONCE = 16  # candidates that others are compared with
 _PAIRS = 4096  # of a row and a request that a program compares
+_MOST_RANKED = 512  # candidates that are compared with each other
 
 
 def ancestors(parents: Int[jax.Array, "B N"], interpret: bool = False) -> Bool[jax.Array, "B N N"]:
@@ -267,6 +269,22 @@ def _rank(key, lane, count, key_at):
     return lax.fori_loop(0, pl.cdiv(count, _AT_ONCE), add, jnp.zeros(lane.shape, jnp.int32))
 
 
+def _is_best(key, count):
+    """Whether each key is among so many largest; of equal ones the first are."""
+
+    def halve(span):
+        low, high = span
+        middle = (low & high) + ((low ^ high) >> 1)
+        is_below = (key > middle).astype(jnp.int32).sum() >= count
+        return jnp.where(is_below, middle + 1, low), jnp.where(is_below, high, middle)
+
+    start = jnp.int32(LOWEST), jnp.int32(HIGHEST)
+    low, _ = lax.while_loop(lambda span: span[0] < span[1], halve, start)
+    is_tie = (key == low).astype(jnp.int32)
+    room = count - (key > low).astype(jnp.int32).sum()
+    return (key > low) | ((is_tie > 0) & (lax.cumsum(is_tie, axis=0) <= room))
+
+
 def keep_best(
     newest: Int[jax.Array, " B"],
     tokens: Int[jax.Array, "B C"],
@@ -322,10 +340,14 @@ def _keep_best_kernel(
         return pltriton.load(at, mask=some < count, other=0.0)
 
     weight = weight_at(lane)
-    rank = _rank(key_of(weight), lane, count, lambda other: key_of(weight_at(other)))
+    key = jnp.where(is_in, key_of(weight), LOWEST)
     most = jnp.clip(max_drafts_ref[request], 0, min(nodes - 1, count))
     num_drafts = jnp.where(has_relay_ref[request] != 0, most, 0)
-    keep = is_in & (rank < num_drafts)
+    if len(lane) <= _MOST_RANKED:
+        rank = _rank(key, lane, count, lambda other: key_of(weight_at(other)))
+        keep = is_in & (rank < num_drafts)
+    else:
+        keep = is_in & _is_best(key, num_drafts)
     node = lax.cumsum(keep.astype(jnp.int32), axis=0)
     pltriton.store(node_of_ref.at[request, place], node, mask=is_in)
     if not interpret:

@@ -1,6 +1,7 @@
 """Draft trees in Triton: the ancestors of nodes, the next level, and what is kept; see `ops`.
 
 Candidates are ranked by counting those before them: no lane waits for another one, as in a sort.
+Of many candidates the border of the best is found by halving instead.
 """
 
 import torch
@@ -9,10 +10,11 @@ import triton.language as tl
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kernels.triton_gpu.scores import LOWEST, key_of
+from kernels.triton_gpu.scores import HIGHEST, LOWEST, key_of
 
 _AT_ONCE = 16  # candidates that others are compared with
 _PAIRS = 4096  # of a row and a request that a program compares
+_MOST_RANKED = tl.constexpr(512)  # candidates that are compared with each other
 
 
 def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
@@ -254,6 +256,19 @@ def _before(key, lane, theirs, other):
     return tl.sum(((theirs[None, :] > key[:, None]) | is_equal).to(tl.int32), axis=1)
 
 
+@triton.jit
+def _is_best(key, count):
+    """Whether each key is among so many largest; of equal ones the first are."""
+    low, high = tl.full((), LOWEST, tl.int32), tl.full((), HIGHEST, tl.int32)
+    while low < high:
+        middle = (low & high) + ((low ^ high) >> 1)
+        is_below = tl.sum((key > middle).to(tl.int32)) >= count
+        low, high = tl.where(is_below, middle + 1, low), tl.where(is_below, high, middle)
+    is_tie = (key == low).to(tl.int32)
+    room = count - tl.sum((key > low).to(tl.int32))
+    return (key > low) | ((is_tie > 0) & (tl.cumsum(is_tie, 0) <= room))
+
+
 def keep_best(
     newest: Int[Tensor, " B"],
     tokens: Int[Tensor, "B C"],
@@ -305,15 +320,19 @@ def _keep_best_kernel(
     request, lane = tl.program_id(0), tl.arange(0, lanes)
     at, is_in = request * count + lane, lane < count
     weight = tl.load(weights_at + at, mask=is_in, other=0.0)
-    key, rank = key_of(weight), lane * 0
-    for start in range(0, count, at_once):
-        other = start + tl.arange(0, at_once)
-        theirs = tl.load(weights_at + request * count + other, mask=other < count, other=0.0)
-        rank += _before(key, lane, tl.where(other < count, key_of(theirs), LOWEST), other)
     most = tl.minimum(tl.maximum(tl.load(max_drafts_at + request), 0), min(nodes - 1, count))
     has_relay = tl.load(has_relay_at + request).to(tl.int32) != 0
     num_drafts = tl.where(has_relay, most, 0)
-    keep = is_in & (rank < num_drafts)
+    key = tl.where(is_in, key_of(weight), LOWEST)
+    if lanes <= _MOST_RANKED:
+        rank = lane * 0
+        for start in range(0, count, at_once):
+            other = start + tl.arange(0, at_once)
+            theirs = tl.load(weights_at + request * count + other, mask=other < count, other=0.0)
+            rank += _before(key, lane, tl.where(other < count, key_of(theirs), LOWEST), other)
+        keep = is_in & (rank < num_drafts)
+    else:
+        keep = is_in & _is_best(key, num_drafts)
     node = tl.cumsum(keep.to(tl.int32), 0)
     tl.store(node_of_at + at, node, mask=is_in)
     tl.debug_barrier()  # they are read by other threads than wrote them

@@ -95,11 +95,19 @@ TABLE += [
     _case("next_level", level_arguments, B > 4, B=B, k=k, s=s, depth=depth, root_rows=root_rows)
     for B, k, s, depth, root_rows in (
         *((3, 3, 1, 4, 0), (2, 4, 2, 3, 1), (2, 5, 3, 4, 0)),
-        *((32, 4, 2, 5, 0), (32, 8, 4, 6, 0)),
+        *((32, 4, 2, 5, 0), (32, 8, 4, 6, 0), (8, 16, 14, 16, 0)),
     )
 ]
 TABLE += [
     _case("keep_best", keep_arguments, B > 4, B=B, C=C, N=N)
-    for B, C, N in ((3, 2, 3), (4, 21, 9), (2, 40, 17), (32, 68, 16), (32, 328, 64))
+    for B, C, N in (
+        (3, 2, 3),
+        (4, 21, 9),
+        (2, 40, 17),
+        (4, 600, 33),
+        (32, 68, 16),
+        (32, 328, 64),
+        (8, 3856, 64),
+    )
 ]
 TABLE += [_case("chains", chains_arguments, B > 5, B=B, S=S) for B, S in ((2, 1), (5, 3), (32, 7))]
