@@ -48,12 +48,14 @@ from tests.support import started
 from tests.support.simulation.imposed import (
     ASLEEP,
     Runs,
+    merged,
     rated_runs,
     rated_work,
     written_runs,
     written_work,
 )
 from tests.support.simulation.phases import Phase, Served, serve
+from tests.support.simulation.policies import Greedy, Probe
 
 Line = dict[str, Any]
 TEMPERATURES = {"problems": 0.0, "copying": 0.0, "chats": 1.0}
@@ -141,6 +143,8 @@ def real_runs(
     round in reverse: what slows the machine down for a while slows all of them.
     """
     policies: dict[str, Policy | None] = {str(t): Static(n) for n, t in enumerate(tiers)}
+    if isinstance(served.engine.controller, AdaptiveController):
+        policies |= {"greedy": Greedy(), "probe": Probe()}
     policies["adaptive"] = None
     again: dict[str, list[list[Served]]] = {name: [] for name in policies}
     for number in range(rounds):
@@ -250,13 +254,14 @@ def simulated(seconds: Mapping[str, Mapping[str, float]], given: argparse.Namesp
     table = {int(batch): list(each.values()) for batch, each in seconds.items()}
     names = list(next(iter(seconds.values())))
     tiers = tuple(Tier.parse(name) for name in names if name != ASLEEP)
+    works = [(list(table), given.imposed_tokens, seed) for seed in given.seeds]
     if ASLEEP in names:
-        runs = written_runs(tiers, table, written_work(list(table), given.imposed_tokens), 1)
+        runs = [written_runs(tiers, table, written_work(*work), 1) for work in works]
     else:
-        runs = rated_runs(tiers, table, rated_work(list(table), given.imposed_tokens), 1)
-    lines = lines_of(runs, tiers)
+        runs = [rated_runs(tiers, table, rated_work(*work), 1) for work in works]
+    lines = lines_of(merged(runs), tiers)
     print(table_of("imposed, simulated", lines), flush=True)
-    return {"imposed": lines}
+    return {"seeds": given.seeds, "imposed": lines}
 
 
 def again(start: Line, given: argparse.Namespace) -> Line:
@@ -280,6 +285,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--imposed", action="store_true", help="serve no tasks")
     found.add_argument("--costs", type=Path, help="start nothing: take the costs of this report")
     found.add_argument("--imposed-tokens", type=int, default=400, help="of a request")
+    found.add_argument("--seeds", nargs="+", type=int, default=[5, 6], help="of imposed work")
     found.add_argument("--load-format", choices=("auto", "dummy"), default="auto")
     found.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     found.add_argument("--out", type=Path, help="JSON file, written after every start")

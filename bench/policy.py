@@ -5,15 +5,15 @@
 A trace (`--speculative-adaptive-trace FILE`) tells for each step the tier, the rows and what was
 accepted of each. What a tier that did not run would have given is estimated: the rate of each depth
 of a request is that of its own steps near in time, before and after, shrunk towards what all
-requests showed near then; a level of a tree is worth `Tier.tries` candidates of a chain. A step's
-seconds are the median of what was recorded of its batch bucket and tier, or else the entry of the
-table that the server measured at its start. Rows are those that were recorded: that a faster tier
-would have ended them earlier is left out, alike for all. Going on from off costs a step without
-drafts, as on a device.
+requests showed near then; a level of a tree is worth `Tier.independent_candidates` of a chain. A
+step's seconds are the median of what was recorded of its batch bucket and tier, or else the entry
+of the table that the server measured at its start. Rows are those that were recorded: that a
+faster tier would have ended them earlier is left out, alike for all. Going on from off costs a step
+without drafts, as on a device.
 
 The oracle knows these estimates and takes the best tier of each step; the static tiers take theirs.
-The adaptive policy and the greedy one see what was recorded of the steps before, and so nothing of
-tiers that did not run.
+The adaptive policy, the greedy one and the one with a probe see what was recorded of the steps
+before, and so nothing of tiers that did not run.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ import numpy as np
 from jaxtyping import Float
 
 from shared.engine.adaptive.acceptance import Acceptance
-from shared.engine.adaptive.choice import BestValue, Greedy, Policy, Situation
+from shared.engine.adaptive.choice import BestValue, Policy, Situation
 from shared.engine.adaptive.tiers import Tier
+from tests.support.simulation.policies import Greedy, Probe
 
 WINDOW = 30
 """Steps before and after that tell of a step."""
 
 SHRINKAGE = 5.0
-HORIZON = 100.0
+STEPS_AHEAD = 100.0
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def scores(recorded: Recorded) -> list[Score]:
         _replay(recorded, hindsight, str(tier), lambda step, now, tier=number: tier)
         for number, tier in enumerate(recorded.tiers)
     ]
-    for name, policy in (("greedy", Greedy()), ("adaptive", BestValue())):
+    for name, policy in (("greedy", Greedy()), ("probe", Probe()), ("adaptive", BestValue())):
         found.append(_replay(recorded, hindsight, name, _Student(recorded, policy)))
     seconds = recorded.table
 
@@ -129,18 +130,18 @@ Chooser = Callable[[Step, list[float]], int]
 
 
 def _replay(recorded: Recorded, hindsight: Hindsight, name: str, choose: Chooser) -> Score:
-    total, seconds, cold = 0.0, 0.0, set[int]()
+    total, seconds, after_off = 0.0, 0.0, set[int]()
     used: dict[str, int] = defaultdict(int)
     for number, step in enumerate(recorded.steps):
         tokens = hindsight.tokens(number)  # [rows, tiers]
-        is_cold = np.array([request in cold for request in step.requests])
-        now = np.where(is_cold[:, None], 1.0, tokens)
+        is_after_off = np.array([request in after_off for request in step.requests])
+        now = np.where(is_after_off[:, None], 1.0, tokens)
         tier = choose(step, tokens.sum(axis=0).tolist())
         total += float(now[:, tier].sum())
         seconds += recorded.table[step.batch][tier]
         used[str(recorded.tiers[tier])] += 1
         is_off = recorded.tiers[tier].is_off
-        cold.update(step.requests) if is_off else cold.difference_update(step.requests)
+        after_off.update(step.requests) if is_off else after_off.difference_update(step.requests)
     return Score(name, total, seconds, dict(used))
 
 
@@ -170,8 +171,8 @@ class Hindsight:
             levels = min(drafted, tier.depth)
             found[row, : min(accepted + 1, levels), 0] = 1
             found[row, : max(accepted, 0), 1] = 1
-        if tier.tries > 1:
-            found /= tier.tries
+        if tier.independent_candidates > 1:
+            found /= tier.independent_candidates
         return found
 
     @staticmethod
@@ -191,7 +192,7 @@ class Hindsight:
             own = sums[numbers.index(number)]
             rates = (own[:, 1] + SHRINKAGE * shared) / (own[:, 0] + SHRINKAGE)
             for index, tier in enumerate(self._tiers):
-                hits = 1 - (1 - rates[: tier.depth]) ** tier.tries
+                hits = 1 - (1 - rates[: tier.depth]) ** tier.independent_candidates
                 found[row, index] += np.cumprod(hits).sum()
         return found
 
@@ -201,19 +202,19 @@ class _Student:
 
     def __init__(self, recorded: Recorded, policy: Policy) -> None:
         self._tiers, self._table, self._policy = recorded.tiers, recorded.table, policy
-        self._acceptance, self._cold = Acceptance(recorded.tiers), set[int]()
+        self._acceptance, self._after_off = Acceptance(recorded.tiers), set[int]()
 
     def __call__(self, step: Step, tokens: list[float]) -> int:
         rows = self._acceptance.rows_of(step.requests)
-        cold = np.array([request in self._cold for request in step.requests])
+        after_off = np.array([request in self._after_off for request in step.requests])
         seconds, most = self._table[step.batch], np.full(len(rows), 1 << 20)
-        expected, _ = self._acceptance.expect(rows, most, cold, step.batch, seconds)
+        expected, _ = self._acceptance.expect(rows, most, after_off, step.batch, seconds)
         tier = self._policy.choose(
-            Situation(seconds, expected, len(rows), float(cold.mean()), HORIZON)
+            Situation(seconds, expected, len(rows), float(after_off.mean()), STEPS_AHEAD)
         )
         is_off = self._tiers[tier].is_off
         requests = step.requests
-        self._cold.update(requests) if is_off else self._cold.difference_update(requests)
+        self._after_off.update(requests) if is_off else self._after_off.difference_update(requests)
         drafted = np.minimum(step.drafted, self._tiers[step.tier].depth)
         accepted = np.array(step.accepted)
         self._acceptance.learn(rows, step.tier, np.where(accepted < 0, 0, drafted), accepted)
@@ -222,7 +223,7 @@ class _Student:
 
 def table(found: Sequence[Score]) -> str:
     """The scores for a terminal, and of the adaptive policy how often it took what."""
-    best = max(score.speed for score in found[:-3])
+    best = max(score.speed for score in found[:-4])
     lines = [f"{'policy':12}{'tokens/s':>12}{'of the best tier':>18}"]
     lines += [f"{s.name:12}{s.speed:12.1f}{s.speed / best:18.3f}" for s in found]
     used = next(score.used for score in found if score.name == "adaptive")

@@ -5,23 +5,37 @@ from __future__ import annotations
 import pytest
 
 from bench.adaptive import lines_of, table_of
+from shared.engine.adaptive.acceptance import Expected
+from shared.engine.adaptive.choice import Situation
 from shared.engine.adaptive.tiers import Tier
 from tests.support.simulation.imposed import rated_runs, rated_work
+from tests.support.simulation.policies import Greedy, Probe
 
 TIERS = (Tier(1, 0, 0), Tier(4, 3, 1), Tier(8, 7, 1, 0.5), Tier(8, 7, 1))
 TABLE = {1: [0.0043, 0.0052, 0.006, 0.0066], 8: [0.0046, 0.00575, 0.0064, 0.0075]}
 
 
 def test_the_oracle_bounds_every_policy_and_shared_rows_are_compared_with_equal_ones():
-    work = rated_work([8], 100)
+    work = rated_work([8], 100, 5)
     runs = rated_runs(TIERS, TABLE, work, 1)
     lines = lines_of(runs, TIERS)
     assert [line["phase"] for line in lines] == [*(phase.name for phase in work[0]), "all"]
     total = lines[-1]
     speeds = total["tokens_per_s"]
-    assert set(speeds) == {"off", "S3", "S7R0.5", "S7", "adaptive", "oracle"}
+    assert set(speeds) == {"off", "S3", "S7R0.5", "S7", "greedy", "probe", "adaptive", "oracle"}
     assert speeds["oracle"] > 0.99 * max(speeds.values())
     assert total["regret"] == pytest.approx(1 - speeds["adaptive"] / speeds["oracle"], abs=1e-3)
     assert total["adaptive_by_off"] > 1.2
     assert total["ranked_by_equal"] == pytest.approx(speeds["S7R0.5"] / speeds["S3"], abs=1e-3)
     assert all(line["phase"] in table_of("simulated", lines) for line in lines)
+
+
+def test_a_probe_gives_three_steps_in_a_hundred_to_the_other_tiers_in_turn():
+    nothing = [[0.0] * 3] * 3
+    expected = Expected([1.0, 3.0, 2.0], [1.0, 3.0, 2.0], nothing, [0.0] * 3)
+    now = Situation([1.0, 1.0, 1.0], expected, num_rows=1, after_off=0.0, steps_ahead=10.0)
+    probe = Probe()
+    chosen = [probe.choose(now) for _ in range(300)]
+    best, first, second = [1], [2] * 3, [0] * 3
+    assert chosen == best * 100 + first + best * 97 + second + best * 97
+    assert {Greedy().choose(now) for _ in range(300)} == {1}

@@ -7,34 +7,32 @@ from dataclasses import replace
 import pytest
 
 from shared.engine.adaptive.acceptance import Expected
-from shared.engine.adaptive.choice import BestValue, Greedy, Situation, Static, mean_of_best
+from shared.engine.adaptive.choice import BestValue, Situation, Static, mean_of_best
+from tests.support.simulation.policies import Greedy
 
 OFF, CHAIN = 0, 1
 
 
 def situation(
     tokens: float,
-    news: float = 0.0,
-    cold: float = 0.0,
-    horizon: float = 100.0,
-    lasting: float = 0.0,
-    lasts: float = 0.0,
+    after_off: float = 0.0,
+    steps_ahead: float = 100.0,
+    trial_gain: float = 0.0,
+    lifetime: float = 0.0,
 ):
     """Eight rows; a chain costs a quarter more than nothing."""
-    now = 8.0 * cold + tokens * (1 - cold)
+    next_tokens = 8.0 * after_off + tokens * (1 - after_off)
     return Situation(
         seconds=[4.0, 5.0],
         expected=Expected(
-            warm=[8.0, tokens],
-            now=[8.0, now],
-            news=[[0.0, 0.0], [news / 5.0, 0.0]],
-            lasting=[[0.0, 0.0], [lasting / 5.0, 0.0]],
-            holds=[0.0, 100.0],
-            lasts=[0.0, lasts],
+            tokens=[8.0, tokens],
+            next_tokens=[8.0, next_tokens],
+            trial_gain=[[0.0, 0.0], [trial_gain / 5.0, 0.0]],
+            trial_lifetime_steps=[0.0, lifetime],
         ),
         num_rows=8,
-        cold=cold,
-        horizon=horizon,
+        after_off=after_off,
+        steps_ahead=steps_ahead,
     )
 
 
@@ -54,35 +52,34 @@ def test_without_measured_seconds_nothing_is_trimmed():
 
 
 def test_a_tier_is_tried_where_knowing_it_is_worth_the_steps():
-    """By value and on no timer: the same uncertainty is not worth it at the end of a request."""
-    policy = BestValue()
-    assert policy.choose(situation(9.5, news=0.1, cold=1.0)) == OFF
-    assert policy.choose(situation(9.5, news=2.0, cold=1.0)) == CHAIN
-    assert policy.choose(situation(9.5, news=2.0, cold=1.0, horizon=3.0)) == OFF
-    assert Greedy().choose(situation(9.5, news=2.0, cold=1.0)) == OFF
+    """By value and on no timer; greedy never tries."""
+    policy, ahead = BestValue(), {"tokens": 9.5, "after_off": 1.0, "lifetime": 100.0}
+    assert policy.choose(situation(**ahead, trial_gain=0.1)) == OFF
+    assert policy.choose(situation(**ahead, trial_gain=2.0)) == CHAIN
+    assert Greedy().choose(situation(**ahead, trial_gain=2.0)) == OFF
 
 
 def test_what_is_learnt_of_all_requests_is_worth_a_try_at_the_end_of_this_one():
-    """For as long as it lasts: what will soon be as uncertain again could be learnt then."""
+    """For as long as it is of use: what will soon be as uncertain again could be learnt then."""
     policy = BestValue()
-    ending = {"tokens": 9.5, "news": 2.0, "lasting": 2.0, "cold": 1.0, "horizon": 3.0}
-    assert policy.choose(situation(**ending, lasts=1.0)) == OFF
-    assert policy.choose(situation(**ending, lasts=100.0)) == CHAIN
+    ending = {"tokens": 9.5, "trial_gain": 2.0, "after_off": 1.0, "steps_ahead": 3.0}
+    assert policy.choose(situation(**ending, lifetime=1.0)) == OFF
+    assert policy.choose(situation(**ending, lifetime=100.0)) == CHAIN
 
 
 def test_the_time_of_a_step_that_outlasts_the_window_counts():
     """At the end of a request a tier of thrice the tokens takes a hundred times as long."""
-    ending = replace(situation(24.0, cold=1.0, horizon=3.0), seconds=[4.0, 400.0])
+    ending = replace(situation(24.0, after_off=1.0, steps_ahead=3.0), seconds=[4.0, 400.0])
     assert BestValue().choose(ending) == OFF
 
 
 def test_a_switch_must_pay_for_itself():
     """Between the two speeds nothing is gained by going back and forth, so it stays where it is."""
     policy = BestValue()
-    assert policy.choose(situation(10.02, cold=1.0)) == OFF
-    assert policy.choose(situation(9.99, cold=0.0)) == CHAIN
-    assert policy.choose(situation(10.5, cold=1.0)) == CHAIN
-    assert policy.choose(situation(9.5, cold=0.0)) == OFF
+    assert policy.choose(situation(10.02, after_off=1.0)) == OFF
+    assert policy.choose(situation(9.99, after_off=0.0)) == CHAIN
+    assert policy.choose(situation(10.5, after_off=1.0)) == CHAIN
+    assert policy.choose(situation(9.5, after_off=0.0)) == OFF
 
 
 def test_the_mean_of_the_best_of_two():

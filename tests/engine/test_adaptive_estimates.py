@@ -32,9 +32,9 @@ def chances(known: Acceptance, request: int) -> np.ndarray:
     return survivals[0] / np.concatenate([[1.0], survivals[0, :-1]])
 
 
-def tokens(known: Acceptance, request: int, most: int = 99, is_cold: bool = False):
+def tokens(known: Acceptance, request: int, most: int = 99, is_after_off: bool = False):
     found, _ = known.expect(
-        known.rows_of([request]), np.array([most]), np.array([is_cold]), 1, SECONDS
+        known.rows_of([request]), np.array([most]), np.array([is_after_off]), 1, SECONDS
     )
     return found
 
@@ -44,7 +44,7 @@ def test_rates_are_those_that_were_seen():
     known = Acceptance(TIERS)
     learn(known, 1, SHORT, [0, 3] * 100)
     assert chances(known, 1)[:3] == pytest.approx([0.5, 0.95, 0.95], abs=0.06)
-    assert tokens(known, 1).warm[NUMBER[SHORT]] == pytest.approx(2.5, abs=0.2)
+    assert tokens(known, 1).tokens[NUMBER[SHORT]] == pytest.approx(2.5, abs=0.2)
 
 
 def test_what_was_not_observed_is_no_failure():
@@ -71,18 +71,18 @@ def test_new_steps_count_more_and_what_is_not_tried_becomes_uncertain():
     learn(known, 1, SHORT, [3] * 300)
     learn(known, 1, SHORT, [0] * 40)
     assert chances(known, 1)[0] < 0.25
-    before = tokens(known, 1).news[NUMBER[SHORT]][NUMBER[OFF]]
+    before = tokens(known, 1).trial_gain[NUMBER[SHORT]][NUMBER[OFF]]
     learn(known, 1, OFF, [0] * 200)
-    assert tokens(known, 1).news[NUMBER[SHORT]][NUMBER[OFF]] > 2 * before
+    assert tokens(known, 1).trial_gain[NUMBER[SHORT]][NUMBER[OFF]] > 2 * before
 
 
 def test_a_tree_is_guessed_from_chains_and_then_known_by_itself():
     known = Acceptance(TIERS)
     learn(known, 1, LONG, [0, 1, 0, 2] * 50)
-    guess = tokens(known, 1).warm
+    guess = tokens(known, 1).tokens
     assert guess[NUMBER[TREE]] > 1.3 * guess[NUMBER[SHORT]]
     learn(known, 1, TREE, [0] * 100)
-    seen = tokens(known, 1).warm
+    seen = tokens(known, 1).tokens
     assert seen[NUMBER[TREE]] < 1.4
 
 
@@ -94,7 +94,7 @@ def test_that_trees_do_worse_than_guessed_is_remembered_while_chains_run():
     learn(known, 1, TREE, [0, 0, 1] * 20)
     for tried in (known, unaware):
         learn(tried, 2, LONG, [0, 3, 7] * 60)
-    found = [tokens(tried, 3).warm[NUMBER[TREE]] for tried in (known, unaware)]
+    found = [tokens(tried, 3).tokens[NUMBER[TREE]] for tried in (known, unaware)]
     assert found[0] < 0.8 * found[1]
 
 
@@ -153,7 +153,7 @@ def test_one_miss_of_a_tree_that_was_sure_does_not_condemn_trees():
     learn(known, 1, TREE, [5, 5, 5, 0])
     for tried in (known, unaware):
         learn(tried, 1, LONG, [0, 1, 0, 2] * 40)
-    found = [tokens(tried, 2).warm[NUMBER[TREE]] for tried in (known, unaware)]
+    found = [tokens(tried, 2).tokens[NUMBER[TREE]] for tried in (known, unaware)]
     assert found[0] > 0.85 * found[1]
 
 
@@ -162,17 +162,17 @@ def test_a_tier_that_cannot_win_is_not_worth_a_try():
     known, seconds = Acceptance(TIERS), [1.0, 1.0, 20.0, 1.0]
     rows = known.rows_of([1])
     found, _ = known.expect(rows, np.array([99]), np.zeros(1, bool), 1, seconds)
-    assert found.news[NUMBER[LONG]][NUMBER[OFF]] == 0
-    assert found.news[NUMBER[SHORT]][NUMBER[OFF]] > 0
+    assert found.trial_gain[NUMBER[LONG]][NUMBER[OFF]] == 0
+    assert found.trial_gain[NUMBER[SHORT]][NUMBER[OFF]] > 0
 
 
 def test_tokens_end_with_the_request_and_cold_rows_give_one():
     known = Acceptance(TIERS)
     learn(known, 1, LONG, [7] * 50)
-    assert tokens(known, 1, most=0).warm == [1.0] * 4
-    assert tokens(known, 1, most=1).warm[NUMBER[LONG]] == pytest.approx(1.97, abs=0.04)
-    assert tokens(known, 1, is_cold=True).now == [1.0] * 4
-    assert tokens(known, 1, is_cold=True).warm[NUMBER[LONG]] > 5
+    assert tokens(known, 1, most=0).tokens == [1.0] * 4
+    assert tokens(known, 1, most=1).tokens[NUMBER[LONG]] == pytest.approx(1.97, abs=0.04)
+    assert tokens(known, 1, is_after_off=True).next_tokens == [1.0] * 4
+    assert tokens(known, 1, is_after_off=True).tokens[NUMBER[LONG]] > 5
 
 
 def test_a_row_is_empty_for_its_next_request():
@@ -255,7 +255,7 @@ def test_rows_that_are_shared_go_to_the_requests_that_use_them():
     for _ in range(60):
         known.learn(rows, 2, drafted, np.array([7, 0]))
     found, survivals = known.expect(rows, np.array([99, 99]), np.zeros(2, bool), 2, [1.0] * 3)
-    assert found.warm[1] == pytest.approx(survivals[0, :6].sum() + 2, abs=0.1)
-    assert found.warm[2] == pytest.approx(survivals.sum() + 2)
+    assert found.tokens[1] == pytest.approx(survivals[0, :6].sum() + 2, abs=0.1)
+    assert found.tokens[2] == pytest.approx(survivals.sum() + 2)
     cold, _ = known.expect(rows, np.array([99, 99]), np.array([True, False]), 2, [1.0] * 3)
-    assert cold.now[1] == pytest.approx(survivals[1, :6].sum() + 2, abs=0.1)
+    assert cold.next_tokens[1] == pytest.approx(survivals[1, :6].sum() + 2, abs=0.1)

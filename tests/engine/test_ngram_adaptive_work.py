@@ -36,7 +36,7 @@ NAMES = [f"{kind}, batch {batch}" for batch in BATCHES for kind in SHARES]
 @cache
 def runs(device: str) -> Runs:
     """With each tier, and with all of them to choose from."""
-    work = written_work(BATCHES, LENGTH)
+    work = written_work(BATCHES, LENGTH, 3)
     return written_runs(TIERS, table_of(device), work, overlap=1, noise=0.03)
 
 
@@ -77,7 +77,7 @@ def test_it_sleeps_between_the_pieces_of_one_text_that_pay():
 def test_what_drafts_gain_beside_plain_steps_pays_for_looks(monkeypatch):
     gains = []
     monkeypatch.setattr(Sleep, "gained", lambda sleep, seconds: gains.append(seconds))
-    table, ([copying, *_], texts) = table_of("short steps"), written_work([1], LENGTH)
+    table, ([copying, *_], texts) = table_of("short steps"), written_work([1], LENGTH, 3)
     served = written_runs(TIERS, table, ([copying], texts), overlap=1)["adaptive"][0]
     # Each token of a lone row would have taken a plain step, but for the first, its prompt's.
     count = len(copying.requests)
@@ -96,7 +96,7 @@ def test_going_to_sleep_and_waking_are_no_part_of_what_steps_cost(monkeypatch):
 
     monkeypatch.setattr(imposed, "AdaptiveNgramController", Watched)
     table = table_of("short steps")
-    written_runs(TIERS, table, written_work([1], LENGTH // 2), overlap=1)
+    written_runs(TIERS, table, written_work([1], LENGTH // 2, 3), overlap=1)
     (controller,) = made
     assert controller._steps[len(TIERS)] > 50 < controller._steps[len(TIERS) - 1]
     assert controller.costs.of(1) == pytest.approx(table[1], rel=0.01)

@@ -1,14 +1,14 @@
-"""What a request's drafts are worth: by the rates of all requests, and how far it is from them.
+"""How many drafts a request is expected to accept, from its own steps and those of all requests.
 
-A request's drafts have log odds as those of the population and an offset of its own, the same at
-every depth, and as much on trees as on the chains in them. What is believed of it is a normal
-distribution; how far requests differ is learnt from those that ended. What a request showed moves
-both, each as far as it is uncertain, so one that differs is known soon where requests do, and where
-all are alike chance is not taken for a difference. A depth below a failed draft, or below the
-tier's last, was not observed and tells nothing.
+The log odds of a request's drafts are those of all requests (`population.py`) plus an offset of its
+own, the same at every depth and in every family of shapes. The offset is believed to be a normal
+distribution; its variance between requests is learnt from the requests that ended. A step moves
+both beliefs, each by as much as it is uncertain: where requests differ, an unusual one is known
+soon, and where all are alike, chance is not taken for a difference. Depths below a rejected draft,
+or below the tier's last, were not observed and change nothing.
 
-A draft whose turn comes was preceded by drafts that were accepted, which tells of the request: so
-deep drafts are better than the mean over all requests.
+Deep drafts are better than the mean over all requests: a request whose first drafts were accepted
+is more likely a good one.
 """
 
 from __future__ import annotations
@@ -19,40 +19,34 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from shared.engine.adaptive.news import add_news
-from shared.engine.adaptive.population import LEVEL, WALK, Population, chance, damping
+from shared.engine.adaptive.population import FIRST_DEPTH, WALK, Population, chance, damping
 from shared.engine.adaptive.tiers import Tier, families_of
+from shared.engine.adaptive.trials import Forecast, TierArrays, trial_variances
 from shared.engine.compiled import compiled
 
 OWN_WALK = 0.003
 """The part of what was learnt of a request that is lost in a step."""
 
-PROBE_STEPS = 3
-"""Steps until a tier that is tried has shown something: a cold one, and overlap."""
-
 
 @dataclass(frozen=True)
 class Expected:
-    """Tokens that a step gives, over all its rows, by tier.
+    """What a step of each tier is expected to give, over all its rows.
 
     Attributes:
-      warm: Where every row drafts.
-      now: Where rows that are cold give the target's own token alone.
-      news: For a tier, and another one: by how much a few steps of the first would change what is
-        believed of the difference of their speeds, a standard deviation, in tokens a second; 0
-        where the first can never be as fast as the other is believed to be.
-      lasting: The same for as many requests of which nothing is known yet: what the steps would
-        tell of all requests.
-      holds, lasts: Steps for which such `news`, and what is `lasting`, are of use: after these as
-        much is uncertain again, and could be learnt then.
+      tokens: Where every row drafts.
+      next_tokens: In the next step, in which rows whose last step was off draft nothing.
+      trial_gain: For a tier and another one, the standard deviation, in tokens a second, by which
+        a trial of the first would change what is believed of the difference of their speeds for
+        requests that nothing is known of yet; 0 where the first can never be as fast as the other
+        is believed to be.
+      trial_lifetime_steps: Steps for which a trial is of use: after these as much is uncertain
+        again.
     """
 
-    warm: list[float]
-    now: list[float]
-    news: list[list[float]]
-    lasting: list[list[float]]
-    holds: list[float]
-    lasts: list[float]
+    tokens: list[float]
+    next_tokens: list[float]
+    trial_gain: list[list[float]]
+    trial_lifetime_steps: list[float]
 
 
 @compiled
@@ -63,72 +57,75 @@ def _learn(
     log_odds: Float64[np.ndarray, " D"],
     slopes: Float64[np.ndarray, " D"],
     variances: Float64[np.ndarray, " D"],
-    level: float,
-    spread: float,
+    shared_variance: float,
+    request_variance: float,
     own: Float64[np.ndarray, "requests 3"],
     sums: Float64[np.ndarray, "6 D"],
-    shifts: Float64[np.ndarray, " B"],
+    moves: Float64[np.ndarray, " B"],
 ) -> None:
-    """Ages what is known of requests by a step, and learns what their drafts showed.
+    """Ages the beliefs of requests by a step, and learns from their drafts.
 
     Args:
-      drafted: Levels that were drafted for each row.
+      drafted: Depths that were drafted for each row.
       log_odds, slopes, variances: Of the family, as `Population` has them.
-      level: Variance of what is uncertain of all depths alike.
-      spread: Variance of log odds between requests.
-      own: Offset, its variance, and its covariance with what is uncertain of all depths alike.
+      shared_variance: Of what is uncertain of all depths alike.
+      request_variance: Of log odds between requests.
+      own: Of each request: offset, its variance, and its covariance with what is uncertain of
+        all depths alike.
       sums: Zeros; filled with what `Population.learn` takes.
+      moves: Filled: how far each row moves what is believed of all.
     """
     for i in range(len(rows)):
         offset, variance, between = own[rows[i]]
         offset *= 1 - OWN_WALK / 2
         between *= 1 - OWN_WALK / 2
-        variance += OWN_WALK * (spread - variance)
+        variance += OWN_WALK * (request_variance - variance)
         # What is uncertain of both together, and what each has in common with that.
-        of_row, of_all, shift = variance + between, max(level + between, 0.0), 0.0
+        of_row, of_all, moved = variance + between, max(shared_variance + between, 0.0), 0.0
         both = max(of_row, 0.0) + of_all
-        share = of_all / level  # by how much log odds of the row move with those of all
-        apart = max(variance - between**2 / level, 0.0)  # what is left of it once those are known
+        share = of_all / shared_variance  # by how much log odds of the row move with those of all
+        # What is left of it once those are known.
+        apart = max(variance - between**2 / shared_variance, 0.0)
         for d in range(min(accepted[i] + 1, drafted[i])):
             won = 1.0 if d < accepted[i] else 0.0
-            a, center = slopes[d], log_odds[d] + slopes[d] * (offset + shift)
+            a, center = slopes[d], log_odds[d] + slopes[d] * (offset + moved)
             known = damping(a * a * apart)
             sums[0, d] += share
             sums[1, d] += share * share
             sums[2, d] += share * won
             sums[3, d] += share * chance(known * center)
             sums[4, d] += share * known
-            sums[5, d] += share * a * shift * share
-            known = damping(a * a * (both - level) + variances[d])
+            sums[5, d] += share * a * moved * share
+            known = damping(a * a * (both - shared_variance) + variances[d])
             p = chance(known * center)
-            news, told = a * known * (won - p), (a * known) ** 2 * p * (1 - p)
-            offset += of_row * news
-            shift += of_all * news
-            variance -= of_row**2 * told
-            between -= of_row * of_all * told
-            shrunk = 1 - both * told
+            error, information = a * known * (won - p), (a * known) ** 2 * p * (1 - p)
+            offset += of_row * error
+            moved += of_all * error
+            variance -= of_row**2 * information
+            between -= of_row * of_all * information
+            shrunk = 1 - both * information
             both, of_row, of_all = both * shrunk, of_row * shrunk, of_all * shrunk
         own[rows[i], 0], own[rows[i], 1], own[rows[i], 2] = offset, variance, between
-        shifts[i] = shift
+        moves[i] = moved
 
 
 @compiled
 def _follow(
     rows: Int64[np.ndarray, " B"],
-    shifts: Float64[np.ndarray, " B"],
+    moves: Float64[np.ndarray, " B"],
     moved: float,
     before: float,
     after: float,
     own: Float64[np.ndarray, "requests 3"],
 ) -> None:
-    """What the other rows showed of all tells of a row too, of which the sum of both is known.
+    """Moves rows by what the others showed of all, as only the sum of offset and all is observed.
 
     Args:
-      shifts: By how much a row alone moved what is believed of all.
-      moved, before, after: By how much all rows did, and the variance of it.
+      moves: How far a row alone moved what is believed of all.
+      moved, before, after: How far all rows did, and the variance of it before and after.
     """
     for i in range(len(rows)):
-        own[rows[i], 0] += own[rows[i], 2] / before * (moved - shifts[i])
+        own[rows[i], 0] += own[rows[i], 2] / before * (moved - moves[i])
         own[rows[i], 2] *= min(after / before, 1.0)
 
 
@@ -163,136 +160,65 @@ def _best(
 
 
 @compiled
-def _add_own(
-    news: Float64[np.ndarray, "tiers tiers"],
-    learnt: Float64[np.ndarray, " tiers"],
-    variance: float,
-    moved: Float64[np.ndarray, " tiers"],
-    alive: Float64[np.ndarray, "F D1"],
-    rate: Float64[np.ndarray, "F D"],
-    slopes: Float64[np.ndarray, "F D"],
-    families: Int64[np.ndarray, " tiers"],
-    deepest: Int64[np.ndarray, " tiers"],
-) -> None:
-    """Adds what a few steps of each tier would tell of one request's offset.
-
-    Args:
-      learnt: By how much its variance would shrink.
-      variance: Of the offset, where everything was known of all requests.
-      moved: Speeds by the offset.
-      deepest: Drafts of the request in each tier.
-    """
-    for t in range(len(deepest)):
-        f, told = families[t], 0.0
-        for d in range(deepest[t]):
-            told += alive[f, d] * slopes[f, d] ** 2 * rate[f, d] * (1 - rate[f, d])
-        told *= PROBE_STEPS
-        shrinks = variance * variance * told / (1 + variance * told)
-        learnt[t] += shrinks
-        for other in range(len(deepest)):
-            news[t, other] += shrinks * (moved[t] - moved[other]) ** 2
-
-
-@compiled
 def _expect(
     rows: Int64[np.ndarray, " B"],
     most: Int64[np.ndarray, " B"],
-    is_cold: Bool[np.ndarray, " B"],
+    is_after_off: Bool[np.ndarray, " B"],
     own: Float64[np.ndarray, "requests 3"],
-    spread: float,
     log_odds: Float64[np.ndarray, "F D"],
     slopes: Float64[np.ndarray, "F D"],
-    covariance: Float64[np.ndarray, "n n"],
-    families: Int64[np.ndarray, " tiers"],
-    depths: Int64[np.ndarray, " tiers"],
-    budgets: Int64[np.ndarray, " tiers"],
-    seconds: Float64[np.ndarray, " tiers"],
-    tokens: Float64[np.ndarray, "2 tiers"],
-    news: Float64[np.ndarray, "2 tiers tiers"],
-    learnt: Float64[np.ndarray, "2 tiers"],
-    survivals: Float64[np.ndarray, "B D"],
+    shared_variance: float,
+    tiers: TierArrays,
+    expected: Forecast,
 ) -> None:
-    """Fills `tokens`, warm and now, and `news`, of these requests and of all, as variances.
+    """Fills what is expected.
 
     Args:
-      own, spread: As `_learn` has them.
+      own: As `_learn` has it.
       most: Drafts that a row has use for.
-      budgets: Drafts of the batch that a tier of chains verifies, the best; -1: all.
-      learnt: Filled: by how much a few steps would shrink the variance of offsets, and of what all
-        depths share.
-      survivals: Filled: the chance that a chain's draft is accepted with all before it.
     """
-    (F, D), B, tiers = log_odds.shape, len(rows), len(depths)
-    rate, alive, sums = np.zeros((F, D)), np.ones((F, D + 1)), np.ones((F, D + 1))
-    gains, told = (
-        np.zeros((2, tiers + 1, F * D)),
-        np.zeros((F, D)),
-    )  # of speeds, by what is believed
-    gains[:, tiers, 0] = 1.0  # last, of what all depths share
-    fastest, moved = np.zeros(tiers), np.zeros(tiers)
-    level = covariance[0, 0]  # what is uncertain of all depths alike
+    (F, D), B = log_odds.shape, len(rows)
     for i in range(B):
+        rate, reached = expected.rates[i], expected.reached[i]
         offset, variance, between = own[rows[i]]
-        together = max(variance + level + 2 * between, 0.0)
+        together = max(variance + shared_variance + 2 * between, 0.0)
         for f in range(F):
             _forecast(log_odds[f], slopes[f], offset, together, rate[f])
+            reached[f, 0] = 1.0
             for d in range(D):
-                alive[f, d + 1] = alive[f, d] * rate[f, d]
-                sums[f, d + 1] = sums[f, d] + alive[f, d + 1]
-                told[f, d] += PROBE_STEPS * alive[f, d] * rate[f, d] * (1 - rate[f, d])
-        survivals[i] = alive[0, 1:]
-        apart = max(variance - between**2 / level, 0.0)
-        share = max(1 + between / level, 0.0)  # by how much its log odds move with those of all
-        for t in range(tiers):
-            f, deepest = families[t], min(depths[t], most[i])
-            tokens[0, t] += sums[f, deepest]
-            fastest[t] += (1 + deepest) / seconds[t]
-            tokens[1, t] += 1.0 if is_cold[i] else sums[f, deepest]
-            moved[t] = 0.0
-            for d in range(deepest):
-                gain = (sums[f, deepest] - sums[f, d]) * (1 - rate[f, d]) / seconds[t]
-                moved[t] += gain * slopes[f, d]
-                for k in range(2):
-                    part = gain if k else gain * share
-                    gains[k, t, d] += part * slopes[f, d]
-                    if f > 0:
-                        gains[k, t, f * D + d] += part
-        _add_own(
-            news[0], learnt[0], apart, moved, alive, rate, slopes, families,
-            np.minimum(depths, most[i]),
-        )  # fmt: skip
-    for t in range(tiers):
-        if budgets[t] >= 0:
-            drafted = np.minimum(most, depths[t])
-            tokens[0, t] = B + _best(survivals, drafted, budgets[t])
-            tokens[1, t] = B + _best(survivals, np.where(is_cold, 0, drafted), budgets[t])
-    learnt[0] /= B
-    for k in range(2):
-        learnt[1] = 0.0
-        add_news(news[k], learnt[1], gains[k], told, slopes, covariance, families, depths)
-    for t in range(tiers):
-        for other in range(tiers):
-            if fastest[t] <= tokens[0, other] / seconds[other]:
-                news[:, t, other] = 0.0  # whatever it showed
+                reached[f, d + 1] = reached[f, d] * rate[f, d]
+        for t in range(len(tiers.depths)):
+            f, deepest = tiers.families[t], min(tiers.depths[t], most[i])
+            count = reached[f, : deepest + 1].sum()
+            expected.tokens[0, t] += count
+            expected.tokens[1, t] += 1.0 if is_after_off[i] else count
+    chains = expected.reached[:, 0, 1:]
+    for t in range(len(tiers.depths)):
+        budget = tiers.budgets[t]
+        if budget >= 0:
+            drafted = np.minimum(most, tiers.depths[t])
+            ready = np.where(is_after_off, 0, drafted)
+            expected.tokens[0, t] = B + _best(chains, drafted, budget)
+            expected.tokens[1, t] = B + _best(chains, ready, budget)
 
 
 class Acceptance:
-    """What was learnt of every request that runs, and of all together.
+    """What is believed of every request that runs, and of all together.
 
     Args:
-      tiers: What is chosen from.
+      tiers: Those that are chosen from.
 
     Attributes:
-      population: What is known of all.
+      population: The beliefs of all requests.
     """
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
-        families, tries = families_of(tiers)
+        families, candidates = families_of(tiers)
         self._families = np.array(families)
         self._depths = np.array([tier.depth for tier in tiers])
         depth = int(self._depths.max())
         self._own = np.zeros((1, 3))
-        self.population = Population(tries, depth)
+        self.population = Population(candidates, depth)
         self._tiers = tiers
         self._budgets_of: dict[int, Int64[np.ndarray, " tiers"]] = {}
         self._rows: dict[int, int] = {}
@@ -310,16 +236,16 @@ class Acceptance:
             self._free = list(range(2 * count - 1, count - 1, -1))
             self._own = np.concatenate([self._own, np.zeros_like(self._own)])
         row = self._rows[request_id] = self._free.pop()
-        self._own[row] = 0.0, self.population.spread, 0.0
+        self._own[row] = 0.0, self.population.request_variance, 0.0
         return row
 
     @property
     def is_empty(self) -> bool:
-        """Whether no request runs that anything is known of."""
+        """Whether no request has a row."""
         return not self._rows
 
     def forget(self, request_id: int) -> None:
-        """A request ended; what it showed of all stays."""
+        """Frees the row of a request that ended; what it showed of all stays."""
         if (row := self._rows.pop(request_id, None)) is not None:
             self._free.append(row)
             self.population.ended(*self._own[row, :2].tolist())
@@ -331,24 +257,24 @@ class Acceptance:
         drafted: Int64[np.ndarray, " B"],
         accepted: Int64[np.ndarray, " B"],
     ) -> None:
-        """What a step showed.
+        """Learns from a step.
 
         Args:
           rows: Of `rows_of`.
-          tier: What was run; a plain step shows nothing, and ages what is known.
-          drafted: Levels that were drafted for each row; 0 shows nothing of it.
+          tier: That was run; a plain step shows nothing, and only ages beliefs.
+          drafted: Depths that were drafted for each row; 0 shows nothing of it.
           accepted: Drafts that were accepted.
         """
         family, known = self._families[tier], self.population
-        sums, shifts = np.zeros((6, known.log_odds.shape[1])), np.empty(len(rows))
+        sums, moves = np.zeros((6, known.log_odds.shape[1])), np.empty(len(rows))
         known.age()
-        before = known.level
+        before = known.shared_variance
         _learn(
             rows, drafted, accepted, known.log_odds[family], known.slopes[family],
-            known.variances[family], before, known.spread, self._own, sums, shifts,
+            known.variances[family], before, known.request_variance, self._own, sums, moves,
         )  # fmt: skip
         moved = known.learn(family, sums)
-        _follow(rows, shifts, moved, before, known.level, self._own)
+        _follow(rows, moves, moved, before, known.shared_variance, self._own)
 
     def warm_up(self) -> None:
         """Compiles what learns and expects, so that no step waits for it; nothing is learnt."""
@@ -370,35 +296,39 @@ class Acceptance:
         self,
         rows: Int64[np.ndarray, " B"],
         most: Int64[np.ndarray, " B"],
-        is_cold: Bool[np.ndarray, " B"],
+        is_after_off: Bool[np.ndarray, " B"],
         batch: int,
         seconds: Sequence[float],
     ) -> tuple[Expected, Float64[np.ndarray, "B D"]]:
-        """What each tier would give.
+        """What a step of each tier is expected to give.
 
         Args:
           rows: Of `rows_of`.
           most: Drafts that each row has use for.
-          is_cold: Rows that draft nothing in their next step, whatever its tier.
+          is_after_off: Rows whose last step was off: they draft nothing in their next one.
           batch: Rows of the programs.
           seconds: Of a step of each tier.
 
         Returns:
-          The tokens of the batch, and for each row and depth the chance that a draft of a chain is
-          accepted with all before it.
+          For the batch what is expected, and for each row and depth the chance that a draft of a
+          chain is accepted with all before it.
         """
-        tiers, known = len(self._depths), self.population
-        tokens, news, learnt = (
-            np.zeros((2, tiers)),
-            np.zeros((2, tiers, tiers)),
-            np.zeros((2, tiers)),
+        count, known, B = len(self._depths), self.population, len(rows)
+        F, D = known.log_odds.shape
+        tiers = TierArrays(self._families, self._depths, self._budgets(batch))
+        expected = Forecast(
+            rates=np.empty((B, F, D)), reached=np.empty((B, F, D + 1)), tokens=np.zeros((2, count))
         )
-        survivals = np.empty((len(rows), known.log_odds.shape[1]))
         _expect(
-            rows, most, is_cold, self._own, known.spread, known.log_odds, known.slopes,
-            known.covariance, self._families, self._depths, self._budgets(batch),
-            np.array(seconds), tokens, news, learnt, survivals,
+            rows, most, is_after_off, self._own, known.log_odds, known.slopes,
+            known.shared_variance, tiers, expected,
         )  # fmt: skip
-        (warm, now), (soon, lasting) = tokens.tolist(), np.sqrt(news).tolist()
-        holds, lasts = learnt[0] / (OWN_WALK * known.spread), learnt[1] / (WALK * LEVEL)
-        return Expected(warm, now, soon, lasting, holds.tolist(), lasts.tolist()), survivals
+        narrowed, learnt = np.empty((count, count)), np.empty(count)
+        trial_variances(
+            expected, most, np.array(seconds), known.slopes, known.covariance, tiers,
+            narrowed, learnt,
+        )  # fmt: skip
+        tokens, next_tokens = expected.tokens.tolist()
+        lifetime = learnt / (WALK * FIRST_DEPTH)
+        found = Expected(tokens, next_tokens, np.sqrt(narrowed).tolist(), lifetime.tolist())
+        return found, expected.reached[:, 0, 1:]

@@ -9,7 +9,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from shared.engine.adaptive.acceptance import PROBE_STEPS, Expected
+from shared.engine.adaptive.acceptance import Expected
+from shared.engine.adaptive.trials import TRIAL_STEPS
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,16 @@ class Situation:
       seconds: Of a step; None where nothing was measured.
       expected: Tokens of a step.
       num_rows: Requests of the step.
-      cold: The share of them that drafts nothing in its next step, whatever the tier.
-      horizon: Steps that the choice is for: as long as requests last and rates hold.
+      after_off: The share of them whose last step was off; they draft nothing in their next one,
+        whatever its tier, as the drafter has yet to see their newest tokens.
+      steps_ahead: Steps that the choice is for: as long as requests last and rates hold.
     """
 
     seconds: list[float] | None
     expected: Expected
     num_rows: int
-    cold: float
-    horizon: float
+    after_off: float
+    steps_ahead: float
 
 
 class Policy(Protocol):
@@ -50,65 +52,49 @@ class Static:
         return self.tier
 
 
-class Greedy:
-    """The tier that is believed to give the most tokens a second; it tries nothing."""
-
-    def choose(self, situation: Situation) -> int:
-        """The tier with the most."""
-        seconds = situation.seconds or [1.0] * len(situation.expected.warm)
-        speeds = [tokens / s for tokens, s in zip(situation.expected.warm, seconds, strict=True)]
-        return speeds.index(max(speeds))
-
-
 class BestValue:
-    """The tier whose next few steps are worth most, with what they are expected to show.
+    """The tier whose next few steps are worth most, in tokens.
 
-    All values are tokens over one window of time, the horizon. A tier is run for a few steps, and
-    then whichever is better: itself, at the speed that it will have turned out to have, or the best
-    other one at the speed that is believed of it. So a tier of which little is known is worth more
-    than its mean, by as much as could be gained from knowing; it is tried where that pays for the
-    steps. What it shows of all requests is of use for those to come as well. Both are counted for
-    as long as times do not make it as uncertain again, as after that it could be tried then.
-    Rows leave off cold, and going off makes them so: both are in the value, so that the
-    choice goes back and forth only where that pays.
+    Three things count: the tokens of these steps, those of the rest of the time ahead at the best
+    speed that is believed of any tier, and a bonus for a trial. A tier that has rarely run may be
+    faster than it is believed to be: the bonus is the speed that we expect to gain if a trial shows
+    it, for as long as the trial stays of use. So a tier is tried where that is worth more than the
+    trial costs, and on no timer. Going off makes the next step of a draft shape draft nothing; that
+    is counted too, so that the choice goes back and forth only where it pays.
     """
 
     def choose(self, situation: Situation) -> int:
         """The tier with the highest value; without measured seconds, that with the most tokens."""
-        seconds, expected = situation.seconds, situation.expected
+        seconds, tokens = situation.seconds, situation.expected.tokens
         if seconds is None:
-            return expected.warm.index(max(expected.warm))
+            return tokens.index(max(tokens))
         values = [self._value(situation, seconds, tier) for tier in range(len(seconds))]
         return values.index(max(values))
 
     def _value(self, situation: Situation, seconds: list[float], tier: int) -> float:
         expected = situation.expected
-        # In which there is room for the steps of any tier, and for what they show to be of use.
-        window = max(situation.horizon * seconds[0], 2 * PROBE_STEPS * max(seconds))
-        rest = window - PROBE_STEPS * seconds[tier]
-        gained = PROBE_STEPS * expected.warm[tier]
-        gained -= expected.warm[tier] - expected.now[tier]  # its first step, while rows are cold
+        # The same for all tiers, and long enough for the first steps of any.
+        window = max(situation.steps_ahead * seconds[0], 2 * TRIAL_STEPS * max(seconds))
+        rest = window - TRIAL_STEPS * seconds[tier]
+        first = (TRIAL_STEPS - 1) * expected.tokens[tier] + expected.next_tokens[tier]
+        speeds = [tokens / s for tokens, s in zip(expected.tokens, seconds, strict=True)]
         later = [
-            tokens * rest / s - _turn(situation, tier, then)
-            for then, (tokens, s) in enumerate(zip(expected.warm, seconds, strict=True))
+            speed * rest - _switch_loss(situation, tier, then) for then, speed in enumerate(speeds)
         ]
         other = max((then for then in range(len(later)) if then != tier), key=later.__getitem__)
-        best = max(later[tier], later[other])
-        holds = min(expected.holds[tier] * seconds[other] / rest, 1.0)
-        news = mean_of_best(later[tier], expected.news[tier][other] * rest, later[other]) - best
-        own, others = (expected.warm[each] / seconds[each] for each in (tier, other))
-        lasting = mean_of_best(own, expected.lasting[tier][other], others) - max(own, others)
-        lasts = expected.lasts[tier] * seconds[other]
-        return gained + best + holds * news + lasts * lasting
+        gain = mean_of_best(speeds[tier], expected.trial_gain[tier][other], speeds[other])
+        gain -= max(speeds[tier], speeds[other])
+        lifetime = expected.trial_lifetime_steps[tier] * seconds[other]
+        return first + max(later) + lifetime * gain
 
 
-def _turn(situation: Situation, first: int, then: int) -> float:
-    """Tokens that are lost for good by being cold, when one tier is run first and another then."""
-    expected, off = situation.expected, 0
+def _switch_loss(situation: Situation, first: int, then: int) -> float:
+    """Tokens that a step without drafts costs, where one tier is run first and another then."""
+    tokens, off = situation.expected.tokens, 0
     if then == off:
-        # Rows that are warm now give it up, whenever that is.
-        return (1 - situation.cold) * (max(expected.warm) - situation.num_rows)
-    return expected.warm[then] - situation.num_rows if first == off else 0.0
+        # The rows that could draft now give that up, whenever they go off.
+        return (1 - situation.after_off) * (max(tokens) - situation.num_rows)
+    return tokens[then] - situation.num_rows if first == off else 0.0
 
 
 def mean_of_best(mean: float, error: float, other: float) -> float:

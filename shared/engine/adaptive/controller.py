@@ -18,12 +18,12 @@ from shared.engine.controller import Gauges, Reserve
 from shared.engine.request import Request
 from shared.engine.rows import DecodeRows, Rows
 
-MOST_HORIZON = 100
-"""Steps for which rates are trusted to hold."""
+MOST_STEPS_AHEAD = 25
+"""Going off or back must pay within so many steps: for longer rates are not trusted to hold."""
 
 
 class AdaptiveController:
-    """Trees of the device's drafter, of the tier that a policy chooses for each step.
+    """Drafts with the device's drafter, in each step with the tier that a policy chooses.
 
     Args:
       limits: The backend's; its decode programs that draft, and the plain ones, are the tiers.
@@ -56,9 +56,11 @@ class AdaptiveController:
         self._policy = policy
         self._trace = trace
         self._planned = self.max_rows, 0  # batch bucket and tier of the rows that were given last
-        self._hopes: dict[int, float] = {}  # drafts of a chain that each of them may get accepted
-        self._flights: deque[tuple[int, int, list[float]]] = deque()  # of the steps on their way
-        self._cold: set[int] = set()
+        self._hopes: dict[int, float] = {}  # drafts of a chain that each row is expected to accept
+        self._flights: deque[tuple[int, int, list[float]]] = (
+            deque()
+        )  # the steps that run, and their hopes
+        self._after_off: set[int] = set()
         self._chosen, self._steps = 0, Counter[int]()
         self.gauges: Gauges = gauges_of(self.shapes, self._steps, self.costs, lambda: self._chosen)
 
@@ -92,18 +94,18 @@ class AdaptiveController:
         left = np.array([most_left(request) for request in ready])
         limits = [request.sampling.max_draft_tokens for request in ready]
         most = np.minimum(left - 1, [np.inf if m is None else m for m in limits]).astype(np.int64)
-        cold = np.array([request.request_id in self._cold for request in ready])
+        after_off = np.array([request.request_id in self._after_off for request in ready])
         batch = self.shapes.bucket(len(ready))
         seconds = self.costs.of(batch)
         expected, survivals = self.acceptance.expect(
-            rows, most, cold, batch, seconds or [1.0] * len(self.shapes.tiers)
+            rows, most, after_off, batch, seconds or [1.0] * len(self.shapes.tiers)
         )
         situation = Situation(
             seconds=seconds,
             expected=expected,
             num_rows=len(ready),
-            cold=float(cold.mean()),
-            horizon=min(float(left.mean()), MOST_HORIZON),
+            after_off=float(after_off.mean()),
+            steps_ahead=min(float(left.mean()), MOST_STEPS_AHEAD),
         )
         return situation, survivals
 
@@ -115,13 +117,13 @@ class AdaptiveController:
         if rows.work is not Work.DECODE or rows.is_masked:
             # The drafter is fed: of a request that resumes, or that decodes with a grammar beside
             # it, whose steps are somebody else's choice.
-            self._cold.difference_update(ids)
+            self._after_off.difference_update(ids)
             return
         batch, self._chosen = self._planned
         self._steps[self._chosen] += 1
         self._flights.append((batch, self._chosen, [self._hopes.get(i, 0.0) for i in ids]))
         is_off = self.shapes.tiers[self._chosen].is_off
-        self._cold.update(ids) if is_off else self._cold.difference_update(ids)
+        self._after_off.update(ids) if is_off else self._after_off.difference_update(ids)
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Learns what the step took, and what its drafts showed of requests that still run."""
@@ -145,7 +147,7 @@ class AdaptiveController:
     def ended(self, request: Request) -> None:
         """Forgets the request; what it showed of all stays."""
         self.acceptance.forget(request.request_id)
-        self._cold.discard(request.request_id)
+        self._after_off.discard(request.request_id)
         if self._trace is not None and self.acceptance.is_empty:
             self._trace.flush()
 

@@ -1,11 +1,10 @@
 """Seconds of a decode step, by batch bucket and tier: measured at the start, then followed.
 
-A bucket has a vector: by how much each tier takes longer now than it did at the start. Most of what
-moves it moves all tiers, as much (contexts grow) or in proportion (a clock falls), so a tier that
-runs tells of those that do not; and each has an error of its own, of which only its own steps tell.
-Steps that wait for each other share what the host does between them, of which steps that follow
-each other show nothing, and which the start did not measure whole. All are random walks, and the
-vector is followed by a Kalman filter: the covariance of two tiers is what they share.
+For each bucket a Kalman filter follows by how much each tier takes longer than at the start. Most
+changes move all tiers: by the same time, as contexts grow, or by the same share, as a clock falls.
+So a tier that runs also tells of those that do not. Each tier has an error of its own too, which
+only its own steps show. Steps that wait for each other share the host's time between them; plain
+steps that do not wait show nothing of it, and the start did not measure all of it.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ OWN_ERROR = 0.1
 """Standard deviation of a tier's own error in the table, as a share of a plain step."""
 
 SHARED_WALK, OWN_WALK = 0.007, 0.001
-"""Of what moves all tiers, as much or in proportion, and of what moves one, from step to step."""
+"""Standard deviation of a step's change: of all tiers, by time and by share, and of one."""
 
 WAITING_ERROR, WAITING_WALK = 0.3, 0.01
-"""Of what moves the tiers that wait, where there is one that does not."""
+"""The same of the tiers that wait together, at the start and by step, where one does not."""
 
 NOISE = 0.1
-"""Of one measured step, as a share of it."""
+"""Standard deviation of one measured step, as a share of it."""
 
 MOST_SIGMAS = 2.5
-"""A step that differs by more counts as one that differs by so much: a hiccup is no news."""
+"""A step that differs by more counts as one that differs by so much: one slow step says little."""
 
 LEAST_SHARE = 0.3
-"""Of its seconds at the start, the least that a step is believed to take."""
+"""A step is never believed to take less than this share of its seconds at the start."""
 
 
 class _Bucket:
@@ -54,8 +53,8 @@ class _Bucket:
         column = errors[:, tier]
         variance = column[tier] + (NOISE * self.seconds[tier]) ** 2
         most = MOST_SIGMAS * variance**0.5
-        news = min(max(seconds - self.seconds[tier], -most), most)
-        self._excess = self._excess + column * (news / variance)
+        error = min(max(seconds - self.seconds[tier], -most), most)
+        self._excess = self._excess + column * (error / variance)
         self._errors = errors - column[:, None] * (column / variance)
         now = np.maximum(self.first + self._excess, LEAST_SHARE * self.first)
         self.seconds = now.tolist()

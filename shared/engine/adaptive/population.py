@@ -1,11 +1,12 @@
 """How often the draft of a depth is accepted, given those before it, over all requests.
 
 What is believed is one normal distribution over numbers that drift: for each depth the log odds of
-a chain's draft, and for each family of trees and depth by how far its log odds are from the guess.
+a chain's draft, and for each family of trees and depth how far its log odds are from a guess.
 The guess is that where a single candidate misses with probability m, a level of a tree misses as a
-number of independent ones would (`Tier.tries`). So whatever runs tells of everything as far as they
-vary together: of the depths beside it, and of a tree through its chain. A tree that hardly ever
-misses tells little of its chain, as its own log odds hardly depend on a draft more or less.
+number of independent ones would (`Tier.independent_candidates`). So whatever runs tells of
+everything as far as they vary together: of the depths beside it, and of a tree through its chain.
+A tree that hardly ever misses tells little of its chain, as its own log odds hardly depend on a
+draft more or less.
 
 What is not tried keeps the value that was believed last, and gets as uncertain again as before
 anything was seen: nothing is reset by a timer.
@@ -20,23 +21,23 @@ from jaxtyping import Float64
 
 from shared.engine.compiled import compiled
 
-LEVEL, DEEPER = 2.0, 1.0
+FIRST_DEPTH, DEEPER = 2.0, 1.0
 """Variance of log odds before anything was seen: of the first depth, and from depth to depth."""
 
 FAMILY, FAMILY_DEEPER = 0.25, 0.05
 """The same of how far a family of trees is from its guess."""
 
 WALK, FAMILY_WALK = 0.001, 0.0002
-"""The part of what was learnt that is lost in a step, of chains and of families."""
+"""The share of what was learnt that is lost in a step, of chains and of families."""
 
-SPREAD, SPREAD_REQUESTS = 1.0, 4.0
-"""Variance of log odds between requests before any ended, and how firmly it is believed."""
+REQUEST_VARIANCE, REQUEST_VARIANCE_COUNT = 1.0, 4.0
+"""Variance of log odds between requests before any ended, and as how many requests it counts."""
 
 MOST_REQUESTS = 50.0
 """Requests of the past that tell how far requests differ."""
 
 MOST_LOG_ODDS = 7.0
-"""Between what bounds log odds are believed to be."""
+"""Bound of log odds, either way."""
 
 DAMPING = np.pi / 8
 """The mean of a logistic function over a normal distribution of variance v is about that of its
@@ -45,43 +46,43 @@ mean divided by (1 + v * DAMPING) ** 0.5."""
 
 @compiled
 def chance(log_odds: float) -> float:
-    """The probability that has these odds."""
+    """The probability with these log odds."""
     return 1 / (1 + np.exp(-log_odds))
 
 
 @compiled
 def damping(variance: float) -> float:
-    """By how much less log odds of this variance are worth than if they were known."""
+    """What log odds of this variance shrink by in the mean probability; 1 if they were known."""
     return 1 / np.sqrt(1 + DAMPING * variance)
 
 
 @compiled
-def _linked(log_odds: float, tries: float) -> tuple[float, float]:
-    """Log odds of a level of so many independent candidates, and their slope, by those of one."""
-    if tries == 1:
+def _linked(log_odds: float, candidates: float) -> tuple[float, float]:
+    """Log odds of a level of so many independent candidates, and the slope by those of one."""
+    if candidates == 1:
         return log_odds, 1.0
     hit = chance(log_odds)
-    miss = (1 - hit) ** tries
-    return np.log((1 - miss) / miss), tries * hit / (1 - miss)
+    miss = (1 - hit) ** candidates
+    return np.log((1 - miss) / miss), candidates * hit / (1 - miss)
 
 
 @compiled
 def _summarise(
     mean: Float64[np.ndarray, " n"],
     covariance: Float64[np.ndarray, "n n"],
-    tries: Float64[np.ndarray, " F"],
+    candidates: Float64[np.ndarray, " F"],
     log_odds: Float64[np.ndarray, "F D"],
     slopes: Float64[np.ndarray, "F D"],
     variances: Float64[np.ndarray, "F D"],
 ) -> None:
-    """Fills what follows for each family and depth; the variance is of its log odds."""
+    """Fills log odds, slopes and variances of each family and depth from the distribution."""
     F, D = log_odds.shape
     for f in range(F):
         for d in range(D):
             own, slope = f * D + d, 1.0
             log_odds[f, d], variances[f, d] = mean[d], covariance[d, d]
             if f > 0:
-                log_odds[f, d], slope = _linked(mean[d], tries[f])
+                log_odds[f, d], slope = _linked(mean[d], candidates[f])
                 log_odds[f, d] += mean[own]
                 between = slope * covariance[d, own]
                 variances[f, d] = slope**2 * covariance[d, d] + 2 * between + covariance[own, own]
@@ -90,23 +91,23 @@ def _summarise(
 
 @compiled
 def _moved(
-    log_odds: float, known: float, variance: float, tried: float, won: float
+    log_odds: float, known: float, variance: float, trials: float, won: float
 ) -> tuple[float, float]:
-    """By how much the most likely log odds move, and what the tries then tell of them.
+    """By how much the most likely log odds move, and the information on them in these trials.
 
     Args:
-      known: `damping` of what sets the single tries apart.
+      known: `damping` of what sets the single trials apart.
     """
-    moved, told = 0.0, 0.0
+    moved, information = 0.0, 0.0
     for _ in range(20):
         p = chance(known * (log_odds + moved))
-        told = known**2 * tried * p * (1 - p)
-        wrong = variance * known * (won - tried * p) - moved
-        step = min(max(wrong / (1 + variance * told), -1.5), 1.5)
+        information = known**2 * trials * p * (1 - p)
+        wrong = variance * known * (won - trials * p) - moved
+        step = min(max(wrong / (1 + variance * information), -1.5), 1.5)
         moved += step
         if abs(step) < 1e-3:
             break
-    return moved, told
+    return moved, information
 
 
 @compiled
@@ -120,7 +121,7 @@ def _learn(
     """Counts what a step showed, one depth after the other, as each tells of those below it.
 
     Args:
-      sums: Over tries by depth: of the shares by which a row moves with all, of their squares, and
+      sums: Over drafts by depth: of the shares by which a row moves with all, of their squares, and
         by these shares of successes, chances that were foreseen, `damping` of rows, and by how
         much the chance's log odds follow from what the row showed above.
     """
@@ -143,22 +144,22 @@ def _learn(
         variance = slope * (column[d] + rest * column[0]) + (column[own] if family > 0 else 0.0)
         p = min(max(foreseen, 1e-4), 1 - 1e-4)
         now = np.log(p / (1 - p)) / known + already
-        tried = total * total / squares  # as many rows that move alike tell as much
-        moved, told = _moved(now, known, variance, tried, tried * won)
+        trials = total * total / squares  # as many rows that move alike tell as much
+        moved, information = _moved(now, known, variance, trials, trials * won)
         for j in range(len(mean)):
             mean[j] += column[j] * moved / variance
             mean[j] = min(max(mean[j], -MOST_LOG_ODDS), MOST_LOG_ODDS)
-        lost = told / (1 + variance * told)
+        lost = information / (1 + variance * information)
         for j in range(len(mean)):
             for k in range(len(mean)):
                 covariance[j, k] -= column[j] * column[k] * lost
 
 
 class Population:
-    """The rates of all requests together.
+    """The beliefs of all requests together.
 
     Args:
-      tries: For each family how many candidates a level is worth; the first are chains, with 1.
+      candidates: How many a level of each family is worth; the first are chains, with 1.
       depth: D, levels of the deepest tier.
 
     Attributes:
@@ -166,52 +167,57 @@ class Population:
         how much they move with those of a chain, and their variance.
       covariance: Of all that is believed: the log odds of chains by depth, then for each other
         family by how far it is from its guess.
-      spread: Variance of log odds between requests.
+      request_variance: Variance of log odds between requests.
     """
 
-    def __init__(self, tries: Sequence[float], depth: int) -> None:
-        F, n = len(tries), len(tries) * depth
-        self._tries = np.array(tries, np.float64)
+    def __init__(self, candidates: Sequence[float], depth: int) -> None:
+        F, n = len(candidates), len(candidates) * depth
+        self._candidates = np.array(candidates, np.float64)
         self._mean = np.zeros(n)
         self._first = np.zeros((n, n))
         shared = np.minimum(np.arange(depth)[:, None], np.arange(depth)[None, :])
         for f in range(F):
             place = slice(f * depth, (f + 1) * depth)
-            level, deeper = (FAMILY, FAMILY_DEEPER) if f else (LEVEL, DEEPER)
-            self._first[place, place] = level + deeper * shared
+            first, deeper = (FAMILY, FAMILY_DEEPER) if f else (FIRST_DEPTH, DEEPER)
+            self._first[place, place] = first + deeper * shared
         kept = np.sqrt(1 - np.repeat([WALK] + [FAMILY_WALK] * (F - 1), depth))
         self._kept, self._kept_both = kept, np.outer(kept, kept)
         self._new = (1 - self._kept_both) * self._first
         self.covariance = self._first.copy()
-        self.spread, self._requests = SPREAD, SPREAD_REQUESTS
+        self.request_variance, self._requests = REQUEST_VARIANCE, REQUEST_VARIANCE_COUNT
         self.log_odds, self.slopes, self.variances = np.zeros((3, F, depth))
         self._summarise()
 
     @property
-    def level(self) -> float:
+    def shared_variance(self) -> float:
         """Variance of the log odds of the first depth of a chain, which all depths share."""
         return float(self.covariance[0, 0])
 
     def age(self) -> None:
-        """A step goes by, which may have changed everything a little."""
+        """Makes everything a little less certain, as it may have changed in a step."""
         self._mean *= self._kept
         self.covariance *= self._kept_both
         self.covariance += self._new
         self._summarise()
 
     def learn(self, family: int, sums: Float64[np.ndarray, "6 D"]) -> float:
-        """What a step showed, as `_learn` takes it; by how much it moved what all depths share."""
+        """Learns from a step, as `_learn` takes it; how far it moved what all depths share."""
         before = self._mean[0]
         _learn(family, sums, self.slopes, self._mean, self.covariance)
         self._summarise()
         return float(self._mean[0] - before)
 
     def ended(self, offset: float, variance: float) -> None:
-        """A request ended, of which so much is believed."""
+        """Learns how far requests differ from the offset of one that ended."""
         self._requests = min(self._requests + 1, MOST_REQUESTS)
-        self.spread += (offset**2 + variance - self.spread) / self._requests
+        self.request_variance += (offset**2 + variance - self.request_variance) / self._requests
 
     def _summarise(self) -> None:
         _summarise(
-            self._mean, self.covariance, self._tries, self.log_odds, self.slopes, self.variances
+            self._mean,
+            self.covariance,
+            self._candidates,
+            self.log_odds,
+            self.slopes,
+            self.variances,
         )

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from shared.boundary.backend import Limits, Work
 from shared.spec.draft_tree import TreeShape
 
-SPREAD = 0.7
-"""A level of b candidates misses as b ** SPREAD independent ones would. In a simulation of the
-match rule one candidate agreed in 0.70 of all cases and the best of four in 0.96, so it is 0.7."""
+CANDIDATE_EXPONENT = 0.7
+"""A level of b candidates misses as b ** CANDIDATE_EXPONENT independent ones would. In a simulation
+of the match rule one candidate agreed in 0.70 of all cases and the best of four in 0.96: 0.7."""
 
 _NAME = re.compile(r"off|S(\d+)(?:k(\d+)N(\d+))?(?:R([\d.]+))?")
 
@@ -72,12 +72,12 @@ class Tier:
         return () if self.width <= 1 else (*self.tree, self.share)
 
     @property
-    def tries(self) -> float:
+    def independent_candidates(self) -> float:
         """How many independent candidates a level is worth; 1 of a chain."""
         if self.width <= 1:
             return 1.0
         per_level = (self.nodes - 1) * self.share / self.depth
-        return max(1.0, min(self.width, per_level)) ** SPREAD
+        return max(1.0, min(self.width, per_level)) ** CANDIDATE_EXPONENT
 
     def __str__(self) -> str:
         if self.is_off:
@@ -140,7 +140,7 @@ def _order(shape: TreeShape) -> tuple[int, ...]:
 
 
 def families_of(tiers: Sequence[Tier]) -> tuple[list[int], list[float]]:
-    """The number of each tier's family, and how many tries a level of each family is worth."""
+    """The number of each tier's family, and how many candidates a level of each family is worth."""
     names = sorted({tier.family for tier in tiers})
-    tries = {tier.family: tier.tries for tier in tiers}
-    return [names.index(tier.family) for tier in tiers], [tries[name] for name in names]
+    candidates = {tier.family: tier.independent_candidates for tier in tiers}
+    return [names.index(tier.family) for tier in tiers], [candidates[name] for name in names]

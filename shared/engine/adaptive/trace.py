@@ -21,7 +21,7 @@ BUFFER_BYTES = 1 << 16
 
 
 class Trace:
-    """Writes what a controller does.
+    """Writes down the steps of a controller.
 
     Args:
       path: The file; what it holds is replaced.

@@ -33,7 +33,7 @@ MOST_DEPTH = 16
 
 Law = Callable[[UInt32[np.ndarray, " B"], Int[np.ndarray, " B"]], Float[np.ndarray, "B D"]]
 """From the rows' seeds and how many tokens of output each has, how often the draft of each depth of
-a chain is accepted, given those before it. A tree's follow by `Tier.tries`."""
+a chain is accepted, given those before it. A tree's follow by `Tier.independent_candidates`."""
 
 Seconds = Callable[[int, Tier], float]
 """What a decode step costs, by batch bucket and tier."""
@@ -184,7 +184,7 @@ class SimulatedBackend(_Clock):
         chance = uniforms(plan.sampling.seed, lengths.astype(np.int32), MOST_DEPTH)
         rates = self.law(plan.sampling.seed, lengths + 1 - plan.sampling.prompt_length)
         deep = min(tier.depth, rates.shape[1])
-        wins = chance[:, :deep] < 1 - (1 - rates[:, :deep]) ** tier.tries
+        wins = chance[:, :deep] < 1 - (1 - rates[:, :deep]) ** tier.independent_candidates
         accepted = np.minimum(np.cumprod(wins, axis=1).sum(axis=1), most)
         counts = np.where(slots > 0, 1 + accepted, 0)
         self._lengths[slots] += counts

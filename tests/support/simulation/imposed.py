@@ -12,14 +12,13 @@ not serve them in step and their prompts together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
-from shared.engine.adaptive.acceptance import Expected
-from shared.engine.adaptive.choice import BestValue, Greedy, Policy, Situation, Static
+from shared.engine.adaptive.choice import BestValue, Policy, Situation, Static
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
 from shared.engine.cache_policy import NO_CACHE
@@ -37,6 +36,7 @@ from tests.support.simulation.device import (
     with_host_drafts,
 )
 from tests.support.simulation.phases import Imposed, Phase, Served, imposed, serve
+from tests.support.simulation.policies import Greedy, Probe
 
 LOWEST, HIGHEST, PART = 0.2, 0.95, 100
 """Of imposed rates, and the tokens for which a request keeps one."""
@@ -57,7 +57,7 @@ Table = Mapping[int, Sequence[float]]
 Runs = dict[str, list[Served]]
 
 
-def rated_work(batches: Sequence[int], tokens: int) -> tuple[list[Phase], Imposed]:
+def rated_work(batches: Sequence[int], tokens: int, seed: int) -> tuple[list[Phase], Imposed]:
     """Phases whose rates are high, low, or differ between requests and within them."""
 
     def changing(rng: np.random.Generator) -> list[float]:
@@ -73,8 +73,8 @@ def rated_work(batches: Sequence[int], tokens: int) -> tuple[list[Phase], Impose
         (f"{name}, batch {batch}", batch, max(LEAST_REQUESTS, 5 * batch), tokens, rates)
         for batch, (name, rates) in product(batches, kinds.items())
     ]
-    phases, law = imposed(plan, part=PART)
-    rng, found = np.random.default_rng(6), list[Phase]()
+    phases, law = imposed(plan, part=PART, seed=seed)
+    rng, found = np.random.default_rng(seed + 1), list[Phase]()
     for phase in phases:
         requests = [
             replace(r, sampling=replace(r.sampling, max_tokens=_length(rng, tokens)))
@@ -89,17 +89,19 @@ def _length(rng: np.random.Generator, tokens: int) -> int:
     return int(rng.integers(tokens // 2, tokens * 3 // 2))
 
 
-def written_work(batches: Sequence[int], tokens: int) -> tuple[list[Phase], dict[int, list[int]]]:
+def written_work(
+    batches: Sequence[int], tokens: int, seed: int
+) -> tuple[list[Phase], dict[int, list[int]]]:
     """Phases of each kind of `SHARES`, and the texts that are written in them, by seed."""
-    rng, phases, texts = np.random.default_rng(3), list[Phase](), dict[int, list[int]]()
+    rng, phases, texts = np.random.default_rng(seed), list[Phase](), dict[int, list[int]]()
     for batch, (kind, share) in product(batches, SHARES.items()):
         requests = []
         for _ in range(max(6, 5 * batch)):
-            prompt, seed = rng.integers(1, VOCAB, PROMPT).tolist(), 1 + len(texts)
+            prompt, key = rng.integers(1, VOCAB, PROMPT).tolist(), 1 + len(texts)
             length = _length(rng, tokens)
-            texts[seed] = _written(rng, prompt, share, length)
-            sampling = SamplingParams(temperature=0.0, seed32=seed, max_tokens=length)
-            requests.append(Request(request_id=seed, prompt=tuple(prompt), sampling=sampling))
+            texts[key] = _written(rng, prompt, share, length)
+            sampling = SamplingParams(temperature=0.0, seed32=key, max_tokens=length)
+            requests.append(Request(request_id=key, prompt=tuple(prompt), sampling=sampling))
         phases.append(Phase(f"{kind}, batch {batch}", batch, requests, goes_on=True))
     return phases, texts
 
@@ -127,39 +129,60 @@ class KnowsRates(AdaptiveController):
         known, _ = super().situation(ready)
         seeds = np.array([r.sampling.seed32 for r in ready], np.uint32)
         rates = self.law(seeds, np.array([len(r.output) for r in ready]))
-        cold = np.array([r.request_id in self._cold for r in ready])
         chains = np.cumprod(rates, axis=1)
-        warm, now = [], []
+        tokens = []
         for tier in self.shapes.tiers:
-            hits = 1 - (1 - rates[:, : tier.depth]) ** tier.tries
-            worth = np.cumprod(hits, axis=1)
+            hits = 1 - (1 - rates[:, : tier.depth]) ** tier.independent_candidates
+            best = np.sort(np.cumprod(hits, axis=1), axis=None)[::-1]
             budget = tier.shape(self.shapes.bucket(len(ready))).rows - len(ready)
-            for found, drafts in ((warm, worth), (now, np.where(cold[:, None], 0, worth))):
-                best = np.sort(drafts, axis=None)[::-1]
-                total = best[:budget] if tier.width <= 1 else best
-                found.append(len(ready) + float(total.sum()))
-        tiers = len(warm)
-        nothing = [[0.0] * tiers for _ in range(tiers)]
-        expected = Expected(warm, now, nothing, nothing, holds=[0.0] * tiers, lasts=[0.0] * tiers)
-        situation = Situation(known.seconds, expected, known.num_rows, known.cold, known.horizon)
-        return situation, chains[:, : max(tier.depth for tier in self.shapes.tiers)]
+            total = best[:budget] if tier.width <= 1 else best
+            tokens.append(len(ready) + float(total.sum()))
+        told = replace(known, expected=replace(known.expected, tokens=tokens))
+        return told, chains[:, : max(tier.depth for tier in self.shapes.tiers)]
 
 
 def rated_runs(
     tiers: Sequence[Tier], table: Table, work: tuple[list[Phase], Imposed], overlap: int
 ) -> Runs:
-    """Every tier, the adaptive choice and the oracle, where a law accepts drafts."""
+    """Every tier, the adaptive choice, simpler ones and the oracle, where a law accepts drafts."""
     phases, law = work
     limits = simulated_limits(tiers, list(table), overlap=overlap)
 
-    def run(make: Callable[..., AdaptiveController], policy: Policy) -> list[Served]:
+    def run(controller: Controller) -> list[Served]:
         backend = SimulatedBackend(limits, lambda b, tier: table[b][tiers.index(tier)], law)
-        return _served(backend, make(limits, policy, table), phases)
+        return _served(backend, controller, phases)
+
+    def static(number: int) -> Controller:
+        if _shares_rows(tiers):  # which tells drafts apart by what is learnt
+            return AdaptiveController(limits, Static(number), table)
+        nodes, depth, width = tiers[number].tree
+        return StaticController(limits, nodes=nodes, depth=depth, width=width)
 
     KnowsRates.law = law
-    found = {str(tier): run(AdaptiveController, Static(n)) for n, tier in enumerate(tiers)}
-    found["adaptive"] = run(AdaptiveController, BestValue())
-    return found | {"oracle": run(KnowsRates, Greedy())}
+    found = {str(tier): run(static(number)) for number, tier in enumerate(tiers)}
+    policies: dict[str, Policy] = {"greedy": Greedy(), "probe": Probe(), "adaptive": BestValue()}
+    for name, policy in policies.items():
+        found[name] = run(AdaptiveController(limits, policy, table))
+    return found | {"oracle": run(KnowsRates(limits, Greedy(), table))}
+
+
+def _shares_rows(tiers: Sequence[Tier]) -> bool:
+    return any(tier.share < 1 for tier in tiers)
+
+
+def merged(runs: Sequence[Runs]) -> Runs:
+    """Runs of the same phases, with other requests each, as one."""
+    return {
+        name: [_sum(each) for each in zip(*(r[name] for r in runs), strict=True)]
+        for name in runs[0]
+    }
+
+
+def _sum(served: Sequence[Served]) -> Served:
+    tokens, seconds, steps = (
+        sum(getattr(each, name) for each in served) for name in ("tokens", "seconds", "steps")
+    )
+    return Served(served[0].name, tokens, seconds, steps)
 
 
 def written_runs(

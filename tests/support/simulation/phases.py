@@ -92,6 +92,7 @@ def imposed(
     plan: Sequence[tuple[str, int, int, int, RateOf]],
     *,
     part: int,
+    seed: int = 5,
     prompt: int = 16,
     vocab: int = 2,
 ) -> tuple[list[Phase], Imposed]:
@@ -100,17 +101,18 @@ def imposed(
     Args:
       plan: Name, batch, number of requests, tokens of each, and what draws a request's rates.
       part: Tokens for which a request keeps a rate.
+      seed: Of what is drawn.
       vocab: Tokens that prompts are made of.
     """
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(seed)
     phases, rates = list[Phase](), dict[int, Sequence[float]]()
     for name, batch, count, tokens, rates_of in plan:
         requests = []
         for _ in range(count):
-            seed = len(rates) + 1
-            rates[seed] = rates_of(rng)
+            key = len(rates) + 1
+            rates[key] = rates_of(rng)
             words = tuple(rng.integers(1, vocab, prompt).tolist())
-            sampling = SamplingParams(temperature=0.0, seed32=seed, max_tokens=tokens)
-            requests.append(Request(request_id=seed, prompt=words, sampling=sampling))
+            sampling = SamplingParams(temperature=0.0, seed32=key, max_tokens=tokens)
+            requests.append(Request(request_id=key, prompt=words, sampling=sampling))
         phases.append(Phase(name, batch, requests))
     return phases, Imposed(rates, part)
