@@ -1,11 +1,13 @@
-"""NGRAM that drafts what pays: the best nodes of a batch, in the program that they are worth.
+"""NGRAM that drafts as many nodes as pay, or none.
 
-The host knows every row's tree and what speaks for each node before it plans a step, so it takes
-the size that gives the most tokens a second. A tree needs its text's newest token, so a step waits
-for the one before, whether it drafts or not. Where drafts do not pay for the waiting either, the
-controller sleeps: plain steps follow each other as without a drafter. Trees are still made every
-few steps then, while the device runs, and held against the text that follows. Falling asleep or
-awake costs one wait at most, so the trees of the moment decide it, and nothing is tried out.
+The host has every row's tree, and the chance of each node, before it plans a step. So it verifies
+the best nodes of the batch, in the program that gives the most tokens a second.
+
+A tree needs the newest token of its text, so a drafting step waits for the step before. Where the
+best trees are not worth that wait, the controller goes to *sleep*: plain steps follow each other
+without waiting, as without a drafter. While asleep it makes trees every few steps, as the device
+runs, and wakes when they are worth it. Falling asleep or waking costs one wait at most, so the
+trees at hand decide, and no trial steps are needed.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Made:
-    """Trees that were made before texts went on, and the row of each request's."""
+    """Trees, and the row of each request in them, until it is known how the texts go on."""
 
     trees: Trees
     row_of: dict[int, int]
@@ -69,8 +71,8 @@ class Flight:
 
     Attributes:
       batch, tier: Its program.
-      follows: Whether it was planned asleep, without waiting for the one before.
-      hopes: Of each request the drafts that all of its tree would give, where there is a trace.
+      follows: Whether it was planned asleep, and so did not wait for the step before.
+      hopes: Drafts of its whole tree that each request is expected to accept, for the trace.
     """
 
     batch: int
@@ -81,7 +83,7 @@ class Flight:
 
 @dataclass(frozen=True)
 class Landing:
-    """A decode step that has ended, and the trees that were made since the one before.
+    """A decode step that has ended, and the trees made for its texts before it ended.
 
     Attributes:
       seconds: That it took, host included; None where that is not known.
@@ -95,17 +97,17 @@ class Landing:
 
 
 class AdaptiveNgramController:
-    """Drafts as many nodes as pay, of the trees of the index.
+    """Drafts the nodes of the index's trees that pay.
 
-    What a step showed is learnt when the next one has been submitted: nothing waits for it.
+    It learns from a step after the next one has been submitted, so that no step waits for that.
 
     Args:
       limits: The backend's; its programs that take the host's trees, and the plain ones, are the
         tiers.
-      index: What was seen; its trees are as large as the largest tier.
-      table: Measured seconds of a step for each batch bucket: by tier, of steps that wait for each
-        other, and last of plain steps that do not. Empty: nothing is known, and every node of the
-        trees is verified.
+      index: Of seen texts; its trees are as large as the largest tier.
+      table: Measured seconds of a step for each batch bucket: of each tier, where each step waits
+        for the one before, and last of plain steps that do not wait. Empty where nothing was
+        measured: then every node of the trees is verified.
       clock: Tells the time.
       trace: Where every step is written down; None: nowhere.
 
@@ -200,8 +202,8 @@ class AdaptiveNgramController:
         sizes, seconds, (count, N) = self._sizes[batch], self.costs.of(batch), weights.shape
         costs = np.array([1.0] * self._asleep if seconds is None else seconds[: self._asleep])
         gains, cut = np.empty(self._asleep), roots_of(count, N)
-        # Not what is most beyond the average pace: a text is of some length, so the tokens that a
-        # small step leaves are still to be made, and what follows a poor tree is mostly poor too.
+        # The most tokens a second of this step alone; what later steps gain on average does not
+        # count: what follows a poor tree is mostly poor too.
         tier = select(trees, weights, sizes.nodes, sizes.budgets, costs, gains, cut)
         if seconds is not None:
             speed = (count + float(gains[tier])) / seconds[tier]
@@ -231,7 +233,7 @@ class AdaptiveNgramController:
             self._look(rows.requests, batch)
 
     def _look(self, requests: Sequence[Request], batch: int) -> None:
-        """Makes trees while a step asleep runs, and wakes where they pay."""
+        """Makes trees while a step asleep runs, and wakes if they pay."""
         for size, took in self._sleep.take_seconds().items():
             self.costs.observe(size, self._asleep, took)
         began = self._clock()
@@ -247,14 +249,14 @@ class AdaptiveNgramController:
         flight, now = self._flights.popleft(), self._clock()
         seconds, self._last = None if last is None else now - last, now
         if flight.follows:
-            # The one with which it fell asleep has waited, and the next was planned behind it.
+            # Not the step that fell asleep: it waited for the one before.
             self._sleep.stepped(flight.batch, seconds)
         made, self._made = self._made, None
         if not flight.follows or made is not None or self._trace is not None:
             self._landings.append(Landing(flight, rows, result, seconds, made))
 
     def _learn(self) -> None:
-        """What steps took, and how texts went on after trees were made for them."""
+        """Learns what steps took, and whether trees were right about the texts that followed."""
         while self._landings:
             landing = self._landings.popleft()
             flight, rows, result = landing.flight, landing.rows, landing.result
@@ -270,7 +272,7 @@ class AdaptiveNgramController:
                 self._score(landing.made, rows.requests, result)
 
     def _gain(self, landing: Landing) -> float:
-        """Seconds that plain steps which do not wait would have taken longer for its tokens."""
+        """Seconds that the step saved, against plain steps asleep for as many tokens."""
         seconds = self.costs.of(landing.flight.batch)
         if seconds is None or landing.seconds is None:
             return 0.0
@@ -279,7 +281,7 @@ class AdaptiveNgramController:
         return tokens / count * seconds[self._asleep] - landing.seconds
 
     def _score(self, made: Made, requests: Sequence[Request], result: StepResult) -> None:
-        """Holds trees against the first tokens that followed them."""
+        """Compares trees with the tokens of the first step after them."""
         ids = enumerate(request.request_id for request in requests)
         places = [(made.row_of[i], row) for row, i in ids if i in made.row_of]
         if places:

@@ -1,9 +1,9 @@
-"""What a node of a tree from seen text is worth: how often nodes of its kind were right before.
+"""The chance that a node of a tree from seen text is accepted.
 
-The kind of a node is what speaks for it: the length of the match, how often it was seen, and the
-children before it (`tree.KINDS`). Its rate is counted over all requests, wherever its parent was
-right, and by the text that followed: also of nodes that no step verified. So there is nothing to
-try out.
+Nodes are of a few kinds (`tree.KINDS`): by the length of the match they come from, how often it was
+seen, and how many siblings come before them. The rate of a kind is how often its nodes were right
+where their parent was, over all requests. The text that followed decides that, so nodes that no
+step verified count too, and no trial steps are needed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.engine.compiled import compiled
 from shared.engine.ngram.tree import COUNTS, ELDERS, KINDS, MATCHES, Trees, roots_of
 
 MEMORY = 32.0
-"""Steps in which a kind was tried that count: of more, the older ones fade."""
+"""Steps with a kind of node that its rate remembers; older ones fade."""
 
 PRIOR_TRIES = 1.0
 
@@ -31,7 +31,7 @@ def _score(
     tried: Float64[np.ndarray, " kinds"],
     won: Float64[np.ndarray, " kinds"],
 ) -> None:
-    """Goes down each tree as its text went on, and counts the children that it passes."""
+    """Follows each text down its tree, and counts, by kind, children met and children right."""
     now = np.zeros((2, len(tried)))
     for i in range(len(row_of)):
         row, node = row_of[i], 0
@@ -61,7 +61,7 @@ def _weigh(
     most: Int64[np.ndarray, " B"],
     weights: Float64[np.ndarray, "B N"],
 ) -> None:
-    """The chance that each node is accepted; 0 of padding, and below what its row has use for."""
+    """Fills the chance that each node is accepted; 0 for padding and drafts a row cannot use."""
     depth = np.zeros(weights.shape[1], np.int64)
     for row in range(len(most)):
         weights[row, 0] = 1.0
@@ -100,7 +100,7 @@ def _take(
 
 @compiled
 def _cut(trees: Trees, taken: Bool[np.ndarray, "B N"], found: Trees) -> None:
-    """Copies the nodes that were taken, in their order."""
+    """Copies the taken nodes, in their order."""
     for row in range(len(taken)):
         place, size = np.zeros(taken.shape[1], np.int64), 1
         for node in range(1, trees.num_nodes[row]):
@@ -123,14 +123,17 @@ def select(
     gains: Float64[np.ndarray, " sizes"],
     found: Trees,
 ) -> int:
-    """The size of a step that gives the most for what it costs, and the trees that it verifies.
+    """Finds the size of a step with the most tokens for its cost, and cuts the trees to it.
 
     Args:
       weights: Of each node, the chance that it is accepted.
       nodes, budgets: Most nodes of a row with its root, and of all rows, roots apart.
       costs: Of a step.
-      gains: Filled: the sum of the chances of what is verified.
-      found: Roots; filled with the best nodes, as many as the size has room for.
+      gains: Filled: the drafts that each size is expected to have accepted.
+      found: Roots alone; filled with the best nodes of the size that is taken.
+
+    Returns:
+      The size.
     """
     order = np.argsort(-weights.ravel(), kind="mergesort")
     taken = np.zeros((len(nodes), *weights.shape), np.bool_)
@@ -145,7 +148,7 @@ def select(
 
 
 class Evidence:
-    """The rates of all kinds of nodes.
+    """The rate of each kind of node.
 
     Attributes:
       rates: How often a node of each kind is right where its parent is.
@@ -154,7 +157,7 @@ class Evidence:
     def __init__(self) -> None:
         elders = np.arange(KINDS) % ELDERS
         length = np.arange(KINDS) // (COUNTS * ELDERS)
-        # Believed at first: a longer match is right more often, a later child less.
+        # Before anything was seen: a longer match is right more often, a later sibling less.
         self._prior = (0.3 + 0.6 * length / (MATCHES - 1)) * 0.3**elders
         self._tried, self._won = np.zeros((2, KINDS))
         self.rates = self._prior
@@ -174,7 +177,7 @@ class Evidence:
         texts: Int32[np.ndarray, "B W"],
         counts: Int32[np.ndarray, " B"],
     ) -> None:
-        """How texts went on after trees were made for them.
+        """Learns how texts went on after trees were made for them.
 
         Args:
           row_of: The tree of each text.
