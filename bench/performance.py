@@ -46,12 +46,17 @@ since steps are timed in other rounds than they are traced in.
 """
 
 
-CHANGING = """The phases follow each other on one engine. Tasks are served by the model that ships,
-which is so small that the host's time counts. Work in simulated time (`tests/support/simulation`)
-takes what steps were measured to cost: a drafter's rates of acceptance are imposed, high, low, or
-drawn from 0.2 to 0.95 for each request or part of one, and NGRAM drafts for texts that say their
-prompts again. `regret` is what an oracle that knows the rates would gain, `ranked by equal` a tier
-with a share of its rows beside one that has as many for every request."""
+CHANGING = """Phases of work follow each other on one engine, which serves them with every draft
+shape, without drafts, and with the adaptive choice; the JSON files have the tokens a second of each
+phase. *Served* work are tasks of the model that ships, which is so small that the host's time
+counts. *Imposed* work takes the measured seconds of steps in simulated time
+(`tests/support/simulation`): rates of acceptance are high, low, or drawn for each request or each
+part of one, and NGRAM drafts for texts that repeat their prompts. *Own texts* are the model's
+answers, in simulated time as well. Shares are of the best static shape over all phases, and of
+plain decoding; `worst` is the worst phase. `greedy` always takes the shape that it believes to be
+the fastest, and `probe` gives 3 steps in 100 of it to the others in turn."""
+
+WORKS = {"lines": "served", "imposed": "imposed", "own_texts": "own texts"}
 
 
 class Key(NamedTuple):
@@ -273,34 +278,34 @@ def _fused(lines: Sequence[Line]) -> Iterator[list[str]]:
 
 
 def _changing(files: Sequence[File]) -> list[str]:
-    """What `bench.adaptive` found, start by start."""
-    parts = []
-    for file in files:
-        for start in file["starts"]:
-            device = start["device"] or "a CPU"
-            name = f"{start['drafts']}, {start['backend']}, {model_of(file)}, {device}"
-            for served, lines in (
-                ("tokens a second of every draft shape and of the choice among them", "lines"),
-                ("work whose acceptance is given, in simulated time of these costs", "imposed"),
-            ):
-                parts += _table(f"{name}: {served}.", list(_phases(start.get(lines, []))))
-    return ["## Work that changes, and --speculative-adaptive", CHANGING, *parts] if parts else []
-
-
-def _phases(lines: Sequence[Line]) -> Iterator[list[str]]:
-    if not lines:
-        return
-    names = list(lines[0]["tokens_per_s"])
-    yield ["phase", *names, "of the best", "of off", "regret", "ranked by equal"]
-    for line in lines:
-        shares = [line[key] for key in ("adaptive_by_best", "adaptive_by_off")]
-        rest = [line[key] for key in ("regret", "ranked_by_equal")]
-        yield [
-            line["phase"],
-            *(f"{line['tokens_per_s'][name]:.0f}" for name in names),
-            *(f"{share:.3f}" for share in shares),
-            *(MISSING if value is None else f"{value:.3f}" for value in rest),
+    """What `bench.adaptive` and `bench.adaptive_texts` found: a line for each start and work."""
+    head = ["drafts", "model", "backend", "device", "work", "of the best", "worst"]
+    head += ["of off", "worst", "greedy", "probe", "file"]
+    cells = [
+        [
+            *(start["drafts"], model_of(file), start["backend"], start["device"] or "a CPU", name),
+            *_shares(start[work]),
+            f"`{file['file']}`",
         ]
+        for file in files
+        for start in file["starts"]
+        for work, name in WORKS.items()
+        if start.get(work)
+    ]
+    parts = _table("The adaptive choice, over all phases and in its worst one.", [head, *cells])
+    return ["## Work that changes, and --speculative-adaptive", CHANGING, *parts] if cells else []
+
+
+def _shares(lines: Sequence[Line]) -> Iterator[str]:
+    """Of the best shape and of off, over all phases and the worst; then the simpler choices'."""
+    *phases, total = lines
+    for key in ("adaptive_by_best", "adaptive_by_off"):
+        yield f"{total[key]:.3f}"
+        yield f"{min(line[key] for line in phases):.3f}"
+    speeds = total["tokens_per_s"]
+    best = speeds["adaptive"] / total["adaptive_by_best"]
+    for policy in ("greedy", "probe"):
+        yield f"{speeds[policy] / best:.3f}" if policy in speeds else MISSING
 
 
 def _host(files: Sequence[File]) -> list[str]:
@@ -347,7 +352,7 @@ def _texts(found: dict[str, Line]) -> str:
 
 def _files(bench: str) -> list[File]:
     paths = sorted(RESULTS.glob(f"{bench}_*.json"))
-    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    return [{**json.loads(path.read_text(encoding="utf-8")), "file": path.name} for path in paths]
 
 
 if __name__ == "__main__":

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from bench.adaptive import lines_of, table_of
+from bench.adaptive_texts import in_orders
 from shared.engine.adaptive.acceptance import Expected
 from shared.engine.adaptive.choice import Situation
 from shared.engine.adaptive.tiers import Tier
-from tests.support.simulation.imposed import rated_runs, rated_work
+from tests.support.simulation.imposed import rated_runs, rated_work, written_work
 from tests.support.simulation.policies import Greedy, Probe
 
 TIERS = (Tier(1, 0, 0), Tier(4, 3, 1), Tier(8, 7, 1, 0.5), Tier(8, 7, 1))
@@ -39,3 +40,13 @@ def test_a_probe_gives_three_steps_in_a_hundred_to_the_other_tiers_in_turn():
     best, first, second = [1], [2] * 3, [0] * 3
     assert chosen == best * 100 + first + best * 97 + second + best * 97
     assert {Greedy().choose(now) for _ in range(300)} == {1}
+
+
+def test_texts_are_written_in_every_order_and_told_in_the_first():
+    """A text that repeats its prompt pays for drafts, whichever phase comes first."""
+    phases, texts = written_work([1], 60, 3)
+    seconds = {"1": {"off": 0.5, "S3": 0.6, "asleep": 0.4}}
+    lines = in_orders(seconds, phases, texts, orders=2)
+    assert [line["phase"] for line in lines] == [*(phase.name for phase in phases), "all"]
+    copying = lines[0]["tokens_per_s"]
+    assert copying["S3"] > 1.2 * copying["off"]

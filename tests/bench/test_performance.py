@@ -97,24 +97,25 @@ def test_hits_are_told_with_how_much_faster_they_are() -> None:
     )
 
 
-def test_changing_work_has_a_line_for_each_phase_served_and_simulated() -> None:
-    usual = {"regret": None, "ranked_by_equal": None}
-    served = {
-        "phase": "copying, batch 1",
-        "tokens_per_s": {"off": 100.4, "S3": 201.0, "adaptive": 199},
-    }
-    served |= usual | {"adaptive_by_best": 0.99, "adaptive_by_off": 1.982}
-    simulated = served | {"phase": "0.95, batch 1", "regret": 0.031, "ranked_by_equal": 1.04}
-    start = {"drafts": "NEXTN", "backend": "jax", "device": "NVIDIA H200"}
-    start |= {"lines": [served], "imposed": [simulated]}
-    alone = {"drafts": "NGRAM", "backend": "torch", "device": "cpu", "lines": [served]}
+def test_changing_work_has_a_line_for_each_drafter_and_work() -> None:
+    def line(phase: str, by_best: float, by_off: float) -> dict[str, Any]:
+        speeds = {"off": 100.0, "S3": 200.0, "greedy": 150.0, "probe": 190.0, "adaptive": 196.0}
+        shares = {"adaptive_by_best": by_best, "adaptive_by_off": by_off}
+        return {"phase": phase, "tokens_per_s": speeds} | shares
+
+    lines = [line("copying", 0.99, 2.1), line("chats", 0.97, 1.4), line("all", 0.98, 1.96)]
+    start = {"drafts": "NEXTN", "backend": "jax", "device": "NVIDIA H200", "imposed": lines}
+    plain = [{**each, "tokens_per_s": {"off": 100.0, "adaptive": 196.0}} for each in lines]
+    alone = {"drafts": "NGRAM", "backend": "torch", "device": None, "lines": plain}
     command = "python -m bench.adaptive --model models/demo/target"
-    changing = {"command": command, "starts": [start, alone]}
+    changing = {"command": command, "file": "adaptive_x.json", "starts": [start, alone]}
     page = performance.render(performance.Found(offline=[], adaptive=[changing]))
-    assert page.count("| copying, batch 1 | 100 | 201 | 199 | 0.990 | 1.982 | - | - |") == 2
-    assert "| 0.95, batch 1 | 100 | 201 | 199 | 0.990 | 1.982 | 0.031 | 1.040 |" in page
-    assert page.count("in simulated time of these costs") == 1
-    assert "NEXTN, jax, target, NVIDIA H200: tokens a second" in page
+    shares = "0.980 | 0.970 | 1.960 | 1.400"
+    assert (
+        f"| NEXTN | target | jax | NVIDIA H200 | imposed | {shares} | 0.750 | 0.950 "
+        "| `adaptive_x.json` |" in page
+    )
+    assert f"| NGRAM | target | torch | a CPU | served | {shares} | - | - |" in page
 
 
 def test_the_hosts_part_of_a_step_stands_beside_the_device() -> None:
