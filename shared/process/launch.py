@@ -50,7 +50,7 @@ from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
 from shared.options.rules import refusals
 from shared.options.server import ServerOptions
 from shared.options.setup import Setup
-from shared.process import heap, loop
+from shared.process import descriptors, heap, loop
 from shared.process.address import Listeners, admin_host, host_names, open_listeners
 from shared.process.caching import cache_policy
 from shared.process.device import Device
@@ -145,6 +145,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     Returns:
       The process's exit code: 0 after a signal, 2 where the start was refused, else 1.
     """
+    descriptors.open_standard_streams()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     try:
         options = parse(argv)
@@ -408,8 +409,7 @@ def _trace(
 def _facts(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFacts:
     memory = start.memory
     options, limits, model = memory.options, memory.limits, memory.blueprint.config
-    folder = Path(options.model.model_path).resolve()
-    queued = server.max_queued_requests
+    folder, queued = Path(options.model.model_path).resolve(), server.max_queued_requests
     return ModelFacts(
         model_name=server.served_model_name or folder.name,
         model_folder=str(folder),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -34,8 +35,8 @@ from shared.process.frames import (
 )
 from shared.process.grammars import Grammars
 from shared.process.logs import log
-from shared.process.stopping import StopSignals
-from shared.process.watchdog import STOPPED, Watchdog
+from shared.process.stopping import StopSignals, held_back
+from shared.process.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
 IDLE_WAIT_S = 1.0  # the socket and signals wake an idle engine; this bounds a missed one
@@ -106,8 +107,8 @@ def run(
 ) -> int:
     """Serves until a signal, a failure, or the end of the server's process; ends both processes.
 
-    After SIGTERM open requests may end within `drain_timeout_s`, and no new ones are taken; SIGINT
-    and a second SIGTERM end at once.
+    After SIGTERM open requests may end within `drain_timeout_s`, and no new ones are taken; a
+    second SIGTERM, SIGINT and the other `STOP_SIGNALS` end at once.
 
     Args:
       engine: Closed at the end.
@@ -119,19 +120,19 @@ def run(
       grammars: Compiles those of requests; None where none can have one.
 
     Returns:
-      The exit code: 0 after SIGINT or SIGTERM, 2 where the server refused to start, else 1.
+      The exit code: 0 after a signal, 2 where the server refused to start, else 1.
     """
     logs.set_up(facts.observing)
     stop = StopSignals(drain_timeout_s)
     facts = replace(facts, silence_s=watchdog.timeout_s + SILENCE_GRACE_S)
     ours, theirs = socket.socketpair()
-    child = _start_server(listeners, theirs)
+    child = _start_server(listeners, theirs, stop.last_word)
     link = _Link(ours)
     link.send(facts.to_message())
-    watchdog.start(stop.wait_for_end, partial(_end_at_once, link, child))
+    watchdog.start(stop.wait_for_end, partial(_end_at_once, link, child, stop))
     try:
         _Loop(engine, link, Corpora(index), watchdog, grammars).run(stop)
-        reason, failed = STOPPED, False
+        reason, failed = stop.reason, False
     except _ServerEnded:
         return _after_server(child, engine, watchdog)
     except Exception as error:  # any failure of the engine ends the service, with its reason
@@ -144,8 +145,11 @@ def run(
     return EXIT_FAILED if failed else 0
 
 
-def _end_at_once(link: _Link, child: subprocess.Popen[bytes], reason: str, failed: bool) -> None:
+def _end_at_once(
+    link: _Link, child: subprocess.Popen[bytes], stop: StopSignals, failure: str | None
+) -> None:
     """Ends both processes from another thread, while the engine's own waits for the device."""
+    reason, failed = failure or stop.reason, failure is not None
     log.log(logging.ERROR if failed else logging.INFO, reason)
     link.farewell(["end", reason, failed])
     _end_child(child)
@@ -309,14 +313,19 @@ class _Loop:
         self._link.send(["metrics", self._engine.metrics.snapshot()])
 
 
-def _start_server(listeners: Listeners, link: socket.socket) -> subprocess.Popen[bytes]:
-    flags, fds = ["--engine-fd", str(link.fileno())], [link.fileno()]
+def _start_server(
+    listeners: Listeners, link: socket.socket, last_word: socket.socket
+) -> subprocess.Popen[bytes]:
+    fds = [link.fileno(), last_word.fileno()]
+    flags = ["--engine-fd", str(fds[0]), "--last-word-fd", str(fds[1])]
     for flag, taken in (("--listen-fds", listeners.clients), ("--admin-fds", listeners.admin)):
         numbers = [listener.fileno() for listener in taken]
         flags, fds = [*flags, flag, *map(str, numbers)], [*fds, *numbers]
     command = [sys.executable, "-m", "shared.server.service", *flags]
-    child = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
+    with held_back():
+        child = subprocess.Popen(command, cwd=ROOT, pass_fds=fds, stdin=subprocess.DEVNULL)
     link.close()
+    last_word.close()
     listeners.close()
     return child
 
@@ -335,5 +344,6 @@ def _after_server(child: subprocess.Popen[bytes], engine: HostEngine, watchdog: 
         engine.close()
     if code == EXIT_REFUSED:  # it has said why
         return EXIT_REFUSED
-    log.error("the HTTP server process ended with exit code %d", code)
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    log.error("the HTTP server process %s", how)
     return EXIT_FAILED

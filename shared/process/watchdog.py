@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 from shared.boundary.backend import Backend, Launch, Program, StepFuture, StepPlan, StepResult
 
-STOPPED = "the server was stopped"
 CHECK_S = 0.5
 STOP_WAIT_S = 2.0  # for the step in flight when a signal came; all in all the end takes below 5 s
 
@@ -45,27 +44,27 @@ class Watchdog:
             self._began = None
 
     def start(
-        self, wait_for_end: Callable[[float], bool], end: Callable[[str, bool], None]
+        self, wait_for_end: Callable[[float], bool], end: Callable[[str | None], None]
     ) -> None:
         """Begins to look at the clock.
 
         Args:
           wait_for_end: Waits at most so many seconds; whether the process was told to end.
-          end: Ends the process at once; it gets the reason, and whether that is a failure.
+          end: Ends the process at once; it gets the failure, or None where that was told.
         """
         threading.Thread(target=self._watch, args=(wait_for_end, end), daemon=True).start()
 
     def _watch(
-        self, wait_for_end: Callable[[float], bool], end: Callable[[str, bool], None]
+        self, wait_for_end: Callable[[float], bool], end: Callable[[str | None], None]
     ) -> None:
         while not wait_for_end(CHECK_S):
             if self._lasts() > self.timeout_s:
                 faulthandler.dump_traceback(file=sys.stderr)
-                end(f"{self.doing} has not ended after {self.timeout_s:g} s", True)
+                end(f"{self.doing} has not ended after {self.timeout_s:g} s")
                 return
         while self._lasts() < STOP_WAIT_S:
             time.sleep(CHECK_S / 5)
-        end(STOPPED, False)
+        end(None)
 
     def _lasts(self) -> float:
         """Seconds of the call that is under way."""

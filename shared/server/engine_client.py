@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import socket
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from shared.process.frames import (
     pack,
     sampling_to_fields,
 )
+from shared.process.stopping import stopped_by
 from shared.server.server_metrics import TokenTimes
 
 RECEIVE_BYTES = 1 << 18
@@ -160,12 +162,13 @@ class EngineClient:
         writer: asyncio.StreamWriter,
         facts: ModelFacts,
         frames: FrameReader,
+        last_word: socket.socket | None,
     ) -> None:
         self.facts = facts
         self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
         self._reader = reader
         self._writer = writer
-        self._frames = frames
+        self._frames, self._last_word = frames, last_word
         self._drain_ends, self.drains = math.inf, asyncio.Event()
         self._has_heard = True
         self._next_id = 1
@@ -184,8 +187,15 @@ class EngineClient:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._listen())]
 
     @classmethod
-    async def connect(cls, connection: socket.socket) -> EngineClient:
+    async def connect(
+        cls, connection: socket.socket, last_word: socket.socket | None = None
+    ) -> EngineClient:
         """Waits for the engine's facts.
+
+        Args:
+          connection: To the engine.
+          last_word: Holds the number of a signal where the engine may end without a word by it;
+            None where no signal ends it.
 
         Raises:
           EngineLost: The engine ended first.
@@ -195,7 +205,7 @@ class EngineClient:
         while received := await reader.read(RECEIVE_BYTES):
             # What follows the facts stays in `frames`.
             for _, fields in frames.feed(received):
-                return cls(reader, writer, ModelFacts.from_fields(fields), frames)
+                return cls(reader, writer, ModelFacts.from_fields(fields), frames, last_word)
         raise EngineLost("the engine process ended before it was ready")
 
     @property
@@ -292,6 +302,17 @@ class EngineClient:
         except OSError:
             pass  # a reset is an end as well
         finally:
+            self._take_silent_end()
+
+    def _take_silent_end(self) -> None:
+        """The engine is gone; where it said nothing, perhaps it had no more time to."""
+        number = b""
+        if self._last_word is not None:
+            with contextlib.suppress(BlockingIOError):
+                number = self._last_word.recv(1, socket.MSG_DONTWAIT)
+        if number:
+            self._take_end(stopped_by(number[0]), False)
+        else:
             self._take_end("the engine process ended without a word (killed or crashed)", True)
 
     async def _listen(self) -> None:

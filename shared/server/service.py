@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -18,8 +19,8 @@ from starlette.types import ASGIApp
 
 from shared.process import logs
 from shared.process.address import Listeners
+from shared.process.descriptors import open_standard_streams
 from shared.process.logs import log
-from shared.process.stopping import STOP_SIGNALS
 from shared.server.admin import load_start_corpus
 from shared.server.app import make_apps
 from shared.server.connection import TimedConnection
@@ -140,10 +141,12 @@ def _urls(listeners: Sequence[socket.socket]) -> list[str]:
     return [f"http://[{h}]:{p}" if ":" in h else f"http://{h}:{p}" for h, p in names]
 
 
-async def serve(connection: socket.socket, listeners: Listeners, engine_pid: int) -> int:
+async def serve(
+    connection: socket.socket, last_word: socket.socket, listeners: Listeners, engine_pid: int
+) -> int:
     """Serves until the engine ends; returns the exit code."""
     try:
-        client = await EngineClient.connect(connection)
+        client = await EngineClient.connect(connection, last_word)
         logs.set_up(client.facts.observing)
         tokenizer = Tokenizer.from_folder(client.facts.model_folder, client.facts.marks)
         await load_start_corpus(client, tokenizer)
@@ -153,8 +156,7 @@ async def serve(connection: socket.socket, listeners: Listeners, engine_pid: int
     client.ended.add_done_callback(lambda ended: _end_frozen(ended.result(), engine_pid))
     await Service(client, tokenizer, listeners).run()
     end = client.ended.result()
-    if end.failed:
-        log.error("the HTTP server ends: %s", end.reason)
+    log.log(logging.ERROR if end.failed else logging.INFO, "the HTTP server ends: %s", end.reason)
     return EXIT_FAILED if end.failed else 0
 
 
@@ -170,18 +172,18 @@ def main() -> int:
     engine_pid = os.getppid()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--engine-fd", type=int, required=True, help="socket to the engine")
+    parser.add_argument("--last-word-fd", type=int, required=True, help="see `StopSignals`")
     for name in ("--listen-fds", "--admin-fds"):
         parser.add_argument(name, type=int, nargs="*", default=[], help="listening TCP sockets")
     flags = parser.parse_args()
-    # Signals reach both processes where they are sent to a group; the engine's ends this one.
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    open_standard_streams()
     connection = socket.socket(fileno=flags.engine_fd)
+    last_word = socket.socket(fileno=flags.last_word_fd)
     clients, admin = (
         [socket.socket(fileno=number) for number in numbers]
         for numbers in (flags.listen_fds, flags.admin_fds)
     )
-    return asyncio.run(serve(connection, Listeners(clients, admin), engine_pid))
+    return asyncio.run(serve(connection, last_word, Listeners(clients, admin), engine_pid))
 
 
 if __name__ == "__main__":

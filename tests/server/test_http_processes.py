@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from shared.process.loop import SILENCE_GRACE_S
+from shared.process.stopping import STOP_SIGNALS
 from tests.support.http_fixtures import (
     CRASH,
     FREEZE,
@@ -103,7 +104,88 @@ def test_a_killed_http_server_ends_the_engine_with_the_reason(server):
     assert len(pids) == 2
     os.kill(pids[1], signal.SIGKILL)
     assert wait_for_end(server, pids) == 1
-    assert any("the HTTP server process ended with exit code -9" in line for line in server.lines)
+    assert any("the HTTP server process was ended by SIGKILL" in line for line in server.lines)
+
+
+ENDING = [each for each in STOP_SIGNALS if each != signal.SIGTERM]  # which drains first
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
+def test_an_end_by_a_signal_is_told_as_one(server, number):
+    pids, requests = server.pids(), OpenRequests(server)
+    server.process.send_signal(number)
+    assert wait_for_end(server, pids) == 0
+    assert_errors(requests, f"the server was stopped by {number.name}")
+    assert_told(server, number)
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_so_is_an_end_by_one_signal_too_many(server, number, pause_s):
+    """The engine has no time to say it: a step does not end, and the last signal kills."""
+    pids, answers = server.pids(), []
+    frozen = threading.Thread(
+        target=lambda: answers.append(server.post("/v1/completions", prompt=[FREEZE])), daemon=True
+    )
+    frozen.start()
+    time.sleep(1.0)
+    for _ in range(3):
+        if server.process.poll() is None:
+            server.process.send_signal(number)
+        time.sleep(pause_s)
+    assert wait_for_end(server, pids) in (0, -number)
+    frozen.join(END_S)
+    assert answers[0].json()["error"]["message"] == f"the server was stopped by {number.name}"
+    assert_told(server, number)
+
+
+def assert_told(server: Server, number: signal.Signals) -> None:
+    assert any(f"the server was stopped by {number.name}" in line for line in server.lines)
+    for line in server.lines:
+        assert "killed or crashed" not in line
+        assert "Traceback" not in line
+        assert " error " not in line
+
+
+def test_a_signal_to_both_processes_is_the_engines_affair(server):
+    """As a terminal sends them: to a group."""
+    _, http_server = server.pids()
+    for number in STOP_SIGNALS:
+        os.kill(http_server, number)
+    time.sleep(0.2)
+    assert httpx.get(server.url + "/live").status_code == 200
+
+
+def test_the_http_server_hears_no_signal_while_it_starts(tmp_path):
+    with serving(["-c", OBSERVED, str(tmp_path)]) as running:  # which has sent it all of them
+        assert httpx.get(running.url + "/live").status_code == 200
+
+
+OBSERVED = """
+import os, subprocess, sys
+from shared.process.stopping import STOP_SIGNALS
+from tests.support import http_fixtures
+
+class Observed(subprocess.Popen):
+    def __init__(self, *given, **named):
+        super().__init__(*given, **named)
+        for number in STOP_SIGNALS:
+            os.kill(self.pid, number)
+
+subprocess.Popen = Observed
+sys.exit(http_fixtures.main())
+"""
+
+
+def test_what_the_start_was_told_to_ignore_stays_ignored(tmp_path):
+    """As by nohup."""
+    ignoring = "import signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN);"
+    ignoring += "from tests.support import http_fixtures; sys.exit(http_fixtures.main())"
+    with serving(["-c", ignoring, str(tmp_path)]) as running:
+        running.process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert httpx.get(running.url + "/live").status_code == 200
+        assert running.process.poll() is None
 
 
 def signal_to_end(server: Server, numbers: list[int]) -> None:
