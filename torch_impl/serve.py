@@ -11,7 +11,7 @@ from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import DraftFiles
 from shared.models.checkpoint import open_checkpoint, parameters
 from shared.models.dummy import Stored
-from shared.process.device import Device
+from shared.process.device import Device, check_no_gpu_is_named
 from shared.process.launch import Platform, launch
 from shared.process.programs import ProgramCosts
 from torch_impl.backend import TorchBackend
@@ -29,8 +29,13 @@ one of 600 million 0.7 times as fast.
 
 
 def find_device() -> Device:
-    """The first GPU, or else the processor."""
+    """The first GPU, or else the processor.
+
+    Raises:
+      ConfigError: The environment names a GPU that is not there.
+    """
     if not torch.cuda.is_available():
+        check_no_gpu_is_named(os.environ)
         return Device.cpu()
     return Device("gpu", torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0])
 

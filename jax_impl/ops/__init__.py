@@ -58,7 +58,15 @@ class Kernels:
         return cls(**modules, tiles=Tiles.load("pallas_gpu", gpu))
 
 
-KERNELS = Kernels.of(jax.devices()[0].device_kind) if jax.default_backend() == "gpu" else None
+def _is_on_gpu() -> bool:
+    """Whether JAX has a GPU; where it has no device that the environment names, the start says."""
+    try:
+        return jax.default_backend() == "gpu"
+    except (RuntimeError, AssertionError):
+        return False
+
+
+KERNELS = Kernels.of(jax.devices()[0].device_kind) if _is_on_gpu() else None
 _is_plain = False
 
 

@@ -1,10 +1,15 @@
 """Where a model runs, and how much memory is free there."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from shared.options.flags import ConfigError
+
+HIDDEN = ("", "none", "void", "NoDevFiles")
+"""What CUDA_VISIBLE_DEVICES may say to hide every GPU, beside a number below 0."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -31,6 +36,21 @@ class Device:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         own = OWN_CGROUPS.read_text(encoding="ascii") if OWN_CGROUPS.is_file() else ""
         return cls("cpu", "CPU", min([_available_bytes() or pages, *free_in_groups(CGROUPS, own)]))
+
+
+def check_no_gpu_is_named(environment: Mapping[str, str]) -> None:
+    """Refuses to serve on the processor where the environment names a GPU.
+
+    Raises:
+      ConfigError: It does, and no GPU can be used.
+    """
+    named = environment.get("CUDA_VISIBLE_DEVICES", "")
+    first = named.partition(",")[0].strip()  # CUDA reads no further than to what is not there
+    if first not in HIDDEN and not first.startswith("-"):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={named} names a GPU that cannot be used here; name one that is "
+            "there, or unset it to serve on the CPU"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,61 @@
+"""A device that the environment names and that is not there ends the start with one sentence."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared.options.flags import ConfigError
+from shared.process.device import check_no_gpu_is_named
+from tests.support.http_fixtures import ROOT
+from tests.support.tiny_models import write_tiny
+
+MISSING = 99  # no machine has so many GPUs
+
+
+def start(backend: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    write_tiny(folder, "qwen3", 0)
+    left = {name: v for name, v in os.environ.items() if not name.startswith(("JAX_", "CUDA_"))}
+    command = [sys.executable, "-m", f"{backend}.serve", "--model-path", str(folder), "--port", "0"]
+    return subprocess.run(
+        command, cwd=ROOT, env=left | variables, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "variables"),
+    [
+        ("jax_impl", {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": "-1"}),
+        ("jax_impl", {"JAX_PLATFORMS": "tpu"}),
+        ("jax_impl", {"JAX_PLATFORMS": "no_such"}),
+        ("jax_impl", {"JAX_PLATFORM_NAME": "tpu"}),
+        ("jax_impl", {"CUDA_VISIBLE_DEVICES": str(MISSING)}),
+        ("torch_impl", {"CUDA_VISIBLE_DEVICES": str(MISSING)}),
+    ],
+    ids=str,
+)
+def test_a_device_that_is_not_there_is_refused_by_name(tmp_path, backend, variables):
+    ended = start(backend, tmp_path, **variables)
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stderr
+    last = ended.stderr.splitlines()[-1]
+    name, value = next(iter(variables.items()))
+    assert name in last
+    assert value in last
+    assert "unset" in last
+
+
+@pytest.mark.parametrize("named", ["0", "0,1", "GPU-5a", " 1"])
+def test_a_named_gpu_is_not_replaced_by_the_cpu(named):
+    with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES={named} names a GPU"):
+        check_no_gpu_is_named({"CUDA_VISIBLE_DEVICES": named})
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "-1,0", "none", "NoDevFiles"])
+def test_who_hides_the_gpus_is_served_on_the_cpu(hidden):
+    check_no_gpu_is_named({"CUDA_VISIBLE_DEVICES": hidden})
+    check_no_gpu_is_named({})
