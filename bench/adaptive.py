@@ -302,7 +302,7 @@ def main() -> int:
     report["starts"] = []
     if given.costs:
         before = json.loads(given.costs.read_text(encoding="utf-8"))
-        report["command"] = before["command"]
+        report = {"command": before["command"], "imposed_command": report["command"]}
         report["starts"] = [again(start, given) for start in before["starts"]]
         _write(report, given.out)
         return 0
