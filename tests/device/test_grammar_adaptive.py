@@ -43,7 +43,7 @@ class Turns:
 
     def choose(self, situation: Situation) -> int:
         self._steps += 1
-        return self._steps // 2 % len(situation.expected.warm)
+        return self._steps // 2 % len(situation.expected.tokens)
 
 
 class Watch:

@@ -28,7 +28,7 @@ class AnyTier:
         self._rng, self.taken = random.Random(seed), list[int]()
 
     def choose(self, situation: Situation) -> int:
-        self.taken.append(self._rng.randrange(len(situation.expected.warm)))
+        self.taken.append(self._rng.randrange(len(situation.expected.tokens)))
         return self.taken[-1]
 
 

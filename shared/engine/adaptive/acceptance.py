@@ -36,11 +36,11 @@ class Expected:
       tokens: Where every row drafts.
       next_tokens: In the next step, in which rows whose last step was off draft nothing.
       trial_gain: For a tier and another one, the standard deviation, in tokens a second, by which
-        a trial of the first would change what is believed of the difference of their speeds for
-        requests that nothing is known of yet; 0 where the first can never be as fast as the other
-        is believed to be.
-      trial_lifetime_steps: Steps for which a trial is of use: after these as much is uncertain
-        again.
+        what a trial of the first shows of all requests would change what is believed of the
+        difference of their speeds; 0 where the first can never be as fast as the other is believed
+        to be.
+      trial_lifetime_steps: Steps for which a trial is of use; after these everything is as
+        uncertain again as before it.
     """
 
     tokens: list[float]

@@ -104,7 +104,7 @@ class _Clock:
         self._seconds, self._noise = seconds, noise
         self._rng = np.random.default_rng(seed)
         self._lengths = np.zeros(limits.num_slots, np.int64)
-        self._is_cold = np.zeros(limits.num_slots, bool)
+        self._is_after_off = np.zeros(limits.num_slots, bool)
 
     @property
     def is_idle(self) -> bool:
@@ -157,7 +157,7 @@ class _Clock:
     def _prefill(self, plan: StepPlan, work: Prefill) -> tuple[np.ndarray, np.ndarray]:
         fed = np.diff(work.row_starts)
         self._lengths[plan.slots] = work.first_positions + fed
-        self._is_cold[plan.slots] = False
+        self._is_after_off[plan.slots] = False
         return work.ends_prompt * (plan.slots > 0), np.ones(len(fed))
 
 
@@ -178,7 +178,7 @@ class SimulatedBackend(_Clock):
         slots, shape = plan.slots, plan.program.shape
         tier, lengths = Tier.of(shape, plan.program.batch), self._lengths[slots]
         most = np.minimum(plan.sampling.max_drafts, tier.depth)
-        most = np.where(self._is_cold[slots] | (slots == 0), 0, most)
+        most = np.where(self._is_after_off[slots] | (slots == 0), 0, most)
         if shape.rows < len(slots) * shape.nodes:
             most = _granted(most, plan.sampling.calibration, shape.rows - len(slots))
         chance = uniforms(plan.sampling.seed, lengths.astype(np.int32), MOST_DEPTH)
@@ -188,7 +188,7 @@ class SimulatedBackend(_Clock):
         accepted = np.minimum(np.cumprod(wins, axis=1).sum(axis=1), most)
         counts = np.where(slots > 0, 1 + accepted, 0)
         self._lengths[slots] += counts
-        self._is_cold[slots] = tier.is_off
+        self._is_after_off[slots] = tier.is_off
         is_chain = tier.width <= 1
         nodes = 1 + (most if is_chain else np.where(most > 0, tier.nodes - 1, 0))
         return counts, nodes
