@@ -96,7 +96,11 @@ class _Compilers:
 
         target = driver.active.get_current_target()
         job = {"module": fn.module, "name": fn.name, "target": vars(target)}
-        line = json.dumps(job | {"data": compile["specialization_data"]})
+        told = json.loads(compile["specialization_data"])
+        told["signature"] = _encoded(compile["signature"])
+        values = zip(compile["constants"].values(), told["constant_vals"], strict=True)
+        told["constant_vals"] = [_encoded_constant(value, own) for value, own in values]
+        line = json.dumps(job | {"data": told})
         if line not in self._asked:
             kept = _kept(fn.jit_function, line)
             is_new = not kept.has_file(_DONE)
@@ -157,33 +161,58 @@ def _compile_line(line: str) -> None:
     from triton.compiler import ASTSource, make_backend
 
     job = json.loads(line)
-    told = json.loads(job["data"])
+    told = job["data"]
     function = getattr(import_module(job["module"]), job["name"])
     kept = _kept(function, line)
 
     def constant(value: Any) -> Any:
         if isinstance(value, dict) and "constexpr" in value:
-            return tl.constexpr(_tuples(value["constexpr"]))
-        return tl.dtype(value) if tl.dtype.is_dtype(value) else _tuples(value)
+            return tl.constexpr(_decoded(value["constexpr"]))
+        return tl.dtype(value) if tl.dtype.is_dtype(value) else _decoded(value)
 
     source = ASTSource(
         function,
-        {name: _tuples(kind) for name, kind in told["signature"].items()},
+        _decoded(told["signature"]),
         dict(
-            zip(_tuples(told["constant_keys"]), map(constant, told["constant_vals"]), strict=True)
+            zip(_decoded(told["constant_keys"]), map(constant, told["constant_vals"]), strict=True)
         ),
-        dict(zip(_tuples(told["attrs_keys"]), told["attrs_vals"], strict=True)),
+        dict(zip(_decoded(told["attrs_keys"]), told["attrs_vals"], strict=True)),
     )
     target = GPUTarget(**job["target"])
-    options = {name: _tuples(value) for name, value in told["options"].items()}
+    options = {name: _decoded(value) for name, value in told["options"].items()}
     options = make_backend(target).parse_options(options)
     triton.compile(source, target=target, options=vars(options))
     kept.put("", _DONE, binary=False)
 
 
-def _tuples(value: Any) -> Any:
-    """JSON has lists only; what a kernel is given are tuples."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _encoded_constant(value: Any, told: Any) -> Any:
+    """A constant as Triton tells it, but that its named tuples keep their names."""
+    if type(value).__name__ == "constexpr":
+        return {"constexpr": _encoded(value.value)}
+    return _encoded(value) if isinstance(value, tuple) else told
+
+
+def _encoded(value: Any) -> Any:
+    """A value for JSON, which has lists only and no names: a named tuple says what it is."""
+    if isinstance(value, dict):
+        return {name: _encoded(x) for name, x in value.items()}
+    if not isinstance(value, tuple | list):
+        return value
+    values = [_encoded(x) for x in value]
+    kind = type(value)
+    return (
+        {"record": [kind.__module__, kind.__name__, values]} if hasattr(kind, "_fields") else values
+    )
+
+
+def _decoded(value: Any) -> Any:
+    """What was encoded; what a kernel is given are tuples, never lists."""
+    if isinstance(value, list):
+        return tuple(map(_decoded, value))
+    if isinstance(value, dict) and "record" in value:
+        module, name, values = value["record"]
+        return getattr(import_module(module), name)(*map(_decoded, values))
+    return {k: _decoded(x) for k, x in value.items()} if isinstance(value, dict) else value
 
 
 def main() -> None:

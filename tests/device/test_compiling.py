@@ -85,15 +85,20 @@ made, make_ir = [], ASTSource.make_ir
 ASTSource.make_ir = lambda self, *rest: made.append(self.name) or make_ir(self, *rest)
 kernels = [named_kernels.first_kernel, named_kernels.second_kernel]
 x, how = torch.zeros(16), {"lanes": 16, "sizes": SIZES, "enable_fp_fusion": False}
+place = named_kernels.Place(x, 3)
 
 def steps():
     for kernel in 2 * kernels:
         kernel[(1,)](x, **how)
+    named = named_kernels.Sizes(*how["sizes"])
+    named_kernels.third_kernel[(1,)](place, **how | {"sizes": named})
 
 compile_kernels(steps)
 print("here", len(made))
 for kernel in kernels:
     kernel.warmup(x, **how, grid=(1,))
+how["sizes"] = named_kernels.Sizes(*how["sizes"])
+named_kernels.third_kernel.warmup(place, **how, grid=(1,))
 print("after", len(made))
 """
 
@@ -110,7 +115,7 @@ def test_other_processes_compile_what_is_new_and_the_cache_gives_it(tmp_path: Pa
     first = compiled(tmp_path, "(5, 7)")
     assert first.stdout.split() == ["here", "0", "after", "0"], first.stderr
     are_done = sorted(tmp_path.glob("*/compiled"))
-    assert len(are_done) == 2  # asked for twice, compiled once
+    assert len(are_done) == 3  # asked for twice, compiled once
     stamps = [path.stat().st_mtime_ns for path in are_done]
     assert compiled(tmp_path, "(5, 7)").stdout.split() == ["here", "0", "after", "0"]
     assert [path.stat().st_mtime_ns for path in are_done] == stamps  # by no process again

@@ -1,7 +1,27 @@
-"""Two kernels of Triton that call one function, which has a constant; the one by another."""
+"""Three kernels of Triton: two that call one function, which has a constant, the one by another.
+
+The third reads its arguments and constants by their names.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Sizes(NamedTuple):
+    """Constants of a kernel."""
+
+    first: Any
+    second: int
+
+
+class Place(NamedTuple):
+    """Arguments of a kernel."""
+
+    at: Any
+    shift: int
+
 
 SCALE = tl.constexpr(3)
 
@@ -26,3 +46,9 @@ def first_kernel(x_at, lanes: tl.constexpr, sizes: tl.constexpr):
 def second_kernel(x_at, lanes: tl.constexpr, sizes: tl.constexpr):
     at = x_at + tl.arange(0, lanes)
     tl.store(at, _scaled(tl.load(at)) - sizes[0])
+
+
+@triton.jit
+def third_kernel(place, lanes: tl.constexpr, sizes: tl.constexpr):
+    at = place.at + tl.arange(0, lanes)
+    tl.store(at, tl.load(at) - sizes.second - place.shift)
