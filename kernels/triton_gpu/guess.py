@@ -4,6 +4,8 @@ They rest on the best token of each group and on a sample of the row, and are ri
 They decide nothing but the time, so nothing here need have the same bits in the other language.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -13,6 +15,14 @@ _RUN = tl.constexpr(8)  # tokens of a sample that lie side by side: 32 bytes
 _STEPS = tl.constexpr(13)
 _SIGMAS = tl.constexpr(4.0)
 _ROUNDING = tl.constexpr(1e-5)  # far more than the sums err by
+
+
+class _Sample(NamedTuple):
+    """Scores and weights of tokens from all over the vocabulary, and for how many each stands."""
+
+    x: Any
+    weights: Any
+    scale: Any
 
 
 @triton.jit
@@ -30,24 +40,27 @@ def guess(peaks, masses, bounds, source, sampled: tl.constexpr, sizes: tl.conste
       source: Of the scores.
       sampled: Tokens of the sample, at most.
     """
-    most, weight, highest, total, lowest, uppermost = bounds
-    low, high = lowest, uppermost
+    weight, highest = bounds.weight, bounds.highest
+    low, high = bounds.low, bounds.high
     best = score_of(peaks)
     own = tl.where(peaks > LOWEST, weight_of(best, highest, 1.0), 0.0)
     whole = own * masses
-    x, num_sampled = _sample(source, sampled, sizes)
-    sample = x, weight_of(x, highest, 1.0), sizes[0] / num_sampled
-    tail = tl.maximum(total - weight, 0.0)
+    sample = _sample(source, bounds, sampled, sizes)
+    tail = tl.maximum(bounds.total - weight, 0.0)
     # No token of the sample lies below the floor, and the border seldom does.
-    floor = tl.min(tl.where(x > -float("inf"), x, highest))
-    floor = tl.maximum(floor, score_of(lowest))
+    floor = tl.min(tl.where(sample.x > -float("inf"), sample.x, highest))
+    floor = tl.maximum(floor, score_of(bounds.low))
     below, above = floor, highest  # of the border that is too low
     under, over = floor, highest  # of the one that is high enough
     for _ in range(_STEPS):
         middle = (below + above) * 0.5
         least, most_below, fewest, _ = _estimate(middle, sample, bounds, tail)
         is_peak = best > middle
-        is_low = (tl.sum(is_peak.to(tl.int32)) >= most) | (fewest >= most) | (most_below < tail)
+        is_low = (
+            (tl.sum(is_peak.to(tl.int32)) >= bounds.most)
+            | (fewest >= bounds.most)
+            | (most_below < tail)
+        )
         is_low |= tl.sum(tl.where(is_peak, own, 0.0)) > weight * (1 + _ROUNDING)
         low = tl.where(is_low, key_of(middle) + 1, low)
         below, above = tl.where(is_low, middle, below), tl.where(is_low, above, middle)
@@ -55,31 +68,30 @@ def guess(peaks, masses, bounds, source, sampled: tl.constexpr, sizes: tl.conste
         middle = (under + over) * 0.5
         least, most_below, _, largest = _estimate(middle, sample, bounds, tail)
         is_high = tl.sum(tl.where(best > middle, whole, 0.0)) < weight * (1 - _ROUNDING)
-        is_high = (is_high | (least > tail)) & (largest < most)
+        is_high = (is_high | (least > tail)) & (largest < bounds.most)
         high = tl.where(is_high, key_of(middle), high)
         under, over = tl.where(is_high, under, middle), tl.where(is_high, middle, over)
-    return tl.minimum(tl.maximum(low, lowest), high), high
+    return tl.minimum(tl.maximum(low, bounds.low), high), high
 
 
 @triton.jit
-def _sample(source, sampled: tl.constexpr, sizes: tl.constexpr):
-    """Scores of tokens from all over the vocabulary, and how many they are."""
-    rows, asked, row, wish = source
+def _sample(source, bounds, sampled: tl.constexpr, sizes: tl.constexpr):
     lane = tl.arange(0, sampled)
-    ids = lane // _RUN * (_RUN * tl.cdiv(sizes[0], sampled)) + lane % _RUN
-    raw, x = scores_of(ids, rows, asked, row, wish, sizes)
-    is_token = ids < sizes[0]
-    return tl.where(is_token, x, -float("inf")), tl.sum(is_token.to(tl.int32)).to(tl.float32)
+    ids = lane // _RUN * (_RUN * tl.cdiv(sizes.vocab, sampled)) + lane % _RUN
+    raw, x = scores_of(ids, source.inputs, source.row, source.wish, sizes)
+    is_token = ids < sizes.vocab
+    x = tl.where(is_token, x, -float("inf"))
+    scale = sizes.vocab / tl.sum(is_token.to(tl.int32)).to(tl.float32)
+    return _Sample(x, weight_of(x, bounds.highest, 1.0), scale)
 
 
 @triton.jit
 def _estimate(border, sample, bounds, tail):
     """The least and the most weight below a border, and the least and the most tokens above it."""
     x, weights, scale = sample
-    most, _, highest, total, _, _ = bounds
     below = scale * tl.sum(tl.where(x <= border, weights, 0.0))
-    error = _SIGMAS * tl.sqrt((scale - 1) * weight_of(border, highest, 1.0) * tail)
-    error += _ROUNDING * 0.2 * total
+    error = _SIGMAS * tl.sqrt((scale - 1) * weight_of(border, bounds.highest, 1.0) * tail)
+    error += _ROUNDING * 0.2 * bounds.total
     above = scale * tl.sum((x > border).to(tl.int32)).to(tl.float32)
-    spread = _SIGMAS * tl.sqrt((scale - 1) * most.to(tl.float32))
+    spread = _SIGMAS * tl.sqrt((scale - 1) * bounds.most.to(tl.float32))
     return below - error, below + error, above - spread, above + spread

@@ -26,6 +26,8 @@ from kernels.triton_gpu.scores import (
     KEY_OF_NOTHING,
     LOWEST,
     PAIRS,
+    Inputs,
+    Sizes,
     first_token,
     has_bad,
     ids_of,
@@ -39,8 +41,17 @@ from kernels.triton_gpu.scores import (
     wish_of,
     words_at,
 )
-from kernels.triton_gpu.support import NOTES, bounds_of, find_border, list_near
-from kernels.triton_gpu.winners import choose_in_tile, store_first, store_scores, store_token
+from kernels.triton_gpu.support import NOTES, Memory, Source, bounds_of, find_border, list_near
+from kernels.triton_gpu.winners import (
+    Best,
+    Found,
+    Support,
+    choose_in_tile,
+    row_of,
+    store_first,
+    store_scores,
+    store_token,
+)
 
 GROUP = 2 * PAIRS.value
 
@@ -153,26 +164,22 @@ def _ranked(
     groups = triton.cdiv(vocab, GROUP)
     num_tiles = triton.cdiv(groups, tiles.groups)
     ints = {"dtype": torch.int32}
-    peaks, masses, notes = new(R, groups, **ints), new(R, groups), new(R, NOTES.value, **ints)
-    winners, bad = new(2, R, num_tiles, width, **ints), new(R, num_tiles, **ints)
-    near = new(R, 2, tiles.listed, **ints)
-    ids, weights, is_finite = new(R, width, **ints), new(R, width), new(R, dtype=torch.bool)
     scores = logits if not is_scored else new(R, seen.counts.shape[1])
     if is_scored and columns is not None:
         scores.fill_(-torch.inf)  # of tokens that the drafter does not have
-    mask = logits if allowed is None else allowed
-    path = seen.path if seen.path.shape[1] else seen.slots  # pointers that nothing reads
-    on_path = seen.on_path if seen.path.shape[1] else seen.slots
-    rows = (logits, request, positions, keys, seen.slots, seen.counts, path, on_path, mask)
-    rows = (*rows, seen.slots if columns is None else columns)
-    rows = tuple(
-        x.contiguous() for x in rows
-    )  # the path of a draft level is a part of a longer one
-    asked = (
-        *(how.temperature, how.top_p, how.top_k, how.min_p, how.seed),
-        *(how.presence, how.frequency, how.repetition, how.min_length),
-        *(how.stop_ids, how.bias_ids, how.bias_values),
+    found = Found(
+        peaks=new(R, groups, **ints),
+        masses=new(R, groups),
+        winners=new(R, num_tiles, width, **ints),
+        winner_ids=new(R, num_tiles, width, **ints),
+        bad=new(R, num_tiles, **ints),
+        notes=new(R, NOTES.value, **ints),
+        scores=scores,
     )
+    best = Best(
+        ids=new(R, width, **ints), weights=new(R, width), is_finite=new(R, dtype=torch.bool)
+    )
+    inputs = _inputs(logits, seen, positions, how, request, allowed, columns, keys, stream)
     fixed = {
         "sizes": _sizes(vocab, seen, how, allowed, nodes, columns),
         "enable_fp_fusion": False,  # XLA's Triton does not fuse: equal bits in Pallas
@@ -180,14 +187,10 @@ def _ranked(
     chosen = {"width": width, "tau": tau, "is_scored": is_scored}
     group_lanes = triton.next_power_of_2(groups)
     _tiles_kernel[(num_tiles, R)](
-        *(rows, asked, stream, peaks, masses, winners, bad, notes, scores, R),
-        groups=tiles.groups,
-        num_warps=tiles.warps,
-        **fixed,
-        **chosen,
+        *(inputs, found), groups=tiles.groups, num_warps=tiles.warps, **fixed, **chosen
     )
     _border_kernel[(min(tiles.row_programs, triton.cdiv(groups, tiles.at_once)), R)](
-        *(rows, asked, peaks, masses, near, notes),
+        *(inputs, found, new(R, 2, tiles.listed, **ints)),
         group_lanes=group_lanes,
         at_once=tiles.at_once,
         sampled=tiles.sampled,
@@ -196,8 +199,7 @@ def _ranked(
         **fixed,
     )
     _rows_kernel[(min(tiles.programs, num_tiles), R)](
-        *(rows, asked, stream, peaks, masses, winners, bad, notes),
-        *(ids, weights, is_finite, scores, R),
+        *(inputs, found, best),
         num_tiles=num_tiles,
         tile_lanes=triton.next_power_of_2(num_tiles * width),
         group_lanes=group_lanes,
@@ -206,7 +208,34 @@ def _ranked(
         **fixed,
         **chosen,
     )
-    return ids, weights, is_finite, scores
+    return *best, scores
+
+
+def _inputs(
+    logits: Float[Tensor, "R vocab"],
+    seen: Any,
+    positions: Int[Tensor, " named"],
+    how: Any,
+    request: Int[Tensor, " named"],
+    allowed: Bool[Tensor, "R vocab"] | None,
+    columns: Int[Tensor, " vocab"] | None,
+    keys: Int[Tensor, " named"],
+    stream: int,
+) -> Inputs:
+    """The arrays as the kernels read them; where one has no columns, there is another."""
+    has_path = seen.path.shape[1] > 0
+    given = Inputs(
+        *(logits, request, positions, keys, seen.slots, seen.counts),
+        *((seen.path, seen.on_path) if has_path else (seen.slots, seen.slots)),
+        logits if allowed is None else allowed,
+        seen.slots if columns is None else columns,
+        *(how.temperature, how.top_p, how.top_k, how.min_p, how.seed),
+        *(how.presence, how.frequency, how.repetition, how.min_length),
+        *(how.stop_ids, how.bias_ids, how.bias_values),
+        stream,
+    )
+    # The path of a draft level is a part of a longer one.
+    return Inputs(*(x.contiguous() if isinstance(x, Tensor) else x for x in given))
 
 
 def _sizes(
@@ -216,28 +245,25 @@ def _sizes(
     allowed: Tensor | None,
     nodes: int,
     columns: Tensor | None,
-) -> tuple[int, ...]:
-    """The sizes of the arrays, in the order in which `scores` reads them."""
+) -> Sizes:
     num_bias = sampling.bias_ids.shape[1]
-    return (
-        *(vocab, seen.path.shape[1], sampling.stop_ids.shape[1], num_bias),
-        *(triton.next_power_of_2(max(num_bias, 1)), int(allowed is not None), nodes),
-        *(int(columns is not None), seen.counts.shape[1]),
+    return Sizes(
+        vocab=vocab,
+        target_vocab=seen.counts.shape[1],
+        num_path=seen.path.shape[1],
+        num_stops=sampling.stop_ids.shape[1],
+        num_bias=num_bias,
+        bias_lanes=triton.next_power_of_2(max(num_bias, 1)),
+        has_mask=allowed is not None,
+        nodes=nodes,
+        has_columns=columns is not None,
     )
 
 
 @triton.jit
 def _tiles_kernel(
-    rows,
-    asked,
-    stream,
-    peaks_at,
-    masses_at,
-    winners_at,
-    bad_at,
-    notes_at,
-    scores_at,
-    num_rows,
+    inputs,
+    found,
     groups: tl.constexpr,
     sizes: tl.constexpr,
     width: tl.constexpr,
@@ -246,42 +272,34 @@ def _tiles_kernel(
 ):
     """One program per tile and row: its best tokens, or what its groups hold before any noise."""
     tile, row = tl.program_id(0), tl.program_id(1)
-    vocab: tl.constexpr = sizes[0]
-    num_tiles, num_groups = tl.num_programs(0), tl.cdiv(vocab, 2 * PAIRS)
-    wish = wish_of(rows, asked, row, sizes)
-    request, slot, noise, temperature, is_filtered, has_penalty, is_short, biases = wish
+    found, wish = row_of(found, row, tl.num_programs(0), width, sizes), wish_of(inputs, row, sizes)
     group = tile * groups + tl.arange(0, groups)
     pairs, ids = ids_of(group)
-    raw, x = scores_of(ids, rows, asked, row, wish, sizes)
-    tl.store(bad_at + row * num_tiles + tile, has_bad(raw).to(tl.int32))
+    raw, x = scores_of(ids, inputs, row, wish, sizes)
+    tl.store(found.bad + tile, has_bad(raw).to(tl.int32))
     if tile == 0:
         note = tl.arange(0, NOTES)
-        tl.store(notes_at + row * NOTES + note, note * 0)
-    at = row * num_groups + group
-    if is_filtered:
-        keys = tl.where(ids < vocab, key_of(x), LOWEST)
-        store_groups(peaks_at + at, masses_at + at, group < num_groups, x, keys, 1.0)
+        tl.store(found.notes + note, note * 0)
+    places = found.peaks + group, found.masses + group, group < tl.cdiv(sizes.vocab, 2 * PAIRS)
+    if wish.is_filtered:
+        keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
+        store_groups(*places, x, keys, 1.0)
     else:
         if is_scored:
-            store_scores(scores_at, x, ids, rows, row, sizes)
-        if temperature > 0:
-            x = x + noise_of_words(words_at(noise, stream, pairs, ids, rows, sizes))
-        keys = tl.where(ids < vocab, key_of(x), LOWEST)
+            store_scores(found, x, ids, inputs, sizes)
+        if wish.temperature > 0:
+            x = x + noise_of_words(words_at(wish.noise, pairs, ids, inputs, sizes))
+        keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
         if tau is not None:
-            sharpness = sharpness_of(temperature, tau)
-            store_groups(peaks_at + at, masses_at + at, group < num_groups, x, keys, sharpness)
-        keys_at = winners_at + (row * num_tiles + tile) * width
-        store_first(keys, ids, keys_at, keys_at + num_rows * num_tiles * width, width)
+            store_groups(*places, x, keys, sharpness_of(wish.temperature, tau))
+        store_first(found, tile, keys, ids, width)
 
 
 @triton.jit
 def _border_kernel(
-    rows,
-    asked,
-    peaks_at,
-    masses_at,
+    inputs,
+    found,
     near_at,
-    notes_at,
     group_lanes: tl.constexpr,
     at_once: tl.constexpr,
     sampled: tl.constexpr,
@@ -290,45 +308,39 @@ def _border_kernel(
 ):
     """One program per share of a row with a filter; the last to arrive finds the border."""
     share, row = tl.program_id(0), tl.program_id(1)
-    wish = wish_of(rows, asked, row, sizes)
-    request, slot, noise, temperature, is_filtered, has_penalty, is_short, biases = wish
-    if is_filtered:
-        num_groups = tl.cdiv(sizes[0], 2 * PAIRS)
-        group = tl.arange(0, group_lanes)
-        at, inside = row * num_groups + group, group < num_groups
-        peaks = tl.load(peaks_at + at, mask=inside, other=LOWEST)
-        masses = tl.load(masses_at + at, mask=inside, other=0.0)
-        bounds = bounds_of(asked, request, peaks, masses, sizes)
-        most, weight, highest, total, low, high = bounds
-        source = rows, asked, row, wish
-        memory = peaks_at + row * num_groups, near_at + row * (2 * listed), notes_at + row * NOTES
+    source = Source(inputs, row, wish_of(inputs, row, sizes))
+    if source.wish.is_filtered:
+        num_groups = tl.cdiv(sizes.vocab, 2 * PAIRS)
+        first, group = row * num_groups, tl.arange(0, group_lanes)
+        peaks = tl.load(found.peaks + first + group, mask=group < num_groups, other=LOWEST)
+        masses = tl.load(found.masses + first + group, mask=group < num_groups, other=0.0)
+        bounds = bounds_of(peaks, masses, source, sizes)
+        memory = Memory(
+            peaks=found.peaks + first,
+            near=near_at + row * (2 * listed),
+            notes=found.notes + row * NOTES,
+        )
+        low, high = bounds.low, bounds.high
         if high > KEY_OF_NOTHING:
             low, high = guess(peaks, masses, bounds, source, sampled, sizes)
             is_flat = tl.sum((peaks >= low).to(tl.int32)) * 2 > num_groups
-            list_near(low, high, highest, is_flat, share, source, memory, at_once, listed, sizes)
+            list_near(
+                *(low, high, bounds.highest, is_flat, share, source, memory),
+                *(at_once, listed, sizes),
+            )
         tl.debug_barrier()  # all of this program's words are in memory
-        if tl.atomic_add(memory[2] + 5, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        if tl.atomic_add(memory.notes + 5, 1, sem="acq_rel") == tl.num_programs(0) - 1:
             border, limit = find_border(low, high, bounds, source, memory, at_once, listed, sizes)
-            tl.store(memory[2], border)
-            tl.store(memory[2] + 1, limit)
-            tl.store(memory[2] + 2, key_of(highest))
+            tl.store(memory.notes, border)
+            tl.store(memory.notes + 1, limit)
+            tl.store(memory.notes + 2, key_of(bounds.highest))
 
 
 @triton.jit
 def _rows_kernel(
-    rows,
-    asked,
-    stream,
-    peaks_at,
-    masses_at,
-    winners_at,
-    bad_at,
-    notes_at,
-    ids_at,
-    weights_at,
-    finite_at,
-    scores_at,
-    num_rows,
+    inputs,
+    found,
+    best,
     num_tiles: tl.constexpr,
     tile_lanes: tl.constexpr,
     group_lanes: tl.constexpr,
@@ -343,64 +355,45 @@ def _rows_kernel(
     One of a row's programs joins the tiles, the last to arrive where all have something to do.
     """
     share, row = tl.program_id(0), tl.program_id(1)
-    num_groups = tl.cdiv(sizes[0], 2 * PAIRS)
-    wish = wish_of(rows, asked, row, sizes)
-    request, slot, noise, temperature, is_filtered, has_penalty, is_short, biases = wish
-    sharpness = 1.0 if tau is None else sharpness_of(temperature, tau)
-    notes_at += row * NOTES
-    peaks_at, masses_at = peaks_at + row * num_groups, masses_at + row * num_groups
-    winners_at += row * num_tiles * width
-    others = num_rows * num_tiles * width  # from the winners' keys to their ids
+    found, wish = row_of(found, row, num_tiles, width, sizes), wish_of(inputs, row, sizes)
+    sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
     is_last = share == 0
-    if is_filtered:
-        highest = score_of(tl.load(notes_at + 2))
-        support = tl.load(notes_at), tl.load(notes_at + 1), highest, tl.load(asked[3] + request)
-        source = rows, asked, row, wish
-        best = key_of(highest - 3)  # the first token stays, and no noise lies below -3
+    if wish.is_filtered:
+        support = Support(
+            border=tl.load(found.notes),
+            limit=tl.load(found.notes + 1),
+            highest=score_of(tl.load(found.notes + 2)),
+            smallest=tl.load(inputs.min_p + wish.request),
+        )
+        source = Source(inputs, row, wish)
+        first = key_of(support.highest - 3)  # the first token stays, and no noise lies below -3
         for tile in range(share, num_tiles, tl.num_programs(0)):
-            into = (
-                peaks_at,
-                masses_at,
-                winners_at + tile * width,
-                winners_at + others + tile * width,
-                scores_at,
-            )
             key = choose_in_tile(
-                tile,
-                best,
-                support,
-                source,
-                stream,
-                sharpness,
-                into,
-                groups,
-                sizes,
-                width,
-                tau,
-                is_scored,
+                *(tile, first, support, source, sharpness, found),
+                *(groups, sizes, width, tau, is_scored),
             )
-            best = tl.maximum(best, key)
+            first = tl.maximum(first, key)
         tl.debug_barrier()  # all of this program's words are in memory
-        arrived = tl.atomic_add(notes_at + 6, 1, sem="acq_rel")
+        arrived = tl.atomic_add(found.notes + 6, 1, sem="acq_rel")
         is_last = arrived == tl.num_programs(0) - 1
     if is_last:
         place = tl.arange(0, tile_lanes)
-        bad = tl.load(bad_at + row * num_tiles + place, mask=place < num_tiles, other=0)
-        tl.store(finite_at + row, tl.max(bad) == 0)
+        bad = tl.load(found.bad + place, mask=place < num_tiles, other=0)
+        tl.store(best.is_finite + row, tl.max(bad) == 0)
         inside = place < num_tiles * width
         # Volatile, past the cache of the multiprocessor: other programs have written them.
-        keys = tl.load(winners_at + place, mask=inside, other=LOWEST, volatile=True)
-        ids = tl.load(winners_at + others + place, mask=inside, other=HIGHEST, volatile=True)
+        keys = tl.load(found.winners + place, mask=inside, other=LOWEST, volatile=True)
+        ids = tl.load(found.winner_ids + place, mask=inside, other=HIGHEST, volatile=True)
         highest, norm = score_of(tl.max(keys)), 0.0
         if tau is not None:
             group = tl.arange(0, group_lanes)
-            inside = group < num_groups
-            peaks = tl.load(peaks_at + group, mask=inside, other=LOWEST, volatile=True)
-            masses = tl.load(masses_at + group, mask=inside, other=0.0, volatile=True)
+            inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
+            peaks = tl.load(found.peaks + group, mask=inside, other=LOWEST, volatile=True)
+            masses = tl.load(found.masses + group, mask=inside, other=0.0, volatile=True)
             norm = log(total_of(peaks, masses, highest, sharpness))
-        out = ids_at + row * width, weights_at + row * width
+        at = row * width
         key, winner = first_token(keys, ids)
-        store_token(out, 0, key, winner, highest, norm, sharpness, rows, sizes, tau)
+        store_token(best, at, key, winner, highest, norm, sharpness, inputs, sizes, tau)
         for rank in range(1, width):
             key, winner = next_token(keys, ids, key, winner)
-            store_token(out, rank, key, winner, highest, norm, sharpness, rows, sizes, tau)
+            store_token(best, at + rank, key, winner, highest, norm, sharpness, inputs, sizes, tau)

@@ -4,6 +4,8 @@ Scores are compared as whole numbers in their order (`key_of`), which NaN has a 
 weights are summed as whole numbers: no order and no tile decides anything.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,32 +20,101 @@ KEY_OF_NOTHING = tl.constexpr(-2139095041)  # of -inf
 _KEY_OF_NAN = tl.constexpr(0x7FC00000)
 
 
-@triton.jit
-def wish_of(rows, asked, row, sizes: tl.constexpr):
+class Inputs(NamedTuple):
+    """What all kernels read: first of the rows, then of the requests.
+
+    Attributes:
+      path, on_path, mask, columns: Where there are none, anything.
+      stream: Of the noise.
+    """
+
+    logits: Any
+    request: Any
+    positions: Any
+    keys: Any
+    slots: Any
+    counts: Any
+    path: Any
+    on_path: Any
+    mask: Any
+    columns: Any
+    temperature: Any
+    top_p: Any
+    top_k: Any
+    min_p: Any
+    seed: Any
+    presence: Any
+    frequency: Any
+    repetition: Any
+    min_length: Any
+    stop_ids: Any
+    bias_ids: Any
+    bias_values: Any
+    stream: Any
+
+
+class Sizes(NamedTuple):
+    """Sizes of the arrays."""
+
+    vocab: int
+    target_vocab: int
+    num_path: int
+    num_stops: int
+    num_bias: int
+    bias_lanes: int
+    has_mask: bool
+    nodes: int
+    has_columns: bool
+
+
+class Wish(NamedTuple):
     """What a row asks for."""
-    vocab: tl.constexpr = sizes[0]
-    num_bias: tl.constexpr = sizes[3]
-    nodes: tl.constexpr = sizes[6]
-    request = row // nodes if nodes > 0 else row
+
+    request: Any
+    slot: Any
+    noise: Any
+    temperature: Any
+    is_filtered: Any
+    has_penalty: Any
+    is_short: Any
+    biases: Any
+
+
+@triton.jit
+def wish_of(inputs, row, sizes: tl.constexpr):
+    """What a row asks for."""
+    request = row // sizes.nodes if sizes.nodes > 0 else row
     named = request  # positions and keys are a request's, or a row's
-    if nodes == 0:
-        request, named = tl.load(rows[1] + row).to(tl.int32), row
-    position = tl.load(rows[2] + named)
-    seed = tl.load(asked[4] + request).to(tl.uint32, bitcast=True)
-    noise = (seed, tl.load(rows[3] + named).to(tl.uint32))
-    temperature = tl.load(asked[0] + request)
-    is_filtered = (tl.load(asked[1] + request) < 1) | (tl.load(asked[2] + request) < vocab)
-    is_filtered = (is_filtered | (tl.load(asked[3] + request) > 0)) & (temperature > 0)
-    has_penalty = (tl.load(asked[5] + request) != 0) | (tl.load(asked[6] + request) != 0)
-    has_penalty |= tl.load(asked[7] + request) != 1
-    is_short = position < tl.load(asked[8] + request)
+    if sizes.nodes == 0:
+        request, named = tl.load(inputs.request + row).to(tl.int32), row
+    position = tl.load(inputs.positions + named)
+    seed = tl.load(inputs.seed + request).to(tl.uint32, bitcast=True)
+    temperature = tl.load(inputs.temperature + request)
+    is_filtered = (tl.load(inputs.top_p + request) < 1) | (
+        tl.load(inputs.top_k + request) < sizes.vocab
+    )
+    is_filtered = (is_filtered | (tl.load(inputs.min_p + request) > 0)) & (temperature > 0)
+    has_penalty = (tl.load(inputs.presence + request) != 0) | (
+        tl.load(inputs.frequency + request) != 0
+    )
+    has_penalty |= tl.load(inputs.repetition + request) != 1
     biases = row * 0
-    if num_bias > 0:
-        j = tl.arange(0, sizes[4])
-        values = tl.load(asked[11] + request * num_bias + j, mask=j < num_bias, other=0.0)
+    if sizes.num_bias > 0:
+        j = tl.arange(0, sizes.bias_lanes)
+        values = tl.load(
+            inputs.bias_values + request * sizes.num_bias + j, mask=j < sizes.num_bias, other=0.0
+        )
         biases = tl.max(tl.where(values != 0, j + 1, 0))
-    slot = tl.load(rows[4] + row).to(tl.int64)
-    return request, slot, noise, temperature, is_filtered, has_penalty, is_short, biases
+    return Wish(
+        request=request,
+        slot=tl.load(inputs.slots + row).to(tl.int64),
+        noise=(seed, tl.load(inputs.keys + named).to(tl.uint32)),
+        temperature=temperature,
+        is_filtered=is_filtered,
+        has_penalty=has_penalty,
+        is_short=position < tl.load(inputs.min_length + request),
+        biases=biases,
+    )
 
 
 @triton.jit
@@ -54,65 +125,65 @@ def ids_of(group):
 
 
 @triton.jit
-def tokens_of(ids, rows, sizes: tl.constexpr):
+def tokens_of(ids, inputs, sizes: tl.constexpr):
     """The target's tokens, where a drafter numbers its own."""
     tokens = ids
-    if sizes[7]:
-        tokens = tl.load(rows[9] + ids, mask=ids < sizes[0], other=0)
+    if sizes.has_columns:
+        tokens = tl.load(inputs.columns + ids, mask=ids < sizes.vocab, other=0)
     return tokens
 
 
 @triton.jit
-def words_at(noise, stream, pairs, ids, rows, sizes: tl.constexpr):
+def words_at(noise, pairs, ids, inputs, sizes: tl.constexpr):
     """The words of the noise of ids, which lie in pairs."""
-    if sizes[7]:
-        tokens = tokens_of(ids, rows, sizes)
+    if sizes.has_columns:
+        tokens = tokens_of(ids, inputs, sizes)
         counter = (tokens >> 1).to(tl.uint32)
-        even, odd = threefry(noise[0], noise[1], counter, counter * 0 + stream)
+        even, odd = threefry(noise[0], noise[1], counter, counter * 0 + inputs.stream)
         words = tl.where((tokens & 1) == 0, even, odd)
     else:
-        words = words_of(noise[0], noise[1], stream, pairs)
+        words = words_of(noise[0], noise[1], inputs.stream, pairs)
     return words
 
 
 @triton.jit
-def scores_of(ids, rows, asked, row, wish, sizes: tl.constexpr):
+def scores_of(ids, inputs, row, wish, sizes: tl.constexpr):
     """Raw logits of a row's tokens, and what `processed` makes of them before the support."""
-    vocab: tl.constexpr = sizes[0]
-    num_path: tl.constexpr = sizes[1]
-    num_stops: tl.constexpr = sizes[2]
-    num_bias: tl.constexpr = sizes[3]
-    request, slot, noise, temperature, is_filtered, has_penalty, is_short, biases = wish
-    inside, start = ids < vocab, row.to(tl.int64) * vocab
-    raw = tl.load(rows[0] + start + ids, mask=inside, other=0.0)
+    request = wish.request
+    inside, start = ids < sizes.vocab, row.to(tl.int64) * sizes.vocab
+    raw = tl.load(inputs.logits + start + ids, mask=inside, other=0.0)
     x, tokens = raw, ids
-    if sizes[7]:
+    if sizes.has_columns:
         # Loaded where a row asks about tokens.
-        asked_until = tl.where(has_penalty | is_short | (biases > 0), vocab, 0)
-        tokens = tl.load(rows[9] + ids, mask=ids < asked_until, other=0)
-    if has_penalty:
-        seen = tl.load(rows[5] + slot * sizes[8] + tokens, mask=inside, other=0)
-        for j in range(num_path):
-            token = tl.load(rows[6] + row * num_path + j)
-            is_before = tl.load(rows[7] + row * num_path + j).to(tl.int32)
+        asked_until = tl.where(wish.has_penalty | wish.is_short | (wish.biases > 0), sizes.vocab, 0)
+        tokens = tl.load(inputs.columns + ids, mask=ids < asked_until, other=0)
+    if wish.has_penalty:
+        seen = tl.load(
+            inputs.counts + wish.slot * sizes.target_vocab + tokens, mask=inside, other=0
+        )
+        for j in range(sizes.num_path):
+            token = tl.load(inputs.path + row * sizes.num_path + j)
+            is_before = tl.load(inputs.on_path + row * sizes.num_path + j).to(tl.int32)
             seen += tl.where(tokens == token, 2 * is_before, 0)
-        repetition = tl.load(asked[7] + request)
+        repetition = tl.load(inputs.repetition + request)
         x = tl.where(seen > 0, tl.where(x > 0, x / repetition, x * repetition), x)
         counts = (seen >> 1).to(tl.float32)
-        x = x - tl.load(asked[5] + request) * tl.where(counts > 0, 1.0, 0.0)
-        x = x - tl.load(asked[6] + request) * counts
-    for j in range(biases):
-        value = tl.load(asked[11] + request * num_bias + j)
-        x = tl.where(tokens == tl.load(asked[10] + request * num_bias + j), x + value, x)
-    if is_short:
-        for j in range(num_stops):
-            is_stop = tokens == tl.load(asked[9] + request * num_stops + j)
+        x = x - tl.load(inputs.presence + request) * tl.where(counts > 0, 1.0, 0.0)
+        x = x - tl.load(inputs.frequency + request) * counts
+    for j in range(wish.biases):
+        value = tl.load(inputs.bias_values + request * sizes.num_bias + j)
+        x = tl.where(
+            tokens == tl.load(inputs.bias_ids + request * sizes.num_bias + j), x + value, x
+        )
+    if wish.is_short:
+        for j in range(sizes.num_stops):
+            is_stop = tokens == tl.load(inputs.stop_ids + request * sizes.num_stops + j)
             x = tl.where(is_stop, -float("inf"), x)
-    if sizes[5]:
-        is_allowed = tl.load(rows[8] + start + ids, mask=inside, other=0).to(tl.int32) != 0
+    if sizes.has_mask:
+        is_allowed = tl.load(inputs.mask + start + ids, mask=inside, other=0).to(tl.int32) != 0
         x = tl.where(is_allowed, x, -float("inf"))
-    if temperature > 0:
-        x = x / temperature
+    if wish.temperature > 0:
+        x = x / wish.temperature
     return raw, x
 
 

@@ -7,6 +7,8 @@ by halving. Where the guess was wrong or the list too long, it looks through all
 guess decides nothing but the time.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -37,21 +39,68 @@ stay, and the key of the highest score."""
 _TINY = tl.constexpr(1e-30)
 
 
-@triton.jit
-def bounds_of(asked, request, peaks, masses, sizes: tl.constexpr):
+class Source(NamedTuple):
+    """Where a row's scores come from."""
+
+    inputs: Any
+    row: Any
+    wish: Any
+
+
+class Memory(NamedTuple):
+    """What the programs of a row share.
+
+    Attributes:
+      peaks: The largest keys of groups.
+      near: Keys and ids of tokens near the border.
+      notes: See `NOTES`.
+    """
+
+    peaks: Any
+    near: Any
+    notes: Any
+
+
+class Bounds(NamedTuple):
     """How many tokens and how much weight are too many above a border, and keys around it.
 
-    Args:
-      peaks, masses: Of all groups, see `store_groups`.
-
-    Returns:
-      Both bounds; the highest score and how likely all tokens are beside it; the lowest and the
-      highest key that the border can have.
+    Attributes:
+      highest, total: The highest score, and how likely all tokens are beside it.
+      low, high: The lowest and the highest key that the border can have.
     """
-    vocab = sizes[0]
+
+    most: Any
+    weight: Any
+    highest: Any
+    total: Any
+    low: Any
+    high: Any
+
+
+class Known(NamedTuple):
+    """What a row's programs have found out about tokens around the border.
+
+    Attributes:
+      is_listed: Whether the list holds all that matters.
+      count, sum: Of what lies above it, and its weight.
+      keys, units, rest: Of the list, and what its tokens weigh.
+    """
+
+    is_listed: Any
+    count: Any
+    sum: Any
+    keys: Any
+    units: Any
+    rest: Any
+
+
+@triton.jit
+def bounds_of(peaks, masses, source, sizes: tl.constexpr):
+    """The bounds of a row; `peaks` and `masses` are those of all groups, see `store_groups`."""
+    vocab, request, inputs = sizes.vocab, source.wish.request, source.inputs
     highest = score_of(tl.max(peaks))
     total = total_of(peaks, masses, highest, 1.0)
-    top_p, top_k = tl.load(asked[1] + request), tl.load(asked[2] + request)
+    top_p, top_k = tl.load(inputs.top_p + request), tl.load(inputs.top_k + request)
     most = tl.where(top_k >= vocab, HIGHEST, tl.maximum(top_k, 1))
     # The first token stays whatever `top_p` says, so its bound lies above the weight before it.
     weight = tl.where(top_p < 1, tl.maximum(top_p, _TINY) * total, float("inf"))
@@ -61,7 +110,7 @@ def bounds_of(asked, request, peaks, masses, sizes: tl.constexpr):
     low = tl.where(top_p < 1, key_of(highest - tl.maximum(depth, 0.0)), KEY_OF_NOTHING)
     is_off = (top_k >= vocab) & (top_p >= 1)
     high = tl.where(is_off, KEY_OF_NOTHING, high)
-    return most, weight, highest, total, tl.minimum(low, high), high
+    return Bounds(most, weight, highest, total, tl.minimum(low, high), high)
 
 
 @triton.jit
@@ -89,20 +138,19 @@ def list_near(
       at_once: Groups of a step.
       listed: Tokens that the list has room for.
     """
-    rows, asked, row, wish = source
-    peaks_at, list_at, notes_at = memory
+    notes_at, list_at = memory.notes, memory.near
     lanes: tl.constexpr = at_once * 2 * PAIRS
     count, units = tl.zeros((lanes,), tl.int32), tl.zeros((lanes,), tl.int32)
     rest, start = tl.zeros((lanes,), tl.int32), tl.full((), 0, tl.int32)
     is_alone = tl.num_programs(0) == 1
-    for chunk in range(share, tl.cdiv(sizes[0], lanes), tl.num_programs(0)):
+    for chunk in range(share, tl.cdiv(sizes.vocab, lanes), tl.num_programs(0)):
         peak = low
         if not is_flat:
-            peak = _peak_of(chunk, peaks_at, at_once, sizes)
+            peak = _peak_of(chunk, memory.peaks, at_once, sizes)
         if peak >= low:
             ids = chunk * lanes + tl.arange(0, lanes)
-            raw, x = scores_of(ids, rows, asked, row, wish, sizes)
-            keys = tl.where(ids < sizes[0], key_of(x), LOWEST)
+            raw, x = scores_of(ids, source.inputs, source.row, source.wish, sizes)
+            keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
             is_above = keys > high
             more, more_rest = halves_of(tl.where(is_above, weight_of(x, highest, 1.0), 0.0))
             count, units, rest = count + is_above.to(tl.int32), units + more, rest + more_rest
@@ -130,7 +178,7 @@ def list_near(
 def _peak_of(chunk, peaks_at, at_once: tl.constexpr, sizes: tl.constexpr):
     """The largest key of some groups."""
     group = chunk * at_once + tl.arange(0, at_once)
-    inside = group < tl.cdiv(sizes[0], 2 * PAIRS)
+    inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
     return tl.max(tl.load(peaks_at + group, mask=inside, other=LOWEST))
 
 
@@ -152,27 +200,30 @@ def find_border(
       bounds: Of `bounds_of`.
       source, memory, at_once, listed: See `list_near`.
     """
-    most, weight, highest, _, lowest, uppermost = bounds
-    peaks_at, list_at, notes_at = memory
+    notes_at, list_at = memory.notes, memory.near
     counted = tl.load(notes_at, volatile=True)
     whole, units = tl.load(notes_at + 1, volatile=True), tl.load(notes_at + 2, volatile=True)
     whole, units, rest = carried(whole, units, tl.load(notes_at + 3, volatile=True))
     num_listed = tl.load(notes_at + 4, volatile=True)
     place = tl.arange(0, listed)
     keys = tl.load(list_at + place, mask=place < num_listed, other=LOWEST, volatile=True)
-    more, more_rest = halves_of(weight_of(score_of(keys), highest, 1.0))
+    more, more_rest = halves_of(weight_of(score_of(keys), bounds.highest, 1.0))
     has_room = num_listed <= listed
-    known = (has_room, counted, whole, units, rest, keys, more, more_rest)
-    count, above, _ = _tally(high, sizes[0], known, bounds, source, memory, at_once, listed, sizes)
-    is_right = has_room & ((high == uppermost) | ((count < most) & (above < weight)))
+    known = Known(has_room, counted, (whole, units, rest), keys, more, more_rest)
+    count, above, _ = _tally(
+        high, sizes.vocab, known, bounds, source, memory, at_once, listed, sizes
+    )
+    is_right = has_room & (
+        (high == bounds.high) | ((count < bounds.most) & (above < bounds.weight))
+    )
     count, above, _ = _tally(low - 1, 0, known, bounds, source, memory, at_once, listed, sizes)
-    is_right &= (low == lowest) | (count >= most) | (above >= weight)
-    known = (is_right, counted, whole, units, rest, keys, more, more_rest)
-    low, high = tl.where(is_right, low, lowest), tl.where(is_right, high, uppermost)
+    is_right &= (low == bounds.low) | (count >= bounds.most) | (above >= bounds.weight)
+    known = Known(is_right, counted, (whole, units, rest), keys, more, more_rest)
+    low, high = tl.where(is_right, low, bounds.low), tl.where(is_right, high, bounds.high)
     while low < high:
         middle = (low & high) + ((low ^ high) >> 1)
         count, above, _ = _tally(middle, 0, known, bounds, source, memory, at_once, listed, sizes)
-        is_below = (count >= most) | (above >= weight)
+        is_below = (count >= bounds.most) | (above >= bounds.weight)
         low = tl.where(is_below, middle + 1, low)
         high = tl.where(is_below, high, middle)
     return low, _limit(low, known, bounds, source, memory, at_once, listed, sizes)
@@ -190,12 +241,12 @@ def _limit(
     sizes: tl.constexpr,
 ):
     """The id from which tokens at the border do not stay, for want of room."""
-    most, weight, highest, _, _, _ = bounds
-    own = weight_of(score_of(border), highest, 1.0)
+    most, weight = bounds.most, bounds.weight
+    own = weight_of(score_of(border), bounds.highest, 1.0)
     count, above, ties = _tally(
-        border, sizes[0], known, bounds, source, memory, at_once, listed, sizes
+        border, sizes.vocab, known, bounds, source, memory, at_once, listed, sizes
     )
-    low, high = tl.full((), 0, tl.int32), tl.full((), sizes[0], tl.int32)
+    low, high = tl.full((), 0, tl.int32), tl.full((), sizes.vocab, tl.int32)
     has_room = (count <= most - ties) & (above + (ties - 1).to(tl.float32) * own < weight)
     low = tl.where(has_room, high, low)
     while low < high:
@@ -224,23 +275,22 @@ def _tally(
     """Counts and weighs the tokens above a border, until they are too many.
 
     Args:
-      known: Whether the list holds all that matters; the count and the weight of what lies above
-        it; its keys, and what they weigh.
+      known: Of the row.
 
     Returns:
       Their count and their weight, and how many lie at the border, with an id below the limit.
     """
-    is_listed, count, whole, units, rest, keys, more, more_rest = known
-    if is_listed:
-        is_above, is_tie = keys > border, keys == border
-        count += tl.sum(is_above.to(tl.int32))
-        units += tl.sum(tl.where(is_above, more, 0))
-        rest += tl.sum(tl.where(is_above, more_rest, 0))
+    if known.is_listed:
+        is_above, is_tie = known.keys > border, known.keys == border
+        whole, units, rest = known.sum
+        count = known.count + tl.sum(is_above.to(tl.int32))
+        units += tl.sum(tl.where(is_above, known.units, 0))
+        rest += tl.sum(tl.where(is_above, known.rest, 0))
         whole, units, rest = carried(whole, units, rest)
-        if (limit > 0) & (limit < sizes[0]):
+        if (limit > 0) & (limit < sizes.vocab):
             place = tl.arange(0, listed)
             is_tie &= (
-                tl.load(memory[1] + listed + place, mask=is_tie, other=0, volatile=True) < limit
+                tl.load(memory.near + listed + place, mask=is_tie, other=0, volatile=True) < limit
             )
         ties = tl.sum(is_tie.to(tl.int32))
         above = number_of((whole, units, rest))
@@ -252,8 +302,6 @@ def _tally(
 @triton.jit
 def _tally_all(border, limit, bounds, source, memory, at_once: tl.constexpr, sizes: tl.constexpr):
     """As `_tally`, from the scores of the groups that have some at the border or above."""
-    most, weight, highest, _, _, _ = bounds
-    rows, asked, row, wish = source
     lanes: tl.constexpr = at_once * 2 * PAIRS
     count, ties, chunk = (
         tl.full((), 0, tl.int32),
@@ -262,15 +310,15 @@ def _tally_all(border, limit, bounds, source, memory, at_once: tl.constexpr, siz
     )
     whole, units, rest = no_sum()
     above = tl.full((), 0.0, tl.float32)
-    while (chunk * lanes < sizes[0]) & (count < most) & (above < weight):
-        if _peak_of(chunk, memory[0], at_once, sizes) >= border:
+    while (chunk * lanes < sizes.vocab) & (count < bounds.most) & (above < bounds.weight):
+        if _peak_of(chunk, memory.peaks, at_once, sizes) >= border:
             ids = chunk * lanes + tl.arange(0, lanes)
-            raw, x = scores_of(ids, rows, asked, row, wish, sizes)
-            keys = tl.where(ids < sizes[0], key_of(x), LOWEST)
+            raw, x = scores_of(ids, source.inputs, source.row, source.wish, sizes)
+            keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
             is_above = keys > border
             count += tl.sum(is_above.to(tl.int32))
             ties += tl.sum(((keys == border) & (ids < limit)).to(tl.int32))
-            weights = tl.where(is_above, weight_of(x, highest, 1.0), 0.0)
+            weights = tl.where(is_above, weight_of(x, bounds.highest, 1.0), 0.0)
             whole, units, rest = add_halves((whole, units, rest), weights)
             above = number_of((whole, units, rest))
         chunk += 1

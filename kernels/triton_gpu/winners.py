@@ -1,5 +1,7 @@
 """The best tokens of tiles and of rows, in Triton; see `sampling`, whose kernels these make up."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -18,13 +20,72 @@ from kernels.triton_gpu.scores import (
     weight_of,
     words_at,
 )
+from kernels.triton_gpu.support import NOTES
+
+
+class Found(NamedTuple):
+    """What the kernels find of each row.
+
+    Attributes:
+      peaks, masses: Of groups, see `store_groups`.
+      winners, winner_ids: Keys and ids of the best tokens of tiles.
+      bad: Whether some logits of tiles are not finite.
+      notes: See `support`.
+      scores: Processed, of the target's tokens, if they are asked for.
+    """
+
+    peaks: Any
+    masses: Any
+    winners: Any
+    winner_ids: Any
+    bad: Any
+    notes: Any
+    scores: Any
+
+
+class Best(NamedTuple):
+    """Of each row: its best tokens, their weights, and whether its logits are finite."""
+
+    ids: Any
+    weights: Any
+    is_finite: Any
+
+
+class Support(NamedTuple):
+    """Which tokens of a row stay.
+
+    Attributes:
+      border: The key of the smallest score; of tokens that have it, those with an id below `limit`.
+      highest: The highest score.
+      smallest: How likely a token must be beside it.
+    """
+
+    border: Any
+    limit: Any
+    highest: Any
+    smallest: Any
 
 
 @triton.jit
-def store_scores(scores_at, x, ids, rows, row, sizes: tl.constexpr):
-    """Stores processed scores in the places of the target's tokens."""
-    at = scores_at + row.to(tl.int64) * sizes[8] + tokens_of(ids, rows, sizes)
-    tl.store(at, x, mask=ids < sizes[0])
+def row_of(found, row, num_tiles, width: tl.constexpr, sizes: tl.constexpr):
+    """What is found of one row."""
+    first_group = row * tl.cdiv(sizes.vocab, 2 * PAIRS)
+    first = row * num_tiles * width
+    return Found(
+        peaks=found.peaks + first_group,
+        masses=found.masses + first_group,
+        winners=found.winners + first,
+        winner_ids=found.winner_ids + first,
+        bad=found.bad + row * num_tiles,
+        notes=found.notes + row * NOTES,
+        scores=found.scores + row.to(tl.int64) * sizes.target_vocab,
+    )
+
+
+@triton.jit
+def store_scores(found, x, ids, inputs, sizes: tl.constexpr):
+    """Stores processed scores of a row in the places of the target's tokens."""
+    tl.store(found.scores + tokens_of(ids, inputs, sizes), x, mask=ids < sizes.vocab)
 
 
 @triton.jit
@@ -33,9 +94,8 @@ def choose_in_tile(
     best,
     support,
     source,
-    stream,
     sharpness,
-    into,
+    found,
     groups: tl.constexpr,
     sizes: tl.constexpr,
     width: tl.constexpr,
@@ -47,54 +107,50 @@ def choose_in_tile(
     Args:
       tile: Number of it.
       best: A key; where weights are not asked for, tokens below it are not either.
-      support: The border, and the id from which tokens at it do not stay; the highest score, and
-        how likely a token must be beside it.
+      support: Of the row.
       source: Of the scores.
       sharpness: Of the weights.
-      into: Where the keys and masses of groups lie, and what is found.
+      found: Of the row; what groups hold and the best tokens of tiles, to be replaced.
       is_scored: The scores of the support are stored, without noise.
 
     Returns:
       The best token's key.
     """
-    border, limit, highest, smallest = support
-    rows, asked, row, wish = source
-    peaks_at, masses_at, keys_at, ids_at, scores_at = into
-    noise = wish[2]
+    inputs, border, highest = source.inputs, support.border, support.highest
     group = tile * groups + tl.arange(0, groups)
-    inside = group < tl.cdiv(sizes[0], 2 * PAIRS)
-    peaks = tl.load(peaks_at + group, mask=inside, other=LOWEST)
-    may_stay = (peaks >= border) & (weight_of(score_of(peaks), highest, 1.0) >= smallest)
+    inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
+    peaks = tl.load(found.peaks + group, mask=inside, other=LOWEST)
+    may_stay = (peaks >= border) & (weight_of(score_of(peaks), highest, 1.0) >= support.smallest)
     pairs, ids = ids_of(group)
     keys = tl.full((groups, PAIRS, 2), LOWEST, tl.int32)
     x = tl.full((groups, PAIRS, 2), -float("inf"), tl.float32)
     # Where fewer stay than are asked for, the excluded tokens of the first tile follow.
     if (tl.max(may_stay.to(tl.int32)) > 0) | ((width > 1) & (tile == 0)):
-        raw, x = scores_of(ids, rows, asked, row, wish, sizes)
+        raw, x = scores_of(ids, inputs, source.row, source.wish, sizes)
         own = key_of(x)
-        stays = (own > border) | ((own == border) & (ids < limit))
-        if smallest > 0:
-            stays &= weight_of(x, highest, 1.0) >= smallest
+        stays = (own > border) | ((own == border) & (ids < support.limit))
+        if support.smallest > 0:
+            stays &= weight_of(x, highest, 1.0) >= support.smallest
         x = tl.where(stays, x, -float("inf"))
-        words = words_at(noise, stream, pairs, ids, rows, sizes)
+        words = words_at(source.wish.noise, pairs, ids, inputs, sizes)
         may_win = tau is not None
         if tau is None:
             may_win = tl.max(x + most_noise(words)) >= score_of(best)
         if may_win:
-            keys = tl.where(ids < sizes[0], key_of(x + noise_of_words(words)), LOWEST)
+            keys = tl.where(ids < sizes.vocab, key_of(x + noise_of_words(words)), LOWEST)
     if is_scored:
-        store_scores(scores_at, x, ids, rows, row, sizes)
+        store_scores(found, x, ids, inputs, sizes)
     if tau is not None:
         tl.debug_barrier()  # the keys of groups have been read
-        store_groups(
-            *(peaks_at + group, masses_at + group, inside), score_of(keys), keys, sharpness
-        )
-    return store_first(keys, ids, keys_at, ids_at, width)
+        places = found.peaks + group, found.masses + group, inside
+        store_groups(*places, score_of(keys), keys, sharpness)
+    return store_first(found, tile, keys, ids, width)
 
 
 @triton.jit
-def store_first(keys, ids, keys_at, ids_at, width: tl.constexpr):
-    """Stores the best tokens of a tile; gives the first one's key."""
+def store_first(found, tile, keys, ids, width: tl.constexpr):
+    """Stores the best tokens of a tile of a row; gives the first one's key."""
+    keys_at, ids_at = found.winners + tile * width, found.winner_ids + tile * width
     first, winner = first_token(keys, ids)
     tl.store(keys_at, first)
     tl.store(ids_at, winner)
@@ -108,9 +164,9 @@ def store_first(keys, ids, keys_at, ids_at, width: tl.constexpr):
 
 @triton.jit
 def store_token(
-    out, rank, key, winner, best, norm, sharpness, rows, sizes: tl.constexpr, tau: tl.constexpr
+    best, at, key, winner, highest, norm, sharpness, inputs, sizes: tl.constexpr, tau: tl.constexpr
 ):
     """Stores one token of a row, and its weight."""
-    tl.store(out[0] + rank, tokens_of(tl.minimum(winner, sizes[0] - 1), rows, sizes))
+    tl.store(best.ids + at, tokens_of(tl.minimum(winner, sizes.vocab - 1), inputs, sizes))
     if tau is not None:
-        tl.store(out[1] + rank, (score_of(key) - best) * sharpness - norm)
+        tl.store(best.weights + at, (score_of(key) - highest) * sharpness - norm)
