@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import time
 from typing import Any
 
 from shared.options.observing import ObservingOptions
+
+REPEAT_S = 10.0
+MAX_KINDS = 256
 
 log = logging.getLogger("tandem")
 """The project's own lines; those of libraries are logged from `warning` on."""
@@ -21,6 +25,7 @@ log = logging.getLogger("tandem")
 def set_up(observing: ObservingOptions) -> None:
     """Decides what is logged from now on, and in which form."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(Repeats())
     handler.setFormatter(JsonLines() if observing.log_format == "json" else TextLines())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     log.setLevel(observing.log_level.upper())
@@ -39,6 +44,43 @@ def announce(message: str, **fields: Any) -> None:
         info(message, **fields)
     finally:
         log.setLevel(level)
+
+
+class Repeats(logging.Filter):
+    """Lets a warning or an error through once in `REPEAT_S`, so that no client can fill a disk.
+
+    The next one of its kind says how many were left out. Those of a kind have the same text, or an
+    exception of the same type from the same place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[object, tuple[float, int]] = {}  # when it was let through, how many since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is written."""
+        if record.levelno < logging.WARNING:
+            return True
+        now, kind = time.monotonic(), _kind(record)
+        since, left_out = self._seen.get(kind, (-math.inf, 0))
+        if now - since < REPEAT_S:
+            self._seen[kind] = since, left_out + 1
+            return False
+        self._seen.pop(kind, None)
+        if len(self._seen) == MAX_KINDS:
+            del self._seen[next(iter(self._seen))]  # the oldest
+        self._seen[kind] = now, 0
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} (and {left_out} like it before)", ()
+        return True
+
+
+def _kind(record: logging.LogRecord) -> object:
+    if not record.exc_info or not (trace := record.exc_info[2]):
+        return record.name, record.getMessage()
+    while trace.tb_next:
+        trace = trace.tb_next
+    return record.exc_info[0], trace.tb_frame.f_code.co_filename, trace.tb_lineno
 
 
 class JsonLines(logging.Formatter):

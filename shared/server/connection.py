@@ -4,17 +4,66 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from http import HTTPStatus
 
 import h11
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from shared.process.logs import log
 from shared.server.errors import ApiError
 from shared.server.gates import MAX_HEAD_BYTES, head_too_large
 
 LINGER_S = 1.0
+MAX_BACKLOG, MAX_SPARE = 1024, 64
 READ_TIMEOUT_S = 60.0  # for the head and the body of a request together
 WRITE_TIMEOUT_S = 60.0  # for a client to take something of what waits for it
+
+
+@dataclass
+class Room:
+    """How many connections a listener has at a time: `most` that are served, `spare` beside them.
+
+    Those are told that there is no room, with time to hear it; one more is told and closed at once.
+    Where descriptors are used up, a process cannot even see who connects.
+
+    Attributes:
+      backlog: New connections of a socket that are seen at once, before one can be refused.
+      num_refused: Open ones that are not served.
+    """
+
+    most: int
+    spare: int
+    backlog: int
+    num_refused: int = 0
+
+    @classmethod
+    def of(cls, descriptors: int, num_sockets: int) -> Room:
+        """The room of a listener with these sockets, whose connections may have so many."""
+        part = max(1, descriptors // 8)
+        backlog, spare = max(1, min(MAX_BACKLOG, part // num_sockets)), min(MAX_SPARE, part)
+        return cls(max(1, descriptors - num_sockets * backlog - spare), spare, backlog)
+
+
+class HttpConfig(uvicorn.Config):
+    """How an application is served, and in what room."""
+
+    def __init__(self, app: ASGIApp, room: Room, grace_s: int) -> None:
+        self.room = room
+        super().__init__(
+            app,
+            http=TimedConnection,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+            log_config=None,  # `logs.set_up` has said how and what
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            lifespan="off",
+            timeout_graceful_shutdown=grace_s,
+            backlog=room.backlog,
+        )
 
 
 class TimedConnection(H11Protocol):
@@ -27,13 +76,16 @@ class TimedConnection(H11Protocol):
 
     _end: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
-    _is_ending = False
+    _is_ending = _is_refused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Waits for the first request from now on."""
+        """Waits for the first request from now on, if there is room."""
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
-        self._look()
+        if len(self.connections) > self._room.most:
+            self._refuse()
+        else:
+            self._look()
 
     def data_received(self, data: bytes) -> None:
         """Reads a part of a request."""
@@ -50,6 +102,7 @@ class TimedConnection(H11Protocol):
         """Waits for nothing any more."""
         self._stop()
         self._end_stall()
+        self._room.num_refused -= self._is_refused
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -79,6 +132,24 @@ class TimedConnection(H11Protocol):
         if self._end is not None:
             self._end.cancel()
         self._end = None
+
+    @property
+    def _room(self) -> Room:
+        assert isinstance(self.config, HttpConfig)
+        return self.config.room
+
+    def _refuse(self) -> None:
+        self.connections.discard(self)  # which are those that are served
+        message = f"all {self._room.most} connections that the server may have are taken"
+        log.warning(message)
+        error = ApiError(503, message, code="too_many_connections")
+        if self._room.num_refused == self._room.spare:
+            self.transport.write(_written(error))
+            self.transport.close()
+            return
+        self._room.num_refused += 1
+        self._is_refused = True
+        self._end_with(error)
 
     def _give_up(self) -> None:
         message = f"the request has not arrived whole after {READ_TIMEOUT_S:g} s"

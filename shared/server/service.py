@@ -17,47 +17,32 @@ from importlib import import_module
 import uvicorn
 from starlette.types import ASGIApp
 
-from shared.process import logs
+from shared.process import descriptors, logs
 from shared.process.address import Listeners
-from shared.process.descriptors import open_standard_streams
 from shared.process.logs import log
 from shared.server.admin import load_start_corpus
 from shared.server.app import make_apps
-from shared.server.connection import TimedConnection
+from shared.server.connection import HttpConfig, Room
 from shared.server.engine_client import End, EngineClient, EngineLost
-from shared.server.gates import MAX_HEAD_BYTES
 from shared.server.grammars import Grammars
 from shared.server.rendering import Renderer
 from shared.server.request_end import ClosableWatcher
 from shared.text.tokenizer import Tokenizer
 
 GRACE_S = 1  # for open answers to say their error, once the engine is gone
+ADMIN_SHARE = 8  # of the connections, beside those of clients
+MAX_WAITING = 2048  # of those who connect, in the kernel
 DRAIN_LOOK_S = 0.05
 HARD_END_S = 3.0  # then the process ends whatever still hangs
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 
-def http_config(app: ASGIApp) -> uvicorn.Config:
-    """How the application is served."""
-    return uvicorn.Config(
-        app,
-        http=TimedConnection,
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-        log_config=None,  # `logs.set_up` has said how and what
-        log_level="warning",
-        access_log=False,
-        ws="none",
-        lifespan="off",
-        timeout_graceful_shutdown=GRACE_S,
-    )
-
-
 class _HttpServer(uvicorn.Server):
     """Leaves signals to the engine's process, and says when it listens."""
 
-    def __init__(self, app: ASGIApp, on_start: Callable[[], None]) -> None:
-        super().__init__(http_config(app))
+    def __init__(self, app: ASGIApp, room: Room, on_start: Callable[[], None]) -> None:
+        super().__init__(HttpConfig(app, room, GRACE_S))
         self._on_start = on_start
 
     @contextlib.contextmanager
@@ -66,6 +51,8 @@ class _HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for each in sockets or ():
+            each.listen(MAX_WAITING)  # asyncio's backlog says how many it sees at once as well
         self._on_start()
 
 
@@ -83,8 +70,11 @@ class Service:
         watchers = (self._tracing,) if self._tracing else ()
         has_admin = bool(listeners.admin)
         apps = make_apps(client, tokenizer, renderer, grammars, watchers, has_admin)
+        rooms = _rooms(listeners)
         self._servers = [
-            _HttpServer(app, self._greet) for app in (apps.clients, apps.admin) if app is not None
+            _HttpServer(app, room, self._greet)
+            for app, room in zip((apps.clients, apps.admin), rooms, strict=True)
+            if app is not None
         ]
 
     async def run(self) -> None:
@@ -127,6 +117,13 @@ class Service:
         if admin:
             told += f", its metrics and admin routes at {' and '.join(admin)}"
         logs.announce(told)
+
+
+def _rooms(listeners: Listeners) -> tuple[Room, Room]:
+    """The room of each listener: who runs a server that is full gets through to it all the same."""
+    num_free, clients, admin = descriptors.num_free(), len(listeners.clients), len(listeners.admin)
+    admins = num_free // ADMIN_SHARE if admin else 0
+    return Room.of(num_free - admins, clients), Room.of(admins, max(1, admin))
 
 
 def _tracing(endpoint: str | None) -> ClosableWatcher | None:
@@ -176,7 +173,8 @@ def main() -> int:
     for name in ("--listen-fds", "--admin-fds"):
         parser.add_argument(name, type=int, nargs="*", default=[], help="listening TCP sockets")
     flags = parser.parse_args()
-    open_standard_streams()
+    descriptors.open_standard_streams()
+    descriptors.raise_limit()
     connection = socket.socket(fileno=flags.engine_fd)
     last_word = socket.socket(fileno=flags.last_word_fd)
     clients, admin = (

@@ -95,4 +95,4 @@ def test_a_drain_ends_at_its_deadline_whatever_still_runs(tmp_path, prompt):
         assert 0.9 < time.monotonic() - began < 6
         thread.join(5)
     assert found[0].status_code == 503
-    assert found[0].json()["error"]["message"] == "the server was stopped"
+    assert found[0].json()["error"]["message"] == "the server was stopped by SIGTERM"

@@ -23,9 +23,9 @@ from shared.models.sampling import SamplingDefaults
 from shared.process.frames import FrameReader, ModelFacts, event_to_row, pack
 from shared.server import connection, engine_client
 from shared.server.app import make_apps
+from shared.server.connection import HttpConfig, Room
 from shared.server.engine_client import EngineClient
 from shared.server.grammars import Grammars
-from shared.server.service import http_config
 from tests.support.http_fixtures import COMPLETIONS, post_head
 
 MOST_UNREAD = 64
@@ -105,7 +105,7 @@ async def served() -> AsyncIterator[Served]:
     app = make_apps(client, None, None, Grammars(FACTS), (), has_admin_listener=False).clients
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-        running = uvicorn.Server(http_config(app))
+        running = uvicorn.Server(HttpConfig(app, Room.of(500, 1), 1))
         tasks = [asyncio.create_task(running.serve([listener]))]
         tasks.append(asyncio.create_task(engine.listen()))
         while not running.started:

@@ -1,0 +1,141 @@
+"""More clients than there are descriptors for: told so, and the log stays short."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from shared.process import logs
+from shared.process.logs import Repeats
+from shared.server.connection import LINGER_S, MAX_BACKLOG, MAX_SPARE, Room
+from tests.support.http_fixtures import Server, serving
+
+DESCRIPTORS, NUM_CLIENTS = 48, 120
+BOUNDED = f"""
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
+from tests.support import http_fixtures
+sys.exit(http_fixtures.main())
+"""
+
+
+@pytest.fixture
+def server(tmp_path) -> Iterator[Server]:
+    with serving(["-c", BOUNDED, str(tmp_path), "--with-admin-listener"]) as running:
+        yield running
+
+
+def address(url: str) -> tuple[str, int]:
+    host, _, port = url.removeprefix("http://").partition(":")
+    return host, int(port)
+
+
+def answered(connection: socket.socket) -> bytes | None:
+    """What a client that says nothing is told; None where it is let in."""
+    connection.settimeout(0.1)
+    try:
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    except TimeoutError:
+        return None
+    except ConnectionError:
+        return b""
+
+
+def test_who_finds_no_room_is_told_and_who_is_in_is_served(server):
+    with contextlib.ExitStack() as ends:
+        inside = ends.enter_context(socket.create_connection(address(server.url), timeout=5))
+        clients = [
+            ends.enter_context(socket.create_connection(address(server.url), timeout=5))
+            for _ in range(NUM_CLIENTS)
+        ]
+        time.sleep(2 * LINGER_S)  # all these have been told
+        late = httpx.get(server.url + "/health", timeout=5)
+        assert late.status_code == 503
+        assert late.json()["error"]["code"] == "too_many_connections"
+        told = list(map(answered, clients))
+        refused = [each for each in told if each]
+        assert len([each for each in told if each is None]) >= 5, "nobody was let in"
+        assert refused, "nobody was told"
+        for each in refused:
+            head, _, body = each.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert "that the server may have are taken" in json.loads(body)["error"]["message"]
+        inside.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert inside.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        (line,) = [line for line in server.lines if "admin routes at " in line]
+        admin = line.rpartition(" ")[2]
+        assert httpx.get(admin + "/metrics", timeout=5).status_code == 200
+    deadline = time.monotonic() + 10
+    while httpx.get(server.url + "/health", timeout=5).status_code != 200:
+        assert time.monotonic() < deadline, "there is no room though all have left"
+        time.sleep(0.1)
+    server.process.terminate()
+    assert server.process.wait(10) == 0
+    assert len(server.lines) < 30
+    assert not any("Traceback" in line for line in server.lines)
+
+
+@pytest.mark.parametrize("descriptors", [0, 1, 7, 40, 1000, 1 << 16])
+@pytest.mark.parametrize("num_sockets", [1, 2])
+def test_all_that_may_be_open_at_once_has_a_descriptor(descriptors, num_sockets):
+    room = Room.of(descriptors, num_sockets)
+    assert min(room.most, room.spare, room.backlog) >= 1
+    assert room.spare <= MAX_SPARE
+    assert room.backlog <= MAX_BACKLOG
+    least = 2 + num_sockets  # of a start with fewer than that something is served as well
+    assert room.most + room.spare + num_sockets * room.backlog <= max(descriptors, least)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.addFilter(Repeats())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def logged() -> tuple[logging.Logger, list[str]]:
+    logger, handler = logging.Logger("any"), Lines()
+    logger.addHandler(handler)
+    return logger, handler.lines
+
+
+def test_an_error_that_repeats_is_logged_once_in_a_while_with_how_often(logged, monkeypatch):
+    logger, lines = logged
+    now = 0.0
+    monkeypatch.setattr(logs.time, "monotonic", lambda: now)
+    for number in range(1000):
+        try:
+            raise OSError(number)
+        except OSError:
+            logger.exception("no. %d", number)
+        logger.warning("the same")
+        logger.info("no. %d", number)
+    assert lines.count("the same") == 1
+    assert len(lines) == 2 + 1000
+    now = logs.REPEAT_S
+    logger.warning("the same")
+    assert lines[-1] == "the same (and 999 like it before)"
+    now *= 2
+    logger.warning("the same")
+    assert lines[-1] == "the same"
+
+
+def test_errors_that_differ_are_all_logged_and_no_more_is_kept_than_needed(logged):
+    logger, lines = logged
+    for number in range(3 * logs.MAX_KINDS):
+        logger.error("no. %d", number)
+    assert len(lines) == 3 * logs.MAX_KINDS
+    (handler,) = logger.handlers
+    (repeats,) = handler.filters
+    assert len(repeats._seen) == logs.MAX_KINDS
