@@ -276,9 +276,16 @@ def test_capabilities_name_the_drafters_and_what_is_refused(server):
         assert entry.keys() == {"reason", "way_out", "example"}
         assert entry["example"]["drafter"] in found["drafters"]
         for name, value in entry["example"]["request"].items():
-            for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER})):
-                answer = server.post(path, **prompt, **{name: value})
-                assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
+            answers = [
+                server.post(path, **prompt, **{name: value})
+                for path, prompt in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": USER}))
+            ]
+            refused = [each.json()["error"] for each in answers if each.status_code == 400]
+            served = [each for each in answers if each.status_code == 200]
+            assert refused
+            assert all(error["param"] == name for error in refused)
+            # Of one endpoint alone, and the other one has it.
+            assert len(refused) == 2 or (served and name in ("echo", "add_special_tokens"))
 
 
 def test_health_and_metrics(server):
