@@ -29,10 +29,12 @@ DEADLINE_S = 1.0
 MAX_MEMORY = 1 << 32
 
 _GAP = r"gap: /\s{0,4}/"
+# Lazy: what begins with the mark is a thought, for its parser too, and never a free text.
+_OPENING = rf"opening[lazy]: /\s{{0,4}}{THINK}/"
 _THOUGHT = rf"thought[suffix={literal(THINK_END)}]: /(.|\n)*/"
 LEADS = {
     "open": f"lead: thought gap\n{_THOUGHT}\n{_GAP}",
-    "maybe": f"lead: ({literal(THINK)} thought gap)?\n{_THOUGHT}\n{_GAP}",
+    "maybe": f"lead: (opening thought gap)?\n{_OPENING}\n{_THOUGHT}\n{_GAP}",
 }
 """What comes before an answer whose text begins within its reasoning, or may do so."""
 

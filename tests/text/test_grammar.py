@@ -150,6 +150,18 @@ def test_what_is_held_to_a_form_begins_behind_the_reasoning(lead):
         assert follows(grammar, "so") is None
 
 
+@pytest.mark.parametrize(("style", "call"), [("hermes", TAGGED), ("llama3", BARE)])
+def test_an_answer_that_begins_with_a_thought_is_no_free_text(style, call):
+    """Its parser reads a call behind the thought, which is held to its function like any."""
+    calls = Calls(style=style, tools=[("weather", CITY)], many=True, free="text")
+    grammar = Wanted(form=None, calls=calls, lead="maybe").grammar()
+    for thought in ("", "<think>hm</think>\n\n", "\n<think></think>"):
+        assert follows(grammar, thought + call)
+        assert follows(grammar, thought + "Hi.")
+        assert follows(grammar, thought + call.replace("city", "town")) is False
+    assert follows(grammar, "<think>hm") is None
+
+
 def test_calls_come_behind_the_reasoning_too():
     calls = Calls(style="hermes", tools=[("weather", CITY)], many=True, free="text")
     grammar = Wanted(form=None, calls=calls, lead="open").grammar()
