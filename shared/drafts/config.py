@@ -124,6 +124,7 @@ class DraftConfig:
         Raises:
           ValueError: The head cannot draft for the target; one sentence that names the field.
         """
+        _refuse_format(config)
         kind, eagle = _kind(config), config.get("eagle_config") or {}
         if kind == "DFLASH":
             return cls._dflash(settings_of(config), target)
@@ -153,6 +154,7 @@ class DraftConfig:
     @classmethod
     def _dflash(cls, settings: Json, target: ModelConfig) -> "DraftConfig":
         refuse_relatives(settings)
+        _refuse_draft_vocab(settings)
         layer = _layers(settings, target)
         _refuse_sizes(settings, layer, target, "DFLASH")
         return cls(
@@ -270,6 +272,24 @@ def _refuse_unsupported(settings: Json, kind: str) -> None:
         )
 
 
+def _refuse_format(config: Json) -> None:
+    """Refuses a format that writes other things under the same names, whatever the kind."""
+    if config.get("speculators_model_type"):
+        raise ValueError(
+            "the draft model's speculators_model_type (the speculators format, whose ids of layers "
+            "mean other streams) is not supported; use a head in the format of its authors"
+        )
+
+
+def _refuse_draft_vocab(settings: Json) -> None:
+    own = settings.get("draft_vocab_size")
+    if own not in (None, settings.get("vocab_size")):
+        raise ValueError(
+            f"the draft model's draft_vocab_size ({own}) is not supported for DFlash; use a head "
+            "that scores the whole vocabulary"
+        )
+
+
 def _layer(config: Json, target: ModelConfig) -> ModelConfig:
     """The head's layer as a Llama model; a head may leave out what only a whole model needs."""
     llama: dict[str, Any] = {
@@ -319,10 +339,12 @@ def _refuse_sizes(config: Json, layer: ModelConfig, target: ModelConfig, kind: s
 
 
 def _aux_streams(settings: Json, target: ModelConfig) -> tuple[int, ...]:
-    """Listed ids name layers whose output is read; by default inputs of layers 2, L/2, L-3."""
+    """The streams of listed ids; by default the inputs of layers 2, L/2, L-3."""
     listed = settings.get("eagle_aux_hidden_state_layer_ids")
     L = target.num_layers
-    streams = [2, L // 2, L - 3] if listed is None else sorted(int(i) + 1 for i in listed)
+    ids = [2, L // 2, L - 3] if listed is None else sorted(map(int, listed))
+    shift = 0 if listed is None else _shift(ids, settings, L)
+    streams = [i + shift for i in ids]
     in_range = all(1 <= i <= L for i in streams)
     if not in_range or len(set(streams)) != NUM_AUX or streams != sorted(streams):
         stated = f"are {list(listed)}" if listed is not None else "are not given"
@@ -331,3 +353,28 @@ def _aux_streams(settings: Json, target: ModelConfig) -> tuple[int, ...]:
             f"different layers of the target's {L}"
         )
     return tuple(streams)
+
+
+def _shift(ids: list[int], settings: Json, num_layers: int) -> int:
+    """What is added to listed ids so that they name streams.
+
+    Trainers write two things under one name: layers whose output is read (stream i + 1), and layers
+    whose input is read (stream i). Only the second can name the target's number of layers, and only
+    the first has been seen to begin at 1, or at 0 within `eagle_config`.
+
+    Args:
+      ids: In ascending order.
+
+    Raises:
+      ValueError: They may be either.
+    """
+    if num_layers in ids:
+        return 0
+    is_nested = "eagle_aux_hidden_state_layer_ids" in (settings.get("eagle_config") or {})
+    if ids[:1] == [1] or (ids[:1] == [0] and is_nested):
+        return 1
+    raise ValueError(
+        f"the draft model's eagle_aux_hidden_state_layer_ids {ids} do not say whether outputs or "
+        "inputs of these layers are read; use a head whose list begins with 1, or leave out a list "
+        f"of the defaults, the inputs of layers 2, {num_layers // 2} and {num_layers - 3}"
+    )

@@ -107,6 +107,8 @@ REFUSED = {
     "selector_rank": (dflash(selector_rank=8), "DFlash2"),
     "projector_type": (dflash(projector_type="domino"), "Domino"),
     "markov_rank": (dflash(markov_rank=16), "DSpark"),
+    "draft_vocab_size": ({"draft_vocab_size": 96}, "whole vocabulary"),
+    "speculators_model_type": ({"speculators_model_type": "dflash"}, "speculators format"),
     "block_size": ({"block_size": 1}, "2 to 17"),
     "mask_token_id": (dflash(mask_token_id=TARGET.vocab), "below"),
     "target_layer_ids": (dflash(target_layer_ids=[2, 1]), "ascend"),

@@ -75,8 +75,31 @@ def test_streams_are_outputs_where_they_are_listed_and_inputs_by_default():
     assert parsed("EAGLE3", eight, eagle_config={}).aux_streams == (2, 4, 5)
     listed = {"eagle_aux_hidden_state_layer_ids": [7, 0, 3]}
     assert parsed("EAGLE3", eight, eagle_config=listed).aux_streams == (1, 4, 8)
-    assert parsed("EAGLE3", eight, eagle_config={}, **listed).aux_streams == (1, 4, 8)
+    second = {"eagle_aux_hidden_state_layer_ids": [5, 1, 3]}
+    assert parsed("EAGLE3", eight, eagle_config=second).aux_streams == (2, 4, 6)
+    assert parsed("EAGLE3", eight, eagle_config={}, **second).aux_streams == (2, 4, 6)
     assert parsed("EAGLE").aux_streams == ()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_list_that_names_the_number_of_layers_is_of_streams_themselves(nested):
+    eight = dataclasses.replace(TARGET, layer_kinds=("attention",) * 8)
+    listed = {"eagle_aux_hidden_state_layer_ids": [4, 6, 8]}
+    fields = {"eagle_config": listed} if nested else {"eagle_config": {}, **listed}
+    assert parsed("EAGLE3", eight, **fields).aux_streams == (4, 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("ids", "nested"),
+    [([2, 4, 5], True), ([2, 4, 5], False), ([0, 3, 6], False), ([3, 4, 6], True)],
+)
+def test_ids_that_may_be_inputs_or_outputs_of_layers_are_refused(ids, nested):
+    """Read by the wrong one of the two, a head loads and drafts badly without a word."""
+    eight = dataclasses.replace(TARGET, layer_kinds=("attention",) * 8)
+    listed = {"eagle_aux_hidden_state_layer_ids": ids}
+    fields = {"eagle_config": listed} if nested else {"eagle_config": {}, **listed}
+    with pytest.raises(ValueError, match="whether outputs or inputs of these layers are read"):
+        parsed("EAGLE3", eight, **fields)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +164,11 @@ REFUSED_CONFIGS = {
         "eagle_aux_hidden_state_layer_ids",
     ),
     "default streams of a shallow target": ("EAGLE3", {"eagle_config": {}}, "are not given"),
+    "the speculators format": (
+        "EAGLE3",
+        {"speculators_model_type": "eagle3"},
+        "speculators_model_type",
+    ),
     "normed residual": ("EAGLE3", {"norm_before_residual": True}, "norm_before_residual"),
 }
 
