@@ -25,7 +25,7 @@ from jax_impl.drafters.standalone import StandaloneDrafter
 from jax_impl.kept import KeptPrograms
 from jax_impl.machine import Machine
 from jax_impl.model import Model
-from jax_impl.ops import attention
+from jax_impl.operations import KERNEL_LIMITS
 from jax_impl.step import step
 from jax_impl.weights import DraftModel, LoadedHead, Weights
 from jax_impl.workspace import workspace
@@ -39,6 +39,7 @@ from shared.boundary.backend import (
 )
 from shared.boundary.buffers import plan_layout, read_result
 from shared.boundary.checks import check_limits, check_plan, to_prepare
+from shared.boundary.operations import plain_operations
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
@@ -93,8 +94,7 @@ class JaxBackend:
           kept_in: The folder in which compiled programs are kept for the next start; None: nowhere.
 
         Raises:
-          ValueError: Attention on a GPU does not take the head size, or see
-            `shared.boundary.checks.check_limits`.
+          ValueError: See `shared.boundary.checks.check_limits` and `shared.boundary.operations`.
         """
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
@@ -104,8 +104,6 @@ class JaxBackend:
         if isinstance(draft_arrays, Mapping):
             draft_arrays = _placed(drafts, draft_arrays, kind, where)
         sizes = drafts.sizes
-        for each in (config, sizes.model if sizes else config):
-            attention.check_head_size(each.head_size, where)
         self.limits, self.compiles = limits, 0
         self._blueprint = Blueprint(
             config=config,
@@ -114,6 +112,8 @@ class JaxBackend:
             dtype=dtype,
             on_gpu=where.platform == "gpu",
         )
+        if ops.kernels_on(where) is not None:
+            plain_operations(self._blueprint, KERNEL_LIMITS)
         self._config, self._device, self._bind = config, where, _binding(config, drafts)
         own = [] if draft_arrays is None else [draft_arrays]
         self._graphs, parameters = zip(*map(nnx.split, [*own, model]), strict=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_impl import convert
 from jax_impl.backend import JaxBackend
+from jax_impl.operations import KERNEL_LIMITS
 from jax_impl.weights import DraftModel, Weights, load, load_head
 from jax_impl.workspace import workspace
 from shared.boundary.backend import Blueprint
@@ -99,6 +100,7 @@ PLATFORM = Platform(
     find_device=find_device,
     open_checkpoint=convert.open_checkpoint,
     costs=ProgramCosts(workspace=workspace, are_compiled=True),
+    kernels=KERNEL_LIMITS,
     load=load_backend,
 )
 

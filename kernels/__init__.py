@@ -10,7 +10,7 @@ The two languages give the same bits where these are equal in both files of an o
   zeros, never of more floats by a reduction, whose order follows the warps;
 - sums of products of the matrix unit: written as sums, from which the compiler makes one chain;
 - logarithms: those of `noise`, never a library's;
-- the constants (`HEAD_SIZES`, `_LOG2_E`, `NEGATIVE`) and `exp2`, never `exp`;
+- the constants (`LOG2_E`, `NEGATIVE`) and `exp2`, never `exp`;
 - the compiler: products in float32 stay float32 (`HIGHEST`, `ieee`), and Triton is kept from fusing
   a product with a sum, which XLA's Triton does not do.
 

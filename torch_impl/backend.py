@@ -27,6 +27,7 @@ from shared.boundary.backend import (
 )
 from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
 from shared.boundary.checks import check_limits, check_plan, to_prepare
+from shared.boundary.operations import plain_operations
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
@@ -40,7 +41,8 @@ from torch_impl.drafters.eagle import EagleDrafter
 from torch_impl.drafters.standalone import StandaloneDrafter
 from torch_impl.machine import Machine
 from torch_impl.model import Model
-from torch_impl.ops import attention
+from torch_impl.operations import KERNEL_LIMITS
+from torch_impl.ops import kernels_on
 from torch_impl.step import step
 from torch_impl.weights import BlockWeights, HeadWeights, Weights
 from torch_impl.workspace import workspace
@@ -83,8 +85,8 @@ class TorchBackend:
           captured: Works whose steps are captured and replayed.
 
         Raises:
-          ValueError: Graphs are asked for where there is no GPU, attention on a GPU does not take
-            the head size, or see `shared.boundary.checks.check_limits`.
+          ValueError: Graphs are asked for where there is no GPU, or see
+            `shared.boundary.checks.check_limits` and `shared.boundary.operations`.
         """
         if not isinstance(weights, Weights):
             weights = weights_module.from_arrays(config, dict(weights), dtype, torch.device(device))
@@ -95,12 +97,12 @@ class TorchBackend:
         if isinstance(draft_weights, Mapping):
             draft_weights = _placed(drafts, draft_weights, dtype, device)
         kept = drafts.sizes
-        for sizes in (config, kept.model if kept else config):
-            attention.check_head_size(sizes.head_size, device)
         self.limits = limits
         self._blueprint = Blueprint(
             config=config, drafts=drafts, limits=limits, dtype=dtype, on_gpu=device.type == "cuda"
         )
+        if kernels_on(device) is not None:
+            plain_operations(self._blueprint, KERNEL_LIMITS)
         self._ready: set[Program] = set()
         torch.cuda.empty_cache()  # the pieces of which weights were made
         model = Model.of(config, weights)

@@ -15,6 +15,7 @@ from shared.process.device import Device, check_no_gpu_is_named
 from shared.process.launch import Platform, launch
 from shared.process.programs import ProgramCosts
 from torch_impl.backend import TorchBackend
+from torch_impl.operations import KERNEL_LIMITS
 from torch_impl.weights import load, load_head
 from torch_impl.workspace import workspace
 
@@ -73,6 +74,7 @@ PLATFORM = Platform(
     find_device=find_device,
     open_checkpoint=open_checkpoint,
     costs=ProgramCosts(workspace=workspace, are_compiled=False),
+    kernels=KERNEL_LIMITS,
     load=load_backend,
     captures=True,
 )

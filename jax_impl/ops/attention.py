@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, kernels_on
+from jax_impl.ops import Kernels, draft_tree, kernel_or_plain
 
 KV = Float[jax.Array, "L 2 P page Hk D"]
 """Keys and values of the page pools of a stack of attention layers."""
@@ -240,20 +240,6 @@ def attend(
         seen_blocks = jnp.minimum(-(-reach // (columns * page_size)), num_blocks)
         found = lax.fori_loop(0, seen_blocks, add, nothing)
     return found.attended().reshape(-1, *q.shape[1:])[back].astype(q.dtype)
-
-
-def check_head_size(head_size: int, device: jax.Device) -> None:
-    """Refuses a size that attention cannot have on the device.
-
-    Raises:
-      ValueError: There is a kernel, and it does not take the size.
-    """
-    kernels = kernels_on(device)
-    if kernels is not None and head_size not in kernels.attention.HEAD_SIZES:
-        sizes = kernels.attention.HEAD_SIZES
-        raise ValueError(
-            f"on a GPU the attention head size must be one of {sizes}, got {head_size}"
-        )
 
 
 def _grid(

@@ -130,9 +130,6 @@ def kernel_feed(
     save: Int[jax.Array, " B"],
 ) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
     """As `plain_feed`."""
-    if not _has_sizes(kernels, states):
-        where = (layer, slots, row_starts, request, save_after, save)
-        return plain_feed(inputs, weights, sizes, states, snapshots, *where)
     out, recurrent, window, *saved = kernels.delta_feed.feed(
         inputs,
         *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
@@ -182,10 +179,19 @@ def kernel_verify(
     nodes: Nodes,
     room: Room,
 ) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
-    """As `plain_verify`."""
-    if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
-        return plain_verify(inputs, weights, sizes, states, layer, slots, nodes, room)
-    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, room)
+    """As `plain_verify`, and as `plain_advance` where the room is of plain decoding."""
+    B, N = nodes.row_of.shape
+    out, recurrent, arrays, arrivals = kernels.delta_mix.verify(
+        inputs,
+        *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
+        *(states.recurrent, states.window, operand(layer), slots),
+        *(nodes.row_starts, nodes.parents, _arrays_of(room.kept), room.arrivals),
+        eps=weights.eps,
+        digits=SQUARES.digits,
+        tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
+    )
+    kept = Kept(*arrays) if isinstance(room.kept, Kept) else arrays[0]
+    return out, DeltaState(recurrent, states.window), Room(kept, arrivals)
 
 
 verify = kernel_or_plain(kernel_verify, plain_verify)
@@ -214,23 +220,7 @@ def plain_advance(
     return out, DeltaState(recurrent, states.window), room._replace(kept=kept)
 
 
-def kernel_advance(
-    kernels: Kernels,
-    inputs: Float[jax.Array, "R outputs"],
-    weights: DeltaWeights,
-    sizes: GatedDeltaConfig,
-    states: DeltaState,
-    layer: Place,
-    slots: Int[jax.Array, " B"],
-    nodes: Nodes,
-    room: Room,
-) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
-    """As `plain_advance`."""
-    if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
-        return plain_advance(inputs, weights, sizes, states, layer, slots, nodes, room)
-    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, room)
-
-
+kernel_advance = kernel_verify
 advance = kernel_or_plain(kernel_advance, plain_advance)
 
 
@@ -273,8 +263,6 @@ def kernel_commit(
     save: Int[jax.Array, " B"],
 ) -> tuple[DeltaState, DeltaState]:
     """As `plain_commit`."""
-    if not _has_kernels(kernels, states, path.shape[1]):
-        return plain_commit(states, snapshots, kept, slots, path, counts, save_after, save)
     *new, recurrent, window = kernels.delta_mix.commit(
         *(*states, *snapshots, _arrays_of(kept), slots, path, counts, save_after, save),
         tiles=kernels.tiles.delta_mix.of(nodes=path.shape[1], requests=len(slots)),
@@ -283,42 +271,6 @@ def kernel_commit(
 
 
 commit = kernel_or_plain(kernel_commit, plain_commit)
-
-
-def _mixed(
-    kernels: Kernels,
-    inputs: Float[jax.Array, "R outputs"],
-    weights: DeltaWeights,
-    states: DeltaState,
-    layer: Place,
-    slots: Int[jax.Array, " B"],
-    nodes: Nodes,
-    room: Room,
-) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
-    """Either of both."""
-    B, N = nodes.row_of.shape
-    out, recurrent, arrays, arrivals = kernels.delta_mix.verify(
-        inputs,
-        *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
-        *(states.recurrent, states.window, operand(layer), slots),
-        *(nodes.row_starts, nodes.parents, _arrays_of(room.kept), room.arrivals),
-        eps=weights.eps,
-        digits=SQUARES.digits,
-        tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
-    )
-    kept = Kept(*arrays) if isinstance(room.kept, Kept) else arrays[0]
-    return out, DeltaState(recurrent, states.window), Room(kept, arrivals)
-
-
-def _has_kernels(kernels: Kernels, states: DeltaState, nodes: int) -> bool:
-    """Whether there are kernels for so many nodes and heads of this size."""
-    return _has_sizes(kernels, states) and nodes <= kernels.delta_mix.MOST_NODES
-
-
-def _has_sizes(kernels: Kernels, states: DeltaState) -> bool:
-    """Whether there are kernels for heads of this size."""
-    sizes, least = states.recurrent.shape[3:], kernels.delta_mix.LEAST
-    return all(size >= least and size & (size - 1) == 0 for size in sizes)
 
 
 def _arrays_of(kept: Kept | jax.Array) -> tuple[jax.Array, ...]:

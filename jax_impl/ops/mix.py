@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.ops import Kernels, Place, kernel_or_plain, layers, operand
 from jax_impl.ops.attention import KV, Rows, attend, write
+from kernels.limits import MOST_NODES
 from kernels.tiles import BLOCKS, MOST_LANES
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.mix import BOUNDS, Heads
@@ -35,13 +36,20 @@ class Angles(NamedTuple):
     sin: Float[jax.Array, "R half"]
 
 
+def _no_bounds(
+    rows: Rows, num_kv_heads: int
+) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
+    """Of rows that are too many for the kernel of `mix`, or where there is none."""
+    B = len(rows.page_table)
+    counters = jnp.zeros((B, num_kv_heads * BLOCKS), jnp.int32)
+    return jnp.zeros((B, BOUNDS), jnp.int32), counters
+
+
 def plain_reach(
     rows: Rows, num_kv_heads: int
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """What the kernel of `mix` asks of rows, once for all layers; plain operations ask nothing."""
-    B = len(rows.page_table)
-    counters = jnp.zeros((B, num_kv_heads * BLOCKS), jnp.int32)
-    return jnp.zeros((B, BOUNDS), jnp.int32), counters
+    return _no_bounds(rows, num_kv_heads)
 
 
 def kernel_reach(
@@ -49,7 +57,7 @@ def kernel_reach(
 ) -> tuple[Int[jax.Array, "B bounds"], Int[jax.Array, "B counters"]]:
     """As `plain_reach`, where rows may be few enough for that kernel."""
     if rows.most_rows > MOST_LANES:
-        return plain_reach(rows, num_kv_heads)
+        return _no_bounds(rows, num_kv_heads)
     given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
     return kernels.reach.reach(*given, max_rows=rows.most_rows, k_heads=num_kv_heads)
 
@@ -130,7 +138,7 @@ def kernel_mix(
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
     pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
-    if pairs > MOST_LANES or rows.window.shape[1] > kernels.mix.MOST_NODES:
+    if pairs > MOST_LANES or rows.window.shape[1] > MOST_NODES:
         q, pools = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
         gate = qkv if heads.gated else None
         tiles = kernels.tiles.attention.of(**sizes)

@@ -32,10 +32,6 @@ from kernels.pallas_gpu.heads import early
 from kernels.pallas_gpu.reach import bits_of, is_in, path_to
 from kernels.tiles import DeltaTiles
 
-LEAST = 16
-"""Of the sizes of keys and values, which are powers of two."""
-MOST_NODES = 64
-"""Of a tree."""
 ROWS = 4
 """That are normed at once: more would take registers from the recurrence."""
 FIELDS = ("k", "v", "log_decay", "beta")

@@ -37,9 +37,6 @@ from kernels.pallas_gpu.reach import is_in, pack, sees
 from kernels.tiles import MixTiles
 from shared.spec.mix import BOUNDS
 
-MOST_NODES = 64
-"""Most columns of a window here."""
-
 
 def mix(
     projected: Float[jax.Array, "R outputs"],

@@ -15,9 +15,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.tiles import AttentionTiles
 from kernels.triton_gpu.linear import launching
 
-HEAD_SIZES = (16, 32, 64, 128, 256)
-"""Powers of two, at least the fewest columns that a matrix unit takes."""
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 NEGATIVE = tl.constexpr(-1e30)  # finite, since -inf minus -inf is NaN where a row sees nothing
 
@@ -44,7 +41,7 @@ def attend(
     A block of rows is one program's, however long the context, so nothing is kept on the way.
 
     Args:
-      q: Queries; D is one of `HEAD_SIZES`.
+      q: Queries; D is one of `kernels.limits.HEAD_SIZES`.
       gate: The projection that the queries come from, if each has its gate there behind it.
       kv, layer: The pools of all layers, and which is read.
       page_table, first, until, window: As in the specification.

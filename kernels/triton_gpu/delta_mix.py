@@ -28,10 +28,6 @@ from kernels.triton_gpu.delta_rows import (
 )
 from kernels.triton_gpu.linear import launching
 
-LEAST = 16
-"""Of the sizes of keys and values, which are powers of two."""
-MOST_NODES = 64
-"""Of a tree."""
 ROWS = 4
 """That are normed at once: more would take registers from the recurrence."""
 

@@ -33,9 +33,6 @@ from kernels.triton_gpu.parts import combine, store_unit
 from kernels.triton_gpu.reach import is_in, pack, sees
 from shared.spec.mix import BOUNDS
 
-MOST_NODES = 64
-"""Most columns of a window here."""
-
 
 def mix(
     projected: Float[Tensor, "R outputs"],

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.table import Table
 
 from shared.boundary.backend import Backend, Blueprint
+from shared.boundary.operations import (
+    KernelLimits,
+    PlainOperation,
+    plain_gauges,
+    plain_operations,
+)
 from shared.drafts.block import stated_block
 from shared.drafts.checkpoint import (
     DraftFiles,
@@ -58,6 +63,7 @@ from shared.process.frames import ModelFacts
 from shared.process.grammars import Grammars
 from shared.process.logs import log
 from shared.process.memory_plan import MemoryPlan, plan
+from shared.process.notes import print_plan, start_notes, step_notes
 from shared.process.profiling import step_seconds
 from shared.process.programs import ProgramCosts, draft_shape
 from shared.process.progress import loading_bar, preparing_bar
@@ -93,6 +99,7 @@ class Platform:
       find_device: Where the backend will run; called after the flags are known to be right.
       open_checkpoint: Opens the model folder; its files are checked before any weight is read.
       costs: What the backend says of its programs before it is made.
+      kernels: What its kernels of a GPU take; None where it has none.
       load: Makes the backend from its blueprint, what `open_checkpoint` gave and what drafts; it
         calls its last argument with the number of stored bytes after each tensor.
       captures: Whether it has steps on a GPU that it may capture or not.
@@ -101,6 +108,7 @@ class Platform:
     find_device: Callable[[], Device]
     open_checkpoint: Callable[[str], Weights]
     costs: ProgramCosts
+    kernels: KernelLimits | None
     load: LoadCall
     captures: bool = False
 
@@ -113,6 +121,7 @@ class Start:
       checkpoint: The target's files, opened and checked.
       draft_files: What drafts, and its files.
       memory: The memory plan, whose options have no open values.
+      plain: What steps on a GPU run without its kernels.
       defaults: How tokens are chosen where a request leaves it open.
       grammars: Compiles those of requests; None where the start has none.
     """
@@ -120,6 +129,7 @@ class Start:
     checkpoint: Weights
     draft_files: DraftFiles
     memory: MemoryPlan
+    plain: tuple[PlainOperation, ...]
     defaults: SamplingDefaults
     grammars: Grammars | None
 
@@ -151,16 +161,18 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         options = parse(argv)
         listeners = open_listeners(options.server)
         start = prepare(options, platform)
-        _print_plan(console, start.memory)
-        for note in _notes(start):
+        print_plan(console, start.memory)
+        for note in start_notes(start.memory, start.plain, start.defaults):
             console.print(note)
         with _ended_by_signals():
             backend = _ready(start, platform, console)
             watchdog = Watchdog(options.server.watchdog_timeout)
             named = NamedSteps(backend, watchdog)
             engine = make_engine(named, start.memory)
+            if start.memory.blueprint.on_gpu:
+                engine.metrics.show(plain_gauges(start.plain))
             served = with_checks(engine, named, options.engine.shadow_check)
-        for note in _step_notes(engine.controller):
+        for note in step_notes(engine.controller):
             console.print(note)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
         print(error, file=sys.stderr, flush=True)
@@ -169,30 +181,6 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
     facts = _facts(start, server, listeners)
     heap.settle()
     return loop.run(served, facts, listeners, index, watchdog, server.drain_timeout, start.grammars)
-
-
-def _notes(start: Start) -> Iterator[str]:
-    """What a user should know of the texts to come."""
-    if named := str(start.defaults):
-        yield f"{named} where a request names none, as generation_config.json says"
-    if start.memory.options.model.is_dummy:
-        yield "the weights are dummies (--load-format dummy): the texts mean nothing"
-    simulated = start.memory.options.speculative.speculative_simulate_accept_length
-    if simulated is not None:
-        yield (
-            f"drafts are accepted by lot (--speculative-simulate-accept-length {simulated}): the "
-            "texts are not the model's"
-        )
-
-
-def _step_notes(controller: Controller) -> Iterator[str]:
-    """What the steps take that there is a choice of."""
-    if not isinstance(controller, AdaptiveController | AdaptiveNgramController):
-        return
-    for batch, seconds in controller.costs.table.items():
-        names = [*map(str, controller.shapes.tiers), "off without waiting"]
-        told = [f"{name} {1000 * each:.2f}" for name, each in zip(names, seconds, strict=False)]
-        yield f"a step of {batch} rows takes {', '.join(told)} ms"
 
 
 def _ready(start: Start, platform: Platform, console: Console) -> Backend:
@@ -255,7 +243,9 @@ def prepare(options: Options, platform: Platform) -> Start:
     grammars = Grammars.of_options(options, model.vocab)
     memory = plan(options, model, draft_files.drafts, platform.find_device(), platform.costs)
     cache_policy(memory)  # what it refuses is refused before memory is taken
-    return Start(checkpoint, draft_files, memory, defaults, grammars)
+    kernels = platform.kernels
+    plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
+    return Start(checkpoint, draft_files, memory, plain, defaults, grammars)
 
 
 def _refuse_graph_flags(options: Options) -> None:
@@ -430,21 +420,3 @@ def _facts(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFa
         allowed_origins=server.origins,
         observing=options.observing,
     )
-
-
-def _print_plan(console: Console, memory: MemoryPlan) -> None:
-    """The parts of the memory plan and their sum, in bytes."""
-    limits = memory.limits
-    console.print(
-        f"{memory.options.model.dtype} on {memory.device.name}: context {limits.context_length}, "
-        f"{limits.num_slots - 1} requests at once, at most {memory.max_request_tokens} tokens each"
-    )
-    table = Table(box=None, pad_edge=False)
-    table.add_column("memory plan")
-    table.add_column("")
-    table.add_column("bytes", justify="right")
-    for line in memory.lines:
-        table.add_row(line.name, line.detail, f"{line.num_bytes:,}")
-    free = f"of {memory.device.free_bytes:,} that are free"
-    table.add_row("total", free, f"{memory.total_bytes:,}")
-    console.print(table)

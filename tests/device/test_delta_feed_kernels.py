@@ -18,7 +18,7 @@ from kernels.tiles import DeltaFeedTiles
 from shared.models.config import GatedDeltaConfig
 from shared.spec import gated_delta
 from shared.spec.numerics import SQUARES
-from tests.support.cases.delta_feed import TABLE, arguments
+from tests.support.cases.delta_feed import TABLE
 from tests.support.cases.delta_mix import MODEL, SMALL
 from tests.support.delta_feed_kernels import (
     CASES,
@@ -266,12 +266,3 @@ def test_torch_runs_the_kernels_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     operation, placed = bound(monkeypatch, "triton", case)
     got = [x.float().cpu().numpy() for x in as_list(operation(*placed))]
     assert case.errors(case.arguments(0), got)[0] < 1e-2  # two roundings to 8 bits, and more
-
-
-@pytest.mark.parametrize("size", [8, 24])
-def test_heads_that_no_kernel_takes_are_plain(size: int, monkeypatch) -> None:
-    sizes = GatedDeltaConfig(num_key_heads=1, num_value_heads=2, key_size=size, value_size=16)
-    make = partial(arguments, lengths=(3,), sizes=sizes)
-    case = replace(TABLE[0], make=make, dtype="bfloat16")
-    operation, (first, *others) = bound(monkeypatch, "pallas", case)
-    assert launches(operation, first, others, "cuda") == 0

@@ -18,7 +18,7 @@ import jax_impl.ops.delta_mix
 import torch_impl.ops.delta_mix
 from shared.models.config import GatedDeltaConfig
 from shared.spec import mamba_state as spec
-from tests.support.cases.delta_mix import TABLE, arguments
+from tests.support.cases.delta_mix import TABLE
 from tests.support.delta_mix_kernels import (
     APART,
     CASES,
@@ -334,10 +334,6 @@ def test_the_languages_have_one_signature() -> None:
             for modules in KERNELS.values()
         ]
         assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
-    ours = KERNELS["pallas"]["delta_mix"]
-    for modules in KERNELS.values():
-        own = modules["delta_mix"]
-        assert (own.LEAST, own.MOST_NODES) == (ours.LEAST, ours.MOST_NODES)
 
 
 def bound(monkeypatch: pytest.MonkeyPatch, language: str, case: OpCase) -> tuple[Callable, list]:
@@ -378,13 +374,3 @@ def test_torch_runs_the_kernel_on_a_gpu(case: OpCase, monkeypatch) -> None:
         pairs = list(zip(got, wanted, strict=True))
     for x, y in pairs:
         np.testing.assert_allclose(x, y, **FLOAT32)
-
-
-@pytest.mark.parametrize("size", [8, 24])
-def test_heads_that_no_kernel_takes_are_plain(size: int, monkeypatch) -> None:
-    sizes = GatedDeltaConfig(num_key_heads=1, num_value_heads=2, key_size=size, value_size=16)
-    make = partial(arguments, B=2, N=3, sizes=sizes, is_chain=True)
-    case = replace(SMALL_CASES[1], make=make)
-    operation, (first, *others) = bound(monkeypatch, "pallas", case)
-    program = jax.jit(lambda first: operation(first, *others)).trace(first)
-    assert "xla.gpu.triton" not in program.lower(lowering_platforms=("cuda",)).as_text()

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
@@ -21,7 +21,6 @@ import jax_impl.ops.attention
 import jax_impl.ops.mix
 import torch_impl.ops.attention
 import torch_impl.ops.mix
-from kernels.pallas_gpu import attention as pallas
 from kernels.tiles import BLOCKS, MEASURED, AttentionTiles, MixTiles, Tiles
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.mix import BOUNDS, reach
@@ -335,9 +334,6 @@ def test_the_kernels_have_one_signature() -> None:
             for modules in KERNELS.values()
         ]
         assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
-    for modules in KERNELS.values():
-        assert modules["attention"].HEAD_SIZES == pallas.HEAD_SIZES
-        assert modules["mix"].MOST_NODES == KERNELS["pallas"]["mix"].MOST_NODES
 
 
 def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object], **mix: bool) -> Callable:
@@ -428,20 +424,6 @@ def test_torch_takes_the_kernels_on_a_gpu_unless_the_plain_ops_are_asked_for(
     np.testing.assert_allclose(got[real(case)], specified(case)[0][real(case)], atol=FLOAT32)
     with torch_impl.ops.plain():
         assert torch_impl.ops.kernels_on(torch.device("cuda")) is None
-
-
-@pytest.mark.parametrize("ops", [jax_impl.ops, torch_impl.ops], ids=["jax", "torch"])
-def test_a_kernel_refuses_other_head_sizes_by_name_on_a_gpu_only(ops, monkeypatch) -> None:
-    on_a_gpu(monkeypatch, ops, KERNELS["pallas"])
-    name = {jax_impl.ops: "platform", torch_impl.ops: "type"}[ops]
-    gpu = {"platform": "gpu", "type": "cuda"}[name]
-    ops.attention.check_head_size(80, SimpleNamespace(**{name: "cpu"}))
-    for size in pallas.HEAD_SIZES:
-        ops.attention.check_head_size(size, SimpleNamespace(**{name: gpu}))
-    with pytest.raises(ValueError, match="head size must be one of .* got 80"):
-        ops.attention.check_head_size(80, SimpleNamespace(**{name: gpu}))
-    with ops.plain():
-        ops.attention.check_head_size(80, SimpleNamespace(**{name: gpu}))
 
 
 def test_a_machine_without_a_gpu_has_no_kernels() -> None:

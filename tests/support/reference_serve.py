@@ -42,6 +42,7 @@ PLATFORM = Platform(
     find_device=Device.cpu,
     open_checkpoint=open_checkpoint,
     costs=ProgramCosts(workspace=workspace, are_compiled=False),
+    kernels=None,
     load=load,
 )
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shared.spec.gated_delta import CHUNK
-from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain, kernels_on
+from torch_impl.ops import Kernels, at_most, draft_tree, kernel_or_plain
 
 
 @dataclass(frozen=True)
@@ -212,20 +212,6 @@ def attend(
     # [B, positions, Hk, D]
     k, v = (pages[page_table].flatten(1, 2) for pages in (k_pages, v_pages))
     return _softmax_attention(q[grid], k, v, seen).flatten(0, 1)[back]
-
-
-def check_head_size(head_size: int, device: torch.device) -> None:
-    """Refuses a size that attention cannot have on the device.
-
-    Raises:
-      ValueError: There is a kernel, and it does not take the size.
-    """
-    kernels = kernels_on(device)
-    if kernels is not None and head_size not in kernels.attention.HEAD_SIZES:
-        sizes = kernels.attention.HEAD_SIZES
-        raise ValueError(
-            f"on a GPU the attention head size must be one of {sizes}, got {head_size}"
-        )
 
 
 def _grid(

@@ -126,15 +126,11 @@ def kernel_feed(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> Float[Tensor, "R values"]:
-    where = (layer, slots, row_starts)
-    if not _has_sizes(kernels, states):
-        given = (inputs, weights, sizes, states, snapshots, *where, request, save_after, save)
-        return plain_feed(*given)
     return kernels.delta_feed.feed(
         inputs,
         *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
         *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
-        *(*where, save_after, save),
+        *(layer, slots, row_starts, save_after, save),
         eps=weights.eps,
         digits=SQUARES.digits,
         tiles=kernels.tiles.delta_feed.of(requests=len(slots)),
@@ -180,9 +176,17 @@ def kernel_verify(
     nodes: Nodes,
     room: Room,
 ) -> Float[Tensor, "R values"]:
-    if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
-        return plain_verify(inputs, weights, sizes, states, layer, slots, nodes, room)
-    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, room)
+    """As `plain_verify`, and as `plain_advance` where the room is of plain decoding."""
+    B, N = nodes.row_of.shape
+    return kernels.delta_mix.verify(
+        inputs,
+        *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
+        *(states.recurrent, states.window, layer, slots),
+        *(nodes.row_starts, nodes.parents, _arrays_of(room.kept), room.arrivals),
+        eps=weights.eps,
+        digits=SQUARES.digits,
+        tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
+    )
 
 
 verify = kernel_or_plain(kernel_verify, plain_verify)
@@ -210,22 +214,7 @@ def plain_advance(
     return out
 
 
-def kernel_advance(
-    kernels: Kernels,
-    inputs: Float[Tensor, "R outputs"],
-    weights: DeltaWeights,
-    sizes: GatedDeltaConfig,
-    states: DeltaState,
-    layer: int,
-    slots: Int[Tensor, " B"],
-    nodes: Nodes,
-    room: Room,
-) -> Float[Tensor, "R values"]:
-    if not _has_kernels(kernels, states, nodes.row_of.shape[1]):
-        return plain_advance(inputs, weights, sizes, states, layer, slots, nodes, room)
-    return _mixed(kernels, inputs, weights, states, layer, slots, nodes, room)
-
-
+kernel_advance = kernel_verify
 advance = kernel_or_plain(kernel_advance, plain_advance)
 
 
@@ -272,8 +261,6 @@ def kernel_commit(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> tuple[DeltaState, DeltaState]:
-    if not _has_kernels(kernels, states, path.shape[1]):
-        return plain_commit(states, snapshots, kept, slots, path, counts, save_after, save)
     kernels.delta_mix.commit(
         *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
         *(_arrays_of(kept), slots, path, counts, save_after, save),
@@ -283,40 +270,6 @@ def kernel_commit(
 
 
 commit = kernel_or_plain(kernel_commit, plain_commit)
-
-
-def _mixed(
-    kernels: Kernels,
-    inputs: Float[Tensor, "R outputs"],
-    weights: DeltaWeights,
-    states: DeltaState,
-    layer: int,
-    slots: Int[Tensor, " B"],
-    nodes: Nodes,
-    room: Room,
-) -> Float[Tensor, "R values"]:
-    """Either of both."""
-    B, N = nodes.row_of.shape
-    return kernels.delta_mix.verify(
-        inputs,
-        *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
-        *(states.recurrent, states.window, layer, slots),
-        *(nodes.row_starts, nodes.parents, _arrays_of(room.kept), room.arrivals),
-        eps=weights.eps,
-        digits=SQUARES.digits,
-        tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
-    )
-
-
-def _has_kernels(kernels: Kernels, states: DeltaState, nodes: int) -> bool:
-    """Whether there are kernels for so many nodes and heads of this size."""
-    return _has_sizes(kernels, states) and nodes <= kernels.delta_mix.MOST_NODES
-
-
-def _has_sizes(kernels: Kernels, states: DeltaState) -> bool:
-    """Whether there are kernels for heads of this size."""
-    sizes, least = states.recurrent.shape[3:], kernels.delta_mix.LEAST
-    return all(size >= least and size & (size - 1) == 0 for size in sizes)
 
 
 def _arrays_of(kept: Kept | Tensor) -> tuple[Tensor, ...]:

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kernels.limits import MOST_NODES
 from kernels.tiles import MOST_LANES
 from shared.boundary.workspace import MOST_PARTS
 from shared.spec.mix import Heads
@@ -34,12 +35,19 @@ class Angles:
     sin: Float[Tensor, "R half"]
 
 
+def _no_bounds(
+    rows: Rows, num_kv_heads: int
+) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
+    """Of rows that are too many for the kernel of `mix`, or where there is none."""
+    nothing = rows.page_table.new_empty((len(rows.page_table), 0), dtype=torch.int32)
+    return nothing, nothing
+
+
 def plain_reach(
     rows: Rows, num_kv_heads: int
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
     """What the kernel of `mix` asks of rows, once for all layers; plain operations ask nothing."""
-    nothing = rows.page_table.new_empty((len(rows.page_table), 0), dtype=torch.int32)
-    return nothing, nothing
+    return _no_bounds(rows, num_kv_heads)
 
 
 def kernel_reach(
@@ -47,7 +55,7 @@ def kernel_reach(
 ) -> tuple[Int[Tensor, "B bounds"], Int[Tensor, "B counters"]]:
     """As `plain_reach`, where rows may be few enough for that kernel."""
     if rows.most_rows > MOST_LANES:
-        return plain_reach(rows, num_kv_heads)
+        return _no_bounds(rows, num_kv_heads)
     given = (rows.row_starts, rows.places, rows.first, rows.until, rows.is_real)
     return kernels.reach.reach(*given, max_rows=rows.most_rows, k_heads=num_kv_heads)
 
@@ -125,7 +133,7 @@ def kernel_mix(
     group = (qkv.shape[1] // heads.head_size // heads.num_kv_heads - 2) // (1 + heads.gated)
     pairs, sees = rows.most_rows * group, (rows.first, rows.until, rows.window)
     sizes = {"item_bytes": item_bytes, "rows": pairs, "head_size": heads.head_size}
-    if pairs > MOST_LANES or rows.window.shape[1] > kernels.mix.MOST_NODES:
+    if pairs > MOST_LANES or rows.window.shape[1] > MOST_NODES:
         q = _place(kernels, qkv, heads, norms, angles, rows, kv.pools, layer)
         gate = qkv if heads.gated else None
         tiles = kernels.tiles.attention.of(**sizes)

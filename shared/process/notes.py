@@ -1,0 +1,61 @@
+"""What a start tells on the terminal: its memory plan, and what a user should know of the steps."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from shared.boundary.operations import PlainOperation
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.controller import Controller
+from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.models.sampling import SamplingDefaults
+from shared.process.memory_plan import MemoryPlan
+
+
+def start_notes(
+    memory: MemoryPlan, plain: Sequence[PlainOperation], defaults: SamplingDefaults
+) -> Iterator[str]:
+    """What a user should know of the texts to come, and of how fast they come."""
+    for each in plain:
+        yield (
+            f"{each.name} runs without kernels in {each.programs} programs: they take {each.reason}"
+        )
+    if named := str(defaults):
+        yield f"{named} where a request names none, as generation_config.json says"
+    if memory.options.model.is_dummy:
+        yield "the weights are dummies (--load-format dummy): the texts mean nothing"
+    simulated = memory.options.speculative.speculative_simulate_accept_length
+    if simulated is not None:
+        yield (
+            f"drafts are accepted by lot (--speculative-simulate-accept-length {simulated}): the "
+            "texts are not the model's"
+        )
+
+
+def step_notes(controller: Controller) -> Iterator[str]:
+    """What the steps take that there is a choice of."""
+    if not isinstance(controller, AdaptiveController | AdaptiveNgramController):
+        return
+    for batch, seconds in controller.costs.table.items():
+        names = [*map(str, controller.shapes.tiers), "off without waiting"]
+        told = [f"{name} {1000 * each:.2f}" for name, each in zip(names, seconds, strict=False)]
+        yield f"a step of {batch} rows takes {', '.join(told)} ms"
+
+
+def print_plan(console: Console, memory: MemoryPlan) -> None:
+    """The parts of the memory plan and their sum, in bytes."""
+    limits = memory.limits
+    console.print(
+        f"{memory.options.model.dtype} on {memory.device.name}: context {limits.context_length}, "
+        f"{limits.num_slots - 1} requests at once, at most {memory.max_request_tokens} tokens each"
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("memory plan")
+    table.add_column("")
+    table.add_column("bytes", justify="right")
+    for line in memory.lines:
+        table.add_row(line.name, line.detail, f"{line.num_bytes:,}")
+    free = f"of {memory.device.free_bytes:,} that are free"
+    table.add_row("total", free, f"{memory.total_bytes:,}")
+    console.print(table)

@@ -1,0 +1,155 @@
+"""On a GPU an operation runs its kernels, or the start is refused, or it is printed and counted."""
+
+import ast
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from jax_impl import serve as jax_serve
+from shared.boundary.operations import OPERATIONS, PlainOperation, plain_gauges, plain_operations
+from shared.drafts.drafts import Drafts
+from shared.models.config import GatedDeltaConfig, ModelConfig
+from shared.options.options import Options
+from shared.process import loop
+from shared.process.device import Device
+from shared.process.launch import Platform, launch
+from shared.process.memory_plan import plan
+from shared.server.server_metrics import ServerMetrics
+from shared.spec.acceptance import RULES
+from tests.support import reference_serve
+from tests.support.tiny_models import tiny_model, write_tiny
+from torch_impl import serve as torch_serve
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU = Device("gpu", "a GPU", 1 << 30)
+PLATFORMS = {"jax": jax_serve.PLATFORM, "torch": torch_serve.PLATFORM}
+each_platform = pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS.keys())
+
+
+def config(**changes: object) -> ModelConfig:
+    return replace(tiny_model("qwen3_5", 0, with_mtp=True)[0], **changes)
+
+
+def asked(
+    platform: Platform, model: ModelConfig, device: Device = GPU, **flags: object
+) -> tuple[PlainOperation, ...]:
+    """What runs plain in the programs of a start, unless it is refused."""
+    values = {"model_path": "model", "max_running_requests": 2, "max_total_tokens": 4096} | flags
+    options = Options.from_values(values)
+    drafts = Drafts.of_mtp(model) if options.speculative.with_mtp else Drafts.none()
+    memory = plan(options, model, drafts, device, platform.costs)
+    assert platform.kernels is not None
+    return plain_operations(memory.blueprint, platform.kernels)
+
+
+NEXTN = {"speculative_algorithm": "NEXTN"}
+HEADS = {16, 32, 64, 128, 256}
+DELTA = {16, 32, 64, 128}
+
+
+@each_platform
+def test_each_size_of_an_attention_head_has_kernels_or_is_refused_by_name(platform):
+    for size in range(2, 322, 2):
+        if size in HEADS:
+            assert asked(platform, config(head_size=size), **NEXTN) == ()
+            continue
+        with pytest.raises(ValueError, match=f"attention heads of .*, not of {size}; hide the GPU"):
+            asked(platform, config(head_size=size), **NEXTN)
+
+
+@each_platform
+def test_each_size_of_a_delta_head_has_kernels_or_is_refused_by_name(platform):
+    sizes = [8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
+    for key, value in product(sizes, sizes):
+        delta = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=key, value_size=value)
+        if {key, value} <= DELTA:
+            assert asked(platform, config(gated_delta=delta)) == ()
+            continue
+        name, size = ("values", value) if key in DELTA else ("keys", key)
+        with pytest.raises(ValueError, match=f"gated-delta {name} of .*, not of {size}; hide"):
+            asked(platform, config(gated_delta=delta))
+
+
+@each_platform
+@pytest.mark.parametrize("width", range(1, 17))
+def test_each_width_of_a_tree_has_kernels(width: int, platform):
+    nodes = {"speculative_num_draft_tokens": min(64, 1 + width + width**2)} if width > 1 else {}
+    shape = {"speculative_num_steps": 2, "speculative_eagle_topk": width, **nodes}
+    assert asked(platform, config(), **NEXTN, **shape) == ()
+
+
+@each_platform
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_has_kernels(rule: str, platform):
+    flags = {"accept_rule": "match" if rule == "match" else "rejection"}
+    assert asked(platform, config(), **NEXTN, **flags, block_verification=rule == "block") == ()
+
+
+@each_platform
+def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
+    found = asked(platform, config(), dtype="float32")
+    assert [each.name for each in found] == ["delta_mix.feed", "layers.rms_norm", "linear"]
+    assert {each.reason for each in found} == {"bfloat16, not float32"}
+    assert asked(platform, config(), Device("cpu", "CPU", 1 << 30)) == ()
+
+
+def started(platform: Platform, *flags: str) -> int:
+    return launch(["--port", "0", *flags], replace(platform, find_device=lambda: GPU))
+
+
+@each_platform
+def test_a_start_that_no_kernel_takes_is_refused_before_weights_are_read(
+    platform, tmp_path, capfd, monkeypatch
+):
+    write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False)
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"head_dim": 16', '"head_dim": 24'))
+    assert started(platform, "--model-path", str(tmp_path), "--load-format", "dummy") == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "take attention heads of" in line
+    assert "not of 24" in line
+
+
+def test_what_runs_plain_is_printed_and_counted(tmp_path, capfd, monkeypatch):
+    write_tiny(tmp_path, "qwen3_5", 0, with_mtp=False)
+    served = []
+    monkeypatch.setattr(loop, "run", lambda engine, *rest: served.append(engine) or 0)
+    platform = replace(reference_serve.PLATFORM, kernels=torch_serve.PLATFORM.kernels)
+    flags = ("--max-total-tokens", "4096", "--max-running-requests", "2")
+    assert started(platform, "--model-path", str(tmp_path), "--dtype", "float32", *flags) == 0
+    told = capfd.readouterr().err
+    assert "linear runs without kernels" in told
+    assert "they take bfloat16, not float32" in told
+    page = ServerMetrics("m").render(served[0].metrics.snapshot()).decode()
+    lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[0] != "#")
+    counts = {
+        name: float(lines[f'tandem:engine_plain_operations{{model_name="m",op="{name}"}}'])
+        for name in (operation.name for operation in OPERATIONS)
+    }
+    assert counts["mix"] == counts["delta_mix"] == 0
+    assert 0 < counts["delta_mix.feed"] < counts["linear"] == counts["layers.rms_norm"]
+
+
+def test_a_start_without_plain_operations_counts_zeros():
+    assert {name: read() for name, read in plain_gauges(()).items()} == {
+        f'engine_plain_operations{{op="{operation.name}"}}': 0.0 for operation in OPERATIONS
+    }
+
+
+@pytest.mark.parametrize("backend", ["jax_impl", "torch_impl"])
+def test_no_operation_falls_back_that_the_table_does_not_name(backend: str):
+    """By their text: what has a condition for its kernels, or a kernel's function that gives up."""
+    found = set()
+    for path in (ROOT / backend / "ops").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_call = isinstance(node, ast.Call) and len(node.args) + len(node.keywords) > 2
+            if is_call and ast.unparse(node.func) == "kernel_or_plain":
+                found.add(f"{path.stem}.{ast.unparse(node.args[0]).removeprefix('kernel_')}")
+            elif isinstance(node, ast.FunctionDef) and node.name.startswith("kernel_"):
+                calls = (x for x in ast.walk(node) if isinstance(x, ast.Call))
+                if any(ast.unparse(x.func).startswith("plain_") for x in calls):
+                    found.add(f"{path.stem}.{node.name.removeprefix('kernel_')}")
+    named = {operation.name for operation in OPERATIONS if not operation.is_refused}
+    assert {name if name in named else name.split(".")[0] for name in found} == named

@@ -1,0 +1,11 @@
+"""What the kernels take of a start; see `shared.boundary.operations`."""
+
+from kernels.limits import DELTA_SIZES, HEAD_SIZES, MOST_NODES
+from shared.boundary.operations import KernelLimits
+
+KERNEL_LIMITS = KernelLimits(
+    head_sizes=HEAD_SIZES,
+    delta_sizes=DELTA_SIZES,
+    most_nodes=MOST_NODES,
+    product_dtype="bfloat16",
+)
