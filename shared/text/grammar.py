@@ -272,4 +272,6 @@ def _why(matcher: LLMatcher) -> str:
     unknown, _, listed = words.partition("; following special tokens are available")
     if listed:
         return f"{unknown:.200}; a token that answers show is written as a text, in quotes"
+    if "coerce_one_of" in words:  # a setting of the library, which no request has
+        return "parts of oneOf that may hold at once are not supported; write anyOf"
     return words[:300]

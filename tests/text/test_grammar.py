@@ -289,6 +289,7 @@ def test_choices_are_texts_and_no_syntax():
         (lambda: of_lark("???"), "neither Lark nor GBNF"),
         (lambda: of_lark("root ::= " + "(" * 9999), "neither Lark nor GBNF"),
         (lambda: of_schema({"type": "frog"}), "frog"),
+        (lambda: of_schema({"oneOf": [{"type": "integer"}, {"type": "number"}]}), "write anyOf"),
         (lambda: of_schema({"$ref": "http://host.invalid/schema"}), "does not fetch"),
         (
             lambda: grammar_of(
