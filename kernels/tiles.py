@@ -181,7 +181,7 @@ class LinearTiles:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingTiles:
-    """Tiles of `sampling.choose` and `sampling.rank`.
+    """Tiles of `sampling.choose`, `sampling.score` and `sampling.rank`.
 
     Attributes:
       groups, warps: Groups of tokens of a tile, and of the kernels that look at one.

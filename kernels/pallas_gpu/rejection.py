@@ -302,7 +302,15 @@ def _draws_kernel(*refs, stream):
         x = pltriton.load(chains.scores.at[row, ids], mask=inside, other=0.0)
         y = pltriton.load(chains.drafted.at[request, level, ids], mask=inside, other=0.0)
         p, q = (
-            _probability(z, ids, draft, *(ref[side, request, level] for ref in laws[2:4]))
+            _probability(
+                *(
+                    z,
+                    ids,
+                    draft,
+                    laws.highest[side, request, level],
+                    laws.total[side, request, level],
+                )
+            )
             for side, z in enumerate((x, y))
         )
         residual = laws.weights[request, level] * p - q

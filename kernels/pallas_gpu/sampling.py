@@ -86,7 +86,15 @@ def choose(
     """
     ids, _, is_finite, _ = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
-        *(positions, stream, 1, False, None, None, 0, tiles, interpret),
+        keys=positions,
+        stream=stream,
+        width=1,
+        is_scored=False,
+        columns=None,
+        tau=None,
+        nodes=0,
+        tiles=tiles,
+        interpret=interpret,
     )
     return ids[:, 0], is_finite
 
@@ -106,7 +114,15 @@ def score(
     """As `choose`, and `shared.spec.sampling.processed` of the same arguments."""
     ids, _, is_finite, scores = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
-        *(positions, stream, 1, True, None, None, 0, tiles, interpret),
+        keys=positions,
+        stream=stream,
+        width=1,
+        is_scored=True,
+        columns=None,
+        tau=None,
+        nodes=0,
+        tiles=tiles,
+        interpret=interpret,
     )
     assert scores is not None  # they are asked for
     return ids[:, 0], is_finite, scores
@@ -143,7 +159,15 @@ def rank(
     B, k, vocab = logits.shape
     ids, weights, _, scores = _ranked(
         *(logits.reshape(B * k, vocab), seen, positions, sampling, positions, None),
-        *(keys, stream, width, is_sampled, columns, tau, k, tiles, interpret),
+        keys=keys,
+        stream=stream,
+        width=width,
+        is_scored=is_sampled,
+        columns=columns,
+        tau=tau,
+        nodes=k,
+        tiles=tiles,
+        interpret=interpret,
     )
     return ids.reshape(B, k, width), weights.reshape(B, k, width), scores
 
@@ -155,6 +179,7 @@ def _ranked(
     sampling: Any,
     request: Int[jax.Array, " named"],
     allowed: Bool[jax.Array, "R vocab"] | None,
+    *,
     keys: Int[jax.Array, " named"],
     stream: int | Int[jax.Array, ""],
     width: int,
@@ -181,8 +206,7 @@ def _ranked(
     groups = pl.cdiv(vocab, GROUP)
     num_tiles = pl.cdiv(groups, tiles.groups)
     inputs = _inputs(logits, seen, positions, sampling, request, allowed, columns, keys, stream)
-    sizes = _sizes(vocab, seen, sampling, allowed, nodes)
-    sizes = sizes._replace(has_columns=columns is not None)
+    sizes = _sizes(vocab, seen, sampling, allowed, nodes, columns)
     chosen = {"sizes": sizes, "width": width, "tau": tau, "groups": tiles.groups}
     chosen |= {"is_scored": is_scored}
     ints, floats = jnp.int32, jnp.float32
@@ -193,7 +217,7 @@ def _ranked(
     ]
     scores = ()
     if is_scored:  # of tokens that the drafter does not have as well
-        scores = (jnp.full((R, seen.counts.shape[1]), -jnp.inf, floats),)
+        scores = (jnp.full((R, sizes.target_vocab), -jnp.inf, floats),)
     found += [array(x.shape, floats) for x in scores]
     *found, bad = pl.pallas_call(
         functools.partial(_tiles_kernel, **chosen),
@@ -243,30 +267,53 @@ def _inputs(
     stream: int | Int[jax.Array, ""],
 ) -> Inputs:
     """The arrays as the kernels read them; where one has no columns, there is another."""
-    on_path = seen.on_path.astype(jnp.int32)
+    has_path, has_bias = seen.path.shape[1] > 0, how.bias_ids.shape[1] > 0
     return Inputs(
-        *(logits, request, positions, keys, seen.slots, seen.counts),
-        *((seen.path, on_path) if seen.path.shape[1] else (seen.slots, seen.slots)),
-        logits if allowed is None else allowed.astype(jnp.int8),
-        seen.slots if columns is None else columns,
-        *(how.temperature, how.top_p, how.top_k, how.min_p, how.seed),
-        *(how.presence, how.frequency, how.repetition, how.min_length),
-        how.stop_ids if how.stop_ids.shape[1] else how.top_k,
-        *((how.bias_ids, how.bias_values) if how.bias_ids.shape[1] else (how.top_k, how.top_p)),
-        jnp.asarray(stream).astype(jnp.uint32).reshape(1),
+        logits=logits,
+        request=request,
+        positions=positions,
+        keys=keys,
+        slots=seen.slots,
+        counts=seen.counts,
+        path=seen.path if has_path else seen.slots,
+        on_path=seen.on_path.astype(jnp.int32) if has_path else seen.slots,
+        mask=logits if allowed is None else allowed.astype(jnp.int8),
+        columns=seen.slots if columns is None else columns,
+        temperature=how.temperature,
+        top_p=how.top_p,
+        top_k=how.top_k,
+        min_p=how.min_p,
+        seed=how.seed,
+        presence=how.presence,
+        frequency=how.frequency,
+        repetition=how.repetition,
+        min_length=how.min_length,
+        stop_ids=how.stop_ids if how.stop_ids.shape[1] else how.top_k,
+        bias_ids=how.bias_ids if has_bias else how.top_k,
+        bias_values=how.bias_values if has_bias else how.top_p,
+        stream=jnp.asarray(stream).astype(jnp.uint32).reshape(1),
     )
 
 
-def _sizes(vocab: int, seen: Any, sampling: Any, allowed: jax.Array | None, nodes: int) -> Sizes:
+def _sizes(
+    vocab: int,
+    seen: Any,
+    sampling: Any,
+    allowed: jax.Array | None,
+    nodes: int,
+    columns: jax.Array | None,
+) -> Sizes:
     num_bias = sampling.bias_ids.shape[1]
     return Sizes(
         vocab=vocab,
+        target_vocab=seen.counts.shape[1],
         num_path=seen.path.shape[1],
         num_stops=sampling.stop_ids.shape[1],
         num_bias=num_bias,
         bias_lanes=pl.next_power_of_2(max(num_bias, 1)),
         has_mask=allowed is not None,
         nodes=nodes,
+        has_columns=columns is not None,
     )
 
 
@@ -293,7 +340,7 @@ def _tiles_kernel(*refs, groups, sizes, width, tau, is_scored):
 
     @pl.when(~wish.is_filtered)
     def _():
-        named = (inputs.stream[0], pairs, ids, inputs, sizes)
+        named = (pairs, ids, inputs, sizes)
         noisy = lax.cond(
             wish.temperature > 0,
             lambda: x + noise_of_words(words_at(wish.noise, *named)),

@@ -25,7 +25,8 @@ class Inputs(NamedTuple):
     """What all kernels read: first of the rows, then of the requests.
 
     Attributes:
-      path, on_path, bias_ids, bias_values, mask, columns: Where there are none, anything.
+      path, on_path, stop_ids, bias_ids, bias_values, mask, columns: Where there are none, anything.
+      stream: Of the noise.
     """
 
     logits: Any
@@ -57,13 +58,14 @@ class Sizes(NamedTuple):
     """Sizes of the arrays."""
 
     vocab: int
+    target_vocab: int
     num_path: int
     num_stops: int
     num_bias: int
     bias_lanes: int
     has_mask: bool
     nodes: int
-    has_columns: bool = False
+    has_columns: bool
 
 
 class Wish(NamedTuple):
@@ -119,8 +121,9 @@ def tokens_of(ids, inputs, sizes):
     return pltriton.load(inputs.columns.at[ids], mask=ids < sizes.vocab, other=0)
 
 
-def words_at(noise, stream, pairs, ids, inputs, sizes):
+def words_at(noise, pairs, ids, inputs, sizes):
     """The words of the noise of ids, which lie in pairs."""
+    stream = inputs.stream[0]
     if not sizes.has_columns:
         return words_of(*noise, stream, pairs)
     tokens = tokens_of(ids, inputs, sizes)

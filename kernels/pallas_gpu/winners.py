@@ -42,7 +42,7 @@ class Found(NamedTuple):
 
 def store_scores(scores_ref, x, ids, inputs, row, sizes):
     """Stores processed scores in the places of the target's tokens."""
-    inside, outside = ids < sizes.vocab, scores_ref.shape[1]
+    inside, outside = ids < sizes.vocab, sizes.target_vocab
     at = jnp.where(inside, tokens_of(ids, inputs, sizes), outside)  # for the interpreter
     pltriton.store(scores_ref.at[row, at], x, mask=inside)
 
@@ -65,7 +65,7 @@ def is_last(notes_ref, row, word, interpret):
 def choose_in_tiles(share, source, sharpness, found, num_tiles, width, tau, groups):
     """Stores the best tokens of a program's tiles, with noise; whether it is the last to arrive."""
     notes_ref, row, programs = found.notes, source.row, pl.num_programs(0)
-    support = _Support(
+    support = Support(
         border=notes_ref[row, 0],
         limit=notes_ref[row, 1],
         highest=score_of(notes_ref[row, 2]),
@@ -83,7 +83,7 @@ def choose_in_tiles(share, source, sharpness, found, num_tiles, width, tau, grou
     return is_last(notes_ref, row, 6, source.interpret)
 
 
-class _Support(NamedTuple):
+class Support(NamedTuple):
     """Which tokens of a row stay.
 
     Attributes:
@@ -136,8 +136,7 @@ def _choose_in_tile(tile, best, support, source, sharpness, found, width, tau, g
         x = jnp.where(stays, x, -jnp.inf)
         if found.scores is not None:
             store_scores(found.scores, x, ids, source.inputs, row, sizes)
-        given = (source.inputs.stream[0], pairs, ids, source.inputs, sizes)
-        words = words_at(source.wish.noise, *given)
+        words = words_at(source.wish.noise, pairs, ids, source.inputs, sizes)
 
         def noisy():
             return jnp.where(ids < sizes.vocab, key_of(x + noise_of_words(words)), LOWEST)

@@ -278,10 +278,13 @@ def _draws_kernel(chains, laws, draws, word: tl.constexpr, sizes: tl.constexpr):
         draft = tl.load(chains.tokens + node + 1)
         x = tl.load(_row_at(chains, place, 0, sizes) + ids, mask=inside, other=0.0)
         y = tl.load(_row_at(chains, place, 1, sizes) + ids, mask=inside, other=0.0)
-        law = tl.load(laws.highest + place), tl.load(laws.total + place)
-        p = _probability(x, ids, draft, law[0], law[1])
-        own = tl.load(laws.highest + others + place), tl.load(laws.total + others + place)
-        q = _probability(y, ids, draft, own[0], own[1])
+        highest, total = tl.load(laws.highest + place), tl.load(laws.total + place)
+        p = _probability(x, ids, draft, highest, total)
+        highest, total = (
+            tl.load(laws.highest + others + place),
+            tl.load(laws.total + others + place),
+        )
+        q = _probability(y, ids, draft, highest, total)
         residual = tl.load(laws.weights + node) * p - q
         is_left = inside & (residual >= _SMALLEST)
         seed = tl.load(chains.seeds + request).to(tl.uint32, bitcast=True)

@@ -76,7 +76,14 @@ def choose(
     """
     ids, _, is_finite, _ = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
-        *(positions, stream, 1, False, None, None, 0, tiles),
+        keys=positions,
+        stream=stream,
+        width=1,
+        is_scored=False,
+        columns=None,
+        tau=None,
+        nodes=0,
+        tiles=tiles,
     )
     return ids[:, 0], is_finite
 
@@ -95,7 +102,14 @@ def score(
     """As `choose`, and `shared.spec.sampling.processed` of the same arguments."""
     ids, _, is_finite, scores = _ranked(
         *(logits, seen, positions, sampling, request, allowed),
-        *(positions, stream, 1, True, None, None, 0, tiles),
+        keys=positions,
+        stream=stream,
+        width=1,
+        is_scored=True,
+        columns=None,
+        tau=None,
+        nodes=0,
+        tiles=tiles,
     )
     return ids[:, 0], is_finite, scores
 
@@ -127,7 +141,14 @@ def rank(
     B, k, _ = logits.shape
     ids, weights, _, scores = _ranked(
         *(logits.flatten(0, 1), seen, positions, sampling, positions, None),
-        *(keys, stream, width, is_sampled, columns, tau, k, tiles),
+        keys=keys,
+        stream=stream,
+        width=width,
+        is_scored=is_sampled,
+        columns=columns,
+        tau=tau,
+        nodes=k,
+        tiles=tiles,
     )
     return ids.view(B, k, width), weights.view(B, k, width), scores if is_sampled else None
 
@@ -139,6 +160,7 @@ def _ranked(
     sampling: Any,
     request: Int[Tensor, " named"],
     allowed: Bool[Tensor, "R vocab"] | None,
+    *,
     keys: Int[Tensor, " named"],
     stream: int,
     width: int,
@@ -225,14 +247,29 @@ def _inputs(
     """The arrays as the kernels read them; where one has no columns, there is another."""
     has_path = seen.path.shape[1] > 0
     given = Inputs(
-        *(logits, request, positions, keys, seen.slots, seen.counts),
-        *((seen.path, seen.on_path) if has_path else (seen.slots, seen.slots)),
-        logits if allowed is None else allowed,
-        seen.slots if columns is None else columns,
-        *(how.temperature, how.top_p, how.top_k, how.min_p, how.seed),
-        *(how.presence, how.frequency, how.repetition, how.min_length),
-        *(how.stop_ids, how.bias_ids, how.bias_values),
-        stream,
+        logits=logits,
+        request=request,
+        positions=positions,
+        keys=keys,
+        slots=seen.slots,
+        counts=seen.counts,
+        path=seen.path if has_path else seen.slots,
+        on_path=seen.on_path if has_path else seen.slots,
+        mask=logits if allowed is None else allowed,
+        columns=seen.slots if columns is None else columns,
+        temperature=how.temperature,
+        top_p=how.top_p,
+        top_k=how.top_k,
+        min_p=how.min_p,
+        seed=how.seed,
+        presence=how.presence,
+        frequency=how.frequency,
+        repetition=how.repetition,
+        min_length=how.min_length,
+        stop_ids=how.stop_ids,
+        bias_ids=how.bias_ids,
+        bias_values=how.bias_values,
+        stream=stream,
     )
     # The path of a draft level is a part of a longer one.
     return Inputs(*(x.contiguous() if isinstance(x, Tensor) else x for x in given))

@@ -136,13 +136,14 @@ def tokens_of(ids, inputs, sizes: tl.constexpr):
 @triton.jit
 def words_at(noise, pairs, ids, inputs, sizes: tl.constexpr):
     """The words of the noise of ids, which lie in pairs."""
+    seed, position = noise
     if sizes.has_columns:
         tokens = tokens_of(ids, inputs, sizes)
         counter = (tokens >> 1).to(tl.uint32)
-        even, odd = threefry(noise[0], noise[1], counter, counter * 0 + inputs.stream)
+        even, odd = threefry(seed, position, counter, counter * 0 + inputs.stream)
         words = tl.where((tokens & 1) == 0, even, odd)
     else:
-        words = words_of(noise[0], noise[1], inputs.stream, pairs)
+        words = words_of(seed, position, inputs.stream, pairs)
     return words
 
 

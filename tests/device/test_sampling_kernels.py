@@ -5,6 +5,7 @@ And that `ops` takes them on a GPU, and nowhere else.
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -18,7 +19,6 @@ import torch
 
 import jax_impl.ops.sampling
 import torch_impl.ops.sampling
-from kernels.pallas_gpu import noise as pallas_noise
 from kernels.pallas_gpu import sampling as pallas
 from kernels.tiles import MEASURED, SamplingTiles, Tiles
 from shared.options.adaptive import MOST_WIDTH
@@ -32,28 +32,10 @@ from tests.support.kernels import (
     ON_GPU,
     OPTIONS,
     bind_kernels,
-    triton_interpreter,
 )
 from tests.support.records import mapped
 
 pytestmark = pytest.mark.usefixtures("interpreted")
-
-if "triton" in KERNELS:
-    with triton_interpreter():
-        import triton
-        import triton.language as tl
-
-        noise_of_words = KERNELS["triton"]["noise"].noise_of_words
-        most_noise = KERNELS["triton"]["noise"].most_noise
-
-        @triton.jit
-        def noise_kernel(words_at, out_at, lanes: tl.constexpr):
-            """The noise of words, and what it cannot reach."""
-            lane = tl.arange(0, lanes)
-            words = tl.load(words_at + lane).to(tl.uint32, bitcast=True)
-            tl.store(out_at + lane, noise_of_words(words))
-            tl.store(out_at + lanes + lane, most_noise(words))
-
 
 each_language = pytest.mark.parametrize("language", KERNELS)
 CASES = {str(case): case for case in TABLE if not case.is_large}
@@ -303,70 +285,33 @@ def test_excluded_tokens_follow_where_fewer_stay_than_are_asked_for(language) ->
     assert np.isneginf(weights[1, :, 2:]).all()
 
 
-WORDS = np.concatenate(
-    [
-        np.array([0, 1, 2, 2**31, 2**32 - 1, 2**32 - 2, 2**32 - 257], np.uint32),
-        np.random.default_rng(0).integers(0, 2**32, 4089, dtype=np.uint32),
-    ]
-)
-
-
-def noise(language: str) -> np.ndarray:
-    """The noise of all words, and its bounds."""
-    if language == "pallas":
-        both = (pallas_noise.noise_of_words, pallas_noise.most_noise)
-        return np.stack([np.asarray(jax.jit(function)(WORDS)) for function in both])
-    device = "cuda" if ON_GPU else "cpu"
-    words, out = to_torch(WORDS).to(device), torch.empty(2, len(WORDS), device=device)
-    noise_kernel[(1,)](words, out, lanes=len(WORDS), enable_fp_fusion=False)
-    return out.cpu().numpy()
-
-
-@each_language
-def test_noise_is_as_precise_as_the_specifications(language) -> None:
-    uniform = np.minimum(WORDS.astype(np.float32) * 2.0**-32 + np.float32(2**-33), 1 - 2.0**-24)
-    exact = -np.log(-np.log1p(-uniform.astype(np.float32).astype(np.float64)))
-    # A relative error of 1e-7 of the inner logarithm is an absolute one of the outer.
-    np.testing.assert_allclose(noise(language)[0], exact, rtol=2e-7, atol=2e-7)
-
-
-@each_language
-def test_noise_lies_between_its_bounds(language) -> None:
-    found, most = noise(language)
-    assert (found < most).all()
-    assert found.min() > -3
-    # Close enough to be of use where noise is large, which it is for small words.
-    small = WORDS < 2**30
-    assert (most - found)[small].max() < 0.3
-
-
-@pytest.mark.parametrize("language", KERNELS)
-@pytest.mark.parametrize("levels", [1, 5, 8])
-def test_uniforms_are_the_specifications(levels: int, language: str) -> None:
-    seeds, positions = np.array([3, 2**32 - 1, 7], np.uint32), np.array([0, 5, 90_000], np.int32)
-    uniforms = KERNELS[language]["noise"].uniforms
-    if language == "pallas":
-        given = (jax.numpy.asarray(seeds), jax.numpy.asarray(positions))
-        got = np.asarray(uniforms(*given, levels, spec.ACCEPT_STREAM, interpret=INTERPRET))
-    else:
-        device = "cuda" if ON_GPU else "cpu"
-        given = (torch.tensor(x, device=device) for x in (seeds.view(np.int32), positions))
-        got = uniforms(*given, levels, spec.ACCEPT_STREAM).cpu().numpy()
-    np.testing.assert_array_equal(got, spec.uniforms(seeds, positions, levels))
-
-
-def test_the_languages_have_one_signature_and_the_specifications_constants() -> None:
-    assert tuple(spec.ROTATIONS) == pallas_noise.ROTATIONS
-    assert int(spec.PARITY) == pallas_noise.PARITY
+def test_the_languages_have_one_signature() -> None:
     for name in ("choose", "rank", "score"):
         ours = [p for p in inspect.signature(getattr(pallas, name)).parameters if p != "interpret"]
         for modules in KERNELS.values():
             signature = inspect.signature(getattr(modules["sampling"], name))
             assert [p for p in signature.parameters if p != "interpret"] == ours
     for modules in KERNELS.values():
-        for name in ("ROTATIONS", "PARITY", "LN2_HIGH", "LN2_LOW", "LOG_TERMS"):
-            assert getattr(modules["noise"], name) == getattr(pallas_noise, name)
         assert modules["sampling"].GROUP == pallas.GROUP
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        *(("scores", name) for name in ("Inputs", "Sizes", "Wish")),
+        *(("support", name) for name in ("Source", "Memory", "Bounds", "Known")),
+        ("winners", "Support"),
+    ],
+)
+def test_what_kernels_hand_on_has_one_name_in_both_languages(module: str, name: str) -> None:
+    names = {
+        language: getattr(sys.modules[f"kernels.{language}_gpu.{module}"], name)._fields
+        for language in ("pallas", "triton")
+    }
+    # Triton takes no constants within named tuples: those of `Source` and `Memory` stand beside.
+    constants = {"Source": ("sizes", "interpret"), "Memory": ("at_once",)}.get(name, ())
+    assert names["pallas"] == names["triton"] + constants
 
 
 @pytest.mark.parametrize(
