@@ -69,12 +69,12 @@ class ChatTemplate:
         environment = _environment()
         self._template = environment.from_string(source)
         self.source, self.names = source, names
-        self._arguments = meta.find_undeclared_variables(environment.parse(source)) - {
-            *_OWN,
-            *names,
-        }
+        variables = meta.find_undeclared_variables(environment.parse(source))
+        self._arguments = variables - {*_OWN, *names}
         self._knows_developers = "developer" in source
-        self._knows_tools = "tool" in source
+        # A template may write calls and what tools answer, and never say which tools there are.
+        self._knows_tools = "tools" in variables
+        self._knows_tool_messages = "tool" in source
 
     @classmethod
     def from_folder(
@@ -146,7 +146,7 @@ class ChatTemplate:
             raise TemplateFailed(reason, "arguments")
         if not self._knows_tools and conversation.tools:
             raise TemplateFailed("the chat template of the model knows no tools", "tools")
-        if not self._knows_tools and any(map(_is_of_tools, conversation.messages)):
+        if not self._knows_tool_messages and any(map(_is_of_tools, conversation.messages)):
             raise TemplateFailed("the chat template of the model knows no messages of tools")
 
 

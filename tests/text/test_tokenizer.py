@@ -17,7 +17,7 @@ from shared.engine.request import Event, FinishReason
 from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.delta import PlainText
 from shared.server.logprobs import TokenLogprob, TokenNames, for_completion
-from shared.text.chat_template import Conversation, TemplateFailed
+from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
 from shared.text.marks import marks_of
 from shared.text.tokenizer import REPLACEMENT, Detokenizer, Tokenizer
 from tests.support.http_fixtures import END, byte_tokenizer, save_tokenizer
@@ -352,3 +352,47 @@ def test_templates_by_name_give_the_default_one(tmp_path):
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer is not None
     assert tokenizer.encode_chat([]) == [ord("d")]
+
+
+CALLS_ALONE = (  # as DeepSeek V3's
+    "{% for m in messages %}{% if m.role == 'tool' %}<out>{{ m.content }}{% elif m.tool_calls %}"
+    "{% for call in m.tool_calls %}<call>{{ call.function.name }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+LISTING = {
+    "at once": "{% if tools %}{{ tools | tojson }}{% endif %}",
+    "where it is defined": "{% if tools is defined %}{{ tools | tojson }}{% endif %}",
+    "with a default": (  # as Llama 3.1's
+        "{% if not tools is defined %}{% set tools = none %}{% endif %}"
+        "{% if tools is not none %}{{ tools | tojson }}{% endif %}"
+    ),
+    "in a macro": "{% macro list() %}{{ tools | tojson }}{% endmacro %}{{ list() }}",
+    "by a macro": (
+        "{% macro list(given) %}{{ given | tojson }}{% endmacro %}{{ list(tools) if tools }}"
+    ),
+    "in a loop": "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}",
+}
+CALLED = {"type": "function", "function": {"name": "SECRET_NAME", "parameters": {}}}
+
+
+def template_of(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {})
+
+
+def test_tools_that_a_template_never_lists_are_refused_and_messages_of_tools_written():
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(TemplateFailed, match="the chat template of the model knows no tools"):
+        template_of(CALLS_ALONE).render(Conversation(messages, [CALLED]))
+    answered = [*messages, {"role": "tool", "content": "4"}]
+    assert template_of(CALLS_ALONE).render(Conversation(answered)) == "hi<out>4"
+
+
+@pytest.mark.parametrize("way", LISTING)
+def test_tools_are_written_however_a_template_reads_them(way):
+    text = template_of(LISTING[way]).render(Conversation([], [CALLED]))
+    assert "SECRET_NAME" in text
+
+
+def test_a_template_that_sets_its_own_tools_reads_no_others():
+    with pytest.raises(TemplateFailed, match="knows no tools"):
+        template_of("{% set tools = ['mine'] %}{{ tools }}").render(Conversation([], [CALLED]))
