@@ -163,10 +163,7 @@ class Compiler:
     """
 
     def __init__(self, tokenizer: str | TokenizerWrapper, vocab: int) -> None:
-        try:
-            self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab)
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"grammars cannot be had with this tokenizer: {error}") from error
+        self._tokenizer = _known(tokenizer, vocab, None)
         if self._tokenizer.vocab_size != vocab:
             known = self._tokenizer.vocab_size
             raise ValueError(f"grammars know {known} tokens, and the model has {vocab}")
@@ -191,7 +188,7 @@ class Compiler:
             for token in json.loads(text).get("added_tokens", ())
             if token["special"] and token["content"] not in marks
         ]
-        known = cls(text, vocab)._tokenizer
+        known = _known(text, vocab, [])
         return cls(TokenizerWrapper(_ShownTexts(known, special)), vocab)
 
     def compile(self, grammar: str) -> CompiledGrammar:
@@ -204,6 +201,14 @@ class Compiler:
         if start.is_error():
             raise GrammarRefused(f"the grammar cannot be followed: {_why(start)}")
         return CompiledGrammar(start, self._tokenizer)
+
+
+def _known(tokenizer: str | TokenizerWrapper, vocab: int, slices: list[str] | None) -> LLTokenizer:
+    """A tokenizer as the library reads it; `slices` make its masks fast, and take a while."""
+    try:
+        return LLTokenizer(tokenizer, n_vocab=vocab, slices=slices)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"grammars cannot be had with this tokenizer: {error}") from error
 
 
 class CompiledGrammar:
