@@ -231,7 +231,7 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
         line += ["--speculative-adaptive-config", str(given.adaptive_config)]
     context = -(-(longest + given.max_tokens) // 64) * 64
     served = started.start(
-        backend, line, batch=max(given.batch), context=context, plain_candidates=False,
+        backend, line, batch=max(given.batch), context=context,
         radix_cache=False, batches=tuple(given.batch),
     )  # fmt: skip
     begun = served.engine.controller

@@ -20,12 +20,11 @@ RULE_FLAGS = {
 }
 """Flags of the setting `rule`."""
 
-OURS = {"candidates": ("perturbed", "plain"), "corpus": ("none", "own"), "most": None}
+OURS = {"corpus": ("none", "own"), "most": None}
 """Settings of a measurement that no server has, and their values, the usual one first.
 
-`candidates=plain` drafts without the target's noise (`bench.plain_candidates`), `corpus=own` gives
-NGRAM what the model said in another run of the same prompts (`bench.own_corpus`), and `most` is the
-requests' `max_draft_tokens`.
+`corpus=own` gives NGRAM what the model said in another run of the same prompts
+(`bench.own_corpus`), and `most` is the requests' `max_draft_tokens`.
 """
 WITH_FOLDER = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH")
 """Algorithms whose drafter has files of its own."""
@@ -70,11 +69,6 @@ class Draft:
     def remembers(self) -> bool:
         """Whether it drafts from texts that the engine has served before."""
         return self.algorithm == "NGRAM"
-
-    @property
-    def is_plain_ranked(self) -> bool:
-        """Whether candidates are ranked without the target's noise."""
-        return dict(self.settings).get("candidates") == "plain"
 
     @property
     def has_own_corpus(self) -> bool:

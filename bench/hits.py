@@ -99,7 +99,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
             reset_peak(backend)
             line = ["--model-path", str(options.model), *draft.flags(folders)]
             line += flags(options, None)
-            how = {"batch": 1, "context": context, "plain_candidates": False}
+            how = {"batch": 1, "context": context}
             served = start(backend, line, **how, radix_cache=True)
             device = "cuda" if served.device == "gpu" else "cpu"
             found["versions"][backend] = versions(backend, device)

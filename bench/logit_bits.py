@@ -90,9 +90,7 @@ def sums_of(backend: str, options: argparse.Namespace) -> dict[str, list[tuple[l
     assert tokenizer is not None, f"{options.model} has no tokenizer"
     found: dict[str, list[tuple[list[int], Sums]]] = {}
     with noted(backend) as read:
-        served = start(
-            backend, words, batch=1, context=CONTEXT, plain_candidates=False, radix_cache=False
-        )
+        served = start(backend, words, batch=1, context=CONTEXT, radix_cache=False)
         for kind in options.kinds.split(","):
             for prompt in Tasks.of(kind, options.count, 0, tokenizer).prompts:
                 before = len(read())

@@ -97,9 +97,7 @@ class Measurement:
         flags = ["--model-path", str(self.settings.model), "--dtype", self.settings.dtype]
         flags += draft.flags(self.settings.folders)
         sizes = {"batch": self._batch(backend), "context": self._context}
-        return start(
-            backend, flags, **sizes, plain_candidates=draft.is_plain_ranked, radix_cache=False
-        )
+        return start(backend, flags, **sizes, radix_cache=False)
 
     def _outputs_before(self, backend: str, tasks: Tasks) -> list[list[int]]:
         """What the model said to the tasks in another run; see `own_corpus`."""

@@ -80,8 +80,8 @@ class Found:
     Attributes:
       offline: As `bench.offline` writes them, of prompts of one length.
       long: The same of longer prompts.
-      prefill, hits, fused, adaptive, host: As `bench.prefill`, `bench.hits`, `bench.fused`,
-        `bench.adaptive` and `bench.host` write them.
+      prefill, hits, adaptive, host: As the bench of the name writes them.
+      fused: Of steps in one program and in three.
     """
 
     offline: Sequence[File]

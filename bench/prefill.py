@@ -117,7 +117,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
                 reset_peak(backend)
                 words = ["--model-path", str(options.model), *draft.flags(folders)]
                 words += [*flags(options, None), *own]
-                how = {"batch": 1, "context": context, "plain_candidates": False}
+                how = {"batch": 1, "context": context}
                 how["radix_cache"] = False
                 served = start(backend, words, **how)
                 for prompt in options.prompt:

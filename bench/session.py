@@ -132,7 +132,6 @@ class Session:
             line,
             batch=load.batch,
             context=context,
-            plain_candidates=draft.is_plain_ranked,
             radix_cache=False,
             chunk=load.batch * load.prompt,
         )

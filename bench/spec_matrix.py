@@ -1,15 +1,14 @@
 """Every drafter in several shapes on both backends: acceptance, speed, and one text.
 
-    python -m bench.spec_matrix --model models/demo/target --out FILE.json --picture FILE.png
-    python -m bench.spec_matrix --table FILE.json... --picture FILE.png
+    python -m bench.spec_matrix --model models/demo/target --out FILE.json
+    python -m bench.spec_matrix --table FILE.json...
 
-Prints the tables, writes them beside the JSON file, and draws them. The exit code is 1 where a
+Prints the tables, and writes them beside the JSON file. The exit code is 1 where a
 cell's text is not plain decoding's.
 """
 
 import argparse
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from bench.accuracy_table import File, blame, read, render, render_cells
@@ -30,13 +29,11 @@ DRAFTS = (
 COUNT = 40
 
 
-def show(files: Sequence[File], picture: Path | None) -> str:
-    """Prints the tables of some files, and draws them; returns the tables."""
+def show(files: Sequence[File]) -> str:
+    """Prints the tables of some files, and returns them."""
     rows = [row for file in files for row in file["rows"]]
     tables = f"{render(files)}\n\n{render_cells(rows)}\n"
     print(tables)
-    if picture and rows:
-        import_module("bench.spec_picture").draw(rows, picture)
     return tables
 
 
@@ -45,18 +42,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.spec_matrix")
     add_options(parser, DRAFTS, COUNT)
     parser.add_argument("--table", nargs="+", type=Path, help="show these files instead")
-    parser.add_argument("--picture", type=Path, help="PNG or SVG file; needs matplotlib")
     args = parser.parse_args()
     if args.table:
         files = read(args.table)
-        show(files, args.picture)
+        show(files)
         return blame(files)
     try:
         measurement = measured(args, "bench.spec_matrix")
     except ValueError as error:
         parser.error(str(error))
     print()
-    tables = show([measurement.to_json("bench.spec_matrix")], args.picture)
+    tables = show([measurement.to_json("bench.spec_matrix")])
     if args.out:
         args.out.with_suffix(".md").write_text(tables, encoding="utf-8")
     return verdict(measurement)

@@ -42,7 +42,6 @@ def started(framework: str, requests: list[Request], *flags: str) -> Served:
         ["--model-path", str(TARGET), "--dtype", "float32", *flags],
         batch=BATCH,
         context=-(-context // 64) * 64,
-        plain_candidates=False,
         radix_cache=False,
         batches=(1, BATCH),
     )

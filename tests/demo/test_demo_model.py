@@ -107,9 +107,7 @@ def answers(problems: Tasks) -> dict[str, tuple[list[Outcome], int]]:
 def answered(drafting: list[str], asked: Tasks) -> tuple[list[Outcome], int]:
     """Serves the tasks all at once from the model that a start takes without a path."""
     flags = [*drafting, "--dtype", "float32", "--chunked-prefill-size", "128"]
-    served = start(
-        "torch", flags, batch=1 + COUNT, context=256, plain_candidates=False, radix_cache=False
-    )
+    served = start("torch", flags, batch=1 + COUNT, context=256, radix_cache=False)
     sampling = SamplingParams(temperature=0.0, max_tokens=160, stop_token_ids=served.eos_ids)
     try:
         requests = [

@@ -144,7 +144,6 @@ def start(
     *,
     batch: int,
     context: int,
-    plain_candidates: bool,
     radix_cache: bool,
     chunk: int | None = None,
     batches: Sequence[int] = (),
@@ -158,28 +157,23 @@ def start(
       radix_cache: Texts are kept for later requests; without, each prompt costs its whole time.
       chunk: Of prompts the program alone that has room for so many tokens; None: all.
       batches: Also decodes in programs of the smallest batch bucket that holds each of these.
-      plain_candidates: Drafts are ranked without the target's noise; no server can be told to.
 
     Raises:
-      ValueError: What a server's start would refuse, or candidates that only torch can rank so; one
-        sentence.
+      ValueError: What a server's start would refuse; one sentence.
     """
-    if plain_candidates and framework != "torch":
-        raise ValueError(f"candidates are ranked without noise by torch alone, not by {framework}")
     bounds = ["--max-running-requests", str(batch), "--context-length", str(context)]
     cached = [] if radix_cache else ["--disable-radix-cache"]
 
     def narrow(limits: Limits) -> Limits:
         return one_bucket(limits, chunk, batches)
 
-    return started(framework, [*flags, *bounds, *cached], narrow, plain_candidates)
+    return started(framework, [*flags, *bounds, *cached], narrow)
 
 
 def started(
     framework: str,
     flags: Sequence[str],
     narrow: Callable[[Limits], Limits],
-    plain_candidates: bool,
 ) -> Served:
     """Starts an engine of any programs, and warms it up; see `start`.
 
@@ -195,8 +189,6 @@ def started(
     files, clock = (begun.checkpoint, begun.draft_files), [time.perf_counter()]
     backend = serve.load_backend(blueprint, *files, lambda num_bytes: None)
     clock.append(time.perf_counter())
-    if plain_candidates:
-        import_module("bench.plain_candidates").rank_plainly(backend)
     backend.prepare(limits.programs, lambda program: None)
     clock.append(time.perf_counter())
     last = LastStep(backend)
