@@ -36,7 +36,7 @@ RULES = ["rejection", "block"]
 each_language = pytest.mark.parametrize("language", KERNELS)
 each_rule = pytest.mark.parametrize("rule", RULES)
 # More tokens than a part has, so that parts are joined.
-LARGER = {"B": 3, "S": 3, "vocab": 9000}
+LARGER = {"B": 3, "S": 3, "vocab": 9000, "is_large": False, "last_drafts": 1}
 
 
 def scored(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def test_jax_judges_by_kernels_in_programs_for_a_gpu_only(rule: str, monkeypatch
 @each_rule
 def test_torch_judges_by_kernels_on_a_gpu(rule: str, monkeypatch) -> None:
     bind_kernels(monkeypatch, torch_impl.ops, KERNELS["triton"])
-    arguments = judge_arguments(1, B=3, S=3, vocab=301, rule=rule)
+    arguments = judge_arguments(1, **LARGER | {"vocab": 301}, rule=rule)
     arguments["sampling"] = replace(arguments["sampling"], top_p=np.full(3, 0.9, np.float32))
     device = "cuda" if ON_GPU else "cpu"
 

@@ -153,4 +153,7 @@ def _rounded(value: Any, dtype: str) -> Any:
 
 def _distance(got: np.ndarray, want: np.ndarray) -> float:
     got, want = got.astype(np.float64), want.astype(np.float64)
-    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+    is_same = got == want  # such as -inf, which has no difference to itself
+    difference = np.where(is_same, 0, got) - np.where(is_same, 0, want)
+    size = np.linalg.norm(np.where(np.isinf(want), 0, want))
+    return float(np.linalg.norm(difference) / max(size, 1e-30))

@@ -49,16 +49,16 @@ def follow_arguments(seed: int, *, B: int, N: int, depth: int, is_chain: bool) -
 
 
 def judge_arguments(
-    seed: int, *, B: int, S: int, vocab: int, rule: str, is_large: bool = False
+    seed: int, *, B: int, S: int, vocab: int, rule: str, is_large: bool, last_drafts: int
 ) -> Arguments:
-    """Chains drafted from what is near the target: one row is greedy, one has a single draft.
+    """Chains drafted from what is near the target: one row is greedy, the last may have few drafts.
 
     Where `S` is 3 or more, the drafter of one level is the target itself, one is not finite and one
     excludes tokens of the target's.
     """
     rng, N = np.random.default_rng(seed), S + 1
     num_nodes = np.full(B, N, np.int32)
-    num_nodes[-1] = min(2, N)
+    num_nodes[-1] = last_drafts + 1
     starts = np.concatenate([[0], np.cumsum(num_nodes)])
     row_of = flat_rows(starts, num_nodes, N).astype(np.int32)
     logits = 2 * rng.standard_normal((B * N, vocab), np.float32)
@@ -131,7 +131,16 @@ TABLE = [
         op="acceptance",
         function="judge",
         name=f"{B} chains of {S} drafts, {rule}",
-        make=partial(judge_arguments, B=B, S=S, vocab=vocab, rule=rule, is_large=is_large),
+        # What follows the nodes of a chain means nothing, and is not the same on all sides.
+        make=partial(
+            judge_arguments,
+            B=B,
+            S=S,
+            vocab=vocab,
+            rule=rule,
+            is_large=is_large,
+            last_drafts=S,
+        ),
         is_large=is_large,
         num_bytes=_judge_bytes,
     )
