@@ -1,7 +1,7 @@
 """What the kernels of both languages take, as plain data: the start asks it without a GPU."""
 
-HEAD_SIZES = (16, 32, 64, 128, 256)
-"""Of an attention head: powers of two, at least the fewest columns that a matrix unit takes."""
+HEAD_SIZES = tuple(range(16, 257, 16))
+"""Of an attention head: multiples of the fewest columns that a matrix unit takes."""
 
 DELTA_SIZES = (16, 32, 64, 128)
 """Of the keys and of the values of a gated-delta head."""

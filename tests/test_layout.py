@@ -20,7 +20,18 @@ ONE_SIDED = {Path("convert.py"), Path("train.py"), Path("kept.py"), Path("compil
 ONE_SIDED_FOLDER = "training"
 # What kernels share, and what an op has beside the kernel of its name.
 PARTS = {
-    *("delta_feed", "delta_rows", "guess", "heads", "noise", "parts", "reach", "scores", "squares"),
+    *(
+        "columns",
+        "delta_feed",
+        "delta_rows",
+        "guess",
+        "heads",
+        "noise",
+        "parts",
+        "reach",
+        "scores",
+        "squares",
+    ),
     *("rejection", "support", "window", "winners"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.

@@ -16,6 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
+from kernels.pallas_gpu.columns import (
+    columns_of,
+    in_head,
+    is_in_head,
+    load_head,
+    load_kept,
+    outside,
+)
 from kernels.pallas_gpu.heads import early
 from kernels.tiles import AttentionTiles
 
@@ -105,7 +113,7 @@ class Sums(NamedTuple):
     @classmethod
     def nothing(cls, lanes, D, *ones):
         """Over no position; within a split the weights have columns of ones."""
-        values = jnp.zeros((lanes, D), jnp.float32)
+        values = jnp.zeros((lanes, pl.next_power_of_2(D)), jnp.float32)
         peak = jnp.full((lanes,), NEGATIVE, jnp.float32)
         return cls(values, peak, jnp.zeros((lanes, *ones), jnp.float32))
 
@@ -160,25 +168,27 @@ def _attend_kernel(
         reach = table_ref.shape[1] * kv_ref.shape[3]
         low = jnp.min(jnp.minimum(first, until))
         high = jnp.minimum(jnp.max(until) + order.nodes, reach)
-        column = lax.iota(jnp.int32, q_ref.shape[2])[None, :]
-        q = pltriton.load(q_ref.at[own[:, None], q_head[:, None], column])
+        D = q_ref.shape[2]
+        q = load_head(q_ref.at[own[:, None], q_head[:, None], columns_of(D)[None, :]], D)
         seen = Seen(
             *(kv_ref, table_ref, window_ref, layer_ref[0], request, head, own, first, until)
         )
         sums = _sum_positions(q, seen, low, high, order, unroll)
-        finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop)
+        finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop, D)
 
 
 def clear_padding(starts_ref, out_ref, head, turn, group, D, programs):
     """Writes 0 for a key head's queries of the rows of padding, which programs take in turns."""
     R, requests = out_ref.shape[0], starts_ref.shape[0] - 1
     begin, turns = starts_ref[requests] + turn, requests * programs
-    column, zeros = lax.iota(jnp.int32, D), jnp.zeros((D,), out_ref.dtype)
+    column = outside(columns_of(D), D, out_ref.shape[1])
+    zeros = jnp.zeros(column.shape, out_ref.dtype)
 
     def clear(number, _):
         for member in range(group):
             columns = (head * group + member) * D + column
-            pltriton.store(out_ref.at[begin + number * turns, columns], zeros)
+            at = out_ref.at[begin + number * turns, columns]
+            pltriton.store(at, zeros, mask=is_in_head(D))
 
     lax.fori_loop(0, pl.cdiv(jnp.maximum(R - begin, 0), turns), clear, None)
 
@@ -259,12 +269,11 @@ def pages_of(seen, number, i, tile):
     return position, pages, number
 
 
-def load_rows(seen, which, pages, position, **masked):
-    """Keys (0) or values (1) of some positions."""
+def load_rows(seen, which, pages, position, mask=None):
+    """Keys (0) or values (1) of some positions, 0 where a mask leaves them out."""
     *_, page, _, D = seen.kv_ref.shape
     where = (seen.layer, which, pages, lax.rem(position, page)[:, None], seen.head)
-    column = lax.iota(jnp.int32, D)[None, :]
-    return pltriton.load(seen.kv_ref.at[(*where, column)], **masked)
+    return load_kept(seen.kv_ref.at[(*where, columns_of(D)[None, :])], in_head(mask, D))
 
 
 EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
@@ -273,16 +282,16 @@ EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
 def add_whole(q, seen, position, pages, sums):
     """Adds a tile that every row sees whole."""
     k = load_rows(seen, 0, pages, position)
-    scores = scores_of(q, k)
+    scores = scores_of(q, k, seen)
     highest = jnp.maximum(sums.peak, scores.max(axis=1))
     v = load_rows(seen, 1, pages, position)
     weights = jnp.exp2(scores - highest[:, None]).astype(v.dtype)
     return add_tile(sums, highest, weights, v)
 
 
-def scores_of(q, k):
+def scores_of(q, k, seen):
     """Scores of a tile's keys, by which 2 is raised."""
-    return pltriton.dot(q, k.T, **EXACT) * (q.shape[1] ** -0.5 * LOG2_E)
+    return pltriton.dot(q, k.T, **EXACT) * (seen.kv_ref.shape[5] ** -0.5 * LOG2_E)
 
 
 def _add_masked(q, seen, i, high, sums, order):
@@ -293,9 +302,9 @@ def _add_masked(q, seen, i, high, sums, order):
         inside, column = position < high, lax.div(position, seen.kv_ref.shape[3])
         at = seen.table_ref.at[seen.request, column]
         pages = pltriton.load(at, mask=inside, other=0)[:, None]
-        load = functools.partial(load_rows, seen, mask=inside[:, None], other=0.0)
+        load = functools.partial(load_rows, seen, mask=inside[:, None])
         k = load(which=0, pages=pages, position=position)
-        scores = scores_of(q, k)
+        scores = scores_of(q, k, seen)
         sees = _sees(seen, position, order.nodes)
         scores = jnp.where(sees, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))
@@ -358,10 +367,9 @@ def fold(sums, more):
     return Sums(values, highest, sums.total * ours + more.total * theirs)
 
 
-def finish(sums, gate_ref, out_ref, row, q_head, is_lane):
+def finish(sums, gate_ref, out_ref, row, q_head, is_lane, D):
     """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
-    D = sums.values.shape[1]
-    column, keep = q_head[:, None] * D + lax.iota(jnp.int32, D)[None, :], is_lane[:, None]
+    column, keep = q_head[:, None] * D + columns_of(D)[None, :], in_head(is_lane[:, None], D)
     out = sums.values / jnp.maximum(sums.total, 1e-30)[:, None]
     if gate_ref is not None:
         columns = column + (q_head[:, None] + 1) * D
@@ -369,4 +377,5 @@ def finish(sums, gate_ref, out_ref, row, q_head, is_lane):
         out = out / (1.0 + jnp.exp2(gate.astype(jnp.float32) * -LOG2_E))
     # A lane that is not written gets a row outside, for the interpreter.
     at = jnp.where(is_lane, row, out_ref.shape[0])[:, None]
+    column = outside(column, D, out_ref.shape[1])
     pltriton.store(out_ref.at[at, column], out.astype(out_ref.dtype), mask=keep)

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Float, Int
 
+from kernels.pallas_gpu.columns import columns_of, in_head, is_in_head, load_kept
 from kernels.pallas_gpu.linear import let_next_start
 from kernels.pallas_gpu.squares import add_up
 
@@ -126,10 +127,8 @@ def _place_kernel(
         def _():
             q = turn(norm_ref=q_norm_ref, start=head * ((1 + gated) * D) + 0 * row, is_in=is_row)
             at = jnp.where(is_row, row, R)[:, None]  # outside, for the interpreter
-            column = lax.iota(jnp.int32, D)[None, :]
-            pltriton.store(
-                q_refs[0].at[at, head, column], q.astype(q_refs[0].dtype), mask=is_row[:, None]
-            )
+            at = q_refs[0].at[at, head, columns_of(D)[None, :]]
+            pltriton.store(at, q.astype(q_refs[0].dtype), mask=in_head(is_row[:, None], D))
 
     @pl.when(head >= q_heads)
     def _():
@@ -150,7 +149,7 @@ def write_pair(projected_ref, kv_ref, table_ref, layer, row, request, place, is_
     `k` holds the keys, which began at column `start`; the values stand behind all keys.
     """
     _, _, P, page, k_heads, D = kv_ref.shape
-    column, keep = lax.iota(jnp.int32, D)[None, :], is_in[:, None]
+    column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)
     values = start + k_heads * D + column
     v = pltriton.load(projected_ref.at[row[:, None], values], mask=keep, other=0.0)
     number = pltriton.load(table_ref.at[request, lax.div(place, page)], mask=is_in, other=0)
@@ -166,12 +165,13 @@ def turned(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, eps, di
     `start` is the head's first column.
     """
     fetched = fetch(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, D)
-    return turn(fetched, angles[0].shape[1], has_norms, eps, digits)
+    return turn(fetched, angles[0].shape[1], has_norms, eps, digits, D)
 
 
 def fetch(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, D):
     """What `turn` takes; each column is loaded beside the one that it is turned with."""
-    half, column, keep = angles[0].shape[1], lax.iota(jnp.int32, D)[None, :], is_in[:, None]
+    half, column = angles[0].shape[1], columns_of(D)[None, :]
+    keep = in_head(is_in[:, None], D)
     other = jnp.where(column < half, column + half, column - half)
     other = jnp.where(column < 2 * half, other, column)
 
@@ -184,19 +184,19 @@ def fetch(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, D):
     norms = None
     if has_norms:
         lead = (layer,) if len(norm_ref.shape) == 2 else ()
-        norms = [pltriton.load(norm_ref.at[(*lead, at[0])])[None, :] for at in (column, other)]
+        scales = [norm_ref.at[(*lead, at[0])] for at in (column, other)]
+        norms = [load_kept(at, is_in_head(D))[None, :] for at in scales]
     return pair, norms, both
 
 
-def turn(fetched, half, has_norms, eps, digits):
+def turn(fetched, half, has_norms, eps, digits, D):
     """See `turned`."""
     (x, y), norms, (cos, sin) = fetched
-    D = x.shape[1]
     if has_norms:
         mean = add_up(x * x, digits) * (1.0 / D)
         scale = lax.rsqrt(mean + eps)[:, None]
         x, y = (each * scale * norm for each, norm in zip((x, y), norms, strict=True))
-    column = lax.iota(jnp.int32, D)[None, :]
+    column = columns_of(D)[None, :]
     turned_x = x * cos + jnp.where(column < half, -y, y) * sin
     return jnp.where(column < 2 * half, turned_x, x)
 

@@ -31,6 +31,7 @@ from kernels.pallas_gpu.attention import (
     scores_of,
     window_operand,
 )
+from kernels.pallas_gpu.columns import columns_of, in_head, load_head
 from kernels.pallas_gpu.heads import early, fetch, turn, write_pair
 from kernels.pallas_gpu.parts import combine, store_unit
 from kernels.pallas_gpu.reach import is_in, pack, sees
@@ -254,8 +255,8 @@ def _mix_kernel(
                 _barrier(interpret)  # they are read by other threads than wrote them
 
             if new.is_placed:
-                at = (own[:, None], q_head[:, None], lax.iota(jnp.int32, D)[None, :])
-                q = pltriton.load(q_ref.at[at])
+                at = (own[:, None], q_head[:, None], columns_of(D)[None, :])
+                q = load_head(q_ref.at[at], D)
             else:
                 pl.when((bounds[3] < share.yours) & (bounds[4] > share.mine))(write)
                 q = _turn(rows, fetched or fetch_q()).astype(projected_ref.dtype)
@@ -281,7 +282,8 @@ def _mix_kernel(
                     is_harmed = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
                     values = jnp.where(is_harmed[:, None], jnp.nan, sums.values)
                     sums = sums._replace(values=values)
-                finish(sums, projected_ref if new.gated else None, out_ref, row, q_head, row < stop)
+                gate_ref = projected_ref if new.gated else None
+                finish(sums, gate_ref, out_ref, row, q_head, row < stop, D)
 
             def end_if_last():
                 _barrier(interpret)
@@ -305,8 +307,8 @@ def _fetch(rows, norm_ref, row, start, is_in):
 
 
 def _turn(rows, fetched):
-    _, angles, _, new, _ = rows
-    return turn(fetched, angles[0].shape[1], new.has_norms, new.eps, new.digits)
+    _, angles, _, new, D = rows
+    return turn(fetched, angles[0].shape[1], new.has_norms, new.eps, new.digits, D)
 
 
 def _share(number, reach, bounds, order, sizes):
@@ -341,8 +343,8 @@ def _is_bad(projected_ref, row, start, is_new, D):
 
     0 x NaN is NaN: such values are not read, and given back to the rows that see them.
     """
-    at = projected_ref.at[row[:, None], start + lax.iota(jnp.int32, D)[None, :]]
-    v = pltriton.load(at, mask=is_new[:, None], other=0)
+    at = projected_ref.at[row[:, None], start + columns_of(D)[None, :]]
+    v = pltriton.load(at, mask=in_head(is_new[:, None], D), other=0)
     return jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1) > 0
 
 
@@ -378,9 +380,9 @@ def _sum_share(
         if sizes.max_rows > 1:
             is_one = (position[:, None] == place[None, :]) & is_bad[None, :]
             is_read &= jnp.max(is_one.astype(jnp.int32), axis=1) == 0
-        masked = {"mask": is_read[:, None], "other": 0.0}
-        load = partial(load_rows, seen, pages=pages, position=position, **masked)
-        scores = scores_of(q, load(which=0))
+        mask = is_read[:, None]
+        load = partial(load_rows, seen, pages=pages, position=position, mask=mask)
+        scores = scores_of(q, load(which=0), seen)
         is_seen = sees(position, seen.first, seen.until, window, order.nodes)
         scores = jnp.where(is_seen, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))
@@ -419,7 +421,7 @@ def _combine(parts, row, q_head, begin, share, order, sizes, interpret):
     per_span = order.span // order.split
     if sizes.may_span:
         per_span = _either(share.by_span, 1 << 20, per_span)
-    unroll = max(1, min(8, 16 * 128 * 8 // (sizes.lanes * parts[0].shape[3])))
+    unroll = max(1, min(8, 16 * 128 * 8 // (sizes.lanes * pl.next_power_of_2(parts[0].shape[3]))))
     return combine(parts, row, q_head, begin, end, per_span, unroll, interpret)
 
 

@@ -12,15 +12,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.pallas_gpu.attention import Sums, fold
+from kernels.pallas_gpu.columns import columns_of, in_head
 
 
 def store_unit(parts, unit, row, q_head, sums, is_lane):
     """Stores the sums over a unit of the positions."""
     sums_ref, *refs = parts
     # A lane that is not written gets a row outside, for the interpreter.
-    at, column = jnp.where(is_lane, row, sums_ref.shape[1]), lax.iota(jnp.int32, sums_ref.shape[3])
-    where = (unit, at[:, None], q_head[:, None], column[None, :])
-    pltriton.store(sums_ref.at[where], sums.values, mask=is_lane[:, None])
+    at, D = jnp.where(is_lane, row, sums_ref.shape[1]), sums_ref.shape[3]
+    where = (unit, at[:, None], q_head[:, None], columns_of(D)[None, :])
+    pltriton.store(sums_ref.at[where], sums.values, mask=in_head(is_lane[:, None], D))
     for ref, x in zip(refs, sums[1:], strict=True):
         pltriton.store(ref.at[unit, at, q_head], x, mask=is_lane)
 
@@ -33,14 +34,14 @@ def combine(parts, row, q_head, begin, end, per_span, unroll, interpret):
     (lanes,), D = row.shape, parts[0].shape[3]
 
     def load(unit, is_one):
-        column, is_one = lax.iota(jnp.int32, D)[None, :], jnp.broadcast_to(is_one, (lanes,))
+        column, is_one = columns_of(D)[None, :], jnp.broadcast_to(is_one, (lanes,))
         # Volatile, past the cache of the multiprocessor: other programs have written them.
         load = partial(pltriton.load, volatile=not interpret)
         at = (unit - begin, row, q_head)
         return Sums(
             load(
                 parts[0].at[(at[0], row[:, None], q_head[:, None], column)],
-                mask=is_one[:, None],
+                mask=in_head(is_one[:, None], D),
                 other=0.0,
             ),
             load(parts[1].at[at], mask=is_one, other=-1e30),

@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.tiles import AttentionTiles
+from kernels.triton_gpu.columns import columns_of, in_head, load_head, store_head
 from kernels.triton_gpu.linear import launching
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -137,7 +138,7 @@ def _attend_kernel(
     low = tl.min(tl.minimum(first, until))
     high = tl.minimum(tl.max(until) + nodes, columns * page)
     place = own.to(tl.int64) * q_heads + q_head
-    q = tl.load(q_at + place[:, None] * D + tl.arange(0, D)[None, :])
+    q = load_head(q_at + place[:, None] * D + columns_of(D)[None, :], D)
     sums, total = _sum_positions(
         q, k_at + head * D, v_at + head * D, table_at + request * columns, columns,
         window_at + own[:, None] * nodes, first, until, low, high, scale,
@@ -153,11 +154,12 @@ def clear_padding(
     D: tl.constexpr,
 ):  # fmt: skip
     """Writes 0 for a key head's queries of every `turns`th row from `begin` on."""
-    zeros = tl.zeros((D,), out_at.dtype.element_ty)
+    column = columns_of(D)
+    zeros = tl.zeros(column.shape, out_at.dtype.element_ty)
     for row in range(begin, num_rows, turns):
         for member in tl.static_range(group):
             place = (row * k_heads + head.to(tl.int64)) * group + member
-            tl.store(out_at + place * D + tl.arange(0, D), zeros)
+            store_head(out_at + place * D + column, zeros, D)
 
 
 @triton.jit
@@ -197,7 +199,7 @@ def _sum_positions(
                     table_at, columns, next_page, i * unroll + j, D, k_heads, page, tile
                 )
                 own, own_peak, own_total = add_whole(
-                    q, k_at + offset, v_at + offset, scale, own, own_peak, own_total, ones
+                    q, k_at + offset, v_at + offset, scale, own, own_peak, own_total, D, ones
                 )
             # A step that is a split is known when it is compiled.
             is_end = True
@@ -266,14 +268,15 @@ def offsets(
     else:
         pages = tl.load(table_at + tl.minimum(position // page, columns - 1))
     offset = ((pages.to(tl.int64) * page + position % page) * (k_heads * D))[:, None]
-    return position, offset + tl.arange(0, D)[None, :], number
+    return position, offset + columns_of(D)[None, :], number
 
 
 @triton.jit
 def no_sums(lanes: tl.constexpr, D: tl.constexpr):
     """The sums over no position: values, highest score, weights."""
     peak = tl.full((lanes,), NEGATIVE, tl.float32)
-    return tl.zeros((lanes, D), tl.float32), peak, tl.zeros((lanes,), tl.float32)
+    block: tl.constexpr = triton.next_power_of_2(D)
+    return tl.zeros((lanes, block), tl.float32), peak, tl.zeros((lanes,), tl.float32)
 
 
 @triton.jit
@@ -284,9 +287,9 @@ def _no_split(lanes: tl.constexpr, D: tl.constexpr, ones: tl.constexpr):
 
 
 @triton.jit
-def add_whole(q, k_at, v_at, scale, sums, peak, total, ones: tl.constexpr):
+def add_whole(q, k_at, v_at, scale, sums, peak, total, D: tl.constexpr, ones: tl.constexpr):
     """Adds a tile that every row sees whole."""
-    k, v = tl.load(k_at), tl.load(v_at)
+    k, v = load_head(k_at, D), load_head(v_at, D)
     # "ieee": float32 stays float32, no tf32
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     highest = tl.maximum(peak, tl.max(scores, axis=1))
@@ -321,13 +324,14 @@ def _add_masked(
     inside = position < high
     number = tl.load(table_at + position // page, mask=inside, other=0)
     offset = ((number.to(tl.int64) * page + position % page) * (k_heads * D))[:, None]
-    offset += tl.arange(0, D)[None, :]
+    offset += columns_of(D)[None, :]
+    keep = in_head(inside[:, None], D)
     highest, weights = peak, tl.zeros((peak.shape[0], tile), q.dtype)
-    v = tl.zeros((tile, D), q.dtype)
+    v = tl.zeros((tile, q.shape[1]), q.dtype)
     # Always so. What comes out of a branch has lost the narrow types that it was made of, by which
     # Triton would choose how the matrix unit reads it, and so the order of its sums.
     if i * tile < high:
-        k = tl.load(k_at + offset, mask=inside[:, None], other=0.0)
+        k = tl.load(k_at + offset, mask=keep, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = (position[None, :] >= first[:, None]) & (position[None, :] < until[:, None])
         if nodes > 0:
@@ -338,7 +342,7 @@ def _add_masked(
         highest = tl.maximum(peak, tl.max(scores, axis=1))
         weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0).to(q.dtype)
         # 0 x NaN is NaN: such values are taken out, and given back to the rows that see them.
-        v = tl.load(v_at + offset, mask=inside[:, None], other=0.0)
+        v = tl.load(v_at + offset, mask=keep, other=0.0)
         spoiled = tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1)  # [tile]
         v = tl.where(spoiled[:, None] == 0, v, tl.zeros_like(v))
         harmed = tl.max(tl.where(seen, spoiled[None, :], 0), axis=1)  # [lanes]
@@ -371,7 +375,7 @@ def finish(
     sums, total, gate_at, gate_place, out_at, place, is_lane, D: tl.constexpr, gated: tl.constexpr
 ):
     """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
-    column, keep = tl.arange(0, D)[None, :], is_lane[:, None]
+    column, keep = columns_of(D)[None, :], in_head(is_lane[:, None], D)
     out = sums / tl.maximum(total, 1e-30)[:, None]
     if gated:
         gate = tl.load(gate_at + gate_place[:, None] + column, mask=keep, other=0.0)

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.triton_gpu.columns import columns_of, in_head, load_head
 from kernels.triton_gpu.linear import launching
 from kernels.triton_gpu.squares import add_up
 
@@ -118,8 +119,8 @@ def _place_kernel(
             projected_at, offset, q_norm_at, cos_at, sin_at, row, is_row, eps,
             D, half, has_norms, digits,
         )  # fmt: skip
-        at = (row.to(tl.int64) * q_heads + head)[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(q_at + at, q.to(q_at.dtype.element_ty), mask=is_row[:, None])
+        at = (row.to(tl.int64) * q_heads + head)[:, None] * D + columns_of(D)[None, :]
+        tl.store(q_at + at, q.to(q_at.dtype.element_ty), mask=in_head(is_row[:, None], D))
     else:
         is_real = tl.load(real_at + row, mask=is_row, other=0).to(tl.int32) != 0
         request = tl.load(request_at + row, mask=is_real, other=0)
@@ -163,7 +164,7 @@ def write_pair(
         projected_at, offset, norm_at, cos_at, sin_at, row, is_in, eps,
         D, half, has_norms, digits,
     )  # fmt: skip
-    column, keep = tl.arange(0, D)[None, :], is_in[:, None]
+    column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)
     v = tl.load(projected_at + (offset + k_heads * D)[:, None] + column, mask=keep, other=0.0)
     number = tl.load(table_at + place // page, mask=is_in, other=0).to(tl.int64)
     at = ((number * page + place % page) * k_heads + head)[:, None] * D + column
@@ -205,7 +206,7 @@ def fetch(
     has_norms: tl.constexpr,
 ):
     """What `turn` takes; each column is loaded beside the one that it is turned with."""
-    column, keep = tl.arange(0, D)[None, :], is_in[:, None]
+    column, keep = columns_of(D)[None, :], in_head(is_in[:, None], D)
     other = tl.where(column < half, column + half, column - half)
     other = tl.where(column < 2 * half, other, column)
     x = tl.load(x_at + offset[:, None] + column, mask=keep, other=0.0)
@@ -216,7 +217,7 @@ def fetch(
     sin = tl.load(sin_at + angle, mask=is_turned, other=0.0)
     x_norm, y_norm = cos, sin  # nothing reads them without norms
     if has_norms:
-        x_norm, y_norm = tl.load(norm_at + column), tl.load(norm_at + other)
+        x_norm, y_norm = load_head(norm_at + column, D), load_head(norm_at + other, D)
     return x, y, x_norm, y_norm, cos, sin
 
 
@@ -236,6 +237,6 @@ def turn(
         scale = tl.rsqrt(mean + eps)[:, None]
         x = x * scale * fetched[2]
         y = y * scale * fetched[3]
-    column = tl.arange(0, D)[None, :]
+    column = columns_of(D)[None, :]
     turned_x = x * cos + tl.where(column < half, -y, y) * sin
     return tl.where(column < 2 * half, turned_x, x)

@@ -27,6 +27,7 @@ from kernels.triton_gpu.attention import (
     offsets,
     page_of,
 )
+from kernels.triton_gpu.columns import columns_of, in_head, load_head
 from kernels.triton_gpu.heads import fetch, turn, write_pair
 from kernels.triton_gpu.linear import launching
 from kernels.triton_gpu.parts import combine, store_unit
@@ -124,7 +125,7 @@ def mix(
         new_rows=triton.next_power_of_2(max_rows),
         ones=tiles.ones,
         splits=tiles.splits,
-        unroll=max(1, min(8, 16 * 128 * 8 // (lanes * D))),
+        unroll=max(1, min(8, 16 * 128 * 8 // (lanes * triton.next_power_of_2(D)))),
         span=span,
         split=split,
         tile=tile,
@@ -257,7 +258,7 @@ def _mix_kernel(
             tl.debug_barrier()  # they are read by other threads than wrote them
     place_of_lane = own.to(tl.int64) * q_heads + q_head
     if is_placed:
-        q = tl.load(q_at + place_of_lane[:, None] * D + tl.arange(0, D)[None, :])
+        q = load_head(q_at + place_of_lane[:, None] * D + columns_of(D)[None, :], D)
     else:
         if not is_early:
             fetched = fetch(*at_head, D, half, has_norms)
@@ -302,9 +303,8 @@ def _is_bad(projected_at, at, is_new, D: tl.constexpr):
 
     0 x NaN is NaN: such values are not read, and given back to the rows that see them.
     """
-    v = tl.load(
-        projected_at + at[:, None] + tl.arange(0, D)[None, :], mask=is_new[:, None], other=0
-    )
+    keep = in_head(is_new[:, None], D)
+    v = tl.load(projected_at + at[:, None] + columns_of(D)[None, :], mask=keep, other=0)
     return tl.max(tl.where(tl.abs(v) < float("inf"), 0, 1), axis=1) > 0
 
 
@@ -363,7 +363,7 @@ def _sum_share(
     for i in range(begin, whole):
         position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
         sums, peak, total = add_whole(
-            q, k_at + offset, v_at + offset, scale, sums, peak, total, ones
+            q, k_at + offset, v_at + offset, scale, sums, peak, total, D, ones
         )
         sums, peak, total, u_sums, u_peak, u_total = _close(
             i, end, sums, peak, total, u_sums, u_peak, u_total,
@@ -378,8 +378,9 @@ def _sum_share(
         if is_bad.shape[0] > 1:
             is_one = (position[:, None] == place[None, :]) & is_bad[None, :]
             is_read &= tl.max(is_one.to(tl.int32), axis=1) == 0
-        k = tl.load(k_at + offset, mask=is_read[:, None], other=0.0)
-        v = tl.load(v_at + offset, mask=is_read[:, None], other=0.0)
+        keep = in_head(is_read[:, None], D)
+        k = tl.load(k_at + offset, mask=keep, other=0.0)
+        v = tl.load(v_at + offset, mask=keep, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = sees(position, first, until, window, nodes)
         scores = tl.where(seen, scores, NEGATIVE)

@@ -8,13 +8,14 @@ import triton
 import triton.language as tl
 
 from kernels.triton_gpu.attention import fold, no_sums
+from kernels.triton_gpu.columns import columns_of, in_head
 
 
 @triton.jit
 def store_unit(sums_at, peaks_at, totals_at, at, sums, peak, total, is_lane, D: tl.constexpr):
     """Stores the sums over a unit of the positions."""
-    column = tl.arange(0, D)[None, :]
-    tl.store(sums_at + at[:, None] * D + column, sums, mask=is_lane[:, None])
+    column = columns_of(D)[None, :]
+    tl.store(sums_at + at[:, None] * D + column, sums, mask=in_head(is_lane[:, None], D))
     tl.store(peaks_at + at, peak, mask=is_lane)
     tl.store(totals_at + at, total, mask=is_lane)
 
@@ -37,7 +38,7 @@ def combine(
 
     Several units at a time, so that one need not wait for the memory of the one before.
     """
-    column = tl.arange(0, D)[None, :]
+    column = columns_of(D)[None, :]
     w_sums, w_peak, w_total = no_sums(lanes, D)
     for number in range(begin // per_span, tl.cdiv(end, per_span)):
         sums, peak, total = no_sums(lanes, D)
@@ -50,7 +51,7 @@ def combine(
                 at = (unit - begin) * stride + place
                 more_sums = tl.load(
                     sums_at + at[:, None] * D + column,
-                    mask=is_one[:, None],
+                    mask=in_head(is_one[:, None], D),
                     other=0.0,
                     cache_modifier=".cg",
                 )

@@ -45,7 +45,7 @@ def asked(
 
 
 NEXTN = {"speculative_algorithm": "NEXTN"}
-HEADS = {16, 32, 64, 128, 256}
+HEADS = set(range(16, 257, 16))
 DELTA = {16, 32, 64, 128}
 
 

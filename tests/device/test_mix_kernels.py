@@ -299,7 +299,12 @@ def test_the_reach_of_rows_is_that_of_the_specification(name: str, language: str
 
 @pytest.mark.parametrize(
     ("D", "dtype", "page", "max_rows", "gated"),
-    [(16, "float32", 1, 1, False), (128, "bfloat16", 64, 4, False), (256, "bfloat16", 16, 4, True)],
+    [
+        (16, "float32", 1, 1, False),
+        (128, "bfloat16", 64, 4, False),
+        (256, "bfloat16", 16, 4, True),
+        *((D, "bfloat16", 64, 4, True) for D in (48, 64, 80, 96, 112, 192)),
+    ],
 )
 def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, gated: bool) -> None:
     # The interpreter takes operations and sizes that the lowering refuses.

@@ -225,6 +225,15 @@ CASES = {
             tree_case, [4, 3, 2], [70, 330, 0], nodes=4, heads=(8, 1), D=64, page=64, columns=6,
             half=True,
         ),
+        "heads of 80, gate, part turned": partial(
+            tree_case, [2, 7, 3], [20, 5, 90], D=80, turned=20, gated=True
+        ),
+        "heads of 96 in half precision": partial(
+            tree_case, [4, 3, 2], [70, 100, 0], nodes=4, D=96, half=True
+        ),
+        "heads of 192, chains": partial(
+            prompt_case, [(30, 34), (16, 17), (60, 67)], D=192, draft_from=(0, 16, 50)
+        ),
         "chains": partial(prompt_case, [(30, 34), (16, 17), (120, 127)], draft_from=(0, 16, 100)),
         "one row a request": partial(
             prompt_case, [(30, 31), (16, 17), (120, 121)], draft_from=(0, 16, 100)
@@ -282,6 +291,11 @@ _LARGE |= {
     f"{name}prompt of {rows}": partial(prompt_case, [(0, rows)], **model)
     for name, model in (("", _MODEL), ("hybrid, ", _HYBRID))
     for rows in (64, 512, 2048)
+}
+_LARGE |= {
+    f"heads of {D}, {name}": _chains(B, rows, 512, _MODEL | {"D": D})
+    for D in (64, 80, 96, 192)
+    for name, B, rows in (("8 x 4 rows after 512", 8, 4), ("prompt of 512", 1, 512))
 }
 
 

@@ -1,0 +1,46 @@
+"""Columns of a head whose size need not be a power of two, as a block's must be, in Pallas.
+
+A block has the columns of the next power of two; those past the head are 0 and in no memory. Of a
+head that is a power of two there are none, and nothing is masked.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+
+def columns_of(D):
+    """The columns of a block."""
+    return lax.iota(jnp.int32, pl.next_power_of_2(D))
+
+
+def is_in_head(D):
+    """Which columns are of the head, [columns]; None: all."""
+    return None if D & (D - 1) == 0 else columns_of(D) < D
+
+
+def in_head(keep, D):
+    """What is kept of rows, [rows, 1], for the columns of the head alone; None keeps all."""
+    if D & (D - 1) == 0:
+        return keep
+    is_column = is_in_head(D)[None, :]
+    return is_column if keep is None else keep & is_column
+
+
+def load_head(at, D):
+    """Loads whole heads, [rows, columns]."""
+    return load_kept(at, in_head(None, D))
+
+
+def load_kept(at, keep):
+    """Loads what is kept, and 0 for the rest; None keeps all."""
+    return pltriton.load(at) if keep is None else pltriton.load(at, mask=keep, other=0.0)
+
+
+def outside(at, D, end):
+    """Where the columns of a block are written; those past the head at `end`, where there are none.
+
+    They are not written, but the interpreter must not find them at another head's columns.
+    """
+    return at if D & (D - 1) == 0 else jnp.where(columns_of(D) < D, at, end)
