@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -84,6 +84,17 @@ class ModelFacts:
     def marks(self) -> tuple[str, ...]:
         """What answers show although the tokenizer may have it as special tokens."""
         return marks_of(self.tool_call_parser, self.reasoning_parser)
+
+    def with_end(self, end_id: int | None) -> ModelFacts:
+        """With the tokenizer's end token, if it has one, among those that end a text.
+
+        A fine-tuned chat model's own end often stands in tokenizer_config.json alone, and
+        config.json still names the base model's. Only who reads requests reads the tokenizer; the
+        engine gets all ends of a text with each request.
+        """
+        if end_id is None or end_id >= self.limits.vocab or end_id in self.eos_ids:
+            return self
+        return replace(self, eos_ids=(*self.eos_ids, end_id))
 
     def to_message(self) -> list[Any]:
         """The `facts` message."""

@@ -165,7 +165,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         for note in start_notes(start.memory, start.plain, start.defaults):
             console.print(note)
         with _ended_by_signals():
-            backend = _ready(start, platform, console)
+            backend = ready(start, platform, console)
             watchdog = Watchdog(options.server.watchdog_timeout)
             named = NamedSteps(backend, watchdog)
             engine = make_engine(named, start.memory)
@@ -178,12 +178,12 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
         print(error, file=sys.stderr, flush=True)
         return loop.EXIT_REFUSED
     index, server = index_of(engine.controller), options.server
-    facts = _facts(start, server, listeners)
+    facts = facts_of(start, server, listeners)
     heap.settle()
     return loop.run(served, facts, listeners, index, watchdog, server.drain_timeout, start.grammars)
 
 
-def _ready(start: Start, platform: Platform, console: Console) -> Backend:
+def ready(start: Start, platform: Platform, console: Console) -> Backend:
     """The backend with everything that serving needs: nothing is compiled or captured later."""
     with loading_bar(console, start.num_bytes) as progress:
         backend = start.load(platform, progress)
@@ -396,7 +396,8 @@ def _trace(
         ) from error
 
 
-def _facts(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFacts:
+def facts_of(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFacts:
+    """What a request is checked against, and who may ask."""
     memory = start.memory
     options, limits, model = memory.options, memory.limits, memory.blueprint.config
     folder, queued = Path(options.model.model_path).resolve(), server.max_queued_requests

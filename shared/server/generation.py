@@ -11,7 +11,6 @@ from dataclasses import replace
 from shared.engine.checks import check
 from shared.engine.request import Event, FinishReason, Refusal, SamplingParams
 from shared.options.request_fields import CHAT, COMPLETIONS
-from shared.process.frames import ModelFacts
 from shared.server.choice import Choice, Piece, Speculation, StopFinder
 from shared.server.engine_client import (
     MAX_UNREAD_EVENTS,
@@ -185,7 +184,7 @@ class Generator:
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
-        self._facts = _with_end(client.facts, tokenizer)
+        self._facts = client.facts.with_end(tokenizer.end_id if tokenizer else None)
         self._reader, self._grammars = reader, grammars
         self._parsers = Parsers(client.facts)
         self._names = TokenNames(tokenizer)
@@ -297,19 +296,6 @@ class Generator:
         if isinstance(request, ChatRequest) or not request.echo or self.tokenizer is None:
             return ""
         return text or self.tokenizer.decode(prompt.tokens)
-
-
-def _with_end(facts: ModelFacts, tokenizer: Tokenizer | None) -> ModelFacts:
-    """With the tokenizer's end token among those that end a text.
-
-    A fine-tuned chat model's own end often stands in tokenizer_config.json alone, and config.json
-    still names the base model's. Only this process reads the tokenizer; the engine gets all ends of
-    a text with each request.
-    """
-    end = tokenizer.end_id if tokenizer else None
-    if end is None or end >= facts.limits.vocab or end in facts.eos_ids:
-        return facts
-    return replace(facts, eos_ids=(*facts.eos_ids, end))
 
 
 def _seeds(request: CompletionRequest | ChatRequest, num_prompts: int) -> list[list[int]]:

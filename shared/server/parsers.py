@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from shared.process.frames import ModelFacts
-from shared.server.call_formats import FORMATS, CallFormat
 from shared.server.delta import OutputParser, PlainText
 from shared.server.errors import ApiError
 from shared.server.openai_types import ChatRequest, CompletionRequest
-from shared.server.reading import Reading, Said, Source, TextReader
-from shared.server.reasoning import is_open_after, read_reasoning
+from shared.server.reading import Said
+from shared.server.reasoning import is_open_after
+from shared.server.text_parsers import new_parser
 
 
 class Parsers:
@@ -43,25 +43,3 @@ class Parsers:
             Said(schemas, request.most_calls, request.holds_calls),
             None if self._reasoning is None else is_open_after(prompt, self._reasoning),
         )
-
-
-def new_parser(calls: str | None, said: Said, is_open: bool | None) -> OutputParser:
-    """A parser of one text.
-
-    Args:
-      calls: Format of its calls, a name of `FORMATS`; None: it has none.
-      said: What may be called.
-      is_open: Whether the text begins within its reasoning; None: it has no reasoning.
-    """
-    if calls is None and is_open is None:
-        return PlainText()
-    call_format = CallFormat(Source.rest, None) if calls is None else FORMATS[calls]
-    # A grammar begins behind the reasoning, and asks for its calls there.
-    read_call = None if said.are_calls_held else call_format.read_call
-
-    def read(source: Source, said: Said) -> Reading[None]:
-        if is_open is not None:
-            yield from read_reasoning(source, said, is_open, read_call)
-        yield from call_format.read(source, said)
-
-    return TextReader(read, said)

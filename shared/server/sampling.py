@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Protocol
+
 from shared.engine.request import SamplingParams
 from shared.process.frames import ModelFacts
-from shared.server.openai_types import GenerationRequest
 
 # Below it a temperature is greedy: logits over it would leave float32's range.
 MIN_TEMPERATURE = 1e-5
@@ -12,9 +13,48 @@ MIN_TEMPERATURE = 1e-5
 MIN_TOP_P = 1e-6
 
 
-def make_sampling(
-    request: GenerationRequest, prompt_tokens: int, facts: ModelFacts
-) -> SamplingParams:
+class Asked(Protocol):
+    """The fields of a request that say how tokens are chosen; None leaves one to the model.
+
+    `DEFAULT_TOKENS` bounds an output whose request does not say; None: all that fits.
+    """
+
+    DEFAULT_TOKENS: ClassVar[int | None]
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    min_tokens: int | None
+    stop_token_ids: list[int] | None
+    ignore_eos: bool | None
+    logit_bias: dict[int, float]
+    trace: bool | None
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        ...
+
+    @property
+    def asked_logprobs(self) -> tuple[str, int | None]:
+        """The field that asks for the best tokens, and how many; None for no logprobs at all."""
+        ...
+
+    @property
+    def asked_prompt_logprobs(self) -> tuple[str, int | None]:
+        """The field that asks for most of the prompt's logprobs, and how many; None for none."""
+        ...
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Most drafts of a step, or None for all that the step has."""
+        ...
+
+
+def make_sampling(request: Asked, prompt_tokens: int, facts: ModelFacts) -> SamplingParams:
     """Sampling parameters, but for the seeds, which each choice has of its own.
 
     Whether they can be served is for `shared.engine.checks.check` to say.
@@ -51,7 +91,7 @@ def _value(asked: float | None, default: float) -> float:
     return default if asked is None else asked
 
 
-def _max_tokens(request: GenerationRequest, room: int) -> int:
+def _max_tokens(request: Asked, room: int) -> int:
     _, asked = request.asked_tokens
     if asked is not None:
         return asked

@@ -1,0 +1,23 @@
+"""Answers in Python, with speculation: `python -m examples.generate [torch|jax]`."""
+
+import sys
+from importlib import import_module
+
+QUESTION = "A cinema has 6 rows of 13 seats. How many seats are there?"
+
+
+def main(backend: str) -> None:
+    """Answers one question and continues two prompts; without a path the model that ships runs."""
+    LLM = import_module(f"{backend}_impl").LLM  # or: from torch_impl import LLM, SamplingParams
+    SamplingParams = import_module(f"{backend}_impl").SamplingParams
+    with LLM(speculative_algorithm="NEXTN", max_running_requests=2, context_length=256) as llm:
+        greedy = SamplingParams(temperature=0, max_tokens=64)
+        (answer,) = llm.chat([{"role": "user", "content": QUESTION}], greedy)
+        print(answer.text)
+        print(f"{answer.outputs[0].accept_length:.2f} tokens a step")
+        for result in llm.generate(["Tom has 3 apples", "Ann buys 2 pens"], greedy):
+            print(repr(result.prompt), "->", repr(result.text))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:] or ["torch"])

@@ -1,0 +1,21 @@
+"""Shows what each step of an answer drafted and accepted: `python -m examples.trace_step`."""
+
+from torch_impl import LLM, SamplingParams
+
+QUESTION = "Raj makes 6 cards a day for 18 days. How many cards does Raj make?"
+
+
+def main() -> None:
+    """Drafts trees with the EAGLE-3 head that ships, and prints a line for each step."""
+    options = {"speculative_algorithm": "EAGLE3", "context_length": 256}
+    with LLM(speculative_draft_model_path="models/demo/eagle3", **options) as llm:
+        asked = SamplingParams(temperature=0, max_tokens=64, trace=True)
+        (answer,) = llm.chat([{"role": "user", "content": QUESTION}], asked)
+    for step in answer.outputs[0].steps:
+        said = "".join(token["text"] for token in step["tokens"])
+        accepted = sum(draft["accepted"] for draft in step["drafts"])
+        print(f"{step['source']:8} {accepted} of {len(step['drafts'])} drafts accepted: {said!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Trains an EAGLE-3 head for a model and serves with it: `python -m examples.train_head OUT`.
+
+The settings are for seeing it work within minutes on a CPU; docs/training_drafts.md has those of a
+head that drafts well.
+"""
+
+import json
+import sys
+from itertools import islice
+from pathlib import Path
+
+from jax_impl import LLM, SamplingParams
+from jax_impl.train import main as train
+from models.demo.problems import problems
+
+TARGET = "models/demo/target"
+
+
+def main(out: str, steps: str = "200", prompts: str = "64") -> None:
+    """Writes prompts, trains, and answers one of them with the head."""
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = folder / "prompts.jsonl"
+    chats = [example.messages[:1] for example in islice(problems("train", 1), int(prompts))]
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    head = str(folder / "head")
+    flags = ["--target", TARGET, "--draft", "eagle3", "--data", str(data), "--out", head]
+    sizes = ["--steps", steps, "--prompts", prompts, "--output-tokens", "48", "--warmup", "1"]
+    assert train([*flags, *sizes]) == 0
+    drafting = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head}
+    with LLM(TARGET, max_running_requests=1, context_length=256, **drafting) as llm:
+        (answer,) = llm.chat(chats[0], SamplingParams(temperature=0, max_tokens=48))
+    print(f"{answer.outputs[0].accept_length:.2f} tokens a step")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,273 @@
+"""A model in Python: `LLM(model_path, **options)`, without a server."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, ClassVar, Self
+
+from rich.console import Console
+
+from shared.engine.checks import check
+from shared.engine.request import Request
+from shared.offline.answer import Answer, ReadPrompt, Stream
+from shared.offline.engine_thread import EngineThread, Started
+from shared.offline.params import SamplingParams
+from shared.offline.results import RequestOutput
+from shared.options.flags import ConfigError, spelling
+from shared.options.observing import ObservingOptions
+from shared.options.options import parse
+from shared.options.server import ServerOptions
+from shared.process import heap, launch
+from shared.process.address import Listeners
+from shared.process.notes import start_notes
+from shared.server.choice import Choice, Speculation, StopFinder
+from shared.server.logprobs import PromptText, TokenNames
+from shared.server.reading import Said
+from shared.server.reasoning import is_open_after, thinking_after
+from shared.server.sampling import make_sampling
+from shared.server.text_parsers import new_parser
+from shared.spec.sampling import derive_seed
+from shared.text.chat_template import Conversation
+from shared.text.grammar_worker import Wanted
+from shared.text.tokenizer import Detokenizer, Tokenizer
+
+Prompt = str | list[int]
+Message = dict[str, Any]
+
+OF_A_SERVER = (
+    {item.name for part in (ServerOptions, ObservingOptions) for item in fields(part)}
+    | {"speculative_ngram_external_corpus_path"}
+) - {"sampling_defaults", "reasoning_parser", "tool_call_parser"}
+"""Options that mean nothing without the HTTP server."""
+
+
+class LLM:
+    """A model on this machine's GPU, or else its processor; the engine runs on its own thread.
+
+    The options are the server's flags, spelled as Python names (`--page-size 64` is
+    `page_size=64`), and are checked as they are. Texts are those of the server: speculation never
+    changes them.
+
+    Methods may be called from several threads at once; their requests are served together.
+
+    Args:
+      model_path: Folder of a Hugging Face checkpoint; None: the model that ships.
+      **options: Any flag of the server but those of its listeners and its log.
+
+    Raises:
+      ValueError: What the server would refuse to start with; one sentence.
+    """
+
+    PLATFORM: ClassVar[launch.Platform]
+
+    def __init__(self, model_path: str | None = None, **options: Any) -> None:
+        if model_path is not None:
+            options = {"model_path": model_path, **options}
+        self._options = parse(_command_line(options))
+        self._engine = EngineThread(self._start)
+        self._names, self._ids = TokenNames(self.tokenizer), itertools.count(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what runs and frees the device's memory; a second call does nothing."""
+        self._engine.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[RequestOutput]:
+        """Continues prompts, all of them together.
+
+        Args:
+          prompts: A text, the token ids of one, or several of either.
+          sampling_params: For all of them; None: the model's defaults, until the model ends.
+
+        Returns:
+          A result for each prompt, in their order.
+
+        Raises:
+          ValueError: A prompt cannot be served; one sentence.
+          RuntimeError: The engine failed.
+        """
+        params = sampling_params or SamplingParams()
+        return self._answers([self._read(prompt) for prompt in _listed(prompts)], params, ())
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations, all of them together; the rest as `generate`.
+
+        Args:
+          messages: One conversation or several, in OpenAI's form.
+          tools: What the model may call, in OpenAI's form; needs `tool_call_parser`.
+          chat_template_kwargs: Values of the chat template's own variables.
+        """
+        chats = [messages] if messages and isinstance(messages[0], dict) else messages
+        read = [self._read_chat(chat, tools, chat_template_kwargs or {}) for chat in chats]
+        return self._answers(read, sampling_params or SamplingParams(), tools)
+
+    def stream(
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+    ) -> Stream:
+        """Answers a prompt or a conversation part by part.
+
+        Returns:
+          Gives a `Part` a step, in a `for` and in an `async for` alike; a loop that is left ends
+          the request.
+        """
+        is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], dict)
+        read = self._read_chat(prompt, (), {}) if is_chat else self._read(prompt)
+        return self._begin(read, sampling_params or SamplingParams(), ())
+
+    def _start(self) -> Started:
+        """On the engine's thread, which alone may touch the device."""
+        heap.unsettle()
+        start = launch.prepare(self._options, self.PLATFORM)
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        for note in start_notes(start.memory, start.plain, start.defaults):
+            console.print(note)
+        backend = launch.ready(start, self.PLATFORM, console)
+        engine = launch.make_engine(backend, start.memory)
+        served = launch.with_checks(engine, backend, self._options.engine.shadow_check)
+        self._facts = launch.facts_of(start, self._options.server, Listeners([], []))
+        self.tokenizer = Tokenizer.from_folder(self._facts.model_folder)
+        end = self.tokenizer.end_id if self.tokenizer else None
+        self._facts = self._facts.with_end(end)
+        heap.settle()
+        return Started(served, start.grammars)
+
+    def _read(self, prompt: Any) -> ReadPrompt:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the model folder has no tokenizer.json: give token ids")
+            return ReadPrompt(self.tokenizer.encode(prompt), prompt, None)
+        return ReadPrompt([int(token) for token in prompt], "", None)
+
+    def _read_chat(
+        self, messages: Any, tools: Sequence[dict[str, Any]], arguments: dict[str, Any]
+    ) -> ReadPrompt:
+        if self.tokenizer is None or self.tokenizer.template is None:
+            raise ValueError("the model folder has no chat template: use generate")
+        if tools and self._facts.tool_call_parser is None:
+            raise ValueError("tools need the option tool_call_parser")
+        written = [_for_template(message) for message in messages]
+        text = self.tokenizer.render_chat(Conversation(written, list(tools), arguments))
+        return ReadPrompt(self.tokenizer.encode_more(text), text, self._facts.reasoning_parser)
+
+    def _answers(
+        self, prompts: Sequence[ReadPrompt], params: SamplingParams, tools: Sequence[dict[str, Any]]
+    ) -> list[RequestOutput]:
+        begun: list[Stream] = []
+        try:
+            for prompt in prompts:
+                begun.append(self._begin(prompt, params, tools))
+            return [stream.result() for stream in begun]
+        finally:  # a refusal, or an interrupt, leaves nothing running
+            for stream in begun:
+                stream.close()
+
+    def _begin(
+        self, prompt: ReadPrompt, params: SamplingParams, tools: Sequence[dict[str, Any]]
+    ) -> Stream:
+        """Gives the engine the requests of a prompt."""
+        sampling = make_sampling(params, len(prompt.tokens), self._facts)
+        sampling = replace(sampling, grammar=_grammar(prompt, params))
+        check(prompt.tokens, sampling, self._facts.limits)
+        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
+        answers = []
+        for index in range(params.n):
+            request = Request(
+                request_id=next(self._ids),
+                prompt=tuple(prompt.tokens),
+                sampling=replace(sampling, seed32=derive_seed(seed, index)),
+            )
+            choice = self._choice(prompt, request, params, tools)
+            answers.append(Answer(index, request, choice, self._names))
+        return Stream(prompt, answers, self._engine)
+
+    def _choice(
+        self,
+        prompt: ReadPrompt,
+        request: Request,
+        params: SamplingParams,
+        tools: Sequence[dict[str, Any]],
+    ) -> Choice:
+        functions = [tool["function"] for tool in tools]
+        schemas = {each["name"]: each.get("parameters") or {} for each in functions}
+        calls = self._facts.tool_call_parser if functions else None
+        name, sampling = prompt.reasoning, request.sampling
+        is_open = None if name is None else is_open_after(prompt.text, name)
+        told = PromptText(prompt.tokens, [0] * len(prompt.tokens))
+        return Choice(
+            Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
+            StopFinder(tuple(params.stop)),
+            new_parser(calls, Said(schemas, None, False), is_open),
+            sampling.min_tokens,
+            Speculation.empty(self._facts.max_draft_depth),
+            "",
+            sampling.stop_token_ids,
+            None if sampling.prompt_logprobs is None else told,
+        )
+
+
+def _command_line(options: dict[str, Any]) -> list[str]:
+    """The options as the server's command line, which is checked as a whole.
+
+    Raises:
+      ConfigError: One belongs to the HTTP server.
+    """
+    words = []
+    for name, value in options.items():
+        if name in OF_A_SERVER:
+            raise ConfigError(f"{name} is an option of the HTTP server; leave it out")
+        if value is True:
+            words.append(spelling(name))
+        elif value is not None and value is not False:
+            words.append(f"{spelling(name)}={value}")
+    return words
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Several prompts, where one was given too."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # pyright: ignore[reportReturnType]  # a list of ids is one prompt
+    return prompts  # pyright: ignore[reportReturnType]
+
+
+def _grammar(prompt: ReadPrompt, params: SamplingParams) -> str | None:
+    """What the answer is held to; it begins behind the reasoning."""
+    if params.form is None:
+        return None
+    lead = None if prompt.reasoning is None else thinking_after(prompt.text, prompt.reasoning)
+    return Wanted(form=params.form, calls=None, lead=lead).grammar()
+
+
+def _for_template(message: Message) -> Message:
+    """A message as templates read it: the arguments of its calls are objects."""
+    calls = message.get("tool_calls")
+    return message if not calls else {**message, "tool_calls": list(map(_read_call, calls))}
+
+
+def _read_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,126 @@
+"""How the tokens of an answer are chosen, as Python code says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from shared.text.grammar_worker import Form
+
+_BOUNDS = {
+    "n": (1, 128),
+    "temperature": (0, 2),
+    "top_p": (0, 1),
+    "top_k": (-1, 1 << 31),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 2),
+    "max_tokens": (0, 1 << 31),
+    "min_tokens": (0, 1 << 31),
+    "logprobs": (0, 1 << 31),
+    "prompt_logprobs": (0, 1 << 31),
+    "max_draft_tokens": (0, 1 << 16),
+    "seed": (-(1 << 63), (1 << 63) - 1),
+}
+_WHOLE = {"n", "top_k", "seed"} | {name for name in _BOUNDS if "tokens" in name or "logp" in name}
+_FORMS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """How the tokens of an answer are chosen; the fields are those of the HTTP routes.
+
+    Attributes:
+      n: Answers of each prompt.
+      temperature, top_p, top_k, min_p, repetition_penalty: None leaves them to the model's
+        generation_config.json.
+      max_tokens: Most tokens of an answer; None: all that fit, 0: the prompt is read and that is
+        all.
+      min_tokens: No token that ends the text, and no stop string, counts before.
+      seed: Equal seeds give equal texts; None draws one.
+      stop: Strings that end the text and are none of it.
+      stop_token_ids: Tokens that end the text, beside the model's own.
+      ignore_eos: The model's own end tokens end nothing.
+      logit_bias: Added to the logits, by token.
+      logprobs: How many of the best tokens come with each token; None: no logprobs.
+      prompt_logprobs: The same of the prompt's tokens.
+      max_draft_tokens: Most drafts of a step; 0 turns speculation off for this request.
+      structured_outputs: Holds the answer to a form: one of json (a schema), regex, choice and
+        grammar (Lark or GBNF).
+      trace: The result tells of every step.
+
+    Raises:
+      ValueError: A field is out of its bounds; one sentence that names it.
+    """
+
+    DEFAULT_TOKENS: ClassVar[int | None] = None
+
+    n: int = 1
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    max_draft_tokens: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    trace: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _BOUNDS.items():
+            value = getattr(self, name)
+            if value is not None and not _is_number(value, name in _WHOLE, low, high):
+                noun = "a whole number" if name in _WHOLE else "a number"
+                raise ValueError(f"{name} must be {noun} from {low} to {high}, got {value!r:.60}")
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError("stop must be a list of texts, none of them empty")
+        _ = self.form  # what cannot be read is refused here, not at the first prompt
+
+    @property
+    def form(self) -> Form | None:
+        """What the answer is held to."""
+        if self.structured_outputs is None:
+            return None
+        if len(self.structured_outputs) != 1 or not self.structured_outputs.keys() <= _FORMS.keys():
+            raise ValueError(f"structured_outputs must have one of {', '.join(_FORMS)}")
+        ((name, value),) = self.structured_outputs.items()
+        return Form(kind=_FORMS[name], value=value)
+
+    @property
+    def asked_tokens(self) -> tuple[str, int | None]:
+        """The field that bounds the output, and its value."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def asked_logprobs(self) -> tuple[str, int | None]:
+        """The field that asks for the best tokens, and how many."""
+        return "logprobs", self.logprobs
+
+    @property
+    def asked_prompt_logprobs(self) -> tuple[str, int | None]:
+        """The field that asks for logprobs of the prompt, and how many."""
+        return "prompt_logprobs", self.prompt_logprobs
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Most drafts of a step."""
+        return self.max_draft_tokens
+
+
+def _is_number(value: Any, is_whole: bool, low: float, high: float) -> bool:
+    """Whether a value is a number within bounds; true and false are none."""
+    kinds = (int,) if is_whole else (int, float)
+    return type(value) in kinds and low <= value <= high

@@ -1,0 +1,179 @@
+"""The model in Python answers as the server does, and refuses as it does."""
+
+import asyncio
+import threading
+
+import pytest
+
+from jax_impl import LLM as JaxLLM
+from shared.offline.llm import OF_A_SERVER
+from shared.options.flags import ConfigError
+from tests.support.http_fixtures import serving
+from torch_impl import LLM, SamplingParams
+
+QUESTION = [{"role": "user", "content": "A cinema has 6 rows of 13 seats. How many seats?"}]
+GREEDY = {"temperature": 0.0, "max_tokens": 64}
+SAMPLED = {"temperature": 1.0, "seed": 5, "max_tokens": 48}
+OPTIONS = {"max_running_requests": 4, "context_length": 256}
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(speculative_algorithm="NEXTN", max_prompt_logprobs=2, **OPTIONS) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def server():
+    flags = ["--max-running-requests", "4", "--context-length", "256"]
+    with serving(["-m", "torch_impl.serve", "--port", "0", *flags]) as it:
+        yield it
+
+
+@pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_a_chat_has_the_text_of_the_server(llm, server, how):
+    (answer,) = llm.chat(QUESTION, SamplingParams(**how, n=2))
+    told = server.post("/v1/chat/completions", messages=QUESTION, **how, n=2).json()
+    assert [o.text for o in answer.outputs] == [c["message"]["content"] for c in told["choices"]]
+    assert [o.finish_reason for o in answer.outputs] == [
+        c["finish_reason"] for c in told["choices"]
+    ]
+    assert answer.outputs[0].accept_length > 2
+
+
+def test_jax_answers_as_torch_does(llm):
+    asked = SamplingParams(**SAMPLED)
+    # With the programs of `examples.compare_backends`, so that they are compiled once.
+    with JaxLLM(speculative_algorithm="NEXTN", **OPTIONS | {"max_running_requests": 2}) as other:
+        theirs, ours = other.chat(QUESTION, asked)[0], llm.chat(QUESTION, asked)[0]
+    assert theirs.outputs[0].token_ids == ours.outputs[0].token_ids
+    assert theirs.outputs[0].accepted_histogram == ours.outputs[0].accepted_histogram
+
+
+def test_prompts_are_served_together_and_come_back_in_order(llm):
+    prompts = ["Tom has 3", llm.tokenizer.encode("Ann buys 2"), "Raj makes 6"]
+    together = llm.generate(prompts, SamplingParams(**GREEDY))
+    alone = [llm.generate(prompt, SamplingParams(**GREEDY))[0] for prompt in prompts]
+    assert [a.outputs[0].token_ids for a in together] == [a.outputs[0].token_ids for a in alone]
+    assert [a.prompt for a in together] == ["Tom has 3", "", "Raj makes 6"]
+
+
+def test_a_stream_adds_up_to_the_text_in_both_kinds_of_loop(llm):
+    asked = SamplingParams(**SAMPLED, n=2)
+    texts = [output.text for output in llm.chat(QUESTION, asked)[0].outputs]
+
+    async def gathered():
+        return [part async for part in llm.stream(QUESTION, asked)]
+
+    for parts in (list(llm.stream(QUESTION, asked)), asyncio.run(gathered())):
+        assert ["".join(p.text for p in parts if p.index == i) for i in range(2)] == texts
+        assert [p.finish_reason for p in parts].count("stop") == 2
+        assert len(parts) > 4
+
+
+def test_a_stream_that_is_left_ends_its_request(llm):
+    for _ in llm.stream("Tom has", SamplingParams(temperature=1, seed=1, ignore_eos=True)):
+        break
+    (answer,) = llm.chat(QUESTION, SamplingParams(**GREEDY))  # waits for the engine's next steps
+    assert answer.outputs[0].finish_reason == "stop"
+    assert not llm._engine._sinks
+
+
+def test_results_tell_logprobs_stops_and_steps(llm):
+    asked = SamplingParams(**GREEDY, logprobs=2, prompt_logprobs=1, trace=True, stop="=")
+    (answer,) = llm.chat(QUESTION, asked)
+    output = answer.outputs[0]
+    assert "=" not in output.text
+    assert output.finish_reason == "stop"
+    assert [entry.token for entry in output.logprobs] == output.token_ids
+    assert all(len(entry.best) == 2 for entry in output.logprobs)
+    assert [entry.token for entry in answer.prompt_logprobs] == answer.prompt_token_ids
+    told = [token["token"] for step in output.steps for token in step["tokens"]]
+    assert told == output.token_ids
+    assert any(step["source"] == "draft" for step in output.steps)
+
+
+def test_threads_share_the_engine(llm):
+    wanted = llm.chat(QUESTION, SamplingParams(**GREEDY))[0].text
+    found = []
+    threads = [
+        threading.Thread(
+            target=lambda: found.append(llm.chat(QUESTION, SamplingParams(**GREEDY))[0].text)
+        )
+        for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [wanted] * 6
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda llm: llm.generate([1 << 20]), "prompt has token id 1048576, ids are 0 to"),
+        (lambda llm: llm.generate(""), "prompt must not be empty"),
+        (lambda llm: llm.generate("a", SamplingParams(max_tokens=999)), "max_tokens is 999"),
+        (lambda llm: llm.generate("a", SamplingParams(logprobs=99)), "logprobs must be from 0 to"),
+        (lambda llm: llm.chat(QUESTION, tools=[{}]), "tools need the option tool_call_parser"),
+        (
+            lambda llm: llm.chat(QUESTION, SamplingParams(structured_outputs={"regex": "a+"})),
+            "a grammar needs a server that was started with --grammar-backend llguidance",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_a_sentence(llm, call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call(llm)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"temperature": 3}, "temperature must be a number from 0 to 2, got 3"),
+        ({"max_tokens": True}, "max_tokens must be a whole number"),
+        ({"stop": [""]}, "stop must be a list of texts, none of them empty"),
+        ({"structured_outputs": {"yaml": 1}}, "structured_outputs must have one of json, regex"),
+    ],
+)
+def test_parameters_are_checked_when_they_are_made(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"port": 8000}, "port is an option of the HTTP server"),
+        ({"page_size": 3}, "--page-size must be a power of two"),
+        ({"pagesize": 16}, "did you mean --page-size"),
+        ({"speculative_num_steps": 3}, "--speculative-num-steps needs a drafter"),
+        ({"model_path": "no/such/folder"}, "no/such/folder"),
+    ],
+)
+def test_options_are_checked_as_the_flags_are(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        LLM(**options)
+
+
+def test_every_option_of_the_server_alone_is_refused_by_name():
+    for name in OF_A_SERVER:
+        with pytest.raises(ConfigError, match=f"{name} is an option of the HTTP server"):
+            LLM(**{name: True})
+
+
+def test_a_grammar_holds_an_answer():
+    form = {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+    asked = SamplingParams(temperature=1, seed=2, max_tokens=40, structured_outputs=form)
+    with LLM(grammar_backend="llguidance", **OPTIONS) as llm:
+        (answer,) = llm.chat(QUESTION, asked)
+    assert answer.text.startswith("{")
+
+
+def test_an_engine_that_was_closed_says_so():
+    llm = LLM(**OPTIONS)
+    llm.close()
+    llm.close()
+    with pytest.raises(RuntimeError, match="the engine has ended"):
+        llm.generate("a")
