@@ -24,8 +24,8 @@ class AttentionTiles:
 
     Attributes:
       lanes: Rows of a product, one for each pair of a query row and a query head of the key head.
-      ones: Columns of ones, by which the weights are multiplied to be summed. Where they are no
-        more than the lanes, Triton gives its warps rows to do, else columns.
+      ones: Weights are summed by a matrix product with so many columns of 1. Where there are no
+        more of them than lanes, Triton splits the rows over its warps, otherwise the columns.
       unroll: Tiles of a split that a step of the loop adds; all where a split has fewer.
       warps, stages: Of the kernel.
     """
