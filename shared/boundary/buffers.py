@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
+from typing import get_type_hints
 
 import numpy as np
 from jaxtyping import Int32
@@ -76,9 +77,42 @@ def _lay_out(arrays: list[tuple[str, tuple[int, ...], type]]) -> Layout:
     return Layout(fields, offset)
 
 
-_INTS = ("top_k", "prompt_length", "min_length", "max_drafts")
-_SAMPLING_DTYPES: dict[str, type] = {f.name: np.float32 for f in fields(Sampling)}
-_SAMPLING_DTYPES |= {"seed": np.uint32} | dict.fromkeys((*_INTS, "stop_ids", "bias_ids"), np.int32)
+DTYPES = {"float32": np.float32, "int32": np.int32, "uint32": np.uint32}
+"""What a buffer of 32-bit words can hold, by the names of annotations."""
+
+
+@cache
+def sampling_layout(kind: type, limits: Limits) -> dict[str, tuple[tuple[int, ...], type]]:
+    """The shape beside the rows, and the dtype, of each field of `Sampling`, as annotated.
+
+    Args:
+      kind: `Sampling`; its first axis counts rows.
+
+    Raises:
+      TypeError: A field has a dtype that is no word, or an axis that `limits` does not bound.
+    """
+    bounds = {"M": limits.max_stop_ids, "K": limits.max_bias, "S_max": limits.max_calibrated}
+    found = {}
+    for name, array in get_type_hints(kind).items():
+        (dtype, *others), (_, *axes) = array.dtypes, array.dim_str.split()
+        if others or dtype not in DTYPES:
+            raise TypeError(f"{name}: {' or '.join(array.dtypes)} is none of {', '.join(DTYPES)}")
+        if unknown := set(axes) - bounds.keys():
+            raise TypeError(f"{name}: nothing bounds its axis {min(unknown)}")
+        found[name] = tuple(bounds[axis] for axis in axes), DTYPES[dtype]
+    return found
+
+
+def neutral(limits: Limits, rows: int) -> Sampling:
+    """Parameters that change nothing: the plain argmax of the logits, whatever their row."""
+    layout = sampling_layout(Sampling, limits)
+    made = {name: np.zeros((rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
+    made["top_p"][:] = made["repetition"][:] = 1.0
+    made["top_k"][:] = limits.vocab
+    return Sampling(**made)
+
+
+_padding = cache(neutral)  # to copy from
 
 
 @cache
@@ -114,14 +148,9 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
     if program.mask:
         words = mask_words(limits.vocab)
         masks = [("mask_index", (B, N)), ("mask_bits", (1 + program.shape.rows, words))]
-    widths = {
-        "stop_ids": (limits.max_stop_ids,),
-        "bias_ids": (limits.max_bias,),
-        "bias_values": (limits.max_bias,),
-        "calibration": (limits.max_calibrated,),
-    }
     sampling = [
-        (name, (B, *widths.get(name, ())), dtype) for name, dtype in _SAMPLING_DTYPES.items()
+        (name, (B, *shape), dtype)
+        for name, (shape, dtype) in sampling_layout(Sampling, limits).items()
     ]
     ints = [(name, shape, np.int32) for name, shape in work + rows + snapshots]
     pages = ("page_table", (B, program.pages), np.int32)
@@ -168,8 +197,8 @@ def empty_plan(program: Program, limits: Limits) -> StepPlan:
     layout = plan_layout(program, limits)
     buffer = np.zeros(layout.size, np.int32)
     at = layout.views(buffer)
-    at["top_p"][:] = at["repetition"][:] = 1.0
-    at["top_k"][:] = limits.vocab
+    for name, values in vars(_padding(limits, program.batch)).items():
+        at[name][:] = values
     if program.mask:
         at["mask_bits"][0] = -1
     return plan_in(buffer, program, limits)

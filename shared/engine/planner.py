@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.backend import Limits, Program, StepPlan, Work
-from shared.boundary.buffers import empty_plan, plan_in
+from shared.boundary.buffers import empty_plan, neutral, plan_in
 from shared.engine.allocator import Allocator
 from shared.engine.request import Request
 from shared.engine.rows import Rows
@@ -37,7 +37,7 @@ class Planner:
 
     def __init__(self, limits: Limits, allocator: Allocator) -> None:
         self._limits, self._allocator = limits, allocator
-        self._sampling = _neutral_sampling(limits)
+        self._sampling = neutral(limits, limits.num_slots)
         self._reports = np.zeros(limits.num_slots, np.int32)
         self._binding = 0
         self._held: dict[Program, _Held] = {}
@@ -153,35 +153,6 @@ def _does_work_of(program: Program, rows: Rows) -> bool:
 
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
-
-
-def _neutral_sampling(limits: Limits) -> Sampling:
-    """Parameters by slot, as wide as a plan's."""
-    slots = limits.num_slots
-
-    def floats(*width: int, fill: float = 0.0) -> np.ndarray:
-        return np.full((slots, *width), fill, np.float32)
-
-    def ints(*width: int) -> np.ndarray:
-        return np.zeros((slots, *width), np.int32)
-
-    return Sampling(
-        temperature=floats(),
-        top_p=floats(fill=1.0),
-        top_k=ints(),
-        min_p=floats(),
-        seed=np.zeros(slots, np.uint32),
-        presence=floats(),
-        frequency=floats(),
-        repetition=floats(fill=1.0),
-        prompt_length=ints(),
-        min_length=ints(),
-        max_drafts=ints(),
-        stop_ids=ints(limits.max_stop_ids),
-        bias_ids=ints(limits.max_bias),
-        bias_values=floats(limits.max_bias),
-        calibration=floats(limits.max_calibrated),
-    )
 
 
 def _max_drafts(request: Request, limits: Limits) -> int:

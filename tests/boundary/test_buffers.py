@@ -1,0 +1,57 @@
+"""Every field of a plan lies in its buffer as its annotation says."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pytest
+from jaxtyping import Float32, Int32, Int64
+
+from shared.boundary.buffers import empty_plan, neutral, sampling_layout
+from shared.spec.sampling import Sampling
+from tests.support.contract_host import contract_limits, contract_model
+
+LIMITS = contract_limits(contract_model()[0])
+
+
+@dataclass(frozen=True)
+class OneMore(Sampling):
+    most_words: Int32[np.ndarray, "B K"]
+
+
+@dataclass(frozen=True)
+class TooWide(Sampling):
+    most_words: Int64[np.ndarray, " B"]
+
+
+@dataclass(frozen=True)
+class Unbounded(Sampling):
+    weights: Float32[np.ndarray, "B words"]
+
+
+def test_a_field_has_the_dtype_and_the_axes_of_its_annotation():
+    layout = sampling_layout(OneMore, LIMITS)
+    assert layout["most_words"] == ((LIMITS.max_bias,), np.int32)
+    assert layout["seed"] == ((), np.uint32)
+    assert layout["bias_values"] == ((LIMITS.max_bias,), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (TooWide, "most_words: int64 is none of float32, int32, uint32"),
+        (Unbounded, "weights: nothing bounds its axis words"),
+    ],
+)
+def test_a_field_that_no_buffer_holds_is_refused_by_name(kind, said):
+    with pytest.raises(TypeError, match=said):
+        sampling_layout(kind, LIMITS)
+
+
+def test_a_row_of_padding_is_a_row_that_asks_for_nothing():
+    program = LIMITS.programs[0]
+    padding, asked = empty_plan(program, LIMITS).sampling, neutral(LIMITS, program.batch)
+    for field in fields(Sampling):
+        of_plan, alone = getattr(padding, field.name), getattr(asked, field.name)
+        assert of_plan.dtype == alone.dtype
+        np.testing.assert_array_equal(of_plan, alone, err_msg=field.name)
+    assert set(asked.top_k) == {LIMITS.vocab}
