@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
     PlainValidator,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
     Tag,
     WithJsonSchema,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError, from_json
@@ -25,26 +29,25 @@ MAX_ID_LENGTH = 256
 _CACHE_HINTS = {"cache_control", "prompt_cache_breakpoint"}  # all that fits is cached anyway
 
 
-def _read_content(value: Any) -> str:
-    """A message's content: a text, or parts of type text, joined by newlines as vLLM does."""
+def _read_content(value: Any) -> str | list[Any]:
+    """A message's content: a text, or parts of type text, which are left to the chat template."""
     if is_text(value):
         return value
-    parts = value if isinstance(value, list) and value else [None]
-    texts = []
-    for part in parts:
-        if not isinstance(part, dict) or not _is_text_part(part):
-            raise PydanticCustomError("content", "must be a text or a list of parts of type text")
-        texts.append(part["text"])
-    if not all(map(is_text, texts)):
+    parts: list[Any] = value if isinstance(value, list) else []
+    if not parts or not all(map(_is_text_part, parts)):
+        raise PydanticCustomError("content", "must be a text or a list of parts of type text")
+    if not all(is_text(part["text"]) for part in parts):
         raise PydanticCustomError("content", "has a part whose text is not a string")
-    return "\n".join(texts)
+    return [{key: part[key] for key in part if key not in _CACHE_HINTS} for part in parts]
 
 
-def _is_text_part(part: dict[str, Any]) -> bool:
-    return part.keys() - _CACHE_HINTS == {"type", "text"} and part["type"] == "text"
+def _is_text_part(part: Any) -> bool:
+    if not isinstance(part, dict) or part.keys() - _CACHE_HINTS != {"type", "text"}:
+        return False
+    return part["type"] == "text"
 
 
-def _read_answer(value: Any) -> str | None:
+def _read_answer(value: Any) -> str | list[Any] | None:
     """The content of an answer, which may have none beside its calls."""
     return None if value is None else _read_content(value)
 
@@ -82,9 +85,11 @@ _PART = {
     "additionalProperties": False,
 }
 _CONTENT = [{"type": "string"}, {"type": "array", "items": _PART, "minItems": 1}]
-Content = Annotated[str, PlainValidator(_read_content), WithJsonSchema({"anyOf": _CONTENT})]
+Content = Annotated[
+    str | list[Any], PlainValidator(_read_content), WithJsonSchema({"anyOf": _CONTENT})
+]
 AnswerContent = Annotated[
-    str | None,
+    str | list[Any] | None,
     PlainValidator(_read_answer),
     WithJsonSchema({"anyOf": [*_CONTENT, {"type": "null"}]}),
 ]
@@ -99,7 +104,25 @@ Client = Annotated[Any, Field(exclude=True)]
 """What a client keeps of its own in an answer; templates do not read it."""
 
 
-class PlainMessage(Strict):
+class Told(Strict):
+    """What chat templates read, with its keys in the order in which the client wrote them."""
+
+    _keys: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_order(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        made = read(value)
+        made._keys = tuple(value)
+        return made
+
+    @model_serializer(mode="wrap")
+    def _in_order(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written = write(self)
+        return {key: written[key] for key in self._keys if key in written} | written
+
+
+class PlainMessage(Told):
     """A message of anybody but the assistant and its tools."""
 
     role: Literal["system", "developer", "user"]
@@ -107,7 +130,7 @@ class PlainMessage(Strict):
     name: Text | None = None
 
 
-class CalledFunction(Strict):
+class CalledFunction(Told):
     """What was called, and with what."""
 
     name: FunctionName
@@ -115,7 +138,7 @@ class CalledFunction(Strict):
     parsed_arguments: Client = None
 
 
-class MadeCall(Strict):
+class MadeCall(Told):
     """A call of an earlier answer."""
 
     id: Annotated[Text, Field(max_length=MAX_ID_LENGTH)]
@@ -125,7 +148,7 @@ class MadeCall(Strict):
     index: Annotated[int | None, Field(ge=0, le=MAX_CALLS, exclude=True)] = None
 
 
-class AssistantMessage(Strict):
+class AssistantMessage(Told):
     """An earlier answer, as it was given; clients send it back as a whole.
 
     Some have put beside it what they made of it: `Client` fields.
@@ -156,7 +179,7 @@ class AssistantMessage(Strict):
         return self
 
 
-class ToolMessage(Strict):
+class ToolMessage(Told):
     """What a tool answered."""
 
     role: Literal["tool"]
@@ -179,7 +202,7 @@ Message = Annotated[
 ]
 
 
-class Function(Strict):
+class Function(Told):
     """A function that the model may call."""
 
     name: FunctionName
@@ -198,7 +221,7 @@ class Function(Strict):
         return self.parameters or {"properties": {}, "additionalProperties": False}
 
 
-class Tool(Strict):
+class Tool(Told):
     """A tool; functions are all there are."""
 
     type: Literal["function"]
@@ -206,8 +229,12 @@ class Tool(Strict):
 
 
 def for_template(message: PlainMessage | AssistantMessage | ToolMessage) -> dict[str, Any]:
-    """A message as chat templates read it."""
-    told = {"content": "", **message.model_dump(exclude_none=True)}
+    """A message as chat templates read it.
+
+    What is null is left out, as transformers does, but for `content`: many templates put it into
+    their text without a look, and an answer of calls or reasoning alone has none.
+    """
+    told = message.model_dump(exclude_none=True) | {"content": message.content or ""}
     if isinstance(message, AssistantMessage) and message.reasoning is not None:
         told["reasoning_content"] = message.reasoning
     return told

@@ -107,7 +107,7 @@ def conversation_of(request: ChatPrompt) -> Conversation:
     """What the chat template writes of a request."""
     return Conversation(
         messages=list(map(for_template, request.messages)),
-        tools=[tool.model_dump(exclude_none=True) for tool in request.usable_tools],
+        tools=[tool.model_dump(exclude_unset=True) for tool in request.usable_tools],
         arguments=request.chat_template_kwargs or {},
         without_reasoning=request.is_without_reasoning,
     )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import meta
 
 from shared.text.marks import THINK
+from shared.text.template_language import environment, reads_parts
 from shared.text.worker import WorkRefused
 
 _SWITCHES = ("enable_thinking", "thinking")
@@ -39,7 +35,8 @@ class Conversation:
     """What a template writes.
 
     Attributes:
-      messages: With `role`, and mostly `content`.
+      messages: As the client wrote them: with `role`, and `content` that is a text or a list of
+        parts, each with `type` "text" and `text`.
       tools: What the assistant may call, as OpenAI's API describes it.
       arguments: Values of the template's own variables, as of `enable_thinking`.
       without_reasoning: The model is to answer at once.
@@ -66,10 +63,12 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, names: dict[str, str]) -> None:
-        environment = _environment()
-        self._template = environment.from_string(source)
+        language = environment()
+        self._template = language.from_string(source)
         self.source, self.names = source, names
-        variables = meta.find_undeclared_variables(environment.parse(source))
+        tree = language.parse(source)
+        variables = meta.find_undeclared_variables(tree)
+        self._reads_parts = reads_parts(tree)
         self._arguments = variables - {*_OWN, *names}
         self._knows_developers = "developer" in source
         # A template may write calls and what tools answer, and never say which tools there are.
@@ -111,14 +110,14 @@ class ChatTemplate:
         messages = conversation.messages
         if not self._knows_developers:
             messages = [_as_system(message) for message in messages]
+        messages = [_with_parts(message, self._reads_parts) for message in messages]
+        given = {**self.names, **conversation.arguments, **switches}
+        return self._write(messages, tools=conversation.tools or None, **given)
+
+    def _write(self, messages: list[dict[str, Any]], **given: Any) -> str:
+        """What the template writes; raises as `render`."""
         try:
-            text = self._template.render(
-                messages=messages,
-                add_generation_prompt=True,
-                tools=conversation.tools or None,
-                **self.names,
-                **{**conversation.arguments, **switches},
-            )
+            text = self._template.render(messages=messages, add_generation_prompt=True, **given)
             text.encode()  # a template can write a half of a character, which no tokenizer takes
         except Exception as error:  # a template is a program: whatever it raises is its refusal
             raise TemplateFailed(f"the chat template failed: {error}") from error
@@ -158,49 +157,25 @@ def _as_system(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-def _environment() -> jinja2.Environment:
-    """The settings that Hugging Face templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+def _with_parts(message: dict[str, Any], are_read: bool) -> dict[str, Any]:
+    """A message whose parts, if it has some, are a list where these are read, else a text."""
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = _Parts(message["content"])
+    return {**message, "content": parts if are_read else str(parts)}
 
 
-class _GenerationBlocks(Extension):
-    """`{% generation %}`: marks an answer for who trains on answers alone; here only its text."""
+class _Parts(list[Any]):
+    """The parts of a message; as a text they are joined by newlines, as vLLM does.
 
-    tags = {"generation"}
+    A template may read the parts of users' messages, and write a system message as a text.
+    """
 
-    def parse(self, parser: Parser) -> nodes.Node:
-        """The statements of the block, whose names end with it."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.Scope(body, lineno=line)
+    def __str__(self) -> str:
+        return "\n".join(part["text"] for part in self)
 
+    def __add__(self, text: str) -> str:
+        return str(self) + text
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own escapes <, > and & for HTML.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+    def __radd__(self, text: str) -> str:
+        return text + str(self)

@@ -20,7 +20,7 @@ from tests.support.http_fixtures import CHAT, Server, save_tokenizer, serving
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
     "[{{ m.reasoning_content }}|{{ m.content }}|"
-    "{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}]"
+    "{% for call in m.tool_calls %}{{ call | tojson(sort_keys=true) }}{% endfor %}]"
     "{% endif %}{% endfor %}{{ tools and '' }}"
 )
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "Eß", "b": [1, null]}}</tool_call>'

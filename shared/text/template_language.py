@@ -1,0 +1,129 @@
+"""The language of chat templates: Jinja as Hugging Face's libraries set it, and what one reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+_OF_LISTS = {"map", "selectattr", "rejectattr"}
+"""Filters that look into the parts of a list."""
+
+_SAME_LIST = {"list", "default", "d", "reverse", "sort", "select", "reject", *_OF_LISTS}
+"""Filters that give a list of parts where they are given one."""
+
+
+def environment() -> jinja2.Environment:
+    """The settings that Hugging Face templates are written for."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlocks]
+    )
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = _strftime_now
+    return made
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}`: marks an answer for who trains on answers alone; here only its text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """The statements of the block, whose names end with it."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes <, > and & for HTML.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def reads_parts(tree: nodes.Template) -> bool:
+    """Whether a template goes through the parts of a message's `content`, if it is a list.
+
+    It does where it loops over `content`, or over a name that it has given to `content` or passes
+    it to a macro by.
+    """
+    names = _names_of_content(tree)
+    loops = (_is_content(loop.iter, names) for loop in tree.find_all(nodes.For))
+    filters = (each for each in tree.find_all(nodes.Filter) if each.name in _OF_LISTS)
+    return any(loops) or any(each.node and _is_content(each.node, names) for each in filters)
+
+
+def _names_of_content(tree: nodes.Template) -> set[str]:
+    """Every name that `content` has somewhere, until no more are found."""
+    bindings, names = list(_bindings(tree)), set[str]()
+    while found := {name for name, value in bindings if _is_content(value, names)} - names:
+        names |= found
+    return names
+
+
+def _bindings(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
+    """Names of a template's variables and macros' parameters, with what each is given."""
+    for each in tree.find_all(nodes.Assign):
+        if isinstance(each.target, nodes.Name):
+            yield each.target.name, each.node
+        elif isinstance(each.target, nodes.NSRef):
+            yield each.target.attr, each.node
+    for block in tree.find_all(nodes.With):
+        for target, value in zip(block.targets, block.values, strict=True):
+            if isinstance(target, nodes.Name):
+                yield target.name, value
+    macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Name) and call.node.name in macros:
+            parameters = [parameter.name for parameter in macros[call.node.name].args]
+            yield from zip(parameters, call.args, strict=False)
+            yield from ((given.key, given.value) for given in call.kwargs)
+
+
+def _is_content(node: nodes.Node, names: set[str]) -> bool:
+    """Whether an expression is a message's whole `content`, or a choice among its parts."""
+    match node:
+        case nodes.Name(name=name):
+            return name in names
+        case nodes.Getattr(attr=attr):  # of a message, or of a namespace
+            return attr == "content" or attr in names
+        case nodes.Getitem(arg=nodes.Const(value="content")):
+            return True
+        case nodes.Getitem(node=whole, arg=nodes.Slice()):
+            return _is_content(whole, names)
+        case nodes.Call(node=nodes.Getattr(attr="get"), args=[nodes.Const(value="content"), *_]):
+            return True
+        case nodes.Filter(name=name, node=nodes.Node() as whole):
+            return name in _SAME_LIST and _is_content(whole, names)
+        case nodes.CondExpr(expr1=one, expr2=other):
+            return _is_content(one, names) or (other is not None and _is_content(other, names))
+        case nodes.And(left=one, right=other) | nodes.Or(left=one, right=other):
+            return _is_content(one, names) or _is_content(other, names)
+    return False
