@@ -32,6 +32,13 @@ WIDTH_STEP = 64
 MAX_WIDTHS = 4
 BYTES_PER_WORKER = 4 << 20
 FORM = 1  # of the cache; counts up when rows are made in another way
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "additional_chat_templates/default.jinja",
+)
 
 
 @dataclass(frozen=True)
@@ -238,7 +245,7 @@ def _read_file(path: Path, tokenizer_folder: Path, max_tokens: int) -> Rows:
 def _fingerprint(path: Path, tokenizer_folder: Path, max_tokens: int) -> str:
     """What the rows of a file depend on."""
     digest, facts = hashlib.sha256(), path.stat()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in TOKENIZER_FILES:
         file = tokenizer_folder / name
         digest.update(file.read_bytes() if file.is_file() else b"-")
     return f"{FORM} {facts.st_size} {facts.st_mtime_ns} {max_tokens} {digest.hexdigest()}"

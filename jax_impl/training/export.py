@@ -37,6 +37,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+TEMPLATES = "additional_chat_templates"
 MLP = ("gate_up", "down")
 KEPT_IN_FLOAT32 = ("a_log", "dt_bias")
 MTP_FILE = "model-mtp.safetensors"
@@ -56,6 +57,8 @@ def save_model(folder: Path, config_json: Json, model: Weights, tokenizer: Path)
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file() and tokenizer.resolve() != folder.resolve():
             shutil.copyfile(tokenizer / name, folder / name)
+    if (tokenizer / TEMPLATES).is_dir() and tokenizer.resolve() != folder.resolve():
+        shutil.copytree(tokenizer / TEMPLATES, folder / TEMPLATES, dirs_exist_ok=True)
 
 
 def save_head(folder: Path, config_json: Json, config: DraftConfig, head: DraftModel) -> None:

@@ -163,7 +163,7 @@ class LLM:
     def _read_chat(
         self, messages: Any, tools: Sequence[dict[str, Any]], arguments: dict[str, Any]
     ) -> ReadPrompt:
-        if self.tokenizer is None or self.tokenizer.template is None:
+        if self.tokenizer is None or self.tokenizer.templates is None:
             raise ValueError("the model folder has no chat template: use generate")
         if tools and self._facts.tool_call_parser is None:
             raise ValueError("tools need the option tool_call_parser")

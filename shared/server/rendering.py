@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from shared.server.workers import Workers
-from shared.text.chat_template import ChatTemplate, Conversation
-from shared.text.template_worker import DEADLINE_S, pack_conversation, pack_template
+from shared.text.chat_template import Conversation
+from shared.text.chat_templates import ChatTemplates
+from shared.text.template_worker import DEADLINE_S, pack_conversation, pack_templates
 
 
 class Renderer(Workers):
     """Renders conversations, each within a deadline."""
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, templates: ChatTemplates) -> None:
         super().__init__(
             "shared.text.template_worker",
-            pack_template(template),
+            pack_templates(templates),
             name="chat template",
             deadline_s=DEADLINE_S,
             part="messages",
@@ -23,6 +24,6 @@ class Renderer(Workers):
         """The text of a conversation that the assistant is to answer.
 
         Raises:
-          WorkRefused: As of `ChatTemplate.render`, or it takes too long.
+          WorkRefused: As of `ChatTemplates.render`, or it takes too long.
         """
         return await self.ask(pack_conversation(conversation))

@@ -62,9 +62,9 @@ class Service:
     def __init__(
         self, client: EngineClient, tokenizer: Tokenizer | None, listeners: Listeners
     ) -> None:
-        facts, template = client.facts, tokenizer.template if tokenizer else None
+        facts, templates = client.facts, tokenizer.templates if tokenizer else None
         self._client, self._listeners = client, listeners
-        grammars, renderer = Grammars(facts), Renderer(template) if template else None
+        grammars, renderer = Grammars(facts), Renderer(templates) if templates else None
         self._workers = [grammars] if renderer is None else [grammars, renderer]
         self._tracing = _tracing(facts.observing.otlp_traces_endpoint)
         watchers = (self._tracing,) if self._tracing else ()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import jinja2
 from jinja2 import meta
 
 from shared.text.marks import THINK
@@ -74,26 +72,6 @@ class ChatTemplate:
         # A template may write calls and what tools answer, and never say which tools there are.
         self._knows_tools = "tools" in variables
         self._knows_tool_messages = "tool" in source
-
-    @classmethod
-    def from_folder(
-        cls, folder: Path, config: dict[str, Any], names: dict[str, str]
-    ) -> ChatTemplate | None:
-        """chat_template.jinja, else the `chat_template` of tokenizer_config.json; None without.
-
-        Raises:
-          ValueError: It is broken; one sentence.
-        """
-        path = folder / "chat_template.jinja"
-        source = path.read_text(encoding="utf-8") if path.is_file() else config.get("chat_template")
-        if isinstance(source, list):  # several, by name
-            source = {entry["name"]: entry["template"] for entry in source}.get("default")
-        if source is None:
-            return None
-        try:
-            return cls(source, names)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template in {folder} cannot be read: {error}") from error
 
     def render(self, conversation: Conversation) -> str:
         """The text of a conversation that the assistant is to answer.

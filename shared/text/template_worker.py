@@ -1,4 +1,4 @@
-"""Renders a chat template in a process of its own; see `shared.text.worker`."""
+"""Renders chat templates in a process of its own; see `shared.text.worker`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from shared.text import worker
-from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
+from shared.text.chat_template import Conversation, TemplateFailed
+from shared.text.chat_templates import ChatTemplates
 
 DEADLINE_S = 2.0
 MAX_BYTES = 1 << 24
@@ -15,9 +16,9 @@ MAX_BYTES = 1 << 24
 MAX_MEMORY = 1 << 30
 
 
-def pack_template(template: ChatTemplate) -> bytes:
+def pack_templates(templates: ChatTemplates) -> bytes:
     """The first message."""
-    return worker.pack([template.source, template.names])
+    return worker.pack([templates.sources, templates.names])
 
 
 def pack_conversation(conversation: Conversation) -> bytes:
@@ -26,11 +27,11 @@ def pack_conversation(conversation: Conversation) -> bytes:
 
 
 def begin(given: Any) -> Callable[[Any], str]:
-    """What renders with the template of the first message."""
-    template = ChatTemplate(*given)
+    """What renders with the templates of the first message."""
+    templates = ChatTemplates(*given)
 
     def render(asked: Any) -> str:
-        text = template.render(Conversation(**asked))
+        text = templates.render(Conversation(**asked))
         if len(text.encode()) > MAX_BYTES:
             raise TemplateFailed(f"the chat template wrote more than {MAX_BYTES} bytes")
         return text

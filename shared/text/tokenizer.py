@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from shared.models.config import read_json
 from shared.text.bound import most_characters
-from shared.text.chat_template import ChatTemplate, Conversation
+from shared.text.chat_template import Conversation
+from shared.text.chat_templates import ChatTemplates
 
 REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character (yet)
 MAX_HALF = 3  # of the 4 bytes of a character, most that can be there without it
@@ -24,18 +25,18 @@ _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer.json and chat template."""
+    """A checkpoint's tokenizer.json and chat templates."""
 
     def __init__(
         self,
         tokenizer: FastTokenizer,
-        template: ChatTemplate | None,
+        templates: ChatTemplates | None,
         names: dict[str, str],
         marks: Collection[str] = (),
     ) -> None:
         """Args: `marks` are special tokens that are shown all the same; see `shared.text.marks`."""
         self._tokenizer = tokenizer
-        self._template = template
+        self._templates = templates
         self._names = names
         self._added = tokenizer.get_added_tokens_decoder()
         self._special = {
@@ -72,17 +73,17 @@ class Tokenizer:
         settings = folder / "tokenizer_config.json"
         config = read_json(settings) if settings.is_file() else {}
         names = _special_names(config)
-        return cls(tokenizer, ChatTemplate.from_folder(folder, config, names), names, marks)
+        return cls(tokenizer, ChatTemplates.from_folder(folder, config, names), names, marks)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can be called."""
-        return self._template is not None
+        return self._templates is not None and self._templates.has_default
 
     @property
-    def template(self) -> ChatTemplate | None:
-        """The chat template, if there is one."""
-        return self._template
+    def templates(self) -> ChatTemplates | None:
+        """The chat templates, if there are any."""
+        return self._templates
 
     @property
     def end_id(self) -> int | None:
@@ -116,9 +117,9 @@ class Tokenizer:
         return self.encode_more(self.render_chat(Conversation(messages)))
 
     def render_chat(self, conversation: Conversation) -> str:
-        """A conversation as the template writes it; see `ChatTemplate.render`."""
-        assert self._template is not None
-        return self._template.render(conversation)
+        """A conversation as the template writes it; see `ChatTemplates.render`."""
+        assert self._templates is not None
+        return self._templates.render(conversation)
 
     def _encode(self, text: str, with_special: bool) -> list[int]:
         # Encoding a single text would hold Python's lock to its end, and with it every other

@@ -22,7 +22,8 @@ from shared.process.frames import (
 from shared.server.app import make_apps
 from shared.server.engine_client import RECEIVE_BYTES, EngineClient
 from shared.server.grammars import Grammars
-from shared.text.chat_template import ChatTemplate, Conversation
+from shared.text.chat_template import Conversation
+from shared.text.chat_templates import ChatTemplates
 from shared.text.tokenizer import Tokenizer
 from tests.support.driving import checked_step
 
@@ -30,13 +31,13 @@ Body = dict[str, Any]
 
 
 class Renders:
-    """A chat template without a process of its own."""
+    """Chat templates without a process of its own."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+    def __init__(self, templates: ChatTemplates) -> None:
+        self._templates = templates
 
     async def render(self, conversation: Conversation) -> str:
-        return self._template.render(conversation)
+        return self._templates.render(conversation)
 
 
 class InProcess:
@@ -78,8 +79,8 @@ class InProcess:
         return [answer.json() for answer in answers]
 
     def _app(self, client: EngineClient) -> Any:
-        template = self._tokenizer.template
-        renders = template and Renders(template)
+        templates = self._tokenizer.templates
+        renders = templates and Renders(templates)
         made = (client, self._tokenizer, renders, Grammars(client.facts))
         return make_apps(*made, (), has_admin_listener=False).clients
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 
@@ -343,15 +342,6 @@ def test_a_mark_is_shown_also_where_it_is_a_special_token(tmp_path, special):
         assert len(tokens) == 6 + len("hm{}")
         assert tokenizer.decode(tokens) == shown
         assert "".join(pieces(tokenizer, [], tokens)) == shown
-
-
-def test_templates_by_name_give_the_default_one(tmp_path):
-    save_tokenizer(tmp_path)
-    templates = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer is not None
-    assert tokenizer.encode_chat([]) == [ord("d")]
 
 
 CALLS_ALONE = (  # as DeepSeek V3's
