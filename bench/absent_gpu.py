@@ -126,8 +126,10 @@ def _compiled(lowered: Lowered) -> Compiled:
             said = list(pool.map(_assembled, sorted(Path(folder).glob("*.ptx"))))
         kernels = [kernel for text in said for kernel in read_ptxas(text, thunks)]
         kernels += [_of_mosaic(path) for path in sorted(mosaic.glob("*.ptxas"))]
-    memory = made.memory_analysis()
-    return Compiled(kernels, thunks, made.as_text(), memory.temp_size_in_bytes)
+    memory, text = made.memory_analysis(), made.as_text()
+    assert memory is not None
+    assert text is not None, "a compiler of XLA tells what it made"
+    return Compiled(kernels, thunks, text, memory.temp_size_in_bytes)
 
 
 def _of_mosaic(path: Path) -> Kernel:

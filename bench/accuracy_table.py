@@ -42,7 +42,7 @@ def render(files: Sequence[File]) -> str:
 def render_cells(rows: Sequence[Row]) -> str:
     """The table of a matrix: a line for each cell, with acceptance by position and the hash."""
     head = ("drafter", "backend", "T", "task", "acceptance length", "by draft position")
-    lines = [(*head, "tokens/s", "text")]
+    lines: list[Sequence[str]] = [(*head, "tokens/s", "text")]
     for row in rows:
         shares = " ".join(f"{share:.2f}" for share in row["per_position"]) or MISSING
         place = (row["algorithm"], row["backend"], f"{row['temperature']:g}", row["kind"])

@@ -41,7 +41,7 @@ def said(model: Path, phases: Sequence[Phase], most: int) -> tuple[list[Phase], 
     served = started.start(
         "torch", ["--model-path", str(model), "--dtype", "float32"],
         batch=max(phase.batch for phase in phases), context=-(-(longest + most) // 64) * 64,
-        plain_candidates=False, radix_cache=False,
+        radix_cache=False,
     )  # fmt: skip
     outcomes = started.serve_all(served.engine, requests)
     served.engine.close()

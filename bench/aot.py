@@ -204,7 +204,7 @@ def _is_wanted(name: str, only: list[str]) -> bool:
 
 def options() -> argparse.ArgumentParser:
     """What the command takes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     told = "texts that the names of the cases and steps have: a module of ops, a model, a drafter"
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=told)
     return parser

@@ -103,10 +103,11 @@ class Compiled:
 def operations() -> Any:
     """The ops of torch with kernels, though there is no GPU: what they are given has no memory."""
     with patch.multiple(torch.cuda, is_available=lambda: True, get_device_name=lambda *_: GPU):
-        ops = import_module("torch_impl.ops")
+        ops: Any = import_module("torch_impl.ops")
         side = import_module("tests.support.op_sides").TorchSide()
     ops.kernels_on = lambda device: ops.KERNELS
     how = {"is_launched": True, "enable_fp_fusion": False, "launch_pdl": True}
+    module: Any
     for name, module in list(sys.modules.items()):
         if name.startswith("kernels.triton_gpu.") and hasattr(module, "launching"):
             module.launching = lambda x: how
@@ -141,7 +142,7 @@ def _cause(error: BaseException) -> str:
 
 def main() -> int:
     """Prints what is compiled; the exit code is 1 where something cannot be."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="as of `bench.aot`")
     parser.add_argument("--whole", action="store_true", help="compile to the end")
     options = parser.parse_args()

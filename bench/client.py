@@ -91,7 +91,7 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
-        headers = {"authorization": f"Bearer {key}".encode()} if key else {}
+        headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
         self._url = url
         self._http = httpx.AsyncClient(
             base_url=url,

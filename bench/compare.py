@@ -148,7 +148,7 @@ def table_of(found: dict[str, Any]) -> str:
 
 def options() -> argparse.ArgumentParser:
     """What the command takes."""
-    parser = common_options(__doc__.splitlines()[0])
+    parser = common_options((__doc__ or "").splitlines()[0])
     parser.add_argument("--a", required=True, metavar="SIDE", help="BACKEND DRAFTS [FLAG ...]")
     parser.add_argument("--b", required=True, metavar="SIDE")
     parser.add_argument("--batch", type=int, default=1)

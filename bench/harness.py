@@ -157,7 +157,7 @@ def line_of(line: Line) -> str:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.harness", description=__doc__.splitlines()[0]
+        prog="python -m bench.harness", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
     add("--lm-eval", type=Path, default=Path("lm_eval"), help="the harness's command")

@@ -261,7 +261,7 @@ def _measure(
 def parse(arguments: list[str]) -> argparse.Namespace:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.http_share", description=__doc__.splitlines()[0]
+        prog="python -m bench.http_share", description=(__doc__ or "").splitlines()[0]
     )
     add = parser.add_argument
     add("--backend", choices=("torch", "jax"), default="torch")

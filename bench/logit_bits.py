@@ -119,7 +119,7 @@ def compared(ours: list[tuple[list[int], Sums]], theirs: list[tuple[list[int], S
 
 def options(words: list[str] | None = None) -> argparse.Namespace:
     """What the command takes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--kinds", default="problems,copying", help=f"of {', '.join(KINDS)}")

@@ -96,8 +96,8 @@ class Measurement:
     def _started(self, backend: str, draft: Draft) -> Served:
         flags = ["--model-path", str(self.settings.model), "--dtype", self.settings.dtype]
         flags += draft.flags(self.settings.folders)
-        sizes = {"batch": self._batch(backend), "context": self._context}
-        return start(backend, flags, **sizes, radix_cache=False)
+        batch, context = self._batch(backend), self._context
+        return start(backend, flags, batch=batch, context=context, radix_cache=False)
 
     def _outputs_before(self, backend: str, tasks: Tasks) -> list[list[int]]:
         """What the model said to the tasks in another run; see `own_corpus`."""

@@ -252,8 +252,9 @@ def run(options: argparse.Namespace, command: str) -> Report:
     for backend in sorted(options.backend, key=list(SIDES).index):
         rate = report.add_side(backend)
         print(HEADER, flush=True)
-        for draft, batch, overlap in product(drafts, options.batch, options.overlap):
-            _serve(report, backend, draft, batch, overlap, rate, options)
+        for draft in drafts:
+            for batch, overlap in product(options.batch, options.overlap):
+                _serve(report, backend, draft, batch, overlap, rate, options)
     return report
 
 
@@ -302,7 +303,7 @@ def common_options(description: str) -> argparse.ArgumentParser:
 
 def options() -> argparse.ArgumentParser:
     """What the command takes."""
-    parser = common_options(__doc__.splitlines()[0])
+    parser = common_options((__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--drafts", nargs="+", default=[PLAIN], metavar="SPEC")

@@ -25,7 +25,6 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +156,11 @@ def run(arguments: argparse.Namespace, command: str) -> Report:
         with side.with_ops(arguments.ops):
             rate = side.copy_rate()
             report.add_side(side, rate)
-            for case, tiles in product(_cases(arguments, side), arguments.tiles):
-                with side.with_tiles(case.op, tiles):
-                    if report.may_begin(side, case):
-                        report.add(measure(side, case, tiles, rate))
+            for case in _cases(arguments, side):
+                for tiles in arguments.tiles:
+                    with side.with_tiles(case.op, tiles):
+                        if report.may_begin(side, case):
+                            report.add(measure(side, case, tiles, rate))
         side.release()
     report.compare_sides()
     return report
@@ -174,7 +174,7 @@ def _cases(arguments: argparse.Namespace, side: Side) -> list[OpCase]:
 
 def options() -> argparse.ArgumentParser:
     """What the command takes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=tables(), help="a table of `tests/support/cases`")
     parser.add_argument("--out", type=Path, help="the JSON file to write")
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))

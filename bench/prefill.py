@@ -155,7 +155,7 @@ def line_of(line: Line) -> str:
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """What the command takes."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
     parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
     parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))

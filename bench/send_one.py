@@ -25,7 +25,7 @@ from bench.serving_table import length_of
 def parse(arguments: list[str]) -> argparse.Namespace:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.send_one", description=__doc__.splitlines()[0]
+        prog="python -m bench.send_one", description=(__doc__ or "").splitlines()[0]
     )
     address_options(parser)
     sets = [name for name in NAMES if name != RANDOM]

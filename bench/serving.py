@@ -59,7 +59,7 @@ def json_object(text: str) -> dict[str, Any]:
 def parse(arguments: list[str]) -> argparse.Namespace:
     """What the command takes."""
     parser = argparse.ArgumentParser(
-        prog="python -m bench.serving", description=__doc__.splitlines()[0]
+        prog="python -m bench.serving", description=(__doc__ or "").splitlines()[0]
     )
     address_options(parser)
     add = parser.add_argument

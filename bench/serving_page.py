@@ -21,7 +21,7 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 INK, ACCENT, SOFT = "#5b6470", "#3b6fd4", "#9db7ea"
 SIZE = (5.4, 2.7)  # inches
 MOST_BARS = 400  # requests whose course is drawn one by one
-STYLE = {
+STYLE: dict[Any, Any] = {  # of matplotlib, whose names of settings are a type of its own
     "svg.fonttype": "none",  # letters stay letters, and the browser has their shapes
     "svg.hashsalt": "tandem",  # ids in the picture are the same in each run
     "font.family": "sans-serif",

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -114,7 +114,7 @@ class Watch:
 
 def metrics(page: str) -> dict[str, float]:
     """Values of /metrics by bare name; those with further labels are summed."""
-    found: Counter[str] = Counter()
+    found: defaultdict[str, float] = defaultdict(float)
     for line in page.splitlines():
         if not line.startswith("#"):
             name, _, value = line.rpartition(" ")

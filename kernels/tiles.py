@@ -312,7 +312,7 @@ def _table(where: str, op: str, lines: list[dict[str, Any]]) -> Table[Any]:
         raise ValueError(f"{where}, {op}: {error}") from error
 
 
-def _line(kind: type[T], *, at_most: dict[str, int], **tiles: int) -> Line[T]:
+def _line(kind: Any, *, at_most: dict[str, int], **tiles: int) -> Line[Any]:
     names = {field.name for field in fields(kind)}
     if tiles.keys() != names:
         raise ValueError(f"tiles must be {sorted(names)}, got {sorted(tiles)}")

@@ -205,3 +205,30 @@ def test_a_reader_of_one_twin_knows_the_other():
     assert not unknown, "\n".join(unknown)
     used = {name for name in ONE_SIDED_NAMES for key in found if key.split("::")[0] == name}
     assert found.keys() | used >= ONE_SIDED_NAMES.keys(), "an exception that nothing needs any more"
+
+
+def launchers(folder: str) -> dict[str, list[str]]:
+    """By `FILE::NAME`, what a kernel's launch function leaves without a type.
+
+    Launch functions are those that Triton's side has as plain Python, by their name, on both sides.
+    """
+    return {
+        f"{path.relative_to(ROOT)}::{node.name}": [
+            arg.arg for arg in (*node.args.args, *node.args.kwonlyargs) if arg.annotation is None
+        ]
+        + ([] if node.returns else ["return"])
+        for path in sorted((ROOT / "kernels" / folder).glob("*.py"))
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+        if not node.decorator_list
+    }
+
+
+def test_what_launches_a_kernel_is_typed():
+    """Kernels have pointers and references; `pyright` reads the functions that launch them."""
+    triton = launchers("triton_gpu")
+    pallas = launchers("pallas_gpu")
+    twins_of = {key.replace("triton_gpu", "pallas_gpu") for key in triton} & pallas.keys()
+    assert len(twins_of) > 20
+    untyped = {k: v for k, v in (triton | {k: pallas[k] for k in twins_of}).items() if v}
+    assert not untyped

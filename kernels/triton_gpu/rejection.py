@@ -134,7 +134,7 @@ def judge(
     """
     (B, S, vocab), new = drafted.shape, drafted.new_empty
     parts = triton.cdiv(vocab, PART_GROUPS * 2 * PAIRS.value)
-    ints = {"dtype": torch.int32}
+    ints: dict[str, Any] = {"dtype": torch.int32}
     chains = Chains(
         tokens, num_nodes, choices, row_of, scores, drafted, temperature, seeds, lengths
     )

@@ -185,7 +185,7 @@ def _ranked(
     (R, vocab), how, new = logits.shape, sampling, logits.new_empty
     groups = triton.cdiv(vocab, GROUP)
     num_tiles = triton.cdiv(groups, tiles.groups)
-    ints = {"dtype": torch.int32}
+    ints: dict[str, Any] = {"dtype": torch.int32}
     scores = logits if not is_scored else new(R, seen.counts.shape[1])
     if is_scored and columns is not None:
         scores.fill_(-torch.inf)  # of tokens that the drafter does not have

@@ -1,0 +1,6 @@
+# What pyright takes Triton for: a language of its own, of which it knows nothing. Bodies of kernels
+# are read for what they share with Python, and the functions that launch them are read in full.
+from typing import Any
+
+def jit(*args: Any, **kwargs: Any) -> Any: ...
+def __getattr__(name: str) -> Any: ...
