@@ -51,6 +51,10 @@ def tiles(**changed: int) -> SamplingTiles:
 FEW = {"at_once": 4, "sampled": 8, "listed": 8}
 OTHER = tiles(groups=8, warps=8, programs=1, row_programs=1, row_warps=2, **FEW)
 
+# A score may be what is left of a logit and a penalty that nearly cancel: there a product that is
+# fused with its sum, as a GPU's compiler does, differs by a rounding of the logit.
+CANCELLED = 5e-7
+
 
 def run(language: str, arguments: dict[str, Any], cut: SamplingTiles | None = None) -> list:
     """What the kernel of `choose` or `rank` gives, by what the arguments are of."""
@@ -113,7 +117,7 @@ def test_rows_that_ask_for_anything_are_chosen_and_ranked_as_specified(name, lan
     np.testing.assert_allclose(got[1], want[1], rtol=2e-5, atol=2e-5)
     assert len(got) == len(want)
     for scores, wanted in zip(got[2:], want[2:], strict=True):
-        np.testing.assert_allclose(scores, wanted, rtol=1e-6)
+        np.testing.assert_allclose(scores, wanted, rtol=1e-6, atol=CANCELLED)
 
 
 @each_language
@@ -125,7 +129,7 @@ def test_scores_are_the_specifications_beside_the_choice(name: str, language: st
         ids, is_finite, scores = run_named("score", language, arguments, cut)
         np.testing.assert_array_equal(ids, want.ids)
         np.testing.assert_array_equal(is_finite, want.is_finite)
-        np.testing.assert_allclose(scores, spec.processed(**given), rtol=1e-6)
+        np.testing.assert_allclose(scores, spec.processed(**given), rtol=1e-6, atol=CANCELLED)
 
 
 # Triton's interpreter compiles nothing: there, every width that a flag allows.
