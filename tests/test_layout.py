@@ -161,6 +161,40 @@ def test_the_files_and_tests_that_documents_name_exist():
     assert not missing, "\n".join(missing)
 
 
+PROVERS = {
+    "boundary": ("backend_contract", "backend_contract_memory", "grammar_masks", "shared_rows"),
+    "device": ("grammar", "tree_behaviour"),
+    "engine": ("engine", "grammar", "planner", "scheduler"),
+}
+IMPORTED_TESTS = {
+    Path("tests/support/mutations.py"): {
+        f"tests.{room}.test_{name}" for room, names in PROVERS.items() for name in names
+    }
+}
+"""Who imports tests, and which: the proofs of planted faults. This list may only shrink."""
+
+
+def imported_tests(file: Path) -> set[str]:
+    """Modules `tests...test_*` that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = file.relative_to(ROOT).parent.parts
+            package = above[: len(above) + 1 - node.level] if node.level else ()
+            module = ".".join([*package, *filter(None, [node.module])])
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+    return {name for name in found if re.fullmatch(r"tests\.(\w+\.)*test_\w+", name)}
+
+
+def test_no_test_file_is_imported():
+    """What several files of tests use lies in `tests/support`."""
+    files = (ROOT / "tests").rglob("*.py")
+    found = {file.relative_to(ROOT): names for file in files if (names := imported_tests(file))}
+    assert found == IMPORTED_TESTS
+
+
 def test_each_of_the_fifteen_has_a_test_or_says_that_it_has_none():
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", page, re.MULTILINE)

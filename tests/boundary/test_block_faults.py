@@ -15,12 +15,17 @@ import pytest
 from shared.models.config import ModelConfig
 from shared.reference.drafters import BlockDrafter
 from shared.spec import dflash
-from tests.device import test_cross_backend_blocks as cross
-from tests.device.test_cross_backend import SAMPLED
-from tests.device.test_cross_backend_blocks import Backends
-from tests.spec import test_dflash as golden
+from tests.support import block_cells
+from tests.support.block_cells import Backends
+from tests.support.cells import SAMPLED
 from tests.support.faults import Patch, after
-from tests.support.golden_blocks import SpecBlock, golden_block_head
+from tests.support.golden_blocks import (
+    GOLDEN,
+    TARGET,
+    SpecBlock,
+    assert_golden_numbers,
+    golden_block_head,
+)
 
 
 def causal_in_full_layers(patch: Patch) -> None:
@@ -102,16 +107,16 @@ SERVED_FAULTS = {
 
 
 def golden_block(folder: str) -> SpecBlock:
-    head, weights = golden_block_head(golden.GOLDEN / folder, golden.TARGET)
-    return SpecBlock(head, ModelConfig.from_folder(golden.TARGET), weights)
+    head, weights = golden_block_head(GOLDEN / folder, TARGET)
+    return SpecBlock(head, ModelConfig.from_folder(TARGET), weights)
 
 
 @pytest.mark.parametrize("name", GOLDEN_FAULTS)
 def test_a_planted_fault_makes_the_golden_test_fail(name, monkeypatch):
-    golden.test_a_block_gives_the_golden_numbers_wherever_it_starts("dflash", golden_block)
+    assert_golden_numbers("dflash", golden_block)
     GOLDEN_FAULTS[name](monkeypatch)
     with pytest.raises(AssertionError):
-        golden.test_a_block_gives_the_golden_numbers_wherever_it_starts("dflash", golden_block)
+        assert_golden_numbers("dflash", golden_block)
 
 
 @pytest.fixture(scope="module")
@@ -123,14 +128,14 @@ def backends() -> Iterator[Backends]:
 
 def test_what_the_specification_throws_away_may_as_well_lie_past_the_length(backends, monkeypatch):
     keep_block_rows(monkeypatch)
-    cross.assert_cell(
-        cross.cell("qwen3", SAMPLED, "mixed", 1, 16), backends, ("reference", "torch")
+    block_cells.assert_cell(
+        block_cells.cell("qwen3", SAMPLED, "mixed", 1, 16), backends, ("reference", "torch")
     )
 
 
 @pytest.mark.parametrize("name", SERVED_FAULTS)
 def test_a_planted_fault_changes_what_is_accepted(name, backends, monkeypatch):
     SERVED_FAULTS[name](monkeypatch)
-    each = cross.cell("qwen3", SAMPLED, "mixed", 1, 16)
+    each = block_cells.cell("qwen3", SAMPLED, "mixed", 1, 16)
     with pytest.raises(AssertionError):
-        cross.assert_cell(each, backends, ("reference", "torch"))
+        block_cells.assert_cell(each, backends, ("reference", "torch"))

@@ -10,63 +10,24 @@ A choice of cells that needs few compiled programs runs by default; the full pro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator
 from itertools import product
 
-import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits, Program, Work
-from shared.engine.cache_policy import NO_CACHE
-from shared.engine.controller import StaticController
-from shared.engine.engine import Engine
-from shared.engine.request import Request, SamplingParams
-from shared.spec.draft_tree import TreeShape
-from shared.spec.sampling import derive_seed
-from tests.support.backends import make_backend
-from tests.support.driving import Outcome, checked_step
-from tests.support.equality import Oracle, assert_few_excused
-from tests.support.tiny_models import EOS_ID, tiny_model
-
-BATCH = 4
-CONTEXT = 160
-PAGES = {1: 192, 16: 12, 64: 3}  # columns of the page table, by page size
-OVERLAPS = (0, 1, 2)
-DEPTHS = (0, 1, 3, 5)
-LOADS = ("alone", "mixed")
-SAMPLED = "sampled"
-GREEDY = "greedy"
-MODEL_SEEDS = {"llama": 5, "qwen3": 6, "qwen3_5": 3}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One entry of the matrix; depth 0 is plain decoding."""
-
-    family: str
-    depth: int
-    sampling: str
-    load: str
-    overlap: int
-    page_size: int
-
-    @property
-    def drafter(self) -> str:
-        """Which drafter the backend is made with; plain cells of a hybrid have one as well."""
-        return "NEXTN" if self.family == "qwen3_5" else "none"
-
-    @property
-    def shape(self) -> TreeShape:
-        return TreeShape.chain(self.depth, BATCH)
-
-    def __str__(self) -> str:
-        drafter = f"nextn{self.depth}" if self.depth else "none"
-        return (
-            f"{self.family}-{drafter}-{self.sampling}-{self.load}"
-            f"-overlap{self.overlap}-page{self.page_size}"
-        )
+from tests.support.cells import (
+    DEPTHS,
+    GREEDY,
+    LOADS,
+    OVERLAPS,
+    PAGES,
+    SAMPLED,
+    SHAPES,
+    Backends,
+    Cell,
+    assert_cell,
+    serve,
+)
 
 
 def full_product() -> list[Cell]:
@@ -100,151 +61,11 @@ CELLS = default_choice()
 MATRIX = [cell for cell in full_product() if cell not in CELLS]
 
 
-@lru_cache
-def model_of(family: str):
-    return tiny_model(family, MODEL_SEEDS[family])
-
-
-@lru_cache
-def oracle_of(family: str) -> Oracle:
-    return Oracle(*model_of(family))
-
-
-def limits_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> Limits:
-    """One prefill program, and one decode program per shape."""
-
-    def program(work: Work, shape: TreeShape, tokens: int) -> Program:
-        return Program(
-            work=work,
-            batch=BATCH,
-            pages=PAGES[page_size],
-            tokens=tokens,
-            shape=shape,
-            host_draft=False,
-            mask=False,
-            logprobs=False,
-        )
-
-    decodes = [program(Work.DECODE, shape, 0) for shape in shapes]
-    return Limits(
-        page_size=page_size,
-        num_pages=1 + BATCH * PAGES[page_size],
-        num_slots=1 + BATCH,
-        num_snapshots=1,
-        programs=(program(Work.PREFILL, TreeShape.plain(BATCH), 64), *decodes),
-        overlap=max(OVERLAPS),
-        context_length=CONTEXT,
-        vocab=model_of(family)[0].vocab,
-        max_stop_ids=2,
-        max_bias=2,
-        max_logprobs=1,
-    )
-
-
-class Backends:
-    """Backends by framework, model, drafter and page size; each serves any shape and load."""
-
-    def __init__(self, shapes: dict[tuple[str, str], tuple[TreeShape, ...]], head_of) -> None:
-        """Takes the shapes by model and drafter, and what makes a drafter of its name."""
-        self._shapes, self._head_of = shapes, head_of
-        self._made: dict[tuple[str, str, str, int], Backend] = {}
-
-    def get(self, framework: str, cell: Cell) -> Backend:
-        key = (framework, cell.family, cell.drafter, cell.page_size)
-        if key not in self._made:
-            limits = limits_of(cell.family, cell.page_size, self._shapes[cell.family, cell.drafter])
-            drafter = self._head_of(cell.family, cell.drafter)
-            self._made[key] = make_backend(framework, *model_of(cell.family), limits, drafter)
-        return self._made[key]
-
-    def close(self) -> None:
-        for backend in self._made.values():
-            backend.close()
-
-
-PLAIN = TreeShape.plain(BATCH)
-SHAPES = {
-    ("llama", "none"): (PLAIN,),
-    ("qwen3", "none"): (PLAIN,),
-    ("qwen3_5", "NEXTN"): tuple(TreeShape.chain(depth, BATCH) for depth in DEPTHS),
-}
-
-
 @pytest.fixture(scope="module")
 def backends() -> Iterator[Backends]:
     made = Backends(SHAPES, lambda family, drafter: drafter)
     yield made
     made.close()
-
-
-def requests_of(cell: Cell) -> list[Request]:
-    """Six requests (the first two when served alone); the same in every cell of their kind."""
-    rng = np.random.default_rng(11)
-    requests = []
-    for index in range(6):
-        prompt = tuple(rng.integers(2, 250, rng.integers(3, 70)).tolist())
-        params = {"temperature": 0.0, "max_tokens": int(rng.integers(16, 40))}
-        if cell.sampling == SAMPLED:
-            params |= {
-                "temperature": (0.7, 1.0)[index % 2],
-                "top_p": (1.0, 0.95)[index % 2],
-                "top_k": (None, 40, None)[index % 3],
-                "min_p": (0.0, 0.0, 0.02)[index % 3],
-                "presence_penalty": 0.4,
-                "frequency_penalty": 0.3,
-                "repetition_penalty": 1.1,
-                "seed32": derive_seed(1234, index),
-                "min_tokens": 4,
-            }
-        stops = () if index == 1 else (EOS_ID,)
-        sampling = SamplingParams(**params, stop_token_ids=stops)
-        requests.append(Request(request_id=index, prompt=prompt, sampling=sampling))
-    return requests[:2] if cell.load == "alone" else requests
-
-
-def serve(backend: Backend, cell: Cell) -> dict[int, Outcome]:
-    """Runs the cell's requests: one after the other, or arriving while others run."""
-    nodes, depth, width = cell.shape.nodes, cell.shape.depth, cell.shape.width
-    controller = StaticController(backend.limits, nodes=nodes, depth=depth, width=width)
-    engine = Engine(
-        backend, controller, overlap=cell.overlap, chunked_prefill_size=64, cache=NO_CACHE
-    )
-    waiting = requests_of(cell)[::-1]
-    outcomes = {request.request_id: Outcome() for request in waiting}
-    step = 0
-    while waiting or engine.busy:
-        arrives = not engine.busy if cell.load == "alone" else step % 3 == 0
-        if waiting and arrives:
-            engine.add(waiting.pop())
-        for event in checked_step(engine):
-            outcomes[event.request_id].take(event)
-        step += 1
-    return outcomes
-
-
-def assert_cell(cell: Cell, backends: Backends, frameworks: tuple[str, ...]) -> None:
-    served = {framework: serve(backends.get(framework, cell), cell) for framework in frameworks}
-    compare(cell, served, oracle_of(cell.family))
-    assert_few_excused()
-
-
-def compare(cell: Cell, served: dict[str, dict[int, Outcome]], oracle: Oracle) -> None:
-    """Every text is the specification's, and all are equal up to the first near tie."""
-    for request in requests_of(cell):
-        outcomes = [outcome[request.request_id] for outcome in served.values()]
-        ties = [
-            place
-            for outcome in outcomes
-            for place in oracle.check(request.prompt, outcome.tokens, request.sampling)
-        ]
-        until = min(ties) if ties else None
-        texts = [outcome.tokens[:until] for outcome in outcomes]
-        assert all(text == texts[0] for text in texts), (cell, request.request_id, texts)
-        if not ties:
-            accepted = [outcome.accepted for outcome in outcomes]
-            assert all(counts == accepted[0] for counts in accepted), (cell, accepted)
-            ends = {outcome.finish_reason for outcome in outcomes}
-            assert len(ends) == 1, (cell, ends)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)

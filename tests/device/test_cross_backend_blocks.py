@@ -8,8 +8,7 @@ whose embeddings a small head can follow.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 
@@ -23,86 +22,37 @@ from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
-from tests.device import test_cross_backend as cross
-from tests.device.test_cross_backend import (
+from tests.support import cells
+from tests.support.backends import FRAMEWORKS, make_backend
+from tests.support.block_cells import (
+    CHAIN,
+    PLAIN,
+    SHARED,
+    SHORT,
+    Backends,
+    assert_cell,
+    cell,
+    head_of,
+    model_of,
+    oracle_of,
+)
+from tests.support.cells import (
     BATCH,
     GREEDY,
     LOADS,
     OVERLAPS,
     SAMPLED,
-    Cell,
     limits_of,
     requests_of,
     serve,
 )
-from tests.device.test_draft_heads import Recorder
-from tests.support.backends import FRAMEWORKS, make_backend
 from tests.support.contract_host import Host, prompt
+from tests.support.drafter_cases import Fewer
 from tests.support.driving import drive
-from tests.support.equality import Oracle, assert_few_excused
 from tests.support.golden_blocks import golden_block_head
+from tests.support.recorder import Recorder
 from tests.support.starving import Starving
-from tests.support.tiny_heads import BLOCK_SIZE, cyclic, tiny_block_head
 from tests.support.tiny_models import FAMILIES
-
-CHAIN = TreeShape.chain(BLOCK_SIZE - 1, BATCH)
-PLAIN = TreeShape.plain(BATCH)
-SHORT = replace(TreeShape.chain(BLOCK_SIZE - 2, BATCH), block=BLOCK_SIZE)
-SHARED = replace(SHORT, rows=2 * BATCH)
-"""Chains of the block's first drafts, with a verify row for each and with fewer."""
-
-
-@dataclass(frozen=True)
-class BlockCell(Cell):
-    """A cell of a `cyclic` target with a DFlash head."""
-
-    @property
-    def drafter(self) -> str:
-        return "DFLASH"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.family}-{self.sampling}-{self.load}-overlap{self.overlap}-page{self.page_size}"
-        )
-
-
-def cell(family: str, sampling: str, load: str, overlap: int, page_size: int) -> BlockCell:
-    return BlockCell(family, CHAIN.depth, sampling, load, overlap, page_size)
-
-
-@lru_cache
-def model_of(family: str):
-    config, weights = cross.model_of(family)
-    return config, cyclic(config, weights)
-
-
-@lru_cache
-def head_of(family: str):
-    return tiny_block_head(model_of(family)[0], 4)
-
-
-@lru_cache
-def oracle_of(family: str) -> Oracle:
-    return Oracle(*model_of(family))
-
-
-class Backends:
-    """Backends by framework, target and page size."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[str, str, int], Backend] = {}
-
-    def get(self, framework: str, cell: Cell) -> Backend:
-        key = (framework, cell.family, cell.page_size)
-        if key not in self._made:
-            limits = limits_of(cell.family, cell.page_size, (CHAIN, PLAIN, SHORT, SHARED))
-            made = (*model_of(cell.family), limits, head_of(cell.family))
-            self._made[key] = make_backend(framework, *made)
-        return self._made[key]
-
-    def close(self) -> None:
-        for backend in self._made.values():
-            backend.close()
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +74,6 @@ CELLS = [
 MATRIX = [
     cell(*each) for each in product(FAMILIES, (GREEDY, SAMPLED), LOADS, OVERLAPS, (1, 16, 64))
 ]
-
-
-def assert_cell(cell: Cell, backends: Backends, frameworks: tuple[str, ...]) -> None:
-    served = {framework: serve(backends.get(framework, cell), cell) for framework in frameworks}
-    cross.compare(cell, served, oracle_of(cell.family))
-    assert_few_excused()
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
@@ -220,7 +164,7 @@ def test_short_chains_and_shared_verify_rows_give_the_plain_text(
             cache=NO_CACHE,
         )
         served[framework] = drive(engine, requests_of(each))
-    cross.compare(each, served, oracle_of(each.family))
+    cells.compare(each, served, oracle_of(each.family))
     found = {count for outcome in served["torch"].values() for count in outcome.accepted}
     assert set(range(1 + SHORT.depth)) <= found
 
@@ -257,7 +201,7 @@ def test_holes_in_the_context_change_no_text_and_no_draft_of_one_backend_alone(f
             backend, InTurns(backend.limits), overlap=1, chunked_prefill_size=64, cache=NO_CACHE
         )
         served[framework] = drive(engine, requests_of(each))
-    cross.compare(each, served, oracle_of(family))
+    cells.compare(each, served, oracle_of(family))
     assert any(sum(outcome.accepted) for outcome in served["torch"].values())
 
 
@@ -268,7 +212,7 @@ def test_steps_without_drafts_after_ones_that_accepted_all_give_the_plain_text(
 ):
     each = cell("qwen3_5", sampling, "alone", 1, 16)
     backend = Starving(backends.get(framework, each))
-    cross.compare(each, {framework: serve(backend, each)}, oracle_of(each.family))
+    cells.compare(each, {framework: serve(backend, each)}, oracle_of(each.family))
     assert backend.most_before, "no step accepted all of its drafts"
 
 
@@ -296,20 +240,12 @@ def test_a_limit_of_drafts_shortens_a_chain_and_leaves_the_block_as_wide(framewo
 def test_drafting_goes_on_where_a_preempted_request_left_off(framework, backends):
     """With few pages some requests give theirs up and begin again with prompt and output."""
     each = cell("qwen3", SAMPLED, "mixed", 1, 16)
-    backend = Crowded(backends.get(framework, each), 1 + 11)
+    backend = Fewer(backends.get(framework, each), 1 + 11)
     engine = engine_of(backend)
     crowded = drive(engine, requests_of(each))
     assert engine.scheduler.num_preemptions
     free = drive(engine_of(backends.get(framework, each)), requests_of(each))
-    cross.compare(each, {"crowded": crowded, "free": free}, oracle_of("qwen3"))
-
-
-class Crowded:
-    """A backend that admits to fewer pages than it has."""
-
-    def __init__(self, backend: Backend, num_pages: int) -> None:
-        self.limits = replace(backend.limits, num_pages=num_pages)
-        self.submit, self.launch = backend.submit, backend.launch
+    cells.compare(each, {"crowded": crowded, "free": free}, oracle_of("qwen3"))
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])

@@ -9,39 +9,24 @@ these are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
 import pytest
 
-from shared.drafts.config import DraftHead
-from shared.spec.draft_tree import TreeShape
-from shared.spec.standalone import SmallModel
-from tests.device.test_cross_backend import (
-    BATCH,
+from tests.support.cells import (
     GREEDY,
     LOADS,
     OVERLAPS,
     SAMPLED,
     Backends,
-    Cell,
     assert_cell,
     compare,
-    model_of,
     oracle_of,
     serve,
 )
 from tests.support.starving import Starving
-from tests.support.tiny_heads import tiny_head
-from tests.support.tiny_small import small_model
+from tests.support.tree_cells import TREES, TreeCell, cell, head_of
 
-
-def tree(depth: int, width: int, nodes: int) -> TreeShape:
-    return TreeShape(nodes=nodes, depth=depth, width=width, rows=BATCH * nodes)
-
-
-TREES = (tree(3, 1, 4), tree(3, 2, 6), tree(4, 4, 16), tree(5, 8, 64), tree(5, 8, 8))
 DRAFTERS = (
     ("qwen3_5", "NEXTN"),
     ("llama", "EAGLE"),
@@ -53,36 +38,6 @@ DRAFTERS = (
     ("llama", "STANDALONE"),
     ("qwen3_5", "STANDALONE"),
 )
-SMALL_OF = {"qwen3": "llama", "llama": "qwen3", "qwen3_5": "qwen3_5"}
-"""The family of the small model that drafts for a target: of the first two each pads another
-vocabulary than its target, and the hybrid has states of its own."""
-
-
-@dataclass(frozen=True)
-class TreeCell(Cell):
-    """A cell with any drafter and tree; `depth` is the tree's."""
-
-    head: str
-    tree: TreeShape
-
-    @property
-    def drafter(self) -> str:
-        return self.head
-
-    @property
-    def shape(self) -> TreeShape:
-        return self.tree
-
-    def __str__(self) -> str:
-        tree = f"s{self.depth}k{self.tree.width}n{self.tree.nodes}"
-        return (
-            f"{self.family}-{self.head.lower()}-{tree}-{self.sampling}-{self.load}"
-            f"-overlap{self.overlap}-page{self.page_size}"
-        )
-
-
-def cell(family, head, shape, sampling, load, overlap, page_size) -> TreeCell:
-    return TreeCell(family, shape.depth, sampling, load, overlap, page_size, head, shape)
 
 
 DEFAULT = {
@@ -106,15 +61,6 @@ ALL = [
     )
 ]
 MATRIX = [each for each in ALL if each not in CELLS]
-
-
-@lru_cache
-def head_of(family: str, drafter: str) -> str | DraftHead | SmallModel:
-    if drafter == "NEXTN":
-        return drafter
-    if drafter == "STANDALONE":
-        return small_model(*model_of(family), SMALL_OF[family], seed=4)
-    return tiny_head(*model_of(family), drafter, seed=4)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
+from shared.boundary.backend import Backend, Limits, Program, Work
 from shared.drafts.config import DraftHead
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -22,10 +22,11 @@ from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from shared.spec.sampling import derive_seed
-from tests.spec.test_golden import HEADS
 from tests.support.backends import make_backend
 from tests.support.driving import Outcome, drive
 from tests.support.equality import Oracle, assert_few_excused
+from tests.support.golden_implementations import HEADS
+from tests.support.recorder import Recorder
 from tests.support.tiny_heads import tiny_head, write_tiny_head
 from tests.support.tiny_models import EOS_ID, tiny_model, write_tiny
 
@@ -170,32 +171,6 @@ def test_drafts_are_accepted_and_refused_at_several_depths(family, kind, backend
     accepted = {n for outcomes in served for o in outcomes.values() for n in o.accepted}
     assert {0, 1} < accepted, accepted
     assert {0, 1, 2} <= accepted, accepted
-
-
-class Recorder:
-    """A backend that keeps the draft trees of its decode steps."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend, self.limits, self.launch = backend, backend.limits, backend.launch
-        self._steps: list[tuple[int, StepFuture]] = []
-
-    def submit(self, plan: StepPlan) -> StepFuture:
-        future = self._backend.submit(plan)
-        if plan.program.work is Work.DECODE:
-            self._steps.append((np.count_nonzero(plan.slots), future))
-        return future
-
-    def close(self) -> None:
-        self._backend.close()
-
-    def trees(self) -> list[tuple]:
-        """Tokens and parents of every tree, in order."""
-        return [
-            (tuple(result.drafts[row]), tuple(result.parents[row]))
-            for rows, future in self._steps
-            for result in [future.result()]
-            for row in range(rows)
-        ]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

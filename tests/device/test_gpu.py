@@ -13,8 +13,10 @@ from importlib import import_module
 import pytest
 
 from shared.boundary.backend import Backend
-from tests.device import test_cross_backend_blocks as blocks
-from tests.device.test_cross_backend import (
+from tests.support import block_cells as blocks
+from tests.support import rejecting
+from tests.support.backends import GPU_FRAMEWORKS, make_gpu_backend
+from tests.support.cells import (
     BATCH,
     GREEDY,
     SAMPLED,
@@ -26,12 +28,10 @@ from tests.device.test_cross_backend import (
     oracle_of,
     serve,
 )
-from tests.device.test_cross_backend_trees import TREES, head_of
-from tests.device.test_cross_backend_trees import cell as tree_cell
-from tests.spec import test_rejection as rejection
-from tests.support.backends import make_gpu_backend
 from tests.support.equality import assert_few_excused
 from tests.support.kernels import MODULES
+from tests.support.tree_cells import TREES, head_of
+from tests.support.tree_cells import cell as tree_cell
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +60,6 @@ SHARED_CELLS = [
     tree_cell("qwen3_5", "STANDALONE", TREES[1], SAMPLED, "mixed", 1, 16),
     replace(BLOCK_CELLS[1], depth=blocks.SHARED.depth),
 ]
-FRAMEWORKS = ("torch", "torch graphs", "jax")
 OPS = ("kernels", "plain")
 
 
@@ -92,7 +91,7 @@ def chosen(framework: str, ops: str) -> AbstractContextManager[None]:
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_eager_torch_captured_torch_and_jax_give_the_text_of_the_specification(cell, backends):
-    served = {name: serve(backend_of(backends, name, cell), cell) for name in FRAMEWORKS}
+    served = {name: serve(backend_of(backends, name, cell), cell) for name in GPU_FRAMEWORKS}
     compare(cell, served, oracle_of(cell.family))
     assert_few_excused()
 
@@ -100,7 +99,7 @@ def test_eager_torch_captured_torch_and_jax_give_the_text_of_the_specification(c
 @pytest.mark.parametrize("cell", [CELLS[0], *TREE_CELLS], ids=str)
 def test_kernels_and_plain_ops_give_the_text_of_the_specification(cell, backends):
     served = {}
-    for framework in FRAMEWORKS:
+    for framework in GPU_FRAMEWORKS:
         for ops in OPS:
             with chosen(framework, ops):
                 backend = backend_of(backends, framework, cell, ops)
@@ -113,7 +112,7 @@ def test_kernels_and_plain_ops_give_the_text_of_the_specification(cell, backends
 def test_blocks_give_the_text_of_the_specification_and_are_accepted_alike(cell):
     limits = limits_of(cell.family, cell.page_size, (blocks.CHAIN,))
     served = {}
-    for name in FRAMEWORKS:
+    for name in GPU_FRAMEWORKS:
         made = (*blocks.model_of(cell.family), limits, blocks.head_of(cell.family))
         backend = make_gpu_backend(name, *made)
         served[name] = serve(backend, cell)
@@ -131,7 +130,7 @@ def test_batches_in_fewer_verify_rows_than_nodes_are_accepted_alike(cell):
         shape, model = replace(cell.shape, rows=2 * BATCH + 1), model_of
         head = head_of(cell.family, cell.drafter)
     limits, served = limits_of(cell.family, cell.page_size, (shape,)), {}
-    for name in FRAMEWORKS:
+    for name in GPU_FRAMEWORKS:
         backend = make_gpu_backend(name, *model(cell.family), limits, head)
         served[name] = serve(backend, cell)
         backend.close()
@@ -141,11 +140,11 @@ def test_batches_in_fewer_verify_rows_than_nodes_are_accepted_alike(cell):
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
 def test_rejected_chains_are_those_of_the_specification(rule):
-    on_cpu, on_gpu = rejection.Rejecting(), rejection.Rejecting(make_gpu_backend)
-    want = on_cpu.serve("reference", rule, rejection.requests(), overlap=0)
-    for framework in FRAMEWORKS:
-        got = on_gpu.serve(framework, rule, rejection.requests(), overlap=2)
-        for number, kind in enumerate(rejection.KINDS):
+    on_cpu, on_gpu = rejecting.Rejecting(), rejecting.Rejecting(make_gpu_backend)
+    want = on_cpu.serve("reference", rule, rejecting.requests(), overlap=0)
+    for framework in GPU_FRAMEWORKS:
+        got = on_gpu.serve(framework, rule, rejecting.requests(), overlap=2)
+        for number, kind in enumerate(rejecting.KINDS):
             assert got[number].tokens == want[number].tokens, (framework, kind)
             assert got[number].accepted == want[number].accepted, (framework, kind)
     on_cpu.close()

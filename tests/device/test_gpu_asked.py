@@ -15,13 +15,12 @@ from shared.boundary.backend import Backend, Limits, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.spec.logprobs import Scores
-from tests.device.test_gpu import FRAMEWORKS
-from tests.device.test_prefix_cache import CASES, drafter_of, model_of
-from tests.support.backends import make_backend, make_gpu_backend
+from tests.support.backends import GPU_FRAMEWORKS, make_backend, make_gpu_backend
+from tests.support.drafter_cases import CASES, drafter_of, model_of
 from tests.support.driving import drive
 
 pytest.importorskip("llguidance", reason="grammars are those of llguidance")
-from tests.device import test_grammar as grammar
+from tests.support import grammar_cases as grammar
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +35,7 @@ def backends() -> Iterator[grammar.Backends]:
     made.close()
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", GPU_FRAMEWORKS)
 @pytest.mark.parametrize("case", DRAFTERS, ids=lambda case: f"{case[0]}-{case[1]}")
 def test_a_text_with_a_grammar_is_the_plain_one(framework, case, backends):
     """Masks are read by the captured and the compiled step, at each node of a tree."""
@@ -77,7 +76,7 @@ def scores_of(backend: Backend, case: grammar.Case) -> dict[int, Scores | None]:
     return {number: outcome.scores for number, outcome in drive(engine, requests).items()}
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", GPU_FRAMEWORKS)
 def test_the_tokens_of_prompts_are_scored_as_on_a_cpu(framework):
     case = next(each for each in CASES if each[1] == "NEXTN")
     family, drafter, shape = case

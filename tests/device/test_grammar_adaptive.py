@@ -21,8 +21,8 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
-from tests.device.test_prefix_cache import drafter_of, model_of
 from tests.support.backends import Drafter, make_backend
+from tests.support.drafter_cases import drafter_of, model_of
 from tests.support.driving import Outcome, drive
 from tests.support.grammars import constrained
 

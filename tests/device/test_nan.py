@@ -22,11 +22,11 @@ from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
-from tests.device import test_cross_backend_blocks as blocks
-from tests.device.test_cross_backend import BATCH, PLAIN, limits_of, model_of
-from tests.device.test_cross_backend_trees import TREES, head_of
+from tests.support import block_cells as blocks
 from tests.support.backends import Drafter, make_backend, make_gpu_backend
+from tests.support.cells import BATCH, PLAIN, limits_of, model_of
 from tests.support.driving import drive
+from tests.support.tree_cells import TREES, head_of
 
 POISON = 7
 TOKENS = 24

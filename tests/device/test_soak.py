@@ -13,7 +13,9 @@ from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.sampling import derive_seed
-from tests.device.test_prefix_cache import (
+from tests.support.backends import make_backend
+from tests.support.cache_policies import policy_of
+from tests.support.drafter_cases import (
     CASES,
     CHUNK,
     Fewer,
@@ -22,8 +24,6 @@ from tests.device.test_prefix_cache import (
     limits_of,
     model_of,
 )
-from tests.support.backends import make_backend
-from tests.support.cache_policies import policy_of
 from tests.support.driving import Outcome, checked_step, drive
 from tests.support.equality import Oracle, assert_few_excused
 

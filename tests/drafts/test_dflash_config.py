@@ -18,8 +18,8 @@ from shared.options.setup import Setup
 from shared.process.device import Device
 from shared.process.memory_plan import plan
 from shared.spec.draft_tree import TreeShape
-from tests.device.test_cross_backend import limits_of
 from tests.support.backends import FRAMEWORKS, make_backend
+from tests.support.cells import limits_of
 from tests.support.reference_serve import PLATFORM
 from tests.support.tiny_heads import cyclic, tiny_block_config, tiny_block_head
 from tests.support.tiny_models import tiny_model

@@ -6,38 +6,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Decode, Limits, Prefill
+from shared.boundary.backend import Decode, Prefill
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import Chunk, DecodeRows, PrefillRows
 from shared.spec.draft_tree import TreeShape
+from tests.support.house import House
 from tests.support.toy_backend import VOCAB, toy_limits
 
 CHAIN = TreeShape.chain(3, 4)
-
-
-class House:
-    """A planner and requests that have slots and pages."""
-
-    def __init__(self, limits: Limits) -> None:
-        self.allocator = Allocator(limits)
-        self.planner = Planner(limits, self.allocator)
-
-    def request(self, num_prompt: int, positions: int, **sampling) -> Request:
-        request = Request(
-            request_id=0,
-            prompt=tuple(range(1, num_prompt + 1)),
-            sampling=SamplingParams(**sampling),
-        )
-        self.place(request, positions)
-        return request
-
-    def place(self, request: Request, positions: int, first_position: int = 0) -> None:
-        request.place(self.allocator.take_slot(), first_position)
-        assert self.allocator.reserve(request.slot, positions)
-        self.planner.bind(request)
-        request.prefill(request.prefill_length)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from shared.options.options import parse
 from shared.process.device import Device, free_in_groups
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.spec.numerics import ATTENTION
-from tests.engine.test_planner import House
+from tests.support.house import House
 from torch_impl import serve as torch_serve
 
 GB = 10**9

@@ -9,20 +9,9 @@ from hypothesis import strategies as st
 
 from shared.spec import acceptance as spec
 from shared.spec import draft_tree
-from tests.spec.test_sampling import neutral
 from tests.support.implementations import Implementation, each_implementation
-
-
-def random_trees(rng: np.random.Generator, B: int, N: int) -> tuple[np.ndarray, ...]:
-    """Tokens, parents, node counts; siblings carry different tokens."""
-    parents, tokens = np.zeros((B, N), np.int32), np.zeros((B, N), np.int32)
-    for b in range(B):
-        born = np.zeros(N, int)
-        for node in range(1, N):
-            parents[b, node] = parent = rng.integers(0, node)
-            tokens[b, node] = born[parent]
-            born[parent] += 1
-    return tokens, parents, rng.integers(1, N + 1, B).astype(np.int32)
+from tests.support.random_trees import random_trees
+from tests.support.sampling_rows import neutral
 
 
 def walk_one(

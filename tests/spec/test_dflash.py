@@ -1,8 +1,5 @@
 """DFlash: the numbers of the reference implementations, and what each row of a block sees."""
 
-from functools import partial
-from pathlib import Path
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,18 +14,19 @@ from shared.engine.request import SamplingParams
 from shared.models.config import ModelConfig
 from shared.spec import attention, dflash, model, sampling
 from tests.support.equality import spec_sampling
-from tests.support.golden_blocks import BLOCKS, golden_block_head
+from tests.support.golden_blocks import (
+    BLOCKS,
+    GOLDEN,
+    TARGET,
+    assert_golden_numbers,
+    close,
+    golden_block_head,
+)
 from tests.support.tiny_heads import cyclic, tiny_block_head
 from tests.support.tiny_models import tiny_model
 from torch_impl.drafters import Ranking as TorchRanking
 from torch_impl.drafters import dflash as torch_dflash
 from torch_impl.ops.sampling import Sampling as TorchSampling
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-TARGET = GOLDEN / "qwen3"
-
-# Float32 on both sides, logits of magnitude 4 to 10: only the orders of the sums differ.
-close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
 
 
 @pytest.fixture(params=BLOCKS)
@@ -44,14 +42,7 @@ def block_of(request):
 
 @pytest.mark.parametrize("folder", ["dflash", "dflash_sliding"])
 def test_a_block_gives_the_golden_numbers_wherever_it_starts(folder, block_of):
-    """A start follows another, so rows that an earlier block wrote lie where context goes."""
-    want, block, length = np.load(GOLDEN / folder / "vectors.npz"), block_of(folder), 0
-    for start in want["starts"]:
-        block.extend(want["feats"][length:start])
-        length = start
-        hidden, logits = block.fill(int(want["tokens"][start]))
-        close(hidden, want[f"hidden_{start}"])
-        close(logits, want[f"logits_{start}"])
+    assert_golden_numbers(folder, block_of)
 
 
 def test_context_rows_are_those_of_the_golden_cache(block_of):

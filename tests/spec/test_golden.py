@@ -8,16 +8,9 @@ import pytest
 
 from shared.models.checkpoint import open_checkpoint
 from shared.spec import draft_tree
-from tests.support.golden_jax import JaxHead, JaxModel
-from tests.support.golden_models import GoldenHead, GoldenModel, SpecHead, SpecModel
-from tests.support.golden_torch import TorchHead, TorchModel
+from tests.support.golden_implementations import HEADS, IMPLEMENTATIONS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-IMPLEMENTATIONS: dict[str, type[GoldenModel]] = {
-    "spec": SpecModel,
-    "torch": TorchModel,
-    "jax": JaxModel,
-}
 
 # Float32 on both sides, logits of magnitude 4 to 10: the orders of the sums differ, by up to 6e-5
 # between the reference implementation's own chunked and recurrent forms.
@@ -133,9 +126,6 @@ def test_the_mtp_layer_reads_the_models_hidden_states_and_then_its_own(implement
         last, logits = golden.mtp(np.array([token]), last, 24 + i)
         close(last, want["mtp_chain_hidden"][i : i + 1])
         close(logits, want["mtp_chain_logits"][i : i + 1])
-
-
-HEADS: dict[str, type[GoldenHead]] = {"spec": SpecHead, "torch": TorchHead, "jax": JaxHead}
 
 
 @pytest.fixture(params=HEADS)

@@ -12,7 +12,7 @@ import pytest
 
 from shared.spec import acceptance, sampling
 from shared.spec.draft_tree import TreeShape
-from tests.spec.test_law import (
+from tests.support.text_law import (
     BOTH,
     CHAIN,
     LIMIT,

@@ -5,8 +5,8 @@ import pytest
 
 from shared.spec import sampling as spec
 from shared.spec.sampling import Sampling
-from tests.spec.test_sampling import REAL_VOCAB, choose, f32, i32, in_tree, neutral, process
 from tests.support.implementations import Implementation, each_implementation
+from tests.support.sampling_rows import REAL_VOCAB, choose, f32, i32, in_tree, neutral, process
 
 
 @each_implementation

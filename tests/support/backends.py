@@ -13,6 +13,7 @@ from shared.reference.backend import ReferenceBackend
 from shared.spec.standalone import SmallModel
 
 FRAMEWORKS = ("reference", "torch", "jax")
+GPU_FRAMEWORKS = ("torch", "torch graphs", "jax")
 
 Drafter = str | DraftHead | SmallModel
 """What drafts in a test: "none", "NEXTN", or a head or a small model with its weights."""

@@ -1,5 +1,7 @@
 """What a golden test asks of a DFlash head, and every implementation's answer to it."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -28,8 +30,13 @@ from torch_impl.drafters import dflash as torch_dflash
 from torch_impl.layers import rotary_frequencies
 from torch_impl.ops import attention as torch_attention
 
+GOLDEN = Path(__file__).parents[1] / "golden"
+TARGET = GOLDEN / "qwen3"
 POOL = (NUM_PAGES, PAGE_SIZE)
 MOST_ROWS = 40
+
+# Float32 on both sides, logits of magnitude 4 to 10: only the orders of the sums differ.
+close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
 
 
 def golden_block_head(folder: Path, target: Path) -> tuple[DraftHead, dict[str, Array]]:
@@ -181,3 +188,14 @@ class JaxBlock:
 
 
 BLOCKS: dict[str, type[GoldenBlock]] = {"spec": SpecBlock, "torch": TorchBlock, "jax": JaxBlock}
+
+
+def assert_golden_numbers(folder: str, block_of: Callable[[str], GoldenBlock]) -> None:
+    """A start follows another, so rows that an earlier block wrote lie where context goes."""
+    want, block, length = np.load(GOLDEN / folder / "vectors.npz"), block_of(folder), 0
+    for start in want["starts"]:
+        block.extend(want["feats"][length:start])
+        length = start
+        hidden, logits = block.fill(int(want["tokens"][start]))
+        close(hidden, want[f"hidden_{start}"])
+        close(logits, want[f"logits_{start}"])

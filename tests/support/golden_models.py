@@ -1,7 +1,7 @@
 """What a golden test asks of an implementation, and the specification's answer to it.
 
 One object is one model with one request. Another implementation offers the same methods on its own
-arrays, gives numpy back, and is added to `IMPLEMENTATIONS` of `test_golden.py`.
+arrays, gives numpy back, and is added to `IMPLEMENTATIONS` of `golden_implementations.py`.
 """
 
 from dataclasses import dataclass, replace

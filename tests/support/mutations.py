@@ -62,6 +62,8 @@ from tests.support.faults import (
     stale_state_after_zero_accepts,
     state_reset_by_a_product,
 )
+from tests.support.grammar_cases import Backends
+from tests.support.house import House
 from tests.support.toy_backend import toy_limits
 from tests.support.tree_subjects import TREE, Served
 
@@ -87,7 +89,7 @@ def _on_the_toy(test: Callable[..., None], **given: Any) -> Proof:
 
 def _of_the_planner(test: Callable[..., None]) -> Proof:
     limits = toy_limits(num_pages=300, num_slots=6, overlap=1)
-    return lambda host: test(test_planner.House(limits))
+    return lambda host: test(House(limits))
 
 
 def _of_the_sink(host: Host) -> None:
@@ -114,7 +116,7 @@ def _at_every_node(how: dict) -> Proof:
 
 def _texts_with_grammars(host: Host) -> None:
     """On a backend of its own, whose drafter is the hybrid's."""
-    backends = grammar_texts.Backends()
+    backends = Backends()
     grammar_texts.test_texts_come_to_the_end_of_their_grammars(backends)
     backends.close()
 

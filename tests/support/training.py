@@ -14,6 +14,8 @@ import numpy as np
 from jax_impl import weights
 from jax_impl.backend import compiler_options
 from jax_impl.training import init
+from jax_impl.training.examples import Batches, Row, Rows
+from jax_impl.training.loop import Schedule, Task, train
 from jax_impl.weights import DraftModel, LoadedHead, Weights
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig
@@ -70,3 +72,20 @@ def lowered(loss: Callable[[Any], Any], module: Weights | DraftModel | Any) -> t
         slope,
     )
     return float(before), float(graded(moved)[0])
+
+
+def rows_of(*lengths: int) -> Rows:
+    return Rows.of([Row([i + 1] * n, [True] * n) for i, n in enumerate(lengths)], max_tokens=1000)
+
+
+def shared_run(folder: Path) -> np.ndarray:
+    """Each row pulls the matrix to its own token; the rows of a batch weigh the same."""
+    batches = Batches(rows_of(*[64] * 12), batch_tokens=256, seed=1, prompt_weight=0.0, shares=2)
+
+    def loss(matrix, frozen, batch, key):
+        pulls = (matrix - batch.tokens[:, :1] - frozen) ** 2
+        return pulls.mean(), {"loss": pulls.mean()}
+
+    task = Task(params=jnp.ones(3), frozen=jnp.ones(()), loss=loss)
+    schedule = Schedule(steps=8, minutes=None, learning_rate=0.1, warmup=2, save_minutes=9.0)
+    return np.asarray(train(task, batches, schedule, 7, folder))

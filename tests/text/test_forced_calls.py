@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
 from functools import lru_cache
 from typing import Any
 
 import jsonschema
 import pytest
-from pydantic import BaseModel
 
 from shared.server.parsers import new_parser
 from shared.server.reading import Said
@@ -17,65 +15,11 @@ from shared.text.forced_calls import STYLES, Tool, grammar_of
 from shared.text.grammar import CompiledGrammar, Compiler, GrammarRefused
 from shared.text.schema_parts import standalone
 from shared.text.tokenizer import Tokenizer
+from tests.support.call_schemas import SCHEMAS
 from tests.support.http_fixtures import END, byte_tokenizer
 from tests.support.walks import walk
 
 VOCAB = 300
-
-
-class Kind(Enum):
-    town = "town"
-    sea = "sea"
-
-
-class Place(BaseModel):
-    zip: int
-    near: list[Place] = []
-    kind: Kind = Kind.sea
-
-
-class Trip(BaseModel):
-    to: Place
-    by: Kind
-    name: str
-    note: str | None = None
-    days: int | None = None
-    other: Place | str | None = None
-    more: dict[str, Place] = {}
-
-
-class Node(BaseModel):
-    name: str
-    next: Node | None = None
-
-
-OLD = json.loads(json.dumps(Trip.model_json_schema()).replace("$defs", "definitions"))
-CHAIN = {
-    "type": "object",
-    "properties": {
-        "a/b": {"$ref": "#/$defs/first"},
-        "same": {"$ref": "#/properties/a~1b"},
-        "whole": {"$ref": "#"},
-        "word": {"$ref": "#/$defs/word"},
-        "const": {"allOf": [{"$ref": "#/$defs/second"}], "description": "a name, no keyword"},
-    },
-    "required": ["a/b"],
-    "additionalProperties": False,
-    "$defs": {
-        "first": {"$ref": "#/$defs/second"},
-        "second": {"type": "array", "items": {"$ref": "#/$defs/third"}, "maxItems": 2},
-        "third": {"properties": {"const": {"$ref": "#/$defs/word"}}, "type": "object"},
-        "word": {"enum": ["x", "y z", 3, None]},
-    },
-}
-SCHEMAS = {
-    "nested": Trip.model_json_schema(),
-    "definitions": OLD,
-    "recursive": Node.model_json_schema(),
-    "chain": CHAIN,
-    "union": {"properties": {"a": {"type": ["integer", "null"]}, "b": {"const": True}}},
-    "open": {"properties": {"a": {}, "b": True}, "additionalProperties": False},
-}
 
 
 @lru_cache

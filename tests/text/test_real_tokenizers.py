@@ -13,10 +13,10 @@ from shared.server.reading import Said
 from shared.text.forced_calls import STYLES
 from shared.text.grammar_worker import Calls, Form, Wanted
 from shared.text.marks import CALL, THINK, THINK_END
+from tests.support.call_schemas import SCHEMAS
 from tests.support.marked import MARKS
 from tests.support.real_tokenizers import NAMES, RealTokenizer
 from tests.support.walks import walk
-from tests.text.test_forced_calls import SCHEMAS
 
 pytestmark = pytest.mark.matrix
 SCHEMA = SCHEMAS["nested"]

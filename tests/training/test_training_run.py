@@ -14,6 +14,7 @@ from jax_impl.training import examples
 from jax_impl.training.examples import Batches, Row, Rows, best_widths, read_rows, row_of
 from jax_impl.training.loop import Schedule, Task, train
 from models.make_random import ROOT
+from tests.support.training import rows_of, shared_run
 
 TOKENIZER = ROOT / "random"
 END = 258
@@ -22,10 +23,6 @@ CHAT = [
     {"role": "assistant", "content": "5"},
     {"role": "user", "content": "Sure?"},
 ]
-
-
-def rows_of(*lengths: int) -> Rows:
-    return Rows.of([Row([i + 1] * n, [True] * n) for i, n in enumerate(lengths)], max_tokens=1000)
 
 
 def write_lines(path, count):
@@ -174,24 +171,11 @@ def test_a_run_that_broke_off_goes_on_as_if_it_had_not(tmp_path):
     assert (tmp_path / "parts/curves.png").stat().st_size
 
 
-def shared_run(folder):
-    """Each row pulls the matrix to its own token; the rows of a batch weigh the same."""
-    batches = Batches(rows_of(*[64] * 12), batch_tokens=256, seed=1, prompt_weight=0.0, shares=2)
-
-    def loss(matrix, frozen, batch, key):
-        pulls = (matrix - batch.tokens[:, :1] - frozen) ** 2
-        return pulls.mean(), {"loss": pulls.mean()}
-
-    task = Task(params=jnp.ones(3), frozen=jnp.ones(()), loss=loss)
-    schedule = Schedule(steps=8, minutes=None, learning_rate=0.1, warmup=2, save_minutes=9.0)
-    return np.asarray(train(task, batches, schedule, 7, folder))
-
-
 TWO_DEVICES = """
 import sys
 import jax
 import numpy as np
-from tests.training.test_training_run import shared_run
+from tests.support.training import shared_run
 assert jax.device_count() == 2
 np.save(sys.argv[2], shared_run(__import__("pathlib").Path(sys.argv[1])))
 """

@@ -1,0 +1,102 @@
+"""A small model with a drafter of each kind, and what serves them with few pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.engine.controller import Controller, StaticController
+from shared.engine.ngram.controller import NgramController
+from shared.engine.ngram.index import NgramIndex
+from shared.options.ngram import NgramConfig
+from shared.spec.draft_tree import TreeShape
+from tests.support.backends import Drafter
+from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
+from tests.support.tiny_models import tiny_model
+from tests.support.tiny_small import small_model
+
+BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 3, 16, 24, 320, 64
+TURNS, OVERLAP = 2, 2
+CHAIN = TreeShape.chain(3, BATCH)
+TREE = TreeShape(nodes=8, depth=3, width=3, rows=8 * BATCH)
+PLAIN = TreeShape.plain(BATCH)
+CASES = [
+    ("llama", "none", PLAIN),
+    ("qwen3_5", "NEXTN", CHAIN),
+    ("llama", "EAGLE3", TREE),
+    ("qwen3_5", "STANDALONE", CHAIN),
+    ("llama", "DFLASH", CHAIN),
+    ("qwen3_5", "EAGLE", TREE),
+    ("qwen3_5", "NGRAM", CHAIN),
+]
+
+
+@lru_cache
+def model_of(family: str, drafter: str):
+    config, weights = tiny_model(family, {"qwen3_5": 3, "llama": 5}[family])
+    return config, cyclic(config, weights) if drafter == "DFLASH" else weights
+
+
+def drafter_of(family: str, drafter: str) -> Drafter:
+    target = model_of(family, drafter)
+    match drafter:
+        case "NEXTN":
+            return "NEXTN"
+        case "EAGLE" | "EAGLE3":
+            return tiny_head(*target, drafter, 5)
+        case "STANDALONE":
+            return small_model(*target, family, 4)
+        case "DFLASH":
+            return tiny_block_head(target[0], 4)
+    return "none"
+
+
+def limits_of(family: str, drafter: str, shape: TreeShape) -> Limits:
+    def program(work: Work, shape: TreeShape, tokens: int) -> Program:
+        return Program(
+            work=work,
+            batch=BATCH,
+            pages=PAGES,
+            tokens=tokens,
+            shape=shape,
+            host_draft=drafter == "NGRAM" and not shape.is_plain,
+            mask=False,
+            logprobs=False,
+        )
+
+    decodes = [program(Work.DECODE, each, 0) for each in dict.fromkeys((shape, PLAIN))]
+    count = replace(program(Work.COUNT, TreeShape.plain(1), CHUNK), batch=1)
+    return Limits(
+        page_size=PAGE_SIZE,
+        num_pages=1 + BATCH * PAGES,
+        num_slots=1 + BATCH,
+        num_snapshots=13 if family == "qwen3_5" else 1,
+        programs=(program(Work.PREFILL, PLAIN, CHUNK), count, *decodes),
+        overlap=OVERLAP,
+        context_length=CONTEXT,
+        vocab=model_of(family, drafter)[0].vocab,
+        max_stop_ids=1,
+        max_bias=1,
+        max_logprobs=1,
+    )
+
+
+class Fewer:
+    """A backend that admits to fewer pages than it has."""
+
+    def __init__(self, backend: Backend, num_pages: int) -> None:
+        self.limits = replace(backend.limits, num_pages=num_pages)
+        self.submit, self.launch = backend.submit, backend.launch
+
+    def close(self) -> None: ...
+
+
+def controller_of(limits: Limits, drafter: str, shape: TreeShape) -> Controller:
+    if drafter != "NGRAM":
+        sizes = {"nodes": shape.nodes, "depth": shape.depth, "width": shape.width}
+        return StaticController(limits, **sizes)
+    sizes = {"nodes": shape.nodes, "depth": shape.depth}
+    return NgramController(
+        limits, NgramIndex(NgramConfig(), **sizes, vocab=limits.vocab, chain=False)
+    )
