@@ -11,6 +11,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TWINS = ("jax_impl", "torch_impl")
 
+OPS = {path.stem for path in (ROOT / TWINS[0] / "ops").glob("*.py")} - {"__init__"}
+"""Modules of ops, which both have."""
+
+NAMED_BY_FRAMEWORK = {"JaxBackend": "Backend", "TorchBackend": "Backend"}
+"""Classes whose names say the framework, and what they are compared as."""
+
 CARRIED = {"self", "cls", "state", "kv", "memory", "held"}
 """Parameters that only functional code needs: what it carries along, torch writes in place."""
 
@@ -50,9 +56,10 @@ def _of(node: ast.stmt, owner: str) -> Iterator[Definition]:
             for part in node.body
             if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
         ]
-        yield Definition(owner + node.name, tuple(x for x in fields if x not in CARRIED))
+        name = owner + NAMED_BY_FRAMEWORK.get(node.name, node.name)
+        yield Definition(name, tuple(x for x in fields if x not in CARRIED))
         for part in node.body:
-            yield from _of(part, f"{owner}{node.name}.")
+            yield from _of(part, f"{name}.")
 
 
 def _parameters(args: ast.arguments) -> tuple[str, ...]:
@@ -74,6 +81,67 @@ def differences(file: Path) -> dict[str, str]:
         )
         for name in sides[0].keys() | sides[1].keys()
         if sides[0].get(name) != sides[1].get(name)
+    }
+
+
+def ops_called(twin: str, file: Path) -> dict[str, frozenset[str]]:
+    """The ops that each public function of a file names, itself or through private ones of it.
+
+    Returns:
+      By `NAME` or `Class.NAME`, ops as `module.name`; what begins with a capital is a type.
+    """
+    tree = ast.parse((ROOT / twin / file).read_text(encoding="utf-8"))
+    imported = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}".removeprefix(f"{twin}.ops.")
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{twin}.ops")
+        for alias in node.names
+    }
+    functions = dict(_functions(tree.body, ""))
+
+    def named(name: str, seen: frozenset[str]) -> frozenset[str]:
+        found: frozenset[str] = frozenset()
+        for node in ast.walk(functions[name]):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                module = imported.get(node.value.id, "")
+                found |= {f"{module}.{node.attr}"} if module in OPS else set()
+                called = f"{name.rpartition('.')[0]}.{node.attr}"
+            elif isinstance(node, ast.Name):
+                whole = imported.get(node.id, "")
+                found |= {whole} if whole.partition(".")[0] in OPS and "." in whole else set()
+                called = node.id
+            else:
+                continue
+            if called in functions and _is_private(called) and called not in seen:
+                found |= named(called, seen | {called})
+        return frozenset(op for op in found if not op.rpartition(".")[2][0].isupper())
+
+    return {name: named(name, frozenset({name})) for name in functions if not _is_private(name)}
+
+
+def _functions(body: list[ast.stmt], owner: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            yield owner + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node.body, f"{owner}{node.name}.")
+
+
+def other_ops(file: Path) -> dict[str, str]:
+    """Public functions of both twins that name other ops.
+
+    Returns:
+      By `FILE::NAME`, what each names alone.
+    """
+    sides = [ops_called(twin, file) for twin in TWINS]
+    return {
+        f"{file}::{name}": "; ".join(
+            f"{twin} alone {', '.join(sorted(alone))}"
+            for twin, alone in zip(TWINS, (jax - torch, torch - jax), strict=True)
+            if alone
+        )
+        for name in sides[0].keys() & sides[1].keys()
+        if (jax := sides[0][name]) != (torch := sides[1][name])
     }
 
 
