@@ -79,8 +79,6 @@ NOT_SERVED = (
     NotServed("use_beam_search", BOTH, (False,), True),
     NotServed("add_special_tokens", (CHAT,), (False,), True),
     NotServed("add_special_tokens", (COMPLETIONS,), (True,), False),
-    NotServed("add_generation_prompt", (CHAT,), (True,), False),
-    NotServed("continue_final_message", (CHAT,), (False,), True),
     NotServed("echo", (CHAT,), (False,), True, way_out="use /v1/completions, which has it"),
     NotServed("include_reasoning", (CHAT,), (True,), False),
     NotServed("separate_reasoning", (CHAT,), (True,), False),

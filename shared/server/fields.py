@@ -54,9 +54,6 @@ def _check_bool(value: Any) -> Any:
 No = Annotated[Literal[False], BeforeValidator(_check_bool)]
 """A switch that stays off."""
 
-Yes = Annotated[Literal[True], BeforeValidator(_check_bool)]
-"""A switch that stays on."""
-
 
 def check_depth(value: Any) -> Any:
     """Refuses what is nested more deeply than those who write it again can follow."""

@@ -78,7 +78,7 @@ class Grammars(Workers):
         if isinstance(request, ChatRequest):
             calls = self._calls(request)
             if self._facts.reasoning_parser is not None:
-                lead = thinking_after(prompt, self._facts.reasoning_parser)
+                lead = thinking_after(prompt, self._facts.reasoning_parser, request.begun)
         if form is None and calls is None:
             return None
         is_forced = calls is not None and calls.free is None

@@ -33,6 +33,7 @@ from shared.server.structured import (
     ToolChoice,
     form_of,
 )
+from shared.text.chat_template import text_of
 from shared.text.grammar_worker import Form
 
 MAX_PRIORITY = 1000
@@ -221,6 +222,13 @@ class ChatPrompt(Strict):
         Annotated[dict[Name, Any], Field(max_length=MAX_ARGUMENTS), AfterValidator(check_depth)]
         | None
     ) = None
+    add_generation_prompt: bool | None = None  # null: unless the last message is continued
+    continue_final_message: bool | None = None
+
+    @property
+    def begun(self) -> str:
+        """What is there of the answer: the end of a last message that is to be continued."""
+        return text_of(vars(self.messages[-1])) if self.continue_final_message else ""
 
     @property
     def usable_tools(self) -> list[Tool]:

@@ -38,8 +38,9 @@ class Parsers:
             return PlainText()
         functions = [tool.function for tool in request.usable_tools]
         schemas = {function.name: function.parameters or {} for function in functions}
+        name, begun = self._reasoning, request.begun
         return new_parser(
             self._tool_calls if functions else None,
             Said(schemas, request.most_calls, request.holds_calls),
-            None if self._reasoning is None else is_open_after(prompt, self._reasoning),
+            None if name is None else is_open_after(prompt, name, begun),
         )

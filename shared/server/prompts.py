@@ -105,11 +105,14 @@ class PromptReader:
 
 def conversation_of(request: ChatPrompt) -> Conversation:
     """What the chat template writes of a request."""
+    continues, begins = bool(request.continue_final_message), request.add_generation_prompt
     return Conversation(
         messages=list(map(for_template, request.messages)),
         tools=[tool.model_dump(exclude_unset=True) for tool in request.usable_tools],
         arguments=request.chat_template_kwargs or {},
         without_reasoning=request.is_without_reasoning,
+        add_generation_prompt=not continues if begins is None else begins,
+        continue_final_message=continues,
     )
 
 

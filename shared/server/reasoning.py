@@ -46,23 +46,35 @@ def _read_more_calls(source: Source, said: Said, read_call: ReadCall) -> Reading
         yield from source.skip_space()
 
 
-def is_open_after(prompt: str, name: str) -> bool:
-    """Whether a text begins within its reasoning.
+def is_open_after(prompt: str, name: str, begun: str = "") -> bool | None:
+    """Whether a text begins within its reasoning; None where it follows the answer's own words.
 
     Args:
       prompt: What the chat template wrote. Templates of models that think open the reasoning at
         its end, or close it there where the request asks for none.
       name: Of the reasoning parser.
+      begun: What the prompt has of the answer already, at its end.
     """
+    if begun.strip():
+        return _is_open_within(prompt.rstrip(), begun.strip()) or None
     end = prompt.rstrip()
     return end.endswith(THINK) or (name == ALWAYS_OPEN and not end.endswith(THINK_END))
 
 
-def thinking_after(prompt: str, name: str) -> str | None:
+def _is_open_within(prompt: str, begun: str) -> bool:
+    """Whether the last tag in the beginning of an answer, or else right before it, opens."""
+    opened, closed = begun.rfind(THINK), begun.rfind(THINK_END)
+    if opened == closed:  # there is neither
+        return prompt.removesuffix(begun).rstrip().endswith(THINK)
+    return opened > closed
+
+
+def thinking_after(prompt: str, name: str, begun: str = "") -> str | None:
     """Whether a text begins within its reasoning: "open", "maybe", or None where it has none.
 
     Args: as of `is_open_after`.
     """
-    if is_open_after(prompt, name):
+    is_open = is_open_after(prompt, name, begun)
+    if is_open:
         return "open"
-    return None if prompt.rstrip().endswith(THINK_END) else "maybe"
+    return None if is_open is None or prompt.rstrip().endswith(THINK_END) else "maybe"

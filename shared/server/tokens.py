@@ -14,7 +14,7 @@ from shared.engine.request import Refusal
 from shared.process.frames import ModelFacts
 from shared.server.bodies import parse_plain, parse_with
 from shared.server.errors import ApiError
-from shared.server.fields import No, Strict, Text, Yes
+from shared.server.fields import No, Strict, Text
 from shared.server.logprobs import TokenNames
 from shared.server.openai_types import ChatPrompt, TokenId
 from shared.server.prompts import PromptReader, check_model, conversation_of
@@ -32,10 +32,9 @@ class TokenizeText(Strict):
 
 
 class TokenizeChat(ChatPrompt):
-    """Body of /tokenize for a conversation that the assistant is to answer."""
+    """Body of /tokenize for a conversation."""
 
     model: Text | None = None
-    add_generation_prompt: Yes = True
     add_special_tokens: No = False
     return_token_strs: bool | None = None
 

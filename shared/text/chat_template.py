@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,8 @@ class TemplateFailed(WorkRefused):
     """The chat template did not accept what it was given; the message says why.
 
     Attributes:
-      part: What is at fault: "messages", "tools", "arguments" or "reasoning_effort".
+      part: What is at fault: "messages", "tools", "arguments", "reasoning_effort" or
+        "continue_final_message".
     """
 
     def __init__(self, reason: str, part: str = "messages") -> None:
@@ -38,12 +40,16 @@ class Conversation:
       tools: What the assistant may call, as OpenAI's API describes it.
       arguments: Values of the template's own variables, as of `enable_thinking`.
       without_reasoning: The model is to answer at once.
+      add_generation_prompt: The text ends with the beginning of a new answer.
+      continue_final_message: The text ends within the last message, which is the assistant's.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     without_reasoning: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 class ChatTemplate:
@@ -85,17 +91,30 @@ class ChatTemplate:
         """
         self._check(conversation)
         switches = self._switches(conversation)
+        mark = f"{secrets.token_hex(8)} "  # nobody can have written it
+        text = self._write(
+            messages=self._messages(conversation, mark),
+            tools=conversation.tools or None,
+            add_generation_prompt=conversation.add_generation_prompt,
+            **{**self.names, **conversation.arguments, **switches},
+        )
+        if conversation.continue_final_message:
+            return _cut(text, mark, text_of(conversation.messages[-1]))
+        return text
+
+    def _messages(self, conversation: Conversation, mark: str) -> list[dict[str, Any]]:
+        """The messages as the template reads them; a mark ends one that is to be continued."""
         messages = conversation.messages
+        if conversation.continue_final_message:
+            messages = [*messages[:-1], _marked(messages[-1], mark)]
         if not self._knows_developers:
             messages = [_as_system(message) for message in messages]
-        messages = [_with_parts(message, self._reads_parts) for message in messages]
-        given = {**self.names, **conversation.arguments, **switches}
-        return self._write(messages, tools=conversation.tools or None, **given)
+        return [_with_parts(message, self._reads_parts) for message in messages]
 
-    def _write(self, messages: list[dict[str, Any]], **given: Any) -> str:
+    def _write(self, **given: Any) -> str:
         """What the template writes; raises as `render`."""
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, **given)
+            text = self._template.render(**given)
             text.encode()  # a template can write a half of a character, which no tokenizer takes
         except Exception as error:  # a template is a program: whatever it raises is its refusal
             raise TemplateFailed(f"the chat template failed: {error}") from error
@@ -116,7 +135,7 @@ class ChatTemplate:
         return dict.fromkeys(names, False)
 
     def _check(self, conversation: Conversation) -> None:
-        """Refuses what the template does not read."""
+        """Refuses what the template does not read, and ends that a text cannot have."""
         for name in conversation.arguments.keys() - self._arguments:
             known = ", ".join(sorted(self._arguments)) or "none"
             reason = f"the chat template has no argument {name!r:.80}; it has {known:.400}"
@@ -125,6 +144,45 @@ class ChatTemplate:
             raise TemplateFailed("the chat template of the model knows no tools", "tools")
         if not self._knows_tool_messages and any(map(_is_of_tools, conversation.messages)):
             raise TemplateFailed("the chat template of the model knows no messages of tools")
+        if conversation.continue_final_message:
+            _check_last(conversation)
+
+
+def _check_last(conversation: Conversation) -> None:
+    """Refuses a last message that cannot be continued."""
+    last = conversation.messages[-1] if conversation.messages else {"role": ""}
+    if conversation.add_generation_prompt:
+        reason = "and add_generation_prompt exclude each other"
+    elif last["role"] != "assistant":
+        reason = "needs a last message of the assistant"
+    elif last.get("tool_calls") or last.get("content") is None:
+        reason = "needs a last message that has content and no tool_calls"
+    else:
+        return
+    raise TemplateFailed(f"continue_final_message {reason}", "continue_final_message")
+
+
+def _marked(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    """A message with a mark where its content ends."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    last = {**content[-1], "text": content[-1]["text"] + mark}
+    return {**message, "content": [*content[:-1], last]}
+
+
+def _cut(text: str, mark: str, said: str) -> str:
+    """A text up to its mark, without what the template closes the message with.
+
+    Args:
+      mark: Ends with a space: where it has lost it, the template strips what it is given.
+      said: The end of the message, as the client wrote it.
+    """
+    end = text.rfind(mark.strip())
+    if end < 0 or said.strip() not in text:
+        reason = "the chat template does not write the last message as it is"
+        raise TemplateFailed(f"{reason}, so it cannot be continued", "continue_final_message")
+    return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
 
 def _is_of_tools(message: dict[str, Any]) -> bool:
@@ -141,6 +199,12 @@ def _with_parts(message: dict[str, Any], are_read: bool) -> dict[str, Any]:
         return message
     parts = _Parts(message["content"])
     return {**message, "content": parts if are_read else str(parts)}
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """The text that a message's content ends with: all of it, or that of the last part."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else content[-1]["text"]
 
 
 class _Parts(list[Any]):

@@ -103,6 +103,10 @@ ELSEWHERE = {
     "chat_template_kwargs": (
         f"{HTTP}_tools.py::test_reasoning_that_the_template_opened_is_reasoning"
     ),
+    **dict.fromkeys(
+        ("add_generation_prompt", "continue_final_message"),
+        f"{HTTP}_tokens.py::test_a_conversation_ends_as_it_is_asked_to",
+    ),
     "trace": "tests/engine/test_step_trace.py::test_only_who_asks_is_told_and_nobodys_text_changes",
     "user": f"{ENGINE}::test_tenants_do_not_see_each_other",
     "priority": f"{ENGINE}::test_priorities_go_first_and_nobody_starves",

@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from tests.support.http_fixtures import (
+    CHAT,
     COMPLETIONS,
     CONTEXT,
     END,
@@ -32,6 +33,18 @@ def test_a_conversation_has_the_tokens_that_its_prompt_has(server):
     assert found["count"] == 4
 
 
+def test_a_conversation_ends_as_it_is_asked_to(server):
+    found = server.post("/tokenize", messages=USER, add_generation_prompt=False).json()
+    assert found["tokens"] == [MARK, *b"hi"]
+    begun = [*USER, {"role": "assistant", "content": "so "}]
+    for more in ({}, {"add_generation_prompt": False}, {"add_generation_prompt": None}):
+        asked = {"messages": begun, "continue_final_message": True, **more}
+        found = server.post("/tokenize", **asked).json()
+        assert found["tokens"] == [MARK, *b"hi", MARK + 1, *b"so "]
+        answer = server.post(CHAT, **asked, max_tokens=1).json()
+        assert answer["usage"]["prompt_tokens"] == found["count"]
+
+
 def test_tokens_have_their_text_with_special_ones(server):
     found = server.post("/detokenize", tokens=[*"hé".encode(), END, VOCAB - 1]).json()
     assert found == {"prompt": "hé<|end|>"}
@@ -47,7 +60,8 @@ def test_tokens_have_their_text_with_special_ones(server):
         ("tokenize", "messages", {"messages": []}),
         ("tokenize", "prompt", {"messages": USER, "prompt": "a"}),
         ("tokenize", "tools", {"messages": USER, "tools": [TOOL]}),
-        ("tokenize", "add_generation_prompt", {"messages": USER, "add_generation_prompt": False}),
+        ("tokenize", "add_generation_prompt", {"messages": USER, "add_generation_prompt": 0}),
+        ("tokenize", "continue_final_message", {"messages": USER, "continue_final_message": True}),
         ("tokenize", "more", {"prompt": "a", "more": 1}),
         ("detokenize", "tokens", {}),
         ("detokenize", "tokens", {"tokens": "a"}),

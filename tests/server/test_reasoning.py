@@ -12,7 +12,7 @@ from shared.options.server import REASONING_PARSERS
 from shared.server.delta import Delta, OutputParser
 from shared.server.parsers import new_parser
 from shared.server.reading import Said
-from shared.server.reasoning import ALWAYS_OPEN, is_open_after
+from shared.server.reasoning import ALWAYS_OPEN, is_open_after, thinking_after
 
 QWEN_THINKS = "<|im_start|>assistant\n<think>\n"
 QWEN_DOES_NOT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -165,3 +165,32 @@ def test_reasoning_that_cannot_end_with_a_call_keeps_what_looks_like_one(name, a
 def test_the_prompt_says_whether_the_model_is_within_its_reasoning(name, prompt, want):
     assert name in REASONING_PARSERS
     assert is_open_after(prompt, name) == want
+
+
+ASKED = "what is <think>?<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("name", ["qwen3", ALWAYS_OPEN])
+@pytest.mark.parametrize(
+    ("before", "begun", "want"),
+    [
+        (ASKED, "<think>well", True),
+        (ASKED, "<think>well</think>so", None),
+        (ASKED, "<think>a</think>b<think>", True),
+        (ASKED, "so ", None),
+        (f"{ASKED}<think>\n", "well, ", True),
+        (f"{ASKED}<think>\n\n</think>\n\n", " so", None),
+        (f"{ASKED}<think>\nhm\n</think>\n\n", "<think>again", True),
+    ],
+)
+def test_an_answer_that_is_continued_is_within_its_reasoning_or_has_none(name, before, begun, want):
+    """Also where the template strips the content."""
+    for prompt in (before + begun, before + begun.strip()):
+        assert is_open_after(prompt, name, begun) is want
+        assert thinking_after(prompt, name, begun) == ("open" if want else None)
+
+
+@pytest.mark.parametrize("name", ["qwen3", ALWAYS_OPEN])
+def test_an_empty_beginning_of_an_answer_is_none(name):
+    for prompt in (ASKED, QWEN_THINKS, QWEN_DOES_NOT):
+        assert is_open_after(prompt, name, "") == is_open_after(prompt, name)
