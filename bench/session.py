@@ -23,7 +23,7 @@ from shared.process import heap
 from shared.process.programs import draft_shape
 from shared.spec.draft_tree import TreeShape
 from tests.support.gpu_activity import Activity, traced
-from tests.support.started import Served, start
+from tests.support.started import Served, made_programs, start
 
 WARM_UP_STEPS = 3
 CONTEXT_MULTIPLE = 64
@@ -145,8 +145,7 @@ class Session:
     @property
     def made(self) -> int:
         """Programs that were compiled or captured so far."""
-        backend = self.served.backend
-        return sum(getattr(backend, name, 0) for name in ("compiles", "captures"))
+        return made_programs(self.served.backend)
 
     def round(self, load: Load) -> Round:
         """Serves a batch to its end; a step that waits for the device is an error.

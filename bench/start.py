@@ -20,7 +20,7 @@ from shared.boundary.backend import Limits
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse
 from shared.process import launch
-from tests.support.started import serve_all
+from tests.support.started import made_programs, serve_all
 
 
 def mixed_requests(count: int, limits: Limits) -> list[Request]:
@@ -41,11 +41,6 @@ def mixed_requests(count: int, limits: Limits) -> list[Request]:
         prompt = tuple(rng.randrange(2, limits.vocab) for _ in range(length))
         made.append(Request(request_id=index, prompt=prompt, sampling=sampling))
     return made
-
-
-def made_programs(backend: object) -> int:
-    """Programs that were compiled or captured so far."""
-    return sum(getattr(backend, name, 0) for name in ("compiles", "captures"))
 
 
 def measure(framework: str, flags: list[str], requests: int) -> dict:

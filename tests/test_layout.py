@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -112,6 +114,37 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
+
+
+LATE_IMPORTS = {
+    Path("torch_impl/compiling.py"): "it is imported where Triton is not installed",
+    Path("torch_impl/ops/__init__.py"): "it alone decides by the machine what is imported",
+    Path("bench/measuring.py"): "a side that is not asked for need not be installed",
+}
+
+
+def test_imports_stand_at_the_top():
+    """A circle is resolved by moving what both sides need, not by importing late."""
+    found = set()
+    for folder in (*PACKAGES, "bench", "examples"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            kinds = (ast.Import, ast.ImportFrom)
+            inner = {
+                each
+                for node in ast.parse(text).body
+                if not isinstance(node, kinds)
+                for each in ast.walk(node)
+                if isinstance(each, kinds)
+            }
+            if inner or "TYPE_CHECKING" in text:
+                found.add(path.relative_to(ROOT))
+    assert found == LATE_IMPORTS.keys()
+
+
+def test_a_start_without_grammars_imports_no_library_of_theirs():
+    code = "import sys, shared.process.launch; sys.exit('llguidance' in sys.modules)"
+    assert not subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode
 
 
 def test_what_tests_share_knows_no_bench():

@@ -56,10 +56,7 @@ class TorchBackend:
 
     Attributes:
       limits: What exists.
-      compiles: Programs that were compiled; plain torch compiles none.
     """
-
-    compiles = 0
 
     def __init__(
         self,

@@ -7,18 +7,15 @@ library lets go of the interpreter.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from importlib import import_module
 
-from shared.engine.grammar import Constraint
+from shared.engine.grammar import Constraint, Grammar
 from shared.engine.request import Refusal, Request
 from shared.options.options import Options
 from shared.text.marks import marks_of
 from shared.text.worker import WorkRefused
-
-if TYPE_CHECKING:
-    from shared.text.grammar import CompiledGrammar, Compiler
 
 MAX_KEPT_BYTES = 1 << 26
 """Of compiled grammars, as far as their texts tell (`_cost`)."""
@@ -31,16 +28,16 @@ class Grammars:
     """What waits for its grammar, and grammars that are there.
 
     Args:
-      compiler: For the model's tokens.
+      compile_text: Compiles a grammar's text for the model's tokens.
       vocab: Tokens of the model.
     """
 
-    def __init__(self, compiler: Compiler, vocab: int) -> None:
-        self._compiler, self._vocab = compiler, vocab
+    def __init__(self, compile_text: Callable[[str], Grammar], vocab: int) -> None:
+        self._compile, self._vocab = compile_text, vocab
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()
         self._num_bytes = 0
-        self._waiting: dict[int, tuple[Request, Future[CompiledGrammar]]] = {}
+        self._waiting: dict[int, tuple[Request, Future[Grammar]]] = {}
 
     @classmethod
     def of_options(cls, options: Options, vocab: int) -> Grammars | None:
@@ -51,10 +48,10 @@ class Grammars:
         """
         if not options.engine.has_grammars:
             return None
-        from shared.text.grammar import Compiler
-
+        # The library is loaded where grammars are asked for, and nowhere else.
+        compiler = import_module("shared.text.grammar").Compiler
         marks = marks_of(options.server.tool_call_parser, options.server.reasoning_parser)
-        return cls(Compiler.of_folder(options.model.model_path, vocab, marks), vocab)
+        return cls(compiler.of_folder(options.model.model_path, vocab, marks).compile, vocab)
 
     @property
     def busy(self) -> bool:
@@ -66,9 +63,9 @@ class Grammars:
         grammar = request.sampling.grammar
         assert grammar is not None
         kept = self._kept.get(grammar)
-        future: Future[CompiledGrammar] = Future()
+        future: Future[Grammar] = Future()
         if kept is None:
-            future = self._thread.submit(self._compiler.compile, grammar)
+            future = self._thread.submit(self._compile, grammar)
         else:
             self._kept.move_to_end(grammar)
             future.set_result(kept)
@@ -95,7 +92,7 @@ class Grammars:
         """Ends the thread; what it compiles comes to its end by itself."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _bind(self, request: Request, grammar: CompiledGrammar) -> None:
+    def _bind(self, request: Request, grammar: Grammar) -> None:
         sampling = request.sampling
         assert sampling.grammar is not None
         self._keep(sampling.grammar, grammar)
@@ -103,7 +100,7 @@ class Grammars:
             grammar, self._vocab, sampling.stop_token_ids, sampling.min_tokens
         )
 
-    def _keep(self, text: str, grammar: CompiledGrammar) -> None:
+    def _keep(self, text: str, grammar: Grammar) -> None:
         if text not in self._kept:
             self._kept[text] = grammar
             self._num_bytes += _cost(text)

@@ -9,7 +9,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.models.config import ModelConfig
 from shared.spec.sampling import derive_seed
 from shared.text.tokenizer import Tokenizer
-from tests.support.started import Served, serve_all, start
+from tests.support.started import Served, made_programs, serve_all, start
 from tests.support.tasks import Tasks
 
 TARGET = Path(__file__).resolve().parents[2] / "models" / "demo" / "target"
@@ -66,10 +66,10 @@ def test_an_adaptive_start_serves_the_plain_texts(framework, drafts, requests, p
     served = started(
         framework, requests, "--speculative-algorithm", drafts, "--speculative-adaptive"
     )
-    table, compiled = served.engine.controller.costs.table, served.backend.compiles
+    table, made = served.engine.controller.costs.table, made_programs(served.backend)
     assert all(0 < each < 10 for seconds in table.values() for each in seconds)
     assert set(table) == {1, BATCH}
     assert texts(served, requests) == plain
-    assert served.backend.compiles == compiled
+    assert made_programs(served.backend) == made
     steps = served.engine.metrics.snapshot()
     assert steps['spec_decode_adaptive_steps_total{tier="S3"}'] > 0

@@ -131,7 +131,7 @@ def ask(served: Served, request: Request) -> Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """A timed run of some requests; outcomes are in their order."""
+    """A timed run: outcomes in the order of the requests, and programs made meanwhile."""
 
     outcomes: list[Outcome]
     seconds: float
@@ -256,9 +256,14 @@ def serve_all(engine: Engine, requests: Sequence[Request]) -> list[Outcome]:
     return list(outcomes.values())
 
 
+def made_programs(backend: Backend) -> int:
+    """Programs that were compiled, in JAX, or captured, in torch, so far."""
+    return sum(getattr(backend, name, 0) for name in ("compiles", "captures"))
+
+
 def timed(served: Served, requests: Sequence[Request]) -> Run:
     """Serves the requests with continuous batching."""
-    compiled, began = served.backend.compiles, time.perf_counter()
+    made, began = made_programs(served.backend), time.perf_counter()
     outcomes = serve_all(served.engine, requests)
     seconds = time.perf_counter() - began
-    return Run(outcomes, seconds, served.backend.compiles - compiled)
+    return Run(outcomes, seconds, made_programs(served.backend) - made)
