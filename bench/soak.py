@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "models" / "demo" / "target"
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if tools %}<|im_start|>system\n{{ tools | length }} tools<|im_end|>\n{% endif %}"
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 FLAGS = ["--speculative-algorithm", "NEXTN", "--tool-call-parser", "hermes", "--port", "0"]

@@ -98,6 +98,7 @@ class ChatTemplate:
             add_generation_prompt=conversation.add_generation_prompt,
             **{**self.names, **conversation.arguments, **switches},
         )
+        _check_named(conversation, text)
         if conversation.continue_final_message:
             return _cut(text, mark, text_of(conversation.messages[-1]))
         return text
@@ -146,6 +147,16 @@ class ChatTemplate:
             raise TemplateFailed("the chat template of the model knows no messages of tools")
         if conversation.continue_final_message:
             _check_last(conversation)
+
+
+def _check_named(conversation: Conversation, text: str) -> None:
+    """Refuses functions of which a template says nothing, although it knows tools and calls."""
+    calls = (call for message in conversation.messages for call in message.get("tool_calls") or ())
+    for part, given in (("tools", conversation.tools), ("messages", calls)):
+        for name in (each["function"]["name"] for each in given):
+            if name not in text:
+                reason = f"the chat template of the model leaves out the function {name!r:.80}"
+                raise TemplateFailed(reason, part)
 
 
 def _check_last(conversation: Conversation) -> None:

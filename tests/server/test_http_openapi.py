@@ -54,7 +54,8 @@ CALL = '<think>a</think>b<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 def server(tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}{{ tools and '' }}")
+    listed = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}" + listed)
     flags = ["--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]
     with serving(["-m", "tests.support.http_fixtures", str(folder), *flags]) as running:
         yield running

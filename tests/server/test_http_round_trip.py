@@ -21,7 +21,8 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}"
     "[{{ m.reasoning_content }}|{{ m.content }}|"
     "{% for call in m.tool_calls %}{{ call | tojson(sort_keys=true) }}{% endfor %}]"
-    "{% endif %}{% endfor %}{{ tools and '' }}"
+    "{% endif %}{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
 )
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "Eß", "b": [1, null]}}</tool_call>'
 SAID = {

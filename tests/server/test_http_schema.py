@@ -15,7 +15,9 @@ import pytest
 from tests.support.http_fixtures import ADMIN_KEY, Server, save_tokenizer, serving
 
 TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}{{ tools and '' }}{{ thinking and '' }}"
+    "{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ thinking and '' }}"
 )
 # A body may be as the schema has it and still ask for what goes not together or is not served.
 LEFT_OUT = "positive_data_acceptance"

@@ -383,6 +383,17 @@ def test_tools_are_written_however_a_template_reads_them(way):
     assert "SECRET_NAME" in text
 
 
+@pytest.mark.parametrize("part", ["tools", "messages"])
+def test_a_function_that_a_template_leaves_out_is_refused(part: str):
+    """It knows tools and calls, and writes neither here."""
+    template = template_of("{% if tools == 1 %}{{ tools }}{% endif %}{# tool_calls #}")
+    called = [{"role": "assistant", "content": "a", "tool_calls": [CALLED]}]
+    asked = Conversation([], [CALLED]) if part == "tools" else Conversation(called)
+    with pytest.raises(TemplateFailed, match="leaves out the function 'SECRET_NAME'") as refused:
+        template.render(asked)
+    assert refused.value.part == part
+
+
 def test_a_template_that_sets_its_own_tools_reads_no_others():
     with pytest.raises(TemplateFailed, match="knows no tools"):
         template_of("{% set tools = ['mine'] %}{{ tools }}").render(Conversation([], [CALLED]))
