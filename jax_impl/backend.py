@@ -131,6 +131,11 @@ class JaxBackend:
         self._clock = _Clock()
         self._last: JaxFuture | None = None
 
+    @property
+    def state(self) -> DeviceState:
+        """What outlives a step, as of the last step that was queued; tests look at it."""
+        return self._state
+
     def workspace(self, program: Program) -> int:
         """Bytes that a step of the program needs beyond weights and pools."""
         return workspace(program, self._blueprint)

@@ -23,8 +23,8 @@ from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
 
 SINK_LENGTHS: dict[str, Callable] = {
     "reference": lambda backend: backend._lengths[0],
-    "torch": lambda backend: backend._queue._machine.state.lengths[0],
-    "jax": lambda backend: backend._state.lengths[0],
+    "torch": lambda backend: backend.state.lengths[0],
+    "jax": lambda backend: backend.state.lengths[0],
 }
 
 

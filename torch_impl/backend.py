@@ -34,7 +34,7 @@ from shared.models.config import ModelConfig
 from torch_impl import drafters
 from torch_impl import weights as weights_module
 from torch_impl.compiling import compile_kernels
-from torch_impl.device_state import allocate
+from torch_impl.device_state import DeviceState, allocate
 from torch_impl.drafters import heads
 from torch_impl.drafters.dflash import BlockDrafter
 from torch_impl.drafters.eagle import EagleDrafter
@@ -103,11 +103,16 @@ class TorchBackend:
         self._ready: set[Program] = set()
         torch.cuda.empty_cache()  # the pieces of which weights were made
         model = Model.of(config, weights)
-        state = allocate(config, limits, kept, weights.embed.dtype, device)
-        machine = Machine(model, _drafter(model, drafts, draft_weights), limits, state)
+        self._state = allocate(config, limits, kept, weights.embed.dtype, device)
+        machine = Machine(model, _drafter(model, drafts, draft_weights), limits, self._state)
         self._queue = (
             _Stream(machine, device, captured) if device.type == "cuda" else _Worker(machine)
         )
+
+    @property
+    def state(self) -> DeviceState:
+        """What outlives a step, as of the steps that have ended; tests look at it."""
+        return self._state
 
     @property
     def captures(self) -> int:

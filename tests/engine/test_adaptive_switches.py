@@ -77,11 +77,11 @@ def leaves(state: Any) -> Iterator[Any]:
 def test_a_switch_moves_no_buffer_of_torch(served):
     """Graphs that were captured hold addresses: a buffer made anew would leave them behind."""
     backend = served.backend("torch", "NEXTN")
-    state = backend.backend._queue._machine.state
+    state = backend.backend.state
     before = [(each.data_ptr(), tuple(each.shape)) for each in leaves(state)]
     serve(backend, 1)
     assert [(each.data_ptr(), tuple(each.shape)) for each in leaves(state)] == before
-    assert backend.backend._queue._machine.state is state
+    assert backend.backend.state is state
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -95,9 +95,7 @@ def test_what_a_backend_holds_does_not_grow_with_its_tiers(framework):
     def sizes(programs) -> list[tuple[int, ...]]:
         own = replace(limits, programs=programs)
         backend = make_backend(framework, config, weights, own, "NEXTN")
-        held = backend.backend
-        state = held._queue._machine.state if framework == "torch" else held._state
-        found = [tuple(each.shape) for each in leaves(state)]
+        found = [tuple(each.shape) for each in leaves(backend.backend.state)]
         backend.close()
         return found
 
