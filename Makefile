@@ -1,4 +1,5 @@
-# `make serve` answers requests on port 8000, `make test` checks everything; both prepare .venv first.
+# `make serve` answers requests on port 8000, `make test` checks everything, `make quick` what is quick
+# to check; all prepare .venv first.
 
 # Any Python from 3.11; TORCH_INDEX names the package index that torch comes from, where it is not
 # pip's own (PyTorch's CPU wheel index on a Linux machine without a GPU).
@@ -20,7 +21,7 @@ RUN := $(BIN)/python
 AOT_PYTHON ?= python3.12
 TANDEM_AOT_PYTHON ?=
 
-.PHONY: serve test venv lint types layers unit matrix tokenizers gpu bench aot format clean
+.PHONY: serve test quick venv lint types layers unit matrix tokenizers gpu bench aot format clean
 
 serve: venv
 	$(RUN) -m $(BACKEND)_impl.serve --port $(PORT) $(ARGS)
@@ -46,6 +47,14 @@ types: venv
 
 layers: venv
 	$(BIN)/lint-imports
+
+# What one runs before each commit, some 135 s of processor time: rooms that need no device framework,
+# less the two files in which the adaptive choice plays whole workloads, half of the engine's time.
+QUICK := tests/engine tests/options tests/text tests/drafts tests/models $(wildcard tests/test_*.py)
+NOT_QUICK := tests/engine/test_adaptive.py tests/engine/test_ngram_adaptive_work.py
+
+quick: lint layers
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n $(JOBS) $(QUICK) $(NOT_QUICK:%=--ignore=%) $(ARGS)
 
 # One thread a worker: more would only take turns on the same cores.
 unit: venv
