@@ -1,9 +1,9 @@
-"""Whether two model folders have one tokenizer: the vocabularies of both tokenizer.json files."""
+"""Whether two model folders have one tokenizer: the vocabularies of both tokenizers."""
 
 from pathlib import Path
-from typing import Any
 
-from shared.models.config import ModelConfig, read_json
+from shared.models.config import ModelConfig
+from shared.text.tokenizer_files import open_tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -48,20 +48,10 @@ def tokens_of(folder: str | Path) -> dict[str, int] | None:
     """Every token that a folder's tokenizer knows, with its id; None without a tokenizer.
 
     Raises:
-      ValueError: The file is broken; one sentence.
+      ValueError: A file is broken; one sentence.
     """
-    path = Path(folder) / TOKENIZER_FILE
-    if not path.is_file():
-        return None
-    loaded = read_json(path)
-    model: dict[str, Any] = loaded.get("model") or {}
-    vocab = model.get("vocab")
-    if isinstance(vocab, list):  # of a unigram model: tokens with their scores, in order
-        vocab = {token: number for number, (token, _) in enumerate(vocab)}
-    if not isinstance(vocab, dict):
-        raise ValueError(f"{path} has no vocabulary")
-    added = loaded.get("added_tokens") or []
-    return {**vocab, **{token["content"]: token["id"] for token in added}}
+    tokenizer = open_tokenizer(folder)
+    return None if tokenizer is None else tokenizer.get_vocab(with_added_tokens=True)
 
 
 def _said(tokens: dict[str, int], token: str) -> str:

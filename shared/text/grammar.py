@@ -19,6 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from llguidance.numpy import fill_next_token_bitmask
 
 from shared.text.grammar_faults import NO_TOKEN, TOO_MUCH, UNFOLLOWED
+from shared.text.tokenizer_files import open_tokenizer
 from shared.text.worker import WorkRefused
 
 MAX_GRAMMAR_BYTES = 1 << 18
@@ -179,16 +180,16 @@ class Compiler:
         Raises:
           ValueError: There is none, or as the constructor.
         """
-        path = Path(folder) / "tokenizer.json"
-        if not path.is_file():
+        tokenizer = open_tokenizer(folder)
+        if tokenizer is None:
+            path = Path(folder) / "tokenizer.json"
             raise ValueError(f"a grammar is told by tokens' texts, and there is no {path}")
-        text = path.read_text(encoding="utf-8")
         special = [
-            token["id"]
-            for token in json.loads(text).get("added_tokens", ())
-            if token["special"] and token["content"] not in marks
+            number
+            for number, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special and token.content not in marks
         ]
-        known = _known(text, vocab, [])
+        known = _known(tokenizer.to_str(), vocab, [])
         return cls(TokenizerWrapper(_ShownTexts(known, special)), vocab)
 
     def compile(self, grammar: str) -> CompiledGrammar:

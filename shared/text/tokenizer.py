@@ -10,10 +10,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from shared.models.config import read_json
 from shared.text.bound import most_characters
 from shared.text.chat_template import Conversation
 from shared.text.chat_templates import ChatTemplates
+from shared.text.tokenizer_files import open_tokenizer, read_config
 
 REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character (yet)
 MAX_HALF = 3  # of the 4 bytes of a character, most that can be there without it
@@ -60,18 +60,10 @@ class Tokenizer:
           ValueError: A file is broken; one sentence.
         """
         folder = Path(folder)
-        path = folder / "tokenizer.json"
-        if not path.is_file():
+        tokenizer = open_tokenizer(folder)
+        if tokenizer is None:
             return None
-        try:
-            tokenizer = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise ValueError(f"{path} cannot be read: {error}") from error
-        # The file keeps how its last training run cut and padded texts; a prompt is served whole.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        settings = folder / "tokenizer_config.json"
-        config = read_json(settings) if settings.is_file() else {}
+        config = read_config(folder)
         names = _special_names(config)
         return cls(tokenizer, ChatTemplates.from_folder(folder, config, names), names, marks)
 
