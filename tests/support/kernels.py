@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -71,6 +72,7 @@ def triton_interpreter() -> Iterator[None]:
             patch.setattr(interpreter.InterpreterBuilder, "create_dot", _dot)
             patch.setattr(interpreter, "_convert_float", _rounding(interpreter._convert_float))
             patch.setattr(interpreter.InterpretedFunction, "__call__", _call)
+            patch.setattr(interpreter, "_get_np_dtype", _numpy_type(interpreter._get_np_dtype))
             watch(patch)
         yield
 
@@ -150,17 +152,30 @@ def _rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
+def _numpy_type(look_up: Callable[[Any], np.dtype]) -> Callable[[Any], np.dtype]:
+    """Remembers what the interpreter would find in a table that it makes anew in each operation."""
+    of_number = cache(look_up)
+    return lambda kind: look_up(kind) if kind.scalar.is_ptr() else of_number(kind.scalar)
+
+
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls a function of a kernel, where the language has its interpreted operations already.
 
     The interpreter's own looks for them again in each call, for half of all its time.
     """
-    core = importlib.import_module("triton.language.core")
-    languages = [importlib.import_module("triton.language"), core]
-    seen = [x for x in function.fn.__globals__.values() if any(x is one for one in languages)]
-    if any(core.is_builtin(language.load) for language in seen):
+    is_builtin, languages = _languages_of(function.fn)
+    if any(is_builtin(language.load) for language in languages):
         importlib.import_module("triton.runtime.interpreter")._patch_lang(function.fn)
     return function.rewrite()(*args, **kwargs)
+
+
+@cache
+def _languages_of(function: Callable[..., Any]) -> tuple[Callable[..., bool], list[ModuleType]]:
+    """How an operation that is not interpreted is known, and the languages a function sees."""
+    core = importlib.import_module("triton.language.core")
+    languages = (importlib.import_module("triton.language"), core)
+    seen = [x for x in function.__globals__.values() if any(x is one for one in languages)]
+    return core.is_builtin, seen
 
 
 def _modules(language: str) -> dict[str, ModuleType]:
