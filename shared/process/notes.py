@@ -1,6 +1,7 @@
 """What a start tells on the terminal: its memory plan, and what a user should know of the steps."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -25,11 +26,21 @@ def start_notes(
         yield f"{named} where a request names none, as generation_config.json says"
     if memory.options.model.is_dummy:
         yield "the weights are dummies (--load-format dummy): the texts mean nothing"
+    yield from tokenizer_notes(Path(memory.options.model.model_path))
     simulated = memory.options.speculative.speculative_simulate_accept_length
     if simulated is not None:
         yield (
             f"drafts are accepted by lot (--speculative-simulate-accept-length {simulated}): the "
             "texts are not the model's"
+        )
+
+
+def tokenizer_notes(folder: Path) -> Iterator[str]:
+    """What a model's folder has no tokenizer for."""
+    if (folder / "tokenizer.model").is_file() and not (folder / "tokenizer.json").is_file():
+        yield (
+            "the model folder has tokenizer.model and no tokenizer.json: prompts are token ids, "
+            "and answers have no text"
         )
 
 
