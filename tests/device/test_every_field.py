@@ -104,6 +104,13 @@ ELSEWHERE = {
         f"{HTTP}_tools.py::test_reasoning_that_the_template_opened_is_reasoning"
     ),
     **dict.fromkeys(
+        ("safety_identifier", "prompt_cache_key"),
+        f"{HTTP}_bad_input.py::test_hints_of_whose_request_it_is_and_an_empty_stop_ask_for_nothing",
+    ),
+    "reasoning_effort": (
+        "tests/server/test_reasoning_effort.py::test_the_templates_own_switch_turns_it_off"
+    ),
+    **dict.fromkeys(
         ("add_generation_prompt", "continue_final_message"),
         f"{HTTP}_tokens.py::test_a_conversation_ends_as_it_is_asked_to",
     ),
