@@ -27,13 +27,16 @@ class AdaptiveConfig:
 
     speculative_adaptive: bool = flag(
         False,
-        "draft in each step as much as pays, or nothing, by what steps cost and drafts are worth",
+        "picks the draft shape of every step, or none, by expected tokens per second; the start "
+        "measures what each shape costs",
     )
     speculative_adaptive_config: str | None = flag(
         None,
         "JSON file with the draft shapes to choose from, "
         '{"candidate_steps": [1, 3, 7]} or {"candidates": [{"steps": 5, "topk": 4, '
-        '"draft_tokens": 16}]} (default: some of each size)',
+        '"draft_tokens": 16, "rows": 0.5}]}, where rows is the share of the nodes that a batch '
+        "verifies, the best; off always competes (default: chains of 1, 3 and 7 and a tree of 5 "
+        "levels with 16 nodes; STANDALONE chains alone, DFLASH and NGRAM parts of their largest)",
     )
     speculative_adaptive_trace: str | None = flag(
         None, "JSONL file that gets a line for each step: what was chosen, and what came of it"

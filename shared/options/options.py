@@ -88,7 +88,7 @@ class SpeculativeConfig:
     speculative_algorithm: str | None = flag(
         None, "NEXTN drafts with the checkpoint's own mtp layer, EAGLE, EAGLE3 and DFLASH with a "
         "head, NAIVE_EAGLE one token with either, STANDALONE with a small model, NGRAM from seen "
-        "text (default: no drafts)",
+        "text and corpora (default: no drafts)",
         aliases=("--speculative-algo",),
     )  # fmt: skip
     speculative_draft_model_path: str | None = flag(
@@ -104,7 +104,7 @@ class SpeculativeConfig:
     )  # fmt: skip
     speculative_num_draft_tokens: int | None = flag(
         None, "N, nodes of a draft tree with its root (default: S + 1 of a chain; 8 for a Llama "
-        "model with a head)", low=2, high=64,
+        "model with a head; 12 with NGRAM)", low=2, high=64,
     )  # fmt: skip
     speculative_draft_window_size: int | None = flag(
         None, "positions that a DFLASH head looks back, at least its block (default: what its "

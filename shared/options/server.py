@@ -26,7 +26,7 @@ class ServerOptions:
     admin_port: int | None = flag(
         None,
         "port of a second listener, which then has /metrics and the routes that change the server; "
-        "0 takes a free one (default: there is one listener for all)",
+        "0 takes a free one (default: none, one listener has all)",
         low=0,
         high=65535,
     )
@@ -36,7 +36,7 @@ class ServerOptions:
     )  # fmt: skip
     allowed_origins: str | None = flag(
         None, "sites, separated by commas, whose pages may read answers in a browser, as "
-        "https://chat.example:8443; * is any (default: those of no other site)",
+        "https://chat.example:8443; * is any; never with passwords or cookies (default: none)",
     )  # fmt: skip
     served_model_name: str | None = flag(
         None, "name in requests and answers (default: the folder's name)"
@@ -69,7 +69,8 @@ class ServerOptions:
         False, "keep the trace of every request, not only of those that ask with trace"
     )
     drain_timeout: int = flag(
-        25, "seconds that requests have to end after SIGTERM, in which no new ones are taken",
+        25, "seconds that requests have to end after SIGTERM, in which no new ones are taken; a "
+        "second SIGTERM, or another signal that ends a program, ends the server at once",
         low=0, high=1 << 20,
     )  # fmt: skip
     watchdog_timeout: int = flag(
@@ -78,12 +79,15 @@ class ServerOptions:
     )  # fmt: skip
     api_key: str | None = flag(
         None,
-        "bearer token, or x-api-key, of every route of both listeners but /live (default: none is "
-        "asked for)",
+        "bearer token (or x-api-key, api-key) of every route of both listeners but /live, and the "
+        "password that a browser asks for; a start that other machines can reach needs it "
+        "(default: none)",
     )
     insecure: bool = flag(False, "serve other machines without --api-key")
     admin_api_key: str | None = flag(
-        None, "bearer token of the routes that change the server (default: no such routes)"
+        None,
+        "bearer token of the routes that change the server, as those of external corpora (default: "
+        "there are no such routes)",
     )
 
     def __post_init__(self) -> None:

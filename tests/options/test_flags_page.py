@@ -1,0 +1,28 @@
+"""The page of flags is made of the flags."""
+
+from dataclasses import fields
+from pathlib import Path
+
+from shared.options import page
+from shared.options.flags import spelling
+from shared.options.options import PARTS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "flags.md"
+
+
+def test_the_page_of_flags_is_up_to_date() -> None:
+    told = PAGE.read_text(encoding="utf-8")
+    assert told == page.to_markdown(), "run python -m shared.options.page > docs/flags.md"
+
+
+def test_the_page_has_every_flag_with_a_default_that_one_can_give() -> None:
+    lines = page.to_markdown().splitlines()
+    for part in PARTS.values():
+        for item in fields(part):
+            (line,) = [each for each in lines if each.startswith(f"| `{spelling(item.name)}`")]
+            _, _, default, meaning, _ = line.split("|")
+            assert meaning.strip()
+            if item.default is None or item.default is False:
+                assert default.strip() not in ("None", "False")
+            elif "(default" not in item.metadata["help"]:
+                assert default.strip() == str(item.default)
