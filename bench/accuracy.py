@@ -1,7 +1,7 @@
 """Held-out accuracy of the shipped model, and what each drafter accepts and costs.
 
     python -m bench.accuracy --model models/demo/target --backend torch jax --out FILE.json
-    python -m bench.accuracy --table FILE.json... --into README.md
+    python -m bench.accuracy --table FILE.json... --into models/demo/README.md
 
 The engine runs in this process, at temperature 0 and 1, with the same seeds for every drafter: the
 exit code is 1 where a drafter changed a text. The second form renders the table of some files and

@@ -9,7 +9,6 @@ from typing import Any
 from bench.drafting import PLAIN
 from bench.scoring import Row
 
-BEGIN, END = "<!-- accuracy -->", "<!-- /accuracy -->"
 MISSING = "-"
 
 File = dict[str, Any]
@@ -142,18 +141,18 @@ def blame(files: Sequence[File]) -> int:
     return int(bool(found))
 
 
-def insert(document: Path, table: str) -> None:
-    """Puts the table between the document's markers.
+def insert(document: Path, table: str, name: str = "accuracy") -> None:
+    """Puts the table between the document's markers of a name.
 
     Raises:
       ValueError: The document does not have the two markers.
     """
-    text = document.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    text, marks = document.read_text(encoding="utf-8"), (f"<!-- {name} -->", f"<!-- /{name} -->")
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not begin or not end:
-        raise ValueError(f"{document} has no {BEGIN} and {END}")
-    document.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}", encoding="utf-8")
+        raise ValueError(f"{document} has no {marks[0]} and {marks[1]}")
+    document.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
 
 
 def _line(row: Row) -> Line:

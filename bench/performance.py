@@ -1,33 +1,25 @@
 """`docs/performance.md`: what `bench.offline` found, as tables.
 
 python -m bench.performance > docs/performance.md
+python -m bench.performance --readme
 """
 
+import itertools
 import json
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.accuracy_table import MISSING, markdown
+from bench.accuracy_table import MISSING, insert, markdown
 from tests.support.op_sides import SIDES
 
 RESULTS = Path(__file__).parent / "results"
-Peers = dict[str, dict[int, tuple[float, float | None]]]
-PEERS: dict[str, Peers] = {
-    "qwen3-8b": {
-        "none": {1: (5.16, 5.09), 8: (5.56, 5.57), 32: (6.07, 6.18)},
-        "EAGLE3 S=3": {1: (6.05, 6.21), 8: (6.44, 6.58), 32: (7.55, 7.83)},
-        "DFLASH": {1: (6.39, 6.49), 8: (7.58, 7.69), 32: (15.8, 15.6)},
-        "NGRAM N=8": {1: (6.86, None), 8: (6.95, None), 32: (10.4, None)},
-    },
-    "qwen3.5-9b": {
-        "none": {1: (5.43, 5.04), 8: (5.83, 5.53), 32: (6.59, 6.43)},
-        "NEXTN S=3": {1: (8.03, 7.67), 8: (9.09, 8.77), 32: (12.0, 12.4)},
-    },
-}
-"""Milliseconds a step of a model with 512 tokens in: vLLM 0.26.0 and SGLang 0.5.17."""
+README = Path(__file__).parents[1] / "README.md"
+Peers = dict[str, dict[tuple[str, int], float]]
+"""Milliseconds a step by the engine's name and version, then by drafts and batch."""
 
 Line = dict[str, Any]
 File = dict[str, Any]
@@ -82,6 +74,7 @@ class Found:
       long: The same of longer prompts.
       prefill, hits, adaptive, host: As the bench of the name writes them.
       fused: Of steps in one program and in three.
+      peers: Steps of other engines, a file for each engine and model.
     """
 
     offline: Sequence[File]
@@ -91,11 +84,24 @@ class Found:
     fused: Sequence[File] = ()
     adaptive: Sequence[File] = ()
     host: Sequence[File] = ()
+    peers: Sequence[File] = ()
 
     @classmethod
     def of_results(cls) -> "Found":
         """All that is kept."""
-        return cls(**{bench.name: _files(bench.name) for bench in fields(cls)})
+        peers = [_read(path) for path in sorted((RESULTS / "peers").glob("*.json"), reverse=True)]
+        own = [bench.name for bench in fields(cls) if bench.name != "peers"]
+        return cls(**{name: _files(name) for name in own}, peers=peers)
+
+    def peers_of(self, model: str) -> Peers:
+        """What other engines take for a model."""
+        return {
+            f"{file['engine']} {file['version']}": {
+                (line["drafts"], line["batch"]): line["ms"] for line in file["lines"]
+            }
+            for file in self.peers
+            if file["model"] == model
+        }
 
 
 def render(found: Found) -> str:
@@ -104,19 +110,13 @@ def render(found: Found) -> str:
     for model in dict.fromkeys(map(model_of, found.offline)):
         own = [file for file in found.offline if model_of(file) == model]
         lines = [line for file in own for line in file["lines"]]
-        order = list(dict.fromkeys(line["drafts"] for line in lines))
-        by_key: dict[Key, dict[str, Line]] = {}
-        # Of two lines of the same a traced one tells more: it comes last.
-        lines.sort(key=lambda line: (line["batch"], line["trace"] is not None))
-        for line in sorted(lines, key=lambda line: order.index(line["drafts"])):
-            key = Key(line["drafts"], line["batch"], line["temperature"], line["overlap"])
-            by_key.setdefault(key, {})[line["backend"]] = line
+        by_key = _by_key(lines)
         devices = {side["device"] for file in own for side in file["sides"].values()}
         sizes = {(line["dtype"], line["prompt"]) for line in lines}
         told = ", ".join(f"{dtype}, {prompt} tokens in" for dtype, prompt in sorted(sizes))
         parts += [f"## {model}, {', '.join(sorted(devices))}, {told}"]
         parts += ["Milliseconds a decode step, greedy."]
-        parts += [markdown(list(_steps(by_key, PEERS.get(model))))]
+        parts += [markdown(list(_steps(by_key, found.peers_of(model))))]
         parts += _table("Beside the same step, greedy with overlap 1.", list(_variants(by_key)))
         parts += _table(
             "Seconds until every program is ready, and gigabytes of memory.", list(_starts(by_key))
@@ -147,6 +147,18 @@ def render(found: Found) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _by_key(lines: Sequence[Line]) -> dict[Key, dict[str, Line]]:
+    """Lines by what makes them comparable and by backend, drafter by drafter as they were run."""
+    order = list(dict.fromkeys(line["drafts"] for line in lines))
+    found: dict[Key, dict[str, Line]] = {}
+    # Of two lines of the same a traced one tells more: it comes last.
+    ranked = sorted(lines, key=lambda line: (line["batch"], line["trace"] is not None))
+    for line in sorted(ranked, key=lambda line: order.index(line["drafts"])):
+        key = Key(line["drafts"], line["batch"], line["temperature"], line["overlap"])
+        found.setdefault(key, {})[line["backend"]] = line
+    return found
+
+
 def model_of(file: File) -> str:
     """The name of the folder that was served."""
     words = shlex.split(file["command"])
@@ -161,8 +173,7 @@ def _table(title: str, lines: list[list[str]]) -> list[str]:
     return [title, markdown(lines)] if len(lines) > 1 else []
 
 
-def _steps(by_key: dict[Key, dict[str, Line]], known: Peers | None) -> Iterator[list[str]]:
-    peers = ["vLLM 0.26.0", "SGLang 0.5.17"] if known else []
+def _steps(by_key: dict[Key, dict[str, Line]], peers: Peers) -> Iterator[list[str]]:
     each = [f"{what}, {name}" for what in ("kernels", "idle") for name in SIDES]
     yield ["drafts", "batch", "limit", *SIDES, *peers, "share of the limit", *each, "texts"]
     for key, found in by_key.items():
@@ -170,13 +181,12 @@ def _steps(by_key: dict[Key, dict[str, Line]], known: Peers | None) -> Iterator[
             continue
         fastest = min(found.values(), key=lambda line: line["ms"])
         own = key.drafts.rpartition(" L=")[0] or key.drafts
-        theirs = (known or {}).get(own, {}).get(key.batch)
         yield [
             key.drafts,
             str(key.batch),
             f"{fastest['limit_ms']:.2f}",
             *(_cell(found.get(name), lambda line: f"{line['ms']:.2f}") for name in SIDES),
-            *(MISSING if ms is None else f"{ms:g}" for ms in (theirs or (None, None)) if peers),
+            *(_number(known.get((own, key.batch))) for known in peers.values()),
             f"{fastest['share_of_limit']:.0%}",
             *(_cell(found.get(name), _kernels) for name in SIDES),
             *(_cell(found.get(name), _idle) for name in SIDES),
@@ -328,6 +338,10 @@ def _host(files: Sequence[File]) -> list[str]:
     return ["## The host's part of a step", *parts] if parts else []
 
 
+def _number(ms: float | None) -> str:
+    return MISSING if ms is None else f"{ms:g}"
+
+
 def _cell(line: Line | None, tell: Any) -> str:
     return MISSING if line is None else tell(line)
 
@@ -351,9 +365,50 @@ def _texts(found: dict[str, Line]) -> str:
 
 
 def _files(bench: str) -> list[File]:
-    paths = sorted(RESULTS.glob(f"{bench}_*.json"))
-    return [{**json.loads(path.read_text(encoding="utf-8")), "file": path.name} for path in paths]
+    return list(map(_read, sorted(RESULTS.glob(f"{bench}_*.json"))))
+
+
+def _read(path: Path) -> File:
+    return {**json.loads(path.read_text(encoding="utf-8")), "file": path.name}
+
+
+def speed(found: Found) -> str:
+    """The table of the README: a line for each model and drafter that others were measured with."""
+    cells = []
+    for model in dict.fromkeys(map(model_of, found.offline)):
+        peers, by_key = found.peers_of(model), _by_key(_lines_of(found.offline, model))
+        asked: dict[str, list[int]] = {}
+        for drafts, batch in dict.fromkeys(itertools.chain(*peers.values())):
+            asked.setdefault(drafts, []).append(batch)
+        for drafts, batches in asked.items():
+            ours = [
+                [line.get(side) for key, line in by_key.items() if _is_of(key, drafts, batch)]
+                for side in SIDES
+                for batch in batches
+            ]
+            told = [f"{line['ms']:.2f}" if line else MISSING for (line, *_) in ours]
+            theirs = [_number(known.get((drafts, b))) for known in peers.values() for b in batches]
+            all_cells = iter([*told, *theirs])
+            sides = [" / ".join(itertools.islice(all_cells, len(batches))) for _ in range(4)]
+            cells.append([model, drafts, " / ".join(map(str, batches)), *sides])
+    names = list(found.peers_of(cells[0][0])) if cells else []
+    return markdown([["model", "drafts", "requests", *SIDES, *names], *cells])
+
+
+def _is_of(key: Key, drafts: str, batch: int) -> bool:
+    """Whether a line is the usual one of a drafter as other engines have it."""
+    own = key.drafts.rpartition(" L=")[0] or key.drafts
+    return key == key.usual and (own, key.batch) == (drafts, batch)
+
+
+def main(words: Sequence[str]) -> None:
+    """Prints the page, or puts the README's table between its markers."""
+    found = Found.of_results()
+    if "--readme" in words:
+        insert(README, speed(found), "speed")
+    else:
+        print(render(found), end="")
 
 
 if __name__ == "__main__":
-    print(render(Found.of_results()), end="")
+    main(sys.argv[1:])

@@ -167,6 +167,10 @@ def test_a_file_tells_one_story():
     assert not long
 
 
+def test_the_front_page_can_be_read_at_once():
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 120
+
+
 def test_shapes_in_signatures_are_checked_while_tests_run():
     with pytest.raises(jaxtyping.TypeCheckError):
         draft_tree.depths(np.zeros((1, 2, 3), np.int32))

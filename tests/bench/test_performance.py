@@ -5,7 +5,8 @@ from typing import Any
 
 from bench import performance
 
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
+ROOT = Path(__file__).parents[2]
+PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 
 
 def line(backend: str, ms: float, **other: Any) -> dict[str, Any]:
@@ -39,11 +40,27 @@ def file(*lines: dict[str, Any]) -> dict[str, Any]:
 
 
 def rendered(*files: dict[str, Any]) -> str:
-    return performance.render(performance.Found(offline=files))
+    peers = performance.Found.of_results().peers
+    return performance.render(performance.Found(offline=files, peers=peers))
 
 
 def test_the_page_is_that_of_the_results() -> None:
     assert PAGE.read_text(encoding="utf-8") == performance.render(performance.Found.of_results())
+
+
+def test_the_readme_has_the_numbers_of_the_results() -> None:
+    table = performance.speed(performance.Found.of_results())
+    assert f"<!-- speed -->\n{table}\n<!-- /speed -->" in README.read_text(encoding="utf-8")
+    assert "| qwen3-8b | none | 1 / 8 / 32 | " in table
+
+
+def test_a_file_of_another_engine_says_how_it_was_measured() -> None:
+    peers = performance.Found.of_results().peers
+    assert {file["engine"] for file in peers} == {"vLLM", "SGLang"}
+    for file in peers:
+        assert file["version"]
+        assert file["device"]
+        assert file["command"] or file["note"]
 
 
 def test_backends_stand_side_by_side_with_what_others_take() -> None:
