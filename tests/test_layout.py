@@ -232,6 +232,26 @@ def test_no_test_file_is_imported():
     assert found == IMPORTED_TESTS
 
 
+PAGES = ("architecture", "boundary", "host", "drafting", "device", "kernels", "server")
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_on_the_architecture_opens_with_its_picture_and_can_be_skimmed(name):
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    assert "```" in "\n".join(text.splitlines()[:12])
+    prose = [line for line in text.splitlines() if not line.startswith("|")]
+    assert not re.findall(r"`tests/[^`]*::", "\n".join(prose)), "tests stand in promises.md"
+
+
+def test_each_promise_names_a_test():
+    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", page, re.MULTILINE)
+    held = [(said, tests) for said, tests in rows if said != "what holds"]
+    assert len(held) > 100
+    assert all("`tests/" in tests for _, tests in held)
+
+
 def test_each_of_the_fifteen_has_a_test_or_says_that_it_has_none():
     page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", page, re.MULTILINE)
