@@ -24,7 +24,10 @@ ONE_SIDED_FOLDER = "training"
 PARTS = {
     *(
         "columns",
+        "delta_chunk",
+        "delta_commit",
         "delta_feed",
+        "delta_nodes",
         "delta_rows",
         "guess",
         "heads",

@@ -34,6 +34,7 @@ class Kernels:
 
     acceptance: ModuleType
     attention: ModuleType
+    delta_commit: ModuleType
     delta_feed: ModuleType
     delta_mix: ModuleType
     draft_tree: ModuleType

@@ -17,9 +17,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
+from kernels.pallas_gpu.delta_chunk import (
+    CHUNK,
+    NOTHING,
+    add_product,
+    dot,
+    inverse_of,
+    parts_of,
+    share_of,
+)
 from kernels.pallas_gpu.delta_rows import (
     LOG2_E,
     WINDOW,
+    Inputs,
     convolved,
     gated_norm,
     gates,
@@ -29,14 +39,6 @@ from kernels.pallas_gpu.delta_rows import (
 )
 from kernels.pallas_gpu.heads import early
 from kernels.tiles import DeltaFeedTiles
-
-CHUNK = 64
-"""Rows, as of `shared.spec.gated_delta`."""
-
-_BLOCK = 16  # of the system, solved by itself
-_BLOCKS = CHUNK // _BLOCK
-_NOTHING = -100.0  # the log of a decay that counts as 0
-_HIGH_BITS = -65536  # of a float32 that a bfloat16 has
 
 
 def feed(
@@ -164,13 +166,21 @@ def _rows_kernel(
         keep = (node < count)[:, None]
         # A row that is not written is one outside, for the interpreter.
         row = jnp.where(keep, (start + node)[:, None], R)
-        sources = (projected_ref, window_ref, conv_ref, layer, slots_ref[request], start, count)
+        inputs = Inputs(
+            projected=projected_ref,
+            window=window_ref,
+            layer=layer,
+            slot=slots_ref[request],
+            start=start,
+            count=count,
+        )
         places = (node, node + 1, node + 2, node + 3)
 
         @pl.when(head < 2 * key_heads)
         def _():
             key = lax.iota(jnp.int32, K)[None, :]
-            x = unit(convolved(sources, places, head * K + key)[1], digits)
+            _, x = convolved(inputs, conv_ref, places, head * K + key)
+            x = unit(x, digits)
 
             @pl.when(head < key_heads)
             def _():
@@ -179,13 +189,14 @@ def _rows_kernel(
 
             @pl.when(head >= key_heads)
             def _():
-                for place, k in zip((head, head + key_heads), _parts(x), strict=True):
+                for place, k in zip((head, head + key_heads), parts_of(x), strict=True):
                     pltriton.store(keys_ref.at[row, place, key], k, mask=keep)
 
         @pl.when(head >= 2 * key_heads)
         def _():
             own, column = head - 2 * key_heads, lax.iota(jnp.int32, V)[None, :]
-            v = convolved(sources, places, 2 * key_heads * K + own * V + column)[1]
+            channel = 2 * key_heads * K + own * V + column
+            _, v = convolved(inputs, conv_ref, places, channel)
             pltriton.store(v_ref.at[row, own, column], v, mask=keep)
 
 
@@ -232,72 +243,23 @@ def _prepare_kernel(
         heads = (of_layer(ref, 1, layer, head) for ref in (a_log_ref, dt_bias_ref))
         log_decay, beta = gates(b, a, *heads)
         # No less than counts, so that the sum keeps its digits after a token that forgets all.
-        log_decay = jnp.where(is_row, jnp.maximum(log_decay * LOG2_E, _NOTHING), 0.0)
+        log_decay = jnp.where(is_row, jnp.maximum(log_decay * LOG2_E, NOTHING), 0.0)
         beta = jnp.where(is_row, beta, 0.0)
         is_before = row[:, None] <= column[None, :]
         total = sum_by_halves(jnp.where(is_before, log_decay[:, None], 0.0))
         total_ref[chunk, head] = total
         # Masked before the power: above the diagonal the difference is positive and would overflow.
         is_seen = row[:, None] >= column[None, :]
-        decay = _share(jnp.where(is_seen, total[:, None] - total[None, :], 0.0))
+        decay = share_of(jnp.where(is_seen, total[:, None] - total[None, :], 0.0))
         decay = jnp.where(is_seen, decay, 0.0)
         q, *k = _keys(keys_ref, key_head, at[:, None], is_row[:, None])
         turned = [x.T for x in k]
-        reach = (_dot(q, turned[1]) + _dot(q, turned[0])) * decay
+        reach = (dot(q, turned[1]) + dot(q, turned[0])) * decay
         reach_ref[chunk, head] = reach.astype(jnp.bfloat16)
-        among = _add_product(jnp.zeros_like(decay), k, turned) * decay * beta[:, None]
+        among = add_product(jnp.zeros_like(decay), k, turned) * decay * beta[:, None]
         among = jnp.where(row[:, None] > column[None, :], among, 0.0)
-        for place, part in enumerate(_parts(_inverse(among) * beta[None, :])):
+        for place, part in enumerate(parts_of(inverse_of(among) * beta[None, :])):
             solved_ref[chunk, head, place] = part
-
-
-def _inverse(among):
-    """The inverse of 1 + `among`, which has nothing on its diagonal or above.
-
-    Blocks on the diagonal first, all at once, then pairs of blocks to blocks of twice the size. All
-    that is in an inverse is at most 1 where keys have length 1, which powers of `among` are not.
-    """
-    inverse = _joined(_inverse_of_blocks(among), among, _BLOCK)
-    return _joined(inverse, among, 2 * _BLOCK)
-
-
-def _joined(inverse, among, size):
-    """The inverses of blocks of twice the size from those of blocks of a size."""
-    row, column = lax.iota(jnp.int32, CHUNK)[:, None], lax.iota(jnp.int32, CHUNK)[None, :]
-    is_pair = lax.div(row, 2 * size) == lax.div(column, 2 * size)
-    is_between = is_pair & (lax.div(row, size) != lax.div(column, size))
-    between = _product(jnp.where(is_between, among, 0.0), inverse)
-    return inverse - _product(inverse, between)
-
-
-def _inverse_of_blocks(among):
-    """That of the blocks on the diagonal: a row, once known, is taken from all rows below it."""
-    row, column = (lax.iota(jnp.int32, _BLOCK)[at] for at in (_MIDDLE, _LAST))
-    block = lax.iota(jnp.int32, _BLOCKS)
-    is_own = block[:, None, None, None] == block[None, None, :, None]
-    whole = among.reshape(_BLOCKS, _BLOCK, _BLOCKS, _BLOCK)
-    # Sums of one number and zeros, here and below, which have one order.
-    blocks = jnp.sum(jnp.where(is_own, whole, 0.0), axis=2)
-    inverse = jnp.where(row == column, 1.0, 0.0) + jnp.zeros_like(blocks)
-    for i in range(_BLOCK - 1):
-        share = jnp.sum(jnp.where(column == i, blocks, 0.0), axis=2)
-        known = jnp.sum(jnp.where(row == i, inverse, 0.0), axis=1)
-        inverse -= share[:, :, None] * known[:, None, :]
-    return jnp.where(is_own, inverse[:, :, None, :], 0.0).reshape(CHUNK, CHUNK)
-
-
-_MIDDLE, _LAST = (None, slice(None), None), (None, None, slice(None))
-
-
-def _product(x, y):
-    """Of float32 numbers, of which 16 bits count."""
-    return _add_product(jnp.zeros_like(x), _parts(x), _parts(y))
-
-
-def _add_product(total, x, y):
-    """Adds a product of parts; the matrix unit begins with the total, and with the least parts."""
-    (x_high, x_low), (y_high, y_low) = x, y
-    return total + _dot(x_low, y_high) + _dot(x_high, y_low) + _dot(x_high, y_high)
 
 
 def _keys(keys_ref, key_head, row, is_row):
@@ -308,22 +270,6 @@ def _keys(keys_ref, key_head, row, is_row):
         pltriton.load(keys_ref.at[row, part * key_heads + key_head, key], mask=is_row, other=0)
         for part in range(3)
     ]
-
-
-def _parts(x):
-    """A number as the sum of two in bfloat16; the first is cut off, so no compiler drops it."""
-    high = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(_HIGH_BITS)
-    high = lax.bitcast_convert_type(high, jnp.float32)
-    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
-
-
-def _dot(x, y):
-    return pltriton.dot(x, y, precision=lax.Precision.HIGHEST)
-
-
-def _share(log):
-    """What is left after decays, 2 to a power of at most 0; what is too small for digits is 0."""
-    return jnp.where(log > _NOTHING, jnp.exp2(jnp.maximum(log, _NOTHING)), 0.0)
 
 
 def _carry_kernel(
@@ -356,18 +302,18 @@ def _carry_kernel(
         q, *k = _keys(keys_ref, key_head, at, is_row)
         v = pltriton.load(v_ref.at[at, head, column], mask=is_row, other=0.0)
         total, end = total_ref[place, head], total_ref[place, head, CHUNK - 1]
-        carried, (high, low) = _share(total)[:, None], _parts(state)
-        known = _add_product(nothing, k, (high, low))
-        out = (_dot(q, low) + _dot(q, high)) * carried
+        carried, (high, low) = share_of(total)[:, None], parts_of(state)
+        known = add_product(nothing, k, (high, low))
+        out = (dot(q, low) + dot(q, high)) * carried
         solved = (solved_ref[place, head, 0], solved_ref[place, head, 1])
-        stored = _add_product(nothing, solved, _parts(v - known * carried))
-        high, low = _parts(stored)
+        stored = add_product(nothing, solved, parts_of(v - known * carried))
+        high, low = parts_of(stored)
         reach = reach_ref[place, head]
-        out = out + _dot(reach, low) + _dot(reach, high)
+        out = out + dot(reach, low) + dot(reach, high)
         # A row that is not written is one outside, for the interpreter.
         pltriton.store(read_ref.at[jnp.where(is_row, at, R), head, column], out, mask=is_row)
-        left = _parts(stored * _share(end - total)[:, None])
-        state = _add_product(state * _share(end), [x.T for x in k], left)
+        left = parts_of(stored * share_of(end - total)[:, None])
+        state = add_product(state * share_of(end), [x.T for x in k], left)
         is_now = is_saved & (jnp.minimum((i + 1) * CHUNK, count) == save_after)
         pl.when(is_now)(lambda: pltriton.store(saved_state_at, state))
         return state

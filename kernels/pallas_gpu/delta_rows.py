@@ -3,6 +3,8 @@
 The same for the nodes of a step and for the tokens of a chunk.
 """
 
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
@@ -15,25 +17,51 @@ WINDOW = 3
 _UNIT_EPS = 1e-6
 
 
+class Weights(NamedTuple):
+    """Of a layer, or of all."""
+
+    conv: Any
+    a_log: Any
+    dt_bias: Any
+    norm: Any
+
+
+class States(NamedTuple):
+    """Of all slots, or all snapshots."""
+
+    recurrent: Any
+    window: Any
+
+
+class Inputs(NamedTuple):
+    """What a request's convolution reads: its rows, and what was before them."""
+
+    projected: Any
+    window: Any
+    layer: Any
+    slot: Any
+    start: Any
+    count: Any
+
+
 def of_layer(ref, rank, layer, *at):
     """Of a layer's parameter, or of a stack of all layers' ones."""
     lead = (layer,) if len(ref.shape) > rank else ()
     return pltriton.load(ref.at[(*lead, *at)])
 
 
-def convolved(sources, places, channel):
+def convolved(inputs, conv_ref, places, channel):
     """The inputs of some channels at each node, and what the convolution makes of them."""
-    projected_ref, window_ref, conv_ref, layer, slot, start, count = sources
     total = None
     for tap, place in enumerate(places):
         is_old, place = (place < WINDOW)[:, None], place[:, None]
         # A spare node reads no row.
-        is_row = (place >= WINDOW) & (place < WINDOW + count)
-        at = projected_ref.at[start + place - WINDOW, channel]
+        is_row = (place >= WINDOW) & (place < WINDOW + inputs.count)
+        at = inputs.projected.at[inputs.start + place - WINDOW, channel]
         new = pltriton.load(at, mask=is_row, other=0.0)
-        at = window_ref.at[layer, slot, place, channel]
+        at = inputs.window.at[inputs.layer, inputs.slot, place, channel]
         x = jnp.where(is_old, pltriton.load(at, mask=is_old, other=0.0), new)
-        tap_of = of_layer(conv_ref, 2, layer, channel[0], tap).astype(jnp.float32)
+        tap_of = of_layer(conv_ref, 2, inputs.layer, channel[0], tap).astype(jnp.float32)
         term = x.astype(jnp.float32) * tap_of[None, :]
         total = term if total is None else total + term
     return x, silu(total)

@@ -9,6 +9,7 @@ and all that makes the states is cut into two such numbers, so that 16 of its bi
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,25 +19,50 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.tiles import DeltaFeedTiles
+from kernels.triton_gpu.delta_chunk import (
+    CHUNK,
+    NOTHING,
+    SIZE,
+    add_product,
+    inverse_of,
+    parts_of,
+    share_of,
+)
 from kernels.triton_gpu.delta_rows import (
     LOG2_E,
     WINDOW,
+    Inputs,
+    States,
+    Weights,
+    check_contiguous,
     convolved,
     gated_norm,
     gates,
+    sizes_of,
     sum_by_halves,
     unit,
 )
 from kernels.triton_gpu.linear import launching
 
-CHUNK = 64
-"""Rows, as of `shared.spec.gated_delta`."""
 
-_CHUNK = tl.constexpr(CHUNK)
-_BLOCK = tl.constexpr(16)  # of the system, solved by itself
-_BLOCKS = tl.constexpr(CHUNK // 16)
-_NOTHING = tl.constexpr(-100.0)  # the log of a decay that counts as 0
-_HIGH_BITS = tl.constexpr(-65536)  # of a float32 that a bfloat16 has
+class Requests(NamedTuple):
+    """Of a step; `starts` has the first row of each, and the end."""
+
+    slots: Any
+    starts: Any
+    save_after: Any
+    save: Any
+
+
+class Chunks(NamedTuple):
+    """What a kernel leaves to the next: of rows, or of the places of chunks."""
+
+    keys: Any
+    v: Any
+    solved: Any
+    reach: Any
+    total: Any
+    read: Any
 
 
 def feed(
@@ -80,107 +106,123 @@ def feed(
     Raises:
       ValueError: States are not contiguous.
     """
-    if not all(x.is_contiguous() for x in (recurrent, window, saved_recurrent, saved_window)):
-        raise ValueError("states must be contiguous")
-    R, (H, K, V), B = len(projected), recurrent.shape[2:], len(slots)
-    C, chunks = window.shape[3], R // CHUNK + B
-    key_heads = (C - H * V) // (2 * K)
-    columns = min(tiles.columns, V)
-    projected, *rows = (x.contiguous() for x in (projected, slots, row_starts, save_after, save))
-    slots, row_starts, save_after, save = rows
+    check_contiguous(recurrent, window, saved_recurrent, saved_window)
+    R, B, sizes = len(projected), len(slots), sizes_of(recurrent, window)
+    H, V, places = sizes.H, sizes.V, R // CHUNK + B
+    columns, projected = min(tiles.columns, V), projected.contiguous()
+    weights = Weights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm, eps=eps)
+    states = States(recurrent=recurrent[layer], window=window[layer])
+    requests = Requests(
+        slots=slots.contiguous(),
+        starts=row_starts.contiguous(),
+        save_after=save_after.contiguous(),
+        save=save.contiguous(),
+    )
     half, single = (
         partial(torch.empty, dtype=x, device=projected.device)
         for x in (torch.bfloat16, torch.float32)
     )
-    keys, v, reach = half(R, 3 * key_heads * K), single(R, H, V), half(chunks, H, CHUNK, CHUNK)
-    solved, total = half(chunks, H, 2, CHUNK, CHUNK), single(chunks, H, CHUNK)
-    read, out = torch.empty_like(v), projected.new_empty((R, H * V))
-    sizes = {"H": H, "K": K, "V": V, "C": C}
-    how, requests = launching(projected), triton.next_power_of_2(B)
-    _rows_kernel[(2 * key_heads + H, CHUNK // tiles.rows * chunks)](
-        *(projected, conv, window[layer], slots, row_starts, keys, v, B),
-        requests=requests,
+    chunks = Chunks(
+        keys=half(R, 3 * sizes.key_heads * sizes.K),
+        v=single(R, H, V),
+        solved=half(places, H, 2, CHUNK, CHUNK),
+        reach=half(places, H, CHUNK, CHUNK),
+        total=single(places, H, CHUNK),
+        read=single(R, H, V),
+    )
+    out = projected.new_empty((R, H * V))
+    fixed, lanes = {"sizes": sizes, **launching(projected)}, triton.next_power_of_2(B)
+    _rows_kernel[(2 * sizes.key_heads + H, CHUNK // tiles.rows * places)](
+        *(projected, weights, states, requests, chunks),
+        num_requests=B,
+        lanes=lanes,
         rows=tiles.rows,
         digits=digits,
         num_warps=tiles.row_warps,
-        **(sizes | how),
+        **fixed,
     )
-    _prepare_kernel[(H, chunks)](
-        *(projected, keys, a_log, dt_bias, row_starts, solved, reach, total, B),
-        requests=requests,
+    _prepare_kernel[(H, places)](
+        *(projected, weights, requests, chunks),
+        num_requests=B,
+        lanes=lanes,
         num_warps=tiles.prepare_warps,
-        **(sizes | how),
+        **fixed,
     )
     _carry_kernel[(V // columns, H, B)](
-        *(projected, recurrent[layer], window[layer], saved_recurrent[layer], saved_window[layer]),
-        *(slots, row_starts, save_after, save, keys, v, solved, reach, total, read),
+        *(projected, states, States(saved_recurrent[layer], saved_window[layer])),
+        *(requests, chunks),
         columns=columns,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
-        **(sizes | how),
+        **fixed,
     )
     _norm_kernel[(H, triton.cdiv(R, tiles.rows))](
-        *(projected, norm, row_starts, read, out, R, B, eps),
-        H=H,
-        V=V,
-        C=C,
+        *(projected, out, weights, requests, chunks),
+        num_rows=R,
+        num_requests=B,
         rows=tiles.rows,
         digits=digits,
         num_warps=tiles.row_warps,
-        **how,
+        **fixed,
     )
     return out
 
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _rows_kernel(
-    projected_at, conv_at, window_at, slots_at, starts_at, keys_at, v_at, num_requests,
-    requests: tl.constexpr, rows: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
+    projected_at, weights, states, requests, chunks, num_requests, lanes: tl.constexpr,
+    rows: tl.constexpr, sizes: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """One program per some rows of a chunk and head: of queries, of keys or of values."""
-    key_heads: tl.constexpr = (C - H * V) // (2 * K)
-    width: tl.constexpr = C + H * V + 2 * H
+    K: tl.constexpr = sizes.K
+    V: tl.constexpr = sizes.V
+    key_heads: tl.constexpr = sizes.key_heads
     head, part = tl.program_id(0), tl.program_id(1)
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
-    chunk, within = part // (_CHUNK // rows), part % (_CHUNK // rows) * rows
-    request, start, first, count = _rows_of(starts_at, chunk, num_requests, requests)
+    chunk, within = part // (SIZE // rows), part % (SIZE // rows) * rows
+    request, start, first, count = _rows_of(requests.starts, chunk, num_requests, lanes)
     node = first + within + tl.arange(0, rows)
     if first + within >= count:
         return
     start = start.to(tl.int64)
-    slot = tl.load(slots_at + request).to(tl.int64)
-    window_at += slot * (WINDOW * C)
-    sources = (projected_at + start * width, window_at, conv_at, count)
+    slot = tl.load(requests.slots + request).to(tl.int64)
+    inputs = Inputs(
+        rows=projected_at + start * sizes.width,
+        window=states.window + slot * (WINDOW * sizes.C),
+        count=count,
+    )
     places = (node, node + 1, node + 2, node + 3)
     keep, row = (node < count)[:, None], start + node[:, None]
     if head < 2 * key_heads:
-        x = unit(convolved(sources, places, head * K, K, C, width)[1], digits)
-        at = keys_at + (row * (3 * key_heads) + head) * K + tl.arange(0, K)[None, :]
+        _key, x = convolved(inputs, weights.conv, places, head * K, K, sizes)
+        x = unit(x, digits)
+        at = chunks.keys + (row * (3 * key_heads) + head) * K + tl.arange(0, K)[None, :]
         if head < key_heads:
             tl.store(at, (x * (K**-0.5)).to(tl.bfloat16), mask=keep)
         else:
-            high, low = _parts(x)
+            high, low = parts_of(x)
             tl.store(at, high, mask=keep)
             tl.store(at + key_heads * K, low, mask=keep)
     else:
         own = head - 2 * key_heads
-        v = convolved(sources, places, 2 * key_heads * K + own * V, V, C, width)[1]
-        tl.store(v_at + (row * H + own) * V + tl.arange(0, V)[None, :], v, mask=keep)
+        channel = 2 * key_heads * K + own * V
+        _value, v = convolved(inputs, weights.conv, places, channel, V, sizes)
+        v_at = chunks.v + (row * sizes.H + own) * V + tl.arange(0, V)[None, :]
+        tl.store(v_at, v, mask=keep)
 
 
 @triton.jit
-def _rows_of(starts_at, chunk, num_requests, requests: tl.constexpr):
+def _rows_of(starts_at, chunk, num_requests, lanes: tl.constexpr):
     """The request at a place of a chunk, its first row, the chunk's first there, and its count."""
-    lane = tl.arange(0, requests)
+    lane = tl.arange(0, lanes)
     is_one = lane < num_requests
     starts = tl.load(starts_at + lane, mask=is_one, other=0)
     begins = is_one & (_first_chunk(starts, lane) <= chunk)
     request = tl.sum(begins.to(tl.int32), 0) - 1
     start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
-    return request, start, (chunk - _first_chunk(start, request)) * _CHUNK, stop - start
+    return request, start, (chunk - _first_chunk(start, request)) * SIZE, stop - start
 
 
 @triton.jit
@@ -189,110 +231,55 @@ def _first_chunk(start, request):
 
     Places of requests do not overlap: one that is cut anywhere has a chunk more at most.
     """
-    return start // _CHUNK + request
+    return start // SIZE + request
 
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _prepare_kernel(
-    projected_at, keys_at, a_log_at, dt_bias_at, starts_at, solved_at, reach_at, total_at,
-    num_requests, requests: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, is_launched: tl.constexpr,
+    projected_at, weights, requests, chunks, num_requests, lanes: tl.constexpr,
+    sizes: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """One program per value head and place of a chunk."""
-    key_heads: tl.constexpr = (C - H * V) // (2 * K)
-    width: tl.constexpr = C + H * V + 2 * H
+    H: tl.constexpr = sizes.H
+    K: tl.constexpr = sizes.K
+    key_heads: tl.constexpr = sizes.key_heads
     head, chunk = tl.program_id(0), tl.program_id(1)
     key_head = head // (H // key_heads)
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
-    _, start, first, count = _rows_of(starts_at, chunk, num_requests, requests)
+    _, start, first, count = _rows_of(requests.starts, chunk, num_requests, lanes)
     if first >= count:
         return
-    row, column = tl.arange(0, _CHUNK), tl.arange(0, _CHUNK)
+    row, column = tl.arange(0, SIZE), tl.arange(0, SIZE)
     is_row, at = first + row < count, (start + first).to(tl.int64) + row
-    gates_at = projected_at + at * width + (C + H * V + head)
+    gates_at = projected_at + at * sizes.width + (sizes.C + H * sizes.V + head)
     b = tl.load(gates_at, mask=is_row, other=0.0)
     a = tl.load(gates_at + H, mask=is_row, other=0.0)
-    log_decay, beta = gates(b, a, tl.load(a_log_at + head), tl.load(dt_bias_at + head))
+    a_log, dt_bias = tl.load(weights.a_log + head), tl.load(weights.dt_bias + head)
+    log_decay, beta = gates(b, a, a_log, dt_bias)
     # No less than counts, so that the sum keeps its digits after a token that forgets all.
-    log_decay = tl.where(is_row, tl.maximum(log_decay * LOG2_E, _NOTHING), 0.0)
+    log_decay = tl.where(is_row, tl.maximum(log_decay * LOG2_E, NOTHING), 0.0)
     beta = tl.where(is_row, beta, 0.0)
     total = sum_by_halves(tl.where(row[:, None] <= column[None, :], log_decay[:, None], 0.0))
     place = chunk.to(tl.int64) * H + head
-    tl.store(total_at + place * _CHUNK + column, total)
+    tl.store(chunks.total + place * SIZE + column, total)
     # Masked before the power: above the diagonal the difference is positive and would overflow.
     is_seen = row[:, None] >= column[None, :]
-    decay = _share(tl.where(is_seen, total[:, None] - total[None, :], 0.0))
+    decay = share_of(tl.where(is_seen, total[:, None] - total[None, :], 0.0))
     decay = tl.where(is_seen, decay, 0.0)
-    keys_at += (at[:, None] * (3 * key_heads) + key_head) * K + tl.arange(0, K)[None, :]
-    q, k_high, k_low = _keys(keys_at, is_row[:, None], key_heads * K)
+    in_keys = (at[:, None] * (3 * key_heads) + key_head) * K + tl.arange(0, K)[None, :]
+    q, k_high, k_low = _keys(chunks.keys + in_keys, is_row[:, None], key_heads * K)
     high, low = tl.trans(k_high), tl.trans(k_low)
     reach = (tl.dot(q, low) + tl.dot(q, high)) * decay
-    square = row[:, None] * _CHUNK + column[None, :]
-    tl.store(reach_at + place * (_CHUNK * _CHUNK) + square, reach.to(tl.bfloat16))
-    among = _add_product(tl.zeros_like(decay), k_high, k_low, high, low) * decay * beta[:, None]
+    square = row[:, None] * SIZE + column[None, :]
+    tl.store(chunks.reach + place * (SIZE * SIZE) + square, reach.to(tl.bfloat16))
+    among = add_product(tl.zeros_like(decay), k_high, k_low, high, low) * decay * beta[:, None]
     among = tl.where(row[:, None] > column[None, :], among, 0.0)
-    high, low = _parts(_inverse(among) * beta[None, :])
-    solved_at += place * (2 * _CHUNK * _CHUNK) + square
+    high, low = parts_of(inverse_of(among) * beta[None, :])
+    solved_at = chunks.solved + (place * (2 * SIZE * SIZE) + square)
     tl.store(solved_at, high)
-    tl.store(solved_at + _CHUNK * _CHUNK, low)
-
-
-@triton.jit
-def _inverse(among):
-    """The inverse of 1 + `among`, which has nothing on its diagonal or above.
-
-    Blocks on the diagonal first, all at once, then pairs of blocks to blocks of twice the size. All
-    that is in an inverse is at most 1 where keys have length 1, which powers of `among` are not.
-    """
-    inverse = _joined(_inverse_of_blocks(among), among, _BLOCK)
-    return _joined(inverse, among, 2 * _BLOCK)
-
-
-@triton.jit
-def _joined(inverse, among, size: tl.constexpr):
-    """The inverses of blocks of twice the size from those of blocks of a size."""
-    row, column = tl.arange(0, _CHUNK)[:, None], tl.arange(0, _CHUNK)[None, :]
-    is_between = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
-    between = _product(tl.where(is_between, among, 0.0), inverse)
-    return inverse - _product(inverse, between)
-
-
-@triton.jit
-def _inverse_of_blocks(among):
-    """That of the blocks on the diagonal: a row, once known, is taken from all rows below it."""
-    row = tl.arange(0, _BLOCK)[None, :, None]
-    column = tl.arange(0, _BLOCK)[None, None, :]
-    block, other = (
-        tl.arange(0, _BLOCKS)[:, None, None, None],
-        tl.arange(0, _BLOCKS)[None, None, :, None],
-    )
-    is_own = block == other
-    whole = tl.reshape(among, (_BLOCKS, _BLOCK, _BLOCKS, _BLOCK))
-    # Sums of one number and zeros, here and below, which have one order.
-    blocks = tl.sum(tl.where(is_own, whole, 0.0), 2)
-    inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros_like(blocks)
-    for i in tl.static_range(_BLOCK - 1):
-        share = tl.sum(tl.where(column == i, blocks, 0.0), 2)
-        known = tl.sum(tl.where(row == i, inverse, 0.0), 1)
-        inverse -= share[:, :, None] * known[:, None, :]
-    whole = tl.where(is_own, inverse[:, :, None, :], 0.0)
-    return tl.reshape(whole, (_CHUNK, _CHUNK))
-
-
-@triton.jit
-def _product(x, y):
-    """Of float32 numbers, of which 16 bits count."""
-    x_high, x_low = _parts(x)
-    y_high, y_low = _parts(y)
-    return _add_product(tl.zeros_like(x), x_high, x_low, y_high, y_low)
-
-
-@triton.jit
-def _add_product(total, x_high, x_low, y_high, y_low):
-    """Adds a product of parts; the matrix unit begins with the total, and with the least parts."""
-    return total + tl.dot(x_low, y_high) + tl.dot(x_high, y_low) + tl.dot(x_high, y_high)
+    tl.store(solved_at + SIZE * SIZE, low)
 
 
 @triton.jit
@@ -304,143 +291,134 @@ def _keys(at, is_row, apart: tl.constexpr):
 
 
 @triton.jit
-def _parts(x):
-    """A number as the sum of two in bfloat16; the first is cut off, so no compiler drops it."""
-    high = (x.to(tl.int32, bitcast=True) & _HIGH_BITS).to(tl.float32, bitcast=True)
-    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
-
-
-@triton.jit
-def _share(log):
-    """What is left after decays, 2 to a power of at most 0; what is too small for digits is 0."""
-    return tl.where(log > _NOTHING, tl.exp2(tl.maximum(log, _NOTHING)), 0.0)
-
-
-@triton.jit
 def _carry_kernel(
-    projected_at, state_at, window_at, saved_state_at, saved_window_at, slots_at, starts_at,
-    save_after_at, save_at, keys_at, v_at, solved_at, reach_at, total_at, read_at, H: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, columns: tl.constexpr,
+    projected_at, states, snapshots, requests, chunks, sizes: tl.constexpr, columns: tl.constexpr,
     is_launched: tl.constexpr,
 ):  # fmt: skip
     """One program per block of columns of the state, value head and request."""
-    key_heads: tl.constexpr = (C - H * V) // (2 * K)
-    width: tl.constexpr = C + H * V + 2 * H
+    H: tl.constexpr = sizes.H
+    K: tl.constexpr = sizes.K
+    V: tl.constexpr = sizes.V
+    key_heads: tl.constexpr = sizes.key_heads
     block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key_head = head // (H // key_heads)
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
-    start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
-    slot, save = tl.load(slots_at + request).to(tl.int64), tl.load(save_at + request).to(tl.int64)
-    save_after, count = tl.load(save_after_at + request), stop - start
+    start, stop = tl.load(requests.starts + request), tl.load(requests.starts + request + 1)
+    slot = tl.load(requests.slots + request).to(tl.int64)
+    save = tl.load(requests.save + request).to(tl.int64)
+    save_after, count = tl.load(requests.save_after + request), stop - start
     column = block * columns + tl.arange(0, columns)[None, :]
     in_state = tl.arange(0, K)[:, None] * V + column
-    state_at += (slot * H + head) * (K * V) + in_state
-    saved_state_at += (save * H + head) * (K * V) + in_state
+    state_at = states.recurrent + ((slot * H + head) * (K * V) + in_state)
+    saved_state_at = snapshots.recurrent + ((save * H + head) * (K * V) + in_state)
     state = tl.load(state_at)
-    ends = (save_after % _CHUNK == 0) | (save_after == count)
+    ends = (save_after % SIZE == 0) | (save_after == count)
     is_saved = (save != 0) & (save_after >= 0) & (save_after <= count) & ends
     if is_saved & (save_after == 0):
         tl.store(saved_state_at, state)
 
-    row = tl.arange(0, _CHUNK)
-    square = row[:, None] * _CHUNK + tl.arange(0, _CHUNK)[None, :]
+    row = tl.arange(0, SIZE)
+    square = row[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     place = _first_chunk(start, request).to(tl.int64) * H + head
-    solved_at += place * (2 * _CHUNK * _CHUNK) + square
-    reach_at += place * (_CHUNK * _CHUNK) + square
-    total_at += place * _CHUNK
+    solved_at = chunks.solved + (place * (2 * SIZE * SIZE) + square)
+    reach_at = chunks.reach + (place * (SIZE * SIZE) + square)
+    total_at = chunks.total + place * SIZE
     at = start.to(tl.int64) + row[:, None]
-    keys_at += (at * (3 * key_heads) + key_head) * K + tl.arange(0, K)[None, :]
+    keys_at = chunks.keys + ((at * (3 * key_heads) + key_head) * K + tl.arange(0, K)[None, :])
     in_values = (at * H + head) * V + column
-    v_at += in_values
-    read_at += in_values
-    nothing = tl.zeros((_CHUNK, columns), tl.float32)
-    for i in range(0, tl.cdiv(count, _CHUNK)):
-        is_row = (row + i * _CHUNK < count)[:, None]
+    v_at, read_at = chunks.v + in_values, chunks.read + in_values
+    nothing = tl.zeros((SIZE, columns), tl.float32)
+    for i in range(0, tl.cdiv(count, SIZE)):
+        is_row = (row + i * SIZE < count)[:, None]
         q, k_high, k_low = _keys(keys_at, is_row, key_heads * K)
         v = tl.load(v_at, mask=is_row, other=0.0)
         total = tl.load(total_at + row)
-        end = tl.load(total_at + _CHUNK - 1)
-        carried = _share(total)[:, None]
-        high, low = _parts(state)
-        known = _add_product(nothing, k_high, k_low, high, low)
+        end = tl.load(total_at + SIZE - 1)
+        carried = share_of(total)[:, None]
+        high, low = parts_of(state)
+        known = add_product(nothing, k_high, k_low, high, low)
         out = (tl.dot(q, low) + tl.dot(q, high)) * carried
-        solved_high, solved_low = tl.load(solved_at), tl.load(solved_at + _CHUNK * _CHUNK)
-        high, low = _parts(v - known * carried)
-        stored = _add_product(nothing, solved_high, solved_low, high, low)
-        high, low = _parts(stored)
+        solved_high, solved_low = tl.load(solved_at), tl.load(solved_at + SIZE * SIZE)
+        high, low = parts_of(v - known * carried)
+        stored = add_product(nothing, solved_high, solved_low, high, low)
+        high, low = parts_of(stored)
         reach = tl.load(reach_at)
         out = out + tl.dot(reach, low) + tl.dot(reach, high)
         tl.store(read_at, out, mask=is_row)
-        high, low = _parts(stored * _share(end - total)[:, None])
-        state = _add_product(state * _share(end), tl.trans(k_high), tl.trans(k_low), high, low)
-        if is_saved & (tl.minimum((i + 1) * _CHUNK, count) == save_after):
+        high, low = parts_of(stored * share_of(end - total)[:, None])
+        state = add_product(state * share_of(end), tl.trans(k_high), tl.trans(k_low), high, low)
+        if is_saved & (tl.minimum((i + 1) * SIZE, count) == save_after):
             tl.store(saved_state_at, state)
-        keys_at += _CHUNK * 3 * key_heads * K
-        v_at += _CHUNK * H * V
-        read_at += _CHUNK * H * V
-        solved_at += 2 * H * _CHUNK * _CHUNK
-        reach_at += H * _CHUNK * _CHUNK
-        total_at += H * _CHUNK
+        keys_at += SIZE * 3 * key_heads * K
+        v_at += SIZE * H * V
+        read_at += SIZE * H * V
+        solved_at += 2 * H * SIZE * SIZE
+        reach_at += H * SIZE * SIZE
+        total_at += H * SIZE
     if (count == 0) & (not is_saved):
         return
     if count > 0:
         tl.store(state_at, state)
-    rows_at = projected_at + start.to(tl.int64) * width
-    window_at += slot * (WINDOW * C)
-    saved_window_at += save * (WINDOW * C)
-    given = (rows_at, window_at, saved_window_at, count, save_after, is_saved)
+    inputs = Inputs(
+        rows=projected_at + start.to(tl.int64) * sizes.width,
+        window=states.window + slot * (WINDOW * sizes.C),
+        count=count,
+    )
+    saved_at = snapshots.window + save * (WINDOW * sizes.C)
     channel = 2 * key_heads * K + head * V + block * columns
-    _move_window(given, channel, columns, C, width)
+    _move_window(inputs, saved_at, save_after, is_saved, channel, columns, sizes)
     if (head % (H // key_heads) == 0) & (block == 0):
-        _move_window(given, key_head * K, K, C, width)
-        _move_window(given, (key_heads + key_head) * K, K, C, width)
+        channel = key_head * K
+        _move_window(inputs, saved_at, save_after, is_saved, channel, K, sizes)
+        channel = (key_heads + key_head) * K
+        _move_window(inputs, saved_at, save_after, is_saved, channel, K, sizes)
 
 
 @triton.jit
-def _move_window(given, first, D: tl.constexpr, C: tl.constexpr, width: tl.constexpr):
+def _move_window(
+    inputs, saved_at, save_after, is_saved, first, D: tl.constexpr, sizes: tl.constexpr
+):
     """Writes the windows of some channels after the rows, and after what is saved."""
-    rows_at, window_at, saved_at, count, save_after, is_saved = given
     lane, channel = tl.arange(0, 4), first + tl.arange(0, D)[None, :]
-    is_one, at = (lane < WINDOW)[:, None], lane[:, None] * C + channel
+    is_one, at = (lane < WINDOW)[:, None], lane[:, None] * sizes.C + channel
     if is_saved:
-        saved = _window_after(rows_at, window_at, save_after, lane, channel, C, width)
+        saved = _window_after(inputs, save_after, lane, channel, sizes)
         tl.store(saved_at + at, saved, mask=is_one)
-    new = _window_after(rows_at, window_at, count, lane, channel, C, width)
+    new = _window_after(inputs, inputs.count, lane, channel, sizes)
     tl.debug_barrier()  # other threads may have read where this one writes
-    tl.store(window_at + at, new, mask=is_one)
+    tl.store(inputs.window + at, new, mask=is_one)
 
 
 @triton.jit
-def _window_after(rows_at, window_at, taken, lane, channel, C: tl.constexpr, width: tl.constexpr):
+def _window_after(inputs, taken, lane, channel, sizes: tl.constexpr):
     """Rows `taken` to `taken + 3` of the old window and a request's rows, one behind the other."""
     place, is_one = taken + lane, lane < WINDOW
     is_new, is_old = (is_one & (place >= WINDOW))[:, None], (is_one & (place < WINDOW))[:, None]
-    at = rows_at + (place - WINDOW).to(tl.int64)[:, None] * width + channel
+    at = inputs.rows + (place - WINDOW).to(tl.int64)[:, None] * sizes.width + channel
     new = tl.load(at, mask=is_new, other=0.0)
-    old = tl.load(window_at + place[:, None] * C + channel, mask=is_old, other=0.0)
-    return tl.where(is_new, new, old)
+    at = inputs.window + place[:, None] * sizes.C + channel
+    return tl.where(is_new, new, tl.load(at, mask=is_old, other=0.0))
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests"])
 def _norm_kernel(
-    projected_at, norm_at, starts_at, read_at, out_at, num_rows, num_requests, eps,
-    H: tl.constexpr, V: tl.constexpr, C: tl.constexpr, rows: tl.constexpr, digits: tl.constexpr,
-    is_launched: tl.constexpr,
+    projected_at, out_at, weights, requests, chunks, num_rows, num_requests, sizes: tl.constexpr,
+    rows: tl.constexpr, digits: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """One program per some rows and value head."""
-    width: tl.constexpr = C + H * V + 2 * H
     if is_launched:
         gdc_wait()
         gdc_launch_dependents()
     head, row = tl.program_id(0), tl.program_id(1) * rows + tl.arange(0, rows)
-    column = tl.arange(0, V)[None, :]
-    keep = (row < tl.load(starts_at + num_requests))[:, None]  # the others are padding
-    at = (row.to(tl.int64) * H + head)[:, None] * V + column
-    read = tl.load(read_at + at, mask=keep, other=0.0)
-    z_at = projected_at + row.to(tl.int64)[:, None] * width + (C + head * V) + column
+    column = tl.arange(0, sizes.V)[None, :]
+    keep = (row < tl.load(requests.starts + num_requests))[:, None]  # the others are padding
+    at = (row.to(tl.int64) * sizes.H + head)[:, None] * sizes.V + column
+    read = tl.load(chunks.read + at, mask=keep, other=0.0)
+    first = sizes.C + head * sizes.V
+    z_at = projected_at + row.to(tl.int64)[:, None] * sizes.width + first + column
     z = tl.load(z_at, mask=keep, other=0.0)
-    out = gated_norm(read, z, tl.load(norm_at + column), eps, digits)
+    out = gated_norm(read, z, tl.load(weights.norm + column), weights.eps, digits)
     out = tl.where(keep, out, 0.0).to(out_at.dtype.element_ty)
     tl.store(out_at + at, out, mask=(row < num_rows)[:, None])

@@ -3,8 +3,12 @@
 The same for the nodes of a step and for the tokens of a chunk.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+from jaxtyping import Float
+from torch import Tensor
 
 from kernels.triton_gpu.noise import log1p
 from kernels.triton_gpu.squares import add_up
@@ -15,18 +19,73 @@ _UNIT_EPS = tl.constexpr(1e-6)
 _HALVINGS = tl.constexpr(10)  # at most
 
 
+class Sizes(NamedTuple):
+    """Sizes of a layer.
+
+    Attributes:
+      H, K, V: Value heads, and the numbers of a key and of a value.
+      C: Channels of the convolution.
+      width: Numbers of a projected row.
+    """
+
+    H: int
+    K: int
+    V: int
+    C: int
+    key_heads: int
+    width: int
+
+
+def sizes_of(
+    recurrent: Float[Tensor, "L states H K V"], window: Float[Tensor, "L states 3 C"]
+) -> Sizes:
+    """Of the layers that have such states."""
+    (H, K, V), C = recurrent.shape[2:], window.shape[3]
+    return Sizes(H=H, K=K, V=V, C=C, key_heads=(C - H * V) // (2 * K), width=C + H * V + 2 * H)
+
+
+class Weights(NamedTuple):
+    """Of a layer."""
+
+    conv: Any
+    a_log: Any
+    dt_bias: Any
+    norm: Any
+    eps: Any
+
+
+class States(NamedTuple):
+    """Of all slots, or all snapshots."""
+
+    recurrent: Any
+    window: Any
+
+
+def check_contiguous(*states: Tensor) -> None:
+    """Raises ValueError where some state is not contiguous."""
+    if not all(x.is_contiguous() for x in states):
+        raise ValueError("states must be contiguous")
+
+
+class Inputs(NamedTuple):
+    """What a request's convolution reads: its rows, and what was before them."""
+
+    rows: Any
+    window: Any
+    count: Any
+
+
 @triton.jit
-def convolved(sources, places, first, D: tl.constexpr, C: tl.constexpr, width: tl.constexpr):
+def convolved(inputs, conv_at, places, first, D: tl.constexpr, sizes: tl.constexpr):
     """The inputs of some channels at each node, and what the convolution makes of them."""
-    rows_at, window_at, conv_at, count = sources
     channel = first + tl.arange(0, D)
     for tap in tl.static_range(4):
         place = places[tap]
         # A spare node reads no row.
-        is_row = (place >= WINDOW) & (place < WINDOW + count)
-        at = rows_at + ((place - WINDOW) * width)[:, None] + channel[None, :]
+        is_row = (place >= WINDOW) & (place < WINDOW + inputs.count)
+        at = inputs.rows + ((place - WINDOW) * sizes.width)[:, None] + channel[None, :]
         new = tl.load(at, mask=is_row[:, None], other=0.0)
-        at = window_at + (place * C)[:, None] + channel[None, :]
+        at = inputs.window + (place * sizes.C)[:, None] + channel[None, :]
         is_old = (place < WINDOW)[:, None]
         x = tl.where(is_old, tl.load(at, mask=is_old, other=0.0), new)
         term = x.to(tl.float32) * tl.load(conv_at + channel * 4 + tap).to(tl.float32)[None, :]

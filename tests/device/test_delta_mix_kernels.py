@@ -24,6 +24,7 @@ from tests.support.delta_mix_kernels import (
     CASES,
     CUT,
     HOW,
+    KERNEL_OF,
     LAYER,
     MIX,
     WHOLE,
@@ -311,16 +312,16 @@ def shapes(N: int, has_fields: bool) -> dict:
 @pytest.mark.parametrize(("N", "W"), [(1, 1), (4, 4), (6, 6), (16, 6), (64, 4)])
 def test_pallas_lowers_for_a_gpu(N: int, W: int) -> None:
     # The interpreter takes operations and sizes that the lowering refuses.
-    module, (given, ints) = KERNELS["pallas"]["delta_mix"], (shapes(N, N > 1), jnp.int32)
+    kernels, (given, ints) = KERNEL_OF["pallas"], (shapes(N, N > 1), jnp.int32)
     tree = jax.ShapeDtypeStruct((2, N), ints)
     rows = dict.fromkeys(("slots", "counts", "save_after", "save"), given["slots"])
     states = {name: given[name] for name in ("recurrent", "window")}
     saved = {f"saved_{name}": x for name, x in states.items()}
     path = {"path": jax.ShapeDtypeStruct((2, W), ints), "kept": given["kept"]}
-    programs = [(module.commit, HOW, states | saved | rows | path, 1)]
+    programs = [(kernels["commit"], HOW, states | saved | rows | path, 1)]
     for parents, (tiles, launches) in product((None, tree)[: 1 + (N > 1)], ((CUT, 1), (APART, 2))):
         arrays = given | {"parents": parents}
-        programs.append((module.verify, MIX | {"tiles": tiles}, arrays, launches))
+        programs.append((kernels["verify"], MIX | {"tiles": tiles}, arrays, launches))
     for kernel, how, arrays, launches in programs:
         program = jax.jit(partial(kernel, **how)).trace(**arrays)
         lowered = program.lower(lowering_platforms=("cuda",)).as_text()
@@ -329,10 +330,7 @@ def test_pallas_lowers_for_a_gpu(N: int, W: int) -> None:
 
 def test_the_languages_have_one_signature() -> None:
     for kernel in ("verify", "commit"):
-        names = [
-            list(inspect.signature(getattr(modules["delta_mix"], kernel)).parameters)
-            for modules in KERNELS.values()
-        ]
+        names = [list(inspect.signature(own[kernel]).parameters) for own in KERNEL_OF.values()]
         assert all([n for n in own if n != "interpret"] == names[0][:-1] for own in names)
 
 

@@ -154,10 +154,16 @@ CASES = {
 }
 
 
+KERNEL_OF = {
+    language: {"verify": own["delta_mix"].verify, "commit": own["delta_commit"].commit}
+    for language, own in KERNELS.items()
+}
+
+
 @cache
 def pallas_program(name: str, tiles: DeltaTiles = CUT) -> Callable:
     how = (MIX if name == "verify" else HOW) | {"tiles": tiles}
-    kernel = partial(getattr(KERNELS["pallas"]["delta_mix"], name), **how, interpret=INTERPRET)
+    kernel = partial(KERNEL_OF["pallas"][name], **how, interpret=INTERPRET)
     return jax.jit(kernel, compiler_options=AS_WRITTEN)
 
 
@@ -192,7 +198,7 @@ def mix_in_triton(case: Case, tiles: DeltaTiles) -> Found:
     }
     kept = [*map(on_device, fields), on_device(inputs, half)]
     how = MIX | {"tiles": tiles}
-    out = KERNELS["triton"]["delta_mix"].verify(layer=LAYER, kept=kept, **given, **how)
+    out = KERNEL_OF["triton"]["verify"](layer=LAYER, kept=kept, **given, **how)
     assert not given["arrivals"].any()
     numbers = lambda x: x.float().cpu().numpy()  # noqa: E731
     np.testing.assert_array_equal(numbers(given["window"]), case.window)
@@ -231,7 +237,7 @@ def replayed(language: str, given: Replay) -> list[np.ndarray]:
         return [np.asarray(x) for x in pallas_program("commit")(**arrays)]
     arrays = {k: on_device(v) for k, v in given._asdict().items() if k != "kept"}
     kept = [on_device(x) for x in given.kept]
-    KERNELS["triton"]["delta_mix"].commit(**arrays, kept=kept, **HOW)
+    KERNEL_OF["triton"]["commit"](**arrays, kept=kept, **HOW)
     return [arrays[name].cpu().numpy() for name in Replay._fields[:4]]
 
 

@@ -32,6 +32,7 @@ INTERPRET = jax.default_backend() == "cpu"
 MODULES = (
     "acceptance",
     "attention",
+    "delta_commit",
     "delta_feed",
     "delta_mix",
     "draft_tree",

@@ -28,6 +28,7 @@ class Kernels:
 
     acceptance: ModuleType
     attention: ModuleType
+    delta_commit: ModuleType
     delta_feed: ModuleType
     delta_mix: ModuleType
     draft_tree: ModuleType
@@ -50,6 +51,7 @@ KERNELS: Kernels | None = None
 if torch.cuda.is_available():
     from kernels.triton_gpu import acceptance as acceptance_kernel
     from kernels.triton_gpu import attention as attention_kernel
+    from kernels.triton_gpu import delta_commit as delta_commit_kernel
     from kernels.triton_gpu import delta_feed as delta_feed_kernel
     from kernels.triton_gpu import delta_mix as delta_mix_kernel
     from kernels.triton_gpu import draft_tree as draft_tree_kernel
@@ -68,6 +70,7 @@ if torch.cuda.is_available():
     KERNELS = Kernels(
         acceptance=acceptance_kernel,
         attention=attention_kernel,
+        delta_commit=delta_commit_kernel,
         delta_feed=delta_feed_kernel,
         delta_mix=delta_mix_kernel,
         draft_tree=draft_tree_kernel,

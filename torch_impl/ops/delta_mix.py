@@ -128,9 +128,19 @@ def kernel_feed(
 ) -> Float[Tensor, "R values"]:
     return kernels.delta_feed.feed(
         inputs,
-        *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
-        *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
-        *(layer, slots, row_starts, save_after, save),
+        conv=weights.conv,
+        a_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        norm=weights.norm,
+        recurrent=states.recurrent,
+        window=states.window,
+        saved_recurrent=snapshots.recurrent,
+        saved_window=snapshots.window,
+        layer=layer,
+        slots=slots,
+        row_starts=row_starts,
+        save_after=save_after,
+        save=save,
         eps=weights.eps,
         digits=SQUARES.digits,
         tiles=kernels.tiles.delta_feed.of(requests=len(slots)),
@@ -180,9 +190,18 @@ def kernel_verify(
     B, N = nodes.row_of.shape
     return kernels.delta_mix.verify(
         inputs,
-        *(weights.conv, weights.a_log, weights.dt_bias, weights.norm),
-        *(states.recurrent, states.window, layer, slots),
-        *(nodes.row_starts, nodes.parents, _arrays_of(room.kept), room.arrivals),
+        conv=weights.conv,
+        a_log=weights.a_log,
+        dt_bias=weights.dt_bias,
+        norm=weights.norm,
+        recurrent=states.recurrent,
+        window=states.window,
+        layer=layer,
+        slots=slots,
+        row_starts=nodes.row_starts,
+        parents=nodes.parents,
+        kept=_arrays_of(room.kept),
+        arrivals=room.arrivals,
         eps=weights.eps,
         digits=SQUARES.digits,
         tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
@@ -261,7 +280,7 @@ def kernel_commit(
     save_after: Int[Tensor, " B"],
     save: Int[Tensor, " B"],
 ) -> tuple[DeltaState, DeltaState]:
-    kernels.delta_mix.commit(
+    kernels.delta_commit.commit(
         *(states.recurrent, states.window, snapshots.recurrent, snapshots.window),
         *(_arrays_of(kept), slots, path, counts, save_after, save),
         tiles=kernels.tiles.delta_mix.of(nodes=path.shape[1], requests=len(slots)),

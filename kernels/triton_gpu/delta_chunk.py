@@ -1,0 +1,85 @@
+"""What is computed within a chunk of a gated-delta layer's rows, in Triton.
+
+Numbers are cut into two in bfloat16, which the matrix unit multiplies, so that 16 bits count.
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK = 64
+"""Rows, as of `shared.spec.gated_delta`."""
+
+SIZE = tl.constexpr(CHUNK)
+_BLOCK = tl.constexpr(16)  # of the system, solved by itself
+_BLOCKS = tl.constexpr(CHUNK // 16)
+NOTHING = tl.constexpr(-100.0)  # the log of a decay that counts as 0
+_HIGH_BITS = tl.constexpr(-65536)  # of a float32 that a bfloat16 has
+
+
+@triton.jit
+def inverse_of(among):
+    """The inverse of 1 + `among`, which has nothing on its diagonal or above.
+
+    Blocks on the diagonal first, all at once, then pairs of blocks to blocks of twice the size. All
+    that is in an inverse is at most 1 where keys have length 1, which powers of `among` are not.
+    """
+    inverse = _joined(_inverse_of_blocks(among), among, _BLOCK)
+    return _joined(inverse, among, 2 * _BLOCK)
+
+
+@triton.jit
+def _joined(inverse, among, size: tl.constexpr):
+    """The inverses of blocks of twice the size from those of blocks of a size."""
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    is_between = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
+    between = _product(tl.where(is_between, among, 0.0), inverse)
+    return inverse - _product(inverse, between)
+
+
+@triton.jit
+def _inverse_of_blocks(among):
+    """That of the blocks on the diagonal: a row, once known, is taken from all rows below it."""
+    row = tl.arange(0, _BLOCK)[None, :, None]
+    column = tl.arange(0, _BLOCK)[None, None, :]
+    block, other = (
+        tl.arange(0, _BLOCKS)[:, None, None, None],
+        tl.arange(0, _BLOCKS)[None, None, :, None],
+    )
+    is_own = block == other
+    whole = tl.reshape(among, (_BLOCKS, _BLOCK, _BLOCKS, _BLOCK))
+    # Sums of one number and zeros, here and below, which have one order.
+    blocks = tl.sum(tl.where(is_own, whole, 0.0), 2)
+    inverse = tl.where(row == column, 1.0, 0.0) + tl.zeros_like(blocks)
+    for i in tl.static_range(_BLOCK - 1):
+        share = tl.sum(tl.where(column == i, blocks, 0.0), 2)
+        known = tl.sum(tl.where(row == i, inverse, 0.0), 1)
+        inverse -= share[:, :, None] * known[:, None, :]
+    whole = tl.where(is_own, inverse[:, :, None, :], 0.0)
+    return tl.reshape(whole, (SIZE, SIZE))
+
+
+@triton.jit
+def _product(x, y):
+    """Of float32 numbers, of which 16 bits count."""
+    x_high, x_low = parts_of(x)
+    y_high, y_low = parts_of(y)
+    return add_product(tl.zeros_like(x), x_high, x_low, y_high, y_low)
+
+
+@triton.jit
+def add_product(total, x_high, x_low, y_high, y_low):
+    """Adds a product of parts; the matrix unit begins with the total, and with the least parts."""
+    return total + tl.dot(x_low, y_high) + tl.dot(x_high, y_low) + tl.dot(x_high, y_high)
+
+
+@triton.jit
+def parts_of(x):
+    """A number as the sum of two in bfloat16; the first is cut off, so no compiler drops it."""
+    high = (x.to(tl.int32, bitcast=True) & _HIGH_BITS).to(tl.float32, bitcast=True)
+    return high.to(tl.bfloat16), (x - high).to(tl.bfloat16)
+
+
+@triton.jit
+def share_of(log):
+    """What is left after decays, 2 to a power of at most 0; what is too small for digits is 0."""
+    return tl.where(log > NOTHING, tl.exp2(tl.maximum(log, NOTHING)), 0.0)
