@@ -20,7 +20,7 @@ from shared.engine.grammar import Masks
 from shared.engine.ngram.index import NgramIndex, host_draft_of
 from shared.engine.ngram.tree import corpus_nodes
 from shared.engine.request import Request
-from shared.engine.rows import DecodeRows, DraftRows, Rows
+from shared.engine.rows import Rows
 from shared.spec.draft_tree import TreeShape
 
 Origin = Callable[[int], list[int]]
@@ -58,7 +58,7 @@ class GrammarController:
         drafts = [program for program in limits.programs if program.work is Work.DRAFT]
         self._drafts = {program.batch: program.shape for program in drafts}
         self._inner, self.index, self._words = inner, index, mask_words(limits.vocab)
-        self._decoded_last: list[Request] = []
+        self._decoded_last: Sequence[Request] = []
         self._drafted: dict[int, Tree] = {}
         self.max_rows = min(inner.max_rows, max(program.batch for program in masked))
         self.gauges: Gauges = inner.gauges
@@ -68,7 +68,7 @@ class GrammarController:
         """Whether tokens or drafts of the step before are still on their way."""
         return not all(request.is_settled for request in self._decoded_last) or self._inner.waits
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | DraftRows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         """Every ready request whose tokens are known, once those of the step before are."""
         if all(request.constraint is None for request in ready):
             self._decoded_last, self._drafted = [], {}
@@ -81,7 +81,7 @@ class GrammarController:
         self._decoded_last = rows.requests if rows else []
         return rows
 
-    def _begun(self, known: Sequence[Request], reserve: Reserve) -> DecodeRows | DraftRows | None:
+    def _begun(self, known: Sequence[Request], reserve: Reserve) -> Rows | None:
         """The first trip of a round, which may be the only one."""
         if not known:
             return None
@@ -89,9 +89,9 @@ class GrammarController:
             return self._verified(known, reserve)
         shape = smallest_that_holds(self._drafts, len(known))
         requests = reserve(known, shape.scratch)
-        return DraftRows(requests, shape) if requests else None
+        return Rows.draft(requests, shape) if requests else None
 
-    def _verified(self, known: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+    def _verified(self, known: Sequence[Request], reserve: Reserve) -> Rows | None:
         """A decode with the trees that there are, and their masks."""
         shapes = self._trees or self._plain
         requests = reserve(known, smallest_that_holds(shapes, len(known)).scratch)
@@ -111,12 +111,14 @@ class GrammarController:
                 index[row, node] = place
         drafts = None if is_plain else _laid_out(trees, shape)
         origin = None if is_plain else origin
-        return DecodeRows(requests, shape, drafts, corpus_nodes=origin, masks=Masks(bits, index))
+        return Rows.decode(
+            requests, shape, drafts=drafts, corpus_nodes=origin, masks=Masks(bits, index)
+        )
 
     def _trees_of(self, requests: Sequence[Request]) -> tuple[list[Tree], Origin | None]:
         """The draft trees that are known: the host's, those of the step before, or roots.
 
-        And which of the host's nodes are of a corpus, as `DecodeRows` has it.
+        And which of the host's nodes are of a corpus, as `Rows` has it.
         """
         if self.index is not None:
             grown = self.index.trees(requests)
@@ -152,7 +154,7 @@ class GrammarController:
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Keeps the trees of a step that drafted."""
-        if not isinstance(rows, DraftRows):
+        if rows.work is not Work.DRAFT:
             self._inner.learned(rows, result)
             return
         for row, request in enumerate(rows.requests):

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from shared.boundary.backend import Limits, StepResult, Work
 from shared.engine.request import Request
-from shared.engine.rows import DecodeRows, DraftRows, Rows
+from shared.engine.rows import Rows
 from shared.spec.draft_tree import TreeShape
 
 Reserve = Callable[[Sequence[Request], int], list[Request]]
@@ -37,7 +37,7 @@ class Controller(Protocol):
         """Whether its next rows need tokens that are still on their way."""
         ...
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | DraftRows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         """The rows of the next decode step, or of one that drafts for it; None: not yet.
 
         Args:
@@ -132,11 +132,11 @@ class StaticController:
         """The shape of a decode step of `num_rows` requests; 1 <= num_rows <= `max_rows`."""
         return smallest_that_holds(self._shapes, num_rows)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         """Every ready request that has room."""
         shape = self.shape_for(len(ready))
         requests = reserve(ready, shape.scratch)
-        return DecodeRows(requests, shape) if requests else None
+        return Rows.decode(requests, shape) if requests else None
 
     def submitted(self, rows: Rows) -> None:
         """Nothing to do."""

@@ -146,8 +146,8 @@ class Planner:
 def _does_work_of(program: Program, rows: Rows) -> bool:
     return (
         program.work is rows.work
-        and program.host_draft is rows.host_draft
-        and program.mask is rows.is_masked
+        and program.host_draft is (rows.drafts is not None)
+        and program.mask is (rows.masks is not None)
         and (rows.shape is None or rows.shape.tree == program.shape.tree)
     )
 

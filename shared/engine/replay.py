@@ -10,7 +10,7 @@ from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Request
-from shared.engine.rows import Chunk, DecodeRows, PrefillRows, Rows, chunk_end
+from shared.engine.rows import Chunk, Rows, chunk_end
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
 
@@ -118,11 +118,11 @@ class PlainRunner:
     def _next_rows(self, request: Request) -> Rows:
         if request.decodes:
             self._reserve(request, request.length + PLAIN.scratch)
-            return DecodeRows([request], PLAIN)
+            return Rows.decode([request], PLAIN)
         chunk = Chunk(request, request.prefilled, chunk_end(request, self._most_tokens))
         self._reserve(request, chunk.end)
         request.prefill(chunk.end)
-        return PrefillRows((chunk,))
+        return Rows.prefill((chunk,))
 
     def _reserve(self, request: Request, positions: int) -> None:
         has_room = self._cache.reserve(request.slot, positions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Self
 
 import numpy as np
 from jaxtyping import Float32
@@ -49,223 +49,17 @@ def chunk_end(request: Request, budget: int) -> int:
     return max(request.prefilled, end // CHUNK * CHUNK)
 
 
-class Rows(Protocol):
-    """The rows of a step of any work (`PrefillRows` and `DecodeRows` are such)."""
-
-    @property
-    def is_masked(self) -> bool:
-        """Whether masks of grammars come with the plan."""
-        ...
-
-    @property
-    def work(self) -> Work:
-        """What the step does."""
-        ...
-
-    @property
-    def requests(self) -> Sequence[Request]:
-        """The request of each row."""
-        ...
-
-    @property
-    def chunks(self) -> Sequence[Chunk]:
-        """The chunk of each row, in a step that feeds prompts; none in any other."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all chunks."""
-        ...
-
-    @property
-    def shape(self) -> TreeShape | None:
-        """The draft shape, in a step that decodes."""
-        ...
-
-    @property
-    def host_draft(self) -> bool:
-        """Whether the host's trees come with the plan."""
-        ...
-
-    @property
-    def most_tokens(self) -> Sequence[int]:
-        """Most tokens that the step adds to each row."""
-        ...
-
-    def accepted(self, num_tokens: int) -> int | None:
-        """Drafts among the tokens that the step gave a row; None where it verifies nothing."""
-        ...
-
-    def fill(self, plan: StepPlan) -> None:
-        """Writes what the rows bring beside slots, pages and sampling parameters.
-
-        Raises:
-          ValueError: A row is at no point at which the step may take it.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class PrefillRows:
-    """The rows of a prefill step."""
-
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def is_masked(self) -> bool:
-        """A prefill chooses no token of a text that has a grammar."""
-        return False
-
-    @property
-    def work(self) -> Work:
-        """What the step does."""
-        return Work.PREFILL
-
-    @property
-    def requests(self) -> list[Request]:
-        """The request of each row."""
-        return [chunk.request for chunk in self.chunks]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all chunks."""
-        return sum(chunk.end - chunk.first for chunk in self.chunks)
-
-    @property
-    def shape(self) -> None:
-        """A prefill drafts nothing."""
-        return None
-
-    @property
-    def host_draft(self) -> bool:
-        """No trees come with a prefill."""
-        return False
-
-    @property
-    def most_tokens(self) -> list[int]:
-        """Most tokens that the step adds to each row."""
-        return [int(chunk.ends_prompt) for chunk in self.chunks]
-
-    def accepted(self, num_tokens: int) -> None:
-        """A prefill verifies nothing."""
-        return None
-
-    def fill(self, plan: StepPlan) -> None:
-        """Lays the chunks one after the other."""
-        work, end = plan.work, 0
-        assert isinstance(work, Prefill)
-        for row, chunk in enumerate(self.chunks):
-            start, end = end, end + chunk.end - chunk.first
-            context = chunk.request.context
-            work.tokens[start:end] = context[chunk.first : chunk.end]
-            work.row_starts[row + 1] = end
-            work.first_positions[row] = chunk.first
-            work.ends_prompt[row] = chunk.ends_prompt
-            # Drafters learn of a chunk's last token together with the one that follows it.
-            work.next_tokens[row] = 0 if chunk.ends_prompt else context[chunk.end]
-            if chunk.starts:
-                _start(plan, row, chunk.request)
-        work.row_starts[len(self.chunks) + 1 :] = end
-
-
-@dataclass(frozen=True)
-class CountRows:
-    """The row of a step that counts what a prefill will not feed, for penalties.
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """The rows of one step, made by `prefill`, `count`, `decode` or `draft`.
 
     Attributes:
-      request: Whose tokens.
-      first, end: Their positions.
-    """
-
-    request: Request
-    first: int
-    end: int
-
-    @property
-    def is_masked(self) -> bool:
-        """A count chooses nothing."""
-        return False
-
-    @property
-    def work(self) -> Work:
-        """What the step does."""
-        return Work.COUNT
-
-    @property
-    def requests(self) -> list[Request]:
-        """The request of the row."""
-        return [self.request]
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """A count feeds nothing."""
-        return ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are counted."""
-        return self.end - self.first
-
-    @property
-    def shape(self) -> None:
-        """A count drafts nothing."""
-        return None
-
-    @property
-    def host_draft(self) -> bool:
-        """No trees come with a count."""
-        return False
-
-    @property
-    def most_tokens(self) -> list[int]:
-        """A count adds no token."""
-        return [0]
-
-    def accepted(self, num_tokens: int) -> None:
-        """A count verifies nothing."""
-        return None
-
-    def fill(self, plan: StepPlan) -> None:
-        """Lays the tokens; the first step of a row starts it."""
-        work, count = plan.work, self.num_tokens
-        assert isinstance(work, Count)
-        work.tokens[:count] = self.request.context[self.first : self.end]
-        work.row_starts[1:] = count
-        work.first_positions[0] = self.first
-        if self.first == 0:
-            _start(plan, 0, self.request)
-
-
-def _start(plan: StepPlan, row: int, request: Request) -> None:
-    """Resets a row's slot, and gives it what its request found."""
-    plan.starts[row], plan.draft_from[row] = 1, request.draft_from
-    plan.snapshots.restore[row] = request.restores
-
-
-@dataclass(frozen=True)
-class _SlotRows:
-    """Rows that go on from what their slots hold, and the shape of their trees."""
-
-    requests: list[Request]
-    shape: TreeShape
-
-    @property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """No prompt is fed."""
-        return ()
-
-    @property
-    def num_tokens(self) -> int:
-        """No prompt is fed."""
-        return 0
-
-
-@dataclass(frozen=True)
-class DecodeRows(_SlotRows):
-    """The rows of a decode step and its draft shape.
-
-    Attributes:
-      drafts: The host's tree of each row; None where the device drafts, or nothing does.
+      work: What the step does.
+      requests: The request of each row.
+      chunks: The chunk of each row of a prefill; empty in any other step.
+      counted: What a count adds to `seen`, for penalties: tokens that no prefill will feed.
+      shape: The draft shape of a decode and of a draft.
+      drafts: The host's tree of each row of a decode; None where the device or nobody drafts.
       calibration: How often each row's path is accepted as far as each depth, as
         `shared.spec.sampling.Sampling` says; None: nothing is known of any row.
       corpus_nodes: Of trees of n-grams, gives the nodes of a row's that come from an external
@@ -273,88 +67,135 @@ class DecodeRows(_SlotRows):
       masks: What grammars allow at each node; None: no row has one.
     """
 
+    work: Work
+    requests: Sequence[Request]
+    chunks: Sequence[Chunk] = ()
+    counted: Chunk | None = None
+    shape: TreeShape | None = None
     drafts: HostDraft | None = None
     calibration: Float32[np.ndarray, "B S_max"] | None = None
     corpus_nodes: Callable[[int], list[int]] | None = None
     masks: Masks | None = None
 
-    @property
-    def is_masked(self) -> bool:
-        """Whether masks of grammars come with the plan."""
-        return self.masks is not None
+    @classmethod
+    def prefill(cls, chunks: Sequence[Chunk]) -> Self:
+        """A step that feeds chunks of prompts, at most one of a request."""
+        return cls(work=Work.PREFILL, requests=[chunk.request for chunk in chunks], chunks=chunks)
+
+    @classmethod
+    def count(cls, counted: Chunk) -> Self:
+        """A step that counts tokens of one request; the first of its steps starts the row."""
+        return cls(work=Work.COUNT, requests=[counted.request], counted=counted)
+
+    @classmethod
+    def decode(
+        cls,
+        requests: Sequence[Request],
+        shape: TreeShape,
+        *,
+        drafts: HostDraft | None = None,
+        calibration: Float32[np.ndarray, "B S_max"] | None = None,
+        corpus_nodes: Callable[[int], list[int]] | None = None,
+        masks: Masks | None = None,
+    ) -> Self:
+        """A step that verifies trees, whoever drafts them, and commits what is accepted."""
+        return cls(
+            work=Work.DECODE,
+            requests=requests,
+            shape=shape,
+            drafts=drafts,
+            calibration=calibration,
+            corpus_nodes=corpus_nodes,
+            masks=masks,
+        )
+
+    @classmethod
+    def draft(cls, requests: Sequence[Request], shape: TreeShape) -> Self:
+        """A step that drafts for a decode which brings the trees back, and commits nothing."""
+        return cls(work=Work.DRAFT, requests=requests, shape=shape)
 
     @property
-    def work(self) -> Work:
-        """What the step does."""
-        return Work.DECODE
-
-    @property
-    def host_draft(self) -> bool:
-        """Whether the host's trees come with the plan."""
-        return self.drafts is not None
+    def num_tokens(self) -> int:
+        """Prompt tokens that the step feeds or counts; 0 in a decode and a draft."""
+        chunks = self.chunks if self.counted is None else (self.counted,)
+        return sum(chunk.end - chunk.first for chunk in chunks)
 
     @property
     def most_tokens(self) -> list[int]:
-        """Most tokens that the step adds to each row."""
-        return [self.shape.max_tokens] * len(self.requests)
+        """Most tokens that the step adds to each row; 0 where it chooses none."""
+        if self.work is Work.DECODE:
+            assert self.shape is not None
+            return [self.shape.max_tokens] * len(self.requests)
+        if self.work is Work.PREFILL:
+            return [int(chunk.ends_prompt) for chunk in self.chunks]
+        return [0] * len(self.requests)
 
-    def accepted(self, num_tokens: int) -> int:
-        """All but the last, which is the target's own."""
-        return num_tokens - 1
+    def accepted(self, num_tokens: int) -> int | None:
+        """Drafts among the tokens that the step gave a row; None where it verifies nothing."""
+        return num_tokens - 1 if self.work is Work.DECODE else None  # the last is the bonus token
 
     def fill(self, plan: StepPlan) -> None:
-        """Copies what is known of the rows, and the host's trees.
+        """Writes what the rows bring beside slots, pages and sampling parameters.
 
         Raises:
           ValueError: A request's prefill was not handed over whole: a decode never starts a row.
         """
-        _check_prefilled(self.requests)
-        if self.calibration is not None:
-            plan.sampling.calibration[: len(self.calibration)] = self.calibration
-        if self.masks is not None:
-            assert plan.mask is not None  # the program was picked for it
-            plan.mask.bits[1 : 1 + len(self.masks.bits)] = self.masks.bits
-            plan.mask.index[: len(self.masks.index)] = self.masks.index
-        work = plan.work
-        assert isinstance(work, Decode)
-        if work.drafts is None or self.drafts is None:
-            return
-        for name in _TREE:
-            values = getattr(self.drafts, name)
-            getattr(work.drafts, name)[: len(values)] = values
+        if isinstance(plan.work, Prefill):
+            _lay_chunks(plan, plan.work, self.chunks)
+        elif isinstance(plan.work, Count):
+            assert self.counted is not None
+            _lay_counted(plan, plan.work, self.counted)
+        else:
+            _check_prefilled(self.requests)
+            _copy_known(plan, self)
 
 
-@dataclass(frozen=True)
-class DraftRows(_SlotRows):
-    """The rows of a step that drafts for a decode which brings the trees back, and their shape."""
+def _lay_chunks(plan: StepPlan, work: Prefill, chunks: Sequence[Chunk]) -> None:
+    """Lays the chunks one after the other."""
+    end = 0
+    for row, chunk in enumerate(chunks):
+        start, end = end, end + chunk.end - chunk.first
+        context = chunk.request.context
+        work.tokens[start:end] = context[chunk.first : chunk.end]
+        work.row_starts[row + 1] = end
+        work.first_positions[row] = chunk.first
+        work.ends_prompt[row] = chunk.ends_prompt
+        # Drafters learn of a chunk's last token together with the one that follows it.
+        work.next_tokens[row] = 0 if chunk.ends_prompt else context[chunk.end]
+        if chunk.starts:
+            _start(plan, row, chunk.request)
+    work.row_starts[len(chunks) + 1 :] = end
 
-    @property
-    def is_masked(self) -> bool:
-        """A drafter knows of no grammar."""
-        return False
 
-    @property
-    def work(self) -> Work:
-        """What the step does."""
-        return Work.DRAFT
+def _lay_counted(plan: StepPlan, work: Count, counted: Chunk) -> None:
+    """Lays the tokens; the first step of a row starts it."""
+    num_tokens = counted.end - counted.first
+    work.tokens[:num_tokens] = counted.request.context[counted.first : counted.end]
+    work.row_starts[1:] = num_tokens
+    work.first_positions[0] = counted.first
+    if counted.first == 0:
+        _start(plan, 0, counted.request)
 
-    @property
-    def host_draft(self) -> bool:
-        """The device drafts."""
-        return False
 
-    @property
-    def most_tokens(self) -> list[int]:
-        """A draft adds no token."""
-        return [0] * len(self.requests)
+def _start(plan: StepPlan, row: int, request: Request) -> None:
+    """Resets a row's slot, and names what a cache hit restores there."""
+    plan.starts[row], plan.draft_from[row] = 1, request.draft_from
+    plan.snapshots.restore[row] = request.restores
 
-    def accepted(self, num_tokens: int) -> None:
-        """A draft verifies nothing."""
-        return None
 
-    def fill(self, plan: StepPlan) -> None:
-        """Raises as `DecodeRows.fill`; a draft brings nothing."""
-        _check_prefilled(self.requests)
+def _copy_known(plan: StepPlan, rows: Rows) -> None:
+    """Copies what a decode knows of its rows, and the host's trees; a draft has neither."""
+    if rows.calibration is not None:
+        plan.sampling.calibration[: len(rows.calibration)] = rows.calibration
+    if rows.masks is not None:
+        assert plan.mask is not None  # the program was picked for it
+        plan.mask.bits[1 : 1 + len(rows.masks.bits)] = rows.masks.bits
+        plan.mask.index[: len(rows.masks.index)] = rows.masks.index
+    if rows.drafts is None or not isinstance(plan.work, Decode) or plan.work.drafts is None:
+        return
+    for name in _TREE:
+        values = getattr(rows.drafts, name)
+        getattr(plan.work.drafts, name)[: len(values)] = values
 
 
 def _check_prefilled(requests: Sequence[Request]) -> None:

@@ -10,15 +10,7 @@ from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
 from shared.engine.prefix_cache import Prefix, PrefixCache
 from shared.engine.request import Refusal, Request
-from shared.engine.rows import (
-    Chunk,
-    CountRows,
-    DecodeRows,
-    DraftRows,
-    PrefillRows,
-    Rows,
-    chunk_end,
-)
+from shared.engine.rows import Chunk, Rows, chunk_end
 from shared.engine.waiting import WaitingQueue
 from shared.spec.gated_delta import CHUNK
 
@@ -145,10 +137,10 @@ class Scheduler:
             first, end = request.num_counted, request.count_length
             if request.slot and first < end and request is not self._leaving:
                 request.num_counted = min(end, first + self._most_counted)
-                return CountRows(request, first, request.num_counted)
+                return Rows.count(Chunk(request, first, request.num_counted))
         return self._prefill_rows()
 
-    def _prefill_rows(self) -> PrefillRows | None:
+    def _prefill_rows(self) -> Rows | None:
         budget, chunks = self._max_tokens, []
         for request in tuple(self.running):
             if not request.slot or request.decodes or request is self._leaving:
@@ -161,9 +153,9 @@ class Scheduler:
             budget -= end - first
             if len(chunks) == self._max_prefill_rows:
                 break
-        return PrefillRows(tuple(chunks)) if chunks else None
+        return Rows.prefill(tuple(chunks)) if chunks else None
 
-    def _decode_rows(self) -> DecodeRows | DraftRows | None:
+    def _decode_rows(self) -> Rows | None:
         ready = [r for r in self.running if r.decodes and r.wants_step and r is not self._leaving]
         return self._controller.rows_for(ready, self._reserve) if ready else None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shared.boundary.backend import StepResult
+from shared.boundary.backend import StepResult, Work
 from shared.engine.request import DRAFT, NGRAM, PLAIN, PREFILL, StepTrace
-from shared.engine.rows import DecodeRows, Rows
+from shared.engine.rows import Rows
 
 
 def trace_of(
@@ -23,7 +23,7 @@ def trace_of(
     now, request = time.monotonic(), rows.requests[row]
     device = result.device_seconds
     source, drafts, parents, corpus_nodes = PREFILL, [], [], []
-    if isinstance(rows, DecodeRows):
+    if rows.work is Work.DECODE:
         count = int(result.num_nodes[row])
         drafts = result.drafts[row, 1:count].tolist()
         parents = result.parents[row, 1:count].tolist()

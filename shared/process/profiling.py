@@ -16,7 +16,7 @@ from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Gauges, Reserve
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
-from shared.engine.rows import DecodeRows, Rows
+from shared.engine.rows import Rows
 from shared.spec.draft_tree import TreeShape
 
 WARM_UP_STEPS, TIMED_STEPS = 2, 8
@@ -57,14 +57,14 @@ class _OneShape:
         """Whether the step before is still on its way, where steps wait for each other."""
         return self.steps_wait and not all(r.is_settled for r in self._decoded_last)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         """Every ready request, with the shape."""
         if self.waits:
             return None
         requests = self._decoded_last = reserve(ready, self._shape.scratch)
         is_tree = self._host_draft and not self._shape.is_plain
         drafts = _chains(len(requests), self._shape) if is_tree else None
-        return DecodeRows(requests, self._shape, drafts) if requests else None
+        return Rows.decode(requests, self._shape, drafts=drafts) if requests else None
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Notes a decode step that came after another one."""

@@ -14,7 +14,7 @@ from shared.boundary.backend import Decode, Work
 from shared.boundary.buffers import empty_plan
 from shared.boundary.checks import check_plan
 from shared.engine.request import Request
-from shared.engine.rows import DecodeRows
+from shared.engine.rows import Rows
 from tests.support.contract_host import (
     BATCH,
     CHAIN,
@@ -81,7 +81,7 @@ def test_what_is_verified_are_the_first_drafts_of_the_whole_chain(host):
 def shared_nodes(host: Host, rows: list[Request], calibration: list[list[float]]) -> list[int]:
     """How many nodes each row of a step gets."""
     known = np.array(calibration, np.float32)
-    plan = host.planner.plan(DecodeRows(rows, SHARED, calibration=known))
+    plan = host.planner.plan(Rows.decode(rows, SHARED, calibration=known))
     return host.run(plan).num_nodes[: len(rows)].tolist()
 
 

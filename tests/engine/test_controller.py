@@ -14,7 +14,7 @@ from shared.engine.engine import Engine
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
-from shared.engine.rows import DecodeRows, Rows
+from shared.engine.rows import Rows
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.driving import drive
@@ -37,7 +37,7 @@ class Diary(StaticController):
         self.ends: list[int] = []
         self.cuts: list[tuple[int, int]] = []
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         off = TreeShape.plain(4)
         rows = super().rows_for(ready, reserve)
         return rows and replace(rows, shape=off if self.num_submitted % 2 else rows.shape)
@@ -142,7 +142,7 @@ def test_an_index_waits_for_the_tokens_of_its_last_rows_and_for_no_others():
     rows = controller.rows_for([first, second], reserve)
     assert rows is not None
     assert rows.requests == [first]
-    assert (rows.shape.is_plain, rows.host_draft) == (True, False)  # nothing was seen yet
+    assert (rows.shape.is_plain, rows.drafts) == (True, None)  # nothing was seen yet
     assert not controller.waits
     first.launch(1)
     assert controller.waits

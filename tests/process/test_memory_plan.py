@@ -12,7 +12,7 @@ from shared.boundary.workspace import MOST_PARTS
 from shared.drafts.drafts import Drafts
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.controller import shapes_by_batch, smallest_that_holds
-from shared.engine.rows import Chunk, DecodeRows, PrefillRows
+from shared.engine.rows import Chunk, Rows
 from shared.models.config import ModelConfig
 from shared.options.options import parse
 from shared.process.device import Device, free_in_groups
@@ -242,13 +242,13 @@ def test_every_step_has_one_of_the_few_programs(nodes, logprobs):
     shapes = shapes_by_batch(limits, host_draft=on_host, is_wanted=lambda s: s.nodes == nodes)
     requests = [house.request(100, 150, logprobs=logprobs) for _ in range(4)]
     for count in range(1, 5):
-        rows = DecodeRows(requests[:count], smallest_that_holds(shapes, count))
+        rows = Rows.decode(requests[:count], smallest_that_holds(shapes, count))
         rows = replace(rows, drafts=_roots(count, nodes)) if on_host else rows
         program = house.planner.plan(rows).program
         assert program.batch == (1 if count == 1 and logprobs is None else 4)
     for end in (10, 100):
         chunk = Chunk(requests[0], 0, end)
-        assert house.planner.plan(PrefillRows((chunk,))).program.tokens >= end
+        assert house.planner.plan(Rows.prefill((chunk,))).program.tokens >= end
 
 
 def _roots(rows: int, nodes: int) -> HostDraft:

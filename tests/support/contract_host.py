@@ -22,7 +22,7 @@ from shared.boundary.buffers import empty_plan
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
-from shared.engine.rows import Chunk, DecodeRows, PrefillRows
+from shared.engine.rows import Chunk, Rows
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
@@ -176,7 +176,7 @@ class Host:
             part if isinstance(part, Chunk) else Chunk(part, 0, part.prefill_length)
             for part in parts
         )
-        return self.planner.plan(PrefillRows(chunks))
+        return self.planner.plan(Rows.prefill(chunks))
 
     def restored_plan(self, request: Request, first: int, snapshot: int) -> StepPlan:
         """The first step of a request that finds `first` tokens in shared pages and a snapshot."""
@@ -185,7 +185,7 @@ class Host:
         return plan
 
     def decode_plan(self, *requests: Request, shape: TreeShape) -> StepPlan:
-        return self.planner.plan(DecodeRows(list(requests), shape))
+        return self.planner.plan(Rows.decode(list(requests), shape))
 
     def plan(
         self,

@@ -16,7 +16,7 @@ from shared.engine.engine import Engine
 from shared.engine.grammar import Constraint
 from shared.engine.planner import Planner
 from shared.engine.request import Request
-from shared.engine.rows import Chunk, DecodeRows
+from shared.engine.rows import Chunk, Rows
 from shared.reference.backend import Batch, ReferenceBackend
 from shared.spec import (
     acceptance,
@@ -344,14 +344,14 @@ def failed_rows_rank_as_their_roots(patch: Patch) -> None:
 
 def masks_of_the_root_alone(patch: Patch) -> None:
     """Every node chooses by the mask of its tree's root."""
-    healthy = DecodeRows.fill
+    healthy = Rows.fill
 
-    def fill(rows: DecodeRows, plan: StepPlan) -> None:
+    def fill(rows: Rows, plan: StepPlan) -> None:
         healthy(rows, plan)
         if plan.mask is not None:
             plan.mask.index[:] = plan.mask.index[:, :1]
 
-    patch.setattr(DecodeRows, "fill", fill)
+    patch.setattr(Rows, "fill", fill)
 
 
 def masks_of_the_step_before(patch: Patch) -> None:

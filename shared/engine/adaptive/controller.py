@@ -16,7 +16,7 @@ from shared.engine.adaptive.tiers import Shapes, Tier
 from shared.engine.adaptive.trace import Trace
 from shared.engine.controller import Gauges, Reserve
 from shared.engine.request import Request
-from shared.engine.rows import DecodeRows, Rows
+from shared.engine.rows import Rows
 
 MOST_STEPS_AHEAD = 25
 """Going off or back must pay within so many steps: for longer rates are not trusted to hold."""
@@ -69,7 +69,7 @@ class AdaptiveController:
         """A row goes on from what the device holds."""
         return False
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         """Every ready request that has room, with the tier that the policy chooses."""
         batch = self.shapes.bucket(len(ready))
         situation, survivals = self.situation(ready)
@@ -82,11 +82,11 @@ class AdaptiveController:
             ids = [request.request_id for request in ready]
             self._hopes = dict(zip(ids, survivals.sum(axis=1).tolist(), strict=True))
         if shape.rows == batch * shape.nodes:
-            return DecodeRows(requests, shape)
+            return Rows.decode(requests, shape)
         # Drafts of the batch compete for its verify rows.
         place = {request.request_id: i for i, request in enumerate(ready)}
         kept = survivals[[place[request.request_id] for request in requests]]
-        return DecodeRows(requests, shape, calibration=np.log(kept).astype(np.float32))
+        return Rows.decode(requests, shape, calibration=np.log(kept).astype(np.float32))
 
     def situation(self, ready: Sequence[Request]) -> tuple[Situation, Float64[np.ndarray, "B D"]]:
         """What is known before a step of these requests, and how their chains survive by depth."""
@@ -114,7 +114,7 @@ class AdaptiveController:
         ids = [request.request_id for request in rows.requests]
         if rows.work is Work.DRAFT:
             return
-        if rows.work is not Work.DECODE or rows.is_masked:
+        if rows.work is not Work.DECODE or rows.masks is not None:
             # The drafter is fed: of a request that resumes, or that decodes with a grammar beside
             # it, whose steps are somebody else's choice.
             self._after_off.difference_update(ids)
@@ -127,7 +127,7 @@ class AdaptiveController:
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Learns what the step took, and what its drafts showed of requests that still run."""
-        if rows.work is not Work.DECODE or rows.is_masked:
+        if rows.work is not Work.DECODE or rows.masks is not None:
             return
         batch, tier, hopes = self._flights.popleft()
         self.costs.observe(batch, tier, result.device_seconds)

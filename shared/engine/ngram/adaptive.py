@@ -32,7 +32,7 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.ngram.sleep import Sleep
 from shared.engine.ngram.tree import Trees, roots_of
 from shared.engine.request import Request
-from shared.engine.rows import DecodeRows, Rows
+from shared.engine.rows import Rows
 from shared.spec.draft_tree import TreeShape
 
 
@@ -149,7 +149,7 @@ class AdaptiveNgramController:
         """Whether tokens that its next trees need are still on their way."""
         return not self.is_asleep and not all(r.is_settled for r in self._decoded_last)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         """Every ready request that has room; while awake, those whose tokens are known."""
         self._follows = self.is_asleep
         if self.is_asleep:
@@ -168,13 +168,13 @@ class AdaptiveNgramController:
         self._planned = batch, self._asleep if self.is_asleep else tier
         return self._rows(requests, None if self.is_asleep else trees)
 
-    def _rows(self, requests: list[Request], trees: Trees | None) -> DecodeRows | None:
+    def _rows(self, requests: list[Request], trees: Trees | None) -> Rows | None:
         self._decoded_last = requests
         if not requests:
             return None
         batch, tier = self._planned
         shape = self._shape(batch, 0 if tier == self._asleep else tier)
-        return DecodeRows(requests, shape) if trees is None else rows_with(requests, shape, trees)
+        return Rows.decode(requests, shape) if trees is None else rows_with(requests, shape, trees)
 
     def _shape(self, batch: int, tier: int) -> TreeShape:
         return self.shapes.by_size[batch, tier]
@@ -308,4 +308,4 @@ class AdaptiveNgramController:
 
 def _is_own(rows: Rows) -> bool:
     """Whether the controller chose them: with a grammar among them another one did."""
-    return rows.work is Work.DECODE and not rows.is_masked
+    return rows.work is Work.DECODE and rows.masks is None

@@ -10,7 +10,7 @@ from shared.engine.controller import Gauges, Reserve, shapes_by_batch, smallest_
 from shared.engine.ngram.index import NgramIndex, host_draft_of
 from shared.engine.ngram.tree import Trees, corpus_nodes
 from shared.engine.request import Request
-from shared.engine.rows import DecodeRows, Rows
+from shared.engine.rows import Rows
 from shared.spec.draft_tree import TreeShape
 
 
@@ -25,10 +25,10 @@ def index_gauges(index: NgramIndex) -> Gauges:
     }
 
 
-def rows_with(requests: list[Request], shape: TreeShape, trees: Trees) -> DecodeRows:
+def rows_with(requests: list[Request], shape: TreeShape, trees: Trees) -> Rows:
     """The rows of a step that verifies trees of an index."""
     origin = partial(corpus_nodes, trees)
-    return DecodeRows(requests, shape, host_draft_of(trees), corpus_nodes=origin)
+    return Rows.decode(requests, shape, drafts=host_draft_of(trees), corpus_nodes=origin)
 
 
 class NgramController:
@@ -66,7 +66,7 @@ class NgramController:
         """Whether tokens of the decode step before are still on their way."""
         return not all(request.is_settled for request in self._decoded_last)
 
-    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> DecodeRows | None:
+    def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
         """Every ready request whose tokens are known, once those of the step before are."""
         known = [request for request in ready if request.is_settled]
         if not known or self.waits:
@@ -78,7 +78,7 @@ class NgramController:
         # A tree is made only for a row that has room: the text it was made from is then learnt.
         trees = self.index.trees(requests)
         if trees.num_nodes.max() == 1:
-            return DecodeRows(requests, smallest_that_holds(self._plain, len(requests)))
+            return Rows.decode(requests, smallest_that_holds(self._plain, len(requests)))
         return rows_with(requests, smallest_that_holds(self._trees, len(requests)), trees)
 
     def submitted(self, rows: Rows) -> None:
