@@ -92,15 +92,15 @@ def sampling_layout(kind: type, limits: Limits) -> dict[str, tuple[tuple[int, ..
       TypeError: A field has a dtype that is no word, or an axis that `limits` does not bound.
     """
     bounds = {"M": limits.max_stop_ids, "K": limits.max_bias, "S_max": limits.max_calibrated}
-    found = {}
+    layout = {}
     for name, array in get_type_hints(kind).items():
         (dtype, *others), (_, *axes) = array.dtypes, array.dim_str.split()
         if others or dtype not in DTYPES:
             raise TypeError(f"{name}: {' or '.join(array.dtypes)} is none of {', '.join(DTYPES)}")
         if unknown := set(axes) - bounds.keys():
             raise TypeError(f"{name}: nothing bounds its axis {min(unknown)}")
-        found[name] = tuple(bounds[axis] for axis in axes), DTYPES[dtype]
-    return found
+        layout[name] = tuple(bounds[axis] for axis in axes), DTYPES[dtype]
+    return layout
 
 
 def neutral(limits: Limits, rows: int) -> Sampling:

@@ -138,10 +138,10 @@ def _plain(blueprint: Blueprint, takes: KernelLimits) -> Iterator[PlainOperation
             yield PlainOperation(operation.name, reason, count)
 
 
-def plain_gauges(found: tuple[PlainOperation, ...]) -> dict[str, Callable[[], float]]:
+def plain_gauges(operations: tuple[PlainOperation, ...]) -> dict[str, Callable[[], float]]:
     """How many programs run each operation of `OPERATIONS` without its kernels, as metrics."""
     counts = Counter({operation.name: 0 for operation in OPERATIONS})
-    for plain in found:
+    for plain in operations:
         counts[plain.name] += plain.programs
     return {
         f'engine_plain_operations{{op="{name}"}}': partial(float, count)

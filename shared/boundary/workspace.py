@@ -47,14 +47,14 @@ def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     if program.work is Work.COUNT:
         return 4 * program.batch * blueprint.limits.vocab
     sizes, small = blueprint.config, blueprint.drafts.model
-    own = _model_bytes(program, sizes, blueprint, costs)
+    model_bytes = _model_bytes(program, sizes, blueprint, costs)
     kept = _logit_bytes(program, blueprint, costs) + _stream_bytes(program, blueprint)
     if small is None:
-        return own + kept
+        return model_bytes + kept
     # A small model runs after the target, or before it; each node of a level has its own states.
     nodes = program.batch * program.shape.width * small.num_gated_delta_layers
     states = 3 * nodes * state_layer_bytes(small, blueprint.item_bytes)
-    return max(own, _model_bytes(program, small, blueprint, costs) + states) + kept
+    return max(model_bytes, _model_bytes(program, small, blueprint, costs) + states) + kept
 
 
 def gathered_attention(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:

@@ -69,10 +69,10 @@ class BlockConfig:
 
 def settings_of(config: Json) -> dict[str, Any]:
     """The fields of config.json with those of `dflash_config`, which may hold any of them."""
-    own = config.get("dflash_config") or {}
-    if not isinstance(own, Mapping):
+    dflash = config.get("dflash_config") or {}
+    if not isinstance(dflash, Mapping):
         raise ValueError("the draft model's dflash_config must be an object")
-    return {**config, **own}
+    return {**config, **dflash}
 
 
 def stated_block(config: Json) -> int | None:

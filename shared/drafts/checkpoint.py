@@ -125,8 +125,8 @@ def kind_of(names: Collection[str]) -> str:
             return "EAGLE3"
         if "hidden_norm.weight" not in names:
             return "EAGLE"
-    found = [what for what, marks in MARKS.items() if any(name.startswith(marks) for name in names)]
-    what = found[0] if found else "no EAGLE head, as it has no fc.weight"
+    kinds = [what for what, marks in MARKS.items() if any(name.startswith(marks) for name in names)]
+    what = kinds[0] if kinds else "no EAGLE head, as it has no fc.weight"
     raise CheckpointError(
         f"the draft model is {what}; give an EAGLE, EAGLE-3 or DFlash head as "
         "--speculative-draft-model-path"
@@ -161,25 +161,25 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
     hidden, norm = config.layer.hidden, (config.layer.hidden,)
     older = any(name.startswith("layers.0.") for name in names) or config.kind == "EAGLE"
     layer = ["layers.0" if older else "midlayer"]
-    found = [single("fc", "fc.weight", (hidden, config.fc_inputs))]
+    tensors = [single("fc", "fc.weight", (hidden, config.fc_inputs))]
     if config.has_bias and (not names or "fc.bias" in names):
-        found.append(single("fc_bias", "fc.bias", norm))
+        tensors.append(single("fc_bias", "fc.bias", norm))
     if config.kind == "EAGLE3":
-        found += _stream_norms(config, names)
-        found.append(stack("layer.input_norm", layer, {"input_layernorm.weight": norm}))
-        found.append(stack("layer.hidden_norm", layer, {"hidden_norm.weight": norm}))
-    found += [
+        tensors += _stream_norms(config, names)
+        tensors.append(stack("layer.input_norm", layer, {"input_layernorm.weight": norm}))
+        tensors.append(stack("layer.hidden_norm", layer, {"hidden_norm.weight": norm}))
+    tensors += [
         stack("layer.post_attention_norm", layer, {"post_attention_layernorm.weight": norm}),
         *mlp_parameters("layer.mlp.", config.layer, layer),
         *attention_parameters("layer.attention.", config.layer, layer, config.attention_inputs),
     ]
     if config.kind == "EAGLE3":
-        found.append(single("final_norm", "norm.weight", norm))
+        tensors.append(single("final_norm", "norm.weight", norm))
     if config.own_embed:
-        found.append(single("embed", "embed_tokens.weight", (config.layer.vocab, hidden)))
+        tensors.append(single("embed", "embed_tokens.weight", (config.layer.vocab, hidden)))
     if config.own_lm_head:
-        found.append(single("lm_head", "lm_head.weight", (config.draft_vocab, hidden)))
-    return found
+        tensors.append(single("lm_head", "lm_head.weight", (config.draft_vocab, hidden)))
+    return tensors
 
 
 def _dflash_parameters(config: DraftConfig, prefix: str) -> list[Parameter]:
@@ -198,14 +198,14 @@ def _dflash_parameters(config: DraftConfig, prefix: str) -> list[Parameter]:
 
 
 def _stream_norms(config: DraftConfig, names: Collection[str]) -> list[Parameter]:
-    found, width = [], config.target_hidden
+    norms, width = [], config.target_hidden
     if config.norm_aux:
         older = f"{STREAM_NORMS[0]}.weight" in names
         chunks = STREAM_NORMS if older else [f"fc_norm.{i}" for i in range(len(STREAM_NORMS))]
-        found.append(stack("aux_norm", chunks, {"weight": (width,)}))
+        norms.append(stack("aux_norm", chunks, {"weight": (width,)}))
     if config.norm_input:
-        found.append(single("input_norm", "input_norm.weight", (config.fc_inputs,)))
-    return found
+        norms.append(single("input_norm", "input_norm.weight", (config.fc_inputs,)))
+    return norms
 
 
 def open_head(folder: str | Path) -> Checkpoint:

@@ -134,7 +134,7 @@ class DraftConfig:
         _refuse_sizes(config, layer, target, kind)
         is_third = kind == "EAGLE3"
         stated = config.get("draft_vocab_size", target.vocab)
-        found = cls(
+        draft = cls(
             kind=kind,
             layer=layer,
             target_hidden=target.hidden,
@@ -148,8 +148,8 @@ class DraftConfig:
             norm_output=bool(settings.get("norm_output")),
             block=None,
         )
-        found._check(target)
-        return found
+        draft._check(target)
+        return draft
 
     @classmethod
     def _dflash(cls, settings: Json, target: ModelConfig) -> "DraftConfig":
@@ -282,11 +282,11 @@ def _refuse_format(config: Json) -> None:
 
 
 def _refuse_draft_vocab(settings: Json) -> None:
-    own = settings.get("draft_vocab_size")
-    if own not in (None, settings.get("vocab_size")):
+    draft_vocab = settings.get("draft_vocab_size")
+    if draft_vocab not in (None, settings.get("vocab_size")):
         raise ValueError(
-            f"the draft model's draft_vocab_size ({own}) is not supported for DFlash; use a head "
-            "that scores the whole vocabulary"
+            f"the draft model's draft_vocab_size ({draft_vocab}) is not supported for DFlash; use "
+            "a head that scores the whole vocabulary"
         )
 
 

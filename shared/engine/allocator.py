@@ -109,7 +109,7 @@ class Allocator:
         self.page_table[slot, :count] = 0
         self.num_pages[slot] = 0
 
-    def own(self, pages: Int32[np.ndarray, " n"]) -> None:
+    def add_owner(self, pages: Int32[np.ndarray, " n"]) -> None:
         """Adds an owner beside its slots to each page, no page twice.
 
         Raises:

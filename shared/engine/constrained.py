@@ -104,8 +104,8 @@ class GrammarController:
         index = np.zeros((len(requests), shape.nodes), np.int32)
         bits = np.zeros((sum(map(len, masks)), self._words), np.int32)
         place = 0
-        for row, found in enumerate(masks):
-            for node, mask in found.items():
+        for row, mask_of in enumerate(masks):
+            for node, mask in mask_of.items():
                 bits[place] = mask
                 place += 1
                 index[row, node] = place
@@ -122,10 +122,13 @@ class GrammarController:
         """
         if self.index is not None:
             grown = self.index.trees(requests)
-            found = host_draft_of(grown)
-            counts = np.maximum(found.num_nodes, 1).tolist()
+            host_drafts = host_draft_of(grown)
+            counts = np.maximum(host_drafts.num_nodes, 1).tolist()
             trees = [
-                (found.tokens[row, :count].tolist(), found.parents[row, :count].tolist())
+                (
+                    host_drafts.tokens[row, :count].tolist(),
+                    host_drafts.parents[row, :count].tolist(),
+                )
                 for row, count in enumerate(counts)
             ]
             return trees, partial(corpus_nodes, grown)
@@ -139,13 +142,13 @@ class GrammarController:
         masks: list[dict[int, np.ndarray]] = []
         kept = list(trees)
         for row, request in enumerate(requests):
-            found = None
+            mask_of = None
             if request.constraint is not None:
-                found = request.constraint.masks(*kept[row])
-                if found is None:
+                mask_of = request.constraint.masks(*kept[row])
+                if mask_of is None:
                     kept[row] = [0], [0]
-                    found = request.constraint.masks(*kept[row])
-            masks.append(found or {})
+                    mask_of = request.constraint.masks(*kept[row])
+            masks.append(mask_of or {})
         return kept, masks
 
     def submitted(self, rows: Rows) -> None:
@@ -183,13 +186,13 @@ def _widest(limits: Limits, *, host_draft: bool) -> dict[int, TreeShape]:
 def _laid_out(trees: Sequence[Tree], shape: TreeShape) -> HostDraft:
     """The trees as a plan has them."""
     size = (len(trees), shape.nodes)
-    found = HostDraft(
+    drafts = HostDraft(
         tokens=np.zeros(size, np.int32),
         parents=np.zeros(size, np.int32),
         num_nodes=np.array([len(tokens) for tokens, _ in trees], np.int32),
         forced=np.zeros(len(trees), np.int32),
     )
     for row, (tokens, parents) in enumerate(trees):
-        found.tokens[row, : len(tokens)] = tokens
-        found.parents[row, : len(tokens)] = parents
-    return found
+        drafts.tokens[row, : len(tokens)] = tokens
+        drafts.parents[row, : len(tokens)] = parents
+    return drafts

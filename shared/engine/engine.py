@@ -177,7 +177,7 @@ class Engine:
         counts, failed, texts = (x.tolist() for x in (result.counts, result.failed, result.tokens))
         saved = result.saved.tolist()
         leaves_hole = self.cache.leaves_hole(rows)
-        told: list[int] = []
+        committed: list[int] = []
         for row, (request, most) in enumerate(zip(rows.requests, rows.most_tokens, strict=True)):
             request.land(most)
             if self.is_late(request):
@@ -198,11 +198,11 @@ class Engine:
                 tokens = texts[row][: counts[row]]
                 took_state = bool(saved[row]) and not rows.chunks
                 events.append(self._commit(flight, result, row, tokens, leaves_hole, took_state))
-                told.append(row)
+                committed.append(row)
         self.metrics.count("generation_tokens_total", sum(len(event.tokens) for event in events))
         if rows.shape is not None and not rows.shape.is_plain:
             nodes = result.num_nodes.tolist()
-            drafted, accepted = ([of[row] - 1 for row in told] for of in (nodes, counts))
+            drafted, accepted = ([of[row] - 1 for row in committed] for of in (nodes, counts))
             self.metrics.count_drafts(drafted, accepted)
         return events
 
@@ -283,25 +283,27 @@ def _take_scores(request: Request, rows: Rows, row: int, result: StepResult) -> 
     assert result.scores is not None, "the planner picks a program with scores where a row wants it"
     chunk = rows.chunks[row]
     first = sum(other.end - other.first for other in rows.chunks[:row])
-    own = slice(first, first + chunk.end - chunk.first)
-    return request.score(chunk.first, Scores(*(part[own] for part in result.scores)))
+    span = slice(first, first + chunk.end - chunk.first)
+    return request.score(chunk.first, Scores(*(part[span] for part in result.scores)))
 
 
 def _logprobs(
     request: Request, result: StepResult, row: int, count: int
 ) -> list[tuple[float, list[tuple[int, float]]]] | None:
     """Logprobs of the first `count` tokens of a row, if the request asked for them."""
-    best, found = request.sampling.logprobs, result.logprobs
+    best, logprobs = request.sampling.logprobs, result.logprobs
     if best is None:
         return None
-    assert found is not None, "the planner picks a program with logprobs where a row asks for them"
+    assert logprobs is not None, (
+        "the planner picks a program with logprobs where a row asks for them"
+    )
     return [
         (
-            float(found.chosen[row, index]),
+            float(logprobs.chosen[row, index]),
             list(
                 zip(
-                    found.top_ids[row, index, :best].tolist(),
-                    found.top_values[row, index, :best].tolist(),
+                    logprobs.top_ids[row, index, :best].tolist(),
+                    logprobs.top_values[row, index, :best].tolist(),
                     strict=True,
                 )
             ),

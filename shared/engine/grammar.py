@@ -135,12 +135,12 @@ class Constraint:
           could not be found out: then the tree is not to be used, and a `fault` says that even
           the root has none.
         """
-        found: dict[int, Int32[np.ndarray, " words"]] = {}
+        mask_of: dict[int, Int32[np.ndarray, " words"]] = {}
         children: list[list[int]] = [[] for _ in tokens]
         for node in range(1, len(tokens)):
             children[parents[node]].append(node)
-        if self._walk(0, 0, tokens, children, found):
-            return found
+        if self._walk(0, 0, tokens, children, mask_of):
+            return mask_of
         failed = self._matcher
         if not self._begins_anew() or len(tokens) == 1:
             self.fault = self.fault or failed.fault
@@ -152,13 +152,13 @@ class Constraint:
         depth: int,
         tokens: Sequence[int],
         children: list[list[int]],
-        found: dict[int, Int32[np.ndarray, " words"]],
+        mask_of: dict[int, Int32[np.ndarray, " words"]],
     ) -> bool:
         """Finds the masks of a node and of those below it; the matcher stands at the node."""
         bits = self._mask(depth)
         if bits is None:
             return False
-        found[node] = bits
+        mask_of[node] = bits
         for child in children[node]:
             token = tokens[child]
             if token in self._stops or not _has(bits, token):
@@ -166,7 +166,7 @@ class Constraint:
             if not self._matcher.take(token):
                 return False
             if not self._matcher.is_over and not self._walk(
-                child, depth + 1, tokens, children, found
+                child, depth + 1, tokens, children, mask_of
             ):
                 return False
             self._matcher.take_back()

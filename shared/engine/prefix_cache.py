@@ -233,9 +233,9 @@ class PrefixCache:
 
     def _common(self, request: Request, other: _Standing) -> int:
         """Positions that a request could take over from another one, once that has been fed."""
-        mine, theirs = request.tokens(), other.request.context
-        most = min(request.most_found, len(theirs) - self._policy.key_reach)
-        differs = np.flatnonzero(mine[:most] != theirs[:most])
+        tokens, context = request.tokens(), other.request.context
+        most = min(request.most_found, len(context) - self._policy.key_reach)
+        differs = np.flatnonzero(tokens[:most] != context[:most])
         equal = int(differs[0]) - self._policy.key_reach if len(differs) else most
         unit = self._unit if self._interval else self._page_size
         return max(0, equal) // unit * unit

@@ -112,15 +112,15 @@ class RadixCache:
           salt: Texts of another salt are not seen.
           tokens: The text; whether a page is full and known to its last row follows from it.
         """
-        node, found = self._roots.get(salt), []
+        node, nodes = self._roots.get(salt), []
         if node is None:
-            return found
+            return nodes
         for key in self._keys(tokens, 0):
             node = node.children.get(key)
             if node is None:
                 break
-            found.append(node)
-        return found
+            nodes.append(node)
+        return nodes
 
     def _keys(self, tokens: Int32[np.ndarray, " T"], first: int) -> Iterator[bytes]:
         """The keys of a text's full pages from page `first` on."""
@@ -189,7 +189,7 @@ class RadixCache:
             node = child
         self._num_nodes += len(added)
         self._num_changes += len(added)
-        self._allocator.own(np.array(added, np.int32))
+        self._allocator.add_owner(np.array(added, np.int32))
         if node.parent is None:
             self._drop_if_empty(node)
             return None

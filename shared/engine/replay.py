@@ -140,9 +140,9 @@ def _check_programs(limits: Limits) -> int:
     """
     if limits.accept_rates is not None:
         raise ValueError("drafts are accepted by lot, so that no text is the model's")
-    own = [p for p in limits.programs if p.logprobs and not (p.mask or p.host_draft or p.scores)]
-    chunks = [p.tokens for p in own if p.work is Work.PREFILL and p.tokens >= CHUNK]
-    has_plain = any(p.work is Work.DECODE and p.shape.is_plain for p in own)
+    usable = [p for p in limits.programs if p.logprobs and not (p.mask or p.host_draft or p.scores)]
+    chunks = [p.tokens for p in usable if p.work is Work.PREFILL and p.tokens >= CHUNK]
+    has_plain = any(p.work is Work.DECODE and p.shape.is_plain for p in usable)
     if not (chunks and has_plain and limits.max_logprobs >= SHOWN):
         raise ValueError(
             f"plain replays need programs of plain steps and of prompts with {SHOWN} logprobs, and "

@@ -305,15 +305,17 @@ class Request:
         assert first <= self.num_scored, "tokens between are not scored"
         new = slice(self.num_scored - first, len(self.prompt) - 1 - first)
         chosen, ranks, *best = (part[new] for part in scores)
-        found = Scores(chosen, ranks, *(part[:, : self.sampling.prompt_logprobs] for part in best))
-        self._scores.append(found)
-        self.num_scored += len(found.chosen)
-        return bool(np.isfinite(found.chosen).all())
+        new_scores = Scores(
+            chosen, ranks, *(part[:, : self.sampling.prompt_logprobs] for part in best)
+        )
+        self._scores.append(new_scores)
+        self.num_scored += len(new_scores.chosen)
+        return bool(np.isfinite(new_scores.chosen).all())
 
     def take_scores(self) -> Scores | None:
         """All scores that it has had, once."""
-        found, self._scores = self._scores, []
-        return Scores(*map(np.concatenate, zip(*found, strict=True))) if found else None
+        parts, self._scores = self._scores, []
+        return Scores(*map(np.concatenate, zip(*parts, strict=True))) if parts else None
 
     def displace(self) -> None:
         """Takes its slot away; what it has stays."""

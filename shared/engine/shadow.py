@@ -183,15 +183,15 @@ class ShadowCheck:
             self._case.num_starts += 1
             self._runner.start(self._case.request, len(self._case.served))
         self._counts["parity_steps_total"] += 1
-        found = self._runner.step(self._case.served)
-        if not self._runner.ended and found is None:
+        divergence = self._runner.step(self._case.served)
+        if not self._runner.ended and divergence is None:
             return
         self._runner.stop()
         self._case = None
         self._counts["parity_checks_total"] += 1
-        if found is not None:
+        if divergence is not None:
             self._counts["parity_mismatch_total"] += 1
-            self._report(found)
+            self._report(divergence)
 
     def _interrupt(self) -> None:
         """Ends a check at once; it begins anew after the others, or was interrupted too often."""

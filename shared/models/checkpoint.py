@@ -83,12 +83,12 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
     if with_mtp and not config.has_mtp:
         raise ValueError("the model's config.json names no MTP layer (mtp_num_hidden_layers)")
     table = (config.vocab, config.hidden)
-    found = [single("embed", "embed_tokens.weight", table)]
-    found += decoder_parameters("", config, [f"layers.{i}" for i in range(config.num_layers)])
-    found.append(single("final_norm", "norm.weight", (config.hidden,)))
+    tensors = [single("embed", "embed_tokens.weight", table)]
+    tensors += decoder_parameters("", config, [f"layers.{i}" for i in range(config.num_layers)])
+    tensors.append(single("final_norm", "norm.weight", (config.hidden,)))
     if not config.tied:
-        found.append(single("lm_head", "lm_head.weight", table))
-    return found + (_mtp_parameters(config) if with_mtp else [])
+        tensors.append(single("lm_head", "lm_head.weight", table))
+    return tensors + (_mtp_parameters(config) if with_mtp else [])
 
 
 def decoder_parameters(
@@ -125,11 +125,11 @@ def norms_before(
     Returns:
       The name of a stack of norms, the layers in it that matter, and the name of the weights.
     """
-    found = [(f"{prefix}post_attention_norm", list(range(len(kinds))), f"{prefix}mlp.gate_up")]
+    norms = [(f"{prefix}post_attention_norm", list(range(len(kinds))), f"{prefix}mlp.gate_up")]
     for kind in sorted(set(kinds)) if with_inputs else []:
         numbers = [number for number, each in enumerate(kinds) if each == kind]
-        found.append((f"{prefix}input_norm", numbers, f"{prefix}{kind}.inputs"))
-    return found
+        norms.append((f"{prefix}input_norm", numbers, f"{prefix}{kind}.inputs"))
+    return norms
 
 
 def attention_parameters(
@@ -148,14 +148,14 @@ def attention_parameters(
         "self_attn.k_proj.weight": (keys, inputs),
         "self_attn.v_proj.weight": (keys, inputs),
     }
-    found = [
+    tensors = [
         stack(f"{prefix}inputs", layers, qkv),
         stack(f"{prefix}out", layers, {"self_attn.o_proj.weight": (config.hidden, queries)}),
     ]
     if config.qk_norm:
-        found.append(stack(f"{prefix}q_norm", layers, {"self_attn.q_norm.weight": (size,)}))
-        found.append(stack(f"{prefix}k_norm", layers, {"self_attn.k_norm.weight": (size,)}))
-    return found
+        tensors.append(stack(f"{prefix}q_norm", layers, {"self_attn.q_norm.weight": (size,)}))
+        tensors.append(stack(f"{prefix}k_norm", layers, {"self_attn.k_norm.weight": (size,)}))
+    return tensors
 
 
 def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:

@@ -389,12 +389,12 @@ def _context_length(text: Json, rotary: RotaryConfig) -> int:
 
 def _eos_ids(vocab: int, *sources: Json) -> tuple[int, ...]:
     """The union of what the files name: they differ in released checkpoints."""
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for source in sources:
         ids = source.get("eos_token_id")
         if ids is not None:
-            found.update(_checked_ids(ids if isinstance(ids, list) else [ids], vocab))
-    return tuple(sorted(found))
+            eos_ids.update(_checked_ids(ids if isinstance(ids, list) else [ids], vocab))
+    return tuple(sorted(eos_ids))
 
 
 def _checked_ids(ids: list[Any], vocab: int) -> list[int]:

@@ -98,19 +98,21 @@ def read_candidates(path: str) -> tuple[Candidate, ...]:
       ConfigError: There is no such file, or a key or a value of it is wrong; one sentence.
     """
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{CONFIG_FLAG} {path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{CONFIG_FLAG} {path} is no JSON file: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise ConfigError(
             f'{CONFIG_FLAG} {path} must hold an object like {{"candidate_steps": [3]}}'
         )
-    for key in found:
+    for key in document:
         _check_key(key)
-    chains = [Candidate.chain(steps) for steps in _steps(found.get("candidate_steps", [])) if steps]
-    trees = [_candidate(entry) for entry in _list(found, "candidates")]
+    chains = [
+        Candidate.chain(steps) for steps in _steps(document.get("candidate_steps", [])) if steps
+    ]
+    trees = [_candidate(entry) for entry in _list(document, "candidates")]
     shapes = sorted({*chains, *trees}, key=lambda each: (each.nodes, each.steps, each.rows))
     if not 0 < len(shapes) <= MOST_CANDIDATES:
         raise ConfigError(
@@ -136,8 +138,8 @@ def _check_key(key: str) -> None:
     raise ConfigError(f"{CONFIG_FLAG}: {key:.40} is no key; known are {', '.join(_KEYS)}")
 
 
-def _list(found: Mapping[str, Any], key: str) -> list[Any]:
-    value = found.get(key, [])
+def _list(document: Mapping[str, Any], key: str) -> list[Any]:
+    value = document.get(key, [])
     if not isinstance(value, list):
         raise ConfigError(f"{CONFIG_FLAG}: {key} must be a list")
     return value
@@ -205,7 +207,7 @@ def default_candidates(
         chains = [1]
     else:
         chains = [1, 3] if are_few else [1, 3, 7]
-    found = {Candidate.chain(count) for count in chains}
+    candidates = {Candidate.chain(count) for count in chains}
     if has_trees and steps > 1 and not are_few:
-        found.add(Candidate(5, 4, 16))
-    return tuple(sorted(found, key=lambda each: (each.nodes, each.steps)))
+        candidates.add(Candidate(5, 4, 16))
+    return tuple(sorted(candidates, key=lambda each: (each.nodes, each.steps)))

@@ -38,8 +38,8 @@ def to_markdown() -> str:
         lines.append(f"  Example: `{example.drafter}`{model}{flags}.")
     lines.append(_FIELDS)
     for field in NOT_SERVED:
-        told = json.dumps({field.name: field.example})
-        lines.append(f"| `{field.name}` | {', '.join(field.endpoints)} | `{told}` |")
+        example_json = json.dumps({field.name: field.example})
+        lines.append(f"| `{field.name}` | {', '.join(field.endpoints)} | `{example_json}` |")
     return "\n".join(lines) + "\n"
 
 

@@ -311,10 +311,10 @@ def parse(argv: Sequence[str]) -> Options:
     for word in argv:
         if word.startswith("-") and not _is_number(word):
             _check_known(word.split("=", 1)[0], known)
-    found, stray = parser.parse_known_args(list(argv))
+    parsed, stray = parser.parse_known_args(list(argv))
     if stray:
         raise ConfigError(f"{stray[0]} belongs to no flag; --help lists the flags")
-    given = vars(found)
+    given = vars(parsed)
     kinds = {name: kind for part in PARTS.values() for name, kind in _kinds(part).items()}
     return Options.from_values({name: kinds[name](name, given[name]) for name in given})
 

@@ -26,7 +26,7 @@ def _wants_mtp(s: Setup) -> bool:
 
 def _differ(given: Sequence[int | None], fixed: Sequence[int]) -> bool:
     """Whether one of the numbers was given and is another one than the fixed."""
-    return any(number not in (None, own) for number, own in zip(given, fixed, strict=True))
+    return any(number not in (None, want) for number, want in zip(given, fixed, strict=True))
 
 
 def _shapes_naive(s: Setup) -> bool:

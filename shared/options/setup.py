@@ -173,5 +173,5 @@ class Rule:
     def to_json(self) -> dict[str, Any]:
         """As `GET /capabilities` shows it; only of a rule with an example."""
         assert self.example is not None  # what files decide is not listed
-        told = {"reason": self.reason.format(**WORDS), "way_out": self.way_out.format(**WORDS)}
-        return {**told, "example": self.example.to_json()}
+        sentences = {"reason": self.reason.format(**WORDS), "way_out": self.way_out.format(**WORDS)}
+        return {**sentences, "example": self.example.to_json()}

@@ -93,8 +93,8 @@ def bind(
 
 def _addresses(host: str) -> list[tuple[int, tuple]]:
     """Family and address, as sockets take them; each once."""
-    found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+    resolved = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in resolved))
 
 
 def _listening(family: int, address: tuple) -> socket.socket | None:

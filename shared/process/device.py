@@ -34,8 +34,10 @@ class Device:
     def cpu(cls) -> Self:
         """This machine's processor and main memory, or what its container may have of it."""
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        own = OWN_CGROUPS.read_text(encoding="ascii") if OWN_CGROUPS.is_file() else ""
-        return cls("cpu", "CPU", min([_available_bytes() or pages, *free_in_groups(CGROUPS, own)]))
+        groups = OWN_CGROUPS.read_text(encoding="ascii") if OWN_CGROUPS.is_file() else ""
+        return cls(
+            "cpu", "CPU", min([_available_bytes() or pages, *free_in_groups(CGROUPS, groups)])
+        )
 
 
 def check_no_gpu_is_named(environment: Mapping[str, str]) -> None:
@@ -66,14 +68,14 @@ _FIRST = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inact
 _SECOND = _Version("memory.max", "memory.current", "inactive_file")
 
 
-def free_in_groups(root: Path, own: str) -> Iterator[int]:
+def free_in_groups(root: Path, groups: str) -> Iterator[int]:
     """What each control group around this process leaves free; nothing of those without a limit.
 
     Args:
       root: Where the groups are mounted.
       own: The lines `number:controllers:group` of the process; the groups above bound it too.
     """
-    for line in own.splitlines():
+    for line in groups.splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers == "":
             mounted, version = root, _SECOND
@@ -109,5 +111,5 @@ def _available_bytes() -> int:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return 0
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return 1024 * int(found[0]) if found else 0
+    available = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(available[0]) if available else 0

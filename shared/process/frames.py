@@ -146,8 +146,8 @@ def event_to_row(event: Event) -> list[Any]:
     """A row of a `step` message."""
     reason = event.finish_reason.value if event.finish_reason else None
     logprobs = event.logprobs
-    found = [event.request_id, event.tokens, event.accepted, reason, event.error, logprobs]
-    return [*found, event.cached_tokens, event.step, _scores_to_field(event.scores)]
+    values = [event.request_id, event.tokens, event.accepted, reason, event.error, logprobs]
+    return [*values, event.cached_tokens, event.step, _scores_to_field(event.scores)]
 
 
 def event_from_row(row: list[Any]) -> Event:

@@ -335,7 +335,9 @@ def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | Shado
     """The engine, of whose texts a share is checked."""
     if not rate:
         return engine
-    return ShadowCheck(engine, backend, rate=rate, report=lambda found: log.error(str(found)))
+    return ShadowCheck(
+        engine, backend, rate=rate, report=lambda divergence: log.error(str(divergence))
+    )
 
 
 def index_of(controller: Controller) -> NgramIndex | None:

@@ -344,6 +344,6 @@ def _after_server(child: subprocess.Popen[bytes], engine: HostEngine, watchdog: 
         engine.close()
     if code == EXIT_REFUSED:  # it has said why
         return EXIT_REFUSED
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    log.error("the HTTP server process %s", how)
+    ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    log.error("the HTTP server process %s", ending)
     return EXIT_FAILED

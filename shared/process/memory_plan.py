@@ -107,13 +107,13 @@ def plan(
     """
     options = _with_defaults(options, model, drafts, device, costs.are_compiled)
     sizing = _Sizing(options, model, drafts, device, costs)
-    found = sizing.with_pages(sizing.most_pages())
-    if found.total_bytes > device.free_bytes:
+    largest = sizing.with_pages(sizing.most_pages())
+    if largest.total_bytes > device.free_bytes:
         raise ConfigError(
-            f"the memory plan needs {found.total_bytes:,} bytes and {device.free_bytes:,} are free "
-            f"on the {device.name}; lower --max-total-tokens or --max-running-requests"
+            f"the memory plan needs {largest.total_bytes:,} bytes and {device.free_bytes:,} are "
+            f"free on the {device.name}; lower --max-total-tokens or --max-running-requests"
         )
-    return found
+    return largest
 
 
 def _with_defaults(
@@ -159,7 +159,7 @@ def _candidates(options: Options, block: int | None, are_few: bool) -> tuple[Can
     draft = options.speculative
     if not options.adaptive.speculative_adaptive:
         return ()
-    found = options.candidates or default_candidates(
+    candidates = options.candidates or default_candidates(
         steps=draft.num_steps,
         nodes=draft.num_draft_tokens,
         has_trees=draft.speculative_algorithm in TREE_ALGORITHMS,
@@ -167,7 +167,7 @@ def _candidates(options: Options, block: int | None, are_few: bool) -> tuple[Can
         on_host=draft.drafts_on_host,
         are_few=are_few,
     )
-    return tuple(replace(each, block=block or 0) for each in found)
+    return tuple(replace(each, block=block or 0) for each in candidates)
 
 
 @dataclass(frozen=True)
@@ -209,10 +209,10 @@ class _Sizing:
     def _state_bytes(self) -> int:
         """Of all recurrent states of a request, the target's and the drafter's."""
         item, sizes = ITEM_BYTES[self.options.model.dtype], self.drafts.sizes
-        found = self.model.num_gated_delta_layers * state_layer_bytes(self.model, item)
+        layer_bytes = self.model.num_gated_delta_layers * state_layer_bytes(self.model, item)
         if sizes is not None:
-            found += sizes.num_gated_delta_layers * state_layer_bytes(sizes.model, item)
-        return found
+            layer_bytes += sizes.num_gated_delta_layers * state_layer_bytes(sizes.model, item)
+        return layer_bytes
 
     def most_pages(self) -> int:
         """What was given, or pages for every request's whole context, or as many as fit."""
@@ -269,8 +269,8 @@ def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
     drafts = blueprint.drafts
     wanted = parameters(blueprint.config, drafts.with_mtp)
     yield _weights_line("weights", blueprint.dtype, wanted)
-    if own := draft_parameters(drafts, None):
-        line = _weights_line("draft weights", blueprint.dtype, own)
+    if of_drafts := draft_parameters(drafts, None):
+        line = _weights_line("draft weights", blueprint.dtype, of_drafts)
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)
 
 

@@ -50,8 +50,8 @@ def step_notes(controller: Controller) -> Iterator[str]:
         return
     for batch, seconds in controller.costs.table.items():
         names = [*map(str, controller.shapes.tiers), "off without waiting"]
-        told = [f"{name} {1000 * each:.2f}" for name, each in zip(names, seconds, strict=False)]
-        yield f"a step of {batch} rows takes {', '.join(told)} ms"
+        times = [f"{name} {1000 * each:.2f}" for name, each in zip(names, seconds, strict=False)]
+        yield f"a step of {batch} rows takes {', '.join(times)} ms"
 
 
 def print_plan(console: Console, memory: MemoryPlan) -> None:

@@ -128,23 +128,23 @@ def step_seconds(
     rounds = [_round(engine, controller, shapes, host_draft) for _ in range(ROUNDS)]
     if not all(rounds):
         return {}
-    return {b: list(map(min, *(found[b] for found in rounds))) for b in shapes.batches}
+    return {b: list(map(min, *(times[b] for times in rounds))) for b in shapes.batches}
 
 
 def _round(
     engine: Engine, controller: _OneShape, shapes: Shapes, host_draft: bool
 ) -> dict[int, list[float]]:
     """Each program once; nothing where texts are too short for one of them."""
-    found: dict[int, list[float]] = {batch: [] for batch in shapes.batches}
+    seconds: dict[int, list[float]] = {batch: [] for batch in shapes.batches}
     controller.steps_wait = host_draft
     for (batch, _), shape in shapes.by_size.items():  # by batch, then by tier
-        found[batch] += _timed(engine, controller, shape, batch)
+        seconds[batch] += _timed(engine, controller, shape, batch)
     if host_draft:
         controller.steps_wait = False
         for batch in shapes.batches:
-            found[batch] += _timed(engine, controller, shapes.by_size[batch, 0], batch)
-    is_whole = all(len(each) == len(shapes.tiers) + host_draft for each in found.values())
-    return found if is_whole else {}
+            seconds[batch] += _timed(engine, controller, shapes.by_size[batch, 0], batch)
+    is_whole = all(len(each) == len(shapes.tiers) + host_draft for each in seconds.values())
+    return seconds if is_whole else {}
 
 
 def _requests(limits: Limits, shape: TreeShape, count: int) -> list[Request]:

@@ -215,8 +215,8 @@ def decode_shapes(options: Options, batch: int) -> list[TreeShape]:
         return [plain]
     if options.candidates:
         return [plain, *(_shape(each, batch) for each in options.candidates)]
-    own = _shape(Candidate(draft.num_steps, draft.topk, draft.num_draft_tokens), batch)
-    return [plain, own] if draft.drafts_on_host else [own]
+    drafting = _shape(Candidate(draft.num_steps, draft.topk, draft.num_draft_tokens), batch)
+    return [plain, drafting] if draft.drafts_on_host else [drafting]
 
 
 def _shape(candidate: Candidate, batch: int) -> TreeShape:
@@ -266,8 +266,8 @@ def _page_tables(last: int) -> tuple[int, ...]:
 
 def _powers(first: int, factor: int, last: int) -> tuple[int, ...]:
     """The powers first * factor^i below `last`, and `last`."""
-    found = []
+    sizes = []
     while first < last:
-        found.append(first)
+        sizes.append(first)
         first *= factor
-    return (*found, last)
+    return (*sizes, last)

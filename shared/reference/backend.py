@@ -198,14 +198,14 @@ class ReferenceBackend:
         counts = (ends & ~failed).astype(np.int32)
         tokens = np.where(counts > 0, newest, 0)[:, None]
         saved = np.array([saved for _, saved in passes])
-        told = logprob_fields(
+        reported = logprob_fields(
             batch, logits, everyone[:, None], tokens, counts, self.limits.max_logprobs
         )
         if scores:
             each = [model.logits(self._weights, read.hidden) for read, _ in passes]
-            told |= score_fields(work, batch.index, each, newest, self.limits.max_scores)
+            reported |= score_fields(work, batch.index, each, newest, self.limits.max_scores)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
-        return fields_of | tree_fields(roots(newest)) | told
+        return fields_of | tree_fields(roots(newest)) | reported
 
     def _prefill_row(
         self, batch: Batch, b: int, chunk: Int[np.ndarray, " T"], first: int
@@ -217,15 +217,15 @@ class ReferenceBackend:
         """
         save_after = int(batch.snapshots.save_at[b] - first)
         passed = bool(batch.snapshots.save[b] != 0) and takes_snapshot(save_after, len(chunk))
-        found: list[model.Forward] = []
+        pieces: list[model.Forward] = []
         for piece in cut(chunk, save_after):
-            found.append(self._prefill_piece(batch, b, piece, first))
+            pieces.append(self._prefill_piece(batch, b, piece, first))
             first += len(piece)
-            if passed and len(found) == 1:
+            if passed and len(pieces) == 1:
                 at = batch.snapshots.save[b : b + 1]
                 put(self._snapshots, at, take(self._state, batch.slots[b : b + 1]))
-        hidden = np.concatenate([each.hidden for each in found])
-        streams = np.concatenate([each.streams for each in found], axis=1)
+        hidden = np.concatenate([each.hidden for each in pieces])
+        streams = np.concatenate([each.streams for each in pieces], axis=1)
         return model.Forward(hidden, streams, self._kv), passed
 
     def _prefill_piece(
@@ -289,7 +289,7 @@ class ReferenceBackend:
         choices, walked = trees.accepting(
             choices, self.limits.accept_rates, batch.sampling.seed, lengths
         )
-        way = acceptance.follow(
+        accepted = acceptance.follow(
             trees.tokens,
             trees.parents,
             walked,
@@ -299,16 +299,16 @@ class ReferenceBackend:
             np.ones(len(walked), bool),
             work.shape.depth,
         )
-        path, counts, tokens = way.path, way.counts, way.tokens
+        path, counts, tokens = accepted.path, accepted.counts, accepted.tokens
         saved = self._commit(batch, work.shape, forward.kv, kept, path, counts, tokens)
-        passed = forward.at(way.rows.reshape(-1))
-        own = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
-        fed = Fed(0, own, tokens.reshape(-1), passed)
+        passed = forward.at(accepted.rows.reshape(-1))
+        path_tokens = np.take_along_axis(trees.tokens, path, axis=1).reshape(-1)
+        fed = Fed(0, path_tokens, tokens.reshape(-1), passed)
         self._extend(batch, work.shape, lengths, fed, counts)
-        fields_of = {"tokens": tokens, "counts": counts, "failed": way.failed, "saved": saved}
+        fields_of = {"tokens": tokens, "counts": counts, "failed": accepted.failed, "saved": saved}
         K = self.limits.max_logprobs
-        told = logprob_fields(batch, flat_logits, way.rows, tokens, counts, K)
-        return fields_of | tree_fields(trees) | told
+        reported = logprob_fields(batch, flat_logits, accepted.rows, tokens, counts, K)
+        return fields_of | tree_fields(trees) | reported
 
     def _trees(self, batch: Batch, work: Decode) -> Trees:
         if work.drafts is not None:

@@ -124,8 +124,8 @@ class Trees:
         if rates is not None:
             trees = (self.tokens, self.parents, self.num_nodes)
             choices, walked = acceptance.simulate(*trees, choices, rates, seeds, lengths)
-        choices, own = acceptance.force(self.tokens, self.num_nodes, choices, self.forced)
-        return choices, np.where(self.forced, own, walked)
+        choices, forced = acceptance.force(self.tokens, self.num_nodes, choices, self.forced)
+        return choices, np.where(self.forced, forced, walked)
 
 
 def take(state: DeltaState, index: Int[np.ndarray, " B"]) -> DeltaState:
@@ -176,8 +176,8 @@ class Ranking:
         B, S, _ = logits.shape
         no_path = np.zeros((B, 0), np.int32)
         seen = Seen(self.counts, self.slots, no_path, no_path.astype(bool))
-        found = [self._ranked(logits[:, level, None], seen, level) for level in range(S)]
-        ids, edges = (np.stack(parts, axis=1) for parts in zip(*found, strict=True))
+        ranked = [self._ranked(logits[:, level, None], seen, level) for level in range(S)]
+        ids, edges = (np.stack(parts, axis=1) for parts in zip(*ranked, strict=True))
         return ids[:, :, 0, 0], edges[:, :, 0, 0]
 
     def _ranked(
@@ -232,8 +232,8 @@ def logprob_fields(
     k: int,
 ) -> dict[str, np.ndarray]:
     """As the result names them."""
-    told = logprobs.reported(logits, row_of, tokens, counts, batch.reports, k)
-    return dict(zip(("chosen", "top_ids", "top_values"), told, strict=True))
+    reported = logprobs.reported(logits, row_of, tokens, counts, batch.reports, k)
+    return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))
 
 
 def score_fields(
@@ -247,9 +247,9 @@ def score_fields(
     T = len(work.tokens)
     floats, ints = np.zeros((T, 1 + k), np.float32), np.zeros((T, 1 + k), np.int32)
     for row, own_logits, after in zip(index, logits, newest, strict=True):
-        own = slice(work.row_starts[row], work.row_starts[row + 1])
-        ids = np.append(work.tokens[own][1:], after)
+        span = slice(work.row_starts[row], work.row_starts[row + 1])
+        ids = np.append(work.tokens[span][1:], after)
         chosen, ranks, top_ids, top_values = logprobs.scored(own_logits, ids, k)
-        floats[own] = np.column_stack([chosen, top_values])
-        ints[own] = np.column_stack([ranks, top_ids])
+        floats[span] = np.column_stack([chosen, top_values])
+        ints[span] = np.column_stack([ranks, top_ids])
     return dict(zip(SCORES, (floats[:, 0], ints[:, 0], ints[:, 1:], floats[:, 1:]), strict=True))

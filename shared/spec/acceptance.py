@@ -127,10 +127,10 @@ def walk(
         wanted = np.take_along_axis(choices, node[:, None], axis=1)
         is_next = (parents == node[:, None]) & (tokens == wanted)
         is_next &= (np.arange(N) > 0) & (np.arange(N) < num_nodes[:, None])
-        found = is_next.any(axis=1)
-        node = np.where(found, is_next.argmax(axis=1), node).astype(np.int32)
+        has_next = is_next.any(axis=1)
+        node = np.where(has_next, is_next.argmax(axis=1), node).astype(np.int32)
         path.append(node)
-        counts = counts + found.astype(np.int32)
+        counts = counts + has_next.astype(np.int32)
     return np.stack(path, axis=1), counts
 
 
@@ -313,10 +313,10 @@ def judge(
       The choices with which to `walk`, and the rows whose logits are finite, all of them.
     """
     scores = processed(logits, seen, positions, sampling, request, allowed)
-    own = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
+    chosen = best(perturbed(scores, sampling, request, positions, TARGET_STREAM))
     p = probabilities(scores)[row_of]
     q = sampled_law(drafted, tokens)
-    choices = JUDGES[rule](tokens, num_nodes, own[row_of], p, q, sampling, lengths)
+    choices = JUDGES[rule](tokens, num_nodes, chosen[row_of], p, q, sampling, lengths)
     return choices, is_finite(logits)
 
 

@@ -83,7 +83,7 @@ def block_rows(
     positions = np.where(is_real, lengths[request] + slot, 0)
     start, end = draft_from[request], lengths[request] + size
     no_window = np.zeros((B * size, 0), bool)
-    found = []
+    rows = []
     for window, is_causal in zip(block.windows, block.causal, strict=True):
         until = positions + 1 if is_causal else end
         first = start
@@ -92,8 +92,8 @@ def block_rows(
             until = np.minimum(until, positions + window)
         until = np.where(is_real, until, 0)
         where = (request, positions, positions, first, until, no_window, is_real)
-        found.append(Rows(*where, page_table))
-    return found
+        rows.append(Rows(*where, page_table))
+    return rows
 
 
 def fill(

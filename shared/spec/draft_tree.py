@@ -91,22 +91,22 @@ class TreeShape:
 
 def depths(parents: Int[np.ndarray, "B N"]) -> Int[np.ndarray, "B N"]:
     """Steps from the root to each node; a padding node is taken for a child of the root."""
-    found = np.zeros_like(parents)
+    depth = np.zeros_like(parents)
     rows = np.arange(len(parents))
     for node in range(1, parents.shape[1]):
-        found[:, node] = found[rows, parents[:, node]] + 1
-    return found
+        depth[:, node] = depth[rows, parents[:, node]] + 1
+    return depth
 
 
 def ancestors(parents: Int[np.ndarray, "B N"]) -> Bool[np.ndarray, "B N N"]:
     """Entry [b, i, j] says that node j is node i itself or lies on its way to the root."""
     B, N = parents.shape
-    found = np.zeros((B, N, N), bool)
-    found[:, 0, 0] = True
+    is_ancestor = np.zeros((B, N, N), bool)
+    is_ancestor[:, 0, 0] = True
     for node in range(1, N):
-        found[:, node] = found[np.arange(B), parents[:, node]]
-        found[:, node, node] = True
-    return found
+        is_ancestor[:, node] = is_ancestor[np.arange(B), parents[:, node]]
+        is_ancestor[:, node, node] = True
+    return is_ancestor
 
 
 def best(weights: Float[np.ndarray, "B C"], count: int) -> Int[np.ndarray, "B count"]:
@@ -213,16 +213,16 @@ def next_level(
         tokens.reshape(B, k * k), weights, 1 + k + (s - 1) * k * k, k
     )
     rows = np.arange(B)[:, None]
-    own = np.arange(level.sees.shape[2]) == root_rows + s * k + np.arange(k)[:, None]
-    found = Level(
+    is_self = np.arange(level.sees.shape[2]) == root_rows + s * k + np.arange(k)[:, None]
+    following = Level(
         tokens=chosen,
         weights=best_weights,
         parents=rows * k + parent,
         numbers=numbers,
         paths=np.concatenate([level.paths[rows, parent][:, :, :s], chosen[:, :, None]], axis=2),
-        sees=level.sees[rows, parent] | own,
+        sees=level.sees[rows, parent] | is_self,
     )
-    return parents, weights, found
+    return parents, weights, following
 
 
 def keep_best(

@@ -128,8 +128,8 @@ def eagle3(
     y = np.concatenate([embedded, normed], axis=1)
     x, kv = _decoder_layer(layer, weights, "layer.", hidden, y, rows, kv)
     out = model.norm(layer, x, weights["final_norm"])
-    own = config.own_lm_head
-    logits = layers.linear(out, weights["lm_head"]) if own else model.logits(target, out)
+    has_lm_head = config.own_lm_head
+    logits = layers.linear(out, weights["lm_head"]) if has_lm_head else model.logits(target, out)
     logits = over_tokens(logits, weights.get("draft_ids"), layer.vocab)
     return out if config.norm_output else x, logits, kv
 
@@ -321,7 +321,7 @@ def grow(
     tokens, weights = first
     B, k = tokens.shape
     can_draft = draft_from < lengths
-    found = [(tokens, weights, np.zeros((B, k), np.int32))]
+    levels = [(tokens, weights, np.zeros((B, k), np.int32))]
     level = _first_level(tokens, weights, shape, root_rows)
     for s in range(1, shape.depth):
         where = (lengths, draft_from, can_draft, page_table)
@@ -329,8 +329,8 @@ def grow(
         logits, kv = expand(rows, level.tokens.reshape(-1), level.parents.reshape(-1), kv)
         ids, edges = rank(logits.reshape(B, k, -1), level.paths)
         parents, weights, level = draft_tree.next_level(level, ids, edges, s, root_rows)
-        found.append((ids.reshape(B, k * k), weights, parents))
-    ids, weights, parents = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+        levels.append((ids.reshape(B, k * k), weights, parents))
+    ids, weights, parents = (np.concatenate(parts, axis=1) for parts in zip(*levels, strict=True))
     limits = (max_drafts, can_draft, shape.nodes)
     return draft_tree.keep_best(newest, ids, weights, parents, *limits), kv
 

@@ -95,7 +95,7 @@ def scored(
     Float[np.ndarray, "R k"],
 ]:
     """The fields of `Scores`, of one token for each row of logits."""
-    own = np.take_along_axis(logits, ids[:, None], axis=1)
-    is_before = (logits == own) & (np.arange(logits.shape[1]) < ids[:, None])
-    ranks = 1 + ((logits > own) | is_before).sum(axis=1, dtype=np.int32)
+    logit = np.take_along_axis(logits, ids[:, None], axis=1)
+    is_before = (logits == logit) & (np.arange(logits.shape[1]) < ids[:, None])
+    ranks = 1 + ((logits > logit) | is_before).sum(axis=1, dtype=np.int32)
     return chosen(logits, ids), ranks, *top(logits, k)

@@ -248,8 +248,8 @@ def _replaced(
 def delta_weights(config: ModelConfig, weights: Weights, layer: int) -> DeltaWeights:
     """What one gated-delta layer holds besides its matrices."""
     names = ("conv", "a_log", "dt_bias", "norm")
-    found = {name: weights[f"gated_delta.{name}"][layer] for name in names}
-    return DeltaWeights(**found, eps=config.rms_eps)
+    arrays = {name: weights[f"gated_delta.{name}"][layer] for name in names}
+    return DeltaWeights(**arrays, eps=config.rms_eps)
 
 
 class Chunks:

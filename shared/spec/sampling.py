@@ -264,17 +264,17 @@ def processed(
       request: The request that a row belongs to.
       allowed: Tokens that the grammar allows, or None without a grammar.
     """
-    how = sampling.rows(request)
-    logits = penalized(logits, seen_rows(seen), how)
+    by_row = sampling.rows(request)
+    logits = penalized(logits, seen_rows(seen), by_row)
     row = np.arange(len(logits))[:, None]
-    np.add.at(logits, (row, how.bias_ids), how.bias_values)
-    too_short = np.flatnonzero(positions < how.min_length)
-    logits[too_short[:, None], how.stop_ids[too_short]] = -np.inf
+    np.add.at(logits, (row, by_row.bias_ids), by_row.bias_values)
+    too_short = np.flatnonzero(positions < by_row.min_length)
+    logits[too_short[:, None], by_row.stop_ids[too_short]] = -np.inf
     if allowed is not None:
         logits = np.where(allowed, logits, np.float32(-np.inf))
-    sampled = (how.temperature > 0)[:, None]
-    scaled = logits / np.where(sampled, how.temperature[:, None], np.float32(1))
-    keep = support(scaled, how.top_k, how.top_p, how.min_p)
+    sampled = (by_row.temperature > 0)[:, None]
+    scaled = logits / np.where(sampled, by_row.temperature[:, None], np.float32(1))
+    keep = support(scaled, by_row.top_k, by_row.top_p, by_row.min_p)
     return np.where(keep | ~sampled, scaled, np.float32(-np.inf))
 
 
@@ -294,11 +294,11 @@ def perturbed(
       keys: The position that names a row's noise.
       stream: The use that names it, such as `TARGET_STREAM`.
     """
-    how = sampling.rows(request)
-    if not (how.temperature > 0).any():
+    by_row = sampling.rows(request)
+    if not (by_row.temperature > 0).any():
         return processed
-    noise = gumbel(how.seed, keys, processed.shape[1], stream)
-    return processed + np.where((how.temperature > 0)[:, None], noise, np.float32(0))
+    noise = gumbel(by_row.seed, keys, processed.shape[1], stream)
+    return processed + np.where((by_row.temperature > 0)[:, None], noise, np.float32(0))
 
 
 @dataclass(frozen=True)
@@ -403,9 +403,9 @@ def over_tokens(
     """A drafter's logits over the target's vocabulary; -inf where it has no token."""
     if columns is None:
         return logits
-    found = np.full((len(logits), vocab), -np.inf, logits.dtype)
-    found[:, columns] = logits
-    return found
+    scores = np.full((len(logits), vocab), -np.inf, logits.dtype)
+    scores[:, columns] = logits
+    return scores
 
 
 def draft_weights(

@@ -40,12 +40,12 @@ def rank_weights(
       0 at the roots, below them at most 0; of padding anything.
     """
     rows, depths = np.arange(len(parents)), draft_tree.depths(parents)
-    found = np.zeros_like(weights)
+    least = np.zeros_like(weights)
     for node in range(1, parents.shape[1]):
-        own = weights[:, node] + calibration[rows, depths[:, node] - 1]
-        at_most = np.minimum(own, found[rows, parents[:, node]])
-        found[:, node] = np.where(own > -np.inf, at_most, np.float32(-np.inf))
-    return found
+        node_weights = weights[:, node] + calibration[rows, depths[:, node] - 1]
+        at_most = np.minimum(node_weights, least[rows, parents[:, node]])
+        least[:, node] = np.where(node_weights > -np.inf, at_most, np.float32(-np.inf))
+    return least
 
 
 def share(
@@ -71,9 +71,9 @@ def share(
     kept = np.tile(node == 0, (B, 1))
     kept.reshape(-1)[drafts[order[: rows - B]]] = True
     place_of = np.cumsum(kept, axis=1) - 1
-    found = np.zeros((2, B, N), np.int32)
+    shared = np.zeros((2, B, N), np.int32)
     request, old = np.nonzero(kept)
     new = place_of[request, old]
-    found[0, request, new] = tokens[request, old]
-    found[1, request, new] = place_of[request, parents[request, old]]
-    return found[0], found[1], kept.sum(axis=1).astype(np.int32)
+    shared[0, request, new] = tokens[request, old]
+    shared[1, request, new] = place_of[request, parents[request, old]]
+    return shared[0], shared[1], kept.sum(axis=1).astype(np.int32)

@@ -59,7 +59,7 @@ def _learn(
     variances: Float64[np.ndarray, " D"],
     shared_variance: float,
     request_variance: float,
-    own: Float64[np.ndarray, "requests 3"],
+    estimates: Float64[np.ndarray, "requests 3"],
     sums: Float64[np.ndarray, "6 D"],
     moves: Float64[np.ndarray, " B"],
 ) -> None:
@@ -76,7 +76,7 @@ def _learn(
       moves: Filled: how far each row moves what is believed of all.
     """
     for i in range(len(rows)):
-        offset, variance, between = own[rows[i]]
+        offset, variance, between = estimates[rows[i]]
         offset *= 1 - OWN_WALK / 2
         between *= 1 - OWN_WALK / 2
         variance += OWN_WALK * (request_variance - variance)
@@ -105,7 +105,11 @@ def _learn(
             between -= of_row * of_all * information
             shrunk = 1 - both * information
             both, of_row, of_all = both * shrunk, of_row * shrunk, of_all * shrunk
-        own[rows[i], 0], own[rows[i], 1], own[rows[i], 2] = offset, variance, between
+        estimates[rows[i], 0], estimates[rows[i], 1], estimates[rows[i], 2] = (
+            offset,
+            variance,
+            between,
+        )
         moves[i] = moved
 
 
@@ -116,7 +120,7 @@ def _follow(
     moved: float,
     before: float,
     after: float,
-    own: Float64[np.ndarray, "requests 3"],
+    estimates: Float64[np.ndarray, "requests 3"],
 ) -> None:
     """Moves rows by what the others showed of all, as only the sum of offset and all is observed.
 
@@ -125,8 +129,8 @@ def _follow(
       moved, before, after: How far all rows did, and the variance of it before and after.
     """
     for i in range(len(rows)):
-        own[rows[i], 0] += own[rows[i], 2] / before * (moved - moves[i])
-        own[rows[i], 2] *= min(after / before, 1.0)
+        estimates[rows[i], 0] += estimates[rows[i], 2] / before * (moved - moves[i])
+        estimates[rows[i], 2] *= min(after / before, 1.0)
 
 
 @compiled
@@ -152,11 +156,11 @@ def _best(
     survivals: Float64[np.ndarray, "B D"], drafted: Int64[np.ndarray, " B"], count: int
 ) -> float:
     """The sum of the `count` best drafts of a batch of chains."""
-    found, size = np.empty(drafted.sum()), 0
+    values, size = np.empty(drafted.sum()), 0
     for i in range(len(drafted)):
-        found[size : size + drafted[i]] = survivals[i, : drafted[i]]
+        values[size : size + drafted[i]] = survivals[i, : drafted[i]]
         size += drafted[i]
-    return np.sort(found)[max(size - count, 0) :].sum()
+    return np.sort(values)[max(size - count, 0) :].sum()
 
 
 @compiled
@@ -164,7 +168,7 @@ def _expect(
     rows: Int64[np.ndarray, " B"],
     most: Int64[np.ndarray, " B"],
     is_after_off: Bool[np.ndarray, " B"],
-    own: Float64[np.ndarray, "requests 3"],
+    estimates: Float64[np.ndarray, "requests 3"],
     log_odds: Float64[np.ndarray, "F D"],
     slopes: Float64[np.ndarray, "F D"],
     shared_variance: float,
@@ -180,7 +184,7 @@ def _expect(
     (F, D), B = log_odds.shape, len(rows)
     for i in range(B):
         rate, reached = expected.rates[i], expected.reached[i]
-        offset, variance, between = own[rows[i]]
+        offset, variance, between = estimates[rows[i]]
         together = max(variance + shared_variance + 2 * between, 0.0)
         for f in range(F):
             _forecast(log_odds[f], slopes[f], offset, together, rate[f])
@@ -217,7 +221,7 @@ class Acceptance:
         self._families = np.array(families)
         self._depths = np.array([tier.depth for tier in tiers])
         depth = int(self._depths.max())
-        self._own = np.zeros((1, 3))
+        self._estimates = np.zeros((1, 3))
         self.population = Population(candidates, depth)
         self._tiers = tiers
         self._budgets_of: dict[int, Int64[np.ndarray, " tiers"]] = {}
@@ -226,17 +230,17 @@ class Acceptance:
 
     def rows_of(self, request_ids: Sequence[int]) -> Int64[np.ndarray, " B"]:
         """The rows in which the evidence of requests stands; one that is new gets an empty one."""
-        found = self._rows
-        rows = [found[i] if i in found else self._new_row(i) for i in request_ids]
+        row_of = self._rows
+        rows = [row_of[i] if i in row_of else self._new_row(i) for i in request_ids]
         return np.array(rows, np.int64)
 
     def _new_row(self, request_id: int) -> int:
         if not self._free:
-            count = len(self._own)
+            count = len(self._estimates)
             self._free = list(range(2 * count - 1, count - 1, -1))
-            self._own = np.concatenate([self._own, np.zeros_like(self._own)])
+            self._estimates = np.concatenate([self._estimates, np.zeros_like(self._estimates)])
         row = self._rows[request_id] = self._free.pop()
-        self._own[row] = 0.0, self.population.request_variance, 0.0
+        self._estimates[row] = 0.0, self.population.request_variance, 0.0
         return row
 
     @property
@@ -248,7 +252,7 @@ class Acceptance:
         """Frees the row of a request that ended; what it showed of all stays."""
         if (row := self._rows.pop(request_id, None)) is not None:
             self._free.append(row)
-            self.population.ended(*self._own[row, :2].tolist())
+            self.population.ended(*self._estimates[row, :2].tolist())
 
     def learn(
         self,
@@ -271,10 +275,10 @@ class Acceptance:
         before = known.shared_variance
         _learn(
             rows, drafted, accepted, known.log_odds[family], known.slopes[family],
-            known.variances[family], before, known.request_variance, self._own, sums, moves,
+            known.variances[family], before, known.request_variance, self._estimates, sums, moves,
         )  # fmt: skip
         moved = known.learn(family, sums)
-        _follow(rows, moves, moved, before, known.shared_variance, self._own)
+        _follow(rows, moves, moved, before, known.shared_variance, self._estimates)
 
     def warm_up(self) -> None:
         """Compiles what learns and expects, so that no step waits for it; nothing is learnt."""
@@ -285,11 +289,11 @@ class Acceptance:
 
     def _budgets(self, batch: int) -> Int64[np.ndarray, " tiers"]:
         if batch not in self._budgets_of:
-            found = [
+            budgets = [
                 tier.shape(batch).rows - batch if tier.share < 1 and tier.width == 1 else -1
                 for tier in self._tiers
             ]
-            self._budgets_of[batch] = np.array(found)
+            self._budgets_of[batch] = np.array(budgets)
         return self._budgets_of[batch]
 
     def expect(
@@ -320,7 +324,7 @@ class Acceptance:
             rates=np.empty((B, F, D)), reached=np.empty((B, F, D + 1)), tokens=np.zeros((2, count))
         )
         _expect(
-            rows, most, is_after_off, self._own, known.log_odds, known.slopes,
+            rows, most, is_after_off, self._estimates, known.log_odds, known.slopes,
             known.shared_variance, tiers, expected,
         )  # fmt: skip
         narrowed, learnt = np.empty((count, count)), np.empty(count)
@@ -330,5 +334,5 @@ class Acceptance:
         )  # fmt: skip
         tokens, next_tokens = expected.tokens.tolist()
         lifetime = learnt / (WALK * FIRST_DEPTH)
-        found = Expected(tokens, next_tokens, np.sqrt(narrowed).tolist(), lifetime.tolist())
-        return found, expected.reached[:, 0, 1:]
+        outcome = Expected(tokens, next_tokens, np.sqrt(narrowed).tolist(), lifetime.tolist())
+        return outcome, expected.reached[:, 0, 1:]

@@ -172,13 +172,13 @@ def gauges_of(
     def name(tier: Tier) -> str:
         return f'tier="{tier}"'
 
-    found: dict[str, Callable[[], float]] = {
+    gauges: dict[str, Callable[[], float]] = {
         "spec_decode_adaptive_draft_tokens": lambda: shapes.tiers[chosen()].nodes - 1
     }
     for number, tier in enumerate(shapes.tiers):
         key = f"spec_decode_adaptive_steps_total{{{name(tier)}}}"
-        found[key] = lambda number=number: steps[number]
+        gauges[key] = lambda number=number: steps[number]
         for batch in shapes.batches:
             key = f'spec_decode_adaptive_step_seconds{{batch="{batch}",{name(tier)}}}'
-            found[key] = lambda batch=batch, number=number: seconds(batch, number)
-    return found
+            gauges[key] = lambda batch=batch, number=number: seconds(batch, number)
+    return gauges

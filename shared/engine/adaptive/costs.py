@@ -39,12 +39,12 @@ class _Bucket:
         self.first = np.array(seconds)
         self._plain, count = float(seconds[0]), len(seconds)
         self._excess = np.zeros(count)
-        shares, own = self.first / self._plain, np.eye(count)
+        shares, each = self.first / self._plain, np.eye(count)
         waiting = np.ones((count, count)) if not last_waits else np.zeros((count, count))
         waiting[-1], waiting[:, -1] = 0, 0
-        errors = own * OWN_ERROR**2 + waiting * WAITING_ERROR**2
+        errors = each * OWN_ERROR**2 + waiting * WAITING_ERROR**2
         shared = (1 + np.outer(shares, shares)) * SHARED_WALK**2
-        walk = shared + own * OWN_WALK**2 + waiting * WAITING_WALK**2
+        walk = shared + each * OWN_WALK**2 + waiting * WAITING_WALK**2
         self._errors, self._walk = errors * self._plain**2, walk * self._plain**2
         self.seconds: list[float] = self.first.tolist()
 

@@ -79,13 +79,15 @@ def _summarise(
     F, D = log_odds.shape
     for f in range(F):
         for d in range(D):
-            own, slope = f * D + d, 1.0
+            place, slope = f * D + d, 1.0
             log_odds[f, d], variances[f, d] = mean[d], covariance[d, d]
             if f > 0:
                 log_odds[f, d], slope = _linked(mean[d], candidates[f])
-                log_odds[f, d] += mean[own]
-                between = slope * covariance[d, own]
-                variances[f, d] = slope**2 * covariance[d, d] + 2 * between + covariance[own, own]
+                log_odds[f, d] += mean[place]
+                between = slope * covariance[d, place]
+                variances[f, d] = (
+                    slope**2 * covariance[d, d] + 2 * between + covariance[place, place]
+                )
             slopes[f, d] = slope
 
 
@@ -132,16 +134,16 @@ def _learn(
         if squares <= 0:
             break
         won, foreseen, known, shifted = sums[2:, d] / total
-        own, slope = family * D + d, slopes[family, d]
+        place, slope = family * D + d, slopes[family, d]
         rest = squares / total - 1  # as offsets of rows go against what all depths share
         for j in range(len(mean)):
             column[j] = slope * (covariance[j, d] + rest * covariance[j, 0])
         already = slope * (mean[d] - before[d] + rest * (mean[0] - before[0])) - shifted
         if family > 0:
-            already += mean[own] - before[own]
+            already += mean[place] - before[place]
             for j in range(len(mean)):
-                column[j] += covariance[j, own]
-        variance = slope * (column[d] + rest * column[0]) + (column[own] if family > 0 else 0.0)
+                column[j] += covariance[j, place]
+        variance = slope * (column[d] + rest * column[0]) + (column[place] if family > 0 else 0.0)
         p = min(max(foreseen, 1e-4), 1 - 1e-4)
         now = np.log(p / (1 - p)) / known + already
         trials = total * total / squares  # as many rows that move alike tell as much

@@ -42,12 +42,12 @@ class Tier:
         Raises:
           ValueError: It is none.
         """
-        found = _NAME.fullmatch(name)
-        if found is None:
+        parts = _NAME.fullmatch(name)
+        if parts is None:
             raise ValueError(f"{name:.40} is no tier")
         if name == "off":
             return cls(1, 0, 0)
-        steps, width, nodes, share = found.groups()
+        steps, width, nodes, share = parts.groups()
         depth = int(steps)
         return cls(int(nodes or depth + 1), depth, int(width or 1), float(share or 1))
 
@@ -110,13 +110,13 @@ class Shapes:
         Raises:
           ValueError: Nothing drafts, or a bucket has not all tiers.
         """
-        found: dict[int, set[TreeShape]] = {}
+        shapes_of: dict[int, set[TreeShape]] = {}
         for program in limits.programs:
-            own = program.shape.is_plain or program.host_draft is host_draft
-            if program.work is Work.DECODE and own and not program.mask:
-                found.setdefault(program.batch, set()).add(program.shape)
-        batches = tuple(sorted(found))
-        by_batch = [sorted(found[batch], key=_order) for batch in batches]
+            is_ours = program.shape.is_plain or program.host_draft is host_draft
+            if program.work is Work.DECODE and is_ours and not program.mask:
+                shapes_of.setdefault(program.batch, set()).add(program.shape)
+        batches = tuple(sorted(shapes_of))
+        by_batch = [sorted(shapes_of[batch], key=_order) for batch in batches]
         trees = {tuple(shape.tree for shape in shapes) for shapes in by_batch}
         if len(trees) > 1:
             raise ValueError(f"the batches {batches} do not have the same draft shapes")

@@ -84,5 +84,5 @@ class Trace:
                 action(self._file)
         except OSError as error:
             self._file = None  # its buffer cannot be written either
-            told = f"the trace {self._path} ends here: {error.strerror}; serving goes on"
-            print(told, file=sys.stderr, flush=True)
+            message = f"the trace {self._path} ends here: {error.strerror}; serving goes on"
+            print(message, file=sys.stderr, flush=True)

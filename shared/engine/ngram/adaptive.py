@@ -52,9 +52,9 @@ class Sizes:
     @classmethod
     def of(cls, shapes: Shapes, batch: int) -> Sizes:
         """Those of a batch bucket."""
-        found = [shapes.by_size[batch, tier] for tier in range(len(shapes.tiers))]
-        nodes, budgets = ([s.nodes for s in found], [s.rows - batch for s in found])
-        return cls(np.array(nodes), np.array(budgets), max(shape.scratch for shape in found))
+        by_tier = [shapes.by_size[batch, tier] for tier in range(len(shapes.tiers))]
+        nodes, budgets = ([s.nodes for s in by_tier], [s.rows - batch for s in by_tier])
+        return cls(np.array(nodes), np.array(budgets), max(shape.scratch for shape in by_tier))
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def _score(
     for i in range(len(row_of)):
         row, node = row_of[i], 0
         for place in range(counts[i]):
-            found = 0
+            next_node = 0
             for child in range(node + 1, trees.num_nodes[row]):
                 if trees.parents[row, child] != node:
                     continue
@@ -44,10 +44,10 @@ def _score(
                 now[0, kind] += 1
                 if trees.tokens[row, child] == texts[i, place]:
                     now[1, kind] += 1
-                    found = child
-            if found == 0:
+                    next_node = child
+            if next_node == 0:
                 break
-            node = found
+            node = next_node
     for kind in range(len(tried)):
         if now[0, kind] > 0:
             tried[kind] = (1 - 1 / MEMORY) * tried[kind] + now[0, kind]
@@ -99,18 +99,18 @@ def _take(
 
 
 @compiled
-def _cut(trees: Trees, taken: Bool[np.ndarray, "B N"], found: Trees) -> None:
+def _cut(trees: Trees, taken: Bool[np.ndarray, "B N"], kept: Trees) -> None:
     """Copies the taken nodes, in their order."""
     for row in range(len(taken)):
         place, size = np.zeros(taken.shape[1], np.int64), 1
         for node in range(1, trees.num_nodes[row]):
             if taken[row, node]:
                 place[node] = size
-                found.tokens[row, size] = trees.tokens[row, node]
-                found.parents[row, size] = place[trees.parents[row, node]]
-                found.evidence[row, size] = trees.evidence[row, node]
+                kept.tokens[row, size] = trees.tokens[row, node]
+                kept.parents[row, size] = place[trees.parents[row, node]]
+                kept.evidence[row, size] = trees.evidence[row, node]
                 size += 1
-        found.num_nodes[row] = size
+        kept.num_nodes[row] = size
 
 
 @compiled
@@ -121,7 +121,7 @@ def select(
     budgets: Int64[np.ndarray, " sizes"],
     costs: Float64[np.ndarray, " sizes"],
     gains: Float64[np.ndarray, " sizes"],
-    found: Trees,
+    kept: Trees,
 ) -> int:
     """Finds the size of a step with the most tokens for its cost, and cuts the trees to it.
 
@@ -143,7 +143,7 @@ def select(
         speed = (len(weights) + gains[size]) / costs[size]
         if speed > fastest:
             best, fastest = size, speed
-    _cut(trees, taken[best], found)
+    _cut(trees, taken[best], kept)
     return best
 
 
@@ -193,6 +193,6 @@ class Evidence:
         Args:
           most: Drafts on a path that each row has use for.
         """
-        found = np.zeros(trees.tokens.shape)
-        _weigh(trees, self.rates, most, found)
-        return found
+        expected = np.zeros(trees.tokens.shape)
+        _weigh(trees, self.rates, most, expected)
+        return expected

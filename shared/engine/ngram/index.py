@@ -202,16 +202,16 @@ class NgramIndex:
             self._follow(prompts)
             self._enter(prompts)
 
-    def _follow(self, found: Tokens) -> None:
+    def _follow(self, tokens: Tokens) -> None:
         for name, corpus in self._corpora.items():
             automaton = (corpus.states, corpus.edges, corpus.buckets)
-            follow(*automaton, self._in_corpora[name], *found)
+            follow(*automaton, self._in_corpora[name], *tokens)
 
-    def _enter(self, found: Tokens) -> None:
-        if not len(found[0]):
+    def _enter(self, tokens: Tokens) -> None:
+        if not len(tokens[0]):
             return
         trie = self._trie
-        extend(trie.nodes, trie.buckets, trie.head, self._anchors, *found)
+        extend(trie.nodes, trie.buckets, trie.head, self._anchors, *tokens)
 
     def _take_unread(self, rows: Iterable[int]) -> Tokens:
         """The unread tokens of texts, which count as read from now on."""
@@ -269,8 +269,8 @@ class NgramIndex:
     def _text(self, request: Request) -> Text:
         text = self._texts.get(request.request_id)
         if text is None:
-            own = self._config.speculative_ngram_scope == REQUEST
-            text = Text(self._take_row(), request.request_id if own else request.tenant)
+            by_request = self._config.speculative_ngram_scope == REQUEST
+            text = Text(self._take_row(), request.request_id if by_request else request.tenant)
             scope = self._scope(text.scope)
             scope.num_texts += 1
             self._anchors[text.row] = 0

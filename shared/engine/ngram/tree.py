@@ -299,8 +299,8 @@ def draft(
     anchors: Int32[np.ndarray, "texts D 2"],
     texts: Int32[np.ndarray, " n"],
     limits: Int32[np.ndarray, " n"],
-    found: Continuations,
-    how: Growth,
+    continuations: Continuations,
+    growth: Growth,
     trees: Trees,
 ) -> None:
     """Fills the trees of n texts.
@@ -308,22 +308,31 @@ def draft(
     Args:
       nodes, anchors, texts: As in `trie.extend`.
       limits: [n] most nodes of each tree with its root.
-      found: Of the corpora.
-      how: The same for all trees.
+      continuations: Of the corpora.
+      growth: The same for all trees.
       trees: Zeros, filled.
     """
     D, N = anchors.shape[1], trees.tokens.shape[1]
-    fall = (how.max_breadth - how.min_breadth) / max(1, D - 1)
-    queue = np.empty((2 * N + how.max_breadth + 2, 3), np.int64)
-    candidates = N * how.max_breadth + how.max_breadth if how.by_frequency else 1
+    fall = (growth.max_breadth - growth.min_breadth) / max(1, D - 1)
+    queue = np.empty((2 * N + growth.max_breadth + 2, 3), np.int64)
+    candidates = N * growth.max_breadth + growth.max_breadth if growth.by_frequency else 1
     heap, weights = np.empty((candidates, 3), np.int64), np.empty(candidates)
     for row in range(len(texts)):
-        limit, paths, lengths = min(limits[row], N), found.paths[row], found.lengths[row]
-        tree = _Tree(
-            trees.tokens[row], trees.parents[row], trees.evidence[row], limit, how.depth, how.chain
+        limit, paths, lengths = (
+            min(limits[row], N),
+            continuations.paths[row],
+            continuations.lengths[row],
         )
-        most = min(how.corpus_nodes, limit - 1)
-        size, best = _add_corpora(tree, 1, most, paths, lengths, found.matched[row])
+        tree = _Tree(
+            trees.tokens[row],
+            trees.parents[row],
+            trees.evidence[row],
+            limit,
+            growth.depth,
+            growth.chain,
+        )
+        most = min(growth.corpus_nodes, limit - 1)
+        size, best = _add_corpora(tree, 1, most, paths, lengths, continuations.matched[row])
         at = anchors[texts[row]]
         for match in range(D - 1, 0, -1):
             anchor = at[match, 0]
@@ -331,14 +340,14 @@ def draft(
                 break
             if anchor == 0 or nodes[anchor, BORN] != at[match, 1] or nodes[anchor, FIRST] == 0:
                 continue
-            if how.by_frequency:
+            if growth.by_frequency:
                 size = _add_by_frequency(
-                    tree, size, nodes, anchor, how.max_breadth, match, heap, weights
+                    tree, size, nodes, anchor, growth.max_breadth, match, heap, weights
                 )
             else:
-                breadth = (D - match) * fall + how.min_breadth
+                breadth = (D - match) * fall + growth.min_breadth
                 size = _add_by_recency(tree, size, nodes, anchor, breadth, fall, match, queue)
-        if best >= 0 and how.corpus_nodes:
-            length, matched = lengths[best], found.matched[row, best]
+        if best >= 0 and growth.corpus_nodes:
+            length, matched = lengths[best], continuations.matched[row, best]
             size = _add_path(tree, size, paths[best], length, limit - size, matched)
         trees.num_nodes[row] = size

@@ -258,15 +258,15 @@ def _read_ahead(nodes: Nodes, buckets: Buckets, at: Int32[np.ndarray, "D 2"], to
     Each read misses the processor's caches. Those of different anchors do not depend on each other,
     so here they overlap, while in `_pass` one waits for the other: half of the time of `extend`.
     """
-    found = 0
+    total = 0
     for depth in range(len(at)):
-        found += nodes[at[depth, 0], FIRST] + buckets[_bucket(at[depth, 0], token, buckets)]
+        total += nodes[at[depth, 0], FIRST] + buckets[_bucket(at[depth, 0], token, buckets)]
     for depth in range(len(at)):
         node = at[depth, 0]
         child = buckets[_bucket(node, token, buckets)]
-        found += nodes[child, TOKEN] + nodes[nodes[node, FIRST], PREV]
-        found += nodes[nodes[node, OLDER], NEWER] + nodes[nodes[node, NEWER], OLDER]
-    return found
+        total += nodes[child, TOKEN] + nodes[nodes[node, FIRST], PREV]
+        total += nodes[nodes[node, OLDER], NEWER] + nodes[nodes[node, NEWER], OLDER]
+    return total
 
 
 @compiled
