@@ -106,7 +106,7 @@ class Order(NamedTuple):
 class Sums(NamedTuple):
     """Sums over some positions: of the weighted values, the highest score, of the weights."""
 
-    values: jax.Array
+    value: jax.Array
     peak: jax.Array
     total: jax.Array
 
@@ -314,17 +314,17 @@ def _add_masked(q, seen, i, high, sums, order):
         spoiled = jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1)  # [tile]
         v = jnp.where(spoiled[:, None] == 0, v, jnp.zeros_like(v))
         harmed = jnp.max(jnp.where(sees, spoiled[None, :], 0), axis=1)  # [lanes]
-        return jnp.where(harmed[:, None] == 0, sums.values, jnp.nan), highest, weights, v
+        return jnp.where(harmed[:, None] == 0, sums.value, jnp.nan), highest, weights, v
 
     def none():
         lanes, D = q.shape
         weights = jnp.zeros((lanes, order.tile), q.dtype)
-        return sums.values, sums.peak, weights, jnp.zeros((order.tile, D), q.dtype)
+        return sums.value, sums.peak, weights, jnp.zeros((order.tile, D), q.dtype)
 
     # Always so. What comes out of a branch has lost the narrow types that it was made of, by which
     # Triton would choose how the matrix unit reads it, and so the order of its sums.
     values, highest, weights, v = lax.cond(i * order.tile < high, masked, none)
-    return add_tile(sums._replace(values=values), highest, weights, v)
+    return add_tile(sums._replace(value=values), highest, weights, v)
 
 
 def _sees(seen, position, nodes):
@@ -345,12 +345,12 @@ def add_tile(sums, highest, weights, v):
     # The matrix unit adds in one order for any number of rows; a sum over lanes does not.
     ones = jnp.ones((v.shape[0], sums.total.shape[1]), v.dtype)
     total = sums.total * decay + pltriton.dot(weights, ones, **EXACT)
-    return Sums(sums.values * decay + pltriton.dot(weights, v, **EXACT), highest, total)
+    return Sums(sums.value * decay + pltriton.dot(weights, v, **EXACT), highest, total)
 
 
 def _fold_where(ends_split, own, sums):
     """Adds a split that ends to its span, and begins another."""
-    nothing = Sums.nothing(*own.values.shape, own.total.shape[1])
+    nothing = Sums.nothing(*own.value.shape, own.total.shape[1])
     return lax.cond(ends_split, lambda: (nothing, _fold_split(sums, own)), lambda: (own, sums))
 
 
@@ -363,14 +363,14 @@ def fold(sums, more):
     """Adds the sums over some positions to those over the positions before."""
     highest = jnp.maximum(sums.peak, more.peak)
     ours, theirs = jnp.exp2(sums.peak - highest), jnp.exp2(more.peak - highest)
-    values = sums.values * ours[:, None] + more.values * theirs[:, None]
+    values = sums.value * ours[:, None] + more.value * theirs[:, None]
     return Sums(values, highest, sums.total * ours + more.total * theirs)
 
 
 def finish(sums, gate_ref, out_ref, row, q_head, is_lane, D):
     """Divides by the weights, and multiplies by the gate; writes the heads of some rows."""
     column, keep = q_head[:, None] * D + columns_of(D)[None, :], in_head(is_lane[:, None], D)
-    out = sums.values / jnp.maximum(sums.total, 1e-30)[:, None]
+    out = sums.value / jnp.maximum(sums.total, 1e-30)[:, None]
     if gate_ref is not None:
         columns = column + (q_head[:, None] + 1) * D
         gate = pltriton.load(gate_ref.at[row[:, None], columns], mask=keep, other=0.0)

@@ -4,6 +4,7 @@
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,45 @@ from kernels.pallas_gpu.linear import let_next_start
 from kernels.pallas_gpu.squares import add_up
 
 _ROWS = 16  # of a program
+
+
+class Turning(NamedTuple):
+    """How heads of D numbers are normed and turned; `half` is of the numbers that are turned."""
+
+    half: int
+    has_norms: bool
+    eps: float
+    digits: int
+    D: int
+
+
+class Projected(NamedTuple):
+    """What heads are made of: the projection's rows, scales of the norms, and angles."""
+
+    rows: Any
+    q_norm: Any
+    k_norm: Any
+    cos: Any
+    sin: Any
+
+
+class Written(NamedTuple):
+    """Whose keys and values rows have, and at which place; padding is not written."""
+
+    request: Any
+    places: Any
+    is_real: Any
+
+
+class Fetched(NamedTuple):
+    """Numbers of heads, those that each is turned with, and what both are multiplied by."""
+
+    x: Any
+    other: Any
+    x_norm: Any
+    other_norm: Any
+    cos: Any
+    sin: Any
 
 
 def place(
@@ -59,86 +99,75 @@ def place(
     """
     R, (k_heads, D) = len(projected), kv.shape[4:]
     q_heads = (projected.shape[1] // D - 2 * k_heads) // (1 + gated)
-    queries = [jax.ShapeDtypeStruct((R, q_heads, D), projected.dtype)] if q_heads else []
-    found = pl.pallas_call(
+    queries = jax.ShapeDtypeStruct((R, q_heads, D), projected.dtype) if q_heads else None
+    kv, q = pl.pallas_call(
         functools.partial(
             _place_kernel,
-            q_heads=q_heads,
             gated=gated,
-            has_norms=k_norm is not None,
-            eps=eps,
-            digits=digits,
+            turning=Turning(cos.shape[1], k_norm is not None, eps, digits, D),
             interpret=interpret,
         ),
         grid=(pl.cdiv(R, _ROWS), q_heads + k_heads),
-        out_shape=[jax.ShapeDtypeStruct(kv.shape, kv.dtype), *queries],
-        input_output_aliases={5: 0},
+        out_shape=(jax.ShapeDtypeStruct(kv.shape, kv.dtype), queries),
+        input_output_aliases={len(Projected._fields): 0},
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="place",
     )(
-        projected,
-        *(cos if norm is None else norm for norm in (q_norm, k_norm)),
-        *(cos, sin, kv, layer, page_table, request, places, is_real.astype(jnp.int8)),
+        projected_of(projected, q_norm, k_norm, cos, sin),
+        *(kv, layer, page_table),
+        Written(request=request, places=places, is_real=is_real.astype(jnp.int8)),
     )
-    q = found[1] if queries else jnp.zeros((R, 0, D), projected.dtype)
-    return q, found[0]
+    return jnp.zeros((R, 0, D), projected.dtype) if q is None else q, kv
+
+
+def projected_of(
+    projected: Float[jax.Array, "R outputs"],
+    q_norm: Float[jax.Array, "*L D"] | None,
+    k_norm: Float[jax.Array, "*L D"] | None,
+    cos: Float[jax.Array, "R half"],
+    sin: Float[jax.Array, "R half"],
+) -> Projected:
+    """For a kernel; where there is no norm, the angles stand for its scales, unread."""
+    return Projected(
+        rows=projected,
+        q_norm=cos if q_norm is None else q_norm,
+        k_norm=cos if k_norm is None else k_norm,
+        cos=cos,
+        sin=sin,
+    )
 
 
 def _place_kernel(
-    projected_ref,
-    q_norm_ref,
-    k_norm_ref,
-    cos_ref,
-    sin_ref,
-    _,
-    layer_ref,
-    table_ref,
-    request_ref,
-    places_ref,
-    real_ref,
-    kv_ref,
-    *q_refs,
-    q_heads,
-    gated,
-    has_norms,
-    eps,
-    digits,
-    interpret,
-):
+    projected, _, layer_ref, table_ref, written, kv_ref, q_ref, *, gated, turning, interpret
+):  # fmt: skip
     """One program per block of rows and head, the query heads first."""
-    R, D = projected_ref.shape[0], kv_ref.shape[5]
+    (R, width), (k_heads, D) = projected.rows.shape, kv_ref.shape[4:]
+    q_heads = (width // D - 2 * k_heads) // (1 + gated)
     row = early(pl.program_id(0) * _ROWS + lax.iota(jnp.int32, _ROWS), interpret)
     is_row, head, layer = row < R, pl.program_id(1), layer_ref[0]
-    turn = functools.partial(
-        turned,
-        projected_ref,
-        angles=(cos_ref, sin_ref),
-        layer=layer,
-        row=row,
-        has_norms=has_norms,
-        eps=eps,
-        digits=digits,
-        D=D,
-    )
-    if q_heads:
+
+    def turned_head(norm_ref, start, is_in):
+        return turned(projected, norm_ref, layer, row, start + 0 * row, is_in, turning)
+
+    if q_ref is not None:
 
         @pl.when(head < q_heads)
         def _():
-            q = turn(norm_ref=q_norm_ref, start=head * ((1 + gated) * D) + 0 * row, is_in=is_row)
+            q = turned_head(projected.q_norm, head * ((1 + gated) * D), is_row)
             at = jnp.where(is_row, row, R)[:, None]  # outside, for the interpreter
-            at = q_refs[0].at[at, head, columns_of(D)[None, :]]
-            pltriton.store(at, q.astype(q_refs[0].dtype), mask=in_head(is_row[:, None], D))
+            at = q_ref.at[at, head, columns_of(D)[None, :]]
+            pltriton.store(at, q.astype(q_ref.dtype), mask=in_head(is_row[:, None], D))
 
     @pl.when(head >= q_heads)
     def _():
-        is_real = is_row & (pltriton.load(real_ref.at[row], mask=is_row, other=0) != 0)
-        request = pltriton.load(request_ref.at[row], mask=is_real, other=0)
-        place = pltriton.load(places_ref.at[row], mask=is_real, other=0)
+        is_real = is_row & (pltriton.load(written.is_real.at[row], mask=is_row, other=0) != 0)
+        request = pltriton.load(written.request.at[row], mask=is_real, other=0)
+        place = pltriton.load(written.places.at[row], mask=is_real, other=0)
         start = (q_heads * (1 + gated) + head - q_heads) * D
-        k = turn(norm_ref=k_norm_ref, start=start + 0 * row, is_in=is_real)
+        k = turned_head(projected.k_norm, start, is_real)
         write_pair(
-            projected_ref, kv_ref, table_ref, layer, row, request, place, is_real,
+            projected.rows, kv_ref, table_ref, layer, row, request, place, is_real,
             head - q_heads, start, k,
         )  # fmt: skip
 
@@ -159,46 +188,49 @@ def write_pair(projected_ref, kv_ref, table_ref, layer, row, request, place, is_
         pltriton.store(kv_ref.at[layer, which, number, place, head, column], x, mask=keep)
 
 
-def turned(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, eps, digits, D):
+def turned(projected, norm_ref, layer, row, start, is_in, turning):
     """A head of some rows after its norm and the rotation, [rows, D] in float32.
 
     `start` is the head's first column.
     """
-    fetched = fetch(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, D)
-    return turn(fetched, angles[0].shape[1], has_norms, eps, digits, D)
+    return turn(fetch(projected, norm_ref, layer, row, start, is_in, turning), turning)
 
 
-def fetch(x_ref, norm_ref, angles, layer, row, start, is_in, has_norms, D):
+def fetch(projected, norm_ref, layer, row, start, is_in, turning):
     """What `turn` takes; each column is loaded beside the one that it is turned with."""
-    half, column = angles[0].shape[1], columns_of(D)[None, :]
-    keep = in_head(is_in[:, None], D)
-    other = jnp.where(column < half, column + half, column - half)
-    other = jnp.where(column < 2 * half, other, column)
+    half, column = turning.half, columns_of(turning.D)[None, :]
+    keep = in_head(is_in[:, None], turning.D)
+    partner = jnp.where(column < half, column + half, column - half)
+    partner = jnp.where(column < 2 * half, partner, column)
 
-    def load(ref, rows, columns, mask):
-        return pltriton.load(ref.at[rows, columns], mask=mask, other=0.0).astype(jnp.float32)
+    def load(ref, columns, mask):
+        at = ref.at[row[:, None], columns]
+        return pltriton.load(at, mask=mask, other=0.0).astype(jnp.float32)
 
-    pair = [load(x_ref, row[:, None], start[:, None] + at, keep) for at in (column, other)]
+    x, other = (load(projected.rows, start[:, None] + at, keep) for at in (column, partner))
     angle = jnp.where(column < half, column, column - half)
-    both = [load(ref, row[:, None], angle, keep & (column < 2 * half)) for ref in angles]
-    norms = None
-    if has_norms:
+    is_turned = keep & (column < 2 * half)
+    cos, sin = (load(ref, angle, is_turned) for ref in (projected.cos, projected.sin))
+    x_norm = other_norm = None
+    if turning.has_norms:
         lead = (layer,) if len(norm_ref.shape) == 2 else ()
-        scales = [norm_ref.at[(*lead, at[0])] for at in (column, other)]
-        norms = [load_kept(at, is_in_head(D))[None, :] for at in scales]
-    return pair, norms, both
+        x_norm, other_norm = (
+            load_kept(norm_ref.at[(*lead, at[0])], is_in_head(turning.D))[None, :]
+            for at in (column, partner)
+        )
+    return Fetched(x=x, other=other, x_norm=x_norm, other_norm=other_norm, cos=cos, sin=sin)
 
 
-def turn(fetched, half, has_norms, eps, digits, D):
+def turn(fetched, turning):
     """See `turned`."""
-    (x, y), norms, (cos, sin) = fetched
-    if has_norms:
-        mean = add_up(x * x, digits) * (1.0 / D)
-        scale = lax.rsqrt(mean + eps)[:, None]
-        x, y = (each * scale * norm for each, norm in zip((x, y), norms, strict=True))
-    column = columns_of(D)[None, :]
-    turned_x = x * cos + jnp.where(column < half, -y, y) * sin
-    return jnp.where(column < 2 * half, turned_x, x)
+    x, other = fetched.x, fetched.other
+    if turning.has_norms:
+        mean = add_up(x * x, turning.digits) * (1.0 / turning.D)
+        scale = lax.rsqrt(mean + turning.eps)[:, None]
+        x, other = x * scale * fetched.x_norm, other * scale * fetched.other_norm
+    column = columns_of(turning.D)[None, :]
+    turned_x = x * fetched.cos + jnp.where(column < turning.half, -other, other) * fetched.sin
+    return jnp.where(column < 2 * turning.half, turned_x, x)
 
 
 def early(x, interpret):

@@ -32,7 +32,7 @@ from kernels.pallas_gpu.attention import (
     window_operand,
 )
 from kernels.pallas_gpu.columns import columns_of, in_head, load_head
-from kernels.pallas_gpu.heads import early, fetch, turn, write_pair
+from kernels.pallas_gpu.heads import Projected, Turning, early, fetch, turn, write_pair
 from kernels.pallas_gpu.parts import combine, store_unit
 from kernels.pallas_gpu.reach import is_in, pack, sees
 from kernels.tiles import MixTiles
@@ -237,9 +237,12 @@ def _mix_kernel(
             is_new = written < stop
             place = pltriton.load(places_ref.at[written], mask=is_new, other=0)
             is_new &= pltriton.load(real_ref.at[written], mask=is_new, other=0) != 0
-            rows = (projected_ref, (cos_ref, sin_ref), layer_ref[0], new, D)
+            projected = Projected(projected_ref, q_norm_ref, k_norm_ref, cos_ref, sin_ref)
+            turning = Turning(cos_ref.shape[1], new.has_norms, new.eps, new.digits, D)
+            fetch_of = partial(fetch, projected, layer=layer_ref[0], turning=turning)
             start_of_head = q_head * ((1 + new.gated) * D)
-            fetch_q = partial(_fetch, rows, q_norm_ref, own, start_of_head, row < stop)
+            of_queries = {"row": own, "start": start_of_head, "is_in": row < stop}
+            fetch_q = partial(fetch_of, norm_ref=q_norm_ref, **of_queries)
             # Where programs are few, before what some of them do first; else registers are scarce.
             is_early = sizes.splits == 1 and not new.is_placed
             fetched = fetch_q() if is_early else None
@@ -247,7 +250,8 @@ def _mix_kernel(
 
             def write():
                 is_mine = is_new & (place >= share.mine) & (place < share.yours)
-                k = _turn(rows, _fetch(rows, k_norm_ref, written, column + 0 * written, is_mine))
+                of_keys = {"row": written, "start": column + 0 * written, "is_in": is_mine}
+                k = turn(fetch_of(norm_ref=k_norm_ref, **of_keys), turning)
                 write_pair(
                     projected_ref, kv_ref, table_ref, layer_ref[0], written, request, place,
                     is_mine, head, column, k,
@@ -259,7 +263,7 @@ def _mix_kernel(
                 q = load_head(q_ref.at[at], D)
             else:
                 pl.when((bounds[3] < share.yours) & (bounds[4] > share.mine))(write)
-                q = _turn(rows, fetched or fetch_q()).astype(projected_ref.dtype)
+                q = turn(fetched or fetch_q(), turning).astype(projected_ref.dtype)
             window = pack(window_ref, own, order.nodes)
             is_bad = jnp.zeros(written.shape, bool)
             if sizes.max_rows > 1:
@@ -280,8 +284,8 @@ def _mix_kernel(
                 if sizes.max_rows > 1:
                     seen_new = sees(place, first, until, window, order.nodes) & is_bad[None, :]
                     is_harmed = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
-                    values = jnp.where(is_harmed[:, None], jnp.nan, sums.values)
-                    sums = sums._replace(values=values)
+                    values = jnp.where(is_harmed[:, None], jnp.nan, sums.value)
+                    sums = sums._replace(value=values)
                 gate_ref = projected_ref if new.gated else None
                 finish(sums, gate_ref, out_ref, row, q_head, row < stop, D)
 
@@ -299,16 +303,6 @@ def _mix_kernel(
             else:
                 pl.when(share.is_alone)(partial(end, own_sums))
                 pl.when(~share.is_alone)(end_if_last)
-
-
-def _fetch(rows, norm_ref, row, start, is_in):
-    x_ref, angles, layer, new, D = rows
-    return fetch(x_ref, norm_ref, angles, layer, row, start, is_in, new.has_norms, D)
-
-
-def _turn(rows, fetched):
-    _, angles, _, new, D = rows
-    return turn(fetched, angles[0].shape[1], new.has_norms, new.eps, new.digits, D)
 
 
 def _share(number, reach, bounds, order, sizes):

@@ -21,7 +21,7 @@ def store_unit(parts, unit, row, q_head, sums, is_lane):
     # A lane that is not written gets a row outside, for the interpreter.
     at, D = jnp.where(is_lane, row, sums_ref.shape[1]), sums_ref.shape[3]
     where = (unit, at[:, None], q_head[:, None], columns_of(D)[None, :])
-    pltriton.store(sums_ref.at[where], sums.values, mask=in_head(is_lane[:, None], D))
+    pltriton.store(sums_ref.at[where], sums.value, mask=in_head(is_lane[:, None], D))
     for ref, x in zip(refs, sums[1:], strict=True):
         pltriton.store(ref.at[unit, at, q_head], x, mask=is_lane)
 

@@ -18,17 +18,19 @@ from kernels.tiles import MixTiles
 from kernels.triton_gpu.attention import (
     LOG2_E,
     NEGATIVE,
+    Sums,
     add_tile,
     add_whole,
     clear_padding,
     finish,
-    fold,
+    fold_split,
+    no_split,
     no_sums,
     offsets,
     page_of,
 )
 from kernels.triton_gpu.columns import columns_of, in_head, load_head
-from kernels.triton_gpu.heads import fetch, turn, write_pair
+from kernels.triton_gpu.heads import Heads, Pool, Turning, fetch, projected_of, turn, write_pair
 from kernels.triton_gpu.linear import launching
 from kernels.triton_gpu.parts import combine, store_unit
 from kernels.triton_gpu.reach import is_in, pack, sees
@@ -97,8 +99,9 @@ def mix(
     out = projected.new_empty((R, Hq * D))
     programs = min(tiles.programs, triton.cdiv(splits, tiles.splits))
     _mix_kernel[(blocks * Hk, B, programs)](
-        *(projected, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm),
-        *(cos, sin, kv[layer, 0], kv[layer, 1], bounds, arrivals, page_table, row_starts, places),
+        projected_of(projected, q_norm, k_norm, cos, sin, eps),
+        Pool(k=kv[layer, 0], v=kv[layer, 1], table=page_table),
+        *(bounds, arrivals, row_starts, places),
         *(
             first,
             until,
@@ -110,16 +113,10 @@ def mix(
             totals,
             out,
         ),
-        *(R, B, columns, eps, D**-0.5 * LOG2_E.value, most_parts),
-        q_heads=Hq,
-        k_heads=Hk,
-        D=D,
-        half=cos.shape[1],
-        gated=gated,
-        has_norms=k_norm is not None,
+        *(R, B, columns, D**-0.5 * LOG2_E.value, most_parts),
+        heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
+        turning=Turning(half=cos.shape[1], has_norms=k_norm is not None, digits=digits),
         is_placed=q is not None,
-        page=page,
-        digits=digits,
         lanes=lanes,
         blocks=blocks,
         new_rows=triton.next_power_of_2(max_rows),
@@ -143,16 +140,10 @@ def mix(
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "columns", "most_parts"])
 def _mix_kernel(
-    projected_at,
-    q_norm_at,
-    k_norm_at,
-    cos_at,
-    sin_at,
-    k_at,
-    v_at,
+    projected,
+    pool,
     bounds_at,
     arrivals_at,
-    table_at,
     starts_at,
     places_at,
     first_at,
@@ -167,18 +158,11 @@ def _mix_kernel(
     num_rows,
     num_requests,
     columns,
-    eps,
     scale,
     most_parts,
-    q_heads: tl.constexpr,
-    k_heads: tl.constexpr,
-    D: tl.constexpr,
-    half: tl.constexpr,
-    gated: tl.constexpr,
-    has_norms: tl.constexpr,
+    heads: tl.constexpr,
+    turning: tl.constexpr,
     is_placed: tl.constexpr,
-    page: tl.constexpr,
-    digits: tl.constexpr,
     lanes: tl.constexpr,
     blocks: tl.constexpr,
     new_rows: tl.constexpr,
@@ -195,6 +179,11 @@ def _mix_kernel(
     is_launched: tl.constexpr,
 ):
     """One program per block of lanes of a key head, request, and share of the positions."""
+    q_heads: tl.constexpr = heads.q_heads
+    k_heads: tl.constexpr = heads.k_heads
+    D: tl.constexpr = heads.D
+    gated: tl.constexpr = heads.gated
+    page: tl.constexpr = heads.page
     group: tl.constexpr = q_heads // k_heads
     width: tl.constexpr = (q_heads * (1 + gated) + 2 * k_heads) * D
     head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -224,8 +213,8 @@ def _mix_kernel(
     mine = (begin + share * each) * unit
     yours = mine + each * unit  # of the next program
     from_position, to_position = tl.maximum(low, mine), tl.minimum(high, yours)
-    table_at += request * columns
-    number = page_of(table_at, columns, from_position // tile, page, tile)
+    own_pool = Pool(k=pool.k, v=pool.v, table=pool.table + request * columns)
+    number = page_of(own_pool.table, columns, from_position // tile, page, tile)
     lane = block * lanes + tl.arange(0, lanes)
     row, q_head = start + lane // group, head * group + lane % group
     own = tl.maximum(tl.minimum(row, stop - 1), 0)  # spare lanes are not written
@@ -245,35 +234,34 @@ def _mix_kernel(
     # Where programs are few, before what some of them do first; else registers are scarce.
     is_early: tl.constexpr = splits == 1 and not is_placed
     head_place = own.to(tl.int64) * width + q_head * ((1 + gated) * D)
-    at_head = (projected_at, head_place, q_norm_at, cos_at, sin_at, own, row < stop)
     if is_early:
-        fetched = fetch(*at_head, D, half, has_norms)
+        fetched = fetch(projected, projected.q_norm, head_place, own, row < stop, heads, turning)
     if not is_placed:  # noqa: SIM102 - settled when it is compiled
         if (new_from < yours) & (new_until > mine):
-            write_pair(
-                projected_at, new.to(tl.int64) * width, k_norm_at, cos_at, sin_at, new,
-                is_new & (place >= mine) & (place < yours), eps, k_at, v_at, table_at, place, head,
-                q_heads * (1 + gated), k_heads, D, half, has_norms, page, digits,
-            )  # fmt: skip
+            is_mine = is_new & (place >= mine) & (place < yours)
+            offset = new.to(tl.int64) * width
+            write_pair(projected, own_pool, offset, new, is_mine, place, head, heads, turning)
             tl.debug_barrier()  # they are read by other threads than wrote them
     place_of_lane = own.to(tl.int64) * q_heads + q_head
     if is_placed:
         q = load_head(q_at + place_of_lane[:, None] * D + columns_of(D)[None, :], D)
     else:
         if not is_early:
-            fetched = fetch(*at_head, D, half, has_norms)
-        q = turn(fetched, eps, D, half, has_norms, digits).to(projected_at.dtype.element_ty)
+            fetched = fetch(
+                projected, projected.q_norm, head_place, own, row < stop, heads, turning
+            )
+        q = turn(fetched, projected.eps, heads, turning).to(projected.rows.dtype.element_ty)
     window = pack(window_at, own, nodes)
     is_bad = tl.zeros((new_rows,), tl.int1)
     if new_rows > 1:
         at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
-        is_bad = _is_bad(projected_at, at, is_new, D)
-    sums, peak, total = _sum_share(
-        q, k_at + head * D, v_at + head * D, table_at, columns, number,
+        is_bad = _is_bad(projected.rows, at, is_new, D)
+    sums = _sum_share(
+        q, pool.k + head * D, pool.v + head * D, own_pool.table, columns, number,
         first, until, seen_from, seen_until, new_from, window, place, is_bad,
         from_position, to_position, scale,
         sums_at, peaks_at, totals_at, place_of_lane, row < stop, low // unit, num_rows * q_heads,
-        unit, is_alone, D, k_heads, page, nodes, ones, split, tile, may_span | (splits > 1),
+        unit, is_alone, heads, nodes, ones, split, tile, may_span | (splits > 1),
     )  # fmt: skip
     is_last = is_alone
     if not is_alone:
@@ -282,7 +270,7 @@ def _mix_kernel(
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1
         if is_last:
             tl.store(counter, 0)
-            sums, peak, total = combine(
+            sums = combine(
                 sums_at, peaks_at, totals_at, place_of_lane, low // unit,
                 tl.where(low < high, tl.cdiv(high, unit), low // unit),
                 tl.where(by_span, 1 << 20, span // split), num_rows * q_heads, lanes, D, unroll,
@@ -291,10 +279,9 @@ def _mix_kernel(
         if new_rows > 1:
             seen = sees(place, first, until, window, nodes) & is_bad[None, :]
             is_harmed = tl.max(seen.to(tl.int32), axis=1) > 0
-            sums = tl.where(is_harmed[:, None], float("nan"), sums)
-        finish(
-            sums, total, projected_at, head_place + D, out_at, place_of_lane, row < stop, D, gated
-        )
+            values = tl.where(is_harmed[:, None], float("nan"), sums.value)
+            sums = Sums(value=values, peak=sums.peak, total=sums.total)
+        finish(sums, projected.rows, head_place + D, out_at, place_of_lane, row < stop, D, gated)
 
 
 @triton.jit
@@ -336,9 +323,7 @@ def _sum_share(
     stride,
     unit,
     is_alone,
-    D: tl.constexpr,
-    k_heads: tl.constexpr,
-    page: tl.constexpr,
+    heads: tl.constexpr,
     nodes: tl.constexpr,
     ones: tl.constexpr,
     split: tl.constexpr,
@@ -352,26 +337,23 @@ def _sum_share(
     read.
     """
     lanes: tl.constexpr = q.shape[0]
-    sums, peak, _ = no_sums(lanes, D)
-    total = tl.zeros((lanes, ones), tl.float32)
-    u_sums, u_peak, u_total = no_sums(lanes, D)
+    D: tl.constexpr = heads.D
+    sums, u_sums = no_split(lanes, D, ones), no_sums(lanes, D)
     begin = low // tile
     end = tl.where(low < high, tl.cdiv(high, tile), begin)
     # Tiles that every lane sees whole, and of which nothing is new, need no mask.
     whole = tl.minimum(tl.minimum(tl.min(until), new_from) // tile, end)
     whole = tl.where(tl.max(first) <= begin * tile, tl.maximum(whole, begin), begin)
     for i in range(begin, whole):
-        position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
-        sums, peak, total = add_whole(
-            q, k_at + offset, v_at + offset, scale, sums, peak, total, D, ones
-        )
-        sums, peak, total, u_sums, u_peak, u_total = _close(
-            i, end, sums, peak, total, u_sums, u_peak, u_total,
+        position, offset, number = offsets(table_at, columns, number, i, tile, heads)
+        sums = add_whole(q, k_at + offset, v_at + offset, scale, sums, D)
+        sums, u_sums = _close(
+            i, end, sums, u_sums,
             sums_at, peaks_at, totals_at, place_of_lane, is_lane, base, stride, unit, is_alone,
             D, ones, split, tile, may_gather,
         )  # fmt: skip
     for i in range(whole, end):
-        position, offset, number = offsets(table_at, columns, number, i, D, k_heads, page, tile)
+        position, offset, number = offsets(table_at, columns, number, i, tile, heads)
         is_read = (position >= seen_from) & (position < seen_until)
         if nodes > 0:
             is_read |= is_in(window[2], window[3], position - seen_until, nodes)
@@ -384,15 +366,15 @@ def _sum_share(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         seen = sees(position, first, until, window, nodes)
         scores = tl.where(seen, scores, NEGATIVE)
-        highest = tl.maximum(peak, tl.max(scores, axis=1))
+        highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
         weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
-        sums, peak, total = add_tile(sums, peak, total, highest, weights, v, ones)
-        sums, peak, total, u_sums, u_peak, u_total = _close(
-            i, end, sums, peak, total, u_sums, u_peak, u_total,
+        sums = add_tile(sums, highest, weights, v)
+        sums, u_sums = _close(
+            i, end, sums, u_sums,
             sums_at, peaks_at, totals_at, place_of_lane, is_lane, base, stride, unit, is_alone,
             D, ones, split, tile, may_gather,
         )  # fmt: skip
-    return u_sums, u_peak, u_total
+    return u_sums
 
 
 @triton.jit
@@ -400,11 +382,7 @@ def _close(
     i,
     end,
     sums,
-    peak,
-    total,
     u_sums,
-    u_peak,
-    u_total,
     sums_at,
     peaks_at,
     totals_at,
@@ -421,18 +399,18 @@ def _close(
     may_gather: tl.constexpr,
 ):
     """After the last tile of a split adds it to its unit, and after the last split stores that."""
-    lanes: tl.constexpr = sums.shape[0]
+    lanes: tl.constexpr = sums.peak.shape[0]
     after, is_last = (i + 1) * tile, i + 1 == end
     if (after % split == 0) | is_last:
         at = (i * tile // unit - base) * stride + place_of_lane
-        weight = tl.max(total, axis=1)
         if may_gather:
-            u_sums, u_peak, u_total = fold(u_sums, u_peak, u_total, sums, peak, weight)
+            u_sums = fold_split(u_sums, sums)
             if ((after % unit == 0) | is_last) & (not is_alone):
-                store_unit(sums_at, peaks_at, totals_at, at, u_sums, u_peak, u_total, is_lane, D)
-                u_sums, u_peak, u_total = no_sums(lanes, D)
+                store_unit(sums_at, peaks_at, totals_at, at, u_sums, is_lane, D)
+                u_sums = no_sums(lanes, D)
         else:
-            store_unit(sums_at, peaks_at, totals_at, at, sums, peak, weight, is_lane, D)
-        sums, peak, _ = no_sums(lanes, D)
-        total = tl.zeros((lanes, ones), tl.float32)
-    return sums, peak, total, u_sums, u_peak, u_total
+            total = tl.max(sums.total, axis=1)
+            done = Sums(value=sums.value, peak=sums.peak, total=total)
+            store_unit(sums_at, peaks_at, totals_at, at, done, is_lane, D)
+        sums = no_split(lanes, D, ones)
+    return sums, u_sums

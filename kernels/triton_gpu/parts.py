@@ -7,17 +7,17 @@ summed them.
 import triton
 import triton.language as tl
 
-from kernels.triton_gpu.attention import fold, no_sums
+from kernels.triton_gpu.attention import Sums, fold, no_sums
 from kernels.triton_gpu.columns import columns_of, in_head
 
 
 @triton.jit
-def store_unit(sums_at, peaks_at, totals_at, at, sums, peak, total, is_lane, D: tl.constexpr):
+def store_unit(sums_at, peaks_at, totals_at, at, sums, is_lane, D: tl.constexpr):
     """Stores the sums over a unit of the positions."""
     column = columns_of(D)[None, :]
-    tl.store(sums_at + at[:, None] * D + column, sums, mask=in_head(is_lane[:, None], D))
-    tl.store(peaks_at + at, peak, mask=is_lane)
-    tl.store(totals_at + at, total, mask=is_lane)
+    tl.store(sums_at + at[:, None] * D + column, sums.value, mask=in_head(is_lane[:, None], D))
+    tl.store(peaks_at + at, sums.peak, mask=is_lane)
+    tl.store(totals_at + at, sums.total, mask=is_lane)
 
 
 @triton.jit
@@ -39,9 +39,9 @@ def combine(
     Several units at a time, so that one need not wait for the memory of the one before.
     """
     column = columns_of(D)[None, :]
-    w_sums, w_peak, w_total = no_sums(lanes, D)
+    w_sums = no_sums(lanes, D)
     for number in range(begin // per_span, tl.cdiv(end, per_span)):
-        sums, peak, total = no_sums(lanes, D)
+        sums = no_sums(lanes, D)
         low = tl.maximum(number * per_span, begin)
         high = tl.minimum((number + 1) * per_span, end)
         for several in range(low // unroll, tl.cdiv(high, unroll)):
@@ -49,14 +49,14 @@ def combine(
                 unit = several * unroll + member + tl.zeros((lanes,), tl.int32)
                 is_one = (unit >= low) & (unit < high)
                 at = (unit - begin) * stride + place
-                more_sums = tl.load(
+                values = tl.load(
                     sums_at + at[:, None] * D + column,
                     mask=in_head(is_one[:, None], D),
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                more_peak = tl.load(peaks_at + at, mask=is_one, other=-1e30, cache_modifier=".cg")
-                more_total = tl.load(totals_at + at, mask=is_one, other=0.0, cache_modifier=".cg")
-                sums, peak, total = fold(sums, peak, total, more_sums, more_peak, more_total)
-        w_sums, w_peak, w_total = fold(w_sums, w_peak, w_total, sums, peak, total)
-    return w_sums, w_peak, w_total
+                peak = tl.load(peaks_at + at, mask=is_one, other=-1e30, cache_modifier=".cg")
+                total = tl.load(totals_at + at, mask=is_one, other=0.0, cache_modifier=".cg")
+                sums = fold(sums, Sums(value=values, peak=peak, total=total))
+        w_sums = fold(w_sums, sums)
+    return w_sums
