@@ -115,8 +115,8 @@ class JaxBackend:
         if ops.kernels_on(where) is not None:
             plain_operations(self._blueprint, KERNEL_LIMITS)
         self._config, self._device, self._bind = config, where, _binding(config, drafts)
-        own = [] if draft_arrays is None else [draft_arrays]
-        self._graphs, parameters = zip(*map(nnx.split, [*own, model]), strict=True)
+        draft_modules = [] if draft_arrays is None else [draft_arrays]
+        self._graphs, parameters = zip(*map(nnx.split, [*draft_modules, model]), strict=True)
         leaves, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
         self._leaves = [_leaf(path, array, where) for path, array in leaves]
         allocate = partial(device_state.allocate, config, limits, sizes, kind, where)
@@ -150,8 +150,8 @@ class JaxBackend:
         kept = self._kept
         workers = min(os.cpu_count() or 1, MOST_COMPILERS)
         with ThreadPoolExecutor(workers) as pool:
-            found = zip(wanted, pool.map(kept.find, wanted), strict=True) if kept else ()
-            ready = {program: each for program, each in found if each is not None}
+            lookups = zip(wanted, pool.map(kept.find, wanted), strict=True) if kept else ()
+            ready = {program: each for program, each in lookups if each is not None}
             # Python traces one program while XLA compiles those before it.
             making = {
                 program: pool.submit(self._compiled, program, self.lowered(program))
@@ -233,9 +233,9 @@ class JaxBackend:
         """What a step works with, of the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
         parts = zip(self._graphs, jax.tree.unflatten(self._tree, leaves), strict=True)
-        *own, model = (nnx.merge(*part) for part in parts)
+        *draft_modules, model = (nnx.merge(*part) for part in parts)
         target = Model.of(self._config, model)
-        return Machine(target, self._bind(*own, target), self.limits)
+        return Machine(target, self._bind(*draft_modules, target), self.limits)
 
 
 def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
@@ -273,13 +273,13 @@ def _binding(config: ModelConfig, drafts: Drafts) -> Callable[..., drafters.Draf
     if drafts.with_mtp:
         return lambda model: EagleDrafter(heads.mtp(model))
     if (small := drafts.model) is not None:
-        return lambda own, model: StandaloneDrafter(Model.of(small, own), config.vocab)
+        return lambda weights, model: StandaloneDrafter(Model.of(small, weights), config.vocab)
     if (head := drafts.head) is None:
         return lambda model: None
     if drafts.block is not None:
-        return lambda own, model: BlockDrafter(model, LoadedHead(head, own))
+        return lambda weights, model: BlockDrafter(model, LoadedHead(head, weights))
     made = heads.HEADS[drafts.kind]
-    return lambda own, model: EagleDrafter(made(model, LoadedHead(head, own)))
+    return lambda weights, model: EagleDrafter(made(model, LoadedHead(head, weights)))
 
 
 def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:

@@ -35,10 +35,10 @@ class OrbaxCheckpoint:
         """
         self._folder, self._reader = folder, ocp.PyTreeCheckpointer()
         try:
-            found = self._reader.metadata(folder).item_metadata
-            if found is None:
+            saved = self._reader.metadata(folder).item_metadata
+            if saved is None:
                 raise ValueError("nothing is stored")
-            self._arrays = {name: (tuple(a.shape), np.dtype(a.dtype)) for name, a in found.items()}
+            self._arrays = {name: (tuple(a.shape), np.dtype(a.dtype)) for name, a in saved.items()}
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(f"{folder} is no complete Orbax checkpoint") from error
 
@@ -60,7 +60,7 @@ class OrbaxCheckpoint:
         if with_mtp and not self.has_mtp:
             raise CheckpointError("the checkpoint has no mtp.* arrays, so it cannot draft NEXTN")
         for parameter in parameters(config, with_mtp):
-            shape, _ = self._found(parameter)
+            shape, _ = self._shape_and_dtype(parameter)
             if shape != parameter.shape:
                 raise CheckpointError(
                     f"the array {parameter.name} has shape {list(shape)}, "
@@ -74,7 +74,7 @@ class OrbaxCheckpoint:
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> Shaped[np.ndarray, "..."]:
         """Reads one parameter; see `Checkpoint.load`."""
-        self._found(parameter)
+        self._shape_and_dtype(parameter)
         name = parameter.name
         wanted = ocp.args.PyTreeRestore(
             item={name: 0},
@@ -88,13 +88,13 @@ class OrbaxCheckpoint:
         progress(self._num_bytes(parameter))
         return read.astype(np.float32 if parameter.float32 else dtype)
 
-    def _found(self, parameter: Parameter) -> tuple[tuple[int, ...], np.dtype]:
+    def _shape_and_dtype(self, parameter: Parameter) -> tuple[tuple[int, ...], np.dtype]:
         if parameter.name not in self._arrays:
             raise CheckpointError(f"the checkpoint has no array {parameter.name}")
         return self._arrays[parameter.name]
 
     def _num_bytes(self, parameter: Parameter) -> int:
-        shape, dtype = self._found(parameter)
+        shape, dtype = self._shape_and_dtype(parameter)
         return math.prod(shape) * dtype.itemsize
 
 
@@ -132,8 +132,8 @@ def convert(source: Path, target: Path) -> None:
 
 def _stored(opened: Checkpoint, parameter: Parameter) -> np.dtype:
     """The dtype that holds all of a parameter's tensors without loss."""
-    found = {opened.tensor(source.name).dtype for source in parameter.sources}
-    return found.pop() if len(found) == 1 else np.dtype(np.float32)
+    dtypes = {opened.tensor(source.name).dtype for source in parameter.sources}
+    return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
 
 
 def _save(folder: Path, arrays: Mapping[str, Shaped[np.ndarray, "..."]]) -> None:

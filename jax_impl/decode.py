@@ -43,13 +43,13 @@ class Verified(NamedTuple):
 
     Attributes:
       passed: The target's pass over all nodes.
-      way: Down each row's tree.
+      accepted: The way down each row's tree.
       logits: Of all nodes.
       mixer: Ran the gated-delta layers, and knows what is left of them.
     """
 
     passed: model.Forward
-    way: Followed
+    accepted: Followed
     logits: Float[jax.Array, "R vocab"]
     mixer: Tree | None
 
@@ -63,7 +63,7 @@ def decode(
     verified = verify(machine, state, plan, program, trees, lengths)
     state, saved = commit(machine, state, plan, program, verified, lengths)
     state = extend(machine, state, plan, program, trees, verified, lengths)
-    return state, told(machine, plan, program, trees, verified, saved)
+    return state, result_fields(machine, plan, program, trees, verified, saved)
 
 
 def draft(
@@ -133,7 +133,7 @@ def verify(
         machine, state, plan, program, trees, logits, rows, node, row_of, lengths
     )
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
-    way = acceptance.follow(
+    accepted = acceptance.follow(
         trees.tokens,
         trees.parents,
         walked,
@@ -144,7 +144,7 @@ def verify(
         shape.depth,
         program.is_chain,
     )
-    return Verified(passed, way, logits, mixer)
+    return Verified(passed, accepted, logits, mixer)
 
 
 def _mixer(
@@ -181,16 +181,16 @@ def _choose(
     """The token after each node, and which rows of the logits are finite."""
     of_trees = (trees.tokens, trees.parents, rows.request, node, program.is_chain)
     seen = sampling.seen_in_trees(state.seen, plan.slots, *of_trees)
-    positions, how = rows.positions + 1, plan.sampling
+    positions, params = rows.positions + 1, plan.sampling
     if trees.drafted is None:
         allowed = _allowed(plan.mask, rows.request, node, logits.shape[1])
-        chosen = sampling.choose(logits, seen, positions, how, rows.request, allowed)
+        chosen = sampling.choose(logits, seen, positions, params, rows.request, allowed)
         return chosen.ids[row_of], chosen.is_finite
     return acceptance.judge(
         logits=logits,
         seen=seen,
         positions=positions,
-        sampling=how,
+        sampling=params,
         request=rows.request,
         row_of=row_of,
         tokens=trees.tokens,
@@ -225,8 +225,8 @@ def _accepting(
             tokens, trees.parents, walked, choices, rates, seeds, lengths
         )
     if trees.forced is not None:
-        choices, own = acceptance.force(tokens, trees.num_nodes, choices, trees.forced)
-        walked = jnp.where(trees.forced, own, walked)
+        choices, forced = acceptance.force(tokens, trees.num_nodes, choices, trees.forced)
+        walked = jnp.where(trees.forced, forced, walked)
     return choices, walked
 
 
@@ -239,9 +239,9 @@ def commit(
     lengths: Int[jax.Array, " B"],
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
     """Makes the accepted path the slots' past; says which snapshots were taken."""
-    kv, counts = verified.passed.kv, verified.way.counts
+    kv, counts = verified.passed.kv, verified.accepted.counts
     if not program.is_chain:
-        kv = attention.commit_window(kv, plan.page_table, lengths, verified.way.path, counts)
+        kv = attention.commit_window(kv, plan.page_table, lengths, verified.accepted.path, counts)
     state, saved = _commit_state(state, plan, verified, plan.save_at - lengths)
     draft = None if machine.feeds(program) else state.draft  # it gets a hole
     new_lengths, newest, seen, draft_from = slots.commit(
@@ -251,7 +251,7 @@ def commit(
         draft_from=None if draft is None else draft.draft_from,
         slots=plan.slots,
         before=lengths,
-        tokens=verified.way.tokens,
+        tokens=verified.accepted.tokens,
         counts=counts,
         prompt_length=plan.sampling.prompt_length,
     )
@@ -268,11 +268,11 @@ def _commit_state(
     save_after: Int[jax.Array, " B"],
 ) -> tuple[DeviceState, Bool[jax.Array, " B"]]:
     """Advances the gated-delta states along the path; says which snapshots were taken."""
-    way = verified.way
-    passed = (plan.save != 0) & (save_after >= 1) & (save_after <= way.counts)
+    accepted = verified.accepted
+    passed = (plan.save != 0) & (save_after >= 1) & (save_after <= accepted.counts)
     if verified.mixer is None or state.snapshots is None:
         return state, passed
-    where = (way.path, way.counts, save_after, plan.save)
+    where = (accepted.path, accepted.counts, save_after, plan.save)
     delta, snapshots = verified.mixer.commit(state.snapshots, *where)
     return state._replace(delta=delta, snapshots=snapshots), passed
 
@@ -294,19 +294,19 @@ def extend(
         return state
     assert machine.drafter is not None  # there is one to feed
     assert state.draft is not None
-    (B, W), counts = verified.way.path.shape, verified.way.counts
+    (B, W), counts = verified.accepted.path.shape, verified.accepted.counts
     draft_from = state.draft.draft_from[plan.slots]
     rows = extend_rows(lengths, counts, draft_from, plan.page_table, W - 1)
     last = W * jnp.arange(B, dtype=jnp.int32) + jnp.maximum(counts - 1, 0)
     rank = ranking(machine, state, plan, lengths + counts, machine.limits.max_width, False)
-    tokens = jnp.take_along_axis(trees.tokens, verified.way.path, axis=1).reshape(-1)
-    passed = verified.passed.at(verified.way.rows.reshape(-1))
-    fed = Fed(rows, tokens, verified.way.tokens.reshape(-1), passed, last)
+    tokens = jnp.take_along_axis(trees.tokens, verified.accepted.path, axis=1).reshape(-1)
+    passed = verified.passed.at(verified.accepted.rows.reshape(-1))
+    fed = Fed(rows, tokens, verified.accepted.tokens.reshape(-1), passed, last)
     memory = machine.drafter.extend(state.draft, plan, lengths, counts, fed, rank)
     return state._replace(draft=memory)
 
 
-def told(
+def result_fields(
     machine: Machine,
     plan: Plan,
     program: Program,
@@ -315,8 +315,8 @@ def told(
     saved: Bool[jax.Array, " B"],
 ) -> Fields:
     """The fields of a decode step's result."""
-    way = verified.way
-    found = {"tokens": way.tokens, "counts": way.counts, "failed": way.failed}
-    found |= {"saved": saved} | trees.fields()
-    chosen_from = (verified.logits, way.rows, way.tokens, way.counts)
-    return found | logprobs_of(machine, plan, program, *chosen_from)
+    accepted = verified.accepted
+    values = {"tokens": accepted.tokens, "counts": accepted.counts, "failed": accepted.failed}
+    values |= {"saved": saved} | trees.fields()
+    chosen_from = (verified.logits, accepted.rows, accepted.tokens, accepted.counts)
+    return values | logprobs_of(machine, plan, program, *chosen_from)

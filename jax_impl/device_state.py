@@ -270,11 +270,11 @@ def _read_drafts(at: Fields) -> HostDraft:
     )
 
 
-def pack(found: Fields, program: Program, limits: Limits) -> Words:
+def pack(values: Fields, program: Program, limits: Limits) -> Words:
     """Lays the fields of a result behind one another; what the work did not give is 0."""
     parts = []
     for name, field in result_layout(program, limits).fields.items():
-        value = found.get(name, jnp.zeros(field.shape, field.dtype))
+        value = values.get(name, jnp.zeros(field.shape, field.dtype))
         flat = value.astype(field.dtype).reshape(-1)
         parts.append(lax.bitcast_convert_type(flat, jnp.int32))
     return jnp.concatenate(parts)

@@ -101,8 +101,8 @@ def _surroundings(device: jax.Device) -> list[object]:
 
 def _processor() -> str:
     """The processor with its instructions, as far as the system tells them."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
     wanted = ("model name", "flags", "Features")
     return " ".join([platform.processor(), *sorted({x for x in lines if x.startswith(wanted)})])
 

@@ -148,8 +148,8 @@ class Chunks:
         self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"], held: Held
     ) -> tuple[Float[jax.Array, "R values"], Held]:
         states, snapshots = held
-        own = (delta_weights(self._config, weights), _sizes(self._config))
-        out, *held = delta_mix.feed(inputs, *own, states, snapshots, place, *self._where)
+        delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
+        out, *held = delta_mix.feed(inputs, delta, sizes, states, snapshots, place, *self._where)
         return out, tuple(held)
 
 
@@ -176,8 +176,8 @@ class Tree:
         self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"], held: Held
     ) -> tuple[Float[jax.Array, "R values"], Held]:
         states, room = held
-        own = (delta_weights(self._config, weights), _sizes(self._config))
-        given = (inputs, *own, states, place, self._slots, self._nodes)
+        delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
+        given = (inputs, delta, sizes, states, place, self._slots, self._nodes)
         if isinstance(room.kept, Kept):
             out, *held = delta_mix.verify(*given, room)
         else:

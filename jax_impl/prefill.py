@@ -59,11 +59,11 @@ def prefill(
     failed = ~chosen.is_finite
     counts = (prompt.ends_prompt & ~failed & is_row).astype(jnp.int32)
     tokens = jnp.where(counts > 0, newest, 0)[:, None]
-    found = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
-    found |= {"drafts": newest[:, None], "num_nodes": jnp.ones_like(newest)}
+    values = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
+    values |= {"drafts": newest[:, None], "num_nodes": jnp.ones_like(newest)}
     row_of = jnp.arange(len(counts), dtype=jnp.int32)[:, None]
-    found |= logprobs_of(machine, plan, program, logits, row_of, tokens, counts)
-    return state, found | _scores(machine, program, prompts, passed, following)
+    values |= logprobs_of(machine, plan, program, logits, row_of, tokens, counts)
+    return state, values | _scores(machine, program, prompts, passed, following)
 
 
 def _following(prompts: Prompts, newest: Int[jax.Array, " B"]) -> Int[jax.Array, " T"]:
@@ -95,8 +95,8 @@ def _scores(
     whole, best = jnp.zeros(rows), jnp.zeros((rows, k))
     nothing = (whole, whole.astype(jnp.int32), best.astype(jnp.int32), best)
     last, before = ops.scan(score, nothing, blocks)
-    found = (jnp.append(b[1:], a[None], axis=0) for b, a in zip(before, last, strict=True))
-    parts = [part.reshape(program.tokens, *part.shape[2:]) for part in found]
+    shifted = (jnp.append(b[1:], a[None], axis=0) for b, a in zip(before, last, strict=True))
+    parts = [part.reshape(program.tokens, *part.shape[2:]) for part in shifted]
     return {name: _real(prompts, part) for name, part in zip(SCORES, parts, strict=True)}
 
 

@@ -87,11 +87,11 @@ def read_weights(
     progress: Callable[[int], None],
 ) -> tuple[Weights, DraftModel | Weights | None]:
     """The model's weights on a device, and those that draft, if they are its own."""
-    how = (jnp.dtype(blueprint.dtype), device, progress)
-    weights = load(checkpoint, blueprint.config, blueprint.drafts.with_mtp, *how)
+    placement = (jnp.dtype(blueprint.dtype), device, progress)
+    weights = load(checkpoint, blueprint.config, blueprint.drafts.with_mtp, *placement)
     draft_weights = draft_files.read(
-        lambda files, config: load_head(files, config, *how),
-        lambda files, config: load(files, config, False, *how),
+        lambda files, config: load_head(files, config, *placement),
+        lambda files, config: load(files, config, False, *placement),
     )
     return weights, draft_weights
 

@@ -23,8 +23,8 @@ def step(
         Work.DRAFT: draft,
         Work.COUNT: count_tokens,
     }[program.work]
-    state, found = work(machine, state, plan, program)
-    return _end(machine, state, plan, found, program)
+    state, values = work(machine, state, plan, program)
+    return _end(machine, state, plan, values, program)
 
 
 def _end(

@@ -171,20 +171,20 @@ def _placed(
     return None
 
 
-def _drafter(model: Model, drafts: Drafts, own: DraftWeights | None) -> drafters.Drafter | None:
+def _drafter(model: Model, drafts: Drafts, weights: DraftWeights | None) -> drafters.Drafter | None:
     """What drafts, bound to its weights and the target's."""
     if drafts.with_mtp:
         return EagleDrafter(heads.mtp(model))
     if drafts.model is not None:
-        assert isinstance(own, Weights)
-        return StandaloneDrafter(Model.of(drafts.model, own), model.config.vocab)
+        assert isinstance(weights, Weights)
+        return StandaloneDrafter(Model.of(drafts.model, weights), model.config.vocab)
     if drafts.head is None:
         return None
     if drafts.block is not None:
-        assert isinstance(own, BlockWeights)
-        return BlockDrafter.of(model, own)
-    assert isinstance(own, HeadWeights)
-    return EagleDrafter(heads.HEADS[drafts.kind](model, own))
+        assert isinstance(weights, BlockWeights)
+        return BlockDrafter.of(model, weights)
+    assert isinstance(weights, HeadWeights)
+    return EagleDrafter(heads.HEADS[drafts.kind](model, weights))
 
 
 class _Worker:
@@ -357,8 +357,12 @@ class _Stream:
     def _capture(self, program: Program, plan: Int[Tensor, " words"]) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         # Another thread of the process (a JAX backend, say) may allocate meanwhile.
-        how = {"pool": self._pool, "stream": self._compute, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graph, **how):
+        options = {
+            "pool": self._pool,
+            "stream": self._compute,
+            "capture_error_mode": "thread_local",
+        }
+        with torch.cuda.graph(graph, **options):
             result = step(self._machine, plan, program)
         return _Graph(graph, plan, result)
 

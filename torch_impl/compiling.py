@@ -96,11 +96,13 @@ class _Compilers:
 
         target = driver.active.get_current_target()
         job = {"module": fn.module, "name": fn.name, "target": vars(target)}
-        told = json.loads(compile["specialization_data"])
-        told["signature"] = _encoded(compile["signature"])
-        values = zip(compile["constants"].values(), told["constant_vals"], strict=True)
-        told["constant_vals"] = [_encoded_constant(value, own) for value, own in values]
-        line = json.dumps(job | {"data": told})
+        specialization = json.loads(compile["specialization_data"])
+        specialization["signature"] = _encoded(compile["signature"])
+        values = zip(compile["constants"].values(), specialization["constant_vals"], strict=True)
+        specialization["constant_vals"] = [
+            _encoded_constant(value, plain) for value, plain in values
+        ]
+        line = json.dumps(job | {"data": specialization})
         if line not in self._asked:
             kept = _kept(fn.jit_function, line)
             is_new = not kept.has_file(_DONE)
@@ -161,7 +163,7 @@ def _compile_line(line: str) -> None:
     from triton.compiler import ASTSource, make_backend
 
     job = json.loads(line)
-    told = job["data"]
+    specialization = job["data"]
     function = getattr(import_module(job["module"]), job["name"])
     kept = _kept(function, line)
 
@@ -172,24 +174,30 @@ def _compile_line(line: str) -> None:
 
     source = ASTSource(
         function,
-        _decoded(told["signature"]),
+        _decoded(specialization["signature"]),
         dict(
-            zip(_decoded(told["constant_keys"]), map(constant, told["constant_vals"]), strict=True)
+            zip(
+                _decoded(specialization["constant_keys"]),
+                map(constant, specialization["constant_vals"]),
+                strict=True,
+            )
         ),
-        dict(zip(_decoded(told["attrs_keys"]), told["attrs_vals"], strict=True)),
+        dict(
+            zip(_decoded(specialization["attrs_keys"]), specialization["attrs_vals"], strict=True)
+        ),
     )
     target = GPUTarget(**job["target"])
-    options = {name: _decoded(value) for name, value in told["options"].items()}
+    options = {name: _decoded(value) for name, value in specialization["options"].items()}
     options = make_backend(target).parse_options(options)
     triton.compile(source, target=target, options=vars(options))
     kept.put("", _DONE, binary=False)
 
 
-def _encoded_constant(value: Any, told: Any) -> Any:
+def _encoded_constant(value: Any, plain: Any) -> Any:
     """A constant as Triton tells it, but that its named tuples keep their names."""
     if type(value).__name__ == "constexpr":
         return {"constexpr": _encoded(value.value)}
-    return _encoded(value) if isinstance(value, tuple) else told
+    return _encoded(value) if isinstance(value, tuple) else plain
 
 
 def _encoded(value: Any) -> Any:

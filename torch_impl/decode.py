@@ -46,7 +46,7 @@ class Verified:
     of all nodes, and what a commit needs."""
 
     passed: Forward
-    way: Followed
+    accepted: Followed
     logits: Float[Tensor, "R vocab"]
     mixer: Tree | None
 
@@ -57,7 +57,7 @@ def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
     verified = verify(machine, plan, program, trees, lengths)
     saved = commit(machine, plan, program, verified, lengths)
     extend(machine, plan, program, trees, verified, lengths)
-    return told(machine, plan, program, trees, verified, saved)
+    return result_fields(machine, plan, program, trees, verified, saved)
 
 
 def draft(machine: Machine, plan: Plan, program: Program) -> Fields:
@@ -76,19 +76,19 @@ def grow(machine: Machine, plan: Plan, program: Program, lengths: Int[Tensor, " 
     assert machine.drafter is not None  # it has the program
     assert state.draft is not None
     rank = ranking(machine, plan, lengths, shape.width, machine.samples(program))
-    found = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
+    drafted = machine.drafter.draft(state.draft, plan, newest, lengths, shape, rank)
     if program.shares_rows:
-        return Trees(*_share(found, plan, shape.rows), None, None)
-    return Trees(found.tokens, found.parents, found.num_nodes, None, found.processed)
+        return Trees(*_share(drafted, plan, shape.rows), None, None)
+    return Trees(drafted.tokens, drafted.parents, drafted.num_nodes, None, drafted.processed)
 
 
 def _share(
-    found: Drafted, plan: Plan, rows: int
+    drafted: Drafted, plan: Plan, rows: int
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"]]:
     """Those of the drafts for which there are verify rows: tokens, parents, node counts."""
-    assert found.weights is not None  # of a program that shares rows
-    ranked = verify_rows.rank_weights(found.parents, found.weights, plan.sampling.calibration)
-    return verify_rows.share(found.tokens, found.parents, found.num_nodes, ranked, rows)
+    assert drafted.weights is not None  # of a program that shares rows
+    ranked = verify_rows.rank_weights(drafted.parents, drafted.weights, plan.sampling.calibration)
+    return verify_rows.share(drafted.tokens, drafted.parents, drafted.num_nodes, ranked, rows)
 
 
 def _host_trees(drafts: HostDraft, newest: Int[Tensor, " B"]) -> Trees:
@@ -138,7 +138,7 @@ def verify(
     logits = model.logits(machine.model, passed.hidden)
     choices, is_finite = _choose(machine, plan, program, trees, logits, rows, node, row_of, lengths)
     choices, walked = _accepting(machine, plan, program, trees, choices, lengths)
-    way = acceptance.follow(
+    accepted = acceptance.follow(
         trees.tokens,
         trees.parents,
         walked,
@@ -149,7 +149,7 @@ def verify(
         shape.depth,
         program.is_chain,
     )
-    return Verified(passed, way, logits, mixer)
+    return Verified(passed, accepted, logits, mixer)
 
 
 def _mixer(
@@ -184,18 +184,18 @@ def _choose(
 
     And which rows of the logits are finite.
     """
-    request, positions, how = rows.request, rows.positions + 1, plan.sampling
+    request, positions, params = rows.request, rows.positions + 1, plan.sampling
     of_trees = (trees.tokens, trees.parents, request, node, program.is_chain)
     seen = sampling.seen_in_trees(machine.state.seen, plan.slots, *of_trees)
     if trees.drafted is None:
         allowed = _allowed(plan.mask, request, node, logits.shape[1])
-        chosen = sampling.choose(logits, seen, positions, how, request, allowed)
+        chosen = sampling.choose(logits, seen, positions, params, request, allowed)
         return chosen.ids[row_of], chosen.is_finite
     return acceptance.judge(
         logits=logits,
         seen=seen,
         positions=positions,
-        sampling=how,
+        sampling=params,
         request=request,
         row_of=row_of,
         tokens=trees.tokens,
@@ -230,8 +230,8 @@ def _accepting(
             tokens, trees.parents, walked, choices, rates, seeds, lengths
         )
     if trees.forced is not None:
-        choices, own = acceptance.force(tokens, trees.num_nodes, choices, trees.forced)
-        walked = torch.where(trees.forced, own, walked)
+        choices, forced = acceptance.force(tokens, trees.num_nodes, choices, trees.forced)
+        walked = torch.where(trees.forced, forced, walked)
     return choices, walked
 
 
@@ -242,7 +242,7 @@ def commit(
     state, draft = machine.state, machine.state.draft
     if not program.is_chain:
         attention.commit_window(
-            state.kv, plan.page_table, lengths, verified.way.path, verified.way.counts
+            state.kv, plan.page_table, lengths, verified.accepted.path, verified.accepted.counts
         )
     saved = _commit_state(machine, plan, verified, plan.save_at - lengths)
     slots.commit(
@@ -252,8 +252,8 @@ def commit(
         draft_from=None if draft is None or machine.feeds(program) else draft.draft_from,
         slots=plan.slots,
         before=lengths,
-        tokens=verified.way.tokens,
-        counts=verified.way.counts,
+        tokens=verified.accepted.tokens,
+        counts=verified.accepted.counts,
         prompt_length=plan.sampling.prompt_length,
     )
     return saved
@@ -263,11 +263,11 @@ def _commit_state(
     machine: Machine, plan: Plan, verified: Verified, save_after: Int[Tensor, " B"]
 ) -> Bool[Tensor, " B"]:
     """Advances the gated-delta states along the path; returns which snapshots were taken."""
-    way, snapshots = verified.way, machine.state.snapshots
+    accepted, snapshots = verified.accepted, machine.state.snapshots
     if verified.mixer is None or snapshots is None:
         return torch.zeros_like(plan.starts)
-    verified.mixer.commit(snapshots, way.path, way.counts, save_after, plan.save)
-    return (plan.save != 0) & (save_after >= 1) & (save_after <= way.counts)
+    verified.mixer.commit(snapshots, accepted.path, accepted.counts, save_after, plan.save)
+    return (plan.save != 0) & (save_after >= 1) & (save_after <= accepted.counts)
 
 
 def extend(
@@ -284,22 +284,26 @@ def extend(
     """
     if not machine.feeds(program):
         return
-    W, counts, draft = verified.way.path.shape[1], verified.way.counts, machine.state.draft
+    W, counts, draft = (
+        verified.accepted.path.shape[1],
+        verified.accepted.counts,
+        machine.state.draft,
+    )
     assert machine.drafter is not None  # there is one to feed
     assert draft is not None
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
     rank = ranking(machine, plan, lengths + counts, machine.limits.max_width, False)
     fed = Fed(
         rows=rows,
-        tokens=trees.tokens.gather(1, verified.way.path.long()).flatten(),
-        following=verified.way.tokens.flatten(),
-        passed=verified.passed.at(verified.way.rows.flatten()),
+        tokens=trees.tokens.gather(1, verified.accepted.path.long()).flatten(),
+        following=verified.accepted.tokens.flatten(),
+        passed=verified.passed.at(verified.accepted.rows.flatten()),
         last=rows.row_starts[:-1] + (counts - 1).clamp(min=0),
     )
     machine.drafter.extend(draft, plan, lengths, counts, fed, rank)
 
 
-def told(
+def result_fields(
     machine: Machine,
     plan: Plan,
     program: Program,
@@ -308,8 +312,8 @@ def told(
     saved: Bool[Tensor, " B"],
 ) -> Fields:
     """The fields of a decode step's result."""
-    way = verified.way
-    found = {"tokens": way.tokens, "counts": way.counts, "failed": way.failed}
-    found |= {"saved": saved} | trees.fields()
-    chosen_from = (verified.logits, way.rows, way.tokens, way.counts)
-    return found | logprobs_of(machine, plan, program, *chosen_from)
+    accepted = verified.accepted
+    values = {"tokens": accepted.tokens, "counts": accepted.counts, "failed": accepted.failed}
+    values |= {"saved": saved} | trees.fields()
+    chosen_from = (verified.logits, accepted.rows, accepted.tokens, accepted.counts)
+    return values | logprobs_of(machine, plan, program, *chosen_from)

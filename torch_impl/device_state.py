@@ -261,14 +261,14 @@ def _read_drafts(at: Fields) -> HostDraft:
     )
 
 
-def pack(found: Fields, program: Program, limits: Limits) -> Int[Tensor, " out"]:
+def pack(values: Fields, program: Program, limits: Limits) -> Int[Tensor, " out"]:
     """Lays the fields of a result behind one another; what the work did not give is 0."""
-    device, parts = next(iter(found.values())).device, []
+    device, parts = next(iter(values.values())).device, []
     for name, field in result_layout(program, limits).fields.items():
-        if name not in found:
+        if name not in values:
             parts.append(torch.zeros(field.size, dtype=torch.int32, device=device))
             continue
-        value = found[name].contiguous()
+        value = values[name].contiguous()
         value = value.view(torch.int32) if value.is_floating_point() else value.int()
         parts.append(value.flatten())
     return torch.cat(parts)

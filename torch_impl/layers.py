@@ -137,8 +137,8 @@ class Chunks:
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        own = (delta_weights(self._config, weights), _sizes(self._config))
-        return delta_mix.feed(inputs, *own, *self._pools, place, *self._where)
+        delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
+        return delta_mix.feed(inputs, delta, sizes, *self._pools, place, *self._where)
 
 
 class Tree:
@@ -163,8 +163,8 @@ class Tree:
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
-        own = (delta_weights(self._config, weights), _sizes(self._config))
-        given = (inputs, *own, self._states, place, self._slots, self._nodes)
+        delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
+        given = (inputs, delta, sizes, self._states, place, self._slots, self._nodes)
         if isinstance(self._room.kept, Kept):
             return delta_mix.verify(*given, self._room)
         return delta_mix.advance(*given, self._room)

@@ -68,5 +68,5 @@ def logprobs_of(
     if not program.logprobs:
         return {}
     k = machine.limits.max_logprobs
-    told = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)
-    return dict(zip(("chosen", "top_ids", "top_values"), told, strict=True))
+    reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)
+    return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))

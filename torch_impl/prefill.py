@@ -59,11 +59,11 @@ def prefill(machine: Machine, plan: Plan, program: Program) -> Fields:
     failed = ~chosen.is_finite & is_row
     counts = (ends & ~failed & is_row).int()
     emitted = torch.where(counts > 0, newest, 0)[:, None]
-    found = {"tokens": emitted, "counts": counts, "failed": failed, "saved": saved}
-    found |= {"drafts": newest[:, None], "num_nodes": torch.ones_like(newest)}
+    values = {"tokens": emitted, "counts": counts, "failed": failed, "saved": saved}
+    values |= {"drafts": newest[:, None], "num_nodes": torch.ones_like(newest)}
     row_of = torch.arange(len(counts), device=counts.device)[:, None]
-    found |= logprobs_of(machine, plan, program, logits, row_of, emitted, counts)
-    return found | _scores(machine, program, prompts, passed, following)
+    values |= logprobs_of(machine, plan, program, logits, row_of, emitted, counts)
+    return values | _scores(machine, program, prompts, passed, following)
 
 
 def _following(prompts: Prompts, newest: Int[Tensor, " B"]) -> Int[Tensor, " T"]:
@@ -98,9 +98,9 @@ def _real(
 ) -> Shaped[Tensor, "T ..."]:
     """Zero where there is no token of a chunk; a CPU has no rows past the last one."""
     is_real = prompts.rows.is_real.view(-1, *[1] * (values.dim() - 1))
-    told = values.new_zeros(program.tokens, *values.shape[1:])
-    told[: len(values)] = torch.where(is_real, values, 0)
-    return told
+    padded = values.new_zeros(program.tokens, *values.shape[1:])
+    padded[: len(values)] = torch.where(is_real, values, 0)
+    return padded
 
 
 def _read_prompts(

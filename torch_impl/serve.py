@@ -50,11 +50,11 @@ def load_backend(
     """Reads the weights onto the device and makes the backend; steps on a GPU are captured."""
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     device = torch.device("cuda" if blueprint.on_gpu else "cpu")
-    how = (blueprint.dtype, device, progress)
-    weights = load(checkpoint, model, with_mtp, *how)
+    placement = (blueprint.dtype, device, progress)
+    weights = load(checkpoint, model, with_mtp, *placement)
     draft_weights = draft_files.read(
-        lambda files, config: load_head(files, config, *how),
-        lambda files, config: load(files, config, False, *how),
+        lambda files, config: load_head(files, config, *placement),
+        lambda files, config: load(files, config, False, *placement),
     )
     if device.type == "cpu":
         take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))

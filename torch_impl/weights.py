@@ -248,7 +248,7 @@ def _norm(config: ModelConfig, weight: Float[Tensor, "..."]) -> Float[Tensor, ".
 def _layers(
     config: ModelConfig, tensors: dict[str, Tensor], prefix: str, kinds: tuple[str, ...]
 ) -> tuple[Layer, ...]:
-    found, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
+    layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
     for i, kind in enumerate(kinds):
         input_norm, place = tensors.get(f"{prefix}input_norm"), kinds[:i].count(kind)
         post_norm = tensors.get(f"{prefix}post_attention_norm")
@@ -258,8 +258,8 @@ def _layers(
             post_norm=None if post_norm is None else _norm(config, post_norm[i]),
             mlp=Mlp(*(Matrix(tensors[f"{prefix}mlp.{x}"][i]) for x in ("gate_up", "down"))),
         )
-        found.append(layer)
-    return tuple(found)
+        layers.append(layer)
+    return tuple(layers)
 
 
 def _attention(

@@ -112,8 +112,17 @@ class Ranking(NamedTuple):
         keys, stream = positions, TARGET_STREAM
         if self.is_sampled:
             keys, stream = self.lengths, DRAFT_STREAM + depth
-        how = (positions, self.sampling, keys, stream, self.width)
-        return sampling.rank(logits, seen, *how, self.is_sampled, self.columns)
+        return sampling.rank(
+            logits,
+            seen,
+            positions,
+            self.sampling,
+            keys,
+            stream,
+            self.width,
+            self.is_sampled,
+            self.columns,
+        )
 
     def roots(self, logits: Float[jax.Array, "B vocab"]) -> Ranked:
         """The best children of each request's root."""
@@ -154,8 +163,10 @@ class Ranking(NamedTuple):
         seen = sampling.seen_alone(self.counts, self.slots[request])
         flat = logits.reshape(B * S, vocab)
         if is_weighed:
-            how = (positions, self.sampling.rows(request), positions, TARGET_STREAM)
-            ranked = sampling.rank(flat[:, None], seen, *how, 1, False, None)
+            params = self.sampling.rows(request)
+            ranked = sampling.rank(
+                flat[:, None], seen, positions, params, positions, TARGET_STREAM, 1, False, None
+            )
             return ranked.ids.reshape(B, S), ranked.weights.reshape(B, S), None
         ids = sampling.choose(flat, seen, positions, self.sampling, request, None).ids
         return ids.reshape(B, S), None, None

@@ -95,9 +95,9 @@ def write_context(weights: LoadedHead, rows: Rows, passed: Forward, kv: KV) -> K
     Args:
       passed: The target's pass over the rows, with the streams that the head reads.
     """
-    config, own = weights.config.layer, weights.weights
-    joined = product(jnp.concatenate(passed.streams, axis=1), Matrix(own.fc[...]))
-    read = rms_norm(joined, own.hidden_norm[...], config.rms_eps)
+    config, head = weights.config.layer, weights.weights
+    joined = product(jnp.concatenate(passed.streams, axis=1), Matrix(head.fc[...]))
+    read = rms_norm(joined, head.hidden_norm[...], config.rms_eps)
     turn = angles(config, rows.positions)
     for place, layer in enumerate(_layers_of(weights)):
         kv = write_keys(config, layer, read, turn, rows, kv, place)
@@ -118,7 +118,7 @@ def block_rows(
     positions = jnp.where(is_real, lengths[request] + slot, 0)
     no_window = jnp.zeros((B * size, 0), bool)
     row_starts = size * jnp.arange(B + 1, dtype=jnp.int32)
-    found = []
+    rows_of = []
     for window, is_causal in zip(block.windows, block.causal, strict=True):
         first, until = draft_from[request], lengths[request] + size
         if is_causal:
@@ -138,8 +138,8 @@ def block_rows(
             row_starts=row_starts,
             most_rows=size,
         )
-        found.append(rows)
-    return found
+        rows_of.append(rows)
+    return rows_of
 
 
 def fill(

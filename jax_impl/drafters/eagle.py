@@ -265,7 +265,7 @@ def grow(
         bounds = (lengths, draft_from, max_drafts, page_table)
         return _grow_chain(expand, kv, first, newest, *bounds, shape, rank, root_rows)
     can_draft = draft_from < lengths
-    found = [_Candidates(first.tokens, first.weights, jnp.zeros((B, k), jnp.int32))]
+    levels_of = [_Candidates(first.tokens, first.weights, jnp.zeros((B, k), jnp.int32))]
     if S > 1:
 
         def body(at: _Frontier, s: Int[jax.Array, ""]) -> tuple[_Frontier, _Candidates]:
@@ -293,12 +293,12 @@ def grow(
         steps = jnp.arange(1, S, dtype=jnp.int32)
         end, levels = scan(body, _Frontier(level, carried, kv), steps)
         kv = end.kv
-        found.append(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1), levels))
+        levels_of.append(jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1), levels))
     kept = draft_tree.keep_best(
         newest=newest,
-        tokens=jnp.concatenate([each.tokens for each in found], axis=1),
-        weights=jnp.concatenate([each.weights for each in found], axis=1),
-        parents=jnp.concatenate([each.parents for each in found], axis=1),
+        tokens=jnp.concatenate([each.tokens for each in levels_of], axis=1),
+        weights=jnp.concatenate([each.weights for each in levels_of], axis=1),
+        parents=jnp.concatenate([each.parents for each in levels_of], axis=1),
         max_drafts=max_drafts,
         has_relay=can_draft,
         nodes=shape.nodes,

@@ -75,12 +75,12 @@ def eagle(model: Model, weights: LoadedHead) -> Head:
 
     It shares embedding and head with the target.
     """
-    config, own = weights.config.layer, weights.weights
-    layer = own.layers.layer(0, "attention", 0)
+    config, head = weights.config.layer, weights.weights
+    layer = head.layers.layer(0, "attention", 0)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
         embedded = model.weights.embed[...][tokens]
-        x = _fc(own, jnp.concatenate([embedded, hidden], axis=1))
+        x = _fc(head, jnp.concatenate([embedded, hidden], axis=1))
         qkv = product(x, layer.mixer.inputs)
         return _decoder_layer(config, layer, qkv, Stream(x), rows, kv)
 
@@ -89,26 +89,26 @@ def eagle(model: Model, weights: LoadedHead) -> Head:
 
 def eagle3(model: Model, weights: LoadedHead) -> Head:
     """An EAGLE-3 head: one layer whose attention reads embedding and hidden state side by side."""
-    config, own, settings = weights.config.layer, weights.weights, weights.config
-    eps, layer = config.rms_eps, own.layers.layer(0, "attention", 0)
-    embed, input_norm = own.embed if settings.own_embed else model.weights.embed, layer.input_norm
+    config, head, settings = weights.config.layer, weights.weights, weights.config
+    eps, layer = config.rms_eps, head.layers.layer(0, "attention", 0)
+    embed, input_norm = head.embed if settings.own_embed else model.weights.embed, layer.input_norm
     assert input_norm is not None  # an EAGLE-3 head has one
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
         embedded = rms_norm(embed[...][tokens], input_norm, eps)
-        normed = rms_norm(hidden, own.layers.hidden_norm[0], eps)
+        normed = rms_norm(hidden, head.layers.hidden_norm[0], eps)
         qkv = product(jnp.concatenate([embedded, normed], axis=1), layer.mixer.inputs)
         x, kv = _decoder_layer(config, layer, qkv, Stream(hidden), rows, kv)
-        return rms_norm(x, own.final_norm[...], eps) if settings.norm_output else x, kv
+        return rms_norm(x, head.final_norm[...], eps) if settings.norm_output else x, kv
 
     def scores(hidden: Hidden) -> Logits:
         if not settings.norm_output:
-            hidden = rms_norm(hidden, own.final_norm[...], eps)
+            hidden = rms_norm(hidden, head.final_norm[...], eps)
         if not settings.own_lm_head:
             return logits(model, hidden)
-        return product_float32(hidden, Matrix(own.lm_head[...]))
+        return product_float32(hidden, Matrix(head.lm_head[...]))
 
-    columns = own.draft_ids[...] if settings.has_draft_vocab else None
+    columns = head.draft_ids[...] if settings.has_draft_vocab else None
     return Head(config, settings.aux_streams, partial(_project, weights), forward, scores, columns)
 
 
@@ -122,15 +122,15 @@ def _final_hidden(passed: Forward) -> Hidden:
 
 def _project(weights: LoadedHead, passed: Forward) -> Hidden:
     """As `shared.spec.eagle.eagle3_project`."""
-    config, own, aux = weights.config, weights.weights, list(passed.streams)
+    config, head, aux = weights.config, weights.weights, list(passed.streams)
     eps = config.layer.rms_eps
     if config.norm_aux:
-        pairs = zip(aux, own.aux_norm[...], strict=True)
+        pairs = zip(aux, head.aux_norm[...], strict=True)
         aux = [rms_norm(stream, norm, eps) for stream, norm in pairs]
     joined = jnp.concatenate(aux, axis=1)
     if config.norm_input:
-        joined = rms_norm(joined, own.input_norm[...], eps)
-    return _fc(own, joined)
+        joined = rms_norm(joined, head.input_norm[...], eps)
+    return _fc(head, joined)
 
 
 def _fc(weights: DraftModel, x: Inputs) -> Hidden:

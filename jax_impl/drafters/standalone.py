@@ -93,9 +93,9 @@ class StandaloneDrafter(NamedTuple):
             mixer = None
             if states is not None:
                 starts = jnp.arange(len(tokens) + 1, dtype=jnp.int32)
-                own = starts[:-1]
-                nodes = Nodes(None, starts, own[:, None], own, 0 * own)
-                mixer = Tree(self.small.config, states, own, nodes, True)
+                request = starts[:-1]
+                nodes = Nodes(None, starts, request[:, None], request, 0 * request)
+                mixer = Tree(self.small.config, states, request, nodes, True)
             passed = self._forward(kv, rows, tokens, mixer)
             logits = over_target(model.logits(self.small, passed.hidden), self.target_vocab)
             return logits, None if mixer is None else mixer.advanced, passed.kv

@@ -80,10 +80,10 @@ def walk(
     for _ in range(depth):
         wanted = jnp.take_along_axis(choices, node[:, None], axis=1)
         is_next = is_draft & (parents == node[:, None]) & (tokens == wanted)
-        found = is_next.any(axis=1)
-        node = jnp.where(found, jnp.argmax(is_next, axis=1).astype(jnp.int32), node)
+        has_next = is_next.any(axis=1)
+        node = jnp.where(has_next, jnp.argmax(is_next, axis=1).astype(jnp.int32), node)
         path.append(node)
-        counts = counts + found.astype(jnp.int32)
+        counts = counts + has_next.astype(jnp.int32)
     return jnp.stack(path, axis=1), counts
 
 
@@ -236,10 +236,10 @@ def plain_judge(
     def judged(scores: Float[jax.Array, "B N vocab"]) -> Int[jax.Array, "B N"]:
         # A chain's last node is the only one that asks for the target's noise.
         noisy = perturbed_alike(scores, sampling, lengths + num_nodes, TARGET_STREAM)
-        own = best(noisy.reshape(B * N, vocab)).reshape(B, N)
+        chosen = best(noisy.reshape(B * N, vocab)).reshape(B, N)
         p = probabilities(scores.reshape(B * N, vocab)).reshape(B, N, vocab)
         q = sampled_law(drafted, tokens)
-        return JUDGES[rule](tokens, num_nodes, own, p, q, sampling, lengths)
+        return JUDGES[rule](tokens, num_nodes, chosen, p, q, sampling, lengths)
 
     def greedy(scores: Float[jax.Array, "B N vocab"]) -> Int[jax.Array, "B N"]:
         return best(scores.reshape(B * N, vocab)).reshape(B, N)
@@ -264,13 +264,13 @@ def kernel_judge(
     rule: str,
 ) -> tuple[Int[jax.Array, "B N"], Bool[jax.Array, " R"]]:
     """As `plain_judge`, with its kernels, to which both laws come as scores."""
-    own, is_finite, scores = kernels.sampling.score(
+    chosen, is_finite, scores = kernels.sampling.score(
         *(logits, seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
     choices = kernels.rejection.judge(
-        *(tokens, num_nodes, own[row_of], row_of, scores, drafted),
+        *(tokens, num_nodes, chosen[row_of], row_of, scores, drafted),
         *(sampling.temperature, sampling.seed, lengths),
         is_block=rule == "block",
         accept_stream=ACCEPT_STREAM,

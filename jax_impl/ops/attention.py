@@ -142,7 +142,7 @@ def tree_rows(
       is_chain: Every tree is known to be a chain, whose nodes need no mask.
     """
     flat = flat_nodes(parents, num_nodes, lengths, rows, is_chain)
-    found = Rows(
+    flat_rows = Rows(
         request=flat.request,
         positions=flat.positions,
         places=flat.places,
@@ -154,7 +154,7 @@ def tree_rows(
         row_starts=flat.row_starts,
         most_rows=parents.shape[1],
     )
-    return found, flat.node
+    return flat_rows, flat.node
 
 
 def write(
@@ -234,12 +234,12 @@ def attend(
 
     nothing = _Partial.nothing(q[grid], k_pages.shape[2])
     if num_blocks == 1:
-        found = add(0, nothing)
+        summed = add(0, nothing)
     else:
         reach = (until + window.shape[1]).max()
         seen_blocks = jnp.minimum(-(-reach // (columns * page_size)), num_blocks)
-        found = lax.fori_loop(0, seen_blocks, add, nothing)
-    return found.attended().reshape(-1, *q.shape[1:])[back].astype(q.dtype)
+        summed = lax.fori_loop(0, seen_blocks, add, nothing)
+    return summed.attended().reshape(-1, *q.shape[1:])[back].astype(q.dtype)
 
 
 def _grid(

@@ -21,8 +21,8 @@ def depths(parents: Int[jax.Array, "B N"]) -> Int[jax.Array, "B N"]:
 def plain_ancestors(parents: Int[jax.Array, "B N"]) -> Bool[jax.Array, "B N N"]:
     """Entry [b, i, j] says that node j is node i itself or lies on its way to the root."""
     N = parents.shape[1]
-    own = jnp.eye(N, dtype=jnp.float32)
-    reached = jnp.maximum(jax.nn.one_hot(parents, N).at[:, 0].set(0), own)
+    itself = jnp.eye(N, dtype=jnp.float32)
+    reached = jnp.maximum(jax.nn.one_hot(parents, N).at[:, 0].set(0), itself)
     for _ in range((N - 1).bit_length()):  # each product doubles how far up a node reaches
         reached = jnp.minimum(jnp.einsum("bij,bjk->bik", reached, reached), 1)
     return reached > 0
@@ -108,17 +108,17 @@ def plain_next_level(
         tokens.reshape(B, k * k), weights, 1 + k + (s - 1) * k * k, k
     )
     rows = jnp.arange(B, dtype=jnp.int32)[:, None]
-    own = jnp.arange(window) == root_rows + s * k + jnp.arange(k)[:, None]
+    is_self = jnp.arange(window) == root_rows + s * k + jnp.arange(k)[:, None]
     is_own = jnp.arange(level.paths.shape[2]) == s
-    found = Level(
+    following = Level(
         tokens=chosen,
         weights=best_weights,
         parents=rows * k + parent,
         numbers=numbers,
         paths=jnp.where(is_own, chosen[:, :, None], level.paths[rows, parent]),
-        sees=level.sees[rows, parent] | own,
+        sees=level.sees[rows, parent] | is_self,
     )
-    return parents, weights, found
+    return parents, weights, following
 
 
 def kernel_next_level(
@@ -131,10 +131,10 @@ def kernel_next_level(
 ) -> tuple[Int[jax.Array, "B kk"], Float[jax.Array, "B kk"], Level]:
     """As `plain_next_level`."""
     given = (tokens, edges, level.numbers, level.weights, level.paths, level.sees)
-    parents, weights, *found = kernels.draft_tree.next_level(
+    parents, weights, *level_arrays = kernels.draft_tree.next_level(
         *given, jnp.asarray(s, jnp.int32), root_rows
     )
-    return parents, weights, Level(*found)
+    return parents, weights, Level(*level_arrays)
 
 
 next_level = kernel_or_plain(kernel_next_level, plain_next_level)

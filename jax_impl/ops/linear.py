@@ -175,8 +175,8 @@ def _sums(
 ) -> Float[jax.Array, "R outputs"]:
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
-    how = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    return lax.dot_general(x, values, contract, **how)
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    return lax.dot_general(x, values, contract, **options)
 
 
 def _squares(kernels: Kernels, stream: Stream) -> Float[jax.Array, "R chunks"]:

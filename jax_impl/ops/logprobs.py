@@ -39,25 +39,29 @@ def reported(
 ) -> Reported:
     """What a step reports of its tokens, else 0; where no row reports, a CPU computes nothing."""
     B, W = tokens.shape
-    is_told = (jnp.arange(W) < counts[:, None]) & reports[:, None]
+    is_reported = (jnp.arange(W) < counts[:, None]) & reports[:, None]
 
-    def told(logits: Float[jax.Array, "R vocab"]) -> Reported:
+    def of_rows(logits: Float[jax.Array, "R vocab"]) -> Reported:
         rows = logits[row_of.reshape(-1)]
-        own = chosen(rows, tokens.reshape(-1)).reshape(B, W)
+        logprob = chosen(rows, tokens.reshape(-1)).reshape(B, W)
         ids, values = (x.reshape(B, W, k) for x in top(rows, k))
-        is_top = is_told[:, :, None]
-        return jnp.where(is_told, own, 0), jnp.where(is_top, ids, 0), jnp.where(is_top, values, 0)
+        is_top = is_reported[:, :, None]
+        return (
+            jnp.where(is_reported, logprob, 0),
+            jnp.where(is_top, ids, 0),
+            jnp.where(is_top, values, 0),
+        )
 
     def nothing(logits: Float[jax.Array, "R vocab"]) -> Reported:
         zeros = jnp.zeros((B, W, k), logits.dtype)
         return zeros[:, :, 0], jnp.zeros((B, W, k), jnp.int32), zeros
 
-    return when_any(is_told, told, nothing, logits)
+    return when_any(is_reported, of_rows, nothing, logits)
 
 
 def scored(logits: Float[jax.Array, "R vocab"], ids: Int[jax.Array, " R"], k: int) -> Scored:
     """The log-probability and the rank of one token of each row, and both parts of `top`."""
-    own = jnp.take_along_axis(logits, ids[:, None], axis=1)
-    is_before = (logits == own) & (jnp.arange(logits.shape[1]) < ids[:, None])
-    ranks = 1 + ((logits > own) | is_before).sum(axis=1, dtype=jnp.int32)
+    logit = jnp.take_along_axis(logits, ids[:, None], axis=1)
+    is_before = (logits == logit) & (jnp.arange(logits.shape[1]) < ids[:, None])
+    ranks = 1 + ((logits > logit) | is_before).sum(axis=1, dtype=jnp.int32)
     return chosen(logits, ids), ranks, *top(logits, k)

@@ -11,5 +11,5 @@ def allowed(
     bits: Int[jax.Array, "Q words"], index: Int[jax.Array, " R"], vocab: int
 ) -> Bool[jax.Array, "R vocab"]:
     """The tokens that each row may choose."""
-    found = (bits[index][:, :, None] >> jnp.arange(_BITS, dtype=jnp.int32)) & 1
-    return found.reshape(len(index), -1)[:, :vocab] != 0
+    is_set = (bits[index][:, :, None] >> jnp.arange(_BITS, dtype=jnp.int32)) & 1
+    return is_set.reshape(len(index), -1)[:, :vocab] != 0

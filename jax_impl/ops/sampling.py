@@ -248,23 +248,23 @@ def processed(
     allowed: Bool[jax.Array, "R vocab"] | None,
 ) -> Float[jax.Array, "R vocab"]:
     """Everything between raw logits and the choice, but the noise; excluded tokens are -inf."""
-    how, row = sampling.rows(request), jnp.arange(len(logits))[:, None]
+    by_row, row = sampling.rows(request), jnp.arange(len(logits))[:, None]
 
     def with_penalties(logits: Scores) -> Scores:
-        return penalized(logits, seen_rows(seen), how)
+        return penalized(logits, seen_rows(seen), by_row)
 
     logits = when_any(sampling.has_penalty, with_penalties, _as_it_is, logits)
-    logits = logits.at[row, how.bias_ids].add(how.bias_values)
-    bound = jnp.where(positions < how.min_length, -jnp.inf, jnp.inf)[:, None]
-    logits = logits.at[row, how.stop_ids].min(jnp.broadcast_to(bound, how.stop_ids.shape))
+    logits = logits.at[row, by_row.bias_ids].add(by_row.bias_values)
+    bound = jnp.where(positions < by_row.min_length, -jnp.inf, jnp.inf)[:, None]
+    logits = logits.at[row, by_row.stop_ids].min(jnp.broadcast_to(bound, by_row.stop_ids.shape))
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
-    is_sampled = how.temperature > 0
-    scaled = logits / jnp.where(is_sampled, how.temperature, 1)[:, None]
-    filters = (how.top_k < logits.shape[1]) | (how.top_p < 1) | (how.min_p > 0)
+    is_sampled = by_row.temperature > 0
+    scaled = logits / jnp.where(is_sampled, by_row.temperature, 1)[:, None]
+    filters = (by_row.top_k < logits.shape[1]) | (by_row.top_p < 1) | (by_row.min_p > 0)
 
     def filtered(scaled: Scores) -> Scores:
-        keep = support(scaled, how.top_k, how.top_p, how.min_p)
+        keep = support(scaled, by_row.top_k, by_row.top_p, by_row.min_p)
         return jnp.where(keep | ~is_sampled[:, None], scaled, -jnp.inf)
 
     return when_any(filters & is_sampled, filtered, _as_it_is, scaled)
@@ -338,12 +338,12 @@ def kernel_choose(
     allowed: Bool[jax.Array, "R vocab"] | None,
 ) -> Chosen:
     """As `plain_choose`, with its kernels."""
-    found = kernels.sampling.choose(
+    chosen = kernels.sampling.choose(
         *(logits, seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
-    return Chosen(*found)
+    return Chosen(*chosen)
 
 
 choose = kernel_or_plain(kernel_choose, plain_choose)
@@ -408,12 +408,12 @@ def kernel_rank(
     columns: Int[jax.Array, " vocab"] | None,
 ) -> Ranked:
     """As `plain_rank`, with its kernels."""
-    found = kernels.sampling.rank(
+    ranked = kernels.sampling.rank(
         *(logits, seen, positions, sampling, keys, stream, width, is_sampled, columns),
         tau=DRAFT_TAU,
         tiles=kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1]),
     )
-    return Ranked(*found)
+    return Ranked(*ranked)
 
 
 rank = kernel_or_plain(kernel_rank, plain_rank)

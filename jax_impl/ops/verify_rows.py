@@ -12,10 +12,10 @@ from jax_impl.ops import Kernels, draft_tree, kernel_or_plain
 
 def chain_weights(edges: Float[jax.Array, "B S"]) -> Float[jax.Array, "B N"]:
     """The path weights of a chain's nodes, the root's first, from the log weights of its edges."""
-    found = [jnp.zeros_like(edges[:, 0])]
+    sums = [jnp.zeros_like(edges[:, 0])]
     for place in range(edges.shape[1]):  # `cumsum` would add in another order
-        found.append(found[-1] + edges[:, place])
-    return jnp.stack(found, axis=1)
+        sums.append(sums[-1] + edges[:, place])
+    return jnp.stack(sums, axis=1)
 
 
 def plain_rank_weights(
@@ -24,12 +24,12 @@ def plain_rank_weights(
     calibration: Float[jax.Array, "B S_max"],
 ) -> Float[jax.Array, "B N"]:
     """How likely each node is accepted, as a logarithm, at most as likely as its parent."""
-    way = draft_tree.ancestors(parents)
-    level = way.sum(axis=2, dtype=jnp.int32) - 2  # of the calibration; the root's is not read
-    own = weights + jnp.take_along_axis(calibration, jnp.maximum(level, 0), axis=1)
-    own = jnp.where(own > -jnp.inf, own, -jnp.inf)
-    is_above = way & (jnp.arange(parents.shape[1]) > 0)
-    return jnp.where(is_above, own[:, None, :], 0).min(axis=2)
+    ancestors = draft_tree.ancestors(parents)
+    level = ancestors.sum(axis=2, dtype=jnp.int32) - 2  # of the calibration; the root's is not read
+    node_weights = weights + jnp.take_along_axis(calibration, jnp.maximum(level, 0), axis=1)
+    node_weights = jnp.where(node_weights > -jnp.inf, node_weights, -jnp.inf)
+    is_above = ancestors & (jnp.arange(parents.shape[1]) > 0)
+    return jnp.where(is_above, node_weights[:, None, :], 0).min(axis=2)
 
 
 def kernel_rank_weights(

@@ -83,12 +83,12 @@ def block_loss(
     anchors, is_real = draw_anchors(loss_mask, key, num_anchors)
     hidden = fill(block, head, frozen, passed, tokens, anchors, compute_dtype, remat)
     labels = _behind(tokens, anchors, block.size)
-    found, agrees = _scored(frozen, hidden[:, :, 1:], labels, compute_dtype)
+    losses, agrees = _scored(frozen, hidden[:, :, 1:], labels, compute_dtype)
     is_answer = is_real[..., None] & (_behind(loss_mask, anchors, block.size) >= 1)
     counts = jnp.cumprod(is_answer, axis=-1)
     alive = jnp.cumprod(agrees, axis=-1)
     rates = [mean(alive[..., j], counts[..., j]) for j in range(block.size - 1)]
-    loss = mean(found, slot_weights(block, loss_mask, anchors, is_real))
+    loss = mean(losses, slot_weights(block, loss_mask, anchors, is_real))
     return loss, acceptance(rates) | {"loss": loss}
 
 
@@ -136,8 +136,8 @@ def fill(
 
         def run(x: Rows, layer: int = layer) -> Rows:
             stack = head.layers
-            own = layers.keys_and_values(config, stack.attention, layer, context, whole_turn)
-            k, v = (part.reshape(B, T, *part.shape[1:]) for part in own)
+            context_kv = layers.keys_and_values(config, stack.attention, layer, context, whole_turn)
+            k, v = (part.reshape(B, T, *part.shape[1:]) for part in context_kv)
             y = normed(x, stack.input_norm[layer], eps, compute_dtype)
             q, own_k, own_v, gate = layers.project(config, stack.attention, layer, y, turn)
             out = _attend(q, k, v, own_k, own_v, sees, size)
@@ -176,8 +176,8 @@ def _behind(rows: Float[jax.Array, "B T"] | Tokens, anchors: Anchors, size: int)
     """What lies 1 to size - 1 places after each anchor, zeros past the end."""
     T = rows.shape[1]
     at = anchors[..., None] + jnp.arange(1, size)
-    found = rows[jnp.arange(len(rows))[:, None, None], jnp.minimum(at, T - 1)]
-    return jnp.where(at < T, found, 0)
+    targets = rows[jnp.arange(len(rows))[:, None, None], jnp.minimum(at, T - 1)]
+    return jnp.where(at < T, targets, 0)
 
 
 def _scored(
@@ -195,8 +195,8 @@ def _scored(
     def score(
         rows: tuple[Hidden, Tokens],
     ) -> tuple[Float[jax.Array, " R"], Bool[jax.Array, " R"]]:
-        found, _, agrees = cross_entropy(logits(target, rows[0], compute_dtype), rows[1])
-        return found, agrees
+        losses, _, agrees = cross_entropy(logits(target, rows[0], compute_dtype), rows[1])
+        return losses, agrees
 
     scored = by_blocks(score, flat, block_rows(len(target.head[...])))
     return jax.tree.map(lambda x: x.reshape(labels.shape), scored)

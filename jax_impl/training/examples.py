@@ -376,18 +376,18 @@ def best_widths(lengths: Int64[np.ndarray, " rows"], most: int) -> tuple[int, ..
     """At most `most` multiples of `WIDTH_STEP` that pad the rows with the fewest tokens."""
     units = -(-lengths // WIDTH_STEP)
     counts = np.bincount(units)  # rows by length in units
-    found = [int(unit) for unit in np.flatnonzero(counts)]
+    nonzero = [int(unit) for unit in np.flatnonzero(counts)]
     best: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {0: {0: (0, ())}}
-    for number, unit in enumerate(found, start=1):
+    for number, unit in enumerate(nonzero, start=1):
         options: dict[int, tuple[int, tuple[int, ...]]] = {}
         for earlier in range(number):
-            inside = int(counts[found[earlier:number]].sum()) * unit
+            inside = int(counts[nonzero[earlier:number]].sum()) * unit
             for used, (padded, widths) in best[earlier].items():
                 option = (padded + inside, (*widths, unit * WIDTH_STEP))
                 if used < most:
                     options[used + 1] = min(options.get(used + 1, option), option)
         best[number] = options
-    return min(best[len(found)].values())[1]
+    return min(best[len(nonzero)].values())[1]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -143,8 +143,8 @@ def _extend_shards(folder: Path, target: Path, tensors: Tensors) -> None:
             save_file(kept, folder / shard)
     save_file(tensors, folder / MTP_FILE)
     kept_map = {name: shard for name, shard in weight_map.items() if not name.startswith("mtp.")}
-    found = {"metadata": {}, "weight_map": kept_map | dict.fromkeys(tensors, MTP_FILE)}
-    _write_json(folder / INDEX_FILE, found)
+    index = {"metadata": {}, "weight_map": kept_map | dict.fromkeys(tensors, MTP_FILE)}
+    _write_json(folder / INDEX_FILE, index)
 
 
 def _write_json(path: Path, contents: Json) -> None:

@@ -123,22 +123,22 @@ def inverse(among: Matrices) -> Matrices:
     """
     c = among.shape[-1]
     row, column = jnp.arange(c)[:, None], jnp.arange(c)
-    found, size = jnp.eye(c, dtype=among.dtype), 1
+    inverted, size = jnp.eye(c, dtype=among.dtype), 1
     while size < c:
         couples = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
         coupling = jnp.where(couples, among, 0)
-        step = coupling if size == 1 else _matmul(_matmul(found, coupling), found)
-        found, size = found - step, 2 * size
-    return found
+        step = coupling if size == 1 else _matmul(_matmul(inverted, coupling), inverted)
+        inverted, size = inverted - step, 2 * size
+    return inverted
 
 
 def _inverse_forward(among: Matrices) -> tuple[Matrices, Matrices]:
-    found = inverse(among)
-    return found, found
+    inverted = inverse(among)
+    return inverted, inverted
 
 
-def _inverse_backward(found: Matrices, slope: Matrices) -> tuple[Matrices]:
-    turned = jnp.swapaxes(found, -1, -2)
+def _inverse_backward(inverted: Matrices, slope: Matrices) -> tuple[Matrices]:
+    turned = jnp.swapaxes(inverted, -1, -2)
     return (jnp.tril(-_matmul(_matmul(turned, slope), turned), -1),)
 
 

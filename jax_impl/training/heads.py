@@ -54,54 +54,58 @@ class Head(NamedTuple):
     draft_ids: Int[jax.Array, " draft_vocab"] | None
 
 
-def mtp(config: ModelConfig, own: Mtp, target: Weights, compute_dtype: DTypeLike) -> Head:
+def mtp(config: ModelConfig, weights: Mtp, target: Weights, compute_dtype: DTypeLike) -> Head:
     """The MTP layer; it shares embedding and head with the target."""
     eps = config.rms_eps
 
     def enter(embeddings: Rows, hidden: Rows) -> tuple[Rows, Rows]:
-        pairs = ((embeddings, own.embedding_norm), (hidden, own.hidden_norm))
+        pairs = ((embeddings, weights.embedding_norm), (hidden, weights.hidden_norm))
         both = [normed(x, weight[...], eps, compute_dtype) for x, weight in pairs]
-        x = layers.linear(jnp.concatenate(both, axis=1), own.fc[...]).astype(jnp.float32)
-        return x, normed(x, own.layers.input_norm[0], eps, compute_dtype)
+        x = layers.linear(jnp.concatenate(both, axis=1), weights.fc[...]).astype(jnp.float32)
+        return x, normed(x, weights.layers.input_norm[0], eps, compute_dtype)
 
     def leave(x: Rows) -> Rows:
-        return rms_norm(x, own.final_norm[...], eps)
+        return rms_norm(x, weights.final_norm[...], eps)
 
     def scores(hidden: Rows) -> Float[jax.Array, "R vocab"]:
         return layers.linear_float32(hidden.astype(compute_dtype), target.head[...])
 
     table = target.embed[...]
-    return Head(config, own.layers, table, _final_hidden, enter, leave, scores, None)
+    return Head(config, weights.layers, table, _final_hidden, enter, leave, scores, None)
 
 
-def eagle(config: DraftConfig, own: DraftModel, target: Weights, compute_dtype: DTypeLike) -> Head:
+def eagle(
+    config: DraftConfig, weights: DraftModel, target: Weights, compute_dtype: DTypeLike
+) -> Head:
     """An EAGLE-1 or EAGLE-2 head; it shares embedding and head with the target."""
 
     def enter(embeddings: Rows, hidden: Rows) -> tuple[Rows, Rows]:
         both = jnp.concatenate([embeddings, hidden], axis=1).astype(compute_dtype)
-        x = _fc(own, both)
+        x = _fc(weights, both)
         return x, x.astype(compute_dtype)
 
     def scores(hidden: Rows) -> Float[jax.Array, "R vocab"]:
         return layers.linear_float32(hidden.astype(compute_dtype), target.head[...])
 
     table = target.embed[...]
-    return Head(config.layer, own.layers, table, _final_hidden, enter, _as_it_is, scores, None)
+    return Head(config.layer, weights.layers, table, _final_hidden, enter, _as_it_is, scores, None)
 
 
-def eagle3(config: DraftConfig, own: DraftModel, target: Weights, compute_dtype: DTypeLike) -> Head:
+def eagle3(
+    config: DraftConfig, weights: DraftModel, target: Weights, compute_dtype: DTypeLike
+) -> Head:
     """An EAGLE-3 head, with or without a vocabulary of its own."""
-    eps, stack = config.layer.rms_eps, own.layers
+    eps, stack = config.layer.rms_eps, weights.layers
 
     def read(passed: Passed) -> Hidden:
         aux = [passed.streams[i] for i in config.aux_streams]
         if config.norm_aux:
-            norms = zip(aux, own.aux_norm[...], strict=True)
+            norms = zip(aux, weights.aux_norm[...], strict=True)
             aux = [rms_norm(stream, norm, eps) for stream, norm in norms]
         joined = jnp.concatenate(aux, axis=-1)
         if config.norm_input:
-            joined = rms_norm(joined, own.input_norm[...], eps)
-        return _fc(own, joined.astype(compute_dtype))
+            joined = rms_norm(joined, weights.input_norm[...], eps)
+        return _fc(weights, joined.astype(compute_dtype))
 
     def enter(embeddings: Rows, hidden: Rows) -> tuple[Rows, Float[jax.Array, "R inputs"]]:
         pairs = ((embeddings, stack.input_norm[0]), (hidden, stack.hidden_norm[0]))
@@ -109,16 +113,16 @@ def eagle3(config: DraftConfig, own: DraftModel, target: Weights, compute_dtype:
         return hidden, jnp.concatenate(both, axis=1)
 
     def final(x: Rows) -> Rows:
-        return rms_norm(x, own.final_norm[...], eps)
+        return rms_norm(x, weights.final_norm[...], eps)
 
     def scores(hidden: Rows) -> Float[jax.Array, "R draft_vocab"]:
         out = (hidden if config.norm_output else final(hidden)).astype(compute_dtype)
-        matrix = own.lm_head if config.own_lm_head else target.head
+        matrix = weights.lm_head if config.own_lm_head else target.head
         return layers.linear_float32(out, matrix[...])
 
-    table = own.embed[...] if config.own_embed else target.embed[...]
+    table = weights.embed[...] if config.own_embed else target.embed[...]
     leave = final if config.norm_output else _as_it_is
-    draft_ids = own.draft_ids[...] if config.has_draft_vocab else None
+    draft_ids = weights.draft_ids[...] if config.has_draft_vocab else None
     return Head(config.layer, stack, table, read, enter, leave, scores, draft_ids)
 
 
@@ -136,17 +140,17 @@ def unroll(
     B, T = tokens.shape
     turn = angles(head.layer, layers.flat_positions(B, T))
     embeddings = embedded(head.table, jnp.roll(tokens, -1, axis=1).reshape(-1))
-    found, chain = [], _Chain((), ())
+    outputs, chain = [], _Chain((), ())
     for step in range(depth):
 
         def run(hidden: Hidden, chain: _Chain, step: int = step) -> tuple[Hidden, Keys, Keys]:
             return _step(head, embeddings, hidden, chain, step, turn, compute_dtype)
 
         out, k, v = (jax.checkpoint(run) if remat else run)(hidden, chain)
-        found.append(out)
+        outputs.append(out)
         chain = _Chain((*chain.keys, k), (*chain.values, v))
         hidden = later(out, 1)
-    return found
+    return outputs
 
 
 def later(x: Shaped[jax.Array, "B T *rest"], rows: int) -> Shaped[jax.Array, "B T *rest"]:
@@ -173,13 +177,13 @@ def _step(
     """One pass of the head's layer: its outputs, keys and values."""
     B, T, _ = hidden.shape
     x, y = head.enter(embeddings, hidden.reshape(B * T, -1))
-    own, stack = head.layer, head.layers
-    q, *kv, gate = layers.project(own, stack.attention, 0, y, turn)
+    config, stack = head.layer, head.layers
+    q, *kv, gate = layers.project(config, stack.attention, 0, y, turn)
     k, v = (part.reshape(B, T, *part.shape[1:]) for part in kv)
     grouped = q.reshape(B, T, *q.shape[1:])
     out = chain_attention(grouped, (*chain.keys, k), (*chain.values, v), step)
     x = x + layers.merge(stack.attention, 0, out.reshape(q.shape), gate)
-    y = normed(x, stack.post_attention_norm[0], own.rms_eps, compute_dtype)
+    y = normed(x, stack.post_attention_norm[0], config.rms_eps, compute_dtype)
     return head.leave(x + layers.mlp(stack, 0, y)).reshape(B, T, -1), k, v
 
 
@@ -195,11 +199,11 @@ def chain_attention(
         return layers.causal(q, keys[0], values[0])
     T = q.shape[1]
     sees = jnp.arange(T)[:, None] - step >= jnp.arange(T)
-    found = [jnp.where(sees, layers.scores(q, keys[0]), layers.NEVER)]
+    fits = [jnp.where(sees, layers.scores(q, keys[0]), layers.NEVER)]
     back = range(step - 1, -1, -1)  # how far before row p the chain's row of step 1, 2, .. stands
     for far, k in zip(back, keys[1:], strict=True):
-        found.append(_own_scores(q, later(k, far))[..., None])
-    shares = jax.nn.softmax(jnp.concatenate(found, axis=-1), axis=-1)
+        fits.append(_own_scores(q, later(k, far))[..., None])
+    shares = jax.nn.softmax(jnp.concatenate(fits, axis=-1), axis=-1)
     out = layers.read(shares[..., :T], values[0])
     for far, v in zip(back, values[1:], strict=True):
         out += _own_read(shares[..., T + step - 1 - far], later(v, far), q)
@@ -210,8 +214,8 @@ def _own_scores(q: Queries, k: Keys) -> Float[jax.Array, "B Hk group T"]:
     """How well each row's queries fit the keys of the same row."""
     B, T, _, D = q.shape
     grouped = q.reshape(B, T, k.shape[2], -1, D).astype(jnp.float32)
-    found = (grouped * k[:, :, :, None].astype(jnp.float32)).sum(axis=-1)
-    return jnp.moveaxis(found, 1, -1) * jnp.float32(D**-0.5)
+    fits = (grouped * k[:, :, :, None].astype(jnp.float32)).sum(axis=-1)
+    return jnp.moveaxis(fits, 1, -1) * jnp.float32(D**-0.5)
 
 
 def _own_read(shares: Float[jax.Array, "B Hk group T"], v: Keys, like: Queries) -> Queries:
@@ -231,7 +235,9 @@ def _as_it_is(x: Rows) -> Rows:
     return x
 
 
-def _fc(own: DraftModel, x: Float[jax.Array, "*rows inputs"]) -> Float[jax.Array, "*rows hidden"]:
+def _fc(
+    weights: DraftModel, x: Float[jax.Array, "*rows inputs"]
+) -> Float[jax.Array, "*rows hidden"]:
     """The head's `fc`; its result starts or becomes a residual, so it is float32."""
-    out = layers.linear_float32(x, own.fc[...])
-    return out + own.fc_bias[...] if hasattr(own, "fc_bias") else out
+    out = layers.linear_float32(x, weights.fc[...])
+    return out + weights.fc_bias[...] if hasattr(weights, "fc_bias") else out

@@ -136,10 +136,10 @@ def _hand_on(
 ) -> Float[np.ndarray, "hidden inputs"]:
     """An `fc` that gives the mean of some parts of its input, each as wide as its output."""
     hidden = len(fc)
-    found = NOISE * fc
+    fc_init = NOISE * fc
     for part in parts:
-        found[:, part * hidden : (part + 1) * hidden] += np.eye(hidden) / len(parts)
-    return found
+        fc_init[:, part * hidden : (part + 1) * hidden] += np.eye(hidden) / len(parts)
+    return fc_init
 
 
 def _take_over(
@@ -148,25 +148,26 @@ def _take_over(
     """Copies what fits of the target's layers, and of its attention layers up to each of them."""
     stack: Layers = target.layers
     for name in ("post_attention_norm", "mlp.gate_up", "mlp.down"):
-        own = getattr(stack, name.rsplit(".", 1)[-1])[...]
-        _copy(arrays, f"{prefix}{name}", [own[layer] for layer in layers])
+        stackedcked = getattr(stack, name.rsplit(".", 1)[-1])[...]
+        _copy(arrays, f"{prefix}{name}", [stackedcked[layer] for layer in layers])
     if not config.num_attention_layers:
         return
     places = [max(config.layer_kinds[: layer + 1].count("attention") - 1, 0) for layer in layers]
     parts = ("inputs", "out", "q_norm", "k_norm")
-    found = {p: getattr(stack.attention, p)[...] for p in parts if hasattr(stack.attention, p)}
-    fits = all(f"{prefix}attention.{p}" in arrays for p in found) and all(
-        arrays[f"{prefix}attention.{p}"].shape[1:] == own.shape[1:] for p, own in found.items()
+    shared = {p: getattr(stack.attention, p)[...] for p in parts if hasattr(stack.attention, p)}
+    fits = all(f"{prefix}attention.{p}" in arrays for p in shared) and all(
+        arrays[f"{prefix}attention.{p}"].shape[1:] == stackedcked.shape[1:]
+        for p, stackedcked in shared.items()
     )
     if fits:
-        for part, own in found.items():
-            _copy(arrays, f"{prefix}attention.{part}", [own[place] for place in places])
+        for part, stackedcked in shared.items():
+            _copy(arrays, f"{prefix}attention.{part}", [stackedcked[place] for place in places])
         attention = [i for i, kind in enumerate(config.layer_kinds) if kind == "attention"]
         norms = [stack.input_norm[attention[place]] for place in places]
         _copy(arrays, f"{prefix}input_norm", norms)
 
 
-def _copy(arrays: Arrays, name: str, own: Sequence[jnp.ndarray]) -> None:
-    stacked = np.stack([np.asarray(array, np.float32) for array in own])
+def _copy(arrays: Arrays, name: str, layers: Sequence[jnp.ndarray]) -> None:
+    stacked = np.stack([np.asarray(array, np.float32) for array in layers])
     if name in arrays and arrays[name].shape == stacked.shape:
         arrays[name] = stacked

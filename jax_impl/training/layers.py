@@ -161,6 +161,6 @@ def read(
 ) -> Float[jax.Array, "B T Hq D"]:
     """The values in the given shares."""
     precision = lax.Precision.HIGHEST if v.dtype == jnp.float32 else None
-    found = jnp.einsum("bhgtj,bjhd->bthgd", shares.astype(v.dtype), v, precision=precision)
-    B, T, Hk, group, D = found.shape
-    return found.reshape(B, T, Hk * group, D)
+    out = jnp.einsum("bhgtj,bjhd->bthgd", shares.astype(v.dtype), v, precision=precision)
+    B, T, Hk, group, D = out.shape
+    return out.reshape(B, T, Hk * group, D)

@@ -194,8 +194,8 @@ class _Run:
             batch = jax.device_put(batch, self._by_rows)
             rate = np.float32(self._schedule.rate(step, seconds))
             compiled = self._compiled[batch.tokens.shape]
-            state, found = compiled(state, self._task.frozen, batch, rate)
-            metrics.append(found)
+            state, step_metrics = compiled(state, self._task.frozen, batch, rate)
+            metrics.append(step_metrics)
             step, num_tokens = step + 1, num_tokens + real
             seconds = time.monotonic() - began
             if step % WINDOW == 0:
@@ -232,8 +232,8 @@ class _Run:
         few = self._schedule.steps is not None and self._schedule.steps <= FEW_STEPS
         options = compiler_options(jax.devices()[0], quick_compile=few)
         with ThreadPoolExecutor() as pool:
-            found = pool.map(lambda one: one.compile(options), lowered.values())
-            self._compiled = dict(zip(lowered, found, strict=True))
+            compiled = pool.map(lambda one: one.compile(options), lowered.values())
+            self._compiled = dict(zip(lowered, compiled, strict=True))
 
     def _placed_shape(self, array: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._by_rows)
@@ -254,8 +254,8 @@ class _Run:
         """Logs the windows but for the newest `keep`, whose steps may still run."""
         while len(self._windows) > keep:
             step, share, num_tokens, rate, metrics = self._windows.popleft()
-            found = jax.device_get(metrics)
-            means = {name: float(np.mean([m[name] for m in found])) for name in found[0]}
+            read = jax.device_get(metrics)
+            means = {name: float(np.mean([m[name] for m in read])) for name in read[0]}
             if not math.isfinite(means["loss"]):
                 raise FloatingPointError(f"the loss is {means['loss']} at step {step}")
             self._log.add(step, share, num_tokens, {**means, "learning_rate": rate})

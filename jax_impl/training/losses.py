@@ -178,8 +178,8 @@ def _cross_entropy(
         rows, labels = block
         return cross_entropy(scores(rows), labels)
 
-    found, total, hits = by_blocks(score, (hidden, labels), block_rows(vocab))
-    loss = mean(found, mask)
+    losses, total, hits = by_blocks(score, (hidden, labels), block_rows(vocab))
+    loss = mean(losses, mask)
     metrics = {"cross_entropy": loss, "accuracy": mean(hits, mask >= 1)}
     return loss + Z_WEIGHT * mean(total * total, mask), metrics
 
@@ -242,8 +242,8 @@ def by_blocks(function: Callable[[Any], Any], rows: Any, size: int) -> Any:
         spare = jnp.pad(flat, ((0, count * size - B * T), *[(0, 0)] * (flat.ndim - 1)))
         return spare.reshape(count, size, *flat.shape[1:])
 
-    found = lax.map(jax.checkpoint(function), jax.tree.map(cut, rows))
-    return jax.tree.map(lambda x: x.reshape(-1)[: B * T].reshape(B, T), found)
+    losses = lax.map(jax.checkpoint(function), jax.tree.map(cut, rows))
+    return jax.tree.map(lambda x: x.reshape(-1)[: B * T].reshape(B, T), losses)
 
 
 def block_rows(vocab: int) -> int:

@@ -64,8 +64,8 @@ def make_engine(
     device = jax.devices()[0]
     made_for = (config, Drafts.none(), _memory(device), ProgramCosts(workspace, are_compiled=True))
     limits = _limits(plan(Options.from_values(values), *made_for).limits, slots)
-    how = {"dtype": dtype, "device": device, "quick_compile": quick_compile}
-    backend = JaxBackend(config, model, limits, Drafts.none(), None, **how)
+    settings = {"dtype": dtype, "device": device, "quick_compile": quick_compile}
+    backend = JaxBackend(config, model, limits, Drafts.none(), None, **settings)
     backend.prepare(limits.programs, lambda program: None)
     shape = TreeShape.plain(slots)
     controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)

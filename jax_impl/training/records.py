@@ -83,13 +83,13 @@ class Log:
             title: [name for name in names if name.endswith(words) or name.startswith(words)]
             for title, words in PANELS.items()
         }
-        shown = {title: found for title, found in shown.items() if found}
+        shown = {title: series for title, series in shown.items() if series}
         if not shown:
             return
         figure = Figure(figsize=(5.5 * len(shown), 4), layout="constrained")
         axes = figure.subplots(1, len(shown), squeeze=False)[0]
-        for axis, (title, found) in zip(axes, shown.items(), strict=True):
-            for name in found:
+        for axis, (title, series) in zip(axes, shown.items(), strict=True):
+            for name in series:
                 points = [(line["step"], line[name]) for line in lines if name in line]
                 axis.plot(*zip(*points, strict=True), label=name)
             axis.set(title=title, xlabel="step")

@@ -33,9 +33,9 @@ class Saved:
         parts = ocp.args.Composite(
             state=ocp.args.StandardRestore(wanted), run=ocp.args.JsonRestore()
         )
-        found = self._manager.restore(step, args=parts)
-        leaves = [found["state"][name] for name in _named(state)]
-        return jax.tree.unflatten(jax.tree.structure(state), leaves), found["run"]["seconds"]
+        restored = self._manager.restore(step, args=parts)
+        leaves = [restored["state"][name] for name in _named(state)]
+        return jax.tree.unflatten(jax.tree.structure(state), leaves), restored["run"]["seconds"]
 
     def write(self, state: Any, step: int, seconds: float) -> None:
         """Writes a checkpoint; the next step may overwrite the state, so it waits."""

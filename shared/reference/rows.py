@@ -187,10 +187,19 @@ class Ranking:
         keys, stream = positions, sampling.TARGET_STREAM
         if self.kept is not None:
             keys, stream = self.lengths, sampling.DRAFT_STREAM + level
-        how = (positions, self.sampling, keys, stream, self.width, self.kept is not None)
         if self.columns is not None:
             logits = logits[..., self.columns]
-        ranked = sampling.rank(logits, seen, *how, self.columns)
+        ranked = sampling.rank(
+            logits,
+            seen,
+            positions,
+            self.sampling,
+            keys,
+            stream,
+            self.width,
+            self.kept is not None,
+            self.columns,
+        )
         if self.kept is not None and ranked.processed is not None:
             self.kept.append(ranked.processed)
         return ranked.ids, ranked.weights

@@ -55,8 +55,17 @@ class Ranking:
         keys, stream = positions, TARGET_STREAM
         if self.is_sampled:
             keys, stream = self.lengths, DRAFT_STREAM + depth
-        how = (positions, self.sampling, keys, stream, self.width)
-        return sampling.rank(logits, seen, *how, self.is_sampled, self.columns)
+        return sampling.rank(
+            logits,
+            seen,
+            positions,
+            self.sampling,
+            keys,
+            stream,
+            self.width,
+            self.is_sampled,
+            self.columns,
+        )
 
     def roots(self, logits: Float[Tensor, "B vocab"]) -> Ranked:
         """The best children of each request's root."""
@@ -79,17 +88,19 @@ class Ranking:
         B, S, _ = logits.shape
         if self.is_sampled:
             no_path = self.lengths.new_zeros(B, 1, 0)
-            found = [self(logits[:, place, None], no_path, place) for place in range(S)]
-            laws = [ranked.processed for ranked in found if ranked.processed is not None]
-            drafts = torch.cat([ranked.ids[:, 0] for ranked in found], dim=1)
+            levels = [self(logits[:, place, None], no_path, place) for place in range(S)]
+            laws = [ranked.processed for ranked in levels if ranked.processed is not None]
+            drafts = torch.cat([ranked.ids[:, 0] for ranked in levels], dim=1)
             return drafts, None, torch.stack(laws, 1)
         request = torch.arange(B, device=logits.device).repeat_interleave(S)
         place = torch.arange(1, S + 1, dtype=torch.int32, device=logits.device)
         positions = (self.lengths[:, None] + place).flatten()
         seen, flat = sampling.seen_alone(self.counts, self.slots[request]), logits.flatten(0, 1)
         if is_weighed:
-            how = (positions, self.sampling.rows(request), positions, TARGET_STREAM)
-            ranked = sampling.rank(flat[:, None], seen, *how, 1, False, None)
+            params = self.sampling.rows(request)
+            ranked = sampling.rank(
+                flat[:, None], seen, positions, params, positions, TARGET_STREAM, 1, False, None
+            )
             return ranked.ids.view(B, S), ranked.weights.view(B, S), None
         ids = sampling.choose(flat, seen, positions, self.sampling, request, None).ids
         return ids.view(B, S), None, None

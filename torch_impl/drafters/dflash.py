@@ -126,7 +126,7 @@ def block_rows(
     positions = torch.where(is_real, lengths[request] + place - request * size, 0).int()
     start, end = draft_from[request], lengths[request] + size
     row_starts = size * torch.arange(B + 1, dtype=torch.int32, device=device)
-    found = []
+    rows_of = []
     for window, is_causal in zip(block.windows, block.causal, strict=True):
         first, until = start, positions + 1 if is_causal else end
         if window is not None:
@@ -144,8 +144,8 @@ def block_rows(
             row_starts=row_starts,
             most_rows=size,
         )
-        found.append(rows)
-    return found
+        rows_of.append(rows)
+    return rows_of
 
 
 def fill(

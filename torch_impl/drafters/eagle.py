@@ -167,7 +167,7 @@ def grow(
         bounds = (lengths, draft_from, max_drafts, page_table)
         return _grow_chain(expand, first, newest, *bounds, shape, rank, root_rows)
     can_draft = draft_from < lengths
-    found = [(first.tokens, first.weights, torch.zeros_like(first.tokens))]
+    levels = [(first.tokens, first.weights, torch.zeros_like(first.tokens))]
     level = _first_level(first.tokens, first.weights, shape, root_rows)
     rows = _expansion_rows(level.sees, lengths, draft_from, can_draft, page_table, root_rows)
     for s in range(1, shape.depth):
@@ -178,8 +178,8 @@ def grow(
         parents, weights, level = draft_tree.next_level(
             level, ranked.ids, ranked.weights, s, root_rows
         )
-        found.append((ranked.ids.flatten(1), weights, parents))
-    tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
+        levels.append((ranked.ids.flatten(1), weights, parents))
+    tokens, weights, parents = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     kept = draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, can_draft, shape.nodes
     )

@@ -94,9 +94,9 @@ class StandaloneDrafter:
             if states is not None:
                 states = delta_mix.take(states, parent)
                 starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
-                own = starts[:-1]
-                nodes = Nodes(None, starts, own[:, None], own, 0 * own)
-                mixer = Tree(self.small.config, states, own, nodes, True)
+                request = starts[:-1]
+                nodes = Nodes(None, starts, request[:, None], request, 0 * request)
+                mixer = Tree(self.small.config, states, request, nodes, True)
             hidden = self._forward(memory, rows, tokens, mixer)
             states = None if mixer is None else mixer.advanced
             return over_target(model.logits(self.small, hidden), self.target_vocab)

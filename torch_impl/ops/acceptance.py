@@ -76,10 +76,10 @@ def walk(
     for _ in range(depth):
         wanted = choices.gather(1, node[:, None].long())
         is_next = (parents == node[:, None]) & (tokens == wanted) & is_draft
-        found = is_next.any(dim=1)
-        node = torch.where(found, is_next.int().argmax(dim=1).int(), node)
+        has_next = is_next.any(dim=1)
+        node = torch.where(has_next, is_next.int().argmax(dim=1).int(), node)
         path.append(node)
-        counts = counts + found.int()
+        counts = counts + has_next.int()
     return torch.stack(path, dim=1), counts
 
 
@@ -250,13 +250,13 @@ def kernel_judge(
     rule: str,
 ) -> tuple[Int[Tensor, "B N"], Bool[Tensor, " R"]]:
     """As `plain_judge`, with its kernels, to which both laws come as scores."""
-    own, is_finite, scores = kernels.sampling.score(
+    chosen, is_finite, scores = kernels.sampling.score(
         *(logits, seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
     choices = kernels.rejection.judge(
-        *(tokens, num_nodes, own[row_of], row_of, scores, drafted),
+        *(tokens, num_nodes, chosen[row_of], row_of, scores, drafted),
         *(sampling.temperature, sampling.seed, lengths),
         is_block=rule == "block",
         accept_stream=ACCEPT_STREAM,

@@ -124,7 +124,7 @@ def tree_rows(
     is_chain: bool,
 ) -> tuple[Rows, Int[Tensor, " R"]]:
     flat = flat_nodes(parents, num_nodes, lengths, rows, is_chain)
-    found = Rows(
+    flat_rows = Rows(
         request=flat.request,
         positions=flat.positions,
         places=flat.places,
@@ -136,7 +136,7 @@ def tree_rows(
         row_starts=flat.row_starts,
         most_rows=parents.shape[1],
     )
-    return found, flat.node
+    return flat_rows, flat.node
 
 
 def write(

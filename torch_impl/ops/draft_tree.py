@@ -20,12 +20,12 @@ def depths(parents: Int[Tensor, "B N"]) -> Int[Tensor, "B N"]:
 def plain_ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
     B, N = parents.shape
     rows = torch.arange(B, device=parents.device)[:, None]
-    found = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
+    is_ancestor = torch.eye(N, dtype=torch.bool, device=parents.device).repeat(B, 1, 1)
     up = parents.to(torch.int64, copy=True)
     up[:, 0] = 0
     for _ in range((N - 1).bit_length()):  # each round doubles how far up a node reaches
-        found, up = found | found[rows, up], up.gather(1, up)
-    return found
+        is_ancestor, up = is_ancestor | is_ancestor[rows, up], up.gather(1, up)
+    return is_ancestor
 
 
 def kernel_ancestors(kernels: Kernels, parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
@@ -86,7 +86,7 @@ def plain_next_level(
     rows = torch.arange(B, device=tokens.device)[:, None]
     node = torch.arange(k, device=tokens.device)[:, None]
     column = torch.arange(level.sees.shape[2], device=tokens.device)
-    found = Level(
+    following = Level(
         tokens=chosen,
         weights=best_weights,
         parents=rows * k + parent,
@@ -94,7 +94,7 @@ def plain_next_level(
         paths=torch.cat([level.paths[rows, parent][:, :, :s], chosen[:, :, None]], dim=2),
         sees=level.sees[rows, parent] | (column == root_rows + s * k + node),
     )
-    return parents, weights, found
+    return parents, weights, following
 
 
 def kernel_next_level(
@@ -106,8 +106,8 @@ def kernel_next_level(
     root_rows: int,
 ) -> tuple[Int[Tensor, "B kk"], Float[Tensor, "B kk"], Level]:
     given = (tokens, edges, level.numbers, level.weights, level.paths, level.sees)
-    parents, weights, *found = kernels.draft_tree.next_level(*given, s, root_rows)
-    return parents, weights, Level(*found)
+    parents, weights, *level_arrays = kernels.draft_tree.next_level(*given, s, root_rows)
+    return parents, weights, Level(*level_arrays)
 
 
 next_level = kernel_or_plain(kernel_next_level, plain_next_level)

@@ -29,21 +29,25 @@ def reported(
 ) -> tuple[Float[Tensor, "B W"], Int[Tensor, "B W k"], Float[Tensor, "B W k"]]:
     """What a step reports of its tokens, else 0; where no row reports, a CPU computes nothing."""
     B, W = tokens.shape
-    is_told = (torch.arange(W, device=tokens.device) < counts[:, None]) & reports[:, None]
-    if not any_row(is_told):
+    is_reported = (torch.arange(W, device=tokens.device) < counts[:, None]) & reports[:, None]
+    if not any_row(is_reported):
         zeros = logits.new_zeros(B, W, k)
         return zeros[:, :, 0], zeros.int(), zeros
-    rows, is_top = logits[row_of.flatten()], is_told[:, :, None]
-    own = chosen(rows, tokens.flatten()).view(B, W)
+    rows, is_top = logits[row_of.flatten()], is_reported[:, :, None]
+    logprob = chosen(rows, tokens.flatten()).view(B, W)
     ids, values = (best.view(B, W, k) for best in top(rows, k))
-    return torch.where(is_told, own, 0), torch.where(is_top, ids, 0), torch.where(is_top, values, 0)
+    return (
+        torch.where(is_reported, logprob, 0),
+        torch.where(is_top, ids, 0),
+        torch.where(is_top, values, 0),
+    )
 
 
 def scored(
     logits: Float[Tensor, "R vocab"], ids: Int[Tensor, " R"], k: int
 ) -> tuple[Float[Tensor, " R"], Int[Tensor, " R"], Int[Tensor, "R k"], Float[Tensor, "R k"]]:
-    own = logits.gather(1, ids.long()[:, None])
+    logit = logits.gather(1, ids.long()[:, None])
     places = torch.arange(logits.shape[1], device=logits.device)
-    is_before = (logits == own) & (places < ids[:, None])
-    ranks = 1 + ((logits > own) | is_before).sum(dim=1, dtype=torch.int32)
+    is_before = (logits == logit) & (places < ids[:, None])
+    ranks = 1 + ((logits > logit) | is_before).sum(dim=1, dtype=torch.int32)
     return chosen(logits, ids), ranks, *top(logits, k)

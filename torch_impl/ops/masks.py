@@ -13,5 +13,5 @@ def allowed(
     """As the specification; by bytes, which take a quarter of the memory that words would."""
     octets = bits[index].view(torch.uint8)
     places = torch.arange(_BITS, dtype=torch.uint8, device=bits.device)
-    found = (octets[:, :, None] >> places).bitwise_and_(1)
-    return found.view(len(index), -1)[:, :vocab] != 0
+    is_set = (octets[:, :, None] >> places).bitwise_and_(1)
+    return is_set.view(len(index), -1)[:, :vocab] != 0

@@ -284,12 +284,12 @@ def kernel_choose(
     request: Int[Tensor, " R"],
     allowed: Bool[Tensor, "R vocab"] | None,
 ) -> Chosen:
-    found = kernels.sampling.choose(
+    chosen = kernels.sampling.choose(
         *(logits, seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
         tiles=kernels.tiles.sampling.of(rows=len(logits)),
     )
-    return Chosen(*found)
+    return Chosen(*chosen)
 
 
 choose = kernel_or_plain(kernel_choose, plain_choose)
@@ -349,12 +349,12 @@ def kernel_rank(
     columns: Int[Tensor, " vocab"] | None,
 ) -> Ranked:
     """As `plain_rank`, with its kernels."""
-    found = kernels.sampling.rank(
+    ranked = kernels.sampling.rank(
         *(logits, seen, positions, sampling, keys, stream, width, is_sampled, columns),
         tau=DRAFT_TAU,
         tiles=kernels.tiles.sampling.of(rows=logits.shape[0] * logits.shape[1]),
     )
-    return Ranked(*found)
+    return Ranked(*ranked)
 
 
 rank = kernel_or_plain(kernel_rank, plain_rank)
@@ -365,8 +365,8 @@ def over_tokens(
 ) -> Float[Tensor, "R vocab"]:
     if columns is None:
         return logits
-    found = logits.new_full((len(logits), vocab), -torch.inf)
-    return found.index_copy_(1, columns.long(), logits)
+    scores = logits.new_full((len(logits), vocab), -torch.inf)
+    return scores.index_copy_(1, columns.long(), logits)
 
 
 def draft_weights(

@@ -8,10 +8,10 @@ from torch_impl.ops import Kernels, draft_tree, kernel_or_plain
 
 
 def chain_weights(edges: Float[Tensor, "B S"]) -> Float[Tensor, "B N"]:
-    found = [torch.zeros_like(edges[:, 0])]
+    sums = [torch.zeros_like(edges[:, 0])]
     for edge in edges.unbind(dim=1):  # `cumsum` would add in double precision
-        found.append(found[-1] + edge)
-    return torch.stack(found, dim=1)
+        sums.append(sums[-1] + edge)
+    return torch.stack(sums, dim=1)
 
 
 def plain_rank_weights(
@@ -19,12 +19,12 @@ def plain_rank_weights(
     weights: Float[Tensor, "B N"],
     calibration: Float[Tensor, "B S_max"],
 ) -> Float[Tensor, "B N"]:
-    way = draft_tree.ancestors(parents)
-    level = way.sum(dim=2) - 2  # of the calibration; the root's is not read
-    own = weights + calibration.gather(1, level.clamp(min=0))
-    own = torch.where(own > -torch.inf, own, -torch.inf)
-    is_above = way & (torch.arange(parents.shape[1], device=parents.device) > 0)
-    return torch.where(is_above, own[:, None, :], 0).amin(dim=2)
+    ancestors = draft_tree.ancestors(parents)
+    level = ancestors.sum(dim=2) - 2  # of the calibration; the root's is not read
+    node_weights = weights + calibration.gather(1, level.clamp(min=0))
+    node_weights = torch.where(node_weights > -torch.inf, node_weights, -torch.inf)
+    is_above = ancestors & (torch.arange(parents.shape[1], device=parents.device) > 0)
+    return torch.where(is_above, node_weights[:, None, :], 0).amin(dim=2)
 
 
 def kernel_rank_weights(
