@@ -192,7 +192,7 @@ def kernel_verify(
 ) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
     """As `plain_verify`, and as `plain_advance` where the room is of plain decoding."""
     B, N = nodes.row_of.shape
-    out, recurrent, arrays, arrivals = kernels.delta_mix.verify(
+    out, recurrent, kept, arrivals = kernels.delta_mix.verify(
         inputs,
         conv=weights.conv,
         a_log=weights.a_log,
@@ -210,8 +210,7 @@ def kernel_verify(
         digits=SQUARES.digits,
         tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
     )
-    kept = Kept(*arrays) if isinstance(room.kept, Kept) else arrays[0]
-    return out, DeltaState(recurrent, states.window), Room(kept, arrivals)
+    return out, DeltaState(recurrent, states.window), Room(_room_of(kept), arrivals)
 
 
 verify = kernel_or_plain(kernel_verify, plain_verify)
@@ -295,3 +294,9 @@ commit = kernel_or_plain(kernel_commit, plain_commit)
 
 def _arrays_of(kept: Kept | jax.Array) -> tuple[jax.Array, ...]:
     return tuple(kept) if isinstance(kept, Kept) else (kept,)
+
+
+def _room_of(arrays: tuple[jax.Array, ...]) -> Kept | jax.Array:
+    """As they were before `_arrays_of`."""
+    *fields, inputs = arrays
+    return Kept(*arrays) if fields else inputs

@@ -247,7 +247,8 @@ def _add_tiles(q, seen, begin, stop, sums, *, end, high, order):
         return _fold_where(ends_split, own, sums)
 
     nothing = Sums.nothing(*q.shape, order.ones)
-    return lax.fori_loop(begin, stop, add, (nothing, sums))[1]
+    _, sums = lax.fori_loop(begin, stop, add, (nothing, sums))
+    return sums
 
 
 def page_of(seen, i, tile):

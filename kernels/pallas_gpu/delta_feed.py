@@ -9,6 +9,7 @@ and all that makes the states is cut into two such numbers, so that 16 of its bi
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ from kernels.pallas_gpu.delta_rows import (
     LOG2_E,
     WINDOW,
     Inputs,
+    States,
+    Weights,
     convolved,
     gated_norm,
     gates,
@@ -39,6 +42,30 @@ from kernels.pallas_gpu.delta_rows import (
 )
 from kernels.pallas_gpu.heads import early
 from kernels.tiles import DeltaFeedTiles
+
+
+class Requests(NamedTuple):
+    """Of a step; `starts` has the first row of each, and the end."""
+
+    slots: Any
+    starts: Any
+    save_after: Any
+    save: Any
+
+
+class Rows(NamedTuple):
+    """What the first kernel makes of the rows; `keys` are the queries and both parts of keys."""
+
+    keys: Any
+    v: Any
+
+
+class Chunks(NamedTuple):
+    """What the second kernel makes of the chunks."""
+
+    solved: Any
+    reach: Any
+    total: Any
 
 
 def feed(
@@ -90,67 +117,71 @@ def feed(
       The heads' outputs side by side, zeros for padding; the states and snapshots after the writes.
     """
     R, (H, K, V), C, B = len(projected), recurrent.shape[2:], window.shape[3], len(slots)
-    chunks, key_heads = R // CHUNK + B, (C - H * V) // (2 * K)
-    half, single = (partial(jax.ShapeDtypeStruct, dtype=x) for x in (jnp.bfloat16, jnp.float32))
+    places, key_heads = R // CHUNK + B, (C - H * V) // (2 * K)
+    of, columns = jax.ShapeDtypeStruct, min(tiles.columns, V)
+    half, single = (partial(of, dtype=x) for x in (jnp.bfloat16, jnp.float32))
+    weights = Weights(conv=conv, a_log=a_log, dt_bias=dt_bias, norm=norm)
+    requests = Requests(slots=slots, starts=row_starts, save_after=save_after, save=save)
+    held = (States(recurrent, window), States(saved_recurrent, saved_window))
 
-    def call(kernel, grid, out_shape, *arrays, name, warps, aliases=None, stages=1, **how):
+    def launch(kernel, name, grid, makes, *, warps, stages=1, aliases=None, **how):
+        """A kernel that takes trees of arrays, and gives one of what it makes."""
         return pl.pallas_call(
             partial(kernel, interpret=interpret, **how),
             grid=grid,
-            out_shape=out_shape,
+            out_shape=makes,
             input_output_aliases=aliases or {},
             compiler_params=pltriton.CompilerParams(num_warps=warps, num_stages=stages),
             interpret=interpret,
             name=name,
-        )(*arrays)
+        )
 
-    keys, v = call(
+    rows = launch(
         _rows_kernel,
-        (2 * key_heads + H, CHUNK // tiles.rows * chunks),
-        [half((R, 3 * key_heads, K)), single((R, H, V))],
-        *(projected, conv, window, layer, slots, row_starts),
-        name="delta_rows",
+        "delta_rows",
+        (2 * key_heads + H, CHUNK // tiles.rows * places),
+        Rows(keys=half((R, 3 * key_heads, K)), v=single((R, H, V))),
         warps=tiles.row_warps,
         rows=tiles.rows,
         digits=digits,
-    )
-    squares = (half((chunks, H, 2, CHUNK, CHUNK)), half((chunks, H, CHUNK, CHUNK)))
-    prepared = call(
+    )(projected, weights.conv, window, layer, requests)
+    chunks = launch(
         _prepare_kernel,
-        (H, chunks),
-        [*squares, single((chunks, H, CHUNK))],
-        *(projected, keys, a_log, dt_bias, layer, row_starts),
-        name="delta_prepare",
+        "delta_prepare",
+        (H, places),
+        Chunks(
+            solved=half((places, H, 2, CHUNK, CHUNK)),
+            reach=half((places, H, CHUNK, CHUNK)),
+            total=single((places, H, CHUNK)),
+        ),
         warps=tiles.prepare_warps,
-    )
-    states = (recurrent, window, saved_recurrent, saved_window)
-    read, *states = call(
+    )(projected, weights, layer, requests, rows)
+    # The states and snapshots are written where they are.
+    (states, snapshots), read = launch(
         _carry_kernel,
-        (V // min(tiles.columns, V), H, B),
-        [single((R, H, V)), *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in states)],
-        *(projected, layer, slots, row_starts, save_after, save, keys, v, *prepared, *states),
-        name="delta_carry",
+        "delta_carry",
+        (V // columns, H, B),
+        (jax.tree.map(lambda x: of(x.shape, x.dtype), held), single((R, H, V))),
         warps=tiles.warps,
-        aliases={11 + number: 1 + number for number in range(len(states))},
         stages=tiles.stages,
-        columns=min(tiles.columns, V),
-    )
-    out = call(
+        aliases={number: number for number in range(4)},
+        columns=columns,
+    )(held, projected, layer, requests, rows, chunks)
+    out = launch(
         _norm_kernel,
+        "delta_norm",
         (H, pl.cdiv(R, tiles.rows)),
-        jax.ShapeDtypeStruct((R, H * V), projected.dtype),
-        *(projected, norm, layer, row_starts, read),
-        name="delta_norm",
+        of((R, H * V), projected.dtype),
         warps=tiles.row_warps,
         rows=tiles.rows,
         eps=eps,
         digits=digits,
-    )
-    return out, *states
+    )(projected, weights, layer, requests, read)
+    return out, *states, *snapshots
 
 
 def _rows_kernel(
-    projected_ref, conv_ref, window_ref, layer_ref, slots_ref, starts_ref, keys_ref, v_ref, *,
+    projected_ref, conv_ref, window_ref, layer_ref, requests, keys_ref, v_ref, *,
     rows, digits, interpret,
 ):  # fmt: skip
     """One program per some rows of a chunk and head: of queries, of keys or of values."""
@@ -158,7 +189,7 @@ def _rows_kernel(
     head, part, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
     chunk = lax.div(part, CHUNK // rows)
     within = lax.rem(part, CHUNK // rows) * rows
-    request, start, first, count = _rows_of(starts_ref, chunk)
+    request, start, first, count = _rows_of(requests.starts, chunk)
 
     @pl.when(first + within < count)
     def _():
@@ -170,7 +201,7 @@ def _rows_kernel(
             projected=projected_ref,
             window=window_ref,
             layer=layer,
-            slot=slots_ref[request],
+            slot=requests.slots[request],
             start=start,
             count=count,
         )
@@ -221,15 +252,15 @@ def _first_chunk(start, request):
 
 
 def _prepare_kernel(
-    projected_ref, keys_ref, a_log_ref, dt_bias_ref, layer_ref, starts_ref, solved_ref, reach_ref,
-    total_ref, *, interpret,
+    projected_ref, weights, layer_ref, requests, rows, solved_ref, reach_ref, total_ref, *,
+    interpret,
 ):  # fmt: skip
     """One program per value head and place of a chunk."""
-    H, key_heads = total_ref.shape[1], keys_ref.shape[1] // 3
+    H, key_heads = total_ref.shape[1], rows.keys.shape[1] // 3
     first_gate = projected_ref.shape[1] - 2 * H
     head, chunk, layer = pl.program_id(0), pl.program_id(1), layer_ref[0]
     key_head = lax.div(head, H // key_heads)
-    _, start, first, count = _rows_of(starts_ref, chunk)
+    _, start, first, count = _rows_of(requests.starts, chunk)
 
     @pl.when(first < count)
     def _():
@@ -240,8 +271,8 @@ def _prepare_kernel(
             pltriton.load(projected_ref.at[at, first_gate + each + head], mask=is_row, other=0.0)
             for each in (0, H)
         )
-        heads = (of_layer(ref, 1, layer, head) for ref in (a_log_ref, dt_bias_ref))
-        log_decay, beta = gates(b, a, *heads)
+        a_log, dt_bias = (of_layer(x, 1, layer, head) for x in (weights.a_log, weights.dt_bias))
+        log_decay, beta = gates(b, a, a_log, dt_bias)
         # No less than counts, so that the sum keeps its digits after a token that forgets all.
         log_decay = jnp.where(is_row, jnp.maximum(log_decay * LOG2_E, NOTHING), 0.0)
         beta = jnp.where(is_row, beta, 0.0)
@@ -252,9 +283,9 @@ def _prepare_kernel(
         is_seen = row[:, None] >= column[None, :]
         decay = share_of(jnp.where(is_seen, total[:, None] - total[None, :], 0.0))
         decay = jnp.where(is_seen, decay, 0.0)
-        q, *k = _keys(keys_ref, key_head, at[:, None], is_row[:, None])
-        turned = [x.T for x in k]
-        reach = (dot(q, turned[1]) + dot(q, turned[0])) * decay
+        q, *k = _keys(rows.keys, key_head, at[:, None], is_row[:, None])
+        high, low = turned = [x.T for x in k]
+        reach = (dot(q, low) + dot(q, high)) * decay
         reach_ref[chunk, head] = reach.astype(jnp.bfloat16)
         among = add_product(jnp.zeros_like(decay), k, turned) * decay * beta[:, None]
         among = jnp.where(row[:, None] > column[None, :], among, 0.0)
@@ -273,21 +304,21 @@ def _keys(keys_ref, key_head, row, is_row):
 
 
 def _carry_kernel(
-    projected_ref, layer_ref, slots_ref, starts_ref, save_after_ref, save_ref, keys_ref, v_ref,
-    solved_ref, reach_ref, total_ref, *refs, columns, interpret,
+    _, projected_ref, layer_ref, requests, rows, chunks, held, read_ref, *, columns, interpret
 ):  # fmt: skip
     """One program per block of columns of the state, value head and request."""
-    read_ref, state_ref, window_ref, saved_state_ref, saved_window_ref = refs[-5:]
-    R, (H, K, V), C = v_ref.shape[0], state_ref.shape[2:], window_ref.shape[3]
+    states, snapshots = held
+    R, (H, K, V), C = rows.v.shape[0], states.recurrent.shape[2:], states.window.shape[3]
     key_heads = (C - H * V) // (2 * K)
     block, head, request = (pl.program_id(axis) for axis in range(3))
     key_head, layer = lax.div(head, H // key_heads), layer_ref[0]
-    start, count = starts_ref[request], starts_ref[request + 1] - starts_ref[request]
-    slot, save, save_after = slots_ref[request], save_ref[request], save_after_ref[request]
+    start, stop = requests.starts[request], requests.starts[request + 1]
+    count, slot = stop - start, requests.slots[request]
+    save, save_after = requests.save[request], requests.save_after[request]
     row = early(lax.iota(jnp.int32, CHUNK), interpret)
     key, column = lax.iota(jnp.int32, K), block * columns + lax.iota(jnp.int32, columns)[None, :]
-    state_at = state_ref.at[layer, slot, head, key[:, None], column]
-    saved_state_at = saved_state_ref.at[layer, save, head, key[:, None], column]
+    state_at = states.recurrent.at[layer, slot, head, key[:, None], column]
+    saved_state_at = snapshots.recurrent.at[layer, save, head, key[:, None], column]
     state = pltriton.load(state_at)
     ends = (lax.rem(save_after, CHUNK) == 0) | (save_after == count)
     is_saved = (save != 0) & (save_after >= 0) & (save_after <= count) & ends
@@ -299,16 +330,16 @@ def _carry_kernel(
         place, node = _first_chunk(start, request) + i, i * CHUNK + row
         is_row, at = (node < count)[:, None], (start + node)[:, None]
 
-        q, *k = _keys(keys_ref, key_head, at, is_row)
-        v = pltriton.load(v_ref.at[at, head, column], mask=is_row, other=0.0)
-        total, end = total_ref[place, head], total_ref[place, head, CHUNK - 1]
+        q, *k = _keys(rows.keys, key_head, at, is_row)
+        v = pltriton.load(rows.v.at[at, head, column], mask=is_row, other=0.0)
+        total, end = chunks.total[place, head], chunks.total[place, head, CHUNK - 1]
         carried, (high, low) = share_of(total)[:, None], parts_of(state)
         known = add_product(nothing, k, (high, low))
         out = (dot(q, low) + dot(q, high)) * carried
-        solved = (solved_ref[place, head, 0], solved_ref[place, head, 1])
+        solved = (chunks.solved[place, head, 0], chunks.solved[place, head, 1])
         stored = add_product(nothing, solved, parts_of(v - known * carried))
         high, low = parts_of(stored)
-        reach = reach_ref[place, head]
+        reach = chunks.reach[place, head]
         out = out + dot(reach, low) + dot(reach, high)
         # A row that is not written is one outside, for the interpreter.
         pltriton.store(read_ref.at[jnp.where(is_row, at, R), head, column], out, mask=is_row)
@@ -325,19 +356,28 @@ def _carry_kernel(
         """Writes the windows of some channels after the rows, and after what is saved."""
         lane, channel = lax.iota(jnp.int32, 4), first + lax.iota(jnp.int32, D)[None, :]
         is_one = (lane < WINDOW)[:, None]
-        refs = (projected_ref, window_ref)
-        after = partial(_window_after, refs, (layer, slot, start), lane=lane, channel=channel)
+
+        def after(taken):
+            """Rows `taken` to `taken + 3` of the old window and the request's rows in a row."""
+            place, is_one = taken + lane, lane < WINDOW
+            is_new = (is_one & (place >= WINDOW))[:, None]
+            is_old = (is_one & (place < WINDOW))[:, None]
+            place = place[:, None]
+            at = projected_ref.at[start + place - WINDOW, channel]
+            new = pltriton.load(at, mask=is_new, other=0.0)
+            at = states.window.at[layer, slot, place, channel]
+            return jnp.where(is_new, new, pltriton.load(at, mask=is_old, other=0.0))
 
         @pl.when(is_saved)
         def _():
-            at = saved_window_ref.at[layer, save, lane[:, None], channel]
+            at = snapshots.window.at[layer, save, lane[:, None], channel]
             pltriton.store(at, after(save_after), mask=is_one)
 
         new = after(count)
         if not interpret:
             pltriton.debug_barrier()  # other threads may have read where this one writes
         # The last lane is outside, for the interpreter.
-        pltriton.store(window_ref.at[layer, slot, lane[:, None], channel], new, mask=is_one)
+        pltriton.store(states.window.at[layer, slot, lane[:, None], channel], new, mask=is_one)
 
     @pl.when((count > 0) | is_saved)
     def _():
@@ -349,20 +389,8 @@ def _carry_kernel(
             move_window((key_heads + key_head) * K, K)
 
 
-def _window_after(refs, where, taken, lane, channel):
-    """Rows `taken` to `taken + 3` of the old window and a request's rows, one behind the other."""
-    (projected_ref, window_ref), (layer, slot, start) = refs, where
-    place, is_one = taken + lane, lane < WINDOW
-    is_new, is_old = (is_one & (place >= WINDOW))[:, None], (is_one & (place < WINDOW))[:, None]
-    place = place[:, None]
-    at = projected_ref.at[start + place - WINDOW, channel]
-    new = pltriton.load(at, mask=is_new, other=0.0)
-    at = window_ref.at[layer, slot, place, channel]
-    return jnp.where(is_new, new, pltriton.load(at, mask=is_old, other=0.0))
-
-
 def _norm_kernel(
-    projected_ref, norm_ref, layer_ref, starts_ref, read_ref, out_ref, *,
+    projected_ref, weights, layer_ref, requests, read_ref, out_ref, *,
     rows, eps, digits, interpret,
 ):  # fmt: skip
     """One program per some rows and value head."""
@@ -371,11 +399,11 @@ def _norm_kernel(
     head = pl.program_id(0)
     row = early(pl.program_id(1) * rows + lax.iota(jnp.int32, rows), interpret)[:, None]
     column = lax.iota(jnp.int32, V)[None, :]
-    keep = row < starts_ref[starts_ref.shape[0] - 1]  # the others are padding
+    keep = row < requests.starts[requests.starts.shape[0] - 1]  # the others are padding
     read = pltriton.load(read_ref.at[row, head, column], mask=keep, other=0.0)
     z_at = projected_ref.at[row, C + head * V + column]
     z = pltriton.load(z_at, mask=keep, other=0.0)
-    weight = of_layer(norm_ref, 1, layer_ref[0], column)
+    weight = of_layer(weights.norm, 1, layer_ref[0], column)
     out = jnp.where(keep, gated_norm(read, z, weight, eps, digits), 0.0)
     # A row that there is not is outside, for the interpreter too.
     pltriton.store(out_ref.at[row, head * V + column], out.astype(out_ref.dtype), mask=row < R)

@@ -85,9 +85,9 @@ def walk(visit, state_at, parents_ref, request, count):
         lax.fori_loop(end + 1, count, visit_leaf, state)
 
     def look(end, carry):
-        leaves = bits_of(is_leaf & (parent == end), node)
-        is_end = ((leaves[0] | leaves[1]) != 0) | (count == 1)
-        pl.when(is_end)(lambda: descend(end, leaves))
+        low, high = bits_of(is_leaf & (parent == end), node)
+        is_end = ((low | high) != 0) | (count == 1)
+        pl.when(is_end)(lambda: descend(end, (low, high)))
         return carry
 
     lax.fori_loop(0, count, look, 0)

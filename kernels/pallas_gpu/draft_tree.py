@@ -5,6 +5,7 @@ Of many candidates the border of the best is found by halving instead.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,19 +80,20 @@ def flat_nodes(
     whether it is real, its position, its place, and what it sees."""
     (B, N), lanes = parents.shape, pl.next_power_of_2(len(parents))
     block = max(1, min(32, _PAIRS // lanes))
-    made = [((B + 1,), jnp.int32), *[((rows,), jnp.int32)] * 5, ((rows,), jnp.int8)]
-    row_starts, request, node, positions, places, until, is_real, *window = pl.pallas_call(
+    of = jax.ShapeDtypeStruct
+    row = of((rows,), jnp.int32)
+    row_starts, request, node, positions, places, until, is_real, window = pl.pallas_call(
         functools.partial(_flat_nodes_kernel, block=block),
         grid=(pl.cdiv(rows, block),),
-        out_shape=[
-            jax.ShapeDtypeStruct(*each)
-            for each in (*made, *[((rows, N), jnp.int8)] * (not is_chain))
-        ],
+        out_shape=(
+            *(of((B + 1,), jnp.int32), row, row, row, row, row, of((rows,), jnp.int8)),
+            None if is_chain else of((rows, N), jnp.int8),
+        ),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="flat_nodes",
     )(parents, num_nodes, lengths)
-    sees = window[0].astype(bool) if window else jnp.zeros((rows, 0), bool)
+    sees = jnp.zeros((rows, 0), bool) if window is None else window.astype(bool)
     return row_starts, request, node, is_real.astype(bool), positions, places, until, sees
 
 
@@ -106,7 +108,8 @@ def _flat_nodes_kernel(
     places_ref,
     until_ref,
     is_real_ref,
-    *window_refs,
+    window_ref,
+    *,
     block,
 ):
     """One program per block of rows, which looks at all requests."""
@@ -130,11 +133,12 @@ def _flat_nodes_kernel(
     node = jnp.where(is_real, row - start, 0)
     place = pltriton.load(lengths_ref.at[request]) + node
     at, depth, until = jnp.where(is_row, row, rows), node, place + 1  # outside: the interpreter's
-    if window_refs:
+    if window_ref is not None:
         column = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
 
         def goes_on(carry):
-            return (jnp.max(carry[0]) > 0) & (carry[3] < nodes)
+            above, _, _, steps = carry
+            return (jnp.max(above) > 0) & (steps < nodes)
 
         def climb(carry):
             above, seen, depth, steps = carry
@@ -146,13 +150,35 @@ def _flat_nodes_kernel(
         _, seen, depth, _ = lax.while_loop(goes_on, climb, start)
         until = place - node
         keep = is_row[:, None] & (column < nodes)[None, :]
-        found = window_refs[0].at[at[:, None], jnp.minimum(column, nodes)[None, :]]
+        found = window_ref.at[at[:, None], jnp.minimum(column, nodes)[None, :]]
         pltriton.store(found, (seen & is_real[:, None]).astype(jnp.int8), mask=keep)
     until = jnp.where(is_real, until, 0)
     fields = ((request_ref, request), (node_ref, node), (places_ref, place), (until_ref, until))
     for ref, x in (*fields, (positions_ref, place - node + depth)):
         pltriton.store(ref.at[at], x, mask=is_row)
     pltriton.store(is_real_ref.at[at], is_real.astype(jnp.int8), mask=is_row)
+
+
+class Expanded(NamedTuple):
+    """A level, and of each of its nodes the candidates below it and what their edges weigh."""
+
+    tokens: Any
+    edges: Any
+    numbers: Any
+    weights: Any
+    paths: Any
+    sees: Any
+
+
+class Level(NamedTuple):
+    """As of `shared.spec.draft_tree`."""
+
+    tokens: Any
+    weights: Any
+    parents: Any
+    numbers: Any
+    paths: Any
+    sees: Any
 
 
 def next_level(
@@ -177,46 +203,42 @@ def next_level(
 ]:
     """As `shared.spec.draft_tree.next_level`, a level as its fields."""
     (B, k, path), window = paths.shape, sees.shape[2]
-    kinds = [jnp.int32, jnp.float32, jnp.int32, jnp.float32, jnp.int32, jnp.int32]
-    shapes = [(B, k * k)] * 2 + [(B, k)] * 4 + [(B, k, path), (B, k, window)]
-    *found, new_sees = pl.pallas_call(
+    of = jax.ShapeDtypeStruct
+    node, weight = of((B, k), jnp.int32), of((B, k), jnp.float32)
+    parents, found, level = pl.pallas_call(
         functools.partial(_next_level_kernel, root_rows=root_rows),
         grid=(B,),
-        out_shape=[
-            jax.ShapeDtypeStruct(shape, kind)
-            for shape, kind in zip(shapes, [*kinds, jnp.int32, jnp.int8], strict=True)
-        ],
+        out_shape=(
+            *(of((B, k * k), jnp.int32), of((B, k * k), jnp.float32)),
+            Level(
+                tokens=node,
+                weights=weight,
+                parents=node,
+                numbers=node,
+                paths=of((B, k, path), jnp.int32),
+                sees=of((B, k, window), jnp.int8),
+            ),
+        ),
         compiler_params=pltriton.CompilerParams(num_warps=1 if k * k <= 64 else 4, num_stages=1),
         interpret=interpret,
         name="next_level",
     )(
-        *(tokens.reshape(B, k * k), edges.reshape(B, k * k), numbers, weights, paths),
-        *(sees.astype(jnp.int8), jnp.reshape(s, (1,))),
+        Expanded(
+            tokens=tokens.reshape(B, k * k),
+            edges=edges.reshape(B, k * k),
+            numbers=numbers,
+            weights=weights,
+            paths=paths,
+            sees=sees.astype(jnp.int8),
+        ),
+        jnp.reshape(s, (1,)),
     )
-    return (*found, new_sees.astype(bool))
+    return parents, found, *level._replace(sees=level.sees.astype(bool))
 
 
-def _next_level_kernel(
-    tokens_ref,
-    edges_ref,
-    numbers_ref,
-    weights_ref,
-    paths_ref,
-    sees_ref,
-    s_ref,
-    of_found_ref,
-    found_ref,
-    chosen_ref,
-    best_ref,
-    parents_ref,
-    best_numbers_ref,
-    new_paths_ref,
-    new_sees_ref,
-    *,
-    root_rows,
-):
+def _next_level_kernel(expanded, s_ref, found_parents_ref, found_weights_ref, level, *, root_rows):
     """One program per request, whose candidates are its lanes."""
-    (_, width, path), window = paths_ref.shape, sees_ref.shape[2]
+    (_, width, path), window = expanded.paths.shape, expanded.sees.shape[2]
     request, s, count = pl.program_id(0), s_ref[0], width * width
     lane = lax.iota(jnp.int32, pl.next_power_of_2(count))
     is_in = lane < count
@@ -226,29 +248,29 @@ def _next_level_kernel(
     def weight_of(some):
         inside = some < count
         at, of = jnp.minimum(some, count - 1), jnp.minimum(some // width, width - 1)
-        weight = pltriton.load(weights_ref.at[request, of], mask=inside, other=0.0)
-        return weight + pltriton.load(edges_ref.at[request, at], mask=inside, other=0.0)
+        weight = pltriton.load(expanded.weights.at[request, of], mask=inside, other=0.0)
+        return weight + pltriton.load(expanded.edges.at[request, at], mask=inside, other=0.0)
 
     weight = weight_of(lane)
-    of = pltriton.load(numbers_ref.at[request, parent], mask=is_in, other=0)
-    pltriton.store(found_ref.at[request, place], weight, mask=is_in)
-    pltriton.store(of_found_ref.at[request, place], of, mask=is_in)
+    of = pltriton.load(expanded.numbers.at[request, parent], mask=is_in, other=0)
+    pltriton.store(found_weights_ref.at[request, place], weight, mask=is_in)
+    pltriton.store(found_parents_ref.at[request, place], of, mask=is_in)
     rank = _rank(key_of(weight), lane, count, lambda other: key_of(weight_of(other)))
     keep = is_in & (rank < width)
     at = jnp.where(keep, rank, width)
-    token = pltriton.load(tokens_ref.at[request, place], mask=keep, other=0)
+    token = pltriton.load(expanded.tokens.at[request, place], mask=keep, other=0)
     number = 1 + width + (s - 1) * count + lane
-    fields = ((chosen_ref, token), (best_ref, weight), (best_numbers_ref, number))
-    for ref, x in (*fields, (parents_ref, request * width + lane // width)):
+    fields = ((level.tokens, token), (level.weights, weight), (level.numbers, number))
+    for ref, x in (*fields, (level.parents, request * width + lane // width)):
         pltriton.store(ref.at[request, at], x, mask=keep)
     for old_ref, new_ref, size in (
-        (paths_ref, new_paths_ref, path),
-        (sees_ref, new_sees_ref, window),
+        (expanded.paths, level.paths, path),
+        (expanded.sees, level.sees, window),
     ):
         column = lax.iota(jnp.int32, pl.next_power_of_2(size))[None, :]
         both, column = keep[:, None] & (column < size), jnp.minimum(column, size)
         old = pltriton.load(old_ref.at[request, parent[:, None], column], mask=both, other=0)
-        if new_ref is new_paths_ref:
+        if new_ref is level.paths:
             new = jnp.where(column == s, token[:, None], old)
         else:
             own = column == root_rows + s * width + rank[:, None]
@@ -272,6 +294,10 @@ def _rank(key, lane, count, key_at):
 def _is_best(key, count):
     """Whether each key is among so many largest; of equal ones the first are."""
 
+    def is_open(span):
+        low, high = span
+        return low < high
+
     def halve(span):
         low, high = span
         middle = (low & high) + ((low ^ high) >> 1)
@@ -279,7 +305,7 @@ def _is_best(key, count):
         return jnp.where(is_below, middle + 1, low), jnp.where(is_below, high, middle)
 
     start = jnp.int32(LOWEST), jnp.int32(HIGHEST)
-    low, _ = lax.while_loop(lambda span: span[0] < span[1], halve, start)
+    low, _ = lax.while_loop(is_open, halve, start)
     is_tie = (key == low).astype(jnp.int32)
     room = count - (key > low).astype(jnp.int32).sum()
     return (key > low) | ((is_tie > 0) & (lax.cumsum(is_tie, axis=0) <= room))

@@ -20,7 +20,7 @@ def chunks_of_squares(
     shape = (len(x), pl.cdiv(x.shape[1], order.chunk))
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
     kernel = functools.partial(_squares_kernel, order=order)
-    return _over_rows(kernel, [x], out, name="chunks_of_squares", interpret=interpret)
+    return _over_rows(kernel, x, out=out, name="chunks_of_squares", interpret=interpret)
 
 
 def rms_norm(
@@ -32,14 +32,13 @@ def rms_norm(
     interpret: bool = False,
 ) -> Float[jax.Array, "R size"]:
     """As `shared.spec.layers.rms_norm`; without a weight, the scale is 1."""
-    operands = [x] if weight is None else [x, weight]
     kernel = functools.partial(_norm_kernel, eps=eps, order=order)
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return _over_rows(kernel, operands, out, name="norm", interpret=interpret)
+    return _over_rows(kernel, x, weight, out=out, name="norm", interpret=interpret)
 
 
-def _over_rows(kernel, operands, out, *, name, interpret):
-    R, size = operands[0].shape
+def _over_rows(kernel, x, *others, out, name, interpret):
+    R, size = x.shape
     return pl.pallas_call(
         kernel,
         grid=(R,),
@@ -47,7 +46,7 @@ def _over_rows(kernel, operands, out, *, name, interpret):
         compiler_params=pltriton.CompilerParams(num_warps=max(1, min(8, size // 512))),
         interpret=interpret,
         name=name,
-    )(*operands)
+    )(x, *others)
 
 
 def _squares_kernel(x_ref, out_ref, *, order):
@@ -59,9 +58,8 @@ def _squares_kernel(x_ref, out_ref, *, order):
     pltriton.store(out_ref.at[pl.program_id(0), at], sums, mask=part < chunks)
 
 
-def _norm_kernel(x_ref, *refs, eps, order):
+def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
     """One program a row: its norm, by its squares in chunks."""
-    weight_ref, out_ref = refs if len(refs) == 2 else (None, *refs)
     x, column, sums = _row(x_ref, order)
     size, digits = x_ref.shape[1], order.digits_of_chunks
     exponent = exponent_of(sums.max(), digits)

@@ -1,6 +1,7 @@
 """What a step leaves in the numbers of a slot, and what a new owner finds there, in Pallas."""
 
 from math import prod
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,25 @@ from jaxtyping import Bool, Int, Shaped
 
 _PART = 4096
 """Numbers of a state that a program copies."""
+
+
+class Slots(NamedTuple):
+    """What changes; without drafters of their own lengths there are no `draft_from`."""
+
+    lengths: Any
+    newest: Any
+    seen: Any
+    draft_from: Any
+
+
+class Rows(NamedTuple):
+    """What a step has made of its requests."""
+
+    slots: Any
+    before: Any
+    tokens: Any
+    counts: Any
+    prompt_length: Any
 
 
 def commit(
@@ -31,31 +51,32 @@ def commit(
     Int[jax.Array, " slots"] | None,
 ]:
     """As `shared.spec.slots.commit`; every slot but the sink has one row at most."""
-    changed = [lengths, newest, seen, *([] if draft_from is None else [draft_from])]
+    held = Slots(lengths=lengths, newest=newest, seen=seen, draft_from=draft_from)
+    rows = Rows(
+        slots=slots, before=before, tokens=tokens, counts=counts, prompt_length=prompt_length
+    )
+    changed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held)
     found = pl.pallas_call(
         _commit_kernel,
         grid=(len(tokens),),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed],
-        input_output_aliases={number: number for number in range(len(changed))},
+        out_shape=changed,
+        input_output_aliases={number: number for number in range(len(jax.tree.leaves(held)))},
         compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
         interpret=interpret,
         name="commit",
-    )(*changed, slots, before, tokens, counts, prompt_length)
-    return (*found, None) if draft_from is None else tuple(found)
+    )(held, rows)
+    return tuple(found)
 
 
-def _commit_kernel(*refs):
+def _commit_kernel(_, rows, lengths_ref, newest_ref, seen_ref, draft_ref):
     """One program per request, whose tokens are its lanes."""
-    num_changed = (len(refs) - 5) // 2
-    slots_ref, before_ref, tokens_ref, counts_ref, prompt_ref = refs[num_changed:-num_changed]
-    lengths_ref, newest_ref, seen_ref, *draft_ref = refs[-num_changed:]
-    row, (width, vocab) = pl.program_id(0), (tokens_ref.shape[1], seen_ref.shape[1])
-    slot, before = slots_ref[row], before_ref[row]
-    count, prompt = counts_ref[row], prompt_ref[row]
+    row, (width, vocab) = pl.program_id(0), (rows.tokens.shape[1], seen_ref.shape[1])
+    slot, before = rows.slots[row], rows.before[row]
+    count, prompt = rows.counts[row], rows.prompt_length[row]
     place = lax.iota(jnp.int32, pl.next_power_of_2(width))
     is_counted = (place < count) & (place < width)
     at = jnp.minimum(place, width - 1)
-    token = pltriton.load(tokens_ref.at[row, at], mask=is_counted, other=-1)
+    token = pltriton.load(rows.tokens.at[row, at], mask=is_counted, other=-1)
     is_output = before + 1 + place >= prompt
     # A token that is repeated is written once, by the first of its lanes.
     same = (token[:, None] == token[None, :]) & is_counted[None, :]
@@ -71,8 +92,9 @@ def _commit_kernel(*refs):
     def _():
         newest_ref[slot] = jnp.sum(jnp.where(place == count - 1, token, 0))
 
-    for ref in (lengths_ref, *draft_ref):
-        ref[slot] = before + count
+    lengths_ref[slot] = before + count
+    if draft_ref is not None:
+        draft_ref[slot] = before + count
 
 
 def restore(

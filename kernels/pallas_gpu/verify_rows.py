@@ -50,6 +50,10 @@ def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, found_ref):
 
     _, depth, _ = lax.while_loop(is_below, climb, (own, 0 * own, jnp.int32(0)))
 
+    def is_on_the_way(carry):
+        _, depth, _ = carry
+        return jnp.max(depth) > 0
+
     def weigh(carry):
         above, depth, found = carry
         is_on, level = depth > 0, jnp.maximum(depth - 1, 0)
@@ -61,7 +65,7 @@ def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, found_ref):
         return above, depth - 1, found
 
     start = own, depth, jnp.zeros(own.shape, jnp.float32)
-    *_, found = lax.while_loop(lambda carry: jnp.max(carry[1]) > 0, weigh, start)
+    *_, found = lax.while_loop(is_on_the_way, weigh, start)
     at = jnp.minimum(node, nodes)  # outside, for the interpreter
     pltriton.store(found_ref.at[request, at], found, mask=node < nodes)
 

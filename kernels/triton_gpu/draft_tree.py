@@ -4,6 +4,8 @@ Candidates are ranked by counting those before them: no lane waits for another o
 Of many candidates the border of the best is found by halving instead.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -135,6 +137,38 @@ def _flat_nodes_kernel(
     tl.store(until_at + row, tl.where(is_real, until, 0), mask=is_row)
 
 
+class Expanded(NamedTuple):
+    """A level, and of each of its nodes the candidates below it and what their edges weigh."""
+
+    tokens: Any
+    edges: Any
+    numbers: Any
+    weights: Any
+    paths: Any
+    sees: Any
+
+
+class Level(NamedTuple):
+    """As of `shared.spec.draft_tree`."""
+
+    tokens: Any
+    weights: Any
+    parents: Any
+    numbers: Any
+    paths: Any
+    sees: Any
+
+
+class LevelSizes(NamedTuple):
+    """Sizes of the arrays: of a path before and after, and of the window."""
+
+    width: int
+    path: int
+    longer: int
+    window: int
+    root_rows: int
+
+
 def next_level(
     tokens: Int[Tensor, "B k k"],
     edges: Float[Tensor, "B k k"],
@@ -157,96 +191,84 @@ def next_level(
     """As `shared.spec.draft_tree.next_level`, a level as its fields."""
     (B, k, path), window = paths.shape, sees.shape[2]
     longer = max(path, s + 1)
-    found, best = weights.new_empty((B, k * k)), weights.new_empty((B, k))
-    of_found = numbers.new_empty((B, k * k))
-    chosen, best_numbers = numbers.new_empty((2, B, k))
-    parents = numbers.new_empty((B, k), dtype=torch.int64)
-    new_paths, new_sees = numbers.new_empty((B, k, longer)), torch.empty_like(sees)
-    given = (tokens, edges, numbers, weights, paths, sees)
+    found_parents, found_weights = numbers.new_empty((B, k * k)), weights.new_empty((B, k * k))
+    level = Level(
+        tokens=numbers.new_empty((B, k)),
+        weights=weights.new_empty((B, k)),
+        parents=numbers.new_empty((B, k), dtype=torch.int64),
+        numbers=numbers.new_empty((B, k)),
+        paths=numbers.new_empty((B, k, longer)),
+        sees=torch.empty_like(sees),
+    )
     _next_level_kernel[(B,)](
-        *(x.contiguous() for x in given),
-        *(of_found, found, chosen, best, parents, best_numbers, new_paths, new_sees, s),
-        width=k,
-        path=path,
-        longer=longer,
-        window=window,
-        root_rows=root_rows,
+        Expanded(
+            tokens=tokens.contiguous(),
+            edges=edges.contiguous(),
+            numbers=numbers.contiguous(),
+            weights=weights.contiguous(),
+            paths=paths.contiguous(),
+            sees=sees.contiguous(),
+        ),
+        *(found_parents, found_weights, level, s),
+        sizes=LevelSizes(width=k, path=path, longer=longer, window=window, root_rows=root_rows),
         lanes=triton.next_power_of_2(k * k),
         places=triton.next_power_of_2(longer),
         columns=triton.next_power_of_2(window),
         at_once=_AT_ONCE,
         num_warps=1 if k * k <= 64 else 4,
     )
-    return of_found, found, chosen, best, parents, best_numbers, new_paths, new_sees
+    return found_parents, found_weights, *level
 
 
 @triton.jit(do_not_specialize=["s"])
 def _next_level_kernel(
-    tokens_at,
-    edges_at,
-    numbers_at,
-    weights_at,
-    paths_at,
-    sees_at,
-    of_found_at,
-    found_at,
-    chosen_at,
-    best_at,
-    parents_at,
-    best_numbers_at,
-    new_paths_at,
-    new_sees_at,
-    s,
-    width: tl.constexpr,
-    path: tl.constexpr,
-    longer: tl.constexpr,
-    window: tl.constexpr,
-    root_rows: tl.constexpr,
-    lanes: tl.constexpr,
-    places: tl.constexpr,
-    columns: tl.constexpr,
-    at_once: tl.constexpr,
-):
+    expanded, found_parents_at, found_weights_at, level, s, sizes: tl.constexpr,
+    lanes: tl.constexpr, places: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr,
+):  # fmt: skip
     """One program per request, whose candidates are its lanes."""
+    width: tl.constexpr = sizes.width
     count: tl.constexpr = width * width
     request, lane = tl.program_id(0), tl.arange(0, lanes)
     is_in = lane < count
     node = request * width + lane // width  # the candidate's parent
-    weight = _sum(weights_at, edges_at, request, lane, width)
-    of = tl.load(numbers_at + node, mask=is_in, other=0)
-    tl.store(found_at + request * count + lane, weight, mask=is_in)
-    tl.store(of_found_at + request * count + lane, of, mask=is_in)
+    weight = _sum(expanded, request, lane, width)
+    of = tl.load(expanded.numbers + node, mask=is_in, other=0)
+    tl.store(found_weights_at + request * count + lane, weight, mask=is_in)
+    tl.store(found_parents_at + request * count + lane, of, mask=is_in)
     key, rank = key_of(weight), tl.zeros((lanes,), tl.int32)
     for start in range(0, count, at_once):
         other = start + tl.arange(0, at_once)
-        theirs = tl.where(
-            other < count, key_of(_sum(weights_at, edges_at, request, other, width)), LOWEST
-        )
+        theirs = tl.where(other < count, key_of(_sum(expanded, request, other, width)), LOWEST)
         rank += _before(key, lane, theirs, other)
     keep = is_in & (rank < width)
     at = request * width + rank
-    token = tl.load(tokens_at + request * count + lane, mask=keep, other=0)
-    tl.store(chosen_at + at, token, mask=keep)
-    tl.store(best_at + at, weight, mask=keep)
-    tl.store(parents_at + at, node.to(tl.int64), mask=keep)
-    tl.store(best_numbers_at + at, 1 + width + (s - 1) * count + lane, mask=keep)
+    token = tl.load(expanded.tokens + request * count + lane, mask=keep, other=0)
+    tl.store(level.tokens + at, token, mask=keep)
+    tl.store(level.weights + at, weight, mask=keep)
+    tl.store(level.parents + at, node.to(tl.int64), mask=keep)
+    tl.store(level.numbers + at, 1 + width + (s - 1) * count + lane, mask=keep)
     place, both = tl.arange(0, places)[None, :], keep[:, None]
-    old = tl.load(paths_at + node[:, None] * path + place, mask=both & (place < path), other=0)
+    old_at = expanded.paths + node[:, None] * sizes.path + place
+    old = tl.load(old_at, mask=both & (place < sizes.path), other=0)
     new = tl.where(place == s, token[:, None], old)
-    tl.store(new_paths_at + at[:, None] * longer + place, new, mask=both & (place < longer))
+    new_at = level.paths + at[:, None] * sizes.longer + place
+    tl.store(new_at, new, mask=both & (place < sizes.longer))
     column = tl.arange(0, columns)[None, :]
-    both = both & (column < window)
-    seen = tl.load(sees_at + node[:, None] * window + column, mask=both, other=0).to(tl.int32) != 0
-    own = column == root_rows + s * width + rank[:, None]
-    tl.store(new_sees_at + at[:, None] * window + column, seen | own, mask=both)
+    both = both & (column < sizes.window)
+    seen_at = expanded.sees + node[:, None] * sizes.window + column
+    seen = tl.load(seen_at, mask=both, other=0).to(tl.int32) != 0
+    own = column == sizes.root_rows + s * width + rank[:, None]
+    tl.store(level.sees + at[:, None] * sizes.window + column, seen | own, mask=both)
 
 
 @triton.jit
-def _sum(weights_at, edges_at, request, lane, width: tl.constexpr):
+def _sum(expanded, request, lane, width: tl.constexpr):
     """The path weights of some candidates of a level."""
     count: tl.constexpr = width * width
-    weight = tl.load(weights_at + request * width + lane // width, mask=lane < count, other=0.0)
-    return weight + tl.load(edges_at + request * count + lane, mask=lane < count, other=0.0)
+    weight = tl.load(
+        expanded.weights + request * width + lane // width, mask=lane < count, other=0.0
+    )
+    return weight + tl.load(expanded.edges + request * count + lane, mask=lane < count, other=0.0)
 
 
 @triton.jit
