@@ -31,6 +31,7 @@ from shared.boundary.buffers import SCORES, read_result, result_layout
 from shared.boundary.checks import check_limits, check_plan, to_prepare
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
+from shared.reference.device_state import allocate
 from shared.reference.drafters import cut, drafter_of, takes_snapshot
 from shared.reference.rows import (
     Batch,
@@ -80,17 +81,7 @@ class ReferenceBackend:
         self._drafter = drafter_of(self._blueprint, weights, draft_weights)
         self._columns = (draft_weights or {}).get("draft_ids")
         self._worker = ThreadPoolExecutor(max_workers=1)
-        self._allocate(config, limits)
-
-    def _allocate(self, config: ModelConfig, limits: Limits) -> None:
-        num_slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
-        self._kv = model.new_kv(config, config.num_attention_layers, *pool)
-        self._state = model.new_state(config, num_slots)
-        self._snapshots = model.new_state(config, limits.num_snapshots)
-        self._lengths = np.zeros(num_slots, np.int32)
-        self._newest = np.zeros(num_slots, np.int32)
-        self._draft_from = np.zeros(num_slots, np.int32)
-        self._seen = np.zeros((num_slots, limits.vocab), np.int32)
+        self.state = allocate(config, limits)
 
     def workspace(self, program: Program) -> int:
         """Bytes that a step of the program needs beyond weights and pools."""
@@ -154,10 +145,10 @@ class ReferenceBackend:
     def _start(self, batch: Batch) -> None:
         """Resets the slots of starting rows, then restores what the plan names."""
         started = batch.slots[batch.starts]
-        self._lengths[started] = self._newest[started] = 0
-        self._seen[started] = 0
-        self._draft_from[started] = batch.draft_from[batch.starts]
-        self._state = batch.restored(self._state, self._snapshots)
+        self.state.lengths[started] = self.state.newest[started] = 0
+        self.state.seen[started] = 0
+        self.state.draft_from[started] = batch.draft_from[batch.starts]
+        self.state.delta = batch.restored(self.state.delta, self.state.snapshots)
         if self._drafter is not None:
             self._drafter.start(batch)
 
@@ -166,7 +157,7 @@ class ReferenceBackend:
         owner = np.full(len(tokens), batch.slots[b])
         is_output = first + np.arange(len(tokens)) >= batch.sampling.prompt_length[b]
         is_counted = np.ones(len(tokens), bool)
-        self._seen = slots.count(self._seen, owner, tokens, is_output, is_counted)
+        self.state.seen = slots.count(self.state.seen, owner, tokens, is_output, is_counted)
 
     def _count_prompt(self, batch: Batch, work: Count) -> dict[str, np.ndarray]:
         for b, row in enumerate(batch.index):
@@ -185,11 +176,11 @@ class ReferenceBackend:
             skipped = 0 if batch.starts[b] else 1  # the token before said that it would be next
             self._count(batch, b, chunk[skipped:], first[b] + skipped)
         logits = model.logits(self._weights, np.stack([read.hidden[-1] for read, _ in passes]))
-        seen = sampling.seen_alone(self._seen, batch.slots)
+        seen = sampling.seen_alone(self.state.seen, batch.slots)
         everyone = np.arange(len(lengths))
         chosen = sampling.choose(logits, seen, lengths, batch.sampling, everyone, None)
         newest = np.where(ends, chosen.ids, work.next_tokens[batch.index]).astype(np.int32)
-        self._lengths[batch.slots], self._newest[batch.slots] = lengths, newest
+        self.state.lengths[batch.slots], self.state.newest[batch.slots] = lengths, newest
         for b in range(len(newest)):
             self._count(batch, b, newest[b : b + 1], lengths[b])
         if self._drafter is not None:
@@ -223,10 +214,10 @@ class ReferenceBackend:
             first += len(piece)
             if passed and len(pieces) == 1:
                 at = batch.snapshots.save[b : b + 1]
-                put(self._snapshots, at, take(self._state, batch.slots[b : b + 1]))
+                put(self.state.snapshots, at, take(self.state.delta, batch.slots[b : b + 1]))
         hidden = np.concatenate([each.hidden for each in pieces])
         streams = np.concatenate([each.streams for each in pieces], axis=1)
-        return model.Forward(hidden, streams, self._kv), passed
+        return model.Forward(hidden, streams, self.state.kv), passed
 
     def _prefill_piece(
         self, batch: Batch, b: int, tokens: Int[np.ndarray, " T"], first: int
@@ -235,15 +226,15 @@ class ReferenceBackend:
         forward, state = model.prefill(
             self._config,
             self._weights,
-            self._kv,
-            take(self._state, slot),
+            self.state.kv,
+            take(self.state.delta, slot),
             tokens,
             np.array([0, len(tokens)], np.int32),
             np.array([first], np.int32),
             table,
         )
-        self._kv = forward.kv
-        put(self._state, slot, state)
+        self.state.kv = forward.kv
+        put(self.state.delta, slot, state)
         return forward
 
     def _feed_prompt(
@@ -260,19 +251,19 @@ class ReferenceBackend:
             Fed(int(first[b]), chunk, np.append(chunk[1:], newest[b]), passes[b])
             for b, chunk in enumerate(chunks)
         ]
-        draft_from = self._draft_from[batch.slots]
+        draft_from = self.state.draft_from[batch.slots]
         self._drafter.prefill(batch, fed, draft_from, self._rank(batch, self.limits.max_width))
 
     # Decode
 
     def _decode(self, batch: Batch, work: Decode, mask: Mask | None) -> dict[str, np.ndarray]:
         trees = self._trees(batch, work)
-        lengths = self._lengths[batch.slots]
+        lengths = self.state.lengths[batch.slots]
         forward, kept = model.verify(
             self._config,
             self._weights,
-            self._kv,
-            take(self._state, batch.slots),
+            self.state.kv,
+            take(self.state.delta, batch.slots),
             trees.tokens,
             trees.parents,
             trees.num_nodes,
@@ -314,19 +305,19 @@ class ReferenceBackend:
         if work.drafts is not None:
             drafts, index = work.drafts, batch.index
             tokens = drafts.tokens[index]  # a copy: the plan stays as it is
-            tokens[:, 0] = self._newest[batch.slots]
+            tokens[:, 0] = self.state.newest[batch.slots]
             forced = drafts.forced[index] != 0
             return Trees(tokens, drafts.parents[index], drafts.num_nodes[index], forced)
         return self._draft(batch, work.shape)
 
     def _draft(self, batch: Batch, shape: TreeShape) -> Trees:
         """The trees that the drafter grows; the root alone for a plain shape."""
-        newest = self._newest[batch.slots]
+        newest = self.state.newest[batch.slots]
         if shape.is_plain:
             return roots(newest)
         assert self._drafter is not None  # a program that drafts has one
         rank = self._rank(batch, shape.width)
-        bounds = (self._lengths[batch.slots], self._draft_from[batch.slots])
+        bounds = (self.state.lengths[batch.slots], self.state.draft_from[batch.slots])
         if self.limits.accept_rule == "match":
             trees = self._drafter.draft(batch, newest, *bounds, shape, rank)
             return trees.shared(batch.sampling.calibration, shape.rows - batch.num_padding)
@@ -345,7 +336,7 @@ class ReferenceBackend:
         tokens: Int[np.ndarray, "B W"],
     ) -> Bool[np.ndarray, " B"]:
         """Makes the accepted path the slots' past; returns which snapshots were taken."""
-        lengths = self._lengths[batch.slots]
+        lengths = self.state.lengths[batch.slots]
         move = partial(
             attention.commit_window,
             page_table=batch.page_table,
@@ -353,18 +344,22 @@ class ReferenceBackend:
             path=path,
             counts=counts,
         )
-        self._kv = KV(move(kv.k), move(kv.v))
+        self.state.kv = KV(move(kv.k), move(kv.v))
         state, snapshots, passed = mamba_state.replay(
-            take(self._state, batch.slots), kept, path, counts, batch.snapshots.save_at - lengths
+            take(self.state.delta, batch.slots),
+            kept,
+            path,
+            counts,
+            batch.snapshots.save_at - lengths,
         )
         passed &= batch.snapshots.save != 0
-        put(self._state, batch.slots, state)
-        put(self._snapshots, batch.snapshots.save[passed], take(snapshots, passed))
-        self._lengths, self._newest, self._seen, draft_from = slots.commit(
-            lengths=self._lengths,
-            newest=self._newest,
-            seen=self._seen,
-            draft_from=self._draft_from if shape.is_plain else None,
+        put(self.state.delta, batch.slots, state)
+        put(self.state.snapshots, batch.snapshots.save[passed], take(snapshots, passed))
+        self.state.lengths, self.state.newest, self.state.seen, draft_from = slots.commit(
+            lengths=self.state.lengths,
+            newest=self.state.newest,
+            seen=self.state.seen,
+            draft_from=self.state.draft_from if shape.is_plain else None,
             slots=batch.slots,
             before=lengths,
             tokens=tokens,
@@ -372,7 +367,7 @@ class ReferenceBackend:
             prompt_length=batch.sampling.prompt_length,
         )
         if draft_from is not None:  # nobody fed the drafter: a hole in its KV
-            self._draft_from = draft_from
+            self.state.draft_from = draft_from
         return passed
 
     def _extend(
@@ -386,7 +381,7 @@ class ReferenceBackend:
         """Feeds the accepted path to the drafter, which a plain step does not."""
         if self._drafter is not None and not shape.is_plain:
             rank = self._rank(batch, self.limits.max_width)
-            draft_from = self._draft_from[batch.slots]
+            draft_from = self.state.draft_from[batch.slots]
             self._drafter.extend(batch, fed, lengths, counts, draft_from, rank)
 
     # Choosing
@@ -402,9 +397,9 @@ class ReferenceBackend:
         B, N, vocab = logits.shape
         request, node = np.repeat(np.arange(B), N), np.tile(np.arange(N), B)
         seen = sampling.seen_in_trees(
-            self._seen, batch.slots, trees.tokens, trees.parents, request, node
+            self.state.seen, batch.slots, trees.tokens, trees.parents, request, node
         )
-        positions = self._lengths[batch.slots, None] + draft_tree.depths(trees.parents) + 1
+        positions = self.state.lengths[batch.slots, None] + draft_tree.depths(trees.parents) + 1
         rows = (logits.reshape(B * N, vocab), seen, positions.reshape(-1), batch.sampling, request)
         mask = None if allowed is None else allowed.reshape(B * N, vocab)
         if trees.drafted is None:
@@ -414,7 +409,7 @@ class ReferenceBackend:
             row_of=np.arange(B * N).reshape(B, N),
             tokens=trees.tokens,
             num_nodes=trees.num_nodes,
-            lengths=self._lengths[batch.slots],
+            lengths=self.state.lengths[batch.slots],
             drafted=trees.drafted,
             allowed=mask,
             rule=self.limits.accept_rule,
@@ -423,6 +418,6 @@ class ReferenceBackend:
 
     def _rank(self, batch: Batch, width: int) -> Ranking:
         """The drafter's choice of children, with the noise and the penalties of the target."""
-        lengths = self._lengths[batch.slots]
-        given = (batch.sampling, batch.slots, lengths, self._seen, width, self._columns)
+        lengths = self.state.lengths[batch.slots]
+        given = (batch.sampling, batch.slots, lengths, self.state.seen, width, self._columns)
         return Ranking(*given, kept=None)

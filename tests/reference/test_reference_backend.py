@@ -292,8 +292,8 @@ def test_a_resume_by_prefill_stands_where_the_request_stood(how: dict[str, float
     # The first chunk ends among the outputs, each of which counts once.
     assert device.chunk(fed[:64], 0, fed[64]).result().counts[0] == 0
     assert device.chunk(fed[64:], 64, want[52]).result().counts[0] == 0
-    for name in ("_lengths", "_newest", "_seen"):
-        held = [getattr(d.backend, name)[1].tolist() for d in (device, unbroken)]
+    for name in ("lengths", "newest", "seen"):
+        held = [getattr(d.backend.state, name)[1].tolist() for d in (device, unbroken)]
         assert held[0] == held[1]
     assert device.decode(CHAIN, 16)[0] == unbroken.decode(CHAIN, 16)[0]
 

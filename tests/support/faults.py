@@ -71,9 +71,9 @@ def newest_token_lags(patch: Patch) -> None:
     healthy = ReferenceBackend._commit
 
     def commit(backend: ReferenceBackend, batch: Batch, *arguments: Any) -> Any:
-        before = backend._newest.copy()
+        before = backend.state.newest.copy()
         passed = healthy(backend, batch, *arguments)
-        backend._newest[:] = before
+        backend.state.newest[:] = before
         return passed
 
     patch.setattr(ReferenceBackend, "_commit", commit)
@@ -81,7 +81,7 @@ def newest_token_lags(patch: Patch) -> None:
 
 def length_off_by_one(patch: Patch) -> None:
     def spoil(result: Any, backend: ReferenceBackend, batch: Batch, *rest: Any) -> Any:
-        backend._lengths[batch.slots] += 1
+        backend.state.lengths[batch.slots] += 1
         return result
 
     after(patch, ReferenceBackend, "_prefill", spoil)
@@ -128,7 +128,7 @@ def stale_state_after_zero_accepts(patch: Patch) -> None:
 
 def full_page_rewritten(patch: Patch) -> None:
     def spoil(result: Any, backend: ReferenceBackend, batch: Batch, *rest: Any) -> Any:
-        backend._kv.v[:, batch.page_table[:, 2]] *= np.float32(0.5)
+        backend.state.kv.v[:, batch.page_table[:, 2]] *= np.float32(0.5)
         return result
 
     after(patch, ReferenceBackend, "_commit", spoil)
@@ -152,7 +152,7 @@ def snapshot_taken_at_the_end_of_the_step(patch: Patch) -> None:
 
 def holes_in_draft_memory_read(patch: Patch) -> None:
     def spoil(result: Any, backend: ReferenceBackend, batch: Batch, *rest: Any) -> Any:
-        backend._draft_from[batch.slots] = 0
+        backend.state.draft_from[batch.slots] = 0
         return result
 
     after(patch, ReferenceBackend, "_extend", spoil)
@@ -167,7 +167,7 @@ def leaked_page(patch: Patch) -> None:
 
 def sink_grows(patch: Patch) -> None:
     def spoil(result: Any, backend: ReferenceBackend, plan: StepPlan) -> Any:
-        backend._lengths[0] += 1
+        backend.state.lengths[0] += 1
         return result
 
     after(patch, ReferenceBackend, "_run", spoil)
@@ -215,9 +215,9 @@ def counts_of_the_last_owner(patch: Patch) -> None:
     healthy = ReferenceBackend._start
 
     def start(backend: ReferenceBackend, batch: Batch) -> None:
-        before = backend._seen.copy()
+        before = backend.state.seen.copy()
         healthy(backend, batch)
-        backend._seen[:] = before
+        backend.state.seen[:] = before
 
     patch.setattr(ReferenceBackend, "_start", start)
 
@@ -242,9 +242,9 @@ def state_reset_by_a_product(patch: Patch) -> None:
 
     def start(backend: ReferenceBackend, batch: Batch) -> None:
         slots = batch.slots[batch.starts]
-        before = backend._state.recurrent[:, slots].copy()
+        before = backend.state.delta.recurrent[:, slots].copy()
         healthy(backend, batch)
-        backend._state.recurrent[:, slots] += 0 * before
+        backend.state.delta.recurrent[:, slots] += 0 * before
 
     patch.setattr(ReferenceBackend, "_start", start)
 

@@ -94,7 +94,7 @@ def _of_the_planner(test: Callable[..., None]) -> Proof:
 
 def _of_the_sink(host: Host) -> None:
     backend: Any = host.backend  # a reference, whose lengths nothing at the boundary shows
-    contract.test_the_sink_does_not_grow(host, lambda: int(backend._lengths[0]), "chain")
+    contract.test_the_sink_does_not_grow(host, lambda: int(backend.state.lengths[0]), "chain")
 
 
 def _grown(test: Callable[..., None], **given: Any) -> Proof:

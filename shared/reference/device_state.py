@@ -1,0 +1,52 @@
+"""What the reference backend keeps from one step to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int32
+
+from shared.boundary.backend import Limits
+from shared.models.config import ModelConfig
+from shared.spec import model
+from shared.spec.mamba_state import DeltaState
+from shared.spec.model import KV
+
+
+@dataclass
+class DeviceState:
+    """All memory that outlives a step, but for what a drafter keeps.
+
+    Slot, page and snapshot 0 are sinks.
+
+    Attributes:
+      lengths: Committed tokens of each slot, whose KV is in the pages.
+      newest: The token after them, which has no KV yet.
+      seen: Twice a token's count in the output, plus 1 where the prompt has it.
+      draft_from: Where a slot's whole draft KV begins, after a cache hit.
+      kv: Keys and values of each attention layer's page pool.
+      delta, snapshots: Recurrent states by slot and by snapshot.
+    """
+
+    lengths: Int32[np.ndarray, " slots"]
+    newest: Int32[np.ndarray, " slots"]
+    seen: Int32[np.ndarray, "slots vocab"]
+    draft_from: Int32[np.ndarray, " slots"]
+    kv: KV
+    delta: DeltaState
+    snapshots: DeltaState
+
+
+def allocate(config: ModelConfig, limits: Limits) -> DeviceState:
+    """Memory for all slots, pages and snapshots, zeroed."""
+    num_slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
+    return DeviceState(
+        lengths=np.zeros(num_slots, np.int32),
+        newest=np.zeros(num_slots, np.int32),
+        seen=np.zeros((num_slots, limits.vocab), np.int32),
+        draft_from=np.zeros(num_slots, np.int32),
+        kv=model.new_kv(config, config.num_attention_layers, *pool),
+        delta=model.new_state(config, num_slots),
+        snapshots=model.new_state(config, limits.num_snapshots),
+    )
