@@ -208,7 +208,7 @@ def lowered_step(
             device=gpu.device,
             quick_compile=False,
         )
-        return backend.lowered(program), backend.workspace(program)
+        return backend.traced(program).lower(), backend.workspace(program)
 
 
 def _number(text: str, name: str) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled, Lowered, Traced
 from jaxtyping import Int, Shaped
 
 from jax_impl import device_state, drafters, ops, weights
@@ -154,7 +154,7 @@ class JaxBackend:
             ready = {program: each for program, each in lookups if each is not None}
             # Python traces one program while XLA compiles those before it.
             making = {
-                program: pool.submit(self._compiled, program, self.lowered(program))
+                program: pool.submit(self._compiled, program, self.traced(program).lower())
                 for program in wanted
                 if program not in ready
             }
@@ -165,13 +165,13 @@ class JaxBackend:
         if kept:
             kept.drop_old()
 
-    def lowered(self, program: Program) -> Lowered:
-        """A program of `limits` for its device, not compiled."""
+    def traced(self, program: Program) -> Traced:
+        """A program of `limits` as Python traced it, to be lowered for any platform."""
         step = jax.jit(
-            partial(self._traced, program), donate_argnums=1, compiler_options=self._options
+            partial(self._step, program), donate_argnums=1, compiler_options=self._options
         )
         words = np.zeros(plan_layout(program, self.limits).size, np.int32)
-        return step.lower(self._leaves, self._state, _shape_on(self._device, words))
+        return step.trace(self._leaves, self._state, _shape_on(self._device, words))
 
     def launch(self, program: Program) -> Launch:
         """How a step of the program is run."""
@@ -218,7 +218,7 @@ class JaxBackend:
             self._kept.keep(program, compiled)
         return compiled
 
-    def _traced(
+    def _step(
         self,
         program: Program,
         leaves: list[Leaf],

@@ -13,6 +13,7 @@ import pytest
 
 from shared.spec import draft_tree
 from tests.support import twins
+from tests.support.private_names import defined_in, reached_by
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("shared", "jax_impl", "torch_impl", "kernels")
@@ -235,6 +236,37 @@ def test_no_test_file_is_imported():
     assert found == IMPORTED_TESTS
 
 
+REACHED_NAMES = {
+    "boundary/test_block_faults.py": {"_kv"},
+    "device/test_command_buffer.py": {"_searched", "_sorted"},
+    "device/test_grammar_adaptive.py": {"_asleep", "_planned", "_sleep"},
+    "engine/test_adaptive_trace.py": {"_write"},
+    "engine/test_ngram_index.py": {"_continuations", "_text"},
+    "engine/test_prefix_cache.py": {"_fail"},
+    "engine/test_scores.py": {"_scores"},
+    "offline/test_llm.py": {"_engine", "_sinks"},
+    "reference/test_reference_backend.py": {"_weights"},
+    "server/test_http_room.py": {"_seen"},
+    "server/test_http_slow_readers.py": {"_queue", "_submissions"},
+    "spec/test_standalone.py": {"_expansion_rows", "_state", "_step"},
+    "support/faults.py": {"_commit", "_start"},
+    "text/test_tokenizer.py": {"_tokenizer"},
+    "training/test_training_heads.py": {"_steps_scored"},
+}
+"""Private names that tests reach for, by file of `tests`. This list may only shrink."""
+
+
+def test_tests_go_through_public_names():
+    private = defined_in(file for name in PACKAGES for file in (ROOT / name).rglob("*.py"))
+    files = (ROOT / "tests").rglob("*.py")
+    reached = {
+        file.relative_to(ROOT / "tests").as_posix(): names
+        for file in files
+        if (names := reached_by(file, private))
+    }
+    assert reached == REACHED_NAMES
+
+
 PAGES = ("architecture", "boundary", "host", "drafting", "device", "kernels", "server")
 
 
@@ -265,7 +297,7 @@ def test_each_of_the_fifteen_has_a_test_or_says_that_it_has_none():
 ONE_SIDED_NAMES = {
     "backend.py::Awaited": "what JAX does not declare of its arrays",
     "backend.py::Awaited.is_ready": "the same",
-    "backend.py::Backend.lowered": "a program of JAX, to be read before it is compiled",
+    "backend.py::Backend.traced": "a program of JAX, to be read before it is compiled",
     "backend.py::Backend.captures": "graphs are torch's",
     "backend.py::Backend.replays": "the same",
     "backend.py::JaxFuture": "a result of torch is a step in flight, or a thread's",

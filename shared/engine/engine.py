@@ -63,7 +63,7 @@ class Engine:
         limits = backend.limits
         if not 0 <= overlap <= limits.overlap:
             raise ValueError(f"overlap must be in 0..{limits.overlap}, got {overlap}")
-        self._backend, self.controller, self._overlap = backend, controller, overlap
+        self.backend, self.controller, self._overlap = backend, controller, overlap
         self._request_limits = RequestLimits.of(limits, limits.context_length)
         self.allocator = Allocator(limits)
         self.planner = Planner(limits, self.allocator)
@@ -94,13 +94,13 @@ class Engine:
             limits.max_depth,
         )
         self._requests: dict[int, Request] = {}
-        self._flights: deque[Flight] = deque()
+        self.flights: deque[Flight] = deque()
         self._num_steps = 0
 
     @property
     def busy(self) -> bool:
         """Whether `step` has anything left to do."""
-        return bool(self._requests or self._flights)
+        return bool(self._requests or self.flights)
 
     def add(self, request: Request) -> None:
         """Takes a request in.
@@ -136,9 +136,9 @@ class Engine:
         What waits for the tokens of that one is submitted before anyone hears of them.
         """
         is_submitted = self._submit_next()
-        if not self._flights or (is_submitted and len(self._flights) <= self._overlap):
+        if not self.flights or (is_submitted and len(self.flights) <= self._overlap):
             return []
-        events = self._retire(self._flights.popleft())
+        events = self._retire(self.flights.popleft())
         if not is_submitted and self._overlap:
             self._submit_next()
         return events
@@ -147,8 +147,8 @@ class Engine:
         """Ends every request and the backend."""
         for request_id in tuple(self._requests):
             self.abort(request_id)
-        self._flights.clear()
-        self._backend.close()
+        self.flights.clear()
+        self.backend.close()
 
     def _submit_next(self) -> bool:
         """Whether there was a step to submit."""
@@ -164,8 +164,8 @@ class Engine:
         self.cache.name_saves(rows, plan)
         began = time.monotonic()
         self._num_steps += 1
-        self._flights.append(Flight(self._backend.submit(plan), rows, self._num_steps, began))
-        self.metrics.count_step(rows.work, self._backend.launch(plan.program))
+        self.flights.append(Flight(self.backend.submit(plan), rows, self._num_steps, began))
+        self.metrics.count_step(rows.work, self.backend.launch(plan.program))
         for request, most in zip(rows.requests, rows.most_tokens, strict=True):
             request.launch(most)
         self.controller.submitted(rows)

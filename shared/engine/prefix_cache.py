@@ -104,11 +104,11 @@ class PrefixCache:
         self, limits: Limits, allocator: Allocator, policy: CachePolicy, overlap: int
     ) -> None:
         policy.check(limits, overlap)
-        self._allocator, self._policy = allocator, policy
+        self.allocator, self._policy = allocator, policy
         self._page_size, self._unit = limits.page_size, track_unit(limits.page_size)
         self._counts = any(program.work is Work.COUNT for program in limits.programs)
         self._interval = policy.track_interval if policy.is_on else 0
-        self._tree = RadixCache(allocator, policy.key_reach)
+        self.tree = RadixCache(allocator, policy.key_reach)
         self._standing: dict[int, _Standing] = {}
         self._asked, self._answer = None, Prefix()  # the last lookup
         self.num_queried = self.num_hit = 0
@@ -118,33 +118,33 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Pages that are free, and those that can be evicted at once."""
-        return self._allocator.num_free_pages + self._tree.num_evictable
+        return self.allocator.num_free_pages + self.tree.num_evictable
 
     @property
     def num_pages(self) -> int:
         """Pages that the cache has."""
-        return self._tree.num_pages
+        return self.tree.num_pages
 
     @property
     def num_states(self) -> int:
         """Recurrent states that the cache has."""
-        return self._tree.snapshots.num_cached
+        return self.tree.snapshots.num_cached
 
     @property
     def usage(self) -> float:
         """Share of the pages that running requests have."""
-        total = self._allocator.limits.num_pages - 1
+        total = self.allocator.limits.num_pages - 1
         return 1.0 - self.num_available / max(1, total)
 
     def reserve(self, slot: int, positions: int) -> bool:
         """As `Allocator.reserve`; what is cached gives way."""
-        missing = self._allocator.num_missing(slot, positions)
-        lacking = missing - self._allocator.num_free_pages
-        if lacking > self._tree.num_evictable:
+        missing = self.allocator.num_missing(slot, positions)
+        lacking = missing - self.allocator.num_free_pages
+        if lacking > self.tree.num_evictable:
             return False
         if lacking > 0:
-            self._tree.evict(lacking)
-        return self._allocator.reserve(slot, positions)
+            self.tree.evict(lacking)
+        return self.allocator.reserve(slot, positions)
 
     # A request gets a slot
 
@@ -158,13 +158,13 @@ class PrefixCache:
         return self._answer
 
     def _key(self, request: Request) -> tuple[Request, int, int, int]:
-        return request, request.length, request.most_found, self._tree.num_changes
+        return request, request.length, request.most_found, self.tree.num_changes
 
     def _look_up(self, request: Request) -> Prefix:
         if not self._policy.is_on or (request.sampling.has_penalties and not self._counts):
             return Prefix()
         most = request.most_found // self._page_size
-        path = self._tree.path(request.tenant, request.tokens())[:most]
+        path = self.tree.path(request.tenant, request.tokens())[:most]
         if not self._interval:
             return self._prefix(path, 0)
         deepest = next((i for i in range(len(path), 0, -1) if path[i - 1].snapshot), 0)
@@ -197,9 +197,9 @@ class PrefixCache:
         if not self._policy.is_on:
             return
         if prefix.node is not None:
-            self._tree.lock(prefix.node, None)
+            self.tree.lock(prefix.node, None)
         if prefix.snapshot:
-            self._tree.snapshots.pin(prefix.snapshot)
+            self.tree.snapshots.pin(prefix.snapshot)
         if request.cached_tokens is None:
             self.num_queried += len(request.prompt)
             self.num_hit += prefix.length
@@ -264,12 +264,12 @@ class PrefixCache:
 
     def _unpin(self, standing: _Standing) -> None:
         if standing.pinned:
-            self._tree.snapshots.unpin(standing.pinned)
+            self.tree.snapshots.unpin(standing.pinned)
             standing.pinned = NO_SNAPSHOT
 
     def _save_of_chunk(self, standing: _Standing, chunk: Chunk) -> tuple[int, int]:
         at = _last_tracked(chunk, standing.branch, self._unit)
-        snapshot = self._tree.snapshots.take() if at else NO_SNAPSHOT
+        snapshot = self.tree.snapshots.take() if at else NO_SNAPSHOT
         if snapshot:
             standing.saving[at] = snapshot
         return at, snapshot
@@ -281,7 +281,7 @@ class PrefixCache:
         if at <= known or not snapshot:
             # A position behind what is known was passed by nobody who could take it.
             at = known // self._interval * self._interval + self._interval
-            standing.pending = at, snapshot or self._tree.snapshots.take()
+            standing.pending = at, snapshot or self.tree.snapshots.take()
         return standing.pending
 
     def fed(self, request: Request, chunk: Chunk, saved: bool) -> None:
@@ -293,26 +293,26 @@ class PrefixCache:
         before = standing.node
         self._insert(request, standing, request.context, chunk.end, is_running=True)
         if standing.node is not None:
-            self._tree.lock(standing.node, before)
+            self.tree.lock(standing.node, before)
         for at in [at for at in standing.saving if chunk.first < at <= chunk.end]:
             snapshot = standing.saving.pop(at)
             if saved:
                 self._keep_state(request, standing, at, snapshot)
             else:
-                self._tree.snapshots.give(snapshot)
+                self.tree.snapshots.give(snapshot)
 
     def _keep_state(self, request: Request, standing: _Standing, at: int, snapshot: int) -> None:
         """Hangs a prompt's state where its text is in the tree, or keeps it until it is."""
-        path = self._tree.path(request.tenant, request.context[: at + 1])
+        path = self.tree.path(request.tenant, request.context[: at + 1])
         if len(path) * self._page_size == at:
-            self._tree.snapshots.hang(snapshot, path[-1])
+            self.tree.snapshots.hang(snapshot, path[-1])
         else:
             self._hold_state(standing, at, snapshot)
 
     def _hold_state(self, standing: _Standing, at: int, snapshot: int) -> None:
         standing.kept.append((at, snapshot))
         if len(standing.kept) > KEPT_STATES:
-            self._tree.snapshots.give(standing.kept.pop(0)[1])
+            self.tree.snapshots.give(standing.kept.pop(0)[1])
 
     def leaves_hole(self, rows: Rows) -> bool:
         """Whether a step feeds a drafter nothing of what it adds."""
@@ -357,10 +357,10 @@ class PrefixCache:
             while standing.kept:
                 self._hang(standing.node, *standing.kept.pop())
         for snapshot in _snapshots(standing):
-            self._tree.snapshots.give(snapshot)
+            self.tree.snapshots.give(snapshot)
         self._unpin(standing)
         if locked is not None:
-            self._tree.unlock(locked)
+            self.tree.unlock(locked)
 
     def _filled(self, request: Request, standing: _Standing, prefilled: int) -> int:
         """Positions with KV, as far as results are known; `prefilled` while its prompt is fed."""
@@ -380,10 +380,10 @@ class PrefixCache:
         count = end // self._page_size
         if count <= (0 if standing.node is None else standing.node.num_pages):
             return
-        pages = self._allocator.page_table[request.slot, :count]
+        pages = self.allocator.page_table[request.slot, :count]
         whole = self._whole_pages(standing, count)
         known = (request.tenant, standing.node, tokens, pages, whole)
-        standing.node = self._tree.insert(*known, is_running=is_running)
+        standing.node = self.tree.insert(*known, is_running=is_running)
 
     def _whole_pages(self, standing: _Standing, count: int) -> list[bool]:
         """Which pages have no hole in their draft KV; those that were found are not asked for."""
@@ -403,9 +403,9 @@ class PrefixCache:
         """Leaves a state to the node that ends where it stands, `node` or one above it."""
         up = 0 if node is None else node.num_pages - at // self._page_size
         if node is None or up < 0:
-            self._tree.snapshots.give(snapshot)
+            self.tree.snapshots.give(snapshot)
             return
-        self._tree.snapshots.hang(snapshot, next(islice(node.upwards(), up, None)))
+        self.tree.snapshots.hang(snapshot, next(islice(node.upwards(), up, None)))
 
     def check(self, running: Sequence[Request]) -> None:
         """Asserts that pages and snapshots have the owners that they should have.
@@ -413,21 +413,21 @@ class PrefixCache:
         Raises:
           AssertionError: Something is lost, or has two owners, or is kept for nobody.
         """
-        nodes = list(self._tree.nodes())
-        self._allocator.check([node.page for node in nodes])
+        nodes = list(self.tree.nodes())
+        self.allocator.check([node.page for node in nodes])
         held = [snapshot for one in self._standing.values() for snapshot in _snapshots(one)]
-        self._tree.snapshots.check(held)
+        self.tree.snapshots.check(held)
         known = {request.request_id for request in running} if self._policy.is_on else set()
         assert set(self._standing) == known, "the cache stands by requests that do not run"
         for one in self._standing.values():
             path = [] if one.node is None else [node.page for node in one.node.upwards()]
-            pages = self._allocator.page_table[one.request.slot, : len(path)]
+            pages = self.allocator.page_table[one.request.slot, : len(path)]
             assert path[::-1] == pages.tolist(), "a request has locked a page that is not its own"
         locks = sum(node.num_pages for one in self._standing.values() if (node := one.node))
         assert locks == sum(node.num_locks for node in nodes), "pages are locked for nobody"
-        assert self._tree.num_pages == len(nodes), "pages of the cache are lost"
+        assert self.tree.num_pages == len(nodes), "pages of the cache are lost"
         free = sum(not node.num_locks for node in nodes)
-        assert self._tree.num_evictable == free, "evictable pages are miscounted"
+        assert self.tree.num_evictable == free, "evictable pages are miscounted"
         if (asked := self._asked) and asked == self._key(asked[0]):
             assert self._answer == self._look_up(asked[0]), "a lookup that is kept is not there"
 

@@ -80,7 +80,7 @@ class RadixCache:
     def __init__(self, allocator: Allocator, key_reach: int) -> None:
         self._allocator, self._key_reach = allocator, key_reach
         self._page_size = allocator.limits.page_size
-        self._roots: dict[str, Node] = {}
+        self.roots: dict[str, Node] = {}
         self._salts: dict[Node, str] = {}
         self._clock = 0
         self._num_nodes = self._num_locked = 0
@@ -112,7 +112,7 @@ class RadixCache:
           salt: Texts of another salt are not seen.
           tokens: The text; whether a page is full and known to its last row follows from it.
         """
-        node, nodes = self._roots.get(salt), []
+        node, nodes = self.roots.get(salt), []
         if node is None:
             return nodes
         for key in self._keys(tokens, 0):
@@ -197,14 +197,14 @@ class RadixCache:
         return node
 
     def _root(self, salt: str) -> Node:
-        if salt not in self._roots:
-            self._roots[salt] = root = Node(None, b"", 0, 0, True)
+        if salt not in self.roots:
+            self.roots[salt] = root = Node(None, b"", 0, 0, True)
             self._salts[root] = salt
-        return self._roots[salt]
+        return self.roots[salt]
 
     def _drop_if_empty(self, root: Node) -> None:
         if not root.children:
-            del self._roots[self._salts.pop(root)]
+            del self.roots[self._salts.pop(root)]
 
     def evict(self, count: int) -> None:
         """Gives back `count` pages, or all that nobody has locked where they are fewer."""
@@ -251,7 +251,7 @@ class RadixCache:
 
     def nodes(self) -> Iterator[Node]:
         """Every node, for checks."""
-        stack = [child for root in self._roots.values() for child in root.children.values()]
+        stack = [child for root in self.roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node

@@ -41,7 +41,7 @@ class Scheduler:
         overlap: int,
         chunked_prefill_size: int,
     ) -> None:
-        self._limits, self._allocator, self._controller = limits, allocator, controller
+        self._limits, self.allocator, self._controller = limits, allocator, controller
         self._cache = cache
         counts = (p.tokens for p in limits.programs if p.work is Work.COUNT)
         self._most_counted = max(counts, default=0)
@@ -87,7 +87,7 @@ class Scheduler:
         return admitted
 
     def _place(self, request: Request, prefix: Prefix) -> None:
-        slot = self._allocator.take_slot(prefix.pages)
+        slot = self.allocator.take_slot(prefix.pages)
         self._cache.hold(request, prefix)
         request.place(slot, prefix.length, prefix.draft_from, prefix.snapshot)
         bisect.insort(self.running, request, key=_turn)
@@ -120,7 +120,7 @@ class Scheduler:
         return min(request.length + widest, self._most_positions(request))
 
     def _may_admit(self) -> bool:
-        if len(self.running) == self._max_running or not self._allocator.num_free_slots:
+        if len(self.running) == self._max_running or not self.allocator.num_free_slots:
             return False
         return self._leaving is None
 
@@ -128,7 +128,7 @@ class Scheduler:
         """Whether it can run and still leave each running request room for its widest step."""
         pages = self._limits.num_pages_for(self._next_positions(request)) - len(prefix.pages)
         for other in self.running:
-            pages += self._allocator.num_missing(other.slot, self._next_positions(other))
+            pages += self.allocator.num_missing(other.slot, self._next_positions(other))
         return pages <= self._cache.num_available_beside(prefix)
 
     def _prompt_rows(self) -> Rows | None:
@@ -163,7 +163,7 @@ class Scheduler:
         """Those of the requests that have pages for a step which writes `scratch` positions."""
         # Whom `_make_room` sends away is asked later and has no slot by then. The ceiling counts
         # the steps in flight, so the pages suffice however they end.
-        page, held = self._limits.page_size, self._allocator.num_pages
+        page, held = self._limits.page_size, self.allocator.num_pages
         pages_of = held[[request.slot for request in requests]].tolist()
         return [
             request
@@ -201,7 +201,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         self.running.remove(request)
         self._cache.let_go(request)
-        self._allocator.free(request.slot)
+        self.allocator.free(request.slot)
         request.displace()
         self._leaving = None
 

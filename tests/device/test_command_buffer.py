@@ -17,7 +17,6 @@ from jax_impl.backend import JaxBackend
 from jax_impl.ops import sampling, slots
 from jax_impl.weights import Weights, from_arrays
 from shared.boundary.backend import Limits, Program, Work
-from shared.boundary.buffers import plan_layout
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import drafts_of
 from tests.support.lowered import BROKEN_BY, operations
@@ -74,10 +73,7 @@ def lowered(drafter: str, shape: TreeShape, host_draft: bool, rule: str, platfor
         device="cpu",
         quick_compile=True,
     )
-    words = jnp.zeros(plan_layout(program, limits).size, jnp.int32)
-    step = jax.jit(partial(backend._traced, program))
-    traced = step.trace(backend._leaves, backend._state, words)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
+    return backend.traced(program).lower(lowering_platforms=(platform,)).as_text()
 
 
 CASES = {
@@ -116,7 +112,7 @@ def test_a_backend_of_shapes_lowers_what_one_of_arrays_lowers(monkeypatch) -> No
     def text(weights: Weights) -> str:
         how = {"dtype": "float32", "device": device, "quick_compile": True}
         backend = JaxBackend(config, weights, limits, drafts, None, **how)
-        return backend.lowered(program).as_text()
+        return backend.traced(program).lower().as_text()
 
     loaded = partial(from_arrays, arrays, config, jnp.dtype("float32"), device)
     assert text(nnx.eval_shape(loaded)) == text(loaded())

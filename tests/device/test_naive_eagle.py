@@ -179,7 +179,7 @@ def test_logprobs_are_the_log_softmax_of_the_targets_raw_logits(server, how):
     assert outcome.tokens == server.plain(asked).tokens
     assert sum(outcome.accepted) > 0
     text = np.array([*asked.prompt, *outcome.tokens], np.int32)
-    logits = server.oracle()._logits(text[:-1])[len(asked.prompt) - 1 :]
+    logits = server.oracle().logits(text[:-1])[len(asked.prompt) - 1 :]
     chosen = logprobs.chosen(logits, np.array(outcome.tokens, np.int32))
     _, best = logprobs.top(logits, 3)
     # Float32 on both sides, sums in another order: logits move by 6e-5 at most.

@@ -113,11 +113,11 @@ def test_of_5000_requests_at_95_percent_of_the_pages_nothing_is_wrong_or_lost(fr
     assert sum(usage) / len(usage) > 0.95
     assert engine.scheduler.num_preemptions > 0
     assert num_hit > 0
-    engine.cache._tree.evict(engine.cache.num_pages)
+    engine.cache.tree.evict(engine.cache.num_pages)
     engine.cache.check([])
     assert engine.allocator.num_free_pages == FEW_PAGES - 1
     assert engine.allocator.num_free_slots == few.limits.num_slots - 1
-    assert engine.cache._tree.snapshots.num_free == few.limits.num_snapshots - 1
+    assert engine.cache.tree.snapshots.num_free == few.limits.num_snapshots - 1
     print(
         f"{framework} {drafter}: {len(asked)} requests, {len(left)} aborted, "
         f"{engine.scheduler.num_preemptions} preemptions, "

@@ -203,7 +203,7 @@ def test_every_node_draws_what_plain_decoding_draws_after_its_path(
             paths[node] = [*paths[parents[node]], int(tokens[node])]
         for node, path in paths.items():
             output = [*text, *path, int(choices[node])]
-            chosen, margins = oracle._choose(request.prompt, output, request.sampling)
+            chosen, margins = oracle.choose(request.prompt, output, request.sampling)
             assert chosen[-1] == choices[node] or margins[-1] < MARGIN, (node, path)
         text += emitted(result, 0)
 

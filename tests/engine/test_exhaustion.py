@@ -60,7 +60,7 @@ def test_pages_and_slots_run_out_with_a_step_in_flight(lacks, overlap, cache, de
     num_short = Counter[str]()
     while engine.busy:
         preempted = engine.scheduler.num_preemptions
-        in_flight, waiting = len(engine._flights), len(engine.scheduler.waiting)
+        in_flight, waiting = len(engine.flights), len(engine.scheduler.waiting)
         for event in checked_step(engine):
             outcomes[event.request_id].take(event)
         if in_flight:

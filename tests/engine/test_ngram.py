@@ -187,7 +187,7 @@ def test_the_next_step_is_on_its_way_before_anyone_hears_of_the_last(served):
         engine.add(one)
     while not any(one.output for one in engine.scheduler.running):
         engine.step()
-    steps = [(bool(engine.step()), len(engine._flights)) for _ in range(6)]
+    steps = [(bool(engine.step()), len(engine.flights)) for _ in range(6)]
     assert steps == [(True, 1)] * 6
     while engine.busy:
         engine.step()
@@ -395,7 +395,7 @@ def test_an_aborted_requests_late_tokens_are_not_learnt(served):
     engine, one = ngram_engine(served.backend(), max_trie_depth=4), request(0, [5, 6, 7], **GREEDY)
     (want,) = served.plain([one]).values()
     engine.add(one)
-    while not (engine._flights and one.output):
+    while not (engine.flights and one.output):
         engine.step()
     known = len(one.output)
     engine.abort(0)

@@ -146,14 +146,14 @@ def test_texts_are_plain_whatever_pays(table, overlap, served):
     outcomes = drive(engine, requests())
     for asked in requests():
         assert outcomes[asked.request_id].tokens == served.plain("NEXTN", asked).tokens
-    steps = controller._steps
+    steps = controller.steps
     if table.get(BATCH) is NEVER:
         assert controller.is_asleep
         assert steps[3] > 5 * sum(steps[tier] for tier in (0, 1, 2))
     else:
         assert sum(sum(outcome.accepted) for outcome in outcomes.values()) > 0
         assert not controller.is_asleep
-    assert controller.evidence._tried.sum() > 0
+    assert controller.evidence.tried.sum() > 0
 
 
 def test_it_wakes_when_what_it_would_have_drafted_pays():
@@ -161,8 +161,8 @@ def test_it_wakes_when_what_it_would_have_drafted_pays():
     controller._clock = lambda: 0.0
     controller.is_asleep = True
     drive(engine, [request(0, (3,) * 20, temperature=0.0, max_tokens=150)])
-    drafted = controller._steps[1] + controller._steps[2]
-    assert controller._steps[3] > 0
+    drafted = controller.steps[1] + controller.steps[2]
+    assert controller.steps[3] > 0
     assert drafted > 0
 
 

@@ -225,7 +225,7 @@ def test_in_the_scope_of_a_request_nothing_is_shared_and_nothing_stays():
         assert tree_of(index, each)[0] == [0, 2, 3, 1]
     for each in requests:
         index.end(each)
-    assert index.num_ngrams == index._trie.num_nodes == 0
+    assert index.num_ngrams == index.trie.num_nodes == 0
     say(index, request(9), [1])
     assert tree_of(index, request(9)) == ([0], [0])
 
@@ -267,19 +267,19 @@ def test_the_texts_of_ended_requests_are_kept_within_a_bound(monkeypatch):
         one.output[:] = [10 * number + place for place in range(8)]
         say(index, one, one.output)
         index.end(one)
-    assert index._num_ended_tokens == 16
+    assert index.num_ended_tokens == 16
     before = index.num_ngrams
     index.cut(7, 0)
     assert index.num_ngrams == before
     index.cut(8, 0)
     index.cut(9, 0)
     assert index.num_ngrams < before
-    assert (index._num_ended_tokens, index._ended) == (0, {})
+    assert (index.num_ended_tokens, index.ended) == (0, {})
 
 
 def assert_sound(index: NgramIndex) -> None:
     """Every live node is in its parent's list, and the order of eviction has each leaf once."""
-    nodes, head = index._trie.nodes, index._trie.head
+    nodes, head = index.trie.nodes, index.trie.head
     order, node = [], int(head[OLDEST])
     while node:
         order.append(node)
@@ -288,7 +288,7 @@ def assert_sound(index: NgramIndex) -> None:
     below = used[nodes[used, PARENT] > 0]
     leaves = below[nodes[below, FIRST] == 0]
     assert sorted(order) == leaves.tolist()
-    assert len(below) + len(index._scopes) == head[LIVE] < len(nodes)
+    assert len(below) + len(index.scopes) == head[LIVE] < len(nodes)
     assert (nodes[below, COUNT] > 0).all()
 
 
@@ -303,7 +303,7 @@ def test_the_least_recently_used_text_is_forgotten_first():
         if number % 4 == 0:  # 80 tokens are 320 n-grams, well below the capacity
             say(index, loved, [910, 911, 912])
     assert_sound(index)
-    assert capacity - 8 <= index._trie.num_nodes < capacity == len(index._trie.nodes)
+    assert capacity - 8 <= index.trie.num_nodes < capacity == len(index.trie.nodes)
     say(index, request(4), [900])
     assert tree_of(index, request(4)) == ([0], [0])
     say(index, request(5), [910])
@@ -403,7 +403,7 @@ def test_scopes_without_text_do_not_pile_up():
         index.draft([one])
         index.end(one)
     assert_sound(index)
-    assert len(index._scopes) <= 600  # some 250 have text, and two are looked at for a new one
+    assert len(index.scopes) <= 600  # some 250 have text, and two are looked at for a new one
 
 
 def test_a_new_tenant_takes_no_longer_where_there_are_many():
@@ -422,8 +422,8 @@ def test_a_new_tenant_takes_no_longer_where_there_are_many():
 def test_no_step_waits_for_the_index_to_grow():
     """What it holds lies where it lay first, so no step copies it."""
     index, one = index_of(max_trie_depth=4), request(1)
-    at = [array.__array_interface__["data"] for array in (index._trie.nodes, index._trie.buckets)]
+    at = [array.__array_interface__["data"] for array in (index.trie.nodes, index.trie.buckets)]
     say(index, one, np.random.default_rng(0).integers(0, VOCAB, 20_000).tolist())
     assert index.num_ngrams > 40_000
-    arrays = (index._trie.nodes, index._trie.buckets)
+    arrays = (index.trie.nodes, index.trie.buckets)
     assert [array.__array_interface__["data"] for array in arrays] == at

@@ -81,7 +81,7 @@ def test_what_is_known_of_the_rows_stands_in_their_step_and_in_no_later_one(hous
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["when it is needed", "ahead"])
 def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house, is_ahead: bool):
     def is_as_anew(rows: Rows) -> bool:
-        anew = Planner(house.planner._limits, house.allocator)
+        anew = Planner(house.limits, house.allocator)
         for request in rows.requests:
             anew.bind(request)
         got, want = house.planner.plan(rows), anew.plan(rows)

@@ -162,7 +162,7 @@ def test_a_prompt_that_is_sent_again_is_fed_from_its_last_page():
         again = request(prompt)
         serve(engine, again)
         assert again.cached_tokens == least
-        assert engine._backend.num_fed == 200 + 200 - least
+        assert engine.backend.num_fed == 200 + 200 - least
 
 
 @pytest.mark.parametrize("kind", ["plain model", "head", "hybrid"])
@@ -174,7 +174,7 @@ def test_choices_of_a_prompt_are_fed_once(kind, overlap):
     serve(engine, *choices)
     most = 192 if kind == "hybrid" else 196
     assert [each.cached_tokens for each in choices] == [0, most, most, most]
-    assert engine._backend.num_fed == 200 + 3 * (200 - most)
+    assert engine.backend.num_fed == 200 + 3 * (200 - most)
 
 
 @pytest.mark.parametrize("kind", ["plain model", "hybrid"])
@@ -272,7 +272,7 @@ def test_a_preempted_request_is_fed_again_from_what_it_left():
         asked = [request(tokens(n, 60), max_tokens=60, stop_token_ids=()) for n in range(3)]
         serve(engine, *asked)
         assert engine.scheduler.num_preemptions
-        fed[kind] = engine._backend.num_fed
+        fed[kind] = engine.backend.num_fed
     assert fed["plain model"] < fed["off"]
 
 
@@ -306,7 +306,7 @@ def test_a_state_may_go_while_the_pages_stay():
     for turn in range(16):
         serve(engine, request(tokens(200 + turn, 65), max_tokens=1))
     again = request(list(first.prompt))
-    assert len(engine.cache._tree.path("", again.tokens())) * 4 >= 144, "its pages are there"
+    assert len(engine.cache.tree.path("", again.tokens())) * 4 >= 144, "its pages are there"
     serve(engine, again)
     assert again.cached_tokens == 0
 
@@ -349,7 +349,7 @@ def test_pages_that_were_used_longest_ago_go_first_and_no_page_before_those_behi
     assert before == 40
     big = request(tokens(30, 110), max_tokens=1)
     serve(engine, big)
-    held = [len(engine.cache._tree.path("", np.array(prompt, np.int32))) for prompt in prompts]
+    held = [len(engine.cache.tree.path("", np.array(prompt, np.int32))) for prompt in prompts]
     assert held[0] == 10
     assert held[3] == 10
     assert held[1] < 10
@@ -436,11 +436,11 @@ class Traffic(TrafficMachine):
 
 def give_back_all(cache: PrefixCache) -> None:
     """Evicts everything: each page and each snapshot is free then."""
-    cache._tree.evict(cache.num_pages)
+    cache.tree.evict(cache.num_pages)
     cache.check([])
-    assert cache._allocator.num_free_pages == cache._allocator.limits.num_pages - 1
-    assert cache._tree.snapshots.num_free == cache._allocator.limits.num_snapshots - 1
-    assert not cache._tree._roots
+    assert cache.allocator.num_free_pages == cache.allocator.limits.num_pages - 1
+    assert cache.tree.snapshots.num_free == cache.allocator.limits.num_snapshots - 1
+    assert not cache.tree.roots
 
 
 Traffic.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -83,7 +83,7 @@ def test_a_decode_row_has_pages_however_the_steps_in_flight_end():
     for in_flight in range(3):
         rows = scheduler.next_rows()
         assert rows.work is Work.DECODE
-        held = int(scheduler._allocator.num_pages[one.slot]) * 4
+        held = int(scheduler.allocator.num_pages[one.slot]) * 4
         # The prompt, the first token, 4 for each step in flight, and this step's scratch.
         assert held >= 16 + 1 + 4 * in_flight + rows.shape.scratch
         one.launch(4)
@@ -139,7 +139,7 @@ def test_the_youngest_gives_way_once_its_steps_have_ended():
     assert not young.slot
     assert scheduler.waiting.head() is young
     assert scheduler.num_preemptions == 1
-    scheduler._allocator.check()
+    scheduler.allocator.check()
 
 
 def test_a_preempted_request_is_older_than_all_that_wait():

@@ -99,7 +99,7 @@ def test_logprobs_are_the_targets_own(rejecting: Rejecting) -> None:
     got = rejecting.serve("torch", "rejection", [asked], overlap=1)[asked.request_id]
     oracle = Oracle(rejecting.config, rejecting.weights)
     text = np.array([*asked.prompt, *got.tokens], np.int32)
-    logits = oracle._logits(text[:-1])[len(asked.prompt) - 1 :]
+    logits = oracle.logits(text[:-1])[len(asked.prompt) - 1 :]
     want = logprobs.chosen(logits, text[len(asked.prompt) :])
     # Float32 on both sides; sums of another order move a logit by up to 6e-5.
     np.testing.assert_allclose([chosen for chosen, _ in got.logprobs], want, atol=2e-4)
@@ -159,7 +159,7 @@ def exact_law() -> dict[tuple[int, ...], float]:
 def _next(oracle: Oracle, output: tuple[int, ...]) -> list[tuple[int, float]]:
     text = np.array([*PROMPT, *output], np.int32)
     params = request(0, PROMPT, **HOW).sampling
-    logits = oracle._logits(text)[-1:]
+    logits = oracle.logits(text)[-1:]
     seen = np.zeros(logits.shape, np.int32)
     seen[0, list(PROMPT)] = 1
     for token in output:

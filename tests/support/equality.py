@@ -97,7 +97,7 @@ class Oracle:
         Returns:
           The places in `output` where the specification is too close to call and chose otherwise.
         """
-        chosen, margins = self._choose(prompt, output, params)
+        chosen, margins = self.choose(prompt, output, params)
         differ = np.flatnonzero(chosen != np.asarray(output))
         for place in differ:
             assert margins[place] < MARGIN, (
@@ -111,14 +111,14 @@ class Oracle:
     def logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> np.ndarray:
         """Log softmax `[output, vocab]` of the raw logits before each token of a text."""
         text = np.array([*prompt, *output], np.int32)
-        return sampling.log_softmax(self._logits(text[:-1])[len(prompt) - 1 :])
+        return sampling.log_softmax(self.logits(text[:-1])[len(prompt) - 1 :])
 
-    def _choose(
+    def choose(
         self, prompt: Sequence[int], output: Sequence[int], params: SamplingParams
     ) -> tuple[np.ndarray, np.ndarray]:
         """The token that belongs after each prefix, and by what margin of logits it leads."""
         text = np.array([*prompt, *output], np.int32)
-        logits = self._logits(text[:-1])[len(prompt) - 1 :].copy()
+        logits = self.logits(text[:-1])[len(prompt) - 1 :].copy()
         vocab, count = self._config.vocab, len(output)
         positions = np.arange(len(prompt), len(text), dtype=np.int32)
         seen = np.zeros((count, vocab), np.int32)
@@ -155,7 +155,7 @@ class Oracle:
             found |= chosen.ids == np.asarray(output)
         return found
 
-    def _logits(self, tokens: np.ndarray) -> np.ndarray:
+    def logits(self, tokens: np.ndarray) -> np.ndarray:
         page_size = 16
         num_pages = 1 + -(-len(tokens) // page_size)
         kv = model.new_kv(self._config, self._config.num_attention_layers, num_pages, page_size)

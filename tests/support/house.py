@@ -10,7 +10,7 @@ class House:
     """A planner and requests that have slots and pages."""
 
     def __init__(self, limits: Limits) -> None:
-        self.allocator = Allocator(limits)
+        self.limits, self.allocator = limits, Allocator(limits)
         self.planner = Planner(limits, self.allocator)
 
     def request(self, num_prompt: int, positions: int, **sampling) -> Request:

@@ -301,7 +301,7 @@ def nothing_is_left(engine: Engine) -> None:
     assert engine.allocator.num_free_slots == engine.allocator.limits.num_slots - 1
     assert not engine.allocator.page_table.any()
     if isinstance(engine.controller, NgramController):
-        assert not engine.controller.index._texts, "a text is held for nobody"
+        assert not engine.controller.index.texts, "a text is held for nobody"
 
 
 # What must hold

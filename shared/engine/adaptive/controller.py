@@ -61,8 +61,8 @@ class AdaptiveController:
             deque()
         )  # the steps that run, and their hopes
         self._after_off: set[int] = set()
-        self._chosen, self._steps = 0, Counter[int]()
-        self.gauges: Gauges = gauges_of(self.shapes, self._steps, self.costs, lambda: self._chosen)
+        self._chosen, self.steps = 0, Counter[int]()
+        self.gauges: Gauges = gauges_of(self.shapes, self.steps, self.costs, lambda: self._chosen)
 
     @property
     def waits(self) -> bool:
@@ -120,7 +120,7 @@ class AdaptiveController:
             self._after_off.difference_update(ids)
             return
         batch, self._chosen = self._planned
-        self._steps[self._chosen] += 1
+        self.steps[self._chosen] += 1
         self._flights.append((batch, self._chosen, [self._hopes.get(i, 0.0) for i in ids]))
         is_off = self.shapes.tiers[self._chosen].is_off
         self._after_off.update(ids) if is_off else self._after_off.difference_update(ids)

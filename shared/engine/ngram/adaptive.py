@@ -137,10 +137,10 @@ class AdaptiveNgramController:
         self._made: Made | None = None
         self._trace = trace
         self._last: float | None = None
-        self._chosen, self._steps = 0, Counter[int]()
-        tiers = gauges_of(self.shapes, self._steps, self.costs, lambda: self._chosen)
+        self._chosen, self.steps = 0, Counter[int]()
+        tiers = gauges_of(self.shapes, self.steps, self.costs, lambda: self._chosen)
         asleep = {
-            'spec_decode_adaptive_steps_total{tier="asleep"}': lambda: self._steps[self._asleep]
+            'spec_decode_adaptive_steps_total{tier="asleep"}': lambda: self.steps[self._asleep]
         }
         self.gauges: Gauges = {**index_gauges(index), **tiers, **asleep}
 
@@ -223,7 +223,7 @@ class AdaptiveNgramController:
         known = [hopes.get(r.request_id, 0.0) for r in rows.requests] if hopes else []
         self._flights.append(Flight(batch, tier, self._follows, known))
         self._chosen = 0 if tier == self._asleep else tier
-        self._steps[tier] += 1
+        self.steps[tier] += 1
         if tier != self._asleep:
             self.index.learn()
             return

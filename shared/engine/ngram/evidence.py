@@ -159,7 +159,7 @@ class Evidence:
         length = np.arange(KINDS) // (COUNTS * ELDERS)
         # Before anything was seen: a longer match is right more often, a later sibling less.
         self._prior = (0.3 + 0.6 * length / (MATCHES - 1)) * 0.3**elders
-        self._tried, self._won = np.zeros((2, KINDS))
+        self.tried, self._won = np.zeros((2, KINDS))
         self.rates = self._prior
 
     def warm_up(self) -> None:
@@ -183,9 +183,9 @@ class Evidence:
           row_of: The tree of each text.
           texts, counts: The tokens that followed, and how many.
         """
-        _score(trees, row_of, texts, counts, self._tried, self._won)
+        _score(trees, row_of, texts, counts, self.tried, self._won)
         won = self._won + PRIOR_TRIES * self._prior
-        self.rates = np.minimum(won / (self._tried + PRIOR_TRIES), MOST_RATE)
+        self.rates = np.minimum(won / (self.tried + PRIOR_TRIES), MOST_RATE)
 
     def weights(self, trees: Trees, most: Int64[np.ndarray, " B"]) -> Float64[np.ndarray, "B N"]:
         """The chance that each node is accepted, with all above it.

@@ -109,6 +109,9 @@ class NgramIndex:
       nodes, depth: N and S.
       num_rows: Trees made so far.
       num_empty_rows: Those of them for which nothing matched.
+      texts: The text of each request that has not ended.
+      trie, scopes: The n-grams of all texts, and the root of each scope's.
+      ended, num_ended_tokens: Texts that may still be cut, by request, and their tokens.
     """
 
     def __init__(
@@ -124,12 +127,12 @@ class NgramIndex:
             depth=depth,
             chain=chain,
         )
-        self._trie = Trie.empty(config.speculative_ngram_capacity)
+        self.trie = Trie.empty(config.speculative_ngram_capacity)
         self._anchors = np.zeros((1, config.speculative_ngram_max_trie_depth, 2), np.int32)
-        self._texts: dict[int, Text] = {}
-        self._scopes: OrderedDict[str | int, Scope] = OrderedDict()
-        self._ended: OrderedDict[int, Ended] = OrderedDict()
-        self._num_ended_tokens = 0
+        self.texts: dict[int, Text] = {}
+        self.scopes: OrderedDict[str | int, Scope] = OrderedDict()
+        self.ended: OrderedDict[int, Ended] = OrderedDict()
+        self.num_ended_tokens = 0
         self._free_rows: list[int] = []
         self._unread: dict[int, list[int]] = {}
         self._prompts: list[tuple[int, list[int]]] = []
@@ -144,7 +147,7 @@ class NgramIndex:
 
         The loops run on an index that is thrown away.
         """
-        self._trie.buckets.fill(0)
+        self.trie.buckets.fill(0)
         index = NgramIndex(
             replace(
                 self._config,
@@ -165,14 +168,14 @@ class NgramIndex:
             text.commit([0])
             index.end(text)
             index.cut(number, 0)
-        index._trie.drop(index._trie.new_root())
+        index.trie.drop(index.trie.new_root())
 
     # Texts
 
     @property
     def num_ngrams(self) -> int:
         """N-grams that are remembered so far."""
-        return self._trie.num_nodes - len(self._scopes)
+        return self.trie.num_nodes - len(self.scopes)
 
     def see_prompt(self, request: Request, end: int) -> None:
         """Takes in the context of a request up to position `end`, as far as it is new."""
@@ -210,7 +213,7 @@ class NgramIndex:
     def _enter(self, tokens: Tokens) -> None:
         if not len(tokens[0]):
             return
-        trie = self._trie
+        trie = self.trie
         extend(trie.nodes, trie.buckets, trie.head, self._anchors, *tokens)
 
     def _take_unread(self, rows: Iterable[int]) -> Tokens:
@@ -219,31 +222,31 @@ class NgramIndex:
 
     def end(self, request: Request) -> None:
         """Lets go of a request that ended; what it said stays, but in a scope of its own."""
-        text = self._texts.pop(request.request_id, None)
+        text = self.texts.pop(request.request_id, None)
         if text is None:
             return
         self._finish_reading(text)
         self._free_rows.append(text.row)
-        scope = self._scopes[text.scope]
+        scope = self.scopes[text.scope]
         scope.num_texts -= 1
         if isinstance(text.scope, str):
             self._keep(request, text.scope, scope)
         else:
-            self._trie.drop(scope.root)
-            del self._scopes[text.scope]
+            self.trie.drop(scope.root)
+            del self.scopes[text.scope]
 
     def _keep(self, request: Request, name: str, scope: Scope) -> None:
         before = request.prompt[-self._anchors.shape[1] :]
         tokens = np.array([*before, *request.output], np.int32)
         self._forget_ended(request.request_id)
-        self._ended[request.request_id] = Ended(name, scope, tokens, len(before))
-        self._num_ended_tokens += len(tokens)
-        while self._num_ended_tokens > MOST_ENDED_TOKENS:
-            self._forget_ended(next(iter(self._ended)))
+        self.ended[request.request_id] = Ended(name, scope, tokens, len(before))
+        self.num_ended_tokens += len(tokens)
+        while self.num_ended_tokens > MOST_ENDED_TOKENS:
+            self._forget_ended(next(iter(self.ended)))
 
     def _forget_ended(self, request_id: int) -> Ended | None:
-        ended = self._ended.pop(request_id, None)
-        self._num_ended_tokens -= 0 if ended is None else len(ended.tokens)
+        ended = self.ended.pop(request_id, None)
+        self.num_ended_tokens -= 0 if ended is None else len(ended.tokens)
         return ended
 
     def cut(self, request_id: int, num_tokens: int) -> None:
@@ -256,8 +259,8 @@ class NgramIndex:
           request_id: Its text was ended with `end`.
           num_tokens: How many tokens of its output belong to its text.
         """
-        ended, trie = self._forget_ended(request_id), self._trie
-        if ended is None or self._scopes.get(ended.name) is not ended.scope:
+        ended, trie = self._forget_ended(request_id), self.trie
+        if ended is None or self.scopes.get(ended.name) is not ended.scope:
             return
         keep, D = ended.num_before + num_tokens, self._anchors.shape[1]
         forget(trie.nodes, trie.buckets, trie.head, ended.scope.root, ended.tokens, keep, D)
@@ -267,7 +270,7 @@ class NgramIndex:
         self._enter(self._take_unread([text.row]))
 
     def _text(self, request: Request) -> Text:
-        text = self._texts.get(request.request_id)
+        text = self.texts.get(request.request_id)
         if text is None:
             by_request = self._config.speculative_ngram_scope == REQUEST
             text = Text(self._take_row(), request.request_id if by_request else request.tenant)
@@ -277,7 +280,7 @@ class NgramIndex:
             self._anchors[text.row, 0] = scope.root, scope.born
             for places in self._in_corpora.values():
                 places[text.row] = 0
-            self._texts[request.request_id] = text
+            self.texts[request.request_id] = text
         return text
 
     def _take_row(self) -> int:
@@ -290,20 +293,20 @@ class NgramIndex:
         return self._free_rows.pop()
 
     def _scope(self, name: str | int) -> Scope:
-        if name not in self._scopes:
+        if name not in self.scopes:
             self._sweep_scopes()
-            root = self._trie.new_root()
-            self._scopes[name] = Scope(root, int(self._trie.nodes[root, BORN]))
-        return self._scopes[name]
+            root = self.trie.new_root()
+            self.scopes[name] = Scope(root, int(self.trie.nodes[root, BORN]))
+        return self.scopes[name]
 
     def _sweep_scopes(self) -> None:
-        for name in tuple(islice(self._scopes, SWEPT_SCOPES)):
-            scope = self._scopes[name]
-            if scope.num_texts or self._trie.nodes[scope.root, FIRST]:
-                self._scopes.move_to_end(name)  # its turn comes after the others'
+        for name in tuple(islice(self.scopes, SWEPT_SCOPES)):
+            scope = self.scopes[name]
+            if scope.num_texts or self.trie.nodes[scope.root, FIRST]:
+                self.scopes.move_to_end(name)  # its turn comes after the others'
             else:
-                self._trie.drop(scope.root)
-                del self._scopes[name]
+                self.trie.drop(scope.root)
+                del self.scopes[name]
 
     # Trees
 
@@ -319,12 +322,12 @@ class NgramIndex:
         unread, anchors = self._take_unread(rows.tolist()), self._anchors.copy()
         self._follow(unread)
         self._drafted_from = unread
-        advance(self._trie.nodes, self._trie.buckets, anchors, *unread)
+        advance(self.trie.nodes, self.trie.buckets, anchors, *unread)
         most = [request.sampling.max_draft_tokens for request in requests]
         limits = np.array([N if m is None else min(N, 1 + m) for m in most], np.int32)
         trees = tree.roots_of(B, N)
         tree.draft(
-            self._trie.nodes, anchors, rows, limits, self._continuations(rows), self._growth, trees
+            self.trie.nodes, anchors, rows, limits, self._continuations(rows), self._growth, trees
         )
         self.num_rows += B
         self.num_empty_rows += trees.num_nodes.tolist().count(1)
