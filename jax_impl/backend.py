@@ -260,7 +260,6 @@ def _shape_on(device: jax.Device, array: Shape) -> jax.ShapeDtypeStruct:
 def _placed(
     drafts: Drafts, arrays: Arrays, dtype: np.dtype, device: jax.Device
 ) -> Weights | DraftModel | None:
-    """The weights of what drafts, from arrays."""
     if drafts.head is not None:
         return weights.head_from_arrays(DraftHead(drafts.head, arrays), dtype, device).weights
     if drafts.model is not None:

@@ -73,7 +73,6 @@ class OrbaxCheckpoint:
         dtype: np.dtype | type,
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> Shaped[np.ndarray, "..."]:
-        """Reads one parameter; see `Checkpoint.load`."""
         self._shape_and_dtype(parameter)
         name = parameter.name
         wanted = ocp.args.PyTreeRestore(

@@ -34,7 +34,6 @@ class Trees(NamedTuple):
     drafted: Float[jax.Array, "B S vocab"] | None
 
     def fields(self) -> Fields:
-        """The trees as fields of a result."""
         return {"drafts": self.tokens, "parents": self.parents, "num_nodes": self.num_nodes}
 
 

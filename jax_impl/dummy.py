@@ -12,7 +12,6 @@ from shared.models.dummy import LAST_SHIFT, ROUNDS, Law, keys_of
 
 
 def mixed(words: UInt32[jax.Array, "..."]) -> UInt32[jax.Array, "..."]:
-    """As the specification."""
     for shift, factor in ROUNDS:
         words = (words ^ (words >> shift)) * np.uint32(factor)
     return words ^ (words >> LAST_SHIFT)

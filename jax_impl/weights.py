@@ -76,7 +76,6 @@ class AttentionStack(nnx.Module):
             self.k_norm = nnx.Param(arrays[f"{prefix}k_norm"])
 
     def layer(self, place: int, is_folded: bool) -> Attention:
-        """One of them."""
         norms = [self.q_norm, self.k_norm] if hasattr(self, "q_norm") else [None, None]
         # As with the weights: kernels take their layer's of a stack.
         norms = [x if x is None else x[...] if is_folded else x[place] for x in norms]
@@ -103,7 +102,6 @@ class GatedDeltaStack(nnx.Module):
             setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
 
     def layer(self, place: int, is_folded: bool) -> GatedDelta:
-        """One of them."""
         # As with the weights: kernels take their layer's of a stack.
         small = (self.conv, self.a_log, self.dt_bias, self.norm)
         conv, a_log, dt_bias, norm = (x[...] if is_folded else x[place] for x in small)

@@ -216,7 +216,6 @@ IMPORTED_TESTS = {
 
 
 def imported_tests(file: Path) -> set[str]:
-    """Modules `tests...test_*` that a file imports."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):

@@ -162,7 +162,6 @@ class TorchBackend:
 def _placed(
     drafts: Drafts, arrays: Arrays, dtype: str, device: torch.device
 ) -> DraftWeights | None:
-    """The weights of what drafts, from arrays."""
     if drafts.head is not None:
         head = DraftHead(drafts.head, arrays)
         return weights_module.head_from_arrays(head, dtype, device)

@@ -36,7 +36,6 @@ class Trees:
     drafted: Float[Tensor, "B S vocab"] | None
 
     def fields(self) -> Fields:
-        """The trees as fields of a result."""
         return {"drafts": self.tokens, "parents": self.parents, "num_nodes": self.num_nodes}
 
 
@@ -103,7 +102,6 @@ def _host_trees(drafts: HostDraft, newest: Int[Tensor, " B"]) -> Trees:
 
 
 def _roots(newest: Int[Tensor, " B"]) -> Trees:
-    """Trees of one node."""
     return Trees(
         tokens=newest[:, None],
         parents=torch.zeros_like(newest)[:, None],

@@ -54,7 +54,6 @@ class Prompts(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, program: Program) -> "Prompts":
-        """The chunks of a plan."""
         prompt = plan.prompt
         assert prompt is not None  # a prefill has one
         row_starts, first = prompt.row_starts, prompt.first_positions

@@ -285,7 +285,6 @@ judge = kernel_or_plain(kernel_judge, plain_judge)
 def _of_drafts(
     probability: Float[jax.Array, "B places vocab"], tokens: Int[jax.Array, "B N"]
 ) -> Float[jax.Array, "B S"]:
-    """The probability of each level's draft."""
     drafts = tokens[:, 1:, None]
     return jnp.take_along_axis(probability[:, : drafts.shape[1]], drafts, axis=2)[:, :, 0]
 

@@ -91,7 +91,6 @@ def plain_flat_nodes(
     rows: int,
     is_chain: bool,
 ) -> FlatNodes:
-    """See `tree_rows`."""
     row_starts, request, node, is_real = draft_tree.flatten(num_nodes, rows)
     length = lengths[request]
     places = length + node
@@ -121,7 +120,6 @@ def kernel_flat_nodes(
     rows: int,
     is_chain: bool,
 ) -> FlatNodes:
-    """As `plain_flat_nodes`."""
     return FlatNodes(*kernels.draft_tree.flat_nodes(parents, num_nodes, lengths, rows, is_chain))
 
 

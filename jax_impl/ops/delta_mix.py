@@ -129,7 +129,6 @@ def kernel_feed(
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
 ) -> tuple[Float[jax.Array, "R values"], DeltaState, DeltaState]:
-    """As `plain_feed`."""
     out, recurrent, window, *saved = kernels.delta_feed.feed(
         inputs,
         conv=weights.conv,
@@ -281,7 +280,6 @@ def kernel_commit(
     save_after: Int[jax.Array, " B"],
     save: Int[jax.Array, " B"],
 ) -> tuple[DeltaState, DeltaState]:
-    """As `plain_commit`."""
     *new, recurrent, window = kernels.delta_commit.commit(
         *(*states, *snapshots, _arrays_of(kept), slots, path, counts, save_after, save),
         tiles=kernels.tiles.delta_mix.of(nodes=path.shape[1], requests=len(slots)),

@@ -29,7 +29,6 @@ def plain_ancestors(parents: Int[jax.Array, "B N"]) -> Bool[jax.Array, "B N N"]:
 
 
 def kernel_ancestors(kernels: Kernels, parents: Int[jax.Array, "B N"]) -> Bool[jax.Array, "B N N"]:
-    """As `plain_ancestors`."""
     return kernels.draft_tree.ancestors(parents)
 
 
@@ -129,7 +128,6 @@ def kernel_next_level(
     s: Int[jax.Array, ""] | int,
     root_rows: int,
 ) -> tuple[Int[jax.Array, "B kk"], Float[jax.Array, "B kk"], Level]:
-    """As `plain_next_level`."""
     given = (tokens, edges, level.numbers, level.weights, level.paths, level.sees)
     parents, weights, *level_arrays = kernels.draft_tree.next_level(
         *given, jnp.asarray(s, jnp.int32), root_rows
@@ -190,7 +188,6 @@ def kernel_keep_best(
     has_relay: Bool[jax.Array, " B"],
     nodes: int,
 ) -> Kept:
-    """As `plain_keep_best`."""
     return kernels.draft_tree.keep_best(
         newest, tokens, weights, parents, max_drafts, has_relay, nodes
     )
@@ -222,7 +219,6 @@ def kernel_chains(
     max_drafts: Int[jax.Array, " B"],
     can_draft: Bool[jax.Array, " B"],
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """As `plain_chains`."""
     return kernels.draft_tree.chains(drafts, newest, max_drafts, can_draft)
 
 

@@ -43,7 +43,6 @@ def kernel_rms_norm(
     weight: Float[jax.Array, " size"] | None,
     eps: float,
 ) -> Float[jax.Array, "... size"]:
-    """As `plain_rms_norm`."""
     rows = x.reshape(-1, x.shape[-1])
     return kernels.layers.rms_norm(rows, weight, eps, order=SQUARES).reshape(x.shape)
 

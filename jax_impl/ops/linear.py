@@ -76,7 +76,6 @@ def plain_product(
 def kernel_product(
     kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[jax.Array, "R outputs"]:
-    """As `plain_product`."""
     return _multiplied(kernels, x, weight, first=first).rows
 
 
@@ -93,7 +92,6 @@ def plain_product_float32(
 def kernel_product_float32(
     kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
-    """As `plain_product_float32`."""
     return _multiplied(kernels, x, weight, out_type=jnp.float32).rows
 
 
@@ -114,7 +112,6 @@ def kernel_normed_product(
     eps: float,
     weight: Matrix,
 ) -> Float[jax.Array, "R outputs"]:
-    """As `plain_normed_product`."""
     if norm is not None:
         return kernel_product(kernels, layers.rms_norm(stream.rows, norm, eps), weight)
     squares = _squares(kernels, stream)
@@ -159,7 +156,6 @@ def kernel_gated_product(
     eps: float,
     weight: Matrix,
 ) -> Float[jax.Array, "R intermediate"]:
-    """As `plain_gated_product`."""
     if norm is not None:
         rows = layers.rms_norm(stream.rows, norm, eps)
         return _multiplied(kernels, rows, weight, is_gated=True).rows

@@ -42,7 +42,6 @@ class DeltaWeights(NamedTuple):
     eps: float
 
     def alone(self, layer: Place) -> "DeltaWeights":
-        """Those of one layer."""
         if self.a_log.ndim == 1:
             return self
         conv, a_log, dt_bias, norm = (x[layer] for x in self[:4])

@@ -206,7 +206,6 @@ def kernel_mix_keys(
     kv: KV,
     layer: Place,
 ) -> KV:
-    """As `plain_mix_keys`, by a kernel."""
     return _place(kernels, projected, heads, norms, angles, rows, kv, layer)[1]
 
 

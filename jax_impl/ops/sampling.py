@@ -94,7 +94,6 @@ def plain_uniforms(
 def kernel_uniforms(
     kernels: Kernels, seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int
 ) -> Float[jax.Array, "R levels"]:
-    """As `plain_uniforms`, in one launch."""
     return kernels.noise.uniforms(seeds, positions, levels, ACCEPT_STREAM)
 
 
@@ -337,7 +336,6 @@ def kernel_choose(
     request: Int[jax.Array, " R"],
     allowed: Bool[jax.Array, "R vocab"] | None,
 ) -> Chosen:
-    """As `plain_choose`, with its kernels."""
     chosen = kernels.sampling.choose(
         *(logits, seen, positions, sampling, request, allowed),
         stream=TARGET_STREAM,
@@ -407,7 +405,6 @@ def kernel_rank(
     is_sampled: bool,
     columns: Int[jax.Array, " vocab"] | None,
 ) -> Ranked:
-    """As `plain_rank`, with its kernels."""
     ranked = kernels.sampling.rank(
         *(logits, seen, positions, sampling, keys, stream, width, is_sampled, columns),
         tau=DRAFT_TAU,

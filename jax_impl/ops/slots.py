@@ -70,7 +70,6 @@ def kernel_commit(
     counts: Int[jax.Array, " B"],
     prompt_length: Int[jax.Array, " B"],
 ) -> tuple[Slots, Slots, Counts, Slots | None]:
-    """As `plain_commit`."""
     return kernels.slots.commit(
         lengths, newest, seen, draft_from, slots, before, tokens, counts, prompt_length
     )
@@ -100,7 +99,6 @@ def kernel_restore(
     sources: Int[jax.Array, " B"],
     starts: Bool[jax.Array, " B"],
 ) -> Shaped[jax.Array, "L slots *state"]:
-    """As `plain_restore`."""
     return kernels.slots.restore(memory, saved, slots, sources, starts)
 
 

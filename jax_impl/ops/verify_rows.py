@@ -38,7 +38,6 @@ def kernel_rank_weights(
     weights: Float[jax.Array, "B N"],
     calibration: Float[jax.Array, "B S_max"],
 ) -> Float[jax.Array, "B N"]:
-    """As `plain_rank_weights`."""
     return kernels.verify_rows.rank_weights(parents, weights, calibration)
 
 
@@ -78,7 +77,6 @@ def kernel_share(
     rank_weights: Float[jax.Array, "B N"],
     rows: int,
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
-    """As `plain_share`."""
     return kernels.verify_rows.share(tokens, parents, num_nodes, rank_weights, rows)
 
 

@@ -59,7 +59,6 @@ class Rows:
 
     @property
     def lengths(self) -> Int64[np.ndarray, " rows"]:
-        """Tokens of each row."""
         return np.diff(self.starts)
 
     @classmethod
@@ -78,7 +77,6 @@ class Rows:
 
     @classmethod
     def join(cls, parts: Sequence["Rows"]) -> "Rows":
-        """All rows of all parts."""
         lengths = np.concatenate([part.lengths for part in parts])
         return cls(
             np.concatenate([part.tokens for part in parts]),
@@ -338,7 +336,6 @@ class Batches:
         self._epoch = -1
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
         return len(self._slots)
 
     @property

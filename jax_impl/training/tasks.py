@@ -208,7 +208,6 @@ def load_head(folder: Path, config: DraftConfig) -> DraftModel:
 
 
 def _arrays(batch: Batch) -> tuple[Tokens, Mask]:
-    """A batch as a loss has it."""
     return jnp.asarray(batch.tokens), jnp.asarray(batch.weights)
 
 

@@ -157,5 +157,4 @@ def _models(blueprint: Blueprint) -> Iterator[ModelConfig]:
 
 
 def _listed(sizes: tuple[int, ...]) -> str:
-    """Sizes in words."""
     return ", ".join(map(str, sizes[:-1])) + f" or {sizes[-1]}"

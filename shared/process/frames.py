@@ -167,7 +167,6 @@ def _scores_to_field(scores: Scores | None) -> list[bytes] | None:
 
 
 def _scores_from_field(parts: list[bytes] | None) -> Scores | None:
-    """The inverse of `_scores_to_field`."""
     if parts is None:
         return None
     kinds = (np.float32, np.int32, np.int32, np.float32)

@@ -323,7 +323,6 @@ def judge(
 def _of_drafts(
     probability: Float[np.ndarray, "B places vocab"], tokens: Int[np.ndarray, "B N"]
 ) -> Float[np.ndarray, "B S"]:
-    """The probability of each level's draft."""
     drafts = tokens[:, 1:, None]
     return np.take_along_axis(probability[:, : drafts.shape[1]], drafts, axis=2)[:, :, 0]
 

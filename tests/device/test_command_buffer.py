@@ -43,7 +43,6 @@ def decode_of(shape: TreeShape, host_draft: bool) -> Program:
 
 
 def limits_of(program: Program, vocab: int, rule: str) -> Limits:
-    """Limits of that program alone."""
     return Limits(
         page_size=4,
         num_pages=1 + BATCH * PAGES,

@@ -348,7 +348,6 @@ def on_a_gpu(monkeypatch, ops: ModuleType, modules: dict[str, object], **mix: bo
 
 
 def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
-    """What `ops.mix.mix` takes."""
     fields = ("request", "positions", *("places", "first", "until"))
     fields += ("window", "is_real", "page_table")
     rows = ops.attention.Rows(

@@ -56,7 +56,6 @@ def poisoned(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weight
 def made(
     family: str, drafter: str, shape: TreeShape
 ) -> tuple[ModelConfig, Weights, Limits, Drafter]:
-    """What a backend is made of."""
     if drafter == "DFLASH":
         limits = limits_of(family, 16, (shape,))
         return *poisoned(*blocks.model_of(family)), limits, blocks.head_of(family)

@@ -50,7 +50,6 @@ class Case:
         return np.append(0, np.cumsum(self.lengths)).astype(np.int32)
 
     def rows(self, request: int) -> slice:
-        """Of a request."""
         return slice(*self.row_starts[request : request + 2])
 
     def arrays(self) -> dict[str, np.ndarray]:

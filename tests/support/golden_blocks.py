@@ -74,7 +74,6 @@ class SpecBlock:
         self._kv = model.new_kv(layer, layer.num_layers, *POOL)
 
     def extend(self, features: Array) -> None:
-        """See `GoldenBlock`."""
         T, config, weights = len(features), self._head.config, self._head.weights
         where = (np.array([0, T]), np.array([self._length]), np.zeros(1, int), TABLE, T)
         rows = attention.causal_rows(*where)
@@ -83,7 +82,6 @@ class SpecBlock:
         self._length += T
 
     def fill(self, newest: int) -> tuple[Array, Array]:
-        """See `GoldenBlock`."""
         config, weights = self._head.config, self._head.weights
         length = np.array([self._length])
         rows = dflash.block_rows(config.block, length, np.zeros(1, int), TABLE)
@@ -91,7 +89,6 @@ class SpecBlock:
         return hidden[0], model.logits(self._target, hidden[0, 1:])
 
     def context(self) -> tuple[Array, Array]:
-        """See `GoldenBlock`."""
         pools = (self._kv.k[0], self._kv.v[0])
         k, v = (attention.read(pool, TABLE, self._length)[0] for pool in pools)
         return k, v
@@ -111,7 +108,6 @@ class TorchBlock:
         self._table = torch.from_numpy(TABLE)
 
     def extend(self, features: Array) -> None:
-        """See `GoldenBlock`."""
         T, none = len(features), torch.zeros(1, dtype=torch.int32)
         ends = torch.tensor([0, T], dtype=torch.int32)
         rows = torch_attention.causal_rows(ends, none + self._length, none, self._table, T)
@@ -121,7 +117,6 @@ class TorchBlock:
         self._length += T
 
     def fill(self, newest: int) -> tuple[Array, Array]:
-        """See `GoldenBlock`."""
         none = torch.zeros(1, dtype=torch.int32)
         block, embed = self._weights.config.block, self._target.weights.embed
         rows = torch_dflash.block_rows(block, none + self._length, none, self._table)
@@ -130,7 +125,6 @@ class TorchBlock:
         return hidden.numpy(), torch_model.logits(self._target, hidden[1:]).numpy()
 
     def context(self) -> tuple[Array, Array]:
-        """See `GoldenBlock`."""
         k, v = self._kv[0][:, self._table[0]].flatten(1, 2)[:, : self._length].numpy()
         return k, v
 
@@ -150,7 +144,6 @@ class JaxBlock:
         self._write, self._run = jax.jit(self._written, **how), jax.jit(self._filled, **how)
 
     def extend(self, features: Array) -> None:
-        """See `GoldenBlock`."""
         T = len(features)
         padded = np.pad(features, ((0, MOST_ROWS - T), (0, 0)))
         self._kv = self._write(self._kv, padded, T, self._length)
@@ -167,7 +160,6 @@ class JaxBlock:
         return jax_dflash.write_context(self._weights, rows, passed, kv)
 
     def fill(self, newest: int) -> tuple[Array, Array]:
-        """See `GoldenBlock`."""
         hidden, scores, self._kv = self._run(self._kv, newest, self._length)
         return np.asarray(hidden), np.asarray(scores)
 
@@ -182,7 +174,6 @@ class JaxBlock:
         return hidden[0], jax_logits(self._target, hidden[0, 1:]), kv
 
     def context(self) -> tuple[Array, Array]:
-        """See `GoldenBlock`."""
         k, v = (np.asarray(jax_attention.read(self._kv[0, i], self._table))[0] for i in (0, 1))
         return k[: self._length], v[: self._length]
 

@@ -56,7 +56,6 @@ class JaxModel:
         self._length = 0
 
     def prefill(self, tokens: Array, positions: Array | None) -> Pass:
-        """See `GoldenModel`."""
         count = len(tokens)
         turned = np.arange(self._length, self._length + count) if positions is None else positions
         words = (padded(ints(tokens), TOKENS), padded(ints(turned), TOKENS))
@@ -67,7 +66,6 @@ class JaxModel:
         return _cut(passed, count)
 
     def verify(self, tokens: Array, parents: Array) -> Pass:
-        """See `GoldenModel`."""
         count = len(tokens)
         tree = (padded(ints(tokens), NODES)[None], padded(ints(parents), NODES)[None])
         passed, self._kv, self._kept = self._passes.verify(
@@ -76,7 +74,6 @@ class JaxModel:
         return _cut(passed, count)
 
     def commit(self, path: Array) -> None:
-        """See `GoldenModel`."""
         count, nodes = len(path), padded(ints(path), NODES)[None]
         self._kv, self._state = self._passes.commit(
             self._kv, self._state, self._kept, nodes, count, self._length
@@ -84,16 +81,13 @@ class JaxModel:
         self._length += count
 
     def delta_state(self, layer: int) -> tuple[Array, Array]:
-        """See `GoldenModel`."""
         return np.asarray(self._state.recurrent[layer, 0]), np.asarray(self._state.window[layer, 0])
 
     def kv(self, layer: int) -> tuple[Array, Array]:
-        """See `GoldenModel`."""
         k, v = (np.asarray(attention.read(self._kv[layer, i], ints(TABLE))) for i in (0, 1))
         return k[0, : self._length], v[0, : self._length]
 
     def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
-        """See `GoldenModel`."""
         count = len(tokens)
         given = (padded(ints(tokens), TOKENS), padded(hidden, TOKENS))
         out, logits, self._mtp_kv = self._passes.mtp(self._mtp_kv, *given, count, first_position)
@@ -173,15 +167,12 @@ class JaxHead:
         self._forward = self._jit(self._rows)
 
     def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
-        """See `GoldenHead`."""
         return self._pass(tokens, self._head.read(self._passed(reads)), 0)
 
     def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
-        """See `GoldenHead`."""
         return self._pass(np.array([token]), hidden, position)
 
     def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
-        """See `GoldenHead`."""
         drafted = self._jit(partial(self._draft, shape))
         return tuple(map(np.asarray, drafted(self._kv, ints(tokens), self._passed(reads))))
 

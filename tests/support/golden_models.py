@@ -106,7 +106,6 @@ class SpecModel:
         self._length = 0
 
     def prefill(self, tokens: Array, positions: Array | None) -> Pass:
-        """See `GoldenModel`."""
         row_starts, first = np.array([0, len(tokens)]), np.array([self._length])
         if positions is not None:
             return self._prefill_at(tokens, positions)
@@ -126,7 +125,6 @@ class SpecModel:
         return self._pass(passed, len(tokens))
 
     def verify(self, tokens: Array, parents: Array) -> Pass:
-        """See `GoldenModel`."""
         rows = len(tokens) + 3  # some padding behind the last node
         passed, self._kept = model.verify(
             self.config,
@@ -144,7 +142,6 @@ class SpecModel:
         return self._pass(passed, len(tokens))
 
     def commit(self, path: Array) -> None:
-        """See `GoldenModel`."""
         counts, lengths = np.array([len(path)]), np.array([self._length])
         where = (TABLE, lengths, path[None], counts)
         k, v = (attention.commit_window(pool, *where) for pool in (self._kv.k, self._kv.v))
@@ -156,16 +153,13 @@ class SpecModel:
         self._length += len(path)
 
     def delta_state(self, layer: int) -> tuple[Array, Array]:
-        """See `GoldenModel`."""
         return self._state.recurrent[layer, 0], self._state.window[layer, 0]
 
     def kv(self, layer: int) -> tuple[Array, Array]:
-        """See `GoldenModel`."""
         k, v = (attention.read(p[layer], TABLE, self._length) for p in (self._kv.k, self._kv.v))
         return k[0], v[0]
 
     def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
-        """See `GoldenModel`."""
         row_starts, first = np.array([0, len(tokens)]), np.array([first_position])
         rows = attention.causal_rows(row_starts, first, np.zeros(1, int), TABLE, len(tokens))
         out, logits, self._mtp_kv = eagle.mtp(
@@ -197,15 +191,12 @@ class SpecHead:
         self._kv = model.new_kv(drafter.layer, 1, NUM_PAGES, PAGE_SIZE)
 
     def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
-        """See `GoldenHead`."""
         return self._rows(tokens, self._read(reads), 0)
 
     def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
-        """See `GoldenHead`."""
         return self._rows(np.array([token]), hidden, position)
 
     def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
-        """See `GoldenHead`."""
         hidden, logits = self.extend(tokens, reads)
         rank, length = partial(_most_likely, shape.width), np.array([len(tokens)])
         relay = eagle.relay_of(hidden, logits, length - 1, rank)

@@ -57,7 +57,6 @@ class TorchModel:
             self._no_snapshot = delta_mix.take(self._state, ints([0]))  # the sink
 
     def prefill(self, tokens: Array, positions: Array | None) -> Pass:
-        """See `GoldenModel`."""
         count, row_starts = len(tokens), ints([0, len(tokens)])
         rows = causal_rows(self._table, count, self._length)
         if positions is not None:
@@ -71,7 +70,6 @@ class TorchModel:
         return passed
 
     def verify(self, tokens: Array, parents: Array) -> Pass:
-        """See `GoldenModel`."""
         num_nodes, parents = ints([len(tokens)]), ints(parents)[None]
         lengths, rows = ints([self._length]), len(tokens) + 3  # some padding behind the last node
         flat, node = attention.tree_rows(
@@ -88,7 +86,6 @@ class TorchModel:
         return Pass(passed.logits[:count], passed.hidden[:count], passed.streams[:, :count])
 
     def commit(self, path: Array) -> None:
-        """See `GoldenModel`."""
         path, counts = ints(path)[None], ints([len(path)])
         attention.commit_window(self._kv, self._table, ints([self._length]), path, counts)
         if self._mixer is not None:
@@ -96,16 +93,13 @@ class TorchModel:
         self._length += path.shape[1]
 
     def delta_state(self, layer: int) -> tuple[Array, Array]:
-        """See `GoldenModel`."""
         return self._state.recurrent[layer, 0].numpy(), self._state.window[layer, 0].numpy()
 
     def kv(self, layer: int) -> tuple[Array, Array]:
-        """See `GoldenModel`."""
         pages = self._kv[layer][:, self._table[0]].flatten(1, 2)[:, : self._length]
         return pages[0].numpy(), pages[1].numpy()
 
     def mtp(self, tokens: Array, hidden: Array, first_position: int) -> tuple[Array, Array]:
-        """See `GoldenModel`."""
         head, rows = heads.mtp(self._model), causal_rows(self._table, len(tokens), first_position)
         given = torch.from_numpy(np.ascontiguousarray(hidden))
         out = head.forward(rows, ints(tokens), given, self._mtp_kv)
@@ -133,15 +127,12 @@ class TorchHead:
         self._kv, self._table = torch.zeros(1, *pools), ints(TABLE)
 
     def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
-        """See `GoldenHead`."""
         return self._rows(tokens, self._head.read(self._passed(reads)), 0)
 
     def go_on(self, token: int, hidden: Array, position: int) -> tuple[Array, Array]:
-        """See `GoldenHead`."""
         return self._rows(np.array([token]), torch.from_numpy(hidden), position)
 
     def draft(self, tokens: Array, reads: Array, shape: TreeShape) -> tuple[Array, Array, Array]:
-        """See `GoldenHead`."""
         length, none, vocab = ints([len(tokens)]), ints([0]), self._vocab
         rank = Ranking(
             sampling=_greedy(vocab),

@@ -309,7 +309,6 @@ class Server:
         return {_bare(name): float(value) for name, value in rows}
 
     def wait_for_metric(self, name: str, value: float, timeout_s: float = 10.0) -> None:
-        """Waits until a metric has a value."""
         deadline = time.monotonic() + timeout_s
         while self.metrics()[name] != value:
             assert time.monotonic() < deadline, (name, self.metrics()[name])

@@ -75,7 +75,6 @@ class Side(ABC):
 
     @property
     def version(self) -> str:
-        """Of the framework."""
         return version(self.name)
 
     def with_ops(self, ops: str) -> AbstractContextManager[None]:
@@ -102,13 +101,11 @@ class Side(ABC):
             self._ops.KERNELS = bound
 
     def operation(self, case: OpCase) -> Operation:
-        """What a case calls."""
         call = getattr(self._module(case), case.function)
         names = list(inspect.signature(call).parameters)
         return Operation(call, tuple(names.index(name) for name in case.in_place))
 
     def placed(self, case: OpCase, arguments: Arguments) -> Placed:
-        """The arguments on the device."""
         order = inspect.signature(self.operation(case).call).parameters
         return [self._argument(case, name, arguments[name]) for name in order if name in arguments]
 

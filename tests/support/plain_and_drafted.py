@@ -86,7 +86,6 @@ class House:
         return answers(self._plain, [body])[0]
 
     def drafting(self, *, cached: bool) -> InProcess:
-        """A server that drafts."""
         return self._served(self._drafter(), cached=cached)
 
     def _drafter(self) -> Controller:

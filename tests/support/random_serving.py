@@ -212,7 +212,6 @@ class InTurns(StaticController):
 
 
 def engine_of(server: Server, backend: Watched) -> Engine:
-    """The engine of a server."""
     kept = policy_of(server.drafter, is_hybrid=server.family == HYBRID)
     return Engine(
         backend,

@@ -40,7 +40,6 @@ class Place:
 
 
 def places(document: Schema) -> Iterator[Place]:
-    """All places of all bodies."""
     reader = _Reader(document["components"]["schemas"])
     for route, methods in document["paths"].items():
         for operation in methods.values():

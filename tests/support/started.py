@@ -59,7 +59,6 @@ class LastStep:
         self._backend, self._future = backend, None
 
     def submit(self, plan: StepPlan) -> StepFuture:
-        """See `Backend`."""
         self._future = self._backend.submit(plan)
         return self._future
 

@@ -33,7 +33,6 @@ SHAPES = (PLAIN, NAIVE, CHAIN, TREE, NARROW)
 
 
 def name_of(shape: TreeShape) -> str:
-    """For the name of a test."""
     return f"S{shape.depth}k{shape.width}N{shape.nodes}"
 
 

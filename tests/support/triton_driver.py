@@ -11,12 +11,10 @@ class Driver:
     """Stands where Triton asks for its GPU."""
 
     def get_current_target(self) -> Any:
-        """An H200."""
         compiler = import_module("triton.backends.compiler")
         return compiler.GPUTarget("cuda", CAPABILITY, 32)
 
     def get_current_device(self) -> int:
-        """The only one."""
         return 0
 
     def get_current_stream(self, device: int | None = None) -> int:

@@ -37,7 +37,6 @@ FOLDERS: dict[str, dict[str, Any]] = {
 
 
 def save(folder: Path, config: Any = None, jinja: str = "", **more: dict[str, str]) -> Tokenizer:
-    """A folder with these templates."""
     save_tokenizer(folder)
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|end|>"}
     if config is not None:

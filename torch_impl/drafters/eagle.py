@@ -313,5 +313,4 @@ def _each(values: Shaped[Tensor, " B"], rows: int) -> Shaped[Tensor, " R"]:
 
 
 def _row_starts(requests: int, rows: int, device: torch.device) -> Int[Tensor, " B1"]:
-    """Where every request has `rows` rows."""
     return torch.arange(0, requests * rows + 1, rows, dtype=torch.int32, device=device)

@@ -271,7 +271,6 @@ judge = kernel_or_plain(kernel_judge, plain_judge)
 def _of_drafts(
     probability: Float[Tensor, "B places vocab"], tokens: Int[Tensor, "B N"]
 ) -> Float[Tensor, "B S"]:
-    """The probability of each level's draft."""
     drafts = tokens[:, 1:, None].long()
     return probability[:, : drafts.shape[1]].gather(2, drafts)[:, :, 0]
 

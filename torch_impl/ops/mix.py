@@ -199,7 +199,6 @@ def kernel_mix_keys(
     kv: Float[Tensor, "L 2 pages page Hk D"],
     layer: int,
 ) -> None:
-    """As `plain_mix_keys`, by a kernel."""
     _place(kernels, projected, heads, norms, angles, rows, kv, layer)
 
 

@@ -90,7 +90,6 @@ def plain_uniforms(
 def kernel_uniforms(
     kernels: Kernels, seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int
 ) -> Float[Tensor, "R levels"]:
-    """As `plain_uniforms`, in one launch."""
     return kernels.noise.uniforms(seeds, positions, levels, ACCEPT_STREAM)
 
 
@@ -348,7 +347,6 @@ def kernel_rank(
     is_sampled: bool,
     columns: Int[Tensor, " vocab"] | None,
 ) -> Ranked:
-    """As `plain_rank`, with its kernels."""
     ranked = kernels.sampling.rank(
         *(logits, seen, positions, sampling, keys, stream, width, is_sampled, columns),
         tau=DRAFT_TAU,

@@ -35,12 +35,10 @@ class Case:
 
     @property
     def num_rows(self) -> int:
-        """Rows that are no padding."""
         return int(self.row_starts[-1])
 
     @property
     def arguments(self) -> Arguments:
-        """Of the operation."""
         return {
             "q": self.q,
             "k_pages": self.k_pages,
@@ -56,7 +54,6 @@ class Case:
 
 
 def specified(case: Case) -> np.ndarray:
-    """What the specification gives."""
     rows = (case.page_table, case.request, case.first, case.until, case.window)
     return spec.attend(case.q, case.k_pages, case.v_pages, *rows)
 

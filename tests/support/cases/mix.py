@@ -94,7 +94,6 @@ PER_ROW = ("positions", "places", "first", "until", "window", "is_real")
 
 
 def specified(case: MixCase) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What the specification gives."""
     given = (case.qkv, case.heads, case.norms, case.angles, case.rows)
     return mix.mix(*given, case.k_pages, case.v_pages)
 

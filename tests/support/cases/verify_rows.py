@@ -30,13 +30,11 @@ def batch_arguments(seed: int, *, B: int, N: int) -> Arguments:
 
 
 def rank_arguments(seed: int, *, B: int, N: int) -> Arguments:
-    """Of `rank_weights`."""
     made = batch_arguments(seed, B=B, N=N)
     return {name: made[name] for name in ("parents", "weights", "calibration")}
 
 
 def share_arguments(seed: int, *, B: int, N: int, rows: int) -> Arguments:
-    """Of `share`."""
     made = batch_arguments(seed, B=B, N=N)
     ranked = verify_rows.rank_weights(made["parents"], made["weights"], made["calibration"])
     trees = {name: made[name] for name in ("tokens", "parents", "num_nodes")}
