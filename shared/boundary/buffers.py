@@ -188,7 +188,7 @@ SCORES = tuple(f"score_{name}" for name in Scores._fields)
 
 
 def mask_words(vocab: int) -> int:
-    """Words of one mask."""
+    """Words of 32 bits in the mask of one node, one bit a token."""
     return -(-vocab // 32)
 
 

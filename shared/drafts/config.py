@@ -229,7 +229,7 @@ class DraftSizes:
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> "DraftSizes":
-        """Of a whole model that drafts."""
+        """Of a small model: KV and states of all its layers; extending it leaves no relay."""
         return cls(config, config.num_attention_layers, config.num_gated_delta_layers, False)
 
 

@@ -40,12 +40,12 @@ class Drafts:
 
     @classmethod
     def of_head(cls, head: DraftConfig) -> Self:
-        """A head drafts."""
+        """An EAGLE or DFlash head drafts; it has a checkpoint of its own."""
         return cls(kind=head.kind, sizes=head.sizes, head=head, model=None)
 
     @classmethod
     def of_model(cls, model: ModelConfig) -> Self:
-        """A whole model drafts."""
+        """A small model with the same tokenizer drafts, as STANDALONE does."""
         return cls(kind=MODEL, sizes=DraftSizes.of_model(model), head=None, model=model)
 
     @property

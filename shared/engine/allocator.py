@@ -52,7 +52,7 @@ class Allocator:
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that no request has."""
+        """Slots that no request has; slot 0, the sink, is none of them."""
         return len(self._free_slots)
 
     def take_slot(self, prefix: Int32[np.ndarray, " n"] = NO_PAGES) -> int:

@@ -170,7 +170,7 @@ class GrammarController:
         self._inner.saw(request, tokens)
 
     def ended(self, request: Request) -> None:
-        """A request ended."""
+        """Forgets the tree that was drafted for the request, if any."""
         self._drafted.pop(request.request_id, None)
         self._inner.ended(request)
 

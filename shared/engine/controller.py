@@ -66,7 +66,7 @@ class Controller(Protocol):
         ...
 
     def ended(self, request: Request) -> None:
-        """A request ended."""
+        """A request ended, so nothing of it need be kept; late rows of it may follow."""
         ...
 
     def cut(self, request_id: int, num_tokens: int) -> None:

@@ -44,7 +44,7 @@ class Metrics:
         self._counters[_steps(work, launch)] += 1
 
     def count_end(self, reason: FinishReason) -> None:
-        """Counts a request that ended."""
+        """Counts a request that ended, by the reason."""
         self._counters[_success(reason)] += 1
 
     def count_drafts(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:

@@ -122,12 +122,12 @@ class PrefixCache:
 
     @property
     def num_pages(self) -> int:
-        """Pages that the cache has."""
+        """Pages that hang in the tree, whether or not requests share them."""
         return self.tree.num_pages
 
     @property
     def num_states(self) -> int:
-        """Recurrent states that the cache has."""
+        """Snapshots of recurrent states that hang in the tree."""
         return self.tree.snapshots.num_cached
 
     @property

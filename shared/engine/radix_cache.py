@@ -250,7 +250,7 @@ class RadixCache:
         return bool(node.page) and not node.num_locks and not node.children
 
     def nodes(self) -> Iterator[Node]:
-        """Every node, for checks."""
+        """Every node but the roots, in no order; the tree must not change meanwhile."""
         stack = [child for root in self.roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
@@ -280,7 +280,7 @@ class SnapshotPool:
 
     @property
     def num_free(self) -> int:
-        """Snapshots that nobody has."""
+        """Snapshots that neither the tree nor a running request has."""
         return len(self._free)
 
     @property

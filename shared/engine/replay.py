@@ -73,7 +73,7 @@ class PlainRunner:
 
     @property
     def ended(self) -> bool:
-        """Whether the text has ended."""
+        """Whether the replayed text has ended; False before the first `start`."""
         return self._request is not None and self._request.finish_reason is not None
 
     def start(self, request: Request, max_tokens: int) -> None:

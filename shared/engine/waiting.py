@@ -32,7 +32,7 @@ class WaitingQueue:
             yield from self._levels[priority]
 
     def append(self, request: Request) -> None:
-        """A request arrives."""
+        """Puts a new request behind all of its priority."""
         self._level(request).append(request)
 
     def return_to_front(self, request: Request) -> None:

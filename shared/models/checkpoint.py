@@ -202,7 +202,7 @@ def _mtp_parameters(config: ModelConfig) -> list[Parameter]:
 
 
 def single(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
-    """One parameter that is one tensor."""
+    """A parameter that is one tensor of the checkpoint, unchanged."""
     return Parameter(name, shape, ((Source(source, shape),),), stacked=False)
 
 

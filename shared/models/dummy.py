@@ -106,7 +106,7 @@ def elements(
 
 
 def parameter_array(parameter: Parameter, law: Law) -> Float32[np.ndarray, "..."]:
-    """A whole parameter."""
+    """All elements of a parameter by the law, in float32, layer by layer."""
     keys = keys_of(parameter)
     places = np.arange(math.prod(parameter.shape) // len(keys), dtype=np.uint32)
     return np.stack([elements(law, key, places) for key in keys]).reshape(parameter.shape)

@@ -166,7 +166,7 @@ class SpeculativeConfig:
 
     @property
     def drafts(self) -> bool:
-        """Whether anything drafts."""
+        """Whether anything drafts, on the host or on the device."""
         return self.speculative_algorithm is not None
 
     @property

@@ -32,12 +32,12 @@ class Setup:
 
     @property
     def draft(self) -> SpeculativeConfig:
-        """How drafts are made."""
+        """The flags of speculative decoding, settled."""
         return self.options.speculative
 
     @property
     def algorithm(self) -> str | None:
-        """The drafter's name."""
+        """What `--speculative-algorithm` names; None without drafts."""
         return self.draft.speculative_algorithm
 
     @property

@@ -97,7 +97,7 @@ class ModelFacts:
         return replace(self, eos_ids=(*self.eos_ids, end_id))
 
     def to_message(self) -> list[Any]:
-        """The `facts` message."""
+        """The message that the engine process sends first: its name, and every fact by name."""
         return ["facts", asdict(self)]
 
     @classmethod
@@ -119,7 +119,7 @@ class ModelFacts:
 
 
 def pack(message: list[Any]) -> bytes:
-    """The frame of a message."""
+    """A message as it travels: its length in bytes, then the message as MessagePack."""
     body: bytes = msgpack.Packer().pack(message)
     return _LENGTH.pack(len(body)) + body
 

@@ -84,7 +84,7 @@ class Weights(Protocol):
         ...
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
-        """Stored bytes of these parameters."""
+        """Bytes that loading these parameters reads from the disk."""
         ...
 
 
@@ -141,7 +141,7 @@ class Start:
         return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes
 
     def load(self, platform: Platform, progress: Callable[[int], None]) -> Backend:
-        """The backend, its weights loaded."""
+        """Reads the weights and makes the backend; `progress` is told of bytes as they are read."""
         return platform.load(self.memory.blueprint, self.checkpoint, self.draft_files, progress)
 
 

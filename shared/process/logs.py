@@ -87,7 +87,7 @@ class JsonLines(logging.Formatter):
     """An object a line: `time`, `level`, `message`, the fields, and the `exception` of an error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """A line of JSON; what JSON cannot hold is written as its `str`."""
         line = {**_head(record), "message": record.getMessage(), **_fields(record)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

@@ -64,7 +64,7 @@ class HostEngine(Protocol):
 
     @property
     def metrics(self) -> Metrics:
-        """What `/metrics` shows."""
+        """Counters and gauges that the server process shows at `/metrics`."""
         ...
 
     @property
@@ -88,7 +88,7 @@ class HostEngine(Protocol):
         ...
 
     def step(self) -> list[Event]:
-        """Runs one step."""
+        """Submits a step and retires the oldest beyond the overlap; the events of that one."""
         ...
 
     def close(self) -> None:

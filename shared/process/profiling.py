@@ -58,7 +58,7 @@ class _OneShape:
         return self.steps_wait and not all(r.is_settled for r in self._decoded_last)
 
     def rows_for(self, ready: Sequence[Request], reserve: Reserve) -> Rows | None:
-        """Every ready request, with the shape."""
+        """Decodes every ready request, with trees of the host where the host drafts."""
         if self.waits:
             return None
         requests = self._decoded_last = reserve(ready, self._shape.scratch)

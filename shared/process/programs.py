@@ -254,7 +254,7 @@ def _reach(options: Options, context: int) -> int:
 
 
 def pages_for(options: Options, context: int) -> int:
-    """Pages of one request."""
+    """Most pages that one request of `context` positions may hold, scratch included."""
     return -(-_reach(options, context) // given(options.engine.page_size))
 
 

@@ -222,7 +222,7 @@ def allowed_of(
 
 
 def roots(newest: Int32[np.ndarray, " B"]) -> Trees:
-    """Trees of one node."""
+    """Trees without drafts: the newest token alone."""
     parents = np.zeros((len(newest), 1), np.int32)
     return Trees(newest[:, None], parents, np.ones_like(newest), np.zeros(len(newest), bool))
 

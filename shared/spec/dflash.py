@@ -136,7 +136,7 @@ class Drafter:
 
     @property
     def layer(self) -> ModelConfig:
-        """Sizes of the layers."""
+        """The head's layers, as the config of a model of such layers."""
         return self.head.config.layer
 
     def reads(self, passed: model.Forward) -> Hidden:

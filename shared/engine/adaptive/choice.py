@@ -48,7 +48,7 @@ class Static:
     tier: int
 
     def choose(self, situation: Situation) -> int:
-        """The tier."""
+        """The one tier, whatever the situation."""
         return self.tier
 
 

@@ -46,7 +46,7 @@ mean divided by (1 + v * DAMPING) ** 0.5."""
 
 @compiled
 def chance(log_odds: float) -> float:
-    """The probability with these log odds."""
+    """The probability p of log odds log(p / (1 - p))."""
     return 1 / (1 + np.exp(-log_odds))
 
 

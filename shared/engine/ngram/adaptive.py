@@ -51,7 +51,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shapes: Shapes, batch: int) -> Sizes:
-        """Those of a batch bucket."""
+        """The sizes of the tiers in a batch bucket."""
         by_tier = [shapes.by_size[batch, tier] for tier in range(len(shapes.tiers))]
         nodes, budgets = ([s.nodes for s in by_tier], [s.rows - batch for s in by_tier])
         return cls(np.array(nodes), np.array(budgets), max(shape.scratch for shape in by_tier))
