@@ -30,6 +30,7 @@ PARTS = {
         "delta_feed",
         "delta_nodes",
         "delta_rows",
+        "flat_nodes",
         "guess",
         "heads",
         "noise",

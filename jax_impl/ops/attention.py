@@ -120,7 +120,7 @@ def kernel_flat_nodes(
     rows: int,
     is_chain: bool,
 ) -> FlatNodes:
-    return FlatNodes(*kernels.draft_tree.flat_nodes(parents, num_nodes, lengths, rows, is_chain))
+    return FlatNodes(*kernels.flat_nodes.flat_nodes(parents, num_nodes, lengths, rows, is_chain))
 
 
 flat_nodes = kernel_or_plain(kernel_flat_nodes, plain_flat_nodes)

@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from kernels.pallas_gpu.scores import HIGHEST, LOWEST, key_of
 
 _AT_ONCE = 16  # candidates that others are compared with
-_PAIRS = 4096  # of a row and a request that a program compares
 _MOST_RANKED = 512  # candidates that are compared with each other
 
 
@@ -57,106 +56,6 @@ def _ancestors_kernel(parents_ref, found_ref):
     pltriton.store(
         found_ref.at[request, at[:, None], at[None, :]], found.astype(jnp.int8), mask=keep
     )
-
-
-def flat_nodes(
-    parents: Int[jax.Array, "B N"],
-    num_nodes: Int[jax.Array, " B"],
-    lengths: Int[jax.Array, " B"],
-    rows: int,
-    is_chain: bool,
-    interpret: bool = False,
-) -> tuple[
-    Int[jax.Array, " B1"],
-    Int[jax.Array, " R"],
-    Int[jax.Array, " R"],
-    Bool[jax.Array, " R"],
-    Int[jax.Array, " R"],
-    Int[jax.Array, " R"],
-    Int[jax.Array, " R"],
-    Bool[jax.Array, "R seen"],
-]:
-    """As `shared.spec.attention.tree_rows`: where each row's request begins, its request and node,
-    whether it is real, its position, its place, and what it sees."""
-    (B, N), lanes = parents.shape, pl.next_power_of_2(len(parents))
-    block = max(1, min(32, _PAIRS // lanes))
-    of = jax.ShapeDtypeStruct
-    row = of((rows,), jnp.int32)
-    row_starts, request, node, positions, places, until, is_real, window = pl.pallas_call(
-        functools.partial(_flat_nodes_kernel, block=block),
-        grid=(pl.cdiv(rows, block),),
-        out_shape=(
-            *(of((B + 1,), jnp.int32), row, row, row, row, row, of((rows,), jnp.int8)),
-            None if is_chain else of((rows, N), jnp.int8),
-        ),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="flat_nodes",
-    )(parents, num_nodes, lengths)
-    sees = jnp.zeros((rows, 0), bool) if window is None else window.astype(bool)
-    return row_starts, request, node, is_real.astype(bool), positions, places, until, sees
-
-
-def _flat_nodes_kernel(
-    parents_ref,
-    num_nodes_ref,
-    lengths_ref,
-    row_starts_ref,
-    request_ref,
-    node_ref,
-    positions_ref,
-    places_ref,
-    until_ref,
-    is_real_ref,
-    window_ref,
-    *,
-    block,
-):
-    """One program per block of rows, which looks at all requests."""
-    (requests, nodes), rows = parents_ref.shape, request_ref.shape[0]
-    lane = lax.iota(jnp.int32, pl.next_power_of_2(requests))
-    row = pl.program_id(0) * block + lax.iota(jnp.int32, block)
-    is_lane, is_row = lane < requests, row < rows
-    at = num_nodes_ref.at[jnp.minimum(lane, requests - 1)]
-    count = pltriton.load(at, mask=is_lane, other=0)
-    ends = lax.cumsum(count, axis=0)
-
-    @pl.when(pl.program_id(0) == 0)
-    def _():
-        row_starts_ref[0] = 0
-        pltriton.store(row_starts_ref.at[jnp.minimum(1 + lane, requests + 1)], ends, mask=is_lane)
-
-    is_before = (row[:, None] >= ends[None, :]) & is_lane[None, :]
-    is_real = row < jnp.sum(count)
-    request = jnp.where(is_real, is_before.astype(jnp.int32).sum(axis=1), 0)
-    start = jnp.where(is_before, count[None, :], 0).sum(axis=1)
-    node = jnp.where(is_real, row - start, 0)
-    place = pltriton.load(lengths_ref.at[request]) + node
-    at, depth, until = jnp.where(is_row, row, rows), node, place + 1  # outside: the interpreter's
-    if window_ref is not None:
-        column = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
-
-        def goes_on(carry):
-            above, _, _, steps = carry
-            return (jnp.max(above) > 0) & (steps < nodes)
-
-        def climb(carry):
-            above, seen, depth, steps = carry
-            depth += (above > 0).astype(jnp.int32)
-            above = pltriton.load(parents_ref.at[request, above], mask=above > 0, other=0)
-            return above, seen | (above[:, None] == column[None, :]), depth, steps + 1
-
-        start = node, node[:, None] == column[None, :], 0 * node, jnp.int32(0)
-        _, seen, depth, _ = lax.while_loop(goes_on, climb, start)
-        until = place - node
-        keep = is_row[:, None] & (column < nodes)[None, :]
-        found = window_ref.at[at[:, None], jnp.minimum(column, nodes)[None, :]]
-        pltriton.store(found, (seen & is_real[:, None]).astype(jnp.int8), mask=keep)
-    until = jnp.where(is_real, until, 0)
-    fields = ((request_ref, request), (node_ref, node), (places_ref, place), (until_ref, until))
-    for ref, x in (*fields, (positions_ref, place - node + depth)):
-        pltriton.store(ref.at[at], x, mask=is_row)
-    pltriton.store(is_real_ref.at[at], is_real.astype(jnp.int8), mask=is_row)
 
 
 class Expanded(NamedTuple):
@@ -311,6 +210,27 @@ def _is_best(key, count):
     return (key > low) | ((is_tie > 0) & (lax.cumsum(is_tie, axis=0) <= room))
 
 
+class Candidates(NamedTuple):
+    """Those of each request, and what it may keep of them."""
+
+    newest: Any
+    tokens: Any
+    weights: Any
+    parents: Any
+    max_drafts: Any
+    has_relay: Any
+
+
+class Kept(NamedTuple):
+    """The trees that are made of the best, and which node a candidate is, in its turn."""
+
+    tokens: Any
+    parents: Any
+    num_nodes: Any
+    weights: Any
+    node_of: Any
+
+
 def keep_best(
     newest: Int[jax.Array, " B"],
     tokens: Int[jax.Array, "B C"],
@@ -328,70 +248,72 @@ def keep_best(
 ]:
     """As `shared.spec.draft_tree.keep_best`."""
     B, C = tokens.shape
-    shapes = ((B, nodes), (B, nodes), (B,), (B, nodes), (B, C))
-    kinds = (jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32)
-    *found, _ = pl.pallas_call(
+    of, node = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((B, nodes), jnp.int32)
+    (kept,) = pl.pallas_call(
         functools.partial(_keep_best_kernel, interpret=interpret),
         grid=(B,),
-        out_shape=[jax.ShapeDtypeStruct(*each) for each in zip(shapes, kinds, strict=True)],
+        out_shape=(
+            Kept(
+                tokens=node,
+                parents=node,
+                num_nodes=of((B,), jnp.int32),
+                weights=of((B, nodes), jnp.float32),
+                node_of=of((B, C), jnp.int32),
+            ),
+        ),
         compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="keep_best",
-    )(newest, tokens, weights, parents, max_drafts, has_relay.astype(jnp.int8))
-    return tuple(found)
+    )(
+        Candidates(
+            newest=newest,
+            tokens=tokens,
+            weights=weights,
+            parents=parents,
+            max_drafts=max_drafts,
+            has_relay=has_relay.astype(jnp.int8),
+        )
+    )
+    return kept.tokens, kept.parents, kept.num_nodes, kept.weights
 
 
-def _keep_best_kernel(
-    newest_ref,
-    tokens_ref,
-    weights_ref,
-    parents_ref,
-    max_drafts_ref,
-    has_relay_ref,
-    kept_tokens_ref,
-    kept_parents_ref,
-    num_nodes_ref,
-    kept_weights_ref,
-    node_of_ref,
-    *,
-    interpret,
-):
+def _keep_best_kernel(candidates, kept, *, interpret):
     """One program per request, whose candidates are its lanes."""
-    request, (count, nodes) = pl.program_id(0), (tokens_ref.shape[1], kept_tokens_ref.shape[1])
+    request, (count, nodes) = pl.program_id(0), (candidates.tokens.shape[1], kept.tokens.shape[1])
     lane = lax.iota(jnp.int32, pl.next_power_of_2(count))
     is_in, place = lane < count, jnp.minimum(lane, count)
 
     def weight_at(some):
-        at = weights_ref.at[request, jnp.minimum(some, count - 1)]
+        at = candidates.weights.at[request, jnp.minimum(some, count - 1)]
         return pltriton.load(at, mask=some < count, other=0.0)
 
     weight = weight_at(lane)
     key = jnp.where(is_in, key_of(weight), LOWEST)
-    most = jnp.clip(max_drafts_ref[request], 0, min(nodes - 1, count))
-    num_drafts = jnp.where(has_relay_ref[request] != 0, most, 0)
+    most = jnp.clip(candidates.max_drafts[request], 0, min(nodes - 1, count))
+    num_drafts = jnp.where(candidates.has_relay[request] != 0, most, 0)
     if len(lane) <= _MOST_RANKED:
         rank = _rank(key, lane, count, lambda other: key_of(weight_at(other)))
         keep = is_in & (rank < num_drafts)
     else:
         keep = is_in & _is_best(key, num_drafts)
     node = lax.cumsum(keep.astype(jnp.int32), axis=0)
-    pltriton.store(node_of_ref.at[request, place], node, mask=is_in)
+    pltriton.store(kept.node_of.at[request, place], node, mask=is_in)
     if not interpret:
         pltriton.debug_barrier()  # they are read by other threads than wrote them
-    parent = pltriton.load(parents_ref.at[request, place], mask=keep, other=0)
-    at = node_of_ref.at[request, jnp.maximum(parent - 1, 0)]
+    parent = pltriton.load(candidates.parents.at[request, place], mask=keep, other=0)
+    at = kept.node_of.at[request, jnp.maximum(parent - 1, 0)]
     parent = pltriton.load(at, mask=keep & (parent > 0), other=0, volatile=True)
-    token = pltriton.load(tokens_ref.at[request, place], mask=keep, other=0)
+    token = pltriton.load(candidates.tokens.at[request, place], mask=keep, other=0)
     way = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
     is_rest = (way < nodes) & ((way == 0) | (way > num_drafts))
-    root = jnp.where(way == 0, newest_ref[request], 0)
+    root = jnp.where(way == 0, candidates.newest[request], 0)
     # What is not written gets a place outside, for the interpreter.
     node, way = jnp.where(keep, node, nodes), jnp.where(is_rest, way, nodes)
-    kept = (kept_tokens_ref, token, root), (kept_parents_ref, parent, 0 * root)
-    for ref, x, rest in (*kept, (kept_weights_ref, weight, jnp.zeros(way.shape, jnp.float32))):
+    found = (kept.tokens, token, root), (kept.parents, parent, 0 * root)
+    for ref, x, rest in (*found, (kept.weights, weight, jnp.zeros(way.shape, jnp.float32))):
         pltriton.store(ref.at[request, node], x, mask=keep)
         pltriton.store(ref.at[request, way], rest, mask=is_rest)
-    num_nodes_ref[request] = 1 + num_drafts
+    kept.num_nodes[request] = 1 + num_drafts
 
 
 def chains(

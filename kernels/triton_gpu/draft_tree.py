@@ -15,7 +15,6 @@ from torch import Tensor
 from kernels.triton_gpu.scores import HIGHEST, LOWEST, key_of
 
 _AT_ONCE = 16  # candidates that others are compared with
-_PAIRS = 4096  # of a row and a request that a program compares
 _MOST_RANKED = tl.constexpr(512)  # candidates that are compared with each other
 
 
@@ -40,101 +39,6 @@ def _ancestors_kernel(parents_at, found_at, nodes: tl.constexpr, lanes: tl.const
         steps += 1
     at = found_at + (request * nodes + node[:, None]) * nodes + node[None, :]
     tl.store(at, found, mask=(node < nodes)[:, None] & (node < nodes)[None, :])
-
-
-def flat_nodes(
-    parents: Int[Tensor, "B N"],
-    num_nodes: Int[Tensor, " B"],
-    lengths: Int[Tensor, " B"],
-    rows: int,
-    is_chain: bool,
-) -> tuple[
-    Int[Tensor, " B1"],
-    Int[Tensor, " R"],
-    Int[Tensor, " R"],
-    Bool[Tensor, " R"],
-    Int[Tensor, " R"],
-    Int[Tensor, " R"],
-    Int[Tensor, " R"],
-    Bool[Tensor, "R seen"],
-]:
-    """As `shared.spec.attention.tree_rows`: where each row's request begins, its request and node,
-    whether it is real, its position, its place, and what it sees."""
-    (B, N), lanes = parents.shape, triton.next_power_of_2(len(parents))
-    block = max(1, min(32, _PAIRS // lanes))
-    row_starts = lengths.new_empty(B + 1)
-    request, node = lengths.new_empty((2, rows), dtype=torch.int64)
-    positions, places, until = lengths.new_empty((3, rows))
-    is_real = lengths.new_empty(rows, dtype=torch.bool)
-    window = is_real.new_empty((rows, 0 if is_chain else N))
-    _flat_nodes_kernel[(triton.cdiv(rows, block),)](
-        *(x.contiguous() for x in (parents, num_nodes, lengths)),
-        *(row_starts, request, node, is_real, positions, places, until, window),
-        rows=rows,
-        requests=B,
-        nodes=N,
-        is_chain=is_chain,
-        block=block,
-        lanes=lanes,
-        columns=triton.next_power_of_2(N),
-        num_warps=4,
-    )
-    return row_starts, request, node, is_real, positions, places, until, window
-
-
-@triton.jit
-def _flat_nodes_kernel(
-    parents_at,
-    num_nodes_at,
-    lengths_at,
-    row_starts_at,
-    request_at,
-    node_at,
-    is_real_at,
-    positions_at,
-    places_at,
-    until_at,
-    window_at,
-    rows: tl.constexpr,
-    requests: tl.constexpr,
-    nodes: tl.constexpr,
-    is_chain: tl.constexpr,
-    block: tl.constexpr,
-    lanes: tl.constexpr,
-    columns: tl.constexpr,
-):
-    """One program per block of rows, which looks at all requests."""
-    lane, row = tl.arange(0, lanes), tl.program_id(0) * block + tl.arange(0, block)
-    is_row = row < rows
-    count = tl.load(num_nodes_at + lane, mask=lane < requests, other=0)
-    ends = tl.cumsum(count, 0)
-    if tl.program_id(0) == 0:
-        tl.store(row_starts_at, 0)
-        tl.store(row_starts_at + 1 + lane, ends, mask=lane < requests)
-    is_before = (row[:, None] >= ends[None, :]) & (lane < requests)[None, :]
-    is_real = row < tl.sum(count)
-    request = tl.where(is_real, tl.sum(is_before.to(tl.int32), axis=1), 0)
-    start = tl.sum(tl.where(is_before, count[None, :], 0), axis=1)
-    node = tl.where(is_real, row - start, 0)
-    place = tl.load(lengths_at + request) + node
-    tl.store(request_at + row, request.to(tl.int64), mask=is_row)
-    tl.store(node_at + row, node.to(tl.int64), mask=is_row)
-    tl.store(is_real_at + row, is_real, mask=is_row)
-    tl.store(places_at + row, place, mask=is_row)
-    depth, until = node, place + 1
-    if not is_chain:
-        depth, until, column, steps = node * 0, place - node, tl.arange(0, columns), 0
-        above = node
-        seen = above[:, None] == column[None, :]
-        while (tl.max(above) > 0) & (steps < nodes):
-            depth += (above > 0).to(tl.int32)
-            above = tl.load(parents_at + request * nodes + above, mask=above > 0, other=0)
-            seen = seen | (above[:, None] == column[None, :])
-            steps += 1
-        at = window_at + row[:, None] * nodes + column[None, :]
-        tl.store(at, seen & is_real[:, None], mask=is_row[:, None] & (column < nodes)[None, :])
-    tl.store(positions_at + row, place - node + depth, mask=is_row)
-    tl.store(until_at + row, tl.where(is_real, until, 0), mask=is_row)
 
 
 class Expanded(NamedTuple):
@@ -291,6 +195,27 @@ def _is_best(key, count):
     return (key > low) | ((is_tie > 0) & (tl.cumsum(is_tie, 0) <= room))
 
 
+class Candidates(NamedTuple):
+    """Those of each request, and what it may keep of them."""
+
+    newest: Any
+    tokens: Any
+    weights: Any
+    parents: Any
+    max_drafts: Any
+    has_relay: Any
+
+
+class Kept(NamedTuple):
+    """The trees that are made of the best, and which node a candidate is, in its turn."""
+
+    tokens: Any
+    parents: Any
+    num_nodes: Any
+    weights: Any
+    node_of: Any
+
+
 def keep_best(
     newest: Int[Tensor, " B"],
     tokens: Int[Tensor, "B C"],
@@ -302,13 +227,23 @@ def keep_best(
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, "B N"], Int[Tensor, " B"], Float[Tensor, "B N"]]:
     """As `shared.spec.draft_tree.keep_best`."""
     B, C = tokens.shape
-    kept_tokens, kept_parents = newest.new_empty((2, B, nodes), dtype=torch.int32)
-    num_nodes, node_of = (newest.new_empty(s, dtype=torch.int32) for s in (B, (B, C)))
-    kept_weights = weights.new_empty((B, nodes))
-    given = (newest, tokens, weights, parents, max_drafts, has_relay)
+    kept = Kept(
+        tokens=newest.new_empty((B, nodes), dtype=torch.int32),
+        parents=newest.new_empty((B, nodes), dtype=torch.int32),
+        num_nodes=newest.new_empty(B, dtype=torch.int32),
+        weights=weights.new_empty((B, nodes)),
+        node_of=newest.new_empty((B, C), dtype=torch.int32),
+    )
     _keep_best_kernel[(B,)](
-        *(x.contiguous() for x in given),
-        *(kept_tokens, kept_parents, kept_weights, num_nodes, node_of),
+        Candidates(
+            newest=newest.contiguous(),
+            tokens=tokens.contiguous(),
+            weights=weights.contiguous(),
+            parents=parents.contiguous(),
+            max_drafts=max_drafts.contiguous(),
+            has_relay=has_relay.contiguous(),
+        ),
+        kept,
         nodes=nodes,
         count=C,
         lanes=triton.next_power_of_2(C),
@@ -316,22 +251,13 @@ def keep_best(
         at_once=_AT_ONCE,
         num_warps=4,
     )
-    return kept_tokens, kept_parents, num_nodes, kept_weights
+    return kept.tokens, kept.parents, kept.num_nodes, kept.weights
 
 
 @triton.jit
 def _keep_best_kernel(
-    newest_at,
-    tokens_at,
-    weights_at,
-    parents_at,
-    max_drafts_at,
-    has_relay_at,
-    kept_tokens_at,
-    kept_parents_at,
-    kept_weights_at,
-    num_nodes_at,
-    node_of_at,
+    candidates,
+    kept,
     nodes: tl.constexpr,
     count: tl.constexpr,
     lanes: tl.constexpr,
@@ -341,37 +267,41 @@ def _keep_best_kernel(
     """One program per request, whose candidates are its lanes."""
     request, lane = tl.program_id(0), tl.arange(0, lanes)
     at, is_in = request * count + lane, lane < count
-    weight = tl.load(weights_at + at, mask=is_in, other=0.0)
-    most = tl.minimum(tl.maximum(tl.load(max_drafts_at + request), 0), min(nodes - 1, count))
-    has_relay = tl.load(has_relay_at + request).to(tl.int32) != 0
+    weight = tl.load(candidates.weights + at, mask=is_in, other=0.0)
+    most = tl.minimum(
+        tl.maximum(tl.load(candidates.max_drafts + request), 0), min(nodes - 1, count)
+    )
+    has_relay = tl.load(candidates.has_relay + request).to(tl.int32) != 0
     num_drafts = tl.where(has_relay, most, 0)
     key = tl.where(is_in, key_of(weight), LOWEST)
     if lanes <= _MOST_RANKED:
         rank = lane * 0
         for start in range(0, count, at_once):
             other = start + tl.arange(0, at_once)
-            theirs = tl.load(weights_at + request * count + other, mask=other < count, other=0.0)
+            theirs = tl.load(
+                candidates.weights + request * count + other, mask=other < count, other=0.0
+            )
             rank += _before(key, lane, tl.where(other < count, key_of(theirs), LOWEST), other)
         keep = is_in & (rank < num_drafts)
     else:
         keep = is_in & _is_best(key, num_drafts)
     node = tl.cumsum(keep.to(tl.int32), 0)
-    tl.store(node_of_at + at, node, mask=is_in)
+    tl.store(kept.node_of + at, node, mask=is_in)
     tl.debug_barrier()  # they are read by other threads than wrote them
-    parent = tl.load(parents_at + at, mask=keep, other=0)
-    of_parent = node_of_at + request * count + parent - 1
+    parent = tl.load(candidates.parents + at, mask=keep, other=0)
+    of_parent = kept.node_of + request * count + parent - 1
     parent = tl.load(of_parent, mask=keep & (parent > 0), other=0, volatile=True)
-    token = tl.load(tokens_at + at, mask=keep, other=0)
-    tl.store(kept_tokens_at + request * nodes + node, token, mask=keep)
-    tl.store(kept_parents_at + request * nodes + node, parent, mask=keep)
-    tl.store(kept_weights_at + request * nodes + node, weight, mask=keep)
+    token = tl.load(candidates.tokens + at, mask=keep, other=0)
+    tl.store(kept.tokens + request * nodes + node, token, mask=keep)
+    tl.store(kept.parents + request * nodes + node, parent, mask=keep)
+    tl.store(kept.weights + request * nodes + node, weight, mask=keep)
     way = tl.arange(0, ways)
     is_rest = (way < nodes) & ((way == 0) | (way > num_drafts))
-    root = tl.where(way == 0, tl.load(newest_at + request), 0)
-    tl.store(kept_tokens_at + request * nodes + way, root, mask=is_rest)
-    tl.store(kept_parents_at + request * nodes + way, way * 0, mask=is_rest)
-    tl.store(kept_weights_at + request * nodes + way, way * 0.0, mask=is_rest)
-    tl.store(num_nodes_at + request, 1 + num_drafts)
+    root = tl.where(way == 0, tl.load(candidates.newest + request), 0)
+    tl.store(kept.tokens + request * nodes + way, root, mask=is_rest)
+    tl.store(kept.parents + request * nodes + way, way * 0, mask=is_rest)
+    tl.store(kept.weights + request * nodes + way, way * 0.0, mask=is_rest)
+    tl.store(kept.num_nodes + request, 1 + num_drafts)
 
 
 def chains(

@@ -41,15 +41,20 @@ def flat(value: Any) -> list[Any]:
     return [x for each in value for x in flat(each)] if isinstance(value, tuple) else [value]
 
 
+def kernel_of(language: str, function: str) -> Callable[..., Any]:
+    module = "flat_nodes" if function == "flat_nodes" else "draft_tree"
+    return getattr(KERNELS[language][module], function)
+
+
 def given(function: str, arguments: Arguments) -> dict[str, Any]:
     """A kernel's arguments by name: of a level, those of its fields that it reads."""
-    names = inspect.signature(getattr(KERNELS["pallas"]["draft_tree"], function)).parameters
+    names = inspect.signature(kernel_of("pallas", function)).parameters
     known = arguments | (vars(arguments["level"]) if "level" in arguments else {}) | arguments
     return {name: known[name] for name in names if name != "interpret"}
 
 
 def run_pallas(function: str, arguments: Arguments) -> list[np.ndarray]:
-    kernel = getattr(KERNELS["pallas"]["draft_tree"], function)
+    kernel = kernel_of("pallas", function)
     known = given(function, arguments)
     fixed = {name: known.pop(name) for name in FIXED if name in known}
     call = jax.jit(lambda given: kernel(**given, **fixed, interpret=INTERPRET))
@@ -58,7 +63,7 @@ def run_pallas(function: str, arguments: Arguments) -> list[np.ndarray]:
 
 
 def run_triton(function: str, arguments: Arguments) -> list[np.ndarray]:
-    kernel, device = getattr(KERNELS["triton"]["draft_tree"], function), "cuda" if ON_GPU else "cpu"
+    kernel, device = kernel_of("triton", function), "cuda" if ON_GPU else "cpu"
     known = given(function, arguments)
     placed = {
         name: torch.tensor(x, device=device) if isinstance(x, np.ndarray) else x

@@ -36,6 +36,7 @@ MODULES = (
     "delta_feed",
     "delta_mix",
     "draft_tree",
+    "flat_nodes",
     "heads",
     "layers",
     "linear",
