@@ -148,20 +148,20 @@ def _take_over(
     """Copies what fits of the target's layers, and of its attention layers up to each of them."""
     stack: Layers = target.layers
     for name in ("post_attention_norm", "mlp.gate_up", "mlp.down"):
-        stackedcked = getattr(stack, name.rsplit(".", 1)[-1])[...]
-        _copy(arrays, f"{prefix}{name}", [stackedcked[layer] for layer in layers])
+        stacked = getattr(stack, name.rsplit(".", 1)[-1])[...]
+        _copy(arrays, f"{prefix}{name}", [stacked[layer] for layer in layers])
     if not config.num_attention_layers:
         return
     places = [max(config.layer_kinds[: layer + 1].count("attention") - 1, 0) for layer in layers]
     parts = ("inputs", "out", "q_norm", "k_norm")
     shared = {p: getattr(stack.attention, p)[...] for p in parts if hasattr(stack.attention, p)}
     fits = all(f"{prefix}attention.{p}" in arrays for p in shared) and all(
-        arrays[f"{prefix}attention.{p}"].shape[1:] == stackedcked.shape[1:]
-        for p, stackedcked in shared.items()
+        arrays[f"{prefix}attention.{p}"].shape[1:] == stacked.shape[1:]
+        for p, stacked in shared.items()
     )
     if fits:
-        for part, stackedcked in shared.items():
-            _copy(arrays, f"{prefix}attention.{part}", [stackedcked[place] for place in places])
+        for part, stacked in shared.items():
+            _copy(arrays, f"{prefix}attention.{part}", [stacked[place] for place in places])
         attention = [i for i, kind in enumerate(config.layer_kinds) if kind == "attention"]
         norms = [stack.input_norm[attention[place]] for place in places]
         _copy(arrays, f"{prefix}input_norm", norms)
