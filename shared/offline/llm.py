@@ -214,7 +214,7 @@ class LLM:
         calls = self._facts.tool_call_parser if functions else None
         name, sampling = prompt.reasoning, request.sampling
         is_open = None if name is None else is_open_after(prompt.text, name)
-        told = PromptText(prompt.tokens, [0] * len(prompt.tokens))
+        prompt_text = PromptText(prompt.tokens, [0] * len(prompt.tokens))
         return Choice(
             Detokenizer(self.tokenizer, prompt.tokens) if self.tokenizer else None,
             StopFinder(tuple(params.stop)),
@@ -223,7 +223,7 @@ class LLM:
             Speculation.empty(self._facts.max_draft_depth),
             "",
             sampling.stop_token_ids,
-            None if sampling.prompt_logprobs is None else told,
+            None if sampling.prompt_logprobs is None else prompt_text,
         )
 
 

@@ -151,10 +151,10 @@ def read_documents(path: str) -> list[Document]:
 
 def _read_document(line: str) -> Document | None:
     try:
-        found = json.loads(line)
+        document = json.loads(line)
     except ValueError:
         return None
-    return found if _is_document(found) else None
+    return document if _is_document(document) else None
 
 
 def pack_documents(documents: Sequence[Document], tokenizer: Tokenizer | None, vocab: int) -> bytes:

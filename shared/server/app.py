@@ -114,9 +114,9 @@ def make_apps(
     names, origins = facts.host_names, facts.allowed_origins
     if not has_admin_listener:
         return Apps(_app((*model, *admin), facts, names, origins), None)
-    own = (*admin, *_health_routes(routes))
+    admin_routes = (*admin, *_health_routes(routes))
     clients = _app(model, facts, names, origins)
-    return Apps(clients, _app(own, facts, facts.admin_host_names, origins=()))
+    return Apps(clients, _app(admin_routes, facts, facts.admin_host_names, origins=()))
 
 
 def _app(
@@ -135,16 +135,16 @@ def _app(
 def _with_routes(served: Sequence[Route], has_key: bool) -> FastAPI:
     """An application with these routes, and one that tells of all."""
     app = FastAPI(title="Tandem", version=VERSION, openapi_url=None)
-    told: dict[str, Any] = {}
+    schema: dict[str, Any] = {}
 
     async def openapi() -> Response:
         """GET /openapi.json."""
-        return json_response(told)
+        return json_response(schema)
 
     page = Route(path=DOCUMENT_PATH, method="GET", handler=openapi, media_type="application/json")
     for route in (*served, page):
         route.add_to(app)
-    told |= document(app, served, has_key)
+    schema |= document(app, served, has_key)
     return app
 
 

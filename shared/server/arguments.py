@@ -56,8 +56,8 @@ def read_argument(text: str, key: str, schemas: ParameterSchemas) -> Any:
     except TooMuchWork:
         pass
     for read in (from_json, _from_python):
-        found, value = _tried(read, text)
-        if found:
+        is_read, value = _tried(read, text)
+        if is_read:
             return value
     return text
 

@@ -121,8 +121,9 @@ def _api_error(error: ValidationError) -> ApiError:
 
 def _path(steps: tuple[int | str, ...]) -> str:
     """Where a field is, without the kind of message that pydantic writes as `<tool>` among them."""
-    own = [step for step in steps if isinstance(step, int) or not step.startswith("<")]
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in own).lstrip(".")
+    shown = [step for step in steps if isinstance(step, int) or not step.startswith("<")]
+    parts = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in shown)
+    return "".join(parts).lstrip(".")
 
 
 def _check_together(request: CompletionRequest | ChatRequest) -> None:

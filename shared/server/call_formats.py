@@ -161,8 +161,8 @@ def _later_mark(source: Source, value: str, openings: tuple[str, ...]) -> Readin
 def _comes_next(source: Source, marks: tuple[str, ...]) -> Reading[bool]:
     """Whether one of the marks comes next, or the end of the text; reads nothing."""
     for mark in marks:
-        if found := (yield from source.expect(mark)):
-            source.put_back(found)
+        if text := (yield from source.expect(mark)):
+            source.put_back(text)
             return True
     space = yield from source.skip_space()
     char = yield from source.next()

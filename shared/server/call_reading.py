@@ -54,10 +54,10 @@ def read_json_call(source: Source, said: Said, lead: str) -> Reading[bool]:
 
 def _begin(header: str, said: Said) -> bool:
     """Begins a call whose arguments come next, if there is one."""
-    found = _HEADER.fullmatch(header)
-    if not found or not said.takes(found[1]):
+    parts = _HEADER.fullmatch(header)
+    if not parts or not said.takes(parts[1]):
         return False
-    said.begin(found[1])
+    said.begin(parts[1])
     return True
 
 
@@ -79,7 +79,7 @@ def _say_whole(text: str, said: Said) -> bool:
 def read_object(text: str) -> dict[str, Any] | None:
     """The JSON object that a text is; None where it is none."""
     try:
-        found = from_json(text)
+        value = from_json(text)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None

@@ -111,8 +111,8 @@ def sent_keys(headers: Headers) -> list[bytes]:
 
 def is_among(given: Collection[bytes], keys: Collection[str]) -> bool:
     """Whether one of these is one of the keys; the time says nothing of which one it is like."""
-    found = [hmac.compare_digest(each, key.encode()) for each in given for key in keys]
-    return any(found)
+    matches = [hmac.compare_digest(each, key.encode()) for each in given for key in keys]
+    return any(matches)
 
 
 def password(authorization: str) -> bytes:

@@ -115,10 +115,10 @@ class Generation:
         except (EngineLost, Refused, ReadsTooSlowly, ApiError) as error:
             self._has_failed = True
             self.answer.close("error")
-            raise self._told(error) from error
+            raise self._refusal_of(error) from error
         return index, self._take(index, event)
 
-    def _told(self, error: Exception) -> ApiError:
+    def _refusal_of(self, error: Exception) -> ApiError:
         """What the client is told of a failure."""
         if isinstance(error, ApiError):
             return error
@@ -219,9 +219,9 @@ class Generator:
             model=self._facts.model_name,
             num_prompt_tokens=sum(len(text.tokens) for text in texts),
             choices=[
-                self._choice(request, prompt, text.text, told)
+                self._choice(request, prompt, text.text, prompt_text)
                 for prompt, text in zip(prompts, texts, strict=True)
-                for told in [await self._prompt_text(request, prompt, text.text)]
+                for prompt_text in [await self._prompt_text(request, prompt, text.text)]
                 for _ in prompt.seeds32
             ],
             choices_of_prompt=request.num_choices,
@@ -243,11 +243,11 @@ class Generator:
         except EngineLost as error:
             raise ApiError(503, str(error), code="engine_lost") from error
         except Draining as error:
-            told = ApiError(503, str(error), code="draining", retry_after_s=error.seconds)
-            raise told from error
+            refusal = ApiError(503, str(error), code="draining", retry_after_s=error.seconds)
+            raise refusal from error
         except QueueFull as error:
-            told = ApiError(503, str(error), code="queue_full", retry_after_s=RETRY_S)
-            raise told from error
+            refusal = ApiError(503, str(error), code="queue_full", retry_after_s=RETRY_S)
+            raise refusal from error
 
     def _sampling(
         self, request: CompletionRequest | ChatRequest, prompt: list[int], grammar: str | None

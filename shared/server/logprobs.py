@@ -48,8 +48,8 @@ class PromptText:
         first = TokenLogprob(self.tokens[0], None, [], self.offsets[0])
         if scores is None:
             return [first]
-        found = [part.tolist() for part in scores]
-        others = zip(self.tokens[1:], self.offsets[1:], *found, strict=True)
+        lists = [part.tolist() for part in scores]
+        others = zip(self.tokens[1:], self.offsets[1:], *lists, strict=True)
         return [
             first,
             *(
@@ -75,13 +75,13 @@ class TokenNames:
 
     def name(self, token: int) -> str:
         r"""Its text; `bytes:\xf0\x9f` for a part of a character, `token_id:7` for an unknown id."""
-        found = self.bytes_of(token)
-        if found is None:
+        shown = self.bytes_of(token)
+        if shown is None:
             return unknown_name(token)
         try:
-            return found.decode()
+            return shown.decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in shown)
 
 
 def unknown_name(token: int) -> str:
@@ -94,14 +94,14 @@ def offsets_in(text: str, tokens: list[int], tokenizer: Tokenizer) -> list[int]:
 
     A special token has some where the text writes it by its name.
     """
-    pieces, found, at = Detokenizer(tokenizer, []), [], 0
+    pieces, offsets, at = Detokenizer(tokenizer, []), [], 0
     for token in tokens:
-        found.append(min(at, len(text)))
+        offsets.append(min(at, len(text)))
         if tokenizer.shows(token):
             at += len(pieces.push(token))
         elif text.startswith(name := TokenNames(tokenizer).name(token), at):
             at += len(name)
-    return found
+    return offsets
 
 
 def cut(entries: list[TokenLogprob], most: int) -> list[TokenLogprob]:
@@ -123,12 +123,12 @@ def for_completion(entries: list[TokenLogprob], names: TokenNames) -> dict[str, 
 
 def _by_name(entry: TokenLogprob, names: TokenNames) -> dict[str, float | None]:
     """The best tokens, and the chosen one where it is not among them, as OpenAI does."""
-    found: dict[str, float | None] = {}
+    by_name: dict[str, float | None] = {}
     for token, logprob in _with_own(entry).items():
         name = names.name(token)
         # Two tokens may have one text; none of them may be lost.
-        found[unknown_name(token) if name in found else name] = logprob
-    return found
+        by_name[unknown_name(token) if name in by_name else name] = logprob
+    return by_name
 
 
 def _with_own(entry: TokenLogprob) -> dict[int, float | None]:
@@ -165,6 +165,6 @@ def for_chat(entries: list[TokenLogprob], names: TokenNames) -> dict[str, Any]:
 
 
 def _token_fields(token: int, logprob: float | None, names: TokenNames) -> dict[str, Any]:
-    found = names.bytes_of(token)
-    shown = None if found is None else list(found)
+    token_bytes = names.bytes_of(token)
+    shown = None if token_bytes is None else list(token_bytes)
     return {"token": names.name(token), "logprob": logprob, "bytes": shown}

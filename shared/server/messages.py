@@ -104,7 +104,7 @@ Client = Annotated[Any, Field(exclude=True)]
 """What a client keeps of its own in an answer; templates do not read it."""
 
 
-class Told(Strict):
+class TemplateInput(Strict):
     """What chat templates read, with its keys in the order in which the client wrote them."""
 
     _keys: tuple[str, ...] = PrivateAttr(())
@@ -122,7 +122,7 @@ class Told(Strict):
         return {key: written[key] for key in self._keys if key in written} | written
 
 
-class PlainMessage(Told):
+class PlainMessage(TemplateInput):
     """A message of anybody but the assistant and its tools."""
 
     role: Literal["system", "developer", "user"]
@@ -130,7 +130,7 @@ class PlainMessage(Told):
     name: Text | None = None
 
 
-class CalledFunction(Told):
+class CalledFunction(TemplateInput):
     """What was called, and with what."""
 
     name: FunctionName
@@ -138,7 +138,7 @@ class CalledFunction(Told):
     parsed_arguments: Client = None
 
 
-class MadeCall(Told):
+class MadeCall(TemplateInput):
     """A call of an earlier answer."""
 
     id: Annotated[Text, Field(max_length=MAX_ID_LENGTH)]
@@ -148,7 +148,7 @@ class MadeCall(Told):
     index: Annotated[int | None, Field(ge=0, le=MAX_CALLS, exclude=True)] = None
 
 
-class AssistantMessage(Told):
+class AssistantMessage(TemplateInput):
     """An earlier answer, as it was given; clients send it back as a whole.
 
     Some have put beside it what they made of it: `Client` fields.
@@ -179,7 +179,7 @@ class AssistantMessage(Told):
         return self
 
 
-class ToolMessage(Told):
+class ToolMessage(TemplateInput):
     """What a tool answered."""
 
     role: Literal["tool"]
@@ -202,7 +202,7 @@ Message = Annotated[
 ]
 
 
-class Function(Told):
+class Function(TemplateInput):
     """A function that the model may call."""
 
     name: FunctionName
@@ -221,7 +221,7 @@ class Function(Told):
         return self.parameters or {"properties": {}, "additionalProperties": False}
 
 
-class Tool(Told):
+class Tool(TemplateInput):
     """A tool; functions are all there are."""
 
     type: Literal["function"]
@@ -234,7 +234,7 @@ def for_template(message: PlainMessage | AssistantMessage | ToolMessage) -> dict
     What is null is left out, as transformers does, but for `content`: many templates put it into
     their text without a look, and an answer of calls or reasoning alone has none.
     """
-    told = message.model_dump(exclude_none=True) | {"content": message.content or ""}
+    fields = message.model_dump(exclude_none=True) | {"content": message.content or ""}
     if isinstance(message, AssistantMessage) and message.reasoning is not None:
-        told["reasoning_content"] = message.reasoning
-    return told
+        fields["reasoning_content"] = message.reasoning
+    return fields

@@ -118,16 +118,16 @@ class GenerationRequest(Strict):
     @property
     def forms(self) -> dict[str, Form]:
         """What the text is to look like, by the field that says so; one at most is served."""
-        found = {
+        by_field = {
             "response_format": form_of(self.response_format) if self.response_format else None,
             "structured_outputs": self.structured_outputs and self.structured_outputs.form,
         }
         for kind, name in (("schema", "json"), ("regex", "regex"), ("choice", "choice")):
             value = getattr(self, f"guided_{name}")
-            found[f"guided_{name}"] = None if value is None else Form(kind=kind, value=value)
+            by_field[f"guided_{name}"] = None if value is None else Form(kind=kind, value=value)
         lark = self.guided_grammar
-        found["guided_grammar"] = None if lark is None else Form(kind="lark", value=lark)
-        return {name: form for name, form in found.items() if form is not None}
+        by_field["guided_grammar"] = None if lark is None else Form(kind="lark", value=lark)
+        return {name: form for name, form in by_field.items() if form is not None}
 
     @property
     def form(self) -> Form | None:

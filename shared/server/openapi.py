@@ -88,11 +88,11 @@ def document(app: FastAPI, routes: Sequence[Route], has_key: bool) -> dict[str, 
       routes: All that have types.
       has_key: Whether every route asks for a key.
     """
-    told = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    components = told.setdefault("components", {})
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = schema.setdefault("components", {})
     components["schemas"] = _schemas(routes)
     components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    return {**told, "security": [{"key": []}]} if has_key else told
+    return {**schema, "security": [{"key": []}]} if has_key else schema
 
 
 def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
@@ -100,10 +100,10 @@ def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
     for route in routes:
         types.update(kind for kind in (*route.bodies, route.answer, route.event) if kind)
     ordered = sorted(types, key=lambda kind: kind.__name__)
-    _, found = models_json_schema(
+    _, schema = models_json_schema(
         [(kind, "validation") for kind in ordered], ref_template=_REFERENCE
     )
-    schemas = found["$defs"]
+    schemas = schema["$defs"]
     for kind, endpoint in ((CompletionRequest, COMPLETIONS), (ChatRequest, CHAT)):
         if kind in types:
             schemas[kind.__name__]["properties"] |= _neutral_fields(endpoint)
@@ -125,8 +125,8 @@ def _schema_of(kind: type[BaseModel]) -> dict[str, Any]:
 
 def _event_of(kind: type[BaseModel]) -> dict[str, Any]:
     """An event of a stream as OpenAPI 3.2 tells of it: JSON text, but for the word at the end."""
-    told = {"anyOf": [_schema_of(each)["schema"] for each in (kind, Error)]}
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": told}
+    either = {"anyOf": [_schema_of(each)["schema"] for each in (kind, Error)]}
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
     fields = {"data": {"anyOf": [{"const": STREAM_END}, data]}}
     return {"type": "object", "properties": fields, "required": ["data"]}
 

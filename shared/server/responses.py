@@ -252,11 +252,16 @@ class Answer:
         return {"prompt_logprobs": for_prompt(cut(piece.prompt, self.num_of_prompt), self.names)}
 
     def _choice(self, index: int, said: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        found = None
+        logprobs = None
         if self.shows_logprobs:
             echoed = [] if self.num_echoed is None else cut(piece.prompt, self.num_echoed)
-            found = self.form.logprobs([*echoed, *piece.logprobs], self.names)
-        choice = {"index": index, **said, "logprobs": found, "finish_reason": piece.finish_reason}
+            logprobs = self.form.logprobs([*echoed, *piece.logprobs], self.names)
+        choice = {
+            "index": index,
+            **said,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        }
         if not self.form.has_one_prompt:
             choice |= self._of_prompt(piece)
         if self.shows_trace and piece.step is not None:

@@ -96,13 +96,13 @@ class Routes:
 
     def _limits(self) -> dict[str, Any]:
         facts = self._client.facts
-        own = {
+        of_server = {
             "max_open_requests": facts.max_open_requests,
             "max_draft_depth": facts.max_draft_depth,
             "max_body_bytes": MAX_BODY_BYTES,
             "max_head_bytes": MAX_HEAD_BYTES,
         }
-        return {**asdict(facts.limits), **own}
+        return {**asdict(facts.limits), **of_server}
 
     def _model(self) -> dict[str, Any]:
         facts = self._client.facts

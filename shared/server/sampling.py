@@ -67,7 +67,7 @@ def make_sampling(request: Asked, prompt_tokens: int, facts: ModelFacts) -> Samp
     limits, default = facts.limits, facts.sampling_defaults
     temperature = _value(request.temperature, default.temperature)
     top_k = _value(request.top_k, default.top_k)
-    own = () if request.ignore_eos else facts.eos_ids
+    eos_ids = () if request.ignore_eos else facts.eos_ids
     return SamplingParams(
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
         top_p=max(_value(request.top_p, default.top_p), MIN_TOP_P),
@@ -78,7 +78,7 @@ def make_sampling(request: Asked, prompt_tokens: int, facts: ModelFacts) -> Samp
         repetition_penalty=_value(request.repetition_penalty, default.repetition_penalty),
         max_tokens=_max_tokens(request, limits.max_request_tokens - prompt_tokens),
         min_tokens=request.min_tokens or 0,
-        stop_token_ids=tuple(dict.fromkeys((*own, *(request.stop_token_ids or [])))),
+        stop_token_ids=tuple(dict.fromkeys((*eos_ids, *(request.stop_token_ids or [])))),
         logit_bias=request.logit_bias,
         logprobs=request.asked_logprobs[1],
         prompt_logprobs=request.asked_prompt_logprobs[1],

@@ -83,7 +83,10 @@ class Service:
         drain = asyncio.create_task(self._drain())
         sockets = (self._listeners.clients, self._listeners.admin)
         await asyncio.gather(
-            *(server.serve(own) for server, own in zip(self._servers, sockets, strict=False))
+            *(
+                server.serve(listening)
+                for server, listening in zip(self._servers, sockets, strict=False)
+            )
         )
         drain.cancel()
         for each in self._workers:
@@ -113,10 +116,10 @@ class Service:
             return
         model = self._client.facts.model_name
         clients, admin = map(_urls, (self._listeners.clients, self._listeners.admin))
-        told = f"{model} is served at {' and '.join(clients)}"
+        message = f"{model} is served at {' and '.join(clients)}"
         if admin:
-            told += f", its metrics and admin routes at {' and '.join(admin)}"
-        logs.announce(told)
+            message += f", its metrics and admin routes at {' and '.join(admin)}"
+        logs.announce(message)
 
 
 def _rooms(listeners: Listeners) -> tuple[Room, Room]:

@@ -60,8 +60,13 @@ class TokenRoutes:
         tokens = await self._tokens(body)
         names = [self._names.name(token) for token in tokens] if body.return_token_strs else None
         most = self._facts.limits.context_length
-        found = {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": names}
-        return _json(found)
+        values = {
+            "count": len(tokens),
+            "max_model_len": most,
+            "tokens": tokens,
+            "token_strs": names,
+        }
+        return _json(values)
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize; special tokens are written as well."""

@@ -177,8 +177,8 @@ def step_json(
 
 def _origins(step: StepTrace) -> list[str]:
     """Where the token of each node comes from; in place of the root, the target's own token."""
-    own = {PREFILL: FIRST, PLAIN: PLAIN}.get(step.source, BONUS)
-    origins = [own] + [step.source] * len(step.drafts)
+    origin = {PREFILL: FIRST, PLAIN: PLAIN}.get(step.source, BONUS)
+    origins = [origin] + [step.source] * len(step.drafts)
     if step.source == NGRAM:
         for node in step.corpus_nodes:
             origins[node] = CORPUS

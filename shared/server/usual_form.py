@@ -23,8 +23,8 @@ class UsualForm:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Runs the application."""
         usual = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
-        if found := _ABSOLUTE.fullmatch(scope["raw_path"]):
-            host, path = found[1], found[2] or b"/"
+        if absolute := _ABSOLUTE.fullmatch(scope["raw_path"]):
+            host, path = absolute[1], absolute[2] or b"/"
             others = [field for field in scope["headers"] if field[0] != b"host"]
             usual = {**usual, "raw_path": path, "path": unquote(path.decode("ascii"))}
             usual["headers"] = [(b"host", host), *others]

@@ -53,8 +53,8 @@ def grammar_of(
     others: list[dict[str, Any]] = []
     start = "calls"
     if free == "text":
-        start, own = _beside_text(style, many)
-        rules = [*rules, *own]
+        start, lead_rules = _beside_text(style, many)
+        rules = [*rules, *lead_rules]
     elif free == "answer":
         assert answer is not None
         first, *others = json.loads(answer)["grammars"]
@@ -72,9 +72,9 @@ def _beside_text(style: str, many: bool) -> tuple[str, list[str]]:
     """The start of answers that may be text: whatever begins as a call is one."""
     if style not in _TAGGED:
         return "calls | BARE_TEXT |", [_BARE_TEXT]
-    own = [f"text: {TEXT}", f"lead[suffix={literal(CALL)}]: {TEXT}"]
-    own.append("spoken: lead inner")
-    return ("spoken* text" if many else "spoken text | text"), own
+    lead_rules = [f"text: {TEXT}", f"lead[suffix={literal(CALL)}]: {TEXT}"]
+    lead_rules.append("spoken: lead inner")
+    return ("spoken* text" if many else "spoken text | text"), lead_rules
 
 
 def _call(body: str) -> list[str]:
@@ -112,8 +112,8 @@ def _elements(tools: Sequence[Tool]) -> list[str]:
     for number, tool in enumerate(tools):
         parts = ["any_parameter*"]
         if tool.schema is not None:
-            parts, own = _parameters(number, tool.name, _object_schema(tool))
-            rules += own
+            parts, parameter_rules = _parameters(number, tool.name, _object_schema(tool))
+            rules += parameter_rules
         begin, end = literal(f"<function={tool.name}>\n"), literal(FUNCTION_END)
         rules.append(f"f_{number}: {begin} {' '.join(parts)} {end}")
     return [*rules, *_ELEMENT_TEXT]
@@ -142,12 +142,12 @@ def _parameter(rule: str, key: str, schema: Any, document: dict[str, Any]) -> li
     begin, allowed = literal(f"<parameter={key}>\n"), unquoted(schema, document)
     if allowed.is_text:
         return [f'{rule}: {begin} element_text "\\n"']
-    options, own = list(map(literal, allowed.choices)), []
+    options, options_rules = list(map(literal, allowed.choices)), []
     if allowed.value is not None:
         options.append(f"v_{rule}")
-        own.append(schema_rule(f"v_{rule}", standalone(allowed.value, document)))
+        options_rules.append(schema_rule(f"v_{rule}", standalone(allowed.value, document)))
     end = literal(f"\n{PARAMETER_END}\n")
-    return [f"{rule}: {begin} ({' | '.join(options)}) {end}", *own]
+    return [f"{rule}: {begin} ({' | '.join(options)}) {end}", *options_rules]
 
 
 def _object_schema(tool: Tool) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def of_schema(schema: dict[str, Any]) -> str:
     Raises:
       GrammarRefused: It is too large.
     """
-    return serialized([{"json_schema": _own(schema)}])
+    return serialized([{"json_schema": _with_settings(schema)}])
 
 
 def of_regex(regex: str) -> str:
@@ -104,7 +104,7 @@ def literal(text: str) -> str:
 
 def schema_rule(name: str, schema: dict[str, Any]) -> str:
     """A rule of the JSON texts that a schema describes."""
-    return f"{name}: %json {json.dumps(_own(schema))}"
+    return f"{name}: %json {json.dumps(_with_settings(schema))}"
 
 
 def serialized(grammars: Sequence[dict[str, Any]]) -> str:
@@ -112,7 +112,7 @@ def serialized(grammars: Sequence[dict[str, Any]]) -> str:
     return _checked(json.dumps({"grammars": grammars}))
 
 
-def _own(schema: dict[str, Any]) -> dict[str, Any]:
+def _with_settings(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema with our settings of the library; a keyword that it does not know is an error."""
     return {**schema, "x-guidance": {"whitespace_pattern": JSON_SPACES, "lenient": False}}
 

@@ -98,17 +98,17 @@ class Wanted:
         Raises:
           GrammarRefused: There can be none.
         """
-        found = None if self.form is None else _MAKERS[self.form.kind](self.form.value)
+        written = None if self.form is None else _MAKERS[self.form.kind](self.form.value)
         if self.calls is not None:
-            found = forced_calls.grammar_of(
+            written = forced_calls.grammar_of(
                 self.calls.style,
                 [forced_calls.Tool(name=name, schema=schema) for name, schema in self.calls.tools],
                 many=self.calls.many,
                 free=self.calls.free,
-                answer=found,
+                answer=written,
             )
-        assert found is not None  # one of them is asked for
-        return found if self.lead is None else behind(LEADS[self.lead], found)
+        assert written is not None  # one of them is asked for
+        return written if self.lead is None else behind(LEADS[self.lead], written)
 
 
 def begin(given: Any) -> Callable[[Any], str]:

@@ -44,16 +44,16 @@ def target(document: Any, pointer: str) -> Any:
     Raises:
       GrammarRefused: Nothing.
     """
-    found = document
+    part = document
     for step in unquote(pointer).split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping) and step in found:
-            found = found[step]
-        elif isinstance(found, list) and _is_index(step) and int(step) < len(found):
-            found = found[int(step)]
+        if isinstance(part, Mapping) and step in part:
+            part = part[step]
+        elif isinstance(part, list) and _is_index(step) and int(step) < len(part):
+            part = part[int(step)]
         else:
             raise GrammarRefused(f"{pointer:.100} points at nothing in its schema")
-    return found
+    return part
 
 
 def _is_index(step: str) -> bool:
@@ -136,10 +136,10 @@ def unquoted(schema: Any, document: Any, depth: int = 0) -> Unquoted:
         parts = schema[union]
     else:
         return _leaf(schema, kind, constraints)
-    found = [unquoted(part, document, depth + 1) for part in parts]
-    values = [each.value for each in found if each.value is not None]
-    choices = tuple(choice for each in found for choice in each.choices)
-    is_text = any(each.is_text for each in found)
+    read = [unquoted(part, document, depth + 1) for part in parts]
+    values = [each.value for each in read if each.value is not None]
+    choices = tuple(choice for each in read for choice in each.choices)
+    is_text = any(each.is_text for each in read)
     if not (is_text or choices):
         return Unquoted(is_text=False, choices=(), value=schema)
     return Unquoted(is_text=is_text, choices=choices, value={union: values} if values else None)

@@ -83,8 +83,8 @@ def reads_parts(tree: nodes.Template) -> bool:
 def _names_of_content(tree: nodes.Template) -> set[str]:
     """Every name that `content` has somewhere, until no more are found."""
     bindings, names = list(_bindings(tree)), set[str]()
-    while found := {name for name, value in bindings if _is_content(value, names)} - names:
-        names |= found
+    while new := {name for name, value in bindings if _is_content(value, names)} - names:
+        names |= new
     return names
 
 

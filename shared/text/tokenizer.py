@@ -116,8 +116,8 @@ class Tokenizer:
     def _encode(self, text: str, with_special: bool) -> list[int]:
         # Encoding a single text would hold Python's lock to its end, and with it every other
         # thread of the process; encoding a batch, here of one, lets it go.
-        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special)
-        return found.ids
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=with_special)
+        return encoded.ids
 
     def decode(self, tokens: list[int]) -> str:
         """Text of tokens; ids that it does not know have none."""

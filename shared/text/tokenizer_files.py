@@ -76,9 +76,9 @@ def _add(tokenizer: FastTokenizer, stated: dict[int, AddedToken], source: str) -
     for number, token in sorted(stated.items()):
         if tokenizer.token_to_id(token.content) is None:
             tokenizer.add_tokens([token])
-        found = tokenizer.token_to_id(token.content)
-        if found != number:
+        known_id = tokenizer.token_to_id(token.content)
+        if known_id != number:
             raise ValueError(
                 f"{source} states {token.content!r} as token {number}, and with tokenizer.json it "
-                f"is {found}; correct one of the files"
+                f"is {known_id}; correct one of the files"
             )
