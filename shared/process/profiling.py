@@ -26,9 +26,10 @@ ENOUGH_STEPS, ENOUGH_SECONDS = 3, 0.5
 MOST_STEPS, LEAST_SECONDS = 64, 0.02
 """A fast one is timed by more: a millisecond or two tells more of the host's start than of it."""
 
-ROUNDS = 2
-"""All programs are timed so often, one after the other, and the lesser time is believed: what slows
-a machine down for a second is not held against the one program that it met."""
+ROUNDS = 3
+"""All programs are timed so often, one after the other, and the least time is believed: what slows
+a machine down for a second is not held against the one program that it met, nor the clocks of an
+idle GPU against the first ones."""
 
 PROMPT_TOKENS = 16
 

@@ -201,17 +201,36 @@ def test_what_a_look_took_longer_than_others_is_paid_back():
     assert took < 1.1 * 0.02 * steps * 2.5e-4
 
 
-def test_what_drafts_gain_pays_for_looks_and_what_they_lose_does_not():
-    sleep = Sleep()
+def test_what_drafts_gain_pays_for_looks_once_what_they_lost_is_repaid():
+    sleep, look_s = Sleep(), 5e-5
     looks(sleep, step_s=2.5e-4, look_s=0.0, steps=300)
-    sleep.gained(10 * 5e-5 / 0.2)
+    sleep.gained(10 * look_s / 0.2)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) in (10, 11)
-    sleep.gained(10 * 5e-5 / 0.2)
-    sleep.gained(-8 * 5e-5 / 0.2)
+    sleep.gained(10 * look_s / 0.2)
+    sleep.gained(-8 * look_s)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) in (2, 3)
-    sleep.gained(-1.0)
-    sleep.gained(1 * 5e-5 / 0.19)
+    sleep.gained(-1.0)  # of which four looks stay a debt
+    sleep.gained(4 * look_s)
+    assert not looks(sleep, step_s=0.0, look_s=0.0, steps=50)
+    sleep.gained(1 * look_s / 0.19)
     assert len(looks(sleep, step_s=0.0, look_s=0.0, steps=50)) == 1
+
+
+def test_a_poor_tree_is_borne_where_good_ones_follow_and_a_wait_costs_much():
+    def awake_for(good_after_poor: bool, wait: float) -> int:
+        """Poor trees in a row that are borne, after texts in which they came in pairs or alone."""
+        sleep = Sleep()
+        for _ in range(60):
+            sleep.pays(0.9, wait, False)
+            sleep.pays(-0.5, wait, False)
+            for _ in range(0 if good_after_poor else 20):
+                sleep.pays(-0.5, wait, True)
+        sleep.pays(0.9, wait, True)
+        return next(n for n in range(99) if not sleep.pays(-0.5, wait, False))
+
+    assert awake_for(True, wait=0.8) == 6  # 4 waits of 0.8 plain steps each pay for six losses
+    assert awake_for(True, wait=0.05) == 0
+    assert awake_for(False, wait=0.8) == 0
 
 
 def test_many_looks_are_put_by_for_and_no_more():

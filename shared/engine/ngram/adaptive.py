@@ -6,8 +6,9 @@ the best nodes of the batch, in the program that gives the most tokens a second.
 A tree needs the newest token of its text, so a drafting step waits for the step before. Where the
 best trees are not worth that wait, the controller goes to *sleep*: plain steps follow each other
 without waiting, as without a drafter. While asleep it makes trees every few steps, as the device
-runs, and wakes when they are worth it. Falling asleep or waking costs one wait at most, so the
-trees at hand decide, and no trial steps are needed.
+runs, and wakes when they are worth it. Poor trees are borne for a while before it falls asleep, and
+the time that they lose is made up by fewer looks (`shared.engine.ngram.sleep`). No trial steps are
+needed.
 """
 
 from __future__ import annotations
@@ -202,12 +203,11 @@ class AdaptiveNgramController:
         sizes, seconds, (count, N) = self._sizes[batch], self.costs.of(batch), weights.shape
         costs = np.array([1.0] * self._asleep if seconds is None else seconds[: self._asleep])
         gains, cut = np.empty(self._asleep), roots_of(count, N)
-        # The most tokens a second of this step alone; what later steps gain on average does not
-        # count: what follows a poor tree is mostly poor too.
         tier = select(trees, weights, sizes.nodes, sizes.budgets, costs, gains, cut)
         if seconds is not None:
-            speed = (count + float(gains[tier])) / seconds[tier]
-            self.is_asleep = speed < count / seconds[self._asleep]
+            tokens, plain = 1 + float(gains[tier]) / count, seconds[self._asleep]
+            saved, wait = tokens - seconds[tier] / plain, seconds[0] / plain - 1
+            self.is_asleep = not self._sleep.pays(saved, wait, self.is_asleep)
         return tier, cut
 
     def submitted(self, rows: Rows) -> None:
@@ -234,8 +234,6 @@ class AdaptiveNgramController:
 
     def _look(self, requests: Sequence[Request], batch: int) -> None:
         """Makes trees while a step asleep runs, and wakes if they pay."""
-        for size, took in self._sleep.take_seconds().items():
-            self.costs.observe(size, self._asleep, took)
         began = self._clock()
         self._choose(requests, batch)
         self.index.learn()
@@ -250,7 +248,8 @@ class AdaptiveNgramController:
         seconds, self._last = None if last is None else now - last, now
         if flight.follows:
             # Not the step that fell asleep: it waited for the one before.
-            self._sleep.stepped(flight.batch, seconds)
+            took = self._sleep.stepped(flight.batch, seconds)
+            self.costs.observe(flight.batch, self._asleep, took)
         made, self._made = self._made, None
         if not flight.follows or made is not None or self._trace is not None:
             self._landings.append(Landing(flight, rows, result, seconds, made))
