@@ -42,7 +42,7 @@ from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
 from shared.models.config import ModelConfig
-from shared.spec.sampling import derive_seed
+from shared.spec.noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support import started
 from tests.support.simulation.imposed import (

@@ -14,7 +14,7 @@ from jax_impl.ops.sampling import Ranked, Sampling, Seen
 from shared.boundary.backend import Program
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from shared.spec.sampling import DRAFT_STREAM, TARGET_STREAM
+from shared.spec.noise import DRAFT_STREAM, TARGET_STREAM
 
 
 class Drafted(NamedTuple):

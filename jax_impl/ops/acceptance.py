@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, UInt32
 
 from jax_impl.ops import Kernels, kernel_or_plain, when_any
+from jax_impl.ops.noise import uniforms
 from jax_impl.ops.sampling import (
     Sampling,
     Seen,
@@ -15,9 +16,8 @@ from jax_impl.ops.sampling import (
     perturbed_alike,
     probabilities,
     processed,
-    uniforms,
 )
-from shared.spec.sampling import ACCEPT_STREAM, RESIDUAL_STREAM, TARGET_STREAM
+from shared.spec.noise import ACCEPT_STREAM, RESIDUAL_STREAM, TARGET_STREAM
 
 
 def force(

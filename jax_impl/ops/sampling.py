@@ -13,7 +13,9 @@ from jax import lax
 from jaxtyping import Bool, Float, Int, UInt32
 
 from jax_impl.ops import Kernels, draft_tree, kernel_or_plain, when_any
-from shared.spec.sampling import ACCEPT_STREAM, DRAFT_TAU, PARITY, ROTATIONS, TARGET_STREAM
+from jax_impl.ops.noise import Stream, gumbel
+from shared.spec.noise import TARGET_STREAM
+from shared.spec.sampling import DRAFT_TAU
 
 _BLOCK = 128
 _DIGIT = 4  # bits of the border that a pass of `_searched` finds
@@ -21,7 +23,6 @@ _DIGIT = 4  # bits of the border that a pass of `_searched` finds
 Scores = Float[jax.Array, "R vocab"]
 Filter = Float[jax.Array, " R"]
 Support = Bool[jax.Array, "R vocab"]
-Stream = int | Int[jax.Array, ""]
 
 
 class Sampling(NamedTuple):
@@ -51,63 +52,6 @@ class Sampling(NamedTuple):
     def has_penalty(self) -> Bool[jax.Array, " B"]:
         """Whether a row looks at what was seen before."""
         return (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)
-
-
-def threefry2x32(
-    key: tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]],
-    counter: tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]],
-) -> tuple[UInt32[jax.Array, "..."], UInt32[jax.Array, "..."]]:
-    """Threefry-2x32 with 20 rounds: two words from a key and a counter of two words each."""
-    keys = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(PARITY))
-    x0, x1 = jnp.broadcast_arrays(counter[0] + keys[0], counter[1] + keys[1])
-    for group in range(5):
-        for rotation in ROTATIONS[4 * (group % 2) : 4 * (group % 2) + 4]:
-            x0 = x0 + x1
-            x1 = (x1 << jnp.uint32(rotation)) | (x1 >> jnp.uint32(32 - rotation))
-            x1 = x1 ^ x0
-        x0 = x0 + keys[(group + 1) % 3]
-        x1 = x1 + (keys[(group + 2) % 3] + jnp.uint32(group + 1))
-    return x0, x1
-
-
-def uniform_of_words(words: UInt32[jax.Array, "..."]) -> Float[jax.Array, "..."]:
-    """Numbers above 0 and below 1 from uniform 32-bit words."""
-    uniform = words.astype(jnp.float32) * jnp.float32(2**-32) + jnp.float32(2**-33)
-    return jnp.minimum(uniform, jnp.float32(1 - 2**-24))
-
-
-def noise_of_words(words: UInt32[jax.Array, "..."]) -> Float[jax.Array, "..."]:
-    """Gumbel noise from uniform 32-bit words; finite for all of them."""
-    return -jnp.log(-jnp.log1p(-uniform_of_words(words)))
-
-
-def plain_uniforms(
-    seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int
-) -> Float[jax.Array, "R levels"]:
-    """The number that decides on the draft of each level; `positions` are the newest tokens'."""
-    counter = jnp.arange(levels, dtype=jnp.uint32)[None, :]
-    key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
-    words, _ = threefry2x32(key, (counter, jnp.full_like(counter, ACCEPT_STREAM)))
-    return uniform_of_words(words)
-
-
-def kernel_uniforms(
-    kernels: Kernels, seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], levels: int
-) -> Float[jax.Array, "R levels"]:
-    return kernels.noise.uniforms(seeds, positions, levels, ACCEPT_STREAM)
-
-
-uniforms = kernel_or_plain(kernel_uniforms, plain_uniforms)
-
-
-def gumbel(
-    seeds: UInt32[jax.Array, " R"], positions: Int[jax.Array, " R"], vocab: int, stream: Stream
-) -> Float[jax.Array, "R vocab"]:
-    """The noise of every token id at one position of each row."""
-    counter = jnp.arange(-(-vocab // 2), dtype=jnp.uint32)[None, :]
-    key = (seeds[:, None], positions.astype(jnp.uint32)[:, None])
-    words = threefry2x32(key, (counter, jnp.asarray(stream).astype(jnp.uint32)))
-    return noise_of_words(jnp.stack(words, axis=-1).reshape(len(seeds), -1)[:, :vocab])
 
 
 class Seen(NamedTuple):

@@ -1,6 +1,6 @@
 """Gumbel noise and logarithms by sums and products alone, for Pallas.
 
-As `shared.spec.sampling.gumbel`. A library's logarithm is another one in each language and on each
+As `shared.spec.noise.gumbel`. A library's logarithm is another one in each language and on each
 machine; this one has the same bits everywhere and errs by about one unit in the last place.
 """
 
@@ -35,7 +35,7 @@ def uniforms(
     stream: int,
     interpret: bool = False,
 ) -> Float[jax.Array, "R levels"]:
-    """As `shared.spec.sampling.uniforms`, of a stream."""
+    """As `shared.spec.noise.uniforms`, of a stream."""
     return pl.pallas_call(
         functools.partial(_uniforms_kernel, stream=stream),
         grid=(len(seeds),),

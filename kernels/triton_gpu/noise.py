@@ -1,6 +1,6 @@
 """Gumbel noise and logarithms by sums and products alone, in Triton.
 
-As `shared.spec.sampling.gumbel`. A library's logarithm is another one in each language and on each
+As `shared.spec.noise.gumbel`. A library's logarithm is another one in each language and on each
 machine; this one has the same bits everywhere and errs by about one unit in the last place.
 """
 
@@ -32,7 +32,7 @@ _ROOT_HALF = tl.constexpr(0x3F3504F3)  # the bits of sqrt(1/2)
 def uniforms(
     seeds: Int[Tensor, " R"], positions: Int[Tensor, " R"], levels: int, stream: int
 ) -> Float[Tensor, "R levels"]:
-    """As `shared.spec.sampling.uniforms`, of a stream."""
+    """As `shared.spec.noise.uniforms`, of a stream."""
     out = torch.empty((len(seeds), levels), dtype=torch.float32, device=seeds.device)
     lanes = triton.next_power_of_2(levels)
     _uniforms_kernel[(len(seeds),)](

@@ -31,7 +31,7 @@ class SamplingParams:
     """How the tokens of one request are chosen.
 
     Attributes:
-      seed32: Seed of the noise (`shared.spec.sampling.derive_seed` of the request's seed).
+      seed32: Seed of the noise (`shared.spec.noise.derive_seed` of the request's seed).
       max_tokens: Most tokens of the output; 0: the prompt is read, and that is all.
       min_tokens: No stop token is chosen before.
       stop_token_ids: Tokens that end the text; the token itself is emitted as the last.

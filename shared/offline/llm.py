@@ -30,7 +30,7 @@ from shared.server.reading import Said
 from shared.server.reasoning import is_open_after, thinking_after
 from shared.server.sampling import make_sampling
 from shared.server.text_parsers import new_parser
-from shared.spec.sampling import derive_seed
+from shared.spec.noise import derive_seed
 from shared.text.chat_template import Conversation
 from shared.text.grammar_worker import Wanted
 from shared.text.tokenizer import Detokenizer, Tokenizer

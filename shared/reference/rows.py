@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int, Int32, UInt32
 
 from shared.boundary.backend import Mask, Prefill, Snapshots, StepPlan
 from shared.boundary.buffers import SCORES
-from shared.spec import acceptance, logprobs, masks, sampling, slots, verify_rows
+from shared.spec import acceptance, logprobs, masks, noise, sampling, slots, verify_rows
 from shared.spec.eagle import Tree
 from shared.spec.mamba_state import DeltaState
 from shared.spec.model import Forward
@@ -184,9 +184,9 @@ class Ranking:
         self, logits: Float[np.ndarray, "B k vocab"], seen: Seen, level: int
     ) -> tuple[Int[np.ndarray, "B k width"], Float[np.ndarray, "B k width"]]:
         positions = self.lengths + level + 1
-        keys, stream = positions, sampling.TARGET_STREAM
+        keys, stream = positions, noise.TARGET_STREAM
         if self.kept is not None:
-            keys, stream = self.lengths, sampling.DRAFT_STREAM + level
+            keys, stream = self.lengths, noise.DRAFT_STREAM + level
         if self.columns is not None:
             logits = logits[..., self.columns]
         ranked = sampling.rank(

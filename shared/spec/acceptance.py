@@ -26,9 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt32
 
+from shared.spec.noise import RESIDUAL_STREAM, TARGET_STREAM, uniforms
 from shared.spec.sampling import (
-    RESIDUAL_STREAM,
-    TARGET_STREAM,
     Sampling,
     Seen,
     best,
@@ -36,7 +35,6 @@ from shared.spec.sampling import (
     perturbed,
     probabilities,
     processed,
-    uniforms,
 )
 
 RULES = ("match", "rejection", "block")

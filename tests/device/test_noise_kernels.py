@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.pallas_gpu import noise as pallas_noise
-from shared.spec import sampling as spec
+from shared.spec import noise as spec
 from tests.support.implementations import to_torch
 from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, triton_interpreter
 

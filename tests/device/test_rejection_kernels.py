@@ -15,7 +15,7 @@ import torch_impl.ops.acceptance
 from kernels.pallas_gpu import rejection as pallas
 from shared.spec import acceptance as spec
 from shared.spec import sampling
-from shared.spec.sampling import ACCEPT_STREAM, RESIDUAL_STREAM
+from shared.spec.noise import ACCEPT_STREAM, RESIDUAL_STREAM
 from tests.support.cases.acceptance import TABLE, judge_arguments
 from tests.support.implementations import to_jax, to_torch
 from tests.support.kernels import (

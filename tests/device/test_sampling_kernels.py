@@ -23,7 +23,8 @@ from kernels.pallas_gpu import sampling as pallas
 from kernels.tiles import MEASURED, SamplingTiles, Tiles
 from shared.options.adaptive import MOST_WIDTH
 from shared.spec import sampling as spec
-from shared.spec.sampling import DRAFT_TAU, TARGET_STREAM, Seen
+from shared.spec.noise import TARGET_STREAM
+from shared.spec.sampling import DRAFT_TAU, Seen
 from tests.support.cases.sampling import TABLE, asked, f32, i32, large_arguments, mixed_arguments
 from tests.support.implementations import to_jax, to_torch
 from tests.support.kernels import (

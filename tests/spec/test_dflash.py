@@ -12,7 +12,7 @@ from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftHead
 from shared.engine.request import SamplingParams
 from shared.models.config import ModelConfig
-from shared.spec import attention, dflash, model, sampling
+from shared.spec import attention, dflash, model, noise, sampling
 from tests.support.equality import spec_sampling
 from tests.support.golden_blocks import (
     BLOCKS,
@@ -179,7 +179,7 @@ class Choosing:
         for slot in range(S):
             logits, positions = self.logits[:, slot], self.lengths + 1 + slot
             ids = sampling.choose(logits, text, positions, self.how, everyone, None).ids
-            keys = (positions, sampling.TARGET_STREAM, 1, False, None)
+            keys = (positions, noise.TARGET_STREAM, 1, False, None)
             ranked = sampling.rank(logits[:, None], text, positions, self.how, *keys)
             found.append((ids, ranked.weights[:, 0, 0]))
         drafts, edges = (np.stack(parts, axis=1) for parts in zip(*found, strict=True))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.spec import acceptance, sampling
+from shared.spec import acceptance, noise, sampling
 from tests.support import agreement
 from tests.support.text_law import (
     BOTH,
@@ -113,7 +113,7 @@ def _every_draft_is_accepted(_: Callable) -> Callable:
 FAULTS = {
     "one noise for all positions": (sampling, "gumbel", _one_noise_for_all_positions, BOTH),
     "one noise for two positions": (sampling, "gumbel", _one_noise_for_two_positions, BOTH),
-    "noise without bound": (sampling, "noise_of_words", _noise_without_bound, NOTHING),
+    "noise without bound": (noise, "noise_of_words", _noise_without_bound, NOTHING),
     "only the last token counts": (sampling, "seen_in_trees", _only_the_last_token_counts, BOTH),
     "siblings count": (sampling, "seen_in_trees", _siblings_count, BOTH),
     "filters one after another": (sampling, "support", _filters_one_after_another, BOTH),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from shared.spec import acceptance, sampling
+from shared.spec import acceptance, noise, sampling
 from shared.spec.draft_tree import TreeShape
 from tests.support.text_law import (
     BOTH,
@@ -43,7 +43,7 @@ def sampled_chain(rule: Rule, texts: Texts, shape: TreeShape) -> tuple[np.ndarra
             tables()[1][last][:, None],
             **rows_of(texts, seen, np.full(B, level)),
             keys=texts.lengths.astype(np.int32),
-            stream=sampling.DRAFT_STREAM + level,
+            stream=noise.DRAFT_STREAM + level,
             width=1,
             is_sampled=True,
             columns=None,
@@ -154,11 +154,11 @@ def _residual(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Callable[[C
 
 
 def _drafts_share_the_residuals_stream(was: Callable) -> Callable:
-    def noise(seeds: np.ndarray, positions: np.ndarray, vocab: int, stream: int) -> np.ndarray:
-        is_draft = stream >= sampling.DRAFT_STREAM
-        return was(seeds, positions, vocab, sampling.RESIDUAL_STREAM if is_draft else stream)
+    def shared(seeds: np.ndarray, positions: np.ndarray, vocab: int, stream: int) -> np.ndarray:
+        is_draft = stream >= noise.DRAFT_STREAM
+        return was(seeds, positions, vocab, noise.RESIDUAL_STREAM if is_draft else stream)
 
-    return noise
+    return shared
 
 
 REJECTION_FAULTS = {
@@ -188,22 +188,22 @@ def test_the_law_shows_a_planted_fault_of_rejection(
 
 def test_no_word_of_the_cipher_is_drawn_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that begin at different places share none, whatever an earlier one drafted and saw."""
-    drawn, was = [], sampling.threefry2x32
+    drawn, was = [], noise.threefry2x32
 
     def noted(key: tuple, counter: tuple) -> tuple:
         words = np.broadcast_arrays(*key, *counter)
         drawn.extend(zip(*(part.reshape(-1).tolist() for part in words), strict=True))
         return was(key, counter)
 
-    monkeypatch.setattr(sampling, "threefry2x32", noted)
+    monkeypatch.setattr(noise, "threefry2x32", noted)
     seeds = np.array([7], np.uint32)
     for place in range(6):
         where = (seeds, np.array([place], np.int32))
-        sampling.gumbel(*where, VOCAB, sampling.TARGET_STREAM)
-        sampling.gumbel(*where, VOCAB, sampling.RESIDUAL_STREAM)
+        noise.gumbel(*where, VOCAB, noise.TARGET_STREAM)
+        noise.gumbel(*where, VOCAB, noise.RESIDUAL_STREAM)
         for level in range(4):
-            sampling.gumbel(*where, VOCAB, sampling.DRAFT_STREAM + level)
-        sampling.uniforms(*where, 4)
+            noise.gumbel(*where, VOCAB, noise.DRAFT_STREAM + level)
+        noise.uniforms(*where, 4)
     assert len(drawn) > 6 * 6 * 4
     assert len(set(drawn)) == len(drawn)
 

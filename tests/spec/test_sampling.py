@@ -1,64 +1,10 @@
-"""Choosing a token: published cipher vectors, the law of the choice, the filters, the penalties."""
+"""Choosing a token: the law of the choice, the filters, the penalties."""
 
 import numpy as np
-import pytest
 
 from shared.spec import sampling as spec
+from shared.spec.noise import TARGET_STREAM, gumbel
 from tests.support.sampling_rows import REAL_VOCAB, choose, f32, i32, in_tree, neutral, process
-
-
-class TestNoise:
-    @pytest.mark.parametrize(
-        ("key", "counter", "words"),
-        [
-            ((0, 0), (0, 0), (0x6B200159, 0x99BA4EFE)),
-            ((0xFFFFFFFF,) * 2, (0xFFFFFFFF,) * 2, (0x1CB996FC, 0xBB002BE7)),
-            ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
-        ],
-    )
-    def test_threefry_gives_the_published_words(
-        self, key: tuple[int, int], counter: tuple[int, int], words: tuple[int, int]
-    ) -> None:
-        arrays = [tuple(np.array([word], np.uint32) for word in pair) for pair in (key, counter)]
-        assert tuple(int(word[0]) for word in spec.threefry2x32(*arrays)) == words
-
-    def test_noise_is_numbered_by_token_id(self) -> None:
-        seeds, positions = np.array([7], np.uint32), i32(9)
-        got = spec.gumbel(seeds, positions, 5, 0)
-        for token in range(5):
-            key = (seeds, positions.astype(np.uint32))
-            counter = (np.array([token >> 1], np.uint32), np.zeros(1, np.uint32))
-            word = spec.threefry2x32(key, counter)[token & 1]
-            assert got[0, token] == spec.noise_of_words(word[None])[0, 0]
-        # A wider vocabulary (a padded one) leaves the noise of its first ids as it was.
-        assert (spec.gumbel(seeds, positions, 8, 0)[:, :5] == got).all()
-
-    def test_noise_differs_by_seed_position_and_stream_and_by_nothing_else(self) -> None:
-        def one(seed: int, position: int, stream: int) -> bytes:
-            return spec.gumbel(np.array([seed], np.uint32), i32(position), 16, stream).tobytes()
-
-        assert len({one(1, 1, 0), one(2, 1, 0), one(1, 2, 0), one(1, 1, 1)}) == 4
-        batch = spec.gumbel(np.array([5, 1], np.uint32), i32(3, 1), 16, 0)
-        assert batch[1].tobytes() == one(1, 1, 0)
-
-    def test_every_word_gives_finite_noise_even_where_the_uniform_rounds_to_one(self) -> None:
-        words = np.array([[0, 1, 0xFFFFFFFF, 0xFFFFFF80, 0xFFFFFF7F, 0x80000000]], np.uint32)
-        assert np.float32(words[0, 2]) * np.float32(2**-32) == 1  # the planted trap
-        noise = spec.noise_of_words(words)
-        assert np.isfinite(noise).all()
-        # A large uniform means small noise here, so the clamped end cannot win.
-        assert noise[0, 0] == noise.max()
-        assert noise[0, 2] == noise.min()
-        rng = np.random.default_rng(0)
-        assert np.isfinite(
-            spec.noise_of_words(rng.integers(0, 2**32, (1, 1 << 20), dtype=np.uint32))
-        ).all()
-
-    def test_choices_of_one_seed_differ_and_seeds_are_taken_modulo_two_to_the_64(self) -> None:
-        assert len({spec.derive_seed(3, choice) for choice in range(128)}) == 128
-        assert spec.derive_seed(-5, 2) == spec.derive_seed(2**64 - 5, 2)
-        assert spec.derive_seed(0, 0) == 0x6B200159
-        assert spec.derive_seed(1 << 32, 0) != spec.derive_seed(0, 0)
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
@@ -92,7 +38,7 @@ class TestLaw:
         counts = [np.zeros(24), np.zeros(9)]
         for first in range(0, 1500, 50):
             positions = np.arange(first, first + 50, dtype=np.int32)
-            noise = spec.gumbel(np.full(50, 5, np.uint32), positions, REAL_VOCAB, 0)
+            noise = gumbel(np.full(50, 5, np.uint32), positions, REAL_VOCAB, 0)
             for law, of_id, count in zip(laws, cells, counts, strict=True):
                 count += np.bincount(of_id[(law + noise).argmax(axis=1)], minlength=len(count))
         # 99.9 % quantiles with 23 and 8 degrees of freedom.
@@ -116,7 +62,7 @@ class TestLaw:
             sampling = neutral(40, 3, temperature=warm, seed=np.full(40, 11, np.uint32))
             chosen = choose(spec, rows, positions, sampling)
             assert (chosen != 1).any() == is_noisy
-            noisy = spec.perturbed(rows, sampling, everyone, positions, spec.TARGET_STREAM)
+            noisy = spec.perturbed(rows, sampling, everyone, positions, TARGET_STREAM)
             assert (noisy != rows).any() == is_noisy
 
     def test_draft_weights_are_log_probabilities_softened_by_tau(self) -> None:
@@ -231,11 +177,3 @@ class TestProcessed:
         assert got.temperature.tolist() == [3, 3, 1]
         assert got.stop_ids.tolist() == [[3], [3], [1]]
         assert got.seed.tolist() == [2, 2, 0]
-
-
-def test_a_uniform_is_never_0_or_1() -> None:
-    """A draft of the target's own probability is then always accepted."""
-    words = np.array([[0, 1, 2**32 - 1]], np.uint32)
-    made = spec.uniform_of_words(words)
-    assert made.min() > 0
-    assert made.max() < 1

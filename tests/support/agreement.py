@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from shared.spec import acceptance, draft_tree, eagle, sampling
 from shared.spec.draft_tree import TreeShape
 from shared.spec.model import KV
+from shared.spec.noise import TARGET_STREAM, gumbel
 
 TREE = TreeShape(nodes=16, depth=4, width=4, rows=16)
 CHAIN = TreeShape.chain(4, 1)
@@ -151,9 +152,7 @@ def _noise(
 ) -> Float[np.ndarray, "B levels vocab"]:
     """The noise of a step: one row of it serves the target and the drafter at a depth."""
     positions = (lengths[:, None] + 1 + np.arange(levels)).astype(np.int32)
-    flat = sampling.gumbel(
-        np.repeat(seeds, levels), positions.reshape(-1), vocab, sampling.TARGET_STREAM
-    )
+    flat = gumbel(np.repeat(seeds, levels), positions.reshape(-1), vocab, TARGET_STREAM)
     return flat.reshape(*positions.shape, vocab)
 
 

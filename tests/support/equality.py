@@ -16,6 +16,7 @@ import numpy as np
 from shared.engine.request import SamplingParams
 from shared.models.config import ModelConfig
 from shared.spec import model, sampling
+from shared.spec.noise import TARGET_STREAM
 from shared.spec.sampling import Sampling
 
 MARGIN = 1e-4
@@ -128,7 +129,7 @@ class Oracle:
         rows = spec_sampling(params, len(prompt), vocab, count)
         alone, row = sampling.seen_alone(seen, np.arange(count)), np.arange(count)
         processed = sampling.processed(logits, alone, positions, rows, row, None)
-        perturbed = sampling.perturbed(processed, rows, row, positions, sampling.TARGET_STREAM)
+        perturbed = sampling.perturbed(processed, rows, row, positions, TARGET_STREAM)
         best_two = np.sort(perturbed, axis=1)[:, -2:]
         scale = params.temperature or 1.0
         margins = (best_two[:, 1] - best_two[:, 0]) * scale

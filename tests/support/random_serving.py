@@ -24,7 +24,7 @@ from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
-from shared.spec.sampling import derive_seed
+from shared.spec.noise import derive_seed
 from tests.support.backends import make_backend
 from tests.support.cache_policies import policy_of
 from tests.support.driving import Outcome, checked_step

@@ -15,6 +15,7 @@ import numpy as np
 
 from shared.spec import sampling
 from shared.spec.draft_tree import TreeShape
+from shared.spec.noise import TARGET_STREAM
 from shared.spec.sampling import Sampling
 from tests.support.implementations import Implementation
 from tests.support.sampling_rows import neutral
@@ -136,7 +137,7 @@ def rank(rule: Rule, texts: Texts, path: np.ndarray, width: int) -> tuple[np.nda
         tables()[1][last][:, None],
         **rows,
         keys=rows["positions"],
-        stream=sampling.TARGET_STREAM,
+        stream=TARGET_STREAM,
         width=width,
         is_sampled=False,
         columns=None,

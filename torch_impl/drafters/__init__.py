@@ -10,7 +10,7 @@ from torch import Tensor
 from shared.boundary.backend import Program
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
-from shared.spec.sampling import DRAFT_STREAM, TARGET_STREAM
+from shared.spec.noise import DRAFT_STREAM, TARGET_STREAM
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.model import Forward
 from torch_impl.ops import attention, sampling

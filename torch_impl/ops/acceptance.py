@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.spec.sampling import ACCEPT_STREAM, RESIDUAL_STREAM, TARGET_STREAM
+from shared.spec.noise import ACCEPT_STREAM, RESIDUAL_STREAM, TARGET_STREAM
 from torch_impl.ops import Kernels, any_row, kernel_or_plain
+from torch_impl.ops.noise import uniforms
 from torch_impl.ops.sampling import (
     Sampling,
     Seen,
@@ -16,7 +17,6 @@ from torch_impl.ops.sampling import (
     perturbed_alike,
     probabilities,
     processed,
-    uniforms,
 )
 
 

@@ -4,7 +4,8 @@ from functools import partial
 
 import numpy as np
 
-from shared.spec.sampling import DRAFT_STREAM, TARGET_STREAM, Sampling, Seen
+from shared.spec.noise import DRAFT_STREAM, TARGET_STREAM
+from shared.spec.sampling import Sampling, Seen
 from tests.support.op_case import Arguments, OpCase
 
 NODES, WIDTH = 2, 3

@@ -26,7 +26,7 @@ from shared.boundary.backend import (
 )
 from shared.engine.adaptive.tiers import Tier
 from shared.spec.draft_tree import TreeShape
-from shared.spec.sampling import uniforms
+from shared.spec.noise import uniforms
 
 PROMPT_SECONDS = 0.005
 MOST_DEPTH = 16
