@@ -274,11 +274,11 @@ class Tiles:
           ValueError: A table is missing, is of no kernel, or has a wrong line; says which.
         """
         path = _file_of(gpu, folder)
-        found = json.loads(path.read_text(encoding="utf-8"))[language]
-        if found.keys() != CLASSES.keys():
-            have, want = sorted(found), sorted(CLASSES)
+        tables = json.loads(path.read_text(encoding="utf-8"))[language]
+        if tables.keys() != CLASSES.keys():
+            have, want = sorted(tables), sorted(CLASSES)
             raise ValueError(f"{path.name}, {language}: tables must be {want}, got {have}")
-        return cls(**{op: _table(f"{path.name}, {language}", op, found[op]) for op in CLASSES})
+        return cls(**{op: _table(f"{path.name}, {language}", op, tables[op]) for op in CLASSES})
 
 
 CLASSES: dict[str, Any] = {

@@ -163,15 +163,15 @@ def _attend_kernel(
     def _():
         lane = early(block * lanes + lax.iota(jnp.int32, lanes), interpret)
         row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
-        own = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
-        first, until = pltriton.load(first_ref.at[own]), pltriton.load(until_ref.at[own])
+        lane_row = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
+        first, until = pltriton.load(first_ref.at[lane_row]), pltriton.load(until_ref.at[lane_row])
         reach = table_ref.shape[1] * kv_ref.shape[3]
         low = jnp.min(jnp.minimum(first, until))
         high = jnp.minimum(jnp.max(until) + order.nodes, reach)
         D = q_ref.shape[2]
-        q = load_head(q_ref.at[own[:, None], q_head[:, None], columns_of(D)[None, :]], D)
+        q = load_head(q_ref.at[lane_row[:, None], q_head[:, None], columns_of(D)[None, :]], D)
         seen = Seen(
-            *(kv_ref, table_ref, window_ref, layer_ref[0], request, head, own, first, until)
+            *(kv_ref, table_ref, window_ref, layer_ref[0], request, head, lane_row, first, until)
         )
         sums = _sum_positions(q, seen, low, high, order, unroll)
         finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop, D)
@@ -212,24 +212,30 @@ def _sum_positions(q, seen, low, high, order, unroll):
     partly = jnp.clip(lax.div(jnp.min(seen.until), order.split) * tiles, whole, end)
 
     def whole_step(i, carry):
-        number, own, sums = carry
+        number, split_sums, sums = carry
         for j in range(unroll):
             position, pages, number = pages_of(seen, number, i * unroll + j, tile)
-            own = add_whole(q, seen, position, pages, own)
+            split_sums = add_whole(q, seen, position, pages, split_sums)
         if unroll == tiles:
-            return number, Sums.nothing(lanes, D, order.ones), _fold_split(sums, own)
+            return number, Sums.nothing(lanes, D, order.ones), _fold_split(sums, split_sums)
         ends_split = lax.rem((i + 1) * unroll, tiles) == 0
-        return number, *_fold_where(ends_split, own, sums)
+        return number, *_fold_where(ends_split, split_sums, sums)
 
     def of_span(number, sums):
         start, stop = number * each, jnp.minimum((number + 1) * each, end)
         add = functools.partial(_add_tiles, q, seen, end=end, high=high, order=order)
-        own = add(jnp.maximum(start, begin), jnp.minimum(whole, stop), Sums.nothing(lanes, D))
+        split_sums = add(
+            jnp.maximum(start, begin), jnp.minimum(whole, stop), Sums.nothing(lanes, D)
+        )
         first = pl.cdiv(jnp.maximum(start, whole), unroll)
-        carry = (page_of(seen, first * unroll, tile), Sums.nothing(lanes, D, order.ones), own)
+        carry = (
+            page_of(seen, first * unroll, tile),
+            Sums.nothing(lanes, D, order.ones),
+            split_sums,
+        )
         until = lax.div(jnp.minimum(partly, stop), unroll)
-        *_, own = lax.fori_loop(first, until, whole_step, carry)
-        return fold(sums, add(jnp.maximum(start, partly), stop, own))
+        *_, split_sums = lax.fori_loop(first, until, whole_step, carry)
+        return fold(sums, add(jnp.maximum(start, partly), stop, split_sums))
 
     # A loop of its own: what is summed over spans need not be at hand within one.
     each = order.span // tile
@@ -241,10 +247,10 @@ def _add_tiles(q, seen, begin, stop, sums, *, end, high, order):
     """Adds tiles of which some row does not see all to the sums of a span, split by split."""
 
     def add(i, carry):
-        own, sums = carry
-        own = _add_masked(q, seen, i, high, own, order)
+        split_sums, sums = carry
+        split_sums = _add_masked(q, seen, i, high, split_sums, order)
         ends_split = (lax.rem((i + 1) * order.tile, order.split) == 0) | (i + 1 == end)
-        return _fold_where(ends_split, own, sums)
+        return _fold_where(ends_split, split_sums, sums)
 
     nothing = Sums.nothing(*q.shape, order.ones)
     _, sums = lax.fori_loop(begin, stop, add, (nothing, sums))
@@ -331,13 +337,13 @@ def _add_masked(q, seen, i, high, sums, order):
 def _sees(seen, position, nodes):
     """Which positions of a tile each row sees."""
     first, until = seen.first[:, None], seen.until[:, None]
-    found = (position[None, :] >= first) & (position[None, :] < until)
+    is_seen = (position[None, :] >= first) & (position[None, :] < until)
     if nodes:
         node = position[None, :] - until
         inside = (node >= 0) & (node < nodes)
         at = (seen.row[:, None], jnp.clip(node, 0, nodes - 1))
-        found |= pltriton.load(seen.window_ref.at[at], mask=inside, other=0) != 0
-    return found
+        is_seen |= pltriton.load(seen.window_ref.at[at], mask=inside, other=0) != 0
+    return is_seen
 
 
 def add_tile(sums, highest, weights, v):
@@ -349,10 +355,12 @@ def add_tile(sums, highest, weights, v):
     return Sums(sums.value * decay + pltriton.dot(weights, v, **EXACT), highest, total)
 
 
-def _fold_where(ends_split, own, sums):
+def _fold_where(ends_split, split_sums, sums):
     """Adds a split that ends to its span, and begins another."""
-    nothing = Sums.nothing(*own.value.shape, own.total.shape[1])
-    return lax.cond(ends_split, lambda: (nothing, _fold_split(sums, own)), lambda: (own, sums))
+    nothing = Sums.nothing(*split_sums.value.shape, split_sums.total.shape[1])
+    return lax.cond(
+        ends_split, lambda: (nothing, _fold_split(sums, split_sums)), lambda: (split_sums, sums)
+    )
 
 
 def _fold_split(sums, split):

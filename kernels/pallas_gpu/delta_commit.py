@@ -113,11 +113,11 @@ def _commit_kernel(_, paths, kept, states, snapshots, *, columns, interpret):
 
     def move_window():
         """Each program writes the windows of some channels, which none other reads."""
-        own = pl.cdiv(C, H * parts)
+        per_program = pl.cdiv(C, H * parts)
         lane = lax.iota(jnp.int32, 4)[:, None]
-        channel = lax.iota(jnp.int32, pl.next_power_of_2(own))[None, :]
-        is_one = (lane < WINDOW) & (channel < own)
-        channel = channel + program * own
+        channel = lax.iota(jnp.int32, pl.next_power_of_2(per_program))[None, :]
+        is_one = (lane < WINDOW) & (channel < per_program)
+        channel = channel + program * per_program
         is_one = is_one & (channel < C)
 
         def after(taken):

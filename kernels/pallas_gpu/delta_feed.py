@@ -124,10 +124,10 @@ def feed(
     requests = Requests(slots=slots, starts=row_starts, save_after=save_after, save=save)
     held = (States(recurrent, window), States(saved_recurrent, saved_window))
 
-    def launch(kernel, name, grid, makes, *, warps, stages=1, aliases=None, **how):
+    def launch(kernel, name, grid, makes, *, warps, stages=1, aliases=None, **settings):
         """A kernel that takes trees of arrays, and gives one of what it makes."""
         return pl.pallas_call(
-            partial(kernel, interpret=interpret, **how),
+            partial(kernel, interpret=interpret, **settings),
             grid=grid,
             out_shape=makes,
             input_output_aliases=aliases or {},
@@ -225,10 +225,10 @@ def _rows_kernel(
 
         @pl.when(head >= 2 * key_heads)
         def _():
-            own, column = head - 2 * key_heads, lax.iota(jnp.int32, V)[None, :]
-            channel = 2 * key_heads * K + own * V + column
+            value_head, column = head - 2 * key_heads, lax.iota(jnp.int32, V)[None, :]
+            channel = 2 * key_heads * K + value_head * V + column
             _, v = convolved(inputs, conv_ref, places, channel)
-            pltriton.store(v_ref.at[row, own, column], v, mask=keep)
+            pltriton.store(v_ref.at[row, value_head, column], v, mask=keep)
 
 
 def _rows_of(starts_ref, chunk):

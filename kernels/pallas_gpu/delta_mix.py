@@ -121,12 +121,12 @@ def verify(
     (R, (B, N)), (H, K, V) = (len(projected), kept[-1].shape[1:3]), recurrent.shape[2:]
     advances, of = len(kept) == 1, jax.ShapeDtypeStruct
     single = partial(of, dtype=jnp.float32)
-    how = {"advances": advances, "eps": eps, "digits": digits, "interpret": interpret}
+    settings = {"advances": advances, "eps": eps, "digits": digits, "interpret": interpret}
 
     def launch(columns, warps, reads, makes, writes):
         """What a kernel makes and has written, by name."""
         made, written = pl.pallas_call(
-            partial(_verify_kernel, columns=columns, **how),
+            partial(_verify_kernel, columns=columns, **settings),
             grid=(H * (V // columns), B),
             out_shape=(makes, {name: of(x.shape, x.dtype) for name, x in writes.items()}),
             input_output_aliases={len(reads) + i: len(makes) + i for i in range(len(writes))},
@@ -183,7 +183,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
     keeps = not (advances and recurs)
     span, column = pl.ds(part * columns, columns), part * columns + lax.iota(jnp.int32, columns)
     # Of plain decoding the fields are of one layer.
-    own = Own(layer=0 if advances else layer, request=request, head=head, columns=span)
+    place = Own(layer=0 if advances else layer, request=request, head=head, columns=span)
 
     def prepare():
         """Every node's q, k, v and gates; what was before the convolution is kept."""
@@ -219,16 +219,16 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
             pltriton.store(scratch.q.at[(*at, head, key[None, :])], q, mask=keep)
         k = unit(convolve((key_heads + key_head) * K, key, keeps_key), digits)
         if keeps:
-            pltriton.store(kept.k.at[(own.layer, *at, head, key[None, :])], k, mask=keep)
+            pltriton.store(kept.k.at[(place.layer, *at, head, key[None, :])], k, mask=keep)
         v = convolve(2 * key_heads * K + head * V, column)
         gate = first_gate + H * V + head
         b, a = (pltriton.load(projected_ref.at[row, gate + each]) for each in (0, H))
         a_log, dt_bias = (of_layer(x, 1, layer, head) for x in (weights.a_log, weights.dt_bias))
         log_decay, beta = gates(b, a, a_log, dt_bias)
         if keeps:
-            pltriton.store(kept.v.at[(own.layer, *at, head, column[None, :])], v, mask=keep)
+            pltriton.store(kept.v.at[(place.layer, *at, head, column[None, :])], v, mask=keep)
             for ref, x in ((kept.log_decay, log_decay), (kept.beta, beta)):
-                pltriton.store(ref.at[own.layer, request, node, head], x, mask=is_node)
+                pltriton.store(ref.at[place.layer, request, node, head], x, mask=is_node)
         return [_first(x, node) for x in (q, k, v, log_decay, beta)] if is_only else None
 
     def recur(prepared):
@@ -241,7 +241,7 @@ def _verify_kernel(reads, _, makes, writes, *, columns, advances, eps, digits, i
         else:
             if prepares:
                 barrier(interpret)  # other threads read them than wrote them
-            visit_node = partial(visit, scratch, kept, own)
+            visit_node = partial(visit, scratch, kept, place)
             if requests.parents is None:
                 state = lax.fori_loop(0, count, visit_node, state_at[...])
             else:

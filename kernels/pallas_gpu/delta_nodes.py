@@ -93,14 +93,14 @@ def walk(visit, state_at, parents_ref, request, count):
     lax.fori_loop(0, count, look, 0)
 
 
-def visit(scratch, kept, own, i, state):
+def visit(scratch, kept, place, i, state):
     """The state after a node; writes what its query reads from it."""
-    at = (own.request, i, own.head)
-    q, key = scratch.q[(*at, slice(None))], kept.k[(own.layer, *at, slice(None))]
-    v = kept.v[(own.layer, *at, own.columns)]
-    log_decay, beta = kept.log_decay[(own.layer, *at)], kept.beta[(own.layer, *at)]
+    at = (place.request, i, place.head)
+    q, key = scratch.q[(*at, slice(None))], kept.k[(place.layer, *at, slice(None))]
+    v = kept.v[(place.layer, *at, place.columns)]
+    log_decay, beta = kept.log_decay[(place.layer, *at)], kept.beta[(place.layer, *at)]
     state = advanced(state, key, v, log_decay, beta)
-    scratch.read[(*at, own.columns)] = sum_by_halves(state * q[:, None])
+    scratch.read[(*at, place.columns)] = sum_by_halves(state * q[:, None])
     return state
 
 

@@ -33,7 +33,7 @@ def ancestors(parents: Int[jax.Array, "B N"], interpret: bool = False) -> Bool[j
     )(parents).astype(bool)
 
 
-def _ancestors_kernel(parents_ref, found_ref):
+def _ancestors_kernel(parents_ref, reached_ref):
     """One program per request, whose nodes are its lanes."""
     request, nodes = pl.program_id(0), parents_ref.shape[1]
     node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
@@ -44,17 +44,17 @@ def _ancestors_kernel(parents_ref, found_ref):
         return (jnp.max(above) > 0) & (steps < nodes)  # what is no tree has an end too
 
     def climb(carry):
-        above, found, steps = carry
+        above, reached, steps = carry
         above = pltriton.load(parents_ref.at[request, above], mask=above > 0, other=0)
-        return above, found | (above[:, None] == node[None, :]), steps + 1
+        return above, reached | (above[:, None] == node[None, :]), steps + 1
 
     above = jnp.where(is_node, node, 0)
     start = above, above[:, None] == node[None, :], jnp.int32(0)
-    _, found, _ = lax.while_loop(goes_on, climb, start)
+    _, reached, _ = lax.while_loop(goes_on, climb, start)
     at = jnp.where(is_node, node, nodes)  # outside, for the interpreter
     keep = is_node[:, None] & is_node[None, :]
     pltriton.store(
-        found_ref.at[request, at[:, None], at[None, :]], found.astype(jnp.int8), mask=keep
+        reached_ref.at[request, at[:, None], at[None, :]], reached.astype(jnp.int8), mask=keep
     )
 
 
@@ -104,7 +104,7 @@ def next_level(
     (B, k, path), window = paths.shape, sees.shape[2]
     of = jax.ShapeDtypeStruct
     node, weight = of((B, k), jnp.int32), of((B, k), jnp.float32)
-    parents, found, level = pl.pallas_call(
+    parents, path_weights, level = pl.pallas_call(
         functools.partial(_next_level_kernel, root_rows=root_rows),
         grid=(B,),
         out_shape=(
@@ -132,7 +132,7 @@ def next_level(
         ),
         jnp.reshape(s, (1,)),
     )
-    return parents, found, *level._replace(sees=level.sees.astype(bool))
+    return parents, path_weights, *level._replace(sees=level.sees.astype(bool))
 
 
 def _next_level_kernel(expanded, s_ref, found_parents_ref, found_weights_ref, level, *, root_rows):
@@ -172,8 +172,8 @@ def _next_level_kernel(expanded, s_ref, found_parents_ref, found_weights_ref, le
         if new_ref is level.paths:
             new = jnp.where(column == s, token[:, None], old)
         else:
-            own = column == root_rows + s * width + rank[:, None]
-            new = ((old != 0) | own).astype(jnp.int8)
+            is_self = column == root_rows + s * width + rank[:, None]
+            new = ((old != 0) | is_self).astype(jnp.int8)
         pltriton.store(new_ref.at[request, at[:, None], column], new, mask=both)
 
 
@@ -304,15 +304,15 @@ def _keep_best_kernel(candidates, kept, *, interpret):
     at = kept.node_of.at[request, jnp.maximum(parent - 1, 0)]
     parent = pltriton.load(at, mask=keep & (parent > 0), other=0, volatile=True)
     token = pltriton.load(candidates.tokens.at[request, place], mask=keep, other=0)
-    way = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
-    is_rest = (way < nodes) & ((way == 0) | (way > num_drafts))
-    root = jnp.where(way == 0, candidates.newest[request], 0)
+    target = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
+    is_rest = (target < nodes) & ((target == 0) | (target > num_drafts))
+    root = jnp.where(target == 0, candidates.newest[request], 0)
     # What is not written gets a place outside, for the interpreter.
-    node, way = jnp.where(keep, node, nodes), jnp.where(is_rest, way, nodes)
-    found = (kept.tokens, token, root), (kept.parents, parent, 0 * root)
-    for ref, x, rest in (*found, (kept.weights, weight, jnp.zeros(way.shape, jnp.float32))):
+    node, target = jnp.where(keep, node, nodes), jnp.where(is_rest, target, nodes)
+    stores = (kept.tokens, token, root), (kept.parents, parent, 0 * root)
+    for ref, x, rest in (*stores, (kept.weights, weight, jnp.zeros(target.shape, jnp.float32))):
         pltriton.store(ref.at[request, node], x, mask=keep)
-        pltriton.store(ref.at[request, way], rest, mask=is_rest)
+        pltriton.store(ref.at[request, target], rest, mask=is_rest)
     kept.num_nodes[request] = 1 + num_drafts
 
 
@@ -325,7 +325,7 @@ def chains(
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
     """As `shared.spec.draft_tree.chains`."""
     B, S = drafts.shape
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         _chains_kernel,
         grid=(B,),
         out_shape=[
@@ -335,7 +335,7 @@ def chains(
         interpret=interpret,
         name="chains",
     )(drafts, newest, max_drafts, can_draft.astype(jnp.int8))
-    return tuple(found)
+    return tuple(outputs)
 
 
 def _chains_kernel(

@@ -111,8 +111,8 @@ def _flat_nodes_kernel(parents_ref, num_nodes_ref, lengths_ref, flat, *, block):
         _, seen, depth, _ = lax.while_loop(goes_on, climb, start)
         until = place - node
         keep = is_row[:, None] & (column < nodes)[None, :]
-        found = flat.window.at[at[:, None], jnp.minimum(column, nodes)[None, :]]
-        pltriton.store(found, (seen & is_real[:, None]).astype(jnp.int8), mask=keep)
+        seen_at = flat.window.at[at[:, None], jnp.minimum(column, nodes)[None, :]]
+        pltriton.store(seen_at, (seen & is_real[:, None]).astype(jnp.int8), mask=keep)
     until = jnp.where(is_real, until, 0)
     fields = ((flat.request, request), (flat.node, node), (flat.places, place), (flat.until, until))
     for ref, x in (*fields, (flat.positions, place - node + depth)):

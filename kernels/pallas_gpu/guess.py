@@ -41,8 +41,8 @@ def guess(peaks, masses, bounds, source, sampled):
       sampled: Tokens of the sample, at most.
     """
     best = score_of(peaks)
-    own = jnp.where(peaks > LOWEST, weight_of(best, bounds.highest, 1.0), 0.0)
-    whole = own * masses
+    best_weight = jnp.where(peaks > LOWEST, weight_of(best, bounds.highest, 1.0), 0.0)
+    whole = best_weight * masses
     sample = _sample(source, bounds, sampled)
     tail = jnp.maximum(bounds.total - bounds.weight, 0.0)
     # No token of the sample lies below the floor, and the border seldom does.
@@ -56,7 +56,7 @@ def guess(peaks, masses, bounds, source, sampled):
         is_peak = best > middle
         is_low = is_peak.astype(jnp.int32).sum() >= bounds.most
         is_low |= (fewest >= bounds.most.astype(jnp.float32)) | (most_below < tail)
-        is_low |= jnp.where(is_peak, own, 0.0).sum() > bounds.weight * (1 + _ROUNDING)
+        is_low |= jnp.where(is_peak, best_weight, 0.0).sum() > bounds.weight * (1 + _ROUNDING)
         low = jnp.where(is_low, key_of(middle) + 1, low)
         below, above = jnp.where(is_low, middle, below), jnp.where(is_low, above, middle)
 

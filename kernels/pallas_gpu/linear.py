@@ -97,7 +97,7 @@ def product(
     if added is not None:
         operands.append(added)
         shapes.append(jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32))
-    found = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(
             _product_kernel,
             outputs=N,
@@ -118,7 +118,7 @@ def product(
         interpret=interpret,
         name="product",
     )(*operands)
-    return found[0], found[1] if added is not None else None
+    return results[0], results[1] if added is not None else None
 
 
 def let_next_start(x):
@@ -179,18 +179,20 @@ def _product_kernel(
         masks += [] if K % tiles.depth == 0 else [inside]
         shape = (is_one.shape[0], tiles.depth)
         mask = functools.reduce(jnp.logical_and, [jnp.broadcast_to(m, shape) for m in masks], True)
-        how = {"mask": mask, "other": 0.0} if masks else {}
-        return lambda *where: pltriton.load(ref.at[(*where, (at + step)[None, :])], **how)
+        masked = {"mask": mask, "other": 0.0} if masks else {}
+        return lambda *where: pltriton.load(ref.at[(*where, (at + step)[None, :])], **masked)
 
     def add(i, sums):
         at = i * tiles.depth
         x = tile(x_ref, at, is_row, R % rows == 0)(row[:, None])
         part = tile(weights_ref, at, is_column, outputs % tiles.columns == 0)
-        found = [_add_product(sums[0], x, part(layer, (first + column)[:, None]), tiles.swapped)]
+        sums_after = [
+            _add_product(sums[0], x, part(layer, (first + column)[:, None]), tiles.swapped)
+        ]
         if is_gated:
             weight = part(layer, (first + outputs + column)[:, None])
-            found.append(_add_product(sums[1], x, weight, tiles.swapped))
-        return tuple(found)
+            sums_after.append(_add_product(sums[1], x, weight, tiles.swapped))
+        return tuple(sums_after)
 
     shape = (tiles.columns, rows) if tiles.swapped else (rows, tiles.columns)
     nothing = (jnp.zeros(shape, jnp.float32),) * (2 if is_gated else 1)

@@ -206,8 +206,8 @@ def _shared(work, dtype, out_type):
 
     def block(shape, dtype):
         line = _LINE_BYTES // dtype.itemsize
-        how = plgpu.TilingTransform((_LINES, line)), plgpu.SwizzleTransform(_LINE_BYTES)
-        return plgpu.SMEM(shape, dtype, transforms=how)
+        layout = plgpu.TilingTransform((_LINES, line)), plgpu.SwizzleTransform(_LINE_BYTES)
+        return plgpu.SMEM(shape, dtype, transforms=layout)
 
     parts = (work.groups, PARTS, WIDE, _LINE_BYTES // out_type.itemsize)
     return _Shared(
@@ -298,8 +298,8 @@ def _sums(shared, work, group, done):
         def add(k, _):
             slot = lax.rem(done + k, tiles.stages)
             plgpu.barrier_wait(shared.full.at[slot])
-            mine = shared.rows.at[slot, pl.ds(group * rows, rows)]
-            plgpu.wgmma(sums_ref, mine, shared.weight.at[slot].transpose((1, 0)))
+            group_rows = shared.rows.at[slot, pl.ds(group * rows, rows)]
+            plgpu.wgmma(sums_ref, group_rows, shared.weight.at[slot].transpose((1, 0)))
             plgpu.wgmma_wait(1)
 
             @pl.when(k > 0)  # the product before this one is done

@@ -139,9 +139,9 @@ def _instruct_lane(instruction, *operands):
         places = ", ".join(f"${number}" for number in range(len(operands) + 1))
         constraints = ",".join(["=f"] + ["f"] * len(operands))
         return llvm.inline_asm(kind, operands, f"{instruction} {places};", constraints)
-    found = llvm.mlir_undef(kind)
+    packed = llvm.mlir_undef(kind)
     for i in range(kind.shape[0]):
         at = {"dynamic_position": [], "static_position": ir.DenseI64ArrayAttr.get([i])}
         made = _instruct_lane(instruction, *(vector.extract(x, **at) for x in operands))
-        found = vector.insert(made, found, **at)
-    return found
+        packed = vector.insert(made, packed, **at)
+    return packed

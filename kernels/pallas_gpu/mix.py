@@ -162,7 +162,7 @@ class _Share(NamedTuple):
       low, high: Positions that any row of the request sees.
       unit: Positions whose sums are kept together: a span's where there are many, else a split's.
       by_span: Which of the two.
-      mine, yours: Where its own positions begin, and those of the next program.
+      share_begin, share_end: Where its own positions begin, and those of the next program.
       number, sharing: Which it is of how many programs.
       is_alone: Whether it has a whole request of one span, and keeps its sums; None: none can.
     """
@@ -171,8 +171,8 @@ class _Share(NamedTuple):
     high: jax.Array
     unit: jax.Array | int
     by_span: jax.Array | bool
-    mine: jax.Array
-    yours: jax.Array
+    share_begin: jax.Array
+    share_end: jax.Array
     number: jax.Array
     sharing: jax.Array
     is_alone: jax.Array | None
@@ -225,13 +225,21 @@ def _mix_kernel(
 
         @pl.when(share.number < share.sharing)
         def _():
-            low, high = jnp.maximum(share.low, share.mine), jnp.minimum(share.high, share.yours)
+            low, high = (
+                jnp.maximum(share.low, share.share_begin),
+                jnp.minimum(share.high, share.share_end),
+            )
             lane = block * sizes.lanes + early(lax.iota(jnp.int32, sizes.lanes), interpret)
             row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
-            own = jnp.minimum(row, stop - 1)  # spare lanes repeat the last row, are not written
-            first, until = pltriton.load(first_ref.at[own]), pltriton.load(until_ref.at[own])
+            lane_row = jnp.minimum(
+                row, stop - 1
+            )  # spare lanes repeat the last row, are not written
+            first, until = (
+                pltriton.load(first_ref.at[lane_row]),
+                pltriton.load(until_ref.at[lane_row]),
+            )
             where = (kv_ref, table_ref, window_ref, layer_ref[0], request, head)
-            seen = Seen(*where, own, first, until)
+            seen = Seen(*where, lane_row, first, until)
             page = page_of(seen, lax.div(low, order.tile), order.tile)
             written = start + lax.iota(jnp.int32, pl.next_power_of_2(sizes.max_rows))
             is_new = written < stop
@@ -241,7 +249,7 @@ def _mix_kernel(
             turning = Turning(cos_ref.shape[1], new.has_norms, new.eps, new.digits, D)
             fetch_of = partial(fetch, projected, layer=layer_ref[0], turning=turning)
             start_of_head = q_head * ((1 + new.gated) * D)
-            of_queries = {"row": own, "start": start_of_head, "is_in": row < stop}
+            of_queries = {"row": lane_row, "start": start_of_head, "is_in": row < stop}
             fetch_q = partial(fetch_of, norm_ref=q_norm_ref, **of_queries)
             # Where programs are few, before what some of them do first; else registers are scarce.
             is_early = sizes.splits == 1 and not new.is_placed
@@ -249,22 +257,22 @@ def _mix_kernel(
             column = (sizes.q_heads * (1 + new.gated) + head) * D
 
             def write():
-                is_mine = is_new & (place >= share.mine) & (place < share.yours)
-                of_keys = {"row": written, "start": column + 0 * written, "is_in": is_mine}
+                is_written = is_new & (place >= share.share_begin) & (place < share.share_end)
+                of_keys = {"row": written, "start": column + 0 * written, "is_in": is_written}
                 k = turn(fetch_of(norm_ref=k_norm_ref, **of_keys), turning)
                 write_pair(
                     projected_ref, kv_ref, table_ref, layer_ref[0], written, request, place,
-                    is_mine, head, column, k,
+                    is_written, head, column, k,
                 )  # fmt: skip
                 _barrier(interpret)  # they are read by other threads than wrote them
 
             if new.is_placed:
-                at = (own[:, None], q_head[:, None], columns_of(D)[None, :])
+                at = (lane_row[:, None], q_head[:, None], columns_of(D)[None, :])
                 q = load_head(q_ref.at[at], D)
             else:
-                pl.when((bounds[3] < share.yours) & (bounds[4] > share.mine))(write)
+                pl.when((bounds[3] < share.share_end) & (bounds[4] > share.share_begin))(write)
                 q = turn(fetched or fetch_q(), turning).astype(projected_ref.dtype)
-            window = pack(window_ref, own, order.nodes)
+            window = pack(window_ref, lane_row, order.nodes)
             is_bad = jnp.zeros(written.shape, bool)
             if sizes.max_rows > 1:
                 values = column + kv_ref.shape[4] * D
@@ -296,7 +304,7 @@ def _mix_kernel(
                 @pl.when(arrived == share.sharing - 1)
                 def _():
                     arrivals_ref[request, counter] = 0
-                    end(_combine(parts, own, q_head, base, share, order, sizes, interpret))
+                    end(_combine(parts, lane_row, q_head, base, share, order, sizes, interpret))
 
             if share.is_alone is None:
                 end_if_last()
@@ -318,13 +326,15 @@ def _share(number, reach, bounds, order, sizes):
     end = pl.cdiv(jnp.maximum(high, new_until), unit)
     end = jnp.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
     each = pl.cdiv(end - begin, jnp.minimum(sizes.programs, pl.cdiv(end - begin, fewest)))
-    mine = (begin + number * each) * unit
+    share_begin = (begin + number * each) * unit
     sharing, is_alone = pl.cdiv(end - begin, each), None
     if sizes.splits > 1:
         per_span = lax.div(order.span, unit)
         is_in_one = lax.div(begin, per_span) == lax.div(end - 1, per_span)
         is_alone = is_in_one & (each == end - begin)
-    return _Share(low, high, unit, by_span, mine, mine + each * unit, number, sharing, is_alone)
+    return _Share(
+        low, high, unit, by_span, share_begin, share_begin + each * unit, number, sharing, is_alone
+    )
 
 
 def _either(condition, one, other):

@@ -74,18 +74,18 @@ def _reach_kernel(
     pltriton.store(arrivals_ref.at[request, counter], zeros, mask=counter < counters)
 
 
-def pack(window_ref, own, nodes):
+def pack(window_ref, rows, nodes):
     """Each lane's window as the bits of two numbers, and that of all lanes together."""
-    nothing = (jnp.zeros(own.shape, jnp.int32), 0)
-    low, any_low = _pack_word(window_ref, own, 0, nodes) if nodes > 0 else nothing
-    high, any_high = _pack_word(window_ref, own, 32, nodes) if nodes > 32 else nothing
+    nothing = (jnp.zeros(rows.shape, jnp.int32), 0)
+    low, any_low = _pack_word(window_ref, rows, 0, nodes) if nodes > 0 else nothing
+    high, any_high = _pack_word(window_ref, rows, 32, nodes) if nodes > 32 else nothing
     return low, high, any_low, any_high
 
 
-def _pack_word(window_ref, own, begin, nodes):
+def _pack_word(window_ref, rows, begin, nodes):
     bit = lax.iota(jnp.int32, 32)
-    is_node = jnp.broadcast_to((begin + bit < nodes)[None, :], (len(own), 32))
-    at = window_ref.at[own[:, None], jnp.minimum(begin + bit, nodes - 1)[None, :]]
+    is_node = jnp.broadcast_to((begin + bit < nodes)[None, :], (len(rows), 32))
+    at = window_ref.at[rows[:, None], jnp.minimum(begin + bit, nodes - 1)[None, :]]
     is_set = pltriton.load(at, mask=is_node, other=0).astype(jnp.int32)
     word = jnp.sum(lax.shift_left(is_set, jnp.broadcast_to(bit[None, :], is_set.shape)), axis=1)
     return word, jnp.sum(lax.shift_left(is_set.max(axis=0), bit))

@@ -180,11 +180,11 @@ def _launch(kernel, given, results, *, grid, num_warps, interpret, name):
 
 def _taken(refs, *kinds):
     """References as records, in this order, and those that are left."""
-    found = []
+    groups = []
     for kind in kinds:
-        found.append(kind(*refs[: len(kind._fields)]))
+        groups.append(kind(*refs[: len(kind._fields)]))
         refs = refs[len(kind._fields) :]
-    return *found, refs
+    return *groups, refs
 
 
 def _is_judged(chains, request, level):
@@ -204,11 +204,11 @@ def _masses_kernel(*refs):
         _, ids = ids_of(part * PART_GROUPS + lax.iota(jnp.int32, PART_GROUPS))
         inside = ids < vocab
         target = chains.scores.at[chains.row_of[request, level], ids]
-        own = chains.drafted.at[request, level, ids]
+        draft_at = chains.drafted.at[request, level, ids]
         x = lax.cond(
             side == 0,
             lambda: pltriton.load(target, mask=inside, other=0.0),
-            lambda: pltriton.load(own, mask=inside, other=0.0),
+            lambda: pltriton.load(draft_at, mask=inside, other=0.0),
         )
         peak = jnp.max(jnp.where(inside, key_of(x), LOWEST))
         high, low = halves_of(jnp.where(inside, weight_of(x, score_of(peak), 1.0), 0.0))
@@ -249,7 +249,7 @@ def _law_of(chains, laws, request, level, is_judged, side):
     part = lax.iota(jnp.int32, pl.next_power_of_2(parts))[None, :]
     inside = is_judged[:, None] & (part < parts)
     # A level that is not there gets a place outside, for the interpreter.
-    own = jnp.where(is_judged, level, levels)
+    level_at = jnp.where(is_judged, level, levels)
     read = (side, request, jnp.minimum(level, levels - 1)[:, None], jnp.minimum(part, parts - 1))
     peaks = pltriton.load(laws.peaks.at[read], mask=inside, other=LOWEST)
     masses = pltriton.load(laws.masses.at[read], mask=inside, other=0.0)
@@ -275,7 +275,7 @@ def _law_of(chains, laws, request, level, is_judged, side):
         (laws.total, total),
         (laws.of_draft, probability),
     ):
-        pltriton.store(ref.at[side, request, own], value, mask=is_judged)
+        pltriton.store(ref.at[side, request, level_at], value, mask=is_judged)
     return probability
 
 
@@ -367,8 +367,8 @@ def _decide_kernel(*refs, stream, is_block):
     choice = pltriton.load(chains.choices.at[request, place], mask=is_level, other=0)
     choice = jnp.where(is_judged, jnp.where(is_accepted, draft, drawn), choice)
     # A level that is not there gets a place outside, for the interpreter.
-    own = jnp.where(is_level, level, levels + 1)
-    pltriton.store(decided_ref.at[request, own], choice, mask=is_level)
+    level_at = jnp.where(is_level, level, levels + 1)
+    pltriton.store(decided_ref.at[request, level_at], choice, mask=is_level)
     decided_ref[request, levels] = chains.choices[request, levels]
 
 

@@ -50,7 +50,7 @@ from kernels.pallas_gpu.support import (
     list_near,
 )
 from kernels.pallas_gpu.winners import (
-    Found,
+    Partials,
     choose_in_tiles,
     is_last,
     load_row,
@@ -211,55 +211,55 @@ def _ranked(
     chosen |= {"is_scored": is_scored}
     ints, floats = jnp.int32, jnp.float32
     array = jax.ShapeDtypeStruct
-    found = [
+    outputs = [
         *(array((R, groups), ints), array((R, groups), floats)),
         *(array((2, R, num_tiles * width), ints), array((R, NOTES), ints)),
     ]
     scores = ()
     if is_scored:  # of tokens that the drafter does not have as well
         scores = (jnp.full((R, sizes.target_vocab), -jnp.inf, floats),)
-    found += [array(x.shape, floats) for x in scores]
-    *found, bad = pl.pallas_call(
+    outputs += [array(x.shape, floats) for x in scores]
+    *outputs, bad = pl.pallas_call(
         functools.partial(_tiles_kernel, **chosen),
         grid=(num_tiles, R),
-        out_shape=[*found, array((R, num_tiles), ints)],
+        out_shape=[*outputs, array((R, num_tiles), ints)],
         input_output_aliases={NUM_INPUTS: 4} if is_scored else {},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
         interpret=interpret,
         name="choose_tiles",
     )(*inputs, *scores)
-    found = Found(*found)
+    partials = Partials(*outputs)
     kernel = functools.partial(_border_kernel, sizes=sizes, tiles=tiles, interpret=interpret)
     notes, _ = pl.pallas_call(
         kernel,
         grid=(min(tiles.row_programs, pl.cdiv(groups, tiles.at_once)), R),
-        out_shape=[array(found.notes.shape, ints), array((R, 2, tiles.listed), ints)],
+        out_shape=[array(partials.notes.shape, ints), array((R, 2, tiles.listed), ints)],
         input_output_aliases={NUM_INPUTS: 0},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.row_warps, num_stages=1),
         interpret=interpret,
         name="find_border",
-    )(*inputs, found.notes, found.peaks, found.masses)
-    found = [x for x in found._replace(notes=notes) if x is not None]
-    ids, weights, is_finite, *found = pl.pallas_call(
+    )(*inputs, partials.notes, partials.peaks, partials.masses)
+    outputs = [x for x in partials._replace(notes=notes) if x is not None]
+    ids, weights, is_finite, *outputs = pl.pallas_call(
         functools.partial(_rows_kernel, interpret=interpret, **chosen),
         grid=(min(tiles.programs, num_tiles), R),
         out_shape=[
             *(array((R, width), ints), array((R, width), floats), array((R,), ints)),
-            *(array(x.shape, x.dtype) for x in found),
+            *(array(x.shape, x.dtype) for x in outputs),
         ],
-        input_output_aliases={NUM_INPUTS + number: 3 + number for number in range(len(found))},
+        input_output_aliases={NUM_INPUTS + number: 3 + number for number in range(len(outputs))},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=1),
         interpret=interpret,
         name="choose_rows",
-    )(*inputs, *found, bad)
-    return ids, weights, is_finite != 0, Found(*found).scores
+    )(*inputs, *outputs, bad)
+    return ids, weights, is_finite != 0, Partials(*outputs).scores
 
 
 def _inputs(
     logits: Float[jax.Array, "R vocab"],
     seen: Any,
     positions: Int[jax.Array, " named"],
-    how: Any,
+    sampling: Any,
     request: Int[jax.Array, " named"],
     allowed: Bool[jax.Array, "R vocab"] | None,
     columns: Int[jax.Array, " vocab"] | None,
@@ -267,7 +267,7 @@ def _inputs(
     stream: int | Int[jax.Array, ""],
 ) -> Inputs:
     """The arrays as the kernels read them; where one has no columns, there is another."""
-    has_path, has_bias = seen.path.shape[1] > 0, how.bias_ids.shape[1] > 0
+    has_path, has_bias = seen.path.shape[1] > 0, sampling.bias_ids.shape[1] > 0
     return Inputs(
         logits=logits,
         request=request,
@@ -279,18 +279,18 @@ def _inputs(
         on_path=seen.on_path.astype(jnp.int32) if has_path else seen.slots,
         mask=logits if allowed is None else allowed.astype(jnp.int8),
         columns=seen.slots if columns is None else columns,
-        temperature=how.temperature,
-        top_p=how.top_p,
-        top_k=how.top_k,
-        min_p=how.min_p,
-        seed=how.seed,
-        presence=how.presence,
-        frequency=how.frequency,
-        repetition=how.repetition,
-        min_length=how.min_length,
-        stop_ids=how.stop_ids if how.stop_ids.shape[1] else how.top_k,
-        bias_ids=how.bias_ids if has_bias else how.top_k,
-        bias_values=how.bias_values if has_bias else how.top_p,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence=sampling.presence,
+        frequency=sampling.frequency,
+        repetition=sampling.repetition,
+        min_length=sampling.min_length,
+        stop_ids=sampling.stop_ids if sampling.stop_ids.shape[1] else sampling.top_k,
+        bias_ids=sampling.bias_ids if has_bias else sampling.top_k,
+        bias_values=sampling.bias_values if has_bias else sampling.top_p,
         stream=jnp.asarray(stream).astype(jnp.uint32).reshape(1),
     )
 
@@ -319,20 +319,20 @@ def _sizes(
 
 def _tiles_kernel(*refs, groups, sizes, width, tau, is_scored):
     """One program per tile and row: its best tokens, or what its groups hold before any noise."""
-    inputs, num_found = Inputs(*refs[:NUM_INPUTS]), 5 if is_scored else 4
-    *outputs, bad_ref = refs[-num_found - 1 :]
-    found = Found(*outputs)
+    inputs, num_partials = Inputs(*refs[:NUM_INPUTS]), 5 if is_scored else 4
+    *outputs, bad_ref = refs[-num_partials - 1 :]
+    partials = Partials(*outputs)
     tile, row = pl.program_id(0), pl.program_id(1)
     wish = wish_of(inputs, row, sizes)
     group = tile * groups + lax.iota(jnp.int32, groups)
     pairs, ids = ids_of(group)
     raw, x = scores_of(ids, inputs, row, wish, sizes)
     bad_ref[row, tile] = has_bad(raw).astype(jnp.int32)
-    at = places(group, row, found.peaks, found.masses)
+    at = places(group, row, partials.peaks, partials.masses)
 
     @pl.when(tile == 0)
     def _():
-        found.notes[row, :] = jnp.zeros((NOTES,), jnp.int32)
+        partials.notes[row, :] = jnp.zeros((NOTES,), jnp.int32)
 
     @pl.when(wish.is_filtered)
     def _():
@@ -350,8 +350,8 @@ def _tiles_kernel(*refs, groups, sizes, width, tau, is_scored):
         if tau is not None:
             store_groups(*at, noisy, keys, sharpness_of(wish.temperature, tau))
         if is_scored:
-            store_scores(found.scores, x, ids, inputs, row, sizes)
-        store_winners(found.winners, row, tile, keys, ids, width)
+            store_scores(partials.scores, x, ids, inputs, row, sizes)
+        store_winners(partials.winners, row, tile, keys, ids, width)
 
 
 def _border_kernel(*refs, sizes, tiles, interpret):
@@ -389,9 +389,9 @@ def _rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored):
 
     One of a row's programs joins the tiles, the last to arrive where all have something to do.
     """
-    inputs, num_found = Inputs(*refs[:NUM_INPUTS]), 5 if is_scored else 4
-    bad_ref, ids_ref, weights_ref, finite_ref, *outputs = refs[NUM_INPUTS + num_found :]
-    found = Found(*outputs)
+    inputs, num_partials = Inputs(*refs[:NUM_INPUTS]), 5 if is_scored else 4
+    bad_ref, ids_ref, weights_ref, finite_ref, *outputs = refs[NUM_INPUTS + num_partials :]
+    partials = Partials(*outputs)
     share, row = pl.program_id(0), pl.program_id(1)
     wish = wish_of(inputs, row, sizes)
     sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
@@ -399,7 +399,7 @@ def _rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored):
 
     def choose():
         source = Source(inputs, row, wish, sizes, interpret)
-        return choose_in_tiles(share, source, sharpness, found, num_tiles, width, tau, groups)
+        return choose_in_tiles(share, source, sharpness, partials, num_tiles, width, tau, groups)
 
     joins = lax.cond(wish.is_filtered, choose, lambda: share == 0)
 
@@ -408,10 +408,16 @@ def _rows_kernel(*refs, interpret, sizes, width, tau, groups, is_scored):
         finite_ref[row] = 1 - jnp.max(load_row(bad_ref, (row,), 0))
         # Volatile, past the cache of the multiprocessor: other programs have written them.
         load = functools.partial(load_row, volatile=not interpret)
-        keys, ids = load(found.winners, (0, row), LOWEST), load(found.winners, (1, row), HIGHEST)
+        keys, ids = (
+            load(partials.winners, (0, row), LOWEST),
+            load(partials.winners, (1, row), HIGHEST),
+        )
         highest, norm = score_of(jnp.max(keys)), 0.0
         if tau is not None:
-            peaks, masses = load(found.peaks, (row,), LOWEST), load(found.masses, (row,), 0.0)
+            peaks, masses = (
+                load(partials.peaks, (row,), LOWEST),
+                load(partials.masses, (row,), 0.0),
+            )
             norm = log(total_of(peaks, masses, highest, sharpness))
 
         def store(rank, key, winner):

@@ -56,7 +56,7 @@ def commit(
         slots=slots, before=before, tokens=tokens, counts=counts, prompt_length=prompt_length
     )
     changed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held)
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         _commit_kernel,
         grid=(len(tokens),),
         out_shape=changed,
@@ -65,7 +65,7 @@ def commit(
         interpret=interpret,
         name="commit",
     )(held, rows)
-    return tuple(found)
+    return tuple(outputs)
 
 
 def _commit_kernel(_, rows, lengths_ref, newest_ref, seen_ref, draft_ref):
@@ -109,7 +109,7 @@ def restore(
     size = prod(memory.shape[2:])
     part = min(_PART, pl.next_power_of_2(size))
     flat, kept = (x.reshape(*x.shape[:2], size) for x in (memory, saved))
-    found = pl.pallas_call(
+    restored = pl.pallas_call(
         _restore_kernel,
         grid=(pl.cdiv(size, part), len(memory), len(slots)),
         out_shape=jax.ShapeDtypeStruct(flat.shape, flat.dtype),
@@ -118,7 +118,7 @@ def restore(
         interpret=interpret,
         name="restore",
     )(flat, kept, slots, sources, starts)
-    return found.reshape(memory.shape)
+    return restored.reshape(memory.shape)
 
 
 def _restore_kernel(_, saved_ref, slots_ref, sources_ref, starts_ref, memory_ref):

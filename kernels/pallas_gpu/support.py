@@ -233,12 +233,12 @@ def find_border(low, high, bounds, source, memory):
 
 def _limit(border, bounds, source, tally):
     """The id from which tokens at the border do not stay, for want of room."""
-    own = weight_of(score_of(border), bounds.highest, 1.0)
+    border_weight = weight_of(score_of(border), bounds.highest, 1.0)
     vocab = jnp.int32(source.sizes.vocab)
     count, above, ties = tally(border, None)
 
     def has_room(earlier):
-        enough = above + earlier.astype(jnp.float32) * own < bounds.weight
+        enough = above + earlier.astype(jnp.float32) * border_weight < bounds.weight
         return (count <= bounds.most - 1 - earlier) & enough
 
     def halve(span):
@@ -298,9 +298,9 @@ def _tally_all(border, limit, bounds, source, memory):
         return count, ties, add_halves(sum, weights)
 
     def step(tally):
-        chunk, *found = tally
+        chunk, *sums = tally
         is_read = _peak_of(chunk, source, memory) >= border
-        return chunk + 1, *lax.cond(is_read, add, lambda _, *found: found, chunk, *found)
+        return chunk + 1, *lax.cond(is_read, add, lambda _, *sums: sums, chunk, *sums)
 
     zero = jnp.int32(0)
     _, count, ties, sum = lax.while_loop(goes_on, step, (zero, zero, zero, no_sum()))

@@ -32,11 +32,11 @@ def rank_weights(
     )(parents, weights, calibration)
 
 
-def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, found_ref):
+def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, least_ref):
     """One program per request, whose nodes are its lanes; each climbs to the root twice."""
     request, nodes = pl.program_id(0), parents_ref.shape[1]
     node = lax.iota(jnp.int32, pl.next_power_of_2(nodes))
-    own = jnp.where(node < nodes, node, 0)
+    start_node = jnp.where(node < nodes, node, 0)
 
     def is_below(carry):
         above, _, steps = carry
@@ -48,26 +48,26 @@ def _rank_weights_kernel(parents_ref, weights_ref, calibration_ref, found_ref):
         above = pltriton.load(parents_ref.at[request, above], mask=above > 0, other=0)
         return above, depth, steps + 1
 
-    _, depth, _ = lax.while_loop(is_below, climb, (own, 0 * own, jnp.int32(0)))
+    _, depth, _ = lax.while_loop(is_below, climb, (start_node, 0 * start_node, jnp.int32(0)))
 
     def is_on_the_way(carry):
         _, depth, _ = carry
         return jnp.max(depth) > 0
 
     def weigh(carry):
-        above, depth, found = carry
+        above, depth, least = carry
         is_on, level = depth > 0, jnp.maximum(depth - 1, 0)
         weight = pltriton.load(weights_ref.at[request, above], mask=is_on, other=0.0)
         weight += pltriton.load(calibration_ref.at[request, level], mask=is_on, other=0.0)
         weight = jnp.where(weight > -jnp.inf, weight, -jnp.inf)
-        found = jnp.where(is_on & (weight < found), weight, found)
+        least = jnp.where(is_on & (weight < least), weight, least)
         above = pltriton.load(parents_ref.at[request, above], mask=is_on, other=0)
-        return above, depth - 1, found
+        return above, depth - 1, least
 
-    start = own, depth, jnp.zeros(own.shape, jnp.float32)
-    *_, found = lax.while_loop(is_on_the_way, weigh, start)
+    start = start_node, depth, jnp.zeros(start_node.shape, jnp.float32)
+    *_, least = lax.while_loop(is_on_the_way, weigh, start)
     at = jnp.minimum(node, nodes)  # outside, for the interpreter
-    pltriton.store(found_ref.at[request, at], found, mask=node < nodes)
+    pltriton.store(least_ref.at[request, at], least, mask=node < nodes)
 
 
 def share(
@@ -80,7 +80,7 @@ def share(
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
     """As `shared.spec.verify_rows.share`."""
     B, N = tokens.shape
-    found = pl.pallas_call(
+    outputs = pl.pallas_call(
         functools.partial(_share_kernel, most=rows - B),
         grid=(B,),
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((B, N), (B, N), (B,))],
@@ -88,7 +88,7 @@ def share(
         interpret=interpret,
         name="share",
     )(tokens, parents, num_nodes, rank_weights)
-    return tuple(found)
+    return tuple(outputs)
 
 
 def _share_kernel(

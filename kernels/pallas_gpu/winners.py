@@ -23,7 +23,7 @@ from kernels.pallas_gpu.scores import (
 )
 
 
-class Found(NamedTuple):
+class Partials(NamedTuple):
     """What the kernels find of each row.
 
     Attributes:
@@ -62,9 +62,9 @@ def is_last(notes_ref, row, word, interpret):
     return arrived == pl.num_programs(0) - 1
 
 
-def choose_in_tiles(share, source, sharpness, found, num_tiles, width, tau, groups):
+def choose_in_tiles(share, source, sharpness, partials, num_tiles, width, tau, groups):
     """Stores the best tokens of a program's tiles, with noise; whether it is the last to arrive."""
-    notes_ref, row, programs = found.notes, source.row, pl.num_programs(0)
+    notes_ref, row, programs = partials.notes, source.row, pl.num_programs(0)
     support = Support(
         border=notes_ref[row, 0],
         limit=notes_ref[row, 1],
@@ -74,7 +74,7 @@ def choose_in_tiles(share, source, sharpness, found, num_tiles, width, tau, grou
 
     def step(number, best):
         tile = share + number * programs
-        given = (tile, best, support, source, sharpness, found, width, tau, groups)
+        given = (tile, best, support, source, sharpness, partials, width, tau, groups)
         return jnp.maximum(best, _choose_in_tile(*given))
 
     best = key_of(support.highest - 3)  # the first token stays, and no noise lies below -3
@@ -98,7 +98,7 @@ class Support(NamedTuple):
     smallest: Any
 
 
-def _choose_in_tile(tile, best, support, source, sharpness, found, width, tau, groups):
+def _choose_in_tile(tile, best, support, source, sharpness, partials, width, tau, groups):
     """Stores a tile's best tokens of a support, with noise, and what its groups hold then.
 
     Args:
@@ -107,15 +107,15 @@ def _choose_in_tile(tile, best, support, source, sharpness, found, width, tau, g
       support: Of the row.
       source: Of the scores.
       sharpness: Of the weights.
-      found: What groups hold and the best tokens of tiles, to be replaced.
+      partials: What groups hold and the best tokens of tiles, to be replaced.
 
     Returns:
       The best token's key.
     """
     row, border, sizes = source.row, support.border, source.sizes
     group = tile * groups + lax.iota(jnp.int32, groups)
-    inside = group < found.peaks.shape[1]
-    peaks = pltriton.load(found.peaks.at[row, group], mask=inside, other=LOWEST)
+    inside = group < partials.peaks.shape[1]
+    peaks = pltriton.load(partials.peaks.at[row, group], mask=inside, other=LOWEST)
     likely = weight_of(score_of(peaks), support.highest, 1.0) >= support.smallest
     pairs, ids = ids_of(group)
 
@@ -123,19 +123,19 @@ def _choose_in_tile(tile, best, support, source, sharpness, found, width, tau, g
         return jnp.full(ids.shape, LOWEST, jnp.int32)
 
     def excluded():
-        if found.scores is not None:
+        if partials.scores is not None:
             x = jnp.full(ids.shape, -jnp.inf, jnp.float32)
-            store_scores(found.scores, x, ids, source.inputs, row, sizes)
+            store_scores(partials.scores, x, ids, source.inputs, row, sizes)
         return without_any()
 
     def with_noise():
         _, x = scores_of(ids, source.inputs, row, source.wish, sizes)
-        own = key_of(x)
-        stays = (own > border) | ((own == border) & (ids < support.limit))
+        token_keys = key_of(x)
+        stays = (token_keys > border) | ((token_keys == border) & (ids < support.limit))
         stays &= weight_of(x, support.highest, 1.0) >= support.smallest
         x = jnp.where(stays, x, -jnp.inf)
-        if found.scores is not None:
-            store_scores(found.scores, x, ids, source.inputs, row, sizes)
+        if partials.scores is not None:
+            store_scores(partials.scores, x, ids, source.inputs, row, sizes)
         words = words_at(source.wish.noise, pairs, ids, source.inputs, sizes)
 
         def noisy():
@@ -153,17 +153,17 @@ def _choose_in_tile(tile, best, support, source, sharpness, found, width, tau, g
     if tau is not None:
         if not source.interpret:
             pltriton.debug_barrier()  # the keys of groups have been read
-        at = places(group, row, found.peaks, found.masses)
+        at = places(group, row, partials.peaks, partials.masses)
         store_groups(*at, score_of(keys), keys, sharpness)
-    store_winners(found.winners, row, tile, keys, ids, width)
+    store_winners(partials.winners, row, tile, keys, ids, width)
     return jnp.max(keys)
 
 
 def store_winners(winners_ref, row, tile, keys, ids, width):
     """Stores the best tokens of a tile."""
 
-    def store(rank, *found):
-        for part, value in enumerate(found):
+    def store(rank, *values):
+        for part, value in enumerate(values):
             winners_ref[part, row, tile * width + rank] = value
 
     in_order(keys, ids, width, store)

@@ -151,24 +151,24 @@ def _attend_kernel(
         return
     lane = block * lanes + tl.arange(0, lanes)
     row, q_head = start + lane // group, head * group + lane % group
-    own = tl.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
-    first, until = tl.load(rows.first + own), tl.load(rows.until + own)
+    lane_row = tl.minimum(row, stop - 1)  # spare lanes repeat the last row and are not written
+    first, until = tl.load(rows.first + lane_row), tl.load(rows.until + lane_row)
     low = tl.min(tl.minimum(first, until))
     high = tl.minimum(tl.max(until) + order.nodes, columns * heads.page)
-    place = own.to(tl.int64) * q_heads + q_head
+    place = lane_row.to(tl.int64) * q_heads + q_head
     q = load_head(q_at + place[:, None] * D + columns_of(D)[None, :], D)
     seen = Seen(
         k=pool.k + head * D,
         v=pool.v + head * D,
         table=pool.table + request * columns,
         columns=columns,
-        window=rows.window + own[:, None] * order.nodes,
+        window=rows.window + lane_row[:, None] * order.nodes,
         first=first,
         until=until,
         scale=scale,
     )
     sums = _sum_positions(q, seen, low, high, heads, order, unroll)
-    gate_place = own.to(tl.int64) * ((2 * q_heads + 2 * k_heads) * D) + (2 * q_head + 1) * D
+    gate_place = lane_row.to(tl.int64) * ((2 * q_heads + 2 * k_heads) * D) + (2 * q_head + 1) * D
     finish(sums, gate_at, gate_place, out_at, place, row < stop, D, heads.gated)
 
 
@@ -211,20 +211,22 @@ def _sum_positions(
         sums = _add_tiles(q, seen, first, until, end, high, sums, heads, order)
         first_step = tl.cdiv(tl.maximum(start, whole), unroll)
         page = page_of(seen.table, seen.columns, first_step * unroll, heads.page, tile)
-        own = no_split(lanes, D, order.ones)
+        split_sums = no_split(lanes, D, order.ones)
         for i in range(first_step, tl.minimum(partly, stop) // unroll):
             for j in tl.static_range(unroll):
                 _, offset, page = offsets(
                     seen.table, seen.columns, page, i * unroll + j, tile, heads
                 )
-                own = add_whole(q, seen.k + offset, seen.v + offset, seen.scale, own, D)
+                split_sums = add_whole(
+                    q, seen.k + offset, seen.v + offset, seen.scale, split_sums, D
+                )
             # A step that is a split is known when it is compiled.
             is_end = True
             if unroll < tiles:
                 is_end = (i + 1) * unroll % tiles == 0
             if is_end:
-                sums = fold_split(sums, own)
-                own = no_split(lanes, D, order.ones)
+                sums = fold_split(sums, split_sums)
+                split_sums = no_split(lanes, D, order.ones)
         first = tl.maximum(start, partly)
         sums = _add_tiles(q, seen, first, stop, end, high, sums, heads, order)
         whole_sums = fold(whole_sums, sums)
@@ -237,12 +239,12 @@ def _add_tiles(
 ):  # fmt: skip
     """Adds tiles of which some row does not see all to the sums of a span, split by split."""
     lanes: tl.constexpr = q.shape[0]
-    own = no_split(lanes, heads.D, order.ones)
+    split_sums = no_split(lanes, heads.D, order.ones)
     for i in tl.range(begin, stop, num_stages=1):
-        own = _add_masked(q, seen, i, high, own, heads, order)
+        split_sums = _add_masked(q, seen, i, high, split_sums, heads, order)
         if ((i + 1) * order.tile % order.split == 0) | (i + 1 == end):
-            sums = fold_split(sums, own)
-            own = no_split(lanes, heads.D, order.ones)
+            sums = fold_split(sums, split_sums)
+            split_sums = no_split(lanes, heads.D, order.ones)
     return sums
 
 

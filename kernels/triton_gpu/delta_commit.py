@@ -123,10 +123,13 @@ def _commit_kernel(
         tl.store(saved_state_at, tl.load(state_at))
 
     # Each program writes the windows of some channels, which none other reads.
-    own: tl.constexpr = (C + H * parts - 1) // (H * parts)
-    lane, channel = tl.arange(0, 4)[:, None], tl.arange(0, triton.next_power_of_2(own))[None, :]
-    is_one = (lane < WINDOW) & (channel < own)
-    channel += tl.program_id(0) * own
+    per_program: tl.constexpr = (C + H * parts - 1) // (H * parts)
+    lane, channel = (
+        tl.arange(0, 4)[:, None],
+        tl.arange(0, triton.next_power_of_2(per_program))[None, :],
+    )
+    is_one = (lane < WINDOW) & (channel < per_program)
+    channel += tl.program_id(0) * per_program
     is_one &= channel < C
     at = lane * C + channel
     window_at, inputs_at = states.window + slot * (WINDOW * C), kept.inputs + first * C

@@ -206,10 +206,10 @@ def _rows_kernel(
             tl.store(at, high, mask=keep)
             tl.store(at + key_heads * K, low, mask=keep)
     else:
-        own = head - 2 * key_heads
-        channel = 2 * key_heads * K + own * V
+        value_head = head - 2 * key_heads
+        channel = 2 * key_heads * K + value_head * V
         _value, v = convolved(inputs, weights.conv, places, channel, V, sizes)
-        v_at = chunks.v + (row * sizes.H + own) * V + tl.arange(0, V)[None, :]
+        v_at = chunks.v + (row * sizes.H + value_head) * V + tl.arange(0, V)[None, :]
         tl.store(v_at, v, mask=keep)
 
 

@@ -21,24 +21,24 @@ _MOST_RANKED = tl.constexpr(512)  # candidates that are compared with each other
 def ancestors(parents: Int[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
     """As `shared.spec.draft_tree.ancestors`."""
     B, N = parents.shape
-    found = parents.new_empty((B, N, N), dtype=torch.bool)
+    reached = parents.new_empty((B, N, N), dtype=torch.bool)
     lanes = triton.next_power_of_2(N)
-    _ancestors_kernel[(B,)](parents.contiguous(), found, nodes=N, lanes=lanes, num_warps=1)
-    return found
+    _ancestors_kernel[(B,)](parents.contiguous(), reached, nodes=N, lanes=lanes, num_warps=1)
+    return reached
 
 
 @triton.jit
-def _ancestors_kernel(parents_at, found_at, nodes: tl.constexpr, lanes: tl.constexpr):
+def _ancestors_kernel(parents_at, reached_at, nodes: tl.constexpr, lanes: tl.constexpr):
     """One program per request, whose nodes are its lanes."""
     request, node = tl.program_id(0), tl.arange(0, lanes)
     above, steps = tl.where(node < nodes, node, 0), 0
-    found = above[:, None] == node[None, :]
+    reached = above[:, None] == node[None, :]
     while (tl.max(above) > 0) & (steps < nodes):  # what is no tree has an end too
         above = tl.load(parents_at + request * nodes + above, mask=above > 0, other=0)
-        found = found | (above[:, None] == node[None, :])
+        reached = reached | (above[:, None] == node[None, :])
         steps += 1
-    at = found_at + (request * nodes + node[:, None]) * nodes + node[None, :]
-    tl.store(at, found, mask=(node < nodes)[:, None] & (node < nodes)[None, :])
+    at = reached_at + (request * nodes + node[:, None]) * nodes + node[None, :]
+    tl.store(at, reached, mask=(node < nodes)[:, None] & (node < nodes)[None, :])
 
 
 class Expanded(NamedTuple):
@@ -161,8 +161,8 @@ def _next_level_kernel(
     both = both & (column < sizes.window)
     seen_at = expanded.sees + node[:, None] * sizes.window + column
     seen = tl.load(seen_at, mask=both, other=0).to(tl.int32) != 0
-    own = column == sizes.root_rows + s * width + rank[:, None]
-    tl.store(level.sees + at[:, None] * sizes.window + column, seen | own, mask=both)
+    is_self = column == sizes.root_rows + s * width + rank[:, None]
+    tl.store(level.sees + at[:, None] * sizes.window + column, seen | is_self, mask=both)
 
 
 @triton.jit
@@ -295,12 +295,12 @@ def _keep_best_kernel(
     tl.store(kept.tokens + request * nodes + node, token, mask=keep)
     tl.store(kept.parents + request * nodes + node, parent, mask=keep)
     tl.store(kept.weights + request * nodes + node, weight, mask=keep)
-    way = tl.arange(0, ways)
-    is_rest = (way < nodes) & ((way == 0) | (way > num_drafts))
-    root = tl.where(way == 0, tl.load(candidates.newest + request), 0)
-    tl.store(kept.tokens + request * nodes + way, root, mask=is_rest)
-    tl.store(kept.parents + request * nodes + way, way * 0, mask=is_rest)
-    tl.store(kept.weights + request * nodes + way, way * 0.0, mask=is_rest)
+    target = tl.arange(0, ways)
+    is_rest = (target < nodes) & ((target == 0) | (target > num_drafts))
+    root = tl.where(target == 0, tl.load(candidates.newest + request), 0)
+    tl.store(kept.tokens + request * nodes + target, root, mask=is_rest)
+    tl.store(kept.parents + request * nodes + target, target * 0, mask=is_rest)
+    tl.store(kept.weights + request * nodes + target, target * 0.0, mask=is_rest)
     tl.store(kept.num_nodes + request, 1 + num_drafts)
 
 

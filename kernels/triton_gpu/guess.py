@@ -43,8 +43,8 @@ def guess(peaks, masses, bounds, source, sampled: tl.constexpr, sizes: tl.conste
     weight, highest = bounds.weight, bounds.highest
     low, high = bounds.low, bounds.high
     best = score_of(peaks)
-    own = tl.where(peaks > LOWEST, weight_of(best, highest, 1.0), 0.0)
-    whole = own * masses
+    best_weight = tl.where(peaks > LOWEST, weight_of(best, highest, 1.0), 0.0)
+    whole = best_weight * masses
     sample = _sample(source, bounds, sampled, sizes)
     tail = tl.maximum(bounds.total - weight, 0.0)
     # No token of the sample lies below the floor, and the border seldom does.
@@ -61,7 +61,7 @@ def guess(peaks, masses, bounds, source, sampled: tl.constexpr, sizes: tl.conste
             | (fewest >= bounds.most)
             | (most_below < tail)
         )
-        is_low |= tl.sum(tl.where(is_peak, own, 0.0)) > weight * (1 + _ROUNDING)
+        is_low |= tl.sum(tl.where(is_peak, best_weight, 0.0)) > weight * (1 + _ROUNDING)
         low = tl.where(is_low, key_of(middle) + 1, low)
         below, above = tl.where(is_low, middle, below), tl.where(is_low, above, middle)
 

@@ -184,8 +184,8 @@ def _place_kernel(
         request = tl.load(written.request + row, mask=is_real, other=0)
         place = tl.load(written.places + row, mask=is_real, other=0)
         head -= heads.q_heads
-        own = Pool(k=pool.k, v=pool.v, table=pool.table + request * columns)
-        write_pair(projected, own, offset, row, is_real, place, head, heads, turning)
+        request_pool = Pool(k=pool.k, v=pool.v, table=pool.table + request * columns)
+        write_pair(projected, request_pool, offset, row, is_real, place, head, heads, turning)
 
 
 @triton.jit

@@ -32,8 +32,8 @@ def rms_norm(
     """As `shared.spec.layers.rms_norm`; without a weight, the scale is 1."""
     out = torch.empty_like(x)
     given = out if weight is None else weight  # a pointer, that nothing reads without a weight
-    how = {"is_norm": True, "is_scaled": weight is not None}
-    _row_kernel[(len(x),)](x, out, given, eps, **how, **_settings(x, order))
+    flags = {"is_norm": True, "is_scaled": weight is not None}
+    _row_kernel[(len(x),)](x, out, given, eps, **flags, **_settings(x, order))
     return out
 
 

@@ -210,15 +210,15 @@ def _mix_kernel(
         is_alone = (each == end - begin) & (begin // per_span == (end - 1) // per_span)
     if (share > 0) & (share >= sharing):
         return
-    mine = (begin + share * each) * unit
-    yours = mine + each * unit  # of the next program
-    from_position, to_position = tl.maximum(low, mine), tl.minimum(high, yours)
+    share_begin = (begin + share * each) * unit
+    share_end = share_begin + each * unit  # of the next program
+    from_position, to_position = tl.maximum(low, share_begin), tl.minimum(high, share_end)
     own_pool = Pool(k=pool.k, v=pool.v, table=pool.table + request * columns)
     number = page_of(own_pool.table, columns, from_position // tile, page, tile)
     lane = block * lanes + tl.arange(0, lanes)
     row, q_head = start + lane // group, head * group + lane % group
-    own = tl.maximum(tl.minimum(row, stop - 1), 0)  # spare lanes are not written
-    first, until = tl.load(first_at + own), tl.load(until_at + own)
+    lane_row = tl.maximum(tl.minimum(row, stop - 1), 0)  # spare lanes are not written
+    first, until = tl.load(first_at + lane_row), tl.load(until_at + lane_row)
     new = start + tl.arange(0, new_rows)
     is_new = new < stop
     place = tl.load(places_at + new, mask=is_new, other=0)
@@ -233,25 +233,27 @@ def _mix_kernel(
         return
     # Where programs are few, before what some of them do first; else registers are scarce.
     is_early: tl.constexpr = splits == 1 and not is_placed
-    head_place = own.to(tl.int64) * width + q_head * ((1 + gated) * D)
+    head_place = lane_row.to(tl.int64) * width + q_head * ((1 + gated) * D)
     if is_early:
-        fetched = fetch(projected, projected.q_norm, head_place, own, row < stop, heads, turning)
+        fetched = fetch(
+            projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
+        )
     if not is_placed:  # noqa: SIM102 - settled when it is compiled
-        if (new_from < yours) & (new_until > mine):
-            is_mine = is_new & (place >= mine) & (place < yours)
+        if (new_from < share_end) & (new_until > share_begin):
+            is_written = is_new & (place >= share_begin) & (place < share_end)
             offset = new.to(tl.int64) * width
-            write_pair(projected, own_pool, offset, new, is_mine, place, head, heads, turning)
+            write_pair(projected, own_pool, offset, new, is_written, place, head, heads, turning)
             tl.debug_barrier()  # they are read by other threads than wrote them
-    place_of_lane = own.to(tl.int64) * q_heads + q_head
+    place_of_lane = lane_row.to(tl.int64) * q_heads + q_head
     if is_placed:
         q = load_head(q_at + place_of_lane[:, None] * D + columns_of(D)[None, :], D)
     else:
         if not is_early:
             fetched = fetch(
-                projected, projected.q_norm, head_place, own, row < stop, heads, turning
+                projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
             )
         q = turn(fetched, projected.eps, heads, turning).to(projected.rows.dtype.element_ty)
-    window = pack(window_at, own, nodes)
+    window = pack(window_at, lane_row, nodes)
     is_bad = tl.zeros((new_rows,), tl.int1)
     if new_rows > 1:
         at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D

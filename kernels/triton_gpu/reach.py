@@ -84,21 +84,21 @@ def _reach_kernel(
 
 
 @triton.jit
-def pack(window_at, own, nodes: tl.constexpr):
+def pack(window_at, rows, nodes: tl.constexpr):
     """Each lane's window as the bits of two numbers, and that of all lanes together."""
-    low, any_low = tl.zeros(own.shape, tl.int32), 0
+    low, any_low = tl.zeros(rows.shape, tl.int32), 0
     high, any_high = low, 0
     if nodes > 0:
-        low, any_low = _pack_word(window_at, own, 0, nodes)
+        low, any_low = _pack_word(window_at, rows, 0, nodes)
     if nodes > 32:
-        high, any_high = _pack_word(window_at, own, 32, nodes)
+        high, any_high = _pack_word(window_at, rows, 32, nodes)
     return low, high, any_low, any_high
 
 
 @triton.jit
-def _pack_word(window_at, own, begin: tl.constexpr, nodes: tl.constexpr):
+def _pack_word(window_at, rows, begin: tl.constexpr, nodes: tl.constexpr):
     bit = tl.arange(0, 32)
-    at = window_at + own.to(tl.int64)[:, None] * nodes + (begin + bit)[None, :]
+    at = window_at + rows.to(tl.int64)[:, None] * nodes + (begin + bit)[None, :]
     is_set = tl.load(at, mask=((begin + bit) < nodes)[None, :], other=0).to(tl.int32)
     word = tl.sum(is_set << bit[None, :], axis=1)
     return word.to(tl.int32), tl.sum(tl.max(is_set, axis=0) << bit, axis=0).to(tl.int32)

@@ -222,8 +222,8 @@ def _laws_kernel(chains, laws, is_block: tl.constexpr, sizes: tl.constexpr):
         if is_block:
             # A lane is read by a sum of whole numbers, which has all its bits.
             bits = tl.where(level == step, ratio.to(tl.int32, bitcast=True), 0)
-            own = tl.sum(bits).to(tl.float32, bitcast=True)
-            weight = tl.minimum(weight * own, 1.0)
+            chance = tl.sum(bits).to(tl.float32, bitcast=True)
+            weight = tl.minimum(weight * chance, 1.0)
         tl.store(weights_at + step + 1, weight)
 
 
@@ -232,10 +232,10 @@ def _law_of(chains, laws, request, level, is_judged, side: tl.constexpr, sizes: 
     """Stores the law of each level on one side; the probability of its draft."""
     part = tl.arange(0, sizes.part_lanes)[None, :]
     place = request * sizes.levels + level
-    own = side * tl.num_programs(0) * sizes.levels + place
+    law = side * tl.num_programs(0) * sizes.levels + place
     inside = is_judged[:, None] & (part < sizes.parts)
-    peaks = tl.load(laws.peaks + own[:, None] * sizes.parts + part, mask=inside, other=LOWEST)
-    masses = tl.load(laws.masses + own[:, None] * sizes.parts + part, mask=inside, other=0.0)
+    peaks = tl.load(laws.peaks + law[:, None] * sizes.parts + part, mask=inside, other=LOWEST)
+    masses = tl.load(laws.masses + law[:, None] * sizes.parts + part, mask=inside, other=0.0)
     key = tl.max(peaks, 1)
     highest = score_of(key)
     # In units of 64 the sum of all tokens fits in whole numbers.
@@ -252,9 +252,9 @@ def _law_of(chains, laws, request, level, is_judged, side: tl.constexpr, sizes: 
     scores_at = chains.scores if side == 0 else chains.drafted
     x = tl.load(scores_at + row.to(tl.int64) * sizes.vocab + draft, mask=is_judged, other=0.0)
     probability = _probability(x, draft, draft, highest, total)
-    tl.store(laws.highest + own, highest, mask=is_judged)
-    tl.store(laws.total + own, total, mask=is_judged)
-    tl.store(laws.of_draft + own, probability, mask=is_judged)
+    tl.store(laws.highest + law, highest, mask=is_judged)
+    tl.store(laws.total + law, total, mask=is_judged)
+    tl.store(laws.of_draft + law, probability, mask=is_judged)
     return probability
 
 

@@ -44,7 +44,7 @@ from kernels.triton_gpu.scores import (
 from kernels.triton_gpu.support import NOTES, Memory, Source, bounds_of, find_border, list_near
 from kernels.triton_gpu.winners import (
     Best,
-    Found,
+    Partials,
     Support,
     choose_in_tile,
     row_of,
@@ -182,14 +182,14 @@ def _ranked(
       tau: None: there are no weights.
       nodes: Rows of a request, whose positions and keys are its own; 0: `request` names it.
     """
-    (R, vocab), how, new = logits.shape, sampling, logits.new_empty
+    (R, vocab), params, new = logits.shape, sampling, logits.new_empty
     groups = triton.cdiv(vocab, GROUP)
     num_tiles = triton.cdiv(groups, tiles.groups)
     ints: dict[str, Any] = {"dtype": torch.int32}
     scores = logits if not is_scored else new(R, seen.counts.shape[1])
     if is_scored and columns is not None:
         scores.fill_(-torch.inf)  # of tokens that the drafter does not have
-    found = Found(
+    partials = Partials(
         peaks=new(R, groups, **ints),
         masses=new(R, groups),
         winners=new(R, num_tiles, width, **ints),
@@ -201,18 +201,18 @@ def _ranked(
     best = Best(
         ids=new(R, width, **ints), weights=new(R, width), is_finite=new(R, dtype=torch.bool)
     )
-    inputs = _inputs(logits, seen, positions, how, request, allowed, columns, keys, stream)
+    inputs = _inputs(logits, seen, positions, params, request, allowed, columns, keys, stream)
     fixed = {
-        "sizes": _sizes(vocab, seen, how, allowed, nodes, columns),
+        "sizes": _sizes(vocab, seen, params, allowed, nodes, columns),
         "enable_fp_fusion": False,  # XLA's Triton does not fuse: equal bits in Pallas
     }
     chosen = {"width": width, "tau": tau, "is_scored": is_scored}
     group_lanes = triton.next_power_of_2(groups)
     _tiles_kernel[(num_tiles, R)](
-        *(inputs, found), groups=tiles.groups, num_warps=tiles.warps, **fixed, **chosen
+        *(inputs, partials), groups=tiles.groups, num_warps=tiles.warps, **fixed, **chosen
     )
     _border_kernel[(min(tiles.row_programs, triton.cdiv(groups, tiles.at_once)), R)](
-        *(inputs, found, new(R, 2, tiles.listed, **ints)),
+        *(inputs, partials, new(R, 2, tiles.listed, **ints)),
         group_lanes=group_lanes,
         at_once=tiles.at_once,
         sampled=tiles.sampled,
@@ -221,7 +221,7 @@ def _ranked(
         **fixed,
     )
     _rows_kernel[(min(tiles.programs, num_tiles), R)](
-        *(inputs, found, best),
+        *(inputs, partials, best),
         num_tiles=num_tiles,
         tile_lanes=triton.next_power_of_2(num_tiles * width),
         group_lanes=group_lanes,
@@ -237,7 +237,7 @@ def _inputs(
     logits: Float[Tensor, "R vocab"],
     seen: Any,
     positions: Int[Tensor, " named"],
-    how: Any,
+    sampling: Any,
     request: Int[Tensor, " named"],
     allowed: Bool[Tensor, "R vocab"] | None,
     columns: Int[Tensor, " vocab"] | None,
@@ -257,18 +257,18 @@ def _inputs(
         on_path=seen.on_path if has_path else seen.slots,
         mask=logits if allowed is None else allowed,
         columns=seen.slots if columns is None else columns,
-        temperature=how.temperature,
-        top_p=how.top_p,
-        top_k=how.top_k,
-        min_p=how.min_p,
-        seed=how.seed,
-        presence=how.presence,
-        frequency=how.frequency,
-        repetition=how.repetition,
-        min_length=how.min_length,
-        stop_ids=how.stop_ids,
-        bias_ids=how.bias_ids,
-        bias_values=how.bias_values,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence=sampling.presence,
+        frequency=sampling.frequency,
+        repetition=sampling.repetition,
+        min_length=sampling.min_length,
+        stop_ids=sampling.stop_ids,
+        bias_ids=sampling.bias_ids,
+        bias_values=sampling.bias_values,
         stream=stream,
     )
     # The path of a draft level is a part of a longer one.
@@ -300,7 +300,7 @@ def _sizes(
 @triton.jit
 def _tiles_kernel(
     inputs,
-    found,
+    partials,
     groups: tl.constexpr,
     sizes: tl.constexpr,
     width: tl.constexpr,
@@ -309,33 +309,40 @@ def _tiles_kernel(
 ):
     """One program per tile and row: its best tokens, or what its groups hold before any noise."""
     tile, row = tl.program_id(0), tl.program_id(1)
-    found, wish = row_of(found, row, tl.num_programs(0), width, sizes), wish_of(inputs, row, sizes)
+    partials, wish = (
+        row_of(partials, row, tl.num_programs(0), width, sizes),
+        wish_of(inputs, row, sizes),
+    )
     group = tile * groups + tl.arange(0, groups)
     pairs, ids = ids_of(group)
     raw, x = scores_of(ids, inputs, row, wish, sizes)
-    tl.store(found.bad + tile, has_bad(raw).to(tl.int32))
+    tl.store(partials.bad + tile, has_bad(raw).to(tl.int32))
     if tile == 0:
         note = tl.arange(0, NOTES)
-        tl.store(found.notes + note, note * 0)
-    places = found.peaks + group, found.masses + group, group < tl.cdiv(sizes.vocab, 2 * PAIRS)
+        tl.store(partials.notes + note, note * 0)
+    places = (
+        partials.peaks + group,
+        partials.masses + group,
+        group < tl.cdiv(sizes.vocab, 2 * PAIRS),
+    )
     if wish.is_filtered:
         keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
         store_groups(*places, x, keys, 1.0)
     else:
         if is_scored:
-            store_scores(found, x, ids, inputs, sizes)
+            store_scores(partials, x, ids, inputs, sizes)
         if wish.temperature > 0:
             x = x + noise_of_words(words_at(wish.noise, pairs, ids, inputs, sizes))
         keys = tl.where(ids < sizes.vocab, key_of(x), LOWEST)
         if tau is not None:
             store_groups(*places, x, keys, sharpness_of(wish.temperature, tau))
-        store_first(found, tile, keys, ids, width)
+        store_first(partials, tile, keys, ids, width)
 
 
 @triton.jit
 def _border_kernel(
     inputs,
-    found,
+    partials,
     near_at,
     group_lanes: tl.constexpr,
     at_once: tl.constexpr,
@@ -349,13 +356,13 @@ def _border_kernel(
     if source.wish.is_filtered:
         num_groups = tl.cdiv(sizes.vocab, 2 * PAIRS)
         first, group = row * num_groups, tl.arange(0, group_lanes)
-        peaks = tl.load(found.peaks + first + group, mask=group < num_groups, other=LOWEST)
-        masses = tl.load(found.masses + first + group, mask=group < num_groups, other=0.0)
+        peaks = tl.load(partials.peaks + first + group, mask=group < num_groups, other=LOWEST)
+        masses = tl.load(partials.masses + first + group, mask=group < num_groups, other=0.0)
         bounds = bounds_of(peaks, masses, source, sizes)
         memory = Memory(
-            peaks=found.peaks + first,
+            peaks=partials.peaks + first,
             near=near_at + row * (2 * listed),
-            notes=found.notes + row * NOTES,
+            notes=partials.notes + row * NOTES,
         )
         low, high = bounds.low, bounds.high
         if high > KEY_OF_NOTHING:
@@ -376,7 +383,7 @@ def _border_kernel(
 @triton.jit
 def _rows_kernel(
     inputs,
-    found,
+    partials,
     best,
     num_tiles: tl.constexpr,
     tile_lanes: tl.constexpr,
@@ -392,41 +399,41 @@ def _rows_kernel(
     One of a row's programs joins the tiles, the last to arrive where all have something to do.
     """
     share, row = tl.program_id(0), tl.program_id(1)
-    found, wish = row_of(found, row, num_tiles, width, sizes), wish_of(inputs, row, sizes)
+    partials, wish = row_of(partials, row, num_tiles, width, sizes), wish_of(inputs, row, sizes)
     sharpness = 1.0 if tau is None else sharpness_of(wish.temperature, tau)
     is_last = share == 0
     if wish.is_filtered:
         support = Support(
-            border=tl.load(found.notes),
-            limit=tl.load(found.notes + 1),
-            highest=score_of(tl.load(found.notes + 2)),
+            border=tl.load(partials.notes),
+            limit=tl.load(partials.notes + 1),
+            highest=score_of(tl.load(partials.notes + 2)),
             smallest=tl.load(inputs.min_p + wish.request),
         )
         source = Source(inputs, row, wish)
         first = key_of(support.highest - 3)  # the first token stays, and no noise lies below -3
         for tile in range(share, num_tiles, tl.num_programs(0)):
             key = choose_in_tile(
-                *(tile, first, support, source, sharpness, found),
+                *(tile, first, support, source, sharpness, partials),
                 *(groups, sizes, width, tau, is_scored),
             )
             first = tl.maximum(first, key)
         tl.debug_barrier()  # all of this program's words are in memory
-        arrived = tl.atomic_add(found.notes + 6, 1, sem="acq_rel")
+        arrived = tl.atomic_add(partials.notes + 6, 1, sem="acq_rel")
         is_last = arrived == tl.num_programs(0) - 1
     if is_last:
         place = tl.arange(0, tile_lanes)
-        bad = tl.load(found.bad + place, mask=place < num_tiles, other=0)
+        bad = tl.load(partials.bad + place, mask=place < num_tiles, other=0)
         tl.store(best.is_finite + row, tl.max(bad) == 0)
         inside = place < num_tiles * width
         # Volatile, past the cache of the multiprocessor: other programs have written them.
-        keys = tl.load(found.winners + place, mask=inside, other=LOWEST, volatile=True)
-        ids = tl.load(found.winner_ids + place, mask=inside, other=HIGHEST, volatile=True)
+        keys = tl.load(partials.winners + place, mask=inside, other=LOWEST, volatile=True)
+        ids = tl.load(partials.winner_ids + place, mask=inside, other=HIGHEST, volatile=True)
         highest, norm = score_of(tl.max(keys)), 0.0
         if tau is not None:
             group = tl.arange(0, group_lanes)
             inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
-            peaks = tl.load(found.peaks + group, mask=inside, other=LOWEST, volatile=True)
-            masses = tl.load(found.masses + group, mask=inside, other=0.0, volatile=True)
+            peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST, volatile=True)
+            masses = tl.load(partials.masses + group, mask=inside, other=0.0, volatile=True)
             norm = log(total_of(peaks, masses, highest, sharpness))
         at = row * width
         key, winner = first_token(keys, ids)

@@ -242,19 +242,21 @@ def _limit(
 ):
     """The id from which tokens at the border do not stay, for want of room."""
     most, weight = bounds.most, bounds.weight
-    own = weight_of(score_of(border), bounds.highest, 1.0)
+    border_weight = weight_of(score_of(border), bounds.highest, 1.0)
     count, above, ties = _tally(
         border, sizes.vocab, known, bounds, source, memory, at_once, listed, sizes
     )
     low, high = tl.full((), 0, tl.int32), tl.full((), sizes.vocab, tl.int32)
-    has_room = (count <= most - ties) & (above + (ties - 1).to(tl.float32) * own < weight)
+    has_room = (count <= most - ties) & (above + (ties - 1).to(tl.float32) * border_weight < weight)
     low = tl.where(has_room, high, low)
     while low < high:
         middle = (low + high) >> 1
         count, above, earlier = _tally(
             border, middle, known, bounds, source, memory, at_once, listed, sizes
         )
-        has_room = (count <= most - 1 - earlier) & (above + earlier.to(tl.float32) * own < weight)
+        has_room = (count <= most - 1 - earlier) & (
+            above + earlier.to(tl.float32) * border_weight < weight
+        )
         low = tl.where(has_room, middle + 1, low)
         high = tl.where(has_room, high, middle)
     return low

@@ -18,16 +18,16 @@ def rank_weights(
     calibration: Float[Tensor, "B S_max"],
 ) -> Float[Tensor, "B N"]:
     """As `shared.spec.verify_rows.rank_weights`."""
-    (B, N), found = parents.shape, torch.empty_like(weights)
+    (B, N), least = parents.shape, torch.empty_like(weights)
     _rank_weights_kernel[(B,)](
         *(x.contiguous() for x in (parents, weights, calibration)),
-        found,
+        least,
         nodes=N,
         depths=calibration.shape[1],
         lanes=triton.next_power_of_2(N),
         num_warps=1,
     )
-    return found
+    return least
 
 
 @triton.jit
@@ -35,29 +35,29 @@ def _rank_weights_kernel(
     parents_at,
     weights_at,
     calibration_at,
-    found_at,
+    least_at,
     nodes: tl.constexpr,
     depths: tl.constexpr,
     lanes: tl.constexpr,
 ):
     """One program per request, whose nodes are its lanes; each climbs to the root twice."""
     request, node = tl.program_id(0), tl.arange(0, lanes)
-    own = tl.where(node < nodes, node, 0)
-    above, depth, steps = own, own * 0, 0
+    start_node = tl.where(node < nodes, node, 0)
+    above, depth, steps = start_node, start_node * 0, 0
     while (tl.max(above) > 0) & (steps < nodes):
         depth += (above > 0).to(tl.int32)
         above = tl.load(parents_at + request * nodes + above, mask=above > 0, other=0)
         steps += 1
-    above, found = own, own * 0.0
+    above, least = start_node, start_node * 0.0
     while tl.max(depth) > 0:
         is_on = depth > 0
         weight = tl.load(weights_at + request * nodes + above, mask=is_on, other=0.0)
         weight += tl.load(calibration_at + request * depths + depth - 1, mask=is_on, other=0.0)
         weight = tl.where(weight > float("-inf"), weight, float("-inf"))
-        found = tl.where(is_on & (weight < found), weight, found)
+        least = tl.where(is_on & (weight < least), weight, least)
         above = tl.load(parents_at + request * nodes + above, mask=is_on, other=0)
         depth -= 1
-    tl.store(found_at + request * nodes + node, found, mask=node < nodes)
+    tl.store(least_at + request * nodes + node, least, mask=node < nodes)
 
 
 def share(

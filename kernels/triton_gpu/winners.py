@@ -23,7 +23,7 @@ from kernels.triton_gpu.scores import (
 from kernels.triton_gpu.support import NOTES
 
 
-class Found(NamedTuple):
+class Partials(NamedTuple):
     """What the kernels find of each row.
 
     Attributes:
@@ -67,25 +67,25 @@ class Support(NamedTuple):
 
 
 @triton.jit
-def row_of(found, row, num_tiles, width: tl.constexpr, sizes: tl.constexpr):
-    """What is found of one row."""
+def row_of(partials, row, num_tiles, width: tl.constexpr, sizes: tl.constexpr):
+    """The partial results of one row."""
     first_group = row * tl.cdiv(sizes.vocab, 2 * PAIRS)
     first = row * num_tiles * width
-    return Found(
-        peaks=found.peaks + first_group,
-        masses=found.masses + first_group,
-        winners=found.winners + first,
-        winner_ids=found.winner_ids + first,
-        bad=found.bad + row * num_tiles,
-        notes=found.notes + row * NOTES,
-        scores=found.scores + row.to(tl.int64) * sizes.target_vocab,
+    return Partials(
+        peaks=partials.peaks + first_group,
+        masses=partials.masses + first_group,
+        winners=partials.winners + first,
+        winner_ids=partials.winner_ids + first,
+        bad=partials.bad + row * num_tiles,
+        notes=partials.notes + row * NOTES,
+        scores=partials.scores + row.to(tl.int64) * sizes.target_vocab,
     )
 
 
 @triton.jit
-def store_scores(found, x, ids, inputs, sizes: tl.constexpr):
+def store_scores(partials, x, ids, inputs, sizes: tl.constexpr):
     """Stores processed scores of a row in the places of the target's tokens."""
-    tl.store(found.scores + tokens_of(ids, inputs, sizes), x, mask=ids < sizes.vocab)
+    tl.store(partials.scores + tokens_of(ids, inputs, sizes), x, mask=ids < sizes.vocab)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def choose_in_tile(
     support,
     source,
     sharpness,
-    found,
+    partials,
     groups: tl.constexpr,
     sizes: tl.constexpr,
     width: tl.constexpr,
@@ -110,7 +110,7 @@ def choose_in_tile(
       support: Of the row.
       source: Of the scores.
       sharpness: Of the weights.
-      found: Of the row; what groups hold and the best tokens of tiles, to be replaced.
+      partials: Of the row; what groups hold and the best tokens of tiles, to be replaced.
       is_scored: The scores of the support are stored, without noise.
 
     Returns:
@@ -119,7 +119,7 @@ def choose_in_tile(
     inputs, border, highest = source.inputs, support.border, support.highest
     group = tile * groups + tl.arange(0, groups)
     inside = group < tl.cdiv(sizes.vocab, 2 * PAIRS)
-    peaks = tl.load(found.peaks + group, mask=inside, other=LOWEST)
+    peaks = tl.load(partials.peaks + group, mask=inside, other=LOWEST)
     may_stay = (peaks >= border) & (weight_of(score_of(peaks), highest, 1.0) >= support.smallest)
     pairs, ids = ids_of(group)
     keys = tl.full((groups, PAIRS, 2), LOWEST, tl.int32)
@@ -127,8 +127,8 @@ def choose_in_tile(
     # Where fewer stay than are asked for, the excluded tokens of the first tile follow.
     if (tl.max(may_stay.to(tl.int32)) > 0) | ((width > 1) & (tile == 0)):
         raw, x = scores_of(ids, inputs, source.row, source.wish, sizes)
-        own = key_of(x)
-        stays = (own > border) | ((own == border) & (ids < support.limit))
+        token_keys = key_of(x)
+        stays = (token_keys > border) | ((token_keys == border) & (ids < support.limit))
         if support.smallest > 0:
             stays &= weight_of(x, highest, 1.0) >= support.smallest
         x = tl.where(stays, x, -float("inf"))
@@ -139,18 +139,18 @@ def choose_in_tile(
         if may_win:
             keys = tl.where(ids < sizes.vocab, key_of(x + noise_of_words(words)), LOWEST)
     if is_scored:
-        store_scores(found, x, ids, inputs, sizes)
+        store_scores(partials, x, ids, inputs, sizes)
     if tau is not None:
         tl.debug_barrier()  # the keys of groups have been read
-        places = found.peaks + group, found.masses + group, inside
+        places = partials.peaks + group, partials.masses + group, inside
         store_groups(*places, score_of(keys), keys, sharpness)
-    return store_first(found, tile, keys, ids, width)
+    return store_first(partials, tile, keys, ids, width)
 
 
 @triton.jit
-def store_first(found, tile, keys, ids, width: tl.constexpr):
+def store_first(partials, tile, keys, ids, width: tl.constexpr):
     """Stores the best tokens of a tile of a row; gives the first one's key."""
-    keys_at, ids_at = found.winners + tile * width, found.winner_ids + tile * width
+    keys_at, ids_at = partials.winners + tile * width, partials.winner_ids + tile * width
     first, winner = first_token(keys, ids)
     tl.store(keys_at, first)
     tl.store(ids_at, winner)
