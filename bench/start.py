@@ -19,7 +19,7 @@ from bench.machine import versions
 from shared.boundary.backend import Limits
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse
-from shared.process import launch
+from shared.process import engines, launch
 from tests.support.started import made_programs, serve_all
 
 
@@ -53,7 +53,7 @@ def measure(framework: str, flags: list[str], requests: int) -> dict:
     programs = backend.limits.programs
     backend.prepare(programs, lambda program: None)
     ready = time.perf_counter()
-    engine, made = launch.make_engine(backend, start.memory), made_programs(backend)
+    engine, made = engines.make_engine(backend, start.memory), made_programs(backend)
     outcomes = serve_all(engine, mixed_requests(requests, backend.limits))
     served = time.perf_counter()
     line = {

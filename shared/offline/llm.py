@@ -21,7 +21,7 @@ from shared.options.flags import ConfigError, spelling
 from shared.options.observing import ObservingOptions
 from shared.options.options import parse
 from shared.options.server import ServerOptions
-from shared.process import heap, launch
+from shared.process import engines, heap, launch
 from shared.process.address import Listeners
 from shared.process.notes import start_notes
 from shared.server.choice import Choice, Speculation, StopFinder
@@ -144,8 +144,8 @@ class LLM:
         for note in start_notes(start.memory, start.plain, start.defaults):
             console.print(note)
         backend = launch.ready(start, self.PLATFORM, console)
-        engine = launch.make_engine(backend, start.memory)
-        served = launch.with_checks(engine, backend, self._options.engine.shadow_check)
+        engine = engines.make_engine(backend, start.memory)
+        served = engines.with_checks(engine, backend, self._options.engine.shadow_check)
         self._facts = launch.facts_of(start, self._options.server, Listeners([], []))
         self.tokenizer = Tokenizer.from_folder(self._facts.model_folder)
         end = self.tokenizer.end_id if self.tokenizer else None

@@ -6,7 +6,7 @@ Whatever the user can put right ends the start with exit code 2 and one sentence
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,18 +33,7 @@ from shared.drafts.checkpoint import (
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.drafts.tokenizer import check_same_tokenizer
-from shared.engine.adaptive.choice import BestValue
-from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.adaptive.tiers import Shapes
-from shared.engine.adaptive.trace import Trace
 from shared.engine.checks import RequestLimits
-from shared.engine.constrained import GrammarController
-from shared.engine.controller import Controller, StaticController
-from shared.engine.engine import Engine
-from shared.engine.ngram.adaptive import AdaptiveNgramController
-from shared.engine.ngram.controller import NgramController
-from shared.engine.ngram.index import NgramIndex
-from shared.engine.shadow import ShadowCheck
 from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig, read_json
 from shared.models.dummy import DummyCheckpoint, Stored
@@ -59,13 +48,12 @@ from shared.process import descriptors, heap, loop
 from shared.process.address import Listeners, admin_host, host_names, open_listeners
 from shared.process.caching import cache_policy
 from shared.process.device import Device
+from shared.process.engines import index_of, make_engine, with_checks
 from shared.process.frames import ModelFacts
 from shared.process.grammars import Grammars
-from shared.process.logs import log
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.notes import print_plan, start_notes, step_notes
-from shared.process.profiling import step_seconds
-from shared.process.programs import ProgramCosts, draft_shape
+from shared.process.programs import ProgramCosts
 from shared.process.progress import loading_bar, preparing_bar
 from shared.process.watchdog import NamedSteps, Watchdog
 from shared.text.tokenizer import Tokenizer
@@ -317,85 +305,6 @@ def _with_candidates(options: Options) -> Options:
     """With the draft shapes that a file names."""
     path = options.adaptive.speculative_adaptive_config
     return replace(options, candidates=read_candidates(path)) if path else options
-
-
-def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
-    """The engine of a backend that was made by a memory plan."""
-    options = memory.options
-    return Engine(
-        backend,
-        make_controller(backend, options),
-        overlap=options.engine.overlap_depth,
-        chunked_prefill_size=options.engine.chunked_prefill_size or 0,
-        cache=cache_policy(memory),
-    )
-
-
-def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowCheck:
-    """The engine, of whose texts a share is checked."""
-    if not rate:
-        return engine
-    return ShadowCheck(
-        engine, backend, rate=rate, report=lambda divergence: log.error(str(divergence))
-    )
-
-
-def index_of(controller: Controller) -> NgramIndex | None:
-    """What drafts from text that was seen; None where nothing does."""
-    if isinstance(controller, NgramController | AdaptiveNgramController | GrammarController):
-        return controller.index
-    return None
-
-
-def make_controller(backend: Backend, options: Options) -> Controller:
-    """What chooses how requests decode; what it has to compile or to measure is done."""
-    controller = _controller_of_drafts(backend, options)
-    if not options.engine.has_grammars:
-        return controller
-    return GrammarController(backend.limits, controller, index_of(controller))
-
-
-def _controller_of_drafts(backend: Backend, options: Options) -> Controller:
-    shape, limits = draft_shape(options, 1), backend.limits
-    table: dict[int, list[float]] = {}
-    if options.adaptive.speculative_adaptive:
-        table = step_seconds(
-            backend,
-            host_draft=options.speculative.drafts_on_host,
-            overlap=options.engine.overlap_depth,
-            chunked_prefill_size=options.engine.chunked_prefill_size or 0,
-        )
-        if not options.speculative.drafts_on_host:
-            trace = _trace(options, Shapes.of(limits, host_draft=False).tiers, table)
-            return AdaptiveController(limits, BestValue(), table, trace)
-    if not options.speculative.drafts_on_host:
-        return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
-    index = NgramIndex(
-        options.ngram,
-        nodes=shape.nodes,
-        depth=shape.depth,
-        vocab=limits.vocab,
-        chain=limits.accept_rule != "match",
-    )
-    index.warm_up()
-    if options.adaptive.speculative_adaptive:
-        tiers = (*Shapes.of(limits, host_draft=True).tiers, "asleep")
-        return AdaptiveNgramController(limits, index, table, trace=_trace(options, tiers, table))
-    return NgramController(limits, index)
-
-
-def _trace(
-    options: Options, tiers: Sequence[object], table: Mapping[int, Sequence[float]]
-) -> Trace | None:
-    path = options.adaptive.speculative_adaptive_trace
-    if path is None:
-        return None
-    try:
-        return Trace(Path(path), tiers, table)
-    except OSError as error:
-        raise ConfigError(
-            f"--speculative-adaptive-trace {path} cannot be written: {error.strerror}"
-        ) from error
 
 
 def facts_of(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFacts:

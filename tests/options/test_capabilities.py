@@ -26,7 +26,7 @@ from shared.options.options import (
 )
 from shared.options.rules import RULES, refusals
 from shared.options.setup import Setup
-from shared.process import launch
+from shared.process import engines, launch
 from shared.process.device import Device
 from tests.support import reference_serve
 from tests.support.driving import Outcome, drive
@@ -67,7 +67,7 @@ class House:
     def parity(self, line: list[str]) -> dict[str, float]:
         """What the start's checks say of `requests`."""
         engine, backend = self._started(line)
-        checked = launch.with_checks(engine, backend, parse(line).engine.shadow_check)
+        checked = engines.with_checks(engine, backend, parse(line).engine.shadow_check)
         try:
             for request in requests(backend.limits.vocab):
                 checked.add(request)
@@ -85,7 +85,7 @@ class House:
         start = launch.prepare(parse(line), platform)
         backend = start.load(platform, lambda num_bytes: None)
         backend.prepare(backend.limits.programs, lambda program: None)
-        return launch.make_engine(backend, start.memory), backend
+        return engines.make_engine(backend, start.memory), backend
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse
-from shared.process import launch
+from shared.process import engines, launch
 from shared.process.device import Device
 from tests.support import reference_serve
 from tests.support.driving import drive
@@ -61,7 +61,7 @@ def texts(backend: str, line: list[str]) -> list[list[int]]:
     made = start.load(platform, read.append)
     assert sum(read) == start.num_bytes
     made.prepare(made.limits.programs, lambda program: None)
-    engine = launch.make_engine(made, start.memory)
+    engine = engines.make_engine(made, start.memory)
     sampling = SamplingParams(temperature=0.0, max_tokens=12)
     asked = [
         Request(request_id=number, prompt=prompt, sampling=sampling)

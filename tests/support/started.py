@@ -13,7 +13,7 @@ from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan, Work
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
 from shared.options.options import parse
-from shared.process import heap, launch
+from shared.process import engines, heap, launch
 from shared.process.memory_plan import MemoryPlan
 
 WARM_UP_TOKENS = 4
@@ -191,7 +191,7 @@ def started(
     backend.prepare(limits.programs, lambda program: None)
     clock.append(time.perf_counter())
     last = LastStep(backend)
-    engine = launch.make_engine(last, memory)
+    engine = engines.make_engine(last, memory)
     _warm_up(engine, limits)
     heap.settle()
     return Served(

@@ -1,0 +1,104 @@
+"""The engine of a start: what chooses how requests decode, and what checks its texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shared.boundary.backend import Backend
+from shared.engine.adaptive.choice import BestValue
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.tiers import Shapes
+from shared.engine.adaptive.trace import Trace
+from shared.engine.constrained import GrammarController
+from shared.engine.controller import Controller, StaticController
+from shared.engine.engine import Engine
+from shared.engine.ngram.adaptive import AdaptiveNgramController
+from shared.engine.ngram.controller import NgramController
+from shared.engine.ngram.index import NgramIndex
+from shared.engine.shadow import ShadowCheck
+from shared.options.options import ConfigError, Options
+from shared.process.caching import cache_policy
+from shared.process.logs import log
+from shared.process.memory_plan import MemoryPlan
+from shared.process.profiling import step_seconds
+from shared.process.programs import draft_shape
+
+
+def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
+    """The engine of a backend that was made by a memory plan."""
+    options = memory.options
+    return Engine(
+        backend,
+        make_controller(backend, options),
+        overlap=options.engine.overlap_depth,
+        chunked_prefill_size=options.engine.chunked_prefill_size or 0,
+        cache=cache_policy(memory),
+    )
+
+
+def with_checks(engine: Engine, backend: Backend, rate: float) -> Engine | ShadowCheck:
+    """The engine, of whose texts a share is checked."""
+    if not rate:
+        return engine
+    return ShadowCheck(
+        engine, backend, rate=rate, report=lambda divergence: log.error(str(divergence))
+    )
+
+
+def index_of(controller: Controller) -> NgramIndex | None:
+    """What drafts from text that was seen; None where nothing does."""
+    if isinstance(controller, NgramController | AdaptiveNgramController | GrammarController):
+        return controller.index
+    return None
+
+
+def make_controller(backend: Backend, options: Options) -> Controller:
+    """What chooses how requests decode; what it has to compile or to measure is done."""
+    controller = _controller_of_drafts(backend, options)
+    if not options.engine.has_grammars:
+        return controller
+    return GrammarController(backend.limits, controller, index_of(controller))
+
+
+def _controller_of_drafts(backend: Backend, options: Options) -> Controller:
+    shape, limits = draft_shape(options, 1), backend.limits
+    table: dict[int, list[float]] = {}
+    if options.adaptive.speculative_adaptive:
+        table = step_seconds(
+            backend,
+            host_draft=options.speculative.drafts_on_host,
+            overlap=options.engine.overlap_depth,
+            chunked_prefill_size=options.engine.chunked_prefill_size or 0,
+        )
+        if not options.speculative.drafts_on_host:
+            trace = _trace(options, Shapes.of(limits, host_draft=False).tiers, table)
+            return AdaptiveController(limits, BestValue(), table, trace)
+    if not options.speculative.drafts_on_host:
+        return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    index = NgramIndex(
+        options.ngram,
+        nodes=shape.nodes,
+        depth=shape.depth,
+        vocab=limits.vocab,
+        chain=limits.accept_rule != "match",
+    )
+    index.warm_up()
+    if options.adaptive.speculative_adaptive:
+        tiers = (*Shapes.of(limits, host_draft=True).tiers, "asleep")
+        return AdaptiveNgramController(limits, index, table, trace=_trace(options, tiers, table))
+    return NgramController(limits, index)
+
+
+def _trace(
+    options: Options, tiers: Sequence[object], table: Mapping[int, Sequence[float]]
+) -> Trace | None:
+    path = options.adaptive.speculative_adaptive_trace
+    if path is None:
+        return None
+    try:
+        return Trace(Path(path), tiers, table)
+    except OSError as error:
+        raise ConfigError(
+            f"--speculative-adaptive-trace {path} cannot be written: {error.strerror}"
+        ) from error
