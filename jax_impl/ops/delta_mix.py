@@ -173,8 +173,8 @@ def plain_verify(
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
-    out, own = mix_tree(inputs, weights.alone(layer), sizes, *held, *where)
-    parts = zip(room.kept, own, strict=True)
+    out, kept_nodes = mix_tree(inputs, weights.alone(layer), sizes, *held, *where)
+    parts = zip(room.kept, kept_nodes, strict=True)
     return out, states, room._replace(kept=Kept(*(x.at[layer].set(y[0]) for x, y in parts)))
 
 

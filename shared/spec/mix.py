@@ -98,16 +98,16 @@ def reach(rows: Rows, row_starts: Int[np.ndarray, " B1"]) -> Int[np.ndarray, "B 
     row is written, and where the last is and one more: where nothing is written, nothing is
     between those two. Those of a request without rows mean nothing.
     """
-    found = np.zeros((len(row_starts) - 1, BOUNDS), np.int32)
+    bounds = np.zeros((len(row_starts) - 1, BOUNDS), np.int32)
     for request, (start, stop) in enumerate(pairwise(row_starts)):
         if start < stop:
-            own = slice(start, stop)
-            first, until = rows.first[own], rows.until[own]
+            span = slice(start, stop)
+            first, until = rows.first[span], rows.until[span]
             low = min(first.min(), until.min())
-            places = rows.places[own][rows.is_real[own]]
+            places = rows.places[span][rows.is_real[span]]
             written = (places.min(), places.max() + 1) if len(places) else (low, 0)
-            found[request] = (low, first.min(), until.max(), *written)
-    return found
+            bounds[request] = (low, first.min(), until.max(), *written)
+    return bounds
 
 
 def mix_keys(

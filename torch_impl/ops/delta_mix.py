@@ -169,8 +169,8 @@ def plain_verify(
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
-    out, own = mix_tree(inputs, weights, sizes, *held, *where)
-    for memory, new in zip(_arrays_of(room.kept), _arrays_of(own), strict=True):
+    out, kept_nodes = mix_tree(inputs, weights, sizes, *held, *where)
+    for memory, new in zip(_arrays_of(room.kept), _arrays_of(kept_nodes), strict=True):
         memory[layer] = new[0]
     return out
 
