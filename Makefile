@@ -81,11 +81,11 @@ gpu: venv
 
 # The cases of OP on both sides, beside their bytes limit; ARGS="--out FILE" keeps them.
 bench: venv
-	$(RUN) -m bench.op $(OP) $(ARGS)
+	$(RUN) -m bench.kernels.op $(OP) $(ARGS)
 
 # Every Pallas kernel and whole decode steps, compiled for an H200 on a machine without a GPU.
 aot: $(if $(TANDEM_AOT_PYTHON),,.venv-aot/.ready)
-	$(or $(TANDEM_AOT_PYTHON),.venv-aot/bin/python) -m bench.aot $(ARGS)
+	$(or $(TANDEM_AOT_PYTHON),.venv-aot/bin/python) -m bench.kernels.aot $(ARGS)
 
 .venv-aot/.ready: pyproject.toml
 	$(AOT_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "AOT_PYTHON must be 3.12 or newer")'

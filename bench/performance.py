@@ -1,4 +1,4 @@
-"""`docs/performance.md`: what `bench.offline` found, as tables.
+"""`docs/performance.md`: what `bench.steps.offline` found, as tables.
 
 python -m bench.performance > docs/performance.md
 python -m bench.performance --readme
@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.accuracy_table import MISSING, insert, markdown
+from bench.quality.accuracy_table import MISSING, insert, markdown
 from tests.support.op_sides import SIDES
 
 RESULTS = Path(__file__).parent / "results"
@@ -70,7 +70,7 @@ class Found:
     """What was measured, file by file.
 
     Attributes:
-      offline: As `bench.offline` writes them, of prompts of one length.
+      offline: As `bench.steps.offline` writes them, of prompts of one length.
       long: The same of longer prompts.
       prefill, hits, adaptive, host: As the bench of the name writes them.
       fused: Of steps in one program and in three.
@@ -288,7 +288,7 @@ def _fused(lines: Sequence[Line]) -> Iterator[list[str]]:
 
 
 def _changing(files: Sequence[File]) -> list[str]:
-    """What `bench.adaptive` and `bench.adaptive_texts` found: a line for each start and work."""
+    """What `adaptive` and `adaptive_texts` of `bench.choice` found: a line a start and work."""
     head = ["drafts", "model", "backend", "device", "work", "of the best", "worst"]
     head += ["of off", "worst", "greedy", "probe", "file"]
     cells = [
@@ -319,7 +319,7 @@ def _shares(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def _host(files: Sequence[File]) -> list[str]:
-    """What `bench.host` found, file by file."""
+    """What `bench.choice.host` found, file by file."""
     parts = []
     for file in files:
         head = ["controller", "cache", "rows", "host, us", "device, ms", "share"]

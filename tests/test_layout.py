@@ -124,7 +124,7 @@ def imported(path: Path) -> set[str]:
 LATE_IMPORTS = {
     Path("torch_impl/compiling.py"): "it is imported where Triton is not installed",
     Path("torch_impl/ops/__init__.py"): "it alone decides by the machine what is imported",
-    Path("bench/measuring.py"): "a side that is not asked for need not be installed",
+    Path("bench/quality/measuring.py"): "a side that is not asked for need not be installed",
 }
 
 
@@ -161,6 +161,17 @@ def test_what_tests_share_knows_no_bench():
         and any(name.split(".")[0] == "bench" for name in imported(ROOT / "tests" / path))
     }
     assert not found
+
+
+def test_the_page_on_benches_names_every_program():
+    page = (ROOT / "bench" / "README.md").read_text(encoding="utf-8")
+    programs = {
+        ".".join(path.with_suffix("").parts).removesuffix(".__main__")
+        for path in (Path("bench") / path for path in modules("bench"))
+        if '__name__ == "__main__"' in (ROOT / path).read_text(encoding="utf-8")
+    }
+    by_name = {name.replace("serving.run", "serving") for name in programs}
+    assert set(re.findall(r"^\| `([\w.]+)` \|", page, re.M)) == by_name - {"bench.performance"}
 
 
 def test_a_file_tells_one_story():

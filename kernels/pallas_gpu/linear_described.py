@@ -193,7 +193,7 @@ def _multiprocessors():
 
 
 def _described_gpu():
-    """The GPU that a program is traced for where there is none, as `bench.aot` does."""
+    """The GPU that a program is traced for where there is none, as `bench.kernels.aot` does."""
     return jax.sharding.get_abstract_mesh().abstract_device
 
 

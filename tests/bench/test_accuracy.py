@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bench import accuracy, accuracy_table, measuring, spec_matrix
-from bench.drafting import Draft, folders_beside
-from bench.measuring import Measurement, verdict
-from bench.options import Settings
-from bench.scoring import Texts, text_hash
+from bench.ground.drafting import Draft, folders_beside
+from bench.ground.options import Settings
+from bench.quality import accuracy, accuracy_table, measuring, spec_matrix
+from bench.quality.measuring import Measurement, verdict
+from bench.quality.scoring import Texts, text_hash
 from models.demo.data import answer_of
 from models.demo.data import main as write_data
 from shared.boundary.backend import Work
@@ -177,7 +177,7 @@ def test_a_run_in_which_every_drafter_was_refused_is_no_success(capsys):
 
 def test_the_table_of_files_lands_between_the_markers_of_a_document(measurement, tmp_path, capsys):
     file, document = tmp_path / "found.json", tmp_path / "README.md"
-    file.write_text(json.dumps(measurement.to_json("bench.accuracy")))
+    file.write_text(json.dumps(measurement.to_json("bench.quality.accuracy")))
     document.write_text("above\n<!-- accuracy -->\nold\n<!-- /accuracy -->\nbelow\n")
     for _ in range(2):  # a second time changes nothing
         assert accuracy.show([file], document) == 0
@@ -206,7 +206,7 @@ def test_the_table_of_cells_has_acceptance_by_position_and_the_text_of_each(meas
 
 
 def test_the_matrix_is_shown(measurement, capsys):
-    tables = spec_matrix.show([measurement.to_json("bench.spec_matrix")])
+    tables = spec_matrix.show([measurement.to_json("bench.quality.spec_matrix")])
     assert capsys.readouterr().out == f"{tables}\n"
     assert tables.endswith(f"{accuracy_table.render_cells(measurement.rows)}\n")
 
@@ -219,7 +219,7 @@ def table_row(backend: str, batch: int, algorithm: str, **changes) -> dict:
 
 
 def table_file(*rows: dict) -> dict:
-    file = {"command": "python -m bench.accuracy", "model": "target", "dtype": "float32"}
+    file = {"command": "python -m bench.quality.accuracy", "model": "target", "dtype": "float32"}
     return file | {"rows": list(rows), "refusals": [], "tokens": 1, "excused": 0, "wrong": 0}
 
 

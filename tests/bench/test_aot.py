@@ -1,4 +1,4 @@
-"""What `bench.aot` reads and finds wrong; it compiles in an environment that tests do not have."""
+"""What `bench.kernels.aot` reads and finds wrong; it compiles where no test of CI does."""
 
 import re
 from itertools import pairwise
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import aot
-from bench.aot import KERNELS, STEPS, Report, Step, cases_of, line_of
-from bench.compiled import (
+from bench.ground.drafting import Draft
+from bench.ground.session import folders_of
+from bench.kernels import aot
+from bench.kernels.aot import KERNELS, STEPS, Report, Step, cases_of, line_of
+from bench.kernels.compiled import (
     MOST_SHARED_BYTES,
     Kernel,
     Thunk,
@@ -23,9 +25,7 @@ from bench.compiled import (
     read_ptxas,
     read_thunks,
 )
-from bench.drafting import Draft
-from bench.known_spills import EXCUSES
-from bench.session import folders_of
+from bench.kernels.known_spills import EXCUSES
 
 PTXAS = """\
 ptxas info    : 0 bytes gmem

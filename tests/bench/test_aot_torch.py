@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 def read(*options: str) -> subprocess.CompletedProcess:
     """Runs the bench in a process of its own: this one may interpret Triton."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "bench.aot_torch", *options]
+    command = [sys.executable, "-m", "bench.kernels.aot_torch", *options]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
 
 

@@ -8,7 +8,7 @@ import jinja2
 import pytest
 import yaml
 
-from bench import harness
+from bench.quality import harness
 from models.demo.data import KINDS
 from shared.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from bench import logit_bits
+from bench.quality import logit_bits
 
 
 def test_the_sum_of_a_rows_bits_is_one_in_both_frameworks_and_every_bit_counts():

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import compare, offline
-from bench.drafting import Draft
-from bench.offline import Report, compared, kernels_of, with_lot
-from bench.session import Round, folders_of
-from bench.step_bytes import step_bytes
+from bench.ground.drafting import Draft
+from bench.ground.session import Round, folders_of
+from bench.ground.step_bytes import step_bytes
+from bench.steps import compare, offline
+from bench.steps.offline import Report, compared, kernels_of, with_lot
 from shared.boundary.backend import Blueprint
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
@@ -296,7 +296,7 @@ class Nowhere:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Nowhere())
-import bench.compare, bench.offline, torch_impl.serve, jax_impl.serve
+import bench.steps.compare, bench.steps.offline, torch_impl.serve, jax_impl.serve
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 

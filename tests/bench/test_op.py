@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import op
+from bench.kernels import op
 from kernels.tiles import MEASURED, Tiles
 from tests.support.kernels import bind_kernels
 from tests.support.op_case import TOLERANCE, OpCase, table, tables

@@ -10,7 +10,7 @@ PAGE, README = ROOT / "docs" / "performance.md", ROOT / "README.md"
 
 
 def line(backend: str, ms: float, **other: Any) -> dict[str, Any]:
-    """A line as `bench.offline` writes it."""
+    """A line as `bench.steps.offline` writes it."""
     usual = {
         "drafts": "none",
         "batch": 8,
@@ -33,7 +33,7 @@ def line(backend: str, ms: float, **other: Any) -> dict[str, Any]:
 
 def file(*lines: dict[str, Any]) -> dict[str, Any]:
     return {
-        "command": "python -m bench.offline --model bench/shapes/qwen3-8b",
+        "command": "python -m bench.steps.offline --model bench/shapes/qwen3-8b",
         "sides": {"torch": {"device": "NVIDIA H200"}},
         "lines": list(lines),
     }
@@ -124,7 +124,7 @@ def test_changing_work_has_a_line_for_each_drafter_and_work() -> None:
     start = {"drafts": "NEXTN", "backend": "jax", "device": "NVIDIA H200", "imposed": lines}
     plain = [{**each, "tokens_per_s": {"off": 100.0, "adaptive": 196.0}} for each in lines]
     alone = {"drafts": "NGRAM", "backend": "torch", "device": None, "lines": plain}
-    command = "python -m bench.adaptive --model models/demo/target"
+    command = "python -m bench.choice.adaptive --model models/demo/target"
     changing = {"command": command, "file": "adaptive_x.json", "starts": [start, alone]}
     page = performance.render(performance.Found(offline=[], adaptive=[changing]))
     shares = "0.980 | 0.970 | 1.960 | 1.400"
@@ -138,7 +138,7 @@ def test_changing_work_has_a_line_for_each_drafter_and_work() -> None:
 def test_the_hosts_part_of_a_step_stands_beside_the_device() -> None:
     line = {"controller": "adaptive", "cache": "on", "rows": 32, "host_us": 412.3}
     line |= {"device_ms": 6.0, "share": 0.0687}
-    host = {"command": "python -m bench.host", "python": "3.12.1", "lines": [line]}
+    host = {"command": "python -m bench.choice.host", "python": "3.12.1", "lines": [line]}
     page = performance.render(performance.Found(offline=[], host=[host]))
     assert "| adaptive | on | 32 | 412 | 6.0 | 6.9% |" in page
     assert "Work that changes" not in page

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from bench import prefill
+from bench.steps import prefill
 
 DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
 
@@ -14,7 +14,7 @@ def test_a_prompt_is_timed_and_an_answer_that_differs_ends_the_bench_with_1(
     out = tmp_path / "found.json"
     words = ["--model", str(DEMO), "--load-format", "auto", "--backend", "torch", "--rounds", "1"]
     words += ["--prompt", "64", "100", "--output", "4", "--out", str(out)]
-    monkeypatch.setattr("sys.argv", ["bench.prefill", *words])
+    monkeypatch.setattr("sys.argv", ["bench.steps.prefill", *words])
     monkeypatch.setattr(prefill, "_launches", lambda backend, on_gpu: [[], ["--overlap", "0"]])
     asked, ask = [], prefill.ask
 

@@ -12,9 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bench import send_one, serving, serving_numbers, serving_page
-from bench.client import Client, Reply, Run, arrivals, run_load
-from bench.prompt_sets import COMPLETIONS, NAMES, Ask, RandomLengths, asks
+from bench.serving.client import Client, Reply, Run, arrivals, run_load
+from bench.serving.prompt_sets import COMPLETIONS, NAMES, Ask, RandomLengths, asks
+from bench.serving.run import numbers as serving_numbers
+from bench.serving.run import page as serving_page
+from bench.serving.run import run as serving
+from bench.serving.run import send_one
 from models.demo.data import KINDS
 from tests.support import http_fixtures
 from tests.support.http_fixtures import (

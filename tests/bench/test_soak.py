@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench import soak
-from bench.soak import Growth, Sample, judge, metrics
+from bench.serving.run import soak
+from bench.serving.soak import Growth, Sample, judge, metrics
 
 MINUTES = 10
 RNG = random.Random(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import verify
+from bench.quality import verify
 from shared.server.server_metrics import PREFIX
 from tests.support.http_fixtures import LIE, Server, save_tokenizer, serving
 from tests.support.tiny_models import write_tiny

@@ -1,4 +1,4 @@
-"""Cases of operations: one table an operation, which its tests and `bench/op.py` share.
+"""Cases of operations: one table an operation, which its tests and `bench/kernels/op.py` share.
 
 `tests/support/cases/NAME.py` has the `TABLE` of the operations of `ops/NAME.py`.
 """

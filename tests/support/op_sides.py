@@ -1,4 +1,4 @@
-"""How the two frameworks run and time an operation, for `bench/op.py`.
+"""How the two frameworks run and time an operation, for `bench/kernels/op.py`.
 
 Operations are called as the backends call them, so on a GPU they are the kernels that `ops` has
 bound. A framework is imported when its side is made.

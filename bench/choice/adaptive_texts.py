@@ -1,0 +1,118 @@
+"""The adaptive choice of NGRAM on what a model itself says, in simulated time of measured costs.
+
+    python -m bench.choice.adaptive_texts --model models/demo/target \
+        --costs bench/results/adaptive_h200_ngram_torch.json --out bench/results/FILE.json
+
+The tasks of `bench.choice.adaptive` are answered once by plain decoding, on this machine. Then the
+answers are written again in simulated time, at the costs that a start of NGRAM had in each report,
+with each tier, off and the adaptive choice. An index knows the texts of the phases before, so the
+phases are served in several orders, and summed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.choice.adaptive import lines_of, table_of, task_phases
+from bench.ground.machine import versions
+from shared.engine.adaptive.tiers import Tier
+from shared.engine.request import Request, SamplingParams
+from tests.support import started
+from tests.support.simulation.imposed import ASLEEP, Runs, merged, written_runs
+from tests.support.simulation.phases import Phase
+
+Line = dict[str, Any]
+Texts = dict[int, list[int]]
+
+
+def said(model: Path, phases: Sequence[Phase], most: int) -> tuple[list[Phase], Texts]:
+    """The phases with requests as long as their answers, and the answers by seed."""
+    requests = [request for phase in phases for request in phase.requests]
+    longest = max(len(request.prompt) for request in requests)
+    served = started.start(
+        "torch", ["--model-path", str(model), "--dtype", "float32"],
+        batch=max(phase.batch for phase in phases), context=-(-(longest + most) // 64) * 64,
+        radix_cache=False,
+    )  # fmt: skip
+    outcomes = started.serve_all(served.engine, requests)
+    served.engine.close()
+    texts = {
+        r.request_id + 1: outcome.tokens for r, outcome in zip(requests, outcomes, strict=True)
+    }
+
+    def again(request: Request) -> Request:
+        key = request.request_id + 1
+        sampling = SamplingParams(temperature=0.0, seed32=key, max_tokens=len(texts[key]))
+        return Request(request_id=key, prompt=request.prompt, sampling=sampling)
+
+    found = [
+        replace(phase, requests=[again(r) for r in phase.requests], goes_on=True)
+        for phase in phases
+    ]
+    return found, texts
+
+
+def in_orders(
+    seconds: dict[str, dict[str, float]], phases: Sequence[Phase], texts: Texts, orders: int
+) -> list[Line]:
+    """A line for each phase, over some orders of them."""
+    table = {int(batch): list(each.values()) for batch, each in seconds.items()}
+    names = list(next(iter(seconds.values())))
+    tiers = tuple(Tier.parse(name) for name in names if name != ASLEEP)
+    rng, runs = np.random.default_rng(0), list[Runs]()
+    for _ in range(orders):
+        order = rng.permutation(len(phases))
+        found = written_runs(tiers, table, ([phases[i] for i in order], texts), 1)
+        back = np.argsort(order)
+        runs.append({name: [served[i] for i in back] for name, served in found.items()})
+    return lines_of(merged(runs), tiers)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="python -m bench.choice.adaptive_texts")
+    found.add_argument("--model", type=Path, required=True, help="folder with a chat template")
+    found.add_argument(
+        "--costs", type=Path, nargs="+", required=True, help="of bench.choice.adaptive"
+    )
+    found.add_argument("--batch", nargs="+", type=int, default=[1, 8])
+    found.add_argument("--count", type=int, default=32, help="tasks of a phase, or four a row")
+    found.add_argument("--max-tokens", type=int, default=200)
+    found.add_argument("--orders", type=int, default=6, help="of the phases")
+    found.add_argument("--out", type=Path, help="JSON file")
+    return found
+
+
+def main() -> int:
+    """Measures what the options say."""
+    given = parser().parse_args()
+    report: Line = {
+        "command": shlex.join(["python", "-m", "bench.choice.adaptive_texts", *sys.argv[1:]])
+    }
+    report |= {"texts": versions("torch", "cpu"), "starts": []}
+    asked = task_phases(given.model, given.batch, given.count, given.max_tokens)
+    phases, texts = said(given.model, asked, given.max_tokens)
+    for path in given.costs:
+        for start in json.loads(path.read_text(encoding="utf-8"))["starts"]:
+            if start["drafts"] != "NGRAM":
+                continue
+            own = {key: start[key] for key in ("backend", "drafts", "device", "seconds")}
+            lines = in_orders(own["seconds"], phases, texts, given.orders)
+            print(table_of(f"{start['backend']}, {path.stem}", lines), flush=True)
+            report["starts"].append({**own, "costs": path.name, "own_texts": lines})
+    if given.out:
+        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Microseconds that the host takes to plan, submit and retire a decode step, beside the device.
+
+    python -m bench.choice.host --rows 1 32 256 --out bench/results/host.json
+
+The device is a table of numbers (`tests/support/simulation`), whose own time is taken off: what is
+left is the scheduler, the controller, the prefix cache, the planner and what is done with results.
+All requests have a slot and decode; each step has a recurrent state to track and a drafter with a
+head. Beside it stands the device's step, as an H200 was measured to take; chains of 256 rows were
+not, so a plain step of as many stands there, which is shorter. The adaptive choice takes the chain
+here.
+"""
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shared.boundary.backend import Limits, StepPlan
+from shared.engine.adaptive.choice import BestValue
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.tiers import Tier
+from shared.engine.cache_policy import NO_CACHE, CachePolicy
+from shared.engine.controller import Controller, StaticController
+from shared.engine.engine import Engine
+from shared.engine.request import Request, SamplingParams
+from tests.support.simulation.device import Known, SimulatedBackend, seconds_of, simulated_limits
+
+PROMPT, WARM_UP, STEPS = 200, 20, 200
+DEVICE_MS = {False: {1: 4.4, 32: 6.0, 256: 17.7}, True: {1: 6.5, 32: 10.2, 256: 17.7}}
+"""Steps of Qwen3.5-9B (`docs/performance.md`): plain ones, and NEXTN's chains of three drafts."""
+
+HYBRID_HEAD = CachePolicy(
+    is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=64
+)
+HEADER = f"{'controller':14}{'cache':8}{'rows':>6}{'host us':>10}{'device ms':>11}{'share':>8}"
+
+Line = dict[str, Any]
+
+
+class Timed(SimulatedBackend):
+    """The table of numbers, which tells its own time."""
+
+    own_seconds = 0.0
+
+    def submit(self, plan: StepPlan) -> Known:
+        """See `Backend`."""
+        began = time.perf_counter()
+        found = super().submit(plan)
+        self.own_seconds += time.perf_counter() - began
+        return found
+
+
+def limits_of(rows: int) -> Limits:
+    """Plain steps and chains of three drafts, and room for every state."""
+    tiers = [Tier(1, 0, 0), Tier(4, 3, 1)]
+    return replace(simulated_limits(tiers, [rows], overlap=1), num_snapshots=1 + 4 * rows)
+
+
+def measure(controller: Controller, limits: Limits, cache: CachePolicy, rows: int) -> float:
+    """Microseconds of a step, the median of steps in which every request decodes."""
+    table = {"off": {1: 5.0, 256: 5.0}, "S3": {1: 6.0, 256: 6.0}}
+
+    def law(seeds: Any, places: Any) -> Any:
+        return 0.6 + 0.0 * (seeds[:, None] + places[:, None]) * [[1, 1, 1]]
+
+    device = Timed(limits, seconds_of(table), law)
+    sizes = {"overlap": 1, "chunked_prefill_size": max(limits.token_sizes), "cache": cache}
+    engine = Engine(device, controller, **sizes)
+    for number in range(rows):
+        prompt = tuple((number + place) % 7 + 2 for place in range(PROMPT))
+        params = SamplingParams(max_tokens=4 * (STEPS + WARM_UP), seed32=number)
+        engine.add(Request(request_id=number, prompt=prompt, sampling=params))
+    while not all(request.output for request in engine.scheduler.running) or not engine.busy:
+        engine.step()
+    found = []
+    for _ in range(WARM_UP + STEPS):
+        device.own_seconds, began = 0.0, time.perf_counter()
+        engine.step()
+        found.append(time.perf_counter() - began - device.own_seconds)
+    return 1e6 * statistics.median(found[WARM_UP:])
+
+
+def controllers_of(limits: Limits, rows: int) -> dict[str, Controller]:
+    """What chooses: always plain steps, always chains, or what pays."""
+    return {
+        "off": StaticController(limits, nodes=1, depth=0, width=0),
+        "chain": StaticController(limits, nodes=4, depth=3, width=1),
+        "adaptive": AdaptiveController(limits, BestValue(), {rows: [0.005, 0.006]}),
+    }
+
+
+def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Measures every controller with the prefix cache and without."""
+    lines: list[Line] = []
+    print(HEADER)
+    for rows in options.rows:
+        limits = limits_of(rows)
+        for cached, policy in (("off", NO_CACHE), ("on", HYBRID_HEAD)):
+            for name, controller in controllers_of(limits, rows).items():
+                took = measure(controller, limits, policy, rows)
+                device = DEVICE_MS[name != "off"][rows]
+                line = {
+                    "controller": name,
+                    "cache": cached,
+                    "rows": rows,
+                    "host_us": round(took, 1),
+                }
+                lines.append(line | {"device_ms": device, "share": round(took / device / 1e3, 4)})
+                print(line_of(lines[-1]), flush=True)
+    found = {"command": command, "python": platform.python_version(), "lines": lines}
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return found
+
+
+def line_of(line: Line) -> str:
+    """A line for a terminal."""
+    return (
+        f"{line['controller']:14}{line['cache']:8}{line['rows']:6}{line['host_us']:10.1f}"
+        f"{line['device_ms']:11.2f}{line['share']:8.1%}"
+    )
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 32, 256])
+    parser.add_argument("--out", type=Path, help="JSON file")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Prints and writes the lines."""
+    run(options(), shlex.join(["python", "-m", "bench.choice.host", *sys.argv[1:]]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""A drafter and its settings as one word: `none`, `NEXTN:S=3`, `EAGLE3:S=5,k=4,N=16`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+PLAIN = "none"
+SHAPE_FLAGS = {
+    "S": "--speculative-num-steps",
+    "k": "--speculative-eagle-topk",
+    "N": "--speculative-num-draft-tokens",
+    "sam": "--speculative-ngram-external-sam-budget",
+    "L": "--speculative-simulate-accept-length",
+}
+RULE_FLAGS = {
+    "match": ("--accept-rule", "match"),
+    "rejection": ("--accept-rule", "rejection"),
+    "block": ("--accept-rule", "rejection", "--block-verification"),
+}
+"""Flags of the setting `rule`."""
+
+OURS = {"corpus": ("none", "own"), "most": None}
+"""Settings of a measurement that no server has, and their values, the usual one first.
+
+`corpus=own` gives NGRAM what the model said in another run of the same prompts
+(`bench.quality.own_corpus`), and `most` is the requests' `max_draft_tokens`.
+"""
+WITH_FOLDER = ("EAGLE", "EAGLE3", "STANDALONE", "DFLASH")
+"""Algorithms whose drafter has files of its own."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A drafter with its settings.
+
+    Attributes:
+      algorithm: `none`, or a value of `--speculative-algorithm`.
+      settings: Names and values; S, k and N are the shape, sam, L, rule and `OURS` as above, any
+        other name is the flag `--NAME`.
+    """
+
+    algorithm: str
+    settings: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads `ALGORITHM` or `ALGORITHM:NAME=VALUE,...`.
+
+        Raises:
+          ValueError: A setting has no value, or one that it cannot have.
+        """
+        algorithm, _, rest = text.partition(":")
+        pairs = [item.partition("=") for item in rest.split(",") if item]
+        for name, _, value in pairs:
+            if not name or not value:
+                raise ValueError(f"{text}: a setting is NAME=VALUE, got {name or value!r}")
+            values = RULE_FLAGS if name == "rule" else OURS.get(name)
+            if values and value not in values:
+                raise ValueError(f"{text}: {name} is one of {', '.join(values)}, got {value}")
+            if name == "most" and not value.isdigit():
+                raise ValueError(f"{text}: most is a number of drafts, got {value}")
+        return cls(algorithm, tuple((name, value) for name, _, value in pairs))
+
+    def __str__(self) -> str:
+        return " ".join([self.algorithm, *(f"{name}={value}" for name, value in self.settings)])
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it drafts from texts that the engine has served before."""
+        return self.algorithm == "NGRAM"
+
+    @property
+    def has_own_corpus(self) -> bool:
+        """Whether it drafts from what the model said in another run."""
+        return dict(self.settings).get("corpus") == "own"
+
+    @property
+    def most_drafts(self) -> int | None:
+        """Most drafts of a request in a step; None: as many as the shape has."""
+        most = dict(self.settings).get("most")
+        return None if most is None else int(most)
+
+    def flags(self, folders: Mapping[str, Path]) -> list[str]:
+        """The flags of a start.
+
+        Args:
+          folders: Of the drafters that have files of their own, by algorithm.
+        """
+        if self.algorithm == PLAIN:
+            return []
+        found = ["--speculative-algorithm", self.algorithm]
+        if self.algorithm in WITH_FOLDER:
+            found += ["--speculative-draft-model-path", str(folders[self.algorithm])]
+        for name, value in self.settings:
+            if name in OURS:
+                continue
+            if name == "rule":
+                found += RULE_FLAGS[value]
+                continue
+            found += [SHAPE_FLAGS.get(name, f"--{name}"), value]
+        return found
+
+
+def named_folder(text: str) -> tuple[str, Path]:
+    """Reads `ALGORITHM=DIR` of `--folders`.
+
+    Raises:
+      ValueError: It is not so, or no such drafter has files.
+    """
+    name, _, folder = text.partition("=")
+    if name not in WITH_FOLDER or not folder:
+        raise ValueError(f"--folders {text}: give ALGORITHM=DIR of {', '.join(WITH_FOLDER)}")
+    return name, Path(folder)
+
+
+def folders_beside(model: Path) -> dict[str, Path]:
+    """Where the drafters of a model are looked for: `eagle3` beside its folder, and so on."""
+    return {name: model.resolve().parent / name.lower() for name in WITH_FOLDER}

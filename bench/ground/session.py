@@ -1,0 +1,262 @@
+"""One drafter on one backend: rounds of a batch of requests, whose decode steps are timed.
+
+A round serves a whole batch from prompt to end. Only steps count in which every row decodes, but
+for the first few. Every round has the same requests, so its text is the same.
+"""
+
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from bench.ground.drafting import WITH_FOLDER, Draft, folders_beside
+from bench.ground.machine import nothing_waits
+from bench.ground.step_bytes import step_bytes
+from shared.engine.request import Request, SamplingParams
+from shared.process import heap
+from shared.process.programs import draft_shape
+from shared.spec.draft_tree import TreeShape
+from tests.support.gpu_activity import Activity, traced
+from tests.support.started import Served, made_programs, start
+
+WARM_UP_STEPS = 3
+CONTEXT_MULTIPLE = 64
+PROMPT_SEED = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is served.
+
+    Attributes:
+      batch: Requests at once.
+      prompt, output: Tokens of each.
+      temperature, top_p: How they choose.
+    """
+
+    batch: int
+    prompt: int
+    output: int
+    temperature: float
+    top_p: float
+
+    def requests(self, vocab: int) -> list[Request]:
+        """Random prompts; nothing but its length ends a text."""
+        rng = np.random.default_rng(PROMPT_SEED)
+        return [
+            Request(
+                request_id=index,
+                prompt=tuple(rng.integers(2, vocab, self.prompt).tolist()),
+                sampling=SamplingParams(
+                    temperature=self.temperature,
+                    top_p=self.top_p,
+                    seed32=index,
+                    max_tokens=self.output,
+                ),
+            )
+            for index in range(self.batch)
+        ]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One batch from prompt to end.
+
+    Attributes:
+      texts: The outputs.
+      prompt_s: Seconds until every row decoded.
+      step_s: Seconds of each step that counts.
+      tokens: Tokens that those steps gave, all rows together.
+    """
+
+    texts: list[list[int]]
+    prompt_s: float
+    step_s: list[float]
+    tokens: int
+
+    def blocks(self, steps: int) -> list[float]:
+        """Milliseconds of a step in each block of so many; a rest joins none."""
+        whole = len(self.step_s) // steps * steps
+        return [
+            1e3 * statistics.mean(self.step_s[first : first + steps])
+            for first in range(0, whole, steps)
+        ]
+
+
+@dataclass(frozen=True)
+class Session:
+    """A started engine that serves one batch size.
+
+    Attributes:
+      backend: "torch" or "jax".
+      draft: What drafts.
+      batch: Requests at once.
+    """
+
+    backend: str
+    draft: Draft
+    batch: int
+    served: Served
+
+    @classmethod
+    def begin(
+        cls,
+        backend: str,
+        model: Path,
+        draft: Draft,
+        folders: dict[str, Path],
+        flags: Sequence[str],
+        load: Load,
+    ) -> Self:
+        """Starts an engine.
+
+        Args:
+          folders: Of what drafts, by algorithm; see `folders_of`.
+          flags: Of the server, but for the model and what drafts.
+          load: The longest of what will be served.
+
+        Raises:
+          ValueError: What a server's start would refuse; one sentence.
+        """
+        reset_peak(backend)
+        context = -(-(load.prompt + load.output) // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE
+        line = ["--model-path", str(model), *draft.flags(folders), *flags]
+        served = start(
+            backend,
+            line,
+            batch=load.batch,
+            context=context,
+            radix_cache=False,
+            chunk=load.batch * load.prompt,
+        )
+        return cls(backend, draft, load.batch, served)
+
+    @property
+    def shape(self) -> TreeShape:
+        """The draft tree of a step."""
+        return draft_shape(self.served.memory.options, self.batch)
+
+    @property
+    def made(self) -> int:
+        """Programs that were compiled or captured so far."""
+        return made_programs(self.served.backend)
+
+    def round(self, load: Load) -> Round:
+        """Serves a batch to its end; a step that waits for the device is an error.
+
+        Raises:
+          ValueError: The outputs are too short for a step that counts.
+        """
+        requests, began = self._decoding(load)
+        stamps, tokens = [time.perf_counter()], [_count(requests)]
+        with nothing_waits(self.backend, self.served.device == "gpu"):
+            while all(request.finish_reason is None for request in requests):
+                tokens.append(self._step(requests))
+                stamps.append(time.perf_counter())
+        while self.served.engine.busy:
+            self.served.engine.step()
+        # The last steps may have been submitted without a row whose end was near.
+        until = len(stamps) - 1 - (self.served.backend.limits.overlap + 1)
+        if until <= WARM_UP_STEPS:
+            raise ValueError(f"{load.output} output tokens are too few steps; raise --output")
+        step_s = np.diff(stamps)[WARM_UP_STEPS:until].tolist()
+        grown = tokens[until] - tokens[WARM_UP_STEPS]
+        texts = [list(request.output) for request in requests]
+        return Round(texts, stamps[0] - began, step_s, grown)
+
+    def activity(self, load: Load, steps: int) -> Activity:
+        """What the GPU does in a step."""
+        few, many = (traced(self.backend, self._steps(load, n)) for n in (steps, 2 * steps))
+        return many.per_step(few, steps)
+
+    def _steps(self, load: Load, steps: int):
+        """So many steps of a batch that decodes, between two waits for the device."""
+        self._abort_all()
+        requests, _ = self._decoding(load)
+        for _ in range(WARM_UP_STEPS):
+            self._step(requests)
+        self.served.last.wait()
+
+        def run() -> None:
+            for _ in range(steps):
+                self._step(requests)
+            self.served.last.wait()
+            assert all(request.finish_reason is None for request in requests), "too few tokens"
+            self._abort_all()
+
+        return run
+
+    def _step(self, requests: Sequence[Request]) -> int:
+        """Goes on until a step has given tokens; how many there are then.
+
+        A call of the engine may do no more than submit a step.
+        """
+        before = _count(requests)
+        while _count(requests) == before and self.served.engine.busy:
+            self.served.engine.step()
+        return _count(requests)
+
+    def _decoding(self, load: Load) -> tuple[list[Request], float]:
+        """Requests whose prompts are done, and when they were handed over."""
+        engine, began = self.served.engine, time.perf_counter()
+        requests = load.requests(self.served.backend.limits.vocab)
+        for request in requests:
+            engine.add(request)
+        while not all(request.decodes for request in requests):
+            engine.step()
+        return requests, began
+
+    def _abort_all(self) -> None:
+        engine = self.served.engine
+        for index in range(self.batch):
+            engine.abort(index)
+        while engine.busy:
+            engine.step()
+
+    def bytes_of(self, load: Load) -> int:
+        """Bytes that a step must move in the middle of the outputs."""
+        context = load.prompt + load.output // 2
+        return step_bytes(self.served.memory.blueprint, self.shape, load.batch, context)
+
+    def end(self) -> None:
+        """Gives the device's memory back; the session serves no more."""
+        self.served.engine.close()
+
+
+def _count(requests: Sequence[Request]) -> int:
+    return sum(len(request.output) for request in requests)
+
+
+def folders_of(model: Path, named: dict[str, Path]) -> dict[str, Path]:
+    """Where what drafts for a model lies: as named, or `MODEL-eagle3` and so on, or `eagle3`."""
+    beside = folders_beside(model)
+    for name in WITH_FOLDER:
+        own = model.resolve().parent / f"{model.resolve().name}-{name.lower()}"
+        if own.is_dir():
+            beside[name] = own
+    return beside | named
+
+
+def reset_peak(backend: str) -> None:
+    """Lets go of what earlier sessions held; torch counts its peak from here, JAX never anew."""
+    heap.unsettle()
+    if backend == "torch" and (cuda := import_module("torch").cuda).is_available():
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats()
+
+
+def peak_bytes(backend: str) -> int:
+    """Most bytes that the framework held at once; on a CPU, the process."""
+    if backend == "torch":
+        cuda = import_module("torch").cuda
+        found = cuda.max_memory_reserved() if cuda.is_available() else 0
+    else:
+        stats = import_module("jax").devices()[0].memory_stats() or {}
+        found = stats.get("peak_bytes_in_use", 0)
+    return found or 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,238 @@
+"""Programs of JAX compiled for a GPU that is not here.
+
+The CUDA plugin of jax compiles for whatever GPU a description says, and wants neither a driver nor
+a device for it. Nothing that it compiles so can run, and nothing is tuned by timing.
+"""
+
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from subprocess import run
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+from jax.stages import Lowered
+
+from bench.ground.drafting import Draft
+from bench.ground.session import folders_of
+from bench.kernels.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_thunks
+from jax_impl import ops, serve
+from jax_impl.backend import JaxBackend
+from shared.boundary.backend import Work
+from shared.options.options import parse
+from shared.process.device import Device
+from shared.process.launch import prepare
+from tests.support.op_case import OpCase
+from tests.support.records import mapped
+
+SHAPES = Path(__file__).parents[1] / "shapes"
+DESCRIPTION = Path(__file__).parents[1] / "targets" / "nvidia_h200.txtpb"
+ARCHITECTURE = "sm_90a"
+CALLS = ("__gpu$xla.gpu.triton", "mosaic_gpu")
+"""What kernels of Pallas are in a program's text."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What XLA made of a program.
+
+    Attributes:
+      kernels: All of them, XLA's own too, each once.
+      thunks: What the host does to run it, in order.
+      text: The optimized HLO.
+      temp_bytes: What it takes beside its arguments and results.
+    """
+
+    kernels: list[Kernel]
+    thunks: list[Thunk]
+    text: str
+    temp_bytes: int
+
+
+class AbsentGpu:
+    """A GPU that a description stands for.
+
+    Attributes:
+      name: As its driver would give it.
+      device: What JAX takes for it; it holds no array and runs nothing.
+      free_bytes: What XLA takes for its memory, where it cannot ask: 80 % of what is described.
+    """
+
+    def __init__(self, description: Path) -> None:
+        target = description.read_text(encoding="utf-8")
+        topology = topologies.get_topology_desc(
+            "absent", "cuda", target_config=target, topology="1x1x1"
+        )
+        self.device: jax.Device = topology.devices[0]
+        self.name: str = self.device.device_kind
+        self.free_bytes = _number(target, "device_memory_size") * 4 // 5
+        self._cores = _number(target, "core_count")
+        self._made: dict[str, Compiled] = {}
+
+    @contextmanager
+    def traced(self) -> Iterator[None]:
+        """Within it programs are traced with the kernels of this GPU."""
+        described = AbstractDevice(self.name, self._cores, "gpu")
+        mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=described)
+        with ops.compiled_for(self.name), jax.sharding.use_abstract_mesh(mesh):
+            yield
+
+    def shape_of(self, value: np.ndarray, dtype: np.dtype | str) -> jax.ShapeDtypeStruct:
+        """Stands for an array in its memory."""
+        where = SingleDeviceSharding(self.device)
+        return jax.ShapeDtypeStruct(value.shape, dtype, sharding=where)
+
+    def compiled(self, lowered: Lowered) -> Compiled:
+        """Compiles a program; one of the same text is compiled once.
+
+        Raises:
+          jax.errors.JaxRuntimeError: XLA refuses, as it does a kernel that wants more shared memory
+            than there is.
+        """
+        text = lowered.as_text()
+        if text not in self._made:
+            self._made[text] = _compiled(lowered)
+        return self._made[text]
+
+
+def _compiled(lowered: Lowered) -> Compiled:
+    with TemporaryDirectory() as folder:
+        told, mosaic = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}, Path(folder, "mosaic")
+        mosaic.mkdir()
+        # Registers and spills are known to ptxas alone, so its input is what is wanted. Mosaic GPU
+        # asks ptxas itself, and writes down what that says.
+        with patch.dict(os.environ, {"MOSAIC_GPU_DUMP_TO": str(mosaic)}):
+            made = lowered.compile({**told, "xla_dump_emitter_re": "ptx"})
+        # The passes over the thunks make command buffers. A program that they leave as it is has
+        # one dump; of two, theirs has the longer name.
+        dumps = Path(folder).glob("*thunk_sequence*.txt")
+        last = max(dumps, key=lambda path: len(path.name))
+        thunks = read_thunks(last.read_text(encoding="utf-8"))
+        with ThreadPoolExecutor() as pool:
+            said = list(pool.map(_assembled, sorted(Path(folder).glob("*.ptx"))))
+        kernels = [kernel for text in said for kernel in read_ptxas(text, thunks)]
+        kernels += [_of_mosaic(path) for path in sorted(mosaic.glob("*.ptxas"))]
+    memory, text = made.memory_analysis(), made.as_text()
+    assert memory is not None
+    assert text is not None, "a compiler of XLA tells what it made"
+    return Compiled(kernels, thunks, text, memory.temp_size_in_bytes)
+
+
+def _of_mosaic(path: Path) -> Kernel:
+    passes = path.with_suffix(".mlir-passes.log")
+    return read_mosaic(path.read_text(encoding="utf-8"), passes.read_text(encoding="utf-8"))
+
+
+def compiled_case(gpu: AbsentGpu, case: OpCase) -> Compiled | None:
+    """Compiles the operation of a case; None where it is no kernel.
+
+    Arrays are made for their shapes alone, and the arguments that are none are the program's own.
+    """
+    module = import_module(f"jax_impl.ops.{case.op}")
+    operation, made = getattr(module, case.function), case.make(0)
+    placed = [
+        mapped(made[name], leaf=partial(_shape, gpu, case.dtype_of(name)), module=module)
+        for name in inspect.signature(operation).parameters
+        if name in made
+    ]
+    leaves, tree = jax.tree.flatten(placed)
+    shapes = [leaf for leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
+
+    def call(*arrays: jax.Array) -> Any:
+        given = iter(arrays)
+        rest = [next(given) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
+        return operation(*jax.tree.unflatten(tree, rest))
+
+    with gpu.traced():
+        lowered = jax.jit(call).lower(*shapes)
+    return gpu.compiled(lowered) if any(call in lowered.as_text() for call in CALLS) else None
+
+
+def _shape(gpu: AbsentGpu, floats: str, value: Any) -> Any:
+    """An array's shape, its floats in a dtype; anything else as it is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    kinds = {"f": floats, "i": value.dtype if value.itemsize == 1 else np.int32}
+    return gpu.shape_of(value, kinds.get(value.dtype.kind, value.dtype))
+
+
+def lowered_step(
+    gpu: AbsentGpu, model: str, drafts: str, batch: int, tokens: int, scores: bool
+) -> tuple[Lowered, int]:
+    """A step of a server with default flags, and the bytes that the memory plan has for it.
+
+    Args:
+      model: A folder of `bench/shapes`.
+      drafts: What drafts, as `bench.ground.drafting` reads it.
+      batch: Requests at once.
+      tokens: Of a prompt; 0: it decodes.
+      scores: Whether a prompt's tokens are all scored; the server has a flag for it then.
+    """
+    folder, device = SHAPES / model, Device("gpu", gpu.name, gpu.free_bytes)
+    flags = ["--model-path", str(folder), "--load-format", "dummy"]
+    flags += Draft.parse(drafts).flags(folders_of(folder, {}))
+    flags += ["--max-prompt-logprobs", "1"] * scores
+    begun = prepare(parse(flags), replace(serve.PLATFORM, find_device=lambda: device))
+    blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
+    (program,) = (
+        program
+        for program in blueprint.limits.programs
+        if program.work is (Work.PREFILL if tokens else Work.DECODE)
+        if (program.batch, program.tokens, program.scores) == (batch, tokens, scores)
+        if program.logprobs is scores
+    )
+    with gpu.traced():
+        read = partial(serve.read_weights, blueprint, *files, gpu.device, lambda num_bytes: None)
+        weights, draft_weights = nnx.eval_shape(read)
+        backend = JaxBackend(
+            blueprint.config,
+            weights,
+            blueprint.limits,
+            blueprint.drafts,
+            draft_weights,
+            dtype=blueprint.dtype,
+            device=gpu.device,
+            quick_compile=False,
+        )
+        return backend.traced(program).lower(), backend.workspace(program)
+
+
+def _number(text: str, name: str) -> int:
+    found = re.search(rf"\b{name}: (\d+)", text)
+    if found is None:
+        raise ValueError(f"{DESCRIPTION.name} has no {name}")
+    return int(found[1])
+
+
+def _assembled(source: Path) -> str:
+    """What ptxas says of a file."""
+    line = [_ptxas(), "-v", f"-arch={ARCHITECTURE}", source, "-o", source.with_suffix(".cubin")]
+    return run(line, capture_output=True, text=True, check=True).stderr
+
+
+@cache
+def _ptxas() -> Path:
+    """The one that comes with jax's CUDA plugin.
+
+    Raises:
+      FileNotFoundError: There is none.
+    """
+    spec = find_spec("nvidia")
+    folders = spec.submodule_search_locations if spec else None
+    for path in (path for folder in folders or () for path in Path(folder).glob("*/bin/ptxas")):
+        return path
+    raise FileNotFoundError("this environment has no ptxas; jax[cuda13] brings one")

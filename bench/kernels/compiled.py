@@ -1,0 +1,228 @@
+"""What XLA and ptxas say of compiled programs, read from their texts, and what is wrong with it.
+
+Nothing here needs either of them.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from bench.kernels.known_spills import EXCUSES, Excuse
+from tests.support.lowered import BROKEN_BY, operations
+
+MOST_SHARED_BYTES = 227 * 1024
+"""Shared memory that a block of an H200 can have."""
+LEAST_HELD_BYTES = 2**20
+"""Of an array that a step is given; a smaller one is no weight, pool or state of note."""
+
+KERNELS_IN_BUFFER = {"kCustomKernel", "kCustomCall"}
+"""Of Triton, and of Mosaic GPU: what else would be called breaks a buffer, see `BROKEN_BY`."""
+IN_BUFFER = KERNELS_IN_BUFFER | {"kKernel", "kCopy", "kMemset32BitValue", "kMemzero"}
+"""Thunks that a command buffer of a step has; a small copy may be one of them."""
+
+_SHARED = re.compile(r"shared_memory: (\d+) bytes")
+_THUNK = re.compile(r"^(\s*)\d+: (k\w+)\s+\[[^]]*\] ?(\S*)")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<what>[\w\-]+)\(")
+_ARRAY = re.compile(r"\b([a-z]+)(\d*)\w*\[([\d,]*)\]")
+_NAMED = re.compile(r"\b(?:kernel_)?name=\"(\w+)\"")
+_MOSAIC = "_mosaic_gpu_kernel"
+_OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
+_NO_WORK = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element"}
+_COPIES = {"copy", "copy-start"}
+_IN_PLACE = ("dynamic_update_slice", "dynamic-update-slice", "scatter")
+
+
+@dataclass(frozen=True)
+class Thunk:
+    """Something that a host does to run a program.
+
+    Attributes:
+      kind: As XLA names it.
+      name: Of the kernel, where it starts one.
+      depth: 0, or more where it stands in another.
+      shared_bytes: Shared memory of a block of the kernel.
+    """
+
+    kind: str
+    name: str
+    depth: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel.
+
+    Attributes:
+      name: XLA numbers kernels of one name.
+      registers: Of a thread.
+      spilled_bytes: That a thread stores or loads since it has too few registers.
+      shared_bytes: Of a block.
+    """
+
+    name: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+
+    @property
+    def source(self) -> str:
+        """The name that its source gives it."""
+        return re.sub(r"__\d+$", "", self.name)
+
+
+def read_ptxas(text: str, thunks: Sequence[Thunk]) -> list[Kernel]:
+    """The kernels of which `ptxas -v` speaks.
+
+    Args:
+      thunks: Of their program; how much shared memory a start asks for, ptxas cannot know.
+
+    Raises:
+      ValueError: A kernel has no figures, or nothing starts it, so a form has changed.
+    """
+    shared = {thunk.name: thunk.shared_bytes for thunk in thunks}
+    found = []
+    for part in text.split("Compiling entry function ")[1:]:
+        name = part.split("'")[1]
+        registers = re.search(r"Used (\d+) registers", part)
+        spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+        if registers is None or spills is None:
+            raise ValueError(f"ptxas says nothing of registers or spills of {name}")
+        if name not in shared:
+            raise ValueError(f"no thunk starts {name}")
+        static = re.search(r"(\d+) bytes smem", part)
+        held = shared[name] + (int(static[1]) if static else 0)
+        found.append(Kernel(name, int(registers[1]), max(map(int, spills.groups())), held))
+    return found
+
+
+def read_mosaic(text: str, passes: str) -> Kernel:
+    """The kernel of which Mosaic GPU tells, which XLA starts by a call that says nothing.
+
+    Args:
+      text: What ptxas says.
+      passes: What Mosaic makes of the kernel, pass by pass.
+
+    Raises:
+      ValueError: Something is missing, so a form has changed.
+    """
+    name = re.search(rf"Compiling entry function '(\w+){_MOSAIC}'", text)
+    shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", passes)
+    if name is None or shared is None:
+        raise ValueError("Mosaic GPU tells nothing of a kernel or of its shared memory")
+    (kernel,) = read_ptxas(text, [Thunk("", f"{name[1]}{_MOSAIC}", 0, int(shared[1]))])
+    return replace(kernel, name=name[1])
+
+
+def read_thunks(text: str) -> list[Thunk]:
+    """The thunks of a dump, in order; those within another are indented."""
+    found = []
+    for line in text.splitlines():
+        if thunk := _THUNK.match(line):
+            shared = _SHARED.search(line)
+            depth, kind, name = len(thunk[1]), thunk[2], thunk[3]
+            found.append(Thunk(kind, name, depth, int(shared[1]) if shared else 0))
+    return found
+
+
+def copied_by_xla(text: str) -> dict[str, int]:
+    """Bytes of XLA's own operations that copy, by name, of a step as optimized HLO.
+
+    Those are the copies, and whatever reads an array of the form of a weight, a pool or a state and
+    writes others. Kernels are none of XLA's, and an update in place writes nothing else: had it to
+    copy first, a copy would stand before it.
+    """
+    held, forms, found = set[str](), dict[str, list[str]](), dict[str, int]()
+    for line in text[text.index("ENTRY") :].splitlines():
+        one = _INSTRUCTION.match(line)
+        if one is None:
+            continue
+        name, what, arrays = one["name"], one["what"], list(_ARRAY.finditer(one["type"]))
+        forms[name] = [array[0] for array in arrays]
+        read = held.intersection(_operands(line[one.end() :], forms))
+        if what == "parameter" or (what == "bitcast" and read):
+            held |= {array[0] for array in arrays if _bytes_of(array) > LEAST_HELD_BYTES}
+        is_ours = what in _NO_WORK or "xla.gpu.triton" in line or "mosaic_gpu" in line
+        is_in_place = any(each in name or each == what for each in _IN_PLACE)
+        if (read or what in _COPIES) and not is_ours and not is_in_place:
+            found[name] = sum(map(_bytes_of, arrays))
+    return found
+
+
+def _operands(rest: str, forms: Mapping[str, list[str]]) -> Iterator[str]:
+    """The forms of what an operation reads, from the end of its opening parenthesis on."""
+    for name, index in _OPERAND.findall(rest.split(")")[0]):
+        known = forms.get(name, [])
+        yield from known[int(index) : int(index) + 1] if index else known
+
+
+def _bytes_of(array: re.Match[str]) -> int:
+    _, bits, shape = array.groups()
+    return max(1, int(bits or 8) // 8) * prod(int(size) for size in shape.split(",") if size)
+
+
+def kernel_names(folder: Path) -> set[str]:
+    """The names that the sources of a folder give their kernels."""
+    texts = (path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
+    return {name for text in texts for name in _NAMED.findall(text)}
+
+
+def faults_of_kernel(kernel: Kernel, case: str) -> Iterator[str]:
+    """What is wrong with a kernel of a case, a sentence each."""
+    known = excuse(kernel, case)
+    most = known.most_bytes if known else 0
+    if kernel.spilled_bytes > most:
+        beyond = f", and {most} are excused" if known else ""
+        yield f"{kernel.name} of {case} spills {kernel.spilled_bytes} bytes{beyond}"
+    if kernel.shared_bytes > MOST_SHARED_BYTES:
+        held, most = kernel.shared_bytes, MOST_SHARED_BYTES
+        yield f"{kernel.name} of {case} wants {held} bytes of shared memory, and there are {most}"
+
+
+def excuse(kernel: Kernel, case: str) -> Excuse | None:
+    """What is known of a kernel that spills."""
+    if not kernel.spilled_bytes:
+        return None
+    return next((x for x in EXCUSES if x.kernel == kernel.source and case in x.cases), None)
+
+
+def faults_of_operations(text: str, step: str) -> Iterator[str]:
+    """What a step must not have before anything is compiled, by its StableHLO; as a sentence."""
+    if broken := operations(text) & BROKEN_BY:
+        yield f"{step} has operations that break a command buffer: {', '.join(sorted(broken))}"
+
+
+def faults_of_order(thunks: Sequence[Thunk], step: str) -> Iterator[str]:
+    """What keeps a step from being one command buffer, a sentence each."""
+    tops = [thunk for thunk in thunks if not thunk.depth]
+    if [thunk.kind for thunk in tops] != ["kCommandBuffer"]:
+        beside = _told([thunk for thunk in tops if thunk.kind != "kCommandBuffer"])
+        buffers = len(tops) - sum(thunk.kind != "kCommandBuffer" for thunk in tops)
+        yield f"{step} is not one command buffer: it has {buffers}, and beside them {beside}"
+    other = [thunk for thunk in thunks if thunk.depth and thunk.kind not in IN_BUFFER]
+    if other:
+        yield f"{step} has in its command buffer {_told(other)}"
+
+
+def _told(thunks: Sequence[Thunk]) -> str:
+    return _listed([" ".join(filter(None, (thunk.kind, thunk.name))) for thunk in thunks])
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return (", ".join(names[:3]) or "nothing") + more
+
+
+def faults_of_copies(text: str, most_bytes: int, step: str) -> Iterator[str]:
+    """Which copies of weights, pools or states a step hides, as a sentence."""
+    large = {name: size for name, size in copied_by_xla(text).items() if size > most_bytes}
+    if large:
+        yield f"{step} copies {sum(large.values())} bytes in {_listed(list(large))}"
+
+
+def faults_of_memory(temp_bytes: int, planned_bytes: int, step: str) -> Iterator[str]:
+    """Whether a step takes more than the memory plan has for it, as a sentence."""
+    if temp_bytes > planned_bytes:
+        yield f"{step} works on {temp_bytes} bytes, and the memory plan has {planned_bytes}"

@@ -1,0 +1,202 @@
+"""Checks and times an operation on both sides, over the cases of its tests.
+
+    python -m bench.kernels.op mix --out bench/results/op_mix.json
+
+Every case is compared with the specification and then timed, over inputs that rotate, so that no
+call finds its own in a GPU's cache. Beside the time stands the bytes limit: what a call must read
+and write, at the rate that a large copy reaches on the same device. On a GPU an operation is the
+kernel that `ops` has bound, and every case runs; elsewhere it is plain, and small cases run. Each
+line is printed, and the file written, as soon as it is known.
+
+    python -m bench.kernels.op mix --cases "32 x" \
+        --tiles '{}' '{"stages": 2}' '{"stages": 2, "splits": 4}'
+
+finds tiles for a GPU (`kernels/tiles.py`): the cases whose name has the text, with those of the
+GPU's file and with some of them replaced.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.support.op_case import TOLERANCE, OpCase, table, tables
+from tests.support.op_sides import SIDES, Changes, Side, rounds_for
+
+# More than the cache of any GPU so far (50 MiB on an H200).
+ROTATED_BYTES = 100 * 2**20
+MOST_SETS = 16
+HEADER = f"{'side':7}{'case':40}{'dtype':10}{'error':>9}"
+HEADER += f"{'us':>10}{'limit us':>10}{'GB/s':>8}{'share':>7}"
+
+Line = dict[str, Any]
+
+
+class Report:
+    """What is found, printed and written as it comes.
+
+    Attributes:
+      found: All of it, as the file has it.
+    """
+
+    def __init__(self, command: str, out: Path | None, seconds: float) -> None:
+        versions = {"python": platform.python_version(), "numpy": version("numpy")}
+        self.found: dict[str, Any] = {"command": command, "versions": versions, "sides": {}}
+        self.found |= {"results": [], "bits_equal": {}, "left_out": []}
+        self._out, self._until = out, time.monotonic() + seconds
+
+    def say(self, line: str) -> None:
+        """Prints a line and writes the file."""
+        print(line, flush=True)
+        if self._out:
+            text = json.dumps(self.found, indent=1)
+            self._out.write_text(text + "\n", encoding="utf-8")
+
+    def add_side(self, side: Side, copy_rate: float) -> None:
+        """Says what runs where."""
+        self.found["versions"][side.name] = side.version
+        where = {"device": side.device, "kernels": side.kernels}
+        self.found["sides"][side.name] = where | {"copy_gigabytes_per_s": copy_rate / 1e9}
+        kernels = ", ".join(side.kernels) or "none"
+        copies = f"copies {copy_rate / 1e9:.0f} GB/s"
+        self.say(f"{side.name} on {side.device}, {copies}, kernels: {kernels}\n{HEADER}")
+
+    def add(self, line: Line) -> None:
+        """Takes a line over."""
+        self.found["results"].append(line)
+        self.say(line_of(line))
+
+    def may_begin(self, side: Side, case: OpCase) -> bool:
+        """Whether there is time for another case; the report says what was left out."""
+        if time.monotonic() < self._until:
+            return True
+        self.found["left_out"].append(f"{side.name}: {case}")
+        self.say(f"left out: {side.name}, {case}")
+        return False
+
+    def compare_sides(self) -> None:
+        """Says which cases have the same bits on all sides."""
+        hashes: dict[str, list[str]] = {}
+        for line in self.found["results"]:
+            hashes.setdefault(f"{line['function']}, {line['case']}", []).append(line["bits"])
+        equal = {case: len(set(all_)) == 1 for case, all_ in hashes.items() if len(all_) > 1}
+        self.found["bits_equal"] = equal
+        self.say("\n".join(f"bits equal in all lines, {case}: {equal[case]}" for case in equal))
+
+    @property
+    def wrong(self) -> list[Line]:
+        """Lines whose error is above the tolerance, or NaN."""
+        return [line for line in self.found["results"] if not line["is_right"]]
+
+
+def measure(side: Side, case: OpCase, tiles: Changes, copy_rate: float) -> Line:
+    """Compares one case with the specification and times it: the median of seven."""
+    arguments, operation = case.arguments(seed=0), side.operation(case)
+    results = side.run(operation, side.placed(case, arguments))
+    error = max(case.errors(arguments, results), key=lambda e: math.inf if math.isnan(e) else e)
+    num_bytes = case.bytes_of(arguments, results)
+    seconds = _seconds(side, case, num_bytes)
+    median = statistics.median(seconds)
+    return {
+        "side": side.name,
+        "function": case.function,
+        "case": case.name,
+        "dtype": case.dtype,
+        "tiles": dict(tiles),
+        "error": error,
+        "is_right": error <= TOLERANCE[case.dtype],
+        "bits": _hash(case, arguments, results),
+        "us": median * 1e6,
+        "us_spread": (max(seconds) - min(seconds)) * 1e6,
+        "bytes": num_bytes,
+        "limit_us": num_bytes / copy_rate * 1e6,
+        "gigabytes_per_s": num_bytes / median / 1e9,
+    }
+
+
+def _seconds(side: Side, case: OpCase, num_bytes: int) -> list[float]:
+    count = min(MOST_SETS, max(2, -(-ROTATED_BYTES // num_bytes))) if side.is_gpu else 2
+    sets = [side.placed(case, case.arguments(seed)) for seed in range(count)]
+    timer = side.timer(side.operation(case), sets)
+    rounds = rounds_for(timer, count)
+    return [timer(rounds) for _ in range(7)]
+
+
+def _hash(case: OpCase, arguments: dict[str, Any], results: Sequence[np.ndarray]) -> str:
+    """Of the bits of the results' rows that mean anything."""
+    rows = slice(None) if case.real_rows is None else case.real_rows(arguments)
+    return hashlib.sha256(b"".join(x[rows].tobytes() for x in results)).hexdigest()[:16]
+
+
+def line_of(line: Line) -> str:
+    """A line for a terminal, under `HEADER`; the share is the limit's of the time."""
+    name = f"{line['function']}, {line['case']}"
+    cells = f"{line['side']:7}{name:40}{line['dtype']:10}{line['error']:9.1e}{line['us']:10.1f}"
+    cells += f"{line['limit_us']:10.2f}{line['gigabytes_per_s']:8.1f}"
+    share = line["limit_us"] / line["us"]
+    tiles = "".join(f"  {name} {value}" for name, value in line["tiles"].items())
+    return f"{cells}{share:7.0%}{tiles}" + ("" if line["is_right"] else "  WRONG")
+
+
+def run(arguments: argparse.Namespace, command: str) -> Report:
+    """Runs the cases that the options name."""
+    report = Report(command, arguments.out, arguments.seconds)
+    for name in (name for name in SIDES if name in arguments.sides):
+        side = SIDES[name]()
+        with side.with_ops(arguments.ops):
+            rate = side.copy_rate()
+            report.add_side(side, rate)
+            for case in _cases(arguments, side):
+                for tiles in arguments.tiles:
+                    with side.with_tiles(case.op, tiles):
+                        if report.may_begin(side, case):
+                            report.add(measure(side, case, tiles, rate))
+        side.release()
+    report.compare_sides()
+    return report
+
+
+def _cases(arguments: argparse.Namespace, side: Side) -> list[OpCase]:
+    sizes = arguments.sizes or (["small", "large"] if side.is_gpu else ["small"])
+    cases = [case for case in table(arguments.name) if arguments.cases in str(case)]
+    return [case for case in cases if ("large" if case.is_large else "small") in sizes]
+
+
+def options() -> argparse.ArgumentParser:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=tables(), help="a table of `tests/support/cases`")
+    parser.add_argument("--out", type=Path, help="the JSON file to write")
+    parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--sizes", nargs="+", choices=("small", "large"))
+    parser.add_argument("--cases", default="", help="text that the names of all have")
+    changes = "JSON: tiles that replace those of the GPU's file"
+    parser.add_argument("--tiles", nargs="+", type=json.loads, default=[{}], help=changes)
+    parser.add_argument("--ops", choices=("bound", "plain"), default="bound")
+    parser.add_argument("--seconds", type=float, default=300, help="begin no case after that long")
+    return parser
+
+
+def main() -> int:
+    """Prints and writes the table; the exit code is 1 where a result is wrong."""
+    report = run(
+        options().parse_args(), shlex.join(["python", "-m", "bench.kernels.op", *sys.argv[1:]])
+    )
+    for line in report.wrong:
+        print(f"WRONG: {line['side']}, {line['function']}, {line['case']}", file=sys.stderr)
+    return 1 if report.wrong or not report.found["results"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

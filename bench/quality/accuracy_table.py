@@ -1,0 +1,168 @@
+"""The Markdown tables of measured drafters: a line for each drafter and temperature."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.ground.drafting import PLAIN
+from bench.quality.scoring import Row
+
+MISSING = "-"
+
+File = dict[str, Any]
+Line = tuple[str, float]
+"""A drafter and a temperature."""
+Place = tuple[str, str, int]
+"""A backend, a machine and a batch."""
+
+
+def render(files: Sequence[File]) -> str:
+    """The tables of all files: acceptance and accuracy, and tokens/s.
+
+    Acceptance and accuracy are those of the most tasks; backends that differ in them are listed in
+    one cell. Tokens/s are of all kinds together, beside them the ratio to plain decoding there.
+    """
+    rows = [row for file in files for row in file["rows"]]
+    kinds, places = _in_order(r["kind"] for r in rows), _in_order(map(_place, rows))
+    values = [["drafter", "T"]]
+    values[0] += [f"acceptance length, {kind}" for kind in kinds]
+    values[0] += [f"accuracy, {kind}" for kind in kinds]
+    speeds = [["tokens/s", "T"]]
+    speeds[0] += [f"{name}, {machine}, batch {batch}" for name, machine, batch in places]
+    for line in _in_order(map(_line, rows)):
+        mine, begin = [row for row in rows if _line(row) == line], [line[0], f"{line[1]:g}"]
+        values.append(begin + _values(mine, kinds))
+        speeds.append(begin + [_gain(line, place, rows) for place in places])
+    return "\n\n".join([*map(markdown, (values, speeds)), *notes(files)])
+
+
+def render_cells(rows: Sequence[Row]) -> str:
+    """The table of a matrix: a line for each cell, with acceptance by position and the hash."""
+    head = ("drafter", "backend", "T", "task", "acceptance length", "by draft position")
+    lines: list[Sequence[str]] = [(*head, "tokens/s", "text")]
+    for row in rows:
+        shares = " ".join(f"{share:.2f}" for share in row["per_position"]) or MISSING
+        place = (row["algorithm"], row["backend"], f"{row['temperature']:g}", row["kind"])
+        speed = f"{row['tokens_per_s']:.0f}"
+        lines.append((*place, f"{row['accept_length']:.3f}", shares, speed, row["text_hash"]))
+    return markdown(lines)
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of cells as a table; the first one is its head."""
+    head, *rest = lines
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *rest))
+
+
+def _values(mine: list[Row], kinds: list[str]) -> list[str]:
+    """A line's acceptance lengths and accuracies by kind."""
+    found = []
+    for field, form in (("accept_length", "{:.2f}"), ("accuracy", "{:.1%}")):
+        for kind in kinds:
+            of_kind = [row for row in mine if row["kind"] == kind]
+            most = max((row["count"] for row in of_kind), default=0)
+            values = [form.format(row[field]) for row in of_kind if row["count"] == most]
+            found.append(" / ".join(_in_order(values)) or MISSING)
+    return found
+
+
+def _gain(line: Line, place: Place, rows: list[Row]) -> str:
+    """A line's tokens/s in a place, and the ratio to plain decoding there."""
+    there = [row for row in rows if _place(row) == place]
+    speed = _speed([row for row in there if _line(row) == line])
+    plain = _speed([row for row in there if _line(row) == (PLAIN, line[1])])
+    ratio = f" ({speed / plain:.2f}x)" if plain and line[0] != PLAIN else ""
+    return f"{speed:.0f}{ratio}" if speed else MISSING
+
+
+def _speed(rows: list[Row]) -> float:
+    seconds = sum(row["seconds"] for row in rows)
+    return sum(row["tokens"] for row in rows) / seconds if seconds else 0.0
+
+
+def notes(files: Sequence[File]) -> Iterator[str]:
+    """How it was measured, what was excused and what was refused."""
+    counts = _in_order(f"{row['count']} {row['kind']}" for file in files for row in file["rows"])
+    yield f"Tasks: {', '.join(counts)}. Texts: {_texts(files)}."
+    for refusal in _in_order(
+        f"{r['algorithm']}: {r['refused']}" for f in files for r in f["refusals"]
+    ):
+        yield f"Refused: {refusal}."
+    stored = [f"`{file['path']}` ({file['dtype']})" for file in files if "path" in file]
+    if stored:
+        yield f"Each file holds its command and versions: {', '.join(stored)}."
+    else:
+        commands = _in_order(f"{file['command']} ({file['dtype']})" for file in files)
+        yield "```\n" + "\n".join(commands) + "\n```"
+
+
+def _texts(files: Sequence[File]) -> str:
+    tokens, excused = (sum(file[name] for file in files) for name in ("tokens", "excused"))
+    if faults(files):
+        return "NOT EQUAL"
+    ties = f", {excused} texts excused as near ties" if excused else ""
+    law = any(not row["keeps_text"] for file in files for row in file["rows"])
+    but = ", the rejection rule apart" if law else ""
+    return f"equal for every drafter and backend{but}, {tokens:,} tokens compared{ties}"
+
+
+def faults(files: Sequence[File]) -> list[str]:
+    """One sentence for each text that a drafter or a backend changed."""
+    found, first = [], {}
+    for file in files:
+        if file["wrong"]:
+            found.append(f"{file['wrong']} texts changed in: {file['command']}")
+        for row in file["rows"]:
+            if row["excused"] or not row["keeps_text"]:
+                continue
+            key = (file["model"], file["dtype"], row["kind"], row["temperature"], row["count"])
+            want = first.setdefault(key, row)
+            if row["text_hash"] != want["text_hash"]:
+                found.append(
+                    f"the text of {row['algorithm']} on {row['backend']} is not that of "
+                    f"{want['algorithm']} on {want['backend']}: {row['kind']} at temperature "
+                    f"{row['temperature']:g}; one run with both backends tells near ties"
+                )
+    return found
+
+
+def read(paths: Sequence[Path]) -> list[File]:
+    """The files of some measurements."""
+    return [json.loads(path.read_text(encoding="utf-8")) | {"path": str(path)} for path in paths]
+
+
+def blame(files: Sequence[File]) -> int:
+    """Prints the faults; the exit code is 1 where there are any."""
+    found = faults(files)
+    for fault in found:
+        print(fault, file=sys.stderr)
+    return int(bool(found))
+
+
+def insert(document: Path, table: str, name: str = "accuracy") -> None:
+    """Puts the table between the document's markers of a name.
+
+    Raises:
+      ValueError: The document does not have the two markers.
+    """
+    text, marks = document.read_text(encoding="utf-8"), (f"<!-- {name} -->", f"<!-- /{name} -->")
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
+    if not begin or not end:
+        raise ValueError(f"{document} has no {marks[0]} and {marks[1]}")
+    document.write_text(f"{before}{begin}\n{table}\n{end}{after}", encoding="utf-8")
+
+
+def _line(row: Row) -> Line:
+    return row["algorithm"], row["temperature"]
+
+
+def _place(row: Row) -> Place:
+    return row["backend"], row["machine"], row["batch"]
+
+
+def _in_order(items: Any) -> list[Any]:
+    """Each item once, as they first come."""
+    return list(dict.fromkeys(items))

@@ -1,0 +1,151 @@
+"""Whether the logits behind every token have the same bits in torch and in JAX.
+
+    python -m bench.quality.logit_bits --model models/demo/target --dtype bfloat16 --count 100
+
+The tasks of `bench.quality.accuracy`, each by itself and without drafts. The numbers that a token
+is chosen from give one of 32 bits: the sum of their bits as whole numbers, each times an odd one of
+its place, which no order of adding changes. Where both backends have gone the same way these are
+compared; the exit code is 1 where two differ.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from models.demo.data import KINDS
+from shared.engine.request import Request, SamplingParams
+from shared.text.tokenizer import Tokenizer
+from tests.support.op_sides import SIDES
+from tests.support.started import serve_all, start
+from tests.support.tasks import Tasks
+
+CONTEXT, MOST_TOKENS = 1024, 256
+_ODD = 2654435761
+"""Of the weights of places; the golden ratio's bits."""
+
+Sums = list[int]
+
+
+def _torch_sum(logits: Any) -> Any:
+    torch = import_module("torch")
+    bits = logits.float().contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    place = torch.arange(bits.shape[1], device=bits.device)
+    weight = (2 * place + 1) * _ODD & 0xFFFFFFFF
+    # Two factors of 32 bits do not fit into 63: the high half of one is multiplied apart.
+    low, high = bits & 0xFFFF, bits >> 16
+    terms = low * weight + ((high * weight & 0xFFFF) << 16)
+    return (terms & 0xFFFFFFFF).sum(1) & 0xFFFFFFFF
+
+
+def _jax_sum(logits: Any) -> Any:
+    jax = import_module("jax")
+    numpy, uint32 = jax.numpy, "uint32"
+    bits = jax.lax.bitcast_convert_type(logits.astype("float32"), numpy.uint32)
+    weight = (2 * numpy.arange(bits.shape[1], dtype=uint32) + 1) * numpy.uint32(_ODD)
+    return numpy.sum(bits * weight, axis=1, dtype=uint32)
+
+
+@contextmanager
+def noted(backend: str) -> Iterator[Callable[[], Sums]]:
+    """Within it every choice notes the sum of its first row; gives what reads them in order."""
+    sampling, found = import_module(f"{backend}_impl.ops.sampling"), []
+    choose = sampling.choose
+
+    def in_torch(logits: Any, *rest: Any) -> Any:
+        found.append(_torch_sum(logits)[0])
+        return choose(logits, *rest)
+
+    def in_jax(logits: Any, *rest: Any) -> Any:
+        note = lambda sums: found.append(sums[0])  # noqa: E731
+        import_module("jax").debug.callback(note, _jax_sum(logits))
+        return choose(logits, *rest)
+
+    def read() -> Sums:
+        if backend == "jax":
+            import_module("jax").effects_barrier()
+        return [int(x) for x in found]
+
+    with ExitStack() as patches:
+        noting = in_torch if backend == "torch" else in_jax
+        patches.enter_context(patch.object(sampling, "choose", noting))
+        if backend == "jax":  # programs that an earlier start has kept note nothing, nor can these
+            kept = import_module("jax_impl.kept").KeptPrograms
+            for name in ("find", "keep"):
+                patches.enter_context(patch.object(kept, name, lambda *_: None))
+        yield read
+
+
+def sums_of(backend: str, options: argparse.Namespace) -> dict[str, list[tuple[list[int], Sums]]]:
+    """The output of each task and the sum behind each of its tokens, by the tasks' kind."""
+    words = ["--model-path", str(options.model), "--dtype", options.dtype, "--overlap", "0"]
+    words += ["--disable-cuda-graph"] if backend == "torch" else []
+    tokenizer = Tokenizer.from_folder(options.model)
+    assert tokenizer is not None, f"{options.model} has no tokenizer"
+    found: dict[str, list[tuple[list[int], Sums]]] = {}
+    with noted(backend) as read:
+        served = start(backend, words, batch=1, context=CONTEXT, radix_cache=False)
+        for kind in options.kinds.split(","):
+            for prompt in Tasks.of(kind, options.count, 0, tokenizer).prompts:
+                before = len(read())
+                sampling = SamplingParams(
+                    temperature=0.0, max_tokens=MOST_TOKENS, stop_token_ids=served.eos_ids
+                )
+                request = Request(request_id=before, prompt=prompt, sampling=sampling)
+                (outcome,) = serve_all(served.engine, [request])
+                own = read()[before:][: len(outcome.tokens)]
+                found.setdefault(kind, []).append((outcome.tokens, own))
+        served.engine.close()
+    return found
+
+
+def compared(ours: list[tuple[list[int], Sums]], theirs: list[tuple[list[int], Sums]]) -> Any:
+    """Positions up to the first other token, and how many of them have other bits."""
+    positions = differ = 0
+    for (own, own_sums), (other, other_sums) in zip(ours, theirs, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(own, other)) if x != y), None)  # noqa: B905
+        until = min(len(own), len(other)) if same is None else same + 1
+        positions += until
+        pairs = zip(own_sums[:until], other_sums[:until], strict=True)
+        differ += sum(x != y for x, y in pairs)
+    return {"positions": positions, "with_other_bits": differ}
+
+
+def options(words: list[str] | None = None) -> argparse.Namespace:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder of the checkpoint")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    parser.add_argument("--kinds", default="problems,copying", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--count", type=int, default=100, help="tasks of each kind")
+    parser.add_argument("--out", type=Path, help="JSON file")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Prints and writes what differs."""
+    given = options()
+    command = shlex.join(["python", "-m", "bench.quality.logit_bits", *sys.argv[1:]])
+    report: dict[str, Any] = {"command": command, "versions": {}, "devices": {}, "kinds": {}}
+    sums = {}
+    for backend, make in SIDES.items():
+        side = make()
+        report["versions"][backend], report["devices"][backend] = side.version, side.device
+        sums[backend] = sums_of(backend, given)
+        side.release()
+    for kind, ours in sums["torch"].items():
+        report["kinds"][kind] = found = compared(ours, sums["jax"][kind])
+        print(f"{kind}: {found['with_other_bits']} of {found['positions']} have other bits")
+    if given.out:
+        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(any(found["with_other_bits"] for found in report["kinds"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Whether a running server's texts are those of plain decoding, token by token.
+
+    python -m bench.quality.verify --url http://127.0.0.1:8000 --count 50
+    python -m bench.quality.verify --url http://127.0.0.1:8000 --against http://127.0.0.1:8001
+
+Each prompt is asked as the server serves it, several at a time, and then plainly: alone, without
+drafts, and as a tenant of its own, which finds nothing in the prefix cache. With `--against`, a
+second server is asked instead, as it serves. Prompts are held-out tasks of the model that ships, or
+lines of `--prompts`: JSON objects with `messages` or `prompt`, and other fields of a request. The
+exit code is 1 where a text differs; under a rule of rejection sampled ones do, by its law.
+"""
+
+import argparse
+import json
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.quality.accuracy_table import MISSING, markdown
+from models.demo.data import examples
+
+COUNT, MAX_TOKENS, CONCURRENCY = 20, 64, 8
+SHOWN = 2
+"""Best tokens that the second asking wants: their distance is the margin."""
+
+TIMEOUT_S = 600.0
+DIFFERS, FAILED = 1, 2
+NOT_ASKED = {"n", "stream", "logprobs", "top_logprobs"}
+
+Body = dict[str, Any]
+
+
+class NotAnswered(Exception):
+    """A server did not answer a prompt; one sentence."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """What a server answered.
+
+    Attributes:
+      tokens: Of the output.
+      margins: Units of logits between the best two tokens of each place, before any processing;
+        empty where they were not asked for.
+      verify_steps, accepted: Steps that verified drafts or decoded plainly, and drafts that they
+        accepted.
+    """
+
+    tokens: list[int]
+    margins: list[float]
+    verify_steps: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two texts first differ.
+
+    Attributes:
+      prompt: Its number.
+      position: The token in the output, from 0.
+      served, other: The tokens there; None where a text has ended.
+      margin: See `Text`, in the other text; None where that has ended.
+    """
+
+    prompt: int
+    position: int
+    served: int | None
+    other: int | None
+    margin: float | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was compared, in the order of the prompts."""
+
+    served: list[Text]
+    divergences: list[Divergence]
+
+    def to_json(self) -> dict[str, Any]:
+        """As `--out` holds it."""
+        steps = sum(text.verify_steps for text in self.served)
+        accepted = sum(text.accepted for text in self.served)
+        return {
+            "checked": len(self.served),
+            "equal": len(self.served) - len(self.divergences),
+            "tokens": sum(len(text.tokens) for text in self.served),
+            "accept_length": round(1 + accepted / steps, 3) if steps else 1.0,
+            "divergences": [asdict(each) for each in self.divergences],
+        }
+
+
+class Server:
+    """A server that speaks OpenAI's API and gives token ids."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._client = httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT_S)
+
+    def ask(self, body: Body) -> Text:
+        """The text of a prompt.
+
+        Raises:
+          NotAnswered: There is none.
+        """
+        path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+        try:
+            answer = self._client.post(path, json=body | {"return_token_ids": True})
+        except httpx.HTTPError as error:
+            raise NotAnswered(f"{self._client.base_url} is not there: {error}") from error
+        if answer.status_code != httpx.codes.OK:
+            raise NotAnswered(f"{self._client.base_url} answered {answer.text[:500]}")
+        return text_of(answer.json())
+
+    def ask_all(self, bodies: Sequence[Body], concurrency: int) -> list[Text]:
+        """The texts of some prompts, in their order; raises as `ask`."""
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(self.ask, bodies))
+
+
+def text_of(answer: Body) -> Text:
+    """The only choice of an answer."""
+    choice, histogram = answer["choices"][0], answer["speculative"]["accepted_histogram"]
+    return Text(
+        tokens=choice["token_ids"],
+        margins=list(_margins(choice["logprobs"])),
+        verify_steps=sum(histogram),
+        accepted=sum(number * count for number, count in enumerate(histogram)),
+    )
+
+
+def _margins(logprobs: Body | None) -> Iterator[float]:
+    if logprobs is None:
+        return
+    if "content" in logprobs:
+        places = [[best["logprob"] for best in one["top_logprobs"]] for one in logprobs["content"]]
+    else:
+        places = [list(best.values()) for best in logprobs["top_logprobs"]]
+    for values in places:
+        best, second = sorted(values)[: -SHOWN - 1 : -1]
+        yield best - second
+
+
+def with_margins(body: Body) -> Body:
+    """The same, asking for the best tokens of each place."""
+    if "messages" in body:
+        return body | {"logprobs": True, "top_logprobs": SHOWN}
+    return body | {"logprobs": SHOWN}
+
+
+def plainly(body: Body) -> Body:
+    """The same without drafts, of somebody who shares no cached text."""
+    return body | {"speculative": {"enabled": False}, "user": f"verify-{uuid.uuid4().hex}"}
+
+
+def first_difference(prompt: int, served: Text, other: Text) -> Divergence | None:
+    """Where two texts of a prompt part; None where they do not."""
+    pairs = zip(served.tokens, other.tokens, strict=False)
+    shorter = min(len(served.tokens), len(other.tokens))
+    at = next((place for place, (a, b) in enumerate(pairs) if a != b), shorter)
+    if at == len(served.tokens) == len(other.tokens):
+        return None
+    return Divergence(
+        prompt=prompt,
+        position=at,
+        served=served.tokens[at] if at < len(served.tokens) else None,
+        other=other.tokens[at] if at < len(other.tokens) else None,
+        margin=other.margins[at] if at < len(other.margins) else None,
+    )
+
+
+def verify(
+    server: Server, against: Server | None, bodies: Sequence[Body], concurrency: int
+) -> Verdict:
+    """Asks every prompt twice; raises `NotAnswered`."""
+    served = server.ask_all(bodies, concurrency)
+    asked = [with_margins(body) for body in bodies]
+    if against is None:
+        others = server.ask_all(list(map(plainly, asked)), concurrency=1)
+    else:
+        others = against.ask_all(asked, concurrency)
+    found = map(first_difference, range(len(bodies)), served, others)
+    return Verdict(served, [each for each in found if each is not None])
+
+
+def bodies_of(args: argparse.Namespace) -> list[Body]:
+    """The prompts, each with how its text is to be made.
+
+    Raises:
+      ValueError: The file is none, or a line of it is no prompt.
+    """
+    how = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    if args.prompts is None:
+        tasks = islice(examples("held_out", args.seed), args.count)
+        prompts: list[Body] = [{"messages": task.messages} for task in tasks]
+    else:
+        prompts = read_prompts(args.prompts)
+    return [how | {"seed": number} | prompt for number, prompt in enumerate(prompts)]
+
+
+def read_prompts(path: Path) -> list[Body]:
+    """The lines of a file; raises as `bodies_of`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as lines of JSON: {error}") from error
+    for number, prompt in enumerate(found, start=1):
+        if not isinstance(prompt, dict) or len({"messages", "prompt"} & prompt.keys()) != 1:
+            raise ValueError(f"{path}:{number} is no object with either messages or prompt")
+        if asked := NOT_ASKED & prompt.keys():
+            raise ValueError(
+                f"{path}:{number} has {min(asked)}: each line is one text, not streamed"
+            )
+    return found
+
+
+def render(verdict: Verdict, other: str) -> str:
+    """What was found, as tables."""
+    told = verdict.to_json()
+    names = ("checked", "equal", "tokens", "accept_length")
+    lines = [
+        markdown([("prompts", "equal", "tokens", "accept length"), [str(told[n]) for n in names]])
+    ]
+    if verdict.divergences:
+        head = ("prompt", "position", "as served", other, "margin of the best two")
+        rows = [
+            [MISSING if value is None else f"{value:.6g}" for value in asdict(each).values()]
+            for each in verdict.divergences
+        ]
+        lines.append(markdown([head, *rows]))
+    return "\n\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m bench.quality.verify", description=__doc__)
+    made.formatter_class = argparse.RawDescriptionHelpFormatter
+    made.add_argument("--url", required=True, help="the server")
+    made.add_argument("--against", help="another server that must give the same texts")
+    which = made.add_mutually_exclusive_group()
+    which.add_argument("--prompts", type=Path, help="JSONL file")
+    which.add_argument("--count", type=int, default=COUNT, help="of held-out tasks")
+    made.add_argument("--seed", type=int, default=0, help="of the held-out tasks")
+    made.add_argument("--max-tokens", type=int, default=MAX_TOKENS)
+    made.add_argument("--temperature", type=float, default=0.0)
+    made.add_argument("--concurrency", type=int, default=CONCURRENCY, help="prompts at a time")
+    made.add_argument("--api-key", help="of both servers")
+    made.add_argument("--out", type=Path, help="JSON file")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Verifies; returns the exit code."""
+    arguments = parser()
+    args = arguments.parse_args(argv)
+    try:
+        bodies = bodies_of(args)
+        against = Server(args.against, args.api_key) if args.against else None
+        verdict = verify(Server(args.url, args.api_key), against, bodies, args.concurrency)
+    except (NotAnswered, ValueError) as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    print(render(verdict, args.against or "plainly"))
+    if args.out:
+        asked = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+        del asked["api_key"]
+        args.out.write_text(json.dumps({"asked": asked, **verdict.to_json()}, indent=1) + "\n")
+    return DIFFERS if verdict.divergences else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,237 @@
+"""A client that measures: requests over HTTP, whole or streamed, and when each part arrived.
+
+It speaks OpenAI's API, so it measures other engines too. What only this project's server tells,
+how many drafts each verify step accepted, is missing there.
+"""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import httpx
+import numpy as np
+
+from bench.serving.prompt_sets import Ask
+
+CONNECT_S = 10.0
+_COUNTER = re.compile(
+    r"^\w+[:_]spec_decode_num_(drafts|accepted_tokens)_total(?:\{.*\})? (\S+)$", re.MULTILINE
+)
+
+
+class NoServer(Exception):
+    """Nobody answers as a server would; one sentence."""
+
+
+@dataclass
+class Reply:
+    """What came back for one request.
+
+    Attributes:
+      begun_s: When it was sent, in seconds of the run's clock.
+      times_s: When each event with something new arrived, in seconds after it was sent; a whole
+        answer is one such event.
+      ended_s: When nothing more came, likewise.
+      prompt_tokens, tokens: As the server counts them.
+      text: Of the first choice.
+      histogram: Entry i counts the verify steps that accepted i drafts; None where it is not told.
+      error: What kind of error it is, or None.
+      reason: The sentence of the error; "" without one.
+    """
+
+    begun_s: float
+    times_s: list[float] = field(default_factory=list)
+    ended_s: float = 0.0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    text: str = ""
+    histogram: list[int] | None = None
+    error: str | None = None
+    reason: str = ""
+
+    def take(self, fields: dict[str, Any], at_s: float) -> None:
+        """Adds an answer or an event of a stream."""
+        if "error" in fields:
+            self.fail("", fields["error"])
+            return
+        for choice in fields["choices"]:
+            self._say(choice, at_s)
+        if usage := fields.get("usage"):
+            self.prompt_tokens = usage["prompt_tokens"]
+            self.tokens = usage["completion_tokens"]
+        if speculative := fields.get("speculative"):
+            self.histogram = speculative["accepted_histogram"]
+
+    def fail(self, status: str, error: Any) -> None:
+        """Notes the error object of a body, and the status where it is an answer of its own."""
+        told = error if isinstance(error, dict) else {"message": str(error)}
+        kind = told.get("code") or told.get("type") or "error"
+        self.error, self.reason = f"{status} {kind}".lstrip(), str(told.get("message", ""))
+
+    def _say(self, choice: dict[str, Any], at_s: float) -> None:
+        said = choice.get("delta") or choice.get("message") or choice
+        text = said.get("text") or said.get("content") or ""
+        if text or said.get("reasoning_content") or said.get("tool_calls"):
+            self.times_s.append(at_s)
+        if choice["index"] == 0:
+            self.text += text
+
+
+class Client:
+    """Connections to one server; use it as an asynchronous context.
+
+    Args:
+      url: Where it is served, without a path.
+      key: Its API key, or None.
+      timeout_s: How long a request may say nothing.
+    """
+
+    def __init__(self, url: str, key: str | None, timeout_s: float) -> None:
+        headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
+        self._url = url
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S, pool=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=False,  # a proxy would be measured too
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._http.aclose()
+
+    async def model(self) -> str:
+        """The name of the first model that is served.
+
+        Raises:
+          NoServer: There is none.
+        """
+        try:
+            answer = await self._http.get("/v1/models")
+            answer.raise_for_status()
+            return answer.json()["data"][0]["id"]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+            raise NoServer(f"{self._url}/v1/models gives no model: {error!r:.200}") from error
+
+    async def accept_counters(self) -> tuple[float, float] | None:
+        """Verify steps and accepted drafts so far; None where `/metrics` does not tell of them."""
+        try:
+            page = (await self._http.get("/metrics")).text
+        except httpx.HTTPError:
+            return None
+        sums = dict.fromkeys(("drafts", "accepted_tokens"), 0.0)
+        found = _COUNTER.findall(page)
+        for name, value in found:
+            sums[name] += float(value)
+        return (sums["drafts"], sums["accepted_tokens"]) if found else None
+
+    async def ask(self, ask: Ask, streams: bool, zero_s: float) -> Reply:
+        """Sends a request and waits for the end of its answer; errors are told in the reply.
+
+        Args:
+          streams: Whether the answer is to come in parts.
+          zero_s: Zero of the run's clock, which is `time.perf_counter`.
+        """
+        body = dict(ask.body)
+        if streams:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        sent = time.perf_counter()
+        reply = Reply(sent - zero_s)
+        try:
+            if streams:
+                await self._stream(ask.path, body, reply, sent)
+            else:
+                await self._whole(ask.path, body, reply, sent)
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            reply.error, reply.reason = type(error).__name__, str(error)
+        reply.ended_s = time.perf_counter() - sent
+        return reply
+
+    async def _whole(self, path: str, body: dict[str, Any], reply: Reply, sent: float) -> None:
+        answer = await self._http.post(path, json=body)
+        if _failed(answer, reply):
+            return
+        reply.take(answer.json(), time.perf_counter() - sent)
+
+    async def _stream(self, path: str, body: dict[str, Any], reply: Reply, sent: float) -> None:
+        async with self._http.stream("POST", path, json=body) as answer:
+            if answer.status_code != httpx.codes.OK:
+                await answer.aread()
+                _failed(answer, reply)
+                return
+            is_done = False
+            async for line in answer.aiter_lines():
+                if not line.startswith("data:"):
+                    continue
+                data = line.removeprefix("data:").strip()
+                if data == "[DONE]":
+                    is_done = True
+                elif reply.error is None:
+                    reply.take(json.loads(data), time.perf_counter() - sent)
+        if not is_done and reply.error is None:
+            reply.error = "stream without its end"
+
+
+def _failed(answer: httpx.Response, reply: Reply) -> bool:
+    if answer.status_code == httpx.codes.OK:
+        return False
+    try:
+        error = answer.json()["error"]
+    except (ValueError, LookupError, TypeError):
+        error = answer.text[:200]
+    reply.fail(str(answer.status_code), error)
+    return True
+
+
+@dataclass(frozen=True)
+class Run:
+    """All replies, in the order of what was asked, and the seconds until the last one."""
+
+    replies: list[Reply]
+    seconds: float
+
+
+def arrivals(count: int, rate: float, seed: int) -> list[float]:
+    """When requests are sent, in seconds after the first: a Poisson process."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    return (np.cumsum(gaps) - gaps[:1]).tolist()
+
+
+async def run_load(
+    client: Client,
+    asks: Sequence[Ask],
+    *,
+    rate: float,
+    most: int | None,
+    streams: bool,
+    seed: int,
+    done: Callable[[], None],
+) -> Run:
+    """Sends requests as independent users would.
+
+    Args:
+      rate: Requests a second on average, as a Poisson process; infinity sends all at once.
+      most: Requests that are under way at once; one that would be more waits, and its clock does
+        not run meanwhile. None: any number.
+      seed: Of the times at which they are sent.
+      done: Called at the end of each.
+    """
+    gate = asyncio.Semaphore(most or len(asks))
+    zero = time.perf_counter()
+
+    async def one(ask: Ask, arrival_s: float) -> Reply:
+        await asyncio.sleep(zero + arrival_s - time.perf_counter())
+        async with gate:
+            reply = await client.ask(ask, streams, zero)
+        done()
+        return reply
+
+    replies = await asyncio.gather(*map(one, asks, arrivals(len(asks), rate, seed)))
+    return Run(list(replies), time.perf_counter() - zero)

@@ -1,0 +1,143 @@
+"""Milliseconds until the first token of a prompt whose beginning is in the prefix cache, or is not.
+
+    python -m bench.steps.hits --model bench/shapes/qwen3-8b --backend torch jax \
+        --drafts none EAGLE3:S=3 --prefix 4100
+
+One prompt at a time, handed to an engine that has nothing else to do, without HTTP. Each round asks
+two prompts: one of which nothing is there, and the same one of another user, who has asked another
+question with the same beginning before. Both answers should be the same. Where a beginning ends
+with a page, the key of that page for an EAGLE-kind head knows the question's first token: a miss.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.ground.drafting import PLAIN, Draft, named_folder
+from bench.ground.machine import versions
+from bench.ground.session import folders_of, reset_peak
+from bench.steps.offline import flags, with_lot
+from shared.engine.request import Request, SamplingParams
+from tests.support.op_sides import SIDES
+from tests.support.started import Answer, Served, ask, start
+
+HEADER = (
+    f"{'side':6}{'drafts':26}{'prefix':>8}{'cached':>8}{'ms':>9}{'hit ms':>9}{'times':>7}  answer"
+)
+
+Line = dict[str, Any]
+
+
+def ask_for(
+    served: Served, number: int, prompt: Sequence[int], tenant: str, output: int
+) -> tuple[Answer, int]:
+    """Serves one prompt to its end; the answer, and the tokens of it that were there."""
+    request = Request(
+        request_id=number,
+        prompt=tuple(prompt),
+        sampling=SamplingParams(temperature=0.0, max_tokens=output),
+        tenant=tenant,
+    )
+    return ask(served, request), request.cached_tokens or 0
+
+
+def measure(served: Served, prefix: int, question: int, output: int, rounds: int) -> Line:
+    """A line of one length of prefix; its first round warms up."""
+    vocab, cold, hits = served.backend.limits.vocab, [], []
+    for round_ in range(1 + rounds):
+        rng = np.random.default_rng((prefix, round_))
+        beginning = rng.integers(2, vocab - 2, prefix).tolist()
+        other, own = (rng.integers(2, vocab - 2, question).tolist() for _ in range(2))
+        number, user = 3 * round_, f"{prefix} {round_}"
+        cold.append(ask_for(served, number, [*beginning, *own], f"{user} cold", output))
+        ask_for(served, number + 1, [*beginning, *other], user, 1)
+        hits.append(ask_for(served, number + 2, [*beginning, *own], user, output))
+    cold_s, hit_s = (
+        statistics.median(answer.seconds for answer, _ in asked[1:]) for asked in (cold, hits)
+    )
+    same = [a.outcome == b.outcome for (a, _), (b, _) in zip(cold, hits, strict=True)]
+    return {
+        "prefix": prefix,
+        "cached_tokens": hits[-1][1],
+        "ms": round(1e3 * cold_s, 3),
+        "hit_ms": round(1e3 * hit_s, 3),
+        "times": round(cold_s / hit_s, 2),
+        "rounds_with_the_same_answer": sum(same),
+        "is_same": all(same),
+    }
+
+
+def line_of(line: Line) -> str:
+    """A line for a terminal."""
+    return (
+        f"{line['backend']:6}{line['drafts']:26}{line['prefix']:8}{line['cached_tokens']:8}"
+        f"{line['ms']:9.2f}{line['hit_ms']:9.2f}{line['times']:7.1f}"
+        f"  {'same' if line['is_same'] else 'ANOTHER'}"
+    )
+
+
+def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Serves everything that the options name.
+
+    Raises:
+      ValueError: An option is wrong, or a start is refused; one sentence.
+    """
+    drafts = [with_lot(Draft.parse(text), options.accept_length) for text in options.drafts]
+    folders = folders_of(options.model, dict(map(named_folder, options.folders)))
+    found: dict[str, Any] = {"command": command, "versions": {}, "lines": []}
+    context = max(options.prefix) + options.question + options.output
+    print(HEADER)
+    for backend in options.backend:
+        for draft in drafts:
+            reset_peak(backend)
+            line = ["--model-path", str(options.model), *draft.flags(folders)]
+            line += flags(options, None)
+            how = {"batch": 1, "context": context}
+            served = start(backend, line, **how, radix_cache=True)
+            device = "cuda" if served.device == "gpu" else "cpu"
+            found["versions"][backend] = versions(backend, device)
+            for prefix in options.prefix:
+                sizes = (options.question, options.output, options.rounds)
+                told = {"backend": backend, "drafts": str(draft)}
+                found["lines"].append(told | measure(served, prefix, *sizes))
+                print(line_of(found["lines"][-1]), flush=True)
+                if options.out:
+                    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            served.engine.close()
+    return found
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
+    parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
+    parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--drafts", nargs="+", default=[PLAIN], metavar="SPEC")
+    parser.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
+    parser.add_argument("--accept-length", help="the flag --speculative-simulate-accept-length")
+    parser.add_argument("--prefix", nargs="+", type=int, default=[4100])
+    parser.add_argument("--question", type=int, default=32, help="tokens behind the beginning")
+    parser.add_argument("--output", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--flags", default="", help="more flags of the server, in one word")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="JSON file, written after every line")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Prints and writes the lines; the exit code is 1 where an answer is another."""
+    found = run(options(), shlex.join(["python", "-m", "bench.steps.hits", *sys.argv[1:]]))
+    return int(not all(line["is_same"] for line in found["lines"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Milliseconds until the first token of a prompt, in CUDA graphs and launch by launch.
+
+    python -m bench.steps.prefill --model bench/shapes/qwen3-8b --backend torch jax \
+        --drafts none EAGLE3:S=3 --prompt 64 256 1024 2048
+
+One prompt at a time, handed to an engine that has nothing else to do, without HTTP. Its answer goes
+on for some tokens: texts and acceptance must be the same however prompts are launched. Beside it
+stands what the products with the layers' weights alone take by the framework itself; `--kernels`
+tells which of a prompt's kernels take the most.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from bench.ground.drafting import PLAIN, Draft, named_folder
+from bench.ground.session import Load, folders_of, reset_peak
+from bench.steps.offline import flags, kernels_of, with_lot
+from shared.boundary.backend import Launch, Work
+from shared.models.checkpoint import parameters
+from shared.models.config import ModelConfig
+from tests.support.gpu_activity import traced
+from tests.support.op_sides import SIDES, Side
+from tests.support.started import Answer, Served, ask, start
+
+EAGER = "--disable-piecewise-cuda-graph"
+HEADER = (
+    f"{'side':6}{'drafts':26}{'launch':>14}{'tokens':>8}{'ms':>9}{'low':>8}{'high':>8}"
+    f"{'products':>10}{'tokens/s':>10}  answer"
+)
+OUTSIDE = ("embed", "lm_head", "gated_delta.conv")
+"""Matrices that a prompt has no product with, or only its last token."""
+
+Line = dict[str, Any]
+
+
+def ask_once(served: Served, load: Load) -> Answer:
+    """Serves the one prompt of a load to its end."""
+    (request,) = load.requests(served.backend.limits.vocab)
+    return ask(served, request)
+
+
+def measure(served: Served, load: Load, rounds: int, products: float) -> Line:
+    """One size of prompt, whose products take so many seconds.
+
+    The line's `answer` is what was answered, and what of it was drafted.
+    """
+    ask_once(served, load)
+    answers = [ask_once(served, load) for _ in range(rounds)]
+    seconds = [each.seconds for each in answers]
+    counts, kind = served.engine.metrics.snapshot(), Work.PREFILL.value
+    launches = {
+        launch.value: int(counts[f'engine_steps_total{{kind="{kind}",launch="{launch.value}"}}'])
+        for launch in Launch
+    }
+    last = answers[-1].outcome
+    return {
+        "prompt": load.prompt,
+        "ms": round(1e3 * statistics.median(seconds), 3),
+        "ms_low": round(1e3 * min(seconds), 3),
+        "ms_high": round(1e3 * max(seconds), 3),
+        "products_ms": round(1e3 * products, 3),
+        "tokens_per_s": round(load.prompt / statistics.median(seconds), 1),
+        "prefills_so_far": {name: count for name, count in launches.items() if count},
+        "answer": {"tokens": last.tokens, "accepted": last.accepted},
+    }
+
+
+def _kernels_of(served: Served, load: Load, backend: str) -> dict[str, tuple[float, float]]:
+    """How often each of a prompt's kernels ran, and the milliseconds, those that take the most."""
+    first = replace(load, output=1)
+    ask_once(served, first)
+
+    def once() -> None:
+        ask_once(served, first)
+
+    return traced(backend, once).longest(12)
+
+
+def _product_seconds(side: Side, config: ModelConfig, prompt: int) -> float:
+    """Of a prompt's products with the layers' weights."""
+    return sum(
+        prod(p.shape[: p.stacked]) * side.product_seconds(prompt, *p.shape[p.stacked :])
+        for p in parameters(config, False)
+        if len(p.shape) == 2 + p.stacked and p.name not in OUTSIDE
+    )
+
+
+def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Serves everything that the options name.
+
+    Raises:
+      ValueError: An option is wrong, or a start is refused; one sentence.
+    """
+    drafts = [with_lot(Draft.parse(text), options.accept_length) for text in options.drafts]
+    folders = folders_of(options.model, dict(map(named_folder, options.folders)))
+    found: dict[str, Any] = {"command": command, "versions": {}, "sides": {}, "lines": []}
+    context = max(options.prompt) + options.output + options.output % 2
+    answers: dict[tuple[str, int], Line] = {}
+    for backend in options.backend:
+        side = SIDES[backend]()
+        config = ModelConfig.from_folder(options.model)
+        products = {n: _product_seconds(side, config, n) for n in options.prompt}
+        side.release()
+        found["versions"][backend] = side.version
+        found["sides"][backend] = {"device": side.device}
+        print(f"{backend} on {side.device}\n{HEADER}")
+        for draft in drafts:
+            for own in _launches(backend, side.is_gpu):
+                reset_peak(backend)
+                words = ["--model-path", str(options.model), *draft.flags(folders)]
+                words += [*flags(options, None), *own]
+                how = {"batch": 1, "context": context}
+                how["radix_cache"] = False
+                served = start(backend, words, **how)
+                for prompt in options.prompt:
+                    sizes = {"batch": 1, "prompt": prompt, "output": options.output}
+                    load = Load(**sizes, temperature=0.0, top_p=1.0)
+                    line = {"backend": backend, "drafts": str(draft), "flags": own}
+                    line |= measure(served, load, options.rounds, products[prompt])
+                    known = answers.setdefault((f"{backend} {draft}", prompt), line["answer"])
+                    line["is_same"] = line["answer"] == known
+                    if options.kernels:
+                        line["kernels"] = _kernels_of(served, load, backend)
+                    found["lines"].append(line)
+                    print(line_of(line), *kernels_of(line.get("kernels", {})), sep="\n", flush=True)
+                    if options.out:
+                        text = json.dumps(found, indent=1)
+                        options.out.write_text(text + "\n", encoding="utf-8")
+                served.engine.close()
+    return found
+
+
+def _launches(backend: str, on_gpu: bool) -> list[list[str]]:
+    """Flags of the ways to launch a prompt."""
+    return [[], [EAGER]] if backend == "torch" and on_gpu else [[]]
+
+
+def line_of(line: Line) -> str:
+    """A line for a terminal."""
+    launch = max(line["prefills_so_far"], key=line["prefills_so_far"].get)
+    return (
+        f"{line['backend']:6}{line['drafts']:26}{launch:>14}{line['prompt']:8}{line['ms']:9.2f}"
+        f"{line['ms_low']:8.2f}{line['ms_high']:8.2f}{line['products_ms']:10.2f}"
+        f"{line['tokens_per_s']:10.0f}  {'same' if line['is_same'] else 'ANOTHER'}"
+    )
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command takes."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
+    parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
+    parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--drafts", nargs="+", default=[PLAIN], metavar="SPEC")
+    parser.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
+    parser.add_argument("--accept-length", help="the flag --speculative-simulate-accept-length")
+    parser.add_argument("--prompt", nargs="+", type=int, default=[64, 256, 512, 1024, 2048])
+    parser.add_argument("--output", type=int, default=32, help="tokens of an answer")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--flags", default="", help="more flags of the server, in one word")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--kernels", action="store_true", help="tell which take the most time")
+    parser.add_argument("--out", type=Path, help="JSON file, written after every line")
+    return parser.parse_args(words)
+
+
+def main() -> int:
+    """Prints and writes the lines; the exit code is 1 where an answer is another."""
+    found = run(options(), shlex.join(["python", "-m", "bench.steps.prefill", *sys.argv[1:]]))
+    return int(not all(line["is_same"] for line in found["lines"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
