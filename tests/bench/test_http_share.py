@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.serving import http_share
 from bench.serving.http_share import Clocks, cpu_s, rounds, summary, waited_s
-from bench.serving.run import http_share
 from bench.serving.worded import worded
 from shared.models.config import ModelConfig
 from shared.text.tokenizer import Tokenizer

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from bench.serving import numbers as serving_numbers
+from bench.serving import page as serving_page
+from bench.serving import run as serving
+from bench.serving import send_one
 from bench.serving.client import Client, Reply, Run, arrivals, run_load
 from bench.serving.prompt_sets import COMPLETIONS, NAMES, Ask, RandomLengths, asks
-from bench.serving.run import numbers as serving_numbers
-from bench.serving.run import page as serving_page
-from bench.serving.run import run as serving
-from bench.serving.run import send_one
 from models.demo.data import KINDS
 from tests.support import http_fixtures
 from tests.support.http_fixtures import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bench.serving.run import soak
+from bench.serving import soak
 from bench.serving.soak import Growth, Sample, judge, metrics
 
 MINUTES = 10
