@@ -124,7 +124,7 @@ def feed(
     requests = Requests(slots=slots, starts=row_starts, save_after=save_after, save=save)
     held = (States(recurrent, window), States(saved_recurrent, saved_window))
 
-    def launch(kernel, name, grid, makes, *, warps, stages=1, aliases=None, **settings):
+    def launch(kernel, grid, makes, *, name, warps, stages=1, aliases=None, **settings):
         """A kernel that takes trees of arrays, and gives one of what it makes."""
         return pl.pallas_call(
             partial(kernel, interpret=interpret, **settings),
@@ -138,30 +138,30 @@ def feed(
 
     rows = launch(
         _rows_kernel,
-        "delta_rows",
         (2 * key_heads + H, CHUNK // tiles.rows * places),
         Rows(keys=half((R, 3 * key_heads, K)), v=single((R, H, V))),
+        name="delta_rows",
         warps=tiles.row_warps,
         rows=tiles.rows,
         digits=digits,
     )(projected, weights.conv, window, layer, requests)
     chunks = launch(
         _prepare_kernel,
-        "delta_prepare",
         (H, places),
         Chunks(
             solved=half((places, H, 2, CHUNK, CHUNK)),
             reach=half((places, H, CHUNK, CHUNK)),
             total=single((places, H, CHUNK)),
         ),
+        name="delta_prepare",
         warps=tiles.prepare_warps,
     )(projected, weights, layer, requests, rows)
     # The states and snapshots are written where they are.
     (states, snapshots), read = launch(
         _carry_kernel,
-        "delta_carry",
         (V // columns, H, B),
         (jax.tree.map(lambda x: of(x.shape, x.dtype), held), single((R, H, V))),
+        name="delta_carry",
         warps=tiles.warps,
         stages=tiles.stages,
         aliases={number: number for number in range(4)},
@@ -169,9 +169,9 @@ def feed(
     )(held, projected, layer, requests, rows, chunks)
     out = launch(
         _norm_kernel,
-        "delta_norm",
         (H, pl.cdiv(R, tiles.rows)),
         of((R, H * V), projected.dtype),
+        name="delta_norm",
         warps=tiles.row_warps,
         rows=tiles.rows,
         eps=eps,
