@@ -34,9 +34,8 @@ from kernels.pallas_gpu.attention import (
 from kernels.pallas_gpu.columns import columns_of, in_head, load_head
 from kernels.pallas_gpu.heads import Projected, Turning, early, fetch, turn, write_pair
 from kernels.pallas_gpu.parts import combine, store_unit
-from kernels.pallas_gpu.reach import is_in, pack, sees
+from kernels.pallas_gpu.reach import bounds_of, is_in, pack, sees
 from kernels.tiles import MixTiles
-from shared.spec.mix import BOUNDS
 
 
 def mix(
@@ -220,7 +219,7 @@ def _mix_kernel(
 
     @pl.when(start + lax.div(block * sizes.lanes, group) < stop)
     def _():
-        bounds = tuple(bounds_ref[request, which] for which in range(BOUNDS))
+        bounds = bounds_of(bounds_ref, request)
         share = _share(number, table_ref.shape[1] * kv_ref.shape[3], bounds, order, sizes)
 
         @pl.when(share.number < share.sharing)
@@ -270,7 +269,9 @@ def _mix_kernel(
                 at = (lane_row[:, None], q_head[:, None], columns_of(D)[None, :])
                 q = load_head(q_ref.at[at], D)
             else:
-                pl.when((bounds[3] < share.share_end) & (bounds[4] > share.share_begin))(write)
+                has_new = bounds.new_from < share.share_end
+                has_new &= bounds.new_until > share.share_begin
+                pl.when(has_new)(write)
                 q = turn(fetched or fetch_q(), turning).astype(projected_ref.dtype)
             window = pack(window_ref, lane_row, order.nodes)
             is_bad = jnp.zeros(written.shape, bool)
@@ -315,15 +316,14 @@ def _mix_kernel(
 
 def _share(number, reach, bounds, order, sizes):
     """What a program does of the positions that are seen or written."""
-    low, _, seen_until, new_from, new_until = bounds
-    high = jnp.minimum(seen_until + order.nodes, reach)
+    high = jnp.minimum(bounds.seen_until + order.nodes, reach)
     by_span, unit, fewest = False, order.split, sizes.splits
     if sizes.may_span:
-        by_span = pl.cdiv(high, order.split) - lax.div(low, order.split) > sizes.most_parts
+        by_span = pl.cdiv(high, order.split) - lax.div(bounds.low, order.split) > sizes.most_parts
         unit = _either(by_span, order.span, order.split)
         fewest = _either(by_span, 1, sizes.splits)
-    begin = lax.div(jnp.minimum(low, new_from), unit)
-    end = pl.cdiv(jnp.maximum(high, new_until), unit)
+    begin = lax.div(jnp.minimum(bounds.low, bounds.new_from), unit)
+    end = pl.cdiv(jnp.maximum(high, bounds.new_until), unit)
     end = jnp.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
     each = pl.cdiv(end - begin, jnp.minimum(sizes.programs, pl.cdiv(end - begin, fewest)))
     share_begin = (begin + number * each) * unit
@@ -333,7 +333,15 @@ def _share(number, reach, bounds, order, sizes):
         is_in_one = lax.div(begin, per_span) == lax.div(end - 1, per_span)
         is_alone = is_in_one & (each == end - begin)
     return _Share(
-        low, high, unit, by_span, share_begin, share_begin + each * unit, number, sharing, is_alone
+        low=bounds.low,
+        high=high,
+        unit=unit,
+        by_span=by_span,
+        share_begin=share_begin,
+        share_end=share_begin + each * unit,
+        number=number,
+        sharing=sharing,
+        is_alone=is_alone,
     )
 
 
@@ -360,11 +368,10 @@ def _sum_share(
     A unit is a split, or a span. Who is alone stores none. What no row sees is not read.
     """
     tile, (lanes, D) = order.tile, q.shape
-    _, seen_from, seen_until, new_from, _ = bounds
     begin = lax.div(low, tile)
     end = jnp.where(low < high, pl.cdiv(high, tile), begin)
     # Tiles that every lane sees whole, and of which nothing is new, need no mask.
-    whole = jnp.minimum(lax.div(jnp.minimum(seen.until.min(), new_from), tile), end)
+    whole = jnp.minimum(lax.div(jnp.minimum(seen.until.min(), bounds.new_from), tile), end)
     sees_first = seen.first.max() <= begin * tile
     whole = begin + sees_first.astype(jnp.int32) * jnp.maximum(whole - begin, 0)
 
@@ -376,9 +383,9 @@ def _sum_share(
     def add_masked(i, carry):
         number, sums, *of_unit = carry
         position, pages, number = pages_of(seen, number, i, tile)
-        is_read = (position >= seen_from) & (position < seen_until)
+        is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
         if order.nodes > 0:
-            node = position - seen_until
+            node = position - bounds.seen_until
             both = (jnp.broadcast_to(x, node.shape) for x in window[2:])
             is_read |= is_in(*both, node, order.nodes)
         if sizes.max_rows > 1:

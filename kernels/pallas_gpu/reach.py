@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Bool, Int
 
 from kernels.tiles import BLOCKS
-from shared.spec.mix import BOUNDS
+from shared.spec.mix import BOUNDS, Bounds
 
 
 def reach(
@@ -63,15 +63,24 @@ def _reach_kernel(
     is_real = pltriton.load(real_ref.at[at], mask=is_row, other=0) != 0
     low = jnp.min(jnp.where(is_row, jnp.minimum(first, until), most))
     is_any = jnp.max(is_real.astype(jnp.int32)) > 0
-    bounds_ref[request, 0] = jnp.where(start < stop, low, 0)
-    bounds_ref[request, 1] = jnp.min(first)
-    bounds_ref[request, 2] = jnp.max(until)
-    bounds_ref[request, 3] = jnp.where(is_any, jnp.min(jnp.where(is_real, place, most)), low)
-    bounds_ref[request, 4] = jnp.where(is_any, jnp.max(jnp.where(is_real, place + 1, 0)), 0)
+    bounds = Bounds(
+        low=jnp.where(start < stop, low, 0),
+        seen_from=jnp.min(first),
+        seen_until=jnp.max(until),
+        new_from=jnp.where(is_any, jnp.min(jnp.where(is_real, place, most)), low),
+        new_until=jnp.where(is_any, jnp.max(jnp.where(is_real, place + 1, 0)), 0),
+    )
+    for which, bound in enumerate(bounds):
+        bounds_ref[request, which] = bound
     counters = arrivals_ref.shape[1]
     counter = lax.iota(jnp.int32, pl.next_power_of_2(counters))
     zeros = jnp.zeros_like(counter)
     pltriton.store(arrivals_ref.at[request, counter], zeros, mask=counter < counters)
+
+
+def bounds_of(bounds_ref, request):
+    """What `reach` has found of a request."""
+    return Bounds(*(bounds_ref[request, which] for which in range(BOUNDS)))
 
 
 def pack(window_ref, rows, nodes):

@@ -33,8 +33,7 @@ from kernels.triton_gpu.columns import columns_of, in_head, load_head
 from kernels.triton_gpu.heads import Heads, Pool, Turning, fetch, projected_of, turn, write_pair
 from kernels.triton_gpu.linear import launching
 from kernels.triton_gpu.parts import combine, store_unit
-from kernels.triton_gpu.reach import is_in, pack, sees
-from shared.spec.mix import BOUNDS
+from kernels.triton_gpu.reach import bounds_of, is_in, pack, sees
 
 
 def mix(
@@ -128,7 +127,6 @@ def mix(
         tile=tile,
         nodes=window.shape[1],
         may_span=splits > most_parts,
-        num_bounds=BOUNDS,
         num_counters=arrivals.shape[1],
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -174,7 +172,6 @@ def _mix_kernel(
     tile: tl.constexpr,
     nodes: tl.constexpr,
     may_span: tl.constexpr,
-    num_bounds: tl.constexpr,
     num_counters: tl.constexpr,
     is_launched: tl.constexpr,
 ):
@@ -188,17 +185,16 @@ def _mix_kernel(
     width: tl.constexpr = (q_heads * (1 + gated) + 2 * k_heads) * D
     head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     request, share = tl.program_id(1), tl.program_id(2)
-    bounds_at += request * num_bounds
-    low, seen_from, seen_until = tl.load(bounds_at), tl.load(bounds_at + 1), tl.load(bounds_at + 2)
-    new_from, new_until = tl.load(bounds_at + 3), tl.load(bounds_at + 4)
+    bounds = bounds_of(bounds_at, request)
     start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
     num_real = tl.load(starts_at + num_requests)
-    high = tl.minimum(seen_until + nodes, columns * page)
+    high = tl.minimum(bounds.seen_until + nodes, columns * page)
     by_span, unit = False, split
     if may_span:
-        by_span = tl.cdiv(high, split) - low // split > most_parts
+        by_span = tl.cdiv(high, split) - bounds.low // split > most_parts
         unit = tl.where(by_span, span, split)
-    begin, end = tl.minimum(low, new_from) // unit, tl.cdiv(tl.maximum(high, new_until), unit)
+    begin = tl.minimum(bounds.low, bounds.new_from) // unit
+    end = tl.cdiv(tl.maximum(high, bounds.new_until), unit)
     end = tl.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
     fewest = tl.where(by_span, 1, splits)
     each = tl.cdiv(end - begin, tl.minimum(tl.num_programs(2), tl.cdiv(end - begin, fewest)))
@@ -212,7 +208,7 @@ def _mix_kernel(
         return
     share_begin = (begin + share * each) * unit
     share_end = share_begin + each * unit  # of the next program
-    from_position, to_position = tl.maximum(low, share_begin), tl.minimum(high, share_end)
+    from_position, to_position = tl.maximum(bounds.low, share_begin), tl.minimum(high, share_end)
     own_pool = Pool(k=pool.k, v=pool.v, table=pool.table + request * columns)
     number = page_of(own_pool.table, columns, from_position // tile, page, tile)
     lane = block * lanes + tl.arange(0, lanes)
@@ -239,7 +235,7 @@ def _mix_kernel(
             projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
         )
     if not is_placed:  # noqa: SIM102 - settled when it is compiled
-        if (new_from < share_end) & (new_until > share_begin):
+        if (bounds.new_from < share_end) & (bounds.new_until > share_begin):
             is_written = is_new & (place >= share_begin) & (place < share_end)
             offset = new.to(tl.int64) * width
             write_pair(projected, own_pool, offset, new, is_written, place, head, heads, turning)
@@ -260,9 +256,9 @@ def _mix_kernel(
         is_bad = _is_bad(projected.rows, at, is_new, D)
     sums = _sum_share(
         q, pool.k + head * D, pool.v + head * D, own_pool.table, columns, number,
-        first, until, seen_from, seen_until, new_from, window, place, is_bad,
-        from_position, to_position, scale,
-        sums_at, peaks_at, totals_at, place_of_lane, row < stop, low // unit, num_rows * q_heads,
+        first, until, bounds, window, place, is_bad, from_position, to_position, scale,
+        sums_at, peaks_at, totals_at, place_of_lane, row < stop, bounds.low // unit,
+        num_rows * q_heads,
         unit, is_alone, heads, nodes, ones, split, tile, may_span | (splits > 1),
     )  # fmt: skip
     is_last = is_alone
@@ -273,8 +269,8 @@ def _mix_kernel(
         if is_last:
             tl.store(counter, 0)
             sums = combine(
-                sums_at, peaks_at, totals_at, place_of_lane, low // unit,
-                tl.where(low < high, tl.cdiv(high, unit), low // unit),
+                sums_at, peaks_at, totals_at, place_of_lane, bounds.low // unit,
+                tl.where(bounds.low < high, tl.cdiv(high, unit), bounds.low // unit),
                 tl.where(by_span, 1 << 20, span // split), num_rows * q_heads, lanes, D, unroll,
             )  # fmt: skip
     if is_last:
@@ -307,9 +303,7 @@ def _sum_share(
     number,
     first,
     until,
-    seen_from,
-    seen_until,
-    new_from,
+    bounds,
     window,
     place,
     is_bad,
@@ -344,7 +338,7 @@ def _sum_share(
     begin = low // tile
     end = tl.where(low < high, tl.cdiv(high, tile), begin)
     # Tiles that every lane sees whole, and of which nothing is new, need no mask.
-    whole = tl.minimum(tl.minimum(tl.min(until), new_from) // tile, end)
+    whole = tl.minimum(tl.minimum(tl.min(until), bounds.new_from) // tile, end)
     whole = tl.where(tl.max(first) <= begin * tile, tl.maximum(whole, begin), begin)
     for i in range(begin, whole):
         position, offset, number = offsets(table_at, columns, number, i, tile, heads)
@@ -356,9 +350,9 @@ def _sum_share(
         )  # fmt: skip
     for i in range(whole, end):
         position, offset, number = offsets(table_at, columns, number, i, tile, heads)
-        is_read = (position >= seen_from) & (position < seen_until)
+        is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
         if nodes > 0:
-            is_read |= is_in(window[2], window[3], position - seen_until, nodes)
+            is_read |= is_in(window[2], window[3], position - bounds.seen_until, nodes)
         if is_bad.shape[0] > 1:
             is_one = (position[:, None] == place[None, :]) & is_bad[None, :]
             is_read &= tl.max(is_one.to(tl.int32), axis=1) == 0

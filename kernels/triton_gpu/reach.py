@@ -10,7 +10,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kernels.tiles import BLOCKS
-from shared.spec.mix import BOUNDS
+from shared.spec.mix import BOUNDS, Bounds
+
+_BOUNDS = tl.constexpr(BOUNDS)
 
 
 def reach(
@@ -39,7 +41,6 @@ def reach(
         bounds,
         arrivals,
         rows=triton.next_power_of_2(max_rows),
-        bounds=BOUNDS,
         counters=arrivals.shape[1],
         lanes=triton.next_power_of_2(arrivals.shape[1]),
         num_warps=1,
@@ -57,7 +58,6 @@ def _reach_kernel(
     bounds_at,
     arrivals_at,
     rows: tl.constexpr,
-    bounds: tl.constexpr,
     counters: tl.constexpr,
     lanes: tl.constexpr,
 ):
@@ -73,14 +73,38 @@ def _reach_kernel(
     is_real = tl.load(real_at + row, mask=is_row, other=0).to(tl.int32) != 0
     low = tl.min(tl.where(is_row, tl.minimum(first, until), most))
     is_any = tl.max(is_real.to(tl.int32)) > 0
-    bounds_at += request * bounds
-    tl.store(bounds_at, tl.where(start < stop, low, 0))
-    tl.store(bounds_at + 1, tl.min(first))
-    tl.store(bounds_at + 2, tl.max(until))
-    tl.store(bounds_at + 3, tl.where(is_any, tl.min(tl.where(is_real, place, most)), low))
-    tl.store(bounds_at + 4, tl.where(is_any, tl.max(tl.where(is_real, place + 1, 0)), 0))
+    bounds = Bounds(
+        low=tl.where(start < stop, low, 0),
+        seen_from=tl.min(first),
+        seen_until=tl.max(until),
+        new_from=tl.where(is_any, tl.min(tl.where(is_real, place, most)), low),
+        new_until=tl.where(is_any, tl.max(tl.where(is_real, place + 1, 0)), 0),
+    )
+    _store_bounds(bounds_at + request * _BOUNDS, bounds)
     counter = tl.arange(0, lanes)
     tl.store(arrivals_at + request * counters + counter, 0 * counter, mask=counter < counters)
+
+
+@triton.jit
+def _store_bounds(at, bounds):
+    tl.store(at, bounds.low)
+    tl.store(at + 1, bounds.seen_from)
+    tl.store(at + 2, bounds.seen_until)
+    tl.store(at + 3, bounds.new_from)
+    tl.store(at + 4, bounds.new_until)
+
+
+@triton.jit
+def bounds_of(bounds_at, request):
+    """What `reach` has found of a request."""
+    at = bounds_at + request * _BOUNDS
+    return Bounds(
+        low=tl.load(at),
+        seen_from=tl.load(at + 1),
+        seen_until=tl.load(at + 2),
+        new_from=tl.load(at + 3),
+        new_until=tl.load(at + 4),
+    )
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -87,16 +88,31 @@ def mix(
     return out.reshape(len(qkv), -1), k_pages, v_pages
 
 
-BOUNDS = 5
+class Bounds(NamedTuple):
+    """What the rows of a request see and write; of a request without rows they mean nothing.
+
+    Attributes:
+      low: Where any row sees from, or where its window begins if that is before.
+      seen_from: Where any sees from without its window.
+      seen_until: Until where any sees without it.
+      new_from, new_until: Where the first row is written, and where the last is and one more;
+        nothing is between them where none is.
+    """
+
+    low: Any
+    seen_from: Any
+    seen_until: Any
+    new_from: Any
+    new_until: Any
+
+
+BOUNDS = len(Bounds._fields)
 
 
 def reach(rows: Rows, row_starts: Int[np.ndarray, " B1"]) -> Int[np.ndarray, "B bounds"]:
     """What the rows of each request see and write, as a kernel asks once for all layers.
 
-    The `BOUNDS` of a request: where any row sees from, or where its window begins if that is
-    before; where any sees from without; until where any sees without its window; where the first
-    row is written, and where the last is and one more: where nothing is written, nothing is
-    between those two. Those of a request without rows mean nothing.
+    Those of a request are its `Bounds`.
     """
     bounds = np.zeros((len(row_starts) - 1, BOUNDS), np.int32)
     for request, (start, stop) in enumerate(pairwise(row_starts)):
@@ -105,8 +121,13 @@ def reach(rows: Rows, row_starts: Int[np.ndarray, " B1"]) -> Int[np.ndarray, "B 
             first, until = rows.first[span], rows.until[span]
             low = min(first.min(), until.min())
             places = rows.places[span][rows.is_real[span]]
-            written = (places.min(), places.max() + 1) if len(places) else (low, 0)
-            bounds[request] = (low, first.min(), until.max(), *written)
+            bounds[request] = Bounds(
+                low=low,
+                seen_from=first.min(),
+                seen_until=until.max(),
+                new_from=places.min() if len(places) else low,
+                new_until=places.max() + 1 if len(places) else 0,
+            )
     return bounds
 
 
