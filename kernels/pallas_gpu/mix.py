@@ -386,7 +386,7 @@ def _sum_share(
         is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
         if order.nodes > 0:
             node = position - bounds.seen_until
-            both = (jnp.broadcast_to(x, node.shape) for x in window[2:])
+            both = (jnp.broadcast_to(x, node.shape) for x in (window.any_low, window.any_high))
             is_read |= is_in(*both, node, order.nodes)
         if sizes.max_rows > 1:
             is_one = (position[:, None] == place[None, :]) & is_bad[None, :]

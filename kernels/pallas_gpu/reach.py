@@ -4,6 +4,7 @@ The bounds of a request are told once for all layers; a window is as many bits.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,15 @@ from jaxtyping import Bool, Int
 
 from kernels.tiles import BLOCKS
 from shared.spec.mix import BOUNDS, Bounds
+
+
+class Window(NamedTuple):
+    """Windows as bits of two numbers: of each lane, and of all lanes together."""
+
+    low: Any
+    high: Any
+    any_low: Any
+    any_high: Any
 
 
 def reach(
@@ -88,7 +98,7 @@ def pack(window_ref, rows, nodes):
     nothing = (jnp.zeros(rows.shape, jnp.int32), 0)
     low, any_low = _pack_word(window_ref, rows, 0, nodes) if nodes > 0 else nothing
     high, any_high = _pack_word(window_ref, rows, 32, nodes) if nodes > 32 else nothing
-    return low, high, any_low, any_high
+    return Window(low=low, high=high, any_low=any_low, any_high=any_high)
 
 
 def _pack_word(window_ref, rows, begin, nodes):
@@ -106,7 +116,7 @@ def sees(position, first, until, window, nodes):
     seen = (position >= first[:, None]) & (position < until[:, None])
     if nodes > 0:
         node = position - until[:, None]
-        low, high = (jnp.broadcast_to(x[:, None], node.shape) for x in window[:2])
+        low, high = (jnp.broadcast_to(x[:, None], node.shape) for x in (window.low, window.high))
         seen |= is_in(low, high, node, nodes)
     return seen
 

@@ -7,6 +7,8 @@ are. What tells the rows' positions is read before the kernel before has ended, 
 written it.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +20,8 @@ from kernels.tiles import MixTiles
 from kernels.triton_gpu.attention import (
     LOG2_E,
     NEGATIVE,
+    Order,
+    Seen,
     Sums,
     add_tile,
     add_whole,
@@ -32,8 +36,78 @@ from kernels.triton_gpu.attention import (
 from kernels.triton_gpu.columns import columns_of, in_head, load_head
 from kernels.triton_gpu.heads import Heads, Pool, Turning, fetch, projected_of, turn, write_pair
 from kernels.triton_gpu.linear import launching
-from kernels.triton_gpu.parts import combine, store_unit
+from kernels.triton_gpu.parts import Parts, combine, store_unit
 from kernels.triton_gpu.reach import bounds_of, is_in, pack, sees
+
+
+class Requests(NamedTuple):
+    """The bounds of each, and counters of the programs that have arrived."""
+
+    bounds: Any
+    arrivals: Any
+
+
+class Rows(NamedTuple):
+    """Where the rows of requests begin, where each is written, and what it sees."""
+
+    starts: Any
+    places: Any
+    is_real: Any
+    first: Any
+    until: Any
+    window: Any
+
+
+class New(NamedTuple):
+    """Places of a request's new rows, and which of them have a value that is no number."""
+
+    places: Any
+    is_bad: Any
+
+
+class Units(NamedTuple):
+    """Where a program keeps its sums.
+
+    Attributes:
+      parts: Of all programs.
+      place: Of each lane in the first unit.
+      is_lane: Which lanes are not spare.
+      base: Number of the first unit.
+      stride: Places from one unit to the next.
+      length: Positions of a unit.
+      is_alone: Whether the program has all units, and stores none.
+    """
+
+    parts: Any
+    place: Any
+    is_lane: Any
+    base: Any
+    stride: Any
+    length: Any
+    is_alone: Any
+
+
+class Cut(NamedTuple):
+    """How the work is cut.
+
+    Attributes:
+      lanes, blocks: Pairs of a program, and the programs that share those of a key head.
+      splits: Fewest splits of a program.
+      unroll: Units that are combined at once.
+      new_rows: Most rows of a request, or more.
+      counters: Of a request.
+      is_placed: Whether new keys and values are written already.
+      may_span: Whether sums may be kept by span.
+    """
+
+    lanes: int
+    blocks: int
+    splits: int
+    unroll: int
+    new_rows: int
+    counters: int
+    is_placed: bool
+    may_span: bool
 
 
 def mix(
@@ -100,34 +174,35 @@ def mix(
     _mix_kernel[(blocks * Hk, B, programs)](
         projected_of(projected, q_norm, k_norm, cos, sin, eps),
         Pool(k=kv[layer, 0], v=kv[layer, 1], table=page_table),
-        *(bounds, arrivals, row_starts, places),
-        *(
-            first,
-            until,
-            window if window.shape[1] else until,
-            is_real,
-            projected if q is None else q,
-            sums,
-            peaks,
-            totals,
-            out,
+        Requests(bounds=bounds, arrivals=arrivals),
+        Rows(
+            starts=row_starts,
+            places=places,
+            is_real=is_real,
+            first=first,
+            until=until,
+            window=window if window.shape[1] else until,
         ),
-        *(R, B, columns, D**-0.5 * LOG2_E.value, most_parts),
+        *(projected if q is None else q, out),
+        Parts(sums=sums, peaks=peaks, totals=totals),
+        num_rows=R,
+        num_requests=B,
+        columns=columns,
+        scale=D**-0.5 * LOG2_E.value,
+        most_parts=most_parts,
         heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
         turning=Turning(half=cos.shape[1], has_norms=k_norm is not None, digits=digits),
-        is_placed=q is not None,
-        lanes=lanes,
-        blocks=blocks,
-        new_rows=triton.next_power_of_2(max_rows),
-        ones=tiles.ones,
-        splits=tiles.splits,
-        unroll=max(1, min(8, 16 * 128 * 8 // (lanes * triton.next_power_of_2(D)))),
-        span=span,
-        split=split,
-        tile=tile,
-        nodes=window.shape[1],
-        may_span=splits > most_parts,
-        num_counters=arrivals.shape[1],
+        order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=window.shape[1]),
+        cut=Cut(
+            lanes=lanes,
+            blocks=blocks,
+            splits=tiles.splits,
+            unroll=max(1, min(8, 16 * 128 * 8 // (lanes * triton.next_power_of_2(D)))),
+            new_rows=triton.next_power_of_2(max_rows),
+            counters=arrivals.shape[1],
+            is_placed=q is not None,
+            may_span=splits > most_parts,
+        ),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         maxnreg=tiles.registers or None,
@@ -138,71 +213,40 @@ def mix(
 
 @triton.jit(do_not_specialize=["num_rows", "num_requests", "columns", "most_parts"])
 def _mix_kernel(
-    projected,
-    pool,
-    bounds_at,
-    arrivals_at,
-    starts_at,
-    places_at,
-    first_at,
-    until_at,
-    window_at,
-    real_at,
-    q_at,
-    sums_at,
-    peaks_at,
-    totals_at,
-    out_at,
-    num_rows,
-    num_requests,
-    columns,
-    scale,
-    most_parts,
-    heads: tl.constexpr,
-    turning: tl.constexpr,
-    is_placed: tl.constexpr,
-    lanes: tl.constexpr,
-    blocks: tl.constexpr,
-    new_rows: tl.constexpr,
-    ones: tl.constexpr,
-    splits: tl.constexpr,
-    unroll: tl.constexpr,
-    span: tl.constexpr,
-    split: tl.constexpr,
-    tile: tl.constexpr,
-    nodes: tl.constexpr,
-    may_span: tl.constexpr,
-    num_counters: tl.constexpr,
+    projected, pool, requests, rows, q_at, out_at, parts, num_rows, num_requests, columns, scale,
+    most_parts, heads: tl.constexpr, turning: tl.constexpr, order: tl.constexpr, cut: tl.constexpr,
     is_launched: tl.constexpr,
-):
+):  # fmt: skip
     """One program per block of lanes of a key head, request, and share of the positions."""
     q_heads: tl.constexpr = heads.q_heads
     k_heads: tl.constexpr = heads.k_heads
     D: tl.constexpr = heads.D
     gated: tl.constexpr = heads.gated
-    page: tl.constexpr = heads.page
+    lanes: tl.constexpr = cut.lanes
+    new_rows: tl.constexpr = cut.new_rows
+    split: tl.constexpr = order.split
     group: tl.constexpr = q_heads // k_heads
     width: tl.constexpr = (q_heads * (1 + gated) + 2 * k_heads) * D
-    head, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    head, block = tl.program_id(0) // cut.blocks, tl.program_id(0) % cut.blocks
     request, share = tl.program_id(1), tl.program_id(2)
-    bounds = bounds_of(bounds_at, request)
-    start, stop = tl.load(starts_at + request), tl.load(starts_at + request + 1)
-    num_real = tl.load(starts_at + num_requests)
-    high = tl.minimum(bounds.seen_until + nodes, columns * page)
+    bounds = bounds_of(requests.bounds, request)
+    start, stop = tl.load(rows.starts + request), tl.load(rows.starts + request + 1)
+    num_real = tl.load(rows.starts + num_requests)
+    high = tl.minimum(bounds.seen_until + order.nodes, columns * heads.page)
     by_span, unit = False, split
-    if may_span:
+    if cut.may_span:
         by_span = tl.cdiv(high, split) - bounds.low // split > most_parts
-        unit = tl.where(by_span, span, split)
+        unit = tl.where(by_span, order.span, split)
     begin = tl.minimum(bounds.low, bounds.new_from) // unit
     end = tl.cdiv(tl.maximum(high, bounds.new_until), unit)
     end = tl.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
-    fewest = tl.where(by_span, 1, splits)
+    fewest = tl.where(by_span, 1, cut.splits)
     each = tl.cdiv(end - begin, tl.minimum(tl.num_programs(2), tl.cdiv(end - begin, fewest)))
     sharing = tl.where(start + block * lanes // group < stop, tl.cdiv(end - begin, each), 0)
     # A program that has a whole request of one span to itself keeps its sums.
     is_alone = False
-    if splits > 1:
-        per_span = span // unit
+    if cut.splits > 1:
+        per_span = order.span // unit
         is_alone = (each == end - begin) & (begin // per_span == (end - 1) // per_span)
     if (share > 0) & (share >= sharing):
         return
@@ -210,15 +254,15 @@ def _mix_kernel(
     share_end = share_begin + each * unit  # of the next program
     from_position, to_position = tl.maximum(bounds.low, share_begin), tl.minimum(high, share_end)
     own_pool = Pool(k=pool.k, v=pool.v, table=pool.table + request * columns)
-    number = page_of(own_pool.table, columns, from_position // tile, page, tile)
+    number = page_of(own_pool.table, columns, from_position // order.tile, heads.page, order.tile)
     lane = block * lanes + tl.arange(0, lanes)
     row, q_head = start + lane // group, head * group + lane % group
     lane_row = tl.maximum(tl.minimum(row, stop - 1), 0)  # spare lanes are not written
-    first, until = tl.load(first_at + lane_row), tl.load(until_at + lane_row)
+    first, until = tl.load(rows.first + lane_row), tl.load(rows.until + lane_row)
     new = start + tl.arange(0, new_rows)
     is_new = new < stop
-    place = tl.load(places_at + new, mask=is_new, other=0)
-    is_new &= tl.load(real_at + new, mask=is_new, other=0).to(tl.int32) != 0
+    place = tl.load(rows.places + new, mask=is_new, other=0)
+    is_new &= tl.load(rows.is_real + new, mask=is_new, other=0).to(tl.int32) != 0
 
     if is_launched:
         gdc_wait()
@@ -228,20 +272,20 @@ def _mix_kernel(
     if share >= sharing:
         return
     # Where programs are few, before what some of them do first; else registers are scarce.
-    is_early: tl.constexpr = splits == 1 and not is_placed
+    is_early: tl.constexpr = cut.splits == 1 and not cut.is_placed
     head_place = lane_row.to(tl.int64) * width + q_head * ((1 + gated) * D)
     if is_early:
         fetched = fetch(
             projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
         )
-    if not is_placed:  # noqa: SIM102 - settled when it is compiled
+    if not cut.is_placed:  # noqa: SIM102 - settled when it is compiled
         if (bounds.new_from < share_end) & (bounds.new_until > share_begin):
             is_written = is_new & (place >= share_begin) & (place < share_end)
             offset = new.to(tl.int64) * width
             write_pair(projected, own_pool, offset, new, is_written, place, head, heads, turning)
             tl.debug_barrier()  # they are read by other threads than wrote them
     place_of_lane = lane_row.to(tl.int64) * q_heads + q_head
-    if is_placed:
+    if cut.is_placed:
         q = load_head(q_at + place_of_lane[:, None] * D + columns_of(D)[None, :], D)
     else:
         if not is_early:
@@ -249,34 +293,53 @@ def _mix_kernel(
                 projected, projected.q_norm, head_place, lane_row, row < stop, heads, turning
             )
         q = turn(fetched, projected.eps, heads, turning).to(projected.rows.dtype.element_ty)
-    window = pack(window_at, lane_row, nodes)
+    window = pack(rows.window, lane_row, order.nodes)
     is_bad = tl.zeros((new_rows,), tl.int1)
     if new_rows > 1:
         at = new.to(tl.int64) * width + (q_heads * (1 + gated) + k_heads + head) * D
         is_bad = _is_bad(projected.rows, at, is_new, D)
+    seen = Seen(
+        k=pool.k + head * D,
+        v=pool.v + head * D,
+        table=own_pool.table,
+        columns=columns,
+        window=window,
+        first=first,
+        until=until,
+        scale=scale,
+    )
+    new_places = New(places=place, is_bad=is_bad)
+    units = Units(
+        parts=parts,
+        place=place_of_lane,
+        is_lane=row < stop,
+        base=bounds.low // unit,
+        stride=num_rows * q_heads,
+        length=unit,
+        is_alone=is_alone,
+    )
+    may_gather: tl.constexpr = cut.may_span or cut.splits > 1
     sums = _sum_share(
-        q, pool.k + head * D, pool.v + head * D, own_pool.table, columns, number,
-        first, until, bounds, window, place, is_bad, from_position, to_position, scale,
-        sums_at, peaks_at, totals_at, place_of_lane, row < stop, bounds.low // unit,
-        num_rows * q_heads,
-        unit, is_alone, heads, nodes, ones, split, tile, may_span | (splits > 1),
+        q, seen, new_places, bounds, number, from_position, to_position, units, heads, order,
+        may_gather,
     )  # fmt: skip
     is_last = is_alone
     if not is_alone:
         tl.debug_barrier()
-        counter = arrivals_at + request * num_counters + tl.program_id(0)
+        counter = requests.arrivals + request * cut.counters + tl.program_id(0)
         is_last = tl.atomic_add(counter, 1, sem="acq_rel") == sharing - 1
         if is_last:
             tl.store(counter, 0)
+            stop_unit = tl.where(bounds.low < high, tl.cdiv(high, unit), units.base)
+            per_span = tl.where(by_span, 1 << 20, order.span // split)
             sums = combine(
-                sums_at, peaks_at, totals_at, place_of_lane, bounds.low // unit,
-                tl.where(bounds.low < high, tl.cdiv(high, unit), bounds.low // unit),
-                tl.where(by_span, 1 << 20, span // split), num_rows * q_heads, lanes, D, unroll,
+                parts, place_of_lane, units.base, stop_unit, per_span, units.stride, lanes, D,
+                cut.unroll,
             )  # fmt: skip
     if is_last:
         if new_rows > 1:
-            seen = sees(place, first, until, window, nodes) & is_bad[None, :]
-            is_harmed = tl.max(seen.to(tl.int32), axis=1) > 0
+            sees_bad = sees(place, first, until, window, order.nodes) & is_bad[None, :]
+            is_harmed = tl.max(sees_bad.to(tl.int32), axis=1) > 0
             values = tl.where(is_harmed[:, None], float("nan"), sums.value)
             sums = Sums(value=values, peak=sums.peak, total=sums.total)
         finish(sums, projected.rows, head_place + D, out_at, place_of_lane, row < stop, D, gated)
@@ -295,118 +358,65 @@ def _is_bad(projected_at, at, is_new, D: tl.constexpr):
 
 @triton.jit
 def _sum_share(
-    q,
-    k_at,
-    v_at,
-    table_at,
-    columns,
-    number,
-    first,
-    until,
-    bounds,
-    window,
-    place,
-    is_bad,
-    low,
-    high,
-    scale,
-    sums_at,
-    peaks_at,
-    totals_at,
-    place_of_lane,
-    is_lane,
-    base,
-    stride,
-    unit,
-    is_alone,
-    heads: tl.constexpr,
-    nodes: tl.constexpr,
-    ones: tl.constexpr,
-    split: tl.constexpr,
-    tile: tl.constexpr,
+    q, seen, new, bounds, number, low, high, units, heads: tl.constexpr, order: tl.constexpr,
     may_gather: tl.constexpr,
-):
+):  # fmt: skip
     """Sums the positions from low to high, tiles to splits and splits to units, which are stored.
 
-    A unit is a split, or a span. The first has number `base`, and one is `stride` places after
-    another. Who is alone stores none. Gives the sums that are not stored. What no row sees is not
-    read.
+    A unit is a split, or a span. Gives the sums that are not stored. What no row sees is not read.
     """
     lanes: tl.constexpr = q.shape[0]
     D: tl.constexpr = heads.D
-    sums, u_sums = no_split(lanes, D, ones), no_sums(lanes, D)
+    tile: tl.constexpr = order.tile
+    sums, u_sums = no_split(lanes, D, order.ones), no_sums(lanes, D)
     begin = low // tile
     end = tl.where(low < high, tl.cdiv(high, tile), begin)
     # Tiles that every lane sees whole, and of which nothing is new, need no mask.
-    whole = tl.minimum(tl.minimum(tl.min(until), bounds.new_from) // tile, end)
-    whole = tl.where(tl.max(first) <= begin * tile, tl.maximum(whole, begin), begin)
+    whole = tl.minimum(tl.minimum(tl.min(seen.until), bounds.new_from) // tile, end)
+    whole = tl.where(tl.max(seen.first) <= begin * tile, tl.maximum(whole, begin), begin)
     for i in range(begin, whole):
-        position, offset, number = offsets(table_at, columns, number, i, tile, heads)
-        sums = add_whole(q, k_at + offset, v_at + offset, scale, sums, D)
-        sums, u_sums = _close(
-            i, end, sums, u_sums,
-            sums_at, peaks_at, totals_at, place_of_lane, is_lane, base, stride, unit, is_alone,
-            D, ones, split, tile, may_gather,
-        )  # fmt: skip
+        position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
+        sums = add_whole(q, seen.k + offset, seen.v + offset, seen.scale, sums, D)
+        sums, u_sums = _close(i, end, sums, u_sums, units, D, order, may_gather)
     for i in range(whole, end):
-        position, offset, number = offsets(table_at, columns, number, i, tile, heads)
+        position, offset, number = offsets(seen.table, seen.columns, number, i, tile, heads)
         is_read = (position >= bounds.seen_from) & (position < bounds.seen_until)
-        if nodes > 0:
-            is_read |= is_in(window[2], window[3], position - bounds.seen_until, nodes)
-        if is_bad.shape[0] > 1:
-            is_one = (position[:, None] == place[None, :]) & is_bad[None, :]
+        if order.nodes > 0:
+            node = position - bounds.seen_until
+            is_read |= is_in(seen.window.any_low, seen.window.any_high, node, order.nodes)
+        if new.is_bad.shape[0] > 1:
+            is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
             is_read &= tl.max(is_one.to(tl.int32), axis=1) == 0
         keep = in_head(is_read[:, None], D)
-        k = tl.load(k_at + offset, mask=keep, other=0.0)
-        v = tl.load(v_at + offset, mask=keep, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = sees(position, first, until, window, nodes)
-        scores = tl.where(seen, scores, NEGATIVE)
+        k = tl.load(seen.k + offset, mask=keep, other=0.0)
+        v = tl.load(seen.v + offset, mask=keep, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * seen.scale
+        is_seen = sees(position, seen.first, seen.until, seen.window, order.nodes)
+        scores = tl.where(is_seen, scores, NEGATIVE)
         highest = tl.maximum(sums.peak, tl.max(scores, axis=1))
-        weights = tl.where(seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
+        weights = tl.where(is_seen, tl.exp2(scores - highest[:, None]), 0.0).to(v.dtype)
         sums = add_tile(sums, highest, weights, v)
-        sums, u_sums = _close(
-            i, end, sums, u_sums,
-            sums_at, peaks_at, totals_at, place_of_lane, is_lane, base, stride, unit, is_alone,
-            D, ones, split, tile, may_gather,
-        )  # fmt: skip
+        sums, u_sums = _close(i, end, sums, u_sums, units, D, order, may_gather)
     return u_sums
 
 
 @triton.jit
 def _close(
-    i,
-    end,
-    sums,
-    u_sums,
-    sums_at,
-    peaks_at,
-    totals_at,
-    place_of_lane,
-    is_lane,
-    base,
-    stride,
-    unit,
-    is_alone,
-    D: tl.constexpr,
-    ones: tl.constexpr,
-    split: tl.constexpr,
-    tile: tl.constexpr,
-    may_gather: tl.constexpr,
-):
+    i, end, sums, u_sums, units, D: tl.constexpr, order: tl.constexpr, may_gather: tl.constexpr
+):  # fmt: skip
     """After the last tile of a split adds it to its unit, and after the last split stores that."""
     lanes: tl.constexpr = sums.peak.shape[0]
-    after, is_last = (i + 1) * tile, i + 1 == end
-    if (after % split == 0) | is_last:
-        at = (i * tile // unit - base) * stride + place_of_lane
+    after, is_last = (i + 1) * order.tile, i + 1 == end
+    if (after % order.split == 0) | is_last:
+        at = (i * order.tile // units.length - units.base) * units.stride + units.place
         if may_gather:
             u_sums = fold_split(u_sums, sums)
-            if ((after % unit == 0) | is_last) & (not is_alone):
-                store_unit(sums_at, peaks_at, totals_at, at, u_sums, is_lane, D)
+            if ((after % units.length == 0) | is_last) & (not units.is_alone):
+                store_unit(units.parts, at, u_sums, units.is_lane, D)
                 u_sums = no_sums(lanes, D)
         else:
             total = tl.max(sums.total, axis=1)
             done = Sums(value=sums.value, peak=sums.peak, total=total)
-            store_unit(sums_at, peaks_at, totals_at, at, done, is_lane, D)
-        sums = no_split(lanes, D, ones)
+            store_unit(units.parts, at, done, units.is_lane, D)
+        sums = no_split(lanes, D, order.ones)
     return sums, u_sums

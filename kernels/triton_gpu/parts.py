@@ -4,6 +4,8 @@ A unit is a split, or a span where there are many. Units are added in their orde
 summed them.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -11,20 +13,26 @@ from kernels.triton_gpu.attention import Sums, fold, no_sums
 from kernels.triton_gpu.columns import columns_of, in_head
 
 
+class Parts(NamedTuple):
+    """Where the sums over units are kept: of a unit, its weighted values, peaks and totals."""
+
+    sums: Any
+    peaks: Any
+    totals: Any
+
+
 @triton.jit
-def store_unit(sums_at, peaks_at, totals_at, at, sums, is_lane, D: tl.constexpr):
+def store_unit(parts, at, sums, is_lane, D: tl.constexpr):
     """Stores the sums over a unit of the positions."""
     column = columns_of(D)[None, :]
-    tl.store(sums_at + at[:, None] * D + column, sums.value, mask=in_head(is_lane[:, None], D))
-    tl.store(peaks_at + at, sums.peak, mask=is_lane)
-    tl.store(totals_at + at, sums.total, mask=is_lane)
+    tl.store(parts.sums + at[:, None] * D + column, sums.value, mask=in_head(is_lane[:, None], D))
+    tl.store(parts.peaks + at, sums.peak, mask=is_lane)
+    tl.store(parts.totals + at, sums.total, mask=is_lane)
 
 
 @triton.jit
 def combine(
-    sums_at,
-    peaks_at,
-    totals_at,
+    parts,
     place,
     begin,
     end,
@@ -50,13 +58,13 @@ def combine(
                 is_one = (unit >= low) & (unit < high)
                 at = (unit - begin) * stride + place
                 values = tl.load(
-                    sums_at + at[:, None] * D + column,
+                    parts.sums + at[:, None] * D + column,
                     mask=in_head(is_one[:, None], D),
                     other=0.0,
                     cache_modifier=".cg",
                 )
-                peak = tl.load(peaks_at + at, mask=is_one, other=-1e30, cache_modifier=".cg")
-                total = tl.load(totals_at + at, mask=is_one, other=0.0, cache_modifier=".cg")
+                peak = tl.load(parts.peaks + at, mask=is_one, other=-1e30, cache_modifier=".cg")
+                total = tl.load(parts.totals + at, mask=is_one, other=0.0, cache_modifier=".cg")
                 sums = fold(sums, Sums(value=values, peak=peak, total=total))
         w_sums = fold(w_sums, sums)
     return w_sums

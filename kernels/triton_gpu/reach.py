@@ -3,6 +3,8 @@
 The bounds of a request are told once for all layers; a window is as many bits.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,15 @@ from kernels.tiles import BLOCKS
 from shared.spec.mix import BOUNDS, Bounds
 
 _BOUNDS = tl.constexpr(BOUNDS)
+
+
+class Window(NamedTuple):
+    """Windows as bits of two numbers: of each lane, and of all lanes together."""
+
+    low: Any
+    high: Any
+    any_low: Any
+    any_high: Any
 
 
 def reach(
@@ -116,7 +127,7 @@ def pack(window_at, rows, nodes: tl.constexpr):
         low, any_low = _pack_word(window_at, rows, 0, nodes)
     if nodes > 32:
         high, any_high = _pack_word(window_at, rows, 32, nodes)
-    return low, high, any_low, any_high
+    return Window(low=low, high=high, any_low=any_low, any_high=any_high)
 
 
 @triton.jit
@@ -134,7 +145,8 @@ def sees(position, first, until, window, nodes: tl.constexpr):
     position = position[None, :]
     seen = (position >= first[:, None]) & (position < until[:, None])
     if nodes > 0:
-        seen |= is_in(window[0][:, None], window[1][:, None], position - until[:, None], nodes)
+        node = position - until[:, None]
+        seen |= is_in(window.low[:, None], window.high[:, None], node, nodes)
     return seen
 
 
