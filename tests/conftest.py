@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -23,25 +21,6 @@ from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
     pytest_configure,
     pytest_sessionfinish,
 )
-
-QUICK_COMPILES = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false"
-)
-"""A test runs each program a few times, so that XLA takes longer to better it than it gains. The
-flags are of one version: another one might not know them, and would stop."""
-
-
-def is_of(package: str, release: str) -> bool:
-    """Whether a package of a release is installed."""
-    try:
-        return version(package).startswith(f"{release}.")
-    except PackageNotFoundError:
-        return False
-
-
-if is_of("jaxlib", "0.10"):
-    os.environ.setdefault("XLA_FLAGS", QUICK_COMPILES)
 
 CHECKED_SHAPES = ("tests/spec/", "tests/reference/", "tests/test_layout.py")
 SERVED_TEXTS = (
