@@ -88,12 +88,14 @@ class Landing:
 
     Attributes:
       seconds: That it took, host included; None where that is not known.
+      asleep: The median step asleep, where this one was the last of those that it is taken of.
     """
 
     flight: Flight
     rows: Rows
     result: StepResult
     seconds: float | None
+    asleep: float | None
     made: Made | None
 
 
@@ -246,13 +248,10 @@ class AdaptiveNgramController:
             return
         flight, now = self._flights.popleft(), self._clock()
         seconds, self._last = None if last is None else now - last, now
-        if flight.follows:
-            # Not the step that fell asleep: it waited for the one before.
-            took = self._sleep.stepped(flight.batch, seconds)
-            self.costs.observe(flight.batch, self._asleep, took)
+        # Not of the step that fell asleep: it waited for the one before.
+        asleep = self._sleep.stepped(flight.batch, seconds) if flight.follows else None
         made, self._made = self._made, None
-        if not flight.follows or made is not None or self._trace is not None:
-            self._landings.append(Landing(flight, rows, result, seconds, made))
+        self._landings.append(Landing(flight, rows, result, seconds, asleep, made))
 
     def _learn(self) -> None:
         """Learns what steps took, and whether trees were right about the texts that followed."""
@@ -261,6 +260,7 @@ class AdaptiveNgramController:
             flight, rows, result = landing.flight, landing.rows, landing.result
             if flight.tier != self._asleep:
                 self.costs.observe(flight.batch, flight.tier, landing.seconds)
+            self.costs.observe(flight.batch, self._asleep, landing.asleep)
             if not flight.follows:
                 self._sleep.gained(self._gain(landing))
             if self._trace is not None:
