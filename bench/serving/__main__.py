@@ -1,7 +1,8 @@
-"""`python -m bench.serving` is `bench.serving.run`."""
+"""`python -m bench.serving`: see `bench.serving.run`."""
 
 import sys
 
 from bench.serving.run import main
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

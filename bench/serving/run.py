@@ -177,7 +177,3 @@ def main(arguments: list[str] | None = None) -> int:
     if options.html:
         options.html.write_text(serving_page.page(found), encoding="utf-8")
     return 1 if found["summary"]["errors"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

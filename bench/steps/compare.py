@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.ground.drafting import Draft
 from bench.ground.session import Load, Round, Session
-from bench.steps.offline import Report, begun, common_options, start_facts, with_lot
+from bench.steps.offline import Report, begun, decode_options, start_facts, with_lot
 from tests.support.op_sides import SIDES
 
 Figures = dict[str, float]
@@ -148,7 +148,7 @@ def table_of(found: dict[str, Any]) -> str:
 
 def options() -> argparse.ArgumentParser:
     """What the command takes."""
-    parser = common_options((__doc__ or "").splitlines()[0])
+    parser = decode_options(__doc__)
     parser.add_argument("--a", required=True, metavar="SIDE", help="BACKEND DRAFTS [FLAG ...]")
     parser.add_argument("--b", required=True, metavar="SIDE")
     parser.add_argument("--batch", type=int, default=1)

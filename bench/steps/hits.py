@@ -15,17 +15,15 @@ import shlex
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bench.ground.drafting import PLAIN, Draft, named_folder
+from bench.ground.drafting import Draft, named_folder
 from bench.ground.machine import versions
 from bench.ground.session import folders_of, reset_peak
-from bench.steps.offline import flags, with_lot
+from bench.steps.offline import flags, model_options, side_options, with_lot
 from shared.engine.request import Request, SamplingParams
-from tests.support.op_sides import SIDES
 from tests.support.started import Answer, Served, ask, start
 
 HEADER = (
@@ -116,20 +114,11 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """What the command takes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
-    parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
-    parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
-    parser.add_argument("--drafts", nargs="+", default=[PLAIN], metavar="SPEC")
-    parser.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
-    parser.add_argument("--accept-length", help="the flag --speculative-simulate-accept-length")
+    parser = model_options(__doc__, output=32)
+    side_options(parser)
     parser.add_argument("--prefix", nargs="+", type=int, default=[4100])
     parser.add_argument("--question", type=int, default=32, help="tokens behind the beginning")
-    parser.add_argument("--output", type=int, default=32, help="tokens of an answer")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--flags", default="", help="more flags of the server, in one word")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="JSON file, written after every line")
     return parser.parse_args(words)
 
 

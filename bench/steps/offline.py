@@ -285,28 +285,44 @@ def _top_ps(options: argparse.Namespace) -> list[float]:
     return [options.top_p if temperature else 1.0 for temperature in options.temperature]
 
 
-def common_options(description: str) -> argparse.ArgumentParser:
-    """What this bench and `bench.steps.compare` share."""
-    parser = argparse.ArgumentParser(description=description)
+def model_options(description: str | None, output: int) -> argparse.ArgumentParser:
+    """What every bench of steps takes: a model, how it is started, and where lines are written.
+
+    Args:
+      description: A docstring, whose first line is shown.
+      output: Default of the tokens of an answer.
+    """
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
     parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
-    parser.add_argument("--input", type=int, default=512, help="tokens of a prompt")
-    parser.add_argument("--output", type=int, default=128, help="tokens of an answer")
+    parser.add_argument("--output", type=int, default=output, help="tokens of an answer")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--accept-length", help="the flag --speculative-simulate-accept-length")
     parser.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
     parser.add_argument("--flags", default="", help="more flags of the server, in one word")
-    parser.add_argument("--steps", type=int, default=16, help="of a block")
     parser.add_argument("--out", type=Path, help="JSON file, written after every line")
     return parser
 
 
+def decode_options(description: str | None) -> argparse.ArgumentParser:
+    """What this bench and `bench.steps.compare` share."""
+    parser = model_options(description, output=128)
+    parser.add_argument("--input", type=int, default=512, help="tokens of a prompt")
+    parser.add_argument("--steps", type=int, default=16, help="of a block")
+    return parser
+
+
+def side_options(parser: argparse.ArgumentParser) -> None:
+    """Which backends are started, with which drafters."""
+    parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser.add_argument("--drafts", nargs="+", default=[PLAIN], metavar="SPEC")
+
+
 def options() -> argparse.ArgumentParser:
     """What the command takes."""
-    parser = common_options((__doc__ or "").splitlines()[0])
-    parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
+    parser = decode_options(__doc__)
+    side_options(parser)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument("--drafts", nargs="+", default=[PLAIN], metavar="SPEC")
     parser.add_argument("--overlap", nargs="+", type=int, choices=(0, 1, 2), default=[1])
     parser.add_argument("--temperature", nargs="+", type=float, default=[0.0])
     parser.add_argument("--top-p", type=float, default=1.0, help="of rows with a temperature")

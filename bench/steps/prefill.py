@@ -17,12 +17,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from bench.ground.drafting import PLAIN, Draft, named_folder
+from bench.ground.drafting import Draft, named_folder
 from bench.ground.session import Load, folders_of, reset_peak
-from bench.steps.offline import flags, kernels_of, with_lot
+from bench.steps.offline import flags, kernels_of, model_options, side_options, with_lot
 from shared.boundary.backend import Launch, Work
 from shared.models.checkpoint import parameters
 from shared.models.config import ModelConfig
@@ -155,20 +154,11 @@ def line_of(line: Line) -> str:
 
 def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     """What the command takes."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="folder with a config.json")
-    parser.add_argument("--load-format", choices=("dummy", "auto"), default="dummy")
-    parser.add_argument("--backend", nargs="+", choices=list(SIDES), default=list(SIDES))
-    parser.add_argument("--drafts", nargs="+", default=[PLAIN], metavar="SPEC")
-    parser.add_argument("--folders", nargs="*", default=[], metavar="ALGORITHM=DIR")
-    parser.add_argument("--accept-length", help="the flag --speculative-simulate-accept-length")
+    parser = model_options(__doc__, output=32)
+    side_options(parser)
     parser.add_argument("--prompt", nargs="+", type=int, default=[64, 256, 512, 1024, 2048])
-    parser.add_argument("--output", type=int, default=32, help="tokens of an answer")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
-    parser.add_argument("--flags", default="", help="more flags of the server, in one word")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--kernels", action="store_true", help="tell which take the most time")
-    parser.add_argument("--out", type=Path, help="JSON file, written after every line")
     return parser.parse_args(words)
 
 
