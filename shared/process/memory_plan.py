@@ -209,10 +209,10 @@ class _Sizing:
     def _state_bytes(self) -> int:
         """Of all recurrent states of a request, the target's and the drafter's."""
         item, sizes = ITEM_BYTES[self.options.model.dtype], self.drafts.sizes
-        layer_bytes = self.model.num_gated_delta_layers * state_layer_bytes(self.model, item)
+        num_bytes = self.model.num_gated_delta_layers * state_layer_bytes(self.model, item)
         if sizes is not None:
-            layer_bytes += sizes.num_gated_delta_layers * state_layer_bytes(sizes.model, item)
-        return layer_bytes
+            num_bytes += sizes.num_gated_delta_layers * state_layer_bytes(sizes.model, item)
+        return num_bytes
 
     def most_pages(self) -> int:
         """What was given, or pages for every request's whole context, or as many as fit."""

@@ -105,11 +105,8 @@ def _learn(
             between -= of_row * of_all * information
             shrunk = 1 - both * information
             both, of_row, of_all = both * shrunk, of_row * shrunk, of_all * shrunk
-        estimates[rows[i], 0], estimates[rows[i], 1], estimates[rows[i], 2] = (
-            offset,
-            variance,
-            between,
-        )
+        learnt = estimates[rows[i]]
+        learnt[0], learnt[1], learnt[2] = offset, variance, between
         moves[i] = moved
 
 

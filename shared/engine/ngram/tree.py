@@ -318,11 +318,8 @@ def draft(
     candidates = N * growth.max_breadth + growth.max_breadth if growth.by_frequency else 1
     heap, weights = np.empty((candidates, 3), np.int64), np.empty(candidates)
     for row in range(len(texts)):
-        limit, paths, lengths = (
-            min(limits[row], N),
-            continuations.paths[row],
-            continuations.lengths[row],
-        )
+        limit = min(limits[row], N)
+        paths, lengths = continuations.paths[row], continuations.lengths[row]
         tree = _Tree(
             trees.tokens[row],
             trees.parents[row],
