@@ -5,6 +5,7 @@ a row's bits depend neither on the blocks nor on how many rows there are.
 """
 
 from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,6 +22,61 @@ from shared.spec.numerics import SquaresOrder
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _DESCRIBED_BYTES = 16
 """Rows of what a tensor descriptor is of are so many bytes apart, or a multiple."""
+
+
+class Ends(NamedTuple):
+    """What is read before and after the sums, and what is written.
+
+    Attributes:
+      squares: Of the rows, in chunks, for their norm.
+      added: What is added to the result.
+      out, sums: The result, and its squares in chunks.
+      eps: Of the norm.
+    """
+
+    squares: Any
+    added: Any
+    out: Any
+    sums: Any
+    eps: Any
+
+
+class Sizes(NamedTuple):
+    """What is multiplied: outputs, inputs, and whether it is gated and added to."""
+
+    N: int
+    K: int
+    is_gated: bool
+    is_added: bool
+
+
+class Chunks(NamedTuple):
+    """How squares are summed.
+
+    Attributes:
+      count, spread: Chunks of a row of inputs, 0 without a norm, and lanes that read them.
+      length: Outputs of a chunk of the result.
+      digits, digits_of_chunks: Of the integers that squares, and sums of chunks, are added as.
+    """
+
+    count: int
+    spread: int
+    length: int
+    digits: int
+    digits_of_chunks: int
+
+
+class Cut(NamedTuple):
+    """How the work is cut; whether every block of rows is full."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    is_swapped: bool
+    is_described: bool
+    is_persistent: bool
+    has_all_rows: bool
 
 
 def product(
@@ -71,31 +127,36 @@ def product(
     _product_kernel[(programs,)](
         x_at,
         weight_at,
-        x if squares is None else squares,  # a pointer, that nothing reads without a norm
-        out if added is None else added,
-        out,
-        out if sums is None else sums,
+        Ends(
+            squares=x
+            if squares is None
+            else squares,  # a pointer, that nothing reads without a norm
+            added=out if added is None else added,
+            out=out,
+            sums=out if sums is None else sums,
+            eps=eps,
+        ),
         R,
         row_blocks,
         blocks,
-        eps,
-        N=N,
-        K=K,
-        chunks=chunks,
-        spread=triton.next_power_of_2(max(chunks, 1)),
-        chunk=order.chunk,
-        digits=order.digits,
-        digits_of_chunks=order.digits_of_chunks,
-        is_gated=is_gated,
-        is_added=added is not None,
-        has_all_rows=rows * row_blocks == R,
-        rows=rows,
-        columns=tiles.columns,
-        depth=tiles.depth,
-        stages=tiles.stages,
-        is_swapped=tiles.swapped,
-        is_described=is_described,
-        is_persistent=tiles.persistent,
+        sizes=Sizes(N=N, K=K, is_gated=is_gated, is_added=added is not None),
+        squares=Chunks(
+            count=chunks,
+            spread=triton.next_power_of_2(max(chunks, 1)),
+            length=order.chunk,
+            digits=order.digits,
+            digits_of_chunks=order.digits_of_chunks,
+        ),
+        cut=Cut(
+            rows=rows,
+            columns=tiles.columns,
+            depth=tiles.depth,
+            stages=tiles.stages,
+            is_swapped=tiles.swapped,
+            is_described=is_described,
+            is_persistent=tiles.persistent,
+            has_all_rows=rows * row_blocks == R,
+        ),
         num_warps=tiles.warps,
         **launching(x),
     )
@@ -123,68 +184,41 @@ def launching(x: Tensor) -> dict[str, bool]:
 
 @triton.jit(do_not_specialize=["num_rows", "row_blocks", "blocks"])
 def _product_kernel(
-    x_at,
-    weight_at,
-    squares_at,
-    added_at,
-    out_at,
-    sums_at,
-    num_rows,
-    row_blocks,
-    blocks,
-    eps,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    chunks: tl.constexpr,
-    spread: tl.constexpr,
-    chunk: tl.constexpr,
-    digits: tl.constexpr,
-    digits_of_chunks: tl.constexpr,
-    is_gated: tl.constexpr,
-    is_added: tl.constexpr,
-    has_all_rows: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-    depth: tl.constexpr,
-    stages: tl.constexpr,
-    is_swapped: tl.constexpr,
-    is_described: tl.constexpr,
-    is_persistent: tl.constexpr,
-    is_launched: tl.constexpr,
-):
+    x_at, weight_at, ends, num_rows, row_blocks, blocks, sizes: tl.constexpr, squares: tl.constexpr,
+    cut: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
     """One program per block of outputs and block of rows, or one that has several in turn.
 
     Then the next block is copied while what the last has summed is finished and written.
     """
-    if is_persistent:
+    if cut.is_persistent:
         if is_launched:
             gdc_wait()
         for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
             _product_block(
-                number, x_at, weight_at, squares_at, added_at, out_at, sums_at, num_rows,
-                row_blocks, eps, N, K, chunks, spread, chunk, digits, digits_of_chunks, is_gated,
-                is_added, has_all_rows, rows, columns, depth, stages, is_swapped, is_described,
-                False,
-            )  # fmt: skip
+                number, x_at, weight_at, ends, num_rows, row_blocks, sizes, squares, cut, False
+            )
     else:
         _product_block(
-            tl.program_id(0), x_at, weight_at, squares_at, added_at, out_at, sums_at, num_rows,
-            row_blocks, eps, N, K, chunks, spread, chunk, digits, digits_of_chunks, is_gated,
-            is_added, has_all_rows, rows, columns, depth, stages, is_swapped, is_described,
+            tl.program_id(0), x_at, weight_at, ends, num_rows, row_blocks, sizes, squares, cut,
             is_launched,
         )  # fmt: skip
 
 
 @triton.jit
 def _product_block(
-    number, x_at, weight_at, squares_at, added_at, out_at, sums_at, num_rows, row_blocks, eps,
-    N: tl.constexpr, K: tl.constexpr, chunks: tl.constexpr, spread: tl.constexpr,
-    chunk: tl.constexpr, digits: tl.constexpr, digits_of_chunks: tl.constexpr,
-    is_gated: tl.constexpr, is_added: tl.constexpr, has_all_rows: tl.constexpr,
-    rows: tl.constexpr, columns: tl.constexpr, depth: tl.constexpr, stages: tl.constexpr,
-    is_swapped: tl.constexpr, is_described: tl.constexpr, is_launched: tl.constexpr,
+    number, x_at, weight_at, ends, num_rows, row_blocks, sizes: tl.constexpr, squares: tl.constexpr,
+    cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs and rows, the rows first: they share the weight."""
+    N: tl.constexpr = sizes.N
+    K: tl.constexpr = sizes.K
+    is_gated: tl.constexpr = sizes.is_gated
+    rows: tl.constexpr = cut.rows
+    columns: tl.constexpr = cut.columns
+    depth: tl.constexpr = cut.depth
+    is_swapped: tl.constexpr = cut.is_swapped
+    is_described: tl.constexpr = cut.is_described
     # Programs that run together share a block of the weight; the rows are in the cache anyway.
     first_row = (number % row_blocks) * rows
     block = number // row_blocks
@@ -200,17 +234,17 @@ def _product_block(
     place = row.to(tl.int64)[:, None] * N + column[None, :]
     # Asked for before the loop where they are few, so that nothing waits for them after it.
     is_early: tl.constexpr = rows <= 32
-    if is_early and chunks > 0:
-        squares = _squares_of(squares_at, row, is_row, chunks, spread)
-    if is_early and is_added:
-        added = tl.load(added_at + place, mask=is_inside, other=0.0)
+    if is_early and squares.count > 0:
+        terms = _squares_of(ends.squares, row, is_row, squares)
+    if is_early and sizes.is_added:
+        added = tl.load(ends.added + place, mask=is_inside, other=0.0)
 
     # Blocks of gate and up that are copied as one are multiplied as one: the rows are read once.
     is_joined: tl.constexpr = is_gated and is_described
     width: tl.constexpr = 2 * columns if is_joined else columns
     acc = tl.zeros((width, rows) if is_swapped else (rows, width), tl.float32)
     up = acc
-    for at in tl.range(0, K, depth, num_stages=stages):
+    for at in tl.range(0, K, depth, num_stages=cut.stages):
         if is_described:
             x = x_at.load([first_row, at])
             if is_joined:
@@ -220,7 +254,7 @@ def _product_block(
             acc = _add_product(acc, x, weight, is_swapped)
         else:
             inside = step[None, :] < K - at
-            x = _tile(x_at, is_row, inside, has_all_rows, K % depth == 0)
+            x = _tile(x_at, is_row, inside, cut.has_all_rows, K % depth == 0)
             weight = _tile(weight_at, is_column, inside, N % columns == 0, K % depth == 0)
             acc = _add_product(acc, x, weight, is_swapped)
             if is_gated:
@@ -239,22 +273,22 @@ def _product_block(
         halves = tl.permute(tl.reshape(acc, (rows, 2, columns)), (0, 2, 1))
         acc, up = tl.split(halves)
 
-    if chunks > 0:
+    if squares.count > 0:
         if not is_early:
-            squares = _squares_of(squares_at, row, is_row, chunks, spread)
-        scale = tl.rsqrt(add_up(squares, digits_of_chunks) * (1.0 / K) + eps)
+            terms = _squares_of(ends.squares, row, is_row, squares)
+        scale = tl.rsqrt(add_up(terms, squares.digits_of_chunks) * (1.0 / K) + ends.eps)
         acc = acc * scale[:, None]
         up = up * scale[:, None]
     if is_gated:
         acc = acc / (1.0 + tl.exp2(-acc * _LOG2_E)) * up
-    if is_added:
+    if sizes.is_added:
         if not is_early:
-            added = tl.load(added_at + place, mask=is_inside, other=0.0)
+            added = tl.load(ends.added + place, mask=is_inside, other=0.0)
         acc += added.to(tl.float32)
-    out = acc.to(out_at.dtype.element_ty)
-    tl.store(out_at + place, out, mask=is_inside)
-    if is_added:
-        _store_squares(sums_at, out, row, is_row, column, block, N, columns, chunk, digits)
+    out = acc.to(ends.out.dtype.element_ty)
+    tl.store(ends.out + place, out, mask=is_inside)
+    if sizes.is_added:
+        _store_squares(ends.sums, out, row, is_row, column, block, N, squares)
 
 
 @triton.jit
@@ -279,9 +313,10 @@ def _add_product(acc, x, weight, is_swapped: tl.constexpr):
 
 
 @triton.jit
-def _squares_of(squares_at, row, is_row, chunks: tl.constexpr, spread: tl.constexpr):
+def _squares_of(squares_at, row, is_row, squares: tl.constexpr):
     """The squares of some rows, [rows, spread]."""
-    place = tl.arange(0, spread)
+    chunks: tl.constexpr = squares.count
+    place = tl.arange(0, squares.spread)
     mask = is_row[:, None] & (place < chunks)[None, :]
     at = squares_at + row.to(tl.int64)[:, None] * chunks + place[None, :]
     return tl.load(at, mask=mask, other=0.0)
@@ -289,24 +324,16 @@ def _squares_of(squares_at, row, is_row, chunks: tl.constexpr, spread: tl.conste
 
 @triton.jit
 def _store_squares(
-    sums_at,
-    out,
-    row,
-    is_row,
-    column,
-    block,
-    N: tl.constexpr,
-    columns: tl.constexpr,
-    chunk: tl.constexpr,
-    digits: tl.constexpr,
+    sums_at, out, row, is_row, column, block, N: tl.constexpr, squares: tl.constexpr
 ):
     """Stores the squares of a block of the result, chunk by chunk."""
-    chunks: tl.constexpr = (N + chunk - 1) // chunk
-    parts: tl.constexpr = columns // chunk
+    length: tl.constexpr = squares.length
+    chunks: tl.constexpr = (N + length - 1) // length
+    parts: tl.constexpr = out.shape[1] // length
     terms = out.to(tl.float32)
     terms = tl.where((column < N)[None, :], terms * terms, 0.0)
-    terms = tl.reshape(terms, (terms.shape[0] * parts, chunk))
-    sums = tl.reshape(add_up(terms, digits), (out.shape[0], parts))
+    terms = tl.reshape(terms, (terms.shape[0] * parts, length))
+    sums = tl.reshape(add_up(terms, squares.digits), (out.shape[0], parts))
     place = block * parts + tl.arange(0, parts)
     at = sums_at + row.to(tl.int64)[:, None] * chunks + place[None, :]
     tl.store(at, sums, mask=is_row[:, None] & (place < chunks)[None, :])
