@@ -171,7 +171,15 @@ def _attend_kernel(
         D = q_ref.shape[2]
         q = load_head(q_ref.at[lane_row[:, None], q_head[:, None], columns_of(D)[None, :]], D)
         seen = Seen(
-            *(kv_ref, table_ref, window_ref, layer_ref[0], request, head, lane_row, first, until)
+            kv_ref=kv_ref,
+            table_ref=table_ref,
+            window_ref=window_ref,
+            layer=layer_ref[0],
+            request=request,
+            head=head,
+            row=lane_row,
+            first=first,
+            until=until,
         )
         sums = _sum_positions(q, seen, low, high, order, unroll)
         finish(sums, gate_ref if gated else None, out_ref, row, q_head, row < stop, D)

@@ -6,7 +6,7 @@ of the sums is that of `attend`: a row has the same bits however many rows and p
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,16 @@ from kernels.pallas_gpu.attention import (
     window_operand,
 )
 from kernels.pallas_gpu.columns import columns_of, in_head, load_head
-from kernels.pallas_gpu.heads import Projected, Turning, early, fetch, turn, write_pair
-from kernels.pallas_gpu.parts import combine, store_unit
+from kernels.pallas_gpu.heads import (
+    Projected,
+    Turning,
+    early,
+    fetch,
+    projected_of,
+    turn,
+    write_pair,
+)
+from kernels.pallas_gpu.parts import Parts, combine, store_unit
 from kernels.pallas_gpu.reach import bounds_of, is_in, pack, sees
 from kernels.tiles import MixTiles
 
@@ -103,35 +111,66 @@ def mix(
     lanes = min(tiles.lanes, max(16, pl.next_power_of_2(pairs)))
     cut = (lanes, pl.cdiv(pairs, lanes), programs, tiles.splits)
     sizes = _Sizes(Hq, max_rows, *cut, most_parts, splits > most_parts)
-    shapes = ((R, Hq * D), (parts, R, Hq, D), (parts, R, Hq), (parts, R, Hq))
-    dtypes = (projected.dtype, jnp.float32, jnp.float32, jnp.float32)
-    *out, kv, arrivals = pl.pallas_call(
+    of, single = jax.ShapeDtypeStruct, partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    held = len(Projected._fields)
+    kv, arrivals, out, _ = pl.pallas_call(
         partial(
             _mix_kernel,
             order=Order(span, split, tile, tiles.ones, window.shape[1]),
-            new=_New(k_norm is not None, q is not None, gated, eps, digits),
+            making=_Making(k_norm is not None, q is not None, gated, eps, digits),
             sizes=sizes,
             interpret=interpret,
         ),
         grid=(sizes.blocks * Hk, B, programs),
-        out_shape=[
-            *map(jax.ShapeDtypeStruct, shapes, dtypes),
-            *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (kv, arrivals)),
-        ],
-        input_output_aliases={5: 4, 8: 5},
+        out_shape=(
+            of(kv.shape, kv.dtype),
+            of(arrivals.shape, arrivals.dtype),
+            of((R, Hq * D), projected.dtype),
+            Parts(
+                sums=single((parts, R, Hq, D)),
+                peaks=single((parts, R, Hq)),
+                totals=single((parts, R, Hq)),
+            ),
+        ),
+        input_output_aliases={held: 0, held + 1: 1},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="mix",
     )(
-        projected,
-        *(cos if norm is None else norm for norm in (q_norm, k_norm)),
-        *(cos, sin, kv, layer, bounds, arrivals, page_table, row_starts, places, first, until),
-        *(window_operand(window), is_real.astype(jnp.int8), cos if q is None else q),
+        projected_of(projected, q_norm, k_norm, cos, sin),
+        *(kv, arrivals, layer, page_table, bounds),
+        _Rows(
+            starts=row_starts,
+            places=places,
+            is_real=is_real.astype(jnp.int8),
+            first=first,
+            until=until,
+            window=window_operand(window),
+        ),
+        cos if q is None else q,
     )
-    return out[0], kv, arrivals
+    return out, kv, arrivals
+
+
+class _Rows(NamedTuple):
+    """Where the rows of requests begin, where each is written, and what it sees."""
+
+    starts: Any
+    places: Any
+    is_real: Any
+    first: Any
+    until: Any
+    window: Any
 
 
 class _New(NamedTuple):
+    """Places of a request's new rows, and which of them have a value that is no number."""
+
+    places: jax.Array
+    is_bad: jax.Array
+
+
+class _Making(NamedTuple):
     """How new rows are made of the projection, unless they are placed already."""
 
     has_norms: bool
@@ -159,6 +198,7 @@ class _Share(NamedTuple):
 
     Attributes:
       low, high: Positions that any row of the request sees.
+      from_position, to_position: Those of them that are its own.
       unit: Positions whose sums are kept together: a span's where there are many, else a split's.
       by_span: Which of the two.
       share_begin, share_end: Where its own positions begin, and those of the next program.
@@ -168,6 +208,8 @@ class _Share(NamedTuple):
 
     low: jax.Array
     high: jax.Array
+    from_position: jax.Array
+    to_position: jax.Array
     unit: jax.Array | int
     by_span: jax.Array | bool
     share_begin: jax.Array
@@ -178,44 +220,18 @@ class _Share(NamedTuple):
 
 
 def _mix_kernel(
-    projected_ref,
-    q_norm_ref,
-    k_norm_ref,
-    cos_ref,
-    sin_ref,
-    _,
-    layer_ref,
-    bounds_ref,
-    __,
-    table_ref,
-    starts_ref,
-    places_ref,
-    first_ref,
-    until_ref,
-    window_ref,
-    real_ref,
-    q_ref,
-    out_ref,
-    sums_ref,
-    peaks_ref,
-    totals_ref,
-    kv_ref,
-    arrivals_ref,
-    *,
-    order,
-    new,
-    sizes,
-    interpret,
-):
+    projected, _, __, layer_ref, table_ref, bounds_ref, rows, q_ref, kv_ref, arrivals_ref, out_ref,
+    parts, *, order, making, sizes, interpret,
+):  # fmt: skip
     """One program per block of lanes of a key head, request, and share of the positions."""
     counter, request, number = (pl.program_id(axis) for axis in range(3))
     head, block = lax.div(counter, sizes.blocks), lax.rem(counter, sizes.blocks)
     D, group = kv_ref.shape[5], sizes.q_heads // kv_ref.shape[4]
-    start, stop = starts_ref[request], starts_ref[request + 1]
+    start, stop = rows.starts[request], rows.starts[request + 1]
 
     @pl.when((number == 0) & (block == 0))
     def _():
-        clear_padding(starts_ref, out_ref, head, request, group, D, programs=1)
+        clear_padding(rows.starts, out_ref, head, request, group, D, programs=1)
 
     @pl.when(start + lax.div(block * sizes.lanes, group) < stop)
     def _():
@@ -224,70 +240,77 @@ def _mix_kernel(
 
         @pl.when(share.number < share.sharing)
         def _():
-            low, high = (
-                jnp.maximum(share.low, share.share_begin),
-                jnp.minimum(share.high, share.share_end),
-            )
             lane = block * sizes.lanes + early(lax.iota(jnp.int32, sizes.lanes), interpret)
             row, q_head = start + lax.div(lane, group), head * group + lax.rem(lane, group)
-            lane_row = jnp.minimum(
-                row, stop - 1
-            )  # spare lanes repeat the last row, are not written
-            first, until = (
-                pltriton.load(first_ref.at[lane_row]),
-                pltriton.load(until_ref.at[lane_row]),
+            # Spare lanes repeat the last row and are not written.
+            lane_row = jnp.minimum(row, stop - 1)
+            first = pltriton.load(rows.first.at[lane_row])
+            until = pltriton.load(rows.until.at[lane_row])
+            layer = layer_ref[0]
+            seen = Seen(
+                kv_ref=kv_ref,
+                table_ref=table_ref,
+                window_ref=rows.window,
+                layer=layer,
+                request=request,
+                head=head,
+                row=lane_row,
+                first=first,
+                until=until,
             )
-            where = (kv_ref, table_ref, window_ref, layer_ref[0], request, head)
-            seen = Seen(*where, lane_row, first, until)
-            page = page_of(seen, lax.div(low, order.tile), order.tile)
+            page = page_of(seen, lax.div(share.from_position, order.tile), order.tile)
             written = start + lax.iota(jnp.int32, pl.next_power_of_2(sizes.max_rows))
             is_new = written < stop
-            place = pltriton.load(places_ref.at[written], mask=is_new, other=0)
-            is_new &= pltriton.load(real_ref.at[written], mask=is_new, other=0) != 0
-            projected = Projected(projected_ref, q_norm_ref, k_norm_ref, cos_ref, sin_ref)
-            turning = Turning(cos_ref.shape[1], new.has_norms, new.eps, new.digits, D)
-            fetch_of = partial(fetch, projected, layer=layer_ref[0], turning=turning)
-            start_of_head = q_head * ((1 + new.gated) * D)
+            place = pltriton.load(rows.places.at[written], mask=is_new, other=0)
+            is_new &= pltriton.load(rows.is_real.at[written], mask=is_new, other=0) != 0
+            turning = Turning(
+                half=projected.cos.shape[1],
+                has_norms=making.has_norms,
+                eps=making.eps,
+                digits=making.digits,
+                D=D,
+            )
+            fetch_of = partial(fetch, projected, layer=layer, turning=turning)
+            start_of_head = q_head * ((1 + making.gated) * D)
             of_queries = {"row": lane_row, "start": start_of_head, "is_in": row < stop}
-            fetch_q = partial(fetch_of, norm_ref=q_norm_ref, **of_queries)
+            fetch_q = partial(fetch_of, norm_ref=projected.q_norm, **of_queries)
             # Where programs are few, before what some of them do first; else registers are scarce.
-            is_early = sizes.splits == 1 and not new.is_placed
+            is_early = sizes.splits == 1 and not making.is_placed
             fetched = fetch_q() if is_early else None
-            column = (sizes.q_heads * (1 + new.gated) + head) * D
+            column = (sizes.q_heads * (1 + making.gated) + head) * D
 
             def write():
                 is_written = is_new & (place >= share.share_begin) & (place < share.share_end)
                 of_keys = {"row": written, "start": column + 0 * written, "is_in": is_written}
-                k = turn(fetch_of(norm_ref=k_norm_ref, **of_keys), turning)
+                k = turn(fetch_of(norm_ref=projected.k_norm, **of_keys), turning)
                 write_pair(
-                    projected_ref, kv_ref, table_ref, layer_ref[0], written, request, place,
+                    projected.rows, kv_ref, table_ref, layer, written, request, place,
                     is_written, head, column, k,
                 )  # fmt: skip
                 _barrier(interpret)  # they are read by other threads than wrote them
 
-            if new.is_placed:
+            if making.is_placed:
                 at = (lane_row[:, None], q_head[:, None], columns_of(D)[None, :])
                 q = load_head(q_ref.at[at], D)
             else:
                 has_new = bounds.new_from < share.share_end
                 has_new &= bounds.new_until > share.share_begin
                 pl.when(has_new)(write)
-                q = turn(fetched or fetch_q(), turning).astype(projected_ref.dtype)
-            window = pack(window_ref, lane_row, order.nodes)
+                q = turn(fetched or fetch_q(), turning).astype(projected.rows.dtype)
+            window = pack(rows.window, lane_row, order.nodes)
             is_bad = jnp.zeros(written.shape, bool)
             if sizes.max_rows > 1:
                 values = column + kv_ref.shape[4] * D
-                is_bad = _is_bad(projected_ref, written, values, is_new, D)
-            parts = (sums_ref, peaks_ref, totals_ref)
+                is_bad = _is_bad(projected.rows, written, values, is_new, D)
             base = lax.div(share.low, share.unit)
 
             def store(unit, sums):
                 store_unit(parts, unit - base, row, q_head, sums, row < stop)
 
+            new = _New(places=place, is_bad=is_bad)
             own_sums = _sum_share(
-                q, seen, bounds, page, window, place, is_bad,
-                low, high, share, order, sizes, store,
-            )  # fmt: skip
+                q, seen, window, new, bounds, page, share, order, sizes, store=store
+            )
 
             def end(sums):
                 if sizes.max_rows > 1:
@@ -295,7 +318,7 @@ def _mix_kernel(
                     is_harmed = jnp.max(seen_new.astype(jnp.int32), axis=1) > 0
                     values = jnp.where(is_harmed[:, None], jnp.nan, sums.value)
                     sums = sums._replace(value=values)
-                gate_ref = projected_ref if new.gated else None
+                gate_ref = projected.rows if making.gated else None
                 finish(sums, gate_ref, out_ref, row, q_head, row < stop, D)
 
             def end_if_last():
@@ -327,6 +350,7 @@ def _share(number, reach, bounds, order, sizes):
     end = jnp.maximum(end, begin + 1)  # one that writes 0, where nothing is seen
     each = pl.cdiv(end - begin, jnp.minimum(sizes.programs, pl.cdiv(end - begin, fewest)))
     share_begin = (begin + number * each) * unit
+    share_end = share_begin + each * unit
     sharing, is_alone = pl.cdiv(end - begin, each), None
     if sizes.splits > 1:
         per_span = lax.div(order.span, unit)
@@ -335,10 +359,12 @@ def _share(number, reach, bounds, order, sizes):
     return _Share(
         low=bounds.low,
         high=high,
+        from_position=jnp.maximum(bounds.low, share_begin),
+        to_position=jnp.minimum(high, share_end),
         unit=unit,
         by_span=by_span,
         share_begin=share_begin,
-        share_end=share_begin + each * unit,
+        share_end=share_end,
         number=number,
         sharing=sharing,
         is_alone=is_alone,
@@ -360,14 +386,13 @@ def _is_bad(projected_ref, row, start, is_new, D):
     return jnp.max(jnp.where(jnp.abs(v) < jnp.inf, 0, 1), axis=1) > 0
 
 
-def _sum_share(
-    q, seen, bounds, number, window, place, is_bad, low, high, share, order, sizes, store
-):
-    """Sums the positions from low to high, tiles to splits and splits to units, which are stored.
+def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, store):
+    """Sums the positions of a share, tiles to splits and splits to units, which are stored.
 
     A unit is a split, or a span. Who is alone stores none. What no row sees is not read.
     """
     tile, (lanes, D) = order.tile, q.shape
+    low, high = share.from_position, share.to_position
     begin = lax.div(low, tile)
     end = jnp.where(low < high, pl.cdiv(high, tile), begin)
     # Tiles that every lane sees whole, and of which nothing is new, need no mask.
@@ -389,7 +414,7 @@ def _sum_share(
             both = (jnp.broadcast_to(x, node.shape) for x in (window.any_low, window.any_high))
             is_read |= is_in(*both, node, order.nodes)
         if sizes.max_rows > 1:
-            is_one = (position[:, None] == place[None, :]) & is_bad[None, :]
+            is_one = (position[:, None] == new.places[None, :]) & new.is_bad[None, :]
             is_read &= jnp.max(is_one.astype(jnp.int32), axis=1) == 0
         mask = is_read[:, None]
         load = partial(load_rows, seen, pages=pages, position=position, mask=mask)
@@ -432,7 +457,7 @@ def _combine(parts, row, q_head, begin, share, order, sizes, interpret):
     per_span = order.span // order.split
     if sizes.may_span:
         per_span = _either(share.by_span, 1 << 20, per_span)
-    unroll = max(1, min(8, 16 * 128 * 8 // (sizes.lanes * pl.next_power_of_2(parts[0].shape[3]))))
+    unroll = max(1, min(8, 16 * 128 * 8 // (sizes.lanes * pl.next_power_of_2(parts.sums.shape[3]))))
     return combine(parts, row, q_head, begin, end, per_span, unroll, interpret)
 
 

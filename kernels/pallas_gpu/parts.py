@@ -5,6 +5,7 @@ summed them.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,15 +16,22 @@ from kernels.pallas_gpu.attention import Sums, fold
 from kernels.pallas_gpu.columns import columns_of, in_head
 
 
+class Parts(NamedTuple):
+    """Sums over each unit: of weighted values, the highest score, of weights."""
+
+    sums: Any
+    peaks: Any
+    totals: Any
+
+
 def store_unit(parts, unit, row, q_head, sums, is_lane):
     """Stores the sums over a unit of the positions."""
-    sums_ref, *refs = parts
     # A lane that is not written gets a row outside, for the interpreter.
-    at, D = jnp.where(is_lane, row, sums_ref.shape[1]), sums_ref.shape[3]
+    at, D = jnp.where(is_lane, row, parts.sums.shape[1]), parts.sums.shape[3]
     where = (unit, at[:, None], q_head[:, None], columns_of(D)[None, :])
-    pltriton.store(sums_ref.at[where], sums.value, mask=in_head(is_lane[:, None], D))
-    for ref, x in zip(refs, sums[1:], strict=True):
-        pltriton.store(ref.at[unit, at, q_head], x, mask=is_lane)
+    pltriton.store(parts.sums.at[where], sums.value, mask=in_head(is_lane[:, None], D))
+    pltriton.store(parts.peaks.at[unit, at, q_head], sums.peak, mask=is_lane)
+    pltriton.store(parts.totals.at[unit, at, q_head], sums.total, mask=is_lane)
 
 
 def combine(parts, row, q_head, begin, end, per_span, unroll, interpret):
@@ -31,7 +39,7 @@ def combine(parts, row, q_head, begin, end, per_span, unroll, interpret):
 
     Several units at a time, so that one need not wait for the memory of the one before.
     """
-    (lanes,), D = row.shape, parts[0].shape[3]
+    (lanes,), D = row.shape, parts.sums.shape[3]
 
     def load(unit, is_one):
         column, is_one = columns_of(D)[None, :], jnp.broadcast_to(is_one, (lanes,))
@@ -40,12 +48,12 @@ def combine(parts, row, q_head, begin, end, per_span, unroll, interpret):
         at = (unit - begin, row, q_head)
         return Sums(
             load(
-                parts[0].at[(at[0], row[:, None], q_head[:, None], column)],
+                parts.sums.at[(at[0], row[:, None], q_head[:, None], column)],
                 mask=in_head(is_one[:, None], D),
                 other=0.0,
             ),
-            load(parts[1].at[at], mask=is_one, other=-1e30),
-            load(parts[2].at[at], mask=is_one, other=0.0),
+            load(parts.peaks.at[at], mask=is_one, other=-1e30),
+            load(parts.totals.at[at], mask=is_one, other=0.0),
         )
 
     def add_span(number, whole):
