@@ -45,6 +45,7 @@ PARTS = {
 PALLAS_ALONE = {"linear_described", "linear_result"}
 TEST_OF_SPEC = {"model": "golden"}  # its proof is other people's numbers
 MAX_LINES = 450
+MOST_ARGUMENTS = 12  # of a call, by place
 
 SKIPPED = {"build", "dist", "__pycache__"}
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".cfg", ""}
@@ -405,6 +406,32 @@ def launchers(folder: str) -> dict[str, list[str]]:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
         if not node.decorator_list
     }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_call_hands_over_has_names(package):
+    """At most twelve arguments by place, and none of many by its number."""
+    found = []
+    for path in sorted((ROOT / package).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and len(node.args) > MOST_ARGUMENTS:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+            if isinstance(node, ast.FunctionDef) and node.args.vararg is not None:
+                found += numbered(node, node.args.vararg.arg, path)
+    assert not found
+
+
+def numbered(function: ast.FunctionDef, many: str, path: Path) -> list[str]:
+    """Where a function takes one of its many arguments by a number that is written there."""
+    return [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == many
+        and isinstance(node.slice, ast.Constant)
+    ]
 
 
 def test_what_launches_a_kernel_is_typed():

@@ -5,6 +5,7 @@ a row's bits depend neither on the blocks nor on how many rows there are.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,13 @@ from kernels.tiles import LinearTiles
 from shared.spec.numerics import SquaresOrder
 
 _LOG2_E = 1.4426950408889634
+
+
+class Given(NamedTuple):
+    """What stands before and after the sums: squares for the rows' norm, and what is added."""
+
+    squares: Any
+    added: Any
 
 
 def product(
@@ -91,21 +99,16 @@ def product(
         )
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
     blocks = (pl.cdiv(R, rows), pl.cdiv(N, tiles.columns))
-    operands, shapes = [x, weights, layer.reshape(1)], [jax.ShapeDtypeStruct((R, N), out_type)]
-    if squares is not None:
-        operands.append(squares)
+    sums = None
     if added is not None:
-        operands.append(added)
-        shapes.append(jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32))
-    results = pl.pallas_call(
+        sums = jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32)
+    return pl.pallas_call(
         functools.partial(
             _product_kernel,
             outputs=N,
             first=first,
             eps=eps,
-            is_normed=squares is not None,
             is_gated=is_gated,
-            is_added=added is not None,
             row_blocks=blocks[0],
             rows=rows,
             order=order,
@@ -113,12 +116,11 @@ def product(
             is_compiled=not interpret,
         ),
         grid=(blocks[0] * blocks[1],),
-        out_shape=shapes,
+        out_shape=(jax.ShapeDtypeStruct((R, N), out_type), sums),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="product",
-    )(*operands)
-    return results[0], results[1] if added is not None else None
+    )(x, weights, layer.reshape(1), Given(squares=squares, added=added))
 
 
 def let_next_start(x):
@@ -138,24 +140,11 @@ def let_next_start(x):
 
 
 def _product_kernel(
-    x_ref,
-    weights_ref,
-    layer_ref,
-    *refs,
-    outputs,
-    first,
-    eps,
-    is_normed,
-    is_gated,
-    is_added,
-    row_blocks,
-    rows,
-    order,
-    tiles,
-    is_compiled,
-):
+    x_ref, weights_ref, layer_ref, given, out_ref, sums_ref, *, outputs, first, eps, is_gated,
+    row_blocks, rows, order, tiles, is_compiled,
+):  # fmt: skip
     """One program per block of outputs and block of rows, the rows first: they share the weight."""
-    squares_ref, added_ref, out_ref, sums_ref = _named(refs, is_normed, is_added)
+    is_normed, is_added = given.squares is not None, given.added is not None
     R, K = x_ref.shape
     block = lax.div(pl.program_id(0), row_blocks)
     row = lax.rem(pl.program_id(0), row_blocks) * rows + lax.iota(jnp.int32, rows)
@@ -168,10 +157,10 @@ def _product_kernel(
     of_result = (at_row[:, None], at_column[None, :])
     # Asked for before the loop where they are few, so that nothing waits for them after it.
     is_early = rows <= 32
-    squares = load_squares(squares_ref, row, is_row) if is_normed and is_early else None
+    squares = load_squares(given.squares, row, is_row) if is_normed and is_early else None
     added = None
     if is_added and is_early:
-        added = pltriton.load(added_ref.at[of_result], mask=is_inside, other=0.0)
+        added = pltriton.load(given.added.at[of_result], mask=is_inside, other=0.0)
 
     def tile(ref, at, is_one, has_all):
         inside = (at + step)[None, :] < K
@@ -204,7 +193,7 @@ def _product_kernel(
 
     if is_normed:
         if squares is None:
-            squares = load_squares(squares_ref, row, is_row)
+            squares = load_squares(given.squares, row, is_row)
         scale = lax.rsqrt(add_up(squares, order.digits_of_chunks) * (1.0 / K) + eps)
         sums = [x * scale[:, None] for x in sums]
     out = sums[0]
@@ -212,7 +201,7 @@ def _product_kernel(
         out = out / (1.0 + jnp.exp2(-out * _LOG2_E)) * sums[1]
     if is_added:
         if added is None:
-            added = pltriton.load(added_ref.at[of_result], mask=is_inside, other=0.0)
+            added = pltriton.load(given.added.at[of_result], mask=is_inside, other=0.0)
         out += added.astype(jnp.float32)
     out = out.astype(out_ref.dtype)
     pltriton.store(out_ref.at[of_result], out, mask=is_inside)
@@ -220,14 +209,6 @@ def _product_kernel(
         _store_squares(
             sums_ref, out, at_row, is_row, at_column, block, outputs, tiles.columns, order
         )
-
-
-def _named(refs, is_normed, is_added):
-    """The optional operands and the results; None for what is not there."""
-    given = list(refs)
-    squares = given.pop(0) if is_normed else None
-    added = given.pop(0) if is_added else None
-    return squares, added, given[0], given[1] if is_added else None
 
 
 def _add_product(total, x, weight, is_swapped):

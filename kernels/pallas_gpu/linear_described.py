@@ -42,17 +42,16 @@ class _Work:
     """What is multiplied, and how it is cut.
 
     Attributes:
+      operands: Their names, in order.
       outputs, first, is_gated: As of `product`.
-      is_normed, is_added: Whether each row has a scale, and whether something is added.
       row_blocks, blocks: Blocks of the result in a column, and in all.
       steps: Along the inputs.
     """
 
+    operands: tuple[str, ...]
     outputs: int
     first: int
-    is_normed: bool
     is_gated: bool
-    is_added: bool
     row_blocks: int
     blocks: int
     steps: int
@@ -67,6 +66,27 @@ class _Work:
     def weights(self) -> int:
         """Blocks of the weight that belong to one of the result: a gate's, and that of up."""
         return 2 if self.is_gated else 1
+
+    @property
+    def is_normed(self) -> bool:
+        """Whether each row has a scale."""
+        return "scale" in self.operands
+
+    @property
+    def is_added(self) -> bool:
+        """Whether something is added."""
+        return "added" in self.operands
+
+
+class _Refs(NamedTuple):
+    """What a program reads and writes in the GPU's memory; None for what is not there."""
+
+    x: Any
+    weights: Any
+    layer: Any
+    out: Any
+    scale: Any = None
+    added: Any = None
 
 
 class _Shared(NamedTuple):
@@ -136,25 +156,24 @@ def described_product(
     (R, K), N = x.shape, (weights.shape[1] - first) // (2 if is_gated else 1)
     _check(tiles, np.dtype(out_type))
     row_blocks = pl.cdiv(R, tiles.rows)
+    operands = {"x": _in_lines(x), "weights": weights, "layer": layer.reshape(1)}
+    if squares is not None:
+        operands["scale"] = scales_of(squares, row_blocks * tiles.rows, K, eps, order)
+    if added is not None:
+        operands["added"] = _in_lines(added)
     work = _Work(
+        operands=tuple(operands),
         outputs=N,
         first=first,
-        is_normed=squares is not None,
         is_gated=is_gated,
-        is_added=added is not None,
         row_blocks=row_blocks,
         blocks=row_blocks * pl.cdiv(N, tiles.columns),
         steps=pl.cdiv(K, tiles.depth),
         tiles=tiles,
     )
-    operands = [_in_lines(x), weights, layer.reshape(1)]
-    if squares is not None:
-        operands.append(scales_of(squares, row_blocks * tiles.rows, K, eps, order))
-    if added is not None:
-        operands.append(_in_lines(added))
     out = plgpu.kernel(
         functools.partial(_product_kernel, work=work),
-        out_type=jax.ShapeDtypeStruct((len(operands[0]), N), out_type),
+        out_type=jax.ShapeDtypeStruct((len(operands["x"]), N), out_type),
         grid=(min(work.blocks, _multiprocessors()),),
         grid_names=("program",),
         num_threads=work.groups + 1,
@@ -162,7 +181,7 @@ def described_product(
         scratch_types=_shared(work, x.dtype, np.dtype(out_type))._asdict(),
         compiler_params=plgpu.CompilerParams(),
         kernel_name="described_product",
-    )(*operands)[:R]
+    )(*operands.values())[:R]
     return out, None if added is None else chunks_of_squares(out, order=order)
 
 
@@ -220,11 +239,10 @@ def _shared(work, dtype, out_type):
     )
 
 
-def _product_kernel(x_ref, weights_ref, layer_ref, *refs, work, **shared):
+def _product_kernel(*refs, work, **shared):
     """A program for each multiprocessor, of blocks that lie so many apart; the rows come first."""
-    given, shared = list(refs), _Shared(**shared)
-    scale_ref = given.pop(0) if work.is_normed else None
-    added_ref = given.pop(0) if work.is_added else None
+    refs = _Refs(**dict(zip((*work.operands, "out"), refs, strict=True)))
+    shared = _Shared(**shared)
     program, group = lax.axis_index("program"), lax.axis_index("group")
     programs = lax.axis_size("program")
     count = pl.cdiv(work.blocks - program, programs)
@@ -238,10 +256,10 @@ def _product_kernel(x_ref, weights_ref, layer_ref, *refs, work, **shared):
     @pl.when(group == work.groups)
     def _copy():
         plgpu.set_max_registers(_COPYING_REGISTERS, action="decrease")
-        layer = layer_ref[0]
+        layer = refs.layer[0]
 
         def copy(i, _):
-            _copy_blocks(x_ref, weights_ref.at[layer], shared, work, i * work.steps, *place(i))
+            _copy_blocks(refs.x, refs.weights.at[layer], shared, work, i * work.steps, *place(i))
 
         lax.fori_loop(0, count, copy, None)
 
@@ -252,7 +270,7 @@ def _product_kernel(x_ref, weights_ref, layer_ref, *refs, work, **shared):
         def multiply(i, _):
             row, column = place(i)
             row += group * (work.tiles.rows // work.groups)
-            result = Result(given[0], added_ref, scale_ref, shared, work, group, row, column)
+            result = Result(refs.out, refs.added, refs.scale, shared, work, group, row, column)
             result.prepare()
             result.store(_sums(shared, work, group, i * work.steps))
 

@@ -121,20 +121,20 @@ def _exp2(x):
     return _instruct("ex2.approx.f32", x)
 
 
-def _instruct(instruction, *operands):
+def _instruct(instruction, x, *others):
     """One instruction of PTX for each element."""
-    kind = plgpu.ShapeDtypeStruct(operands[0].shape, jnp.float32, layout=_LAYOUT)
+    kind = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=_LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(_LAYOUT,) * len(operands), return_type=kind)
-    def apply(_, first, *others):
-        return first._pointwise(functools.partial(_instruct_lane, instruction), *others)
+    @plgpu.inline_mgpu(arg_types=(_LAYOUT,) * (1 + len(others)), return_type=kind)
+    def apply(_, x, *others):
+        return x._pointwise(functools.partial(_instruct_lane, instruction), *others)
 
-    return apply(*operands)
+    return apply(x, *others)
 
 
-def _instruct_lane(instruction, *operands):
+def _instruct_lane(instruction, x, *others):
     """The instruction for what a thread holds together: a number, or a vector."""
-    kind = operands[0].type
+    kind, operands = x.type, (x, *others)
     if not isinstance(kind, ir.VectorType):
         places = ", ".join(f"${number}" for number in range(len(operands) + 1))
         constraints = ",".join(["=f"] + ["f"] * len(operands))

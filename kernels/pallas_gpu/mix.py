@@ -111,8 +111,7 @@ def mix(
     lanes = min(tiles.lanes, max(16, pl.next_power_of_2(pairs)))
     cut = (lanes, pl.cdiv(pairs, lanes), programs, tiles.splits)
     sizes = _Sizes(Hq, max_rows, *cut, most_parts, splits > most_parts)
-    of, single = jax.ShapeDtypeStruct, partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    held = len(Projected._fields)
+    of = jax.ShapeDtypeStruct
     kv, arrivals, out, _ = pl.pallas_call(
         partial(
             _mix_kernel,
@@ -126,13 +125,9 @@ def mix(
             of(kv.shape, kv.dtype),
             of(arrivals.shape, arrivals.dtype),
             of((R, Hq * D), projected.dtype),
-            Parts(
-                sums=single((parts, R, Hq, D)),
-                peaks=single((parts, R, Hq)),
-                totals=single((parts, R, Hq)),
-            ),
+            Parts.of(parts, R, Hq, D),
         ),
-        input_output_aliases={held: 0, held + 1: 1},
+        input_output_aliases={len(Projected._fields) + which: which for which in range(2)},
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="mix",
@@ -248,28 +243,16 @@ def _mix_kernel(
             until = pltriton.load(rows.until.at[lane_row])
             layer = layer_ref[0]
             seen = Seen(
-                kv_ref=kv_ref,
-                table_ref=table_ref,
-                window_ref=rows.window,
-                layer=layer,
-                request=request,
-                head=head,
-                row=lane_row,
-                first=first,
-                until=until,
-            )
+                kv_ref=kv_ref, table_ref=table_ref, window_ref=rows.window, layer=layer,
+                request=request, head=head, row=lane_row, first=first, until=until,
+            )  # fmt: skip
             page = page_of(seen, lax.div(share.from_position, order.tile), order.tile)
             written = start + lax.iota(jnp.int32, pl.next_power_of_2(sizes.max_rows))
             is_new = written < stop
             place = pltriton.load(rows.places.at[written], mask=is_new, other=0)
             is_new &= pltriton.load(rows.is_real.at[written], mask=is_new, other=0) != 0
-            turning = Turning(
-                half=projected.cos.shape[1],
-                has_norms=making.has_norms,
-                eps=making.eps,
-                digits=making.digits,
-                D=D,
-            )
+            norming = (making.has_norms, making.eps, making.digits)
+            turning = Turning(projected.cos.shape[1], *norming, D)
             fetch_of = partial(fetch, projected, layer=layer, turning=turning)
             start_of_head = q_head * ((1 + making.gated) * D)
             of_queries = {"row": lane_row, "start": start_of_head, "is_in": row < stop}

@@ -7,6 +7,7 @@ summed them.
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -22,6 +23,13 @@ class Parts(NamedTuple):
     sums: Any
     peaks: Any
     totals: Any
+
+    @classmethod
+    def of(cls, units: int, R: int, Hq: int, D: int) -> "Parts":
+        """The shapes for some units of each row's heads."""
+        single = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        of_heads = (units, R, Hq)
+        return cls(sums=single((*of_heads, D)), peaks=single(of_heads), totals=single(of_heads))
 
 
 def store_unit(parts, unit, row, q_head, sums, is_lane):
