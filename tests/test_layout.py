@@ -409,7 +409,7 @@ def launchers(folder: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_what_a_call_hands_over_has_names(package):
+def test_what_a_call_hands_over_has_names(package: str) -> None:
     """At most twelve arguments by place, and none of many by its number."""
     found = []
     for path in sorted((ROOT / package).rglob("*.py")):
