@@ -10,7 +10,7 @@ from jax_impl import model
 from jax_impl.device_state import DeviceState, Fields, Mask, Plan
 from jax_impl.drafters import Drafted, Fed
 from jax_impl.drafters.eagle import extend_rows
-from jax_impl.layers import Tree
+from jax_impl.layers import VerifyMixer
 from jax_impl.machine import Machine, logprobs_of, ranking
 from jax_impl.ops import acceptance, attention, draft_tree, masks, sampling, slots, verify_rows
 from jax_impl.ops.acceptance import Followed
@@ -50,7 +50,7 @@ class Verified(NamedTuple):
     passed: model.Forward
     accepted: Followed
     logits: Float[jax.Array, "R vocab"]
-    mixer: Tree | None
+    mixer: VerifyMixer | None
 
 
 def decode(
@@ -155,14 +155,14 @@ def _mixer(
     rows: Rows,
     node: Int[jax.Array, " R"],
     row_of: Int[jax.Array, "B N"],
-) -> Tree | None:
+) -> VerifyMixer | None:
     """How the step runs gated-delta layers; None where the model has none."""
     if state.delta is None:
         return None
     parents = None if program.is_chain else trees.parents
     nodes = Nodes(parents, rows.row_starts, row_of, rows.request, node)
     pools = (state.delta, plan.slots)
-    return Tree(machine.model.config, *pools, nodes, program.shape.is_plain)
+    return VerifyMixer(machine.model.config, *pools, nodes, program.shape.is_plain)
 
 
 def _choose(

@@ -17,22 +17,27 @@ from shared.models.config import GatedDeltaConfig, ModelConfig
 from shared.spec.layers import rotary_frequencies
 
 Hidden = Float[jax.Array, "R hidden"]
-Held = Any
-"""What gated-delta layers hand on from one to the next: states, and what is kept of nodes."""
+LayerCarry = tuple[DeltaState, Any]
+"""Threaded through the gated-delta layers of a pass: the states, and the snapshots of a prefill or
+the scratch of a verify."""
 
 
 class DeltaMixer(Protocol):
     """How a pass runs its gated-delta layers.
 
     Attributes:
-      held: Before the next layer; a pass replaces it layer by layer.
+      carry: Before the next layer; a pass replaces it layer by layer.
     """
 
-    held: Held
+    carry: LayerCarry
 
     def __call__(
-        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"], held: Held
-    ) -> tuple[Float[jax.Array, "R values"], Held]:
+        self,
+        place: Place,
+        weights: GatedDelta,
+        inputs: Float[jax.Array, "R outputs"],
+        carry: LayerCarry,
+    ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
         """From a layer's projected inputs to the heads' outputs after the gated norm."""
         ...
 
@@ -74,13 +79,13 @@ def gated_delta_layer(
     inputs: Float[jax.Array, "R outputs"],
     stream: Stream,
     mixer: DeltaMixer,
-    held: Held,
+    carry: LayerCarry,
     place: Place,
-) -> tuple[Stream, Held]:
+) -> tuple[Stream, LayerCarry]:
     """A decoder layer with the gated delta rule, from its projection on."""
     assert isinstance(layer.mixer, GatedDelta)
-    mixed, held = mixer(place, layer.mixer, inputs, held)
-    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), held
+    mixed, carry = mixer(place, layer.mixer, inputs, carry)
+    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), carry
 
 
 def mlp(config: ModelConfig, layer: Layer, stream: Stream) -> Stream:
@@ -126,7 +131,7 @@ def _sizes(config: ModelConfig) -> GatedDeltaConfig:
     return config.gated_delta
 
 
-class Chunks:
+class PrefillMixer:
     """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on."""
 
     def __init__(
@@ -140,20 +145,25 @@ class Chunks:
         save_after: Int[jax.Array, " B"],
         save: Int[jax.Array, " B"],
     ) -> None:
-        """See `delta_mix.feed`; `held` are the states and the snapshots."""
-        self._config, self.held = config, (states, snapshots)
+        """See `delta_mix.feed`; `carry` are the states and the snapshots."""
+        self._config, self.carry = config, (states, snapshots)
         self._where = (slots, row_starts, request, save_after, save)
 
     def __call__(
-        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"], held: Held
-    ) -> tuple[Float[jax.Array, "R values"], Held]:
-        states, snapshots = held
+        self,
+        place: Place,
+        weights: GatedDelta,
+        inputs: Float[jax.Array, "R outputs"],
+        carry: LayerCarry,
+    ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
+        states, snapshots = carry
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
-        out, *held = delta_mix.feed(inputs, delta, sizes, states, snapshots, place, *self._where)
-        return out, tuple(held)
+        given = (inputs, delta, sizes, states, snapshots, place)
+        out, states, snapshots = delta_mix.feed(*given, *self._where)
+        return out, (states, snapshots)
 
 
-class Tree:
+class VerifyMixer:
     """Gated-delta layers of a verify: each node goes on from its parent, its inputs are kept.
 
     In a step of plain decoding a request has one node, and its recurrent state moves with it.
@@ -170,26 +180,30 @@ class Tree:
         """`advances` is that the step is one of plain decoding."""
         self._config, self._slots, self._nodes = config, slots, nodes
         B, N = nodes.row_of.shape
-        self.held = (states, delta_mix.room(states, B, N, advances))
+        self.carry = (states, delta_mix.verify_scratch(states, B, N, advances))
 
     def __call__(
-        self, place: Place, weights: GatedDelta, inputs: Float[jax.Array, "R outputs"], held: Held
-    ) -> tuple[Float[jax.Array, "R values"], Held]:
-        states, room = held
+        self,
+        place: Place,
+        weights: GatedDelta,
+        inputs: Float[jax.Array, "R outputs"],
+        carry: LayerCarry,
+    ) -> tuple[Float[jax.Array, "R values"], LayerCarry]:
+        states, scratch = carry
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, states, place, self._slots, self._nodes)
-        if isinstance(room.kept, Kept):
-            out, *held = delta_mix.verify(*given, room)
+        if isinstance(scratch.kept, Kept):
+            out, states, scratch = delta_mix.verify(*given, scratch)
         else:
-            out, *held = delta_mix.advance(*given, room)
-        return out, tuple(held)
+            out, states, scratch = delta_mix.advance(*given, scratch)
+        return out, (states, scratch)
 
     @property
     def advanced(self) -> DeltaState:
         """The states after a step of plain decoding."""
-        states, room = self.held
-        assert not isinstance(room.kept, Kept)  # it was one
-        return delta_mix.followed(states, room.kept)
+        states, scratch = self.carry
+        assert not isinstance(scratch.kept, Kept)  # it was one
+        return delta_mix.followed(states, scratch.kept)
 
     def commit(
         self,
@@ -200,5 +214,7 @@ class Tree:
         save: Int[jax.Array, " B"],
     ) -> tuple[DeltaState, DeltaState]:
         """Advances the states along the accepted paths; see `delta_mix.commit`."""
-        (states, room), slots = self.held, self._slots
-        return delta_mix.commit(states, snapshots, room.kept, slots, path, counts, save_after, save)
+        (states, scratch), slots = self.carry, self._slots
+        return delta_mix.commit(
+            states, snapshots, scratch.kept, slots, path, counts, save_after, save
+        )

@@ -7,8 +7,8 @@ from jaxtyping import Float, Int
 
 from jax_impl.layers import (
     DeltaMixer,
-    Held,
     Hidden,
+    LayerCarry,
     angles,
     attention_layer,
     gated_delta_layer,
@@ -93,10 +93,12 @@ def forward(
         return attention_layer(config, layer, qkv, stream, turn, rows, kv, place)
 
     @jax.jit
-    def delta_block(layer: Layer, stream: Stream, held: Held, place: Place) -> tuple[Stream, Held]:
+    def delta_block(
+        layer: Layer, stream: Stream, carry: LayerCarry, place: Place
+    ) -> tuple[Stream, LayerCarry]:
         assert mixer is not None  # the caller has one for a model with such layers
         inputs = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
-        return gated_delta_layer(config, layer, inputs, stream, mixer, held, place)
+        return gated_delta_layer(config, layer, inputs, stream, mixer, carry, place)
 
     stream = linear.stream(model.weights.embed[...][tokens])
     streams, paged = [stream.rows], PagedKV.of(kv, rows)
@@ -105,7 +107,7 @@ def forward(
             stream, paged = attention_block(block.layer, stream, paged, block.place)
         else:
             assert mixer is not None
-            stream, mixer.held = delta_block(block.layer, stream, mixer.held, block.place)
+            stream, mixer.carry = delta_block(block.layer, stream, mixer.carry, block.place)
         streams.append(stream.rows)
     hidden = layers.rms_norm(stream.rows, model.weights.final_norm[...], eps)
     return Forward(hidden, tuple(streams[i] for i in kept_streams), paged.pools)

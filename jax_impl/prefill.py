@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from jax_impl import model, ops
 from jax_impl.device_state import DeviceState, Fields, Plan, start
 from jax_impl.drafters import Fed, Prompts
-from jax_impl.layers import Chunks
+from jax_impl.layers import PrefillMixer
 from jax_impl.machine import Machine, logprobs_of, ranking
 from jax_impl.model import Forward
 from jax_impl.ops import draft_tree, logprobs, mamba_state, sampling, slots
@@ -151,11 +151,11 @@ def _read_prompts(
         assert state.snapshots is not None  # slots with states have snapshots
         where = (plan.slots, prompts.row_starts, prompts.rows.request)
         pools, save = (state.delta, state.snapshots), jnp.where(is_saved, plan.save, 0)
-        mixer = Chunks(machine.model.config, *pools, *where, save_after, save)
+        mixer = PrefillMixer(machine.model.config, *pools, *where, save_after, save)
     passed = model.forward(machine.model, prompts.tokens, prompts.rows, state.kv, mixer, streams)
     state = state._replace(kv=passed.kv)
     if mixer is not None:
-        delta, snapshots = mixer.held
+        delta, snapshots = mixer.carry
         state = state._replace(delta=delta, snapshots=snapshots)
     return passed, state, is_saved
 

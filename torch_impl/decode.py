@@ -11,7 +11,7 @@ from torch_impl import model
 from torch_impl.device_state import Fields, HostDraft, Mask, Plan
 from torch_impl.drafters import Drafted, Fed
 from torch_impl.drafters.eagle import extend_rows
-from torch_impl.layers import Tree
+from torch_impl.layers import VerifyMixer
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
 from torch_impl.ops import acceptance, attention, draft_tree, masks, sampling, slots, verify_rows
@@ -47,7 +47,7 @@ class Verified:
     passed: Forward
     accepted: Followed
     logits: Float[Tensor, "R vocab"]
-    mixer: Tree | None
+    mixer: VerifyMixer | None
 
 
 def decode(machine: Machine, plan: Plan, program: Program) -> Fields:
@@ -158,13 +158,13 @@ def _mixer(
     row_of: Int[Tensor, "B N"],
     rows: Rows,
     node: Int[Tensor, " R"],
-) -> Tree | None:
+) -> VerifyMixer | None:
     if machine.state.delta is None:
         return None
     parents = None if program.is_chain else trees.parents
     nodes = Nodes(parents, rows.row_starts, row_of, rows.request, node)
     pools = (machine.state.delta, plan.slots)
-    return Tree(machine.model.config, *pools, nodes, program.shape.is_plain)
+    return VerifyMixer(machine.model.config, *pools, nodes, program.shape.is_plain)
 
 
 def _choose(

@@ -116,7 +116,7 @@ def _sizes(config: ModelConfig) -> GatedDeltaConfig:
     return config.gated_delta
 
 
-class Chunks:
+class PrefillMixer:
     """Gated-delta layers of a prefill: each request's rows in chunks, the states carried on."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Chunks:
         return delta_mix.feed(inputs, delta, sizes, *self._pools, place, *self._where)
 
 
-class Tree:
+class VerifyMixer:
     """Gated-delta layers of a verify: each node goes on from its parent, its inputs are kept.
 
     In a step of plain decoding a request has one node, and its recurrent state moves with it.
@@ -158,22 +158,22 @@ class Tree:
         """`advances` is that the step is one of plain decoding."""
         self._config, self._states, self._slots, self._nodes = config, states, slots, nodes
         B, N = nodes.row_of.shape
-        self._room = delta_mix.room(states, B, N, advances)
+        self._scratch = delta_mix.verify_scratch(states, B, N, advances)
 
     def __call__(
         self, place: int, weights: GatedDelta, inputs: Float[Tensor, "R outputs"]
     ) -> Float[Tensor, "R values"]:
         delta, sizes = delta_weights(self._config, weights), _sizes(self._config)
         given = (inputs, delta, sizes, self._states, place, self._slots, self._nodes)
-        if isinstance(self._room.kept, Kept):
-            return delta_mix.verify(*given, self._room)
-        return delta_mix.advance(*given, self._room)
+        if isinstance(self._scratch.kept, Kept):
+            return delta_mix.verify(*given, self._scratch)
+        return delta_mix.advance(*given, self._scratch)
 
     @property
     def advanced(self) -> DeltaState:
         """The states after a step of plain decoding."""
-        assert not isinstance(self._room.kept, Kept)  # it was one
-        return delta_mix.followed(self._states, self._room.kept)
+        assert not isinstance(self._scratch.kept, Kept)  # it was one
+        return delta_mix.followed(self._states, self._scratch.kept)
 
     def commit(
         self,
@@ -184,5 +184,5 @@ class Tree:
         save: Int[Tensor, " B"],
     ) -> None:
         """Advances the states along the accepted paths; see `delta_mix.commit`."""
-        states, kept, slots = self._states, self._room.kept, self._slots
+        states, kept, slots = self._states, self._scratch.kept, self._slots
         delta_mix.commit(states, snapshots, kept, slots, path, counts, save_after, save)

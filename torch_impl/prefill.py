@@ -12,7 +12,7 @@ from shared.spec.logprobs import SCORED_ROWS
 from torch_impl import model
 from torch_impl.device_state import Fields, Plan, start
 from torch_impl.drafters import Fed, Prompts
-from torch_impl.layers import Chunks
+from torch_impl.layers import PrefillMixer
 from torch_impl.machine import Machine, logprobs_of, ranking
 from torch_impl.model import Forward
 from torch_impl.ops import draft_tree, logprobs, mamba_state, sampling, slots
@@ -117,7 +117,7 @@ def _read_prompts(
     is_saved &= plan.save != 0
     save = torch.where(is_saved, plan.save, 0)
     pools, where = (state.delta, state.snapshots), (prompts.row_starts, rows.request)
-    mixer = Chunks(config, *pools, plan.slots, *where, save_after, save)
+    mixer = PrefillMixer(config, *pools, plan.slots, *where, save_after, save)
     passed = model.forward(machine.model, prompts.tokens, rows, state.kv, mixer, streams)
     return passed, is_saved
 

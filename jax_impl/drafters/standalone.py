@@ -11,7 +11,7 @@ from jax_impl.device_state import DraftState, Plan, select
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
 from jax_impl.drafters.eagle import Carried, Expand, First, extend_rows, grow
 from jax_impl.drafters.heads import Logits, Tokens
-from jax_impl.layers import Chunks, DeltaMixer, Tree
+from jax_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
 from jax_impl.model import Forward, Model
 from jax_impl.ops import delta_mix, mamba_state
 from jax_impl.ops.attention import KV, Rows
@@ -49,9 +49,9 @@ class StandaloneDrafter(NamedTuple):
         is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         where = (plan.slots, prompts.row_starts, fed.rows.request)
         save = jnp.where(is_saved, plan.save, 0)
-        mixer = Chunks(self.small.config, *pools, *where, save_after, save)
+        mixer = PrefillMixer(self.small.config, *pools, *where, save_after, save)
         kv = self._forward(memory.kv, fed.rows, fed.tokens, mixer).kv
-        delta, snapshots = mixer.held
+        delta, snapshots = mixer.carry
         return memory._replace(kv=kv, delta=delta, snapshots=snapshots)
 
     def extend(
@@ -70,7 +70,7 @@ class StandaloneDrafter(NamedTuple):
         row_of = jnp.arange(B * W, dtype=jnp.int32).reshape(B, W)
         nodes = Nodes(None, fed.rows.row_starts, row_of, fed.rows.request, place.reshape(-1))
         states = _in_slots(memory, plan, before)
-        mixer = Tree(self.small.config, states, plan.slots, nodes, False)
+        mixer = VerifyMixer(self.small.config, states, plan.slots, nodes, False)
         kv = self._forward(memory.kv, fed.rows, fed.tokens, mixer).kv
         save = (plan.save_at - before, plan.save)
         delta, snapshots = mixer.commit(memory.snapshots, place, counts, *save)
@@ -95,7 +95,7 @@ class StandaloneDrafter(NamedTuple):
                 starts = jnp.arange(len(tokens) + 1, dtype=jnp.int32)
                 request = starts[:-1]
                 nodes = Nodes(None, starts, request[:, None], request, 0 * request)
-                mixer = Tree(self.small.config, states, request, nodes, True)
+                mixer = VerifyMixer(self.small.config, states, request, nodes, True)
             passed = self._forward(kv, rows, tokens, mixer)
             logits = over_target(model.logits(self.small, passed.hidden), self.target_vocab)
             return logits, None if mixer is None else mixer.advanced, passed.kv

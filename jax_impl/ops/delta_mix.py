@@ -42,8 +42,8 @@ class Nodes(NamedTuple):
     node: Int[jax.Array, " R"]
 
 
-class Room(NamedTuple):
-    """Memory for what a step keeps.
+class VerifyScratch(NamedTuple):
+    """Memory for what a step keeps of its nodes until the commit.
 
     Attributes:
       kept: Of all nodes; of plain decoding, which advances the states, the inputs alone.
@@ -54,18 +54,18 @@ class Room(NamedTuple):
     arrivals: Int[jax.Array, "B H"]
 
 
-def room(states: DeltaState, requests: int, nodes: int, advances: bool) -> Room:
+def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
     """For so many nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = lax.empty((L, requests, nodes, C), states.window.dtype)
     arrivals = jnp.zeros((requests, H), jnp.int32)
     if advances:
-        return Room(inputs, arrivals)
+        return VerifyScratch(inputs, arrivals)
     shapes = ((H, K), (H, V), (H,), (H,))
     k, v, log_decay, beta = (
         lax.empty((L, requests, nodes, *shape), jnp.float32) for shape in shapes
     )
-    return Room(Kept(k, v, log_decay, beta, inputs), arrivals)
+    return VerifyScratch(Kept(k, v, log_decay, beta, inputs), arrivals)
 
 
 def take(states: DeltaState, index: Int[jax.Array, " B"]) -> DeltaState:
@@ -162,20 +162,20 @@ def plain_verify(
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: Nodes,
-    room: Room,
-) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
+    scratch: VerifyScratch,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
     """`mix_tree` of a layer's states in their slots, which stay as they are.
 
     Args:
       states: Of all slots and layers.
       slots: Of the requests.
-      room: What a replay needs is written there.
+      scratch: What a replay needs is written there.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
     out, kept_nodes = mix_tree(inputs, weights.alone(layer), sizes, *held, *where)
-    parts = zip(room.kept, kept_nodes, strict=True)
-    return out, states, room._replace(kept=Kept(*(x.at[layer].set(y[0]) for x, y in parts)))
+    parts = zip(scratch.kept, kept_nodes, strict=True)
+    return out, states, scratch._replace(kept=Kept(*(x.at[layer].set(y[0]) for x, y in parts)))
 
 
 def kernel_verify(
@@ -187,9 +187,9 @@ def kernel_verify(
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: Nodes,
-    room: Room,
-) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
-    """As `plain_verify`, and as `plain_advance` where the room is of plain decoding."""
+    scratch: VerifyScratch,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
+    """As `plain_verify`, and as `plain_advance` where the scratch is of plain decoding."""
     B, N = nodes.row_of.shape
     out, recurrent, kept, arrivals = kernels.delta_mix.verify(
         inputs,
@@ -203,13 +203,13 @@ def kernel_verify(
         slots=slots,
         row_starts=nodes.row_starts,
         parents=nodes.parents,
-        kept=_arrays_of(room.kept),
-        arrivals=room.arrivals,
+        kept=_arrays_of(scratch.kept),
+        arrivals=scratch.arrivals,
         eps=weights.eps,
         digits=SQUARES.digits,
         tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
     )
-    return out, DeltaState(recurrent, states.window), Room(_room_of(kept), arrivals)
+    return out, DeltaState(recurrent, states.window), VerifyScratch(_kept_of_arrays(kept), arrivals)
 
 
 verify = kernel_or_plain(kernel_verify, plain_verify)
@@ -223,8 +223,8 @@ def plain_advance(
     layer: Place,
     slots: Int[jax.Array, " B"],
     nodes: Nodes,
-    room: Room,
-) -> tuple[Float[jax.Array, "R values"], DeltaState, Room]:
+    scratch: VerifyScratch,
+) -> tuple[Float[jax.Array, "R values"], DeltaState, VerifyScratch]:
     """`mix_step` of a layer's states in their slots, whose windows follow in `commit`.
 
     Args:
@@ -233,9 +233,9 @@ def plain_advance(
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, new, _ = mix_step(inputs, weights.alone(layer), sizes, *held)
     recurrent = states.recurrent.at[layer, slots].set(new)
-    assert not isinstance(room.kept, Kept)  # it is plain decoding
-    kept = room.kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
-    return out, DeltaState(recurrent, states.window), room._replace(kept=kept)
+    assert not isinstance(scratch.kept, Kept)  # it is plain decoding
+    kept = scratch.kept.at[layer, :, 0].set(inputs[:, : sizes.channels])
+    return out, DeltaState(recurrent, states.window), scratch._replace(kept=kept)
 
 
 kernel_advance = kernel_verify
@@ -294,7 +294,7 @@ def _arrays_of(kept: Kept | jax.Array) -> tuple[jax.Array, ...]:
     return tuple(kept) if isinstance(kept, Kept) else (kept,)
 
 
-def _room_of(arrays: tuple[jax.Array, ...]) -> Kept | jax.Array:
+def _kept_of_arrays(arrays: tuple[jax.Array, ...]) -> Kept | jax.Array:
     """As they were before `_arrays_of`."""
     *fields, inputs = arrays
     return Kept(*arrays) if fields else inputs

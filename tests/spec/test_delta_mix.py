@@ -84,8 +84,8 @@ def test_a_snapshot_is_written_where_the_path_passes_it() -> None:
 
 def run(implementation: Implementation, name: str, made: dict) -> tuple:
     """The outputs, and the states and what is kept: JAX gives them back, torch writes in place."""
-    order = (*LAYER, "nodes", "room")
-    places = (order.index("states"), order.index("room"))
+    order = (*LAYER, "nodes", "scratch")
+    places = (order.index("states"), order.index("scratch"))
     found, left = implementation("delta_mix").leaving(places, name, *parts(made, *order))
     out, states, room = found if isinstance(found, tuple) else (found, *left)
     return out, states, room.kept

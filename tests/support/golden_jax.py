@@ -118,9 +118,9 @@ class Passes:
         mixer = None
         if state is not None:
             pools, where = (state, delta_mix.take(state, SINK)), (SINK, row_starts, rows.request)
-            mixer = layers.Chunks(self._config, *pools, *where, SINK, SINK)
+            mixer = layers.PrefillMixer(self._config, *pools, *where, SINK, SINK)
         passed = model.forward(loaded, tokens, rows, kv, mixer, self._streams)
-        after = None if mixer is None else mixer.held[0]
+        after = None if mixer is None else mixer.carry[0]
         return _pass(loaded, passed), passed.kv, after
 
     def _verify(self, graph, parameters, kv, state, tokens, parents, count, length):
@@ -132,9 +132,9 @@ class Passes:
         mixer = None
         if state is not None:
             nodes = delta_mix.Nodes(parents, rows.row_starts, row_of, rows.request, node)
-            mixer = layers.Tree(self._config, state, SINK, nodes, False)
+            mixer = layers.VerifyMixer(self._config, state, SINK, nodes, False)
         passed = model.forward(loaded, tokens[0, node], rows, kv, mixer, self._streams)
-        kept = None if mixer is None else mixer.held[1].kept
+        kept = None if mixer is None else mixer.carry[1].kept
         return _pass(loaded, passed), passed.kv, kept
 
     def _commit(self, _, parameters, kv, state, kept, path, count, length):

@@ -16,7 +16,7 @@ from tests.support.equality import spec_sampling
 from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
 from torch_impl import model, weights
 from torch_impl.drafters import Fed, Ranking, eagle, heads
-from torch_impl.layers import Chunks, Tree
+from torch_impl.layers import PrefillMixer, VerifyMixer
 from torch_impl.ops import attention, delta_mix, draft_tree
 from torch_impl.ops.delta_mix import Nodes
 from torch_impl.ops.mamba_state import DeltaState
@@ -64,7 +64,7 @@ class TorchModel:
         mixer = None
         if self._model.config.gated_delta:
             where = (ints([0]), row_starts, rows.request, ints([0]), ints([0]))
-            mixer = Chunks(self._model.config, self._state, self._no_snapshot, *where)
+            mixer = PrefillMixer(self._model.config, self._state, self._no_snapshot, *where)
         passed = self._forward(ints(tokens), rows, mixer)
         self._length += count
         return passed
@@ -80,7 +80,7 @@ class TorchModel:
             starts, *_ = draft_tree.flatten(num_nodes, rows)
             row_of = draft_tree.flat_rows(starts, num_nodes, len(tokens))
             nodes = Nodes(parents, flat.row_starts, row_of, flat.request, node)
-            self._mixer = Tree(self._model.config, self._state, ints([0]), nodes, False)
+            self._mixer = VerifyMixer(self._model.config, self._state, ints([0]), nodes, False)
         passed = self._forward(ints(tokens)[node], flat, self._mixer)
         count = len(tokens)
         return Pass(passed.logits[:count], passed.hidden[:count], passed.streams[:, :count])
@@ -106,7 +106,7 @@ class TorchModel:
         return out.numpy(), head.logits(out).numpy()
 
     def _forward(
-        self, tokens: torch.Tensor, rows: attention.Rows, mixer: Chunks | Tree | None
+        self, tokens: torch.Tensor, rows: attention.Rows, mixer: PrefillMixer | VerifyMixer | None
     ) -> Pass:
         passed = model.forward(self._model, tokens, rows, self._kv, mixer, self._streams)
         logits = model.logits(self._model, passed.hidden)

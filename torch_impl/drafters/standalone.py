@@ -13,7 +13,7 @@ from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
 from torch_impl.drafters.eagle import First, extend_rows, grow
 from torch_impl.drafters.heads import Logits, Tokens
-from torch_impl.layers import Chunks, DeltaMixer, Tree
+from torch_impl.layers import DeltaMixer, PrefillMixer, VerifyMixer
 from torch_impl.model import Model
 from torch_impl.ops import delta_mix, mamba_state
 from torch_impl.ops.attention import Rows
@@ -51,7 +51,7 @@ class StandaloneDrafter:
         is_saved = mamba_state.ends_chunk(save_after, prompts.lengths - prompts.first)
         save = torch.where(is_saved, plan.save, 0)
         pools, where = (memory.delta, memory.snapshots), (prompts.row_starts, fed.rows.request)
-        mixer = Chunks(self.small.config, *pools, plan.slots, *where, save_after, save)
+        mixer = PrefillMixer(self.small.config, *pools, plan.slots, *where, save_after, save)
         self._forward(memory, fed.rows, fed.tokens, mixer)
 
     def extend(
@@ -72,7 +72,7 @@ class StandaloneDrafter:
         row_of = torch.arange(B * W, device=counts.device).view(B, W)
         rows, node = fed.rows, place.flatten().long()
         nodes = Nodes(None, rows.row_starts, row_of, rows.request, node)
-        mixer = Tree(self.small.config, memory.delta, plan.slots, nodes, False)
+        mixer = VerifyMixer(self.small.config, memory.delta, plan.slots, nodes, False)
         self._forward(memory, rows, fed.tokens, mixer)
         mixer.commit(memory.snapshots, place, counts, plan.save_at - before, plan.save)
 
@@ -96,7 +96,7 @@ class StandaloneDrafter:
                 starts = torch.arange(len(tokens) + 1, dtype=torch.int32, device=tokens.device)
                 request = starts[:-1]
                 nodes = Nodes(None, starts, request[:, None], request, 0 * request)
-                mixer = Tree(self.small.config, states, request, nodes, True)
+                mixer = VerifyMixer(self.small.config, states, request, nodes, True)
             hidden = self._forward(memory, rows, tokens, mixer)
             states = None if mixer is None else mixer.advanced
             return over_target(model.logits(self.small, hidden), self.target_vocab)

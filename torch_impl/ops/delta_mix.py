@@ -43,8 +43,8 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Room:
-    """Memory for what a step keeps.
+class VerifyScratch:
+    """Memory for what a step keeps of its nodes until the commit.
 
     Attributes:
       kept: Of all nodes; of plain decoding, which advances the states, the inputs alone.
@@ -55,18 +55,18 @@ class Room:
     arrivals: Int[Tensor, "B H"]
 
 
-def room(states: DeltaState, requests: int, nodes: int, advances: bool) -> Room:
+def verify_scratch(states: DeltaState, requests: int, nodes: int, advances: bool) -> VerifyScratch:
     """For so many nodes of each request."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     inputs = states.window.new_empty((L, requests, nodes, C))
     arrivals = states.recurrent.new_zeros((requests, H), dtype=torch.int32)
     if advances:
-        return Room(inputs, arrivals)
+        return VerifyScratch(inputs, arrivals)
     shapes = ((H, K), (H, V), (H,), (H,))
     k, v, log_decay, beta = (
         states.recurrent.new_empty((L, requests, nodes, *shape)) for shape in shapes
     )
-    return Room(Kept(k, v, log_decay, beta, inputs), arrivals)
+    return VerifyScratch(Kept(k, v, log_decay, beta, inputs), arrivals)
 
 
 def take(states: DeltaState, index: Int[Tensor, " B"]) -> DeltaState:
@@ -158,19 +158,19 @@ def plain_verify(
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: Nodes,
-    room: Room,
+    scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
     """`mix_tree` of a layer's states in their slots, which stay as they are.
 
     Args:
       states: Of all slots and layers.
       slots: Of the requests.
-      room: What a replay needs is written there.
+      scratch: What a replay needs is written there.
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     where = (nodes.parents, nodes.row_of, nodes.request, nodes.node)
     out, kept_nodes = mix_tree(inputs, weights, sizes, *held, *where)
-    for memory, new in zip(_arrays_of(room.kept), _arrays_of(kept_nodes), strict=True):
+    for memory, new in zip(_arrays_of(scratch.kept), _arrays_of(kept_nodes), strict=True):
         memory[layer] = new[0]
     return out
 
@@ -184,9 +184,9 @@ def kernel_verify(
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: Nodes,
-    room: Room,
+    scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
-    """As `plain_verify`, and as `plain_advance` where the room is of plain decoding."""
+    """As `plain_verify`, and as `plain_advance` where the scratch is of plain decoding."""
     B, N = nodes.row_of.shape
     return kernels.delta_mix.verify(
         inputs,
@@ -200,8 +200,8 @@ def kernel_verify(
         slots=slots,
         row_starts=nodes.row_starts,
         parents=nodes.parents,
-        kept=_arrays_of(room.kept),
-        arrivals=room.arrivals,
+        kept=_arrays_of(scratch.kept),
+        arrivals=scratch.arrivals,
         eps=weights.eps,
         digits=SQUARES.digits,
         tiles=kernels.tiles.delta_mix.of(nodes=N, requests=B),
@@ -219,7 +219,7 @@ def plain_advance(
     layer: int,
     slots: Int[Tensor, " B"],
     nodes: Nodes,
-    room: Room,
+    scratch: VerifyScratch,
 ) -> Float[Tensor, "R values"]:
     """`mix_step` of a layer's states in their slots, whose windows follow in `commit`.
 
@@ -228,7 +228,7 @@ def plain_advance(
     """
     held = (states.recurrent[layer, slots], states.window[layer, slots])
     out, states.recurrent[layer, slots], _ = mix_step(inputs, weights, sizes, *held)
-    (memory,) = _arrays_of(room.kept)
+    (memory,) = _arrays_of(scratch.kept)
     memory[layer, :, 0] = inputs[:, : sizes.channels]
     return out
 

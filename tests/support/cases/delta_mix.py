@@ -36,7 +36,7 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Room:
+class VerifyScratch:
     """As the backends' own."""
 
     kept: Kept | np.ndarray
@@ -80,7 +80,7 @@ def nodes_of(num_nodes: np.ndarray, nodes: int, rows: int, parents: np.ndarray |
     return Nodes(parents, row_starts, row_of, request, node)
 
 
-def room(states: DeltaState, B: int, N: int) -> Kept:
+def verify_scratch(states: DeltaState, B: int, N: int) -> Kept:
     """What nothing has been kept in."""
     (L, _, H, K, V), C = states.recurrent.shape, states.window.shape[3]
     shapes = ((H, K), (H, V), (H,), (H,), (C,))
@@ -96,7 +96,7 @@ def arguments(
     heads = sizes.num_value_heads
     width = sizes.channels + heads * (sizes.value_size + 2)
     advances = N == 1
-    kept, parents = room(states, B, N), None if is_chain else parents_of(B, N, rng)
+    kept, parents = verify_scratch(states, B, N), None if is_chain else parents_of(B, N, rng)
     return {
         "inputs": rng.standard_normal((B * N, width), np.float32),
         "weights": weights_of(rng, sizes),
@@ -105,7 +105,7 @@ def arguments(
         "layer": layers - 1,
         "slots": (1 + rng.permutation(B + 1)[:B]).astype(np.int32),
         "nodes": nodes_of(np.full(B, N, np.int32), N, B * N, parents),
-        "room": Room(kept.inputs if advances else kept, np.zeros((B, heads), np.int32)),
+        "scratch": VerifyScratch(kept.inputs if advances else kept, np.zeros((B, heads), np.int32)),
     }
 
 
@@ -148,7 +148,7 @@ def _specified(function: str, arguments: Arguments, chosen: np.ndarray) -> list[
 def _bytes(arguments: Arguments, item_bytes: int) -> int:
     """The states, once or twice; the rows, and what is kept of them."""
     states, slots, rows = arguments["states"], arguments["slots"], arguments["inputs"]
-    memory = arguments["room"].kept
+    memory = arguments["scratch"].kept
     advances = isinstance(memory, np.ndarray)
     held = (1 + advances) * states.recurrent[0, 0].nbytes + states.window[0, 0].nbytes
     kept = sum(x[0].nbytes for x in as_list(memory))
@@ -171,8 +171,8 @@ def _op_case(
         name=name,
         make=make,
         dtype=dtype,
-        wide=("weights", "states", "room"),
-        in_place=("states", "room"),
+        wide=("weights", "states", "scratch"),
+        in_place=("states", "scratch"),
         is_large=is_large,
         real_rows=lambda arguments: np.arange(len(arguments["inputs"])),
         specify=partial(_specified, function),
