@@ -1,6 +1,6 @@
 """Answers in Python, with speculation: `python -m examples.generate [torch|jax]`."""
 
-import sys
+import argparse
 from importlib import import_module
 
 QUESTION = "A cinema has 6 rows of 13 seats. How many seats are there?"
@@ -20,4 +20,6 @@ def main(backend: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or ["torch"])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("backend", nargs="?", default="torch", choices=["torch", "jax"])
+    main(parser.parse_args().backend)

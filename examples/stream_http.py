@@ -3,8 +3,8 @@
 `make serve` in one terminal, `python -m examples.stream_http [URL]` in another.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 
 import httpx
@@ -31,4 +31,6 @@ def main(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:] or ["http://127.0.0.1:8000"])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000")
+    main(parser.parse_args().url)

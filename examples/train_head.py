@@ -4,8 +4,8 @@ The settings are for seeing it work within minutes on a CPU; docs/training_draft
 head that drafts well.
 """
 
+import argparse
 import json
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from models.demo.problems import problems
 TARGET = "models/demo/target"
 
 
-def main(out: str, steps: str = "200", prompts: str = "64") -> None:
+def main(out: str, steps: str, prompts: str) -> None:
     """Writes prompts, trains, and answers one of them with the head."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,4 +34,8 @@ def main(out: str, steps: str = "200", prompts: str = "64") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", help="folder for the prompts and the head")
+    parser.add_argument("steps", nargs="?", default="200")
+    parser.add_argument("prompts", nargs="?", default="64")
+    main(**vars(parser.parse_args()))
