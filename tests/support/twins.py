@@ -17,7 +17,7 @@ OPS = {path.stem for path in (ROOT / TWINS[0] / "ops").glob("*.py")} - {"__init_
 NAMED_BY_FRAMEWORK = {"JaxBackend": "Backend", "TorchBackend": "Backend"}
 """Classes whose names say the framework, and what they are compared as."""
 
-CARRIED = {"self", "cls", "state", "kv", "memory", "held"}
+CARRIED = {"self", "cls", "state", "kv", "memory", "carry"}
 """Parameters that only functional code needs: what it carries along, torch writes in place."""
 
 
