@@ -9,9 +9,9 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from jax_impl import LLM, SamplingParams
 from jax_impl.train import main as train
 from models.demo.problems import problems
+from torch_impl import LLM, SamplingParams
 
 TARGET = "models/demo/target"
 
