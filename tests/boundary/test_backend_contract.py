@@ -24,6 +24,7 @@ from tests.support.contract_host import (
     joined,
     prompt,
 )
+from tests.support.mutations import MUTATIONS, prove
 
 # Speculation, order and continuation
 
@@ -395,3 +396,11 @@ def test_padding_tokens_of_a_prefill_are_not_read(host):
     assert not result.failed[0]
     text = [*emitted(result, 0), *host.go_on(request, 6, CHAIN)]
     assert text == host.alone(tokens, len(text))
+
+
+FAULTS = MUTATIONS["boundary/test_backend_contract"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, monkeypatch):
+    prove(FAULTS[fault], globals(), monkeypatch)

@@ -23,6 +23,7 @@ from tests.support.contract_host import (
     emitted,
     prompt,
 )
+from tests.support.mutations import MUTATIONS, prove
 
 # Snapshots, resume
 
@@ -337,3 +338,11 @@ def test_forced_chains_bring_outputs_back(host):
     prefilled = host.request(tokens, output=forced)
     host.prefill(prefilled)
     assert host.go_on(request, 10, CHAIN) == host.go_on(prefilled, 10, CHAIN)
+
+
+FAULTS = MUTATIONS["boundary/test_backend_contract_memory"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, monkeypatch):
+    prove(FAULTS[fault], globals(), monkeypatch)

@@ -21,6 +21,7 @@ from tests.support.contract_host import (
     emitted,
     prompt,
 )
+from tests.support.mutations import MUTATIONS, prove
 
 FRAMEWORKS = ("reference", "torch", pytest.param("jax", marks=pytest.mark.matrix))
 """A program of JAX that nothing else runs is not among the default tests."""
@@ -138,3 +139,11 @@ def test_masks_for_trees_that_the_host_does_not_know_are_refused(work):
 def vars_of(limits: Limits) -> dict:
     names = Limits.__dataclass_fields__
     return {name: getattr(limits, name) for name in names}
+
+
+FAULTS = MUTATIONS["boundary/test_grammar_masks"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, monkeypatch):
+    prove(FAULTS[fault], globals(), monkeypatch)

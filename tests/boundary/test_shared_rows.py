@@ -30,6 +30,7 @@ from tests.support.contract_host import (
     emitted,
     prompt,
 )
+from tests.support.mutations import MUTATIONS, prove
 
 DRAFTS = SHARED.rows - BATCH
 """What is left of the verify rows beside every row's root, those of padding too."""
@@ -140,3 +141,11 @@ def test_trees_of_the_host_that_have_no_verify_rows_are_refused():
     told = "10 nodes are more than the 9 verify rows of decode of 4 rows, 4 nodes, 9 verify rows"
     with pytest.raises(ValueError, match=told):
         check_plan(plan, [program])
+
+
+FAULTS = MUTATIONS["boundary/test_shared_rows"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, monkeypatch):
+    prove(FAULTS[fault], globals(), monkeypatch)

@@ -26,15 +26,9 @@ from tests.support.contract_host import (
     prompt,
 )
 from tests.support.equality import MARGIN, Oracle
-from tests.support.tree_subjects import CHAIN, DRAFTED, NARROW, TREE, Served, name_of
+from tests.support.mutations import MUTATIONS, prove
+from tests.support.tree_subjects import CHAIN, DRAFTED, NARROW, TAKING_TURNS, TREE, Served, name_of
 from torch_impl.ops import acceptance as torch_acceptance
-
-TAKING_TURNS: dict = {
-    "temperature": 1.0,
-    "frequency_penalty": 1.5,
-    "logit_bias": {20: 12.0, 30: 12.0},
-}
-"""Two tokens take turns by what was counted, so a choice depends on all counts of its path."""
 
 either_tree = pytest.mark.parametrize("shape", [TREE, NARROW], ids=name_of)
 
@@ -267,3 +261,11 @@ def test_drafting_writes_within_its_scratch(grown):
         np.testing.assert_array_equal(disturbed.drafts[0], whole.drafts[0])
         np.testing.assert_array_equal(disturbed.parents[0], whole.parents[0])
         assert emitted(disturbed, 0) == emitted(whole, 0)
+
+
+FAULTS = MUTATIONS["device/test_tree_behaviour"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(fault, monkeypatch):
+    prove(FAULTS[fault], globals(), monkeypatch)

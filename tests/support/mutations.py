@@ -1,4 +1,4 @@
-"""Planted faults: for each promise one that breaks it, and the test that must see it.
+"""Planted faults by test file: for each promise one that breaks it, and the test that must see it.
 
 A fault is planted in the reference backend, the specification it runs, or the host engine. What a
 fault of a device program would look like is the same: the tests know backends only by the boundary.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import pytest
 
-from tests.boundary import test_backend_contract as contract
-from tests.boundary import test_backend_contract_memory as memory
-from tests.boundary import test_grammar_masks as grammar_masks
-from tests.boundary import test_shared_rows as shared_rows
-from tests.device import test_grammar as grammar_texts
-from tests.device import test_tree_behaviour as trees
-from tests.engine import test_engine, test_grammar, test_planner, test_scheduler
-from tests.support.contract_host import CHAIN, GREEDY, PLAIN, SAMPLED, Host
+from tests.support.backends import make_backend
+from tests.support.contract_host import (
+    CHAIN,
+    GREEDY,
+    PLAIN,
+    SAMPLED,
+    Host,
+    Texts,
+    contract_limits,
+    contract_model,
+)
 from tests.support.faults import (
     Patch,
     accepted_branch_not_moved,
@@ -65,9 +67,14 @@ from tests.support.faults import (
 from tests.support.grammar_cases import Backends
 from tests.support.house import House
 from tests.support.toy_backend import toy_limits
-from tests.support.tree_subjects import TREE, Served
+from tests.support.tree_subjects import TAKING_TURNS, TREE, Served
 
-Proof = Callable[[Host], None]
+Test = Callable[..., None]
+Call = Callable[[Test, Texts], None]
+"""Calls a test; plain texts are kept for the next one."""
+
+_TEXTS: Texts = {}
+"""Filled while everything is healthy; a planted fault must not spoil what is right."""
 
 
 @dataclass(frozen=True)
@@ -76,193 +83,238 @@ class Mutation:
 
     Attributes:
       plant: Puts the fault in; undone by the patch's end.
-      proof: The test that passes without the fault and must fail with it.
+      test: Of the file; passes without the fault and must fail with it.
+      call: Calls it.
     """
 
     plant: Callable[[Patch], None]
-    proof: Proof
+    test: str
+    call: Call
 
 
-def _on_the_toy(test: Callable[..., None], **given: Any) -> Proof:
-    return lambda host: test(**given)
+def prove(mutation: Mutation, file: dict[str, Any], patch: Patch) -> None:
+    """The test passes, and fails once the fault is planted; `file` are the names of its file."""
+    test = file[mutation.test]
+    mutation.call(test, _TEXTS)
+    mutation.plant(patch)
+    # A kept late row ends its request twice, which the engine's own books refuse.
+    with pytest.raises((AssertionError, KeyError)):
+        mutation.call(test, dict(_TEXTS))
 
 
-def _of_the_planner(test: Callable[..., None]) -> Proof:
-    limits = toy_limits(num_pages=300, num_slots=6, overlap=1)
-    return lambda host: test(House(limits))
+def _new_host(texts: Texts) -> Host:
+    config, weights = contract_model()
+    return Host(make_backend("reference", config, weights, contract_limits(config), "NEXTN"), texts)
 
 
-def _of_the_sink(host: Host) -> None:
+def _on_a_host(**given: Any) -> Call:
+    return lambda test, texts: test(_new_host(texts), **given)
+
+
+def _on_the_toy(**given: Any) -> Call:
+    return lambda test, texts: test(**given)
+
+
+def _of_the_planner(test: Test, texts: Texts) -> None:
+    test(House(toy_limits(num_pages=300, num_slots=6, overlap=1)))
+
+
+def _of_the_sink(test: Test, texts: Texts) -> None:
+    host = _new_host(texts)
     backend: Any = host.backend  # a reference, whose lengths nothing at the boundary shows
-    contract.test_the_sink_does_not_grow(host, lambda: int(backend.state.lengths[0]), "chain")
+    test(host, lambda: int(backend.state.lengths[0]), "chain")
 
 
-def _grown(test: Callable[..., None], **given: Any) -> Proof:
+def _grown(**given: Any) -> Call:
     """On a host of its own, whose backend grows trees of every shape."""
     served = Served()
-    return lambda host: test(Host(served.backend("reference", "NEXTN"), {}), **given)
+    return lambda test, texts: test(Host(served.backend("reference", "NEXTN"), {}), **given)
 
 
-def _at_every_node(how: dict) -> Proof:
-    test = trees.test_every_node_draws_what_plain_decoding_draws_after_its_path
-
-    def proof(host: Host) -> None:
+def _at_every_node(how: dict) -> Call:
+    def call(test: Test, texts: Texts) -> None:
         with pytest.MonkeyPatch.context() as patch:
             given = {"shape": TREE, "how": how, "monkeypatch": patch}
-            _grown(test, drafted="NEXTN", **given)(host)
+            _grown(drafted="NEXTN", **given)(test, texts)
 
-    return proof
+    return call
 
 
-def _texts_with_grammars(host: Host) -> None:
+def _texts_with_grammars(test: Test, texts: Texts) -> None:
     """On a backend of its own, whose drafter is the hybrid's."""
     backends = Backends()
-    grammar_texts.test_texts_come_to_the_end_of_their_grammars(backends)
+    test(backends)
     backends.close()
 
 
-crowded = _on_the_toy(
-    test_engine.test_text_is_the_plain_one_with_any_overlap_drafts_and_pages,
-    overlap=2,
-    depth=3,
-    num_pages=38,
+_CHAIN_TEXT = "test_a_chain_gives_the_plain_text_and_accepts_some"
+_CONTINUATION = "test_continuation_a_step_goes_on_from_the_device_with_any_shape"
+_NAN_HEIR = "test_isolation_nan_left_in_slot_and_pages_harms_no_later_owner"
+_CROWDED = (
+    "test_text_is_the_plain_one_with_any_overlap_drafts_and_pages",
+    _on_the_toy(overlap=2, depth=3, num_pages=38),
 )
-sampled_chain = partial(
-    contract.test_a_chain_gives_the_plain_text_and_accepts_some, seed=1, how=SAMPLED
-)
-greedy_chain = partial(
-    contract.test_a_chain_gives_the_plain_text_and_accepts_some, seed=1, how=GREEDY
-)
-grown_tree = _grown(
-    trees.test_a_grown_tree_gives_the_plain_text_and_accepts_some, shape=TREE, how=GREEDY
-)
-heir_of_nan = partial(
-    contract.test_isolation_nan_left_in_slot_and_pages_harms_no_later_owner, shape=PLAIN
-)
+_EVERY_NODE = "test_every_node_draws_what_plain_decoding_draws_after_its_path"
+_OWN_MASK = "test_every_node_chooses_by_the_mask_of_its_own"
+_GRAMMAR_TEXTS = ("test_texts_come_to_the_end_of_their_grammars", _texts_with_grammars)
 
-MUTATIONS = {
-    "order: prefills overtake decodes": Mutation(
-        prefills_overtake_decodes,
-        partial(contract.test_order_steps_take_effect_in_the_order_of_submission, shape=PLAIN),
-    ),
-    "continuation: the newest token lags": Mutation(
-        newest_token_lags,
-        partial(
-            contract.test_continuation_a_step_goes_on_from_the_device_with_any_shape,
-            how=GREEDY,
+MUTATIONS: dict[str, dict[str, Mutation]] = {
+    "boundary/test_backend_contract": {
+        "order: prefills overtake decodes": Mutation(
+            prefills_overtake_decodes,
+            "test_order_steps_take_effect_in_the_order_of_submission",
+            _on_a_host(shape=PLAIN),
         ),
-    ),
-    "continuation: length off by one": Mutation(
-        length_off_by_one,
-        partial(
-            contract.test_continuation_a_step_goes_on_from_the_device_with_any_shape,
-            how=SAMPLED,
+        "continuation: the newest token lags": Mutation(
+            newest_token_lags, _CONTINUATION, _on_a_host(how=GREEDY)
         ),
-    ),
-    "continuation: plan buffer refilled too early": Mutation(
-        plan_buffer_refilled_too_early, crowded
-    ),
-    "continuation: a resume chooses its newest token again": Mutation(
-        resume_chooses_again, crowded
-    ),
-    "late row kept": Mutation(late_row_kept, _on_the_toy(test_engine.test_late_rows_are_dropped)),
-    "preemption does not wait for steps in flight": Mutation(
-        preemption_ignores_steps_in_flight,
-        _on_the_toy(test_scheduler.test_the_youngest_gives_way_once_its_steps_have_ended),
-    ),
-    "reach: stale state after zero accepts": Mutation(stale_state_after_zero_accepts, greedy_chain),
-    "reach: a full page is rewritten": Mutation(
-        full_page_rewritten, contract.test_reach_full_pages_are_shared_and_never_written
-    ),
-    "reach: an accepted branch is not moved": Mutation(
-        accepted_branch_not_moved,
-        partial(
-            memory.test_a_tree_of_the_hosts_gives_the_plain_text,
-            how=GREEDY,
-            right=2,
+        "continuation: length off by one": Mutation(
+            length_off_by_one, _CONTINUATION, _on_a_host(how=SAMPLED)
         ),
-    ),
-    "reach: a snapshot is taken at the end of the step": Mutation(
-        snapshot_taken_at_the_end_of_the_step,
-        partial(memory.test_a_decode_step_saves_exactly_where_it_passes, shape=CHAIN),
-    ),
-    "reach: holes in draft memory are read": Mutation(
-        holes_in_draft_memory_read, memory.test_holes_in_draft_memory_are_never_read
-    ),
-    "bound: the scratch of a step is too small": Mutation(
-        scratch_of_a_step_too_small,
-        partial(contract.test_bound_a_step_stays_within_its_reservation, shape=CHAIN, length=21),
-    ),
-    "a leaked page": Mutation(leaked_page, crowded),
-    "a sink that grows": Mutation(sink_grows, _of_the_sink),
-    "independence: a neighbour's pages": Mutation(
-        pages_of_a_neighbour, contract.test_independence_rows_may_come_and_go
-    ),
-    "independence: old pages in table rows past the batch": Mutation(
-        old_pages_in_table_rows_past_the_batch,
-        _of_the_planner(test_planner.test_a_page_table_names_its_owners_pages_and_the_sink),
-    ),
-    "independence: reused noise": Mutation(reused_noise, sampled_chain),
-    "independence: penalties see the last token only": Mutation(
-        penalties_see_the_last_token_only, sampled_chain
-    ),
-    "isolation: counts of the last owner": Mutation(
-        counts_of_the_last_owner, contract.test_a_new_owner_starts_from_nothing
-    ),
-    "isolation: NaN left in a page": Mutation(nan_left_in_a_page, heir_of_nan),
-    "isolation: state reset by a product": Mutation(state_reset_by_a_product, heir_of_nan),
-    "isolation: NaN fails the whole step": Mutation(
-        nan_fails_the_whole_step,
-        partial(contract.test_isolation_nan_fails_its_row_only, shape=PLAIN),
-    ),
-    "trees: the mask row of another node": Mutation(
-        mask_row_of_another_node, _at_every_node(SAMPLED)
-    ),
-    "trees: a sibling is visible": Mutation(sibling_visible, _at_every_node(SAMPLED)),
-    "trees: the window is not committed": Mutation(accepted_branch_not_moved, grown_tree),
-    "trees: positions and noise go by the node's number": Mutation(
-        depth_taken_for_the_node_number, _at_every_node(SAMPLED)
-    ),
-    "trees: penalties see a node's own token only": Mutation(
-        penalties_in_a_tree_see_the_node_only, _at_every_node(trees.TAKING_TURNS)
-    ),
-    "trees: the parent's recurrent state is not used": Mutation(
-        recurrent_state_of_the_root, _at_every_node(SAMPLED)
-    ),
-    "trees: the parent's window is not used": Mutation(
-        conv_window_of_the_root, _at_every_node(SAMPLED)
-    ),
-    "trees: draft scratch of N only": Mutation(
-        scratch_of_the_nodes_alone, _grown(trees.test_drafting_writes_within_its_scratch)
-    ),
-    "verify rows: a draft goes before its parent": Mutation(
-        deeper_drafts_go_before_their_parents,
-        shared_rows.test_a_depth_that_is_seldom_reached_is_not_verified,
-    ),
-    "verify rows: padding has none": Mutation(
-        padding_has_no_verify_row,
-        shared_rows.test_a_batch_that_shares_rows_gives_the_plain_texts_and_uses_them_all,
-    ),
-    "verify rows: a failed row takes its neighbours'": Mutation(
-        failed_rows_rank_as_their_roots,
-        shared_rows.test_isolation_a_failed_row_takes_no_verify_rows_from_its_neighbours,
-    ),
-    "grammars: masks are left out": Mutation(
-        masks_left_out,
-        partial(grammar_masks.test_every_node_chooses_by_the_mask_of_its_own, how=SAMPLED),
-    ),
-    "grammars: bits lie a word away": Mutation(
-        masks_by_the_row_before,
-        partial(grammar_masks.test_every_node_chooses_by_the_mask_of_its_own, how=GREEDY),
-    ),
-    "grammars: nodes have the mask of their root": Mutation(
-        masks_of_the_root_alone, _texts_with_grammars
-    ),
-    "grammars: the matcher is a token behind": Mutation(
-        masks_of_the_step_before, _texts_with_grammars
-    ),
-    "grammars: the matcher stays at a draft": Mutation(
-        matcher_left_at_a_draft,
-        _on_the_toy(test_grammar.test_every_node_that_can_be_reached_has_the_mask_of_its_path),
-    ),
+        "reach: stale state after zero accepts": Mutation(
+            stale_state_after_zero_accepts, _CHAIN_TEXT, _on_a_host(seed=1, how=GREEDY)
+        ),
+        "reach: a full page is rewritten": Mutation(
+            full_page_rewritten,
+            "test_reach_full_pages_are_shared_and_never_written",
+            _on_a_host(),
+        ),
+        "bound: the scratch of a step is too small": Mutation(
+            scratch_of_a_step_too_small,
+            "test_bound_a_step_stays_within_its_reservation",
+            _on_a_host(shape=CHAIN, length=21),
+        ),
+        "a sink that grows": Mutation(sink_grows, "test_the_sink_does_not_grow", _of_the_sink),
+        "independence: a neighbour's pages": Mutation(
+            pages_of_a_neighbour, "test_independence_rows_may_come_and_go", _on_a_host()
+        ),
+        "independence: reused noise": Mutation(
+            reused_noise, _CHAIN_TEXT, _on_a_host(seed=1, how=SAMPLED)
+        ),
+        "independence: penalties see the last token only": Mutation(
+            penalties_see_the_last_token_only, _CHAIN_TEXT, _on_a_host(seed=1, how=SAMPLED)
+        ),
+        "isolation: counts of the last owner": Mutation(
+            counts_of_the_last_owner, "test_a_new_owner_starts_from_nothing", _on_a_host()
+        ),
+        "isolation: NaN left in a page": Mutation(
+            nan_left_in_a_page, _NAN_HEIR, _on_a_host(shape=PLAIN)
+        ),
+        "isolation: state reset by a product": Mutation(
+            state_reset_by_a_product, _NAN_HEIR, _on_a_host(shape=PLAIN)
+        ),
+        "isolation: NaN fails the whole step": Mutation(
+            nan_fails_the_whole_step,
+            "test_isolation_nan_fails_its_row_only",
+            _on_a_host(shape=PLAIN),
+        ),
+    },
+    "boundary/test_backend_contract_memory": {
+        "reach: an accepted branch is not moved": Mutation(
+            accepted_branch_not_moved,
+            "test_a_tree_of_the_hosts_gives_the_plain_text",
+            _on_a_host(how=GREEDY, right=2),
+        ),
+        "reach: a snapshot is taken at the end of the step": Mutation(
+            snapshot_taken_at_the_end_of_the_step,
+            "test_a_decode_step_saves_exactly_where_it_passes",
+            _on_a_host(shape=CHAIN),
+        ),
+        "reach: holes in draft memory are read": Mutation(
+            holes_in_draft_memory_read, "test_holes_in_draft_memory_are_never_read", _on_a_host()
+        ),
+    },
+    "engine/test_engine": {
+        "continuation: plan buffer refilled too early": Mutation(
+            plan_buffer_refilled_too_early, *_CROWDED
+        ),
+        "continuation: a resume chooses its newest token again": Mutation(
+            resume_chooses_again, *_CROWDED
+        ),
+        "a leaked page": Mutation(leaked_page, *_CROWDED),
+        "late row kept": Mutation(late_row_kept, "test_late_rows_are_dropped", _on_the_toy()),
+    },
+    "engine/test_scheduler": {
+        "preemption does not wait for steps in flight": Mutation(
+            preemption_ignores_steps_in_flight,
+            "test_the_youngest_gives_way_once_its_steps_have_ended",
+            _on_the_toy(),
+        ),
+    },
+    "engine/test_planner": {
+        "independence: old pages in table rows past the batch": Mutation(
+            old_pages_in_table_rows_past_the_batch,
+            "test_a_page_table_names_its_owners_pages_and_the_sink",
+            _of_the_planner,
+        ),
+    },
+    "device/test_tree_behaviour": {
+        "trees: the mask row of another node": Mutation(
+            mask_row_of_another_node, _EVERY_NODE, _at_every_node(SAMPLED)
+        ),
+        "trees: a sibling is visible": Mutation(
+            sibling_visible, _EVERY_NODE, _at_every_node(SAMPLED)
+        ),
+        "trees: the window is not committed": Mutation(
+            accepted_branch_not_moved,
+            "test_a_grown_tree_gives_the_plain_text_and_accepts_some",
+            _grown(shape=TREE, how=GREEDY),
+        ),
+        "trees: positions and noise go by the node's number": Mutation(
+            depth_taken_for_the_node_number, _EVERY_NODE, _at_every_node(SAMPLED)
+        ),
+        "trees: penalties see a node's own token only": Mutation(
+            penalties_in_a_tree_see_the_node_only, _EVERY_NODE, _at_every_node(TAKING_TURNS)
+        ),
+        "trees: the parent's recurrent state is not used": Mutation(
+            recurrent_state_of_the_root, _EVERY_NODE, _at_every_node(SAMPLED)
+        ),
+        "trees: the parent's window is not used": Mutation(
+            conv_window_of_the_root, _EVERY_NODE, _at_every_node(SAMPLED)
+        ),
+        "trees: draft scratch of N only": Mutation(
+            scratch_of_the_nodes_alone, "test_drafting_writes_within_its_scratch", _grown()
+        ),
+    },
+    "boundary/test_shared_rows": {
+        "verify rows: a draft goes before its parent": Mutation(
+            deeper_drafts_go_before_their_parents,
+            "test_a_depth_that_is_seldom_reached_is_not_verified",
+            _on_a_host(),
+        ),
+        "verify rows: padding has none": Mutation(
+            padding_has_no_verify_row,
+            "test_a_batch_that_shares_rows_gives_the_plain_texts_and_uses_them_all",
+            _on_a_host(),
+        ),
+        "verify rows: a failed row takes its neighbours'": Mutation(
+            failed_rows_rank_as_their_roots,
+            "test_isolation_a_failed_row_takes_no_verify_rows_from_its_neighbours",
+            _on_a_host(),
+        ),
+    },
+    "boundary/test_grammar_masks": {
+        "grammars: masks are left out": Mutation(
+            masks_left_out, _OWN_MASK, _on_a_host(how=SAMPLED)
+        ),
+        "grammars: bits lie a word away": Mutation(
+            masks_by_the_row_before, _OWN_MASK, _on_a_host(how=GREEDY)
+        ),
+    },
+    "device/test_grammar": {
+        "grammars: nodes have the mask of their root": Mutation(
+            masks_of_the_root_alone, *_GRAMMAR_TEXTS
+        ),
+        "grammars: the matcher is a token behind": Mutation(
+            masks_of_the_step_before, *_GRAMMAR_TEXTS
+        ),
+    },
+    "engine/test_grammar": {
+        "grammars: the matcher stays at a draft": Mutation(
+            matcher_left_at_a_draft,
+            "test_every_node_that_can_be_reached_has_the_mask_of_its_path",
+            _on_the_toy(),
+        ),
+    },
 }
+"""By test file under `tests`, and by name."""

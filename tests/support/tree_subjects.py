@@ -31,6 +31,13 @@ NARROW = TreeShape(nodes=8, depth=5, width=8, rows=8 * BATCH)
 
 SHAPES = (PLAIN, NAIVE, CHAIN, TREE, NARROW)
 
+TAKING_TURNS: dict = {
+    "temperature": 1.0,
+    "frequency_penalty": 1.5,
+    "logit_bias": {20: 12.0, 30: 12.0},
+}
+"""Two tokens take turns by what was counted, so a choice depends on all counts of its path."""
+
 
 def name_of(shape: TreeShape) -> str:
     return f"S{shape.depth}k{shape.width}N{shape.nodes}"
