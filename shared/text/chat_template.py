@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import meta
 
+from shared.text.left_out import left_out
 from shared.text.marks import THINK
 from shared.text.template_language import environment, reads_parts
 from shared.text.worker import WorkRefused
@@ -98,10 +99,13 @@ class ChatTemplate:
             add_generation_prompt=conversation.add_generation_prompt,
             **{**self.names, **conversation.arguments, **switches},
         )
-        _check_named(conversation, text)
+        prompt = text
         if conversation.continue_final_message:
-            return _cut(text, mark, text_of(conversation.messages[-1]))
-        return text
+            prompt = _cut(text, mark, text_of(conversation.messages[-1]))
+        if missing := left_out(conversation.messages, conversation.tools, text):
+            part, what = missing
+            raise TemplateFailed(f"the chat template of the model leaves out {what}", part)
+        return prompt
 
     def _messages(self, conversation: Conversation, mark: str) -> list[dict[str, Any]]:
         """The messages as the template reads them; a mark ends one that is to be continued."""
@@ -147,16 +151,6 @@ class ChatTemplate:
             raise TemplateFailed("the chat template of the model knows no messages of tools")
         if conversation.continue_final_message:
             _check_last(conversation)
-
-
-def _check_named(conversation: Conversation, text: str) -> None:
-    """Refuses functions of which a template says nothing, although it knows tools and calls."""
-    calls = (call for message in conversation.messages for call in message.get("tool_calls") or ())
-    for part, given in (("tools", conversation.tools), ("messages", calls)):
-        for name in (each["function"]["name"] for each in given):
-            if name not in text:
-                reason = f"the chat template of the model leaves out the function {name!r:.80}"
-                raise TemplateFailed(reason, part)
 
 
 def _check_last(conversation: Conversation) -> None:

@@ -18,7 +18,7 @@ from tests.support.http_fixtures import save_tokenizer
 USER = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "SECRET_NAME", "parameters": {}}}
 PLAIN = "plain {{ messages[0].content }}"
-TOOLS = "tools {{ tools | tojson }}{{ kind }}{{ think }}{{ bos_token }}"
+TOOLS = "{{ messages[0].content }} {{ tools | tojson }}{{ kind }}{{ think }}{{ bos_token }}"
 OTHER = "other {{ messages[0].content }}"
 
 

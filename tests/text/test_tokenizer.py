@@ -277,7 +277,8 @@ def test_a_developer_is_a_system_where_the_template_knows_none(tmp_path):
     """Others pass the role on, and most templates drop the message without a word (s#40082)."""
     save_tokenizer(tmp_path)
     messages = [{"role": "developer", "content": "be brief"}]
-    for more, want in (("", "<s>be brief"), ("{# developer #}{{ messages[0].role }}", "developer")):
+    known = "{# developer #}{{ messages[0].role }} {{ messages[0].content }}"
+    for more, want in (("", "<s>be brief"), (known, "developer be brief")):
         (tmp_path / "chat_template.jinja").write_text(ROLES + more)
         tokenizer = Tokenizer.from_folder(tmp_path)
         assert tokenizer is not None
