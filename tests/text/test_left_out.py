@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
-from tests.support.cases.chat_templates import TEMPLATES
+from tests.support.family_templates import TEMPLATES
 from tests.support.http_fixtures import save_tokenizer
 
 WORD = re.compile(r"w\d+w")
