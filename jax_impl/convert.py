@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Shaped
@@ -146,6 +147,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("source", metavar="SRC", type=Path, help="folder with safetensors files")
     parser.add_argument("target", metavar="DST", type=Path, help="folder to write, new or empty")
     given = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # whatever the environment names: nothing is computed
     try:
         convert(given.source, given.target)
     except (ValueError, OSError) as error:

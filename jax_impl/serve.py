@@ -10,14 +10,13 @@ import jax.numpy as jnp
 
 from jax_impl import convert
 from jax_impl.backend import JaxBackend
+from jax_impl.devices import find_device
 from jax_impl.operations import KERNEL_LIMITS
 from jax_impl.weights import DraftModel, Weights, load, load_head
 from jax_impl.workspace import workspace
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import DraftFiles
 from shared.models.dummy import Stored
-from shared.options.flags import ConfigError
-from shared.process.device import Device, check_no_gpu_is_named
 from shared.process.launch import Platform, launch
 from shared.process.programs import ProgramCosts
 
@@ -26,35 +25,9 @@ CACHE_FOLDER = (
 )
 """Compiled programs are kept here from one start to the next."""
 
-PLATFORM_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
-"""Of the environment; the second is an older name that JAX reads as well."""
-
 GPU_SHARE = "0.95"
 """Of a GPU's memory that JAX takes at its first use, where the environment names no other share;
 JAX's own default is 0.75."""
-
-
-def find_device() -> Device:
-    """The first GPU, or else the processor.
-
-    Raises:
-      ConfigError: The environment names a device that is not there.
-    """
-    asked = next(filter(None, map(os.environ.get, PLATFORM_VARIABLES)), "")
-    try:
-        device = jax.devices()[0]
-    except (RuntimeError, AssertionError) as error:  # JAX asserts where CUDA is not installed
-        reason = str(error).partition("\n")[0] or "its support is not installed"
-        raise ConfigError(
-            f"JAX has no device {asked!r}, which {' or '.join(PLATFORM_VARIABLES)} names "
-            f"({reason}); name one that is there, or unset the variable"
-        ) from error
-    if device.platform == "cpu":
-        if "cpu" not in asked.split(","):
-            check_no_gpu_is_named(os.environ)
-        return Device.cpu()
-    stats = device.memory_stats()
-    return Device("gpu", device.device_kind, stats["bytes_limit"] - stats["bytes_in_use"])
 
 
 def load_backend(

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 
+from jax_impl.devices import find_device
 from jax_impl.training import export, outputs, tasks
 from jax_impl.training.examples import Batches, Rows, open_tokenizer, read_prompts, read_rows
 from jax_impl.training.loop import Schedule, train
@@ -143,7 +144,7 @@ def _check(given: argparse.Namespace) -> None:
             raise ValueError(f"the data file {path} does not exist")
     if given.out.resolve() in {p.resolve() for p in (given.target, given.start) if p}:
         raise ValueError(f"--out {given.out} is a folder that is read; name another")
-    defaults = DEFAULTS["cpu" if jax.devices()[0].platform == "cpu" else "gpu"]
+    defaults = DEFAULTS[find_device().kind]
     for name in ("dtype", "batch_tokens", "output_slots"):
         if getattr(given, name) is None:
             setattr(given, name, getattr(defaults, name))

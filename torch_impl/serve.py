@@ -11,10 +11,10 @@ from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import DraftFiles
 from shared.models.checkpoint import open_checkpoint, parameters
 from shared.models.dummy import Stored
-from shared.process.device import Device, check_no_gpu_is_named
 from shared.process.launch import Platform, launch
 from shared.process.programs import ProgramCosts
 from torch_impl.backend import TorchBackend
+from torch_impl.devices import find_device
 from torch_impl.operations import KERNEL_LIMITS
 from torch_impl.weights import load, load_head
 from torch_impl.workspace import workspace
@@ -27,18 +27,6 @@ SMALL_MODEL = 50_000_000
 On two cores one thread decodes a model of 9 million parameters 1.4 to 1.8 times as fast as two, and
 one of 600 million 0.7 times as fast.
 """
-
-
-def find_device() -> Device:
-    """The first GPU, or else the processor.
-
-    Raises:
-      ConfigError: The environment names a GPU that is not there.
-    """
-    if not torch.cuda.is_available():
-        check_no_gpu_is_named(os.environ)
-        return Device.cpu()
-    return Device("gpu", torch.cuda.get_device_name(), torch.cuda.mem_get_info()[0])
 
 
 def load_backend(

@@ -88,7 +88,9 @@ def main() -> None:
         command = f"XLA_FLAGS='{xla}' {command}"
     line = {"command": f"{command} -- {' '.join(args.flags)}".rstrip(" -")} | line
     device = (
-        "cuda" if import_module(f"{args.backend}_impl.serve").find_device().kind == "gpu" else "cpu"
+        "cuda"
+        if import_module(f"{args.backend}_impl.devices").find_device().kind == "gpu"
+        else "cpu"
     )
     line |= versions(args.backend, device) | {"cores": os.cpu_count()}
     print(json.dumps(line))

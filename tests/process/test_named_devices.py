@@ -49,6 +49,25 @@ def test_a_device_that_is_not_there_is_refused_by_name(tmp_path, backend, variab
     assert "unset" in last
 
 
+def test_the_trainer_refuses_it_too_and_converting_needs_none(tmp_path):
+    write_tiny(tmp_path / "model", "qwen3", 0)
+    data = tmp_path / "data.jsonl"
+    data.write_text("")
+    training = ["--target", "model", "--draft", "eagle3", "--data", str(data), "--steps", "1"]
+    for words, code in (("train", *training, "--out", "out"), 2), (("convert", "model", "to"), 0):
+        ended = subprocess.run(
+            [sys.executable, "-m", f"jax_impl.{words[0]}", *words[1:]],
+            cwd=tmp_path,
+            env={**os.environ, "JAX_PLATFORMS": "tpu", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert ended.returncode == code, ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert (code == 2) == ("JAX has no device 'tpu'" in ended.stderr)
+
+
 @pytest.mark.parametrize("named", ["0", "0,1", "GPU-5a", " 1"])
 def test_a_named_gpu_is_not_replaced_by_the_cpu(named):
     with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES={named} names a GPU"):
