@@ -1,12 +1,11 @@
-"""Held-out accuracy of the shipped model, and what each drafter accepts and costs.
+"""Held-out accuracy of the shipped model, and what each drafter accepts.
 
     python -m bench.quality.accuracy --model models/demo/target --backend torch jax --out FILE.json
     python -m bench.quality.accuracy --table FILE.json... --into models/demo/README.md
 
 The engine runs in this process, at temperature 0 and 1, with the same seeds for every drafter: the
 exit code is 1 where a drafter changed a text. The second form renders the table of some files and
-puts it between the markers `<!-- accuracy -->` and `<!-- /accuracy -->` of a document. What a batch
-costs is measured by `--batch 1 --count 20 --repeat 3` and the like; such files add their tokens/s.
+puts it between the markers `<!-- accuracy -->` and `<!-- /accuracy -->` of a document.
 """
 
 import argparse

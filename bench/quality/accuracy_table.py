@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.ground.drafting import PLAIN
 from bench.quality.scoring import Row
 
 MISSING = "-"
@@ -14,28 +13,22 @@ MISSING = "-"
 File = dict[str, Any]
 Line = tuple[str, float]
 """A drafter and a temperature."""
-Place = tuple[str, str, int]
-"""A backend, a machine and a batch."""
 
 
 def render(files: Sequence[File]) -> str:
-    """The tables of all files: acceptance and accuracy, and tokens/s.
+    """The table of all files: acceptance and accuracy.
 
-    Acceptance and accuracy are those of the most tasks; backends that differ in them are listed in
-    one cell. Tokens/s are of all kinds together, beside them the ratio to plain decoding there.
+    They are those of the most tasks; backends that differ in them are listed in one cell.
     """
     rows = [row for file in files for row in file["rows"]]
-    kinds, places = _in_order(r["kind"] for r in rows), _in_order(map(_place, rows))
+    kinds = _in_order(row["kind"] for row in rows)
     values = [["drafter", "T"]]
     values[0] += [f"acceptance length, {kind}" for kind in kinds]
     values[0] += [f"accuracy, {kind}" for kind in kinds]
-    speeds = [["tokens/s", "T"]]
-    speeds[0] += [f"{name}, {machine}, batch {batch}" for name, machine, batch in places]
     for line in _in_order(map(_line, rows)):
         mine, begin = [row for row in rows if _line(row) == line], [line[0], f"{line[1]:g}"]
         values.append(begin + _values(mine, kinds))
-        speeds.append(begin + [_gain(line, place, rows) for place in places])
-    return "\n\n".join([*map(markdown, (values, speeds)), *notes(files)])
+    return "\n\n".join([markdown(values), *notes(files)])
 
 
 def render_cells(rows: Sequence[Row]) -> str:
@@ -66,20 +59,6 @@ def _values(mine: list[Row], kinds: list[str]) -> list[str]:
             values = [form.format(row[field]) for row in of_kind if row["count"] == most]
             found.append(" / ".join(_in_order(values)) or MISSING)
     return found
-
-
-def _gain(line: Line, place: Place, rows: list[Row]) -> str:
-    """A line's tokens/s in a place, and the ratio to plain decoding there."""
-    there = [row for row in rows if _place(row) == place]
-    speed = _speed([row for row in there if _line(row) == line])
-    plain = _speed([row for row in there if _line(row) == (PLAIN, line[1])])
-    ratio = f" ({speed / plain:.2f}x)" if plain and line[0] != PLAIN else ""
-    return f"{speed:.0f}{ratio}" if speed else MISSING
-
-
-def _speed(rows: list[Row]) -> float:
-    seconds = sum(row["seconds"] for row in rows)
-    return sum(row["tokens"] for row in rows) / seconds if seconds else 0.0
 
 
 def notes(files: Sequence[File]) -> Iterator[str]:
@@ -157,10 +136,6 @@ def insert(document: Path, table: str, name: str = "accuracy") -> None:
 
 def _line(row: Row) -> Line:
     return row["algorithm"], row["temperature"]
-
-
-def _place(row: Row) -> Place:
-    return row["backend"], row["machine"], row["batch"]
 
 
 def _in_order(items: Any) -> list[Any]:
