@@ -269,5 +269,12 @@ def _read_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise ValueError(
+            f"arguments of a call of {function['name']!r:.80} must be an object or its JSON text"
+        )
     return {**call, "function": {**function, "arguments": arguments}}

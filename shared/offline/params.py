@@ -7,23 +7,27 @@ from typing import Any, ClassVar
 
 from shared.text.grammar_worker import Form
 
-_BOUNDS = {
+_MOST = (1 << 31) - 1
+BOUNDS = {
     "n": (1, 128),
     "temperature": (0, 2),
     "top_p": (0, 1),
-    "top_k": (-1, 1 << 31),
+    "top_k": (-1, _MOST),
     "min_p": (0, 1),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "repetition_penalty": (0.01, 2),
-    "max_tokens": (0, 1 << 31),
-    "min_tokens": (0, 1 << 31),
-    "logprobs": (0, 1 << 31),
-    "prompt_logprobs": (0, 1 << 31),
+    "max_tokens": (0, _MOST),
+    "min_tokens": (0, _MOST),
+    "logprobs": (0, _MOST),
+    "prompt_logprobs": (0, _MOST),
     "max_draft_tokens": (0, 1 << 16),
     "seed": (-(1 << 63), (1 << 63) - 1),
 }
-_WHOLE = {"n", "top_k", "seed"} | {name for name in _BOUNDS if "tokens" in name or "logp" in name}
+"""The lowest and highest value of each field: those of the HTTP routes."""
+
+_WHOLE = {"n", "top_k", "seed"} | {name for name in BOUNDS if "tokens" in name or "logp" in name}
+_ABOVE = {"top_p"}  # their lowest value is none itself
 _FORMS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 
 
@@ -78,11 +82,14 @@ class SamplingParams:
     trace: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _BOUNDS.items():
+        for name, (low, high) in BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and not _is_number(value, name in _WHOLE, low, high):
+            is_in = _is_number(value, name in _WHOLE, low, high)
+            if value is not None and (not is_in or (name in _ABOVE and value == low)):
                 noun = "a whole number" if name in _WHOLE else "a number"
-                raise ValueError(f"{name} must be {noun} from {low} to {high}, got {value!r:.60}")
+                begin = "above" if name in _ABOVE else "from"
+                reason = f"must be {noun} {begin} {low} to {high}, got {value!r:.60}"
+                raise ValueError(f"{name} {reason}")
         if isinstance(self.stop, str):
             self.stop = [self.stop]
         if not all(isinstance(text, str) and text for text in self.stop):

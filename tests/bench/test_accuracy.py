@@ -230,7 +230,10 @@ def test_the_table_joins_backends_and_takes_the_most_tasks():
     jax = table_file(table_row("jax", 8, "NEXTN", accept_length=3.01))
     alone = table_file(table_row("torch", 1, "NEXTN", count=5, accuracy=0.2))
     table, *_ = accuracy_table.render([torch, jax, alone]).split("\n\n")
-    assert table.splitlines()[2:] == ["| none | 0 | 1.00 | 95.0% |", "| NEXTN | 0 | 3.00 / 3.01 | 95.0% |"]
+    assert table.splitlines()[2:] == [
+        "| none | 0 | 1.00 | 95.0% |",
+        "| NEXTN | 0 | 3.00 / 3.01 | 95.0% |",
+    ]
 
 
 def test_files_whose_texts_differ_are_told():

@@ -109,6 +109,11 @@ def test_threads_share_the_engine(llm):
     assert found == [wanted] * 6
 
 
+def called(arguments):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    return [*QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
@@ -117,6 +122,8 @@ def test_threads_share_the_engine(llm):
         (lambda llm: llm.generate("a", SamplingParams(max_tokens=999)), "max_tokens is 999"),
         (lambda llm: llm.generate("a", SamplingParams(logprobs=99)), "logprobs must be from 0 to"),
         (lambda llm: llm.chat(QUESTION, tools=[{}]), "tools need the option tool_call_parser"),
+        (lambda llm: llm.chat(called("{")), "arguments of a call of 'f' must be an object"),
+        (lambda llm: llm.chat(called("[]")), "arguments of a call of 'f' must be an object"),
         (
             lambda llm: llm.chat(QUESTION, SamplingParams(structured_outputs={"regex": "a+"})),
             "a grammar needs a server that was started with --grammar-backend llguidance",
@@ -133,6 +140,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(llm, call, sentence):
     [
         ({"temperature": 3}, "temperature must be a number from 0 to 2, got 3"),
         ({"max_tokens": True}, "max_tokens must be a whole number"),
+        ({"top_p": 0}, "top_p must be a number above 0 to 1, got 0"),
         ({"stop": [""]}, "stop must be a list of texts, none of them empty"),
         ({"structured_outputs": {"yaml": 1}}, "structured_outputs must have one of json, regex"),
     ],
