@@ -1,8 +1,10 @@
 """What of a conversation its template has left out of the prompt.
 
-A template is a program and may leave out what a client has written: the content of an answer that
-also has calls, or everything of a role that it does not know. The model would then answer another
-conversation than the client's, so such a request is refused.
+A template is a program and may leave out what a client has written: a message of a role that it
+does not know, a system message that is not the first. The model would then answer another
+conversation than the client's, so such a request is refused. Two things may go, as families leave
+them out on purpose and answers of this server come back with them: the reasoning of an answer, and
+what it says beside its calls.
 
 Templates may write a value otherwise: stripped, escaped as JSON, cut into parts. So a value stands
 in a prompt where it is found as it is, or else where all its words are. What is found may have been
@@ -34,7 +36,7 @@ def left_out(
 
     Returns:
       Which part of the request has it, "tools" or "messages", and what it is; None where all is in
-      the prompt. Reasoning is not looked for: templates leave out that of earlier turns on purpose.
+      the prompt.
     """
     for name in _names(tools):
         if name not in prompt:
@@ -59,8 +61,8 @@ def _names(given: Any) -> Iterator[str]:
 
 
 def _texts(message: dict[str, Any]) -> Iterator[str]:
-    """The texts of a message's content, of an answer without its reasoning."""
-    content = message.get("content") or ""
+    """The texts of a message's content that may not be left out."""
+    content = "" if message.get("tool_calls") else message.get("content") or ""
     texts = [content] if isinstance(content, str) else [part["text"] for part in content]
     is_answer = message["role"] == "assistant"
     return (text.rpartition(THINK_END)[2] if is_answer else text for text in texts)
