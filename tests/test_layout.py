@@ -248,7 +248,6 @@ REACHED_NAMES = {
     "boundary/test_block_faults.py": {"_kv"},
     "device/test_command_buffer.py": {"_searched", "_sorted"},
     "device/test_grammar_adaptive.py": {"_asleep", "_planned", "_sleep"},
-    "engine/test_adaptive_trace.py": {"_write"},
     "engine/test_ngram_index.py": {"_continuations", "_text"},
     "engine/test_prefix_cache.py": {"_fail"},
     "engine/test_scores.py": {"_scores"},
@@ -258,7 +257,6 @@ REACHED_NAMES = {
     "server/test_http_slow_readers.py": {"_queue", "_submissions"},
     "spec/test_standalone.py": {"_expansion_rows", "_state", "_step"},
     "support/faults.py": {"_commit", "_start"},
-    "text/test_tokenizer.py": {"_tokenizer"},
     "training/test_training_heads.py": {"_steps_scored"},
 }
 """Private names that tests reach for, by file of `tests`. This list may only shrink."""

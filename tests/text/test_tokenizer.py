@@ -26,9 +26,17 @@ BYTES = Tokenizer(byte_tokenizer(), None, {})
 TEXT = "héllo 你好 🦜🏽 end, ünd noch mehr 文字 to pass the window 🎉🎉"
 
 
+WORDS = ["▁hello", "▁world", "s"]
+
+
+def byte_id(byte: int) -> int:
+    """The token of a single byte, of `space_tokenizer`."""
+    return len(WORDS) + byte
+
+
 def space_tokenizer() -> Tokenizer:
     """Llama 2's kind: a word's space is part of it, single bytes stand for rare characters."""
-    words = ["▁hello", "▁world", "s", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = [*WORDS, *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab = {word: i for i, word in enumerate(words)}
     tokenizer = FastTokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
     strip = decoders.Strip(content=" ", left=1, right=0)
@@ -84,8 +92,7 @@ def test_a_space_that_a_tokenizer_writes_in_front_is_kept_after_a_prompt():
 
 
 def test_single_bytes_beside_words_make_characters():
-    first = space_tokenizer()._tokenizer.token_to_id("<0x00>")
-    tokens = [0, *(first + byte for byte in "你".encode()), 1]
+    tokens = [0, *map(byte_id, "你".encode()), 1]
     assert pieces(space_tokenizer(), [], tokens) == ["hello", "", "", "你", " world", ""]
 
 
@@ -149,8 +156,7 @@ def test_a_token_is_named_by_its_text_else_its_bytes_else_its_id():
 
 
 def test_best_tokens_of_one_text_are_all_shown():
-    first = space_tokenizer()._tokenizer.token_to_id("<0x73>")
-    entry = TokenLogprob(2, -1.0, [(first, -0.5)], 0)  # "s" as a word and as a byte
+    entry = TokenLogprob(2, -1.0, [(byte_id(ord("s")), -0.5)], 0)  # as a word and as a byte
     found = for_completion([entry], TokenNames(space_tokenizer()))
     assert found["top_logprobs"] == [{"s": -0.5, "token_id:2": -1.0}]
 
