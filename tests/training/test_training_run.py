@@ -42,13 +42,11 @@ def test_a_chat_is_tokenised_as_the_server_sends_it_and_every_answer_is_learnt()
 def test_a_template_that_rewrites_history_leaves_the_last_answer_alone_to_learn(tmp_path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((TOKENIZER / name).read_bytes())
-    drops = (
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}|{% endif %}{% endfor %}"
-    )
-    (tmp_path / "chat_template.jinja").write_text(drops, encoding="utf-8")
+    counts = "{{ messages | length }}:{% for m in messages %}{{ m.content }}|{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(counts, encoding="utf-8")
     tokenizer = examples.open_tokenizer(tmp_path)
     row = row_of("line", {"messages": CHAT, "answer": "Yes."}, tokenizer)
-    assert bytes(row.tokens[:-1]) == b"2 + 3?|Sure?|Yes."
+    assert bytes(row.tokens[:-1]) == b"3:2 + 3?|5|Sure?|Yes."
     assert sum(row.is_answer) == len(b"Yes.") + 1
 
 
