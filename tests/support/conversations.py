@@ -1,0 +1,83 @@
+"""Conversations as agents send them, each of whose values has a word of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from hypothesis import strategies as st
+
+from shared.text.chat_template import Conversation
+
+WORD = re.compile(r"w\d+w")
+AROUND = (
+    ("say", "it"),
+    ('"so"', "\\n"),
+    ("", "\n"),
+    ("  ", ""),
+    ("<b>", "&amp;"),
+    ("é", "漢😀"),
+    ("{", "}"),
+)
+"""What may stand around a word."""
+
+
+def conversations() -> st.SearchStrategy[Conversation]:
+    return st.randoms(use_true_random=False).map(drawn)
+
+
+def drawn(random: Any) -> Conversation:
+    """A conversation with what agents send: tools, calls, results, thoughts, blank contents."""
+    numbers = iter(range(10**6))
+
+    def text() -> str:
+        before, after = random.choice(AROUND)
+        return f"{before}w{next(numbers)}w{after}"
+
+    def value(depth: int) -> Any:
+        kinds = [text, lambda: next(numbers) + 0.5, lambda: random.choice([True, None, "", []])]
+        if depth:
+            kinds.append(lambda: {text(): value(depth - 1)})
+            kinds.append(lambda: [value(depth - 1) for _ in range(2)])
+        return random.choice(kinds)()
+
+    def call() -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name(), "arguments": {text(): value(2)}}}
+
+    def name() -> str:
+        return f"w{next(numbers)}w"
+
+    def turn() -> Iterator[dict[str, Any]]:
+        yield {"role": "user", "content": text()}
+        if random.random() < 0.5:
+            calls = [call() for _ in range(random.choice([1, 1, 2]))]
+            said = random.choice([None, "", " ", text()])
+            yield {"role": "assistant", "content": said, "tool_calls": calls}
+            yield from ({"role": "tool", "content": text()} for _ in calls)
+        thought = f"<think>w{next(numbers)}w</think>" if random.random() < 0.3 else ""
+        yield {"role": "assistant", "content": thought + text()}
+
+    messages = [{"role": "system", "content": text()}] if random.random() < 0.5 else []
+    messages += [message for _ in range(random.choice([0, 1, 2])) for message in turn()]
+    messages.append({"role": random.choice(["user"] * 4 + ["system"]), "content": text()})
+    tools = [
+        {"type": "function", "function": {"name": name(), "parameters": {"type": "object"}}}
+        for _ in range(random.choice([0, 0, 2]))
+    ]
+    return Conversation(messages, tools)
+
+
+def words_said(conversation: Conversation) -> set[str]:
+    """The words of all that must stand in the prompt.
+
+    Thoughts of answers may go, and what they say beside their calls.
+    """
+    messages = [
+        {
+            **each,
+            "content": "" if "tool_calls" in each else each["content"].rpartition("</think>")[2],
+        }
+        for each in conversation.messages
+    ]
+    return set(WORD.findall(repr((messages, conversation.tools))))
