@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -24,6 +23,7 @@ from shared.options.server import ServerOptions
 from shared.process import engines, heap, launch
 from shared.process.address import Listeners
 from shared.process.notes import start_notes
+from shared.server.call_reading import read_object
 from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.logprobs import PromptText, TokenNames
 from shared.server.reading import Said
@@ -269,10 +269,7 @@ def _read_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = None
+        arguments = read_object(arguments)
     if not isinstance(arguments, dict):
         raise ValueError(
             f"arguments of a call of {function['name']!r:.80} must be an object or its JSON text"

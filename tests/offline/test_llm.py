@@ -123,6 +123,10 @@ def called(arguments):
         (lambda llm: llm.generate("a", SamplingParams(logprobs=99)), "logprobs must be from 0 to"),
         (lambda llm: llm.chat(QUESTION, tools=[{}]), "tools need the option tool_call_parser"),
         (lambda llm: llm.chat(called("{")), "arguments of a call of 'f' must be an object"),
+        (
+            lambda llm: llm.chat(called('{"x": NaN}')),
+            "arguments of a call of 'f' must be an object",
+        ),
         (lambda llm: llm.chat(called("[]")), "arguments of a call of 'f' must be an object"),
         (
             lambda llm: llm.chat(QUESTION, SamplingParams(structured_outputs={"regex": "a+"})),
