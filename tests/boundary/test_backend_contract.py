@@ -24,7 +24,7 @@ from tests.support.contract_host import (
     joined,
     prompt,
 )
-from tests.support.mutations import MUTATIONS, prove
+from tests.support.mutations import prover
 
 # Speculation, order and continuation
 
@@ -398,9 +398,4 @@ def test_padding_tokens_of_a_prefill_are_not_read(host):
     assert text == host.alone(tokens, len(text))
 
 
-FAULTS = MUTATIONS["boundary/test_backend_contract"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, monkeypatch):
-    prove(FAULTS[fault], globals(), monkeypatch)
+test_a_planted_fault_is_seen = prover("boundary/test_backend_contract", globals())

@@ -23,7 +23,7 @@ from tests.support.contract_host import (
     emitted,
     prompt,
 )
-from tests.support.mutations import MUTATIONS, prove
+from tests.support.mutations import prover
 
 # Snapshots, resume
 
@@ -340,9 +340,4 @@ def test_forced_chains_bring_outputs_back(host):
     assert host.go_on(request, 10, CHAIN) == host.go_on(prefilled, 10, CHAIN)
 
 
-FAULTS = MUTATIONS["boundary/test_backend_contract_memory"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, monkeypatch):
-    prove(FAULTS[fault], globals(), monkeypatch)
+test_a_planted_fault_is_seen = prover("boundary/test_backend_contract_memory", globals())

@@ -30,7 +30,7 @@ from tests.support.contract_host import (
     emitted,
     prompt,
 )
-from tests.support.mutations import MUTATIONS, prove
+from tests.support.mutations import prover
 
 DRAFTS = SHARED.rows - BATCH
 """What is left of the verify rows beside every row's root, those of padding too."""
@@ -143,9 +143,4 @@ def test_trees_of_the_host_that_have_no_verify_rows_are_refused():
         check_plan(plan, [program])
 
 
-FAULTS = MUTATIONS["boundary/test_shared_rows"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, monkeypatch):
-    prove(FAULTS[fault], globals(), monkeypatch)
+test_a_planted_fault_is_seen = prover("boundary/test_shared_rows", globals())

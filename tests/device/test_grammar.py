@@ -16,7 +16,7 @@ from tests.support.cache_policies import policy_of
 from tests.support.drafter_cases import CASES
 from tests.support.driving import drive
 from tests.support.grammar_cases import Backends, check_texts, engine_of, requests_of
-from tests.support.mutations import MUTATIONS, prove
+from tests.support.mutations import prover
 
 PREEMPTED_EVERY = 5
 """Steps after which the youngest request loses its slot, in one of the runs."""
@@ -92,9 +92,4 @@ def test_a_text_with_a_grammar_is_the_plain_one_with_every_drafter(framework, ca
         assert accepted > 0, "no draft of a text with a grammar was ever accepted"
 
 
-FAULTS = MUTATIONS["device/test_grammar"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, monkeypatch):
-    prove(FAULTS[fault], globals(), monkeypatch)
+test_a_planted_fault_is_seen = prover("device/test_grammar", globals())

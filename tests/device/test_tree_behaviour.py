@@ -26,7 +26,7 @@ from tests.support.contract_host import (
     prompt,
 )
 from tests.support.equality import MARGIN, Oracle
-from tests.support.mutations import MUTATIONS, prove
+from tests.support.mutations import prover
 from tests.support.tree_subjects import CHAIN, DRAFTED, NARROW, TAKING_TURNS, TREE, Served, name_of
 from torch_impl.ops import acceptance as torch_acceptance
 
@@ -263,9 +263,4 @@ def test_drafting_writes_within_its_scratch(grown):
         assert emitted(disturbed, 0) == emitted(whole, 0)
 
 
-FAULTS = MUTATIONS["device/test_tree_behaviour"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, monkeypatch):
-    prove(FAULTS[fault], globals(), monkeypatch)
+test_a_planted_fault_is_seen = prover("device/test_tree_behaviour", globals())

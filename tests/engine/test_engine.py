@@ -14,7 +14,7 @@ from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.driving import Outcome, checked_step, drive
-from tests.support.mutations import MUTATIONS, prove
+from tests.support.mutations import prover
 from tests.support.toy_backend import POISON, VOCAB, ToyBackend, toy_limits
 from tests.support.traffic import TrafficMachine, plain_text
 
@@ -335,9 +335,4 @@ def test_steps_are_counted_by_how_they_were_launched():
     assert not any(value for name, value in steps.items() if 'launch="eager"' not in name)
 
 
-FAULTS = MUTATIONS["engine/test_engine"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, monkeypatch):
-    prove(FAULTS[fault], globals(), monkeypatch)
+test_a_planted_fault_is_seen = prover("engine/test_engine", globals())

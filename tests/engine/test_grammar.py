@@ -13,7 +13,7 @@ from shared.engine.request import FinishReason, Refusal, SamplingParams
 from shared.text.grammar import of_lark, of_regex
 from shared.text.grammar_faults import BROKEN, NO_TOKEN, TOO_MUCH, UNFOLLOWED
 from tests.support.grammars import compiler, constrained
-from tests.support.mutations import MUTATIONS, prove
+from tests.support.mutations import prover
 from tests.support.tiny_models import EOS_ID
 
 VOCAB = 272
@@ -154,9 +154,4 @@ def test_a_request_that_cannot_be_held_is_refused_by_name():
         check((2, 3), asked, without)
 
 
-FAULTS = MUTATIONS["engine/test_grammar"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, monkeypatch):
-    prove(FAULTS[fault], globals(), monkeypatch)
+test_a_planted_fault_is_seen = prover("engine/test_grammar", globals())

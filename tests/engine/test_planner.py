@@ -13,7 +13,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.engine.rows import Chunk, Rows
 from shared.spec.draft_tree import TreeShape
 from tests.support.house import House
-from tests.support.mutations import MUTATIONS, prove
+from tests.support.mutations import prover
 from tests.support.toy_backend import VOCAB, toy_limits
 
 CHAIN = TreeShape.chain(3, 4)
@@ -268,9 +268,4 @@ def test_a_decode_plan_of_32_rows_takes_less_than_a_millisecond():
     assert min(times_s) < 1e-3
 
 
-FAULTS = MUTATIONS["engine/test_planner"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, monkeypatch):
-    prove(FAULTS[fault], globals(), monkeypatch)
+test_a_planted_fault_is_seen = prover("engine/test_planner", globals())

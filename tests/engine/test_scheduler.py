@@ -9,7 +9,7 @@ from shared.engine.controller import StaticController
 from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Request, SamplingParams
 from shared.engine.scheduler import Scheduler
-from tests.support.mutations import MUTATIONS, prove
+from tests.support.mutations import prover
 from tests.support.toy_backend import toy_limits
 
 
@@ -154,9 +154,4 @@ def test_a_preempted_request_is_older_than_all_that_wait():
     assert scheduler.admit() == []
 
 
-FAULTS = MUTATIONS["engine/test_scheduler"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_seen(fault, monkeypatch):
-    prove(FAULTS[fault], globals(), monkeypatch)
+test_a_planted_fault_is_seen = prover("engine/test_scheduler", globals())

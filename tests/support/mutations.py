@@ -92,9 +92,24 @@ class Mutation:
     call: Call
 
 
-def prove(mutation: Mutation, file: dict[str, Any], patch: Patch) -> None:
-    """The test passes, and fails once the fault is planted; `file` are the names of its file."""
-    test = file[mutation.test]
+def prover(file: str, names: dict[str, Any]) -> Test:
+    """A test that each fault of a file is seen by the test that names it.
+
+    Args:
+      file: Of `MUTATIONS`.
+      names: The file's, among them its tests.
+    """
+
+    @pytest.mark.parametrize("fault", MUTATIONS[file])
+    def test(fault: str, monkeypatch: Patch) -> None:
+        _prove(MUTATIONS[file][fault], names, monkeypatch)
+
+    return test
+
+
+def _prove(mutation: Mutation, names: dict[str, Any], patch: Patch) -> None:
+    """The test passes, and fails once the fault is planted."""
+    test = names[mutation.test]
     mutation.call(test, _TEXTS)
     mutation.plant(patch)
     # A kept late row ends its request twice, which the engine's own books refuse.
