@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypothesis import strategies as st
 
-from shared.text.chat_template import Conversation
+from shared.text.chat_template import Conversation, TemplateFailed
 
 WORD = re.compile(r"w\d+w")
 AROUND = (
@@ -81,3 +81,39 @@ def words_said(conversation: Conversation) -> set[str]:
         for each in conversation.messages
     ]
     return set(WORD.findall(repr((messages, conversation.tools))))
+
+
+def check_prompt(
+    conversation: Conversation,
+    render: Callable[[Conversation], str],
+    oracle: Any,
+    chat_template: str | None = None,
+) -> bool:
+    """Holds that a prompt is transformers' own, and refused where that lacks what was said.
+
+    Args:
+      render: Raises `TemplateFailed` where it refuses.
+      oracle: A tokenizer of transformers.
+      chat_template: Of the oracle; None: its own.
+
+    Returns:
+      Whether it was refused.
+    """
+    try:
+        want = oracle.apply_chat_template(
+            conversation.messages,
+            tools=conversation.tools or None,
+            chat_template=chat_template,
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+    except Exception:  # a template is a program
+        want = ""
+    try:
+        prompt, why = render(conversation), ""
+    except TemplateFailed as refused:
+        prompt, why = None, str(refused)
+    missing = words_said(conversation) - set(WORD.findall(want))
+    assert bool(why) == bool(missing), why
+    assert why or prompt == want
+    return bool(why)

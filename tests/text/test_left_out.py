@@ -9,17 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from shared.text.chat_template import ChatTemplate, Conversation, TemplateFailed
-from tests.support.conversations import WORD, conversations, words_said
+from tests.support.conversations import check_prompt, conversations
 from tests.support.family_templates import TEMPLATES
 from tests.support.http_fixtures import save_tokenizer
 
@@ -33,52 +31,20 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
-OUTCOMES: Counter[tuple[str, str]] = Counter()
-
-
-@cache
-def template(family: str) -> ChatTemplate:
-    return ChatTemplate(TEMPLATES[family], {})
-
-
 @pytest.mark.parametrize("family", TEMPLATES)
-@settings(max_examples=100, deadline=None)
-@given(conversation=conversations())
-def test_what_a_request_says_stands_in_the_prompt_or_is_refused(
-    family: str, conversation: Conversation, oracle: Any
-) -> None:
-    want = written(oracle, family, conversation)
-    try:
-        prompt, why = template(family).render(conversation), ""
-    except TemplateFailed as refused:
-        prompt, why = None, str(refused)
-    OUTCOMES[family, "refused" if why else "written"] += 1
-    missing = words_said(conversation) - set(WORD.findall(want or ""))
-    if want is None or missing:
-        assert why
-    else:
-        assert prompt == want, why
+def test_what_a_request_says_stands_in_the_prompt_or_is_refused(family: str, oracle: Any) -> None:
+    template, refused = ChatTemplate(TEMPLATES[family], {}), Counter()
 
+    @settings(max_examples=100, deadline=None)
+    @given(conversations())
+    def hold(conversation: Conversation) -> None:
+        is_refused = check_prompt(conversation, template.render, oracle, TEMPLATES[family])
+        refused[is_refused] += 1
 
-def written(oracle: Any, family: str, conversation: Conversation) -> str | None:
-    """What transformers writes by a family's template; None where that refuses."""
-    try:
-        return oracle.apply_chat_template(
-            conversation.messages,
-            tools=conversation.tools or None,
-            chat_template=TEMPLATES[family],
-            add_generation_prompt=True,
-            tokenize=False,
-        )
-    except TemplateError:
-        return None
-
-
-def test_both_ends_were_seen_of_each_family() -> None:
-    """Else the property would prove little; not for qwen3, which leaves out nothing."""
-    for family in TEMPLATES:
-        assert OUTCOMES[family, "written"] >= 20
-        assert OUTCOMES[family, "refused"] >= 5 or family in ("qwen3", "deepseek")
+    hold()
+    # Else the property would prove little; two families leave out nothing.
+    assert refused[False] >= 20
+    assert refused[True] >= 5 or family in ("qwen3", "deepseek")
 
 
 CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo"}}}]
