@@ -128,9 +128,8 @@ def product(
         x_at,
         weight_at,
         Ends(
-            squares=x
-            if squares is None
-            else squares,  # a pointer, that nothing reads without a norm
+            # A pointer must be there, also where nothing reads it.
+            squares=x if squares is None else squares,
             added=out if added is None else added,
             out=out,
             sums=out if sums is None else sums,
