@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from random import Random
 from typing import Any
-
-from hypothesis import strategies as st
 
 from shared.text.chat_template import Conversation, TemplateFailed
 
@@ -23,11 +22,7 @@ AROUND = (
 """What may stand around a word."""
 
 
-def conversations() -> st.SearchStrategy[Conversation]:
-    return st.randoms(use_true_random=False).map(drawn)
-
-
-def drawn(random: Any) -> Conversation:
+def drawn(random: Random) -> Conversation:
     """A conversation with what agents send: tools, calls, results, thoughts, blank contents."""
     numbers = iter(range(10**6))
 
