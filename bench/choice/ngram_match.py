@@ -68,7 +68,7 @@ def measure(
         index.add_corpus(str(name), Corpus.build(words))
     earlier = Request(request_id=-1, prompt=(), sampling=SamplingParams())
     index.see(earlier, language.text(EARLIER_TOKENS))
-    index.end(earlier)
+    index.end(earlier, is_learnt=True)
     requests = [
         Request(request_id=number, prompt=(), sampling=SamplingParams()) for number in range(batch)
     ]

@@ -168,8 +168,8 @@ class Engine:
         self.metrics.count_step(rows.work, self.backend.launch(plan.program))
         for request, most in zip(rows.requests, rows.most_tokens, strict=True):
             request.launch(most)
-        self.controller.submitted(rows)
         self.planner.lay_out_ahead(plan.program)
+        self.controller.submitted(rows)
 
     def _retire(self, flight: Flight) -> list[Event]:
         result, rows, events = flight.future.result(), flight.rows, []

@@ -67,7 +67,7 @@ class Watch:
         inner.rows_for, inner.costs.observe, asleep = planning, observing, None
         if isinstance(inner, AdaptiveNgramController):
             # What steps take asleep is gathered, and told as the median of some.
-            asleep, sleep, stepped = inner._asleep, inner._sleep, inner._sleep.stepped
+            asleep, sleep, stepped = inner._asleep, inner.sleep, inner.sleep.stepped
 
             def stepping(batch: int, seconds: float | None) -> float | None:
                 self.told.append((batch, asleep))

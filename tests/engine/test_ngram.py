@@ -361,7 +361,7 @@ def tree_after(index: NgramIndex, tokens: Sequence[int], tenant: str = "") -> li
     index.see(asking, tokens)
     drafts = index.draft([asking])
     asking.output[:] = tokens
-    index.end(asking)
+    index.end(asking, is_learnt=True)
     index.cut(-1, 0)
     return drafts.tokens[0, 1 : drafts.num_nodes[0]].tolist()
 

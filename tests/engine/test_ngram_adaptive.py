@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -166,6 +167,22 @@ def test_it_wakes_when_what_it_would_have_drafted_pays():
     assert drafted > 0
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_texts_are_learnt_asleep_where_the_host_waits_for_the_device_and_else_by_looks(waits):
+    engine, controller = engine_of({BATCH: [1.0, 50.0, 90.0, 1e-6]}, 1)
+    ticks = count()
+    controller._clock = lambda: next(ticks) * 1e-4 * waits
+    drive(engine, [request(0, (3,) * 20, temperature=0.0, max_tokens=40)])
+    controller.sleep.gained(-1.0)  # nothing is left for looks
+    before = controller.index.num_ngrams
+    drive(engine, [request(1, (60, 61, 62, 63), temperature=0.0, max_tokens=40)])
+    assert controller.is_asleep
+    assert (controller.index.num_ngrams > before) == waits
+    controller.sleep.gained(1.0)
+    drive(engine, [request(2, (60, 61, 62, 63), temperature=0.0, max_tokens=40)])
+    assert controller.index.num_ngrams > before
+
+
 def looks(sleep: Sleep, step_s: float, look_s: float, steps: int) -> list[int]:
     """The steps asleep after which trees are looked at, where none of them pays."""
     found = []
@@ -199,6 +216,17 @@ def test_what_a_look_took_longer_than_others_is_paid_back():
             sleep.gained(-1e-3)
             took += look_s
     assert took < 1.1 * 0.02 * steps * 2.5e-4
+
+
+def test_a_look_that_read_long_prompts_is_paid_back_in_full():
+    sleep, took = Sleep(), 0.0
+    steps = range(200_000)
+    for step in steps:
+        if sleep.is_due(2.5e-4):
+            look_s = 2e-2 if step % 50 == 0 else 5e-5
+            sleep.looked(look_s)
+            took += look_s
+    assert took < 1.1 * 0.02 * len(steps) * 2.5e-4
 
 
 def test_what_drafts_gain_pays_for_looks_once_what_they_lost_is_repaid():

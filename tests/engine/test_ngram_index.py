@@ -211,7 +211,7 @@ def test_a_tenant_never_reads_another_tenants_text():
 def test_a_later_request_reads_what_its_tenant_said_before():
     index, first = index_of(), request(1)
     say(index, first, [1, 2, 3])
-    index.end(first)
+    index.end(first, is_learnt=True)
     say(index, request(2), [1])
     assert tree_of(index, request(2))[0] == [0, 2, 3]
 
@@ -224,7 +224,7 @@ def test_in_the_scope_of_a_request_nothing_is_shared_and_nothing_stays():
     for each in requests:
         assert tree_of(index, each)[0] == [0, 2, 3, 1]
     for each in requests:
-        index.end(each)
+        index.end(each, is_learnt=True)
     assert index.num_ngrams == index.trie.num_nodes == 0
     say(index, request(9), [1])
     assert tree_of(index, request(9)) == ([0], [0])
@@ -237,7 +237,7 @@ def test_only_tokens_up_to_the_stop_stay():
     before = index.num_ngrams
     say(index, one, [4, 5])
     one.output[:] = [1, 2, 3, 4, 5]
-    index.end(one)
+    index.end(one, is_learnt=True)
     assert index.num_ngrams > before
     index.cut(1, 3)
     assert index.num_ngrams == before
@@ -247,13 +247,33 @@ def test_only_tokens_up_to_the_stop_stay():
     assert tree_of(index, request(2))[0] == [0, 3]
 
 
+def test_of_a_text_that_ends_unlearnt_only_what_was_learnt_is_taken_back():
+    index, one = index_of(), request(1)
+    say(index, request(2), [1, 2, 3, 4])
+    say(index, one, [1, 2])
+    learnt = index.num_ngrams
+    one.output[:] = [1, 2, 3, 4]
+    index.see(one, one.output[2:])
+    index.end(one, is_learnt=False)
+    index.cut(1, 2)
+    assert index.num_ngrams == learnt
+
+
+def test_a_prompt_that_ends_unlearnt_is_not_read_into_the_next_text():
+    index, one = index_of(), Request(request_id=1, prompt=(7, 8), sampling=SamplingParams())
+    index.see_prompt(one, 2)
+    index.end(one, is_learnt=False)
+    say(index, request(2), [1, 7])
+    assert tree_of(index, request(2)) == ([0], [0])
+
+
 def test_what_is_taken_back_stays_where_another_text_said_it_too():
     index = index_of()
     one, other = request(1), request(2)
     for each in (one, other):
         say(index, each, [1, 2, 3])
     one.output[:] = [1, 2, 3]
-    index.end(one)
+    index.end(one, is_learnt=True)
     index.cut(1, 2)
     say(index, request(3), [1, 2])
     assert tree_of(index, request(3))[0] == [0, 3]
@@ -266,7 +286,7 @@ def test_the_texts_of_ended_requests_are_kept_within_a_bound(monkeypatch):
         one = request(number)
         one.output[:] = [10 * number + place for place in range(8)]
         say(index, one, one.output)
-        index.end(one)
+        index.end(one, is_learnt=True)
     assert index.num_ended_tokens == 16
     before = index.num_ngrams
     index.cut(7, 0)
@@ -325,7 +345,7 @@ def test_a_full_index_stays_sound_while_requests_come_and_go(seed, scope):
         index.draft(list(alive.values()))
         if number > 4:
             ended = alive.pop(int(rng.choice(list(alive))))
-            index.end(ended)
+            index.end(ended, is_learnt=True)
             index.cut(ended.request_id, len(ended.output) - int(rng.integers(4)))
     assert_sound(index)
 
@@ -401,7 +421,7 @@ def test_scopes_without_text_do_not_pile_up():
         one = request(number, tenant=f"tenant {number}")
         say(index, one, [1, 2])
         index.draft([one])
-        index.end(one)
+        index.end(one, is_learnt=True)
     assert_sound(index)
     assert len(index.scopes) <= 600  # some 250 have text, and two are looked at for a new one
 
@@ -414,7 +434,7 @@ def test_a_new_tenant_takes_no_longer_where_there_are_many():
         began = time.perf_counter()
         index.see(one, [1, 2])
         times_s.append(time.perf_counter() - began)
-        index.end(one)
+        index.end(one, is_learnt=True)
     # A few microseconds; with a look at every tenant 8 ms.
     assert np.median(times_s[-1000:]) < 1e-3
 
@@ -425,5 +445,5 @@ def test_no_step_waits_for_the_index_to_grow():
     at = [array.__array_interface__["data"] for array in (index.trie.nodes, index.trie.buckets)]
     say(index, one, np.random.default_rng(0).integers(0, VOCAB, 20_000).tolist())
     assert index.num_ngrams > 40_000
-    arrays = (index.trie.nodes, index.trie.buckets)
-    assert [array.__array_interface__["data"] for array in arrays] == at
+    now = [array.__array_interface__["data"] for array in (index.trie.nodes, index.trie.buckets)]
+    assert now == at

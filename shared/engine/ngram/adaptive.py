@@ -9,6 +9,11 @@ without waiting, as without a drafter. While asleep it makes trees every few ste
 runs, and wakes when they are worth it. Poor trees are borne for a while before it falls asleep, and
 the time that they lose is made up by fewer looks (`shared.engine.ngram.sleep`). No trial steps are
 needed.
+
+Entering texts into the index takes the host's time. Where the host waits for the device, that is
+free. Where the device waits for the host, as with a small model, only looks enter texts while the
+controller is asleep, so that they are paid for like the rest of a look; what no look came to by the
+end of a request is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from shared.engine.controller import Gauges, Reserve
 from shared.engine.ngram.controller import index_gauges, rows_with
 from shared.engine.ngram.evidence import Evidence, select
 from shared.engine.ngram.index import NgramIndex
-from shared.engine.ngram.sleep import Sleep
+from shared.engine.ngram.sleep import LEAST_LOOK_SECONDS, Sleep
 from shared.engine.ngram.tree import Trees, roots_of
 from shared.engine.request import Request
 from shared.engine.rows import Rows
@@ -132,7 +137,8 @@ class AdaptiveNgramController:
         self.max_rows = self.shapes.batches[-1]
         self._sizes = {batch: Sizes.of(self.shapes, batch) for batch in self.shapes.batches}
         self._asleep = len(self.shapes.tiers)
-        self.is_asleep, self._sleep = False, Sleep()
+        self.is_asleep, self.sleep = False, Sleep()
+        self._submitted_at, self._is_host_late = 0.0, False
         self._decoded_last: list[Request] = []
         self._planned, self._follows = (self.max_rows, 0), False
         self._hopes: dict[int, float] = {}  # of requests that run, where there is a trace
@@ -209,16 +215,21 @@ class AdaptiveNgramController:
         if seconds is not None:
             tokens, plain = 1 + float(gains[tier]) / count, seconds[self._asleep]
             saved, wait = tokens - seconds[tier] / plain, seconds[0] / plain - 1
-            self.is_asleep = not self._sleep.pays(saved, wait, self.is_asleep)
+            self.is_asleep = not self.sleep.pays(saved, wait, self.is_asleep)
         return tier, cut
 
     def submitted(self, rows: Rows) -> None:
         """Learns from steps and texts while the device runs."""
+        self._learn_behind(rows)
+        self._submitted_at = self._clock()
+
+    def _learn_behind(self, rows: Rows) -> None:
         for chunk in rows.chunks:
             self.index.see_prompt(chunk.request, chunk.end)
         self._learn()
         if not _is_own(rows):
-            self.index.learn()
+            if self._enters_at_once:
+                self.index.learn()
             return
         batch, tier = self._planned
         hopes = self._hopes
@@ -231,27 +242,36 @@ class AdaptiveNgramController:
             return
         seconds = self.costs.of(batch)
         assert seconds is not None, "without measured seconds it never sleeps"
-        if self._sleep.is_due(seconds[self._asleep]):
+        if self.sleep.is_due(seconds[self._asleep]):
             self._look(rows.requests, batch)
+
+    @property
+    def _enters_at_once(self) -> bool:
+        """Whether texts enter the index when they are seen, not with the next look."""
+        return not (self.is_asleep and self._is_host_late)
 
     def _look(self, requests: Sequence[Request], batch: int) -> None:
         """Makes trees while a step asleep runs, and wakes if they pay."""
         began = self._clock()
         self._choose(requests, batch)
         self.index.learn()
-        self._sleep.looked(self._clock() - began)
+        self.sleep.looked(self._clock() - began)
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Notes when a step ended, for what it took; the next one need not wait for the rest."""
-        last, self._last = self._last, None
+        now, last, self._last = self._clock(), self._last, None
         if not _is_own(rows):
             return
-        flight, now = self._flights.popleft(), self._clock()
+        flight = self._flights.popleft()
+        if flight.follows:
+            self._is_host_late = now - self._submitted_at < LEAST_LOOK_SECONDS
         seconds, self._last = None if last is None else now - last, now
         # Not of the step that fell asleep: it waited for the one before.
-        asleep = self._sleep.stepped(flight.batch, seconds) if flight.follows else None
+        asleep = self.sleep.stepped(flight.batch, seconds) if flight.follows else None
         made, self._made = self._made, None
-        self._landings.append(Landing(flight, rows, result, seconds, asleep, made))
+        tells_nothing = flight.follows and asleep is None and made is None
+        if not tells_nothing or self._trace is not None:
+            self._landings.append(Landing(flight, rows, result, seconds, asleep, made))
 
     def _learn(self) -> None:
         """Learns what steps took, and whether trees were right about the texts that followed."""
@@ -262,7 +282,7 @@ class AdaptiveNgramController:
                 self.costs.observe(flight.batch, flight.tier, landing.seconds)
             self.costs.observe(flight.batch, self._asleep, landing.asleep)
             if not flight.follows:
-                self._sleep.gained(self._gain(landing))
+                self.sleep.gained(self._gain(landing))
             if self._trace is not None:
                 self._trace.step(
                     flight.batch, flight.tier, rows, result, flight.hopes, landing.seconds
@@ -293,7 +313,7 @@ class AdaptiveNgramController:
 
     def ended(self, request: Request) -> None:
         """Keeps the text, and lets go of the request."""
-        self.index.end(request)
+        self.index.end(request, is_learnt=self._enters_at_once)
         if self._trace is not None:
             self._learn()
             self._hopes.pop(request.request_id, None)

@@ -96,7 +96,7 @@ class NgramController:
 
     def ended(self, request: Request) -> None:
         """Keeps the text, and lets go of the request."""
-        self.index.end(request)
+        self.index.end(request, is_learnt=True)
 
     def cut(self, request_id: int, num_tokens: int) -> None:
         """Forgets what does not belong to the text."""

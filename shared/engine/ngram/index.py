@@ -67,7 +67,8 @@ class Ended:
 
     Attributes:
       name, scope: Whose text it is.
-      tokens: Its output, behind as much of the prompt as an n-gram may reach back.
+      tokens: Its output as far as it was learnt, behind as much of the prompt as an n-gram may
+        reach back.
       num_before: How many of them are the prompt's.
     """
 
@@ -166,7 +167,7 @@ class NgramIndex:
             index.see(text, [0, 0])
             index.draft([text])
             text.commit([0])
-            index.end(text)
+            index.end(text, is_learnt=True)
             index.cut(number, 0)
         index.trie.drop(index.trie.new_root())
 
@@ -220,24 +221,34 @@ class NgramIndex:
         """The unread tokens of texts, which count as read from now on."""
         return _batch([(row, self._unread.pop(row)) for row in rows if row in self._unread])
 
-    def end(self, request: Request) -> None:
-        """Lets go of a request that ended; what it said stays, but in a scope of its own."""
+    def end(self, request: Request, *, is_learnt: bool) -> None:
+        """Lets go of a request that ended; what it said stays, but in a scope of its own.
+
+        Args:
+          is_learnt: Whether what is not in the trie yet enters it; else that is left out.
+        """
         text = self.texts.pop(request.request_id, None)
         if text is None:
             return
-        self._finish_reading(text)
+        if is_learnt or text.row in self._drafted_from[0]:
+            self.learn()
+        if is_learnt:
+            self._enter(self._take_unread([text.row]))
+        num_left_out = len(self._unread.pop(text.row, ()))
+        self._prompts = [prompt for prompt in self._prompts if prompt[0] != text.row]
         self._free_rows.append(text.row)
         scope = self.scopes[text.scope]
         scope.num_texts -= 1
         if isinstance(text.scope, str):
-            self._keep(request, text.scope, scope)
+            self._keep(request, text.scope, scope, num_left_out)
         else:
             self.trie.drop(scope.root)
             del self.scopes[text.scope]
 
-    def _keep(self, request: Request, name: str, scope: Scope) -> None:
+    def _keep(self, request: Request, name: str, scope: Scope, num_left_out: int) -> None:
         before = request.prompt[-self._anchors.shape[1] :]
-        tokens = np.array([*before, *request.output], np.int32)
+        learnt = request.output[: len(request.output) - num_left_out]
+        tokens = np.array([*before, *learnt], np.int32)
         self._forget_ended(request.request_id)
         self.ended[request.request_id] = Ended(name, scope, tokens, len(before))
         self.num_ended_tokens += len(tokens)
@@ -264,10 +275,6 @@ class NgramIndex:
             return
         keep, D = ended.num_before + num_tokens, self._anchors.shape[1]
         forget(trie.nodes, trie.buckets, trie.head, ended.scope.root, ended.tokens, keep, D)
-
-    def _finish_reading(self, text: Text) -> None:
-        self.learn()
-        self._enter(self._take_unread([text.row]))
 
     def _text(self, request: Request) -> Text:
         text = self.texts.get(request.request_id)

@@ -80,9 +80,12 @@ class Sleep:
         self._add(repaid + GAIN_SHARE * (seconds - repaid))
 
     def _add(self, seconds: float) -> None:
-        """Within bounds; a long poor text may not keep it from ever looking again."""
+        """Within bounds; a long poor text may not keep it from ever looking again.
+
+        What a look itself took is owed in full, however much that was.
+        """
         most, least = MOST_LOOKS * self._look_s, -MOST_DEBT * self._look_s
-        self._budget_s = min(max(self._budget_s + seconds, least), most)
+        self._budget_s = min(max(self._budget_s + seconds, min(self._budget_s, least)), most)
 
     def looked(self, took_s: float) -> None:
         """Takes a look of so long from the budget."""

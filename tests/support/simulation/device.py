@@ -7,6 +7,7 @@ the request's seed and the position alone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -101,7 +102,7 @@ class _Clock:
 
     def __init__(self, limits: Limits, seconds: Seconds, noise: float, seed: int) -> None:
         self.limits, self.clock, self._ends = limits, 0.0, 0.0
-        self._seconds, self._noise = seconds, noise
+        self._seconds, self._noise, self._prompt_s = seconds, noise, PROMPT_SECONDS
         self._rng = np.random.default_rng(seed)
         self._lengths = np.zeros(limits.num_slots, np.int64)
         self._is_after_off = np.zeros(limits.num_slots, bool)
@@ -133,7 +134,7 @@ class _Clock:
             self._prefill(plan, work) if isinstance(work, Prefill) else self._decode(plan)
         )
         B, shape = plan.program.batch, plan.program.shape
-        seconds = PROMPT_SECONDS
+        seconds = self._prompt_s
         if plan.program.work is Work.DECODE:
             seconds = self._seconds(B, Tier.of(shape, B))
             seconds *= max(1 + self._noise * self._rng.standard_normal(), 0.5)
@@ -237,6 +238,56 @@ class TextBackend(_Clock):
                 counts[row] += _agreed(drafts, row, ahead)
         self._lengths[slots] += counts
         return counts, nodes
+
+
+@dataclass(frozen=True)
+class Spinning:
+    """A result; whoever asks for it spins until its step has ended."""
+
+    value: StepResult
+    ends: float
+
+    def result(self) -> StepResult:
+        spin_until(self.ends)
+        return self.value
+
+
+def spin_until(end: float) -> None:
+    """Keeps the processor busy, as the host is that submits a step or asks for its end."""
+    while time.perf_counter() < end:
+        pass
+
+
+class RealTimeBackend(TextBackend):
+    """A `TextBackend` in real time, for what a host costs beside a device that is fast.
+
+    Args:
+      seconds: Of a step on the device alone.
+      submit_s: That submitting a step keeps the host; the device takes as long for a prompt.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        seconds: Seconds,
+        texts: Mapping[int, Sequence[int]],
+        *,
+        submit_s: float,
+    ) -> None:
+        super().__init__(limits, seconds, texts, noise=0.0)
+        self._submit_s = self._prompt_s = submit_s
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is on its way."""
+        return time.perf_counter() >= self._ends
+
+    def submit(self, plan: StepPlan) -> Spinning:
+        submitted = time.perf_counter() + self._submit_s
+        self.clock = submitted
+        value, ends = (known := super().submit(plan)).value, known.ends
+        spin_until(submitted)
+        return Spinning(value, ends)
 
 
 def _agreed(drafts: HostDraft, row: int, ahead: Sequence[int]) -> int:

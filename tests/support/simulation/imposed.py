@@ -12,12 +12,14 @@ not serve them in step and their prompts together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 
+from shared.boundary.backend import Limits
 from shared.engine.adaptive.choice import BestValue, Policy, Situation, Static
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
@@ -30,6 +32,7 @@ from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
 from shared.options.ngram import NgramConfig
 from tests.support.simulation.device import (
+    RealTimeBackend,
     SimulatedBackend,
     TextBackend,
     simulated_limits,
@@ -150,7 +153,7 @@ def rated_runs(
 
     def run(controller: Controller) -> list[Served]:
         backend = SimulatedBackend(limits, lambda b, tier: table[b][tiers.index(tier)], law)
-        return _served(backend, controller, phases)
+        return _served(backend, controller, phases, lambda: backend.clock)
 
     def static(number: int) -> Controller:
         if _shares_rows(tiers):  # which tells drafts apart by what is learnt
@@ -202,34 +205,71 @@ def written_runs(
     limits = with_host_drafts(limits, VOCAB)
 
     def run(tier: Tier | None) -> list[Served]:
+        def clock() -> float:
+            return backend.clock
+
         def seconds(batch: int, planned: Tier) -> float:
             follows = planned.is_off and not backend.is_idle
             return table[batch][-1 if follows else tiers.index(planned)]
 
         backend = TextBackend(limits, seconds, texts, noise=noise)
-        controller = _ngram(backend, tiers, tier, table)
-        return _served(backend, controller, phases)
+        return _served(backend, _ngram(limits, tiers, tier, table, clock), phases, clock)
 
     found = {str(tier): run(tier) for tier in tiers}
     return found | {"adaptive": run(None)}
 
 
+def real_time_runs(
+    tiers: Sequence[Tier],
+    table: Table,
+    work: tuple[list[Phase], Mapping[int, Sequence[int]]],
+    submit_s: float,
+) -> Runs:
+    """As `written_runs`, in real time: this machine's host beside a device of measured costs.
+
+    A step that waits takes the time asleep, which is the host's, and the device's after it.
+
+    Args:
+      submit_s: That submitting a step keeps the host, of the seconds asleep.
+    """
+    phases, texts = work
+    limits = with_host_drafts(simulated_limits(tiers, list(table), overlap=1), VOCAB)
+
+    def seconds(batch: int, tier: Tier) -> float:
+        return table[batch][tiers.index(tier)] - table[batch][-1]
+
+    def run(tier: Tier | None) -> list[Served]:
+        backend = RealTimeBackend(limits, seconds, texts, submit_s=submit_s)
+        clock = time.perf_counter
+        return _served(backend, _ngram(limits, tiers, tier, table, clock), phases, clock)
+
+    return {str(tier): run(tier) for tier in tiers} | {"adaptive": run(None)}
+
+
 def _ngram(
-    backend: TextBackend, tiers: Sequence[Tier], tier: Tier | None, table: Table
+    limits: Limits,
+    tiers: Sequence[Tier],
+    tier: Tier | None,
+    table: Table,
+    clock: Callable[[], float],
 ) -> Controller:
     """With an index of its own; no tier: the adaptive one."""
     if tier is not None and tier.is_off:
-        return StaticController(backend.limits, nodes=1, depth=0, width=0)
+        return StaticController(limits, nodes=1, depth=0, width=0)
     widest = tiers[-1] if tier is None else tier
     sizes = {"nodes": widest.nodes, "depth": widest.depth, "vocab": VOCAB}
     index = NgramIndex(NgramConfig(), **sizes, chain=False)
+    index.warm_up()
     if tier is None:
-        return AdaptiveNgramController(backend.limits, index, table, lambda: backend.clock)
-    return NgramController(backend.limits, index)
+        return AdaptiveNgramController(limits, index, table, clock)
+    return NgramController(limits, index)
 
 
 def _served(
-    backend: SimulatedBackend | TextBackend, controller: Controller, phases: Sequence[Phase]
+    backend: SimulatedBackend | TextBackend,
+    controller: Controller,
+    phases: Sequence[Phase],
+    clock: Callable[[], float],
 ) -> list[Served]:
     how = {"overlap": backend.limits.overlap, "chunked_prefill_size": 2048, "cache": NO_CACHE}
-    return serve(Engine(backend, controller, **how), phases, lambda: backend.clock)
+    return serve(Engine(backend, controller, **how), phases, clock)
