@@ -82,7 +82,7 @@ class JaxBackend:
 
         Args:
           arrays: Loaded weights or their shapes, or arrays under the names of
-            `shared.models.checkpoint`.
+            `shared.models.parameters`.
           drafts: What drafts.
           draft_arrays: Of a head or a small model, loaded already or as arrays; None of the other
             kinds.

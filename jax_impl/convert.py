@@ -1,6 +1,6 @@
 """`python -m jax_impl.convert SRC DST` writes a checkpoint folder with its weights in Orbax form.
 
-DST gets `orbax/`, with one array per parameter under the names of `shared.models.checkpoint`, and a
+DST gets `orbax/`, with one array per parameter under the names of `shared.models.parameters`, and a
 copy of everything else in SRC: configuration and tokenizer. It gives the same tokens as SRC.
 """
 
@@ -17,8 +17,10 @@ import orbax.checkpoint as ocp
 from jaxtyping import Shaped
 
 from shared.models import checkpoint
-from shared.models.checkpoint import Checkpoint, CheckpointError, Parameter, parameters
+from shared.models.checkpoint import Checkpoint, CheckpointError
 from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
+from shared.models.parameters import Parameter, parameters
 
 FOLDER = "orbax"
 EXIT_REFUSED = 2
@@ -116,7 +118,7 @@ def convert(source: Path, target: Path) -> None:
     Raises:
       ValueError: The source cannot be loaded, or the target is there already; one sentence.
     """
-    config = ModelConfig.from_folder(source)
+    config = config_from_folder(source)
     opened = checkpoint.open_checkpoint(source)
     with_mtp = config.has_mtp and opened.has_mtp
     opened.check(config, with_mtp)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, UInt32
 
-from shared.models.checkpoint import Parameter
 from shared.models.dummy import LAST_SHIFT, ROUNDS, Law, keys_of
+from shared.models.parameters import Parameter
 
 
 def mixed(words: UInt32[jax.Array, "..."]) -> UInt32[jax.Array, "..."]:

@@ -29,7 +29,9 @@ from jax_impl.weights import DraftModel
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import open_checkpoint
-from shared.models.config import Json, ModelConfig, read_json
+from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict, config_from_folder
+from shared.models.fields import Json, read_json
 
 EXIT_REFUSED = 2
 KINDS = ("mtp", "eagle", "eagle3", "dflash")
@@ -154,7 +156,7 @@ def _check(given: argparse.Namespace) -> None:
 
 def _train_model(given: argparse.Namespace) -> None:
     config_json = read_json(given.model)
-    config = ModelConfig.from_dict(config_json)
+    config = config_from_dict(config_json)
     end = open_tokenizer(given.tokenizer).end_id
     if end not in config.eos_ids:
         raise ValueError(f"eos_token_id in {given.model} lacks {end}, the tokenizer's eos_token")
@@ -166,7 +168,7 @@ def _train_model(given: argparse.Namespace) -> None:
 
 
 def _train_head(given: argparse.Namespace) -> None:
-    config, stored = ModelConfig.from_folder(given.target), open_checkpoint(given.target)
+    config, stored = config_from_folder(given.target), open_checkpoint(given.target)
     mark = outputs.fingerprint(stored)
     if given.draft == "mtp" and not config.has_mtp:
         raise ValueError(

@@ -1,6 +1,6 @@
 """The weights of a model as NNX modules: one stack `[layers, ...]` per layer kind and parameter.
 
-Names are those of `shared.models.checkpoint`. Norm weights are float32 with the 1 of zero-centred
+Names are those of `shared.models.parameters`. Norm weights are float32 with the 1 of zero-centred
 norms added; everything else has the model's dtype, but for what the checkpoint layout keeps in
 float32.
 """
@@ -19,9 +19,9 @@ from jax_impl.ops import linear
 from jax_impl.ops.linear import Matrix
 from shared.drafts import checkpoint as draft_checkpoint
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import Parameter, norms_before, parameters
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
+from shared.models.parameters import Parameter, norms_before, parameters
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -287,7 +287,7 @@ def _loaded(
 def from_arrays(
     arrays: Arrays, config: ModelConfig, dtype: np.dtype | type, device: jax.Device
 ) -> Weights:
-    """Brings arrays under the names of `shared.models.checkpoint` to the device."""
+    """Brings arrays under the names of `shared.models.parameters` to the device."""
     placed = {name: _placed(name, a, config, dtype, device) for name, a in arrays.items()}
     return _model(placed, config, device)
 

@@ -17,8 +17,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from shared.models.checkpoint import Parameter, Weights, parameters, save_checkpoint
+from shared.models.checkpoint import Weights, save_checkpoint
 from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict
+from shared.models.parameters import Parameter, parameters
 
 SEED = 20
 # With these two about half of the greedy tokens follow from the newest token alone.
@@ -71,7 +73,7 @@ CHAT_TEMPLATE = (
 
 def write(folder: Path) -> None:
     """Writes the checkpoint and its tokenizer into `folder`."""
-    save_checkpoint(folder, CONFIG, make_weights(ModelConfig.from_dict(CONFIG)))
+    save_checkpoint(folder, CONFIG, make_weights(config_from_dict(CONFIG)))
     _write_json(folder / "generation_config.json", {"eos_token_id": [256, 258]})
     _write_json(folder / "tokenizer.json", tokenizer())
     _write_json(folder / "tokenizer_config.json", tokenizer_config())

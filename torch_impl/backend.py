@@ -73,7 +73,7 @@ class TorchBackend:
         """Allocates the pools of `limits` on the device.
 
         Args:
-          weights: Loaded already, or arrays under the names of `shared.models.checkpoint`.
+          weights: Loaded already, or arrays under the names of `shared.models.parameters`.
           drafts: What drafts.
           draft_weights: Of a head or a small model, loaded already or as arrays; None of the other
             kinds.

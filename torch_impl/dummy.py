@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.models.checkpoint import Parameter
 from shared.models.dummy import LAST_SHIFT, ROUNDS, Law, keys_of
+from shared.models.parameters import Parameter
 
 PIECE = 1 << 24
 """Elements that are made at a time, so that little memory is needed beside the parameter's own."""

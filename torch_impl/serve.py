@@ -9,8 +9,9 @@ import torch
 
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import DraftFiles
-from shared.models.checkpoint import open_checkpoint, parameters
+from shared.models.checkpoint import open_checkpoint
 from shared.models.dummy import Stored
+from shared.models.parameters import parameters
 from shared.process.launch import Platform, launch
 from shared.process.programs import ProgramCosts
 from torch_impl.backend import TorchBackend

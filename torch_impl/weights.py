@@ -11,9 +11,9 @@ from torch import Tensor
 
 from shared.drafts.checkpoint import check_head, draft_ids
 from shared.drafts.config import DraftConfig, DraftHead
-from shared.models.checkpoint import Parameter, norms_before, parameters
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
+from shared.models.parameters import Parameter, norms_before, parameters
 from torch_impl import dummy
 from torch_impl.ops import linear
 from torch_impl.ops.linear import Matrix
@@ -148,7 +148,7 @@ def load(
 
 
 def from_arrays(config: ModelConfig, arrays: Arrays, dtype: str, device: torch.device) -> Weights:
-    """Weights from arrays under the names of `shared.models.checkpoint`, which are copied."""
+    """Weights from arrays under the names of `shared.models.parameters`, which are copied."""
     kept_float32 = {p.name for p in parameters(config, "mtp.fc" in arrays) if p.float32}
     tensors = {
         name: _tensor(np.array(array), device).to(

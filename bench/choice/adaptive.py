@@ -41,7 +41,7 @@ from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
 from shared.engine.request import Request, SamplingParams
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.spec.noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support import started
@@ -69,7 +69,7 @@ def task_phases(model: Path, batches: Sequence[int], count: int, most: int) -> l
     tokenizer = Tokenizer.from_folder(model)
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ValueError(f"{model} has no tokenizer with a chat template; give --imposed")
-    ends = ModelConfig.from_folder(model).eos_ids
+    ends = config_from_folder(model).eos_ids
     phases, number = [], 0
     for batch, (kind, temperature) in product(batches, TEMPERATURES.items()):
         requests = []

@@ -10,8 +10,8 @@ from math import prod
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import MODEL, MTP
-from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig
+from shared.models.parameters import Parameter, parameters
 from shared.spec.draft_tree import TreeShape
 
 FLOAT32_BYTES = 4

@@ -18,7 +18,7 @@ from bench.quality import own_corpus
 from bench.quality.scoring import Row, Texts, text_hash
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.process import heap
 from shared.spec.noise import derive_seed
 from shared.text.tokenizer import Tokenizer
@@ -182,7 +182,7 @@ class Measurement:
 
 
 def _oracle(model: Path) -> Oracle:
-    config = ModelConfig.from_folder(model)
+    config = config_from_folder(model)
     return Oracle(config, load_all(model, config, with_mtp=False))
 
 

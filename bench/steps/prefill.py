@@ -23,8 +23,9 @@ from bench.ground.drafting import Draft, named_folder
 from bench.ground.session import Load, folders_of, reset_peak
 from bench.steps.offline import flags, kernels_of, model_options, side_options, with_lot
 from shared.boundary.backend import Launch, Work
-from shared.models.checkpoint import parameters
 from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
+from shared.models.parameters import parameters
 from tests.support.gpu_activity import traced
 from tests.support.op_sides import SIDES, Side
 from tests.support.started import Answer, Served, ask, start
@@ -105,7 +106,7 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     answers: dict[tuple[str, int], Line] = {}
     for backend in options.backend:
         side = SIDES[backend]()
-        config = ModelConfig.from_folder(options.model)
+        config = config_from_folder(options.model)
         products = {n: _product_seconds(side, config, n) for n in options.prompt}
         side.release()
         found["versions"][backend] = side.version

@@ -16,15 +16,12 @@ from safetensors.numpy import load_file, save_file
 from jax_impl.weights import DraftModel, Mtp, Weights
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig
-from shared.models.checkpoint import (
-    INDEX_FILE,
-    SINGLE_FILE,
-    parameters,
-    save_checkpoint,
-    split,
-)
+from shared.models.checkpoint import INDEX_FILE, SINGLE_FILE, save_checkpoint, split
 from shared.models.checkpoint import Weights as Tensors
-from shared.models.config import ModelConfig, read_json
+from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict
+from shared.models.fields import read_json
+from shared.models.parameters import parameters
 
 Json = Mapping[str, Any]
 
@@ -50,7 +47,7 @@ def save_model(folder: Path, config_json: Json, model: Weights, tokenizer: Path)
       config_json: Contents of config.json.
       tokenizer: Folder whose tokenizer files are copied.
     """
-    config = ModelConfig.from_dict(config_json)
+    config = config_from_dict(config_json)
     weights = {name: _stored(name, a, config) for name, a in arrays_of(model).items()}
     save_checkpoint(folder, config_json, weights)
     _write_json(folder / "generation_config.json", {"eos_token_id": list(config.eos_ids)})
@@ -97,7 +94,7 @@ def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> Non
 
 
 def arrays_of(module: Weights | DraftModel | Mtp) -> Tensors:
-    """The parameters by the names of `shared.models.checkpoint`; the MTP layer's without `mtp.`."""
+    """The parameters by the names of `shared.models.parameters`; the MTP layer's without `mtp.`."""
     flat, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
     stack = "" if isinstance(module, Weights) else "layer."
     return {_name([key.key for key in path], stack): np.asarray(array) for path, array in flat}

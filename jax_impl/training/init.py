@@ -14,8 +14,8 @@ from jax_impl.training.block import Block
 from jax_impl.weights import DraftModel, Layers, Mtp, Weights
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig
-from shared.models.checkpoint import Parameter, decoder_parameters, parameters, single
 from shared.models.config import ModelConfig
+from shared.models.parameters import Parameter, decoder_parameters, parameters, single
 
 Arrays = dict[str, Float[np.ndarray, "..."]]
 

@@ -23,7 +23,8 @@ from jax_impl.weights import DraftModel, Mtp, Weights
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
 from shared.models.checkpoint import open_checkpoint
-from shared.models.config import Json, ModelConfig
+from shared.models.config import ModelConfig
+from shared.models.fields import Json
 
 MIN_LAYERS = 3  # of an EAGLE-3 head's target, as it reads three of its streams
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shared.models.config import Json, ModelConfig
+from shared.models.config import ModelConfig
+from shared.models.fields import Json
 
 MAX_BLOCK = 17
 """One more than the levels that a draft tree may have."""

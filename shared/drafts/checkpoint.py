@@ -19,16 +19,18 @@ from shared.models.checkpoint import (
     SINGLE_FILE,
     Checkpoint,
     CheckpointError,
+    open_checkpoint,
+)
+from shared.models.config import ModelConfig
+from shared.models.dummy import DummyCheckpoint, Stored
+from shared.models.parameters import (
     Parameter,
     attention_parameters,
     mlp_parameters,
-    open_checkpoint,
     parameters,
     single,
     stack,
 )
-from shared.models.config import ModelConfig
-from shared.models.dummy import DummyCheckpoint, Stored
 
 Read = TypeVar("Read")
 """Weights as a backend holds them."""

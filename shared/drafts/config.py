@@ -20,7 +20,9 @@ from shared.drafts.block import (
     settings_of,
     streams_of,
 )
-from shared.models.config import Json, ModelConfig, read_json
+from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict
+from shared.models.fields import Json, read_json
 
 NUM_AUX = 3
 """Residual streams of the target that an EAGLE-3 head reads."""
@@ -318,7 +320,7 @@ def _layers(settings: Json, target: ModelConfig) -> ModelConfig:
 
 def _served(config: Json) -> ModelConfig:
     try:
-        return ModelConfig.from_dict(config)
+        return config_from_dict(config)
     except ValueError as error:
         raise ValueError(f"the draft model cannot be served: {error}") from error
 

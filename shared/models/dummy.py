@@ -15,8 +15,9 @@ from typing import Self
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
 
-from shared.models.checkpoint import Array, Checkpoint, Parameter, parameters
+from shared.models.checkpoint import Array, Checkpoint
 from shared.models.config import ModelConfig
+from shared.models.parameters import Parameter, parameters
 
 ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 """Shift and factor of each round of `mixed`."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from shared.models.config import Json, read_json
+from shared.models.fields import Json, read_json
 
 _BOUNDS = {
     "temperature": (0.0, 2.0),

@@ -34,9 +34,11 @@ from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.drafts.tokenizer import check_same_tokenizer
 from shared.engine.checks import RequestLimits
-from shared.models.checkpoint import Parameter, parameters
-from shared.models.config import ModelConfig, read_json
+from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
+from shared.models.families import config_from_folder
+from shared.models.fields import read_json
+from shared.models.parameters import Parameter, parameters
 from shared.models.sampling import SamplingDefaults
 from shared.options.adaptive import read_candidates
 from shared.options.flags import spelling
@@ -205,7 +207,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     if not platform.captures:
         _refuse_graph_flags(options)
     draft, folder = options.speculative, options.model.model_path
-    model = ModelConfig.from_folder(folder)
+    model = config_from_folder(folder)
     is_dummy, path = options.model.is_dummy, draft.head_path
     checkpoint = DummyCheckpoint.of_model(model) if is_dummy else platform.open_checkpoint(folder)
     stored = _open_draft(options, path, model) if path else None
@@ -279,7 +281,7 @@ def _block(path: str) -> int | None:
 
 def _small_config(path: str) -> ModelConfig:
     try:
-        return ModelConfig.from_folder(path)
+        return config_from_folder(path)
     except ValueError as error:
         raise ConfigError(f"the draft model cannot be served: {error}") from error
 

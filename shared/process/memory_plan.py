@@ -14,8 +14,8 @@ from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
 from shared.engine.cache_policy import track_unit
-from shared.models.checkpoint import Parameter, parameters
 from shared.models.config import ModelConfig
+from shared.models.parameters import Parameter, parameters
 from shared.options.adaptive import TREE_ALGORITHMS, Candidate, default_candidates
 from shared.options.options import ConfigError, Options
 from shared.process.device import Device

@@ -5,7 +5,7 @@ import math
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.models.config import RotaryConfig
+from shared.models.rotary import RotaryConfig
 
 
 def linear(

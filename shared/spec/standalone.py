@@ -28,7 +28,7 @@ class SmallModel:
 
     Attributes:
       config: Its own.
-      weights: By the names of `shared.models.checkpoint`.
+      weights: By the names of `shared.models.parameters`.
       target_vocab: Of the model it drafts for.
     """
 

@@ -18,7 +18,7 @@ from models.demo.data import main as write_data
 from shared.boundary.backend import Work
 from shared.drafts.drafts import Drafts
 from shared.engine.request import Request, SamplingParams
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.options.options import parse
 from shared.process.device import Device
 from shared.process.memory_plan import plan
@@ -268,7 +268,7 @@ def test_a_timed_run_has_one_decode_program_for_each_shape(are_compiled):
     """Also where the widest programs are made with logprobs alone."""
     costs = replace(PLATFORM.costs, are_compiled=are_compiled)
     options = parse(["--speculative-algorithm", "NEXTN", "--max-running-requests", "8"])
-    model = ModelConfig.from_folder(RANDOM_MODEL)
+    model = config_from_folder(RANDOM_MODEL)
     device = Device("cpu", "CPU", 1 << 32)
     limits = one_bucket(plan(options, model, Drafts.of_mtp(model), device, costs).limits)
     assert not any(program.logprobs for program in limits.programs)

@@ -9,7 +9,7 @@ import pytest
 from bench.serving import http_share
 from bench.serving.http_share import Clocks, cpu_s, rounds, summary, waited_s
 from bench.serving.worded import worded
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.text.tokenizer import Tokenizer
 
 SHAPE = Path("bench/shapes/qwen3-8b")
@@ -69,7 +69,7 @@ def test_a_shape_is_given_the_words_of_a_model(tmp_path):
     assert found.has_chat_template
     chat = [{"role": "user", "content": "What is 3 + 4?"}]
     assert found.encode_chat(chat) == demo.encode_chat(chat)
-    size = ModelConfig.from_folder(folder).vocab
+    size = config_from_folder(folder).vocab
     assert found.decode([size - 2, size - 1]) == f" w{size - 2} w{size - 1}"
     with pytest.raises(ValueError, match="room for"):
         worded(http_share.DEMO, folder, tmp_path / "other")

@@ -19,6 +19,7 @@ from shared.boundary.backend import Blueprint
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.spec.draft_tree import TreeShape
 from tests.support.gpu_activity import Activity, spans_of_chrome, spans_of_planes
 from tests.support.started import Served
@@ -195,7 +196,7 @@ def blueprint_of(drafts: Drafts, config: ModelConfig) -> Blueprint:
 
 
 def test_the_limit_of_qwen3_8b_is_its_weights_and_its_kv():
-    config = ModelConfig.from_folder(SHAPES / "qwen3-8b")
+    config = config_from_folder(SHAPES / "qwen3-8b")
     plain, chain = TreeShape.plain(8), TreeShape.chain(3, 8)
     found = step_bytes(blueprint_of(Drafts.none(), config), plain, 8, 500)
     kv = 8 * 500 * 36 * 2 * 8 * 128 * 2
@@ -207,7 +208,7 @@ def test_the_limit_of_qwen3_8b_is_its_weights_and_its_kv():
 
 
 def test_a_block_is_one_pass_and_ends_in_the_targets_lm_head():
-    config = ModelConfig.from_folder(SHAPES / "qwen3-8b")
+    config = config_from_folder(SHAPES / "qwen3-8b")
     head = DraftConfig.from_folder(SHAPES / "qwen3-8b-dflash", config)
     of_head = blueprint_of(Drafts.of_head(head), config)
     plain, chain = TreeShape.plain(1), TreeShape.chain(15, 1)
@@ -216,7 +217,7 @@ def test_a_block_is_one_pass_and_ends_in_the_targets_lm_head():
 
 
 def test_states_are_moved_once_more_where_drafts_are_replayed():
-    config = ModelConfig.from_folder(SHAPES / "qwen3.5-0.8b")
+    config = config_from_folder(SHAPES / "qwen3.5-0.8b")
     of_mtp = blueprint_of(Drafts.of_mtp(config), config)
     of_host = replace(of_mtp, drafts=Drafts.none())
     plain, chain = TreeShape.plain(4), TreeShape.chain(3, 4)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.reference.drafters import BlockDrafter
 from shared.spec import dflash
 from tests.support import block_cells
@@ -108,7 +108,7 @@ SERVED_FAULTS = {
 
 def golden_block(folder: str) -> SpecBlock:
     head, weights = golden_block_head(GOLDEN / folder, TARGET)
-    return SpecBlock(head, ModelConfig.from_folder(TARGET), weights)
+    return SpecBlock(head, config_from_folder(TARGET), weights)
 
 
 @pytest.mark.parametrize("name", GOLDEN_FAULTS)

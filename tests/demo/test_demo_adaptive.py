@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.engine.request import Request, SamplingParams
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.spec.noise import derive_seed
 from shared.text.tokenizer import Tokenizer
 from tests.support.started import Served, made_programs, serve_all, start
@@ -20,7 +20,7 @@ TEMPERATURES = {"problems": 0.0, "copying": 0.0, "chats": 1.0}
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     """Problems and copying greedily, chats at temperature 1."""
-    tokenizer, ends = Tokenizer.from_folder(TARGET), ModelConfig.from_folder(TARGET).eos_ids
+    tokenizer, ends = Tokenizer.from_folder(TARGET), config_from_folder(TARGET).eos_ids
     assert tokenizer is not None
     found: list[Request] = []
     for kind, temperature in TEMPERATURES.items():

@@ -11,8 +11,9 @@ import pytest
 
 from jax_impl import convert, weights
 from jax_impl.convert import EXIT_REFUSED, OrbaxCheckpoint, main
-from shared.models.checkpoint import CheckpointError, parameters
-from shared.models.config import ModelConfig
+from shared.models.checkpoint import CheckpointError
+from shared.models.families import config_from_dict, config_from_folder
+from shared.models.parameters import parameters
 from tests.support.tiny_models import write_tiny
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +28,7 @@ def source(tmp_path):
 
 
 def leaves(folder):
-    config = ModelConfig.from_folder(folder)
+    config = config_from_folder(folder)
     read = []
     model = weights.load(
         convert.open_checkpoint(folder),
@@ -54,20 +55,20 @@ def test_everything_but_the_weights_is_copied(source, tmp_path):
     main([str(source), str(target)])
     names = {file.name for file in target.iterdir()}
     assert names == {"orbax", "config.json", "generation_config.json", "tokenizer.json"}
-    assert ModelConfig.from_folder(target) == ModelConfig.from_folder(source)
+    assert config_from_folder(target) == config_from_folder(source)
 
 
 def test_a_converted_checkpoint_is_checked_before_it_is_read(source, tmp_path):
     target = tmp_path / "target"
     main([str(source), str(target)])
-    config = ModelConfig.from_folder(target)
+    config = config_from_folder(target)
     opened = convert.open_checkpoint(target)
     assert isinstance(opened, OrbaxCheckpoint)
     assert opened.has_mtp
     opened.check(config, True)
     wider = json.loads((target / "config.json").read_text()) | {"intermediate_size": 100}
     with pytest.raises(CheckpointError, match=r"mlp.gate_up has shape .*, expected"):
-        opened.check(ModelConfig.from_dict(wider), False)
+        opened.check(config_from_dict(wider), False)
     with pytest.raises(CheckpointError, match="no array lm_head.weight"):
         opened.load(parameters(config, False)[0].__class__("lm_head.weight", (), (), False), "f4")
 

@@ -20,7 +20,7 @@ from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.spec.draft_tree import TreeShape
 from tests.support import cells
 from tests.support.backends import FRAMEWORKS, make_backend
@@ -273,7 +273,7 @@ def test_the_golden_loop_gives_the_golden_text(framework):
     head, weights = golden_block_head(folder / "dflash", folder / "qwen3")
     shape = TreeShape.chain(7, BATCH)
     limits = replace(limits_of("qwen3", 16, (shape,)), vocab=head.config.layer.vocab)
-    target = ModelConfig.from_folder(folder / "qwen3")
+    target = config_from_folder(folder / "qwen3")
     backend = make_backend(framework, target, weights, limits, head)
     engine = Engine(
         backend,

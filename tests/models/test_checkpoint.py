@@ -7,14 +7,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.models.checkpoint import (
-    CheckpointError,
-    load_all,
-    open_checkpoint,
-    parameters,
-    save_checkpoint,
-)
-from shared.models.config import ModelConfig
+from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint, save_checkpoint
+from shared.models.families import config_from_folder
+from shared.models.parameters import parameters
 from tests.support.tiny_models import FAMILIES, tiny_config, tiny_model, write_tiny
 
 FILE = "model.safetensors"
@@ -36,7 +31,7 @@ def rewrite(folder, change):
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_what_is_saved_loads_again(family, num_shards, tmp_path):
     config = write_tiny(tmp_path, family, 0, num_shards=num_shards)
-    assert config == ModelConfig.from_folder(tmp_path)
+    assert config == config_from_folder(tmp_path)
     assert_same(load_all(tmp_path, config, config.has_mtp), tiny_model(family, 0)[1])
 
 

@@ -15,7 +15,6 @@ from jax_impl import dummy as jax_dummy
 from jax_impl import weights as jax_weights
 from shared.drafts.checkpoint import check_head, draft_ids, dummy_head, head_parameters
 from shared.drafts.config import DraftConfig
-from shared.models.checkpoint import Parameter, parameters, single, stack
 from shared.models.config import ModelConfig
 from shared.models.dummy import (
     DummyCheckpoint,
@@ -26,6 +25,8 @@ from shared.models.dummy import (
     mixed,
     parameter_array,
 )
+from shared.models.families import config_from_folder
+from shared.models.parameters import Parameter, parameters, single, stack
 from tests.support.tiny_heads import tiny_head_config
 from tests.support.tiny_models import FAMILIES, tiny_model
 from torch_impl import dummy as torch_dummy
@@ -174,7 +175,7 @@ def test_a_head_is_of_its_kind_and_maps_its_vocabulary(kind):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_shapes_of_public_models_can_be_served(name):
-    config = ModelConfig.from_folder(SHAPES / name)
+    config = config_from_folder(SHAPES / name)
     billions = sum(prod(p.shape) for p in parameters(config, False)) / 1e9
     stated = float(name.rsplit("-", 1)[-1].removesuffix("b"))
     assert billions == pytest.approx(stated, rel=0.1)
@@ -183,7 +184,7 @@ def test_the_shapes_of_public_models_can_be_served(name):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_shapes_of_public_heads_fit_their_targets(name):
-    target = ModelConfig.from_folder(SHAPES / HEADS[name])
+    target = config_from_folder(SHAPES / HEADS[name])
     config = DraftConfig.from_folder(SHAPES / name, target)
     check_head(dummy_head(config), config)
     assert config.kind.lower() == name.rsplit("-", 1)[-1]

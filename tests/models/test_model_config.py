@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict, config_from_folder
 from tests.support.tiny_models import tiny_config
 
 
@@ -19,11 +19,11 @@ def hybrid(**changes):
 
 def test_a_nested_config_equals_the_text_only_one():
     nested = tiny_config("qwen3_5", nested=True, with_mtp=True, tied=False)
-    assert ModelConfig.from_dict(nested) == ModelConfig.from_dict(hybrid())
+    assert config_from_dict(nested) == config_from_dict(hybrid())
 
 
 def test_a_hybrid_has_its_layers_gate_norms_and_partial_rotation():
-    config = ModelConfig.from_dict(hybrid())
+    config = config_from_dict(hybrid())
     assert config.layer_kinds == ("gated_delta", "attention") * 2
     assert (config.num_attention_layers, config.num_gated_delta_layers) == (2, 2)
     assert config.attention_gate
@@ -35,48 +35,48 @@ def test_a_hybrid_has_its_layers_gate_norms_and_partial_rotation():
 def test_layer_kinds_follow_from_the_interval_where_no_list_is_given():
     config = hybrid(full_attention_interval=4)
     del config["layer_types"]
-    kinds = ModelConfig.from_dict(config).layer_kinds
+    kinds = config_from_dict(config).layer_kinds
     assert kinds == ("gated_delta",) * 3 + ("attention",)
 
 
 def test_a_missing_partial_rotary_factor_means_a_quarter_in_qwen3_5():
     rope = {"rope_theta": 1e7}
-    assert ModelConfig.from_dict(hybrid(rope_parameters=rope)).rotary.width == 4
+    assert config_from_dict(hybrid(rope_parameters=rope)).rotary.width == 4
 
 
 def test_rotary_settings_are_found_wherever_they_stand():
     new = {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}, "rope_scaling": None}
-    assert ModelConfig.from_dict(llama(**new)).rotary.theta == 5.0
-    assert ModelConfig.from_dict(llama(rope_theta=7.0)).rotary.theta == 7.0
+    assert config_from_dict(llama(**new)).rotary.theta == 5.0
+    assert config_from_dict(llama(rope_theta=7.0)).rotary.theta == 7.0
     nowhere = llama(rope_scaling=None)
     del nowhere["rope_theta"]
-    assert ModelConfig.from_dict(nowhere).rotary.theta == 10000.0
+    assert config_from_dict(nowhere).rotary.theta == 10000.0
 
 
 def test_yarn_has_its_attention_factor_and_a_longer_context():
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
-    config = ModelConfig.from_dict(llama(rope_scaling=scaling))
+    config = config_from_dict(llama(rope_scaling=scaling))
     assert config.rotary.attention_factor == pytest.approx(0.1 * math.log(4) + 1)
     assert config.context_length == 4 * 2048
 
 
 def test_the_end_of_a_text_is_the_union_of_both_files():
-    config = ModelConfig.from_dict(hybrid(eos_token_id=44), {"eos_token_id": [46, 44]})
+    config = config_from_dict(hybrid(eos_token_id=44), {"eos_token_id": [46, 44]})
     assert config.eos_ids == (44, 46)
 
 
 def test_tied_is_read_at_the_top_or_in_the_text_config():
     nested = tiny_config("qwen3_5", nested=True, with_mtp=True, tied=True)
-    assert ModelConfig.from_dict(nested).tied
+    assert config_from_dict(nested).tied
     del nested["tie_word_embeddings"]
-    assert ModelConfig.from_dict(nested).tied
+    assert config_from_dict(nested).tied
     del nested["text_config"]["tie_word_embeddings"]
-    assert not ModelConfig.from_dict(nested).tied
+    assert not config_from_dict(nested).tied
 
 
 def test_head_size_need_not_divide_the_hidden_size():
-    assert ModelConfig.from_dict(llama(head_dim=16)).head_size == 16
-    assert ModelConfig.from_dict(llama(head_dim=None)).head_size == 12
+    assert config_from_dict(llama(head_dim=16)).head_size == 16
+    assert config_from_dict(llama(head_dim=None)).head_size == 12
 
 
 REFUSED = {
@@ -111,7 +111,7 @@ REFUSED = {
 @pytest.mark.parametrize("field", REFUSED)
 def test_what_cannot_be_served_is_refused_by_name(field):
     with pytest.raises(ValueError, match=field):
-        ModelConfig.from_dict(llama(**REFUSED[field]))
+        config_from_dict(llama(**REFUSED[field]))
 
 
 @pytest.mark.parametrize(
@@ -128,17 +128,17 @@ def test_what_cannot_be_served_is_refused_by_name(field):
 )
 def test_a_hybrid_that_cannot_be_served_is_refused_by_name(field, value):
     with pytest.raises(ValueError, match=field):
-        ModelConfig.from_dict(hybrid(**{field: value}))
+        config_from_dict(hybrid(**{field: value}))
 
 
 def test_a_folder_without_a_readable_config_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
-        ModelConfig.from_folder(tmp_path / "nowhere")
+        config_from_folder(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"has no config\.json"):
-        ModelConfig.from_folder(tmp_path)
+        config_from_folder(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ')
     with pytest.raises(ValueError, match="not valid JSON"):
-        ModelConfig.from_folder(tmp_path)
+        config_from_folder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ValueError, match="JSON object"):
-        ModelConfig.from_folder(tmp_path)
+        config_from_folder(tmp_path)

@@ -13,7 +13,7 @@ from shared.drafts.drafts import Drafts
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.controller import shapes_by_batch, smallest_that_holds
 from shared.engine.rows import Chunk, Rows
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict
 from shared.options.options import parse
 from shared.process.device import Device, free_in_groups
 from shared.process.memory_plan import MemoryPlan, plan
@@ -23,7 +23,7 @@ from torch_impl import serve as torch_serve
 
 GB = 10**9
 PLATFORMS = {"torch": torch_serve.PLATFORM, "jax": jax_serve.PLATFORM}
-QWEN3_8B = ModelConfig.from_dict(
+QWEN3_8B = config_from_dict(
     {
         "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": 151_936,

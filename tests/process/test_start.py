@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from models import make_random
 from shared.models.checkpoint import CheckpointError, save_checkpoint
 from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict
 from shared.process.device import Device
 from shared.process.launch import launch
 from shared.text.tokenizer import Tokenizer
@@ -182,7 +183,7 @@ def test_a_draft_head_arrives_at_the_backend_with_the_shape_of_its_algorithm(
 
 def write_small(folder: Path, family: str, **fields: Any) -> ModelConfig:
     """Writes a small model's folder, with the byte tokenizer of the target's."""
-    config = ModelConfig.from_dict(small_config(family, **fields))
+    config = config_from_dict(small_config(family, **fields))
     save_checkpoint(folder, small_config(family, **fields), tiny_weights(config, 1), 1)
     save_tokenizer(folder)
     return config

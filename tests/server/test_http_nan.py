@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from shared.models.checkpoint import save_checkpoint
+from shared.models.families import config_from_dict
 from tests.support.http_fixtures import COMPLETIONS, Server, serving
 from tests.support.tiny_heads import write_tiny_block, write_tiny_head
 from tests.support.tiny_models import tiny_config, tiny_model, tiny_weights, write_tiny
@@ -94,7 +95,7 @@ def poisoned(request, tmp_path: Path) -> Iterator[Server]:
         write_tiny_head(draft, target, weights, "EAGLE3" if drafter == "EAGLE3" else "EAGLE", 5)
     elif drafter == "STANDALONE":
         small = small_config(family)
-        config = type(target).from_dict(small)
+        config = config_from_dict(small)
         save_checkpoint(draft, small, tiny_weights(config, 4))
     if draft.exists():
         flags += ["--speculative-draft-model-path", str(draft)]

@@ -11,7 +11,7 @@ from jax_impl.ops.sampling import Sampling as JaxSampling
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftHead
 from shared.engine.request import SamplingParams
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.spec import attention, dflash, model, noise, sampling
 from tests.support.equality import spec_sampling
 from tests.support.golden_blocks import (
@@ -35,7 +35,7 @@ def block_of(request):
 
     def made(folder: str):
         head, weights = golden_block_head(GOLDEN / folder, TARGET)
-        return BLOCKS[request.param](head, ModelConfig.from_folder(TARGET), weights)
+        return BLOCKS[request.param](head, config_from_folder(TARGET), weights)
 
     return made
 

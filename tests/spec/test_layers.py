@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from shared.models.config import RotaryConfig
+from shared.models.rotary import RotaryConfig
 from shared.spec import layers as spec
 from tests.support.implementations import Implementation, each_implementation
 

@@ -22,6 +22,7 @@ from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.spec import attention, dflash, model
 from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array
 from torch_impl import model as torch_model
@@ -41,7 +42,7 @@ close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
 
 def golden_block_head(folder: Path, target: Path) -> tuple[DraftHead, dict[str, Array]]:
     """The head of a folder, which may have its weights in `dflash` beside it, and its target."""
-    sizes = ModelConfig.from_folder(target)
+    sizes = config_from_folder(target)
     config = DraftConfig.from_folder(folder, sizes)
     head = load_head(open_head(folder.parent / "dflash"), config, np.float32)
     return head, dict(load_all(target, sizes, False))

@@ -20,7 +20,7 @@ from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.spec.draft_tree import TreeShape
 from tests.support.equality import spec_sampling
 from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
@@ -46,7 +46,7 @@ class JaxModel:
     """One request on one model."""
 
     def __init__(self, folder: Path) -> None:
-        self._config = ModelConfig.from_folder(folder)
+        self._config = config_from_folder(folder)
         self._passes = passes(folder)
         cpu, pool = jax.devices("cpu")[0], (NUM_PAGES, PAGE_SIZE)
         num_layers = self._config.num_attention_layers
@@ -98,7 +98,7 @@ class Passes:
     """The compiled passes of one model, which all tests of the session share."""
 
     def __init__(self, folder: Path) -> None:
-        self._config = config = ModelConfig.from_folder(folder)
+        self._config = config = config_from_folder(folder)
         self._streams = tuple(range(config.num_layers + 1))
         arrays = load_all(folder, config, config.has_mtp)
         cpu = jax.devices("cpu")[0]
@@ -155,7 +155,7 @@ class JaxHead:
     """The JAX implementation as a golden head."""
 
     def __init__(self, folder: Path, target: Path) -> None:
-        cpu, config = jax.devices("cpu")[0], ModelConfig.from_folder(target)
+        cpu, config = jax.devices("cpu")[0], config_from_folder(target)
         loaded = weights.from_arrays(load_all(target, config, False), config, np.float32, cpu)
         own, place = DraftConfig.from_folder(folder, config), (np.float32, cpu)
         read = weights.load_head(open_head(folder), own, *place, lambda num_bytes: None)

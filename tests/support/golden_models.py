@@ -14,7 +14,7 @@ import numpy as np
 from shared.drafts.checkpoint import load_head, open_head
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import load_all
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.spec import attention, eagle, mamba_state, model, sampling
 from shared.spec.draft_tree import TreeShape
 
@@ -97,7 +97,7 @@ class SpecModel:
     """The specification as a golden model."""
 
     def __init__(self, folder: Path) -> None:
-        self.config = ModelConfig.from_folder(folder)
+        self.config = config_from_folder(folder)
         self.weights = load_all(folder, self.config, self.config.has_mtp)
         num_layers = self.config.num_attention_layers
         self._kv = model.new_kv(self.config, num_layers, NUM_PAGES, PAGE_SIZE)
@@ -174,7 +174,7 @@ class SpecModel:
 
 def load_golden_head(folder: Path, target: Path) -> DraftHead:
     """A head of the golden folder and its settings for the target there."""
-    config = DraftConfig.from_folder(folder, ModelConfig.from_folder(target))
+    config = DraftConfig.from_folder(folder, config_from_folder(target))
     return load_head(open_head(folder), config, np.float32)
 
 
@@ -183,7 +183,7 @@ class SpecHead:
 
     def __init__(self, folder: Path, target: Path) -> None:
         loaded = load_golden_head(folder, target)
-        shared = load_all(target, ModelConfig.from_folder(target), False)
+        shared = load_all(target, config_from_folder(target), False)
         drafter = eagle.Drafter.of_head(loaded, shared)
         self._head, self._read = drafter.run, lambda reads: reads
         if loaded.config.kind == "EAGLE3":

@@ -10,7 +10,7 @@ from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.spec.draft_tree import TreeShape
 from tests.support.equality import spec_sampling
 from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
@@ -38,7 +38,7 @@ class TorchModel:
     """One request on one model."""
 
     def __init__(self, folder: Path) -> None:
-        config = ModelConfig.from_folder(folder)
+        config = config_from_folder(folder)
         loaded = weights.from_arrays(
             config, load_all(folder, config, config.has_mtp), "float32", CPU
         )
@@ -117,7 +117,7 @@ class TorchHead:
     """The torch implementation as a golden head."""
 
     def __init__(self, folder: Path, target: Path) -> None:
-        config = ModelConfig.from_folder(target)
+        config = config_from_folder(target)
         loaded = weights.from_arrays(config, load_all(target, config, False), "float32", CPU)
         settings = (DraftConfig.from_folder(folder, config), "float32", CPU)
         head = weights.load_head(open_head(folder), *settings, progress=lambda num_bytes: None)

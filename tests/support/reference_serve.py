@@ -9,8 +9,9 @@ import numpy as np
 
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import DraftFiles, load_head
-from shared.models.checkpoint import Checkpoint, Weights, open_checkpoint, parameters
+from shared.models.checkpoint import Checkpoint, Weights, open_checkpoint
 from shared.models.config import ModelConfig
+from shared.models.parameters import parameters
 from shared.process.device import Device
 from shared.process.launch import Platform, launch
 from shared.process.programs import ProgramCosts

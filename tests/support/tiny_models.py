@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from models.make_random import noise_of
-from shared.models.checkpoint import Parameter, Weights, parameters, save_checkpoint
+from shared.models.checkpoint import Weights, save_checkpoint
 from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict
+from shared.models.parameters import Parameter, parameters
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 EOS_ID = 1
@@ -127,7 +129,7 @@ def tiny_model(
     tied: bool = False,
 ) -> tuple[ModelConfig, Weights]:
     """A config and its weights without a file; only qwen3_5 can be nested or have an MTP layer."""
-    config = ModelConfig.from_dict(tiny_config(family, nested=nested, with_mtp=with_mtp, tied=tied))
+    config = config_from_dict(tiny_config(family, nested=nested, with_mtp=with_mtp, tied=tied))
     return config, tiny_weights(config, seed)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from shared.models.checkpoint import Weights
 from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict
 from shared.spec.standalone import SmallModel
 from tests.support.tiny_models import HEAD_SCALE, tiny_config, tiny_weights
 
@@ -39,7 +40,7 @@ def small_model(
     target: ModelConfig, target_weights: Weights, family: str, seed: int, **fields: Any
 ) -> SmallModel:
     """A model of any family that drafts for a target; see `small_config`."""
-    config = ModelConfig.from_dict(small_config(family, **fields))
+    config = config_from_dict(small_config(family, **fields))
     weights = tiny_weights(config, seed)
     weights["lm_head"] = np.float32(HEAD_SCALE) * _unit(weights["embed"])
     common = min(config.vocab, target.vocab)

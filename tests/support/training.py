@@ -19,6 +19,7 @@ from jax_impl.training.loop import Schedule, Task, train
 from jax_impl.weights import DraftModel, LoadedHead, Weights
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict, config_from_folder
 from tests.support.golden_models import load_golden_head
 from tests.support.tiny_models import tiny_config
 
@@ -37,7 +38,7 @@ def vectors(folder: str) -> dict[str, np.ndarray]:
 
 
 def golden_model(folder: str) -> tuple[ModelConfig, Weights]:
-    config = ModelConfig.from_folder(GOLDEN / folder)
+    config = config_from_folder(GOLDEN / folder)
     arrays = load_all(GOLDEN / folder, config, config.has_mtp)
     return config, weights.from_arrays(arrays, config, np.float32, CPU)
 
@@ -46,7 +47,7 @@ def small_hybrid() -> tuple[ModelConfig, Weights]:
     """A fresh model with as few layers as show everything, for these take long to compile."""
     fields = tiny_config("qwen3_5", nested=False, with_mtp=True, tied=True)
     fields |= {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-    config = ModelConfig.from_dict(fields)
+    config = config_from_dict(fields)
     return config, init.fresh_model(config, 0, True)
 
 

@@ -25,7 +25,7 @@ from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
 from shared.models.checkpoint import load_all, open_checkpoint, save_checkpoint
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict, config_from_folder
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import JAX_BACKENDS, make_backend
 from tests.support.contract_host import contract_limits
@@ -127,7 +127,7 @@ def trained_head(target: Path, data: Path, answers: Path, kind: str, out: Path) 
 
 def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
     """What the engine answers on the reference backend."""
-    config = ModelConfig.from_folder(folder)
+    config = config_from_folder(folder)
     weights = load_all(folder, config, drafter == "NEXTN")
     limits = contract_limits(config)
     shape = TreeShape.plain(4) if drafter == "none" else CHAIN
@@ -147,7 +147,7 @@ def test_training_from_scratch_lowers_the_loss_and_the_result_serves(target):
     first, *_, last = log_of(target)
     assert last["loss"] < 0.8 * first["loss"]
     assert last["mtp_cross_entropy"] < first["mtp_cross_entropy"]
-    config = ModelConfig.from_folder(target)
+    config = config_from_folder(target)
     assert config.eos_ids == tuple(ENDS)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (target / name).read_bytes() == (TOKENIZER / name).read_bytes()
@@ -175,7 +175,7 @@ def test_a_head_is_trained_on_the_targets_own_answers_and_serves(
     out = tmp_path / kind
     assert trained_head(target, data, answers, kind, out) == 0
     assert "acceptance_length" in log_of(out)[-1]
-    config, prompt = ModelConfig.from_folder(target), [65, 66, 67]
+    config, prompt = config_from_folder(target), [65, 66, 67]
     plain = text_of(target, "none", prompt)
     if kind == "mtp":
         assert text_of(out, "NEXTN", prompt) == plain
@@ -220,7 +220,7 @@ def test_a_draft_vocabulary_has_the_most_frequent_tokens_of_the_answers():
 
 @pytest.mark.parametrize("config", [HYBRID, QWEN3], ids=["hybrid", "qwen3"])
 def test_an_exported_model_loads_as_it_was_trained_but_for_bfloat16(config, tmp_path):
-    sizes = ModelConfig.from_dict(config)
+    sizes = config_from_dict(config)
     model = init.fresh_model(sizes, 3, sizes.has_mtp)
     export.save_model(tmp_path, config, model, TOKENIZER)
     loaded = tasks.load_model(tmp_path, sizes, sizes.has_mtp, np.float32)
@@ -233,7 +233,7 @@ def test_an_exported_model_loads_as_it_was_trained_but_for_bfloat16(config, tmp_
 
 @pytest.mark.parametrize("config", [HYBRID, QWEN3], ids=["hybrid", "qwen3"])
 def test_transformers_loads_an_exported_model_and_computes_the_same(config, tmp_path):
-    sizes = ModelConfig.from_dict(config)
+    sizes = config_from_dict(config)
     export.save_model(tmp_path, config, init.fresh_model(sizes, 3, sizes.has_mtp), TOKENIZER)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 64))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -248,13 +248,13 @@ def test_transformers_loads_an_exported_model_and_computes_the_same(config, tmp_
 def test_an_mtp_layer_goes_into_a_copy_of_a_target_in_shards(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     without = {**HYBRID, "mtp_num_hidden_layers": 0}
-    sizes = ModelConfig.from_dict(HYBRID)
-    model = init.fresh_model(ModelConfig.from_dict(without), 3, with_mtp=False)
+    sizes = config_from_dict(HYBRID)
+    model = init.fresh_model(config_from_dict(without), 3, with_mtp=False)
     weights = export.arrays_of(model)
     save_checkpoint(source, without, weights, num_shards=2)
     layer = init.fresh_mtp(sizes, model, 4)
     export.save_mtp(out, source, sizes, layer)
-    config, opened = ModelConfig.from_folder(out), open_checkpoint(out)
+    config, opened = config_from_folder(out), open_checkpoint(out)
     opened.check(config, with_mtp=True)
     read = load_all(out, config, with_mtp=True)
     assert all(np.array_equal(read[name], array) for name, array in weights.items())
@@ -286,7 +286,7 @@ def test_the_demo_models_have_the_sizes_that_ship():
     sizes = {}
     for name in ("target", "standalone"):
         config_json = json.loads((DEMO / f"{name}_config.json").read_text(encoding="utf-8"))
-        config = ModelConfig.from_dict(config_json)
+        config = config_from_dict(config_json)
         model = init.fresh_model(config, 0, config.has_mtp)
         sizes[name] = sum(array.size for array in export.arrays_of(model).values())
     assert 6e6 < sizes["target"] < 10e6

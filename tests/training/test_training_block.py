@@ -10,8 +10,10 @@ from jax_impl.training import init
 from jax_impl.training.block import Block
 from jax_impl.training.forward import Passed
 from jax_impl.weights import DraftModel
-from shared.models.checkpoint import Checkpoint, decoder_parameters, single
-from shared.models.config import ModelConfig, read_json
+from shared.models.checkpoint import Checkpoint
+from shared.models.families import config_from_dict
+from shared.models.fields import read_json
+from shared.models.parameters import decoder_parameters, single
 from tests.support.training import GOLDEN, golden_model, jitted, lowered, padded, vectors
 
 HOW = {"compute_dtype": jnp.float32, "remat": False}
@@ -19,7 +21,7 @@ HOW = {"compute_dtype": jnp.float32, "remat": False}
 
 def golden_block() -> tuple[Block, DraftModel]:
     settings = read_json(GOLDEN / "dflash" / "config.json")
-    layer = ModelConfig.from_dict({**settings, "architectures": ["Qwen3ForCausalLM"]})
+    layer = config_from_dict({**settings, "architectures": ["Qwen3ForCausalLM"]})
     own = settings["dflash_config"]
     streams = tuple(i + 1 for i in own["target_layer_ids"])
     block = Block(layer, streams, settings["block_size"], own["mask_token_id"])

@@ -9,8 +9,8 @@ import pytest
 
 from jax_impl.ops import gated_delta as ops
 from jax_impl.training import forward, gated_delta, init, layers, losses
-from shared.models.checkpoint import parameters
-from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict
+from shared.models.parameters import parameters
 from shared.spec import gated_delta as spec
 from tests.support.tiny_models import tiny_config
 from tests.support.training import golden_model, jitted, lowered, padded, small_hybrid, vectors
@@ -103,7 +103,7 @@ def test_the_chunked_form_is_the_recurrence_and_so_are_its_gradients(repeats):
 
 
 def small_llama():
-    config = ModelConfig.from_dict(tiny_config("llama", nested=False, with_mtp=False, tied=True))
+    config = config_from_dict(tiny_config("llama", nested=False, with_mtp=False, tied=True))
     return config, init.fresh_model(config, 0, False)
 
 

@@ -1,0 +1,194 @@
+"""How the config.json of each family is read: the only place that knows the fields' names."""
+
+from pathlib import Path
+from typing import Any
+
+from shared.models.config import CONV_WIDTH, GatedDeltaConfig, ModelConfig
+from shared.models.fields import Json, count, is_number, number, object_of, positive, read_json
+from shared.models.rotary import RotaryConfig, read_rotary
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+}
+"""Architecture names of Hugging Face that can be served, and the family whose code runs them."""
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
+"""The architecture of a `model_type`, for a config.json that lists no architecture."""
+
+LAYER_KINDS = {"full_attention": "attention", "linear_attention": "gated_delta"}
+
+
+def config_from_folder(folder: str | Path) -> ModelConfig:
+    """Reads config.json and, where present, generation_config.json of a checkpoint folder.
+
+    Raises:
+      ValueError: A file is missing or broken, or the model cannot be served; one sentence.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(f"the model folder {folder} does not exist")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"the model folder {folder} has no config.json")
+    generation = folder / "generation_config.json"
+    generation_config = read_json(generation) if generation.is_file() else {}
+    return config_from_dict(read_json(folder / "config.json"), generation_config)
+
+
+def config_from_dict(config: Json, generation_config: Json | None = None) -> ModelConfig:
+    """Parses the contents of config.json (flat, or nested under `text_config`).
+
+    Raises:
+      ValueError: The model cannot be served; one sentence that names the field.
+    """
+    family = _family(config)
+    text = object_of(config, "text_config") if "text_config" in config else config
+    _refuse_unsupported(config, text)
+    kinds = _layer_kinds(text, family)
+    hybrid = family == "qwen3_5"
+    num_heads = positive(text, "num_attention_heads")
+    head_size = _head_size(text, num_heads)
+    rotary = read_rotary(text, head_size, 0.25 if hybrid else 1.0)
+    return ModelConfig(
+        family=family,
+        vocab=positive(text, "vocab_size"),
+        hidden=positive(text, "hidden_size"),
+        intermediate=positive(text, "intermediate_size"),
+        layer_kinds=kinds,
+        num_heads=num_heads,
+        num_kv_heads=positive(text, "num_key_value_heads", num_heads),
+        head_size=head_size,
+        rms_eps=number(text, "rms_norm_eps", 1e-6),
+        rotary=rotary,
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        qk_norm=family != "llama",
+        attention_gate=hybrid and bool(text.get("attn_output_gate", True)),
+        zero_centered_norms=hybrid,
+        gated_delta=_gated_delta(text) if "gated_delta" in kinds else None,
+        has_mtp=hybrid and count(text, "mtp_num_hidden_layers") > 0,
+        context_length=_context_length(text, rotary),
+        eos_ids=_eos_ids(positive(text, "vocab_size"), config, text, generation_config or {}),
+    )
+
+
+def _family(config: Json) -> str:
+    names = list(config.get("architectures") or [])
+    model_type = config.get("model_type")
+    if not names and model_type in ARCHITECTURES:
+        names = [ARCHITECTURES[model_type]]
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    named = ", ".join(map(str, names)) or f"none, with model_type {model_type!r}"
+    raise ValueError(
+        f"architectures in config.json is {named}, which is not supported; "
+        f"serve one of {', '.join(FAMILIES)}"
+    )
+
+
+def _refuse_unsupported(config: Json, text: Json) -> None:
+    """Refuses by name whatever would change the forward pass and is not implemented."""
+    if config.get("quantization_config") or text.get("quantization_config"):
+        raise ValueError("quantization_config is not supported; use an unquantised checkpoint")
+    if text.get("num_experts"):
+        raise ValueError(
+            "num_experts: mixture-of-experts layers are not supported; use a dense model"
+        )
+    if text.get("use_sliding_window") or "sliding_attention" in (text.get("layer_types") or []):
+        raise ValueError(
+            "sliding-window attention (use_sliding_window, layer_types) is not supported"
+        )
+    for field in ("attention_bias", "mlp_bias", "mtp_use_dedicated_embeddings"):
+        if text.get(field):
+            raise ValueError(
+                f"{field}: true is not supported; use a checkpoint with {field}: false"
+            )
+    if text.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"hidden_act must be silu, got {text['hidden_act']!r}")
+    if text.get("output_gate_type", "silu") not in ("silu", "swish"):
+        raise ValueError(f"output_gate_type must be silu, got {text['output_gate_type']!r}")
+    if count(text, "mtp_num_hidden_layers") > 1:
+        raise ValueError(
+            f"mtp_num_hidden_layers must be 0 or 1, got {text['mtp_num_hidden_layers']}"
+        )
+
+
+def _head_size(text: Json, num_heads: int) -> int:
+    """What is given, or a head's share of the hidden state; even, as dimensions turn in pairs."""
+    hidden = positive(text, "hidden_size")
+    if text.get("head_dim") is None and hidden % num_heads:
+        raise ValueError(
+            f"hidden_size ({hidden}) is no multiple of num_attention_heads ({num_heads}); "
+            "give head_dim"
+        )
+    size = positive(text, "head_dim", hidden // num_heads)
+    if size % 2:
+        raise ValueError(f"head_dim in config.json must be even, got {size}")
+    return size
+
+
+def _layer_kinds(text: Json, family: str) -> tuple[str, ...]:
+    num_layers = positive(text, "num_hidden_layers")
+    if family != "qwen3_5":
+        return ("attention",) * num_layers
+    types = text.get("layer_types")
+    if types is None:
+        interval = positive(text, "full_attention_interval", 4)
+        types = [
+            "linear_attention" if (i + 1) % interval else "full_attention"
+            for i in range(num_layers)
+        ]
+    unknown = sorted(set(types) - set(LAYER_KINDS))
+    if unknown:
+        raise ValueError(f"layer_types holds {unknown[0]!r}; known are {', '.join(LAYER_KINDS)}")
+    if len(types) != num_layers:
+        raise ValueError(
+            f"layer_types lists {len(types)} layers, num_hidden_layers is {num_layers}"
+        )
+    return tuple(LAYER_KINDS[kind] for kind in types)
+
+
+def _gated_delta(text: Json) -> GatedDeltaConfig:
+    width = text.get("linear_conv_kernel_dim", CONV_WIDTH)
+    if width != CONV_WIDTH:
+        raise ValueError(f"linear_conv_kernel_dim must be {CONV_WIDTH}, got {width}")
+    return GatedDeltaConfig(
+        num_key_heads=positive(text, "linear_num_key_heads"),
+        num_value_heads=positive(text, "linear_num_value_heads"),
+        key_size=positive(text, "linear_key_head_dim"),
+        value_size=positive(text, "linear_value_head_dim"),
+    )
+
+
+def _context_length(text: Json, rotary: RotaryConfig) -> int:
+    """Yarn is switched on by an edit that leaves `max_position_embeddings` at the old length."""
+    stated = positive(text, "max_position_embeddings")
+    if rotary.type != "yarn":
+        return stated
+    return max(stated, int(rotary.factor * rotary.original_context))
+
+
+def _eos_ids(vocab: int, *sources: Json) -> tuple[int, ...]:
+    """The union of what the files name: they differ in released checkpoints."""
+    eos_ids: set[int] = set()
+    for source in sources:
+        ids = source.get("eos_token_id")
+        if ids is not None:
+            eos_ids.update(_checked_ids(ids if isinstance(ids, list) else [ids], vocab))
+    return tuple(sorted(eos_ids))
+
+
+def _checked_ids(ids: list[Any], vocab: int) -> list[int]:
+    for token in ids:
+        if not is_number(token, int) or not 0 <= token < vocab:
+            raise ValueError(
+                f"eos_token_id must name tokens of the vocabulary, 0 to {vocab - 1}, got {token!r}"
+            )
+    return ids

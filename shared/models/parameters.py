@@ -1,0 +1,190 @@
+"""Which tensors of a checkpoint each parameter of a model is made of, under which of our names.
+
+Our parameters are stacks, one per layer kind: `attention.inputs` holds layer after layer of the
+fused query, key and value projection, `gated_delta.inputs` that of qkv, z, b and a. Matrices
+are `[out, in]`, as in Hugging Face checkpoints.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shared.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor of the checkpoint: its name without prefix, and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One array of ours and the tensors it is made of.
+
+    Attributes:
+      name: Our name.
+      shape: Our shape.
+      pieces: Per layer of a stack (or once) the tensors that are joined on axis 0.
+      stacked: Axis 0 of `shape` counts layers.
+      float32: Kept in float32 whatever the dtype of the model.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[Source, ...], ...]
+    stacked: bool
+    float32: bool = False
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All tensors of the checkpoint that this parameter needs."""
+        return tuple(source for piece in self.pieces for source in piece)
+
+
+def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
+    """Every parameter of a model in the order they are loaded; `lm_head` is absent when tied.
+
+    Raises:
+      ValueError: `with_mtp` for a model whose config names no MTP layer.
+    """
+    if with_mtp and not config.has_mtp:
+        raise ValueError("the model's config.json names no MTP layer (mtp_num_hidden_layers)")
+    table = (config.vocab, config.hidden)
+    tensors = [single("embed", "embed_tokens.weight", table)]
+    tensors += decoder_parameters("", config, [f"layers.{i}" for i in range(config.num_layers)])
+    tensors.append(single("final_norm", "norm.weight", (config.hidden,)))
+    if not config.tied:
+        tensors.append(single("lm_head", "lm_head.weight", table))
+    return tensors + (_mtp_parameters(config) if with_mtp else [])
+
+
+def decoder_parameters(
+    prefix: str, config: ModelConfig, layers: Sequence[str], kinds: Sequence[str] | None = None
+) -> list[Parameter]:
+    """Stacks of the decoder layers that the checkpoint calls `layers`, of the given kinds.
+
+    Args:
+      prefix: Put before our names.
+      kinds: Layer kinds, those of the config where None.
+    """
+    kinds = config.layer_kinds if kinds is None else kinds
+    attention = [name for name, kind in zip(layers, kinds, strict=True) if kind == "attention"]
+    delta = [name for name, kind in zip(layers, kinds, strict=True) if kind == "gated_delta"]
+    norm = (config.hidden,)
+    return [
+        stack(f"{prefix}input_norm", layers, {"input_layernorm.weight": norm}),
+        stack(f"{prefix}post_attention_norm", layers, {"post_attention_layernorm.weight": norm}),
+        *mlp_parameters(f"{prefix}mlp.", config, layers),
+        *(attention_parameters(f"{prefix}attention.", config, attention) if attention else []),
+        *(_gated_delta(f"{prefix}gated_delta.", config, delta) if delta else []),
+    ]
+
+
+def norms_before(
+    prefix: str, kinds: Sequence[str], with_inputs: bool = True
+) -> list[tuple[str, list[int], str]]:
+    """Which norm stands before which stack of weights, in the decoder layers of a prefix.
+
+    Args:
+      kinds: Of the layers.
+      with_inputs: Whether the mixers read the normed stream alone; those of draft heads do not.
+
+    Returns:
+      The name of a stack of norms, the layers in it that matter, and the name of the weights.
+    """
+    norms = [(f"{prefix}post_attention_norm", list(range(len(kinds))), f"{prefix}mlp.gate_up")]
+    for kind in sorted(set(kinds)) if with_inputs else []:
+        numbers = [number for number, each in enumerate(kinds) if each == kind]
+        norms.append((f"{prefix}input_norm", numbers, f"{prefix}{kind}.inputs"))
+    return norms
+
+
+def attention_parameters(
+    prefix: str, config: ModelConfig, layers: Sequence[str], inputs: int | None = None
+) -> list[Parameter]:
+    """Stacks of the attention layers; with an output gate the q rows are [q | gate] per head.
+
+    Args:
+      inputs: Width that q, k and v are computed from, the hidden size where None.
+    """
+    inputs = inputs or config.hidden
+    size = config.head_size
+    queries, keys = config.num_heads * size, config.num_kv_heads * size
+    qkv = {
+        "self_attn.q_proj.weight": (queries * (2 if config.attention_gate else 1), inputs),
+        "self_attn.k_proj.weight": (keys, inputs),
+        "self_attn.v_proj.weight": (keys, inputs),
+    }
+    tensors = [
+        stack(f"{prefix}inputs", layers, qkv),
+        stack(f"{prefix}out", layers, {"self_attn.o_proj.weight": (config.hidden, queries)}),
+    ]
+    if config.qk_norm:
+        tensors.append(stack(f"{prefix}q_norm", layers, {"self_attn.q_norm.weight": (size,)}))
+        tensors.append(stack(f"{prefix}k_norm", layers, {"self_attn.k_norm.weight": (size,)}))
+    return tensors
+
+
+def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
+    """Stacks of the gated MLPs of some layers."""
+    wide = (config.intermediate, config.hidden)
+    gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
+    return [
+        stack(f"{prefix}gate_up", layers, gate_up),
+        stack(f"{prefix}down", layers, {"mlp.down_proj.weight": wide[::-1]}),
+    ]
+
+
+def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
+    delta = config.gated_delta
+    assert delta is not None  # the config has gated-delta layers
+    hidden, heads = config.hidden, delta.num_value_heads
+    values = heads * delta.value_size
+    inputs = {
+        "linear_attn.in_proj_qkv.weight": (delta.channels, hidden),
+        "linear_attn.in_proj_z.weight": (values, hidden),
+        "linear_attn.in_proj_b.weight": (heads, hidden),
+        "linear_attn.in_proj_a.weight": (heads, hidden),
+    }
+    conv = {"linear_attn.conv1d.weight": (delta.channels, 1, delta.conv_width)}
+    return [
+        stack(f"{prefix}inputs", layers, inputs),
+        stack(f"{prefix}conv", layers, conv, shape=(delta.channels, delta.conv_width)),
+        stack(f"{prefix}a_log", layers, {"linear_attn.A_log": (heads,)}, float32=True),
+        stack(f"{prefix}dt_bias", layers, {"linear_attn.dt_bias": (heads,)}, float32=True),
+        stack(f"{prefix}norm", layers, {"linear_attn.norm.weight": (delta.value_size,)}),
+        stack(f"{prefix}out", layers, {"linear_attn.out_proj.weight": (hidden, values)}),
+    ]
+
+
+def _mtp_parameters(config: ModelConfig) -> list[Parameter]:
+    hidden = (config.hidden,)
+    return [
+        single("mtp.fc", "mtp.fc.weight", (config.hidden, 2 * config.hidden)),
+        single("mtp.embedding_norm", "mtp.pre_fc_norm_embedding.weight", hidden),
+        single("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", hidden),
+        single("mtp.final_norm", "mtp.norm.weight", hidden),
+        *decoder_parameters("mtp.layer.", config, ["mtp.layers.0"], ["attention"]),
+    ]
+
+
+def single(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
+    """A parameter that is one tensor of the checkpoint, unchanged."""
+    return Parameter(name, shape, ((Source(source, shape),),), stacked=False)
+
+
+def stack(
+    name: str,
+    layers: Sequence[str],
+    tensors: Mapping[str, tuple[int, ...]],
+    shape: tuple[int, ...] | None = None,
+    float32: bool = False,
+) -> Parameter:
+    """One parameter that stacks, per layer, `tensors` joined on axis 0 (and seen as `shape`)."""
+    if shape is None:
+        rows = sum(s[0] for s in tensors.values())
+        shape = (rows, *next(iter(tensors.values()))[1:])
+    pieces = tuple(tuple(Source(f"{layer}.{t}", s) for t, s in tensors.items()) for layer in layers)
+    return Parameter(name, (len(layers), *shape), pieces, stacked=True, float32=float32)
