@@ -157,7 +157,7 @@ def new_kv(
     device: jax.Device,
 ) -> KV:
     """Empty pools of some attention layers; `pool` is the number of pages and their size."""
-    heads = (config.num_kv_heads, config.head_size)
+    heads = (config.attention.num_kv_heads, config.attention.head_size)
     return jnp.zeros((num_layers, 2, *pool, *heads), dtype, device=device)
 
 

@@ -13,7 +13,8 @@ from jax_impl.ops.linear import Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.weights import Attention, GatedDelta, Layer
-from shared.models.config import GatedDeltaConfig, ModelConfig
+from shared.models.config import ModelConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec.layers import rotary_frequencies
 
 Hidden = Float[jax.Array, "R hidden"]
@@ -44,8 +45,8 @@ class DeltaMixer(Protocol):
 
 def angles(config: ModelConfig, positions: Int[jax.Array, " R"]) -> Angles:
     """The rotation at each row's position, once for all layers of a pass."""
-    frequencies = jnp.asarray(rotary_frequencies(config.rotary))
-    factor = config.rotary.attention_factor
+    frequencies = jnp.asarray(rotary_frequencies(config.attention.rotary))
+    factor = config.attention.rotary.attention_factor
     return Angles(*layers.rotary_angles(positions, frequencies, factor))
 
 
@@ -69,7 +70,7 @@ def attention_layer(
     """A decoder layer with attention, from its projection on; its pools are those at `place`."""
     assert isinstance(layer.mixer, Attention)
     norms = head_norms(config, layer.mixer)
-    mixed, kv = mix.mix(qkv, Heads.of(config), norms, turn, rows, kv, place)
+    mixed, kv = mix.mix(qkv, Heads.of(config.attention), norms, turn, rows, kv, place)
     return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), kv
 
 
@@ -108,11 +109,11 @@ def write_keys(
     For a model with norms of its keys.
     """
     assert isinstance(layer.mixer, Attention)
-    keys, norms = config.num_kv_heads * config.head_size, head_norms(config, layer.mixer)
+    keys, norms = config.attention.key_size, head_norms(config, layer.mixer)
     inputs = layer.mixer.inputs
     assert norms is not None  # the model has them
     projected = linear.product(x, inputs, inputs.values.shape[-2] - 2 * keys)
-    return mix.mix_keys(projected, Heads.of(config), norms, turn, rows, kv, place)
+    return mix.mix_keys(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:

@@ -17,9 +17,9 @@ def blocked_attention(program: Program, model: ModelConfig, limits: Limits, item
     """Of plain attention: one block's keys, values and scores, and the outputs so far."""
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest
     keys = min(program.pages * limits.page_size, max(BLOCK, limits.page_size))
-    gathered = 2 * program.batch * keys * model.num_kv_heads * model.head_size * item
-    rows = program.batch * model.num_heads * queries
-    return gathered + 2 * rows * (keys + model.head_size + 2) * 4
+    gathered = 2 * program.batch * keys * model.attention.key_size * item
+    rows = program.batch * model.attention.num_heads * queries
+    return gathered + 2 * rows * (keys + model.attention.head_size + 2) * 4
 
 
 ON_CPU = Costs(logit=LOGIT, reported=REPORTED, attention=blocked_attention)

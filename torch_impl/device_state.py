@@ -151,7 +151,7 @@ def new_kv(
     device: torch.device,
 ) -> Float[Tensor, "L 2 pages page H D"]:
     """Empty pools of some attention layers; `pool` is the number of pages and their size."""
-    heads = (config.num_kv_heads, config.head_size)
+    heads = (config.attention.num_kv_heads, config.attention.head_size)
     return torch.zeros(num_layers, 2, *pool, *heads, dtype=dtype, device=device)
 
 

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.models.config import GatedDeltaConfig, ModelConfig
+from shared.models.config import ModelConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec import layers as layers_spec
 from torch_impl.ops import delta_mix, layers, linear, mix
 from torch_impl.ops.attention import Rows
@@ -26,12 +27,12 @@ inputs to the heads' outputs after the gated norm."""
 
 def rotary_frequencies(config: ModelConfig, device: torch.device) -> Float[Tensor, " half"]:
     """The rotary frequencies of a model or a head, which `angles` reads."""
-    return torch.from_numpy(layers_spec.rotary_frequencies(config.rotary)).to(device)
+    return torch.from_numpy(layers_spec.rotary_frequencies(config.attention.rotary)).to(device)
 
 
 def angles(config: ModelConfig, frequencies: Float[Tensor, " half"], rows: Rows) -> Angles:
     """The rotation at each row's position, once for all layers of a pass."""
-    factor = config.rotary.attention_factor
+    factor = config.attention.rotary.attention_factor
     return Angles(*layers.rotary_angles(rows.positions, frequencies, factor))
 
 
@@ -55,7 +56,7 @@ def attention_layer(
     """A decoder layer with attention, from its projection on; writes the pools at `place`."""
     assert isinstance(layer.mixer, Attention)
     norms = head_norms(config, layer.mixer)
-    mixed = mix.mix(qkv, Heads.of(config), norms, turn, rows, kv, place)
+    mixed = mix.mix(qkv, Heads.of(config.attention), norms, turn, rows, kv, place)
     return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
 
 
@@ -93,11 +94,11 @@ def write_keys(
     For a model with norms of its keys.
     """
     assert isinstance(layer.mixer, Attention)
-    keys, norms = config.num_kv_heads * config.head_size, head_norms(config, layer.mixer)
+    keys, norms = config.attention.key_size, head_norms(config, layer.mixer)
     assert norms is not None  # the model has them
     inputs = layer.mixer.inputs
     projected = linear.product(x, inputs, len(inputs.values) - 2 * keys)
-    mix.mix_keys(projected, Heads.of(config), norms, turn, rows, kv, place)
+    mix.mix_keys(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
 
 
 def delta_weights(config: ModelConfig, weights: GatedDelta) -> DeltaWeights:

@@ -266,7 +266,7 @@ def _attention(
     config: ModelConfig, tensors: dict[str, Tensor], prefix: str, place: int
 ) -> Attention:
     q_norm = k_norm = None
-    if config.qk_norm:
+    if config.attention.qk_norm:
         q_norm = _norm(config, tensors[f"{prefix}q_norm"][place])
         k_norm = _norm(config, tensors[f"{prefix}k_norm"][place])
     inputs, out = (Matrix(tensors[f"{prefix}{x}"][place]) for x in ("inputs", "out"))

@@ -70,4 +70,4 @@ def _weight_bytes(wanted: list[Parameter], item: int, is_tied: bool) -> int:
 
 def _kv_row(config: ModelConfig, num_layers: int, item: int) -> int:
     """Keys and values of one token in all layers."""
-    return 2 * config.num_kv_heads * config.head_size * num_layers * item
+    return 2 * config.attention.key_size * num_layers * item

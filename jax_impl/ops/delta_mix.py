@@ -21,7 +21,7 @@ from jax_impl.ops.mamba_state import (
     path_window,
     replay,
 )
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec.numerics import SQUARES
 
 

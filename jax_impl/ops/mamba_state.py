@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.ops import Place, gated_delta, layers, scan
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec.gated_delta import CHUNK
 from shared.spec.mamba_state import WINDOW
 

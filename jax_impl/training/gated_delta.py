@@ -15,7 +15,8 @@ from jaxtyping import Float
 from jax_impl.ops import gated_delta, layers, mamba_state
 from jax_impl.training.layers import Rows, linear
 from jax_impl.weights import GatedDeltaStack
-from shared.models.config import GatedDeltaConfig, ModelConfig
+from shared.models.config import ModelConfig
+from shared.models.layers import GatedDeltaConfig
 
 CHUNK = 32
 """Half of serving's, which spares memory traffic: half the numbers in all matrices of a chunk."""

@@ -93,11 +93,12 @@ def project(
     Float[jax.Array, "R Hq D"] | None,
 ]:
     """Queries and keys, normed and turned, values, and the output gate where there is one."""
-    qkv, D, Hk = linear(x, weights.inputs[layer]), config.head_size, config.num_kv_heads
+    qkv, attention = linear(x, weights.inputs[layer]), config.attention
+    D, Hq, Hk = attention.head_size, attention.num_heads, attention.num_kv_heads
     q, k, v = jnp.split(qkv, [qkv.shape[1] - 2 * Hk * D, qkv.shape[1] - Hk * D], axis=1)
-    q, k, v = q.reshape(len(x), config.num_heads, -1), k.reshape(-1, Hk, D), v.reshape(-1, Hk, D)
-    q, gate = (q[..., :D], q[..., D:]) if config.attention_gate else (q, None)
-    if config.qk_norm:
+    q, k, v = q.reshape(len(x), Hq, -1), k.reshape(-1, Hk, D), v.reshape(-1, Hk, D)
+    q, gate = (q[..., :D], q[..., D:]) if attention.has_gate else (q, None)
+    if attention.qk_norm:
         q = layers.rms_norm(q, weights.q_norm[layer], config.rms_eps)
         k = layers.rms_norm(k, weights.k_norm[layer], config.rms_eps)
     return layers.apply_rotary(q, *turn), layers.apply_rotary(k, *turn), v, gate
@@ -111,10 +112,10 @@ def keys_and_values(
     turn: Angles,
 ) -> tuple[Float[jax.Array, "R Hk D"], Float[jax.Array, "R Hk D"]]:
     """As `project` has them, of rows that ask nothing."""
-    D, Hk = config.head_size, config.num_kv_heads
+    D, Hk = config.attention.head_size, config.attention.num_kv_heads
     both = linear(x, weights.inputs[layer][-2 * Hk * D :]).reshape(len(x), 2, Hk, D)
     k, v = both[:, 0], both[:, 1]
-    if config.qk_norm:
+    if config.attention.qk_norm:
         k = layers.rms_norm(k, weights.k_norm[layer], config.rms_eps)
     return layers.apply_rotary(k, *turn), v
 

@@ -69,8 +69,9 @@ class PlainOperation:
 
 def _attention_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
     for model in _models(blueprint):
-        if program.work is not Work.COUNT and model.head_size not in takes.head_sizes:
-            return f"attention heads of {_listed(takes.head_sizes)}, not of {model.head_size}"
+        size = model.attention.head_size
+        if program.work is not Work.COUNT and size not in takes.head_sizes:
+            return f"attention heads of {_listed(takes.head_sizes)}, not of {size}"
     return None
 
 

@@ -65,8 +65,8 @@ def gathered_attention(program: Program, model: ModelConfig, limits: Limits, ite
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest
     keys = program.pages * limits.page_size
     bytes_each = 2 * item + (4 if item < 4 else 0)
-    gathered = program.batch * keys * model.num_kv_heads * model.head_size * bytes_each
-    return gathered + 2 * program.batch * model.num_heads * queries * keys * 4
+    gathered = program.batch * keys * model.attention.key_size * bytes_each
+    return gathered + 2 * program.batch * model.attention.num_heads * queries * keys * 4
 
 
 def split_attention(
@@ -77,12 +77,12 @@ def split_attention(
     Those are sums, a peak and a total each. A prompt has few rows if their pairs with the query
     heads of a key head are no more than `most_pairs`.
     """
-    heads = rows_of(program) * model.num_heads
-    size = 2 * model.head_size * item
-    if program.tokens * (model.num_heads // model.num_kv_heads) <= most_pairs:
+    attention = model.attention
+    heads, size = rows_of(program) * attention.num_heads, 2 * attention.head_size * item
+    if program.tokens * (attention.num_heads // attention.num_kv_heads) <= most_pairs:
         positions = program.pages * limits.page_size
         splits, spans = -(-positions // ATTENTION.split), -(-positions // ATTENTION.span)
-        size += max(min(splits, MOST_PARTS), spans) * (model.head_size + 2) * 4
+        size += max(min(splits, MOST_PARTS), spans) * (attention.head_size + 2) * 4
     return heads * size
 
 
@@ -105,8 +105,8 @@ def state_layer_bytes(model: ModelConfig, item: int) -> int:
 
 def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, costs: Costs) -> int:
     """The widest layer of a forward pass, and what is kept of all gated-delta layers."""
-    heads, item = model.num_heads * model.head_size, blueprint.item_bytes
-    layer = rows_of(program) * (4 * model.hidden + 3 * model.intermediate + 4 * heads) * item
+    heads, item = model.attention.query_size, blueprint.item_bytes
+    layer = rows_of(program) * (4 * model.hidden + 3 * model.feed.intermediate + 4 * heads) * item
     attention = costs.attention(program, model, blueprint.limits, item)
     return layer + attention + _delta_bytes(program, model, item)
 

@@ -94,7 +94,7 @@ class Checkpoint:
             if tied_head or name.startswith("mtp.") or any(part in name for part in IGNORED):
                 continue
             raise CheckpointError(
-                f"the tensor {name} has no place in a {config.family} model; "
+                f"the tensor {name} has no place in a {config.name} model; "
                 "use a checkpoint without it"
             )
 

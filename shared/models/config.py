@@ -1,86 +1,83 @@
-"""What a forward pass needs to know about a model: kinds of layers, counts of heads, rotation."""
+"""What a forward pass needs to know about a model: its layers, and what they share."""
 
 from dataclasses import dataclass
 
-from shared.models.rotary import RotaryConfig
-
-CONV_WIDTH = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatedDeltaConfig:
-    """Sizes of a gated-delta-net layer; value head h reads key head h // (value / key heads)."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_size: int
-    value_size: int
-    conv_width: int = CONV_WIDTH
-
-    @property
-    def channels(self) -> int:
-        """Convolution channels: all q heads, then all k heads, then all v heads."""
-        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+from shared.models.layers import AttentionConfig, DenseConfig, GatedDeltaConfig, LayerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What a forward pass needs to know about a model.
 
+    Layers of one kind have the same sizes, as their parameters and pools are stacks.
+
     Attributes:
-      family: "llama", "qwen3" or "qwen3_5".
-      layer_kinds: One of "attention", "gated_delta" per decoder layer.
-      qk_norm: Queries and keys get an RMS norm per head before the rotation.
-      attention_gate: The query projection carries an output gate per head (q rows, gate rows).
+      name: What sentences to users call such a model.
+      layers: The decoder layers in order, the MTP layer not among them.
+      rms_eps: Added to the mean square of every RMS norm.
+      tied: The embedding also gives the logits.
       zero_centered_norms: Norms scale by 1 + weight (all but the gated-delta output norm).
-      gated_delta: Sizes of the gated-delta layers, None where there are none.
       has_mtp: The config names an MTP layer; the checkpoint may still lack its tensors.
+      drafts_trees: Its EAGLE heads draft trees where no shape is asked for.
+      context_length: Most tokens of a text.
       eos_ids: Token ids that end a text, ascending.
+
+    Raises:
+      ValueError: Layers of one kind differ, or none is attention.
     """
 
-    family: str
+    name: str
     vocab: int
     hidden: int
-    intermediate: int
-    layer_kinds: tuple[str, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
+    layers: tuple[LayerConfig, ...]
     rms_eps: float
-    rotary: RotaryConfig
     tied: bool
-    qk_norm: bool
-    attention_gate: bool
     zero_centered_norms: bool
-    gated_delta: GatedDeltaConfig | None
     has_mtp: bool
+    drafts_trees: bool
     context_length: int
     eos_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})"
-            )
-        delta = self.gated_delta
-        if delta and delta.num_value_heads % delta.num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads ({delta.num_value_heads}) must be a multiple of "
-                f"linear_num_key_heads ({delta.num_key_heads})"
-            )
+        if not self.num_attention_layers:
+            raise ValueError("layer_types has no full_attention layer; serve a model with one")
+        if len({each.mixer for each in self.layers}) > len(set(self.layer_kinds)):
+            raise ValueError("layers of one kind but different sizes are not supported")
+        if len({each.feed for each in self.layers}) > 1:
+            raise ValueError("MLPs of different sizes are not supported")
+
+    @property
+    def layer_kinds(self) -> tuple[str, ...]:
+        """The kind of each layer's mixer, which names its parameters."""
+        return tuple(each.mixer.kind for each in self.layers)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """What attention layers are like, those that draft too."""
+        return next(x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig))
+
+    @property
+    def gated_delta(self) -> GatedDeltaConfig | None:
+        """What gated-delta layers are like; None where there are none."""
+        found = (x.mixer for x in self.layers if isinstance(x.mixer, GatedDeltaConfig))
+        return next(found, None)
+
+    @property
+    def feed(self) -> DenseConfig:
+        """What feeds forward in every layer."""
+        return self.layers[0].feed
 
     @property
     def num_layers(self) -> int:
         """Decoder layers, the MTP layer not counted."""
-        return len(self.layer_kinds)
+        return len(self.layers)
 
     @property
     def num_attention_layers(self) -> int:
         """Layers that have KV pages, the MTP layer not counted."""
-        return self.layer_kinds.count("attention")
+        return self.layer_kinds.count(AttentionConfig.kind)
 
     @property
     def num_gated_delta_layers(self) -> int:
         """Layers that have a recurrent state."""
-        return self.layer_kinds.count("gated_delta")
+        return self.layer_kinds.count(GatedDeltaConfig.kind)

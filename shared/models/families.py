@@ -3,8 +3,15 @@
 from pathlib import Path
 from typing import Any
 
-from shared.models.config import CONV_WIDTH, GatedDeltaConfig, ModelConfig
+from shared.models.config import ModelConfig
 from shared.models.fields import Json, count, is_number, number, object_of, positive, read_json
+from shared.models.layers import (
+    CONV_WIDTH,
+    AttentionConfig,
+    DenseConfig,
+    GatedDeltaConfig,
+    LayerConfig,
+)
 from shared.models.rotary import RotaryConfig, read_rotary
 
 FAMILIES = {
@@ -23,7 +30,7 @@ ARCHITECTURES = {
 }
 """The architecture of a `model_type`, for a config.json that lists no architecture."""
 
-LAYER_KINDS = {"full_attention": "attention", "linear_attention": "gated_delta"}
+LAYER_TYPES = ("full_attention", "linear_attention")
 
 
 def config_from_folder(folder: str | Path) -> ModelConfig:
@@ -51,29 +58,19 @@ def config_from_dict(config: Json, generation_config: Json | None = None) -> Mod
     family = _family(config)
     text = object_of(config, "text_config") if "text_config" in config else config
     _refuse_unsupported(config, text)
-    kinds = _layer_kinds(text, family)
-    hybrid = family == "qwen3_5"
-    num_heads = positive(text, "num_attention_heads")
-    head_size = _head_size(text, num_heads)
-    rotary = read_rotary(text, head_size, 0.25 if hybrid else 1.0)
+    is_hybrid = family == "qwen3_5"
+    attention = _attention(text, family)
     return ModelConfig(
-        family=family,
+        name=family,
         vocab=positive(text, "vocab_size"),
         hidden=positive(text, "hidden_size"),
-        intermediate=positive(text, "intermediate_size"),
-        layer_kinds=kinds,
-        num_heads=num_heads,
-        num_kv_heads=positive(text, "num_key_value_heads", num_heads),
-        head_size=head_size,
+        layers=_layers(text, is_hybrid, attention),
         rms_eps=number(text, "rms_norm_eps", 1e-6),
-        rotary=rotary,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        qk_norm=family != "llama",
-        attention_gate=hybrid and bool(text.get("attn_output_gate", True)),
-        zero_centered_norms=hybrid,
-        gated_delta=_gated_delta(text) if "gated_delta" in kinds else None,
-        has_mtp=hybrid and count(text, "mtp_num_hidden_layers") > 0,
-        context_length=_context_length(text, rotary),
+        zero_centered_norms=is_hybrid,
+        has_mtp=is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
+        drafts_trees=family == "llama",
+        context_length=_context_length(text, attention.rotary),
         eos_ids=_eos_ids(positive(text, "vocab_size"), config, text, generation_config or {}),
     )
 
@@ -134,25 +131,47 @@ def _head_size(text: Json, num_heads: int) -> int:
     return size
 
 
-def _layer_kinds(text: Json, family: str) -> tuple[str, ...]:
-    num_layers = positive(text, "num_hidden_layers")
-    if family != "qwen3_5":
-        return ("attention",) * num_layers
-    types = text.get("layer_types")
+def _attention(text: Json, family: str) -> AttentionConfig:
+    is_hybrid, num_heads = family == "qwen3_5", positive(text, "num_attention_heads")
+    head_size = _head_size(text, num_heads)
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=positive(text, "num_key_value_heads", num_heads),
+        head_size=head_size,
+        qk_norm=family != "llama",
+        has_gate=is_hybrid and bool(text.get("attn_output_gate", True)),
+        rotary=read_rotary(text, head_size, 0.25 if is_hybrid else 1.0),
+    )
+
+
+def _layers(text: Json, is_hybrid: bool, attention: AttentionConfig) -> tuple[LayerConfig, ...]:
+    feed = DenseConfig(intermediate=positive(text, "intermediate_size"))
+    types = _layer_types(text) if is_hybrid else ["full_attention"] * _num_layers(text)
+    delta = _gated_delta(text) if "linear_attention" in types else attention
+    mixers = {"full_attention": attention, "linear_attention": delta}
+    return tuple(LayerConfig(mixer=mixers[each], feed=feed) for each in types)
+
+
+def _num_layers(text: Json) -> int:
+    return positive(text, "num_hidden_layers")
+
+
+def _layer_types(text: Json) -> list[str]:
+    num_layers, types = _num_layers(text), text.get("layer_types")
     if types is None:
         interval = positive(text, "full_attention_interval", 4)
         types = [
             "linear_attention" if (i + 1) % interval else "full_attention"
             for i in range(num_layers)
         ]
-    unknown = sorted(set(types) - set(LAYER_KINDS))
+    unknown = sorted(set(types) - set(LAYER_TYPES))
     if unknown:
-        raise ValueError(f"layer_types holds {unknown[0]!r}; known are {', '.join(LAYER_KINDS)}")
+        raise ValueError(f"layer_types holds {unknown[0]!r}; known are {', '.join(LAYER_TYPES)}")
     if len(types) != num_layers:
         raise ValueError(
             f"layer_types lists {len(types)} layers, num_hidden_layers is {num_layers}"
         )
-    return tuple(LAYER_KINDS[kind] for kind in types)
+    return types
 
 
 def _gated_delta(text: Json) -> GatedDeltaConfig:

@@ -110,10 +110,10 @@ def attention_parameters(
       inputs: Width that q, k and v are computed from, the hidden size where None.
     """
     inputs = inputs or config.hidden
-    size = config.head_size
-    queries, keys = config.num_heads * size, config.num_kv_heads * size
+    attention, size = config.attention, config.attention.head_size
+    queries, keys = attention.query_size, attention.key_size
     qkv = {
-        "self_attn.q_proj.weight": (queries * (2 if config.attention_gate else 1), inputs),
+        "self_attn.q_proj.weight": (queries * (2 if attention.has_gate else 1), inputs),
         "self_attn.k_proj.weight": (keys, inputs),
         "self_attn.v_proj.weight": (keys, inputs),
     }
@@ -121,7 +121,7 @@ def attention_parameters(
         stack(f"{prefix}inputs", layers, qkv),
         stack(f"{prefix}out", layers, {"self_attn.o_proj.weight": (config.hidden, queries)}),
     ]
-    if config.qk_norm:
+    if attention.qk_norm:
         tensors.append(stack(f"{prefix}q_norm", layers, {"self_attn.q_norm.weight": (size,)}))
         tensors.append(stack(f"{prefix}k_norm", layers, {"self_attn.k_norm.weight": (size,)}))
     return tensors
@@ -129,7 +129,7 @@ def attention_parameters(
 
 def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
     """Stacks of the gated MLPs of some layers."""
-    wide = (config.intermediate, config.hidden)
+    wide = (config.feed.intermediate, config.hidden)
     gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
     return [
         stack(f"{prefix}gate_up", layers, gate_up),

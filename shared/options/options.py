@@ -144,11 +144,11 @@ class SpeculativeConfig:
                 f"--speculative-algorithm must be one of {', '.join(ALGORITHMS)}, got {name}"
             )
 
-    def settled(self, is_llama: bool, block: int | None) -> Self:
+    def settled(self, drafts_trees: bool, block: int | None) -> Self:
         """With no shape left open, in a start that drafts.
 
         Args:
-          is_llama: The target is a Llama model.
+          drafts_trees: See `ModelConfig`.
           block: Size of the block of a DFLASH head; None without one.
         """
         if self.speculative_algorithm is None:
@@ -158,7 +158,7 @@ class SpeculativeConfig:
         shape = (self.num_steps, self.topk, self.num_draft_tokens)
         is_open = all(getattr(self, item) is None for item in _SHAPE_FIELDS)
         has_trees = self.speculative_algorithm in HEAD_ALGORITHMS and self.verification == "match"
-        if is_open and is_llama and has_trees:
+        if is_open and drafts_trees and has_trees:
             shape = TREE_SHAPE
         if block is not None:
             shape = (block - 1, 1, block)

@@ -62,7 +62,7 @@ class Setup:
         """S, the levels that are drafted; the most there can be where that is decided later."""
         if self.adaptive.speculative_adaptive:
             return max((each.steps for each in self.options.candidates), default=MOST_STEPS)
-        return self.draft.settled(self.model.family == "llama", self.block).num_steps
+        return self.draft.settled(self.model.drafts_trees, self.block).num_steps
 
     @property
     def ngram_flag(self) -> str | None:
@@ -74,7 +74,7 @@ class Setup:
         """What the sentences of the rules speak of."""
         return {
             "algorithm": self.algorithm,
-            "family": self.model.family,
+            "family": self.model.name,
             "head_kind": self.head_kind,
             "head": f"{'a' if self.head_kind == BLOCK_ALGORITHM else 'an'} {self.head_kind} head",
             "S": self.draft.num_steps,

@@ -123,7 +123,7 @@ def _with_defaults(
     are_few = are_compiled and device.kind == "cpu"
     defaults, engine = DEFAULTS[device.kind], options.engine
     block = drafts.block.size if drafts.block else None
-    draft = options.speculative.settled(model.family == "llama", block)
+    draft = options.speculative.settled(model.drafts_trees, block)
     candidates = _candidates(options, block, are_few)
     page_size = engine.page_size or defaults.page_size
     deepest = max((draft.num_steps, *(each.steps for each in candidates)))
@@ -293,7 +293,7 @@ def _page_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
 def _kv_bytes(config: ModelConfig, blueprint: Blueprint) -> int:
     """Keys and values of one layer."""
     positions = blueprint.limits.num_pages * blueprint.limits.page_size
-    return positions * 2 * config.num_kv_heads * config.head_size * blueprint.item_bytes
+    return positions * 2 * config.attention.key_size * blueprint.item_bytes
 
 
 def _slot_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:

@@ -54,8 +54,8 @@ def extend(config: ModelConfig, weights: HeadWeights, rows: Rows, read: Hidden, 
       rows: Committed tokens whose hidden states are known.
       read: `context` of these rows.
     """
-    keys, pools = config.num_kv_heads * config.head_size, []
-    angles, heads = model.angles(config, rows), Heads.of(config)
+    keys, pools = config.attention.key_size, []
+    angles, heads = model.angles(config, rows), Heads.of(config.attention)
     for layer in range(config.num_layers):
         weight = Matrix(weights["layer.attention.inputs"][layer][-2 * keys :])
         norms = model.head_norms(config, weights, "layer.", layer)

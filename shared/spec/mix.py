@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from shared.models.config import ModelConfig
+from shared.models.layers import AttentionConfig
 from shared.spec import layers
 from shared.spec.attention import Rows, attend, write
 
@@ -27,9 +27,9 @@ class Heads:
     gated: bool
 
     @classmethod
-    def of(cls, config: ModelConfig) -> "Heads":
-        """Those of a model's attention layers."""
-        return cls(config.num_kv_heads, config.head_size, config.attention_gate)
+    def of(cls, config: AttentionConfig) -> "Heads":
+        """Those of attention layers."""
+        return cls(config.num_kv_heads, config.head_size, config.has_gate)
 
 
 @dataclass(frozen=True)

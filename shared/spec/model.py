@@ -51,7 +51,8 @@ inputs to the heads' outputs after the gated norm."""
 
 def new_kv(config: ModelConfig, num_layers: int, num_pages: int, page_size: int) -> KV:
     """Empty pools of `num_layers` attention layers."""
-    shape = (num_layers, num_pages, page_size, config.num_kv_heads, config.head_size)
+    heads = (config.attention.num_kv_heads, config.attention.head_size)
+    shape = (num_layers, num_pages, page_size, *heads)
     return KV(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
 
 
@@ -179,12 +180,12 @@ def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.n
 
 def angles(config: ModelConfig, rows: Rows) -> Angles:
     """The rotation at each row's position."""
-    return Angles(*layers.rotary_angles(rows.positions, config.rotary))
+    return Angles(*layers.rotary_angles(rows.positions, config.attention.rotary))
 
 
 def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -> HeadNorms | None:
     """The norms of one layer's heads, where the model has them."""
-    if not config.qk_norm:
+    if not config.attention.qk_norm:
         return None
     q, k = (scale(config, weights[f"{prefix}attention.{x}_norm"][layer]) for x in "qk")
     return HeadNorms(q, k, config.rms_eps)
@@ -208,7 +209,8 @@ def mix(
       kv: The pools of the stack.
     """
     norms, pools = head_norms(config, weights, prefix, layer), (kv.k[layer], kv.v[layer])
-    out, k, v = mix_heads(qkv, Heads.of(config), norms, angles(config, rows), rows, *pools)
+    heads, turn = Heads.of(config.attention), angles(config, rows)
+    out, k, v = mix_heads(qkv, heads, norms, turn, rows, *pools)
     return out, KV(_replaced(kv.k, layer, k), _replaced(kv.v, layer, v))
 
 

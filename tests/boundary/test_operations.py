@@ -1,7 +1,7 @@
 """On a GPU an operation runs its kernels, or the start is refused, or it is printed and counted."""
 
 import ast
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 
@@ -10,7 +10,8 @@ import pytest
 from jax_impl import serve as jax_serve
 from shared.boundary.operations import OPERATIONS, PlainOperation, plain_gauges, plain_operations
 from shared.drafts.drafts import Drafts
-from shared.models.config import GatedDeltaConfig, ModelConfig
+from shared.models.config import ModelConfig
+from shared.models.layers import LayerConfig
 from shared.options.options import Options
 from shared.process import loop
 from shared.process.device import Device
@@ -28,8 +29,17 @@ PLATFORMS = {"jax": jax_serve.PLATFORM, "torch": torch_serve.PLATFORM}
 each_platform = pytest.mark.parametrize("platform", PLATFORMS.values(), ids=PLATFORMS.keys())
 
 
-def config(**changes: object) -> ModelConfig:
-    return replace(tiny_model("qwen3_5", 0, with_mtp=True)[0], **changes)
+CONFIG = tiny_model("qwen3_5", 0, with_mtp=True)[0]
+
+
+def config_with(**sizes: int) -> ModelConfig:
+    """The model with other sizes of the mixers that have them."""
+
+    def resized(layer: LayerConfig) -> LayerConfig:
+        names = {field.name for field in fields(layer.mixer)} & sizes.keys()
+        return replace(layer, mixer=replace(layer.mixer, **{name: sizes[name] for name in names}))
+
+    return replace(CONFIG, layers=tuple(map(resized, CONFIG.layers)))
 
 
 def asked(
@@ -53,23 +63,23 @@ DELTA = {16, 32, 64, 128}
 def test_each_size_of_an_attention_head_has_kernels_or_is_refused_by_name(platform):
     for size in range(2, 322, 2):
         if size in HEADS:
-            assert asked(platform, config(head_size=size), **NEXTN) == ()
+            assert asked(platform, config_with(head_size=size), **NEXTN) == ()
             continue
         with pytest.raises(ValueError, match=f"attention heads of .*, not of {size}; hide the GPU"):
-            asked(platform, config(head_size=size), **NEXTN)
+            asked(platform, config_with(head_size=size), **NEXTN)
 
 
 @each_platform
 def test_each_size_of_a_delta_head_has_kernels_or_is_refused_by_name(platform):
     sizes = [8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     for key, value in product(sizes, sizes):
-        delta = GatedDeltaConfig(num_key_heads=2, num_value_heads=4, key_size=key, value_size=value)
+        config = config_with(key_size=key, value_size=value)
         if {key, value} <= DELTA:
-            assert asked(platform, config(gated_delta=delta)) == ()
+            assert asked(platform, config) == ()
             continue
         name, size = ("values", value) if key in DELTA else ("keys", key)
         with pytest.raises(ValueError, match=f"gated-delta {name} of .*, not of {size}; hide"):
-            asked(platform, config(gated_delta=delta))
+            asked(platform, config)
 
 
 @each_platform
@@ -77,22 +87,22 @@ def test_each_size_of_a_delta_head_has_kernels_or_is_refused_by_name(platform):
 def test_each_width_of_a_tree_has_kernels(width: int, platform):
     nodes = {"speculative_num_draft_tokens": min(64, 1 + width + width**2)} if width > 1 else {}
     shape = {"speculative_num_steps": 2, "speculative_eagle_topk": width, **nodes}
-    assert asked(platform, config(), **NEXTN, **shape) == ()
+    assert asked(platform, CONFIG, **NEXTN, **shape) == ()
 
 
 @each_platform
 @pytest.mark.parametrize("rule", RULES)
 def test_each_rule_has_kernels(rule: str, platform):
     flags = {"accept_rule": "match" if rule == "match" else "rejection"}
-    assert asked(platform, config(), **NEXTN, **flags, block_verification=rule == "block") == ()
+    assert asked(platform, CONFIG, **NEXTN, **flags, block_verification=rule == "block") == ()
 
 
 @each_platform
 def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
-    found = asked(platform, config(), dtype="float32")
+    found = asked(platform, CONFIG, dtype="float32")
     assert [each.name for each in found] == ["delta_mix.feed", "layers.rms_norm", "linear"]
     assert {each.reason for each in found} == {"bfloat16, not float32"}
-    assert asked(platform, config(), Device("cpu", "CPU", 1 << 30)) == ()
+    assert asked(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
 
 
 def started(platform: Platform, *flags: str) -> int:

@@ -15,7 +15,7 @@ import torch
 import jax_impl.ops.delta_mix
 import torch_impl.ops.delta_mix
 from kernels.tiles import DeltaFeedTiles
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec import gated_delta
 from shared.spec.numerics import SQUARES
 from tests.support.cases.delta_feed import TABLE

@@ -16,7 +16,7 @@ import pytest
 
 import jax_impl.ops.delta_mix
 import torch_impl.ops.delta_mix
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec import mamba_state as spec
 from tests.support.cases.delta_mix import TABLE
 from tests.support.delta_mix_kernels import (

@@ -96,7 +96,7 @@ def test_a_window_option_replaces_the_windows_of_all_layers():
     ],
 )
 def test_without_ids_the_layers_that_are_read_are_spread_evenly(num_layers, target_layers, streams):
-    target = dataclasses.replace(TARGET, layer_kinds=("attention",) * target_layers)
+    target = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * target_layers)
     fields = {"num_hidden_layers": num_layers, "num_target_layers": target_layers}
     found = parsed(target, layer_types=None, **fields, **dflash(target_layer_ids=None))
     assert found.aux_streams == streams
@@ -160,7 +160,7 @@ def test_the_block_decides_the_shape_and_all_layers_are_in_the_memory_plan():
     drafted = {(s.nodes, s.depth, s.width) for s in limits.shapes if not s.is_plain}
     assert drafted == {(4, 3, 1)}
     layer = HEAD.config.layer
-    row = 4 * 2 * layer.num_kv_heads * layer.head_size
+    row = 4 * 2 * layer.attention.num_kv_heads * layer.attention.head_size
     assert sizes["draft KV"] == layer.num_layers * row * limits.num_pages * limits.page_size
     assert sizes["draft weights"] == 4 * sum(array.size for array in HEAD.weights.values())
     assert sizes["relay"] == limits.num_slots * 3 * 4  # there is none: what all slots have

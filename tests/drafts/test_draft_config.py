@@ -71,7 +71,7 @@ def test_a_variant_of_eagle3_has_the_tensors_that_its_config_asks_for(name, tmp_
 
 
 def test_streams_are_outputs_where_they_are_listed_and_inputs_by_default():
-    eight = dataclasses.replace(TARGET, layer_kinds=("attention",) * 8)
+    eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     assert parsed("EAGLE3", eight, eagle_config={}).aux_streams == (2, 4, 5)
     listed = {"eagle_aux_hidden_state_layer_ids": [7, 0, 3]}
     assert parsed("EAGLE3", eight, eagle_config=listed).aux_streams == (1, 4, 8)
@@ -83,7 +83,7 @@ def test_streams_are_outputs_where_they_are_listed_and_inputs_by_default():
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_list_that_names_the_number_of_layers_is_of_streams_themselves(nested):
-    eight = dataclasses.replace(TARGET, layer_kinds=("attention",) * 8)
+    eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     listed = {"eagle_aux_hidden_state_layer_ids": [4, 6, 8]}
     fields = {"eagle_config": listed} if nested else {"eagle_config": {}, **listed}
     assert parsed("EAGLE3", eight, **fields).aux_streams == (4, 6, 8)
@@ -95,7 +95,7 @@ def test_a_list_that_names_the_number_of_layers_is_of_streams_themselves(nested)
 )
 def test_ids_that_may_be_inputs_or_outputs_of_layers_are_refused(ids, nested):
     """Read by the wrong one of the two, a head loads and drafts badly without a word."""
-    eight = dataclasses.replace(TARGET, layer_kinds=("attention",) * 8)
+    eight = dataclasses.replace(TARGET, layers=TARGET.layers[:1] * 8)
     listed = {"eagle_aux_hidden_state_layer_ids": ids}
     fields = {"eagle_config": listed} if nested else {"eagle_config": {}, **listed}
     with pytest.raises(ValueError, match="whether outputs or inputs of these layers are read"):
@@ -120,10 +120,10 @@ def test_the_kind_is_told_by_architecture_and_draft_vocabulary(architecture, fie
 
 
 def test_rotation_and_bias_are_the_heads_own():
-    assert TARGET.rotary.type == "llama3"
-    rotary = parsed("EAGLE").layer.rotary
+    assert TARGET.attention.rotary.type == "llama3"
+    rotary = parsed("EAGLE").layer.attention.rotary
     assert (rotary.type, rotary.theta) == ("default", 10000.0)
-    assert parsed("EAGLE3", rope_theta=5.0).layer.rotary.theta == 5.0
+    assert parsed("EAGLE3", rope_theta=5.0).layer.attention.rotary.theta == 5.0
     assert parsed("EAGLE").has_bias
     assert not parsed("EAGLE", bias=False).has_bias
     assert not parsed("EAGLE3").has_bias

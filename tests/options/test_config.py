@@ -152,7 +152,7 @@ def test_every_flag_of_ngram_arrives_in_the_field_of_its_name():
     line += [word for name, v in given.items() for word in (spelling(name), str(v))]
     options = parse(line)
     assert vars(options.ngram) == given
-    shape = options.speculative.settled(is_llama=True, block=None)
+    shape = options.speculative.settled(drafts_trees=True, block=None)
     assert (shape.num_steps, shape.topk, shape.num_draft_tokens) == (5, 1, 6)
 
 
@@ -235,7 +235,7 @@ def test_a_chain_is_known_by_its_steps_or_its_nodes(flags, shape):
 
 
 @pytest.mark.parametrize(
-    ("line", "is_llama", "shape"),
+    ("line", "drafts_trees", "shape"),
     [
         (EAGLE, True, (5, 4, 8)),
         (EAGLE, False, (3, 1, 4)),
@@ -245,8 +245,8 @@ def test_a_chain_is_known_by_its_steps_or_its_nodes(flags, shape):
         (["--speculative-algorithm", "NAIVE_EAGLE", *HEAD], True, (1, 1, 2)),
     ],
 )
-def test_a_shape_left_open_is_that_of_the_algorithm_and_the_target(line, is_llama, shape):
-    draft = parse(line).speculative.settled(is_llama, None)
+def test_a_shape_left_open_is_that_of_the_algorithm_and_the_target(line, drafts_trees, shape):
+    draft = parse(line).speculative.settled(drafts_trees, None)
     given = (
         draft.speculative_num_steps,
         draft.speculative_eagle_topk,

@@ -59,10 +59,10 @@ def test_the_memory_plan_counts_the_real_arrays(case):
     limits, sizes = memory.limits, {x.name: x.num_bytes for x in memory.lines}
     item = 4 if memory.options.model.dtype == "float32" else 2
     positions = limits.num_pages * limits.page_size
-    row_bytes = 2 * MODEL.num_kv_heads * MODEL.head_size * item
+    row_bytes = 2 * MODEL.attention.num_kv_heads * MODEL.attention.head_size * item
     assert sizes["KV"] == MODEL.num_attention_layers * positions * row_bytes
     head = DRAFT_HEAD.config.layer
-    head_bytes = 2 * head.num_kv_heads * head.head_size * item
+    head_bytes = 2 * head.attention.num_kv_heads * head.attention.head_size * item
     draft_bytes = {"NEXTN": row_bytes, "EAGLE3": head_bytes}
     expected = sum(size for name, size in draft_bytes.items() if name in line)
     assert sizes.get("draft KV", 0) == expected * positions

@@ -73,13 +73,13 @@ def test_prompts_and_decoding_are_counted_apart_by_what_the_backend_says(framewo
 def test_a_gpu_counts_the_sums_of_its_kernels_and_a_cpu_the_scores():
     memory = planned("torch", 140 * GB)
     workspace = PLATFORMS["torch"].costs.workspace
-    heads, size = QWEN3_8B.num_heads, QWEN3_8B.head_size
+    heads, size = QWEN3_8B.attention.num_heads, QWEN3_8B.attention.head_size
     widest = max(memory.limits.programs, key=lambda p: p.tokens)
     positions = widest.pages * memory.limits.page_size
     scores = widest.batch * heads * widest.tokens * positions * 4
     # A prompt's rows are summed where they are; one position's sums of each would be as large.
     queries = widest.tokens * heads * size * 2
-    rest = 20 * widest.tokens * (QWEN3_8B.hidden + QWEN3_8B.intermediate)
+    rest = 20 * widest.tokens * (QWEN3_8B.hidden + QWEN3_8B.feed.intermediate)
     assert queries < workspace(widest, memory.blueprint) < queries + rest + QWEN3_8B.vocab * 64
     decode = max(memory.limits.programs, key=lambda p: p.batch * (p.work is Work.DECODE))
     assert positions > MOST_PARTS * ATTENTION.split  # so many are kept, and no more

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec import gated_delta, layers
 from shared.spec import mamba_state as spec
 from tests.support.implementations import Implementation, each_implementation

@@ -12,7 +12,7 @@ import torch
 from jax.experimental.pallas import triton as pltriton
 
 from kernels.tiles import DeltaFeedTiles
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec import delta_mix as spec
 from shared.spec.mamba_state import WINDOW, DeltaState, DeltaWeights
 from shared.spec.numerics import SQUARES

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kernels.tiles import DeltaTiles
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec import mamba_state as spec
 from shared.spec.numerics import SQUARES
 from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU

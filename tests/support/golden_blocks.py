@@ -104,7 +104,7 @@ class TorchBlock:
         self._target = torch_model.Model.of(target, loaded)
         self._weights = torch_weights.head_from_arrays(head, "float32", cpu)
         self._frequencies = rotary_frequencies(layer, cpu)
-        heads = (layer.num_kv_heads, layer.head_size)
+        heads = (layer.attention.num_kv_heads, layer.attention.head_size)
         self._kv, self._length = torch.zeros(layer.num_layers, 2, *POOL, *heads), 0
         self._table = torch.from_numpy(TABLE)
 

@@ -43,7 +43,7 @@ class TorchModel:
             config, load_all(folder, config, config.has_mtp), "float32", CPU
         )
         self._model = model.Model.of(config, loaded)
-        pools = (2, NUM_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_size)
+        pools = (2, NUM_PAGES, PAGE_SIZE, config.attention.num_kv_heads, config.attention.head_size)
         self._kv = torch.zeros(config.num_attention_layers, *pools)
         self._mtp_kv = torch.zeros(1, *pools)
         self._table, self._length = ints(TABLE), 0
@@ -123,7 +123,7 @@ class TorchHead:
         head = weights.load_head(open_head(folder), *settings, progress=lambda num_bytes: None)
         self._head = heads.HEADS[head.config.kind](model.Model.of(config, loaded), head)
         layer, self._vocab = self._head.config, config.vocab
-        pools = (2, NUM_PAGES, PAGE_SIZE, layer.num_kv_heads, layer.head_size)
+        pools = (2, NUM_PAGES, PAGE_SIZE, layer.attention.num_kv_heads, layer.attention.head_size)
         self._kv, self._table = torch.zeros(1, *pools), ints(TABLE)
 
     def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:

@@ -183,15 +183,15 @@ def _hand_on(
     layer: ModelConfig, weights: dict[str, np.ndarray], number: int, passed_on: np.ndarray
 ) -> None:
     """Sets values and output of one layer so that `passed_on` of the input is added to it."""
-    hidden, width = layer.hidden, layer.num_kv_heads * layer.head_size
-    group = layer.num_heads // layer.num_kv_heads
+    hidden, width, D = layer.hidden, layer.attention.key_size, layer.attention.head_size
+    group = layer.attention.query_size // width
     values = weights["layer.attention.inputs"][number][-width:]
     values[:] = 0
     values[:hidden] = np.eye(hidden, dtype=np.float32)
     padded = np.zeros((hidden, width), np.float32)
     padded[:, :hidden] = passed_on / group
-    out = weights["layer.attention.out"][number].reshape(hidden, -1, group, layer.head_size)
-    out[:] = padded.reshape(hidden, -1, 1, layer.head_size)
+    out = weights["layer.attention.out"][number].reshape(hidden, -1, group, D)
+    out[:] = padded.reshape(hidden, -1, 1, D)
 
 
 def write_tiny_head(
@@ -259,8 +259,8 @@ def _cycle(target_weights: Weights) -> np.ndarray:
 
 def _look_at_itself(layer: ModelConfig, weights: Weights) -> None:
     """Sets an EAGLE-3 head's attention; the first half of its input is the normed embedding."""
-    D, group = layer.head_size, layer.num_heads // layer.num_kv_heads
-    width, passed = D * layer.num_kv_heads, min(D * layer.num_kv_heads, layer.hidden)
+    D, width = layer.attention.head_size, layer.attention.key_size
+    group, passed = layer.attention.query_size // width, min(width, layer.hidden)
     qkv, out = weights["layer.attention.inputs"][0], weights["layer.attention.out"][0]
     q, k, v = np.split(qkv, [group * width, (group + 1) * width])  # views
     k *= SHARPNESS / NOISE

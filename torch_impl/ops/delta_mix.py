@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec.numerics import SQUARES
 from torch_impl.ops import Kernels, any_row, is_bfloat16, kernel_or_plain
 from torch_impl.ops.mamba_state import (

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec.gated_delta import CHUNK
 from shared.spec.mamba_state import WINDOW
 from torch_impl.ops import any_row, at_most, gated_delta, layers

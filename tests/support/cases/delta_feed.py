@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec import delta_mix as spec
 from shared.spec import draft_tree
 from tests.support.cases.delta_mix import MODEL, SMALL, states_of, weights_of

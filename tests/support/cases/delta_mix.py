@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.models.config import GatedDeltaConfig
+from shared.models.layers import GatedDeltaConfig
 from shared.spec import delta_mix as spec
 from shared.spec import draft_tree
 from shared.spec.mamba_state import WINDOW, DeltaState, DeltaWeights, Kept

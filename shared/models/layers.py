@@ -1,0 +1,91 @@
+"""What a decoder layer is: what mixes its tokens, and what feeds them forward, as values.
+
+A layer's parameters have the names of its kinds: `attention.inputs` is of an attention layer,
+`gated_delta.inputs` of a gated-delta layer (`shared.models.parameters`).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shared.models.rotary import RotaryConfig
+
+CONV_WIDTH = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention over the keys and values of all tokens before.
+
+    Attributes:
+      num_heads, num_kv_heads: Of queries, and of keys and values; whole groups of heads share one.
+      head_size: Of each of them.
+      qk_norm: Queries and keys get an RMS norm per head before the rotation.
+      has_gate: The query projection carries an output gate per head (q rows, gate rows).
+      rotary: How queries and keys turn with their position.
+    """
+
+    kind: ClassVar[str] = "attention"
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    qk_norm: bool
+    has_gate: bool
+    rotary: RotaryConfig
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_kv_heads})"
+            )
+
+    @property
+    def query_size(self) -> int:
+        """Numbers in the queries of a row."""
+        return self.num_heads * self.head_size
+
+    @property
+    def key_size(self) -> int:
+        """Numbers in the keys of a row, and as many in its values."""
+        return self.num_kv_heads * self.head_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaConfig:
+    """A gated-delta net; value head h reads key head h // (value / key heads)."""
+
+    kind: ClassVar[str] = "gated_delta"
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    conv_width: int = CONV_WIDTH
+
+    def __post_init__(self) -> None:
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads ({self.num_value_heads}) must be a multiple of "
+                f"linear_num_key_heads ({self.num_key_heads})"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Convolution channels: all q heads, then all k heads, then all v heads."""
+        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseConfig:
+    """A gated MLP: of `intermediate` columns, silu(gate) * up, and back to the hidden size."""
+
+    intermediate: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """A decoder layer."""
+
+    mixer: AttentionConfig | GatedDeltaConfig
+    feed: DenseConfig
