@@ -17,7 +17,7 @@ from shared.boundary.backend import Limits, Program, Work
 from shared.boundary.buffers import Field, plan_layout, result_layout
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
-from shared.spec.mamba_state import WINDOW
+from shared.models.kept import Plane
 
 Fields = dict[str, jax.Array]
 """Fields of a result by name."""
@@ -142,11 +142,12 @@ def new_states(
     sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
     if sizes is None:
         return None
-    heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
-    return DeltaState(
-        jnp.zeros((num_layers, count, *heads), np.float32, device=device),
-        jnp.zeros((num_layers, count, WINDOW, sizes.channels), dtype, device=device),
-    )
+
+    def new(plane: Plane) -> jax.Array:
+        shape, kind = (num_layers, count, *plane.shape), np.float32 if plane.float32 else dtype
+        return jnp.zeros(shape, kind, device=device)
+
+    return DeltaState(**{plane.name: new(plane) for plane in sizes.kept})
 
 
 def new_kv(
@@ -157,8 +158,8 @@ def new_kv(
     device: jax.Device,
 ) -> KV:
     """Empty pools of some attention layers; `pool` is the number of pages and their size."""
-    heads = (config.attention.num_kv_heads, config.attention.head_size)
-    return jnp.zeros((num_layers, 2, *pool, *heads), dtype, device=device)
+    planes = config.attention.kept
+    return jnp.zeros((num_layers, len(planes), *pool, *planes[0].shape), dtype, device=device)
 
 
 @dataclass(frozen=True)

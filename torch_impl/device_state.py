@@ -10,7 +10,7 @@ from shared.boundary.backend import Limits, Program, Work
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
-from shared.spec.mamba_state import WINDOW
+from shared.models.kept import Plane
 from torch_impl.ops import slots
 from torch_impl.ops.mamba_state import DeltaState
 from torch_impl.ops.sampling import Sampling
@@ -135,12 +135,12 @@ def new_states(
     sizes, num_layers = config.gated_delta, config.num_gated_delta_layers
     if sizes is None:
         return None
-    heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
-    window = (num_layers, count, WINDOW, sizes.channels)
-    return DeltaState(
-        torch.zeros(num_layers, count, *heads, dtype=torch.float32, device=device),
-        torch.zeros(window, dtype=dtype, device=device),
-    )
+
+    def new(plane: Plane) -> Tensor:
+        shape, kind = (num_layers, count, *plane.shape), torch.float32 if plane.float32 else dtype
+        return torch.zeros(shape, dtype=kind, device=device)
+
+    return DeltaState(**{plane.name: new(plane) for plane in sizes.kept})
 
 
 def new_kv(
@@ -151,8 +151,9 @@ def new_kv(
     device: torch.device,
 ) -> Float[Tensor, "L 2 pages page H D"]:
     """Empty pools of some attention layers; `pool` is the number of pages and their size."""
-    heads = (config.attention.num_kv_heads, config.attention.head_size)
-    return torch.zeros(num_layers, 2, *pool, *heads, dtype=dtype, device=device)
+    planes = config.attention.kept
+    shape = (num_layers, len(planes), *pool, *planes[0].shape)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import MODEL, MTP
 from shared.models.config import ModelConfig
+from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
 from shared.spec.draft_tree import TreeShape
 
@@ -33,7 +34,7 @@ def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int)
     moved += batch * context * _kv_row(config, config.num_attention_layers, item)
     delta = config.gated_delta
     if delta:
-        state = delta.num_value_heads * delta.key_size * delta.value_size * FLOAT32_BYTES
+        state = delta.kept[0].piece_bytes(item)
         touched = 2 if shape.is_plain else 3
         moved += touched * batch * state * config.num_gated_delta_layers
     return moved + _draft_bytes(blueprint, shape, batch, context)
@@ -70,4 +71,4 @@ def _weight_bytes(wanted: list[Parameter], item: int, is_tied: bool) -> int:
 
 def _kv_row(config: ModelConfig, num_layers: int, item: int) -> int:
     """Keys and values of one token in all layers."""
-    return 2 * config.attention.key_size * num_layers * item
+    return num_layers * kept_bytes(config.attention.kept, item)

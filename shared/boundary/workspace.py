@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import Blueprint, Limits, Program, Work
 from shared.models.config import ModelConfig
+from shared.models.kept import kept_bytes
 from shared.spec.logprobs import SCORED_ROWS
 from shared.spec.numerics import ATTENTION
 
@@ -97,10 +98,7 @@ def rows_of(program: Program) -> int:
 def state_layer_bytes(model: ModelConfig, item: int) -> int:
     """One request's state in one gated-delta layer."""
     delta = model.gated_delta
-    if delta is None:
-        return 0
-    state = delta.num_value_heads * delta.key_size * delta.value_size * 4
-    return state + (delta.conv_width - 1) * delta.channels * item
+    return 0 if delta is None else kept_bytes(delta.kept, item)
 
 
 def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, costs: Costs) -> int:

@@ -1,5 +1,7 @@
 """What a decoder layer is: what mixes its tokens, and what feeds them forward, as values.
 
+A mixer also says what it keeps between steps.
+
 A layer's parameters have the names of its kinds: `attention.inputs` is of an attention layer,
 `gated_delta.inputs` of a gated-delta layer (`shared.models.parameters`).
 """
@@ -7,6 +9,7 @@ A layer's parameters have the names of its kinds: `attention.inputs` is of an at
 from dataclasses import dataclass
 from typing import ClassVar
 
+from shared.models.kept import Per, Plane
 from shared.models.rotary import RotaryConfig
 
 CONV_WIDTH = 4
@@ -50,6 +53,13 @@ class AttentionConfig:
         """Numbers in the keys of a row, and as many in its values."""
         return self.num_kv_heads * self.head_size
 
+    @property
+    def kept(self) -> tuple[Plane, Plane]:
+        """The keys and the values of each position."""
+        shape = (self.num_kv_heads, self.head_size)
+        keys, values = (Plane(name, Per.POSITION, shape, heads=0) for name in ("keys", "values"))
+        return keys, values
+
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaConfig:
@@ -74,6 +84,16 @@ class GatedDeltaConfig:
     def channels(self) -> int:
         """Convolution channels: all q heads, then all k heads, then all v heads."""
         return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+
+    @property
+    def kept(self) -> tuple[Plane, Plane]:
+        """The recurrent state, and the inputs that the convolution still reads, of each slot."""
+        state = (self.num_value_heads, self.key_size, self.value_size)
+        window = (self.conv_width - 1, self.channels)
+        return (
+            Plane("recurrent", Per.SLOT, state, heads=0, float32=True),
+            Plane("window", Per.SLOT, window, heads=1),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

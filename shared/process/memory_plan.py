@@ -15,6 +15,7 @@ from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
 from shared.engine.cache_policy import track_unit
 from shared.models.config import ModelConfig
+from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
 from shared.options.adaptive import TREE_ALGORITHMS, Candidate, default_candidates
 from shared.options.options import ConfigError, Options
@@ -293,7 +294,7 @@ def _page_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
 def _kv_bytes(config: ModelConfig, blueprint: Blueprint) -> int:
     """Keys and values of one layer."""
     positions = blueprint.limits.num_pages * blueprint.limits.page_size
-    return positions * 2 * config.attention.key_size * blueprint.item_bytes
+    return positions * kept_bytes(config.attention.kept, blueprint.item_bytes)
 
 
 def _slot_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:

@@ -51,9 +51,11 @@ inputs to the heads' outputs after the gated norm."""
 
 def new_kv(config: ModelConfig, num_layers: int, num_pages: int, page_size: int) -> KV:
     """Empty pools of `num_layers` attention layers."""
-    heads = (config.attention.num_kv_heads, config.attention.head_size)
-    shape = (num_layers, num_pages, page_size, *heads)
-    return KV(np.zeros(shape, np.float32), np.zeros(shape, np.float32))
+    keys, values = (
+        np.zeros((num_layers, num_pages, page_size, *plane.shape), np.float32)
+        for plane in config.attention.kept
+    )
+    return KV(keys, values)
 
 
 def new_state(config: ModelConfig, batch: int) -> DeltaState:
@@ -64,10 +66,8 @@ def new_state(config: ModelConfig, batch: int) -> DeltaState:
             np.zeros((0, batch, 0, 0, 0), np.float32),
             np.zeros((0, batch, mamba_state.WINDOW, 0), np.float32),
         )
-    heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
     return DeltaState(
-        np.zeros((num_layers, batch, *heads), np.float32),
-        np.zeros((num_layers, batch, mamba_state.WINDOW, sizes.channels), np.float32),
+        **{x.name: np.zeros((num_layers, batch, *x.shape), np.float32) for x in sizes.kept}
     )
 
 
