@@ -112,7 +112,7 @@ def write_keys(
     keys, norms = config.attention.key_size, head_norms(config, layer.mixer)
     inputs = layer.mixer.inputs
     assert norms is not None  # the model has them
-    projected = linear.product(x, inputs, inputs.values.shape[-2] - 2 * keys)
+    projected = linear.product(x, inputs, inputs.num_outputs - 2 * keys)
     return mix.mix_keys(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
 
 

@@ -100,7 +100,7 @@ def forward(
         inputs = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         return gated_delta_layer(config, layer, inputs, stream, mixer, carry, place)
 
-    stream = linear.stream(model.weights.embed[...][tokens])
+    stream = linear.stream(layers.embedded(model.weights.embed[...], tokens))
     streams, paged = [stream.rows], PagedKV.of(kv, rows)
     for block in model.blocks:
         if block.kind == "attention":

@@ -318,7 +318,7 @@ def _folded(
         return arrays
     for name, numbers, weight in norms:
         scale = arrays[name][jnp.asarray(numbers)]
-        arrays[weight] = linear.scaled(Matrix(arrays[weight]), scale).values
+        arrays[weight] = linear.scaled(arrays[weight], scale)
     folded = {name for name, _, _ in norms}
     return {name: array for name, array in arrays.items() if name not in folded}
 

@@ -374,6 +374,14 @@ def check_excused(found: dict[str, str], excuses: dict[str, str]) -> None:
     assert not excuses.keys() - found.keys(), "an exception that nothing needs any more"
 
 
+@pytest.mark.parametrize("package", ["torch_impl", "jax_impl"])
+def test_how_a_weight_is_stored_is_known_to_the_ops_alone(package: str) -> None:
+    """So that another form of weights changes products and loading, and no layer."""
+    read = re.compile(r"(?<!config)\.values\b(?!\()")
+    above = (x for x in (ROOT / package).rglob("*.py") if not {"ops", "training"} & {*x.parts})
+    assert not [path.name for path in above if read.search(path.read_text(encoding="utf-8"))]
+
+
 def test_a_reader_of_one_twin_knows_the_other():
     """Public names and parameters are equal, but for what functional code carries."""
     found = {key: said for file in twins.files() for key, said in twins.differences(file).items()}

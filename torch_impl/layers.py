@@ -97,7 +97,7 @@ def write_keys(
     keys, norms = config.attention.key_size, head_norms(config, layer.mixer)
     assert norms is not None  # the model has them
     inputs = layer.mixer.inputs
-    projected = linear.product(x, inputs, len(inputs.values) - 2 * keys)
+    projected = linear.product(x, inputs, inputs.num_outputs - 2 * keys)
     mix.mix_keys(projected, Heads.of(config.attention), norms, turn, rows, kv, place)
 
 

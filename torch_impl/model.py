@@ -80,7 +80,7 @@ def forward(
     """
     config, weights = model.config, model.weights
     turn = angles(config, model.frequencies, rows)
-    stream, streams = linear.stream(weights.embed[tokens]), []
+    stream, streams = linear.stream(layers.embedded(weights.embed, tokens)), []
     paged = PagedKV.of(kv, rows)
     for i, block in enumerate(model.blocks):
         if i in kept_streams:

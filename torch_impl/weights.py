@@ -235,7 +235,7 @@ def _folded(
         for matrix, norm in zip(
             tensors[weight], _norm(config, tensors[name][numbers]), strict=True
         ):
-            linear.scaled(Matrix(matrix), norm)
+            linear.scaled(matrix, norm)
     folded = {name for name, _, _ in norms}
     return {name: tensor for name, tensor in tensors.items() if name not in folded}
 

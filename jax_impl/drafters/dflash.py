@@ -12,7 +12,7 @@ from jax_impl.layers import angles, attention_layer, write_keys
 from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import draft_tree, linear, verify_rows
 from jax_impl.ops.attention import KV, Rows
-from jax_impl.ops.layers import rms_norm
+from jax_impl.ops.layers import embedded, rms_norm
 from jax_impl.ops.linear import Matrix, normed_product, product
 from jax_impl.ops.mix import PagedKV
 from jax_impl.weights import Layer, LoadedHead
@@ -159,7 +159,7 @@ def fill(
     config, block = weights.config.layer, _block_of(weights.config)
     turn = angles(config, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
-    stream = linear.stream(embed[tokens.reshape(-1)])
+    stream = linear.stream(embedded(embed, tokens.reshape(-1)))
     for place, (layer, seen) in enumerate(zip(_layers_of(weights), rows, strict=True)):
         paged = PagedKV.of(kv, seen)
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)

@@ -16,7 +16,7 @@ from jax_impl.layers import Hidden, angles, attention_layer
 from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import linear
 from jax_impl.ops.attention import KV, Rows
-from jax_impl.ops.layers import rms_norm
+from jax_impl.ops.layers import embedded, rms_norm
 from jax_impl.ops.linear import Matrix, Stream, normed_product, product, product_float32
 from jax_impl.ops.mix import PagedKV
 from jax_impl.ops.sampling import over_tokens
@@ -59,9 +59,10 @@ def mtp(model: Model) -> Head:
     layer = weights.layers.layer(0, "attention", 0)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        embedded = rms_norm(model.weights.embed[...][tokens], weights.embedding_norm[...], eps)
+        embedding = embedded(model.weights.embed[...], tokens)
+        fed = rms_norm(embedding, weights.embedding_norm[...], eps)
         normed = rms_norm(hidden, weights.hidden_norm[...], eps)
-        joined = jnp.concatenate([embedded, normed], axis=1)
+        joined = jnp.concatenate([fed, normed], axis=1)
         stream = linear.stream(product(joined, Matrix(weights.fc[...])))
         qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         x, kv = _decoder_layer(config, layer, qkv, stream, rows, kv)
@@ -79,8 +80,8 @@ def eagle(model: Model, weights: LoadedHead) -> Head:
     layer = head.layers.layer(0, "attention", 0)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        embedded = model.weights.embed[...][tokens]
-        x = _fc(head, jnp.concatenate([embedded, hidden], axis=1))
+        fed = embedded(model.weights.embed[...], tokens)
+        x = _fc(head, jnp.concatenate([fed, hidden], axis=1))
         qkv = product(x, layer.mixer.inputs)
         return _decoder_layer(config, layer, qkv, Stream(x), rows, kv)
 
@@ -95,9 +96,9 @@ def eagle3(model: Model, weights: LoadedHead) -> Head:
     assert input_norm is not None  # an EAGLE-3 head has one
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        embedded = rms_norm(embed[...][tokens], input_norm, eps)
+        fed = rms_norm(embedded(embed[...], tokens), input_norm, eps)
         normed = rms_norm(hidden, head.layers.hidden_norm[0], eps)
-        qkv = product(jnp.concatenate([embedded, normed], axis=1), layer.mixer.inputs)
+        qkv = product(jnp.concatenate([fed, normed], axis=1), layer.mixer.inputs)
         x, kv = _decoder_layer(config, layer, qkv, Stream(hidden), rows, kv)
         return rms_norm(x, head.final_norm[...], eps) if settings.norm_output else x, kv
 

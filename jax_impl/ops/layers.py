@@ -28,6 +28,13 @@ def silu(x: Array) -> Array:
     return x * sigmoid(x)
 
 
+def embedded(
+    table: Float[jax.Array, "vocab hidden"], tokens: Int[jax.Array, " R"]
+) -> Float[jax.Array, "R hidden"]:
+    """The stored vector of each token."""
+    return table[tokens]
+
+
 def plain_rms_norm(
     x: Float[jax.Array, "... size"], weight: Float[jax.Array, " size"] | None, eps: float
 ) -> Float[jax.Array, "... size"]:

@@ -33,6 +33,11 @@ class Matrix(NamedTuple):
         """The weight by itself."""
         return self.values if self.layer is None else self.values[self.layer]
 
+    @property
+    def num_outputs(self) -> int:
+        """Rows of the weight."""
+        return self.values.shape[-2]
+
 
 class Stream(NamedTuple):
     """The residual stream between two operations of a layer.
@@ -214,15 +219,11 @@ def _multiplied(
     return Stream(out, sums)
 
 
-def scaled(weight: Matrix, norm: Float[jax.Array, "*layers inputs"]) -> Matrix:
-    """The weight, or a stack of them, with the scale of the norm before it; in its own memory."""
-    return Matrix(_scaled(weight.values, norm), weight.layer)
-
-
 @partial(jax.jit, donate_argnums=0)
-def _scaled(
+def scaled(
     values: Float[jax.Array, "*layers outputs inputs"], norm: Float[jax.Array, "*layers inputs"]
 ) -> Float[jax.Array, "*layers outputs inputs"]:
+    """A stored weight, or a stack of them, with the scale of the norm before it; in its memory."""
     return (values.astype(jnp.float32) * norm[..., None, :]).astype(values.dtype)
 
 

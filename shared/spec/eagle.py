@@ -48,9 +48,10 @@ def mtp(
       tokens: The token after each row's.
       hidden: After the model's final norm; of a draft step, after the MTP layer's own.
     """
-    embedded = model.norm(config, weights["embed"][tokens], weights["mtp.embedding_norm"])
+    fed = layers.embedded(weights["embed"], tokens)
+    fed = model.norm(config, fed, weights["mtp.embedding_norm"])
     normed = model.norm(config, hidden, weights["mtp.hidden_norm"])
-    x = layers.linear(np.concatenate([embedded, normed], axis=1), weights["mtp.fc"])
+    x = layers.linear(np.concatenate([fed, normed], axis=1), weights["mtp.fc"])
     y = model.norm(config, x, weights["mtp.layer.input_norm"][0])
     x, kv = _decoder_layer(config, weights, "mtp.layer.", x, y, rows, kv)
     out = model.norm(config, x, weights["mtp.final_norm"])
@@ -75,7 +76,8 @@ def eagle(
 
     Source: EAGLE, Li et al. 2024, arXiv:2401.15077.
     """
-    x = _fc(weights, np.concatenate([target["embed"][tokens], hidden], axis=1))
+    fed = layers.embedded(target["embed"], tokens)
+    x = _fc(weights, np.concatenate([fed, hidden], axis=1))
     x, kv = _decoder_layer(config.layer, weights, "layer.", x, x, rows, kv)
     return x, model.logits(target, x), kv
 
@@ -123,9 +125,9 @@ def eagle3(
     """
     layer = config.layer
     embed = weights["embed"] if config.own_embed else target["embed"]
-    embedded = model.norm(layer, embed[tokens], weights["layer.input_norm"][0])
+    fed = model.norm(layer, layers.embedded(embed, tokens), weights["layer.input_norm"][0])
     normed = model.norm(layer, hidden, weights["layer.hidden_norm"][0])
-    y = np.concatenate([embedded, normed], axis=1)
+    y = np.concatenate([fed, normed], axis=1)
     x, kv = _decoder_layer(layer, weights, "layer.", hidden, y, rows, kv)
     out = model.norm(layer, x, weights["final_norm"])
     has_lm_head = config.own_lm_head

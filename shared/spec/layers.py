@@ -30,6 +30,13 @@ def silu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
     return x * sigmoid(x)
 
 
+def embedded(
+    table: Float[np.ndarray, "vocab hidden"], tokens: Int[np.ndarray, " R"]
+) -> Float[np.ndarray, "R hidden"]:
+    """The stored vector of each token."""
+    return table[tokens]
+
+
 def rms_norm(
     x: Float[np.ndarray, "... size"], weight: Float[np.ndarray, " size"] | None, eps: float
 ) -> Float[np.ndarray, "... size"]:

@@ -16,9 +16,17 @@ from shared.spec import layers
 
 @dataclass(frozen=True)
 class Matrix:
-    """A stored weight, `[out, in]`."""
+    """A stored weight, `[out, in]`.
+
+    How it is stored is known to this module alone, here and in the backends.
+    """
 
     values: Float[np.ndarray, "outputs inputs"]
+
+    @property
+    def num_outputs(self) -> int:
+        """Rows of the weight."""
+        return len(self.values)
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,8 @@ def gated_product(
     return layers.silu(gate) * up
 
 
-def scaled(weight: Matrix, norm: Float[np.ndarray, " inputs"]) -> Matrix:
-    """A weight that has the scale of the norm before it in it, once for all products."""
-    return Matrix(weight.values * norm)
+def scaled(
+    values: Float[np.ndarray, "outputs inputs"], norm: Float[np.ndarray, " inputs"]
+) -> Float[np.ndarray, "outputs inputs"]:
+    """A stored weight with the scale of the norm before it in it, once for all products."""
+    return values * norm

@@ -143,8 +143,8 @@ def forward(
       tokens: The token of each row.
       mixer: Runs the gated-delta layers; a model without them never calls it.
     """
-    stream, places = Stream(weights["embed"][tokens]), {"attention": 0, "gated_delta": 0}
-    streams = [stream.rows]
+    stream = Stream(layers.embedded(weights["embed"], tokens))
+    streams, places = [stream.rows], dict.fromkeys(config.layer_kinds, 0)
     for layer, kind in enumerate(config.layer_kinds):
         place, norm_of = places[kind], scale(config, weights["input_norm"][layer])
         inputs = linear.normed_product(

@@ -15,7 +15,7 @@ from torch_impl.layers import Pools, angles, attention_layer, rotary_frequencies
 from torch_impl.model import Forward, Model, logits
 from torch_impl.ops import draft_tree, linear, verify_rows
 from torch_impl.ops.attention import Rows
-from torch_impl.ops.layers import rms_norm
+from torch_impl.ops.layers import embedded, rms_norm
 from torch_impl.ops.linear import normed_product, product
 from torch_impl.ops.mix import PagedKV
 from torch_impl.weights import BlockWeights
@@ -166,7 +166,8 @@ def fill(
     config, block = weights.config.layer, _block_of(weights)
     turn = angles(config, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
-    stream = linear.stream(embed[torch.cat([newest[:, None], masks], dim=1).flatten()])
+    tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
+    stream = linear.stream(embedded(embed, tokens))
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         paged = PagedKV.of(kv, seen)
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)

@@ -13,7 +13,7 @@ from torch_impl.layers import Hidden, Pools, angles, attention_layer, rotary_fre
 from torch_impl.model import Forward, Model, logits
 from torch_impl.ops import linear
 from torch_impl.ops.attention import Rows
-from torch_impl.ops.layers import rms_norm
+from torch_impl.ops.layers import embedded, rms_norm
 from torch_impl.ops.linear import Stream, normed_product, product, product_float32
 from torch_impl.ops.mix import PagedKV
 from torch_impl.ops.sampling import over_tokens
@@ -56,9 +56,9 @@ def mtp(model: Model) -> Head:
     layer = weights.layer
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
-        embedded = rms_norm(model.weights.embed[tokens], weights.embedding_norm, eps)
+        fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        stream = linear.stream(product(torch.cat([embedded, normed], dim=1), weights.fc))
+        stream = linear.stream(product(torch.cat([fed, normed], dim=1), weights.fc))
         qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         x = _decoder_layer(config, layer, model.frequencies, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
@@ -71,7 +71,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
     turns = rotary_frequencies(config, embed.device)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
-        x = product(torch.cat([embed[tokens], hidden], dim=1), weights.fc)
+        x = product(torch.cat([embedded(embed, tokens), hidden], dim=1), weights.fc)
         if weights.fc_bias is not None:
             x = x + weights.fc_bias
         qkv = product(x, weights.layer.mixer.inputs)
@@ -90,9 +90,9 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     assert final_norm is not None
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
-        embedded = rms_norm(embed[tokens], input_norm, eps)
+        fed = rms_norm(embedded(embed, tokens), input_norm, eps)
         normed = rms_norm(hidden, hidden_norm, eps)
-        qkv = product(torch.cat([embedded, normed], dim=1), weights.layer.mixer.inputs)
+        qkv = product(torch.cat([fed, normed], dim=1), weights.layer.mixer.inputs)
         x = _decoder_layer(config, weights.layer, turns, qkv, Stream(hidden), rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x
 

@@ -25,6 +25,12 @@ def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     return functional.silu(x)
 
 
+def embedded(
+    table: Float[Tensor, "vocab hidden"], tokens: Int[Tensor, " R"]
+) -> Float[Tensor, "R hidden"]:
+    return table[tokens]
+
+
 def plain_rms_norm(
     x: Float[Tensor, "... size"], weight: Float[Tensor, " size"] | None, eps: float
 ) -> Float[Tensor, "... size"]:

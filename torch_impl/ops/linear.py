@@ -20,6 +20,10 @@ class Matrix:
 
     values: Float[Tensor, "outputs inputs"]
 
+    @property
+    def num_outputs(self) -> int:
+        return len(self.values)
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -168,10 +172,11 @@ def _multiplied(
     return Stream(out, sums)
 
 
-def scaled(weight: Matrix, norm: Float[Tensor, " inputs"]) -> Matrix:
+def scaled(
+    values: Float[Tensor, "outputs inputs"], norm: Float[Tensor, " inputs"]
+) -> Float[Tensor, "outputs inputs"]:
     """As the specification, in place: a second copy of all weights would not find room."""
-    weight.values.mul_(norm)  # in float32, and rounded once
-    return weight
+    return values.mul_(norm)  # in float32, and rounded once
 
 
 def folds_norms(x: Tensor) -> bool:
