@@ -1,5 +1,6 @@
 """How the config.json of each family is read: the only place that knows the fields' names."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,43 @@ from shared.models.layers import (
 )
 from shared.models.rotary import RotaryConfig, read_rotary
 
+
+@dataclass(frozen=True)
+class Family:
+    """What tells one family's layers from another's.
+
+    Attributes:
+      name: What sentences to users call it.
+      qk_norm: See `AttentionConfig`.
+      is_hybrid: Has gated-delta layers, gates, zero-centred norms, and maybe an MTP layer.
+      drafts_trees: See `ModelConfig`.
+      slides_by_size: A `sliding_window` alone switches windows on.
+    """
+
+    name: str
+    qk_norm: bool = False
+    is_hybrid: bool = False
+    drafts_trees: bool = False
+    slides_by_size: bool = False
+
+
+LLAMA = Family("llama", drafts_trees=True)
+MISTRAL = Family("mistral", slides_by_size=True)
+QWEN3 = Family("qwen3", qk_norm=True)
+QWEN3_5 = Family("qwen3_5", qk_norm=True, is_hybrid=True)
+
 FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen3ForCausalLM": "qwen3",
-    "Qwen3_5ForCausalLM": "qwen3_5",
-    "Qwen3_5ForConditionalGeneration": "qwen3_5",
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": MISTRAL,
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,
 }
-"""Architecture names of Hugging Face that can be served, and the family whose code runs them."""
+"""Architecture names of Hugging Face that can be served."""
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -57,25 +85,24 @@ def config_from_dict(config: Json, generation_config: Json | None = None) -> Mod
     """
     family = _family(config)
     text = object_of(config, "text_config") if "text_config" in config else config
-    _refuse_unsupported(config, text)
-    is_hybrid = family == "qwen3_5"
+    _refuse_unsupported(config, text, family)
     attention = _attention(text, family)
     return ModelConfig(
-        name=family,
+        name=family.name,
         vocab=positive(text, "vocab_size"),
         hidden=positive(text, "hidden_size"),
-        layers=_layers(text, is_hybrid, attention),
+        layers=_layers(text, family, attention),
         rms_eps=number(text, "rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        zero_centered_norms=is_hybrid,
-        has_mtp=is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
-        drafts_trees=family == "llama",
+        zero_centered_norms=family.is_hybrid,
+        has_mtp=family.is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
+        drafts_trees=family.drafts_trees,
         context_length=_context_length(text, attention.rotary),
         eos_ids=_eos_ids(positive(text, "vocab_size"), config, text, generation_config or {}),
     )
 
 
-def _family(config: Json) -> str:
+def _family(config: Json) -> Family:
     names = list(config.get("architectures") or [])
     model_type = config.get("model_type")
     if not names and model_type in ARCHITECTURES:
@@ -90,7 +117,7 @@ def _family(config: Json) -> str:
     )
 
 
-def _refuse_unsupported(config: Json, text: Json) -> None:
+def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
     """Refuses by name whatever would change the forward pass and is not implemented."""
     if config.get("quantization_config") or text.get("quantization_config"):
         raise ValueError("quantization_config is not supported; use an unquantised checkpoint")
@@ -98,9 +125,11 @@ def _refuse_unsupported(config: Json, text: Json) -> None:
         raise ValueError(
             "num_experts: mixture-of-experts layers are not supported; use a dense model"
         )
-    if text.get("use_sliding_window") or "sliding_attention" in (text.get("layer_types") or []):
+    slides = text.get("use_sliding_window") or family.slides_by_size and text.get("sliding_window")
+    if slides or "sliding_attention" in (text.get("layer_types") or []):
         raise ValueError(
-            "sliding-window attention (use_sliding_window, layer_types) is not supported"
+            "sliding-window attention (use_sliding_window, sliding_window, layer_types) is not "
+            "supported; use a checkpoint without windows"
         )
     for field in ("attention_bias", "mlp_bias", "mtp_use_dedicated_embeddings"):
         if text.get(field):
@@ -131,22 +160,22 @@ def _head_size(text: Json, num_heads: int) -> int:
     return size
 
 
-def _attention(text: Json, family: str) -> AttentionConfig:
-    is_hybrid, num_heads = family == "qwen3_5", positive(text, "num_attention_heads")
+def _attention(text: Json, family: Family) -> AttentionConfig:
+    num_heads = positive(text, "num_attention_heads")
     head_size = _head_size(text, num_heads)
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=positive(text, "num_key_value_heads", num_heads),
         head_size=head_size,
-        qk_norm=family != "llama",
-        has_gate=is_hybrid and bool(text.get("attn_output_gate", True)),
-        rotary=read_rotary(text, head_size, 0.25 if is_hybrid else 1.0),
+        qk_norm=family.qk_norm,
+        has_gate=family.is_hybrid and bool(text.get("attn_output_gate", True)),
+        rotary=read_rotary(text, head_size, 0.25 if family.is_hybrid else 1.0),
     )
 
 
-def _layers(text: Json, is_hybrid: bool, attention: AttentionConfig) -> tuple[LayerConfig, ...]:
+def _layers(text: Json, family: Family, attention: AttentionConfig) -> tuple[LayerConfig, ...]:
     feed = DenseConfig(intermediate=positive(text, "intermediate_size"))
-    types = _layer_types(text) if is_hybrid else ["full_attention"] * _num_layers(text)
+    types = _layer_types(text) if family.is_hybrid else ["full_attention"] * _num_layers(text)
     delta = _gated_delta(text) if "linear_attention" in types else attention
     mixers = {"full_attention": attention, "linear_attention": delta}
     return tuple(LayerConfig(mixer=mixers[each], feed=feed) for each in types)

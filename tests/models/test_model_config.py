@@ -79,8 +79,20 @@ def test_head_size_need_not_divide_the_hidden_size():
     assert config_from_dict(llama(head_dim=None)).attention.head_size == 12
 
 
+def test_a_mistral_is_a_llama_without_windows_and_one_with_them_is_refused():
+    """A null window is none, and Llama itself has no such field."""
+    mistral = llama(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
+    found, like = config_from_dict(mistral), config_from_dict(llama(sliding_window=4096))
+    assert (found.layers, found.hidden, found.rms_eps) == (like.layers, like.hidden, like.rms_eps)
+    assert not found.drafts_trees
+    del mistral["architectures"]
+    assert config_from_dict(mistral) == found
+    with pytest.raises(ValueError, match="sliding_window"):
+        config_from_dict(mistral | {"sliding_window": 4096})
+
+
 REFUSED = {
-    "architectures": {"architectures": ["MistralForCausalLM"]},
+    "architectures": {"architectures": ["GemmaForCausalLM"]},
     "num_experts": {"num_experts": 8},
     "use_sliding_window": {"use_sliding_window": True},
     "rope_type": {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},

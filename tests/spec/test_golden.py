@@ -30,7 +30,7 @@ def chain(length):
     return np.maximum(np.arange(length) - 1, 0)
 
 
-MODELS = ("llama", "qwen3", "qwen3_5_dense")
+MODELS = ("llama", "mistral", "qwen3", "qwen3_5_dense")
 
 
 @pytest.mark.parametrize("folder", MODELS)
@@ -81,7 +81,7 @@ def test_rejected_branches_of_a_tree_leave_no_trace(folder, implementation):
     close(got.logits, want["decode_logits"][3:])
 
 
-@pytest.mark.parametrize("folder", ["llama", "qwen3"])
+@pytest.mark.parametrize("folder", ["llama", "mistral", "qwen3"])
 def test_far_positions_keep_the_rotation_exact(folder, implementation):
     want = vectors(folder)
     got = implementation(GOLDEN / folder).prefill(want["short_ids"], want["far_pos"])
