@@ -17,6 +17,7 @@ class ModelConfig:
       rms_eps: Added to the mean square of every RMS norm.
       tied: The embedding also gives the logits.
       zero_centered_norms: Norms scale by 1 + weight (all but the gated-delta output norm).
+      stores_joined: A checkpoint has q, k and v in one tensor, and gate and up in another.
       has_mtp: The config names an MTP layer; the checkpoint may still lack its tensors.
       drafts_trees: Its EAGLE heads draft trees where no shape is asked for.
       context_length: Most tokens of a text.
@@ -33,6 +34,7 @@ class ModelConfig:
     rms_eps: float
     tied: bool
     zero_centered_norms: bool
+    stores_joined: bool
     has_mtp: bool
     drafts_trees: bool
     context_length: int

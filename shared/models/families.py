@@ -24,7 +24,7 @@ class Family:
       name: What sentences to users call it.
       qk_norm: See `AttentionConfig`.
       is_hybrid: Has gated-delta layers, gates, zero-centred norms, and maybe an MTP layer.
-      drafts_trees: See `ModelConfig`.
+      drafts_trees, stores_joined: See `ModelConfig`.
       slides_by_size: A `sliding_window` alone switches windows on.
     """
 
@@ -32,17 +32,20 @@ class Family:
     qk_norm: bool = False
     is_hybrid: bool = False
     drafts_trees: bool = False
+    stores_joined: bool = False
     slides_by_size: bool = False
 
 
 LLAMA = Family("llama", drafts_trees=True)
 MISTRAL = Family("mistral", slides_by_size=True)
+PHI3 = Family("phi3", stores_joined=True, slides_by_size=True)
 QWEN3 = Family("qwen3", qk_norm=True)
 QWEN3_5 = Family("qwen3_5", qk_norm=True, is_hybrid=True)
 
 FAMILIES = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
+    "Phi3ForCausalLM": PHI3,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
@@ -52,6 +55,7 @@ FAMILIES = {
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
@@ -95,6 +99,7 @@ def config_from_dict(config: Json, generation_config: Json | None = None) -> Mod
         rms_eps=number(text, "rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         zero_centered_norms=family.is_hybrid,
+        stores_joined=family.stores_joined,
         has_mtp=family.is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
         drafts_trees=family.drafts_trees,
         context_length=_context_length(text, attention.rotary),

@@ -117,6 +117,8 @@ def attention_parameters(
         "self_attn.k_proj.weight": (keys, inputs),
         "self_attn.v_proj.weight": (keys, inputs),
     }
+    if config.stores_joined:
+        qkv = {"self_attn.qkv_proj.weight": (queries + 2 * keys, inputs)}
     tensors = [
         stack(f"{prefix}inputs", layers, qkv),
         stack(f"{prefix}out", layers, {"self_attn.o_proj.weight": (config.hidden, queries)}),
@@ -131,6 +133,8 @@ def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> l
     """Stacks of the gated MLPs of some layers."""
     wide = (config.feed.intermediate, config.hidden)
     gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
+    if config.stores_joined:
+        gate_up = {"mlp.gate_up_proj.weight": (2 * wide[0], wide[1])}
     return [
         stack(f"{prefix}gate_up", layers, gate_up),
         stack(f"{prefix}down", layers, {"mlp.down_proj.weight": wide[::-1]}),

@@ -6,6 +6,7 @@ import math
 import pytest
 
 from shared.models.families import config_from_dict, config_from_folder
+from shared.models.parameters import parameters
 from tests.support.tiny_models import tiny_config
 
 
@@ -89,6 +90,19 @@ def test_a_mistral_is_a_llama_without_windows_and_one_with_them_is_refused():
     assert config_from_dict(mistral) == found
     with pytest.raises(ValueError, match="sliding_window"):
         config_from_dict(mistral | {"sliding_window": 4096})
+
+
+def test_a_phi3_stores_its_projections_joined_and_is_refused_with_windows_or_longrope():
+    phi = llama(architectures=["Phi3ForCausalLM"], rope_scaling=None, sliding_window=None)
+    names = {
+        source.name for each in parameters(config_from_dict(phi), False) for source in each.sources
+    }
+    assert {"layers.0.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight"} <= names
+    assert not [name for name in names if "q_proj" in name or "up_proj" in name.split(".")]
+    with pytest.raises(ValueError, match="sliding_window"):
+        config_from_dict(phi | {"sliding_window": 2047})
+    with pytest.raises(ValueError, match="longrope"):
+        config_from_dict(phi | {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}})
 
 
 REFUSED = {

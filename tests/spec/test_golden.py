@@ -30,7 +30,7 @@ def chain(length):
     return np.maximum(np.arange(length) - 1, 0)
 
 
-MODELS = ("llama", "mistral", "qwen3", "qwen3_5_dense")
+MODELS = ("llama", "mistral", "phi3", "qwen3", "qwen3_5_dense")
 
 
 @pytest.mark.parametrize("folder", MODELS)
@@ -81,11 +81,13 @@ def test_rejected_branches_of_a_tree_leave_no_trace(folder, implementation):
     close(got.logits, want["decode_logits"][3:])
 
 
-@pytest.mark.parametrize("folder", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("folder", ["llama", "mistral", "phi3", "qwen3"])
 def test_far_positions_keep_the_rotation_exact(folder, implementation):
     want = vectors(folder)
     got = implementation(GOLDEN / folder).prefill(want["short_ids"], want["far_pos"])
-    close(got.logits, want["far_logits"])
+    # An ulp of a frequency, in which numpy and torch may differ, is 5e-4 radians so far away.
+    atol = 5e-4 if folder == "phi3" else 1e-4
+    np.testing.assert_allclose(got.logits, want["far_logits"], rtol=0, atol=atol)
 
 
 def test_states_after_the_prefill_and_after_three_and_eight_tokens(implementation):
