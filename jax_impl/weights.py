@@ -5,25 +5,34 @@ norms added; everything else has the model's dtype, but for what the checkpoint 
 float32.
 """
 
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Shaped
+from jax import lax
+from jaxtyping import Float, Int, Shaped
 
 from jax_impl import dummy
 from jax_impl.ops import linear
 from jax_impl.ops.linear import Matrix
 from shared.drafts import checkpoint as draft_checkpoint
 from shared.drafts.config import DraftConfig, DraftHead
+from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
 from shared.models.parameters import Parameter, norms_before, parameters
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
+
+
+LARGE = 1 << 24
+"""Numbers from which on a stack is read to the device tensor by tensor and never lies as a whole in
+main memory; for less, compiling what writes a piece would cost more."""
 
 
 class Attention(NamedTuple):
@@ -275,13 +284,29 @@ def _loaded(
     device: jax.Device,
     progress: Callable[[int], None],
 ) -> Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]:
-    """One parameter, read to main memory or made on the device."""
-    if not isinstance(checkpoint, DummyCheckpoint):
-        return checkpoint.load(parameter, dtype, progress)
+    """One parameter: read to main memory, or if large to the device; or made there."""
     kind = np.float32 if parameter.float32 else dtype
-    made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
-    progress(size_of(parameter))
-    return made
+    if isinstance(checkpoint, DummyCheckpoint):
+        made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+        progress(size_of(parameter))
+        return made
+    is_large = math.prod(parameter.shape) >= LARGE and parameter.stacked
+    if not (is_large and isinstance(checkpoint, Checkpoint)):
+        return checkpoint.load(parameter, dtype, progress)
+    read = jnp.zeros(parameter.shape, kind, device=device)
+    for at, values in checkpoint.pieces(parameter, progress):
+        first = [each.start if isinstance(each, slice) else each for each in at]
+        read = _written(read, values[None], jnp.asarray(first, np.int32))
+    return read
+
+
+@partial(jax.jit, donate_argnums=0)
+def _written(
+    stack: Shaped[jax.Array, "..."], piece: Shaped[jax.Array, "..."], first: Int[jax.Array, " 2"]
+) -> Shaped[jax.Array, "..."]:
+    """A stack of layers with a piece of one, which begins at `first`; in its own memory."""
+    start = [*first, *[0] * (stack.ndim - 2)]
+    return lax.dynamic_update_slice(stack, piece.astype(stack.dtype), start)
 
 
 def from_arrays(

@@ -20,11 +20,8 @@ from torch_impl.ops.linear import Matrix
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
-DTYPES = {
-    "float32": (torch.float32, np.dtype(np.float32)),
-    "bfloat16": (torch.bfloat16, np.dtype(ml_dtypes.bfloat16)),
-}
-"""The types that a model can run in: torch's and numpy's."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""The types that a model can run in, by name."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ def from_arrays(config: ModelConfig, arrays: Arrays, dtype: str, device: torch.d
     kept_float32 = {p.name for p in parameters(config, "mtp.fc" in arrays) if p.float32}
     tensors = {
         name: _tensor(np.array(array), device).to(
-            torch.float32 if name in kept_float32 else DTYPES[dtype][0]
+            torch.float32 if name in kept_float32 else DTYPES[dtype]
         )
         for name, array in arrays.items()
     }
@@ -185,7 +182,7 @@ def head_from_arrays(
     tensors = {name: _tensor(np.array(array), device) for name, array in head.weights.items()}
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
-            tensors[name] = tensor.to(DTYPES[dtype][0])
+            tensors[name] = tensor.to(DTYPES[dtype])
     return _head(head.config, tensors)
 
 
@@ -196,14 +193,16 @@ def _loaded(
     device: torch.device,
     progress: Callable[[int], None],
 ) -> Tensor:
-    """One parameter, read onto the device or made there."""
-    kind, numpy_kind = DTYPES[dtype]
-    if not isinstance(checkpoint, DummyCheckpoint):
-        return _tensor(checkpoint.load(parameter, numpy_kind, progress), device)
-    kind = torch.float32 if parameter.float32 else kind
-    made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
-    progress(size_of(parameter))
-    return made
+    """One parameter, read onto the device tensor by tensor, or made there."""
+    kind = torch.float32 if parameter.float32 else DTYPES[dtype]
+    if isinstance(checkpoint, DummyCheckpoint):
+        made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
+        progress(size_of(parameter))
+        return made
+    read = torch.empty(parameter.shape, dtype=kind, device=device)
+    for at, values in checkpoint.pieces(parameter, progress):
+        read[at].copy_(_tensor(values, device))
+    return read
 
 
 def _tensor(array: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,26 +114,39 @@ class Checkpoint:
         dtype: np.dtype | type,
         progress: Callable[[int], None] = lambda num_bytes: None,
     ) -> Array:
-        """Reads one parameter, tensor by tensor.
+        """Reads one parameter into main memory; the arguments are those of `pieces`.
 
         Args:
           dtype: What to convert to; a parameter that is kept in float32 ignores it.
+        """
+        loaded = np.empty(parameter.shape, np.float32 if parameter.float32 else dtype)
+        for at, values in self.pieces(parameter, progress):
+            loaded[at] = values
+        return loaded
+
+    def pieces(
+        self, parameter: Parameter, progress: Callable[[int], None]
+    ) -> Iterator[tuple[tuple[int | slice, ...], Array]]:
+        """Reads a parameter tensor by tensor, so that no more than one need lie in main memory.
+
+        Args:
           progress: Called after each tensor with the number of stored bytes just read.
+
+        Yields:
+          Where a tensor stands in the parameter, and its values as they are stored.
 
         Raises:
           CheckpointError: A tensor is missing or has another shape or an unknown dtype.
         """
-        loaded = np.empty(parameter.shape, np.float32 if parameter.float32 else dtype)
-        for i, piece in enumerate(parameter.pieces):
-            rows = loaded[i] if parameter.stacked else loaded
-            start = 0
-            for source in piece:
+        for number, sources in enumerate(parameter.pieces):
+            first, layer = 0, (number,) if parameter.stacked else ()
+            for source in sources:
                 self._check_source(source)
-                stop = start + source.shape[0]
-                rows[start:stop] = self.tensor(source.name).reshape(-1, *rows.shape[1:])
-                start = stop
+                end = first + source.shape[0]
+                rest = parameter.shape[len(layer) + 1 :]
+                yield (*layer, slice(first, end)), self.tensor(source.name).reshape(-1, *rest)
+                first = end
                 progress(self._num_bytes(source))
-        return loaded
 
     def _header(self, name: str) -> Any:
         if name not in self._slices:

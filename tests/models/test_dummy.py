@@ -137,12 +137,15 @@ def test_what_is_no_matrix_lies_where_a_trained_models_lies(family, name):
     assert wanted.low < found.min() <= found.max() < wanted.high
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+KINDS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", KINDS)
 def test_backends_load_what_the_checkpoint_gives(dtype):
     config = tiny_config("qwen3_5")
     checkpoint, seen = DummyCheckpoint.of_model(config), []
     loaded = torch_weights.load(checkpoint, config, True, dtype, CPU, seen.append)
-    kind, device = torch_weights.DTYPES[dtype][1], jax.devices("cpu")[0]
+    kind, device = KINDS[dtype], jax.devices("cpu")[0]
     in_jax = jax_weights.load(checkpoint, config, True, kind, device, seen.append)
     wanted = parameters(config, True)
     assert (

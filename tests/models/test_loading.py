@@ -1,0 +1,83 @@
+"""Both backends read a checkpoint tensor by tensor, and get the numbers of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from jax_impl import weights as jax_weights
+from shared.models.checkpoint import Checkpoint, open_checkpoint
+from shared.models.config import ModelConfig
+from shared.models.parameters import parameters
+from tests.support.tiny_models import write_tiny
+from torch_impl import weights as torch_weights
+
+FILE = "model.safetensors"
+KINDS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+
+
+@pytest.fixture(params=KINDS)
+def stored(request, tmp_path) -> tuple[ModelConfig, Checkpoint]:
+    """A checkpoint whose tensors are of each type."""
+    config = write_tiny(tmp_path, "qwen3_5", 0)
+    kind = KINDS[request.param]
+    tensors = {name: x.astype(kind) for name, x in load_file(tmp_path / FILE).items()}
+    save_file(tensors, tmp_path / FILE)
+    return config, open_checkpoint(tmp_path)
+
+
+def tensors_of(record: Any) -> Iterator[torch.Tensor]:
+    """The tensors of torch's records, in their order."""
+    if isinstance(record, torch.Tensor):
+        yield record
+    elif dataclasses.is_dataclass(record):
+        for field in dataclasses.fields(record):
+            yield from tensors_of(getattr(record, field.name))
+    elif isinstance(record, tuple):
+        for each in record:
+            yield from tensors_of(each)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_torch_reads_no_parameter_as_a_whole(stored, dtype, monkeypatch):
+    config, checkpoint = stored
+    whole = {p.name: checkpoint.load(p, KINDS[dtype]) for p in parameters(config, True)}
+    want = torch_weights.from_arrays(
+        config, {name: x.astype(np.float32) for name, x in whole.items()}, dtype, CPU
+    )
+    monkeypatch.setattr(Checkpoint, "load", None)
+    got = torch_weights.load(checkpoint, config, True, dtype, CPU, lambda count: None)
+    pairs = list(zip(tensors_of(got), tensors_of(want), strict=True))
+    assert len(pairs) > 30
+    for mine, other in pairs:
+        assert mine.dtype == other.dtype
+        assert torch.equal(mine, other)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_jax_reads_no_large_stack_as_a_whole(stored, dtype, monkeypatch):
+    config, checkpoint = stored
+    device, kind, whole = jax.devices("cpu")[0], KINDS[dtype], []
+    want = jax_weights.load(checkpoint, config, True, kind, device, lambda count: None)
+    load = Checkpoint.load
+    monkeypatch.setattr(Checkpoint, "load", lambda *a: (whole.append(a[1]), load(*a))[1])
+    monkeypatch.setattr(jax_weights, "LARGE", 0)
+    got = jax_weights.load(checkpoint, config, True, kind, device, lambda count: None)
+    assert not [parameter.name for parameter in whole if parameter.stacked]
+    pairs = list(zip(*(jax.tree.leaves(nnx.state(each)) for each in (got, want)), strict=True))
+    assert len(pairs) > 15
+    for mine, other in pairs:
+        assert mine.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
