@@ -201,14 +201,19 @@ def _loaded(
         return made
     read = torch.empty(parameter.shape, dtype=kind, device=device)
     for at, values in checkpoint.pieces(parameter, progress):
-        read[at].copy_(_tensor(values, device))
+        read[at].copy_(_on_host(values))
     return read
 
 
 def _tensor(array: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
+    return _on_host(array).to(device)
+
+
+def _on_host(array: Shaped[np.ndarray, "..."]) -> Tensor:
+    """The same memory as a tensor."""
     if array.dtype == ml_dtypes.bfloat16:  # torch does not know numpy's
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to(device)
-    return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:

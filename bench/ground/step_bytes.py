@@ -34,7 +34,8 @@ def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int)
     moved += batch * context * _kv_row(config, config.num_attention_layers, item)
     delta = config.gated_delta
     if delta:
-        state = delta.kept[0].piece_bytes(item)
+        recurrent, _ = delta.kept
+        state = recurrent.piece_bytes(item)
         touched = 2 if shape.is_plain else 3
         moved += touched * batch * state * config.num_gated_delta_layers
     return moved + _draft_bytes(blueprint, shape, batch, context)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from jax_impl.layers import angles
-from jax_impl.ops.layers import rms_norm
+from jax_impl.ops import layers as ops
 from jax_impl.ops.mix import Angles
 from jax_impl.training import gated_delta, layers
 from jax_impl.training.layers import Rows, normed
@@ -58,7 +58,7 @@ def forward(
         x = jax.checkpoint(run)(x) if remat else run(x)
         of_kind[kind] += 1
         streams.append(x)
-    hidden = rms_norm(x, weights.final_norm[...], config.rms_eps)
+    hidden = ops.rms_norm(x, weights.final_norm[...], config.rms_eps)
     return Passed(hidden.reshape(B, T, -1), tuple(x.reshape(B, T, -1) for x in streams))
 
 
@@ -71,7 +71,7 @@ def logits(
 
 def embedded(table: Float[jax.Array, "vocab hidden"], tokens: Int[jax.Array, " R"]) -> Rows:
     """The tokens' rows of an embedding, in the float32 of the residual stream."""
-    return table[tokens].astype("float32")
+    return ops.embedded(table, tokens).astype("float32")
 
 
 def _layer(

@@ -47,7 +47,10 @@ class Controller(Protocol):
         ...
 
     def submitted(self, rows: Rows) -> None:
-        """A step is on its way, and the host has time while the device runs it."""
+        """A step is on its way, and the host has time while the device runs it.
+
+        It is the last that is done before the host asks for a result.
+        """
         ...
 
     def learned(self, rows: Rows, result: StepResult) -> None:

@@ -1,6 +1,6 @@
 """What layers keep between steps: named arrays, a piece of each for every position or every slot.
 
-The memory plan counts them, both backends allocate them and commit to them.
+The memory plan counts them, and both backends allocate them.
 """
 
 from dataclasses import dataclass

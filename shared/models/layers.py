@@ -37,11 +37,8 @@ class AttentionConfig:
     rotary: RotaryConfig
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_kv_heads})"
-            )
+        names = "num_attention_heads", "num_key_value_heads"
+        _check_groups(names, self.num_heads, self.num_kv_heads)
 
     @property
     def query_size(self) -> int:
@@ -74,11 +71,8 @@ class GatedDeltaConfig:
     conv_width: int = CONV_WIDTH
 
     def __post_init__(self) -> None:
-        if self.num_value_heads % self.num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads ({self.num_value_heads}) must be a multiple of "
-                f"linear_num_key_heads ({self.num_key_heads})"
-            )
+        names = "linear_num_value_heads", "linear_num_key_heads"
+        _check_groups(names, self.num_value_heads, self.num_key_heads)
 
     @property
     def channels(self) -> int:
@@ -109,3 +103,9 @@ class LayerConfig:
 
     mixer: AttentionConfig | GatedDeltaConfig
     feed: DenseConfig
+
+
+def _check_groups(names: tuple[str, str], heads: int, groups: int) -> None:
+    """Refuses heads that do not share the others in whole groups, by the fields' names."""
+    if heads % groups:
+        raise ValueError(f"{names[0]} ({heads}) must be a multiple of {names[1]} ({groups})")

@@ -50,3 +50,12 @@ def test_texts_are_written_in_every_order_and_told_in_the_first():
     assert [line["phase"] for line in lines] == [*(phase.name for phase in phases), "all"]
     copying = lines[0]["tokens_per_s"]
     assert copying["S3"] > 1.2 * copying["off"]
+
+
+def test_in_real_time_no_step_is_shorter_than_the_devices_part():
+    phases, texts = written_work([1], 20, 3)
+    seconds = {"1": {"off": 0.006, "S3": 0.007, "asleep": 0.001}}
+    lines = in_orders(seconds, phases[:1], texts, orders=1, submit_s=0.001)
+    speeds = lines[0]["tokens_per_s"]
+    assert set(speeds) == {"off", "S3", "adaptive"}
+    assert speeds["off"] < 1 / 0.005

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
@@ -76,6 +77,14 @@ def words_said(conversation: Conversation) -> set[str]:
         for each in conversation.messages
     ]
     return set(WORD.findall(repr((messages, conversation.tools))))
+
+
+def count_refused(
+    render: Callable[[Conversation], str], oracle: Any, chat_template: str | None = None
+) -> Counter[bool]:
+    """How many of a hundred conversations were refused, and were not; see `check_prompt`."""
+    drawn_ones = (drawn(Random(seed)) for seed in range(100))
+    return Counter(check_prompt(each, render, oracle, chat_template) for each in drawn_ones)
 
 
 def check_prompt(

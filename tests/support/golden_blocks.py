@@ -25,6 +25,7 @@ from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.spec import attention, dflash, model
 from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array
+from torch_impl import device_state as torch_state
 from torch_impl import model as torch_model
 from torch_impl import weights as torch_weights
 from torch_impl.drafters import dflash as torch_dflash
@@ -104,8 +105,8 @@ class TorchBlock:
         self._target = torch_model.Model.of(target, loaded)
         self._weights = torch_weights.head_from_arrays(head, "float32", cpu)
         self._frequencies = rotary_frequencies(layer, cpu)
-        heads = (layer.attention.num_kv_heads, layer.attention.head_size)
-        self._kv, self._length = torch.zeros(layer.num_layers, 2, *POOL, *heads), 0
+        self._kv = torch_state.new_kv(layer, layer.num_layers, POOL, torch.float32, cpu)
+        self._length = 0
         self._table = torch.from_numpy(TABLE)
 
     def extend(self, features: Array) -> None:

@@ -10,16 +10,16 @@ from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import load_all
+from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.spec.draft_tree import TreeShape
 from tests.support.equality import spec_sampling
 from tests.support.golden_models import NUM_PAGES, PAGE_SIZE, TABLE, Array, Pass
-from torch_impl import model, weights
+from torch_impl import device_state, model, weights
 from torch_impl.drafters import Fed, Ranking, eagle, heads
 from torch_impl.layers import PrefillMixer, VerifyMixer
 from torch_impl.ops import attention, delta_mix, draft_tree
 from torch_impl.ops.delta_mix import Nodes
-from torch_impl.ops.mamba_state import DeltaState
 from torch_impl.ops.sampling import Sampling
 
 CPU = torch.device("cpu")
@@ -27,6 +27,10 @@ CPU = torch.device("cpu")
 
 def ints(values: Array) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, np.int32))
+
+
+def new_pools(config: ModelConfig, num_layers: int) -> torch.Tensor:
+    return device_state.new_kv(config, num_layers, (NUM_PAGES, PAGE_SIZE), torch.float32, CPU)
 
 
 def causal_rows(table: torch.Tensor, count: int, first_position: int) -> attention.Rows:
@@ -43,17 +47,12 @@ class TorchModel:
             config, load_all(folder, config, config.has_mtp), "float32", CPU
         )
         self._model = model.Model.of(config, loaded)
-        pools = (2, NUM_PAGES, PAGE_SIZE, config.attention.num_kv_heads, config.attention.head_size)
-        self._kv = torch.zeros(config.num_attention_layers, *pools)
-        self._mtp_kv = torch.zeros(1, *pools)
+        self._kv = new_pools(config, config.num_attention_layers)
+        self._mtp_kv = new_pools(config, 1)
         self._table, self._length = ints(TABLE), 0
         self._streams = tuple(range(config.num_layers + 1))
-        if sizes := config.gated_delta:
-            heads = (sizes.num_value_heads, sizes.key_size, sizes.value_size)
-            self._state = DeltaState(
-                torch.zeros(config.num_gated_delta_layers, 1, *heads),
-                torch.zeros(config.num_gated_delta_layers, 1, 3, sizes.channels),
-            )
+        self._state = device_state.new_states(config, 1, torch.float32, CPU)
+        if self._state is not None:
             self._no_snapshot = delta_mix.take(self._state, ints([0]))  # the sink
 
     def prefill(self, tokens: Array, positions: Array | None) -> Pass:
@@ -123,8 +122,7 @@ class TorchHead:
         head = weights.load_head(open_head(folder), *settings, progress=lambda num_bytes: None)
         self._head = heads.HEADS[head.config.kind](model.Model.of(config, loaded), head)
         layer, self._vocab = self._head.config, config.vocab
-        pools = (2, NUM_PAGES, PAGE_SIZE, layer.attention.num_kv_heads, layer.attention.head_size)
-        self._kv, self._table = torch.zeros(1, *pools), ints(TABLE)
+        self._kv, self._table = new_pools(layer, 1), ints(TABLE)
 
     def extend(self, tokens: Array, reads: Array) -> tuple[Array, Array]:
         return self._rows(tokens, self._head.read(self._passed(reads)), 0)

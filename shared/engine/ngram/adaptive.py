@@ -269,8 +269,8 @@ class AdaptiveNgramController:
         # Not of the step that fell asleep: it waited for the one before.
         asleep = self.sleep.stepped(flight.batch, seconds) if flight.follows else None
         made, self._made = self._made, None
-        tells_nothing = flight.follows and asleep is None and made is None
-        if not tells_nothing or self._trace is not None:
+        tells = not flight.follows or asleep is not None or made is not None
+        if tells or self._trace is not None:
             self._landings.append(Landing(flight, rows, result, seconds, asleep, made))
 
     def _learn(self) -> None:

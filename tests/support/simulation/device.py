@@ -277,17 +277,11 @@ class RealTimeBackend(TextBackend):
         super().__init__(limits, seconds, texts, noise=0.0)
         self._submit_s = self._prompt_s = submit_s
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no step is on its way."""
-        return time.perf_counter() >= self._ends
-
     def submit(self, plan: StepPlan) -> Spinning:
-        submitted = time.perf_counter() + self._submit_s
-        self.clock = submitted
-        value, ends = (known := super().submit(plan)).value, known.ends
-        spin_until(submitted)
-        return Spinning(value, ends)
+        self.clock = time.perf_counter() + self._submit_s
+        known = super().submit(plan)
+        spin_until(self.clock)
+        return Spinning(known.value, known.ends)
 
 
 def _agreed(drafts: HostDraft, row: int, ahead: Sequence[int]) -> int:

@@ -240,8 +240,10 @@ def real_time_runs(
 
     def run(tier: Tier | None) -> list[Served]:
         backend = RealTimeBackend(limits, seconds, texts, submit_s=submit_s)
-        clock = time.perf_counter
-        return _served(backend, _ngram(limits, tiers, tier, table, clock), phases, clock)
+        controller = _ngram(limits, tiers, tier, table, time.perf_counter)
+        if isinstance(controller, AdaptiveNgramController | NgramController):
+            controller.index.warm_up()
+        return _served(backend, controller, phases, time.perf_counter)
 
     return {str(tier): run(tier) for tier in tiers} | {"adaptive": run(None)}
 
@@ -259,7 +261,6 @@ def _ngram(
     widest = tiers[-1] if tier is None else tier
     sizes = {"nodes": widest.nodes, "depth": widest.depth, "vocab": VOCAB}
     index = NgramIndex(NgramConfig(), **sizes, chain=False)
-    index.warm_up()
     if tier is None:
         return AdaptiveNgramController(limits, index, table, clock)
     return NgramController(limits, index)
