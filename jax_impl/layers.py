@@ -1,20 +1,20 @@
 """The layers of a model over flat rows: attention on paged KV, the MLP, gated-delta layers."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
 from jax_impl.ops import Place, delta_mix, layers, linear, mix
-from jax_impl.ops.attention import KV, Rows
+from jax_impl.ops.attention import KV, Rows, windowed
 from jax_impl.ops.delta_mix import Nodes
 from jax_impl.ops.linear import Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.weights import Attention, GatedDelta, Layer
 from shared.models.config import ModelConfig
-from shared.models.layers import GatedDeltaConfig
+from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.spec.layers import rotary_frequencies
 
 Hidden = Float[jax.Array, "R hidden"]
@@ -43,11 +43,30 @@ class DeltaMixer(Protocol):
         ...
 
 
-def angles(config: ModelConfig, positions: Int[jax.Array, " R"]) -> Angles:
-    """The rotation at each row's position, once for all layers of a pass."""
-    frequencies = jnp.asarray(rotary_frequencies(config.attention.rotary))
-    factor = config.attention.rotary.attention_factor
-    return Angles(*layers.rotary_angles(positions, frequencies, factor))
+def angles(config: AttentionConfig, positions: Int[jax.Array, " R"]) -> Angles:
+    """The rotation at each row's position, once for all layers of a kind in a pass."""
+    frequencies = jnp.asarray(rotary_frequencies(config.rotary))
+    return Angles(*layers.rotary_angles(positions, frequencies, config.rotary.attention_factor))
+
+
+class Sight(NamedTuple):
+    """What attention layers of one kind share in a pass.
+
+    Attributes:
+      turn: The rotation of each row.
+      rows: Where the rows stand, and what they see in such a layer.
+      kv: The pools of all attention layers, which a layer replaces.
+    """
+
+    turn: Angles
+    rows: Rows
+    kv: PagedKV
+
+    @classmethod
+    def of(cls, config: AttentionConfig, rows: Rows, kv: KV) -> "Sight":
+        """Of a pass over rows."""
+        seen = windowed(rows, config.window)
+        return cls(angles(config, rows.positions), seen, PagedKV.of(kv, seen))
 
 
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
@@ -62,16 +81,14 @@ def attention_layer(
     layer: Layer,
     qkv: Float[jax.Array, "R outputs"],
     stream: Stream,
-    turn: Angles,
-    rows: Rows,
-    kv: PagedKV,
+    sight: Sight,
     place: Place,
 ) -> tuple[Stream, PagedKV]:
     """A decoder layer with attention, from its projection on; its pools are those at `place`."""
     assert isinstance(layer.mixer, Attention)
-    norms = head_norms(config, layer.mixer)
-    mixed, kv = mix.mix(qkv, Heads.of(config.attention), norms, turn, rows, kv, place)
-    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), kv
+    heads, norms = Heads.of(config.attention), head_norms(config, layer.mixer)
+    mixed, kv = mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
+    return _finished(config, layer, mixed, stream), kv
 
 
 def gated_delta_layer(
@@ -86,13 +103,17 @@ def gated_delta_layer(
     """A decoder layer with the gated delta rule, from its projection on."""
     assert isinstance(layer.mixer, GatedDelta)
     mixed, carry = mixer(place, layer.mixer, inputs, carry)
-    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream)), carry
+    return _finished(config, layer, mixed, stream), carry
 
 
-def mlp(config: ModelConfig, layer: Layer, stream: Stream) -> Stream:
-    """The gated MLP with its norm before and the residual behind."""
+def _finished(
+    config: ModelConfig, layer: Layer, mixed: Float[jax.Array, "R values"], stream: Stream
+) -> Stream:
+    """What follows a mixer: its product, and the gated MLP, each added to the stream."""
+    factor = config.residual_factor
+    stream = linear.added_product(mixed, layer.mixer.out, stream, factor)
     x = linear.gated_product(stream, layer.post_norm, config.rms_eps, layer.mlp.gate_up)
-    return linear.added_product(x, layer.mlp.down, stream)
+    return linear.added_product(x, layer.mlp.down, stream, factor)
 
 
 def write_keys(

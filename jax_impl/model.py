@@ -1,5 +1,6 @@
 """The forward pass of Llama, Qwen3 and Qwen3.5 (dense) over flat rows; as `shared.spec.model`."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jax_impl.layers import (
     DeltaMixer,
     Hidden,
     LayerCarry,
-    angles,
+    Sight,
     attention_layer,
     gated_delta_layer,
 )
@@ -19,6 +20,7 @@ from jax_impl.ops.linear import Matrix, Stream
 from jax_impl.ops.mix import PagedKV
 from jax_impl.weights import Layer, Weights
 from shared.models.config import ModelConfig
+from shared.models.layers import AttentionConfig, GatedDeltaConfig
 
 
 class Forward(NamedTuple):
@@ -42,7 +44,7 @@ class Forward(NamedTuple):
 class Block(NamedTuple):
     """A decoder layer of a model; `place` counts the layers of its kind."""
 
-    kind: str
+    mixer: AttentionConfig | GatedDeltaConfig
     place: int
     layer: Layer
 
@@ -58,9 +60,9 @@ class Model(NamedTuple):
     def of(cls, config: ModelConfig, weights: Weights) -> "Model":
         """Binds weights to their settings."""
         kinds, blocks = config.layer_kinds, []
-        for number, kind in enumerate(kinds):
+        for number, (kind, each) in enumerate(zip(kinds, config.layers, strict=True)):
             place = kinds[:number].count(kind)
-            blocks.append(Block(kind, place, weights.layers.layer(number, kind, place)))
+            blocks.append(Block(each.mixer, place, weights.layers.layer(number, kind, place)))
         return cls(config, weights, tuple(blocks))
 
 
@@ -82,15 +84,16 @@ def forward(
       kept_streams: Residual streams to keep, ascending: number i is what enters layer i.
     """
     config, eps = model.config, model.config.rms_eps
-    turn = angles(config, rows.positions)
+    sights = {each: Sight.of(each, rows, kv) for each in config.attentions}
 
     # Traced and lowered once for all blocks of a kind, which differ in their arrays alone.
-    @jax.jit
+    @partial(jax.jit, static_argnums=0)
     def attention_block(
-        layer: Layer, stream: Stream, kv: PagedKV, place: Place
+        mixer: AttentionConfig, layer: Layer, stream: Stream, paged: PagedKV, place: Place
     ) -> tuple[Stream, PagedKV]:
         qkv = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
-        return attention_layer(config, layer, qkv, stream, turn, rows, kv, place)
+        sight = sights[mixer]._replace(kv=paged)
+        return attention_layer(config, layer, qkv, stream, sight, place)
 
     @jax.jit
     def delta_block(
@@ -100,19 +103,23 @@ def forward(
         inputs = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         return gated_delta_layer(config, layer, inputs, stream, mixer, carry, place)
 
-    stream = linear.stream(layers.embedded(model.weights.embed[...], tokens))
-    streams, paged = [stream.rows], PagedKV.of(kv, rows)
+    embedded = layers.embedded(model.weights.embed[...], tokens, config.embedding_factor)
+    stream = linear.stream(embedded)
+    streams, paged = [stream.rows], {each: sight.kv for each, sight in sights.items()}
     for block in model.blocks:
-        if block.kind == "attention":
-            stream, paged = attention_block(block.layer, stream, paged, block.place)
+        if isinstance(block.mixer, AttentionConfig):
+            own = paged[block.mixer]._replace(pools=kv)
+            stream, own = attention_block(block.mixer, block.layer, stream, own, block.place)
+            paged[block.mixer], kv = own, own.pools
         else:
             assert mixer is not None
             stream, mixer.carry = delta_block(block.layer, stream, mixer.carry, block.place)
         streams.append(stream.rows)
     hidden = layers.rms_norm(stream.rows, model.weights.final_norm[...], eps)
-    return Forward(hidden, tuple(streams[i] for i in kept_streams), paged.pools)
+    return Forward(hidden, tuple(streams[i] for i in kept_streams), kv)
 
 
 def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R vocab"]:
     """Scores of the next token, float32."""
-    return linear.product_float32(hidden, Matrix(model.weights.head[...]))
+    head = Matrix(model.weights.head[...])
+    return linear.product_float32(hidden, head, model.config.logits_factor)

@@ -22,6 +22,7 @@ import jax
 from jax_impl.devices import find_device
 from jax_impl.training import export, outputs, tasks
 from jax_impl.training.examples import Batches, Rows, open_tokenizer, read_prompts, read_rows
+from jax_impl.training.forward import check_trained
 from jax_impl.training.loop import Schedule, train
 from jax_impl.training.saving import note_run
 from jax_impl.training.tasks import Module, Precision, Target, Trainable
@@ -157,6 +158,7 @@ def _check(given: argparse.Namespace) -> None:
 def _train_model(given: argparse.Namespace) -> None:
     config_json = read_json(given.model)
     config = config_from_dict(config_json)
+    check_trained(config)
     end = open_tokenizer(given.tokenizer).end_id
     if end not in config.eos_ids:
         raise ValueError(f"eos_token_id in {given.model} lacks {end}, the tokenizer's eos_token")
@@ -169,6 +171,7 @@ def _train_model(given: argparse.Namespace) -> None:
 
 def _train_head(given: argparse.Namespace) -> None:
     config, stored = config_from_folder(given.target), open_checkpoint(given.target)
+    check_trained(config)
     mark = outputs.fingerprint(stored)
     if given.draft == "mtp" and not config.has_mtp:
         raise ValueError(

@@ -25,7 +25,7 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
-from shared.models.parameters import Parameter, norms_before, parameters
+from shared.models.parameters import BIAS, Parameter, norms_before, parameters
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -80,6 +80,7 @@ class AttentionStack(nnx.Module):
     def __init__(self, arrays: Arrays, prefix: str) -> None:
         self.inputs = nnx.Param(arrays[f"{prefix}inputs"])
         self.out = nnx.Param(arrays[f"{prefix}out"])
+        _take_biases(self, arrays, prefix, ("inputs", "out"))
         if f"{prefix}q_norm" in arrays:
             self.q_norm = nnx.Param(arrays[f"{prefix}q_norm"])
             self.k_norm = nnx.Param(arrays[f"{prefix}k_norm"])
@@ -89,8 +90,8 @@ class AttentionStack(nnx.Module):
         # As with the weights: kernels take their layer's of a stack.
         norms = [x if x is None else x[...] if is_folded else x[place] for x in norms]
         return Attention(
-            inputs=_matrix(self.inputs, place, is_folded),
-            out=_matrix(self.out, place, is_folded),
+            inputs=_matrix(self, "inputs", place, is_folded),
+            out=_matrix(self, "out", place, is_folded),
             q_norm=norms[0],
             k_norm=norms[1],
         )
@@ -114,7 +115,7 @@ class GatedDeltaStack(nnx.Module):
         # As with the weights: kernels take their layer's of a stack.
         small = (self.conv, self.a_log, self.dt_bias, self.norm)
         conv, a_log, dt_bias, norm = (x[...] if is_folded else x[place] for x in small)
-        inputs, out = (_matrix(x, place, is_folded) for x in (self.inputs, self.out))
+        inputs, out = (_matrix(self, x, place, is_folded) for x in ("inputs", "out"))
         return GatedDelta(inputs, conv, a_log, dt_bias, norm, out)
 
 
@@ -132,6 +133,7 @@ class Layers(nnx.Module):
                 setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
         self.gate_up = nnx.Param(arrays[f"{prefix}mlp.gate_up"])
         self.down = nnx.Param(arrays[f"{prefix}mlp.down"])
+        _take_biases(self, arrays, f"{prefix}mlp.", ("gate_up", "down"))
         if f"{prefix}attention.inputs" in arrays:
             self.attention = AttentionStack(arrays, f"{prefix}attention.")
         if f"{prefix}gated_delta.inputs" in arrays:
@@ -141,7 +143,7 @@ class Layers(nnx.Module):
         """The layer of a number, which stands at a place among its kind."""
         stack = self.attention if kind == "attention" else self.gated_delta
         is_folded = not hasattr(self, "post_attention_norm")
-        gate_up, down = (_matrix(x, number, is_folded) for x in (self.gate_up, self.down))
+        gate_up, down = (_matrix(self, x, number, is_folded) for x in ("gate_up", "down"))
         return Layer(
             input_norm=self.input_norm[number] if hasattr(self, "input_norm") else None,
             mixer=stack.layer(place, is_folded),
@@ -150,9 +152,19 @@ class Layers(nnx.Module):
         )
 
 
-def _matrix(stack: nnx.Param, place: int, is_folded: bool) -> Matrix:
+def _take_biases(owner: nnx.Module, arrays: Arrays, prefix: str, names: tuple[str, ...]) -> None:
+    """Takes what the products with some weights add, where the model has that."""
+    for name in names:
+        if f"{prefix}{name}{BIAS}" in arrays:
+            setattr(owner, f"{name}{BIAS}", nnx.Param(arrays[f"{prefix}{name}{BIAS}"]))
+
+
+def _matrix(owner: nnx.Module, name: str, place: int, is_folded: bool) -> Matrix:
     """A weight of a stack: by itself, or where norms are folded, as kernels read it."""
-    return Matrix(stack[...], place) if is_folded else Matrix(stack[place])
+    stack, bias = getattr(owner, name), getattr(owner, f"{name}{BIAS}", None)
+    if is_folded:
+        return Matrix(stack[...], place, None if bias is None else bias[...])
+    return Matrix(stack[place], bias=None if bias is None else bias[place])
 
 
 class Mtp(nnx.Module):

@@ -335,6 +335,7 @@ ONE_SIDED_NAMES = {
     "layers.py::DeltaMixer": "a mixer of JAX gives back what it carries",
     "layers.py::rotary_frequencies": "torch keeps what JAX folds into the program",
     "layers.py::angles": "the same",
+    "layers.py::Sight.of": "the same",
     "model.py::Model": "the same",
     "drafters/dflash.py::BlockDrafter": "the same",
     "drafters/dflash.py::BlockDrafter.of": "the same",

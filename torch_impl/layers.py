@@ -1,16 +1,17 @@
 """The layers of a model over flat rows: attention on paged KV, the MLP, gated-delta layers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.models.config import ModelConfig
-from shared.models.layers import GatedDeltaConfig
+from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from shared.spec import layers as layers_spec
 from torch_impl.ops import delta_mix, layers, linear, mix
-from torch_impl.ops.attention import Rows
+from torch_impl.ops.attention import Rows, windowed
 from torch_impl.ops.delta_mix import Nodes
 from torch_impl.ops.linear import Stream
 from torch_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
@@ -25,15 +26,39 @@ DeltaMixer = Callable[[int, GatedDelta, Float[Tensor, "R outputs"]], Float[Tenso
 inputs to the heads' outputs after the gated norm."""
 
 
-def rotary_frequencies(config: ModelConfig, device: torch.device) -> Float[Tensor, " half"]:
-    """The rotary frequencies of a model or a head, which `angles` reads."""
-    return torch.from_numpy(layers_spec.rotary_frequencies(config.attention.rotary)).to(device)
+def rotary_frequencies(config: AttentionConfig, device: torch.device) -> Float[Tensor, " half"]:
+    """The rotary frequencies of attention layers, which `angles` reads."""
+    return torch.from_numpy(layers_spec.rotary_frequencies(config.rotary)).to(device)
 
 
-def angles(config: ModelConfig, frequencies: Float[Tensor, " half"], rows: Rows) -> Angles:
-    """The rotation at each row's position, once for all layers of a pass."""
-    factor = config.attention.rotary.attention_factor
-    return Angles(*layers.rotary_angles(rows.positions, frequencies, factor))
+def angles(config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: Rows) -> Angles:
+    """The rotation at each row's position, once for all layers of a kind in a pass."""
+    return Angles(
+        *layers.rotary_angles(rows.positions, frequencies, config.rotary.attention_factor)
+    )
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What attention layers of one kind share in a pass.
+
+    Attributes:
+      turn: The rotation of each row.
+      rows: Where the rows stand, and what they see in such a layer.
+      kv: The pools of all attention layers.
+    """
+
+    turn: Angles
+    rows: Rows
+    kv: PagedKV
+
+    @classmethod
+    def of(
+        cls, config: AttentionConfig, frequencies: Float[Tensor, " half"], rows: Rows, kv: Pools
+    ) -> "Sight":
+        """Of a pass over rows."""
+        seen = windowed(rows, config.window)
+        return cls(angles(config, frequencies, rows), seen, PagedKV.of(kv, seen))
 
 
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
@@ -48,16 +73,14 @@ def attention_layer(
     layer: Layer,
     qkv: Float[Tensor, "R outputs"],
     stream: Stream,
-    turn: Angles,
-    rows: Rows,
-    kv: PagedKV,
+    sight: Sight,
     place: int,
 ) -> Stream:
     """A decoder layer with attention, from its projection on; writes the pools at `place`."""
     assert isinstance(layer.mixer, Attention)
-    norms = head_norms(config, layer.mixer)
-    mixed = mix.mix(qkv, Heads.of(config.attention), norms, turn, rows, kv, place)
-    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
+    heads, norms = Heads.of(config.attention), head_norms(config, layer.mixer)
+    mixed = mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
+    return _finished(config, layer, mixed, stream)
 
 
 def gated_delta_layer(
@@ -70,14 +93,17 @@ def gated_delta_layer(
 ) -> Stream:
     """A decoder layer with the gated delta rule, from its projection on."""
     assert isinstance(layer.mixer, GatedDelta)
-    mixed = mixer(place, layer.mixer, inputs)
-    return mlp(config, layer, linear.added_product(mixed, layer.mixer.out, stream))
+    return _finished(config, layer, mixer(place, layer.mixer, inputs), stream)
 
 
-def mlp(config: ModelConfig, layer: Layer, stream: Stream) -> Stream:
-    """The gated MLP with its norm before and the residual behind."""
+def _finished(
+    config: ModelConfig, layer: Layer, mixed: Float[Tensor, "R values"], stream: Stream
+) -> Stream:
+    """What follows a mixer: its product, and the gated MLP, each added to the stream."""
+    factor = config.residual_factor
+    stream = linear.added_product(mixed, layer.mixer.out, stream, factor)
     x = linear.gated_product(stream, layer.post_norm, config.rms_eps, layer.mlp.gate_up)
-    return linear.added_product(x, layer.mlp.down, stream)
+    return linear.added_product(x, layer.mlp.down, stream, factor)
 
 
 def write_keys(

@@ -1,23 +1,24 @@
 """The forward pass of Llama, Qwen3 and Qwen3.5 (dense) over flat rows."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.models.config import ModelConfig
+from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from torch_impl.layers import (
     DeltaMixer,
     Hidden,
     Pools,
-    angles,
+    Sight,
     attention_layer,
     gated_delta_layer,
     rotary_frequencies,
 )
 from torch_impl.ops import layers, linear
 from torch_impl.ops.attention import Rows
-from torch_impl.ops.mix import PagedKV
 from torch_impl.weights import Layer, Weights
 
 
@@ -37,28 +38,34 @@ class Forward:
 class Block:
     """A decoder layer of a model; `place` counts the layers of its kind."""
 
-    kind: str
+    mixer: AttentionConfig | GatedDeltaConfig
     place: int
     layer: Layer
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model on a device: its settings, its weights, its rotary frequencies and its blocks."""
+    """A model on a device: its settings, its weights and its blocks.
+
+    Attributes:
+      frequencies: The rotary ones of each kind of its attention layers, those that draft first.
+    """
 
     config: ModelConfig
     weights: Weights
-    frequencies: Float[Tensor, " half"]
+    frequencies: Mapping[AttentionConfig, Float[Tensor, " half"]]
     blocks: tuple[Block, ...]
 
     @classmethod
     def of(cls, config: ModelConfig, weights: Weights) -> "Model":
         """Binds weights to their settings."""
-        kinds = config.layer_kinds
+        kinds, device = config.layer_kinds, weights.embed.device
         blocks = tuple(
-            Block(kind, kinds[:i].count(kind), weights.layers[i]) for i, kind in enumerate(kinds)
+            Block(each.mixer, kinds[:i].count(kinds[i]), weights.layers[i])
+            for i, each in enumerate(config.layers)
         )
-        return cls(config, weights, rotary_frequencies(config, weights.embed.device), blocks)
+        frequencies = {each: rotary_frequencies(each, device) for each in config.attentions}
+        return cls(config, weights, frequencies, blocks)
 
 
 def forward(
@@ -79,16 +86,16 @@ def forward(
       kept_streams: Residual streams to keep, ascending: number i is what enters layer i.
     """
     config, weights = model.config, model.weights
-    turn = angles(config, model.frequencies, rows)
-    stream, streams = linear.stream(layers.embedded(weights.embed, tokens)), []
-    paged = PagedKV.of(kv, rows)
+    sights = {each: Sight.of(each, turns, rows, kv) for each, turns in model.frequencies.items()}
+    embedded = layers.embedded(weights.embed, tokens, config.embedding_factor)
+    stream, streams = linear.stream(embedded), []
     for i, block in enumerate(model.blocks):
         if i in kept_streams:
             streams.append(stream.rows)
         layer, place = block.layer, block.place
         inputs = linear.normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
-        if block.kind == "attention":
-            stream = attention_layer(config, layer, inputs, stream, turn, rows, paged, place)
+        if isinstance(block.mixer, AttentionConfig):
+            stream = attention_layer(config, layer, inputs, stream, sights[block.mixer], place)
         else:
             assert mixer is not None  # the caller has one for a model with such layers
             stream = gated_delta_layer(config, layer, inputs, stream, mixer, place)
@@ -100,4 +107,4 @@ def forward(
 
 def logits(model: Model, hidden: Hidden) -> Float[Tensor, "R vocab"]:
     """Scores of the next token, float32."""
-    return linear.product_float32(hidden, model.weights.lm_head)
+    return linear.product_float32(hidden, model.weights.lm_head, model.config.logits_factor)

@@ -13,7 +13,7 @@ from shared.drafts.checkpoint import check_head, draft_ids
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
-from shared.models.parameters import Parameter, norms_before, parameters
+from shared.models.parameters import BIAS, Parameter, norms_before, parameters
 from torch_impl import dummy
 from torch_impl.ops import linear
 from torch_impl.ops.linear import Matrix
@@ -260,7 +260,7 @@ def _layers(
             input_norm=None if input_norm is None else _norm(config, input_norm[i]),
             mixer=mixers[kind](config, tensors, f"{prefix}{kind}.", place),
             post_norm=None if post_norm is None else _norm(config, post_norm[i]),
-            mlp=Mlp(*(Matrix(tensors[f"{prefix}mlp.{x}"][i]) for x in ("gate_up", "down"))),
+            mlp=Mlp(*(_matrix(tensors, f"{prefix}mlp.{x}", i) for x in ("gate_up", "down"))),
         )
         layers.append(layer)
     return tuple(layers)
@@ -273,8 +273,14 @@ def _attention(
     if config.attention.qk_norm:
         q_norm = _norm(config, tensors[f"{prefix}q_norm"][place])
         k_norm = _norm(config, tensors[f"{prefix}k_norm"][place])
-    inputs, out = (Matrix(tensors[f"{prefix}{x}"][place]) for x in ("inputs", "out"))
+    inputs, out = (_matrix(tensors, f"{prefix}{x}", place) for x in ("inputs", "out"))
     return Attention(inputs, out, q_norm, k_norm)
+
+
+def _matrix(tensors: dict[str, Tensor], name: str, place: int) -> Matrix:
+    """The weight of one layer of a stack, with its bias where the model has one."""
+    bias = tensors.get(f"{name}{BIAS}")
+    return Matrix(tensors[name][place], None if bias is None else bias[place])
 
 
 def _gated_delta(

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
-from jax_impl.layers import angles, attention_layer, write_keys
+from jax_impl.layers import Sight, angles, attention_layer, write_keys
 from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import draft_tree, linear, verify_rows
 from jax_impl.ops.attention import KV, Rows
@@ -98,7 +98,7 @@ def write_context(weights: LoadedHead, rows: Rows, passed: Forward, kv: KV) -> K
     config, head = weights.config.layer, weights.weights
     joined = product(jnp.concatenate(passed.streams, axis=1), Matrix(head.fc[...]))
     read = rms_norm(joined, head.hidden_norm[...], config.rms_eps)
-    turn = angles(config, rows.positions)
+    turn = angles(config.attention, rows.positions)
     for place, layer in enumerate(_layers_of(weights)):
         kv = write_keys(config, layer, read, turn, rows, kv, place)
     return kv
@@ -157,13 +157,13 @@ def fill(
       rows: Of `block_rows`.
     """
     config, block = weights.config.layer, _block_of(weights.config)
-    turn = angles(config, rows[0].positions)
+    turn = angles(config.attention, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
     stream = linear.stream(embedded(embed, tokens.reshape(-1)))
     for place, (layer, seen) in enumerate(zip(_layers_of(weights), rows, strict=True)):
-        paged = PagedKV.of(kv, seen)
+        sight = Sight(turn, seen, PagedKV.of(kv, seen))
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
-        stream, paged = attention_layer(config, layer, qkv, stream, turn, seen, paged, place)
+        stream, paged = attention_layer(config, layer, qkv, stream, sight, place)
         kv = paged.pools
     out = rms_norm(stream.rows, weights.weights.final_norm[...], config.rms_eps)
     return out.reshape(*tokens.shape, -1), kv

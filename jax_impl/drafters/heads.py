@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.layers import Hidden, angles, attention_layer
+from jax_impl.layers import Hidden, Sight, attention_layer
 from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import linear
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import embedded, rms_norm
 from jax_impl.ops.linear import Matrix, Stream, normed_product, product, product_float32
-from jax_impl.ops.mix import PagedKV
 from jax_impl.ops.sampling import over_tokens
 from jax_impl.weights import DraftModel, Layer, LoadedHead
 from shared.models.config import ModelConfig
@@ -148,7 +147,6 @@ def _decoder_layer(
     kv: KV,
 ) -> tuple[Hidden, KV]:
     """The head's one layer, from its projection on; angles are the head's own."""
-    turn = angles(config, rows.positions)
-    paged = PagedKV.of(kv, rows)
-    stream, paged = attention_layer(config, layer, qkv, stream, turn, rows, paged, 0)
+    sight = Sight.of(config.attention, rows, kv)
+    stream, paged = attention_layer(config, layer, qkv, stream, sight, 0)
     return stream.rows, paged.pools

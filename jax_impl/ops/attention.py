@@ -155,6 +155,27 @@ def tree_rows(
     return flat_rows, flat.node
 
 
+def last_seen(
+    first: Int[jax.Array, " R"],
+    until: Int[jax.Array, " R"],
+    window: Bool[jax.Array, "R N"],
+    size: int,
+) -> tuple[Int[jax.Array, " R"], Bool[jax.Array, "R N"]]:
+    """`first` and `window` of rows that see the last `size` positions of what they saw."""
+    slid = jnp.maximum(first, until + window.sum(axis=1, dtype=jnp.int32) - size)
+    if window.shape[1] > size:  # a tree may be deeper
+        window &= lax.cumsum(window.astype(jnp.int32), axis=1, reverse=True) <= size
+    return jnp.minimum(slid, until), window
+
+
+def windowed(rows: Rows, size: int | None) -> Rows:
+    """Rows as a layer with a sliding window sees them; None: as one without."""
+    if size is None:
+        return rows
+    first, window = last_seen(rows.first, rows.until, rows.window, size)
+    return rows._replace(first=first, window=window)
+
+
 def write(
     pages: Float[jax.Array, "P page H D"],
     page_table: Int[jax.Array, "B table"],
@@ -209,15 +230,18 @@ def attend(
     until: Int[jax.Array, " R"],
     window: Bool[jax.Array, "R N"],
     most_rows: int,
+    scale: float | None = None,
     k_offset: int = 0,
     v_offset: int = 0,
 ) -> Float[jax.Array, "R Hq D"]:
     """Softmax attention of each row over the positions it sees; query head h reads h // (Hq / Hk).
 
     A page table of more than `BLOCK` positions is read block by block, as far as the longest row
-    sees: one program serves rows of any length. A row of padding gives anything. The offsets are
-    pages of a larger pool that lie before the keys, and before the values.
+    sees: one program serves rows of any length. A row of padding gives anything. Scores are
+    multiplied by `scale`, or without one by the root of 1 / D. The offsets are pages of a larger
+    pool that lie before the keys, and before the values.
     """
+    factor = q.shape[2] ** -0.5 if scale is None else scale
     grid, back = _grid(request, row_starts, most_rows)
     bounds, page_size = (first[grid], until[grid], window[grid]), k_pages.shape[1]
     columns = min(page_table.shape[1], max(1, BLOCK // page_size))
@@ -228,7 +252,8 @@ def attend(
         pages = lax.dynamic_slice_in_dim(table, block * columns, columns, axis=1)
         position = (block * columns * page_size) + jnp.arange(columns * page_size)
         keys, values = read(k_pages, pages + k_offset), read(v_pages, pages + v_offset)
-        return _with_block(so_far, q[grid], keys, values, visible(*bounds, position))
+        seen = visible(*bounds, position)
+        return _with_block(so_far, q[grid], keys, values, seen, factor)
 
     nothing = _Partial.nothing(q[grid], k_pages.shape[2])
     if num_blocks == 1:
@@ -289,12 +314,13 @@ def _with_block(
     k: Float[jax.Array, "B positions Hk D"],
     v: Float[jax.Array, "B positions Hk D"],
     seen: Bool[jax.Array, "B M positions"],
+    scale: float,
 ) -> _Partial:
     B, M, Hq, D = q.shape
     Hk = k.shape[2]
     product = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     grouped = q.reshape(B, M, Hk, Hq // Hk, D)
-    scores = jnp.einsum("bmhgd,bphd->bhgmp", grouped, k, **product) * jnp.float32(D**-0.5)
+    scores = jnp.einsum("bmhgd,bphd->bhgmp", grouped, k, **product) * jnp.float32(scale)
     scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
     highest = jnp.maximum(so_far.highest, scores.max(axis=-1))
     weights, kept = jnp.exp(scores - highest[..., None]), jnp.exp(so_far.highest - highest)

@@ -29,10 +29,12 @@ def silu(x: Array) -> Array:
 
 
 def embedded(
-    table: Float[jax.Array, "vocab hidden"], tokens: Int[jax.Array, " R"]
+    table: Float[jax.Array, "vocab hidden"], tokens: Int[jax.Array, " R"], factor: float = 1.0
 ) -> Float[jax.Array, "R hidden"]:
-    """The stored vector of each token."""
-    return table[tokens]
+    """The stored vector of each token, times a factor."""
+    if factor == 1:
+        return table[tokens]
+    return (table[tokens].astype(jnp.float32) * factor).astype(table.dtype)
 
 
 def plain_rms_norm(

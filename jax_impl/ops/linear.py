@@ -18,20 +18,24 @@ from shared.spec.numerics import SQUARES
 
 
 class Matrix(NamedTuple):
-    """A stored weight, `[out, in]`.
+    """A stored weight, `[out, in]`, and the bias that its products add, if there is one.
 
     Attributes:
-      layer: The weight's place, where `values` is a stack `[layers, out, in]`. A kernel reads the
-        stack where it lies; a slice would be copied for it.
+      layer: The weight's place, where `values` is a stack `[layers, out, in]`, and `bias` one
+        beside it. A kernel reads the stack where it lies; a slice would be copied for it.
     """
 
     values: Float[jax.Array, "*layers outputs inputs"]
     layer: Place | None = None
+    bias: Float[jax.Array, "*layers outputs"] | None = None
 
     @property
-    def alone(self) -> Float[jax.Array, "outputs inputs"]:
-        """The weight by itself."""
-        return self.values if self.layer is None else self.values[self.layer]
+    def alone(self) -> "Matrix":
+        """The weight and its bias out of their stacks."""
+        if self.layer is None:
+            return self
+        bias = None if self.bias is None else self.bias[self.layer]
+        return Matrix(self.values[self.layer], None, bias)
 
     @property
     def num_outputs(self) -> int:
@@ -75,7 +79,7 @@ def plain_product(
     x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[jax.Array, "R outputs"]:
     """Multiplies each row by a weight; gives the outputs from `first` on."""
-    return _sums(x, weight.alone[first:]).astype(x.dtype)
+    return _sums(x, weight, first).astype(x.dtype)
 
 
 def kernel_product(
@@ -88,16 +92,16 @@ product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
 
 
 def plain_product_float32(
-    x: Float[jax.Array, "R inputs"], weight: Matrix
+    x: Float[jax.Array, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[jax.Array, "R outputs"]:
-    """As `product`, but the sums are not rounded to the dtype of the rows."""
-    return _sums(x, weight.alone)
+    """As `product` times a factor, but the sums are not rounded to the dtype of the rows."""
+    return _times(_sums(x, weight), factor)
 
 
 def kernel_product_float32(
-    kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix
+    kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[jax.Array, "R outputs"]:
-    return _multiplied(kernels, x, weight, out_type=jnp.float32).rows
+    return _multiplied(kernels, x, weight, factor=factor, out_type=jnp.float32).rows
 
 
 product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32, is_bfloat16)
@@ -126,23 +130,32 @@ def kernel_normed_product(
 normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
 
 
-def plain_added_product(x: Float[jax.Array, "R inputs"], weight: Matrix, stream: Stream) -> Stream:
-    """Adds the product of each row with a weight to the stream."""
-    return Stream(stream.rows + plain_product(x, weight))
+def plain_added_product(
+    x: Float[jax.Array, "R inputs"], weight: Matrix, stream: Stream, factor: float = 1.0
+) -> Stream:
+    """Adds the product of each row with a weight, times a factor, to the stream."""
+    return Stream(stream.rows + _times(plain_product(x, weight), factor))
 
 
 def kernel_added_product(
-    kernels: Kernels, x: Float[jax.Array, "R inputs"], weight: Matrix, stream: Stream
+    kernels: Kernels,
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
 ) -> Stream:
     """As `plain_added_product`, with the squares of the sum."""
-    return _multiplied(kernels, x, weight, added=stream.rows)
+    return _multiplied(kernels, x, weight, factor=factor, added=stream.rows)
+
+
+def _added_beside_kernels(
+    x: Float[jax.Array, "R inputs"], weight: Matrix, stream: Stream, factor: float = 1.0
+) -> Stream:
+    return _beside_kernels(plain_added_product(x, weight, stream, factor))
 
 
 added_product = kernel_or_plain(
-    kernel_added_product,
-    plain_added_product,
-    is_bfloat16,
-    lambda x, weight, stream: _beside_kernels(plain_added_product(x, weight, stream)),
+    kernel_added_product, plain_added_product, is_bfloat16, _added_beside_kernels
 )
 
 
@@ -171,13 +184,20 @@ def kernel_gated_product(
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
 
 
+def _times(x: Float[jax.Array, "R outputs"], factor: float) -> Float[jax.Array, "R outputs"]:
+    return x if factor == 1 else (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 def _sums(
-    x: Float[jax.Array, "R inputs"], values: Float[jax.Array, "outputs inputs"]
+    x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[jax.Array, "R outputs"]:
+    """The products in float32, from the output `first` on, with the bias."""
+    values, _, bias = weight.alone
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
     options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    return lax.dot_general(x, values, contract, **options)
+    sums = lax.dot_general(x, values[first:], contract, **options)
+    return sums if bias is None else sums + bias[first:].astype(jnp.float32)
 
 
 def _squares(kernels: Kernels, stream: Stream) -> Float[jax.Array, "R chunks"]:
@@ -196,6 +216,7 @@ def _multiplied(
     squares: Float[jax.Array, "R chunks"] | None = None,
     eps: float = 0.0,
     is_gated: bool = False,
+    factor: float = 1.0,
     added: Float[jax.Array, "R outputs"] | None = None,
 ) -> Stream:
     stored, inputs = weight.values.shape[-2:]
@@ -212,6 +233,8 @@ def _multiplied(
         squares=squares,
         eps=eps,
         is_gated=is_gated,
+        bias=None if weight.bias is None else weight.bias.reshape(-1, stored),
+        factor=factor,
         added=added,
         order=SQUARES,
         tiles=tiles,

@@ -115,6 +115,7 @@ def plain_mix(
         until=rows.until,
         window=rows.window,
         most_rows=rows.most_rows,
+        scale=heads.scale,
         k_offset=0,
         v_offset=num_pages,
     )
@@ -144,7 +145,15 @@ def kernel_mix(
         tiles = kernels.tiles.attention.of(**sizes)
         pool, table = (pools, operand(layer)), (rows.page_table, rows.row_starts)
         out = kernels.attention.attend(
-            q, gate, *pool, *table, *sees, max_rows=rows.most_rows, tiles=tiles, **order
+            q,
+            gate,
+            *pool,
+            *table,
+            *sees,
+            max_rows=rows.most_rows,
+            scale=heads.scale,
+            tiles=tiles,
+            **order,
         )
         return out, kv._replace(pools=pools)
     requests, q, pools = len(rows.page_table), None, kv.pools
@@ -173,6 +182,7 @@ def kernel_mix(
         digits=SQUARES.digits,
         max_rows=rows.most_rows,
         most_parts=MOST_PARTS,
+        scale=heads.scale,
         tiles=tiles,
         **order,
     )

@@ -126,8 +126,8 @@ def fill(
     aux = jnp.concatenate([passed.streams[i] for i in block.aux_streams], axis=-1)
     read = layers.linear_float32(aux.reshape(B * T, -1).astype(compute_dtype), head.fc[...])
     context = normed(read, head.hidden_norm[...], eps, compute_dtype)
-    whole_turn = angles(config, layers.flat_positions(B, T))
-    turn = angles(config, (anchors[..., None] + jnp.arange(size)).reshape(-1))
+    whole_turn = angles(config.attention, layers.flat_positions(B, T))
+    turn = angles(config.attention, (anchors[..., None] + jnp.arange(size)).reshape(-1))
     sees = jnp.repeat(jnp.arange(T) < anchors[..., None], size, axis=1)  # [B, A * size, T]
     filled = jnp.full((B, A, size), block.mask_id)
     filled = filled.at[:, :, 0].set(jnp.take_along_axis(tokens, anchors, axis=1))

@@ -35,6 +35,27 @@ class Passed(NamedTuple):
     streams: tuple[Hidden, ...]
 
 
+def check_trained(config: ModelConfig) -> None:
+    """Refuses a model of which this pass would leave something out.
+
+    Raises:
+      ValueError: It has that; one sentence that names it.
+    """
+    attention, factors = config.attention, (config.embedding_factor, config.residual_factor)
+    missing = {
+        "biases": attention.input_bias or attention.out_bias or config.feed.bias,
+        "sliding windows": any(each.window for each in config.attentions),
+        "layers that turn in different ways": len({x.rotary for x in config.attentions}) > 1,
+        "factors": attention.scale is not None or {*factors, config.logits_factor} != {1.0},
+    }
+    for name, is_there in missing.items():
+        if is_there:
+            raise ValueError(
+                f"the model has {name}, with which neither it nor a head for it can be trained; "
+                "take a Llama, Qwen3 or Qwen3.5 model without them"
+            )
+
+
 def forward(
     config: ModelConfig, weights: Weights, tokens: Tokens, compute_dtype: DTypeLike, remat: bool
 ) -> Passed:
@@ -47,7 +68,7 @@ def forward(
         more time for a tenth of the memory.
     """
     B, T = tokens.shape
-    turn = angles(config, layers.flat_positions(B, T))
+    turn = angles(config.attention, layers.flat_positions(B, T))
     x = embedded(weights.embed[...], tokens.reshape(-1))
     streams, of_kind = [x], {"attention": 0, "gated_delta": 0}
     for layer, kind in enumerate(config.layer_kinds):

@@ -138,7 +138,7 @@ def unroll(
       remat: As in `forward`, for each step.
     """
     B, T = tokens.shape
-    turn = angles(head.layer, layers.flat_positions(B, T))
+    turn = angles(head.layer.attention, layers.flat_positions(B, T))
     embeddings = embedded(head.table, jnp.roll(tokens, -1, axis=1).reshape(-1))
     outputs, chain = [], _Chain((), ())
     for step in range(depth):

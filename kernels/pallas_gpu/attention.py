@@ -46,6 +46,7 @@ def attend(
     span: int,
     split: int,
     tile: int,
+    scale: float,
     tiles: AttentionTiles,
     interpret: bool = False,
 ) -> Float[jax.Array, "R outputs_of_heads"]:
@@ -61,6 +62,7 @@ def attend(
       row_starts: First flat row of each request, and the end; rows past it are padding.
       max_rows: Most rows that a request can have.
       span, split, tile: Positions of each: the order of the sums.
+      scale: What scores are multiplied by.
       tiles: How the work is cut otherwise.
       interpret: Run on a CPU.
     """
@@ -74,7 +76,7 @@ def attend(
             blocks=blocks,
             lanes=tiles.lanes,
             unroll=tiles.unroll,
-            order=Order(span, split, tile, tiles.ones, window.shape[1]),
+            order=Order(span, split, tile, tiles.ones, window.shape[1], scale),
             interpret=interpret,
         ),
         grid=(blocks, Hk, B),
@@ -94,13 +96,19 @@ def window_operand(window: Bool[jax.Array, "R N"]) -> Int[jax.Array, "some N1"]:
 
 
 class Order(NamedTuple):
-    """What is settled of the sums before a kernel runs; `nodes` is the width of the window."""
+    """What is settled of the sums before a kernel runs.
+
+    Attributes:
+      nodes: Width of the window.
+      scale: Of the scores.
+    """
 
     span: int
     split: int
     tile: int
     ones: int
     nodes: int
+    scale: float
 
 
 class Sums(NamedTuple):
@@ -223,7 +231,7 @@ def _sum_positions(q, seen, low, high, order, unroll):
         number, split_sums, sums = carry
         for j in range(unroll):
             position, pages, number = pages_of(seen, number, i * unroll + j, tile)
-            split_sums = add_whole(q, seen, position, pages, split_sums)
+            split_sums = add_whole(q, seen, position, pages, split_sums, order)
         if unroll == tiles:
             return number, Sums.nothing(lanes, D, order.ones), _fold_split(sums, split_sums)
         ends_split = lax.rem((i + 1) * unroll, tiles) == 0
@@ -294,19 +302,19 @@ def load_rows(seen, which, pages, position, mask=None):
 EXACT = {"precision": lax.Precision.HIGHEST}  # float32 stays float32, no tf32
 
 
-def add_whole(q, seen, position, pages, sums):
+def add_whole(q, seen, position, pages, sums, order):
     """Adds a tile that every row sees whole."""
     k = load_rows(seen, 0, pages, position)
-    scores = scores_of(q, k, seen)
+    scores = scores_of(q, k, order)
     highest = jnp.maximum(sums.peak, scores.max(axis=1))
     v = load_rows(seen, 1, pages, position)
     weights = jnp.exp2(scores - highest[:, None]).astype(v.dtype)
     return add_tile(sums, highest, weights, v)
 
 
-def scores_of(q, k, seen):
+def scores_of(q, k, order):
     """Scores of a tile's keys, by which 2 is raised."""
-    return pltriton.dot(q, k.T, **EXACT) * (seen.kv_ref.shape[5] ** -0.5 * LOG2_E)
+    return pltriton.dot(q, k.T, **EXACT) * (order.scale * LOG2_E)
 
 
 def _add_masked(q, seen, i, high, sums, order):
@@ -319,7 +327,7 @@ def _add_masked(q, seen, i, high, sums, order):
         pages = pltriton.load(at, mask=inside, other=0)[:, None]
         load = functools.partial(load_rows, seen, mask=inside[:, None])
         k = load(which=0, pages=pages, position=position)
-        scores = scores_of(q, k, seen)
+        scores = scores_of(q, k, order)
         sees = _sees(seen, position, order.nodes)
         scores = jnp.where(sees, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))

@@ -24,9 +24,10 @@ _LOG2_E = 1.4426950408889634
 
 
 class Given(NamedTuple):
-    """What stands before and after the sums: squares for the rows' norm, and what is added."""
+    """What stands before and after the sums: squares for the rows' norm, a bias, what is added."""
 
     squares: Any
+    bias: Any
     added: Any
 
 
@@ -40,6 +41,8 @@ def product(
     squares: Float[jax.Array, "R chunks"] | None,
     eps: float,
     is_gated: bool,
+    bias: Float[jax.Array, "L stored"] | None,
+    factor: float,
     added: Float[jax.Array, "R outputs"] | None,
     order: SquaresOrder,
     tiles: LinearTiles,
@@ -58,6 +61,9 @@ def product(
         scale is in the weight.
       eps: Of the norm.
       is_gated: Whether the result is silu(gate) * up.
+      bias: A stack as the weights are: what is added to each row of the product, before it is
+        gated.
+      factor: What the result is multiplied by, if it is not gated.
       added: What is added to the result; its squares in chunks are returned as well.
       order: How squares are summed.
       tiles: How the work is cut.
@@ -93,6 +99,8 @@ def product(
             squares=squares,
             eps=eps,
             is_gated=is_gated,
+            bias=bias,
+            factor=factor,
             added=added,
             order=order,
             tiles=tiles,
@@ -109,6 +117,7 @@ def product(
             first=first,
             eps=eps,
             is_gated=is_gated,
+            factor=factor,
             row_blocks=blocks[0],
             rows=rows,
             order=order,
@@ -120,7 +129,7 @@ def product(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="product",
-    )(x, weights, layer.reshape(1), Given(squares=squares, added=added))
+    )(x, weights, layer.reshape(1), Given(squares, bias, added))
 
 
 def let_next_start(x):
@@ -141,7 +150,7 @@ def let_next_start(x):
 
 def _product_kernel(
     x_ref, weights_ref, layer_ref, given, out_ref, sums_ref, *, outputs, first, eps, is_gated,
-    row_blocks, rows, order, tiles, is_compiled,
+    factor, row_blocks, rows, order, tiles, is_compiled,
 ):  # fmt: skip
     """One program per block of outputs and block of rows, the rows first: they share the weight."""
     is_normed, is_added = given.squares is not None, given.added is not None
@@ -196,9 +205,16 @@ def _product_kernel(
             squares = load_squares(given.squares, row, is_row)
         scale = lax.rsqrt(add_up(squares, order.digits_of_chunks) * (1.0 / K) + eps)
         sums = [x * scale[:, None] for x in sums]
+    if given.bias is not None:
+        for number, x in enumerate(sums):
+            at = jnp.where(is_column, first + number * outputs + column, given.bias.shape[1])
+            bias = pltriton.load(given.bias.at[layer, at], mask=is_column, other=0.0)
+            sums[number] = x + bias.astype(jnp.float32)[None, :]
     out = sums[0]
     if is_gated:
         out = out / (1.0 + jnp.exp2(-out * _LOG2_E)) * sums[1]
+    if factor != 1:
+        out = out * factor
     if is_added:
         if added is None:
             added = pltriton.load(given.added.at[of_result], mask=is_inside, other=0.0)

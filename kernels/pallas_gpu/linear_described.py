@@ -43,7 +43,7 @@ class _Work:
 
     Attributes:
       operands: Their names, in order.
-      outputs, first, is_gated: As of `product`.
+      outputs, first, is_gated, factor: As of `product`.
       row_blocks, blocks: Blocks of the result in a column, and in all.
       steps: Along the inputs.
     """
@@ -52,6 +52,7 @@ class _Work:
     outputs: int
     first: int
     is_gated: bool
+    factor: float
     row_blocks: int
     blocks: int
     steps: int
@@ -73,6 +74,11 @@ class _Work:
         return "scale" in self.operands
 
     @property
+    def is_biased(self) -> bool:
+        """Whether there is a bias."""
+        return "bias" in self.operands
+
+    @property
     def is_added(self) -> bool:
         """Whether something is added."""
         return "added" in self.operands
@@ -86,6 +92,7 @@ class _Refs(NamedTuple):
     layer: Any
     out: Any
     scale: Any = None
+    bias: Any = None
     added: Any = None
 
 
@@ -132,7 +139,7 @@ def takes(
 # A function of its own in a program, which has it once for all layers: lowering and compiling a
 # kernel of Mosaic GPU takes half a second.
 @functools.partial(
-    jax.jit, static_argnames=("first", "out_type", "eps", "is_gated", "order", "tiles")
+    jax.jit, static_argnames=("first", "out_type", "eps", "is_gated", "factor", "order", "tiles")
 )
 def described_product(
     x: Float[jax.Array, "R inputs"],
@@ -144,6 +151,8 @@ def described_product(
     squares: Float[jax.Array, "R chunks"] | None,
     eps: float,
     is_gated: bool,
+    bias: Float[jax.Array, "L stored"] | None,
+    factor: float,
     added: Float[jax.Array, "R outputs"] | None,
     order: SquaresOrder,
     tiles: LinearTiles,
@@ -159,6 +168,8 @@ def described_product(
     operands = {"x": _in_lines(x), "weights": weights, "layer": layer.reshape(1)}
     if squares is not None:
         operands["scale"] = scales_of(squares, row_blocks * tiles.rows, K, eps, order)
+    if bias is not None:
+        operands["bias"] = bias
     if added is not None:
         operands["added"] = _in_lines(added)
     work = _Work(
@@ -166,6 +177,7 @@ def described_product(
         outputs=N,
         first=first,
         is_gated=is_gated,
+        factor=factor,
         row_blocks=row_blocks,
         blocks=row_blocks * pl.cdiv(N, tiles.columns),
         steps=pl.cdiv(K, tiles.depth),
@@ -270,7 +282,7 @@ def _product_kernel(*refs, work, **shared):
         def multiply(i, _):
             row, column = place(i)
             row += group * (work.tiles.rows // work.groups)
-            result = Result(refs.out, refs.added, refs.scale, shared, work, group, row, column)
+            result = Result(refs, shared, work, group, row, column)
             result.prepare()
             result.store(_sums(shared, work, group, i * work.steps))
 

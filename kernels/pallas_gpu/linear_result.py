@@ -48,8 +48,9 @@ def _scales_kernel(squares_ref, out_ref, *, inputs, eps, order):
 class Result:
     """A warpgroup's rows of a block of the result, which it stores part by part."""
 
-    def __init__(self, out_ref, added_ref, scale_ref, shared, work, group, row, column):
-        self._out_ref, self._added_ref, self._scale_ref = out_ref, added_ref, scale_ref
+    def __init__(self, refs, shared, work, group, row, column):
+        self._out_ref, self._added_ref, self._scale_ref = refs.out, refs.added, refs.scale
+        self._bias_ref, self._layer_ref = refs.bias, refs.layer
         self._work, self._row, self._column = work, row, column
         self._parts = shared.parts.at[group]
         self._come = [shared.come.at[group * PARTS + slot] for slot in range(PARTS)]
@@ -97,9 +98,22 @@ class Result:
         )
         if self._work.is_normed:
             gate, *up = (x * self._scales[down] for x in (gate, *up))
+        if self._work.is_biased:
+            gate, *up = (_sum(x, self._bias(i, at)) for i, x in enumerate((gate, *up)))
         if not self._work.is_gated:
-            return gate
+            return gate if self._work.factor == 1 else _times(gate, self._work.factor)
         return _divide(gate, 1.0 + _exp2(-gate * _LOG2_E)) * up[0]
+
+    def _bias(self, number, at):
+        """Of the columns of a part: of the gate, or of up."""
+        # Columns outside are not written, but what is read for them must be there.
+        column = jnp.minimum(self._column + at, self._work.outputs - self._line)
+        first = self._work.first + number * self._work.outputs + column
+        of_layer = self._bias_ref.at[self._layer_ref[0]]
+        bias = plgpu.load(
+            of_layer.at[pl.ds(first, self._line)], layout=_LAYOUT.reduce(0), optimized=False
+        )
+        return lax.broadcast_in_dim(bias.astype(jnp.float32), (WIDE, self._line), [1])
 
     def _fetch(self, number):
         """Copies a part of what is added to where its sums will be."""
@@ -115,6 +129,16 @@ class Result:
 def _divide(x, by):
     """As Triton divides; Mosaic's own division is rounded to the nearest."""
     return _instruct("div.full.f32", x, by)
+
+
+def _sum(x, y):
+    """Rounded by itself, whatever was multiplied before."""
+    return _instruct("add.rn.f32", x, y)
+
+
+def _times(x, factor):
+    """Rounded by itself, whatever is added behind."""
+    return _instruct("mul.rn.f32", x, jnp.full(x.shape, factor, x.dtype))
 
 
 def _exp2(x):

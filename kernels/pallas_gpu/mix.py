@@ -73,6 +73,7 @@ def mix(
     split: int,
     tile: int,
     most_parts: int,
+    scale: float,
     tiles: MixTiles,
     interpret: bool = False,
 ) -> tuple[
@@ -87,8 +88,8 @@ def mix(
       gated, eps, digits: The same.
       q: Of `place`, which has written the new keys and values too; None: that is done here.
       bounds, arrivals: Of `reach`.
-      row_starts, first, until, window, max_rows, span, split, tile: See `attend`. Where there is a
-        window, all rows of a request have the same `until`.
+      row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. Where
+        there is a window, all rows of a request have the same `until`.
       most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
       tiles: How the work is cut otherwise.
       interpret: Run on a CPU.
@@ -101,8 +102,7 @@ def mix(
     """
     if tiles.registers:
         raise ValueError("Pallas cannot bound the registers of a kernel")
-    R, (page, Hk, D) = len(projected), kv.shape[3:]
-    B, columns = page_table.shape
+    R, (page, Hk, D), (B, columns) = len(projected), kv.shape[3:], page_table.shape
     Hq = (projected.shape[1] // D - 2 * Hk) // (1 + gated)
     splits = pl.cdiv(columns * page, split)
     parts = max(min(splits, most_parts), pl.cdiv(columns * page, span))
@@ -115,7 +115,7 @@ def mix(
     kv, arrivals, out, _ = pl.pallas_call(
         partial(
             _mix_kernel,
-            order=Order(span, split, tile, tiles.ones, window.shape[1]),
+            order=Order(span, split, tile, tiles.ones, window.shape[1], scale),
             making=_Making(k_norm is not None, q is not None, gated, eps, digits),
             sizes=sizes,
             interpret=interpret,
@@ -386,7 +386,7 @@ def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, sto
     def add(i, carry):
         number, sums, *of_unit = carry
         position, pages, number = pages_of(seen, number, i, tile)
-        return number, *close(i, add_whole(q, seen, position, pages, sums), *of_unit)
+        return number, *close(i, add_whole(q, seen, position, pages, sums, order), *of_unit)
 
     def add_masked(i, carry):
         number, sums, *of_unit = carry
@@ -401,7 +401,7 @@ def _sum_share(q, seen, window, new, bounds, number, share, order, sizes, *, sto
             is_read &= jnp.max(is_one.astype(jnp.int32), axis=1) == 0
         mask = is_read[:, None]
         load = partial(load_rows, seen, pages=pages, position=position, mask=mask)
-        scores = scores_of(q, load(which=0), seen)
+        scores = scores_of(q, load(which=0), order)
         is_seen = sees(position, seen.first, seen.until, window, order.nodes)
         scores = jnp.where(is_seen, scores, NEGATIVE)
         highest = jnp.maximum(sums.peak, scores.max(axis=1))

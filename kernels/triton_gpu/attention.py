@@ -82,6 +82,7 @@ def attend(
     span: int,
     split: int,
     tile: int,
+    scale: float,
     tiles: AttentionTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
     """As `shared.spec.attention.attend`, for rows that lie together request by request.
@@ -96,6 +97,7 @@ def attend(
       row_starts: First flat row of each request, and the end; rows past it are padding.
       max_rows: Most rows that a request can have.
       span, split, tile: Positions of each: the order of the sums.
+      scale: What scores are multiplied by.
       tiles: How the work is cut otherwise.
 
     Raises:
@@ -114,7 +116,7 @@ def attend(
         num_rows=R,
         num_requests=B,
         columns=columns,
-        scale=D**-0.5 * LOG2_E.value,
+        scale=scale * LOG2_E.value,
         heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gate is not None),
         order=Order(span=span, split=split, tile=tile, ones=tiles.ones, nodes=nodes),
         lanes=tiles.lanes,

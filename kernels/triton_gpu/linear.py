@@ -29,12 +29,14 @@ class Ends(NamedTuple):
 
     Attributes:
       squares: Of the rows, in chunks, for their norm.
+      bias: What is added to each row.
       added: What is added to the result.
       out, sums: The result, and its squares in chunks.
       eps: Of the norm.
     """
 
     squares: Any
+    bias: Any
     added: Any
     out: Any
     sums: Any
@@ -42,12 +44,19 @@ class Ends(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What is multiplied: outputs, inputs, and whether it is gated and added to."""
+    """What is multiplied: outputs, inputs, and what is done with the sums.
+
+    Attributes:
+      is_biased, is_gated, is_added: Whether it is.
+      factor: Of a result that is not gated.
+    """
 
     N: int
     K: int
+    is_biased: bool
     is_gated: bool
     is_added: bool
+    factor: float
 
 
 class Chunks(NamedTuple):
@@ -87,6 +96,8 @@ def product(
     squares: Float[Tensor, "R chunks"] | None,
     eps: float,
     is_gated: bool,
+    bias: Float[Tensor, " stored"] | None,
+    factor: float,
     added: Float[Tensor, "R outputs"] | None,
     order: SquaresOrder,
     tiles: LinearTiles,
@@ -101,6 +112,8 @@ def product(
         scale is in the weight.
       eps: Of the norm.
       is_gated: Whether the result is silu(gate) * up.
+      bias: What is added to each row of the product, before it is gated.
+      factor: What the result is multiplied by, if it is not gated.
       added: What is added to the result; its squares in chunks are returned as well.
       order: How squares are summed.
       tiles: How the work is cut.
@@ -130,6 +143,7 @@ def product(
         Ends(
             # A pointer must be there, also where nothing reads it.
             squares=x if squares is None else squares,
+            bias=x if bias is None else bias,
             added=out if added is None else added,
             out=out,
             sums=out if sums is None else sums,
@@ -138,7 +152,14 @@ def product(
         R,
         row_blocks,
         blocks,
-        sizes=Sizes(N=N, K=K, is_gated=is_gated, is_added=added is not None),
+        sizes=Sizes(
+            N=N,
+            K=K,
+            is_biased=bias is not None,
+            is_gated=is_gated,
+            is_added=added is not None,
+            factor=factor,
+        ),
         squares=Chunks(
             count=chunks,
             spread=triton.next_power_of_2(max(chunks, 1)),
@@ -278,8 +299,14 @@ def _product_block(
         scale = tl.rsqrt(add_up(terms, squares.digits_of_chunks) * (1.0 / K) + ends.eps)
         acc = acc * scale[:, None]
         up = up * scale[:, None]
+    if sizes.is_biased:
+        acc += tl.load(ends.bias + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if is_gated:
+            up += tl.load(ends.bias + N + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     if is_gated:
         acc = acc / (1.0 + tl.exp2(-acc * _LOG2_E)) * up
+    if sizes.factor != 1.0:
+        acc = acc * sizes.factor
     if sizes.is_added:
         if not is_early:
             added = tl.load(ends.added + place, mask=is_inside, other=0.0)

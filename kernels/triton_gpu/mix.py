@@ -137,6 +137,7 @@ def mix(
     split: int,
     tile: int,
     most_parts: int,
+    scale: float,
     tiles: MixTiles,
 ) -> Float[Tensor, "R outputs_of_heads"]:
     """As `shared.spec.mix.mix`, for rows that lie together request by request.
@@ -146,8 +147,8 @@ def mix(
       gated, eps, digits: The same.
       q: Of `place`, which has written the new keys and values too; None: that is done here.
       bounds, arrivals: Of `reach`; the second is zeros again afterwards.
-      row_starts, first, until, window, max_rows, span, split, tile: See `attend`. Where there is a
-        window, all rows of a request have the same `until`.
+      row_starts, first, until, window, max_rows, span, split, tile, scale: See `attend`. Where
+        there is a window, all rows of a request have the same `until`.
       most_parts: Most splits of a row whose sums are kept; those of longer ones, by span.
       tiles: How the work is cut otherwise.
 
@@ -188,7 +189,7 @@ def mix(
         num_rows=R,
         num_requests=B,
         columns=columns,
-        scale=D**-0.5 * LOG2_E.value,
+        scale=scale * LOG2_E.value,
         most_parts=most_parts,
         heads=Heads(q_heads=Hq, k_heads=Hk, D=D, page=page, gated=gated),
         turning=Turning(half=cos.shape[1], has_norms=k_norm is not None, digits=digits),

@@ -302,7 +302,7 @@ def _layer(config: Json, target: ModelConfig) -> ModelConfig:
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
     }
-    return _served(llama)
+    return _drafting(_served(llama), target)
 
 
 def _layers(settings: Json, target: ModelConfig) -> ModelConfig:
@@ -315,7 +315,12 @@ def _layers(settings: Json, target: ModelConfig) -> ModelConfig:
         "architectures": ["Qwen3ForCausalLM"],
         "tie_word_embeddings": False,
     }
-    return _served(qwen)
+    return _drafting(_served(qwen), target)
+
+
+def _drafting(layer: ModelConfig, target: ModelConfig) -> ModelConfig:
+    """With the factor of the target's logits, whose `lm_head` the head may share."""
+    return replace(layer, logits_factor=target.logits_factor)
 
 
 def _served(config: Json) -> ModelConfig:

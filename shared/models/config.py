@@ -1,21 +1,25 @@
 """What a forward pass needs to know about a model: its layers, and what they share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.models.layers import AttentionConfig, DenseConfig, GatedDeltaConfig, LayerConfig
+from shared.models.rotary import RotaryConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """What a forward pass needs to know about a model.
 
-    Layers of one kind have the same sizes, as their parameters and pools are stacks.
+    Layers of one kind have the same sizes, as their parameters and pools are stacks; they may turn
+    with positions and see in ways of their own.
 
     Attributes:
       name: What sentences to users call such a model.
       layers: The decoder layers in order, the MTP layer not among them.
       rms_eps: Added to the mean square of every RMS norm.
       tied: The embedding also gives the logits.
+      embedding_factor, residual_factor, logits_factor: What embeddings, the outputs of mixers and
+        MLPs, and logits are multiplied by.
       zero_centered_norms: Norms scale by 1 + weight (all but the gated-delta output norm).
       stores_joined: A checkpoint has q, k and v in one tensor, and gate and up in another.
       has_mtp: The config names an MTP layer; the checkpoint may still lack its tensors.
@@ -33,6 +37,9 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     rms_eps: float
     tied: bool
+    embedding_factor: float
+    residual_factor: float
+    logits_factor: float
     zero_centered_norms: bool
     stores_joined: bool
     has_mtp: bool
@@ -43,7 +50,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if not self.num_attention_layers:
             raise ValueError("layer_types has no full_attention layer; serve a model with one")
-        if len({each.mixer for each in self.layers}) > len(set(self.layer_kinds)):
+        if len({_stacked(each.mixer) for each in self.layers}) > len(set(self.layer_kinds)):
             raise ValueError("layers of one kind but different sizes are not supported")
         if len({each.feed for each in self.layers}) > 1:
             raise ValueError("MLPs of different sizes are not supported")
@@ -57,6 +64,12 @@ class ModelConfig:
     def attention(self) -> AttentionConfig:
         """What attention layers are like, those that draft too."""
         return next(x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig))
+
+    @property
+    def attentions(self) -> tuple[AttentionConfig, ...]:
+        """The attention layers' settings, each once, in the order of the layers."""
+        found = (x.mixer for x in self.layers if isinstance(x.mixer, AttentionConfig))
+        return tuple(dict.fromkeys(found))
 
     @property
     def gated_delta(self) -> GatedDeltaConfig | None:
@@ -83,3 +96,10 @@ class ModelConfig:
     def num_gated_delta_layers(self) -> int:
         """Layers that have a recurrent state."""
         return self.layer_kinds.count(GatedDeltaConfig.kind)
+
+
+def _stacked(mixer: AttentionConfig | GatedDeltaConfig) -> AttentionConfig | GatedDeltaConfig:
+    """A mixer without what layers of one stack need not share."""
+    if isinstance(mixer, GatedDeltaConfig):
+        return mixer
+    return replace(mixer, rotary=RotaryConfig(theta=1.0, width=0), window=None)

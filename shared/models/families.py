@@ -1,6 +1,7 @@
 """How the config.json of each family is read: the only place that knows the fields' names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ from shared.models.layers import (
 from shared.models.rotary import RotaryConfig, read_rotary
 
 
+class Slides(Enum):
+    """What switches sliding windows on in a family, and in which layers."""
+
+    NEVER = "nothing; it is refused where it is asked for"
+    BY_SIZE = "`sliding_window` alone, in all layers"
+    BY_FLAG = "`use_sliding_window`, in those that `layer_types` or `max_window_layers` names"
+
+
 @dataclass(frozen=True)
 class Family:
     """What tells one family's layers from another's.
@@ -25,7 +34,11 @@ class Family:
       qk_norm: See `AttentionConfig`.
       is_hybrid: Has gated-delta layers, gates, zero-centred norms, and maybe an MTP layer.
       drafts_trees, stores_joined: See `ModelConfig`.
-      slides_by_size: A `sliding_window` alone switches windows on.
+      input_bias: Queries, keys and values have biases that no field names.
+      biases: Fields that switch other biases on.
+      slides: What switches windows on.
+      has_factors: Multiplies embeddings, scores, outputs and logits by fields of its own.
+      skips_rotation: Some layers do not turn with positions.
     """
 
     name: str
@@ -33,36 +46,50 @@ class Family:
     is_hybrid: bool = False
     drafts_trees: bool = False
     stores_joined: bool = False
-    slides_by_size: bool = False
+    input_bias: bool = False
+    biases: tuple[str, ...] = ()
+    slides: Slides = Slides.NEVER
+    has_factors: bool = False
+    skips_rotation: bool = False
 
 
-LLAMA = Family("llama", drafts_trees=True)
-MISTRAL = Family("mistral", slides_by_size=True)
-PHI3 = Family("phi3", stores_joined=True, slides_by_size=True)
-QWEN3 = Family("qwen3", qk_norm=True)
+BIASES = ("attention_bias", "mlp_bias")
+GRANITE = Family("granite", biases=BIASES, has_factors=True)
+LLAMA = Family("llama", drafts_trees=True, biases=BIASES)
+MISTRAL = Family("mistral", slides=Slides.BY_SIZE)
+PHI3 = Family("phi3", stores_joined=True, slides=Slides.BY_SIZE)
+QWEN2 = Family("qwen2", input_bias=True, slides=Slides.BY_FLAG)
+QWEN3 = Family("qwen3", qk_norm=True, biases=BIASES[:1], slides=Slides.BY_FLAG)
 QWEN3_5 = Family("qwen3_5", qk_norm=True, is_hybrid=True)
+SMOLLM3 = Family("smollm3", biases=BIASES, skips_rotation=True)
 
 FAMILIES = {
+    "GraniteForCausalLM": GRANITE,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
     "Phi3ForCausalLM": PHI3,
+    "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "SmolLM3ForCausalLM": SMOLLM3,
 }
 """Architecture names of Hugging Face that can be served."""
 
 ARCHITECTURES = {
+    "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
 }
 """The architecture of a `model_type`, for a config.json that lists no architecture."""
 
-LAYER_TYPES = ("full_attention", "linear_attention")
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def config_from_folder(folder: str | Path) -> ModelConfig:
@@ -98,6 +125,9 @@ def config_from_dict(config: Json, generation_config: Json | None = None) -> Mod
         layers=_layers(text, family, attention),
         rms_eps=number(text, "rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        embedding_factor=_factor(text, family, "embedding_multiplier"),
+        residual_factor=_factor(text, family, "residual_multiplier"),
+        logits_factor=1 / _factor(text, family, "logits_scaling"),
         zero_centered_norms=family.is_hybrid,
         stores_joined=family.stores_joined,
         has_mtp=family.is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
@@ -130,14 +160,14 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
         raise ValueError(
             "num_experts: mixture-of-experts layers are not supported; use a dense model"
         )
-    slides = text.get("use_sliding_window") or family.slides_by_size and text.get("sliding_window")
-    if slides or "sliding_attention" in (text.get("layer_types") or []):
+    slides = text.get("use_sliding_window") or SLIDING in (text.get("layer_types") or [])
+    if slides and family.slides is not Slides.BY_FLAG:
         raise ValueError(
-            "sliding-window attention (use_sliding_window, sliding_window, layer_types) is not "
-            "supported; use a checkpoint without windows"
+            f"sliding-window attention (use_sliding_window, layer_types) in a {family.name} model "
+            "is not supported; use a checkpoint without windows"
         )
-    for field in ("attention_bias", "mlp_bias", "mtp_use_dedicated_embeddings"):
-        if text.get(field):
+    for field in (*BIASES, "mtp_use_dedicated_embeddings"):
+        if text.get(field) and field not in family.biases:
             raise ValueError(
                 f"{field}: true is not supported; use a checkpoint with {field}: false"
             )
@@ -174,33 +204,75 @@ def _attention(text: Json, family: Family) -> AttentionConfig:
         head_size=head_size,
         qk_norm=family.qk_norm,
         has_gate=family.is_hybrid and bool(text.get("attn_output_gate", True)),
+        input_bias=family.input_bias or bool(text.get("attention_bias")),
+        out_bias=bool(text.get("attention_bias")),
         rotary=read_rotary(text, head_size, 0.25 if family.is_hybrid else 1.0),
+        window=None,
+        scale=_factor(text, family, "attention_multiplier") if family.has_factors else None,
     )
 
 
+def _factor(text: Json, family: Family, field: str) -> float:
+    return number(text, field, 1.0) if family.has_factors else 1.0
+
+
 def _layers(text: Json, family: Family, attention: AttentionConfig) -> tuple[LayerConfig, ...]:
-    feed = DenseConfig(intermediate=positive(text, "intermediate_size"))
-    types = _layer_types(text) if family.is_hybrid else ["full_attention"] * _num_layers(text)
-    delta = _gated_delta(text) if "linear_attention" in types else attention
-    mixers = {"full_attention": attention, "linear_attention": delta}
-    return tuple(LayerConfig(mixer=mixers[each], feed=feed) for each in types)
+    feed = DenseConfig(
+        intermediate=positive(text, "intermediate_size"), bias=bool(text.get("mlp_bias"))
+    )
+    types = _layer_types(text, family)
+    mixers: dict[str, AttentionConfig | GatedDeltaConfig] = {FULL: attention}
+    if SLIDING in types:
+        mixers[SLIDING] = replace(attention, window=positive(text, "sliding_window"))
+    if LINEAR in types:
+        mixers[LINEAR] = _gated_delta(text)
+    layers = [LayerConfig(mixer=mixers[each], feed=feed) for each in types]
+    return tuple(_unturned(text, layers) if family.skips_rotation else layers)
+
+
+def _unturned(text: Json, layers: list[LayerConfig]) -> list[LayerConfig]:
+    """Layers of which some do not turn; a 1 in the config's list says that a layer does."""
+    turns = text.get("no_rope_layers")
+    if turns is None:
+        interval = positive(text, "no_rope_layer_interval", 4)
+        turns = [(i + 1) % interval for i in range(len(layers))]
+    if len(turns) != len(layers):
+        raise ValueError(
+            f"no_rope_layers lists {len(turns)} layers, num_hidden_layers is {len(layers)}"
+        )
+    found = []
+    for layer, turns_with in zip(layers, turns, strict=True):
+        if not turns_with and isinstance(layer.mixer, AttentionConfig):
+            still = replace(layer.mixer.rotary, type="none", attention_factor=1.0)
+            layer = replace(layer, mixer=replace(layer.mixer, rotary=still))
+        found.append(layer)
+    return found
 
 
 def _num_layers(text: Json) -> int:
     return positive(text, "num_hidden_layers")
 
 
-def _layer_types(text: Json) -> list[str]:
+def _layer_types(text: Json, family: Family) -> list[str]:
+    """What each layer mixes with, as `layer_types` says it, or what stands for it."""
     num_layers, types = _num_layers(text), text.get("layer_types")
+    window = text.get("sliding_window")
+    if family.slides is Slides.BY_SIZE:
+        return [SLIDING if window else FULL] * num_layers
+    if family.slides is Slides.BY_FLAG and not (text.get("use_sliding_window") and window):
+        return [FULL] * num_layers
+    if family.slides is Slides.BY_FLAG and types is None:
+        first = count(text, "max_window_layers")
+        types = [SLIDING if i >= first else FULL for i in range(num_layers)]
+    if not family.is_hybrid and types is None:
+        return [FULL] * num_layers
     if types is None:
         interval = positive(text, "full_attention_interval", 4)
-        types = [
-            "linear_attention" if (i + 1) % interval else "full_attention"
-            for i in range(num_layers)
-        ]
-    unknown = sorted(set(types) - set(LAYER_TYPES))
+        types = [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
+    known = (FULL, LINEAR) if family.is_hybrid else (FULL, SLIDING)
+    unknown = sorted(set(types) - set(known))
     if unknown:
-        raise ValueError(f"layer_types holds {unknown[0]!r}; known are {', '.join(LAYER_TYPES)}")
+        raise ValueError(f"layer_types holds {unknown[0]!r}; known are {', '.join(known)}")
     if len(types) != num_layers:
         raise ValueError(
             f"layer_types lists {len(types)} layers, num_hidden_layers is {num_layers}"

@@ -24,7 +24,11 @@ class AttentionConfig:
       head_size: Of each of them.
       qk_norm: Queries and keys get an RMS norm per head before the rotation.
       has_gate: The query projection carries an output gate per head (q rows, gate rows).
+      input_bias, out_bias: The projections of queries, keys and values, and that of the heads'
+        outputs, add a bias.
       rotary: How queries and keys turn with their position.
+      window: A row sees so many positions, itself the last of them; None: all before it.
+      scale: What the scores are multiplied by; None: the root of 1 / head_size.
     """
 
     kind: ClassVar[str] = "attention"
@@ -34,7 +38,11 @@ class AttentionConfig:
     head_size: int
     qk_norm: bool
     has_gate: bool
+    input_bias: bool
+    out_bias: bool
     rotary: RotaryConfig
+    window: int | None
+    scale: float | None
 
     def __post_init__(self) -> None:
         names = "num_attention_heads", "num_key_value_heads"
@@ -92,9 +100,14 @@ class GatedDeltaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
-    """A gated MLP: of `intermediate` columns, silu(gate) * up, and back to the hidden size."""
+    """A gated MLP: of `intermediate` columns, silu(gate) * up, and back to the hidden size.
+
+    Attributes:
+      bias: All three projections add a bias.
+    """
 
     intermediate: int
+    bias: bool
 
 
 @dataclass(frozen=True, kw_only=True)

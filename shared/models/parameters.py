@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from shared.models.config import ModelConfig
 
+BIAS = "_bias"
+"""Ends the name of what a product adds, behind the name of its weight."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -119,10 +122,12 @@ def attention_parameters(
     }
     if config.stores_joined:
         qkv = {"self_attn.qkv_proj.weight": (queries + 2 * keys, inputs)}
-    tensors = [
-        stack(f"{prefix}inputs", layers, qkv),
-        stack(f"{prefix}out", layers, {"self_attn.o_proj.weight": (config.hidden, queries)}),
-    ]
+    out = {"self_attn.o_proj.weight": (config.hidden, queries)}
+    tensors = [stack(f"{prefix}inputs", layers, qkv), stack(f"{prefix}out", layers, out)]
+    if attention.input_bias:
+        tensors.append(_bias(f"{prefix}inputs", layers, qkv))
+    if attention.out_bias:
+        tensors.append(_bias(f"{prefix}out", layers, out))
     if attention.qk_norm:
         tensors.append(stack(f"{prefix}q_norm", layers, {"self_attn.q_norm.weight": (size,)}))
         tensors.append(stack(f"{prefix}k_norm", layers, {"self_attn.k_norm.weight": (size,)}))
@@ -135,10 +140,13 @@ def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> l
     gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
     if config.stores_joined:
         gate_up = {"mlp.gate_up_proj.weight": (2 * wide[0], wide[1])}
-    return [
-        stack(f"{prefix}gate_up", layers, gate_up),
-        stack(f"{prefix}down", layers, {"mlp.down_proj.weight": wide[::-1]}),
-    ]
+    down = {"mlp.down_proj.weight": wide[::-1]}
+    tensors = [stack(f"{prefix}gate_up", layers, gate_up), stack(f"{prefix}down", layers, down)]
+    if config.feed.bias:
+        tensors += [
+            _bias(f"{prefix}{x}", layers, t) for x, t in (("gate_up", gate_up), ("down", down))
+        ]
+    return tensors
 
 
 def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
@@ -172,6 +180,12 @@ def _mtp_parameters(config: ModelConfig) -> list[Parameter]:
         single("mtp.final_norm", "mtp.norm.weight", hidden),
         *decoder_parameters("mtp.layer.", config, ["mtp.layers.0"], ["attention"]),
     ]
+
+
+def _bias(name: str, layers: Sequence[str], weights: Mapping[str, tuple[int, ...]]) -> Parameter:
+    """What the products with the weights of a stack add."""
+    tensors = {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in weights.items()}
+    return stack(f"{name}{BIAS}", layers, tensors)
 
 
 def single(name: str, source: str, shape: tuple[int, ...]) -> Parameter:

@@ -17,7 +17,7 @@ class RotaryConfig:
     Attributes:
       theta: Base of the frequencies.
       width: Rotated dimensions of a head; the rest pass through.
-      type: One of "default", "linear", "llama3", "yarn".
+      type: One of "default", "linear", "llama3", "yarn"; "none" of layers that do not turn.
       factor: By how much positions are stretched (linear, llama3, yarn).
       low_freq_factor, high_freq_factor: Bounds of the llama3 ramp.
       original_context: Context length the model was first trained with (llama3, yarn).

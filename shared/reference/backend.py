@@ -165,6 +165,9 @@ class ReferenceBackend:
             self._count(batch, b, tokens, int(work.first_positions[row]))
         return {}
 
+    def _logits(self, hidden: model.Hidden) -> Float[np.ndarray, "R vocab"]:
+        return model.logits(self._config, self._weights, hidden)
+
     # Prefill
 
     def _prefill(self, batch: Batch, work: Prefill, scores: bool) -> dict[str, np.ndarray]:
@@ -175,7 +178,7 @@ class ReferenceBackend:
         for b, chunk in enumerate(chunks):
             skipped = 0 if batch.starts[b] else 1  # the token before said that it would be next
             self._count(batch, b, chunk[skipped:], first[b] + skipped)
-        logits = model.logits(self._weights, np.stack([read.hidden[-1] for read, _ in passes]))
+        logits = self._logits(np.stack([read.hidden[-1] for read, _ in passes]))
         seen = sampling.seen_alone(self.state.seen, batch.slots)
         everyone = np.arange(len(lengths))
         chosen = sampling.choose(logits, seen, lengths, batch.sampling, everyone, None)
@@ -193,7 +196,7 @@ class ReferenceBackend:
             batch, logits, everyone[:, None], tokens, counts, self.limits.max_logprobs
         )
         if scores:
-            each = [model.logits(self._weights, read.hidden) for read, _ in passes]
+            each = [self._logits(read.hidden) for read, _ in passes]
             reported |= score_fields(work, batch.index, each, newest, self.limits.max_scores)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
         return fields_of | tree_fields(roots(newest)) | reported
@@ -273,7 +276,7 @@ class ReferenceBackend:
         )
         row_starts, *_ = draft_tree.flatten(trees.num_nodes, work.shape.rows)
         row_of = draft_tree.flat_rows(row_starts, trees.num_nodes, work.shape.nodes)
-        flat_logits = model.logits(self._weights, forward.hidden)
+        flat_logits = self._logits(forward.hidden)
         logits = flat_logits[row_of]  # [B, N, vocab]
         allowed = allowed_of(mask, batch.index, logits.shape[2])
         choices = self._choose(batch, trees, logits, allowed)

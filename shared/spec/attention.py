@@ -7,7 +7,7 @@ prefill row ends at itself and has no window, a tree's node sees the committed p
 ancestors in the window.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -85,6 +85,30 @@ def tree_rows(
     return Rows(request, length + depth, places, first, until, window, is_real, page_table), node
 
 
+def last_seen(
+    first: Int[np.ndarray, " R"],
+    until: Int[np.ndarray, " R"],
+    window: Bool[np.ndarray, "R N"],
+    size: int,
+) -> tuple[Int[np.ndarray, " R"], Bool[np.ndarray, "R N"]]:
+    """`first` and `window` of rows that see the last `size` positions of what they saw.
+
+    Those are counted along a row's text: its committed positions, then its ancestors and itself. So
+    a tree may be deeper than that.
+    """
+    from_here = np.cumsum(window[:, ::-1], axis=1)[:, ::-1]  # nodes that the row sees from one on
+    slid = np.maximum(first, until + window.sum(axis=1) - size)
+    return np.minimum(slid, until), window & (from_here <= size)
+
+
+def windowed(rows: Rows, size: int | None) -> Rows:
+    """Rows as a layer with a sliding window sees them; None: as one without."""
+    if size is None:
+        return rows
+    first, window = last_seen(rows.first, rows.until, rows.window, size)
+    return replace(rows, first=first, window=window)
+
+
 def write(
     pages: Float[np.ndarray, "P page H D"],
     page_table: Int[np.ndarray, "B table"],
@@ -150,6 +174,7 @@ def attend(
     first: Int[np.ndarray, " R"],
     until: Int[np.ndarray, " R"],
     window: Bool[np.ndarray, "R N"],
+    scale: float | None = None,
 ) -> Float[np.ndarray, "R Hq D"]:
     """Softmax attention of each row over the positions it sees; query head h reads h // (Hq / Hk).
 
@@ -162,6 +187,7 @@ def attend(
       page_table: Pages of each request.
       request: The request that a row belongs to.
       first, until, window: What the row sees, see `visible`.
+      scale: What scores are multiplied by; None: the root of 1 / D.
     """
     R, Hq, D = q.shape
     Hk = k_pages.shape[2]
@@ -172,7 +198,8 @@ def attend(
     k = np.where(seen, read(k_pages, page_table, num_positions)[request], 0)
     v = np.where(seen, read(v_pages, page_table, num_positions)[request], 0)
     grouped = q.reshape(R, Hk, Hq // Hk, D)
-    scores = np.einsum("rhgd,rphd->rhgp", grouped, k, optimize=True) * np.float32(D**-0.5)
+    scores = np.einsum("rhgd,rphd->rhgp", grouped, k, optimize=True)
+    scores = scores * np.float32(D**-0.5 if scale is None else scale)
     scores = np.where(seen[:, None, None, :, 0, 0], scores, -np.inf)
     highest = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), np.float32(-1e30))
     weights = np.exp(scores - highest)

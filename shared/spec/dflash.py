@@ -19,7 +19,7 @@ from shared.models.config import ModelConfig
 from shared.spec import draft_tree, layers, linear, model, verify_rows
 from shared.spec.attention import Rows
 from shared.spec.eagle import HeadWeights, Tree
-from shared.spec.linear import Matrix, Stream
+from shared.spec.linear import Stream
 from shared.spec.mix import Heads, mix_keys
 from shared.spec.model import KV, Hidden, Weights
 
@@ -55,12 +55,12 @@ def extend(config: ModelConfig, weights: HeadWeights, rows: Rows, read: Hidden, 
       read: `context` of these rows.
     """
     keys, pools = config.attention.key_size, []
-    angles, heads = model.angles(config, rows), Heads.of(config.attention)
+    angles, heads = model.angles(config.attention, rows), Heads.of(config.attention)
     for layer in range(config.num_layers):
-        weight = Matrix(weights["layer.attention.inputs"][layer][-2 * keys :])
+        weight = model.matrix(weights, "layer.attention.inputs", layer)
         norms = model.head_norms(config, weights, "layer.", layer)
         assert norms is not None  # a DFlash head has them
-        written = linear.product(read, weight)
+        written = linear.product(read, weight, weight.num_outputs - 2 * keys)
         pool = (kv.k[layer], kv.v[layer])
         pools.append(mix_keys(written, heads, norms, angles, rows, *pool))
     return KV(*(np.stack(pool) for pool in zip(*pools, strict=True)))
@@ -172,7 +172,7 @@ class Drafter:
         rows = block_rows(config.block, lengths, draft_from, page_table)
         hidden, _ = fill(config, weights, self.target, newest, rows, kv)
         slots = range(1, 1 + depth)
-        scores = [model.logits(self.target, hidden[:, slot]) for slot in slots]
+        scores = [model.logits(self.layer, self.target, hidden[:, slot]) for slot in slots]
         drafts, edges = choose(np.stack(scores, axis=1))
         chains = draft_tree.chains(drafts, newest, max_drafts, draft_from < lengths)
         return (*chains, verify_rows.chain_weights(edges))

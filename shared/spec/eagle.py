@@ -55,7 +55,7 @@ def mtp(
     y = model.norm(config, x, weights["mtp.layer.input_norm"][0])
     x, kv = _decoder_layer(config, weights, "mtp.layer.", x, y, rows, kv)
     out = model.norm(config, x, weights["mtp.final_norm"])
-    return out, model.logits(weights, out), kv
+    return out, model.logits(config, weights, out), kv
 
 
 def eagle(
@@ -79,7 +79,7 @@ def eagle(
     fed = layers.embedded(target["embed"], tokens)
     x = _fc(weights, np.concatenate([fed, hidden], axis=1))
     x, kv = _decoder_layer(config.layer, weights, "layer.", x, x, rows, kv)
-    return x, model.logits(target, x), kv
+    return x, model.logits(config.layer, target, x), kv
 
 
 def eagle3_project(
@@ -130,8 +130,10 @@ def eagle3(
     y = np.concatenate([fed, normed], axis=1)
     x, kv = _decoder_layer(layer, weights, "layer.", hidden, y, rows, kv)
     out = model.norm(layer, x, weights["final_norm"])
-    has_lm_head = config.own_lm_head
-    logits = layers.linear(out, weights["lm_head"]) if has_lm_head else model.logits(target, out)
+    if config.own_lm_head:
+        logits = layers.linear(out, weights["lm_head"])
+    else:
+        logits = model.logits(layer, target, out)
     logits = over_tokens(logits, weights.get("draft_ids"), layer.vocab)
     return out if config.norm_output else x, logits, kv
 

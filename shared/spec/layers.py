@@ -31,10 +31,10 @@ def silu(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
 
 
 def embedded(
-    table: Float[np.ndarray, "vocab hidden"], tokens: Int[np.ndarray, " R"]
+    table: Float[np.ndarray, "vocab hidden"], tokens: Int[np.ndarray, " R"], factor: float = 1.0
 ) -> Float[np.ndarray, "R hidden"]:
-    """The stored vector of each token."""
-    return table[tokens]
+    """The stored vector of each token, times a factor."""
+    return table[tokens] if factor == 1 else table[tokens] * np.float32(factor)
 
 
 def rms_norm(
@@ -65,6 +65,8 @@ def rotary_frequencies(rotary: RotaryConfig) -> Float[np.ndarray, " half"]:
     plain = np.float32(1) / np.float32(rotary.theta) ** exponent
     slow = plain / np.float32(rotary.factor)
     match rotary.type:
+        case "none":
+            return np.zeros_like(plain)
         case "linear":
             return slow
         case "llama3":

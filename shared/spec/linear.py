@@ -16,12 +16,13 @@ from shared.spec import layers
 
 @dataclass(frozen=True)
 class Matrix:
-    """A stored weight, `[out, in]`.
+    """A stored weight, `[out, in]`, and the bias that its products add, if there is one.
 
     How it is stored is known to this module alone, here and in the backends.
     """
 
     values: Float[np.ndarray, "outputs inputs"]
+    bias: Float[np.ndarray, " outputs"] | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -55,14 +56,15 @@ def product(
     Args:
       first: The outputs from here on.
     """
-    return layers.linear(x, weight.values[first:])
+    out = layers.linear(x, weight.values[first:])
+    return out if weight.bias is None else out + weight.bias[first:]
 
 
 def product_float32(
-    x: Float[np.ndarray, "R inputs"], weight: Matrix
+    x: Float[np.ndarray, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[np.ndarray, "R outputs"]:
-    """As `product`, with float32 results whatever type the rows and the weight have."""
-    return layers.linear(x, weight.values).astype(np.float32)
+    """As `product` times a factor, float32 whatever type the rows and the weight have."""
+    return _times(product(x, weight), factor).astype(np.float32)
 
 
 def normed_product(
@@ -77,9 +79,11 @@ def normed_product(
     return product(layers.rms_norm(stream.rows, norm, eps), weight)
 
 
-def added_product(x: Float[np.ndarray, "R inputs"], weight: Matrix, stream: Stream) -> Stream:
-    """Adds the product of each row with a weight to the stream."""
-    return Stream(stream.rows + product(x, weight))
+def added_product(
+    x: Float[np.ndarray, "R inputs"], weight: Matrix, stream: Stream, factor: float = 1.0
+) -> Stream:
+    """Adds the product of each row with a weight, times a factor, to the stream."""
+    return Stream(stream.rows + _times(product(x, weight), factor))
 
 
 def gated_product(
@@ -88,6 +92,10 @@ def gated_product(
     """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
     gate, up = np.split(normed_product(stream, norm, eps, weight), 2, axis=-1)
     return layers.silu(gate) * up
+
+
+def _times(x: Float[np.ndarray, "R outputs"], factor: float) -> Float[np.ndarray, "R outputs"]:
+    return x if factor == 1 else x * np.float32(factor)
 
 
 def scaled(

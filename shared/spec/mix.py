@@ -20,16 +20,19 @@ class Heads:
       num_kv_heads: Hk.
       head_size: D.
       gated: Each query head is followed by rows of its output gate.
+      scale: What scores are multiplied by.
     """
 
     num_kv_heads: int
     head_size: int
     gated: bool
+    scale: float
 
     @classmethod
     def of(cls, config: AttentionConfig) -> "Heads":
         """Those of attention layers."""
-        return cls(config.num_kv_heads, config.head_size, config.has_gate)
+        scale = config.head_size**-0.5 if config.scale is None else config.scale
+        return cls(config.num_kv_heads, config.head_size, config.has_gate, scale)
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,8 @@ def mix(
     k = layers.apply_rotary(k, angles.cos, angles.sin)
     k_pages = write(k_pages, rows.page_table, rows.request, rows.places, rows.is_real, k)
     v_pages = write(v_pages, rows.page_table, rows.request, rows.places, rows.is_real, v)
-    out = attend(
-        q, k_pages, v_pages, rows.page_table, rows.request, rows.first, rows.until, rows.window
-    )
+    sees = (rows.first, rows.until, rows.window)
+    out = attend(q, k_pages, v_pages, rows.page_table, rows.request, *sees, heads.scale)
     if gate is not None:
         out = out * layers.sigmoid(gate)
     return out.reshape(len(qkv), -1), k_pages, v_pages

@@ -12,8 +12,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
+from shared.models.layers import AttentionConfig
+from shared.models.parameters import BIAS
 from shared.spec import attention, draft_tree, layers, linear, mamba_state
-from shared.spec.attention import Rows
+from shared.spec.attention import Rows, windowed
 from shared.spec.linear import Matrix, Stream
 from shared.spec.mamba_state import DeltaState, DeltaWeights, Kept
 from shared.spec.mix import Angles, HeadNorms, Heads
@@ -143,27 +145,34 @@ def forward(
       tokens: The token of each row.
       mixer: Runs the gated-delta layers; a model without them never calls it.
     """
-    stream = Stream(layers.embedded(weights["embed"], tokens))
+    stream = Stream(layers.embedded(weights["embed"], tokens, config.embedding_factor))
     streams, places = [stream.rows], dict.fromkeys(config.layer_kinds, 0)
-    for layer, kind in enumerate(config.layer_kinds):
+    for layer, (mixing, kind) in enumerate((each.mixer, each.mixer.kind) for each in config.layers):
         place, norm_of = places[kind], scale(config, weights["input_norm"][layer])
-        inputs = linear.normed_product(
-            stream, norm_of, config.rms_eps, Matrix(weights[f"{kind}.inputs"][place])
-        )
-        if kind == "attention":
-            mixed, kv = mix(config, weights, "", place, inputs, rows, kv)
+        projection = matrix(weights, f"{kind}.inputs", place)
+        inputs = linear.normed_product(stream, norm_of, config.rms_eps, projection)
+        if isinstance(mixing, AttentionConfig):
+            mixed, kv = mix(config, mixing, weights, "", place, inputs, rows, kv)
         else:
             mixed = mixer(place, inputs)
-        stream = linear.added_product(mixed, Matrix(weights[f"{kind}.out"][place]), stream)
+        out = matrix(weights, f"{kind}.out", place)
+        stream = linear.added_product(mixed, out, stream, config.residual_factor)
         stream = mlp(config, weights, "", layer, stream)
         places[kind] += 1
         streams.append(stream.rows)
     return Forward(norm(config, stream.rows, weights["final_norm"]), np.stack(streams), kv)
 
 
-def logits(weights: Weights, hidden: Hidden) -> Float[np.ndarray, "R vocab"]:
+def logits(config: ModelConfig, weights: Weights, hidden: Hidden) -> Float[np.ndarray, "R vocab"]:
     """Scores of the next token; a tied model has no head of its own."""
-    return layers.linear(hidden, weights.get("lm_head", weights["embed"]))
+    head = Matrix(weights.get("lm_head", weights["embed"]))
+    return linear.product_float32(hidden, head, config.logits_factor)
+
+
+def matrix(weights: Weights, name: str, layer: int) -> Matrix:
+    """The weight of one layer of a stack, with its bias where the model has one."""
+    bias = weights.get(f"{name}{BIAS}")
+    return Matrix(weights[name][layer], None if bias is None else bias[layer])
 
 
 def norm(
@@ -178,9 +187,9 @@ def scale(config: ModelConfig, weight: Float[np.ndarray, " size"]) -> Float[np.n
     return 1 + weight if config.zero_centered_norms else weight
 
 
-def angles(config: ModelConfig, rows: Rows) -> Angles:
+def angles(config: AttentionConfig, rows: Rows) -> Angles:
     """The rotation at each row's position."""
-    return Angles(*layers.rotary_angles(rows.positions, config.attention.rotary))
+    return Angles(*layers.rotary_angles(rows.positions, config.rotary))
 
 
 def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -> HeadNorms | None:
@@ -193,6 +202,7 @@ def head_norms(config: ModelConfig, weights: Weights, prefix: str, layer: int) -
 
 def mix(
     config: ModelConfig,
+    attention: AttentionConfig,
     weights: Weights,
     prefix: str,
     layer: int,
@@ -203,14 +213,19 @@ def mix(
     """`shared.spec.mix.mix` of one layer.
 
     Args:
+      attention: Of the layer.
       prefix: Before the names of the stack in `weights`, "" or that of a draft head.
       layer: Place in the stack of weights and of pools.
       qkv: The layer's projection.
       kv: The pools of the stack.
     """
     norms, pools = head_norms(config, weights, prefix, layer), (kv.k[layer], kv.v[layer])
-    heads, turn = Heads.of(config.attention), angles(config, rows)
-    out, k, v = mix_heads(qkv, heads, norms, turn, rows, *pools)
+    heads, turn, seen = (
+        Heads.of(attention),
+        angles(attention, rows),
+        windowed(rows, attention.window),
+    )
+    out, k, v = mix_heads(qkv, heads, norms, turn, seen, *pools)
     return out, KV(_replaced(kv.k, layer, k), _replaced(kv.v, layer, v))
 
 
@@ -226,17 +241,17 @@ def attention_layer(
 ) -> tuple[Stream, KV]:
     """One attention layer of a draft head, whose projection reads `x` and not the stream."""
     name = f"{prefix}attention."
-    qkv = linear.product(x, Matrix(weights[f"{name}inputs"][layer]))
-    out, kv = mix(config, weights, prefix, layer, qkv, rows, kv)
-    return linear.added_product(out, Matrix(weights[f"{name}out"][layer]), stream), kv
+    qkv = linear.product(x, matrix(weights, f"{name}inputs", layer))
+    out, kv = mix(config, config.attention, weights, prefix, layer, qkv, rows, kv)
+    return linear.added_product(out, matrix(weights, f"{name}out", layer), stream), kv
 
 
 def mlp(config: ModelConfig, weights: Weights, prefix: str, layer: int, stream: Stream) -> Stream:
     """The gated MLP of one layer of a stack, with its norm before and the residual behind."""
     norm_of = scale(config, weights[f"{prefix}post_attention_norm"][layer])
-    gate_up, down = (Matrix(weights[f"{prefix}mlp.{x}"][layer]) for x in ("gate_up", "down"))
+    gate_up, down = (matrix(weights, f"{prefix}mlp.{x}", layer) for x in ("gate_up", "down"))
     x = linear.gated_product(stream, norm_of, config.rms_eps, gate_up)
-    return linear.added_product(x, down, stream)
+    return linear.added_product(x, down, stream, config.residual_factor)
 
 
 def _replaced(

@@ -43,7 +43,7 @@ class SmallModel:
 
     def logits(self, hidden: model.Hidden) -> Logits:
         """Scores over the target's vocabulary."""
-        return over_target(model.logits(self.weights, hidden), self.target_vocab)
+        return over_target(model.logits(self.config, self.weights, hidden), self.target_vocab)
 
 
 def over_target(

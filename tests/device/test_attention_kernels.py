@@ -27,7 +27,7 @@ FLOAT32 = 1e-5
 
 pallas_attend = jax.jit(
     partial(pallas.attend, interpret=INTERPRET),
-    static_argnames=("max_rows", "span", "split", "tile", "tiles"),
+    static_argnames=("max_rows", "span", "split", "tile", "scale", "tiles"),
     compiler_options=OPTIONS,
 )
 TILES = {name: Tiles.load(f"{name}_gpu", MEASURED).attention for name in ("pallas", "triton")}
@@ -45,6 +45,7 @@ def cut(
     return {
         "max_rows": case.max_rows,
         **order.sizes_for(item_bytes),
+        "scale": case.q.shape[2] ** -0.5,
         "tiles": tiles or TILES[kernel].of(**sizes),
     }
 
@@ -194,7 +195,7 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, m
     item_bytes = jnp.dtype(dtype).itemsize
     order = ATTENTION.sizes_for(item_bytes)
     tiles = TILES["pallas"].of(item_bytes=item_bytes, rows=max_rows * 5, head_size=D)
-    attend = jax.jit(partial(pallas.attend, max_rows=max_rows, **order, tiles=tiles))
+    attend = jax.jit(partial(pallas.attend, max_rows=max_rows, **order, scale=0.1, tiles=tiles))
     lowered = attend.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert lowered.count("__gpu$xla.gpu.triton") == 1
     assert not [name for name in searched.names if name.endswith(".tt")]

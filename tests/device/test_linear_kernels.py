@@ -71,32 +71,44 @@ def multiply(
     squares: np.ndarray | None = None,
     added: np.ndarray | None = None,
     is_gated: bool = False,
+    bias: np.ndarray | None = None,
+    factor: float = 1.0,
     cut: LinearTiles | None = None,
     first: int = 0,
 ) -> Arrays:
-    how = {"eps": EPS, "is_gated": is_gated, "order": SQUARES, "tiles": cut or tiles()}
+    how = {"eps": EPS, "is_gated": is_gated, "factor": factor}
+    how |= {"order": SQUARES, "tiles": cut or tiles()}
     module = KERNELS[language]["linear"]
     if language == "triton":
         return in_triton(
-            lambda x, weight, squares, added: module.product(
-                x, weight[first:], squares=squares, added=added, out_type=torch.float32, **how
+            lambda x, weight, squares, bias, added: module.product(
+                x,
+                weight[first:],
+                squares=squares,
+                bias=bias if bias is None else bias[first:],
+                added=added,
+                out_type=torch.float32,
+                **how,
             ),
-            *(x, weight, squares, added),
+            *(x, weight, squares, bias, added),
         )
-    stack = np.stack([np.full_like(weight, np.nan), weight])
+    stack, biases = (
+        x if x is None else np.stack([np.full_like(x, np.nan), x]) for x in (weight, bias)
+    )
     return in_pallas(
-        lambda x, stack, squares, added, interpret: module.product(
+        lambda x, stack, squares, biases, added, interpret: module.product(
             x,
             stack,
             jnp.int32(1),
             first=first,
             squares=squares,
+            bias=biases,
             added=added,
             out_type=jnp.float32,
             interpret=interpret,
             **how,
         ),
-        *(x, stack, squares, added),
+        *(x, stack, squares, biases, added),
     )
 
 
@@ -134,6 +146,36 @@ def test_a_product_does_what_stands_before_and_after_it(
 @each_language
 @pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
 @pytest.mark.parametrize("name", SIZES)
+def test_a_product_ends_with_its_bias_and_its_factor(
+    name: str, is_swapped: bool, language: str
+) -> None:
+    R, K, N = SIZES[name]
+    x, cut, squares = normal(0, R, K), tiles(swapped=is_swapped), chunks_of_squares(normal(0, R, K))
+    weight, gates = (
+        Matrix(normal(1, N, K), normal(4, N)),
+        Matrix(normal(2, 2 * N, K), normal(5, 2 * N)),
+    )
+    given = {"bias": weight.bias, "cut": cut}
+    (got,) = multiply(language, x, weight.values, squares=squares, **given)
+    want = spec.normed_product(Stream(x), None, EPS, weight)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    (got,) = multiply(language, x, weight.values, first=N // 2, **given)
+    np.testing.assert_allclose(got, spec.product(x, weight, N // 2), rtol=1e-4, atol=1e-4)
+    how = {"squares": squares, "is_gated": True, "bias": gates.bias, "cut": cut}
+    (got,) = multiply(language, x, gates.values, **how)
+    want = spec.gated_product(Stream(x), None, EPS, gates)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
+    added = normal(3, R, N)
+    got, sums = multiply(language, x, weight.values, added=added, factor=0.22, **given)
+    want = spec.added_product(x, weight, Stream(added), 0.22).rows
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    # Interpreted, XLA rounds the product and the sum once in one place and twice in another.
+    np.testing.assert_allclose(sums, chunks_of_squares(got), rtol=0 if ON_GPU else 1e-6)
+
+
+@each_language
+@pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
+@pytest.mark.parametrize("name", SIZES)
 def test_blocks_that_descriptors_copy_are_the_same(
     name: str, is_swapped: bool, language: str
 ) -> None:
@@ -154,39 +196,43 @@ def in_bfloat16(
     language: str, kind: str, cut: LinearTiles, *, R: int, K: int, N: int, out_type: str, first: int
 ) -> Arrays:
     """A product of numbers that are bfloat16, of the second of two weights, as float32."""
-    is_gated = kind == "gated"
+    is_gated = "gated" in kind
     x, weights = normal(0, R, K), normal(1, 2, first + (2 if is_gated else 1) * N, K) / 8
-    added = normal(2, R, N) if kind == "added" else None
+    added = normal(2, R, N) if "added" in kind else None
+    bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
     module, layers = (KERNELS[language][name] for name in ("linear", "layers"))
     how = {"eps": EPS, "is_gated": is_gated, "order": SQUARES, "tiles": cut}
-    is_normed = kind in ("normed", "gated")
+    how["factor"] = 0.22 if "times" in kind else 1.0
+    is_normed = "normed" in kind or is_gated
 
-    def run(x: Any, weights: Any, added: Any, out_type: Any, **more: Any) -> Any:
+    def run(x: Any, weights: Any, bias: Any, added: Any, out_type: Any, **more: Any) -> Any:
         squares = layers.chunks_of_squares(x, order=SQUARES) if is_normed else None
-        more |= how
-        return module.product(x, weights, squares=squares, added=added, out_type=out_type, **more)
+        more |= how | {"squares": squares, "bias": bias, "added": added, "out_type": out_type}
+        return module.product(x, weights, **more)
 
     if language == "triton":
         dtype = getattr(torch, out_type)
         return in_triton(
-            lambda x, weights, added: tuple(
+            lambda x, weights, bias, added: tuple(
                 y if y is None else y.float()
                 for y in run(
                     x.bfloat16(),
                     weights[1, first:].bfloat16(),
+                    bias if bias is None else bias[1, first:].bfloat16(),
                     added if added is None else added.to(dtype),
                     dtype,
                 )
             ),
-            *(x, weights, added),
+            *(x, weights, bias, added),
         )
     dtype = jnp.dtype(out_type)
     return in_pallas(
-        lambda x, weights, added, interpret: tuple(
+        lambda x, weights, bias, added, interpret: tuple(
             y if y is None else y.astype(jnp.float32)
             for y in run(
                 x.astype(jnp.bfloat16),
                 weights.astype(jnp.bfloat16),
+                bias if bias is None else bias.astype(jnp.bfloat16),
                 added if added is None else added.astype(dtype),
                 dtype,
                 layer=jnp.int32(1),
@@ -194,15 +240,19 @@ def in_bfloat16(
                 interpret=interpret,
             )
         ),
-        *(x, weights, added),
+        *(x, weights, bias, added),
     )
+
+
+KINDS = ["plain", "normed", "gated", "added"]
+KINDS += ["biased", "biased, normed", "biased, gated", "times, added", "biased, times, added"]
 
 
 @pytest.mark.skipif(
     INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="blocks are copied by TMA on a GPU"
 )
 @pytest.mark.parametrize("out_type", ["bfloat16", "float32"])
-@pytest.mark.parametrize("kind", ["plain", "normed", "gated", "added"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -217,7 +267,7 @@ def in_bfloat16(
 def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
     sizes: dict[str, int], kind: str, out_type: str
 ) -> None:
-    given = sizes | {"kind": kind, "out_type": out_type, "first": 64 * (kind != "gated")}
+    given = sizes | {"kind": kind, "out_type": out_type, "first": 64 * ("gated" not in kind)}
     how = {"rows": 128, "columns": 128, "swapped": False, "warps": 8, "stages": 3}
     want = in_bfloat16("pallas", cut=tiles(**how), **given)
     others = [
@@ -229,7 +279,7 @@ def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
         {"columns": 64, "stages": 6},
         {"rows": 64, "warps": 4, "depth": 128, "stages": 2},
     ]
-    changes += [{"rows": 256, "columns": 64}] if kind == "gated" else [{"columns": 256}]
+    changes += [{"rows": 256, "columns": 64}] if "gated" in kind else [{"columns": 256}]
     for change in changes:
         others.append(in_bfloat16("pallas", cut=tiles(**how | TMA | change), **given))
     for got in others:
@@ -263,6 +313,8 @@ def test_tiles_that_mosaic_cannot_take_are_refused_by_name(
             squares=None,
             eps=EPS,
             is_gated=False,
+            bias=None,
+            factor=1.0,
             added=None,
             order=SQUARES,
             tiles=tiles(**how | change),

@@ -67,7 +67,8 @@ def given(case: MixCase, how: How, language: str) -> tuple[dict, dict]:
     table = TILES[language].mix if how.is_fused else TILES[language].attention
     tiles = table.of(**sizes, requests=len(case.rows.page_table))
     order = how.order.sizes_for(item_bytes)
-    return new, {"max_rows": case.most_rows, **order, "tiles": how.tiles or tiles}
+    attends = {"max_rows": case.most_rows, **order, "scale": case.heads.scale}
+    return new, attends | {"tiles": how.tiles or tiles}
 
 
 def pools_of(case: MixCase) -> np.ndarray:
@@ -324,7 +325,8 @@ def test_pallas_lowers_for_a_gpu(D: int, dtype: str, page: int, max_rows: int, g
     new = {"gated": gated, "eps": EPS, "digits": SQUARES.digits}
     rows = {"rows": max_rows * 4, "requests": B}
     tiles = TILES["pallas"].mix.of(item_bytes=item_bytes, head_size=D, **rows)
-    sums = {"max_rows": max_rows, "most_parts": MOST_PARTS} | ATTENTION.sizes_for(item_bytes)
+    sums = {"max_rows": max_rows, "most_parts": MOST_PARTS, "scale": D**-0.5}
+    sums |= ATTENTION.sizes_for(item_bytes)
     for kernel, settings in ((KERNELS["pallas"]["mix"].mix, new | sums | {"tiles": tiles}),
                              (KERNELS["pallas"]["heads"].place, new)):  # fmt: skip
         program = jax.jit(partial(call_with, kernel, **settings))
@@ -356,7 +358,7 @@ def op_arguments(case: MixCase, ops: ModuleType, make: Callable) -> list:
         most_rows=case.most_rows,
     )
     norms = case.norms and ops.mix.HeadNorms(make(case.norms.q), make(case.norms.k), EPS)
-    heads = ops.mix.Heads(case.heads.num_kv_heads, case.heads.head_size, case.heads.gated)
+    heads = ops.mix.Heads(**vars(case.heads))
     angles = ops.mix.Angles(make(case.angles.cos), make(case.angles.sin))
     given = (pools_of(case), *(arrays_of(case)[name] for name in ("bounds", "arrivals")))
     pools = ops.mix.PagedKV(*map(make, given))

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from shared.models.families import config_from_dict, config_from_folder
-from shared.models.parameters import parameters
+from shared.models.parameters import BIAS, parameters
 from tests.support.tiny_models import tiny_config
 
 
@@ -80,7 +80,7 @@ def test_head_size_need_not_divide_the_hidden_size():
     assert config_from_dict(llama(head_dim=None)).attention.head_size == 12
 
 
-def test_a_mistral_is_a_llama_without_windows_and_one_with_them_is_refused():
+def test_a_mistral_is_a_llama_whose_window_is_that_of_all_layers():
     """A null window is none, and Llama itself has no such field."""
     mistral = llama(architectures=["MistralForCausalLM"], model_type="mistral", sliding_window=None)
     found, like = config_from_dict(mistral), config_from_dict(llama(sliding_window=4096))
@@ -88,19 +88,73 @@ def test_a_mistral_is_a_llama_without_windows_and_one_with_them_is_refused():
     assert not found.drafts_trees
     del mistral["architectures"]
     assert config_from_dict(mistral) == found
-    with pytest.raises(ValueError, match="sliding_window"):
-        config_from_dict(mistral | {"sliding_window": 4096})
+    (sliding,) = config_from_dict(mistral | {"sliding_window": 4096}).attentions
+    assert sliding.window == 4096
 
 
-def test_a_phi3_stores_its_projections_joined_and_is_refused_with_windows_or_longrope():
+def test_a_qwen_slides_by_its_flag_and_from_a_layer_on():
+    fields = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
+    for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        qwen = llama(architectures=[name], rope_scaling=None, **fields)
+        windows = [each.mixer.window for each in config_from_dict(qwen).layers]
+        assert windows == [None, None, 64]
+        listed = qwen | {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+        windows = [each.mixer.window for each in config_from_dict(listed).layers]
+        assert windows == [64, None, None]
+        (whole,) = config_from_dict(listed | {"use_sliding_window": False}).attentions
+        assert whole.window is None
+
+
+def test_biases_are_those_that_the_fields_or_the_family_name():
+    def names(**fields):
+        found = parameters(config_from_dict(llama(rope_scaling=None, **fields)), False)
+        return {s.name.split(".", 2)[2] for p in found if p.name.endswith(BIAS) for s in p.sources}
+
+    qkv = {f"self_attn.{x}_proj.bias" for x in "qkv"}
+    mlp = {f"mlp.{x}_proj.bias" for x in ("gate", "up", "down")}
+    assert names() == set()
+    assert names(architectures=["Qwen2ForCausalLM"]) == qkv
+    assert names(attention_bias=True) == qkv | {"self_attn.o_proj.bias"}
+    assert names(mlp_bias=True) == mlp
+
+
+def test_a_smollm3_turns_in_the_layers_of_its_list_or_in_three_of_four():
+    smol = llama(architectures=["SmolLM3ForCausalLM"], rope_scaling=None, num_hidden_layers=4)
+
+    def turned(**fields):
+        layers = config_from_dict(smol | fields).layers
+        return [each.mixer.rotary.type != "none" for each in layers]
+
+    assert turned() == [True, True, True, False]
+    assert turned(no_rope_layers=[0, 1, 1, 0]) == [False, True, True, False]
+    with pytest.raises(ValueError, match="no_rope_layers lists 3 layers"):
+        turned(no_rope_layers=[0, 1, 1])
+
+
+def test_a_granite_multiplies_by_four_fields_and_no_other_family_does():
+    fields = {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 8.0,
+        "attention_multiplier": 0.0625,
+    }
+    config = config_from_dict(llama(architectures=["GraniteForCausalLM"], **fields))
+    assert (config.embedding_factor, config.residual_factor) == (12.0, 0.22)
+    assert (config.logits_factor, config.attention.scale) == (0.125, 0.0625)
+    config = config_from_dict(llama(**fields))
+    assert (config.embedding_factor, config.residual_factor, config.logits_factor) == (1, 1, 1)
+    assert config.attention.scale is None
+
+
+def test_a_phi3_stores_its_projections_joined_and_is_refused_with_longrope():
     phi = llama(architectures=["Phi3ForCausalLM"], rope_scaling=None, sliding_window=None)
     names = {
         source.name for each in parameters(config_from_dict(phi), False) for source in each.sources
     }
     assert {"layers.0.self_attn.qkv_proj.weight", "layers.0.mlp.gate_up_proj.weight"} <= names
     assert not [name for name in names if "q_proj" in name or "up_proj" in name.split(".")]
-    with pytest.raises(ValueError, match="sliding_window"):
-        config_from_dict(phi | {"sliding_window": 2047})
+    (sliding,) = config_from_dict(phi | {"sliding_window": 2047}).attentions
+    assert sliding.window == 2047
     with pytest.raises(ValueError, match="longrope"):
         config_from_dict(phi | {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}})
 
@@ -112,8 +166,8 @@ REFUSED = {
     "rope_type": {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
     "factor": {"rope_scaling": {"rope_type": "linear"}},
     "mscale": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}},
-    "attention_bias": {"attention_bias": True},
-    "mlp_bias": {"mlp_bias": True},
+    "attention_bias": {"architectures": ["MistralForCausalLM"], "attention_bias": True},
+    "mlp_bias": {"architectures": ["Qwen3ForCausalLM"], "mlp_bias": True},
     "hidden_act": {"hidden_act": "gelu"},
     "quantization_config": {"quantization_config": {"quant_method": "fp8"}},
     "vocab_size": {"vocab_size": 0},

@@ -193,6 +193,45 @@ def test_implementations_attend_over_a_tree_as_the_specification(
     np.testing.assert_allclose(got[rows.is_real], want[rows.is_real], **TOLERANCE)
 
 
+WINDOWS = (1, 2, 3, 7, 1000)
+
+
+def seen_by(rows: spec.Rows, row: int) -> list[int]:
+    """The KV positions that a row sees, as they follow each other in its text."""
+    committed = range(rows.first[row], rows.until[row])
+    return [*committed, *(rows.until[row] + np.flatnonzero(rows.window[row]))]
+
+
+@pytest.mark.parametrize("size", WINDOWS)
+def test_a_row_of_a_sliding_layer_sees_the_last_positions_of_its_text(size: int) -> None:
+    """Also where a tree is deeper than the window: then it sees no committed position."""
+    c = case(4, 4, (0, 5, 33), N=9)
+    total = int(c.num_nodes.sum())
+    trees, _ = spec.tree_rows(c.parents, c.num_nodes, c.lengths, c.page_table, total)
+    starts, first = np.array([0, 3, 3, 9]), np.array([2, 0, 30])
+    prompts = spec.causal_rows(starts, first, np.array([1, 0, 7]), c.page_table, 9)
+    for rows in (trees, prompts):
+        windowed = spec.windowed(rows, size)
+        for row in range(len(rows.request)):
+            assert seen_by(windowed, row) == seen_by(rows, row)[-size:]
+        assert spec.windowed(rows, None) is rows
+
+
+@each_implementation
+@pytest.mark.parametrize("size", WINDOWS)
+def test_implementations_slide_as_the_specification(
+    size: int, implementation: Implementation
+) -> None:
+    c = case(4, 4, (0, 5, 33), N=9)
+    total = int(c.num_nodes.sum()) + 2  # some padding
+    rows, _ = spec.tree_rows(c.parents, c.num_nodes, c.lengths, c.page_table, total)
+    sees = (rows.first, rows.until, rows.window, size)
+    for got, want in zip(
+        implementation("attention").last_seen(*sees), spec.last_seen(*sees), strict=True
+    ):
+        np.testing.assert_array_equal(got, want)
+
+
 @each_implementation
 def test_the_scores_of_bfloat16_rows_are_not_rounded_to_it(implementation: Implementation) -> None:
     c = case(7, 16, (252, 600, 3))

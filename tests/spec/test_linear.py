@@ -19,6 +19,9 @@ X, HIDDEN = normal(0, 5, 12), Stream(normal(1, 5, 8))
 NORM, WIDE, BACK = 1 + normal(2, 8) / 4, Matrix(normal(3, 12, 8)), Matrix(normal(4, 8, 12))
 GATE_UP = Matrix(normal(5, 24, 8))
 
+BIASED = Matrix(BACK.values, normal(6, 8))
+BIASED_GATES = Matrix(GATE_UP.values, normal(7, 24))
+
 CASES = {
     "product": (X, BACK),
     "product_float32": (X, BACK),
@@ -26,6 +29,16 @@ CASES = {
     "added_product": (X, BACK, HIDDEN),
     "gated_product": (HIDDEN, NORM, EPS, GATE_UP),
 }
+
+
+ENDED = {
+    "product": (X, BIASED, 3),
+    "product_float32": (X, BIASED, 0.125),
+    "normed_product": (HIDDEN, NORM, EPS, Matrix(WIDE.values, normal(8, 12))),
+    "added_product": (X, BIASED, HIDDEN, 0.22),
+    "gated_product": (HIDDEN, NORM, EPS, BIASED_GATES),
+}
+"""The same with biases, and with the factors that some take."""
 
 
 def rows(result: np.ndarray | Stream) -> np.ndarray:
@@ -56,6 +69,36 @@ def test_the_mlp_is_a_gated_product_and_an_added_one() -> None:
     got = spec.added_product(x, BACK, HIDDEN).rows
     # Float32 on both sides: two products of other sizes.
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_bias_is_added_to_the_product_and_a_factor_multiplies_both() -> None:
+    biased, normed = X @ BACK.values.T + BIASED.bias, layers.rms_norm(HIDDEN.rows, NORM, EPS)
+    gate, up = np.split(normed @ GATE_UP.values.T + BIASED_GATES.bias, 2, axis=1)
+    want = {
+        "product": biased[:, 3:],
+        "product_float32": biased * np.float32(0.125),
+        "normed_product": normed @ WIDE.values.T + normal(8, 12),
+        "added_product": HIDDEN.rows + biased * np.float32(0.22),
+        "gated_product": layers.silu(gate) * up,
+    }
+    assert want.keys() == ENDED.keys()
+    for name, case in ENDED.items():
+        # A product of fewer outputs may add in another order.
+        np.testing.assert_allclose(
+            rows(getattr(spec, name)(*case)), want[name], rtol=1e-5, atol=1e-6
+        )
+
+
+@each_implementation
+@pytest.mark.parametrize("name", ENDED)
+def test_implementations_end_products_as_the_specification(
+    name: str, implementation: Implementation
+) -> None:
+    got = getattr(implementation("linear"), name)(*ENDED[name])
+    # As below.
+    np.testing.assert_allclose(
+        rows(got), rows(getattr(spec, name)(*ENDED[name])), rtol=1e-4, atol=1e-5
+    )
 
 
 @each_implementation

@@ -170,4 +170,4 @@ class Oracle:
             np.zeros(1, np.int32),
             np.arange(1, num_pages, dtype=np.int32)[None],
         )
-        return model.logits(self._weights, forward.hidden)
+        return model.logits(self._config, self._weights, forward.hidden)

@@ -88,7 +88,7 @@ class SpecBlock:
         length = np.array([self._length])
         rows = dflash.block_rows(config.block, length, np.zeros(1, int), TABLE)
         hidden, _ = dflash.fill(config, weights, self._target, np.array([newest]), rows, self._kv)
-        return hidden[0], model.logits(self._target, hidden[0, 1:])
+        return hidden[0], model.logits(config.layer, self._target, hidden[0, 1:])
 
     def context(self) -> tuple[Array, Array]:
         pools = (self._kv.k[0], self._kv.v[0])
@@ -104,7 +104,7 @@ class TorchBlock:
         loaded = torch_weights.from_arrays(target, weights, "float32", cpu)
         self._target = torch_model.Model.of(target, loaded)
         self._weights = torch_weights.head_from_arrays(head, "float32", cpu)
-        self._frequencies = rotary_frequencies(layer, cpu)
+        self._frequencies = rotary_frequencies(layer.attention, cpu)
         self._kv = torch_state.new_kv(layer, layer.num_layers, POOL, torch.float32, cpu)
         self._length = 0
         self._table = torch.from_numpy(TABLE)

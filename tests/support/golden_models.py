@@ -168,7 +168,7 @@ class SpecModel:
         return out, logits
 
     def _pass(self, passed: model.Forward, num_rows: int) -> Pass:
-        logits = model.logits(self.weights, passed.hidden)
+        logits = model.logits(self.config, self.weights, passed.hidden)
         return Pass(logits[:num_rows], passed.hidden[:num_rows], passed.streams[:, :num_rows])
 
 

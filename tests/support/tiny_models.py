@@ -16,9 +16,11 @@ from models.make_random import noise_of
 from shared.models.checkpoint import Weights, save_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
-from shared.models.parameters import Parameter, parameters
+from shared.models.parameters import BIAS, Parameter, parameters
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
+DENSE = ("granite", "llama_bias", "mistral", "phi3", "qwen2", "smollm3")
+"""What else a dense family may switch on, each with what is its own."""
 EOS_ID = 1
 
 _COMMON: dict[str, Any] = {
@@ -86,6 +88,38 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+_LIKE_LLAMA = {name: value for name, value in _CONFIGS["llama"].items() if name != "rope_scaling"}
+_SWITCHED: dict[str, dict[str, Any]] = {
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "attention_multiplier": 0.3,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.25,
+    },
+    "llama_bias": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 4,  # less than a tree is deep
+    },
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 20,
+        "max_window_layers": 1,
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0, 1],
+    },
+}
+_CONFIGS |= {name: _LIKE_LLAMA | switched for name, switched in _SWITCHED.items()}
 
 EMBEDDING_SCALE = 0.6
 HEAD_SCALE = 2.5
@@ -173,6 +207,8 @@ def _random(
         drawn = 0.2 * noise + float(plain)
     elif name.endswith("conv"):
         drawn = 0.5 * noise
+    elif name.endswith(BIAS):
+        drawn = 0.2 * noise
     else:
         drawn = noise / np.sqrt(shape[-1])
     return drawn.astype(np.float32)

@@ -1,6 +1,7 @@
 """`python -m jax_impl.train` end to end: what it writes serves, and others can load it."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from jax_impl.train import main
 from jax_impl.training import export, init, outputs, tasks
-from jax_impl.training.forward import forward, logits
+from jax_impl.training.forward import check_trained, forward, logits
 from models.make_random import ROOT
 from shared.boundary.backend import Work
 from shared.drafts.checkpoint import kind_of, load_head, open_head
@@ -30,6 +31,7 @@ from shared.spec.draft_tree import TreeShape
 from tests.support.backends import JAX_BACKENDS, make_backend
 from tests.support.contract_host import contract_limits
 from tests.support.driving import drive
+from tests.support.tiny_models import tiny_config
 
 TOKENIZER = ROOT / "random"
 DEMO = ROOT / "demo"
@@ -280,6 +282,23 @@ def test_bad_input_is_refused_in_one_sentence(data, tmp_path, words, fault, caps
     written = capsys.readouterr().err
     assert fault in written
     assert written.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [
+        ("granite", "factors"),
+        ("llama_bias", "biases"),
+        ("mistral", "sliding windows"),
+        ("qwen2", "biases"),
+        ("smollm3", "layers that turn in different ways"),
+        ("phi3", None),
+    ],
+)
+def test_a_model_that_the_trainer_would_read_half_is_refused_by_name(family, named):
+    config = config_from_dict(tiny_config(family, nested=False, with_mtp=False, tied=False))
+    with nullcontext() if named is None else pytest.raises(ValueError, match=named):
+        check_trained(config)
 
 
 def test_the_demo_models_have_the_sizes_that_ship():

@@ -11,7 +11,14 @@ from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from torch_impl.device_state import DraftState, Plan
 from torch_impl.drafters import Drafted, Fed, Prompts, Ranking
-from torch_impl.layers import Pools, angles, attention_layer, rotary_frequencies, write_keys
+from torch_impl.layers import (
+    Pools,
+    Sight,
+    angles,
+    attention_layer,
+    rotary_frequencies,
+    write_keys,
+)
 from torch_impl.model import Forward, Model, logits
 from torch_impl.ops import draft_tree, linear, verify_rows
 from torch_impl.ops.attention import Rows
@@ -37,7 +44,7 @@ class BlockDrafter:
     def of(cls, model: Model, weights: BlockWeights) -> "BlockDrafter":
         """Binds a head to its target."""
         device = model.weights.embed.device
-        return cls(model, weights, rotary_frequencies(weights.config.layer, device))
+        return cls(model, weights, rotary_frequencies(weights.config.layer.attention, device))
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -108,7 +115,7 @@ def write_context(
     config = weights.config.layer
     joined = product(torch.cat(passed.streams, dim=1), weights.fc)
     read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
-    turn = angles(config, frequencies, rows)
+    turn = angles(config.attention, frequencies, rows)
     for place, layer in enumerate(weights.layers):
         write_keys(config, layer, read, turn, rows, kv, place)
 
@@ -164,13 +171,13 @@ def fill(
       rows: Of `block_rows`.
     """
     config, block = weights.config.layer, _block_of(weights)
-    turn = angles(config, frequencies, rows[0])
+    turn = angles(config.attention, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
     stream = linear.stream(embedded(embed, tokens))
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
-        paged = PagedKV.of(kv, seen)
+        sight = Sight(turn, seen, PagedKV.of(kv, seen))
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
-        stream = attention_layer(config, layer, qkv, stream, turn, seen, paged, place)
+        stream = attention_layer(config, layer, qkv, stream, sight, place)
     out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))

@@ -9,13 +9,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.models.config import ModelConfig
-from torch_impl.layers import Hidden, Pools, angles, attention_layer, rotary_frequencies
+from torch_impl.layers import Hidden, Pools, Sight, attention_layer, rotary_frequencies
 from torch_impl.model import Forward, Model, logits
 from torch_impl.ops import linear
 from torch_impl.ops.attention import Rows
 from torch_impl.ops.layers import embedded, rms_norm
 from torch_impl.ops.linear import Stream, normed_product, product, product_float32
-from torch_impl.ops.mix import PagedKV
 from torch_impl.ops.sampling import over_tokens
 from torch_impl.weights import HeadWeights, Layer
 
@@ -53,14 +52,14 @@ def mtp(model: Model) -> Head:
     """As the specification; embedding and `lm_head` are the model's."""
     config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
     assert weights is not None  # the checkpoint was read with its MTP layer
-    layer = weights.layer
+    layer, turns = weights.layer, model.frequencies[config.attention]
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
         fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
         stream = linear.stream(product(torch.cat([fed, normed], dim=1), weights.fc))
         qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
-        x = _decoder_layer(config, layer, model.frequencies, qkv, stream, rows, kv)
+        x = _decoder_layer(config, layer, turns, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
@@ -68,7 +67,7 @@ def mtp(model: Model) -> Head:
 
 def eagle(model: Model, weights: HeadWeights) -> Head:
     config, embed = weights.config.layer, _embedding(model, weights)
-    turns = rotary_frequencies(config, embed.device)
+    turns = rotary_frequencies(config.attention, embed.device)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
         x = product(torch.cat([embedded(embed, tokens), hidden], dim=1), weights.fc)
@@ -82,7 +81,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
 
 def eagle3(model: Model, weights: HeadWeights) -> Head:
     config, embed = weights.config.layer, _embedding(model, weights)
-    turns, eps = rotary_frequencies(config, embed.device), config.rms_eps
+    turns, eps = rotary_frequencies(config.attention, embed.device), config.rms_eps
     norm_output, input_norm = weights.config.norm_output, weights.layer.input_norm
     hidden_norm, final_norm = weights.hidden_norm, weights.final_norm
     assert input_norm is not None  # an EAGLE-3 head has all three
@@ -142,6 +141,5 @@ def _decoder_layer(
     kv: Pools,
 ) -> Hidden:
     """The head's one layer, from its projection on."""
-    turn = angles(config, turns, rows)
-    paged = PagedKV.of(kv, rows)
-    return attention_layer(config, weights, qkv, stream, turn, rows, paged, 0).rows
+    sight = Sight.of(config.attention, turns, rows, kv)
+    return attention_layer(config, weights, qkv, stream, sight, 0).rows

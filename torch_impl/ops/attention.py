@@ -3,7 +3,7 @@
 On a GPU `flat_nodes` and `commit_window` are kernels; see `torch_impl.ops`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -139,6 +139,22 @@ def tree_rows(
     return flat_rows, flat.node
 
 
+def last_seen(
+    first: Int[Tensor, " R"], until: Int[Tensor, " R"], window: Bool[Tensor, "R N"], size: int
+) -> tuple[Int[Tensor, " R"], Bool[Tensor, "R N"]]:
+    slid = torch.maximum(first, until + window.sum(1, dtype=torch.int32) - size)
+    if window.shape[1] > size:  # a tree may be deeper
+        window = window & (window.int().flip(1).cumsum(1, dtype=torch.int32).flip(1) <= size)
+    return torch.minimum(slid, until), window
+
+
+def windowed(rows: Rows, size: int | None) -> Rows:
+    if size is None:
+        return rows
+    first, window = last_seen(rows.first, rows.until, rows.window, size)
+    return replace(rows, first=first, window=window)
+
+
 def write(
     pages: Float[Tensor, "P page H D"],
     page_table: Int[Tensor, "B table"],
@@ -192,11 +208,13 @@ def attend(
     until: Int[Tensor, " R"],
     window: Bool[Tensor, "R N"],
     most_rows: int,
+    scale: float | None = None,
 ) -> Float[Tensor, "R Hq D"]:
     """As the specification, but that rows of padding give anything.
 
     Args:
-      q, k_pages, v_pages, page_table, request, first, until, window: As in the specification.
+      q, k_pages, v_pages, page_table, request, first, until, window, scale: As in the
+        specification.
       row_starts, most_rows: See `Rows`.
     """
     grid, back = _grid(request, row_starts, most_rows)
@@ -211,7 +229,8 @@ def attend(
     seen = visible(first[grid], until[grid], window[grid], position)
     # [B, positions, Hk, D]
     k, v = (pages[page_table].flatten(1, 2) for pages in (k_pages, v_pages))
-    return _softmax_attention(q[grid], k, v, seen).flatten(0, 1)[back]
+    factor = q.shape[2] ** -0.5 if scale is None else scale
+    return _softmax_attention(q[grid], k, v, seen, factor).flatten(0, 1)[back]
 
 
 def _grid(
@@ -232,10 +251,11 @@ def _softmax_attention(
     k: Float[Tensor, "B positions Hk D"],
     v: Float[Tensor, "B positions Hk D"],
     seen: Bool[Tensor, "B M positions"],
+    scale: float,
 ) -> Float[Tensor, "B M Hq D"]:
-    M, D, Hk = q.shape[1], q.shape[3], k.shape[2]
+    M, Hk = q.shape[1], k.shape[2]
     grouped = q.unflatten(2, (Hk, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hk, G M, D]
-    scores = (grouped.float() @ k.float().permute(0, 2, 3, 1)) * D**-0.5
+    scores = (grouped.float() @ k.float().permute(0, 2, 3, 1)) * scale
     scores = scores.unflatten(2, (-1, M)).masked_fill(~seen[:, None, None], -torch.inf)
     weights = torch.exp(scores - scores.amax(dim=-1, keepdim=True).clamp(min=-1e30))
     weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-30)

@@ -26,9 +26,9 @@ def silu(x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 
 
 def embedded(
-    table: Float[Tensor, "vocab hidden"], tokens: Int[Tensor, " R"]
+    table: Float[Tensor, "vocab hidden"], tokens: Int[Tensor, " R"], factor: float = 1.0
 ) -> Float[Tensor, "R hidden"]:
-    return table[tokens]
+    return table[tokens] if factor == 1 else table[tokens] * factor
 
 
 def plain_rms_norm(

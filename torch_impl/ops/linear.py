@@ -19,6 +19,7 @@ class Matrix:
     """As the specification's."""
 
     values: Float[Tensor, "outputs inputs"]
+    bias: Float[Tensor, " outputs"] | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -47,31 +48,35 @@ stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
 def plain_product(
     x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[Tensor, "R outputs"]:
-    return functional.linear(x, weight.values[first:])
+    bias = None if weight.bias is None else weight.bias[first:]
+    return functional.linear(x, weight.values[first:], bias)
 
 
 def kernel_product(
     kernels: Kernels, x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[Tensor, "R outputs"]:
-    return _multiplied(kernels, x, Matrix(weight.values[first:])).rows
+    bias = None if weight.bias is None else weight.bias[first:]
+    return _multiplied(kernels, x, Matrix(weight.values[first:], bias)).rows
 
 
 product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
 
 
 def plain_product_float32(
-    x: Float[Tensor, "R inputs"], weight: Matrix
+    x: Float[Tensor, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[Tensor, "R outputs"]:
     """As the specification: the sums, which are float32, are not rounded to the type of `x`."""
     if x.is_cuda:
-        return torch.mm(x, weight.values.t(), out_dtype=torch.float32)
-    return functional.linear(x.float(), weight.values.float())  # a CPU has no such product
+        sums = torch.mm(x, weight.values.t(), out_dtype=torch.float32)
+    else:  # a CPU has no such product
+        sums = functional.linear(x.float(), weight.values.float())
+    return _times(sums if weight.bias is None else sums + weight.bias, factor)
 
 
 def kernel_product_float32(
-    kernels: Kernels, x: Float[Tensor, "R inputs"], weight: Matrix
+    kernels: Kernels, x: Float[Tensor, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[Tensor, "R outputs"]:
-    return _multiplied(kernels, x, weight, out_type=torch.float32).rows
+    return _multiplied(kernels, x, weight, factor=factor, out_type=torch.float32).rows
 
 
 product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32, is_bfloat16)
@@ -99,14 +104,20 @@ def kernel_normed_product(
 normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
 
 
-def plain_added_product(x: Float[Tensor, "R inputs"], weight: Matrix, stream: Stream) -> Stream:
-    return Stream(stream.rows + product(x, weight))
+def plain_added_product(
+    x: Float[Tensor, "R inputs"], weight: Matrix, stream: Stream, factor: float = 1.0
+) -> Stream:
+    return Stream(stream.rows + _times(product(x, weight), factor))
 
 
 def kernel_added_product(
-    kernels: Kernels, x: Float[Tensor, "R inputs"], weight: Matrix, stream: Stream
+    kernels: Kernels,
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
 ) -> Stream:
-    return _multiplied(kernels, x, weight, added=stream.rows)
+    return _multiplied(kernels, x, weight, factor=factor, added=stream.rows)
 
 
 added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bfloat16)
@@ -136,6 +147,10 @@ def kernel_gated_product(
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
 
 
+def _times(x: Float[Tensor, "R outputs"], factor: float) -> Float[Tensor, "R outputs"]:
+    return x if factor == 1 else x * factor
+
+
 def _squares(kernels: Kernels, stream: Stream) -> Float[Tensor, "R chunks"]:
     if stream.squares is not None:
         return stream.squares
@@ -151,6 +166,7 @@ def _multiplied(
     squares: Float[Tensor, "R chunks"] | None = None,
     eps: float = 0.0,
     is_gated: bool = False,
+    factor: float = 1.0,
     added: Float[Tensor, "R outputs"] | None = None,
 ) -> Stream:
     stored, inputs = weight.values.shape
@@ -165,6 +181,8 @@ def _multiplied(
         squares=squares,
         eps=eps,
         is_gated=is_gated,
+        bias=weight.bias,
+        factor=factor,
         added=added,
         order=SQUARES,
         tiles=tiles,

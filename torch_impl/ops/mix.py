@@ -112,6 +112,7 @@ def plain_mix(
         rows.until,
         rows.window,
         rows.most_rows,
+        heads.scale,
     )
     if gate is not None:
         out = out * layers.sigmoid(gate)
@@ -139,7 +140,15 @@ def kernel_mix(
         tiles = kernels.tiles.attention.of(**sizes)
         pool, table = (kv.pools, layer), (rows.page_table, rows.row_starts)
         return kernels.attention.attend(
-            q, gate, *pool, *table, *sees, max_rows=rows.most_rows, tiles=tiles, **order
+            q,
+            gate,
+            *pool,
+            *table,
+            *sees,
+            max_rows=rows.most_rows,
+            scale=heads.scale,
+            tiles=tiles,
+            **order,
         )
     requests = len(rows.page_table)
     tiles = kernels.tiles.mix.of(**sizes, requests=requests)
@@ -168,6 +177,7 @@ def kernel_mix(
         digits=SQUARES.digits,
         max_rows=rows.most_rows,
         most_parts=MOST_PARTS,
+        scale=heads.scale,
         tiles=tiles,
         **order,
     )

@@ -126,7 +126,7 @@ def mix_case(
     narrow = {name: getattr(rows, name).astype(np.int32) for name in names}
     return MixCase(
         qkv=qkv,
-        heads=mix.Heads(k_heads, D, gated),
+        heads=mix.Heads(k_heads, D, gated, 1.25 * D**-0.5),  # as models have it that have a factor
         norms=mix.HeadNorms(q_norm, k_norm, EPS) if has_norms else None,
         angles=mix.Angles(*(f(angle).astype(np.float32) for f in (np.cos, np.sin))),
         rows=replace(rows, **narrow),

@@ -1,0 +1,55 @@
+"""Dense families: JAX = torch = the specification, and speculation = plain decoding.
+
+Each is a tiny checkpoint with the switches of its family, and its own copy drafts for it, chains
+and trees: what is different in a family is in the target and in the drafter. A copy is accepted
+wherever the text is greedy, so one that read its rows in another way would be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+import pytest
+
+from shared.spec.standalone import SmallModel
+from tests.support.cells import GREEDY, SAMPLED, Backends, assert_cell, model_of, serve
+from tests.support.tiny_models import DENSE
+from tests.support.tiny_small import same_model
+from tests.support.tree_cells import TREES, cell
+
+CHAIN, TREE = TREES[0], TREES[2]
+SHAPES = (CHAIN, TREE)
+
+
+@lru_cache
+def copy_of(family: str, drafter: str) -> SmallModel:
+    assert drafter == "STANDALONE"
+    return same_model(*model_of(family))
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    made = Backends({(family, "STANDALONE"): SHAPES for family in DENSE}, copy_of)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("shape", SHAPES, ids=["chain", "tree"])
+@pytest.mark.parametrize("family", DENSE)
+def test_backends_agree_with_each_other_and_with_the_specification(
+    family, shape, sampling, backends
+):
+    overlap = 1 if sampling == GREEDY else 2
+    one = cell(family, "STANDALONE", shape, sampling, "mixed", overlap, 16)
+    assert_cell(one, backends, ("torch", "jax"))
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_a_copy_that_drafts_greedily_is_accepted_whole(family, backends):
+    one = cell(family, "STANDALONE", CHAIN, GREEDY, "mixed", 1, 16)
+    served = serve(backends.get("torch", one), one)
+    for number, outcome in served.items():
+        # The first token is the prompt's, the last step may be cut short.
+        assert set(outcome.accepted[1:-1]) <= {CHAIN.depth}, (family, number, outcome.accepted)
