@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from jax_impl.ops import Place, delta_mix, layers, linear, mix
 from jax_impl.ops.attention import KV, Rows, windowed
 from jax_impl.ops.delta_mix import Nodes
-from jax_impl.ops.linear import Stream
+from jax_impl.ops.linear import Matrix, Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.weights import Attention, GatedDelta, Layer
@@ -87,6 +87,8 @@ def attention_layer(
     """A decoder layer with attention, from its projection on; its pools are those at `place`."""
     assert isinstance(layer.mixer, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, layer.mixer)
+    if norms is not None and config.attention.norms_all_heads:
+        qkv, norms = mix.normed_rows(qkv, heads, norms.alone(place)), None
     mixed, kv = mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
     return _finished(config, layer, mixed, stream), kv
 
@@ -110,10 +112,22 @@ def _finished(
     config: ModelConfig, layer: Layer, mixed: Float[jax.Array, "R values"], stream: Stream
 ) -> Stream:
     """What follows a mixer: its product, and the gated MLP, each added to the stream."""
-    factor = config.residual_factor
-    stream = linear.added_product(mixed, layer.mixer.out, stream, factor)
-    x = linear.gated_product(stream, layer.post_norm, config.rms_eps, layer.mlp.gate_up)
-    return linear.added_product(x, layer.mlp.down, stream, factor)
+    stream = _added(config, layer.mixer_end_norm, mixed, layer.mixer.out, stream)
+    x = linear.gated_product(stream, layer.post_norm, config.input_eps, layer.mlp.gate_up)
+    return _added(config, layer.feed_end_norm, x, layer.mlp.down, stream)
+
+
+def _added(
+    config: ModelConfig,
+    norm: Float[jax.Array, " hidden"] | None,
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+) -> Stream:
+    """The stream with a product, which a model may norm before it is added."""
+    if norm is None:
+        return linear.added_product(x, weight, stream, config.residual_factor)
+    return linear.added_norm(linear.product(x, weight), norm, config.rms_eps, stream)
 
 
 def write_keys(

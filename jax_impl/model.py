@@ -83,7 +83,7 @@ def forward(
       mixer: Runs the gated-delta layers; None for a model without them.
       kept_streams: Residual streams to keep, ascending: number i is what enters layer i.
     """
-    config, eps = model.config, model.config.rms_eps
+    config, eps, before = model.config, model.config.rms_eps, model.config.input_eps
     sights = {each: Sight.of(each, rows, kv) for each in config.attentions}
 
     # Traced and lowered once for all blocks of a kind, which differ in their arrays alone.
@@ -91,7 +91,7 @@ def forward(
     def attention_block(
         mixer: AttentionConfig, layer: Layer, stream: Stream, paged: PagedKV, place: Place
     ) -> tuple[Stream, PagedKV]:
-        qkv = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
+        qkv = linear.normed_product(stream, layer.input_norm, before, layer.mixer.inputs)
         sight = sights[mixer]._replace(kv=paged)
         return attention_layer(config, layer, qkv, stream, sight, place)
 
@@ -100,7 +100,7 @@ def forward(
         layer: Layer, stream: Stream, carry: LayerCarry, place: Place
     ) -> tuple[Stream, LayerCarry]:
         assert mixer is not None  # the caller has one for a model with such layers
-        inputs = linear.normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
+        inputs = linear.normed_product(stream, layer.input_norm, before, layer.mixer.inputs)
         return gated_delta_layer(config, layer, inputs, stream, mixer, carry, place)
 
     embedded = layers.embedded(model.weights.embed[...], tokens, config.embedding_factor)

@@ -25,7 +25,14 @@ from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
-from shared.models.parameters import BIAS, Parameter, norms_before, parameters
+from shared.models.parameters import (
+    BIAS,
+    NORMS,
+    NORMS_BEHIND,
+    Parameter,
+    norms_before,
+    parameters,
+)
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -40,8 +47,8 @@ class Attention(NamedTuple):
 
     inputs: Matrix
     out: Matrix
-    q_norm: Float[jax.Array, "*L D"] | None
-    k_norm: Float[jax.Array, "*L D"] | None
+    q_norm: Float[jax.Array, "*L queries"] | None
+    k_norm: Float[jax.Array, "*L keys"] | None
 
 
 class GatedDelta(NamedTuple):
@@ -65,13 +72,16 @@ class Mlp(NamedTuple):
 class Layer(NamedTuple):
     """A decoder layer; that of an EAGLE head has no norm of its input.
 
-    A norm is None too where its scale is in the weight behind it.
+    A norm is None too where its scale is in the weight behind it, or where norms stand at the ends
+    of mixers and MLPs; those are None elsewhere.
     """
 
     input_norm: Float[jax.Array, " hidden"] | None
     mixer: Attention | GatedDelta
     post_norm: Float[jax.Array, " hidden"] | None
     mlp: Mlp
+    mixer_end_norm: Float[jax.Array, " hidden"] | None
+    feed_end_norm: Float[jax.Array, " hidden"] | None
 
 
 class AttentionStack(nnx.Module):
@@ -85,13 +95,13 @@ class AttentionStack(nnx.Module):
             self.q_norm = nnx.Param(arrays[f"{prefix}q_norm"])
             self.k_norm = nnx.Param(arrays[f"{prefix}k_norm"])
 
-    def layer(self, place: int, is_folded: bool) -> Attention:
+    def layer(self, place: int, in_stacks: bool) -> Attention:
         norms = [self.q_norm, self.k_norm] if hasattr(self, "q_norm") else [None, None]
         # As with the weights: kernels take their layer's of a stack.
-        norms = [x if x is None else x[...] if is_folded else x[place] for x in norms]
+        norms = [x if x is None else x[...] if in_stacks else x[place] for x in norms]
         return Attention(
-            inputs=_matrix(self, "inputs", place, is_folded),
-            out=_matrix(self, "out", place, is_folded),
+            inputs=_matrix(self, "inputs", place, in_stacks),
+            out=_matrix(self, "out", place, in_stacks),
             q_norm=norms[0],
             k_norm=norms[1],
         )
@@ -111,24 +121,29 @@ class GatedDeltaStack(nnx.Module):
         for name in GatedDelta._fields:
             setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
 
-    def layer(self, place: int, is_folded: bool) -> GatedDelta:
+    def layer(self, place: int, in_stacks: bool) -> GatedDelta:
         # As with the weights: kernels take their layer's of a stack.
         small = (self.conv, self.a_log, self.dt_bias, self.norm)
-        conv, a_log, dt_bias, norm = (x[...] if is_folded else x[place] for x in small)
-        inputs, out = (_matrix(self, x, place, is_folded) for x in ("inputs", "out"))
+        conv, a_log, dt_bias, norm = (x[...] if in_stacks else x[place] for x in small)
+        inputs, out = (_matrix(self, x, place, in_stacks) for x in ("inputs", "out"))
         return GatedDelta(inputs, conv, a_log, dt_bias, norm, out)
 
 
 class Layers(nnx.Module):
-    """A stack of decoder layers: what all have, and a stack for each kind of mixer."""
+    """A stack of decoder layers: what all have, and a stack for each kind of mixer.
+
+    Attributes:
+      in_stacks: Layers are given the stacks, as kernels read them, and not their own matrices.
+    """
 
     input_norm: nnx.Param
     hidden_norm: nnx.Param
     post_attention_norm: nnx.Param
 
-    def __init__(self, arrays: Arrays, prefix: str) -> None:
-        # A model's layer lacks the second, an EAGLE head's both; what is folded is missing too.
-        for name in ("input_norm", "hidden_norm", "post_attention_norm"):
+    def __init__(self, arrays: Arrays, prefix: str, in_stacks: bool) -> None:
+        self.in_stacks = in_stacks
+        # Each layer lacks some; what is folded is missing too.
+        for name in ("hidden_norm", *NORMS, *NORMS_BEHIND):
             if f"{prefix}{name}" in arrays:
                 setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
         self.gate_up = nnx.Param(arrays[f"{prefix}mlp.gate_up"])
@@ -142,13 +157,18 @@ class Layers(nnx.Module):
     def layer(self, number: int, kind: str, place: int) -> Layer:
         """The layer of a number, which stands at a place among its kind."""
         stack = self.attention if kind == "attention" else self.gated_delta
-        is_folded = not hasattr(self, "post_attention_norm")
-        gate_up, down = (_matrix(self, x, number, is_folded) for x in ("gate_up", "down"))
+        gate_up, down = (_matrix(self, x, number, self.in_stacks) for x in ("gate_up", "down"))
+
+        def norm(name: str) -> Float[jax.Array, " hidden"] | None:
+            return getattr(self, name)[number] if hasattr(self, name) else None
+
         return Layer(
-            input_norm=self.input_norm[number] if hasattr(self, "input_norm") else None,
-            mixer=stack.layer(place, is_folded),
-            post_norm=None if is_folded else self.post_attention_norm[number],
+            input_norm=norm("input_norm"),
+            mixer=stack.layer(place, self.in_stacks),
+            post_norm=norm("post_attention_norm"),
             mlp=Mlp(gate_up, down),
+            mixer_end_norm=norm("mixer_end_norm"),
+            feed_end_norm=norm("feed_end_norm"),
         )
 
 
@@ -159,10 +179,10 @@ def _take_biases(owner: nnx.Module, arrays: Arrays, prefix: str, names: tuple[st
             setattr(owner, f"{name}{BIAS}", nnx.Param(arrays[f"{prefix}{name}{BIAS}"]))
 
 
-def _matrix(owner: nnx.Module, name: str, place: int, is_folded: bool) -> Matrix:
-    """A weight of a stack: by itself, or where norms are folded, as kernels read it."""
+def _matrix(owner: nnx.Module, name: str, place: int, in_stacks: bool) -> Matrix:
+    """A weight of a stack: by itself, or as kernels read it."""
     stack, bias = getattr(owner, name), getattr(owner, f"{name}{BIAS}", None)
-    if is_folded:
+    if in_stacks:
         return Matrix(stack[...], place, None if bias is None else bias[...])
     return Matrix(stack[place], bias=None if bias is None else bias[place])
 
@@ -170,25 +190,25 @@ def _matrix(owner: nnx.Module, name: str, place: int, is_folded: bool) -> Matrix
 class Mtp(nnx.Module):
     """The MTP layer, which drafts for NEXTN."""
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, in_stacks: bool = False) -> None:
         self.fc = nnx.Param(arrays["mtp.fc"])
         self.embedding_norm = nnx.Param(arrays["mtp.embedding_norm"])
         self.hidden_norm = nnx.Param(arrays["mtp.hidden_norm"])
         self.final_norm = nnx.Param(arrays["mtp.final_norm"])
-        self.layers = Layers(arrays, "mtp.layer.")
+        self.layers = Layers(arrays, "mtp.layer.", in_stacks)
 
 
 class Weights(nnx.Module):
     """A model; `lm_head` is the embedding where the two are tied."""
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, in_stacks: bool = False) -> None:
         self.embed = nnx.Param(arrays["embed"])
         if "lm_head" in arrays:
             self.lm_head = nnx.Param(arrays["lm_head"])
         self.final_norm = nnx.Param(arrays["final_norm"])
-        self.layers = Layers(arrays, "")
+        self.layers = Layers(arrays, "", in_stacks)
         if "mtp.fc" in arrays:
-            self.mtp = Mtp(arrays)
+            self.mtp = Mtp(arrays, in_stacks)
 
     @property
     def has_mtp(self) -> bool:
@@ -217,7 +237,7 @@ class DraftModel(nnx.Module):
     lm_head: nnx.Param
     embed: nnx.Param
 
-    def __init__(self, arrays: Arrays) -> None:
+    def __init__(self, arrays: Arrays, in_stacks: bool = False) -> None:
         self.fc = nnx.Param(arrays["fc"])
         norms = ("aux_norm", "input_norm", "hidden_norm", "final_norm")
         for name in ("fc_bias", *norms, "lm_head", "embed"):
@@ -225,7 +245,7 @@ class DraftModel(nnx.Module):
                 setattr(self, name, nnx.Param(arrays[name]))
         if "draft_ids" in arrays:
             self.draft_ids = nnx.Variable(arrays["draft_ids"])
-        self.layers = Layers(arrays, "layer.")
+        self.layers = Layers(arrays, "layer.", in_stacks)
 
 
 class Loadable(Protocol):
@@ -337,22 +357,24 @@ def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device
 
 
 def _model(arrays: dict[str, jax.Array], config: ModelConfig, device: jax.Device) -> Weights:
-    norms = norms_before("", config.layer_kinds)
+    if not linear.folds_norms(arrays["embed"], device):
+        return Weights(arrays)
+    norms = [] if config.norms_behind else norms_before("", config.layer_kinds)
     norms += norms_before("mtp.layer.", ["attention"]) if "mtp.fc" in arrays else []
-    return Weights(_folded(arrays, norms, device))
+    return Weights(_folded(arrays, norms), in_stacks=True)
 
 
 def _head(arrays: dict[str, jax.Array], config: DraftConfig, device: jax.Device) -> DraftModel:
+    if not linear.folds_norms(arrays["fc"], device):
+        return DraftModel(arrays)
     norms = norms_before("layer.", config.layer.layer_kinds, with_inputs=False)
-    return DraftModel(_folded(arrays, norms, device))
+    return DraftModel(_folded(arrays, norms), in_stacks=True)
 
 
 def _folded(
-    arrays: dict[str, jax.Array], norms: list[tuple[str, list[int], str]], device: jax.Device
+    arrays: dict[str, jax.Array], norms: list[tuple[str, list[int], str]]
 ) -> dict[str, jax.Array]:
-    """Without norms whose scales are in the weights behind them, where products want that."""
-    if not linear.folds_norms(arrays[norms[0][2]], device):
-        return arrays
+    """Without norms, whose scales are in the weights behind them."""
     for name, numbers, weight in norms:
         scale = arrays[name][jnp.asarray(numbers)]
         arrays[weight] = linear.scaled(arrays[weight], scale)

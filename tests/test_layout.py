@@ -328,6 +328,7 @@ ONE_SIDED_NAMES = {
     "ops/linear.py::Matrix": "JAX reads a stack of weights where it lies, torch has views of it",
     "ops/linear.py::Matrix.alone": "as above",
     "ops/mamba_state.py::DeltaWeights.alone": "the same",
+    "ops/mix.py::HeadNorms.alone": "the same",
     "ops/linear.py::folds_norms": "the shape of an array that JAX traces has no device",
     "serve.py::take_threads": "torch's threads",
     "serve.py::read_weights": "JAX compiles for a GPU that is not here, and reads their shapes",

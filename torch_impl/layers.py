@@ -13,7 +13,7 @@ from shared.spec import layers as layers_spec
 from torch_impl.ops import delta_mix, layers, linear, mix
 from torch_impl.ops.attention import Rows, windowed
 from torch_impl.ops.delta_mix import Nodes
-from torch_impl.ops.linear import Stream
+from torch_impl.ops.linear import Matrix, Stream
 from torch_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from torch_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
 from torch_impl.weights import Attention, GatedDelta, Layer
@@ -79,6 +79,8 @@ def attention_layer(
     """A decoder layer with attention, from its projection on; writes the pools at `place`."""
     assert isinstance(layer.mixer, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, layer.mixer)
+    if norms is not None and config.attention.norms_all_heads:
+        qkv, norms = mix.normed_rows(qkv, heads, norms), None
     mixed = mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
     return _finished(config, layer, mixed, stream)
 
@@ -100,10 +102,22 @@ def _finished(
     config: ModelConfig, layer: Layer, mixed: Float[Tensor, "R values"], stream: Stream
 ) -> Stream:
     """What follows a mixer: its product, and the gated MLP, each added to the stream."""
-    factor = config.residual_factor
-    stream = linear.added_product(mixed, layer.mixer.out, stream, factor)
-    x = linear.gated_product(stream, layer.post_norm, config.rms_eps, layer.mlp.gate_up)
-    return linear.added_product(x, layer.mlp.down, stream, factor)
+    stream = _added(config, layer.mixer_end_norm, mixed, layer.mixer.out, stream)
+    x = linear.gated_product(stream, layer.post_norm, config.input_eps, layer.mlp.gate_up)
+    return _added(config, layer.feed_end_norm, x, layer.mlp.down, stream)
+
+
+def _added(
+    config: ModelConfig,
+    norm: Float[Tensor, " hidden"] | None,
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+) -> Stream:
+    """The stream with a product, which a model may norm before it is added."""
+    if norm is None:
+        return linear.added_product(x, weight, stream, config.residual_factor)
+    return linear.added_norm(linear.product(x, weight), norm, config.rms_eps, stream)
 
 
 def write_keys(

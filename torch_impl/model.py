@@ -93,7 +93,9 @@ def forward(
         if i in kept_streams:
             streams.append(stream.rows)
         layer, place = block.layer, block.place
-        inputs = linear.normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
+        inputs = linear.normed_product(
+            stream, layer.input_norm, config.input_eps, layer.mixer.inputs
+        )
         if isinstance(block.mixer, AttentionConfig):
             stream = attention_layer(config, layer, inputs, stream, sights[block.mixer], place)
         else:

@@ -30,8 +30,8 @@ class Attention:
 
     inputs: Matrix
     out: Matrix
-    q_norm: Float[Tensor, " D"] | None
-    k_norm: Float[Tensor, " D"] | None
+    q_norm: Float[Tensor, " queries"] | None
+    k_norm: Float[Tensor, " keys"] | None
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,16 @@ class Mlp:
 class Layer:
     """A decoder layer; that of an EAGLE head has no norm of its input.
 
-    A norm is None too where its scale is in the weight behind it.
+    A norm is None too where its scale is in the weight behind it, or where norms stand at the ends
+    of mixers and MLPs; those are None elsewhere.
     """
 
     input_norm: Float[Tensor, " hidden"] | None
     mixer: Attention | GatedDelta
     post_norm: Float[Tensor, " hidden"] | None
     mlp: Mlp
+    mixer_end_norm: Float[Tensor, " hidden"] | None
+    feed_end_norm: Float[Tensor, " hidden"] | None
 
 
 @dataclass(frozen=True)
@@ -233,7 +236,7 @@ def _folded(
     config: ModelConfig, tensors: dict[str, Tensor], norms: list[tuple[str, list[int], str]]
 ) -> dict[str, Tensor]:
     """Without norms whose scales are in the weights behind them, where products want that."""
-    if not linear.folds_norms(tensors[norms[0][2]]):
+    if config.norms_behind or not linear.folds_norms(tensors[norms[0][2]]):
         return tensors
     for name, numbers, weight in norms:
         for matrix, norm in zip(
@@ -254,12 +257,17 @@ def _layers(
 ) -> tuple[Layer, ...]:
     layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
     for i, kind in enumerate(kinds):
-        input_norm, place = tensors.get(f"{prefix}input_norm"), kinds[:i].count(kind)
-        post_norm = tensors.get(f"{prefix}post_attention_norm")
+
+        def norm(name: str, i: int = i) -> Tensor | None:
+            stack = tensors.get(f"{prefix}{name}")
+            return None if stack is None else _norm(config, stack[i])
+
         layer = Layer(
-            input_norm=None if input_norm is None else _norm(config, input_norm[i]),
-            mixer=mixers[kind](config, tensors, f"{prefix}{kind}.", place),
-            post_norm=None if post_norm is None else _norm(config, post_norm[i]),
+            input_norm=norm("input_norm"),
+            mixer=mixers[kind](config, tensors, f"{prefix}{kind}.", kinds[:i].count(kind)),
+            post_norm=norm("post_attention_norm"),
+            mixer_end_norm=norm("mixer_end_norm"),
+            feed_end_norm=norm("feed_end_norm"),
             mlp=Mlp(*(_matrix(tensors, f"{prefix}mlp.{x}", i) for x in ("gate_up", "down"))),
         )
         layers.append(layer)

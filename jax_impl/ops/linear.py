@@ -108,21 +108,26 @@ product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32,
 
 
 def plain_normed_product(
-    stream: Stream, norm: Float[jax.Array, " hidden"] | None, eps: float, weight: Matrix
+    stream: Stream, norm: Float[jax.Array, " hidden"] | None, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
-    """Multiplies the RMS norm of each row by a weight; without a norm, its scale is in there."""
-    return plain_product(layers.rms_norm(stream.rows, norm, eps), weight)
+    """Multiplies the RMS norm of each row by a weight.
+
+    Without a scale of the norm, it is in the weight; without `eps` there is no norm.
+    """
+    rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
+    return plain_product(rows, weight)
 
 
 def kernel_normed_product(
     kernels: Kernels,
     stream: Stream,
     norm: Float[jax.Array, " hidden"] | None,
-    eps: float,
+    eps: float | None,
     weight: Matrix,
 ) -> Float[jax.Array, "R outputs"]:
-    if norm is not None:
-        return kernel_product(kernels, layers.rms_norm(stream.rows, norm, eps), weight)
+    if norm is not None or eps is None:
+        rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
+        return kernel_product(kernels, rows, weight)
     squares = _squares(kernels, stream)
     return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps).rows
 
@@ -159,8 +164,15 @@ added_product = kernel_or_plain(
 )
 
 
+def added_norm(
+    x: Float[jax.Array, "R hidden"], norm: Float[jax.Array, " hidden"], eps: float, stream: Stream
+) -> Stream:
+    """Adds the RMS norm of each row to the stream."""
+    return Stream(stream.rows + layers.rms_norm(x, norm, eps))
+
+
 def plain_gated_product(
-    stream: Stream, norm: Float[jax.Array, " hidden"] | None, eps: float, weight: Matrix
+    stream: Stream, norm: Float[jax.Array, " hidden"] | None, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R intermediate"]:
     """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
     gate, up = jnp.split(plain_normed_product(stream, norm, eps, weight), 2, axis=-1)
@@ -171,11 +183,11 @@ def kernel_gated_product(
     kernels: Kernels,
     stream: Stream,
     norm: Float[jax.Array, " hidden"] | None,
-    eps: float,
+    eps: float | None,
     weight: Matrix,
 ) -> Float[jax.Array, "R intermediate"]:
-    if norm is not None:
-        rows = layers.rms_norm(stream.rows, norm, eps)
+    if norm is not None or eps is None:
+        rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
         return _multiplied(kernels, rows, weight, is_gated=True).rows
     squares = _squares(kernels, stream)
     return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps, is_gated=True).rows

@@ -24,9 +24,13 @@ class HeadNorms(NamedTuple):
     Scales are a layer's, or those of all attention layers, of which an operation takes its own.
     """
 
-    q: Float[jax.Array, "*L D"]
-    k: Float[jax.Array, "*L D"]
+    q: Float[jax.Array, "*L queries"]
+    k: Float[jax.Array, "*L keys"]
     eps: float
+
+    def alone(self, layer: Place) -> "HeadNorms":
+        """Those of one layer."""
+        return HeadNorms(_of_layer(self.q, layer), _of_layer(self.k, layer), self.eps)
 
 
 class Angles(NamedTuple):
@@ -190,6 +194,16 @@ def kernel_mix(
 
 
 mix = kernel_or_plain(kernel_mix, plain_mix)
+
+
+def normed_rows(
+    qkv: Float[jax.Array, "R outputs"], heads: Heads, norms: HeadNorms
+) -> Float[jax.Array, "R outputs"]:
+    """A projection whose queries, and whose keys, are normed over all heads of a row."""
+    keys = heads.num_kv_heads * heads.head_size
+    q, k, v = jnp.split(qkv, [qkv.shape[1] - 2 * keys, qkv.shape[1] - keys], axis=1)
+    normed = layers.rms_norm(q, norms.q, norms.eps), layers.rms_norm(k, norms.k, norms.eps)
+    return jnp.concatenate([*normed, v], axis=1)
 
 
 def plain_mix_keys(

@@ -43,6 +43,7 @@ def check_trained(config: ModelConfig) -> None:
     """
     attention, factors = config.attention, (config.embedding_factor, config.residual_factor)
     missing = {
+        "norms behind mixers and MLPs": config.norms_behind,
         "biases": attention.input_bias or attention.out_bias or config.feed.bias,
         "sliding windows": any(each.window for each in config.attentions),
         "layers that turn in different ways": len({x.rotary for x in config.attentions}) > 1,

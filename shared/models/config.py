@@ -21,6 +21,8 @@ class ModelConfig:
       embedding_factor, residual_factor, logits_factor: What embeddings, the outputs of mixers and
         MLPs, and logits are multiplied by.
       zero_centered_norms: Norms scale by 1 + weight (all but the gated-delta output norm).
+      norms_behind: Norms stand behind mixers and MLPs, on what is added to the stream, and none
+        before them.
       stores_joined: A checkpoint has q, k and v in one tensor, and gate and up in another.
       has_mtp: The config names an MTP layer; the checkpoint may still lack its tensors.
       drafts_trees: Its EAGLE heads draft trees where no shape is asked for.
@@ -41,6 +43,7 @@ class ModelConfig:
     residual_factor: float
     logits_factor: float
     zero_centered_norms: bool
+    norms_behind: bool
     stores_joined: bool
     has_mtp: bool
     drafts_trees: bool
@@ -54,6 +57,11 @@ class ModelConfig:
             raise ValueError("layers of one kind but different sizes are not supported")
         if len({each.feed for each in self.layers}) > 1:
             raise ValueError("MLPs of different sizes are not supported")
+
+    @property
+    def input_eps(self) -> float | None:
+        """`rms_eps` of the norms before mixers and MLPs; None: there are none."""
+        return None if self.norms_behind else self.rms_eps
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ class Slides(Enum):
 
     NEVER = "nothing; it is refused where it is asked for"
     BY_SIZE = "`sliding_window` alone, in all layers"
+    BY_TYPES = "`layer_types`, or three of four layers without it"
     BY_FLAG = "`use_sliding_window`, in those that `layer_types` or `max_window_layers` names"
 
 
@@ -39,6 +40,8 @@ class Family:
       slides: What switches windows on.
       has_factors: Multiplies embeddings, scores, outputs and logits by fields of its own.
       skips_rotation: Some layers do not turn with positions.
+      norms_behind: See `ModelConfig`; queries and keys are normed over all heads.
+      scales_full_layers: Layers that slide turn without what `rope_scaling` says.
     """
 
     name: str
@@ -51,12 +54,16 @@ class Family:
     slides: Slides = Slides.NEVER
     has_factors: bool = False
     skips_rotation: bool = False
+    norms_behind: bool = False
+    scales_full_layers: bool = False
 
 
 BIASES = ("attention_bias", "mlp_bias")
 GRANITE = Family("granite", biases=BIASES, has_factors=True)
 LLAMA = Family("llama", drafts_trees=True, biases=BIASES)
 MISTRAL = Family("mistral", slides=Slides.BY_SIZE)
+OLMO2 = Family("olmo2", qk_norm=True, biases=BIASES[:1], norms_behind=True)
+OLMO3 = replace(OLMO2, name="olmo3", slides=Slides.BY_TYPES, scales_full_layers=True)
 PHI3 = Family("phi3", stores_joined=True, slides=Slides.BY_SIZE)
 QWEN2 = Family("qwen2", input_bias=True, slides=Slides.BY_FLAG)
 QWEN3 = Family("qwen3", qk_norm=True, biases=BIASES[:1], slides=Slides.BY_FLAG)
@@ -67,6 +74,8 @@ FAMILIES = {
     "GraniteForCausalLM": GRANITE,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
     "Phi3ForCausalLM": PHI3,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
@@ -80,6 +89,8 @@ ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -129,6 +140,7 @@ def config_from_dict(config: Json, generation_config: Json | None = None) -> Mod
         residual_factor=_factor(text, family, "residual_multiplier"),
         logits_factor=1 / _factor(text, family, "logits_scaling"),
         zero_centered_norms=family.is_hybrid,
+        norms_behind=family.norms_behind,
         stores_joined=family.stores_joined,
         has_mtp=family.is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
         drafts_trees=family.drafts_trees,
@@ -161,7 +173,7 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
             "num_experts: mixture-of-experts layers are not supported; use a dense model"
         )
     slides = text.get("use_sliding_window") or SLIDING in (text.get("layer_types") or [])
-    if slides and family.slides is not Slides.BY_FLAG:
+    if slides and family.slides not in (Slides.BY_FLAG, Slides.BY_TYPES):
         raise ValueError(
             f"sliding-window attention (use_sliding_window, layer_types) in a {family.name} model "
             "is not supported; use a checkpoint without windows"
@@ -203,6 +215,7 @@ def _attention(text: Json, family: Family) -> AttentionConfig:
         num_kv_heads=positive(text, "num_key_value_heads", num_heads),
         head_size=head_size,
         qk_norm=family.qk_norm,
+        norms_all_heads=family.norms_behind,
         has_gate=family.is_hybrid and bool(text.get("attn_output_gate", True)),
         input_bias=family.input_bias or bool(text.get("attention_bias")),
         out_bias=bool(text.get("attention_bias")),
@@ -223,7 +236,12 @@ def _layers(text: Json, family: Family, attention: AttentionConfig) -> tuple[Lay
     types = _layer_types(text, family)
     mixers: dict[str, AttentionConfig | GatedDeltaConfig] = {FULL: attention}
     if SLIDING in types:
-        mixers[SLIDING] = replace(attention, window=positive(text, "sliding_window"))
+        sliding = replace(attention, window=positive(text, "sliding_window"))
+        if family.scales_full_layers:
+            rotary = attention.rotary
+            plain = RotaryConfig(theta=rotary.theta, width=rotary.width)
+            sliding = replace(sliding, rotary=plain)
+        mixers[SLIDING] = sliding
     if LINEAR in types:
         mixers[LINEAR] = _gated_delta(text)
     layers = [LayerConfig(mixer=mixers[each], feed=feed) for each in types]
@@ -264,6 +282,8 @@ def _layer_types(text: Json, family: Family) -> list[str]:
     if family.slides is Slides.BY_FLAG and types is None:
         first = count(text, "max_window_layers")
         types = [SLIDING if i >= first else FULL for i in range(num_layers)]
+    if family.slides is Slides.BY_TYPES and types is None:
+        types = [SLIDING if (i + 1) % 4 else FULL for i in range(num_layers)]
     if not family.is_hybrid and types is None:
         return [FULL] * num_layers
     if types is None:

@@ -22,7 +22,8 @@ class AttentionConfig:
     Attributes:
       num_heads, num_kv_heads: Of queries, and of keys and values; whole groups of heads share one.
       head_size: Of each of them.
-      qk_norm: Queries and keys get an RMS norm per head before the rotation.
+      qk_norm: Queries and keys get an RMS norm before the rotation.
+      norms_all_heads: It is one over all heads of a row, and not one of each head.
       has_gate: The query projection carries an output gate per head (q rows, gate rows).
       input_bias, out_bias: The projections of queries, keys and values, and that of the heads'
         outputs, add a bias.
@@ -37,6 +38,7 @@ class AttentionConfig:
     num_kv_heads: int
     head_size: int
     qk_norm: bool
+    norms_all_heads: bool
     has_gate: bool
     input_bias: bool
     out_bias: bool

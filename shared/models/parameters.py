@@ -75,14 +75,24 @@ def decoder_parameters(
     kinds = config.layer_kinds if kinds is None else kinds
     attention = [name for name, kind in zip(layers, kinds, strict=True) if kind == "attention"]
     delta = [name for name, kind in zip(layers, kinds, strict=True) if kind == "gated_delta"]
-    norm = (config.hidden,)
+    norms = NORMS_BEHIND if config.norms_behind else NORMS
     return [
-        stack(f"{prefix}input_norm", layers, {"input_layernorm.weight": norm}),
-        stack(f"{prefix}post_attention_norm", layers, {"post_attention_layernorm.weight": norm}),
+        *(stack(f"{prefix}{x}", layers, {y: (config.hidden,)}) for x, y in norms.items()),
         *mlp_parameters(f"{prefix}mlp.", config, layers),
         *(attention_parameters(f"{prefix}attention.", config, attention) if attention else []),
         *(_gated_delta(f"{prefix}gated_delta.", config, delta) if delta else []),
     ]
+
+
+NORMS = {
+    "input_norm": "input_layernorm.weight",
+    "post_attention_norm": "post_attention_layernorm.weight",
+}
+NORMS_BEHIND = {
+    "mixer_end_norm": "post_attention_layernorm.weight",
+    "feed_end_norm": "post_feedforward_layernorm.weight",
+}
+"""Norms of a decoder layer by our names: before its mixer and its MLP, or behind them."""
 
 
 def norms_before(
@@ -129,8 +139,11 @@ def attention_parameters(
     if attention.out_bias:
         tensors.append(_bias(f"{prefix}out", layers, out))
     if attention.qk_norm:
-        tensors.append(stack(f"{prefix}q_norm", layers, {"self_attn.q_norm.weight": (size,)}))
-        tensors.append(stack(f"{prefix}k_norm", layers, {"self_attn.k_norm.weight": (size,)}))
+        sizes = {"q": queries, "k": keys} if attention.norms_all_heads else {"q": size, "k": size}
+        tensors += [
+            stack(f"{prefix}{x}_norm", layers, {f"self_attn.{x}_norm.weight": (width,)})
+            for x, width in sizes.items()
+        ]
     return tensors
 
 

@@ -68,15 +68,17 @@ def product_float32(
 
 
 def normed_product(
-    stream: Stream, norm: Float[np.ndarray, " hidden"] | None, eps: float, weight: Matrix
+    stream: Stream, norm: Float[np.ndarray, " hidden"] | None, eps: float | None, weight: Matrix
 ) -> Float[np.ndarray, "R outputs"]:
     """Multiplies the RMS norm of each row by a weight.
 
     Args:
       norm: Scale of the norm; a zero-centred one has its 1 added already. None: it is in the
         weight, as `scaled` puts it there.
+      eps: Of the norm; None: there is none, and the rows are multiplied as they are.
     """
-    return product(layers.rms_norm(stream.rows, norm, eps), weight)
+    rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
+    return product(rows, weight)
 
 
 def added_product(
@@ -86,8 +88,15 @@ def added_product(
     return Stream(stream.rows + _times(product(x, weight), factor))
 
 
+def added_norm(
+    x: Float[np.ndarray, "R hidden"], norm: Float[np.ndarray, " hidden"], eps: float, stream: Stream
+) -> Stream:
+    """Adds the RMS norm of each row to the stream."""
+    return Stream(stream.rows + layers.rms_norm(x, norm, eps))
+
+
 def gated_product(
-    stream: Stream, norm: Float[np.ndarray, " hidden"] | None, eps: float, weight: Matrix
+    stream: Stream, norm: Float[np.ndarray, " hidden"] | None, eps: float | None, weight: Matrix
 ) -> Float[np.ndarray, "R intermediate"]:
     """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
     gate, up = np.split(normed_product(stream, norm, eps, weight), 2, axis=-1)

@@ -37,10 +37,13 @@ class Heads:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """RMS norms of each query and key head, which some models have; scales as in `linear`."""
+    """RMS norms of each query and key head, which some models have; scales as in `linear`.
 
-    q: Float[np.ndarray, " D"]
-    k: Float[np.ndarray, " D"]
+    Or of all query heads of a row, and of all its key heads, as `normed_rows` takes them.
+    """
+
+    q: Float[np.ndarray, " queries"]
+    k: Float[np.ndarray, " keys"]
     eps: float
 
 
@@ -88,6 +91,20 @@ def mix(
     if gate is not None:
         out = out * layers.sigmoid(gate)
     return out.reshape(len(qkv), -1), k_pages, v_pages
+
+
+def normed_rows(
+    qkv: Float[np.ndarray, "R outputs"], heads: Heads, norms: HeadNorms
+) -> Float[np.ndarray, "R outputs"]:
+    """A projection whose queries, and whose keys, are normed over all heads of a row.
+
+    Args:
+      norms: Their scales are those of all heads side by side.
+    """
+    keys = heads.num_kv_heads * heads.head_size
+    q, k, v = np.split(qkv, [qkv.shape[1] - 2 * keys, qkv.shape[1] - keys], axis=1)
+    normed = layers.rms_norm(q, norms.q, norms.eps), layers.rms_norm(k, norms.k, norms.eps)
+    return np.concatenate([*normed, v], axis=1)
 
 
 class Bounds(NamedTuple):

@@ -18,7 +18,7 @@ from shared.spec import attention, draft_tree, layers, linear, mamba_state
 from shared.spec.attention import Rows, windowed
 from shared.spec.linear import Matrix, Stream
 from shared.spec.mamba_state import DeltaState, DeltaWeights, Kept
-from shared.spec.mix import Angles, HeadNorms, Heads
+from shared.spec.mix import Angles, HeadNorms, Heads, normed_rows
 from shared.spec.mix import mix as mix_heads
 
 Weights = Mapping[str, Float[np.ndarray, "..."]]
@@ -148,15 +148,15 @@ def forward(
     stream = Stream(layers.embedded(weights["embed"], tokens, config.embedding_factor))
     streams, places = [stream.rows], dict.fromkeys(config.layer_kinds, 0)
     for layer, (mixing, kind) in enumerate((each.mixer, each.mixer.kind) for each in config.layers):
-        place, norm_of = places[kind], scale(config, weights["input_norm"][layer])
+        place, norm_of = places[kind], _norm_before(config, weights, "input_norm", layer)
         projection = matrix(weights, f"{kind}.inputs", place)
-        inputs = linear.normed_product(stream, norm_of, config.rms_eps, projection)
+        inputs = linear.normed_product(stream, norm_of, config.input_eps, projection)
         if isinstance(mixing, AttentionConfig):
             mixed, kv = mix(config, mixing, weights, "", place, inputs, rows, kv)
         else:
             mixed = mixer(place, inputs)
         out = matrix(weights, f"{kind}.out", place)
-        stream = linear.added_product(mixed, out, stream, config.residual_factor)
+        stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream)
         stream = mlp(config, weights, "", layer, stream)
         places[kind] += 1
         streams.append(stream.rows)
@@ -220,11 +220,10 @@ def mix(
       kv: The pools of the stack.
     """
     norms, pools = head_norms(config, weights, prefix, layer), (kv.k[layer], kv.v[layer])
-    heads, turn, seen = (
-        Heads.of(attention),
-        angles(attention, rows),
-        windowed(rows, attention.window),
-    )
+    heads, turn = Heads.of(attention), angles(attention, rows)
+    if norms is not None and attention.norms_all_heads:
+        qkv, norms = normed_rows(qkv, heads, norms), None
+    seen = windowed(rows, attention.window)
     out, k, v = mix_heads(qkv, heads, norms, turn, seen, *pools)
     return out, KV(_replaced(kv.k, layer, k), _replaced(kv.v, layer, v))
 
@@ -248,10 +247,32 @@ def attention_layer(
 
 def mlp(config: ModelConfig, weights: Weights, prefix: str, layer: int, stream: Stream) -> Stream:
     """The gated MLP of one layer of a stack, with its norm before and the residual behind."""
-    norm_of = scale(config, weights[f"{prefix}post_attention_norm"][layer])
+    norm_of = _norm_before(config, weights, f"{prefix}post_attention_norm", layer)
     gate_up, down = (matrix(weights, f"{prefix}mlp.{x}", layer) for x in ("gate_up", "down"))
-    x = linear.gated_product(stream, norm_of, config.rms_eps, gate_up)
-    return linear.added_product(x, down, stream, config.residual_factor)
+    x = linear.gated_product(stream, norm_of, config.input_eps, gate_up)
+    return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream)
+
+
+def _norm_before(
+    config: ModelConfig, weights: Weights, name: str, layer: int
+) -> Float[np.ndarray, " hidden"] | None:
+    return None if config.norms_behind else scale(config, weights[name][layer])
+
+
+def _added(
+    config: ModelConfig,
+    weights: Weights,
+    norm_behind: str,
+    layer: int,
+    x: Float[np.ndarray, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+) -> Stream:
+    """The stream with a product, which a model may norm before it is added."""
+    if not config.norms_behind:
+        return linear.added_product(x, weight, stream, config.residual_factor)
+    scales = scale(config, weights[norm_behind][layer])
+    return linear.added_norm(linear.product(x, weight), scales, config.rms_eps, stream)
 
 
 def _replaced(

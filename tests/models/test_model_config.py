@@ -131,6 +131,20 @@ def test_a_smollm3_turns_in_the_layers_of_its_list_or_in_three_of_four():
         turned(no_rope_layers=[0, 1, 1])
 
 
+def test_an_olmo_norms_behind_its_parts_and_scales_the_layers_that_see_all():
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 256}
+    olmo = llama(architectures=["Olmo3ForCausalLM"], sliding_window=32, rope_scaling=yarn)
+    config = config_from_dict(olmo | {"num_hidden_layers": 4})
+    assert [each.mixer.window for each in config.layers] == [32, 32, 32, None]
+    rotations = [each.mixer.rotary.type for each in config.layers]
+    assert rotations == ["default", "default", "default", "yarn"]
+    assert config.input_eps is None
+    found = {p.name: p.shape for p in parameters(config, False)}
+    assert not {"input_norm", "post_attention_norm"} & found.keys()
+    assert found["attention.q_norm"] == (4, 4 * 16)
+    assert found["attention.k_norm"] == (4, 2 * 16)
+
+
 def test_a_granite_multiplies_by_four_fields_and_no_other_family_does():
     fields = {
         "embedding_multiplier": 12.0,

@@ -19,7 +19,7 @@ from shared.models.families import config_from_dict
 from shared.models.parameters import BIAS, Parameter, parameters
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
-DENSE = ("granite", "llama_bias", "mistral", "phi3", "qwen2", "smollm3")
+DENSE = ("granite", "llama_bias", "mistral", "olmo3", "phi3", "qwen2", "smollm3")
 """What else a dense family may switch on, each with what is its own."""
 EOS_ID = 1
 
@@ -104,6 +104,17 @@ _SWITCHED: dict[str, dict[str, Any]] = {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
         "sliding_window": 4,  # less than a tree is deep
+    },
+    "olmo3": {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "sliding_window": 12,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
     },
     "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
     "qwen2": {

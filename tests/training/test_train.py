@@ -290,6 +290,7 @@ def test_bad_input_is_refused_in_one_sentence(data, tmp_path, words, fault, caps
         ("granite", "factors"),
         ("llama_bias", "biases"),
         ("mistral", "sliding windows"),
+        ("olmo3", "norms behind mixers and MLPs"),
         ("qwen2", "biases"),
         ("smollm3", "layers that turn in different ways"),
         ("phi3", None),

@@ -83,19 +83,20 @@ product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32,
 
 
 def plain_normed_product(
-    stream: Stream, norm: Float[Tensor, " hidden"] | None, eps: float, weight: Matrix
+    stream: Stream, norm: Float[Tensor, " hidden"] | None, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R outputs"]:
-    return product(layers.rms_norm(stream.rows, norm, eps), weight)
+    rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
+    return product(rows, weight)
 
 
 def kernel_normed_product(
     kernels: Kernels,
     stream: Stream,
     norm: Float[Tensor, " hidden"] | None,
-    eps: float,
+    eps: float | None,
     weight: Matrix,
 ) -> Float[Tensor, "R outputs"]:
-    if norm is not None:
+    if norm is not None or eps is None:
         return plain_normed_product(stream, norm, eps, weight)
     squares = _squares(kernels, stream)
     return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps).rows
@@ -123,8 +124,14 @@ def kernel_added_product(
 added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bfloat16)
 
 
+def added_norm(
+    x: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"], eps: float, stream: Stream
+) -> Stream:
+    return Stream(stream.rows + layers.rms_norm(x, norm, eps))
+
+
 def plain_gated_product(
-    stream: Stream, norm: Float[Tensor, " hidden"] | None, eps: float, weight: Matrix
+    stream: Stream, norm: Float[Tensor, " hidden"] | None, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
     gate, up = normed_product(stream, norm, eps, weight).chunk(2, dim=-1)
     return layers.silu(gate) * up
@@ -134,11 +141,11 @@ def kernel_gated_product(
     kernels: Kernels,
     stream: Stream,
     norm: Float[Tensor, " hidden"] | None,
-    eps: float,
+    eps: float | None,
     weight: Matrix,
 ) -> Float[Tensor, "R intermediate"]:
-    if norm is not None:
-        rows = layers.rms_norm(stream.rows, norm, eps)
+    if norm is not None or eps is None:
+        rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
         return _multiplied(kernels, rows, weight, is_gated=True).rows
     squares = _squares(kernels, stream)
     return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps, is_gated=True).rows

@@ -22,8 +22,8 @@ from torch_impl.ops.attention import Rows, attend, write
 class HeadNorms:
     """As the specification's."""
 
-    q: Float[Tensor, " D"]
-    k: Float[Tensor, " D"]
+    q: Float[Tensor, " queries"]
+    k: Float[Tensor, " keys"]
     eps: float
 
 
@@ -184,6 +184,15 @@ def kernel_mix(
 
 
 mix = kernel_or_plain(kernel_mix, plain_mix)
+
+
+def normed_rows(
+    qkv: Float[Tensor, "R outputs"], heads: Heads, norms: HeadNorms
+) -> Float[Tensor, "R outputs"]:
+    keys = heads.num_kv_heads * heads.head_size
+    q, k, v = qkv.split([qkv.shape[1] - 2 * keys, keys, keys], dim=1)
+    normed = layers.rms_norm(q, norms.q, norms.eps), layers.rms_norm(k, norms.k, norms.eps)
+    return torch.cat([*normed, v], dim=1)
 
 
 def plain_mix_keys(
