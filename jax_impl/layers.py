@@ -54,11 +54,13 @@ class Sight(NamedTuple):
 
     Attributes:
       turn: The rotation of each row.
+      growth: What each row's queries have grown by, in models where they do.
       rows: Where the rows stand, and what they see in such a layer.
       kv: The pools of all attention layers, which a layer replaces.
     """
 
     turn: Angles
+    growth: Float[jax.Array, " R"] | None
     rows: Rows
     kv: PagedKV
 
@@ -66,7 +68,15 @@ class Sight(NamedTuple):
     def of(cls, config: AttentionConfig, rows: Rows, kv: KV) -> "Sight":
         """Of a pass over rows."""
         seen = windowed(rows, config.window)
-        return cls(angles(config, rows.positions), seen, PagedKV.of(kv, seen))
+        turn = angles(config, rows.positions)
+        return cls(turn, _growth(config, rows), seen, PagedKV.of(kv, seen))
+
+
+def _growth(config: AttentionConfig, rows: Rows) -> Float[jax.Array, " R"] | None:
+    if not config.query_growth:
+        return None
+    context = config.rotary.original_context
+    return layers.query_growth(rows.positions, config.query_growth, context)
 
 
 def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
@@ -87,6 +97,8 @@ def attention_layer(
     """A decoder layer with attention, from its projection on; its pools are those at `place`."""
     assert isinstance(layer.mixer, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, layer.mixer)
+    if sight.growth is not None:
+        qkv = mix.grown_rows(qkv, heads, sight.growth)
     if norms is not None and config.attention.norms_all_heads:
         qkv, norms = mix.normed_rows(qkv, heads, norms.alone(place)), None
     mixed, kv = mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)

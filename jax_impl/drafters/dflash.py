@@ -161,7 +161,7 @@ def fill(
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
     stream = linear.stream(embedded(embed, tokens.reshape(-1)))
     for place, (layer, seen) in enumerate(zip(_layers_of(weights), rows, strict=True)):
-        sight = Sight(turn, seen, PagedKV.of(kv, seen))
+        sight = Sight(turn, None, seen, PagedKV.of(kv, seen))
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         stream, paged = attention_layer(config, layer, qkv, stream, sight, place)
         kv = paged.pools

@@ -72,6 +72,13 @@ def rotary_angles(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
+def query_growth(
+    positions: Int[jax.Array, " R"], beta: float, context: int
+) -> Float[jax.Array, " R"]:
+    """By how much queries grow with their position: not at all before the first `context`."""
+    return 1 + beta * jnp.log(1 + jnp.floor(positions.astype(jnp.float32) / context))
+
+
 def apply_rotary(
     x: Float[jax.Array, "R H D"],
     cos: Float[jax.Array, "R half"],

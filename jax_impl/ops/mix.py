@@ -206,6 +206,15 @@ def normed_rows(
     return jnp.concatenate([*normed, v], axis=1)
 
 
+def grown_rows(
+    qkv: Float[jax.Array, "R outputs"], heads: Heads, growth: Float[jax.Array, " R"]
+) -> Float[jax.Array, "R outputs"]:
+    """A projection whose queries are multiplied by what each row's have grown by."""
+    keys = 2 * heads.num_kv_heads * heads.head_size
+    q, kv = jnp.split(qkv, [qkv.shape[1] - keys], axis=1)
+    return jnp.concatenate([(q * growth[:, None]).astype(qkv.dtype), kv], axis=1)
+
+
 def plain_mix_keys(
     projected: Float[jax.Array, "R outputs"],
     heads: Heads,

@@ -14,7 +14,7 @@ from shared.models.layers import (
     GatedDeltaConfig,
     LayerConfig,
 )
-from shared.models.rotary import RotaryConfig, read_rotary
+from shared.models.rotary import RotaryConfig, read_rotary, settings_of
 
 
 class Slides(Enum):
@@ -40,6 +40,7 @@ class Family:
       slides: What switches windows on.
       has_factors: Multiplies embeddings, scores, outputs and logits by fields of its own.
       skips_rotation: Some layers do not turn with positions.
+      grows_queries: Queries grow with their position where the rotary settings say so.
       norms_behind: See `ModelConfig`; queries and keys are normed over all heads.
       scales_full_layers: Layers that slide turn without what `rope_scaling` says.
     """
@@ -54,6 +55,7 @@ class Family:
     slides: Slides = Slides.NEVER
     has_factors: bool = False
     skips_rotation: bool = False
+    grows_queries: bool = False
     norms_behind: bool = False
     scales_full_layers: bool = False
 
@@ -62,6 +64,7 @@ BIASES = ("attention_bias", "mlp_bias")
 GRANITE = Family("granite", biases=BIASES, has_factors=True)
 LLAMA = Family("llama", drafts_trees=True, biases=BIASES)
 MISTRAL = Family("mistral", slides=Slides.BY_SIZE)
+MINISTRAL3 = replace(MISTRAL, name="ministral3", grows_queries=True)
 OLMO2 = Family("olmo2", qk_norm=True, biases=BIASES[:1], norms_behind=True)
 OLMO3 = replace(OLMO2, name="olmo3", slides=Slides.BY_TYPES, scales_full_layers=True)
 PHI3 = Family("phi3", stores_joined=True, slides=Slides.BY_SIZE)
@@ -73,6 +76,7 @@ SMOLLM3 = Family("smollm3", biases=BIASES, skips_rotation=True)
 FAMILIES = {
     "GraniteForCausalLM": GRANITE,
     "LlamaForCausalLM": LLAMA,
+    "Ministral3ForCausalLM": MINISTRAL3,
     "MistralForCausalLM": MISTRAL,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
@@ -88,6 +92,7 @@ FAMILIES = {
 ARCHITECTURES = {
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
     "olmo3": "Olmo3ForCausalLM",
@@ -103,8 +108,11 @@ ARCHITECTURES = {
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
-def config_from_folder(folder: str | Path) -> ModelConfig:
+def config_from_folder(folder: str | Path, context_length: int | None = None) -> ModelConfig:
     """Reads config.json and, where present, generation_config.json of a checkpoint folder.
+
+    Args:
+      context_length: See `config_from_dict`.
 
     Raises:
       ValueError: A file is missing or broken, or the model cannot be served; one sentence.
@@ -116,11 +124,17 @@ def config_from_folder(folder: str | Path) -> ModelConfig:
         raise ValueError(f"the model folder {folder} has no config.json")
     generation = folder / "generation_config.json"
     generation_config = read_json(generation) if generation.is_file() else {}
-    return config_from_dict(read_json(folder / "config.json"), generation_config)
+    return config_from_dict(read_json(folder / "config.json"), generation_config, context_length)
 
 
-def config_from_dict(config: Json, generation_config: Json | None = None) -> ModelConfig:
+def config_from_dict(
+    config: Json, generation_config: Json | None = None, context_length: int | None = None
+) -> ModelConfig:
     """Parses the contents of config.json (flat, or nested under `text_config`).
+
+    Args:
+      context_length: Of the longest text that is served; None: what the model takes. By it models
+        are told apart that turn in another way from some length on.
 
     Raises:
       ValueError: The model cannot be served; one sentence that names the field.
@@ -128,7 +142,8 @@ def config_from_dict(config: Json, generation_config: Json | None = None) -> Mod
     family = _family(config)
     text = object_of(config, "text_config") if "text_config" in config else config
     _refuse_unsupported(config, text, family)
-    attention = _attention(text, family)
+    stated = positive(text, "max_position_embeddings")
+    attention = _attention(text, family, context_length or stated)
     return ModelConfig(
         name=family.name,
         vocab=positive(text, "vocab_size"),
@@ -207,9 +222,11 @@ def _head_size(text: Json, num_heads: int) -> int:
     return size
 
 
-def _attention(text: Json, family: Family) -> AttentionConfig:
+def _attention(text: Json, family: Family, context_length: int) -> AttentionConfig:
     num_heads = positive(text, "num_attention_heads")
     head_size = _head_size(text, num_heads)
+    share = 0.25 if family.is_hybrid else 1.0
+    growth = settings_of(text).get("llama_4_scaling_beta") if family.grows_queries else None
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=positive(text, "num_key_value_heads", num_heads),
@@ -219,7 +236,8 @@ def _attention(text: Json, family: Family) -> AttentionConfig:
         has_gate=family.is_hybrid and bool(text.get("attn_output_gate", True)),
         input_bias=family.input_bias or bool(text.get("attention_bias")),
         out_bias=bool(text.get("attention_bias")),
-        rotary=read_rotary(text, head_size, 0.25 if family.is_hybrid else 1.0),
+        rotary=read_rotary(text, head_size, share, context_length),
+        query_growth=0.0 if growth is None else float(growth),
         window=None,
         scale=_factor(text, family, "attention_multiplier") if family.has_factors else None,
     )

@@ -28,6 +28,8 @@ class AttentionConfig:
       input_bias, out_bias: The projections of queries, keys and values, and that of the heads'
         outputs, add a bias.
       rotary: How queries and keys turn with their position.
+      query_growth: By how much queries grow with the logarithm of their position, counted in the
+        rotation's original context; 0: they do not.
       window: A row sees so many positions, itself the last of them; None: all before it.
       scale: What the scores are multiplied by; None: the root of 1 / head_size.
     """
@@ -43,6 +45,7 @@ class AttentionConfig:
     input_bias: bool
     out_bias: bool
     rotary: RotaryConfig
+    query_growth: float
     window: int | None
     scale: float | None
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from shared.models.fields import Json, number, object_of, positive
 
-ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+ROTARY_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,12 +17,13 @@ class RotaryConfig:
     Attributes:
       theta: Base of the frequencies.
       width: Rotated dimensions of a head; the rest pass through.
-      type: One of "default", "linear", "llama3", "yarn"; "none" of layers that do not turn.
+      type: One of `ROTARY_TYPES`; "none" of layers that do not turn.
       factor: By how much positions are stretched (linear, llama3, yarn).
       low_freq_factor, high_freq_factor: Bounds of the llama3 ramp.
       original_context: Context length the model was first trained with (llama3, yarn).
       beta_fast, beta_slow: Rotations at the two ends of the yarn ramp.
-      attention_factor: Multiplies cos and sin; 1 except for yarn.
+      extensions: By how much each pair is stretched (longrope).
+      attention_factor: Multiplies cos and sin; 1 except for yarn and longrope.
     """
 
     theta: float
@@ -34,18 +35,35 @@ class RotaryConfig:
     original_context: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    extensions: tuple[float, ...] = ()
     attention_factor: float = 1.0
 
 
-def read_rotary(text: Json, head_size: int, default_share: float) -> RotaryConfig:
-    """Merges the old spelling, `rope_scaling` and `rope_theta`, and the new, `rope_parameters`."""
+OLDER = {"mrope": "default", "su": "longrope"}
+"""Other names of types: plain rotation with three-row positions, and what longrope was called."""
+
+
+def settings_of(text: Json) -> dict[str, Any]:
+    """Merges the old spelling, `rope_scaling`, and the new, `rope_parameters`."""
     rope = {**object_of(text, "rope_scaling"), **object_of(text, "rope_parameters")}
-    rope = {name: value for name, value in rope.items() if value is not None}
+    return {name: value for name, value in rope.items() if value is not None}
+
+
+def read_rotary(
+    text: Json, head_size: int, default_share: float, context_length: int
+) -> RotaryConfig:
+    """The rotation that a config.json asks for.
+
+    Args:
+      default_share: Of a head's dimensions that turn, where the file states none.
+      context_length: Of the longest text that is served. It settles what longrope stretches by: a
+        choice by each text's own length would change the rotation of keys that are kept already.
+    """
+    rope = settings_of(text)
     if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
         raise ValueError(f"rope_parameters by layer type ({nested[0]}) are not supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "mrope":  # the old name of plain rotation with three-row positions
-        kind = "default"
+    stated = rope.get("rope_type", rope.get("type", "default"))
+    kind = OLDER.get(stated, stated)
     if kind not in ROTARY_TYPES:
         raise ValueError(
             f"rope_type {kind!r} is not supported; known are {', '.join(ROTARY_TYPES)}"
@@ -55,16 +73,43 @@ def read_rotary(text: Json, head_size: int, default_share: float) -> RotaryConfi
         for field, default in (("partial_rotary_factor", default_share), ("rope_theta", 10000.0))
     )
     plain = {"theta": theta, "width": int(head_size * share), "type": kind}
+    if kind == "longrope":
+        return _long_rotary(text, rope, plain, context_length)
     return RotaryConfig(**plain) if kind == "default" else _scaled_rotary(text, rope, plain)
+
+
+def _long_rotary(
+    text: Json, rope: Json, plain: dict[str, Any], context_length: int
+) -> RotaryConfig:
+    """Source: LongRoPE, Ding et al. 2024, arXiv:2402.13753."""
+    most = positive(text, "max_position_embeddings")
+    original = positive({**text, **rope}, "original_max_position_embeddings", most)
+    for field in ("short_mscale", "long_mscale"):
+        if field in rope:
+            raise ValueError(
+                f"{field} in the rotary settings is not supported; give attention_factor"
+            )
+    name = "long_factor" if context_length > original else "short_factor"
+    extensions, pairs = rope.get(name), plain["width"] // 2
+    if not isinstance(extensions, list) or len(extensions) != pairs:
+        raise ValueError(f"{name} in the rotary settings must list {pairs} numbers")
+    factor = number(rope, "factor", most / original)
+    grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return RotaryConfig(
+        **plain,
+        original_context=original,
+        extensions=tuple(number({name: each}, name, 1.0) for each in extensions),
+        attention_factor=number(rope, "attention_factor", grown),
+    )
 
 
 def _scaled_rotary(text: Json, rope: Json, plain: dict[str, Any]) -> RotaryConfig:
     kind = plain["type"]
-    for field in ("mscale", "mscale_all_dim"):
-        if rope.get(field):
-            raise ValueError(
-                f"{field} in the rotary settings is not supported; give attention_factor"
-            )
+    if ("mscale" in rope) != ("mscale_all_dim" in rope):
+        raise ValueError(
+            "mscale without mscale_all_dim, or the other way, in the rotary settings is not "
+            "supported; give attention_factor"
+        )
     if rope.get("truncate") is False:
         raise ValueError("truncate: false in the rotary settings is not supported")
     if "factor" not in rope:
@@ -79,10 +124,14 @@ def _scaled_rotary(text: Json, rope: Json, plain: dict[str, Any]) -> RotaryConfi
         original_context=positive(rope, "original_max_position_embeddings", context),
         beta_fast=number(rope, "beta_fast", 32.0),
         beta_slow=number(rope, "beta_slow", 1.0),
-        attention_factor=number(rope, "attention_factor", _attention_factor(kind, factor)),
+        attention_factor=number(rope, "attention_factor", _attention_factor(kind, rope, factor)),
     )
 
 
-def _attention_factor(kind: str, factor: float) -> float:
-    """Where none is given."""
-    return 0.1 * math.log(factor) + 1.0 if kind == "yarn" and factor > 1 else 1.0
+def _attention_factor(kind: str, rope: Json, factor: float) -> float:
+    """Where none is given; two scales, as some files have them, are one over the other."""
+    if kind != "yarn" or factor <= 1:
+        return 1.0
+    scales = (number(rope, name, 1.0) for name in ("mscale", "mscale_all_dim"))
+    above, below = (0.1 * scale * math.log(factor) + 1.0 for scale in scales)
+    return above / below if "mscale" in rope else above

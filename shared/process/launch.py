@@ -207,7 +207,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     if not platform.captures:
         _refuse_graph_flags(options)
     draft, folder = options.speculative, options.model.model_path
-    model = config_from_folder(folder)
+    model = config_from_folder(folder, options.model.context_length)
     is_dummy, path = options.model.is_dummy, draft.head_path
     checkpoint = DummyCheckpoint.of_model(model) if is_dummy else platform.open_checkpoint(folder)
     stored = _open_draft(options, path, model) if path else None
@@ -252,7 +252,7 @@ def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:
     if not options.model.is_dummy:
         return open_head(path)
     if options.speculative.drafts_with_a_model:
-        return DummyCheckpoint.of_model(_small_config(path))
+        return DummyCheckpoint.of_model(_small_config(options, path))
     return dummy_head(DraftConfig.from_folder(path, model))
 
 
@@ -262,7 +262,7 @@ def _drafts(options: Options, model: ModelConfig, stored: Stored | None) -> Draf
     if stored is None or path is None:
         return Drafts.of_mtp(model) if draft.with_mtp else Drafts.none()
     if draft.drafts_with_a_model:
-        small = _small_config(path)
+        small = _small_config(options, path)
         stored.check(small, with_mtp=False)
         check_same_tokenizer(options.model.model_path, model, path, small)
         return Drafts.of_model(small)
@@ -279,9 +279,9 @@ def _block(path: str) -> int | None:
         return None  # `DraftConfig` says what is wrong
 
 
-def _small_config(path: str) -> ModelConfig:
+def _small_config(options: Options, path: str) -> ModelConfig:
     try:
-        return config_from_folder(path)
+        return config_from_folder(path, options.model.context_length)
     except ValueError as error:
         raise ConfigError(f"the draft model cannot be served: {error}") from error
 

@@ -65,6 +65,8 @@ def rotary_frequencies(rotary: RotaryConfig) -> Float[np.ndarray, " half"]:
     plain = np.float32(1) / np.float32(rotary.theta) ** exponent
     slow = plain / np.float32(rotary.factor)
     match rotary.type:
+        case "longrope":
+            return plain / np.array(rotary.extensions, np.float32)
         case "none":
             return np.zeros_like(plain)
         case "linear":
@@ -111,6 +113,17 @@ def rotary_angles(
     angles = positions.astype(np.float32)[:, None] * rotary_frequencies(rotary)
     factor = np.float32(rotary.attention_factor)
     return np.cos(angles) * factor, np.sin(angles) * factor
+
+
+def query_growth(
+    positions: Int[np.ndarray, " R"], beta: float, context: int
+) -> Float[np.ndarray, " R"]:
+    """By how much queries grow with their position: not at all before the first `context`.
+
+    Source: Ministral 3, after Llama 4's attention over long texts.
+    """
+    passed = np.floor(positions.astype(np.float32) / np.float32(context))
+    return np.float32(1) + np.float32(beta) * np.log(np.float32(1) + passed)
 
 
 def apply_rotary(

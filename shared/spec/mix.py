@@ -107,6 +107,15 @@ def normed_rows(
     return np.concatenate([*normed, v], axis=1)
 
 
+def grown_rows(
+    qkv: Float[np.ndarray, "R outputs"], heads: Heads, growth: Float[np.ndarray, " R"]
+) -> Float[np.ndarray, "R outputs"]:
+    """A projection whose queries are multiplied by what each row's have grown by."""
+    keys = 2 * heads.num_kv_heads * heads.head_size
+    q, kv = np.split(qkv, [qkv.shape[1] - keys], axis=1)
+    return np.concatenate([q * growth[:, None], kv], axis=1)
+
+
 class Bounds(NamedTuple):
     """What the rows of a request see and write; of a request without rows they mean nothing.
 

@@ -18,7 +18,7 @@ from shared.spec import attention, draft_tree, layers, linear, mamba_state
 from shared.spec.attention import Rows, windowed
 from shared.spec.linear import Matrix, Stream
 from shared.spec.mamba_state import DeltaState, DeltaWeights, Kept
-from shared.spec.mix import Angles, HeadNorms, Heads, normed_rows
+from shared.spec.mix import Angles, HeadNorms, Heads, grown_rows, normed_rows
 from shared.spec.mix import mix as mix_heads
 
 Weights = Mapping[str, Float[np.ndarray, "..."]]
@@ -223,6 +223,11 @@ def mix(
     heads, turn = Heads.of(attention), angles(attention, rows)
     if norms is not None and attention.norms_all_heads:
         qkv, norms = normed_rows(qkv, heads, norms), None
+    if attention.query_growth:
+        grown = layers.query_growth(
+            rows.positions, attention.query_growth, attention.rotary.original_context
+        )
+        qkv = grown_rows(qkv, heads, grown)
     seen = windowed(rows, attention.window)
     out, k, v = mix_heads(qkv, heads, norms, turn, seen, *pools)
     return out, KV(_replaced(kv.k, layer, k), _replaced(kv.v, layer, v))

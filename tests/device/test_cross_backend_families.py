@@ -8,29 +8,20 @@ wherever the text is greedy, so one that read its rows in another way would be s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import pytest
 
-from shared.spec.standalone import SmallModel
-from tests.support.cells import GREEDY, SAMPLED, Backends, assert_cell, model_of, serve
+from tests.support.cells import GREEDY, SAMPLED, Backends, assert_cell, serve
 from tests.support.tiny_models import DENSE
-from tests.support.tiny_small import same_model
-from tests.support.tree_cells import TREES, cell
+from tests.support.tree_cells import TREES, cell, head_of
 
 CHAIN, TREE = TREES[0], TREES[2]
 SHAPES = (CHAIN, TREE)
 
 
-@lru_cache
-def copy_of(family: str, drafter: str) -> SmallModel:
-    assert drafter == "STANDALONE"
-    return same_model(*model_of(family))
-
-
 @pytest.fixture(scope="module")
 def backends() -> Iterator[Backends]:
-    made = Backends({(family, "STANDALONE"): SHAPES for family in DENSE}, copy_of)
+    made = Backends({(family, "STANDALONE"): SHAPES for family in DENSE}, head_of)
     yield made
     made.close()
 

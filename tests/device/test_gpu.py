@@ -30,6 +30,7 @@ from tests.support.cells import (
 )
 from tests.support.equality import assert_few_excused
 from tests.support.kernels import MODULES
+from tests.support.tiny_models import DENSE
 from tests.support.tree_cells import TREES, head_of
 from tests.support.tree_cells import cell as tree_cell
 
@@ -93,6 +94,18 @@ def chosen(framework: str, ops: str) -> AbstractContextManager[None]:
 def test_eager_torch_captured_torch_and_jax_give_the_text_of_the_specification(cell, backends):
     served = {name: serve(backend_of(backends, name, cell), cell) for name in GPU_FRAMEWORKS}
     compare(cell, served, oracle_of(cell.family))
+    assert_few_excused()
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_a_dense_family_gives_the_text_of_the_specification(family):
+    cell = tree_cell(family, "STANDALONE", TREES[2], GREEDY, "mixed", 1, 16)
+    limits, served = limits_of(family, cell.page_size, (cell.shape,)), {}
+    for name in GPU_FRAMEWORKS:
+        made = make_gpu_backend(name, *model_of(family), limits, head_of(family, cell.drafter))
+        served[name] = serve(made, cell)
+        made.close()
+    compare(cell, served, oracle_of(family))
     assert_few_excused()
 
 

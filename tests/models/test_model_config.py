@@ -160,7 +160,7 @@ def test_a_granite_multiplies_by_four_fields_and_no_other_family_does():
     assert config.attention.scale is None
 
 
-def test_a_phi3_stores_its_projections_joined_and_is_refused_with_longrope():
+def test_a_phi3_stores_its_projections_joined_and_its_window_is_that_of_all_layers():
     phi = llama(architectures=["Phi3ForCausalLM"], rope_scaling=None, sliding_window=None)
     names = {
         source.name for each in parameters(config_from_dict(phi), False) for source in each.sources
@@ -169,15 +169,47 @@ def test_a_phi3_stores_its_projections_joined_and_is_refused_with_longrope():
     assert not [name for name in names if "q_proj" in name or "up_proj" in name.split(".")]
     (sliding,) = config_from_dict(phi | {"sliding_window": 2047}).attentions
     assert sliding.window == 2047
-    with pytest.raises(ValueError, match="longrope"):
-        config_from_dict(phi | {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}})
+
+
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_stretches_by_the_longest_text_that_is_served(kind):
+    """And not by each text's length: keys that are kept would have turned in another way."""
+    long = llama(rope_scaling=LONG | {"type": kind}, original_max_position_embeddings=256)
+    whole = config_from_dict(long).attention.rotary
+    assert whole.extensions == (4.0,) * 8
+    assert config_from_dict(long, context_length=257).attention.rotary == whole
+    short = config_from_dict(long, context_length=256).attention.rotary
+    assert short.extensions == (1.0,) * 8
+    assert short.attention_factor == whole.attention_factor
+    assert whole.attention_factor == pytest.approx(math.sqrt(1 + math.log(8) / math.log(256)))
+
+
+def test_a_ministral3_grows_its_queries_and_divides_one_scale_by_the_other():
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128}
+    grown = yarn | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+    config = config_from_dict(llama(architectures=["Ministral3ForCausalLM"], rope_scaling=grown))
+    assert config.attention.query_growth == 0.1
+    assert config.attention.rotary.attention_factor == 1.0
+    unequal = yarn | {"mscale": 0.7, "mscale_all_dim": 1.0}
+    found = config_from_dict(llama(rope_scaling=unequal)).attention
+    want = (0.07 * math.log(16) + 1) / (0.1 * math.log(16) + 1)
+    assert found.rotary.attention_factor == pytest.approx(want)
+    assert found.query_growth == 0
 
 
 REFUSED = {
     "architectures": {"architectures": ["GemmaForCausalLM"]},
     "num_experts": {"num_experts": 8},
     "use_sliding_window": {"use_sliding_window": True},
-    "rope_type": {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
+    "rope_type": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
+    "long_factor in the rotary settings must list 8 numbers": {
+        "rope_scaling": LONG | {"long_factor": [1.0]},
+        "original_max_position_embeddings": 256,
+    },
+    "long_mscale": {"rope_scaling": LONG | {"long_mscale": 1.2}},
     "factor": {"rope_scaling": {"rope_type": "linear"}},
     "mscale": {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}},
     "attention_bias": {"architectures": ["MistralForCausalLM"], "attention_bias": True},

@@ -34,23 +34,27 @@ TURNED = (
     "granite",
     "llama",
     "llama_bias",
+    "ministral3",
     "mistral",
     "mistral_sliding",
     "olmo2",
     "olmo3",
     "phi3",
+    "phi3_longrope",
     "qwen2",
     "qwen2_sliding",
     "qwen3",
     "smollm3",
 )
 MODELS = (*TURNED, "qwen3_5_dense")
+CONTEXTS = {"phi3_longrope": 4096}
+"""Of models that turn in another way beyond it, which their numbers of short texts do not."""
 
 
 @pytest.mark.parametrize("folder", MODELS)
 def test_prefill_gives_logits_hidden_and_residual_streams(folder, implementation):
     want = vectors(folder)
-    got = implementation(GOLDEN / folder).prefill(want["short_ids"], None)
+    got = implementation(GOLDEN / folder, CONTEXTS.get(folder)).prefill(want["short_ids"], None)
     close(got.logits, want["short_logits"])
     close(got.hidden, want["short_hidden"])
     close(got.streams, want["short_layers"])
@@ -59,7 +63,7 @@ def test_prefill_gives_logits_hidden_and_residual_streams(folder, implementation
 @pytest.mark.parametrize("folder", MODELS)
 def test_prefill_writes_the_kv_of_the_first_attention_layer(folder, implementation):
     want = vectors(folder)
-    golden = implementation(GOLDEN / folder)
+    golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
     golden.prefill(want["short_ids"], None)
     layer = 3 if folder in ("olmo3", "qwen3_5_dense") else 0  # the first that sees all
     k, v = golden.kv(3 if folder == "olmo3" else 0)
@@ -72,7 +76,7 @@ def test_prefill_writes_the_kv_of_the_first_attention_layer(folder, implementati
 @pytest.mark.parametrize("step", [1, 3, 8])
 def test_decoding_gives_the_logits_in_any_number_of_steps(folder, step, implementation):
     want = vectors(folder)
-    golden = implementation(GOLDEN / folder)
+    golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
     golden.prefill(want["short_ids"], None)
     for start in range(0, 8, step):
         tokens = want["decode_ids"][start : start + step]
@@ -84,7 +88,7 @@ def test_decoding_gives_the_logits_in_any_number_of_steps(folder, step, implemen
 @pytest.mark.parametrize("folder", MODELS)
 def test_rejected_branches_of_a_tree_leave_no_trace(folder, implementation):
     want = vectors(folder)
-    golden = implementation(GOLDEN / folder)
+    golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
     golden.prefill(want["short_ids"], None)
     a, b, c, *rest = want["decode_ids"]
     wrong = (b + 1) % want["decode_logits"].shape[1]
@@ -100,8 +104,10 @@ def test_rejected_branches_of_a_tree_leave_no_trace(folder, implementation):
 def test_far_positions_keep_the_rotation_exact(folder, implementation):
     want = vectors(folder)
     got = implementation(GOLDEN / folder).prefill(want["short_ids"], want["far_pos"])
-    # An ulp of a frequency, in which numpy and torch may differ, is 5e-4 radians so far away.
-    atol = 5e-4 if folder == "phi3" else 1e-4
+    # An ulp of a frequency, in which numpy and torch may differ, is 5e-4 radians at 9,000 and 1e-3
+    # at 20,000.
+    coarser = {"ministral3": 1e-3, "phi3": 5e-4, "phi3_longrope": 1e-3}
+    atol = coarser.get(folder, 1e-4)
     np.testing.assert_allclose(got.logits, want["far_logits"], rtol=0, atol=atol)
 
 

@@ -3,7 +3,7 @@
 Passes are padded to two sizes, so that a model compiles three programs whatever is asked of it.
 """
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -45,9 +45,9 @@ def padded(values: Array, size: int) -> jax.Array:
 class JaxModel:
     """One request on one model."""
 
-    def __init__(self, folder: Path) -> None:
-        self._config = config_from_folder(folder)
-        self._passes = passes(folder)
+    def __init__(self, folder: Path, context_length: int | None = None) -> None:
+        self._config = config_from_folder(folder, context_length)
+        self._passes = passes(folder, context_length)
         cpu, pool = jax.devices("cpu")[0], (NUM_PAGES, PAGE_SIZE)
         num_layers = self._config.num_attention_layers
         self._kv = device_state.new_kv(self._config, num_layers, pool, np.float32, cpu)
@@ -97,8 +97,8 @@ class JaxModel:
 class Passes:
     """The compiled passes of one model, which all tests of the session share."""
 
-    def __init__(self, folder: Path) -> None:
-        self._config = config = config_from_folder(folder)
+    def __init__(self, folder: Path, context_length: int | None) -> None:
+        self._config = config = config_from_folder(folder, context_length)
         self._streams = tuple(range(config.num_layers + 1))
         arrays = load_all(folder, config, config.has_mtp)
         cpu = jax.devices("cpu")[0]
@@ -215,13 +215,10 @@ def greedy_ranking(lengths: jax.Array, shape: TreeShape) -> Ranking:
     return Ranking(how, counts, slots, lengths, shape.width, False)
 
 
-_MADE: dict[Path, Passes] = {}
-
-
-def passes(folder: Path) -> Passes:
-    if folder not in _MADE:
-        _MADE[folder] = Passes(folder)
-    return _MADE[folder]
+@cache
+def passes(folder: Path, context_length: int | None) -> Passes:
+    """The compiled passes of a folder's model, which all tests of the session share."""
+    return Passes(folder, context_length)
 
 
 def _causal_rows(count: jax.Array, first: jax.Array) -> attention.Rows:

@@ -44,7 +44,7 @@ class Pass:
 class GoldenModel(Protocol):
     """One request on one model, in float32."""
 
-    def __init__(self, folder: Path) -> None: ...
+    def __init__(self, folder: Path, context_length: int | None = None) -> None: ...
 
     def prefill(self, tokens: Array, positions: Array | None) -> Pass:
         """Goes on with the prompt; `positions` are the rotation's, None takes them as they come."""
@@ -96,8 +96,8 @@ class GoldenHead(Protocol):
 class SpecModel:
     """The specification as a golden model."""
 
-    def __init__(self, folder: Path) -> None:
-        self.config = config_from_folder(folder)
+    def __init__(self, folder: Path, context_length: int | None = None) -> None:
+        self.config = config_from_folder(folder, context_length)
         self.weights = load_all(folder, self.config, self.config.has_mtp)
         num_layers = self.config.num_attention_layers
         self._kv = model.new_kv(self.config, num_layers, NUM_PAGES, PAGE_SIZE)

@@ -41,8 +41,8 @@ def causal_rows(table: torch.Tensor, count: int, first_position: int) -> attenti
 class TorchModel:
     """One request on one model."""
 
-    def __init__(self, folder: Path) -> None:
-        config = config_from_folder(folder)
+    def __init__(self, folder: Path, context_length: int | None = None) -> None:
+        config = config_from_folder(folder, context_length)
         loaded = weights.from_arrays(
             config, load_all(folder, config, config.has_mtp), "float32", CPU
         )

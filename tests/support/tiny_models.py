@@ -19,7 +19,7 @@ from shared.models.families import config_from_dict
 from shared.models.parameters import BIAS, Parameter, parameters
 
 FAMILIES = ("llama", "qwen3", "qwen3_5")
-DENSE = ("granite", "llama_bias", "mistral", "olmo3", "phi3", "qwen2", "smollm3")
+DENSE = ("granite", "llama_bias", "ministral3", "mistral", "olmo3", "phi3", "qwen2", "smollm3")
 """What else a dense family may switch on, each with what is its own."""
 EOS_ID = 1
 
@@ -116,7 +116,30 @@ _SWITCHED: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
-    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
+    "ministral3": {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "original_max_position_embeddings": 64,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 6,
+            "long_factor": [1.0, 1.5, 3.0, 8.0, 20.0, 32.0],
+        },
+    },
     "qwen2": {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",

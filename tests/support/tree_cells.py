@@ -10,7 +10,8 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.standalone import SmallModel
 from tests.support.cells import BATCH, Cell, model_of
 from tests.support.tiny_heads import tiny_head
-from tests.support.tiny_small import small_model
+from tests.support.tiny_models import DENSE
+from tests.support.tiny_small import same_model, small_model
 
 
 def tree(depth: int, width: int, nodes: int) -> TreeShape:
@@ -20,7 +21,7 @@ def tree(depth: int, width: int, nodes: int) -> TreeShape:
 TREES = (tree(3, 1, 4), tree(3, 2, 6), tree(4, 4, 16), tree(5, 8, 64), tree(5, 8, 8))
 SMALL_OF = {"qwen3": "llama", "llama": "qwen3", "qwen3_5": "qwen3_5"}
 """The family of the small model that drafts for a target: of the first two each pads another
-vocabulary than its target, and the hybrid has states of its own."""
+vocabulary than its target, and the hybrid has states of its own. A copy drafts for any other."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ def cell(family, head, shape, sampling, load, overlap, page_size) -> TreeCell:
 def head_of(family: str, drafter: str) -> str | DraftHead | SmallModel:
     if drafter == "NEXTN":
         return drafter
+    if drafter == "STANDALONE" and family in DENSE:
+        return same_model(*model_of(family))
     if drafter == "STANDALONE":
         return small_model(*model_of(family), SMALL_OF[family], seed=4)
     return tiny_head(*model_of(family), drafter, seed=4)

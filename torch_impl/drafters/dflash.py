@@ -176,7 +176,7 @@ def fill(
     tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
     stream = linear.stream(embedded(embed, tokens))
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
-        sight = Sight(turn, seen, PagedKV.of(kv, seen))
+        sight = Sight(turn, None, seen, PagedKV.of(kv, seen))
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         stream = attention_layer(config, layer, qkv, stream, sight, place)
     out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)

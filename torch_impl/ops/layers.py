@@ -64,6 +64,10 @@ def rotary_angles(
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
+def query_growth(positions: Int[Tensor, " R"], beta: float, context: int) -> Float[Tensor, " R"]:
+    return 1 + beta * torch.log(1 + torch.floor(positions.float() / context))
+
+
 def apply_rotary(
     x: Float[Tensor, "R H D"], cos: Float[Tensor, "R half"], sin: Float[Tensor, "R half"]
 ) -> Float[Tensor, "R H D"]:

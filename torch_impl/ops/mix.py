@@ -195,6 +195,14 @@ def normed_rows(
     return torch.cat([*normed, v], dim=1)
 
 
+def grown_rows(
+    qkv: Float[Tensor, "R outputs"], heads: Heads, growth: Float[Tensor, " R"]
+) -> Float[Tensor, "R outputs"]:
+    keys = 2 * heads.num_kv_heads * heads.head_size
+    q, kv = qkv.split([qkv.shape[1] - keys, keys], dim=1)
+    return torch.cat([(q * growth[:, None]).to(qkv.dtype), kv], dim=1)
+
+
 def plain_mix_keys(
     projected: Float[Tensor, "R outputs"],
     heads: Heads,
