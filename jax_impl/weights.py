@@ -6,7 +6,7 @@ float32.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -283,7 +283,7 @@ def load(
     arrays = {}
     for parameter in parameters(config, with_mtp):
         array = _loaded(checkpoint, parameter, dtype, device, progress)
-        arrays[parameter.name] = _placed(parameter.name, array, config, dtype, device)
+        arrays[parameter.name] = _placed(parameter, array, dtype, device)
     return _model(arrays, config, device)
 
 
@@ -302,10 +302,10 @@ def load_head(
     arrays = {}
     for parameter in draft_checkpoint.check_head(checkpoint, config):
         array = _loaded(checkpoint, parameter, dtype, device, progress)
-        arrays[parameter.name] = _placed(parameter.name, array, config.layer, dtype, device)
+        arrays[parameter.name] = _placed(parameter, array, dtype, device)
     if config.has_draft_vocab:
         ids = draft_checkpoint.draft_ids(checkpoint, config)
-        arrays["draft_ids"] = _placed("draft_ids", ids, config.layer, dtype, device)
+        arrays["draft_ids"] = _placed_ids(ids, device)
     return _head(arrays, config, device)
 
 
@@ -345,14 +345,16 @@ def from_arrays(
     arrays: Arrays, config: ModelConfig, dtype: np.dtype | type, device: jax.Device
 ) -> Weights:
     """Brings arrays under the names of `shared.models.parameters` to the device."""
-    placed = {name: _placed(name, a, config, dtype, device) for name, a in arrays.items()}
-    return _model(placed, config, device)
+    wanted = parameters(config, "mtp.fc" in arrays)
+    return _model(_from_arrays(wanted, arrays, dtype, device), config, device)
 
 
 def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device) -> LoadedHead:
     """Brings the arrays of a draft head to the device."""
-    layer = head.config.layer
-    placed = {name: _placed(name, a, layer, dtype, device) for name, a in head.weights.items()}
+    wanted = draft_checkpoint.head_parameters(head.config, None)
+    placed = _from_arrays(wanted, head.weights, dtype, device)
+    if head.config.has_draft_vocab:
+        placed["draft_ids"] = _placed_ids(head.weights["draft_ids"], device)
     return LoadedHead(head.config, _head(placed, head.config, device))
 
 
@@ -382,24 +384,24 @@ def _folded(
     return {name: array for name, array in arrays.items() if name not in folded}
 
 
+def _from_arrays(
+    wanted: Sequence[Parameter], arrays: Arrays, dtype: np.dtype | type, device: jax.Device
+) -> dict[str, jax.Array]:
+    """Those of the parameters that are there; a head may lack some."""
+    return {p.name: _placed(p, arrays[p.name], dtype, device) for p in wanted if p.name in arrays}
+
+
 def _placed(
-    name: str,
+    parameter: Parameter,
     array: Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."],
-    config: ModelConfig,
     dtype: np.dtype | type,
     device: jax.Device,
 ) -> Shaped[jax.Array, "..."]:
-    kind = name.rsplit(".", 1)[-1]
-    if kind.endswith("norm"):
-        # In float32: near 1 a bfloat16 has steps of 2^-7, far wider than the stored distances.
-        is_centered = config.zero_centered_norms and name != "gated_delta.norm"
-        array = array.astype(np.float32) + np.float32(is_centered)
-    elif kind in ("a_log", "dt_bias"):
-        array = array.astype(np.float32)
-    return jax.device_put(jnp.asarray(array, _dtype_of(kind, dtype)), device)
+    kind = np.float32 if parameter.float32 else dtype
+    if parameter.centre:
+        array = array.astype(np.float32) + np.float32(parameter.centre)
+    return jax.device_put(jnp.asarray(array, kind), device)
 
 
-def _dtype_of(kind: str, dtype: np.dtype | type) -> np.dtype | type:
-    if kind == "draft_ids":
-        return np.int32
-    return np.float32 if kind.endswith("norm") or kind in ("a_log", "dt_bias") else dtype
+def _placed_ids(ids: Shaped[np.ndarray, " draft_vocab"], device: jax.Device) -> jax.Array:
+    return jax.device_put(jnp.asarray(ids, np.int32), device)

@@ -1,6 +1,6 @@
 """The weights of a model as tensors on a device, one by one for each layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from shared.drafts.checkpoint import check_head, draft_ids
+from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
@@ -149,14 +149,8 @@ def load(
 
 def from_arrays(config: ModelConfig, arrays: Arrays, dtype: str, device: torch.device) -> Weights:
     """Weights from arrays under the names of `shared.models.parameters`, which are copied."""
-    kept_float32 = {p.name for p in parameters(config, "mtp.fc" in arrays) if p.float32}
-    tensors = {
-        name: _tensor(np.array(array), device).to(
-            torch.float32 if name in kept_float32 else DTYPES[dtype]
-        )
-        for name, array in arrays.items()
-    }
-    return _assemble(config, tensors)
+    wanted = parameters(config, "mtp.fc" in arrays)
+    return _assemble(config, _from_arrays(wanted, arrays, dtype, device))
 
 
 def load_head(
@@ -182,11 +176,30 @@ def head_from_arrays(
     head: DraftHead, dtype: str, device: torch.device
 ) -> HeadWeights | BlockWeights:
     """A head's weights from arrays, which are copied."""
-    tensors = {name: _tensor(np.array(array), device) for name, array in head.weights.items()}
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            tensors[name] = tensor.to(DTYPES[dtype])
+    tensors = _from_arrays(head_parameters(head.config, None), head.weights, dtype, device)
+    if head.config.has_draft_vocab:
+        tensors["draft_ids"] = _tensor(np.array(head.weights["draft_ids"]), device)
     return _head(head.config, tensors)
+
+
+def _from_arrays(
+    wanted: Sequence[Parameter], arrays: Arrays, dtype: str, device: torch.device
+) -> dict[str, Tensor]:
+    """Those of the parameters that are there; a head may lack some."""
+    tensors = {}
+    for parameter in wanted:
+        if parameter.name in arrays:
+            tensor = _tensor(np.array(arrays[parameter.name]), device)
+            tensors[parameter.name] = _centred(parameter, tensor.to(_type_of(parameter, dtype)))
+    return tensors
+
+
+def _centred(parameter: Parameter, stored: Tensor) -> Tensor:
+    return stored.add_(parameter.centre) if parameter.centre else stored
+
+
+def _type_of(parameter: Parameter, dtype: str) -> torch.dtype:
+    return torch.float32 if parameter.float32 else DTYPES[dtype]
 
 
 def _loaded(
@@ -197,15 +210,15 @@ def _loaded(
     progress: Callable[[int], None],
 ) -> Tensor:
     """One parameter, read onto the device tensor by tensor, or made there."""
-    kind = torch.float32 if parameter.float32 else DTYPES[dtype]
+    kind = _type_of(parameter, dtype)
     if isinstance(checkpoint, DummyCheckpoint):
         made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
         progress(size_of(parameter))
-        return made
+        return _centred(parameter, made)
     read = torch.empty(parameter.shape, dtype=kind, device=device)
     for at, values in checkpoint.pieces(parameter, progress):
         read[at].copy_(_on_host(values))
-    return read
+    return _centred(parameter, read)
 
 
 def _tensor(array: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
@@ -226,7 +239,7 @@ def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
     return Weights(
         embed=tensors["embed"],
         lm_head=Matrix(tensors.get("lm_head", tensors["embed"])),
-        final_norm=_norm(config, tensors["final_norm"]),
+        final_norm=tensors["final_norm"],
         layers=_layers(config, tensors, "", config.layer_kinds),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
     )
@@ -239,17 +252,10 @@ def _folded(
     if config.norms_behind or not linear.folds_norms(tensors[norms[0][2]]):
         return tensors
     for name, numbers, weight in norms:
-        for matrix, norm in zip(
-            tensors[weight], _norm(config, tensors[name][numbers]), strict=True
-        ):
+        for matrix, norm in zip(tensors[weight], tensors[name][numbers], strict=True):
             linear.scaled(matrix, norm)
     folded = {name for name, _, _ in norms}
     return {name: tensor for name, tensor in tensors.items() if name not in folded}
-
-
-def _norm(config: ModelConfig, weight: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """The scale itself, in float32: bfloat16 near 1 is too coarse to add the 1 in it."""
-    return weight.float() + 1 if config.zero_centered_norms else weight.float()
 
 
 def _layers(
@@ -260,7 +266,7 @@ def _layers(
 
         def norm(name: str, i: int = i) -> Tensor | None:
             stack = tensors.get(f"{prefix}{name}")
-            return None if stack is None else _norm(config, stack[i])
+            return None if stack is None else stack[i]
 
         layer = Layer(
             input_norm=norm("input_norm"),
@@ -279,8 +285,7 @@ def _attention(
 ) -> Attention:
     q_norm = k_norm = None
     if config.attention.qk_norm:
-        q_norm = _norm(config, tensors[f"{prefix}q_norm"][place])
-        k_norm = _norm(config, tensors[f"{prefix}k_norm"][place])
+        q_norm, k_norm = (tensors[f"{prefix}{x}_norm"][place] for x in "qk")
     inputs, out = (_matrix(tensors, f"{prefix}{x}", place) for x in ("inputs", "out"))
     return Attention(inputs, out, q_norm, k_norm)
 
@@ -302,7 +307,7 @@ def _gated_delta(
         conv=at("conv"),
         a_log=at("a_log"),
         dt_bias=at("dt_bias"),
-        norm=at("norm").float(),  # the one norm that is never zero-centred
+        norm=at("norm"),
         out=Matrix(at("out")),
     )
 
@@ -312,7 +317,7 @@ def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:
     return Mtp(
         fc=Matrix(tensors["mtp.fc"]),
         layer=_layers(config, tensors, "mtp.layer.", ("attention",))[0],
-        **{name: _norm(config, tensors[f"mtp.{name}"]) for name in norms},
+        **{name: tensors[f"mtp.{name}"] for name in norms},
     )
 
 
@@ -326,27 +331,24 @@ def _block(config: DraftConfig, tensors: dict[str, Tensor]) -> BlockWeights:
     return BlockWeights(
         config=config,
         fc=Matrix(tensors["fc"]),
-        hidden_norm=tensors["hidden_norm"].float(),
+        hidden_norm=tensors["hidden_norm"],
         layers=_layers(config.layer, tensors, "layer.", config.layer.layer_kinds),
-        final_norm=tensors["final_norm"].float(),
+        final_norm=tensors["final_norm"],
     )
 
 
 def _eagle(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights:
-    def norm(name: str) -> Float[Tensor, "..."] | None:
-        return tensors[name].float() if name in tensors else None
-
-    hidden_norm, ids = norm("layer.hidden_norm"), tensors.get("draft_ids")
+    hidden_norm = tensors.get("layer.hidden_norm")
     return HeadWeights(
         config=config,
         fc=Matrix(tensors["fc"]),
         fc_bias=tensors.get("fc_bias"),
-        aux_norm=norm("aux_norm"),
-        input_norm=norm("input_norm"),
+        aux_norm=tensors.get("aux_norm"),
+        input_norm=tensors.get("input_norm"),
         hidden_norm=None if hidden_norm is None else hidden_norm[0],
         layer=_layers(config.layer, tensors, "layer.", ("attention",))[0],
-        final_norm=norm("final_norm"),
+        final_norm=tensors.get("final_norm"),
         lm_head=Matrix(tensors["lm_head"]) if "lm_head" in tensors else None,
         embed=tensors.get("embed"),
-        draft_ids=ids,
+        draft_ids=tensors.get("draft_ids"),
     )

@@ -21,7 +21,7 @@ from shared.models.checkpoint import Weights as Tensors
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
 from shared.models.fields import read_json
-from shared.models.parameters import parameters
+from shared.models.parameters import Parameter, parameters
 
 Json = Mapping[str, Any]
 
@@ -48,7 +48,9 @@ def save_model(folder: Path, config_json: Json, model: Weights, tokenizer: Path)
       tokenizer: Folder whose tokenizer files are copied.
     """
     config = config_from_dict(config_json)
-    weights = {name: _stored(name, a, config) for name, a in arrays_of(model).items()}
+    arrays = arrays_of(model)
+    wanted = parameters(config, "mtp.fc" in arrays)
+    weights = {p.name: _stored(p, arrays[p.name]) for p in wanted}
     save_checkpoint(folder, config_json, weights)
     _write_json(folder / "generation_config.json", {"eos_token_id": list(config.eos_ids)})
     for name in TOKENIZER_FILES:
@@ -63,7 +65,7 @@ def save_head(folder: Path, config_json: Json, config: DraftConfig, head: DraftM
     arrays = arrays_of(head)
     tensors: Tensors = {}
     for parameter in head_parameters(config, None):
-        stored = _stored(parameter.name, arrays[parameter.name], config.layer)
+        stored = _stored(parameter, arrays[parameter.name])
         tensors |= split(parameter, stored, "")
     if config.has_draft_vocab:
         ids = np.asarray(head.draft_ids[...], np.int64)
@@ -81,7 +83,7 @@ def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> Non
     arrays = {f"mtp.{name}": array for name, array in arrays_of(layer).items()}
     for parameter in parameters(config, with_mtp=True):
         if parameter.name.startswith("mtp."):
-            stored = _stored(parameter.name, arrays[parameter.name], config)
+            stored = _stored(parameter, arrays[parameter.name])
             tensors |= split(parameter, stored, "")
     for file in sorted(target.iterdir()):
         if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX_FILE:
@@ -110,16 +112,11 @@ def _name(words: list[str], stack: str) -> str:
     return first
 
 
-def _stored(
-    name: str, array: Shaped[np.ndarray, "..."], config: ModelConfig
-) -> Shaped[np.ndarray, "..."]:
+def _stored(parameter: Parameter, array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:
     """As a checkpoint holds it: what `jax_impl.weights` added to norms is taken off."""
-    kind = name.rsplit(".", 1)[-1]
-    if kind in KEPT_IN_FLOAT32:
+    if parameter.name.endswith(KEPT_IN_FLOAT32):
         return array.astype(np.float32)
-    if kind.endswith("norm") and config.zero_centered_norms and name != "gated_delta.norm":
-        array = array - np.float32(1)
-    return array.astype(ml_dtypes.bfloat16)
+    return (array - np.float32(parameter.centre)).astype(ml_dtypes.bfloat16)
 
 
 def _with_mtp(config: dict[str, Any]) -> dict[str, Any]:

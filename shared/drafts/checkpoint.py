@@ -6,6 +6,7 @@ the names of its tensors are held against the kind that was asked for.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,9 +28,10 @@ from shared.models.parameters import (
     Parameter,
     attention_parameters,
     mlp_parameters,
+    norms_of,
     parameters,
     single,
-    stack,
+    single_norm,
 )
 
 Read = TypeVar("Read")
@@ -160,23 +162,23 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
     names = frozenset() if names is None else names
     if config.kind == "DFLASH":
         return _dflash_parameters(config, _prefix(names))
-    hidden, norm = config.layer.hidden, (config.layer.hidden,)
+    hidden = config.layer.hidden
     older = any(name.startswith("layers.0.") for name in names) or config.kind == "EAGLE"
     layer = ["layers.0" if older else "midlayer"]
     tensors = [single("fc", "fc.weight", (hidden, config.fc_inputs))]
     if config.has_bias and (not names or "fc.bias" in names):
-        tensors.append(single("fc_bias", "fc.bias", norm))
+        tensors.append(single("fc_bias", "fc.bias", (hidden,)))
     if config.kind == "EAGLE3":
         tensors += _stream_norms(config, names)
-        tensors.append(stack("layer.input_norm", layer, {"input_layernorm.weight": norm}))
-        tensors.append(stack("layer.hidden_norm", layer, {"hidden_norm.weight": norm}))
+        tensors.append(_norms("layer.input_norm", layer, "input_layernorm.weight", hidden))
+        tensors.append(_norms("layer.hidden_norm", layer, "hidden_norm.weight", hidden))
     tensors += [
-        stack("layer.post_attention_norm", layer, {"post_attention_layernorm.weight": norm}),
+        _norms("layer.post_attention_norm", layer, "post_attention_layernorm.weight", hidden),
         *mlp_parameters("layer.mlp.", config.layer, layer),
         *attention_parameters("layer.attention.", config.layer, layer, config.attention_inputs),
     ]
     if config.kind == "EAGLE3":
-        tensors.append(single("final_norm", "norm.weight", norm))
+        tensors.append(_norm("final_norm", "norm.weight", hidden))
     if config.own_embed:
         tensors.append(single("embed", "embed_tokens.weight", (config.layer.vocab, hidden)))
     if config.own_lm_head:
@@ -184,18 +186,21 @@ def head_parameters(config: DraftConfig, names: Collection[str] | None) -> list[
     return tensors
 
 
+_norm, _norms = partial(single_norm, centre=0.0), partial(norms_of, centre=0.0)
+"""Heads' norms scale by what is stored."""
+
+
 def _dflash_parameters(config: DraftConfig, prefix: str) -> list[Parameter]:
-    sizes = config.layer
-    norm = (sizes.hidden,)
+    sizes, hidden = config.layer, config.layer.hidden
     folders = [f"{prefix}layers.{i}" for i in range(sizes.num_layers)]
     return [
-        single("fc", f"{prefix}fc.weight", (sizes.hidden, config.fc_inputs)),
-        single("hidden_norm", f"{prefix}hidden_norm.weight", norm),
-        stack("layer.input_norm", folders, {"input_layernorm.weight": norm}),
-        stack("layer.post_attention_norm", folders, {"post_attention_layernorm.weight": norm}),
+        single("fc", f"{prefix}fc.weight", (hidden, config.fc_inputs)),
+        _norm("hidden_norm", f"{prefix}hidden_norm.weight", hidden),
+        _norms("layer.input_norm", folders, "input_layernorm.weight", hidden),
+        _norms("layer.post_attention_norm", folders, "post_attention_layernorm.weight", hidden),
         *mlp_parameters("layer.mlp.", sizes, folders),
         *attention_parameters("layer.attention.", sizes, folders, config.attention_inputs),
-        single("final_norm", f"{prefix}norm.weight", norm),
+        _norm("final_norm", f"{prefix}norm.weight", hidden),
     ]
 
 
@@ -204,9 +209,9 @@ def _stream_norms(config: DraftConfig, names: Collection[str]) -> list[Parameter
     if config.norm_aux:
         older = f"{STREAM_NORMS[0]}.weight" in names
         chunks = STREAM_NORMS if older else [f"fc_norm.{i}" for i in range(len(STREAM_NORMS))]
-        norms.append(stack("aux_norm", chunks, {"weight": (width,)}))
+        norms.append(_norms("aux_norm", chunks, "weight", width))
     if config.norm_input:
-        norms.append(single("input_norm", "input_norm.weight", (config.fc_inputs,)))
+        norms.append(_norm("input_norm", "input_norm.weight", config.fc_inputs))
     return norms
 
 
@@ -236,7 +241,7 @@ def dummy_head(config: DraftConfig) -> DummyCheckpoint:
     ids = np.arange(config.draft_vocab, dtype=np.int64)
     offsets = (ids * config.layer.vocab // config.draft_vocab - ids).astype(np.int32)
     maps = {"d2t": offsets} if config.has_draft_vocab else {}
-    return DummyCheckpoint(head_parameters(config, None), False, maps)
+    return DummyCheckpoint(head_parameters(config, None), maps)
 
 
 def check_head(checkpoint: Stored, config: DraftConfig) -> list[Parameter]:

@@ -59,6 +59,11 @@ class ModelConfig:
             raise ValueError("MLPs of different sizes are not supported")
 
     @property
+    def norm_centre(self) -> float:
+        """What a norm's scale has more than its stored weight."""
+        return 1.0 if self.zero_centered_norms else 0.0
+
+    @property
     def input_eps(self) -> float | None:
         """`rms_eps` of the norms before mixers and MLPs; None: there are none."""
         return None if self.norms_behind else self.rms_eps

@@ -56,7 +56,7 @@ class Law:
         return cls(9, reach / 2**9, centre)
 
 
-def law_of(parameter: Parameter, zero_centered_norms: bool) -> Law:
+def law_of(parameter: Parameter) -> Law:
     """How the elements of a parameter are spread.
 
     Matrices keep the size of what they are given. Norms scale by about 1. The decays of
@@ -68,8 +68,7 @@ def law_of(parameter: Parameter, zero_centered_norms: bool) -> Law:
     if leaf == "dt_bias":
         return Law.around(-1.0, 2.0)
     if leaf.endswith("norm"):
-        is_offset = zero_centered_norms and parameter.name != "gated_delta.norm"
-        return Law.around(0.0 if is_offset else 1.0, 0.125)
+        return Law.around(1.0 - parameter.centre, 0.125)
     if leaf in ("embed", "lm_head"):
         return Law.of_matrix(LOGIT_SCALE / math.sqrt(inputs))
     return Law.of_matrix(1 / math.sqrt(inputs))
@@ -125,22 +124,20 @@ class DummyCheckpoint:
     def __init__(
         self,
         wanted: Sequence[Parameter],
-        zero_centered_norms: bool,
         maps: dict[str, Int32[np.ndarray, "..."]],
     ) -> None:
         """Args:
         wanted: Every parameter of the model.
-        zero_centered_norms: See `ModelConfig`.
         maps: Tensors of whole numbers, by name, such as that of a draft vocabulary.
         """
         sources = {source.name for parameter in wanted for source in parameter.sources}
         self.names: Collection[str] = frozenset(sources | maps.keys())
-        self._zero_centered_norms, self._maps = zero_centered_norms, maps
+        self._maps = maps
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> Self:
         """Of a whole model, with an MTP layer where its config names one."""
-        return cls(parameters(config, config.has_mtp), config.zero_centered_norms, {})
+        return cls(parameters(config, config.has_mtp), {})
 
     @property
     def has_mtp(self) -> bool:
@@ -167,7 +164,7 @@ class DummyCheckpoint:
 
     def law(self, parameter: Parameter) -> Law:
         """How the elements of a parameter are spread."""
-        return law_of(parameter, self._zero_centered_norms)
+        return law_of(parameter)
 
     def load(
         self,

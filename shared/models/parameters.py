@@ -6,7 +6,7 @@ are `[out, in]`, as in Hugging Face checkpoints.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shared.models.config import ModelConfig
 
@@ -32,6 +32,7 @@ class Parameter:
       pieces: Per layer of a stack (or once) the tensors that are joined on axis 0.
       stacked: Axis 0 of `shape` counts layers.
       float32: Kept in float32 whatever the dtype of the model.
+      centre: What a backend adds to the stored numbers, as norms have it whose scale is 1 more.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Parameter:
     pieces: tuple[tuple[Source, ...], ...]
     stacked: bool
     float32: bool = False
+    centre: float = 0.0
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -57,7 +59,7 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
     table = (config.vocab, config.hidden)
     tensors = [single("embed", "embed_tokens.weight", table)]
     tensors += decoder_parameters("", config, [f"layers.{i}" for i in range(config.num_layers)])
-    tensors.append(single("final_norm", "norm.weight", (config.hidden,)))
+    tensors.append(single_norm("final_norm", "norm.weight", config.hidden, config.norm_centre))
     if not config.tied:
         tensors.append(single("lm_head", "lm_head.weight", table))
     return tensors + (_mtp_parameters(config) if with_mtp else [])
@@ -75,9 +77,9 @@ def decoder_parameters(
     kinds = config.layer_kinds if kinds is None else kinds
     attention = [name for name, kind in zip(layers, kinds, strict=True) if kind == "attention"]
     delta = [name for name, kind in zip(layers, kinds, strict=True) if kind == "gated_delta"]
-    norms = NORMS_BEHIND if config.norms_behind else NORMS
+    norms, centre = NORMS_BEHIND if config.norms_behind else NORMS, config.norm_centre
     return [
-        *(stack(f"{prefix}{x}", layers, {y: (config.hidden,)}) for x, y in norms.items()),
+        *(norms_of(f"{prefix}{x}", layers, y, config.hidden, centre) for x, y in norms.items()),
         *mlp_parameters(f"{prefix}mlp.", config, layers),
         *(attention_parameters(f"{prefix}attention.", config, attention) if attention else []),
         *(_gated_delta(f"{prefix}gated_delta.", config, delta) if delta else []),
@@ -141,7 +143,9 @@ def attention_parameters(
     if attention.qk_norm:
         sizes = {"q": queries, "k": keys} if attention.norms_all_heads else {"q": size, "k": size}
         tensors += [
-            stack(f"{prefix}{x}_norm", layers, {f"self_attn.{x}_norm.weight": (width,)})
+            norms_of(
+                f"{prefix}{x}_norm", layers, f"self_attn.{x}_norm.weight", width, config.norm_centre
+            )
             for x, width in sizes.items()
         ]
     return tensors
@@ -179,18 +183,18 @@ def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> lis
         stack(f"{prefix}conv", layers, conv, shape=(delta.channels, delta.conv_width)),
         stack(f"{prefix}a_log", layers, {"linear_attn.A_log": (heads,)}, float32=True),
         stack(f"{prefix}dt_bias", layers, {"linear_attn.dt_bias": (heads,)}, float32=True),
-        stack(f"{prefix}norm", layers, {"linear_attn.norm.weight": (delta.value_size,)}),
+        norms_of(f"{prefix}norm", layers, "linear_attn.norm.weight", delta.value_size, 0.0),
         stack(f"{prefix}out", layers, {"linear_attn.out_proj.weight": (hidden, values)}),
     ]
 
 
 def _mtp_parameters(config: ModelConfig) -> list[Parameter]:
-    hidden = (config.hidden,)
+    hidden, centre = config.hidden, config.norm_centre
     return [
-        single("mtp.fc", "mtp.fc.weight", (config.hidden, 2 * config.hidden)),
-        single("mtp.embedding_norm", "mtp.pre_fc_norm_embedding.weight", hidden),
-        single("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", hidden),
-        single("mtp.final_norm", "mtp.norm.weight", hidden),
+        single("mtp.fc", "mtp.fc.weight", (hidden, 2 * hidden)),
+        single_norm("mtp.embedding_norm", "mtp.pre_fc_norm_embedding.weight", hidden, centre),
+        single_norm("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", hidden, centre),
+        single_norm("mtp.final_norm", "mtp.norm.weight", hidden, centre),
         *decoder_parameters("mtp.layer.", config, ["mtp.layers.0"], ["attention"]),
     ]
 
@@ -204,6 +208,16 @@ def _bias(name: str, layers: Sequence[str], weights: Mapping[str, tuple[int, ...
 def single(name: str, source: str, shape: tuple[int, ...]) -> Parameter:
     """A parameter that is one tensor of the checkpoint, unchanged."""
     return Parameter(name, shape, ((Source(source, shape),),), stacked=False)
+
+
+def single_norm(name: str, source: str, width: int, centre: float) -> Parameter:
+    """The scale of a norm that stands once."""
+    return replace(single(name, source, (width,)), float32=True, centre=centre)
+
+
+def norms_of(name: str, layers: Sequence[str], source: str, width: int, centre: float) -> Parameter:
+    """The scales of a norm in each layer."""
+    return replace(stack(name, layers, {source: (width,)}), float32=True, centre=centre)
 
 
 def stack(

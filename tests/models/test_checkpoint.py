@@ -68,7 +68,7 @@ def test_parameters_are_converted_but_for_those_kept_in_float32(tmp_path):
     checkpoint = open_checkpoint(tmp_path)
     for parameter in parameters(config, True):
         loaded = checkpoint.load(parameter, ml_dtypes.bfloat16)
-        kept = parameter.name in ("gated_delta.a_log", "gated_delta.dt_bias")
+        kept = parameter.name.endswith(("a_log", "dt_bias", "norm"))
         assert loaded.dtype == (np.float32 if kept else ml_dtypes.bfloat16), parameter.name
         assert loaded.shape == parameter.shape
 

@@ -65,9 +65,9 @@ MADE = {"torch": in_torch, "jax": in_jax}
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_has_the_specifications_bits(family, dtype, made):
-    zero_centered, laws = tiny_config(family).zero_centered_norms, set()
+    laws = set()
     for parameter in tiny_parameters(family):
-        law = law_of(parameter, zero_centered)
+        law = law_of(parameter)
         if (law, parameter.shape) in laws:
             continue  # one compilation less
         laws.add((law, parameter.shape))
@@ -78,7 +78,7 @@ def test_every_parameter_has_the_specifications_bits(family, dtype, made):
 
 def test_a_parameter_that_is_made_in_pieces_is_the_same(monkeypatch):
     parameter = single("mlp", "mlp", (37, 11))
-    law = law_of(parameter, False)
+    law = law_of(parameter)
     monkeypatch.setattr(torch_dummy, "PIECE", 100)
     np.testing.assert_array_equal(
         in_torch(parameter, law, "float32"), parameter_array(parameter, law)
@@ -105,7 +105,7 @@ def test_the_definition_stays_what_results_were_measured_with():
 
 def test_values_are_even_and_apart():
     matrix = single("matrix", "matrix", (512, 1024))
-    found = parameter_array(matrix, law_of(matrix, False)) * 32  # sqrt(1024)
+    found = parameter_array(matrix, law_of(matrix)) * 32  # sqrt(1024)
     assert abs(found.mean()) < 0.01
     assert found.std() == pytest.approx(1, abs=0.01)
     assert np.abs(found).max() < np.sqrt(3)
@@ -133,7 +133,7 @@ RANGES = {
 def test_what_is_no_matrix_lies_where_a_trained_models_lies(family, name):
     config, wanted = tiny_config(family), RANGES[family, name]
     parameter = next(p for p in parameters(config, False) if p.name == name)
-    found = parameter_array(parameter, law_of(parameter, config.zero_centered_norms))
+    found = parameter_array(parameter, law_of(parameter))
     assert wanted.low < found.min() <= found.max() < wanted.high
 
 
