@@ -4,6 +4,7 @@ Mosaic GPU lets a compiler fuse a product with a sum, so none may follow the oth
 """
 
 import functools
+import struct
 
 import jax
 import jax.numpy as jnp
@@ -138,34 +139,37 @@ def _sum(x, y):
 
 def _times(x, factor):
     """Rounded by itself, whatever is added behind."""
-    return _instruct("mul.rn.f32", x, jnp.full(x.shape, factor, x.dtype))
+    bits = struct.unpack("<I", struct.pack("<f", factor))[0]
+    return _instruct("mul.rn.f32", x, constant=f", 0f{bits:08X}")
 
 
 def _exp2(x):
     return _instruct("ex2.approx.f32", x)
 
 
-def _instruct(instruction, x, *others):
-    """One instruction of PTX for each element."""
+def _instruct(instruction, x, *others, constant=""):
+    """One instruction of PTX for each element; a constant is its last operand."""
     kind = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=_LAYOUT)
 
     @plgpu.inline_mgpu(arg_types=(_LAYOUT,) * (1 + len(others)), return_type=kind)
     def apply(_, x, *others):
-        return x._pointwise(functools.partial(_instruct_lane, instruction), *others)
+        one = functools.partial(_instruct_lane, instruction, constant=constant)
+        return x._pointwise(one, *others)
 
     return apply(x, *others)
 
 
-def _instruct_lane(instruction, x, *others):
+def _instruct_lane(instruction, x, *others, constant):
     """The instruction for what a thread holds together: a number, or a vector."""
     kind, operands = x.type, (x, *others)
     if not isinstance(kind, ir.VectorType):
         places = ", ".join(f"${number}" for number in range(len(operands) + 1))
         constraints = ",".join(["=f"] + ["f"] * len(operands))
-        return llvm.inline_asm(kind, operands, f"{instruction} {places};", constraints)
+        return llvm.inline_asm(kind, operands, f"{instruction} {places}{constant};", constraints)
     packed = llvm.mlir_undef(kind)
     for i in range(kind.shape[0]):
         at = {"dynamic_position": [], "static_position": ir.DenseI64ArrayAttr.get([i])}
-        made = _instruct_lane(instruction, *(vector.extract(x, **at) for x in operands))
+        lanes = (vector.extract(x, **at) for x in operands)
+        made = _instruct_lane(instruction, *lanes, constant=constant)
         packed = vector.insert(made, packed, **at)
     return packed

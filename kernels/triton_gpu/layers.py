@@ -29,7 +29,11 @@ def rms_norm(
     *,
     order: SquaresOrder,
 ) -> Float[Tensor, "R size"]:
-    """As `shared.spec.layers.rms_norm`; without a weight, the scale is 1."""
+    """As `shared.spec.layers.rms_norm`; without a weight, the scale is 1.
+
+    The rows may be columns of wider ones.
+    """
+    x = x.contiguous()
     out = torch.empty_like(x)
     given = out if weight is None else weight  # a pointer, that nothing reads without a weight
     flags = {"is_norm": True, "is_scaled": weight is not None}

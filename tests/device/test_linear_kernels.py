@@ -379,3 +379,7 @@ def test_a_norm_and_its_squares_are_those_of_the_specification(name: str, langua
     np.testing.assert_allclose(got, spec_layers.rms_norm(x, weight, EPS), rtol=1e-5, atol=1e-7)
     (got,) = run(lambda x, **how: module.rms_norm(x, None, EPS, **how), x, order=SQUARES)
     np.testing.assert_allclose(got, spec_layers.rms_norm(x, None, EPS), rtol=1e-5, atol=1e-7)
+    half = x.shape[1] // 2
+    (got,) = run(lambda x, **how: module.rms_norm(x[:, half:], None, EPS, **how), x, order=SQUARES)
+    want = spec_layers.rms_norm(x[:, half:], None, EPS)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
