@@ -17,8 +17,9 @@ from jax_impl.workspace import workspace
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import DraftFiles
 from shared.models.dummy import Stored
-from shared.process.launch import Platform, launch
+from shared.process.launch import launch
 from shared.process.programs import ProgramCosts
+from shared.process.start import Platform
 
 CACHE_FOLDER = (
     Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "tandem" / "programs"

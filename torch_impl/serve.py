@@ -12,8 +12,9 @@ from shared.drafts.checkpoint import DraftFiles
 from shared.models.checkpoint import open_checkpoint
 from shared.models.dummy import Stored
 from shared.models.parameters import parameters
-from shared.process.launch import Platform, launch
+from shared.process.launch import launch
 from shared.process.programs import ProgramCosts
+from shared.process.start import Platform
 from torch_impl.backend import TorchBackend
 from torch_impl.devices import find_device
 from torch_impl.operations import KERNEL_LIMITS

@@ -110,7 +110,7 @@ def _of_texts(
         return StaticController(limits, nodes=1, depth=0, width=0)
     tier = begun.shapes.tiers[policy.tier if isinstance(policy, Static) else -1]
     index = NgramIndex(
-        served.memory.options.ngram,
+        served.memory.settled.told.ngram,
         nodes=tier.nodes,
         depth=tier.depth,
         vocab=limits.vocab,
@@ -124,12 +124,12 @@ def _of_texts(
 
 def engine_of(served: started.Served, controller: Controller) -> Engine:
     """An engine like the one of the start, with another controller."""
-    options = served.memory.options.engine
+    settled = served.memory.settled
     return Engine(
         served.last,
         controller,
-        overlap=options.overlap_depth,
-        chunked_prefill_size=options.chunked_prefill_size or 0,
+        overlap=settled.overlap,
+        chunked_prefill_size=settled.chunk,
         cache=NO_CACHE,
     )
 

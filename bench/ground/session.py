@@ -140,7 +140,7 @@ class Session:
     @property
     def shape(self) -> TreeShape:
         """The draft tree of a step."""
-        return draft_shape(self.served.memory.options, self.batch)
+        return draft_shape(self.served.memory.settled, self.batch)
 
     @property
     def made(self) -> int:

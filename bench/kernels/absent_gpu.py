@@ -35,7 +35,7 @@ from jax_impl.backend import JaxBackend
 from shared.boundary.backend import Work
 from shared.options.options import parse
 from shared.process.device import Device
-from shared.process.launch import prepare
+from shared.process.start import prepare
 from tests.support.op_case import OpCase
 from tests.support.records import mapped
 

@@ -123,7 +123,7 @@ def side_facts(session: Session, side: argparse.Namespace, turns: list[Figures])
     return {
         "side": getattr(side, side.name),
         "overlap": limits.overlap,
-        "dtype": session.served.memory.options.model.dtype,
+        "dtype": session.served.memory.settled.dtype,
         "simulated_accept_length": limits.simulated_accept_length,
         **medians,
         "turns": turns,

@@ -20,7 +20,8 @@ from bench.ground.machine import versions
 from shared.boundary.backend import Limits
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse
-from shared.process import engines, launch
+from shared.process import engines
+from shared.process.start import prepare
 from tests.support.started import made_programs, serve_all
 
 
@@ -48,7 +49,7 @@ def measure(framework: str, flags: list[str], requests: int) -> dict:
     """One start; raises AssertionError where something was made after it."""
     began = time.perf_counter()
     serve = import_module(f"{framework}_impl.serve")
-    start = launch.prepare(parse(flags), serve.PLATFORM)
+    start = prepare(parse(flags), serve.PLATFORM)
     backend = start.load(serve.PLATFORM, lambda num_bytes: None)
     loaded = time.perf_counter()
     programs = backend.limits.programs

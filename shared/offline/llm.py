@@ -23,6 +23,7 @@ from shared.options.server import ServerOptions
 from shared.process import engines, heap, launch
 from shared.process.address import Listeners
 from shared.process.notes import start_notes
+from shared.process.start import Platform, prepare
 from shared.server.call_reading import read_object
 from shared.server.choice import Choice, Speculation, StopFinder
 from shared.server.logprobs import PromptText, TokenNames
@@ -62,7 +63,7 @@ class LLM:
       ValueError: What the server would refuse to start with; one sentence.
     """
 
-    PLATFORM: ClassVar[launch.Platform]
+    PLATFORM: ClassVar[Platform]
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         if model_path is not None:
@@ -139,7 +140,7 @@ class LLM:
     def _start(self) -> Started:
         """On the engine's thread, which alone may touch the device."""
         heap.unsettle()
-        start = launch.prepare(self._options, self.PLATFORM)
+        start = prepare(self._options, self.PLATFORM)
         console = Console(stderr=True, highlight=False, soft_wrap=True)
         for note in start_notes(start.memory, start.plain, start.defaults):
             console.print(note)

@@ -4,7 +4,6 @@ from shared.drafts.drafts import MODEL
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.options.options import ConfigError
 from shared.process.memory_plan import MemoryPlan
-from shared.process.programs import given
 
 
 def cache_policy(memory: MemoryPlan) -> CachePolicy:
@@ -13,8 +12,8 @@ def cache_policy(memory: MemoryPlan) -> CachePolicy:
     Raises:
       ConfigError: States cannot be tracked as the flags say.
     """
-    engine, drafts, limits = memory.options.engine, memory.blueprint.drafts, memory.limits
-    if engine.disable_radix_cache:
+    settled, drafts, limits = memory.settled, memory.blueprint.drafts, memory.limits
+    if settled.told.engine.disable_radix_cache:
         return NO_CACHE
     sizes = drafts.sizes
     layers = memory.blueprint.config.num_gated_delta_layers
@@ -24,7 +23,7 @@ def cache_policy(memory: MemoryPlan) -> CachePolicy:
         key_reach=int(sizes is not None and sizes.has_relay),
         leaves_holes=drafts.on_device,
         reads_past=drafts.kind == MODEL,
-        track_interval=given(engine.mamba_track_interval) if layers else 0,
+        track_interval=settled.track_interval if layers else 0,
     )
     try:
         policy.check(limits, limits.overlap)

@@ -23,16 +23,17 @@ from shared.process.logs import log
 from shared.process.memory_plan import MemoryPlan
 from shared.process.profiling import step_seconds
 from shared.process.programs import draft_shape
+from shared.process.settled import Settled
 
 
 def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
     """The engine of a backend that was made by a memory plan."""
-    options = memory.options
+    settled = memory.settled
     return Engine(
         backend,
-        make_controller(backend, options),
-        overlap=options.engine.overlap_depth,
-        chunked_prefill_size=options.engine.chunked_prefill_size or 0,
+        make_controller(backend, settled),
+        overlap=settled.overlap,
+        chunked_prefill_size=settled.chunk,
         cache=cache_policy(memory),
     )
 
@@ -53,28 +54,28 @@ def index_of(controller: Controller) -> NgramIndex | None:
     return None
 
 
-def make_controller(backend: Backend, options: Options) -> Controller:
+def make_controller(backend: Backend, settled: Settled) -> Controller:
     """What chooses how requests decode; what it has to compile or to measure is done."""
-    controller = _controller_of_drafts(backend, options)
-    if not options.engine.has_grammars:
+    controller = _controller_of_drafts(backend, settled)
+    if not settled.told.engine.has_grammars:
         return controller
     return GrammarController(backend.limits, controller, index_of(controller))
 
 
-def _controller_of_drafts(backend: Backend, options: Options) -> Controller:
-    shape, limits = draft_shape(options, 1), backend.limits
+def _controller_of_drafts(backend: Backend, settled: Settled) -> Controller:
+    shape, limits, options = draft_shape(settled, 1), backend.limits, settled.told
     table: dict[int, list[float]] = {}
     if options.adaptive.speculative_adaptive:
         table = step_seconds(
             backend,
-            host_draft=options.speculative.drafts_on_host,
-            overlap=options.engine.overlap_depth,
-            chunked_prefill_size=options.engine.chunked_prefill_size or 0,
+            host_draft=settled.draft.drafts_on_host,
+            overlap=settled.overlap,
+            chunked_prefill_size=settled.chunk,
         )
-        if not options.speculative.drafts_on_host:
+        if not settled.draft.drafts_on_host:
             trace = _trace(options, Shapes.of(limits, host_draft=False).tiers, table)
             return AdaptiveController(limits, BestValue(), table, trace)
-    if not options.speculative.drafts_on_host:
+    if not settled.draft.drafts_on_host:
         return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     index = NgramIndex(
         options.ngram,

@@ -3,136 +3,27 @@
 Whatever the user can put right ends the start with exit code 2 and one sentence as the last line.
 """
 
-import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from rich.console import Console
 
-from shared.boundary.backend import Backend, Blueprint
-from shared.boundary.operations import (
-    KernelLimits,
-    PlainOperation,
-    plain_gauges,
-    plain_operations,
-)
-from shared.drafts.block import stated_block
-from shared.drafts.checkpoint import (
-    DraftFiles,
-    check_head,
-    dummy_head,
-    is_head,
-    kind_of,
-    open_head,
-)
-from shared.drafts.config import DraftConfig
-from shared.drafts.drafts import Drafts
-from shared.drafts.tokenizer import check_same_tokenizer
+from shared.boundary.backend import Backend
+from shared.boundary.operations import plain_gauges
 from shared.engine.checks import RequestLimits
-from shared.models.config import ModelConfig
-from shared.models.dummy import DummyCheckpoint, Stored
-from shared.models.families import config_from_folder
-from shared.models.fields import read_json
-from shared.models.parameters import Parameter, parameters
-from shared.models.sampling import SamplingDefaults
-from shared.options.adaptive import read_candidates
-from shared.options.flags import spelling
-from shared.options.options import BLOCK_ALGORITHM, ConfigError, Options, parse
-from shared.options.rules import refusals
+from shared.options.options import parse
 from shared.options.server import ServerOptions
-from shared.options.setup import Setup
 from shared.process import descriptors, heap, loop
 from shared.process.address import Listeners, admin_host, host_names, open_listeners
-from shared.process.caching import cache_policy
-from shared.process.device import Device
 from shared.process.engines import index_of, make_engine, with_checks
 from shared.process.frames import ModelFacts
-from shared.process.grammars import Grammars
-from shared.process.memory_plan import MemoryPlan, plan
 from shared.process.notes import print_plan, start_notes, step_notes
-from shared.process.programs import ProgramCosts
 from shared.process.progress import loading_bar, preparing_bar
+from shared.process.start import Platform, Start, prepare
 from shared.process.watchdog import NamedSteps, Watchdog
-from shared.text.tokenizer import Tokenizer
-
-
-class Weights(Protocol):
-    """What the start needs of an opened checkpoint, say a `shared.models.checkpoint.Checkpoint`."""
-
-    @property
-    def has_mtp(self) -> bool:
-        """Whether the files hold an mtp layer."""
-        ...
-
-    def check(self, config: ModelConfig, with_mtp: bool) -> None:
-        """Raises `CheckpointError` for the first fault that the headers show."""
-        ...
-
-    def num_bytes(self, wanted: Sequence[Parameter]) -> int:
-        """Bytes that loading these parameters reads from the disk."""
-        ...
-
-
-LoadCall = Callable[[Blueprint, Any, DraftFiles, Callable[[int], None]], Backend]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Platform:
-    """A backend as the start sees it, before it is made.
-
-    Attributes:
-      find_device: Where the backend will run; called after the flags are known to be right.
-      open_checkpoint: Opens the model folder; its files are checked before any weight is read.
-      costs: What the backend says of its programs before it is made.
-      kernels: What its kernels of a GPU take; None where it has none.
-      load: Makes the backend from its blueprint, what `open_checkpoint` gave and what drafts; it
-        calls its last argument with the number of stored bytes after each tensor.
-      captures: Whether it has steps on a GPU that it may capture or not.
-    """
-
-    find_device: Callable[[], Device]
-    open_checkpoint: Callable[[str], Weights]
-    costs: ProgramCosts
-    kernels: KernelLimits | None
-    load: LoadCall
-    captures: bool = False
-
-
-@dataclass(frozen=True)
-class Start:
-    """A start that nothing refuses any more, before memory is taken.
-
-    Attributes:
-      checkpoint: The target's files, opened and checked.
-      draft_files: What drafts, and its files.
-      memory: The memory plan, whose options have no open values.
-      plain: What steps on a GPU run without its kernels.
-      defaults: How tokens are chosen where a request leaves it open.
-      grammars: Compiles those of requests; None where the start has none.
-    """
-
-    checkpoint: Weights
-    draft_files: DraftFiles
-    memory: MemoryPlan
-    plain: tuple[PlainOperation, ...]
-    defaults: SamplingDefaults
-    grammars: Grammars | None
-
-    @property
-    def num_bytes(self) -> int:
-        """Stored bytes that loading reads."""
-        blueprint = self.memory.blueprint
-        wanted = parameters(blueprint.config, blueprint.drafts.with_mtp)
-        return self.checkpoint.num_bytes(wanted) + self.draft_files.num_bytes
-
-    def load(self, platform: Platform, progress: Callable[[int], None]) -> Backend:
-        """Reads the weights and makes the backend; `progress` is told of bytes as they are read."""
-        return platform.load(self.memory.blueprint, self.checkpoint, self.draft_files, progress)
 
 
 def launch(argv: Sequence[str], platform: Platform) -> int:
@@ -193,126 +84,10 @@ def _ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def prepare(options: Options, platform: Platform) -> Start:
-    """Everything that can be refused before memory is taken.
-
-    Args:
-      options: As the flags say.
-
-    Raises:
-      ValueError: A flag or a file is refused; `ConfigError` and `CheckpointError` are such.
-    """
-    options = _with_candidates(_expanded(options))
-    options.observing.check_exporter()
-    if not platform.captures:
-        _refuse_graph_flags(options)
-    draft, folder = options.speculative, options.model.model_path
-    model = config_from_folder(folder, options.model.context_length)
-    is_dummy, path = options.model.is_dummy, draft.head_path
-    checkpoint = DummyCheckpoint.of_model(model) if is_dummy else platform.open_checkpoint(folder)
-    stored = _open_draft(options, path, model) if path else None
-    is_model = draft.drafts_with_a_model and stored is not None and not is_head(stored.names)
-    head_kind = kind_of(stored.names) if stored and not is_model else None
-    setup = Setup(
-        options=options,
-        model=model,
-        has_mtp=checkpoint.has_mtp,
-        head_kind=head_kind,
-        block=_block(path) if path and head_kind == BLOCK_ALGORITHM else None,
-    )
-    if refused := refusals(setup):
-        raise ConfigError("\n".join(refused))
-    corpus = options.ngram.speculative_ngram_external_corpus_path
-    if corpus and not os.path.isfile(corpus):
-        raise ConfigError(f"--speculative-ngram-external-corpus-path {corpus} is no file")
-    checkpoint.check(model, draft.with_mtp)
-    Tokenizer.from_folder(folder)  # the server's process keeps one; here only its faults count
-    theirs = options.server.sampling_defaults == "openai"
-    defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
-    draft_files = DraftFiles(_drafts(options, model, stored), stored)
-    grammars = Grammars.of_options(options, model.vocab)
-    memory = plan(options, model, draft_files.drafts, platform.find_device(), platform.costs)
-    cache_policy(memory)  # what it refuses is refused before memory is taken
-    kernels = platform.kernels
-    plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
-    return Start(checkpoint, draft_files, memory, plain, defaults, grammars)
-
-
-def _refuse_graph_flags(options: Options) -> None:
-    for name in ("disable_cuda_graph", "disable_piecewise_cuda_graph"):
-        if getattr(options.engine, name):
-            raise ConfigError(
-                f"{spelling(name)} is for torch, and JAX compiles every step as a whole; leave the "
-                "flag out"
-            )
-
-
-def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:
-    """The files of what drafts, or what stands for them."""
-    if not options.model.is_dummy:
-        return open_head(path)
-    if options.speculative.drafts_with_a_model:
-        return DummyCheckpoint.of_model(_small_config(options, path))
-    return dummy_head(DraftConfig.from_folder(path, model))
-
-
-def _drafts(options: Options, model: ModelConfig, stored: Stored | None) -> Drafts:
-    """What drafts on the device; its files are held against its settings and the target."""
-    draft, path = options.speculative, options.speculative.head_path
-    if stored is None or path is None:
-        return Drafts.of_mtp(model) if draft.with_mtp else Drafts.none()
-    if draft.drafts_with_a_model:
-        small = _small_config(options, path)
-        stored.check(small, with_mtp=False)
-        check_same_tokenizer(options.model.model_path, model, path, small)
-        return Drafts.of_model(small)
-    config = DraftConfig.from_folder(path, model)
-    check_head(stored, config)
-    return Drafts.of_head(config.with_window(draft.speculative_draft_window_size))
-
-
-def _block(path: str) -> int | None:
-    """The block that a DFLASH head states; None where its settings cannot be read."""
-    try:
-        return stated_block(read_json(Path(path) / "config.json"))
-    except (OSError, ValueError):
-        return None  # `DraftConfig` says what is wrong
-
-
-def _small_config(options: Options, path: str) -> ModelConfig:
-    try:
-        return config_from_folder(path, options.model.context_length)
-    except ValueError as error:
-        raise ConfigError(f"the draft model cannot be served: {error}") from error
-
-
-def _expanded(options: Options) -> Options:
-    """With `~` replaced in the paths."""
-    model, draft, ngram = options.model, options.speculative, options.ngram
-    folder, path = os.path.expanduser(model.model_path), draft.speculative_draft_model_path
-    draft = replace(draft, speculative_draft_model_path=path and os.path.expanduser(path))
-    if corpus := ngram.speculative_ngram_external_corpus_path:
-        # The server's process reads it, from a folder of its own.
-        corpus = os.path.abspath(os.path.expanduser(corpus))
-        ngram = replace(ngram, speculative_ngram_external_corpus_path=corpus)
-    adaptive = options.adaptive
-    for name in ("speculative_adaptive_config", "speculative_adaptive_trace"):
-        if path := getattr(adaptive, name):
-            adaptive = replace(adaptive, **{name: os.path.expanduser(path)})
-    model = replace(model, model_path=folder)
-    return replace(options, model=model, speculative=draft, ngram=ngram, adaptive=adaptive)
-
-
-def _with_candidates(options: Options) -> Options:
-    """With the draft shapes that a file names."""
-    path = options.adaptive.speculative_adaptive_config
-    return replace(options, candidates=read_candidates(path)) if path else options
-
-
 def facts_of(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFacts:
     """What a request is checked against, and who may ask."""
     memory = start.memory
-    options, limits, model = memory.options, memory.limits, memory.blueprint.config
+    options, limits, model = memory.settled.told, memory.limits, memory.blueprint.config
     folder, queued = Path(options.model.model_path).resolve(), server.max_queued_requests
     return ModelFacts(
         model_name=server.served_model_name or folder.name,

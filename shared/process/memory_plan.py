@@ -13,14 +13,13 @@ from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
-from shared.engine.cache_policy import track_unit
 from shared.models.config import ModelConfig
 from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
-from shared.options.adaptive import TREE_ALGORITHMS, Candidate, default_candidates
 from shared.options.options import ConfigError, Options
 from shared.process.device import Device
-from shared.process.programs import ProgramCosts, captured_works, given, limits_for, pages_for
+from shared.process.programs import ProgramCosts, captured_works, limits_for, pages_for
+from shared.process.settled import Settled, settle
 
 STATES_OF_A_REQUEST = 4
 """Recurrent states that are kept for each request that may run: three of its own, and one that has
@@ -48,14 +47,13 @@ class MemoryPlan:
     """What will be allocated.
 
     Attributes:
-      options: The start's options with nothing left open.
-      device: Where.
+      settled: What the start serves with.
       blueprint: What the backend is made from.
       device: Where.
       lines: The parts; a workspace is an estimate of the widest step, the rest is exact.
     """
 
-    options: Options
+    settled: Settled
     blueprint: Blueprint
     device: Device
     lines: tuple[MemoryLine, ...]
@@ -79,18 +77,6 @@ class MemoryPlan:
         return min(limits.context_length, positions + 1 - in_flight - limits.scratch)
 
 
-@dataclass(frozen=True)
-class _Defaults:
-    page_size: int
-    max_running_requests: int
-    chunked_prefill_size: int
-    dtype: str
-
-
-DEFAULTS = {
-    "cpu": _Defaults(16, 8, 256, "float32"),
-    "gpu": _Defaults(64, 48, 2048, "bfloat16"),
-}
 CPU_TOTAL_TOKENS = 32768
 
 
@@ -106,8 +92,8 @@ def plan(
     Raises:
       ConfigError: The limits contradict each other, or do not fit.
     """
-    options = _with_defaults(options, model, drafts, device, costs.are_compiled)
-    sizing = _Sizing(options, model, drafts, device, costs)
+    settled = settle(options, model, drafts, device, costs.are_compiled)
+    sizing = _Sizing(settled, model, drafts, device, costs)
     largest = sizing.with_pages(sizing.most_pages())
     if largest.total_bytes > device.free_bytes:
         raise ConfigError(
@@ -117,65 +103,11 @@ def plan(
     return largest
 
 
-def _with_defaults(
-    options: Options, model: ModelConfig, drafts: Drafts, device: Device, are_compiled: bool
-) -> Options:
-    """With nothing left open but the number of KV positions."""
-    are_few = are_compiled and device.kind == "cpu"
-    defaults, engine = DEFAULTS[device.kind], options.engine
-    block = drafts.block.size if drafts.block else None
-    draft = options.speculative.settled(model.drafts_trees, block)
-    candidates = _candidates(options, block, are_few)
-    page_size = engine.page_size or defaults.page_size
-    deepest = max((draft.num_steps, *(each.steps for each in candidates)))
-    in_flight = (engine.overlap_depth + 1) * (deepest + 1)
-    return replace(
-        options,
-        candidates=candidates,
-        model=replace(
-            options.model,
-            dtype=defaults.dtype if options.model.dtype == "auto" else options.model.dtype,
-            context_length=options.model.context_length or model.context_length,
-        ),
-        engine=replace(
-            engine,
-            page_size=page_size,
-            mamba_track_interval=engine.mamba_track_interval or _interval(page_size, in_flight),
-            max_running_requests=engine.max_running_requests or defaults.max_running_requests,
-            chunked_prefill_size=engine.chunked_prefill_size or defaults.chunked_prefill_size,
-            overlap=engine.overlap_depth,
-        ),
-        speculative=draft,
-    )
-
-
-def _interval(page_size: int, in_flight: int) -> int:
-    """The least that steps in flight cannot pass twice."""
-    unit = track_unit(page_size)
-    return -(-in_flight // unit) * unit
-
-
-def _candidates(options: Options, block: int | None, are_few: bool) -> tuple[Candidate, ...]:
-    """The draft shapes that a start chooses from: those of its file, or some of each size."""
-    draft = options.speculative
-    if not options.adaptive.speculative_adaptive:
-        return ()
-    candidates = options.candidates or default_candidates(
-        steps=draft.num_steps,
-        nodes=draft.num_draft_tokens,
-        has_trees=draft.speculative_algorithm in TREE_ALGORITHMS,
-        block=block,
-        on_host=draft.drafts_on_host,
-        are_few=are_few,
-    )
-    return tuple(replace(each, block=block or 0) for each in candidates)
-
-
 @dataclass(frozen=True)
 class _Sizing:
     """A start whose number of pages is open; the arguments are those of `plan`."""
 
-    options: Options
+    settled: Settled
     model: ModelConfig
     drafts: Drafts
     device: Device
@@ -183,33 +115,31 @@ class _Sizing:
 
     def with_pages(self, pages: int) -> MemoryPlan:
         """The whole plan with so many pages."""
-        total = pages * given(self.options.engine.page_size)
-        engine = replace(self.options.engine, max_total_tokens=total)
-        options = replace(self.options, engine=engine)
+        settled = self.settled
         blueprint = Blueprint(
             config=self.model,
             drafts=self.drafts,
             limits=replace(
-                limits_for(options, self.model, self.device, self.costs),
+                limits_for(settled, pages, self.model, self.device, self.costs),
                 num_snapshots=1 + self._num_snapshots(),
             ),
-            dtype=options.model.dtype,
+            dtype=settled.dtype,
             on_gpu=self.device.kind == "gpu",
-            captured=captured_works(options),
+            captured=captured_works(settled.told),
         )
-        lines = tuple(_lines(options, blueprint, self.costs))
-        return MemoryPlan(options=options, blueprint=blueprint, device=self.device, lines=lines)
+        lines = tuple(_lines(settled.told, blueprint, self.costs))
+        return MemoryPlan(settled=settled, blueprint=blueprint, device=self.device, lines=lines)
 
     def _num_snapshots(self) -> int:
         state_bytes = self._state_bytes()
-        if self.options.engine.disable_radix_cache or not state_bytes:
+        if self.settled.told.engine.disable_radix_cache or not state_bytes:
             return 0
-        wanted = STATES_OF_A_REQUEST * given(self.options.engine.max_running_requests)
+        wanted = STATES_OF_A_REQUEST * self.settled.most_requests
         return min(wanted, int(MOST_STATES_SHARE * self.device.free_bytes) // state_bytes)
 
     def _state_bytes(self) -> int:
         """Of all recurrent states of a request, the target's and the drafter's."""
-        item, sizes = ITEM_BYTES[self.options.model.dtype], self.drafts.sizes
+        item, sizes = ITEM_BYTES[self.settled.dtype], self.drafts.sizes
         num_bytes = self.model.num_gated_delta_layers * state_layer_bytes(self.model, item)
         if sizes is not None:
             num_bytes += sizes.num_gated_delta_layers * state_layer_bytes(sizes.model, item)
@@ -217,13 +147,13 @@ class _Sizing:
 
     def most_pages(self) -> int:
         """What was given, or pages for every request's whole context, or as many as fit."""
-        options, page_size = self.options, given(self.options.engine.page_size)
-        needed = pages_for(options, 2)
-        if options.engine.max_total_tokens is not None:
-            pages = options.engine.max_total_tokens // page_size
+        page_size, total = self.settled.page_size, self.settled.told.engine.max_total_tokens
+        needed = pages_for(self.settled, 2)
+        if total is not None:
+            pages = total // page_size
             if pages < needed:
                 raise ConfigError(
-                    f"--max-total-tokens {options.engine.max_total_tokens} has no room for a "
+                    f"--max-total-tokens {total} has no room for a "
                     f"request; give at least {needed * page_size}"
                 )
             return pages
@@ -237,15 +167,14 @@ class _Sizing:
         return pages
 
     def _wanted_pages(self) -> int:
-        options = self.options
-        context = pages_for(options, given(options.model.context_length))
-        wanted = given(options.engine.max_running_requests) * context
+        settled = self.settled
+        wanted = settled.most_requests * pages_for(settled, settled.context_length)
         if self.device.kind == "cpu":
-            wanted = min(wanted, CPU_TOTAL_TOKENS // given(options.engine.page_size))
+            wanted = min(wanted, CPU_TOTAL_TOKENS // settled.page_size)
         return wanted
 
     def _most_that_fit(self, wanted: int) -> int:
-        most = self.options.engine.mem_fraction_static * self.device.free_bytes
+        most = self.settled.told.engine.mem_fraction_static * self.device.free_bytes
         fitting, too_many = 0, wanted + 1
         while fitting + 1 < too_many:  # bytes grow with pages
             middle = (fitting + too_many) // 2

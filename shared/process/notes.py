@@ -24,10 +24,11 @@ def start_notes(
         )
     if named := str(defaults):
         yield f"{named} where a request names none, as generation_config.json says"
-    if memory.options.model.is_dummy:
+    told = memory.settled.told
+    if told.model.is_dummy:
         yield "the weights are dummies (--load-format dummy): the texts mean nothing"
-    yield from tokenizer_notes(Path(memory.options.model.model_path))
-    simulated = memory.options.speculative.speculative_simulate_accept_length
+    yield from tokenizer_notes(Path(told.model.model_path))
+    simulated = told.speculative.speculative_simulate_accept_length
     if simulated is not None:
         yield (
             f"drafts are accepted by lot (--speculative-simulate-accept-length {simulated}): the "
@@ -58,7 +59,7 @@ def print_plan(console: Console, memory: MemoryPlan) -> None:
     """The parts of the memory plan and their sum, in bytes."""
     limits = memory.limits
     console.print(
-        f"{memory.options.model.dtype} on {memory.device.name}: context {limits.context_length}, "
+        f"{memory.settled.dtype} on {memory.device.name}: context {limits.context_length}, "
         f"{limits.num_slots - 1} requests at once, at most {memory.max_request_tokens} tokens each"
     )
     table = Table(box=None, pad_edge=False)

@@ -10,6 +10,7 @@ from shared.options.adaptive import Candidate
 from shared.options.engine import CHUNK_ALIGNMENT, MAX_LOGPROBS
 from shared.options.options import Options
 from shared.process.device import Device
+from shared.process.settled import Settled
 from shared.spec.draft_tree import TreeShape
 
 SMALLEST_PAGE_TABLE = 16
@@ -31,66 +32,105 @@ class ProgramCosts:
     are_compiled: bool
 
 
-def limits_for(options: Options, model: ModelConfig, device: Device, costs: ProgramCosts) -> Limits:
-    """What a backend provides for options without open values: pools, and one program per bucket.
+def limits_for(
+    settled: Settled, pages: int, model: ModelConfig, device: Device, costs: ProgramCosts
+) -> Limits:
+    """What a backend provides: so many pages, other pools, and one program per bucket.
 
-    A step takes the smallest program that holds it, so buckets spare work: of padded rows, and in
-    torch on a CPU of padded pages, as its plain attention gathers all of them. A GPU's kernels and
-    compiled programs follow the longest row. Where a CPU's programs are compiled there are few: a
-    prompt is prefilled by itself, and the widest programs alone have logprobs, which a CPU computes
-    only where a row reports them. A GPU always computes what its program has, so there each has a
-    twin without. Those with masks, which a start has where it was told of grammars, are few on a
-    GPU too, and so are those that score whole prompts.
+    A step takes the smallest program that holds it, so buckets spare work; see `BUCKETS`. Those
+    with masks, which a start has where it was told of grammars, are few on a GPU, and so are those
+    that score whole prompts.
     """
-    engine, context = options.engine, given(options.model.context_length)
-    page_size = given(engine.page_size)
-    num_pages = given(engine.max_total_tokens) // page_size
-    table = max(1, min(num_pages, pages_for(options, context)))
-    requests, most = given(engine.max_running_requests), given(engine.chunked_prefill_size)
-    if device.kind == "gpu":
-        batches, tables = _powers(1, 2, requests), (table,)
-        # Several prompts are many tokens; where they are few, a wider program costs little.
-        chunks = [
-            (rows, tokens)
-            for rows in _prefill_rows(requests)
-            for tokens in _powers(CHUNK_ALIGNMENT, 2, most)
-            if tokens >= min(rows * CHUNK_ALIGNMENT, most)
-        ]
-        programs = _programs(options, batches, chunks, tables)
-    elif not costs.are_compiled:
-        batches, tables = _powers(1, 4, requests), _page_tables(table)
-        chunks = list(product(_prefill_rows(requests), _chunks(most)))
-        programs = _programs(options, batches, chunks, tables)
-    else:
-        batches, tables = sorted({1, requests}), (table,)
-        chunks = list(product([1], _chunks(most)))
-        programs = _few(_programs(options, batches, chunks, tables))
+    engine = settled.told.engine
+    table = max(1, min(pages, pages_for(settled, settled.context_length)))
+    on_gpu, are_few = device.kind == "gpu", device.kind == "cpu" and costs.are_compiled
+    buckets = BUCKETS[device.kind, costs.are_compiled](settled, table)
+    programs = _programs(settled, buckets)
+    if are_few:
+        programs = _few(programs)
     if engine.max_prompt_logprobs:
-        programs += _scoring(max(rows for rows, _ in chunks), _chunks(most), tables)
+        rows = max(rows for rows, _ in buckets.chunks)
+        programs += _scoring(rows, _chunks(settled.chunk), buckets.tables)
     plain = TreeShape.plain(1)
     if engine.has_grammars:
-        masked = _masked(options, [p for p in programs if p.work is Work.DECODE])
-        programs += masked if not (device.kind == "gpu" or costs.are_compiled) else _few(masked)
+        masked = _masked(settled, [p for p in programs if p.work is Work.DECODE])
+        programs += _few(masked) if on_gpu or are_few else masked
     if not engine.disable_radix_cache:
-        programs.append(_program(Work.COUNT, 1, table, most, plain, logprobs=False))
+        programs.append(_program(Work.COUNT, 1, table, settled.chunk, plain, logprobs=False))
     if engine.shadow_check and not any(_decodes_plainly(program) for program in programs):
         programs.append(_program(Work.DECODE, 1, table, 0, plain, logprobs=True))
     return Limits(
-        page_size=page_size,
-        num_pages=1 + num_pages,
-        num_slots=1 + given(engine.max_running_requests),
+        page_size=settled.page_size,
+        num_pages=1 + pages,
+        num_slots=1 + settled.most_requests,
         num_snapshots=1,
         programs=tuple(programs),
-        overlap=engine.overlap_depth,
-        context_length=context,
+        overlap=settled.overlap,
+        context_length=settled.context_length,
         vocab=model.vocab,
         max_stop_ids=MAX_STOP_IDS,
         max_bias=MAX_BIAS,
         max_logprobs=MAX_LOGPROBS,
         max_scores=engine.max_prompt_logprobs,
-        accept_rule=options.speculative.verification,
-        accept_rates=options.speculative.accept_rates,
+        accept_rule=settled.draft.verification,
+        accept_rates=settled.draft.accept_rates,
     )
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sizes of which a start has programs.
+
+    Attributes:
+      batches: Requests of a decode step.
+      chunks: Rows and tokens of a prefill.
+      tables: Pages of a request.
+    """
+
+    batches: Sequence[int]
+    chunks: Sequence[tuple[int, int]]
+    tables: Sequence[int]
+
+
+def _on_gpu(settled: Settled, table: int) -> Buckets:
+    """Kernels and compiled programs follow the longest row, so one page table does.
+
+    Several prompts are many tokens; where they are few, a wider program costs little.
+    """
+    requests, most = settled.most_requests, settled.chunk
+    chunks = [
+        (rows, tokens)
+        for rows in _prefill_rows(requests)
+        for tokens in _powers(CHUNK_ALIGNMENT, 2, most)
+        if tokens >= min(rows * CHUNK_ALIGNMENT, most)
+    ]
+    return Buckets(_powers(1, 2, requests), chunks, (table,))
+
+
+def _on_cpu(settled: Settled, table: int) -> Buckets:
+    """Plain attention gathers all pages of a table, so there are several tables."""
+    requests = settled.most_requests
+    chunks = list(product(_prefill_rows(requests), _chunks(settled.chunk)))
+    return Buckets(_powers(1, 4, requests), chunks, _page_tables(table))
+
+
+def _compiled_on_cpu(settled: Settled, table: int) -> Buckets:
+    """Each program takes seconds of the start, so there are few.
+
+    A prompt is prefilled by itself, and the widest programs alone have logprobs, which a CPU
+    computes only where a row reports them; a GPU always computes what its program has.
+    """
+    chunks = list(product([1], _chunks(settled.chunk)))
+    return Buckets(sorted({1, settled.most_requests}), chunks, (table,))
+
+
+BUCKETS = {
+    ("gpu", False): _on_gpu,
+    ("gpu", True): _on_gpu,
+    ("cpu", False): _on_cpu,
+    ("cpu", True): _compiled_on_cpu,
+}
+"""By the kind of device, and whether programs are compiled at the start."""
 
 
 def captured_works(options: Options) -> tuple[Work, ...]:
@@ -102,29 +142,20 @@ def captured_works(options: Options) -> tuple[Work, ...]:
     return tuple(work for work in CAPTURED if work is not is_left_out)
 
 
-def _programs(
-    options: Options,
-    batches: Sequence[int],
-    chunks: Sequence[tuple[int, int]],
-    tables: Sequence[int],
-) -> list[Program]:
-    """Every program of these sizes; a tree of the host's may be missing, so it has a plain twin.
-
-    Args:
-      chunks: Rows and tokens of a prefill.
-    """
-    on_host = options.speculative.drafts_on_host
+def _programs(settled: Settled, buckets: Buckets) -> list[Program]:
+    """Every program of these sizes; a tree of the host's may be missing, so it has a plain twin."""
+    on_host = settled.draft.drafts_on_host
     prefills = [
         _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch), logprobs)
-        for batch, tokens in chunks
-        for pages in tables
+        for batch, tokens in buckets.chunks
+        for pages in buckets.tables
         for logprobs in (False, True)
     ]
     decodes = [
         _program(Work.DECODE, batch, pages, 0, shape, logprobs)
-        for batch in batches
-        for pages in tables
-        for shape in decode_shapes(options, batch)
+        for batch in buckets.batches
+        for pages in buckets.tables
+        for shape in decode_shapes(settled, batch)
         for logprobs in (False, True)
     ]
     if on_host:
@@ -138,18 +169,18 @@ def _decodes_plainly(program: Program) -> bool:
     return is_open and program.work is Work.DECODE and program.shape.is_plain
 
 
-def _masked(options: Options, decodes: Sequence[Program]) -> list[Program]:
+def _masked(settled: Settled, decodes: Sequence[Program]) -> list[Program]:
     """The twins of decode programs that take masks of grammars.
 
     Trees come to the host before they are verified, so where the device drafts there is a program
     that only drafts for each. Where the shape is chosen step by step there is one of them alone.
     """
-    if options.candidates:
+    if settled.candidates:
         plain = [p for p in decodes if p.shape.is_plain]
-        trees = [replace(p, shape=masked_shape(options, p.batch)) for p in plain]
-        decodes = [*plain, *trees] if options.speculative.drafts_on_host else trees
+        trees = [replace(p, shape=masked_shape(settled, p.batch)) for p in plain]
+        decodes = [*plain, *trees] if settled.draft.drafts_on_host else trees
     masked = [replace(p, mask=True, host_draft=not p.shape.is_plain) for p in decodes]
-    if not options.speculative.drafts or options.speculative.drafts_on_host:
+    if not settled.draft.drafts or settled.draft.drafts_on_host:
         return masked
     drafts = [replace(p, work=Work.DRAFT, logprobs=False) for p in decodes]
     return [*masked, *dict.fromkeys(drafts)]
@@ -189,32 +220,32 @@ def _prefill_rows(requests: int) -> list[int]:
     return sorted({1, min(MOST_PREFILL_ROWS, requests)})
 
 
-def draft_shape(options: Options, batch: int) -> TreeShape:
-    """The widest shape that a start without open values drafts with; plain where nothing drafts."""
-    return decode_shapes(options, batch)[-1]
+def draft_shape(settled: Settled, batch: int) -> TreeShape:
+    """The widest shape that a start drafts with; plain where nothing drafts."""
+    return decode_shapes(settled, batch)[-1]
 
 
-def masked_shape(options: Options, batch: int) -> TreeShape:
+def masked_shape(settled: Settled, batch: int) -> TreeShape:
     """The one candidate that batches with a grammar draft with, every request with all its rows.
 
     The host's trees are as large as the largest. The device drafts the one in the middle: a batch
     of each size has to do with it.
     """
-    largest = len(options.candidates) - 1
-    chosen = largest if options.speculative.drafts_on_host else largest // 2
-    return _shape(replace(options.candidates[chosen], rows=1.0), batch)
+    largest = len(settled.candidates) - 1
+    chosen = largest if settled.draft.drafts_on_host else largest // 2
+    return _shape(replace(settled.candidates[chosen], rows=1.0), batch)
 
 
-def decode_shapes(options: Options, batch: int) -> list[TreeShape]:
+def decode_shapes(settled: Settled, batch: int) -> list[TreeShape]:
     """Every shape of a decode step in a batch of this size, the smallest first.
 
     Where the shape is chosen step by step, or the host may have no draft, plain decoding is one.
     """
-    draft, plain = options.speculative, TreeShape.plain(batch)
+    draft, plain = settled.draft, TreeShape.plain(batch)
     if not draft.drafts:
         return [plain]
-    if options.candidates:
-        return [plain, *(_shape(each, batch) for each in options.candidates)]
+    if settled.candidates:
+        return [plain, *(_shape(each, batch) for each in settled.candidates)]
     drafting = _shape(Candidate(draft.num_steps, draft.topk, draft.num_draft_tokens), batch)
     return [plain, drafting] if draft.drafts_on_host else [drafting]
 
@@ -222,13 +253,6 @@ def decode_shapes(options: Options, batch: int) -> list[TreeShape]:
 def _shape(candidate: Candidate, batch: int) -> TreeShape:
     rows = max(batch, round(batch * candidate.nodes * candidate.rows))
     return TreeShape(candidate.nodes, candidate.steps, candidate.topk, rows, candidate.block)
-
-
-def given(value: int | None) -> int:
-    """A setting that the defaults have filled in."""
-    if value is None:
-        raise ValueError("a setting was left open")
-    return value
 
 
 def _program(
@@ -246,16 +270,16 @@ def _program(
     )
 
 
-def _reach(options: Options, context: int) -> int:
+def _reach(settled: Settled, context: int) -> int:
     """Positions that one request may write: its tokens, all steps in flight, and the scratch."""
-    shapes = decode_shapes(options, 1)
+    shapes = decode_shapes(settled, 1)
     most_tokens, scratch = (max(getattr(s, n) for s in shapes) for n in ("max_tokens", "scratch"))
-    return context + (options.engine.overlap_depth + 1) * most_tokens + scratch
+    return context + (settled.overlap + 1) * most_tokens + scratch
 
 
-def pages_for(options: Options, context: int) -> int:
+def pages_for(settled: Settled, context: int) -> int:
     """Most pages that one request of `context` positions may hold, scratch included."""
-    return -(-_reach(options, context) // given(options.engine.page_size))
+    return -(-_reach(settled, context) // settled.page_size)
 
 
 def _page_tables(last: int) -> tuple[int, ...]:

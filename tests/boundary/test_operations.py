@@ -15,8 +15,9 @@ from shared.models.layers import LayerConfig
 from shared.options.options import Options
 from shared.process import loop
 from shared.process.device import Device
-from shared.process.launch import Platform, launch
+from shared.process.launch import launch
 from shared.process.memory_plan import plan
+from shared.process.start import Platform
 from shared.server.server_metrics import ServerMetrics
 from shared.spec.acceptance import RULES
 from tests.support import reference_serve

@@ -26,8 +26,9 @@ from shared.options.options import (
 )
 from shared.options.rules import RULES, refusals
 from shared.options.setup import Setup
-from shared.process import engines, launch
+from shared.process import engines
 from shared.process.device import Device
+from shared.process.start import prepare
 from tests.support import reference_serve
 from tests.support.driving import Outcome, drive
 from tests.support.http_fixtures import save_tokenizer
@@ -82,7 +83,7 @@ class House:
     def _started(self, line: list[str]) -> tuple[Engine, Backend]:
         device = Device("cpu", "CPU", 1 << 31)
         platform = replace(reference_serve.PLATFORM, find_device=lambda: device)
-        start = launch.prepare(parse(line), platform)
+        start = prepare(parse(line), platform)
         backend = start.load(platform, lambda num_bytes: None)
         backend.prepare(backend.limits.programs, lambda program: None)
         return engines.make_engine(backend, start.memory), backend

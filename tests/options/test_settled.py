@@ -56,7 +56,7 @@ def test_the_memory_plan_counts_the_real_arrays(case):
     memory, device = planned(case)
     line = LINES[case][0]
     limits, sizes = memory.limits, {x.name: x.num_bytes for x in memory.lines}
-    item = 4 if memory.options.model.dtype == "float32" else 2
+    item = 4 if memory.settled.dtype == "float32" else 2
     positions = limits.num_pages * limits.page_size
     row_bytes = 2 * MODEL.attention.num_kv_heads * MODEL.attention.head_size * item
     assert sizes["KV"] == MODEL.num_attention_layers * positions * row_bytes
@@ -84,16 +84,16 @@ def test_the_memory_plan_counts_the_real_arrays(case):
 @pytest.mark.parametrize("case", LINES)
 def test_nothing_is_left_open_and_every_row_has_its_program(case):
     memory, _ = planned(case)
-    options, limits, drafts = memory.options, memory.limits, memory.options.speculative.drafts
-    assert None not in vars(options.engine).values()
-    assert options.model.dtype != "auto"
-    assert limits.num_slots == options.engine.max_running_requests + 1
+    settled, limits, drafts = memory.settled, memory.limits, memory.settled.draft.drafts
+    assert None not in vars(settled).values()
+    assert settled.dtype != "auto"
+    assert limits.num_slots == settled.most_requests + 1
     tables = {p.pages for p in limits.programs}
     for work, batch in ((Work.DECODE, limits.num_slots - 1), (Work.PREFILL, 1)):
         assert {p.pages for p in limits.programs if p.work is work and p.batch == batch} == tables
     reserved = limits.num_pages_for(limits.max_positions)
     assert max(tables) == min(reserved, limits.num_pages - 1)
-    assert limits.max_depth == (memory.options.speculative.num_steps if drafts else 0)
+    assert limits.max_depth == (settled.draft.num_steps if drafts else 0)
     counts = [program for program in limits.programs if program.work is Work.COUNT]
     assert [(count.batch, count.pages, count.logprobs) for count in counts] == [
         (1, max(tables), False)
@@ -104,8 +104,8 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
         assert not drafted or program.shape.rows == program.batch * program.shape.nodes
     decodes = {p.shape.nodes for p in limits.programs if p.work is Work.DECODE}
     # The host may have no draft for any row; a drafter on the device always has a tree.
-    is_plain = not drafts or memory.options.speculative.drafts_on_host
-    trees = {memory.options.speculative.num_draft_tokens} if drafts else set()
+    is_plain = not drafts or settled.draft.drafts_on_host
+    trees = {settled.draft.num_draft_tokens} if drafts else set()
     assert decodes == trees | ({1} if is_plain else set())
 
 
@@ -115,7 +115,7 @@ def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes
     limits, most = memory.limits, memory.max_request_tokens
     one = next(p.shape for p in limits.programs if p.work is Work.DECODE)
     drafting = StaticController(limits, nodes=one.nodes, depth=one.depth, width=one.width)
-    chunk = memory.options.engine.chunked_prefill_size
+    chunk = memory.settled.chunk
     allocator = Allocator(limits)
     cache = PrefixCache(limits, allocator, NO_CACHE, limits.overlap)
     scheduler = Scheduler(

@@ -11,6 +11,7 @@ from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse
 from shared.process import engines, launch
 from shared.process.device import Device
+from shared.process.start import prepare
 from tests.support import reference_serve
 from tests.support.driving import drive
 from tests.support.started import one_bucket
@@ -55,7 +56,7 @@ def line_of(folders: Path, drafter: str) -> list[str]:
 
 def texts(backend: str, line: list[str]) -> list[list[int]]:
     platform = replace(BACKENDS[backend](), find_device=lambda: Device("cpu", "CPU", 1 << 31))
-    start = launch.prepare(parse(line), platform)
+    start = prepare(parse(line), platform)
     blueprint = replace(start.memory.blueprint, limits=one_bucket(start.memory.limits))
     start, read = replace(start, memory=replace(start.memory, blueprint=blueprint)), []
     made = start.load(platform, read.append)

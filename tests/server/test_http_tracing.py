@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from shared.options import observing
 from shared.options.options import ConfigError, parse
-from shared.process import launch
+from shared.process.start import prepare
 from shared.server.openai_types import CompletionRequest
 from shared.server.request_end import RequestEnd
 from shared.server.tracing import Tracing
@@ -162,4 +162,4 @@ def test_without_the_extra_the_flag_is_refused_by_name(monkeypatch):
     for find in (missing, lambda name: None):
         monkeypatch.setattr(observing, "find_spec", find)
         with pytest.raises(ConfigError, match="^--otlp-traces-endpoint needs.*the extra otel"):
-            launch.prepare(options, PLATFORM)
+            prepare(options, PLATFORM)

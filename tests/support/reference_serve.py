@@ -13,8 +13,9 @@ from shared.models.checkpoint import Checkpoint, Weights, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.parameters import parameters
 from shared.process.device import Device
-from shared.process.launch import Platform, launch
+from shared.process.launch import launch
 from shared.process.programs import ProgramCosts
+from shared.process.start import Platform
 from shared.reference.backend import ReferenceBackend
 from shared.reference.workspace import workspace
 

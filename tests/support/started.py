@@ -13,8 +13,9 @@ from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan, Work
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
 from shared.options.options import parse
-from shared.process import engines, heap, launch
+from shared.process import engines, heap
 from shared.process.memory_plan import MemoryPlan
+from shared.process.start import prepare
 
 WARM_UP_TOKENS = 4
 
@@ -181,7 +182,7 @@ def started(
     """
     heap.unsettle()
     serve = import_module(f"{framework}_impl.serve")
-    begun = launch.prepare(parse(flags), serve.PLATFORM)
+    begun = prepare(parse(flags), serve.PLATFORM)
     memory, blueprint = begun.memory, begun.memory.blueprint
     limits = narrow(blueprint.limits)
     blueprint = replace(blueprint, limits=limits)
