@@ -30,6 +30,9 @@ ANY = {"drafters": DRAFTERS, "page_sizes": PAGE_SIZES, "families": FAMILIES, "ru
 MANY = [("reference", 500, n) for n in range(2, 22)] + [("torch", 100, n) for n in range(2, 7)]
 """How many requests, by framework and number of the draw."""
 
+SLIDING = ("mistral", "qwen2")
+"""Families with windows of 4 in all layers, and of 20 in two of three."""
+
 IN_JAX = [
     ("match", ("NEXTN", "DFLASH", "NGRAM")),
     ("match", ("EAGLE", "EAGLE3")),
@@ -88,6 +91,14 @@ def serve_some(backends: Backends, number: int, strategy) -> None:
 @pytest.mark.parametrize(("framework", "count"), [("reference", 100), ("torch", 50)])
 def test_requests_at_random_get_the_text_of_plain_decoding(framework, count, backends):
     serve_at_random(backends, count, 1, servers(framework, **ANY))
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_windows_slide_over_chunks_hits_and_preemptions(family, backends):
+    """As above, where layers see some last positions alone, those of a small drafter too."""
+    drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "none"), ("match",)
+    any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
+    serve_at_random(backends, 25, 3, servers("torch", **any_of))
 
 
 @pytest.mark.matrix

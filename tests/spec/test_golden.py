@@ -85,6 +85,22 @@ def test_decoding_gives_the_logits_in_any_number_of_steps(folder, step, implemen
         golden.commit(np.arange(len(tokens)))
 
 
+GREEDY = [folder for folder in TURNED if "greedy_ids" in vectors(folder)]
+
+
+@pytest.mark.parametrize("folder", GREEDY)
+def test_the_greedy_text_is_the_reference_implementations(folder, implementation):
+    want = vectors(folder)
+    golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
+    token = golden.prefill(want["short_ids"], None).logits[-1].argmax()
+    text = []
+    while len(text) < len(want["greedy_ids"]):
+        text.append(token)
+        token = golden.verify(np.array([token]), chain(1)).logits[0].argmax()
+        golden.commit(np.arange(1))
+    assert text == want["greedy_ids"].tolist()
+
+
 @pytest.mark.parametrize("folder", MODELS)
 def test_rejected_branches_of_a_tree_leave_no_trace(folder, implementation):
     want = vectors(folder)

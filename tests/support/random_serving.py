@@ -27,6 +27,7 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.noise import derive_seed
 from tests.support.backends import make_backend
 from tests.support.cache_policies import policy_of
+from tests.support.cells import MODEL_SEEDS
 from tests.support.driving import Outcome, checked_step
 from tests.support.equality import TALLY, Oracle
 from tests.support.random_requests import (
@@ -81,7 +82,7 @@ def _request(number: int, asked: Asked, choice: int) -> Request:
 @lru_cache
 def target_of(family: str, drafter: str) -> tuple[ModelConfig, Weights]:
     """The model; a DFLASH head can follow one whose embeddings are in a circle."""
-    config, weights = tiny_model(family, {HYBRID: 3, "llama": 5}[family])
+    config, weights = tiny_model(family, MODEL_SEEDS[family])
     return config, cyclic(config, weights) if drafter == "DFLASH" else weights
 
 

@@ -1,0 +1,31 @@
+"""A family of known switches is a record: nothing but its reader knows its name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from shared.models.families import ARCHITECTURES, FAMILIES
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = ("shared", "jax_impl", "torch_impl", "kernels")
+READER = Path("shared/models/families.py")
+ALSO = {
+    Path("jax_impl/training/tasks.py"): "writes the config.json of heads",
+    Path("shared/drafts/config.py"): "reads that of heads, whose layers are a family's",
+    Path("shared/options/rules.py"): "has examples of starts that are refused",
+    Path("shared/options/server.py"): "names parsers of reasoning after models",
+}
+"""What else says such a word, and why."""
+
+
+@pytest.mark.parametrize("name", sorted({family.name for family in FAMILIES.values()}))
+def test_a_family_is_named_by_its_reader_alone(name):
+    architectures = [each for each, family in FAMILIES.items() if family.name == name]
+    types = [kind for kind, each in ARCHITECTURES.items() if each in architectures]
+    words = "|".join(map(re.escape, {name, *architectures, *types}))
+    named = re.compile(rf"[\"'](?:{words})[\"']")
+    files = [path for room in PROGRAM for path in (ROOT / room).rglob("*.py")]
+    found = {p.relative_to(ROOT) for p in files if named.search(p.read_text(encoding="utf-8"))}
+    assert READER in found
+    assert found - {READER} <= ALSO.keys()
