@@ -1,17 +1,21 @@
 """Whether the logits behind every token have the same bits in torch and in JAX.
 
     python -m bench.quality.logit_bits --model models/demo/target --dtype bfloat16 --count 100
+    python -m bench.quality.logit_bits --model models/demo/target --families granite mistral
 
 The tasks of `bench.quality.accuracy`, each by itself and without drafts. The numbers that a token
 is chosen from give one of 32 bits: the sum of their bits as whole numbers, each times an odd one of
 its place, which no order of adding changes. Where both backends have gone the same way these are
-compared; the exit code is 1 where two differ.
+compared; the exit code is 1 where two differ. With families, random checkpoints of them are asked
+instead of the model, whose tokenizer they get.
 """
 
 import argparse
 import json
 import shlex
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -19,14 +23,28 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import ml_dtypes
+
 from models.demo.data import KINDS
 from shared.engine.request import Request, SamplingParams
+from shared.models.checkpoint import save_checkpoint
+from shared.models.families import config_from_dict, config_from_folder
 from shared.text.tokenizer import Tokenizer
 from tests.support.op_sides import SIDES
 from tests.support.started import serve_all, start
 from tests.support.tasks import Tasks
+from tests.support.tiny_models import DENSE, tiny_config, tiny_weights
 
 CONTEXT, MOST_TOKENS = 1024, 256
+WIDER = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+"""Of random checkpoints: blocks that descriptors copy are of 64 columns and more."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _ODD = 2654435761
 """Of the weights of places; the golden ratio's bits."""
 
@@ -82,12 +100,25 @@ def noted(backend: str) -> Iterator[Callable[[], Sums]]:
         yield read
 
 
-def sums_of(backend: str, options: argparse.Namespace) -> dict[str, list[tuple[list[int], Sums]]]:
+def write_random(folder: Path, family: str, model: Path) -> None:
+    """Writes a random checkpoint in bfloat16 with the vocabulary and the tokenizer of a model."""
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(model / name, folder / name)
+    config = tiny_config(family, nested=False, with_mtp=False, tied=False) | WIDER
+    theirs = config_from_folder(model)
+    config |= {"vocab_size": theirs.vocab, "eos_token_id": list(theirs.eos_ids)}
+    weights = tiny_weights(config_from_dict(config), seed=3)
+    save_checkpoint(folder, config, {n: a.astype(ml_dtypes.bfloat16) for n, a in weights.items()})
+
+
+def sums_of(
+    backend: str, model: Path, options: argparse.Namespace
+) -> dict[str, list[tuple[list[int], Sums]]]:
     """The output of each task and the sum behind each of its tokens, by the tasks' kind."""
-    words = ["--model-path", str(options.model), "--dtype", options.dtype, "--overlap", "0"]
+    words = ["--model-path", str(model), "--dtype", options.dtype, "--overlap", "0"]
     words += ["--disable-cuda-graph"] if backend == "torch" else []
-    tokenizer = Tokenizer.from_folder(options.model)
-    assert tokenizer is not None, f"{options.model} has no tokenizer"
+    tokenizer = Tokenizer.from_folder(model)
+    assert tokenizer is not None, f"{model} has no tokenizer"
     found: dict[str, list[tuple[list[int], Sums]]] = {}
     with noted(backend) as read:
         served = start(backend, words, batch=1, context=CONTEXT, radix_cache=False)
@@ -124,6 +155,8 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--kinds", default="problems,copying", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--count", type=int, default=100, help="tasks of each kind")
+    parser.add_argument("--families", nargs="+", choices=DENSE, default=[], metavar="NAME",
+                        help=f"random checkpoints instead, of {', '.join(DENSE)}")  # fmt: skip
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(words)
 
@@ -133,18 +166,32 @@ def main() -> int:
     given = options()
     command = shlex.join(["python", "-m", "bench.quality.logit_bits", *sys.argv[1:]])
     report: dict[str, Any] = {"command": command, "versions": {}, "devices": {}, "kinds": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        models = {"": given.model}
+        if given.families:
+            models = {f"{family}, ": Path(folder) / family for family in given.families}
+        for family in given.families:
+            (Path(folder) / family).mkdir()
+            write_random(Path(folder) / family, family, given.model)
+        for name, model in models.items():
+            for kind, found in differing(model, given, report).items():
+                report["kinds"][f"{name}{kind}"] = found
+                told = f"{found['with_other_bits']} of {found['positions']} have other bits"
+                print(f"{name}{kind}: {told}", flush=True)
+    if given.out:
+        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(any(found["with_other_bits"] for found in report["kinds"].values()))
+
+
+def differing(model: Path, options: argparse.Namespace, report: dict[str, Any]) -> dict[str, Any]:
+    """What `compared` gives of each kind; the report is told what ran where."""
     sums = {}
     for backend, make in SIDES.items():
         side = make()
         report["versions"][backend], report["devices"][backend] = side.version, side.device
-        sums[backend] = sums_of(backend, given)
+        sums[backend] = sums_of(backend, model, options)
         side.release()
-    for kind, ours in sums["torch"].items():
-        report["kinds"][kind] = found = compared(ours, sums["jax"][kind])
-        print(f"{kind}: {found['with_other_bits']} of {found['positions']} have other bits")
-    if given.out:
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return int(any(found["with_other_bits"] for found in report["kinds"].values()))
+    return {kind: compared(ours, sums["jax"][kind]) for kind, ours in sums["torch"].items()}
 
 
 if __name__ == "__main__":

@@ -5,6 +5,12 @@ import numpy as np
 import torch
 
 from bench.quality import logit_bits
+from models.make_random import ROOT
+from shared.models.checkpoint import open_checkpoint
+from shared.models.families import config_from_folder
+from shared.text.tokenizer import Tokenizer
+
+DEMO = ROOT / "demo" / "target"
 
 
 def test_the_sum_of_a_rows_bits_is_one_in_both_frameworks_and_every_bit_counts():
@@ -22,3 +28,14 @@ def test_positions_count_as_far_as_both_have_gone_the_same_way():
     ours = [([5, 6, 7], [1, 2, 3]), ([5, 5], [1, 1])]
     theirs = [([5, 9, 7], [1, 4, 8]), ([5, 5], [1, 1])]
     assert logit_bits.compared(ours, theirs) == {"positions": 4, "with_other_bits": 1}
+
+
+def test_a_random_checkpoint_of_a_family_can_be_served_with_the_models_tokenizer(tmp_path):
+    for family in ("granite", "phi3"):
+        folder = tmp_path / family
+        folder.mkdir()
+        logit_bits.write_random(folder, family, DEMO)
+        config = config_from_folder(folder)
+        open_checkpoint(folder).check(config, with_mtp=False)
+        assert config.vocab == config_from_folder(DEMO).vocab
+        assert Tokenizer.from_folder(folder) is not None
