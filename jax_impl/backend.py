@@ -11,7 +11,6 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from jax.stages import Compiled, Lowered, Traced
 from jaxtyping import Int, Shaped
@@ -27,7 +26,7 @@ from jax_impl.machine import Machine
 from jax_impl.model import Model
 from jax_impl.operations import KERNEL_LIMITS
 from jax_impl.step import step
-from jax_impl.weights import DraftModel, LoadedHead, Weights
+from jax_impl.weights import BlockWeights, Loaded
 from jax_impl.workspace import workspace
 from shared.boundary.backend import (
     Blueprint,
@@ -65,10 +64,10 @@ class JaxBackend:
     def __init__(
         self,
         config: ModelConfig,
-        arrays: Arrays | Weights,
+        arrays: Arrays | Loaded,
         limits: Limits,
         drafts: Drafts,
-        draft_arrays: Arrays | Weights | DraftModel | None,
+        draft_arrays: Arrays | Loaded | None,
         *,
         dtype: str,
         device: jax.Device | str,
@@ -98,11 +97,12 @@ class JaxBackend:
         """
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
-        is_loaded = isinstance(arrays, Weights)
+        is_loaded = isinstance(arrays, Loaded)
         model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, where)
         check_limits(limits, drafts, model.has_mtp)
         if isinstance(draft_arrays, Mapping):
             draft_arrays = _placed(drafts, draft_arrays, kind, where)
+        in_stacks = weights.are_read_in_stacks(model, where)
         sizes = drafts.sizes
         self.limits, self.compiles = limits, 0
         self._blueprint = Blueprint(
@@ -114,10 +114,8 @@ class JaxBackend:
         )
         if ops.kernels_on(where) is not None:
             plain_operations(self._blueprint, KERNEL_LIMITS)
-        self._config, self._device, self._bind = config, where, _binding(config, drafts)
-        draft_modules = [] if draft_arrays is None else [draft_arrays]
-        self._graphs, parameters = zip(*map(nnx.split, [*draft_modules, model]), strict=True)
-        leaves, self._tree = jax.tree_util.tree_flatten_with_path(parameters)
+        self._device, self._bind = where, _binding(config, drafts, in_stacks)
+        leaves, self._tree = jax.tree_util.tree_flatten_with_path((model, draft_arrays))
         self._leaves = [_leaf(path, array, where) for path, array in leaves]
         allocate = partial(device_state.allocate, config, limits, sizes, kind, where)
         if all(isinstance(leaf, jax.Array | list) for leaf in self._leaves):
@@ -232,10 +230,7 @@ class JaxBackend:
     def _machine(self, leaves: list[Leaf]) -> Machine:
         """What a step works with, of the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
-        parts = zip(self._graphs, jax.tree.unflatten(self._tree, leaves), strict=True)
-        *draft_modules, model = (nnx.merge(*part) for part in parts)
-        target = Model.of(self._config, model)
-        return Machine(target, self._bind(*draft_modules, target), self.limits)
+        return Machine(*self._bind(*jax.tree.unflatten(self._tree, leaves)), self.limits)
 
 
 def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
@@ -245,7 +240,7 @@ def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
     slice of a stack that the program itself puts together is the layer's own matrix. A GPU reads
     slices in place and pays for each argument, so it gets the stacks.
     """
-    is_stack = any(getattr(key, "key", None) == "layers" for key in path)
+    is_stack = any(getattr(key, "name", None) == "stacks" for key in path)
     if not is_stack or device.platform != "cpu":
         return array
     return [jax.device_put(layer, device) for layer in np.asarray(array)]
@@ -257,28 +252,35 @@ def _shape_on(device: jax.Device, array: Shape) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
 
 
-def _placed(
-    drafts: Drafts, arrays: Arrays, dtype: np.dtype, device: jax.Device
-) -> Weights | DraftModel | None:
+def _placed(drafts: Drafts, arrays: Arrays, dtype: np.dtype, device: jax.Device) -> Loaded | None:
     if drafts.head is not None:
-        return weights.head_from_arrays(DraftHead(drafts.head, arrays), dtype, device).weights
+        return weights.head_from_arrays(DraftHead(drafts.head, arrays), dtype, device)
     if drafts.model is not None:
         return weights.from_arrays(arrays, drafts.model, dtype, device)
     return None
 
 
-def _binding(config: ModelConfig, drafts: Drafts) -> Callable[..., drafters.Drafter | None]:
-    """Makes the drafter of a trace from the weights of its own, if any, and the model's."""
-    if drafts.with_mtp:
-        return lambda model: EagleDrafter(heads.mtp(model))
-    if (small := drafts.model) is not None:
-        return lambda weights, model: StandaloneDrafter(Model.of(small, weights), config.vocab)
-    if (head := drafts.head) is None:
-        return lambda model: None
-    if drafts.block is not None:
-        return lambda weights, model: BlockDrafter(model, LoadedHead(head, weights))
-    made = heads.HEADS[drafts.kind]
-    return lambda weights, model: EagleDrafter(made(model, LoadedHead(head, weights)))
+def _binding(
+    config: ModelConfig, drafts: Drafts, in_stacks: bool
+) -> Callable[[Loaded, Loaded | None], tuple[Model, drafters.Drafter | None]]:
+    """Makes the model and the drafter of a trace from its arrays."""
+
+    def bind(loaded: Loaded, own: Loaded | None) -> tuple[Model, drafters.Drafter | None]:
+        model = Model.of(config, weights.weights_of(config, loaded, in_stacks))
+        if drafts.with_mtp:
+            return model, EagleDrafter(heads.mtp(model))
+        if own is None:
+            return model, None
+        if (small := drafts.model) is not None:
+            read = weights.weights_of(small, own, in_stacks)
+            return model, StandaloneDrafter(Model.of(small, read), config.vocab)
+        assert drafts.head is not None  # the arrays are of one
+        head = weights.head_of(drafts.head, own, in_stacks)
+        if isinstance(head, BlockWeights):
+            return model, BlockDrafter(model, head)
+        return model, EagleDrafter(heads.HEADS[drafts.kind](model, head))
+
+    return bind
 
 
 def compiler_options(device: jax.Device, quick_compile: bool) -> dict[str, bool | int]:

@@ -16,7 +16,7 @@ from jax_impl.layers import (
 )
 from jax_impl.ops import Place, layers, linear
 from jax_impl.ops.attention import KV, Rows
-from jax_impl.ops.linear import Matrix, Stream
+from jax_impl.ops.linear import Stream
 from jax_impl.ops.mix import PagedKV
 from jax_impl.weights import Layer, Weights
 from shared.models.config import ModelConfig
@@ -62,7 +62,7 @@ class Model(NamedTuple):
         kinds, blocks = config.layer_kinds, []
         for number, (kind, each) in enumerate(zip(kinds, config.layers, strict=True)):
             place = kinds[:number].count(kind)
-            blocks.append(Block(each.mixer, place, weights.layers.layer(number, kind, place)))
+            blocks.append(Block(each.mixer, place, weights.layers[number]))
         return cls(config, weights, tuple(blocks))
 
 
@@ -103,7 +103,7 @@ def forward(
         inputs = linear.normed_product(stream, layer.input_norm, before, layer.mixer.inputs)
         return gated_delta_layer(config, layer, inputs, stream, mixer, carry, place)
 
-    embedded = layers.embedded(model.weights.embed[...], tokens, config.embedding_factor)
+    embedded = layers.embedded(model.weights.embed, tokens, config.embedding_factor)
     stream = linear.stream(embedded)
     streams, paged = [stream.rows], {each: sight.kv for each, sight in sights.items()}
     for block in model.blocks:
@@ -115,11 +115,10 @@ def forward(
             assert mixer is not None
             stream, mixer.carry = delta_block(block.layer, stream, mixer.carry, block.place)
         streams.append(stream.rows)
-    hidden = layers.rms_norm(stream.rows, model.weights.final_norm[...], eps)
+    hidden = layers.rms_norm(stream.rows, model.weights.final_norm, eps)
     return Forward(hidden, tuple(streams[i] for i in kept_streams), kv)
 
 
 def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R vocab"]:
     """Scores of the next token, float32."""
-    head = Matrix(model.weights.head[...])
-    return linear.product_float32(hidden, head, model.config.logits_factor)
+    return linear.product_float32(hidden, model.weights.lm_head, model.config.logits_factor)

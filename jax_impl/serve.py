@@ -12,7 +12,7 @@ from jax_impl import convert
 from jax_impl.backend import JaxBackend
 from jax_impl.devices import find_device
 from jax_impl.operations import KERNEL_LIMITS
-from jax_impl.weights import DraftModel, Weights, load, load_head
+from jax_impl.weights import Loaded, load, load_head
 from jax_impl.workspace import workspace
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import DraftFiles
@@ -59,7 +59,7 @@ def read_weights(
     draft_files: DraftFiles,
     device: jax.Device,
     progress: Callable[[int], None],
-) -> tuple[Weights, DraftModel | Weights | None]:
+) -> tuple[Loaded, Loaded | None]:
     """The model's weights on a device, and those that draft, if they are its own."""
     placement = (jnp.dtype(blueprint.dtype), device, progress)
     weights = load(checkpoint, blueprint.config, blueprint.drafts.with_mtp, *placement)

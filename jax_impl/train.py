@@ -24,9 +24,9 @@ from jax_impl.training import export, outputs, tasks
 from jax_impl.training.examples import Batches, Rows, open_tokenizer, read_prompts, read_rows
 from jax_impl.training.forward import check_trained
 from jax_impl.training.loop import Schedule, train
+from jax_impl.training.modules import DraftModel
 from jax_impl.training.saving import note_run
 from jax_impl.training.tasks import Module, Precision, Target, Trainable
-from jax_impl.weights import DraftModel
 from shared.drafts.config import DraftConfig
 from shared.engine.request import SamplingParams
 from shared.models.checkpoint import open_checkpoint

@@ -1,8 +1,8 @@
-"""The weights of a model as NNX modules: one stack `[layers, ...]` per layer kind and parameter.
+"""The weights of a model: arrays on a device under their names, and the records that a step reads.
 
-Names are those of `shared.models.parameters`. Norm weights are float32 with the 1 of zero-centred
-norms added; everything else has the model's dtype, but for what the checkpoint layout keeps in
-float32.
+A program takes the arrays, a stack `[layers, ...]` for each parameter that every layer has one of,
+and makes the records of them while it is traced. Norms are float32 and scale by what they are, not
+by 1 more.
 """
 
 import math
@@ -13,29 +13,20 @@ from typing import NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jaxtyping import Float, Int, Shaped
 
 from jax_impl import dummy
 from jax_impl.ops import linear
 from jax_impl.ops.linear import Matrix
-from shared.drafts import checkpoint as draft_checkpoint
+from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
-from shared.models.parameters import (
-    BIAS,
-    NORMS,
-    NORMS_BEHIND,
-    Parameter,
-    norms_before,
-    parameters,
-)
+from shared.models.parameters import BIAS, Parameter, norms_before, parameters
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
-
 
 LARGE = 1 << 24
 """Numbers from which on a stack is read to the device tensor by tensor and never lies as a whole in
@@ -84,168 +75,76 @@ class Layer(NamedTuple):
     feed_end_norm: Float[jax.Array, " hidden"] | None
 
 
-class AttentionStack(nnx.Module):
-    """The attention layers of a stack."""
+class Mtp(NamedTuple):
+    """The MTP layer of a Qwen3.5 checkpoint, which drafts for NEXTN."""
 
-    def __init__(self, arrays: Arrays, prefix: str) -> None:
-        self.inputs = nnx.Param(arrays[f"{prefix}inputs"])
-        self.out = nnx.Param(arrays[f"{prefix}out"])
-        _take_biases(self, arrays, prefix, ("inputs", "out"))
-        if f"{prefix}q_norm" in arrays:
-            self.q_norm = nnx.Param(arrays[f"{prefix}q_norm"])
-            self.k_norm = nnx.Param(arrays[f"{prefix}k_norm"])
-
-    def layer(self, place: int, in_stacks: bool) -> Attention:
-        norms = [self.q_norm, self.k_norm] if hasattr(self, "q_norm") else [None, None]
-        # As with the weights: kernels take their layer's of a stack.
-        norms = [x if x is None else x[...] if in_stacks else x[place] for x in norms]
-        return Attention(
-            inputs=_matrix(self, "inputs", place, in_stacks),
-            out=_matrix(self, "out", place, in_stacks),
-            q_norm=norms[0],
-            k_norm=norms[1],
-        )
+    fc: Matrix
+    embedding_norm: Float[jax.Array, " hidden"]
+    hidden_norm: Float[jax.Array, " hidden"]
+    final_norm: Float[jax.Array, " hidden"]
+    layer: Layer
 
 
-class GatedDeltaStack(nnx.Module):
-    """The gated-delta layers of a stack."""
+class Weights(NamedTuple):
+    """A model's weights."""
 
-    inputs: nnx.Param
-    conv: nnx.Param
-    a_log: nnx.Param
-    dt_bias: nnx.Param
-    norm: nnx.Param
-    out: nnx.Param
-
-    def __init__(self, arrays: Arrays, prefix: str) -> None:
-        for name in GatedDelta._fields:
-            setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
-
-    def layer(self, place: int, in_stacks: bool) -> GatedDelta:
-        # As with the weights: kernels take their layer's of a stack.
-        small = (self.conv, self.a_log, self.dt_bias, self.norm)
-        conv, a_log, dt_bias, norm = (x[...] if in_stacks else x[place] for x in small)
-        inputs, out = (_matrix(self, x, place, in_stacks) for x in ("inputs", "out"))
-        return GatedDelta(inputs, conv, a_log, dt_bias, norm, out)
+    embed: Float[jax.Array, "vocab hidden"]
+    lm_head: Matrix
+    final_norm: Float[jax.Array, " hidden"]
+    layers: tuple[Layer, ...]
+    mtp: Mtp | None
 
 
-class Layers(nnx.Module):
-    """A stack of decoder layers: what all have, and a stack for each kind of mixer.
+class HeadWeights(NamedTuple):
+    """An EAGLE or EAGLE-3 head; what is None the head does without, or shares with its target.
 
     Attributes:
-      in_stacks: Layers are given the stacks, as kernels read them, and not their own matrices.
+      draft_ids: The target's id of each token of the draft vocabulary.
     """
 
-    input_norm: nnx.Param
-    hidden_norm: nnx.Param
-    post_attention_norm: nnx.Param
-
-    def __init__(self, arrays: Arrays, prefix: str, in_stacks: bool) -> None:
-        self.in_stacks = in_stacks
-        # Each layer lacks some; what is folded is missing too.
-        for name in ("hidden_norm", *NORMS, *NORMS_BEHIND):
-            if f"{prefix}{name}" in arrays:
-                setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
-        self.gate_up = nnx.Param(arrays[f"{prefix}mlp.gate_up"])
-        self.down = nnx.Param(arrays[f"{prefix}mlp.down"])
-        _take_biases(self, arrays, f"{prefix}mlp.", ("gate_up", "down"))
-        if f"{prefix}attention.inputs" in arrays:
-            self.attention = AttentionStack(arrays, f"{prefix}attention.")
-        if f"{prefix}gated_delta.inputs" in arrays:
-            self.gated_delta = GatedDeltaStack(arrays, f"{prefix}gated_delta.")
-
-    def layer(self, number: int, kind: str, place: int) -> Layer:
-        """The layer of a number, which stands at a place among its kind."""
-        stack = self.attention if kind == "attention" else self.gated_delta
-        gate_up, down = (_matrix(self, x, number, self.in_stacks) for x in ("gate_up", "down"))
-
-        def norm(name: str) -> Float[jax.Array, " hidden"] | None:
-            return getattr(self, name)[number] if hasattr(self, name) else None
-
-        return Layer(
-            input_norm=norm("input_norm"),
-            mixer=stack.layer(place, self.in_stacks),
-            post_norm=norm("post_attention_norm"),
-            mlp=Mlp(gate_up, down),
-            mixer_end_norm=norm("mixer_end_norm"),
-            feed_end_norm=norm("feed_end_norm"),
-        )
+    config: DraftConfig
+    fc: Matrix
+    fc_bias: Float[jax.Array, " hidden"] | None
+    aux_norm: Float[jax.Array, "streams target_hidden"] | None
+    input_norm: Float[jax.Array, " inputs"] | None
+    hidden_norm: Float[jax.Array, " hidden"] | None
+    layer: Layer
+    final_norm: Float[jax.Array, " hidden"] | None
+    lm_head: Matrix | None
+    embed: Float[jax.Array, "vocab hidden"] | None
+    draft_ids: Int[jax.Array, " draft_vocab"] | None
 
 
-def _take_biases(owner: nnx.Module, arrays: Arrays, prefix: str, names: tuple[str, ...]) -> None:
-    """Takes what the products with some weights add, where the model has that."""
-    for name in names:
-        if f"{prefix}{name}{BIAS}" in arrays:
-            setattr(owner, f"{name}{BIAS}", nnx.Param(arrays[f"{prefix}{name}{BIAS}"]))
+class BlockWeights(NamedTuple):
+    """A DFlash head; embedding and `lm_head` are its target's."""
+
+    config: DraftConfig
+    fc: Matrix
+    hidden_norm: Float[jax.Array, " hidden"]
+    layers: tuple[Layer, ...]
+    final_norm: Float[jax.Array, " hidden"]
 
 
-def _matrix(owner: nnx.Module, name: str, place: int, in_stacks: bool) -> Matrix:
-    """A weight of a stack: by itself, or as kernels read it."""
-    stack, bias = getattr(owner, name), getattr(owner, f"{name}{BIAS}", None)
-    if in_stacks:
-        return Matrix(stack[...], place, None if bias is None else bias[...])
-    return Matrix(stack[place], bias=None if bias is None else bias[place])
+class Loaded(NamedTuple):
+    """What was read, by the names of `shared.models.parameters` and of heads.
 
+    Attributes:
+      alone: What a model or a head has once.
+      stacks: What each layer has, one behind the other.
+    """
 
-class Mtp(nnx.Module):
-    """The MTP layer, which drafts for NEXTN."""
+    alone: dict[str, jax.Array]
+    stacks: dict[str, jax.Array]
 
-    def __init__(self, arrays: Arrays, in_stacks: bool = False) -> None:
-        self.fc = nnx.Param(arrays["mtp.fc"])
-        self.embedding_norm = nnx.Param(arrays["mtp.embedding_norm"])
-        self.hidden_norm = nnx.Param(arrays["mtp.hidden_norm"])
-        self.final_norm = nnx.Param(arrays["mtp.final_norm"])
-        self.layers = Layers(arrays, "mtp.layer.", in_stacks)
-
-
-class Weights(nnx.Module):
-    """A model; `lm_head` is the embedding where the two are tied."""
-
-    def __init__(self, arrays: Arrays, in_stacks: bool = False) -> None:
-        self.embed = nnx.Param(arrays["embed"])
-        if "lm_head" in arrays:
-            self.lm_head = nnx.Param(arrays["lm_head"])
-        self.final_norm = nnx.Param(arrays["final_norm"])
-        self.layers = Layers(arrays, "", in_stacks)
-        if "mtp.fc" in arrays:
-            self.mtp = Mtp(arrays, in_stacks)
+    @property
+    def named(self) -> dict[str, jax.Array]:
+        """All of it."""
+        return self.alone | self.stacks
 
     @property
     def has_mtp(self) -> bool:
         """Whether the MTP layer is there."""
-        return hasattr(self, "mtp")
-
-    @property
-    def head(self) -> nnx.Param:
-        """The matrix that gives the logits."""
-        return self.lm_head if hasattr(self, "lm_head") else self.embed
-
-
-class DraftModel(nnx.Module):
-    """A draft head of its own checkpoint; what it lacks it shares with the target or does without.
-
-    `draft_ids` holds the target's id of each token of a draft vocabulary. A DFlash head has
-    `hidden_norm` beside `fc`, and a stack of several layers.
-    """
-
-    fc_bias: nnx.Param
-    aux_norm: nnx.Param
-    input_norm: nnx.Param
-    hidden_norm: nnx.Param
-    post_attention_norm: nnx.Param
-    final_norm: nnx.Param
-    lm_head: nnx.Param
-    embed: nnx.Param
-
-    def __init__(self, arrays: Arrays, in_stacks: bool = False) -> None:
-        self.fc = nnx.Param(arrays["fc"])
-        norms = ("aux_norm", "input_norm", "hidden_norm", "final_norm")
-        for name in ("fc_bias", *norms, "lm_head", "embed"):
-            if name in arrays:
-                setattr(self, name, nnx.Param(arrays[name]))
-        if "draft_ids" in arrays:
-            self.draft_ids = nnx.Variable(arrays["draft_ids"])
-        self.layers = Layers(arrays, "layer.", in_stacks)
+        return "mtp.fc" in self.alone
 
 
 class Loadable(Protocol):
@@ -256,13 +155,6 @@ class Loadable(Protocol):
     ) -> Shaped[np.ndarray, "..."]: ...
 
 
-class LoadedHead(NamedTuple):
-    """A draft head whose weights are on the device; as `shared.drafts.config.DraftHead`."""
-
-    config: DraftConfig
-    weights: DraftModel
-
-
 def load(
     checkpoint: Loadable,
     config: ModelConfig,
@@ -270,7 +162,7 @@ def load(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
-) -> Weights:
+) -> Loaded:
     """Reads a checkpoint to the device, parameter by parameter.
 
     Args:
@@ -280,11 +172,9 @@ def load(
     Raises:
       CheckpointError: A tensor is missing or has another shape.
     """
-    arrays = {}
-    for parameter in parameters(config, with_mtp):
-        array = _loaded(checkpoint, parameter, dtype, device, progress)
-        arrays[parameter.name] = _placed(parameter, array, dtype, device)
-    return _model(arrays, config, device)
+    wanted = parameters(config, with_mtp)
+    read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
+    return _model(_sorted_out(wanted, read, dtype, device), config, device)
 
 
 def load_head(
@@ -293,20 +183,48 @@ def load_head(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
-) -> DraftModel:
+) -> Loaded:
     """Reads a draft head to the device, parameter by parameter; see `load`.
 
     Raises:
       CheckpointError: See `shared.drafts.checkpoint.check_head`.
     """
-    arrays = {}
-    for parameter in draft_checkpoint.check_head(checkpoint, config):
-        array = _loaded(checkpoint, parameter, dtype, device, progress)
-        arrays[parameter.name] = _placed(parameter, array, dtype, device)
+    wanted = check_head(checkpoint, config)
+    read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
+    loaded = _sorted_out(wanted, read, dtype, device)
     if config.has_draft_vocab:
-        ids = draft_checkpoint.draft_ids(checkpoint, config)
-        arrays["draft_ids"] = _placed_ids(ids, device)
-    return _head(arrays, config, device)
+        loaded.alone["draft_ids"] = _placed_ids(draft_ids(checkpoint, config), device)
+    return _head(loaded, config, device)
+
+
+def from_arrays(
+    arrays: Arrays, config: ModelConfig, dtype: np.dtype | type, device: jax.Device
+) -> Loaded:
+    """Brings arrays under the names of `shared.models.parameters` to the device."""
+    wanted = parameters(config, "mtp.fc" in arrays)
+    return _model(_sorted_out(wanted, lambda p: arrays[p.name], dtype, device), config, device)
+
+
+def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device) -> Loaded:
+    """Brings the arrays of a draft head to the device; it may lack some."""
+    wanted = [p for p in head_parameters(head.config, None) if p.name in head.weights]
+    loaded = _sorted_out(wanted, lambda p: head.weights[p.name], dtype, device)
+    if head.config.has_draft_vocab:
+        loaded.alone["draft_ids"] = _placed_ids(head.weights["draft_ids"], device)
+    return _head(loaded, head.config, device)
+
+
+def _sorted_out(
+    wanted: Sequence[Parameter],
+    read: Callable[[Parameter], Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]],
+    dtype: np.dtype | type,
+    device: jax.Device,
+) -> Loaded:
+    loaded = Loaded({}, {})
+    for parameter in wanted:
+        where = loaded.stacks if parameter.stacked else loaded.alone
+        where[parameter.name] = _placed(parameter, read(parameter), dtype, device)
+    return loaded
 
 
 def _loaded(
@@ -341,56 +259,6 @@ def _written(
     return lax.dynamic_update_slice(stack, piece.astype(stack.dtype), start)
 
 
-def from_arrays(
-    arrays: Arrays, config: ModelConfig, dtype: np.dtype | type, device: jax.Device
-) -> Weights:
-    """Brings arrays under the names of `shared.models.parameters` to the device."""
-    wanted = parameters(config, "mtp.fc" in arrays)
-    return _model(_from_arrays(wanted, arrays, dtype, device), config, device)
-
-
-def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device) -> LoadedHead:
-    """Brings the arrays of a draft head to the device."""
-    wanted = draft_checkpoint.head_parameters(head.config, None)
-    placed = _from_arrays(wanted, head.weights, dtype, device)
-    if head.config.has_draft_vocab:
-        placed["draft_ids"] = _placed_ids(head.weights["draft_ids"], device)
-    return LoadedHead(head.config, _head(placed, head.config, device))
-
-
-def _model(arrays: dict[str, jax.Array], config: ModelConfig, device: jax.Device) -> Weights:
-    if not linear.folds_norms(arrays["embed"], device):
-        return Weights(arrays)
-    norms = [] if config.norms_behind else norms_before("", config.layer_kinds)
-    norms += norms_before("mtp.layer.", ["attention"]) if "mtp.fc" in arrays else []
-    return Weights(_folded(arrays, norms), in_stacks=True)
-
-
-def _head(arrays: dict[str, jax.Array], config: DraftConfig, device: jax.Device) -> DraftModel:
-    if not linear.folds_norms(arrays["fc"], device):
-        return DraftModel(arrays)
-    norms = norms_before("layer.", config.layer.layer_kinds, with_inputs=False)
-    return DraftModel(_folded(arrays, norms), in_stacks=True)
-
-
-def _folded(
-    arrays: dict[str, jax.Array], norms: list[tuple[str, list[int], str]]
-) -> dict[str, jax.Array]:
-    """Without norms, whose scales are in the weights behind them."""
-    for name, numbers, weight in norms:
-        scale = arrays[name][jnp.asarray(numbers)]
-        arrays[weight] = linear.scaled(arrays[weight], scale)
-    folded = {name for name, _, _ in norms}
-    return {name: array for name, array in arrays.items() if name not in folded}
-
-
-def _from_arrays(
-    wanted: Sequence[Parameter], arrays: Arrays, dtype: np.dtype | type, device: jax.Device
-) -> dict[str, jax.Array]:
-    """Those of the parameters that are there; a head may lack some."""
-    return {p.name: _placed(p, arrays[p.name], dtype, device) for p in wanted if p.name in arrays}
-
-
 def _placed(
     parameter: Parameter,
     array: Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."],
@@ -405,3 +273,141 @@ def _placed(
 
 def _placed_ids(ids: Shaped[np.ndarray, " draft_vocab"], device: jax.Device) -> jax.Array:
     return jax.device_put(jnp.asarray(ids, np.int32), device)
+
+
+def _model(loaded: Loaded, config: ModelConfig, device: jax.Device) -> Loaded:
+    norms = [] if config.norms_behind else norms_before("", config.layer_kinds)
+    norms += norms_before("mtp.layer.", ["attention"]) if loaded.has_mtp else []
+    return _folded(loaded, norms, device)
+
+
+def _head(loaded: Loaded, config: DraftConfig, device: jax.Device) -> Loaded:
+    norms = norms_before("layer.", config.layer.layer_kinds, with_inputs=False)
+    return _folded(loaded, norms, device)
+
+
+def _folded(loaded: Loaded, norms: list[tuple[str, list[int], str]], device: jax.Device) -> Loaded:
+    """Without norms whose scales are in the weights behind them, where products want that."""
+    if not linear.folds_norms(_any_matrix(loaded), device):
+        return loaded
+    stacks = dict(loaded.stacks)
+    for name, numbers, weight in norms:
+        stacks[weight] = linear.scaled(stacks[weight], stacks[name][jnp.asarray(numbers)])
+    for name in {name for name, _, _ in norms}:
+        del stacks[name]
+    return loaded._replace(stacks=stacks)
+
+
+def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
+    """Whether a layer is given the stacks, as kernels read them, and not its own matrices."""
+    return linear.folds_norms(_any_matrix(loaded), device)
+
+
+def _any_matrix(loaded: Loaded) -> jax.Array:
+    return next(array for name, array in loaded.stacks.items() if name.endswith("mlp.down"))
+
+
+# Records, of the arrays that a trace has
+
+
+def weights_of(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Weights:
+    """A model's records; `in_stacks` is that of `are_read_in_stacks`."""
+    alone = loaded.alone
+    return Weights(
+        embed=alone["embed"],
+        lm_head=Matrix(alone.get("lm_head", alone["embed"])),
+        final_norm=alone["final_norm"],
+        layers=_layers(loaded.stacks, "", config.layer_kinds, in_stacks),
+        mtp=_mtp(loaded, in_stacks) if loaded.has_mtp else None,
+    )
+
+
+def head_of(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights | BlockWeights:
+    """A draft head's records; see `weights_of`."""
+    return (_block if config.block else _eagle)(config, loaded, in_stacks)
+
+
+def _layers(
+    stacks: Mapping[str, jax.Array], prefix: str, kinds: Sequence[str], in_stacks: bool
+) -> tuple[Layer, ...]:
+    layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
+    for i, kind in enumerate(kinds):
+
+        def norm(name: str, i: int = i) -> Float[jax.Array, " hidden"] | None:
+            stack = stacks.get(f"{prefix}{name}")
+            return None if stack is None else stack[i]
+
+        names = ("gate_up", "down")
+        layer = Layer(
+            input_norm=norm("input_norm"),
+            mixer=mixers[kind](stacks, f"{prefix}{kind}.", kinds[:i].count(kind), in_stacks),
+            post_norm=norm("post_attention_norm"),
+            mlp=Mlp(*(_matrix(stacks, f"{prefix}mlp.{x}", i, in_stacks) for x in names)),
+            mixer_end_norm=norm("mixer_end_norm"),
+            feed_end_norm=norm("feed_end_norm"),
+        )
+        layers.append(layer)
+    return tuple(layers)
+
+
+def _attention(
+    stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool
+) -> Attention:
+    norms = [stacks.get(f"{prefix}{x}_norm") for x in "qk"]
+    # As with the weights: kernels take their layer's of a stack.
+    norms = [x if x is None or in_stacks else x[place] for x in norms]
+    inputs, out = (_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
+    return Attention(inputs, out, *norms)
+
+
+def _gated_delta(
+    stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool
+) -> GatedDelta:
+    small = (stacks[f"{prefix}{x}"] for x in ("conv", "a_log", "dt_bias", "norm"))
+    conv, a_log, dt_bias, norm = (x if in_stacks else x[place] for x in small)
+    inputs, out = (_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in ("inputs", "out"))
+    return GatedDelta(inputs, conv, a_log, dt_bias, norm, out)
+
+
+def _matrix(stacks: Mapping[str, jax.Array], name: str, place: int, in_stacks: bool) -> Matrix:
+    """The weight of one layer of a stack, with its bias where the model has one."""
+    stack, bias = stacks[name], stacks.get(f"{name}{BIAS}")
+    if in_stacks:
+        return Matrix(stack, place, bias)
+    return Matrix(stack[place], bias=None if bias is None else bias[place])
+
+
+def _mtp(loaded: Loaded, in_stacks: bool) -> Mtp:
+    norms = ("embedding_norm", "hidden_norm", "final_norm")
+    return Mtp(
+        fc=Matrix(loaded.alone["mtp.fc"]),
+        layer=_layers(loaded.stacks, "mtp.layer.", ("attention",), in_stacks)[0],
+        **{name: loaded.alone[f"mtp.{name}"] for name in norms},
+    )
+
+
+def _block(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> BlockWeights:
+    return BlockWeights(
+        config=config,
+        fc=Matrix(loaded.alone["fc"]),
+        hidden_norm=loaded.alone["hidden_norm"],
+        layers=_layers(loaded.stacks, "layer.", config.layer.layer_kinds, in_stacks),
+        final_norm=loaded.alone["final_norm"],
+    )
+
+
+def _eagle(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights:
+    alone, hidden_norm = loaded.alone, loaded.stacks.get("layer.hidden_norm")
+    return HeadWeights(
+        config=config,
+        fc=Matrix(alone["fc"]),
+        fc_bias=alone.get("fc_bias"),
+        aux_norm=loaded.stacks.get("aux_norm"),
+        input_norm=alone.get("input_norm"),
+        hidden_norm=None if hidden_norm is None else hidden_norm[0],
+        layer=_layers(loaded.stacks, "layer.", ("attention",), in_stacks)[0],
+        final_norm=alone.get("final_norm"),
+        lm_head=Matrix(alone["lm_head"]) if "lm_head" in alone else None,
+        embed=alone.get("embed"),
+        draft_ids=alone.get("draft_ids"),
+    )

@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 from jax.stages import Lowered
@@ -197,7 +196,7 @@ def lowered_step(
     )
     with gpu.traced():
         read = partial(serve.read_weights, blueprint, *files, gpu.device, lambda num_bytes: None)
-        weights, draft_weights = nnx.eval_shape(read)
+        weights, draft_weights = jax.eval_shape(read)
         backend = JaxBackend(
             blueprint.config,
             weights,

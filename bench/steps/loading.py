@@ -89,8 +89,7 @@ def measure(backend: str, folder: Path) -> dict[str, float]:
         began = time.perf_counter()
         read = weights.load(checkpoint, config, False, *placement, lambda num_bytes: None)
         if backend == "jax":
-            nnx = import_module("flax.nnx")
-            framework.block_until_ready(framework.tree.leaves(nnx.state(read)))
+            framework.block_until_ready(framework.tree.leaves(read))
         elif where == "cuda":
             framework.cuda.synchronize()
         seconds = time.perf_counter() - began

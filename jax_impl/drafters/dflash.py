@@ -13,9 +13,9 @@ from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import draft_tree, linear, verify_rows
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import embedded, rms_norm
-from jax_impl.ops.linear import Matrix, normed_product, product
+from jax_impl.ops.linear import normed_product, product
 from jax_impl.ops.mix import PagedKV
-from jax_impl.weights import Layer, LoadedHead
+from jax_impl.weights import BlockWeights
 from shared.drafts.block import BlockConfig
 from shared.drafts.config import DraftConfig, DraftSizes
 from shared.spec.draft_tree import TreeShape
@@ -25,7 +25,7 @@ class BlockDrafter(NamedTuple):
     """A `jax_impl.drafters.Drafter` made of a DFlash head, on its weights and its target."""
 
     target: Model
-    weights: LoadedHead
+    weights: BlockWeights
 
     @property
     def streams(self) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class BlockDrafter(NamedTuple):
         """The tree is a chain of the block's first drafts; rows past the lengths hold its KV."""
         draft_from, block = memory.draft_from[plan.slots], _block_of(self.weights.config)
         rows = block_rows(block, lengths, draft_from, plan.page_table)
-        embed = self.target.weights.embed[...]
+        embed = self.target.weights.embed
         hidden, kv = fill(self.weights, embed, newest, rows, memory.kv)
         taken = hidden[:, 1 : 1 + shape.depth]
         scores = logits(self.target, taken.reshape(-1, hidden.shape[2]))
@@ -84,22 +84,17 @@ def _block_of(config: DraftConfig) -> BlockConfig:
     return config.block
 
 
-def _layers_of(weights: LoadedHead) -> list[Layer]:
-    stack, number = weights.weights.layers, weights.config.layer.num_layers
-    return [stack.layer(place, "attention", place) for place in range(number)]
-
-
-def write_context(weights: LoadedHead, rows: Rows, passed: Forward, kv: KV) -> KV:
+def write_context(weights: BlockWeights, rows: Rows, passed: Forward, kv: KV) -> KV:
     """Writes rows of context, committed tokens, to the pools of all layers.
 
     Args:
       passed: The target's pass over the rows, with the streams that the head reads.
     """
-    config, head = weights.config.layer, weights.weights
-    joined = product(jnp.concatenate(passed.streams, axis=1), Matrix(head.fc[...]))
-    read = rms_norm(joined, head.hidden_norm[...], config.rms_eps)
+    config = weights.config.layer
+    joined = product(jnp.concatenate(passed.streams, axis=1), weights.fc)
+    read = rms_norm(joined, weights.hidden_norm, config.rms_eps)
     turn = angles(config.attention, rows.positions)
-    for place, layer in enumerate(_layers_of(weights)):
+    for place, layer in enumerate(weights.layers):
         kv = write_keys(config, layer, read, turn, rows, kv, place)
     return kv
 
@@ -143,7 +138,7 @@ def block_rows(
 
 
 def fill(
-    weights: LoadedHead,
+    weights: BlockWeights,
     embed: Float[jax.Array, "vocab hidden"],
     newest: Int[jax.Array, " B"],
     rows: list[Rows],
@@ -160,10 +155,10 @@ def fill(
     turn = angles(config.attention, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
     stream = linear.stream(embedded(embed, tokens.reshape(-1)))
-    for place, (layer, seen) in enumerate(zip(_layers_of(weights), rows, strict=True)):
+    for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         sight = Sight(turn, None, seen, PagedKV.of(kv, seen))
         qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
         stream, paged = attention_layer(config, layer, qkv, stream, sight, place)
         kv = paged.pools
-    out = rms_norm(stream.rows, weights.weights.final_norm[...], config.rms_eps)
+    out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
     return out.reshape(*tokens.shape, -1), kv

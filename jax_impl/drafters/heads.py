@@ -17,9 +17,9 @@ from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import linear
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.layers import embedded, rms_norm
-from jax_impl.ops.linear import Matrix, Stream, normed_product, product, product_float32
+from jax_impl.ops.linear import Stream, normed_product, product, product_float32
 from jax_impl.ops.sampling import over_tokens
-from jax_impl.weights import DraftModel, Layer, LoadedHead
+from jax_impl.weights import HeadWeights, Layer
 from shared.models.config import ModelConfig
 
 Inputs = Float[jax.Array, "R inputs"]
@@ -55,61 +55,61 @@ class Head(NamedTuple):
 def mtp(model: Model) -> Head:
     """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model."""
     config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
-    layer = weights.layers.layer(0, "attention", 0)
+    assert weights is not None  # the checkpoint was read with its MTP layer
+    layer = weights.layer
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        embedding = embedded(model.weights.embed[...], tokens)
-        fed = rms_norm(embedding, weights.embedding_norm[...], eps)
-        normed = rms_norm(hidden, weights.hidden_norm[...], eps)
-        joined = jnp.concatenate([fed, normed], axis=1)
-        stream = linear.stream(product(joined, Matrix(weights.fc[...])))
+        fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
+        normed = rms_norm(hidden, weights.hidden_norm, eps)
+        stream = linear.stream(product(jnp.concatenate([fed, normed], axis=1), weights.fc))
         qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
         x, kv = _decoder_layer(config, layer, qkv, stream, rows, kv)
-        return rms_norm(x, weights.final_norm[...], eps), kv
+        return rms_norm(x, weights.final_norm, eps), kv
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
 
 
-def eagle(model: Model, weights: LoadedHead) -> Head:
+def eagle(model: Model, weights: HeadWeights) -> Head:
     """An EAGLE-1 or EAGLE-2 head: one layer without an input norm, no final norm.
 
     It shares embedding and head with the target.
     """
-    config, head = weights.config.layer, weights.weights
-    layer = head.layers.layer(0, "attention", 0)
+    config, embed = weights.config.layer, _embedding(model, weights)
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        fed = embedded(model.weights.embed[...], tokens)
-        x = _fc(head, jnp.concatenate([fed, hidden], axis=1))
-        qkv = product(x, layer.mixer.inputs)
-        return _decoder_layer(config, layer, qkv, Stream(x), rows, kv)
+        x = _fc(weights, jnp.concatenate([embedded(embed, tokens), hidden], axis=1))
+        qkv = product(x, weights.layer.mixer.inputs)
+        return _decoder_layer(config, weights.layer, qkv, Stream(x), rows, kv)
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
 
 
-def eagle3(model: Model, weights: LoadedHead) -> Head:
+def eagle3(model: Model, weights: HeadWeights) -> Head:
     """An EAGLE-3 head: one layer whose attention reads embedding and hidden state side by side."""
-    config, head, settings = weights.config.layer, weights.weights, weights.config
-    eps, layer = config.rms_eps, head.layers.layer(0, "attention", 0)
-    embed, input_norm = head.embed if settings.own_embed else model.weights.embed, layer.input_norm
-    assert input_norm is not None  # an EAGLE-3 head has one
+    config, embed = weights.config.layer, _embedding(model, weights)
+    eps, norm_output = config.rms_eps, weights.config.norm_output
+    input_norm, hidden_norm = weights.layer.input_norm, weights.hidden_norm
+    final_norm = weights.final_norm
+    assert input_norm is not None  # an EAGLE-3 head has all three
+    assert hidden_norm is not None
+    assert final_norm is not None
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        fed = rms_norm(embedded(embed[...], tokens), input_norm, eps)
-        normed = rms_norm(hidden, head.layers.hidden_norm[0], eps)
-        qkv = product(jnp.concatenate([fed, normed], axis=1), layer.mixer.inputs)
-        x, kv = _decoder_layer(config, layer, qkv, Stream(hidden), rows, kv)
-        return rms_norm(x, head.final_norm[...], eps) if settings.norm_output else x, kv
+        fed = rms_norm(embedded(embed, tokens), input_norm, eps)
+        normed = rms_norm(hidden, hidden_norm, eps)
+        qkv = product(jnp.concatenate([fed, normed], axis=1), weights.layer.mixer.inputs)
+        x, kv = _decoder_layer(config, weights.layer, qkv, Stream(hidden), rows, kv)
+        return rms_norm(x, final_norm, eps) if norm_output else x, kv
 
     def scores(hidden: Hidden) -> Logits:
-        if not settings.norm_output:
-            hidden = rms_norm(hidden, head.final_norm[...], eps)
-        if not settings.own_lm_head:
+        if not norm_output:
+            hidden = rms_norm(hidden, final_norm, eps)
+        if weights.lm_head is None:
             return logits(model, hidden)
-        return product_float32(hidden, Matrix(head.lm_head[...]))
+        return product_float32(hidden, weights.lm_head)
 
-    columns = head.draft_ids[...] if settings.has_draft_vocab else None
-    return Head(config, settings.aux_streams, partial(_project, weights), forward, scores, columns)
+    project, columns = partial(_project, weights), weights.draft_ids
+    return Head(config, weights.config.aux_streams, project, forward, scores, columns)
 
 
 HEADS = {"EAGLE": eagle, "EAGLE3": eagle3}
@@ -120,22 +120,25 @@ def _final_hidden(passed: Forward) -> Hidden:
     return passed.hidden
 
 
-def _project(weights: LoadedHead, passed: Forward) -> Hidden:
+def _project(weights: HeadWeights, passed: Forward) -> Hidden:
     """As `shared.spec.eagle.eagle3_project`."""
-    config, head, aux = weights.config, weights.weights, list(passed.streams)
-    eps = config.layer.rms_eps
-    if config.norm_aux:
-        pairs = zip(aux, head.aux_norm[...], strict=True)
+    aux, eps = list(passed.streams), weights.config.layer.rms_eps
+    if weights.aux_norm is not None:
+        pairs = zip(aux, weights.aux_norm, strict=True)
         aux = [rms_norm(stream, norm, eps) for stream, norm in pairs]
     joined = jnp.concatenate(aux, axis=1)
-    if config.norm_input:
-        joined = rms_norm(joined, head.input_norm[...], eps)
-    return _fc(head, joined)
+    if weights.input_norm is not None:
+        joined = rms_norm(joined, weights.input_norm, eps)
+    return _fc(weights, joined)
 
 
-def _fc(weights: DraftModel, x: Inputs) -> Hidden:
-    x = product(x, Matrix(weights.fc[...]))
-    return x + weights.fc_bias[...] if hasattr(weights, "fc_bias") else x
+def _fc(weights: HeadWeights, x: Inputs) -> Hidden:
+    x = product(x, weights.fc)
+    return x if weights.fc_bias is None else x + weights.fc_bias
+
+
+def _embedding(model: Model, weights: HeadWeights) -> Float[jax.Array, "vocab hidden"]:
+    return model.weights.embed if weights.embed is None else weights.embed
 
 
 def _decoder_layer(

@@ -30,7 +30,7 @@ from jax_impl.training.losses import (
     cross_entropy,
     mean,
 )
-from jax_impl.weights import DraftModel, Weights
+from jax_impl.training.modules import DraftModel, Weights
 from shared.models.config import ModelConfig
 
 Anchors = Int[jax.Array, "B A"]

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
-from flax import nnx
 from jaxtyping import Shaped
 from safetensors.numpy import load_file, save_file
 
-from jax_impl.weights import DraftModel, Mtp, Weights
+from jax_impl.training.modules import DraftModel, Mtp, Weights, named
 from shared.drafts.checkpoint import head_parameters
 from shared.drafts.config import DraftConfig
 from shared.models.checkpoint import INDEX_FILE, SINGLE_FILE, save_checkpoint, split
@@ -35,7 +33,6 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 TEMPLATES = "additional_chat_templates"
-MLP = ("gate_up", "down")
 KEPT_IN_FLOAT32 = ("a_log", "dt_bias")
 MTP_FILE = "model-mtp.safetensors"
 
@@ -96,20 +93,8 @@ def save_mtp(folder: Path, target: Path, config: ModelConfig, layer: Mtp) -> Non
 
 
 def arrays_of(module: Weights | DraftModel | Mtp) -> Tensors:
-    """The parameters by the names of `shared.models.parameters`; the MTP layer's without `mtp.`."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
-    stack = "" if isinstance(module, Weights) else "layer."
-    return {_name([key.key for key in path], stack): np.asarray(array) for path, array in flat}
-
-
-def _name(words: list[str], stack: str) -> str:
-    """From where a parameter is in its module: `layers` is the stack, which a name leaves out."""
-    first, *rest = words
-    if first == "mtp":
-        return "mtp." + _name(rest, "layer.")
-    if first == "layers":
-        return stack + ("mlp." if rest[0] in MLP else "") + ".".join(rest)
-    return first
+    """The parameters of `named`, in main memory."""
+    return {name: np.asarray(array) for name, array in named(module).items()}
 
 
 def _stored(parameter: Parameter, array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "..."]:

@@ -16,7 +16,7 @@ from jax_impl.ops import layers as ops
 from jax_impl.ops.mix import Angles
 from jax_impl.training import gated_delta, layers
 from jax_impl.training.layers import Rows, normed
-from jax_impl.weights import AttentionStack, Layers, Weights
+from jax_impl.training.modules import AttentionStack, Layers, Weights
 from shared.models.config import ModelConfig
 
 Hidden = Float[jax.Array, "B T hidden"]

@@ -14,7 +14,7 @@ from jaxtyping import Float
 
 from jax_impl.ops import gated_delta, layers, mamba_state
 from jax_impl.training.layers import Rows, linear
-from jax_impl.weights import GatedDeltaStack
+from jax_impl.training.modules import GatedDeltaStack
 from shared.models.config import ModelConfig
 from shared.models.layers import GatedDeltaConfig
 

@@ -20,7 +20,7 @@ from jaxtyping import Int32
 
 from jax_impl.backend import JaxBackend
 from jax_impl.training.examples import Row, Rows
-from jax_impl.weights import Weights
+from jax_impl.training.modules import Weights, loaded_of
 from jax_impl.workspace import workspace
 from shared.boundary.backend import Limits, Work
 from shared.drafts.drafts import Drafts
@@ -65,7 +65,8 @@ def make_engine(
     made_for = (config, Drafts.none(), _memory(device), ProgramCosts(workspace, are_compiled=True))
     limits = _limits(plan(Options.from_values(values), *made_for).limits, slots)
     settings = {"dtype": dtype, "device": device, "quick_compile": quick_compile}
-    backend = JaxBackend(config, model, limits, Drafts.none(), None, **settings)
+    loaded = loaded_of(model, config)
+    backend = JaxBackend(config, loaded, limits, Drafts.none(), None, **settings)
     backend.prepare(limits.programs, lambda program: None)
     shape = TreeShape.plain(slots)
     controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)

@@ -19,7 +19,7 @@ from jax_impl.training.examples import Batch
 from jax_impl.training.forward import Tokens
 from jax_impl.training.loop import Metrics, Task
 from jax_impl.training.losses import Mask
-from jax_impl.weights import DraftModel, Mtp, Weights
+from jax_impl.training.modules import DraftModel, Mtp, Weights
 from shared.drafts.checkpoint import open_head
 from shared.drafts.config import DraftConfig
 from shared.models.checkpoint import open_checkpoint
@@ -68,7 +68,8 @@ def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLi
     checkpoint = open_checkpoint(folder)
     checkpoint.check(config, with_mtp)
     kind = jnp.dtype(dtype)
-    return weights.load(checkpoint, config, with_mtp, kind, jax.devices()[0], lambda count: None)
+    where = (kind, jax.devices()[0], lambda count: None)
+    return Weights(weights.load(checkpoint, config, with_mtp, *where).named)
 
 
 def model_task(
@@ -205,7 +206,9 @@ def load_head(folder: Path, config: DraftConfig) -> DraftModel:
     """A draft head's parameters in float32."""
     device = jax.devices()[0]
     opened = open_head(folder)
-    return weights.load_head(opened, config, np.float32, device, lambda count: None)
+    return DraftModel(
+        weights.load_head(opened, config, np.float32, device, lambda count: None).named
+    )
 
 
 def _arrays(batch: Batch) -> tuple[Tokens, Mask]:

@@ -10,12 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from jax_impl import ops
 from jax_impl.backend import JaxBackend
 from jax_impl.ops import sampling, slots
-from jax_impl.weights import Weights, from_arrays
+from jax_impl.weights import Loaded, from_arrays
 from shared.boundary.backend import Limits, Program, Work
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import drafts_of
@@ -108,13 +107,13 @@ def test_a_backend_of_shapes_lowers_what_one_of_arrays_lowers(monkeypatch) -> No
     config, arrays = target_of(FAMILY, "NEXTN")
     limits, (drafts, _) = limits_of(program, config.vocab, "match"), drafts_of("NEXTN", config)
 
-    def text(weights: Weights) -> str:
+    def text(weights: Loaded) -> str:
         how = {"dtype": "float32", "device": device, "quick_compile": True}
         backend = JaxBackend(config, weights, limits, drafts, None, **how)
         return backend.traced(program).lower().as_text()
 
     loaded = partial(from_arrays, arrays, config, jnp.dtype("float32"), device)
-    assert text(nnx.eval_shape(loaded)) == text(loaded())
+    assert text(jax.eval_shape(loaded)) == text(loaded())
 
 
 def test_an_operation_has_a_gpus_kernel_in_programs_that_are_made_for_it() -> None:

@@ -38,7 +38,7 @@ def leaves(folder):
         jax.devices("cpu")[0],
         read.append,
     )
-    return jax.tree.leaves(weights.nnx.state(model)), sum(read)
+    return jax.tree.leaves(model), sum(read)
 
 
 def test_both_forms_load_the_same_weights_and_count_their_bytes(source, tmp_path):

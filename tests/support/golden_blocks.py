@@ -138,8 +138,9 @@ class JaxBlock:
         cpu, layer = jax.devices("cpu")[0], head.config.layer
         self._length = 0
         loaded = jax_weights.from_arrays(weights, target, np.float32, cpu)
-        self._target = JaxModel.of(target, loaded)
-        self._weights = jax_weights.head_from_arrays(head, np.float32, cpu)
+        self._target = JaxModel.of(target, jax_weights.weights_of(target, loaded, False))
+        own = jax_weights.head_from_arrays(head, np.float32, cpu)
+        self._weights = jax_weights.head_of(head.config, own, False)
         self._kv = device_state.new_kv(layer, layer.num_layers, POOL, np.float32, cpu)
         self._table = jnp.asarray(TABLE, jnp.int32)
         how = {"compiler_options": compiler_options(cpu, quick_compile=True)}
@@ -169,7 +170,7 @@ class JaxBlock:
         self, kv: jax.Array, newest: jax.Array, length: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         none = jnp.zeros(1, jnp.int32)
-        block, embed = self._weights.config.block, self._target.weights.embed[...]
+        block, embed = self._weights.config.block, self._target.weights.embed
         rows = jax_dflash.block_rows(block, none + length, none, self._table)
         given = (embed, none + newest, rows, kv)
         hidden, kv = jax_dflash.fill(self._weights, *given)

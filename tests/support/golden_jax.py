@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jax_impl import device_state, layers, model, weights
 from jax_impl.backend import compiler_options
@@ -102,18 +101,17 @@ class Passes:
         self._streams = tuple(range(config.num_layers + 1))
         arrays = load_all(folder, config, config.has_mtp)
         cpu = jax.devices("cpu")[0]
-        self._model = weights.from_arrays(arrays, config, np.float32, cpu)
+        self._arrays = weights.from_arrays(arrays, config, np.float32, cpu)
         options = compiler_options(cpu, quick_compile=True)
         for name in ("prefill", "verify", "commit", "mtp"):
-            traced = partial(getattr(self, f"_{name}"), *nnx.split(self._model)[:1])
-            jitted = jax.jit(traced, compiler_options=options)
-            setattr(self, name, partial(jitted, nnx.split(self._model)[1]))
+            jitted = jax.jit(getattr(self, f"_{name}"), compiler_options=options)
+            setattr(self, name, partial(jitted, self._arrays))
 
-    def _merged(self, graph, parameters) -> model.Model:
-        return model.Model.of(self._config, nnx.merge(graph, parameters))
+    def _model(self, arrays) -> model.Model:
+        return model.Model.of(self._config, weights.weights_of(self._config, arrays, False))
 
-    def _prefill(self, graph, parameters, kv, state, tokens, positions, count, length):
-        loaded, row_starts = self._merged(graph, parameters), jnp.stack([0, count])
+    def _prefill(self, arrays, kv, state, tokens, positions, count, length):
+        loaded, row_starts = self._model(arrays), jnp.stack([0, count])
         rows = _causal_rows(count, length)._replace(positions=positions)
         mixer = None
         if state is not None:
@@ -123,8 +121,8 @@ class Passes:
         after = None if mixer is None else mixer.carry[0]
         return _pass(loaded, passed), passed.kv, after
 
-    def _verify(self, graph, parameters, kv, state, tokens, parents, count, length):
-        loaded, num_nodes = self._merged(graph, parameters), count[None]
+    def _verify(self, arrays, kv, state, tokens, parents, count, length):
+        loaded, num_nodes = self._model(arrays), count[None]
         place = (num_nodes, length[None], ints(TABLE), ROWS)
         rows, node = attention.tree_rows(parents, *place, is_chain=False)
         row_starts = jnp.stack([0, count])
@@ -137,7 +135,7 @@ class Passes:
         kept = None if mixer is None else mixer.carry[1].kept
         return _pass(loaded, passed), passed.kv, kept
 
-    def _commit(self, _, parameters, kv, state, kept, path, count, length):
+    def _commit(self, _, kv, state, kept, path, count, length):
         counts = count[None]
         kv = attention.commit_window(kv, ints(TABLE), length[None], path, counts)
         if state is not None:
@@ -145,8 +143,8 @@ class Passes:
             state, _ = delta_mix.commit(*pools, kept, *where)
         return kv, state
 
-    def _mtp(self, graph, parameters, kv, tokens, hidden, count, first):
-        head = heads.mtp(self._merged(graph, parameters))
+    def _mtp(self, arrays, kv, tokens, hidden, count, first):
+        head = heads.mtp(self._model(arrays))
         out, kv = head.forward(_causal_rows(count, first), tokens, hidden, kv)
         return out, head.logits(out), kv
 
@@ -159,8 +157,8 @@ class JaxHead:
         loaded = weights.from_arrays(load_all(target, config, False), config, np.float32, cpu)
         own, place = DraftConfig.from_folder(folder, config), (np.float32, cpu)
         read = weights.load_head(open_head(folder), own, *place, lambda num_bytes: None)
-        head = weights.LoadedHead(own, read)
-        self._head = heads.HEADS[own.kind](model.Model.of(config, loaded), head)
+        whole = model.Model.of(config, weights.weights_of(config, loaded, False))
+        self._head = heads.HEADS[own.kind](whole, weights.head_of(own, read, False))
         self._aux = own.aux_streams
         self._kv = device_state.new_kv(own.layer, 1, (NUM_PAGES, PAGE_SIZE), np.float32, cpu)
         self._jit = partial(jax.jit, compiler_options=compiler_options(cpu, quick_compile=True))

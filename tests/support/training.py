@@ -16,7 +16,8 @@ from jax_impl.backend import compiler_options
 from jax_impl.training import init
 from jax_impl.training.examples import Batches, Row, Rows
 from jax_impl.training.loop import Schedule, Task, train
-from jax_impl.weights import DraftModel, LoadedHead, Weights
+from jax_impl.training.modules import DraftModel, Weights
+from shared.drafts.config import DraftConfig
 from shared.models.checkpoint import load_all
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict, config_from_folder
@@ -40,7 +41,7 @@ def vectors(folder: str) -> dict[str, np.ndarray]:
 def golden_model(folder: str) -> tuple[ModelConfig, Weights]:
     config = config_from_folder(GOLDEN / folder)
     arrays = load_all(GOLDEN / folder, config, config.has_mtp)
-    return config, weights.from_arrays(arrays, config, np.float32, CPU)
+    return config, Weights(weights.from_arrays(arrays, config, np.float32, CPU).named)
 
 
 def small_hybrid() -> tuple[ModelConfig, Weights]:
@@ -51,9 +52,9 @@ def small_hybrid() -> tuple[ModelConfig, Weights]:
     return config, init.fresh_model(config, 0, True)
 
 
-def golden_head(folder: str, target: str) -> LoadedHead:
+def golden_head(folder: str, target: str) -> tuple[DraftConfig, DraftModel]:
     head = load_golden_head(GOLDEN / folder, GOLDEN / target)
-    return weights.head_from_arrays(head, np.float32, CPU)
+    return head.config, DraftModel(weights.head_from_arrays(head, np.float32, CPU).named)
 
 
 def padded(tokens: np.ndarray, length: int) -> jax.Array:

@@ -9,7 +9,7 @@ from jax_impl.training import block as blocks
 from jax_impl.training import init
 from jax_impl.training.block import Block
 from jax_impl.training.forward import Passed
-from jax_impl.weights import DraftModel
+from jax_impl.training.modules import DraftModel
 from shared.models.checkpoint import Checkpoint
 from shared.models.families import config_from_dict
 from shared.models.fields import read_json

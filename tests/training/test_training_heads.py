@@ -55,7 +55,7 @@ class Subject:
         spec = SpecHead(GOLDEN / name, GOLDEN / target)
         self.extend, self.go_on = spec.extend, spec.go_on
         streams = [np.asarray(self.passed.streams[i][0, :length]) for i in range(L + 1)]
-        aux = [streams[i] for i in self.own.config.aux_streams]
+        aux = [streams[i] for i in self.own[0].aux_streams]
         self.reads = np.concatenate(aux, axis=1) if aux else hidden
 
     def bound(self, model, own):

@@ -1,0 +1,156 @@
+"""What is trained, as NNX modules: one stack `[layers, ...]` per layer kind and parameter.
+
+Names are those of `shared.models.parameters`. A module is made of arrays under these names, those
+that `jax_impl.weights` has read or fresh ones.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Shaped
+
+from jax_impl.weights import Loaded
+from shared.models.config import ModelConfig
+from shared.models.parameters import NORMS, parameters
+
+Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
+
+MLP = ("gate_up", "down")
+
+GATED_DELTA = ("inputs", "conv", "a_log", "dt_bias", "norm", "out")
+"""Parameters of a gated-delta layer."""
+
+
+class AttentionStack(nnx.Module):
+    """The attention layers of a stack."""
+
+    def __init__(self, arrays: Arrays, prefix: str) -> None:
+        self.inputs = nnx.Param(arrays[f"{prefix}inputs"])
+        self.out = nnx.Param(arrays[f"{prefix}out"])
+        if f"{prefix}q_norm" in arrays:
+            self.q_norm = nnx.Param(arrays[f"{prefix}q_norm"])
+            self.k_norm = nnx.Param(arrays[f"{prefix}k_norm"])
+
+
+class GatedDeltaStack(nnx.Module):
+    """The gated-delta layers of a stack."""
+
+    inputs: nnx.Param
+    conv: nnx.Param
+    a_log: nnx.Param
+    dt_bias: nnx.Param
+    norm: nnx.Param
+    out: nnx.Param
+
+    def __init__(self, arrays: Arrays, prefix: str) -> None:
+        for name in GATED_DELTA:
+            setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
+
+
+class Layers(nnx.Module):
+    """A stack of decoder layers: what all have, and a stack for each kind of mixer."""
+
+    input_norm: nnx.Param
+    hidden_norm: nnx.Param
+    post_attention_norm: nnx.Param
+
+    def __init__(self, arrays: Arrays, prefix: str) -> None:
+        # A model's layer lacks the first, an EAGLE head's the second too.
+        for name in ("hidden_norm", *NORMS):
+            if f"{prefix}{name}" in arrays:
+                setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
+        self.gate_up = nnx.Param(arrays[f"{prefix}mlp.gate_up"])
+        self.down = nnx.Param(arrays[f"{prefix}mlp.down"])
+        if f"{prefix}attention.inputs" in arrays:
+            self.attention = AttentionStack(arrays, f"{prefix}attention.")
+        if f"{prefix}gated_delta.inputs" in arrays:
+            self.gated_delta = GatedDeltaStack(arrays, f"{prefix}gated_delta.")
+
+
+class Mtp(nnx.Module):
+    """The MTP layer, which drafts for NEXTN."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.fc = nnx.Param(arrays["mtp.fc"])
+        self.embedding_norm = nnx.Param(arrays["mtp.embedding_norm"])
+        self.hidden_norm = nnx.Param(arrays["mtp.hidden_norm"])
+        self.final_norm = nnx.Param(arrays["mtp.final_norm"])
+        self.layers = Layers(arrays, "mtp.layer.")
+
+
+class Weights(nnx.Module):
+    """A model; `lm_head` is the embedding where the two are tied."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.embed = nnx.Param(arrays["embed"])
+        if "lm_head" in arrays:
+            self.lm_head = nnx.Param(arrays["lm_head"])
+        self.final_norm = nnx.Param(arrays["final_norm"])
+        self.layers = Layers(arrays, "")
+        if "mtp.fc" in arrays:
+            self.mtp = Mtp(arrays)
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether the MTP layer is there."""
+        return hasattr(self, "mtp")
+
+    @property
+    def head(self) -> nnx.Param:
+        """The matrix that gives the logits."""
+        return self.lm_head if hasattr(self, "lm_head") else self.embed
+
+
+class DraftModel(nnx.Module):
+    """A draft head of its own checkpoint; what it lacks it shares with the target or does without.
+
+    `draft_ids` holds the target's id of each token of a draft vocabulary. A DFlash head has
+    `hidden_norm` beside `fc`, and a stack of several layers.
+    """
+
+    fc_bias: nnx.Param
+    aux_norm: nnx.Param
+    input_norm: nnx.Param
+    hidden_norm: nnx.Param
+    post_attention_norm: nnx.Param
+    final_norm: nnx.Param
+    lm_head: nnx.Param
+    embed: nnx.Param
+
+    def __init__(self, arrays: Arrays) -> None:
+        self.fc = nnx.Param(arrays["fc"])
+        norms = ("aux_norm", "input_norm", "hidden_norm", "final_norm")
+        for name in ("fc_bias", *norms, "lm_head", "embed"):
+            if name in arrays:
+                setattr(self, name, nnx.Param(arrays[name]))
+        if "draft_ids" in arrays:
+            self.draft_ids = nnx.Variable(arrays["draft_ids"])
+        self.layers = Layers(arrays, "layer.")
+
+
+def named(module: Weights | DraftModel | Mtp) -> dict[str, jax.Array]:
+    """The parameters by the names of `shared.models.parameters`; the MTP layer's without `mtp.`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+    stack = "" if isinstance(module, Weights) else "layer."
+    return {_name([key.key for key in path], stack): array for path, array in flat}
+
+
+def _name(words: list[str], stack: str) -> str:
+    """From where a parameter is in its module: `layers` is the stack, which a name leaves out."""
+    first, *rest = words
+    if first == "mtp":
+        return "mtp." + _name(rest, "layer.")
+    if first == "layers":
+        return stack + ("mlp." if rest[0] in MLP else "") + ".".join(rest)
+    return first
+
+
+def loaded_of(model: Weights, config: ModelConfig) -> Loaded:
+    """A model as a backend takes it."""
+    arrays, loaded = named(model), Loaded({}, {})
+    for parameter in parameters(config, model.has_mtp):
+        where = loaded.stacks if parameter.stacked else loaded.alone
+        where[parameter.name] = arrays[parameter.name]
+    return loaded
