@@ -25,13 +25,21 @@ from shared.process.profiling import step_seconds
 from shared.process.programs import draft_shape
 from shared.process.settled import Settled
 
+SHORTEST_STEP_S = 1e-3
+"""Of a plain step on a GPU, for NGRAM's adaptive choice to earn its time.
+
+A shorter one is the host's work alone, and so is the choice: with the model that ships, 0.23 ms a
+step on an H200, it gave 0.81 of the tokens a second of plain decoding
+(`bench/results/ngram_short_steps_h200.json`).
+"""
+
 
 def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
     """The engine of a backend that was made by a memory plan."""
     settled = memory.settled
     return Engine(
         backend,
-        make_controller(backend, settled),
+        make_controller(backend, settled, memory.blueprint.on_gpu),
         overlap=settled.overlap,
         chunked_prefill_size=settled.chunk,
         cache=cache_policy(memory),
@@ -54,15 +62,15 @@ def index_of(controller: Controller) -> NgramIndex | None:
     return None
 
 
-def make_controller(backend: Backend, settled: Settled) -> Controller:
+def make_controller(backend: Backend, settled: Settled, on_gpu: bool) -> Controller:
     """What chooses how requests decode; what it has to compile or to measure is done."""
-    controller = _controller_of_drafts(backend, settled)
+    controller = _controller_of_drafts(backend, settled, on_gpu)
     if not settled.told.engine.has_grammars:
         return controller
     return GrammarController(backend.limits, controller, index_of(controller))
 
 
-def _controller_of_drafts(backend: Backend, settled: Settled) -> Controller:
+def _controller_of_drafts(backend: Backend, settled: Settled, on_gpu: bool) -> Controller:
     shape, limits, options = draft_shape(settled, 1), backend.limits, settled.told
     table: dict[int, list[float]] = {}
     if options.adaptive.speculative_adaptive:
@@ -77,6 +85,8 @@ def _controller_of_drafts(backend: Backend, settled: Settled) -> Controller:
             return AdaptiveController(limits, BestValue(), table, trace)
     if not settled.draft.drafts_on_host:
         return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    if on_gpu and is_host_bound(table) and not options.ngram.sam_budget:
+        return StaticController(limits, nodes=1, depth=0, width=0)
     index = NgramIndex(
         options.ngram,
         nodes=shape.nodes,
@@ -89,6 +99,11 @@ def _controller_of_drafts(backend: Backend, settled: Settled) -> Controller:
         tiers = (*Shapes.of(limits, host_draft=True).tiers, "asleep")
         return AdaptiveNgramController(limits, index, table, trace=_trace(options, tiers, table))
     return NgramController(limits, index)
+
+
+def is_host_bound(table: Mapping[int, Sequence[float]]) -> bool:
+    """Whether plain steps that do not wait, the last of each batch bucket, are too short."""
+    return bool(table) and min(seconds[-1] for seconds in table.values()) < SHORTEST_STEP_S
 
 
 def _trace(

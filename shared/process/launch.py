@@ -53,7 +53,7 @@ def launch(argv: Sequence[str], platform: Platform) -> int:
             if start.memory.blueprint.on_gpu:
                 engine.metrics.show(plain_gauges(start.plain))
             served = with_checks(engine, named, options.engine.shadow_check)
-        for note in step_notes(engine.controller):
+        for note in step_notes(options, engine.controller):
             console.print(note)
     except ValueError as error:  # ConfigError, CheckpointError, and what config or backend refuse
         print(error, file=sys.stderr, flush=True)

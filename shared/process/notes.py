@@ -8,9 +8,10 @@ from rich.table import Table
 
 from shared.boundary.operations import PlainOperation
 from shared.engine.adaptive.controller import AdaptiveController
-from shared.engine.controller import Controller
+from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.adaptive import AdaptiveNgramController
 from shared.models.sampling import SamplingDefaults
+from shared.options.options import Options
 from shared.process.memory_plan import MemoryPlan
 
 
@@ -45,8 +46,15 @@ def tokenizer_notes(folder: Path) -> Iterator[str]:
         )
 
 
-def step_notes(controller: Controller) -> Iterator[str]:
-    """What the steps take that there is a choice of."""
+def step_notes(told: Options, controller: Controller) -> Iterator[str]:
+    """What the steps take that there is a choice of, or why there is none."""
+    chooses = told.adaptive.speculative_adaptive and told.speculative.drafts
+    if chooses and isinstance(controller, StaticController):
+        yield (
+            "NGRAM drafts nothing here: a plain step takes the GPU less than a millisecond, in "
+            "which the host cannot choose drafts (leave --speculative-adaptive out, and every step "
+            "drafts)"
+        )
     if not isinstance(controller, AdaptiveController | AdaptiveNgramController):
         return
     for batch, seconds in controller.costs.table.items():
