@@ -143,12 +143,13 @@ def config_from_dict(
     text = object_of(config, "text_config") if "text_config" in config else config
     _refuse_unsupported(config, text, family)
     stated = positive(text, "max_position_embeddings")
-    attention = _attention(text, family, context_length or stated)
+    longest = context_length or stated
+    attention = _attention(text, family, longest)
     return ModelConfig(
         name=family.name,
         vocab=positive(text, "vocab_size"),
         hidden=positive(text, "hidden_size"),
-        layers=_layers(text, family, attention),
+        layers=_layers(text, family, attention, longest),
         rms_eps=number(text, "rms_norm_eps", 1e-6),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         embedding_factor=_factor(text, family, "embedding_multiplier"),
@@ -247,14 +248,18 @@ def _factor(text: Json, family: Family, field: str) -> float:
     return number(text, field, 1.0) if family.has_factors else 1.0
 
 
-def _layers(text: Json, family: Family, attention: AttentionConfig) -> tuple[LayerConfig, ...]:
+def _layers(
+    text: Json, family: Family, attention: AttentionConfig, context_length: int
+) -> tuple[LayerConfig, ...]:
     feed = DenseConfig(
         intermediate=positive(text, "intermediate_size"), bias=bool(text.get("mlp_bias"))
     )
     types = _layer_types(text, family)
     mixers: dict[str, AttentionConfig | GatedDeltaConfig] = {FULL: attention}
     if SLIDING in types:
-        sliding = replace(attention, window=positive(text, "sliding_window"))
+        window = positive(text, "sliding_window")
+        # One that no text outgrows is none: Phi-4-mini has it at twice its context.
+        sliding = replace(attention, window=window if window < context_length else None)
         if family.scales_full_layers:
             rotary = attention.rotary
             plain = RotaryConfig(theta=rotary.theta, width=rotary.width)

@@ -88,8 +88,16 @@ def test_a_mistral_is_a_llama_whose_window_is_that_of_all_layers():
     assert not found.drafts_trees
     del mistral["architectures"]
     assert config_from_dict(mistral) == found
-    (sliding,) = config_from_dict(mistral | {"sliding_window": 4096}).attentions
-    assert sliding.window == 4096
+    (sliding,) = config_from_dict(mistral | {"sliding_window": 512}).attentions
+    assert sliding.window == 512
+
+
+def test_a_window_that_no_text_outgrows_is_none():
+    mistral = llama(architectures=["MistralForCausalLM"], sliding_window=2047)
+    assert config_from_dict(mistral).attention.window == 2047
+    assert config_from_dict(mistral, context_length=2048).attention.window == 2047
+    assert config_from_dict(mistral, context_length=2047).attention.window is None
+    assert config_from_dict(mistral | {"sliding_window": 2048}).attention.window is None
 
 
 def test_a_qwen_slides_by_its_flag_and_from_a_layer_on():
