@@ -22,7 +22,7 @@ Weights = dict[str, Array]
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 """What released checkpoints put before the names used here; the first that fits is cut off."""
 
-IGNORED = ("visual.", "vision_tower.", "rotary_emb.inv_freq")
+IGNORED = ("visual.", "vision_tower.", "multi_modal_projector.", "rotary_emb.inv_freq")
 """Parts of names of tensors that a text model does without."""
 
 DTYPES = {

@@ -105,6 +105,9 @@ ARCHITECTURES = {
 }
 """The architecture of a `model_type`, for a config.json that lists no architecture."""
 
+SEEING = {"Mistral3ForConditionalGeneration"}
+"""Architectures that see, of whose text model `text_config` tells the family."""
+
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -168,6 +171,9 @@ def config_from_dict(
 def _family(config: Json) -> Family:
     names = list(config.get("architectures") or [])
     model_type = config.get("model_type")
+    if SEEING & {*names}:
+        inner = object_of(config, "text_config").get("model_type", "mistral")
+        names = [ARCHITECTURES.get(inner, inner)]
     if not names and model_type in ARCHITECTURES:
         names = [ARCHITECTURES[model_type]]
     for name in names:

@@ -92,6 +92,18 @@ def test_a_mistral_is_a_llama_whose_window_is_that_of_all_layers():
     assert sliding.window == 512
 
 
+def test_a_mistral_that_sees_is_served_by_its_text_model():
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128}
+    text = llama(rope_scaling=None, rope_parameters=yarn | {"llama_4_scaling_beta": 0.1})
+    del text["architectures"]
+    outer = {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    for kind, growth in (("ministral3", 0.1), ("mistral", 0.0)):
+        found = config_from_dict(outer | {"text_config": text | {"model_type": kind}})
+        assert (found.name, found.attention.query_growth) == (kind, growth)
+    with pytest.raises(ValueError, match="architectures in config.json is mamba"):
+        config_from_dict(outer | {"text_config": text | {"model_type": "mamba"}})
+
+
 def test_a_window_that_no_text_outgrows_is_none():
     mistral = llama(architectures=["MistralForCausalLM"], sliding_window=2047)
     assert config_from_dict(mistral).attention.window == 2047
