@@ -42,6 +42,11 @@ class Matrix(NamedTuple):
         """Rows of the weight."""
         return self.values.shape[-2]
 
+    def rows(self, first: int) -> "Matrix":
+        """The outputs from `first` on, out of their stacks."""
+        values, _, bias = self.alone
+        return Matrix(values[first:], None, None if bias is None else bias[first:])
+
 
 class Stream(NamedTuple):
     """The residual stream between two operations of a layer.
@@ -204,12 +209,12 @@ def _sums(
     x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[jax.Array, "R outputs"]:
     """The products in float32, from the output `first` on, with the bias."""
-    values, _, bias = weight.alone
+    values, _, bias = weight.rows(first)
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
     options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
-    sums = lax.dot_general(x, values[first:], contract, **options)
-    return sums if bias is None else sums + bias[first:].astype(jnp.float32)
+    sums = lax.dot_general(x, values, contract, **options)
+    return sums if bias is None else sums + bias.astype(jnp.float32)
 
 
 def _squares(kernels: Kernels, stream: Stream) -> Float[jax.Array, "R chunks"]:

@@ -43,10 +43,9 @@ def limits_for(
     """
     engine = settled.told.engine
     table = max(1, min(pages, pages_for(settled, settled.context_length)))
-    on_gpu, are_few = device.kind == "gpu", device.kind == "cpu" and costs.are_compiled
     buckets = BUCKETS[device.kind, costs.are_compiled](settled, table)
     programs = _programs(settled, buckets)
-    if are_few:
+    if settled.are_few:
         programs = _few(programs)
     if engine.max_prompt_logprobs:
         rows = max(rows for rows, _ in buckets.chunks)
@@ -54,7 +53,7 @@ def limits_for(
     plain = TreeShape.plain(1)
     if engine.has_grammars:
         masked = _masked(settled, [p for p in programs if p.work is Work.DECODE])
-        programs += _few(masked) if on_gpu or are_few else masked
+        programs += _few(masked) if device.kind == "gpu" or settled.are_few else masked
     if not engine.disable_radix_cache:
         programs.append(_program(Work.COUNT, 1, table, settled.chunk, plain, logprobs=False))
     if engine.shadow_check and not any(_decodes_plainly(program) for program in programs):

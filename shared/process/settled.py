@@ -25,6 +25,7 @@ class Settled:
       overlap: Steps that may be in flight.
       draft: What drafts, with its shape.
       candidates: Draft shapes that an adaptive start chooses from.
+      are_few: Whether programs are few, as each takes seconds of a start that compiles on a CPU.
     """
 
     told: Options
@@ -37,6 +38,7 @@ class Settled:
     overlap: int
     draft: SpeculativeConfig
     candidates: tuple[Candidate, ...]
+    are_few: bool
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def settle(
         overlap=engine.overlap_depth,
         draft=draft,
         candidates=candidates,
+        are_few=are_few,
     )
 
 

@@ -91,7 +91,7 @@ class Start:
     Attributes:
       checkpoint: The target's files, opened and checked.
       draft_files: What drafts, and its files.
-      memory: The memory plan, whose options have no open values.
+      memory: The memory plan, with what the start serves with.
       plain: What steps on a GPU run without its kernels.
       defaults: How tokens are chosen where a request leaves it open.
       grammars: Compiles those of requests; None where the start has none.

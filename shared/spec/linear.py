@@ -29,6 +29,10 @@ class Matrix:
         """Rows of the weight."""
         return len(self.values)
 
+    def rows(self, first: int) -> "Matrix":
+        """The outputs from `first` on."""
+        return Matrix(self.values[first:], None if self.bias is None else self.bias[first:])
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -56,8 +60,9 @@ def product(
     Args:
       first: The outputs from here on.
     """
-    out = layers.linear(x, weight.values[first:])
-    return out if weight.bias is None else out + weight.bias[first:]
+    weight = weight.rows(first)
+    out = layers.linear(x, weight.values)
+    return out if weight.bias is None else out + weight.bias
 
 
 def product_float32(

@@ -25,6 +25,9 @@ class Matrix:
     def num_outputs(self) -> int:
         return len(self.values)
 
+    def rows(self, first: int) -> "Matrix":
+        return Matrix(self.values[first:], None if self.bias is None else self.bias[first:])
+
 
 @dataclass(frozen=True)
 class Stream:
@@ -48,15 +51,14 @@ stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
 def plain_product(
     x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[Tensor, "R outputs"]:
-    bias = None if weight.bias is None else weight.bias[first:]
-    return functional.linear(x, weight.values[first:], bias)
+    weight = weight.rows(first)
+    return functional.linear(x, weight.values, weight.bias)
 
 
 def kernel_product(
     kernels: Kernels, x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[Tensor, "R outputs"]:
-    bias = None if weight.bias is None else weight.bias[first:]
-    return _multiplied(kernels, x, Matrix(weight.values[first:], bias)).rows
+    return _multiplied(kernels, x, weight.rows(first)).rows
 
 
 product = kernel_or_plain(kernel_product, plain_product, is_bfloat16)
