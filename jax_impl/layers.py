@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from jax_impl.ops import Place, delta_mix, layers, linear, mix
 from jax_impl.ops.attention import KV, Rows, windowed
 from jax_impl.ops.delta_mix import Nodes
-from jax_impl.ops.linear import Matrix, Stream
+from jax_impl.ops.linear import Matrix, Norm, Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
 from jax_impl.weights import Attention, GatedDelta, Layer
@@ -93,8 +93,13 @@ def attention_layer(
     stream: Stream,
     sight: Sight,
     place: Place,
+    norm: Norm | None = None,
 ) -> tuple[Stream, PagedKV]:
-    """A decoder layer with attention, from its projection on; its pools are those at `place`."""
+    """A decoder layer with attention, from its projection on; its pools are those at `place`.
+
+    Args:
+      norm: Of the stream that this gives.
+    """
     assert isinstance(layer.mixer, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, layer.mixer)
     if sight.growth is not None:
@@ -102,7 +107,7 @@ def attention_layer(
     if norms is not None and config.attention.norms_all_heads:
         qkv, norms = mix.normed_rows(qkv, heads, norms.alone(place)), None
     mixed, kv = mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
-    return _finished(config, layer, mixed, stream), kv
+    return _finished(config, layer, mixed, stream, norm), kv
 
 
 def gated_delta_layer(
@@ -113,33 +118,40 @@ def gated_delta_layer(
     mixer: DeltaMixer,
     carry: LayerCarry,
     place: Place,
+    norm: Norm | None,
 ) -> tuple[Stream, LayerCarry]:
-    """A decoder layer with the gated delta rule, from its projection on."""
+    """A decoder layer with the gated delta rule, from its projection on; see `attention_layer`."""
     assert isinstance(layer.mixer, GatedDelta)
     mixed, carry = mixer(place, layer.mixer, inputs, carry)
-    return _finished(config, layer, mixed, stream), carry
+    return _finished(config, layer, mixed, stream, norm), carry
 
 
 def _finished(
-    config: ModelConfig, layer: Layer, mixed: Float[jax.Array, "R values"], stream: Stream
+    config: ModelConfig,
+    layer: Layer,
+    mixed: Float[jax.Array, "R values"],
+    stream: Stream,
+    norm: Norm | None,
 ) -> Stream:
     """What follows a mixer: its product, and the gated MLP, each added to the stream."""
-    stream = _added(config, layer.mixer_end_norm, mixed, layer.mixer.out, stream)
-    x = linear.gated_product(stream, layer.post_norm, config.input_eps, layer.mlp.gate_up)
-    return _added(config, layer.feed_end_norm, x, layer.mlp.down, stream)
+    ends = layer.mixer_end_norm, layer.feed_end_norm
+    stream = _added(config, ends[0], mixed, layer.mixer.out, stream, layer.post_norm)
+    x = linear.gated_product(stream, config.input_eps, layer.mlp.gate_up)
+    return _added(config, ends[1], x, layer.mlp.down, stream, norm)
 
 
 def _added(
     config: ModelConfig,
-    norm: Float[jax.Array, " hidden"] | None,
+    end_norm: Norm | None,
     x: Float[jax.Array, "R inputs"],
     weight: Matrix,
     stream: Stream,
+    norm: Norm | None,
 ) -> Stream:
     """The stream with a product, which a model may norm before it is added."""
-    if norm is None:
-        return linear.added_product(x, weight, stream, config.residual_factor)
-    return linear.added_norm(linear.product(x, weight), norm, config.rms_eps, stream)
+    if end_norm is None:
+        return linear.added_product(x, weight, stream, config.residual_factor, norm)
+    return linear.added_norm(linear.product(x, weight), end_norm, config.rms_eps, stream)
 
 
 def write_keys(

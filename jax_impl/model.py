@@ -16,7 +16,7 @@ from jax_impl.layers import (
 )
 from jax_impl.ops import Place, layers, linear
 from jax_impl.ops.attention import KV, Rows
-from jax_impl.ops.linear import Stream
+from jax_impl.ops.linear import Norm, Stream
 from jax_impl.ops.mix import PagedKV
 from jax_impl.weights import Layer, Weights
 from shared.models.config import ModelConfig
@@ -89,31 +89,41 @@ def forward(
     # Traced and lowered once for all blocks of a kind, which differ in their arrays alone.
     @partial(jax.jit, static_argnums=0)
     def attention_block(
-        mixer: AttentionConfig, layer: Layer, stream: Stream, paged: PagedKV, place: Place
+        mixer: AttentionConfig,
+        layer: Layer,
+        stream: Stream,
+        paged: PagedKV,
+        place: Place,
+        norm: Norm | None,
     ) -> tuple[Stream, PagedKV]:
-        qkv = linear.normed_product(stream, layer.input_norm, before, layer.mixer.inputs)
+        qkv = linear.normed_product(stream, before, layer.mixer.inputs)
         sight = sights[mixer]._replace(kv=paged)
-        return attention_layer(config, layer, qkv, stream, sight, place)
+        return attention_layer(config, layer, qkv, stream, sight, place, norm)
 
     @jax.jit
     def delta_block(
-        layer: Layer, stream: Stream, carry: LayerCarry, place: Place
+        layer: Layer, stream: Stream, carry: LayerCarry, place: Place, norm: Norm | None
     ) -> tuple[Stream, LayerCarry]:
         assert mixer is not None  # the caller has one for a model with such layers
-        inputs = linear.normed_product(stream, layer.input_norm, before, layer.mixer.inputs)
-        return gated_delta_layer(config, layer, inputs, stream, mixer, carry, place)
+        inputs = linear.normed_product(stream, before, layer.mixer.inputs)
+        return gated_delta_layer(config, layer, inputs, stream, mixer, carry, place, norm)
 
     embedded = layers.embedded(model.weights.embed, tokens, config.embedding_factor)
-    stream = linear.stream(embedded)
+    norms = [block.layer.input_norm for block in model.blocks]
+    # What leaves the last layer no product reads; with some norm all layers are one trace.
+    norms.append(norms[-1])
+    stream = linear.stream(embedded, norms[0])
     streams, paged = [stream.rows], {each: sight.kv for each, sight in sights.items()}
-    for block in model.blocks:
+    for block, norm in zip(model.blocks, norms[1:], strict=True):
         if isinstance(block.mixer, AttentionConfig):
             own = paged[block.mixer]._replace(pools=kv)
-            stream, own = attention_block(block.mixer, block.layer, stream, own, block.place)
+            given = (block.layer, stream, own, block.place, norm)
+            stream, own = attention_block(block.mixer, *given)
             paged[block.mixer], kv = own, own.pools
         else:
             assert mixer is not None
-            stream, mixer.carry = delta_block(block.layer, stream, mixer.carry, block.place)
+            given = (block.layer, stream, mixer.carry, block.place, norm)
+            stream, mixer.carry = delta_block(*given)
         streams.append(stream.rows)
     hidden = layers.rms_norm(stream.rows, model.weights.final_norm, eps)
     return Forward(hidden, tuple(streams[i] for i in kept_streams), kv)

@@ -18,13 +18,13 @@ from jaxtyping import Float, Int, Shaped
 
 from jax_impl import dummy
 from jax_impl.ops import linear
-from jax_impl.ops.linear import Matrix
+from jax_impl.ops.linear import Matrix, Norm, Scale
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
-from shared.models.parameters import BIAS, Parameter, norms_before, parameters
+from shared.models.parameters import BIAS, Parameter, parameters
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
 
@@ -63,16 +63,15 @@ class Mlp(NamedTuple):
 class Layer(NamedTuple):
     """A decoder layer; that of an EAGLE head has no norm of its input.
 
-    A norm is None too where its scale is in the weight behind it, or where norms stand at the ends
-    of mixers and MLPs; those are None elsewhere.
+    Norms stand before mixers and MLPs, or at the ends of both; the others are None.
     """
 
-    input_norm: Float[jax.Array, " hidden"] | None
+    input_norm: Norm | None
     mixer: Attention | GatedDelta
-    post_norm: Float[jax.Array, " hidden"] | None
+    post_norm: Norm | None
     mlp: Mlp
-    mixer_end_norm: Float[jax.Array, " hidden"] | None
-    feed_end_norm: Float[jax.Array, " hidden"] | None
+    mixer_end_norm: Norm | None
+    feed_end_norm: Norm | None
 
 
 class Mtp(NamedTuple):
@@ -174,7 +173,7 @@ def load(
     """
     wanted = parameters(config, with_mtp)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
-    return _model(_sorted_out(wanted, read, dtype, device), config, device)
+    return _sorted_out(wanted, read, dtype, device)
 
 
 def load_head(
@@ -194,7 +193,7 @@ def load_head(
     loaded = _sorted_out(wanted, read, dtype, device)
     if config.has_draft_vocab:
         loaded.alone["draft_ids"] = _placed_ids(draft_ids(checkpoint, config), device)
-    return _head(loaded, config, device)
+    return loaded
 
 
 def from_arrays(
@@ -202,7 +201,7 @@ def from_arrays(
 ) -> Loaded:
     """Brings arrays under the names of `shared.models.parameters` to the device."""
     wanted = parameters(config, "mtp.fc" in arrays)
-    return _model(_sorted_out(wanted, lambda p: arrays[p.name], dtype, device), config, device)
+    return _sorted_out(wanted, lambda p: arrays[p.name], dtype, device)
 
 
 def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device) -> Loaded:
@@ -211,7 +210,7 @@ def head_from_arrays(head: DraftHead, dtype: np.dtype | type, device: jax.Device
     loaded = _sorted_out(wanted, lambda p: head.weights[p.name], dtype, device)
     if head.config.has_draft_vocab:
         loaded.alone["draft_ids"] = _placed_ids(head.weights["draft_ids"], device)
-    return _head(loaded, head.config, device)
+    return loaded
 
 
 def _sorted_out(
@@ -275,36 +274,10 @@ def _placed_ids(ids: Shaped[np.ndarray, " draft_vocab"], device: jax.Device) -> 
     return jax.device_put(jnp.asarray(ids, np.int32), device)
 
 
-def _model(loaded: Loaded, config: ModelConfig, device: jax.Device) -> Loaded:
-    norms = [] if config.norms_behind else norms_before("", config.layer_kinds)
-    norms += norms_before("mtp.layer.", ["attention"]) if loaded.has_mtp else []
-    return _folded(loaded, norms, device)
-
-
-def _head(loaded: Loaded, config: DraftConfig, device: jax.Device) -> Loaded:
-    norms = norms_before("layer.", config.layer.layer_kinds, with_inputs=False)
-    return _folded(loaded, norms, device)
-
-
-def _folded(loaded: Loaded, norms: list[tuple[str, list[int], str]], device: jax.Device) -> Loaded:
-    """Without norms whose scales are in the weights behind them, where products want that."""
-    if not linear.folds_norms(_any_matrix(loaded), device):
-        return loaded
-    stacks = dict(loaded.stacks)
-    for name, numbers, weight in norms:
-        stacks[weight] = linear.scaled(stacks[weight], stacks[name][jnp.asarray(numbers)])
-    for name in {name for name, _, _ in norms}:
-        del stacks[name]
-    return loaded._replace(stacks=stacks)
-
-
 def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
     """Whether a layer is given the stacks, as kernels read them, and not its own matrices."""
-    return linear.folds_norms(_any_matrix(loaded), device)
-
-
-def _any_matrix(loaded: Loaded) -> jax.Array:
-    return next(array for name, array in loaded.stacks.items() if name.endswith("mlp.down"))
+    matrix = next(array for name, array in loaded.stacks.items() if name.endswith("mlp.down"))
+    return linear.reads_stacks(matrix, device)
 
 
 # Records, of the arrays that a trace has
@@ -333,9 +306,11 @@ def _layers(
     layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
     for i, kind in enumerate(kinds):
 
-        def norm(name: str, i: int = i) -> Float[jax.Array, " hidden"] | None:
+        def norm(name: str, i: int = i) -> Norm | None:
             stack = stacks.get(f"{prefix}{name}")
-            return None if stack is None else stack[i]
+            if stack is None:
+                return None
+            return Scale(stack, jnp.asarray(i, jnp.int32)) if in_stacks else stack[i]
 
         names = ("gate_up", "down")
         layer = Layer(

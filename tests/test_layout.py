@@ -319,9 +319,11 @@ ONE_SIDED_NAMES = {
     "weights.py::Loadable.load": "the same",
     "ops/linear.py::Matrix": "JAX reads a stack of weights where it lies, torch has views of it",
     "ops/linear.py::Matrix.alone": "as above",
+    "ops/linear.py::Scale": "the same of the scales of norms",
+    "ops/linear.py::alone": "the same",
     "ops/mamba_state.py::DeltaWeights.alone": "the same",
     "ops/mix.py::HeadNorms.alone": "the same",
-    "ops/linear.py::folds_norms": "the shape of an array that JAX traces has no device",
+    "ops/linear.py::reads_stacks": "the shape of an array that JAX traces has no device",
     "serve.py::take_threads": "torch's threads",
     "serve.py::read_weights": "JAX compiles for a GPU that is not here, and reads their shapes",
     "device_state.py::select": "JAX's states are values",
@@ -353,8 +355,8 @@ ONE_SIDED_NAMES = {
 
 
 OTHER_OPS = {
+    "drafters/heads.py::eagle3": "JAX takes the scale of a norm out of its stack",
     "ops/attention.py::causal_rows": "torch finds rows by their starts, JAX by their lengths",
-    "ops/linear.py::kernel_normed_product": "torch has its plain twin norm and multiply",
     "prefill.py::count_tokens": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",
 }

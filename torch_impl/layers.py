@@ -85,8 +85,13 @@ def attention_layer(
     stream: Stream,
     sight: Sight,
     place: int,
+    norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    """A decoder layer with attention, from its projection on; writes the pools at `place`."""
+    """A decoder layer with attention, from its projection on; writes the pools at `place`.
+
+    Args:
+      norm: Of the stream that this gives.
+    """
     assert isinstance(layer.mixer, Attention)
     heads, norms = Heads.of(config.attention), head_norms(config, layer.mixer)
     if sight.growth is not None:
@@ -94,7 +99,7 @@ def attention_layer(
     if norms is not None and config.attention.norms_all_heads:
         qkv, norms = mix.normed_rows(qkv, heads, norms), None
     mixed = mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
-    return _finished(config, layer, mixed, stream)
+    return _finished(config, layer, mixed, stream, norm)
 
 
 def gated_delta_layer(
@@ -104,32 +109,39 @@ def gated_delta_layer(
     stream: Stream,
     mixer: DeltaMixer,
     place: int,
+    norm: Float[Tensor, " hidden"] | None,
 ) -> Stream:
-    """A decoder layer with the gated delta rule, from its projection on."""
+    """A decoder layer with the gated delta rule, from its projection on; see `attention_layer`."""
     assert isinstance(layer.mixer, GatedDelta)
-    return _finished(config, layer, mixer(place, layer.mixer, inputs), stream)
+    return _finished(config, layer, mixer(place, layer.mixer, inputs), stream, norm)
 
 
 def _finished(
-    config: ModelConfig, layer: Layer, mixed: Float[Tensor, "R values"], stream: Stream
+    config: ModelConfig,
+    layer: Layer,
+    mixed: Float[Tensor, "R values"],
+    stream: Stream,
+    norm: Float[Tensor, " hidden"] | None,
 ) -> Stream:
     """What follows a mixer: its product, and the gated MLP, each added to the stream."""
-    stream = _added(config, layer.mixer_end_norm, mixed, layer.mixer.out, stream)
-    x = linear.gated_product(stream, layer.post_norm, config.input_eps, layer.mlp.gate_up)
-    return _added(config, layer.feed_end_norm, x, layer.mlp.down, stream)
+    ends = layer.mixer_end_norm, layer.feed_end_norm
+    stream = _added(config, ends[0], mixed, layer.mixer.out, stream, layer.post_norm)
+    x = linear.gated_product(stream, config.input_eps, layer.mlp.gate_up)
+    return _added(config, ends[1], x, layer.mlp.down, stream, norm)
 
 
 def _added(
     config: ModelConfig,
-    norm: Float[Tensor, " hidden"] | None,
+    end_norm: Float[Tensor, " hidden"] | None,
     x: Float[Tensor, "R inputs"],
     weight: Matrix,
     stream: Stream,
+    norm: Float[Tensor, " hidden"] | None,
 ) -> Stream:
     """The stream with a product, which a model may norm before it is added."""
-    if norm is None:
-        return linear.added_product(x, weight, stream, config.residual_factor)
-    return linear.added_norm(linear.product(x, weight), norm, config.rms_eps, stream)
+    if end_norm is None:
+        return linear.added_product(x, weight, stream, config.residual_factor, norm)
+    return linear.added_norm(linear.product(x, weight), end_norm, config.rms_eps, stream)
 
 
 def write_keys(

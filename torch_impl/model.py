@@ -87,20 +87,20 @@ def forward(
     """
     config, weights = model.config, model.weights
     sights = {each: Sight.of(each, turns, rows, kv) for each, turns in model.frequencies.items()}
+    norms = [*(block.layer.input_norm for block in model.blocks), None]  # none behind the last
     embedded = layers.embedded(weights.embed, tokens, config.embedding_factor)
-    stream, streams = linear.stream(embedded), []
+    stream, streams = linear.stream(embedded, norms[0]), []
     for i, block in enumerate(model.blocks):
         if i in kept_streams:
             streams.append(stream.rows)
-        layer, place = block.layer, block.place
-        inputs = linear.normed_product(
-            stream, layer.input_norm, config.input_eps, layer.mixer.inputs
-        )
+        layer, place, norm = block.layer, block.place, norms[i + 1]
+        inputs = linear.normed_product(stream, config.input_eps, layer.mixer.inputs)
         if isinstance(block.mixer, AttentionConfig):
-            stream = attention_layer(config, layer, inputs, stream, sights[block.mixer], place)
+            sight = sights[block.mixer]
+            stream = attention_layer(config, layer, inputs, stream, sight, place, norm)
         else:
             assert mixer is not None  # the caller has one for a model with such layers
-            stream = gated_delta_layer(config, layer, inputs, stream, mixer, place)
+            stream = gated_delta_layer(config, layer, inputs, stream, mixer, place, norm)
     if len(model.blocks) in kept_streams:
         streams.append(stream.rows)
     hidden = layers.rms_norm(stream.rows, weights.final_norm, config.rms_eps)

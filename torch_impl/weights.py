@@ -13,9 +13,8 @@ from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
-from shared.models.parameters import BIAS, Parameter, norms_before, parameters
+from shared.models.parameters import BIAS, Parameter, parameters
 from torch_impl import dummy
-from torch_impl.ops import linear
 from torch_impl.ops.linear import Matrix
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
@@ -58,8 +57,7 @@ class Mlp:
 class Layer:
     """A decoder layer; that of an EAGLE head has no norm of its input.
 
-    A norm is None too where its scale is in the weight behind it, or where norms stand at the ends
-    of mixers and MLPs; those are None elsewhere.
+    Norms stand before mixers and MLPs, or at the ends of both; the others are None.
     """
 
     input_norm: Float[Tensor, " hidden"] | None
@@ -233,9 +231,6 @@ def _on_host(array: Shaped[np.ndarray, "..."]) -> Tensor:
 
 
 def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
-    tensors = _folded(config, tensors, norms_before("", config.layer_kinds))
-    if "mtp.fc" in tensors:
-        tensors = _folded(config, tensors, norms_before("mtp.layer.", ["attention"]))
     return Weights(
         embed=tensors["embed"],
         lm_head=Matrix(tensors.get("lm_head", tensors["embed"])),
@@ -243,19 +238,6 @@ def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
         layers=_layers(config, tensors, "", config.layer_kinds),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
     )
-
-
-def _folded(
-    config: ModelConfig, tensors: dict[str, Tensor], norms: list[tuple[str, list[int], str]]
-) -> dict[str, Tensor]:
-    """Without norms whose scales are in the weights behind them, where products want that."""
-    if config.norms_behind or not linear.folds_norms(tensors[norms[0][2]]):
-        return tensors
-    for name, numbers, weight in norms:
-        for matrix, norm in zip(tensors[weight], tensors[name][numbers], strict=True):
-            linear.scaled(matrix, norm)
-    folded = {name for name, _, _ in norms}
-    return {name: tensor for name, tensor in tensors.items() if name not in folded}
 
 
 def _layers(
@@ -322,8 +304,6 @@ def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:
 
 
 def _head(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights | BlockWeights:
-    norms = norms_before("layer.", config.layer.layer_kinds, with_inputs=False)
-    tensors = _folded(config.layer, tensors, norms)
     return _block(config, tensors) if config.block else _eagle(config, tensors)
 
 

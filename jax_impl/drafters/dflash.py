@@ -154,11 +154,12 @@ def fill(
     config, block = weights.config.layer, _block_of(weights.config)
     turn = angles(config.attention, rows[0].positions)
     tokens = jnp.full((len(newest), block.size), block.mask_id, jnp.int32).at[:, 0].set(newest)
-    stream = linear.stream(embedded(embed, tokens.reshape(-1)))
+    norms = [*(layer.input_norm for layer in weights.layers), None]
+    stream = linear.stream(embedded(embed, tokens.reshape(-1)), norms[0])
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
-        sight = Sight(turn, None, seen, PagedKV.of(kv, seen))
-        qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
-        stream, paged = attention_layer(config, layer, qkv, stream, sight, place)
+        sight, norm = Sight(turn, None, seen, PagedKV.of(kv, seen)), norms[place + 1]
+        qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
+        stream, paged = attention_layer(config, layer, qkv, stream, sight, place, norm)
         kv = paged.pools
     out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
     return out.reshape(*tokens.shape, -1), kv

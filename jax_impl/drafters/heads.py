@@ -61,8 +61,9 @@ def mtp(model: Model) -> Head:
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
         fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        stream = linear.stream(product(jnp.concatenate([fed, normed], axis=1), weights.fc))
-        qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
+        joined = product(jnp.concatenate([fed, normed], axis=1), weights.fc)
+        stream = linear.stream(joined, layer.input_norm)
+        qkv = normed_product(stream, eps, layer.mixer.inputs)
         x, kv = _decoder_layer(config, layer, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps), kv
 
@@ -95,7 +96,7 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
     assert final_norm is not None
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
-        fed = rms_norm(embedded(embed, tokens), input_norm, eps)
+        fed = rms_norm(embedded(embed, tokens), linear.alone(input_norm), eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(jnp.concatenate([fed, normed], axis=1), weights.layer.mixer.inputs)
         x, kv = _decoder_layer(config, weights.layer, qkv, Stream(hidden), rows, kv)

@@ -4,14 +4,13 @@ Sums are float32; what leaves an operation has the dtype of its rows. On a GPU t
 bfloat16 are kernels; see `jax_impl.ops`.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, kernels_on, layers
 from shared.spec.numerics import SQUARES
@@ -48,36 +47,63 @@ class Matrix(NamedTuple):
         return Matrix(values[first:], None, None if bias is None else bias[first:])
 
 
+class Scale(NamedTuple):
+    """The scale of a norm where it lies in a stack, as `Matrix`; float32."""
+
+    values: Float[jax.Array, "layers size"]
+    layer: Place
+
+
+Norm = Float[jax.Array, " size"] | Scale
+"""The scale of a norm, alone or in a stack."""
+
+
+def alone(norm: Norm | None) -> Float[jax.Array, " size"] | None:
+    """The scale of a norm out of its stack, where there is one."""
+    return norm.values[norm.layer] if isinstance(norm, Scale) else norm
+
+
 class Stream(NamedTuple):
     """The residual stream between two operations of a layer.
 
     Attributes:
+      norm: Scale of the norm through which the rows are read next; None: nothing scales them.
+      scaled: The rows times that scale, where kernels keep them for the next product.
       squares: Of each chunk of a row, where kernels keep them for the next norm.
     """
 
     rows: Float[jax.Array, "R hidden"]
+    norm: Norm | None = None
+    scaled: Float[jax.Array, "R hidden"] | None = None
     squares: Float[jax.Array, "R chunks"] | None = None
 
 
-def plain_stream(rows: Float[jax.Array, "R hidden"]) -> Stream:
+def plain_stream(rows: Float[jax.Array, "R hidden"], norm: Norm | None = None) -> Stream:
     """The residual stream as a pass begins it."""
-    return Stream(rows)
+    return Stream(rows, norm)
 
 
-def kernel_stream(kernels: Kernels, rows: Float[jax.Array, "R hidden"]) -> Stream:
-    """As `plain_stream`, with the squares of the rows."""
-    return Stream(rows, _squares(kernels, Stream(rows)))
+def kernel_stream(
+    kernels: Kernels, rows: Float[jax.Array, "R hidden"], norm: Norm | None = None
+) -> Stream:
+    """As `plain_stream`, with what stands beside the rows."""
+    scale, layer = _in_stack(norm)
+    scaled, squares = kernels.layers.beside(rows, scale, layer, order=SQUARES)
+    return Stream(rows, norm, scaled, squares)
 
 
 def _beside_kernels(stream: Stream) -> Stream:
-    """A stream of plain products, of the structure that kernels give: with squares nobody reads."""
-    rows = stream.rows
-    return Stream(rows, jnp.zeros((len(rows), -(-rows.shape[1] // SQUARES.chunk))))
+    """A stream of plain products, of the structure that kernels give: with what nobody reads."""
+    rows, norm = stream.rows, stream.norm
+    squares = jnp.zeros((len(rows), -(-rows.shape[1] // SQUARES.chunk)))
+    return Stream(rows, norm, None if norm is None else rows, squares)
 
 
-stream = kernel_or_plain(
-    kernel_stream, plain_stream, is_bfloat16, lambda rows: _beside_kernels(Stream(rows))
-)
+def _stream_beside_kernels(rows: Float[jax.Array, "R hidden"], norm: Norm | None = None) -> Stream:
+    return _beside_kernels(Stream(rows, norm))
+
+
+stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16, _stream_beside_kernels)
 
 
 def plain_product(
@@ -113,38 +139,37 @@ product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32,
 
 
 def plain_normed_product(
-    stream: Stream, norm: Float[jax.Array, " hidden"] | None, eps: float | None, weight: Matrix
+    stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
-    """Multiplies the RMS norm of each row by a weight.
-
-    Without a scale of the norm, it is in the weight; without `eps` there is no norm.
-    """
-    rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
+    """Multiplies the RMS norm of each row by a weight; without `eps` there is no norm."""
+    rows, norm = stream.rows, stream.norm
+    if eps is not None:
+        rows = layers.rms_norm(rows, alone(norm), eps)
     return plain_product(rows, weight)
 
 
 def kernel_normed_product(
-    kernels: Kernels,
-    stream: Stream,
-    norm: Float[jax.Array, " hidden"] | None,
-    eps: float | None,
-    weight: Matrix,
+    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R outputs"]:
-    if norm is not None or eps is None:
-        rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
-        return kernel_product(kernels, rows, weight)
-    squares = _squares(kernels, stream)
-    return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps).rows
+    return _normed(kernels, stream, eps, weight, is_gated=False)
 
 
 normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
 
 
 def plain_added_product(
-    x: Float[jax.Array, "R inputs"], weight: Matrix, stream: Stream, factor: float = 1.0
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
+    norm: Norm | None = None,
 ) -> Stream:
-    """Adds the product of each row with a weight, times a factor, to the stream."""
-    return Stream(stream.rows + _times(plain_product(x, weight), factor))
+    """Adds the product of each row with a weight, times a factor, to the stream.
+
+    Args:
+      norm: Of the stream that this gives.
+    """
+    return Stream(stream.rows + _times(plain_product(x, weight), factor), norm)
 
 
 def kernel_added_product(
@@ -153,15 +178,20 @@ def kernel_added_product(
     weight: Matrix,
     stream: Stream,
     factor: float = 1.0,
+    norm: Norm | None = None,
 ) -> Stream:
-    """As `plain_added_product`, with the squares of the sum."""
-    return _multiplied(kernels, x, weight, factor=factor, added=stream.rows)
+    """As `plain_added_product`, with what stands beside the sum."""
+    return _multiplied(kernels, x, weight, factor=factor, added=stream.rows, norm=norm)
 
 
 def _added_beside_kernels(
-    x: Float[jax.Array, "R inputs"], weight: Matrix, stream: Stream, factor: float = 1.0
+    x: Float[jax.Array, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
+    norm: Norm | None = None,
 ) -> Stream:
-    return _beside_kernels(plain_added_product(x, weight, stream, factor))
+    return _beside_kernels(plain_added_product(x, weight, stream, factor, norm))
 
 
 added_product = kernel_or_plain(
@@ -169,33 +199,23 @@ added_product = kernel_or_plain(
 )
 
 
-def added_norm(
-    x: Float[jax.Array, "R hidden"], norm: Float[jax.Array, " hidden"], eps: float, stream: Stream
-) -> Stream:
+def added_norm(x: Float[jax.Array, "R hidden"], norm: Norm, eps: float, stream: Stream) -> Stream:
     """Adds the RMS norm of each row to the stream."""
-    return Stream(stream.rows + layers.rms_norm(x, norm, eps))
+    return Stream(stream.rows + layers.rms_norm(x, alone(norm), eps))
 
 
 def plain_gated_product(
-    stream: Stream, norm: Float[jax.Array, " hidden"] | None, eps: float | None, weight: Matrix
+    stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R intermediate"]:
     """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
-    gate, up = jnp.split(plain_normed_product(stream, norm, eps, weight), 2, axis=-1)
+    gate, up = jnp.split(plain_normed_product(stream, eps, weight), 2, axis=-1)
     return layers.silu(gate) * up
 
 
 def kernel_gated_product(
-    kernels: Kernels,
-    stream: Stream,
-    norm: Float[jax.Array, " hidden"] | None,
-    eps: float | None,
-    weight: Matrix,
+    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[jax.Array, "R intermediate"]:
-    if norm is not None or eps is None:
-        rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
-        return _multiplied(kernels, rows, weight, is_gated=True).rows
-    squares = _squares(kernels, stream)
-    return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps, is_gated=True).rows
+    return _normed(kernels, stream, eps, weight, is_gated=True)
 
 
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
@@ -217,10 +237,24 @@ def _sums(
     return sums if bias is None else sums + bias.astype(jnp.float32)
 
 
-def _squares(kernels: Kernels, stream: Stream) -> Float[jax.Array, "R chunks"]:
-    if stream.squares is not None:
-        return stream.squares
-    return kernels.layers.chunks_of_squares(stream.rows, order=SQUARES)
+def _normed(
+    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix, is_gated: bool
+) -> Float[jax.Array, "R outputs"]:
+    """The product of rows that are normed or, without `eps`, of the rows as they are."""
+    if eps is None:
+        return _multiplied(kernels, stream.rows, weight, is_gated=is_gated).rows
+    if stream.squares is None:  # the stream is no kernel's
+        stream = kernel_stream(kernels, stream.rows, stream.norm)
+    x = stream.rows if stream.scaled is None else stream.scaled
+    how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated}
+    return _multiplied(kernels, x, weight, **how).rows
+
+
+def _in_stack(norm: Norm | None) -> tuple[Float[jax.Array, "L size"] | None, Int[jax.Array, ""]]:
+    """As kernels take a scale: in a stack, which may be of one, with its place there."""
+    if isinstance(norm, Scale):
+        return norm.values, jnp.asarray(norm.layer, jnp.int32)
+    return None if norm is None else norm[None], jnp.asarray(0, jnp.int32)
 
 
 def _multiplied(
@@ -235,13 +269,15 @@ def _multiplied(
     is_gated: bool = False,
     factor: float = 1.0,
     added: Float[jax.Array, "R outputs"] | None = None,
+    norm: Norm | None = None,
 ) -> Stream:
     stored, inputs = weight.values.shape[-2:]
     outputs = (stored - first) // (2 if is_gated else 1)
     tiles = kernels.tiles.linear.of(
         rows=len(x), outputs=outputs, inputs=inputs, gated=int(is_gated)
     )
-    out, sums = kernels.linear.product(
+    scale, scale_layer = _in_stack(norm)
+    out, scaled, sums = kernels.linear.product(
         x,
         weight.values.reshape(-1, stored, inputs),
         jnp.asarray(0 if weight.layer is None else weight.layer, jnp.int32),
@@ -253,20 +289,14 @@ def _multiplied(
         bias=None if weight.bias is None else weight.bias.reshape(-1, stored),
         factor=factor,
         added=added,
+        norm=scale,
+        norm_layer=scale_layer,
         order=SQUARES,
         tiles=tiles,
     )
-    return Stream(out, sums)
+    return Stream(out, norm, scaled, sums)
 
 
-@partial(jax.jit, donate_argnums=0)
-def scaled(
-    values: Float[jax.Array, "*layers outputs inputs"], norm: Float[jax.Array, "*layers inputs"]
-) -> Float[jax.Array, "*layers outputs inputs"]:
-    """A stored weight, or a stack of them, with the scale of the norm before it; in its memory."""
-    return (values.astype(jnp.float32) * norm[..., None, :]).astype(values.dtype)
-
-
-def folds_norms(x: Float[jax.Array, "..."], device: jax.Device) -> bool:
-    """Whether products of such arrays on a device want the scales of norms in their weights."""
+def reads_stacks(x: Float[jax.Array, "..."], device: jax.Device) -> bool:
+    """Whether products of such arrays on a device read the stacks of their weights."""
     return kernels_on(device) is not None and is_bfloat16(x)

@@ -7,20 +7,35 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from kernels.pallas_gpu.squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.numerics import SquaresOrder
 
 
-def chunks_of_squares(
-    x: Float[jax.Array, "R size"], *, order: SquaresOrder, interpret: bool = False
-) -> Float[jax.Array, "R chunks"]:
-    """As `shared.spec.numerics.chunks_of_squares`."""
+def beside(
+    x: Float[jax.Array, "R size"],
+    norms: Float[jax.Array, "L size"] | None,
+    layer: Int[jax.Array, ""],
+    *,
+    order: SquaresOrder,
+    interpret: bool = False,
+) -> tuple[Float[jax.Array, "R size"] | None, Float[jax.Array, "R chunks"]]:
+    """What stands beside rows that begin a stream.
+
+    Args:
+      norms: A stack of scales of norms; the rows are read through that of `layer`.
+
+    Returns:
+      The rows times the scale of the norm through which they are read, if it has one, and their
+      squares in chunks, as `shared.spec.numerics.chunks_of_squares`.
+    """
     shape = (len(x), pl.cdiv(x.shape[1], order.chunk))
-    out = jax.ShapeDtypeStruct(shape, jnp.float32)
-    kernel = functools.partial(_squares_kernel, order=order)
-    return _over_rows(kernel, x, out=out, name="chunks_of_squares", interpret=interpret)
+    scaled = None if norms is None else jax.ShapeDtypeStruct(x.shape, x.dtype)
+    out = (scaled, jax.ShapeDtypeStruct(shape, jnp.float32))
+    kernel = functools.partial(_beside_kernel, order=order)
+    given = (x, norms, layer.reshape(1))
+    return _over_rows(kernel, *given, out=out, name="beside", interpret=interpret)
 
 
 def rms_norm(
@@ -49,13 +64,17 @@ def _over_rows(kernel, x, *others, out, name, interpret):
     )(x, *others)
 
 
-def _squares_kernel(x_ref, out_ref, *, order):
-    """One program a row: its squares in chunks."""
-    _, _, sums = _row(x_ref, order)
-    chunks = out_ref.shape[1]
+def _beside_kernel(x_ref, norms_ref, layer_ref, scaled_ref, sums_ref, *, order):
+    """One program a row: its squares in chunks, and the row scaled."""
+    x, column, sums = _row(x_ref, order)
+    chunks = sums_ref.shape[1]
     part = lax.iota(jnp.int32, sums.shape[0])
     at = jnp.minimum(part, chunks - 1)
-    pltriton.store(out_ref.at[pl.program_id(0), at], sums, mask=part < chunks)
+    pltriton.store(sums_ref.at[pl.program_id(0), at], sums, mask=part < chunks)
+    if norms_ref is not None:
+        norm = norms_ref.at[layer_ref[0], column]
+        x = x * pltriton.load(norm, mask=column < x_ref.shape[1], other=0.0)
+        _store_row(scaled_ref, x, column)
 
 
 def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
@@ -67,6 +86,11 @@ def _norm_kernel(x_ref, weight_ref, out_ref, *, eps, order):
     x = x * lax.rsqrt(total * (1.0 / size) + eps)
     if weight_ref is not None:
         x = x * pltriton.load(weight_ref.at[column], mask=column < size, other=0.0)
+    _store_row(out_ref, x, column)
+
+
+def _store_row(out_ref, x, column):
+    size = out_ref.shape[1]
     # A column that is not written gets an index outside, for the interpreter.
     at = jnp.where(column < size, column, size)
     x = x.astype(out_ref.dtype)

@@ -24,11 +24,20 @@ _LOG2_E = 1.4426950408889634
 
 
 class Given(NamedTuple):
-    """What stands before and after the sums: squares for the rows' norm, a bias, what is added."""
+    """What stands before and after the sums.
+
+    Attributes:
+      squares: Of the rows, in chunks, for their norm.
+      bias, added: What is added to the sums, and to the result.
+      norms, norm_layer: A stack of scales of norms, and which of it multiplies the result for its
+        next reader.
+    """
 
     squares: Any
     bias: Any
     added: Any
+    norms: Any
+    norm_layer: Any
 
 
 def product(
@@ -44,10 +53,16 @@ def product(
     bias: Float[jax.Array, "L stored"] | None,
     factor: float,
     added: Float[jax.Array, "R outputs"] | None,
+    norm: Float[jax.Array, "L2 outputs"] | None,
+    norm_layer: Int[jax.Array, ""],
     order: SquaresOrder,
     tiles: LinearTiles,
     interpret: bool = False,
-) -> tuple[Float[jax.Array, "R outputs"], Float[jax.Array, "R chunks_out"] | None]:
+) -> tuple[
+    Float[jax.Array, "R outputs"],
+    Float[jax.Array, "R outputs"] | None,
+    Float[jax.Array, "R chunks_out"] | None,
+]:
     """Multiplies each row by a weight, and does what a layer does right before and after it.
 
     Args:
@@ -57,17 +72,22 @@ def product(
       layer: Which of the stack. An operand: as a constant, each layer would be a kernel of its own.
       first: The outputs from here on.
       out_type: Of the result.
-      squares: The rows' squares in chunks, where the product is that of their RMS norm; the norm's
-        scale is in the weight.
+      squares: The rows' squares in chunks, where the product is that of their RMS norm; `x` are
+        the rows times the norm's scale then, and the squares those of the rows without it.
       eps: Of the norm.
       is_gated: Whether the result is silu(gate) * up.
       bias: A stack as the weights are: what is added to each row of the product, before it is
         gated.
       factor: What the result is multiplied by, if it is not gated.
       added: What is added to the result; its squares in chunks are returned as well.
+      norm, norm_layer: A stack of scales of norms; the sum is read next through that of the layer.
       order: How squares are summed.
       tiles: How the work is cut.
       interpret: Run on a CPU.
+
+    Returns:
+      The result; where something was added, the result times the scale of `norm`, if there is one,
+      and its squares in chunks.
 
     Raises:
       ValueError: The tiles are none for a kernel here.
@@ -102,13 +122,16 @@ def product(
             bias=bias,
             factor=factor,
             added=added,
+            norm=norm,
+            norm_layer=norm_layer,
             order=order,
             tiles=tiles,
         )
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
     blocks = (pl.cdiv(R, rows), pl.cdiv(N, tiles.columns))
-    sums = None
+    scaled = sums = None
     if added is not None:
+        scaled = None if norm is None else jax.ShapeDtypeStruct((R, N), out_type)
         sums = jax.ShapeDtypeStruct((R, pl.cdiv(N, order.chunk)), jnp.float32)
     return pl.pallas_call(
         functools.partial(
@@ -125,11 +148,11 @@ def product(
             is_compiled=not interpret,
         ),
         grid=(blocks[0] * blocks[1],),
-        out_shape=(jax.ShapeDtypeStruct((R, N), out_type), sums),
+        out_shape=(jax.ShapeDtypeStruct((R, N), out_type), scaled, sums),
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="product",
-    )(x, weights, layer.reshape(1), Given(squares, bias, added))
+    )(x, weights, layer.reshape(1), Given(squares, bias, added, norm, norm_layer.reshape(1)))
 
 
 def let_next_start(x):
@@ -149,8 +172,8 @@ def let_next_start(x):
 
 
 def _product_kernel(
-    x_ref, weights_ref, layer_ref, given, out_ref, sums_ref, *, outputs, first, eps, is_gated,
-    factor, row_blocks, rows, order, tiles, is_compiled,
+    x_ref, weights_ref, layer_ref, given, out_ref, scaled_ref, sums_ref, *, outputs, first, eps,
+    is_gated, factor, row_blocks, rows, order, tiles, is_compiled,
 ):  # fmt: skip
     """One program per block of outputs and block of rows, the rows first: they share the weight."""
     is_normed, is_added = given.squares is not None, given.added is not None
@@ -170,6 +193,9 @@ def _product_kernel(
     added = None
     if is_added and is_early:
         added = pltriton.load(given.added.at[of_result], mask=is_inside, other=0.0)
+    norm = None
+    if scaled_ref is not None and is_early:
+        norm = _norm_of(given, at_column, is_column)
 
     def tile(ref, at, is_one, has_all):
         inside = (at + step)[None, :] < K
@@ -221,10 +247,21 @@ def _product_kernel(
         out += added.astype(jnp.float32)
     out = out.astype(out_ref.dtype)
     pltriton.store(out_ref.at[of_result], out, mask=is_inside)
+    if scaled_ref is not None:
+        if norm is None:
+            norm = _norm_of(given, at_column, is_column)
+        scaled = (out.astype(jnp.float32) * norm[None, :]).astype(out.dtype)
+        pltriton.store(scaled_ref.at[of_result], scaled, mask=is_inside)
     if is_added:
         _store_squares(
             sums_ref, out, at_row, is_row, at_column, block, outputs, tiles.columns, order
         )
+
+
+def _norm_of(given, at_column, is_column):
+    """The scale of the next norm of some columns."""
+    at = given.norms.at[given.norm_layer[0], at_column]
+    return pltriton.load(at, mask=is_column, other=0.0)
 
 
 def _add_product(total, x, weight, is_swapped):

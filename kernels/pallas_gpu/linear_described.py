@@ -7,7 +7,7 @@ first copies for a block go on while the block before it is stored.
 
 A sum is one chain of products along the inputs, and what follows is computed as in `linear`, so
 the bits are those of that kernel and of Triton's. What the kernel does not take over: the scales of
-norms are computed before it and the squares of the result after it, by kernels of their own.
+norms are computed before it and what stands beside the result after it, by kernels of their own.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
-from kernels.pallas_gpu.layers import chunks_of_squares
+from kernels.pallas_gpu.layers import beside
 from kernels.pallas_gpu.linear_result import PARTS, WIDE, Result, scales_of
 from kernels.tiles import LinearTiles
 from shared.spec.numerics import SquaresOrder
@@ -154,9 +154,15 @@ def described_product(
     bias: Float[jax.Array, "L stored"] | None,
     factor: float,
     added: Float[jax.Array, "R outputs"] | None,
+    norm: Float[jax.Array, "L2 outputs"] | None,
+    norm_layer: Int[jax.Array, ""],
     order: SquaresOrder,
     tiles: LinearTiles,
-) -> tuple[Float[jax.Array, "R outputs"], Float[jax.Array, "R chunks_out"] | None]:
+) -> tuple[
+    Float[jax.Array, "R outputs"],
+    Float[jax.Array, "R outputs"] | None,
+    Float[jax.Array, "R chunks_out"] | None,
+]:
     """As `linear.product`, of arrays that `takes` accepts.
 
     Raises:
@@ -194,7 +200,9 @@ def described_product(
         compiler_params=plgpu.CompilerParams(),
         kernel_name="described_product",
     )(*operands.values())[:R]
-    return out, None if added is None else chunks_of_squares(out, order=order)
+    return (
+        (out, None, None) if added is None else (out, *beside(out, norm, norm_layer, order=order))
+    )
 
 
 def _check(tiles: LinearTiles, out_type: np.dtype) -> None:

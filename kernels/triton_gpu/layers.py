@@ -12,14 +12,24 @@ from kernels.triton_gpu.squares import add_up, exponent_of, in_floats, units_of
 from shared.spec.numerics import SquaresOrder
 
 
-def chunks_of_squares(
-    x: Float[Tensor, "R size"], *, order: SquaresOrder
-) -> Float[Tensor, "R chunks"]:
-    """As `shared.spec.numerics.chunks_of_squares`."""
+def beside(
+    x: Float[Tensor, "R size"], norm: Float[Tensor, " size"] | None, *, order: SquaresOrder
+) -> tuple[Float[Tensor, "R size"] | None, Float[Tensor, "R chunks"]]:
+    """What stands beside rows that begin a stream.
+
+    Returns:
+      The rows times the scale of the norm through which they are read, if it has one, and their
+      squares in chunks, as `shared.spec.numerics.chunks_of_squares`.
+    """
+    x = x.contiguous()
+    scaled = None if norm is None else torch.empty_like(x)
     shape = (len(x), triton.cdiv(x.shape[1], order.chunk))
     sums = torch.empty(shape, dtype=torch.float32, device=x.device)
-    _row_kernel[(len(x),)](x, sums, sums, 0.0, is_norm=False, **_settings(x, order))
-    return sums
+    # Pointers must be there, also where nothing reads them.
+    given = (x, x if scaled is None else scaled, sums, sums if norm is None else norm, 0.0)
+    flags = {"is_norm": False, "is_scaled": norm is not None}
+    _row_kernel[(len(x),)](*given, **flags, **_settings(x, order))
+    return scaled, sums
 
 
 def rms_norm(
@@ -35,9 +45,9 @@ def rms_norm(
     """
     x = x.contiguous()
     out = torch.empty_like(x)
-    given = out if weight is None else weight  # a pointer, that nothing reads without a weight
+    given = (x, out, out, out if weight is None else weight, eps)  # as above
     flags = {"is_norm": True, "is_scaled": weight is not None}
-    _row_kernel[(len(x),)](x, out, given, eps, **flags, **_settings(x, order))
+    _row_kernel[(len(x),)](*given, **flags, **_settings(x, order))
     return out
 
 
@@ -58,6 +68,7 @@ def _settings(x: Float[Tensor, "R size"], order: SquaresOrder) -> dict[str, int 
 def _row_kernel(
     x_at,
     out_at,
+    sums_at,
     weight_at,
     eps,
     size: tl.constexpr,
@@ -67,9 +78,9 @@ def _row_kernel(
     digits_of_chunks: tl.constexpr,
     is_launched: tl.constexpr,
     is_norm: tl.constexpr,
-    is_scaled: tl.constexpr = False,
+    is_scaled: tl.constexpr,
 ):
-    """One program a row: its squares in chunks, or its norm by them."""
+    """One program a row: its norm by its squares in chunks, or these, and the row scaled."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, spread)
     column = part[:, None] * chunk + tl.arange(0, chunk)[None, :]
@@ -83,9 +94,10 @@ def _row_kernel(
         units = tl.sum(units_of(sums, exponent, digits_of_chunks), 0)
         total = in_floats(units, exponent, digits_of_chunks)
         x = x * tl.rsqrt(total * (1.0 / size) + eps)
-        if is_scaled:
-            x = x * tl.load(weight_at + column, mask=column < size, other=0.0)
-        tl.store(out_at + row * size + column, x.to(out_at.dtype.element_ty), mask=column < size)
     else:
         chunks: tl.constexpr = (size + chunk - 1) // chunk
-        tl.store(out_at + row * chunks + part, sums, mask=part < chunks)
+        tl.store(sums_at + row * chunks + part, sums, mask=part < chunks)
+    if is_scaled:
+        x = x * tl.load(weight_at + column, mask=column < size, other=0.0)
+    if is_norm or is_scaled:
+        tl.store(out_at + row * size + column, x.to(out_at.dtype.element_ty), mask=column < size)

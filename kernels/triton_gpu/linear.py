@@ -30,15 +30,17 @@ class Ends(NamedTuple):
     Attributes:
       squares: Of the rows, in chunks, for their norm.
       bias: What is added to each row.
-      added: What is added to the result.
-      out, sums: The result, and its squares in chunks.
+      added, norm: What is added to the result, and what multiplies it for its next reader.
+      out, scaled, sums: The result, the same times `norm`, and its squares in chunks.
       eps: Of the norm.
     """
 
     squares: Any
     bias: Any
     added: Any
+    norm: Any
     out: Any
+    scaled: Any
     sums: Any
     eps: Any
 
@@ -47,7 +49,7 @@ class Sizes(NamedTuple):
     """What is multiplied: outputs, inputs, and what is done with the sums.
 
     Attributes:
-      is_biased, is_gated, is_added: Whether it is.
+      is_biased, is_gated, is_added, is_scaled: Whether it is.
       factor: Of a result that is not gated.
     """
 
@@ -56,6 +58,7 @@ class Sizes(NamedTuple):
     is_biased: bool
     is_gated: bool
     is_added: bool
+    is_scaled: bool
     factor: float
 
 
@@ -99,32 +102,43 @@ def product(
     bias: Float[Tensor, " stored"] | None,
     factor: float,
     added: Float[Tensor, "R outputs"] | None,
+    norm: Float[Tensor, " outputs"] | None,
     order: SquaresOrder,
     tiles: LinearTiles,
-) -> tuple[Float[Tensor, "R outputs"], Float[Tensor, "R chunks_out"] | None]:
+) -> tuple[
+    Float[Tensor, "R outputs"],
+    Float[Tensor, "R outputs"] | None,
+    Float[Tensor, "R chunks_out"] | None,
+]:
     """Multiplies each row by a weight, and does what a layer does right before and after it.
 
     Args:
       x: The rows.
       weight: `[outputs, inputs]`; where it is gated, the gate's rows and then those of up.
       out_type: Of the result.
-      squares: The rows' squares in chunks, where the product is that of their RMS norm; the norm's
-        scale is in the weight.
+      squares: The rows' squares in chunks, where the product is that of their RMS norm; `x` are
+        the rows times the norm's scale then, and the squares those of the rows without it.
       eps: Of the norm.
       is_gated: Whether the result is silu(gate) * up.
       bias: What is added to each row of the product, before it is gated.
       factor: What the result is multiplied by, if it is not gated.
       added: What is added to the result; its squares in chunks are returned as well.
+      norm: The scale of the norm through which the sum is read next.
       order: How squares are summed.
       tiles: How the work is cut.
+
+    Returns:
+      The result; where something was added, the result times `norm`, if there is one, and its
+      squares in chunks.
     """
     (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
     rows = min(tiles.rows, max(16, triton.next_power_of_2(R)))
     row_blocks, column_blocks = triton.cdiv(R, rows), triton.cdiv(N, tiles.columns)
     chunks = 0 if squares is None else squares.shape[1]
     out = torch.empty((R, N), dtype=out_type, device=x.device)
-    sums = None
+    scaled = sums = None
     if added is not None:
+        scaled = None if norm is None else torch.empty_like(out)
         shape = (R, triton.cdiv(N, order.chunk))
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     is_described = tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0
@@ -145,7 +159,9 @@ def product(
             squares=x if squares is None else squares,
             bias=x if bias is None else bias,
             added=out if added is None else added,
+            norm=out if norm is None else norm,
             out=out,
+            scaled=out if scaled is None else scaled,
             sums=out if sums is None else sums,
             eps=eps,
         ),
@@ -158,6 +174,7 @@ def product(
             is_biased=bias is not None,
             is_gated=is_gated,
             is_added=added is not None,
+            is_scaled=scaled is not None,
             factor=factor,
         ),
         squares=Chunks(
@@ -180,7 +197,7 @@ def product(
         num_warps=tiles.warps,
         **launching(x),
     )
-    return out, sums
+    return out, scaled, sums
 
 
 @cache
@@ -258,6 +275,8 @@ def _product_block(
         terms = _squares_of(ends.squares, row, is_row, squares)
     if is_early and sizes.is_added:
         added = tl.load(ends.added + place, mask=is_inside, other=0.0)
+    if is_early and sizes.is_scaled:
+        norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
 
     # Blocks of gate and up that are copied as one are multiplied as one: the rows are read once.
     is_joined: tl.constexpr = is_gated and is_described
@@ -313,6 +332,11 @@ def _product_block(
         acc += added.to(tl.float32)
     out = acc.to(ends.out.dtype.element_ty)
     tl.store(ends.out + place, out, mask=is_inside)
+    if sizes.is_scaled:
+        if not is_early:
+            norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
+        scaled = (out.to(tl.float32) * norm[None, :]).to(out.dtype)
+        tl.store(ends.scaled + place, scaled, mask=is_inside)
     if sizes.is_added:
         _store_squares(ends.sums, out, row, is_row, column, block, N, squares)
 

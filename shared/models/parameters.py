@@ -97,25 +97,6 @@ NORMS_BEHIND = {
 """Norms of a decoder layer by our names: before its mixer and its MLP, or behind them."""
 
 
-def norms_before(
-    prefix: str, kinds: Sequence[str], with_inputs: bool = True
-) -> list[tuple[str, list[int], str]]:
-    """Which norm stands before which stack of weights, in the decoder layers of a prefix.
-
-    Args:
-      kinds: Of the layers.
-      with_inputs: Whether the mixers read the normed stream alone; those of draft heads do not.
-
-    Returns:
-      The name of a stack of norms, the layers in it that matter, and the name of the weights.
-    """
-    norms = [(f"{prefix}post_attention_norm", list(range(len(kinds))), f"{prefix}mlp.gate_up")]
-    for kind in sorted(set(kinds)) if with_inputs else []:
-        numbers = [number for number, each in enumerate(kinds) if each == kind]
-        norms.append((f"{prefix}input_norm", numbers, f"{prefix}{kind}.inputs"))
-    return norms
-
-
 def attention_parameters(
     prefix: str, config: ModelConfig, layers: Sequence[str], inputs: int | None = None
 ) -> list[Parameter]:

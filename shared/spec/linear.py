@@ -38,18 +38,28 @@ class Matrix:
 class Stream:
     """The residual stream between two operations of a layer.
 
+    What makes a row knows the norm through which it is read next, and can do that norm's part of
+    the work beside it.
+
     Attributes:
+      norm: Scale of the norm through which the rows are read next, a zero-centred one with its 1
+        added already; None: nothing scales them.
+      scaled: The rows times that scale, where kernels keep them for the next product.
       squares: Of each chunk of a row, where kernels keep them for the next norm; see
         `shared.spec.numerics.chunks_of_squares`.
     """
 
     rows: Float[np.ndarray, "R hidden"]
+    norm: Float[np.ndarray, " hidden"] | None = None
+    scaled: Float[np.ndarray, "R hidden"] | None = None
     squares: Float[np.ndarray, "R chunks"] | None = None
 
 
-def stream(rows: Float[np.ndarray, "R hidden"]) -> Stream:
-    """The residual stream as a pass begins it."""
-    return Stream(rows)
+def stream(
+    rows: Float[np.ndarray, "R hidden"], norm: Float[np.ndarray, " hidden"] | None = None
+) -> Stream:
+    """The residual stream as a pass begins it, to be read through a norm of this scale."""
+    return Stream(rows, norm)
 
 
 def product(
@@ -73,24 +83,30 @@ def product_float32(
 
 
 def normed_product(
-    stream: Stream, norm: Float[np.ndarray, " hidden"] | None, eps: float | None, weight: Matrix
+    stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[np.ndarray, "R outputs"]:
     """Multiplies the RMS norm of each row by a weight.
 
     Args:
-      norm: Scale of the norm; a zero-centred one has its 1 added already. None: it is in the
-        weight, as `scaled` puts it there.
       eps: Of the norm; None: there is none, and the rows are multiplied as they are.
     """
-    rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
+    rows = stream.rows if eps is None else layers.rms_norm(stream.rows, stream.norm, eps)
     return product(rows, weight)
 
 
 def added_product(
-    x: Float[np.ndarray, "R inputs"], weight: Matrix, stream: Stream, factor: float = 1.0
+    x: Float[np.ndarray, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
+    norm: Float[np.ndarray, " hidden"] | None = None,
 ) -> Stream:
-    """Adds the product of each row with a weight, times a factor, to the stream."""
-    return Stream(stream.rows + _times(product(x, weight), factor))
+    """Adds the product of each row with a weight, times a factor, to the stream.
+
+    Args:
+      norm: Of the stream that this gives.
+    """
+    return Stream(stream.rows + _times(product(x, weight), factor), norm)
 
 
 def added_norm(
@@ -101,19 +117,12 @@ def added_norm(
 
 
 def gated_product(
-    stream: Stream, norm: Float[np.ndarray, " hidden"] | None, eps: float | None, weight: Matrix
+    stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[np.ndarray, "R intermediate"]:
     """silu(gate) * up of the normed rows; the weight holds the gate's rows, then those of up."""
-    gate, up = np.split(normed_product(stream, norm, eps, weight), 2, axis=-1)
+    gate, up = np.split(normed_product(stream, eps, weight), 2, axis=-1)
     return layers.silu(gate) * up
 
 
 def _times(x: Float[np.ndarray, "R outputs"], factor: float) -> Float[np.ndarray, "R outputs"]:
     return x if factor == 1 else x * np.float32(factor)
-
-
-def scaled(
-    values: Float[np.ndarray, "outputs inputs"], norm: Float[np.ndarray, " inputs"]
-) -> Float[np.ndarray, "outputs inputs"]:
-    """A stored weight with the scale of the norm before it in it, once for all products."""
-    return values * norm

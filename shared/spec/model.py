@@ -145,19 +145,24 @@ def forward(
       tokens: The token of each row.
       mixer: Runs the gated-delta layers; a model without them never calls it.
     """
-    stream = Stream(layers.embedded(weights["embed"], tokens, config.embedding_factor))
+    norms = [_norm_before(config, weights, "input_norm", i) for i in range(config.num_layers)]
+    norms.append(None)  # what leaves the last layer no product reads
+    embedded = layers.embedded(weights["embed"], tokens, config.embedding_factor)
+    stream = linear.stream(embedded, norms[0])
     streams, places = [stream.rows], dict.fromkeys(config.layer_kinds, 0)
     for layer, (mixing, kind) in enumerate((each.mixer, each.mixer.kind) for each in config.layers):
-        place, norm_of = places[kind], _norm_before(config, weights, "input_norm", layer)
-        projection = matrix(weights, f"{kind}.inputs", place)
-        inputs = linear.normed_product(stream, norm_of, config.input_eps, projection)
+        place, projection = places[kind], matrix(weights, f"{kind}.inputs", places[kind])
+        inputs = linear.normed_product(stream, config.input_eps, projection)
         if isinstance(mixing, AttentionConfig):
             mixed, kv = mix(config, mixing, weights, "", place, inputs, rows, kv)
         else:
             mixed = mixer(place, inputs)
-        out = matrix(weights, f"{kind}.out", place)
-        stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream)
-        stream = mlp(config, weights, "", layer, stream)
+        out, between = (
+            matrix(weights, f"{kind}.out", place),
+            norm_between(config, weights, "", layer),
+        )
+        stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, between)
+        stream = mlp(config, weights, "", layer, stream, norms[layer + 1])
         places[kind] += 1
         streams.append(stream.rows)
     return Forward(norm(config, stream.rows, weights["final_norm"]), np.stack(streams), kv)
@@ -247,15 +252,35 @@ def attention_layer(
     name = f"{prefix}attention."
     qkv = linear.product(x, matrix(weights, f"{name}inputs", layer))
     out, kv = mix(config, config.attention, weights, prefix, layer, qkv, rows, kv)
-    return linear.added_product(out, matrix(weights, f"{name}out", layer), stream), kv
+    between = norm_between(config, weights, prefix, layer)
+    added = linear.added_product(out, matrix(weights, f"{name}out", layer), stream, norm=between)
+    return added, kv
 
 
-def mlp(config: ModelConfig, weights: Weights, prefix: str, layer: int, stream: Stream) -> Stream:
-    """The gated MLP of one layer of a stack, with its norm before and the residual behind."""
-    norm_of = _norm_before(config, weights, f"{prefix}post_attention_norm", layer)
+def mlp(
+    config: ModelConfig,
+    weights: Weights,
+    prefix: str,
+    layer: int,
+    stream: Stream,
+    norm: Float[np.ndarray, " hidden"] | None = None,
+) -> Stream:
+    """The gated MLP of one layer of a stack, and the residual behind.
+
+    Args:
+      stream: To be read through the norm before the MLP.
+      norm: Of the stream that this gives.
+    """
     gate_up, down = (matrix(weights, f"{prefix}mlp.{x}", layer) for x in ("gate_up", "down"))
-    x = linear.gated_product(stream, norm_of, config.input_eps, gate_up)
-    return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream)
+    x = linear.gated_product(stream, config.input_eps, gate_up)
+    return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream, norm)
+
+
+def norm_between(
+    config: ModelConfig, weights: Weights, prefix: str, layer: int
+) -> Float[np.ndarray, " hidden"] | None:
+    """Scale of the norm between the mixer of a layer and its MLP."""
+    return _norm_before(config, weights, f"{prefix}post_attention_norm", layer)
 
 
 def _norm_before(
@@ -272,10 +297,11 @@ def _added(
     x: Float[np.ndarray, "R inputs"],
     weight: Matrix,
     stream: Stream,
+    norm: Float[np.ndarray, " hidden"] | None,
 ) -> Stream:
     """The stream with a product, which a model may norm before it is added."""
     if not config.norms_behind:
-        return linear.added_product(x, weight, stream, config.residual_factor)
+        return linear.added_product(x, weight, stream, config.residual_factor, norm)
     scales = scale(config, weights[norm_behind][layer])
     return linear.added_norm(linear.product(x, weight), scales, config.rms_eps, stream)
 

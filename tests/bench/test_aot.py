@@ -185,7 +185,7 @@ def test_every_kernel_has_a_name_and_one_that_nothing_compiles_is_a_fault(monkey
         "product",
         "described_product",
         "norm",
-        "chunks_of_squares",
+        "beside",
         "delta_mix",
     } <= names
     # The two of `layers` share a call, the four of `delta_feed` and the four of `rejection`.

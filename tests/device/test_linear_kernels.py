@@ -70,6 +70,7 @@ def multiply(
     *,
     squares: np.ndarray | None = None,
     added: np.ndarray | None = None,
+    norm: np.ndarray | None = None,
     is_gated: bool = False,
     bias: np.ndarray | None = None,
     factor: float = 1.0,
@@ -81,22 +82,23 @@ def multiply(
     module = KERNELS[language]["linear"]
     if language == "triton":
         return in_triton(
-            lambda x, weight, squares, bias, added: module.product(
+            lambda x, weight, squares, bias, added, norm: module.product(
                 x,
                 weight[first:],
                 squares=squares,
                 bias=bias if bias is None else bias[first:],
                 added=added,
+                norm=norm,
                 out_type=torch.float32,
                 **how,
             ),
-            *(x, weight, squares, bias, added),
+            *(x, weight, squares, bias, added, norm),
         )
-    stack, biases = (
-        x if x is None else np.stack([np.full_like(x, np.nan), x]) for x in (weight, bias)
+    stack, biases, norms = (
+        x if x is None else np.stack([np.full_like(x, np.nan), x]) for x in (weight, bias, norm)
     )
     return in_pallas(
-        lambda x, stack, squares, biases, added, interpret: module.product(
+        lambda x, stack, squares, biases, added, norms, interpret: module.product(
             x,
             stack,
             jnp.int32(1),
@@ -104,11 +106,26 @@ def multiply(
             squares=squares,
             bias=biases,
             added=added,
+            norm=norms,
+            norm_layer=jnp.int32(1),
             out_type=jnp.float32,
             interpret=interpret,
             **how,
         ),
-        *(x, stack, squares, biases, added),
+        *(x, stack, squares, biases, added, norms),
+    )
+
+
+def beside(language: str, x: np.ndarray, norm: np.ndarray | None) -> Arrays:
+    module = KERNELS[language]["layers"]
+    if language == "triton":
+        return in_triton(module.beside, x, norm, order=SQUARES)
+    norms = None if norm is None else np.stack([np.full_like(norm, np.nan), norm])
+    return in_pallas(
+        lambda x, norms, **how: module.beside(x, norms, jnp.int32(1), **how),
+        x,
+        norms,
+        order=SQUARES,
     )
 
 
@@ -131,16 +148,17 @@ def test_a_product_does_what_stands_before_and_after_it(
     (got,) = multiply(language, x, weight, cut=cut)
     np.testing.assert_allclose(got, spec.product(x, Matrix(weight)), rtol=1e-4, atol=1e-4)
     (got,) = multiply(language, x, weight, squares=squares, cut=cut)
-    want = spec.normed_product(Stream(x), None, EPS, Matrix(weight))
+    want = spec.normed_product(Stream(x), EPS, Matrix(weight))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     (got,) = multiply(language, x, gates, squares=squares, is_gated=True, cut=cut)
-    want = spec.gated_product(Stream(x), None, EPS, Matrix(gates))
+    want = spec.gated_product(Stream(x), EPS, Matrix(gates))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
-    added = normal(3, R, N)
-    got, sums = multiply(language, x, weight, added=added, cut=cut)
+    added, norm = normal(3, R, N), 1 + normal(6, N) / 4
+    got, scaled, sums = multiply(language, x, weight, added=added, norm=norm, cut=cut)
     want = spec.added_product(x, Matrix(weight), Stream(added)).rows
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(sums, chunks_of_squares(got))
+    np.testing.assert_array_equal(scaled, got * norm)
 
 
 @each_language
@@ -157,13 +175,13 @@ def test_a_product_ends_with_its_bias_and_its_factor(
     )
     given = {"bias": weight.bias, "cut": cut}
     (got,) = multiply(language, x, weight.values, squares=squares, **given)
-    want = spec.normed_product(Stream(x), None, EPS, weight)
+    want = spec.normed_product(Stream(x), EPS, weight)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     (got,) = multiply(language, x, weight.values, first=N // 2, **given)
     np.testing.assert_allclose(got, spec.product(x, weight, N // 2), rtol=1e-4, atol=1e-4)
     how = {"squares": squares, "is_gated": True, "bias": gates.bias, "cut": cut}
     (got,) = multiply(language, x, gates.values, **how)
-    want = spec.gated_product(Stream(x), None, EPS, gates)
+    want = spec.gated_product(Stream(x), EPS, gates)
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
     added = normal(3, R, N)
     got, sums = multiply(language, x, weight.values, added=added, factor=0.22, **given)
@@ -199,48 +217,50 @@ def in_bfloat16(
     is_gated = "gated" in kind
     x, weights = normal(0, R, K), normal(1, 2, first + (2 if is_gated else 1) * N, K) / 8
     added = normal(2, R, N) if "added" in kind else None
+    norm = 1 + normal(4, 2, N) / 4 if "added" in kind else None
     bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
-    module, layers = (KERNELS[language][name] for name in ("linear", "layers"))
+    module = KERNELS[language]["linear"]
+    squares = chunks_of_squares(x) if "normed" in kind or is_gated else None
     how = {"eps": EPS, "is_gated": is_gated, "order": SQUARES, "tiles": cut}
     how["factor"] = 0.22 if "times" in kind else 1.0
-    is_normed = "normed" in kind or is_gated
-
-    def run(x: Any, weights: Any, bias: Any, added: Any, out_type: Any, **more: Any) -> Any:
-        squares = layers.chunks_of_squares(x, order=SQUARES) if is_normed else None
-        more |= how | {"squares": squares, "bias": bias, "added": added, "out_type": out_type}
-        return module.product(x, weights, **more)
-
     if language == "triton":
         dtype = getattr(torch, out_type)
         return in_triton(
-            lambda x, weights, bias, added: tuple(
+            lambda x, weights, squares, bias, added, norm: tuple(
                 y if y is None else y.float()
-                for y in run(
+                for y in module.product(
                     x.bfloat16(),
                     weights[1, first:].bfloat16(),
-                    bias if bias is None else bias[1, first:].bfloat16(),
-                    added if added is None else added.to(dtype),
-                    dtype,
+                    squares=squares,
+                    bias=bias if bias is None else bias[1, first:].bfloat16(),
+                    added=added if added is None else added.to(dtype),
+                    norm=norm if norm is None else norm[1],
+                    out_type=dtype,
+                    **how,
                 )
             ),
-            *(x, weights, bias, added),
+            *(x, weights, squares, bias, added, norm),
         )
     dtype = jnp.dtype(out_type)
     return in_pallas(
-        lambda x, weights, bias, added, interpret: tuple(
+        lambda x, weights, squares, bias, added, norm, interpret: tuple(
             y if y is None else y.astype(jnp.float32)
-            for y in run(
+            for y in module.product(
                 x.astype(jnp.bfloat16),
                 weights.astype(jnp.bfloat16),
-                bias if bias is None else bias.astype(jnp.bfloat16),
-                added if added is None else added.astype(dtype),
-                dtype,
+                squares=squares,
+                bias=bias if bias is None else bias.astype(jnp.bfloat16),
+                added=added if added is None else added.astype(dtype),
+                norm=norm,
+                norm_layer=jnp.int32(1),
+                out_type=dtype,
                 layer=jnp.int32(1),
                 first=first,
                 interpret=interpret,
+                **how,
             )
         ),
-        *(x, weights, bias, added),
+        *(x, weights, squares, bias, added, norm),
     )
 
 
@@ -316,6 +336,8 @@ def test_tiles_that_mosaic_cannot_take_are_refused_by_name(
             bias=None,
             factor=1.0,
             added=None,
+            norm=None,
+            norm_layer=jnp.int32(0),
             order=SQUARES,
             tiles=tiles(**how | change),
         )
@@ -372,8 +394,11 @@ def test_a_norm_and_its_squares_are_those_of_the_specification(name: str, langua
     weight = 1 + normal(3, x.shape[1]) / 4
     run = {"pallas": in_pallas, "triton": in_triton}[language]
     module = KERNELS[language]["layers"]
-    (squares,) = run(module.chunks_of_squares, x, order=SQUARES)
+    (squares,) = beside(language, x, None)
     np.testing.assert_array_equal(squares, chunks_of_squares(x))
+    scaled, squares = beside(language, x, weight)
+    np.testing.assert_array_equal(squares, chunks_of_squares(x))
+    np.testing.assert_array_equal(scaled, x * weight)
     (got,) = run(lambda x, weight, **how: module.rms_norm(x, weight, EPS, **how), x, weight,
                  order=SQUARES)  # fmt: skip
     np.testing.assert_allclose(got, spec_layers.rms_norm(x, weight, EPS), rtol=1e-5, atol=1e-7)

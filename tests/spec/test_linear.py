@@ -15,8 +15,9 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-X, HIDDEN = normal(0, 5, 12), Stream(normal(1, 5, 8))
-NORM, WIDE, BACK = 1 + normal(2, 8) / 4, Matrix(normal(3, 12, 8)), Matrix(normal(4, 8, 12))
+NORM, NEXT = 1 + normal(2, 8) / 4, 1 + normal(9, 8) / 4
+X, HIDDEN = normal(0, 5, 12), Stream(normal(1, 5, 8), NORM)
+WIDE, BACK = Matrix(normal(3, 12, 8)), Matrix(normal(4, 8, 12))
 GATE_UP = Matrix(normal(5, 24, 8))
 
 BIASED = Matrix(BACK.values, normal(6, 8))
@@ -25,20 +26,31 @@ BIASED_GATES = Matrix(GATE_UP.values, normal(7, 24))
 CASES = {
     "product": (X, BACK),
     "product_float32": (X, BACK),
-    "normed_product": (HIDDEN, NORM, EPS, WIDE),
+    "normed_product": (HIDDEN, EPS, WIDE),
     "added_product": (X, BACK, HIDDEN),
-    "gated_product": (HIDDEN, NORM, EPS, GATE_UP),
+    "gated_product": (HIDDEN, EPS, GATE_UP),
 }
 
 
 ENDED = {
     "product": (X, BIASED, 3),
     "product_float32": (X, BIASED, 0.125),
-    "normed_product": (HIDDEN, NORM, EPS, Matrix(WIDE.values, normal(8, 12))),
+    "normed_product": (HIDDEN, EPS, Matrix(WIDE.values, normal(8, 12))),
     "added_product": (X, BIASED, HIDDEN, 0.22),
-    "gated_product": (HIDDEN, NORM, EPS, BIASED_GATES),
+    "gated_product": (HIDDEN, EPS, BIASED_GATES),
 }
 """The same with biases, and with the factors that some take."""
+
+
+def test_a_stream_is_read_through_the_norm_that_it_was_given() -> None:
+    added = spec.added_product(X, BACK, HIDDEN, 1.0, NEXT)
+    want = layers.rms_norm(added.rows, NEXT, EPS) @ WIDE.values.T
+    np.testing.assert_array_equal(spec.normed_product(added, EPS, WIDE), want)
+    begun = spec.stream(HIDDEN.rows, NEXT)
+    want = layers.rms_norm(HIDDEN.rows, NEXT, EPS) @ WIDE.values.T
+    np.testing.assert_array_equal(spec.normed_product(begun, EPS, WIDE), want)
+    as_it_is = spec.normed_product(begun, None, WIDE)
+    np.testing.assert_array_equal(as_it_is, HIDDEN.rows @ WIDE.values.T)
 
 
 def rows(result: np.ndarray | Stream) -> np.ndarray:
@@ -65,7 +77,7 @@ def test_the_mlp_is_a_gated_product_and_an_added_one() -> None:
     normed = layers.rms_norm(HIDDEN.rows, NORM, EPS)
     gate, up = np.split(GATE_UP.values, 2)
     want = (layers.silu(normed @ gate.T) * (normed @ up.T)) @ BACK.values.T + HIDDEN.rows
-    x = spec.gated_product(HIDDEN, NORM, EPS, GATE_UP)
+    x = spec.gated_product(HIDDEN, EPS, GATE_UP)
     got = spec.added_product(x, BACK, HIDDEN).rows
     # Float32 on both sides: two products of other sizes.
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -174,10 +174,11 @@ def fill(
     turn = angles(config.attention, frequencies, rows[0])
     masks = newest.new_full((len(newest), block.size - 1), block.mask_id)
     tokens = torch.cat([newest[:, None], masks], dim=1).flatten()
-    stream = linear.stream(embedded(embed, tokens))
+    norms = [*(layer.input_norm for layer in weights.layers), None]
+    stream = linear.stream(embedded(embed, tokens), norms[0])
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         sight = Sight(turn, None, seen, PagedKV.of(kv, seen))
-        qkv = normed_product(stream, layer.input_norm, config.rms_eps, layer.mixer.inputs)
-        stream = attention_layer(config, layer, qkv, stream, sight, place)
+        qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
+        stream = attention_layer(config, layer, qkv, stream, sight, place, norms[place + 1])
     out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))

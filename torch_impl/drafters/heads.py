@@ -57,8 +57,9 @@ def mtp(model: Model) -> Head:
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
         fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
         normed = rms_norm(hidden, weights.hidden_norm, eps)
-        stream = linear.stream(product(torch.cat([fed, normed], dim=1), weights.fc))
-        qkv = normed_product(stream, layer.input_norm, eps, layer.mixer.inputs)
+        joined = product(torch.cat([fed, normed], dim=1), weights.fc)
+        stream = linear.stream(joined, layer.input_norm)
+        qkv = normed_product(stream, eps, layer.mixer.inputs)
         x = _decoder_layer(config, layer, turns, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from shared.spec.numerics import SQUARES
-from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, kernels_on, layers
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, layers
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,22 @@ class Stream:
     """As the specification's."""
 
     rows: Float[Tensor, "R hidden"]
+    norm: Float[Tensor, " hidden"] | None = None
+    scaled: Float[Tensor, "R hidden"] | None = None
     squares: Float[Tensor, "R chunks"] | None = None
 
 
-def plain_stream(rows: Float[Tensor, "R hidden"]) -> Stream:
-    return Stream(rows)
+def plain_stream(
+    rows: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"] | None = None
+) -> Stream:
+    return Stream(rows, norm)
 
 
-def kernel_stream(kernels: Kernels, rows: Float[Tensor, "R hidden"]) -> Stream:
-    return Stream(rows, _squares(kernels, Stream(rows)))
+def kernel_stream(
+    kernels: Kernels, rows: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"] | None = None
+) -> Stream:
+    scaled, squares = kernels.layers.beside(rows, norm, order=SQUARES)
+    return Stream(rows, norm, scaled, squares)
 
 
 stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
@@ -85,32 +92,29 @@ product_float32 = kernel_or_plain(kernel_product_float32, plain_product_float32,
 
 
 def plain_normed_product(
-    stream: Stream, norm: Float[Tensor, " hidden"] | None, eps: float | None, weight: Matrix
+    stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R outputs"]:
-    rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
+    rows = stream.rows if eps is None else layers.rms_norm(stream.rows, stream.norm, eps)
     return product(rows, weight)
 
 
 def kernel_normed_product(
-    kernels: Kernels,
-    stream: Stream,
-    norm: Float[Tensor, " hidden"] | None,
-    eps: float | None,
-    weight: Matrix,
+    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R outputs"]:
-    if norm is not None or eps is None:
-        return plain_normed_product(stream, norm, eps, weight)
-    squares = _squares(kernels, stream)
-    return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps).rows
+    return _normed(kernels, stream, eps, weight, is_gated=False)
 
 
 normed_product = kernel_or_plain(kernel_normed_product, plain_normed_product, is_bfloat16)
 
 
 def plain_added_product(
-    x: Float[Tensor, "R inputs"], weight: Matrix, stream: Stream, factor: float = 1.0
+    x: Float[Tensor, "R inputs"],
+    weight: Matrix,
+    stream: Stream,
+    factor: float = 1.0,
+    norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    return Stream(stream.rows + _times(product(x, weight), factor))
+    return Stream(stream.rows + _times(product(x, weight), factor), norm)
 
 
 def kernel_added_product(
@@ -119,8 +123,9 @@ def kernel_added_product(
     weight: Matrix,
     stream: Stream,
     factor: float = 1.0,
+    norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    return _multiplied(kernels, x, weight, factor=factor, added=stream.rows)
+    return _multiplied(kernels, x, weight, factor=factor, added=stream.rows, norm=norm)
 
 
 added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bfloat16)
@@ -133,24 +138,16 @@ def added_norm(
 
 
 def plain_gated_product(
-    stream: Stream, norm: Float[Tensor, " hidden"] | None, eps: float | None, weight: Matrix
+    stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
-    gate, up = normed_product(stream, norm, eps, weight).chunk(2, dim=-1)
+    gate, up = normed_product(stream, eps, weight).chunk(2, dim=-1)
     return layers.silu(gate) * up
 
 
 def kernel_gated_product(
-    kernels: Kernels,
-    stream: Stream,
-    norm: Float[Tensor, " hidden"] | None,
-    eps: float | None,
-    weight: Matrix,
+    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix
 ) -> Float[Tensor, "R intermediate"]:
-    if norm is not None or eps is None:
-        rows = stream.rows if eps is None else layers.rms_norm(stream.rows, norm, eps)
-        return _multiplied(kernels, rows, weight, is_gated=True).rows
-    squares = _squares(kernels, stream)
-    return _multiplied(kernels, stream.rows, weight, squares=squares, eps=eps, is_gated=True).rows
+    return _normed(kernels, stream, eps, weight, is_gated=True)
 
 
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
@@ -160,10 +157,17 @@ def _times(x: Float[Tensor, "R outputs"], factor: float) -> Float[Tensor, "R out
     return x if factor == 1 else x * factor
 
 
-def _squares(kernels: Kernels, stream: Stream) -> Float[Tensor, "R chunks"]:
-    if stream.squares is not None:
-        return stream.squares
-    return kernels.layers.chunks_of_squares(stream.rows, order=SQUARES)
+def _normed(
+    kernels: Kernels, stream: Stream, eps: float | None, weight: Matrix, is_gated: bool
+) -> Float[Tensor, "R outputs"]:
+    """The product of rows that are normed or, without `eps`, of the rows as they are."""
+    if eps is None:
+        return _multiplied(kernels, stream.rows, weight, is_gated=is_gated).rows
+    if stream.squares is None:  # the stream is no kernel's
+        stream = kernel_stream(kernels, stream.rows, stream.norm)
+    x = stream.rows if stream.scaled is None else stream.scaled
+    how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated}
+    return _multiplied(kernels, x, weight, **how).rows
 
 
 def _multiplied(
@@ -177,13 +181,14 @@ def _multiplied(
     is_gated: bool = False,
     factor: float = 1.0,
     added: Float[Tensor, "R outputs"] | None = None,
+    norm: Float[Tensor, " outputs"] | None = None,
 ) -> Stream:
     stored, inputs = weight.values.shape
     outputs = stored // 2 if is_gated else stored
     tiles = kernels.tiles.linear.of(
         rows=len(x), outputs=outputs, inputs=inputs, gated=int(is_gated)
     )
-    out, sums = kernels.linear.product(
+    out, scaled, sums = kernels.linear.product(
         x.contiguous(),
         weight.values,
         out_type=out_type or x.dtype,
@@ -193,19 +198,8 @@ def _multiplied(
         bias=weight.bias,
         factor=factor,
         added=added,
+        norm=norm,
         order=SQUARES,
         tiles=tiles,
     )
-    return Stream(out, sums)
-
-
-def scaled(
-    values: Float[Tensor, "outputs inputs"], norm: Float[Tensor, " inputs"]
-) -> Float[Tensor, "outputs inputs"]:
-    """As the specification, in place: a second copy of all weights would not find room."""
-    return values.mul_(norm)  # in float32, and rounded once
-
-
-def folds_norms(x: Tensor) -> bool:
-    """Whether the products of such an array want the scales of norms in their weights."""
-    return kernels_on(x.device) is not None and is_bfloat16(x)
+    return Stream(out, norm, scaled, sums)

@@ -23,21 +23,25 @@ def product_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
 
 
 def added_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
-    """Rows, a weight, and what is added."""
+    """Rows, a weight, what is added, and the scale of the norm that reads the sum."""
     rng = np.random.default_rng(seed)
     stream = Stream(rng.standard_normal((R, N), np.float32))
+    norm = 1 + rng.standard_normal(N, np.float32) / 4
     return {
         "x": rng.standard_normal((R, K), np.float32),
         "weight": _weight(rng, N, K),
         "stream": stream,
+        "factor": 1.0,
+        "norm": norm,
     }
 
 
 def normed_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
-    """Rows of a stream, and a weight that has the scale of the norm in it."""
+    """Rows of a stream that are read through a norm, and a weight."""
     rng = np.random.default_rng(seed)
-    stream = Stream(3 * rng.standard_normal((R, K), np.float32))
-    return {"stream": stream, "norm": None, "eps": EPS, "weight": _weight(rng, N, K)}
+    rows, norm = 3 * rng.standard_normal((R, K), np.float32), rng.standard_normal(K, np.float32)
+    stream = Stream(rows, 1 + norm / 4)
+    return {"stream": stream, "eps": EPS, "weight": _weight(rng, N, K)}
 
 
 def gated_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
