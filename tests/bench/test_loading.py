@@ -1,6 +1,11 @@
 """The bench of loading: it writes what a start reads, and sees memory that is taken."""
 
+import argparse
+import shutil
+from pathlib import Path
+
 import numpy as np
+import pytest
 
 from bench.steps import loading
 from models.make_random import ROOT
@@ -18,6 +23,38 @@ def test_a_checkpoint_of_a_shape_is_whole_and_is_measured(tmp_path):
         read = loading.measure(backend, tmp_path)
         assert read["seconds"] > 0
         assert read["peak_gb"] < 1
+
+
+def test_a_checkpoint_is_written_and_read_file_by_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(loading, "SHARD_BYTES", 1)
+    loading.write(SHAPE, tmp_path)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+    open_checkpoint(tmp_path).check(config_from_folder(tmp_path), with_mtp=False)
+
+
+def test_each_tree_is_read_with_its_own_sources(tmp_path):
+    other = tmp_path / "other"
+    for name in ("shared", "torch_impl", "kernels"):
+        shutil.copytree(loading.ROOT / name, other / name)
+    with (other / "torch_impl" / "weights.py").open("a", encoding="utf-8") as weights:
+        weights.write("\ndef load(*_):\n    hold = np.ones(60_000_000)\n    return hold.sum()\n")
+    options = argparse.Namespace(
+        shape=SHAPE, backend=["torch"], tree=[Path(), other], rounds=1, out=None
+    )
+    ours, theirs = loading.run(options, "")["lines"]
+    assert (ours["tree"], theirs["tree"]) == (".", str(other))
+    assert ours["peak_gb"] < 0.3 < theirs["peak_gb"]
+    assert {"python", "numpy", "torch", "device"} <= ours.keys()
+
+
+@pytest.mark.parametrize("name", [name for _, name in loading.OWN])
+def test_memory_is_seen_wherever_the_system_tells_it(name, monkeypatch):
+    every = loading.own_gigabytes()
+    monkeypatch.setattr(loading, "OWN", [each for each in loading.OWN if each[1] == name])
+    assert loading.own_gigabytes() == pytest.approx(every, rel=0.1)
+    monkeypatch.setattr(loading, "OWN", ())
+    with pytest.raises(RuntimeError, match="cannot be measured"):
+        loading.own_gigabytes()
 
 
 def test_the_peak_is_of_what_was_held_for_a_moment():
