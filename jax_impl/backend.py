@@ -28,17 +28,11 @@ from jax_impl.operations import KERNEL_LIMITS
 from jax_impl.step import step
 from jax_impl.weights import BlockWeights, Loaded
 from jax_impl.workspace import workspace
-from shared.boundary.backend import (
-    Blueprint,
-    Launch,
-    Limits,
-    Program,
-    StepPlan,
-    StepResult,
-)
+from shared.boundary.backend import Blueprint, Launch, Limits, StepPlan, StepResult
 from shared.boundary.buffers import plan_layout, read_result
 from shared.boundary.checks import check_limits, check_plan, to_prepare
 from shared.boundary.operations import plain_operations
+from shared.boundary.program import Program
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig

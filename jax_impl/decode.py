@@ -16,7 +16,7 @@ from jax_impl.ops import acceptance, attention, draft_tree, masks, sampling, slo
 from jax_impl.ops.acceptance import Followed
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.delta_mix import Nodes
-from shared.boundary.backend import Program
+from shared.boundary.program import Program
 
 
 class Trees(NamedTuple):

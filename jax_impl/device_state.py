@@ -13,8 +13,9 @@ from jax_impl.ops import slots
 from jax_impl.ops.attention import KV
 from jax_impl.ops.mamba_state import DeltaState
 from jax_impl.ops.sampling import Sampling
-from shared.boundary.backend import Limits, Program, Work
+from shared.boundary.backend import Limits
 from shared.boundary.buffers import Field, plan_layout, result_layout
+from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
 from shared.models.kept import Plane
@@ -237,8 +238,8 @@ def read_plan(words: Words, program: Program, limits: Limits) -> Plan:
         save_at=at["save_at"],
         sampling=Sampling(**{name: at[name] for name in Sampling._fields}),
         prompt=_read_prompt(at, program),
-        drafts=_read_drafts(at) if program.host_draft else None,
-        mask=Mask(at["mask_bits"], at["mask_index"]) if program.mask else None,
+        drafts=_read_drafts(at) if program.has(Extra.HOST_DRAFT) else None,
+        mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None,
     )
 
 

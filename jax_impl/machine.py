@@ -9,7 +9,8 @@ from jax_impl.device_state import DeviceState, Fields, Plan
 from jax_impl.drafters import Drafter, Ranking
 from jax_impl.model import Model
 from jax_impl.ops import logprobs
-from shared.boundary.backend import Limits, Program, Work
+from shared.boundary.backend import Limits
+from shared.boundary.program import Extra, Program, Work
 
 
 class Machine(NamedTuple):
@@ -61,7 +62,7 @@ def logprobs_of(
     counts: Int[jax.Array, " B"],
 ) -> Fields:
     """The logprobs among a result's fields; none where the program has none."""
-    if not program.logprobs:
+    if not program.has(Extra.LOGPROBS):
         return {}
     k = machine.limits.max_logprobs
     reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)

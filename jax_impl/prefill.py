@@ -15,8 +15,8 @@ from jax_impl.machine import Machine, logprobs_of, ranking
 from jax_impl.model import Forward
 from jax_impl.ops import draft_tree, logprobs, mamba_state, sampling, slots
 from jax_impl.ops.logprobs import Scored
-from shared.boundary.backend import Program
 from shared.boundary.buffers import SCORES
+from shared.boundary.program import Extra, Program
 from shared.spec.logprobs import SCORED_ROWS
 
 
@@ -81,7 +81,7 @@ def _scores(
     following: Int[jax.Array, " T"],
 ) -> Fields:
     """What the token after each of the chunks' was to the model; some rows' logits at a time."""
-    if not program.scores:
+    if not program.has(Extra.SCORES):
         return {}
     rows, k = math.gcd(program.tokens, SCORED_ROWS), machine.limits.max_scores
     blocks = passed.hidden.reshape(-1, rows, passed.hidden.shape[1]), following.reshape(-1, rows)

@@ -8,8 +8,8 @@ from jax_impl.decode import decode, draft
 from jax_impl.device_state import DeviceState, Fields, Plan, pack, read_plan
 from jax_impl.machine import Machine
 from jax_impl.prefill import count_tokens, prefill
-from shared.boundary.backend import Program, Work
 from shared.boundary.buffers import SCORES
+from shared.boundary.program import Program, Work
 
 
 def step(

@@ -4,7 +4,8 @@ from functools import partial
 
 from jax_impl.ops.attention import BLOCK
 from kernels.tiles import MOST_LANES
-from shared.boundary.backend import Blueprint, Limits, Program
+from shared.boundary.backend import Blueprint, Limits
+from shared.boundary.program import Program
 from shared.boundary.workspace import Costs, split_attention, step_bytes
 from shared.models.config import ModelConfig
 

@@ -14,20 +14,11 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from shared.boundary.backend import (
-    CAPTURED,
-    Blueprint,
-    Launch,
-    Limits,
-    Program,
-    StepFuture,
-    StepPlan,
-    StepResult,
-    Work,
-)
+from shared.boundary.backend import Blueprint, Launch, Limits, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
 from shared.boundary.checks import check_limits, check_plan, to_prepare
 from shared.boundary.operations import plain_operations
+from shared.boundary.program import CAPTURED, Program, Work
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.boundary.backend import Program
+from shared.boundary.program import Program
 from torch_impl import model
 from torch_impl.device_state import Fields, HostDraft, Mask, Plan
 from torch_impl.drafters import Drafted, Fed

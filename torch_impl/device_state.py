@@ -6,8 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.boundary.backend import Limits, Program, Work
+from shared.boundary.backend import Limits
 from shared.boundary.buffers import plan_layout, result_layout
+from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftSizes
 from shared.models.config import ModelConfig
 from shared.models.kept import Plane
@@ -235,8 +236,8 @@ def read_plan(words: Int[Tensor, " words"], program: Program, limits: Limits) ->
         save_at=at["save_at"],
         sampling=Sampling(**{field.name: at[field.name] for field in fields(Sampling)}),
         prompt=_read_prompt(at, program),
-        drafts=_read_drafts(at) if program.host_draft else None,
-        mask=Mask(at["mask_bits"], at["mask_index"]) if program.mask else None,
+        drafts=_read_drafts(at) if program.has(Extra.HOST_DRAFT) else None,
+        mask=Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None,
     )
 
 

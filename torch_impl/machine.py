@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.backend import Limits, Program, Work
+from shared.boundary.backend import Limits
+from shared.boundary.program import Extra, Program, Work
 from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Ranking
 from torch_impl.model import Model
@@ -65,7 +66,7 @@ def logprobs_of(
     tokens: Int[Tensor, "B W"],
     counts: Int[Tensor, " B"],
 ) -> Fields:
-    if not program.logprobs:
+    if not program.has(Extra.LOGPROBS):
         return {}
     k = machine.limits.max_logprobs
     reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)

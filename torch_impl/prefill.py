@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from shared.boundary.backend import Program
 from shared.boundary.buffers import SCORES
+from shared.boundary.program import Extra, Program
 from shared.spec.logprobs import SCORED_ROWS
 from torch_impl import model
 from torch_impl.device_state import Fields, Plan, start
@@ -81,7 +81,7 @@ def _scores(
     following: Int[Tensor, " T"],
 ) -> Fields:
     """What the token after each of the chunks' was to the model; some rows' logits at a time."""
-    if not program.scores:
+    if not program.has(Extra.SCORES):
         return {}
     blocks = []
     for hidden, ids in zip(

@@ -7,7 +7,7 @@ follows from the program alone, so a whole decode step can be captured as one CU
 from jaxtyping import Int
 from torch import Tensor
 
-from shared.boundary.backend import Program, Work
+from shared.boundary.program import Program, Work
 from torch_impl.decode import decode, draft
 from torch_impl.device_state import Fields, pack, read_plan
 from torch_impl.machine import Machine

@@ -3,7 +3,8 @@
 from functools import partial
 
 from kernels.tiles import MOST_LANES
-from shared.boundary.backend import Blueprint, Program
+from shared.boundary.backend import Blueprint
+from shared.boundary.program import Program
 from shared.boundary.workspace import Costs, gathered_attention, split_attention, step_bytes
 
 LOGIT, REPORTED = 41, 4

@@ -31,7 +31,7 @@ from bench.ground.session import folders_of
 from bench.kernels.compiled import Kernel, Thunk, read_mosaic, read_ptxas, read_thunks
 from jax_impl import ops, serve
 from jax_impl.backend import JaxBackend
-from shared.boundary.backend import Work
+from shared.boundary.program import Extra, Work
 from shared.options.options import parse
 from shared.process.device import Device
 from shared.process.start import prepare
@@ -191,8 +191,8 @@ def lowered_step(
         program
         for program in blueprint.limits.programs
         if program.work is (Work.PREFILL if tokens else Work.DECODE)
-        if (program.batch, program.tokens, program.scores) == (batch, tokens, scores)
-        if program.logprobs is scores
+        if (program.batch, program.tokens, program.has(Extra.SCORES)) == (batch, tokens, scores)
+        if program.has(Extra.LOGPROBS) is scores
     )
     with gpu.traced():
         read = partial(serve.read_weights, blueprint, *files, gpu.device, lambda num_bytes: None)

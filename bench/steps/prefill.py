@@ -22,7 +22,8 @@ from typing import Any
 from bench.ground.drafting import Draft, named_folder
 from bench.ground.session import Load, folders_of, reset_peak
 from bench.steps.offline import flags, kernels_of, model_options, side_options, with_lot
-from shared.boundary.backend import Launch, Work
+from shared.boundary.backend import Launch
+from shared.boundary.program import Work
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters

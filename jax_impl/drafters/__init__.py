@@ -11,7 +11,7 @@ from jax_impl.model import Forward
 from jax_impl.ops import attention, sampling, scan
 from jax_impl.ops.attention import Rows
 from jax_impl.ops.sampling import Ranked, Sampling, Seen
-from shared.boundary.backend import Program
+from shared.boundary.program import Program
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.noise import DRAFT_STREAM, TARGET_STREAM

@@ -22,7 +22,8 @@ from jax_impl.backend import JaxBackend
 from jax_impl.training.examples import Row, Rows
 from jax_impl.training.modules import Weights, loaded_of
 from jax_impl.workspace import workspace
-from shared.boundary.backend import Limits, Work
+from shared.boundary.backend import Limits
+from shared.boundary.program import Extra, Work
 from shared.drafts.drafts import Drafts
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -85,7 +86,7 @@ def _memory(device: jax.Device) -> Device:
 
 def _limits(limits: Limits, slots: int) -> Limits:
     """With the widest program of each work alone, as nobody waits for a single answer."""
-    widest = {program.work: replace(program, logprobs=False) for program in limits.programs}
+    widest = {program.work: program.having({Extra.LOGPROBS: False}) for program in limits.programs}
     batch = min(slots, MAX_PREFILL_ROWS)
     prefill = replace(widest[Work.PREFILL], batch=batch, shape=TreeShape.plain(batch))
     return replace(limits, programs=(prefill, widest[Work.DECODE]))

@@ -34,6 +34,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int32
 
+from shared.boundary.program import CAPTURED, Extra, Program, Work
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.spec.draft_tree import TreeShape
@@ -43,15 +44,6 @@ from shared.spec.sampling import Sampling
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-class Work(Enum):
-    """What a step does."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    DRAFT = "draft"
-    COUNT = "count"
-
-
 class Launch(Enum):
     """How a step gets to the device."""
 
@@ -59,64 +51,6 @@ class Launch(Enum):
     CUDA_GRAPH = "cuda_graph"
     DISABLED = "eager_by_flag"
     EAGER = "eager"
-
-
-CAPTURED = (Work.DECODE, Work.DRAFT, Work.PREFILL)
-"""What is captured where steps can be."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """What is compiled or captured once: the work of a step and the sizes of its arrays.
-
-    Attributes:
-      work: What the step does.
-      batch: B, rows of the plan.
-      pages: P, columns of the page table.
-      tokens: T, flat tokens of a prefill or a count; 0 elsewhere.
-      shape: Draft tree of a decode or a draft; the one-node tree elsewhere.
-      host_draft: The tree comes with the plan (`HostDraft`), not from the device's drafter.
-      mask: Masks of grammars come with the plan (`Mask`).
-      logprobs: The result holds logprobs; which rows report them, the plan says.
-      scores: Of a prefill: the result holds the scores of all its tokens.
-    """
-
-    work: Work
-    batch: int
-    pages: int
-    tokens: int
-    shape: TreeShape
-    host_draft: bool
-    mask: bool
-    logprobs: bool
-    scores: bool = False
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every tree is a chain; a plan's own trees may be anything."""
-        return self.shape.width <= 1 and not self.host_draft
-
-    @property
-    def drafts_on_device(self) -> bool:
-        """Whether the device's drafter makes the trees of the step."""
-        drafts = self.work in (Work.DECODE, Work.DRAFT)
-        return drafts and not self.host_draft and not self.shape.is_plain
-
-    @property
-    def shares_rows(self) -> bool:
-        """Whether the drafts of the batch compete for its verify rows; see `spec.verify_rows`."""
-        return self.drafts_on_device and self.shape.shares_rows(self.batch)
-
-    def __str__(self) -> str:
-        """The sizes in words."""
-        sizes = [f"{self.batch} rows"]
-        sizes += [f"{self.tokens} tokens"] * bool(self.tokens)
-        sizes += [f"{self.shape.nodes} nodes"] * (not self.shape.is_plain)
-        sizes += [f"{self.shape.rows} verify rows"] * self.shape.shares_rows(self.batch)
-        sizes += [f"{self.pages} pages"]
-        flags = ("host_draft", "mask", "logprobs", "scores")
-        named = [name.replace("_", " ") for name in flags if getattr(self, name)]
-        return f"{self.work.value} of {', '.join(sizes + named)}"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,7 +92,9 @@ class Limits:
     accept_rates: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        widest = max((p.shape.width for p in self.programs if not p.host_draft), default=0)
+        widest = max(
+            (p.shape.width for p in self.programs if not p.has(Extra.HOST_DRAFT)), default=0
+        )
         if self.accept_rule != "match" and widest > 1:
             raise ValueError(f"the accept rule {self.accept_rule} is for chains, not for trees")
         if self.accept_rule != "match" and self.accept_rates is not None:

@@ -21,12 +21,11 @@ from shared.boundary.backend import (
     Limits,
     Mask,
     Prefill,
-    Program,
     Snapshots,
     StepPlan,
     StepResult,
-    Work,
 )
+from shared.boundary.program import Extra, Program, Work
 from shared.spec.logprobs import Logprobs, Scores
 from shared.spec.sampling import Sampling
 
@@ -135,7 +134,7 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
         Work.DRAFT: [],
         Work.COUNT: [("tokens", (T,)), ("row_starts", (B + 1,)), ("first_positions", (B,))],
     }[program.work]
-    if program.host_draft:
+    if program.has(Extra.HOST_DRAFT):
         work = [
             ("draft_tree_tokens", (B, N)),
             ("draft_tree_parents", (B, N)),
@@ -145,7 +144,7 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
     rows = [("slots", (B,)), ("starts", (B,)), ("draft_from", (B,)), ("reports", (B,))]
     snapshots = [("restore", (B,)), ("save", (B,)), ("save_at", (B,))]
     masks = []
-    if program.mask:
+    if program.has(Extra.MASK):
         words = mask_words(limits.vocab)
         masks = [("mask_index", (B, N)), ("mask_bits", (1 + program.shape.rows, words))]
     sampling = [
@@ -167,13 +166,13 @@ def result_layout(program: Program, limits: Limits) -> Layout:
     ints = [("tokens", (B, W)), ("counts", (B,)), ("failed", (B,)), ("saved", (B,))]
     ints += [("drafts", (B, N)), ("parents", (B, N)), ("num_nodes", (B,))]
     arrays = [(name, shape, np.int32) for name, shape in ints]
-    if program.logprobs:
+    if program.has(Extra.LOGPROBS):
         arrays += [
             ("chosen", (B, W), np.float32),
             ("top_ids", (B, W, K), np.int32),
             ("top_values", (B, W, K), np.float32),
         ]
-    if program.scores:
+    if program.has(Extra.SCORES):
         T, K = program.tokens, limits.max_scores
         arrays += [
             ("score_chosen", (T,), np.float32),
@@ -199,7 +198,7 @@ def empty_plan(program: Program, limits: Limits) -> StepPlan:
     at = layout.views(buffer)
     for name, values in vars(_padding(limits, program.batch)).items():
         at[name][:] = values
-    if program.mask:
+    if program.has(Extra.MASK):
         at["mask_bits"][0] = -1
     return plan_in(buffer, program, limits)
 
@@ -210,7 +209,7 @@ def plan_in(buffer: Int32[np.ndarray, " words"], program: Program, limits: Limit
     sampling = Sampling(**{f.name: at[f.name] for f in fields(Sampling)})
     snapshots = Snapshots(at["restore"], at["save"], at["save_at"])
     rows = (at["slots"], at["page_table"], at["starts"], at["draft_from"], at["reports"])
-    mask = Mask(at["mask_bits"], at["mask_index"]) if program.mask else None
+    mask = Mask(at["mask_bits"], at["mask_index"]) if program.has(Extra.MASK) else None
     return StepPlan(program, buffer, _work(program, at), *rows, sampling, snapshots, mask)
 
 
@@ -222,7 +221,7 @@ def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Dra
             return Count(**{f.name: at[f.name] for f in fields(Count)})
         case Work.DRAFT:
             return Draft(program.shape)
-    if not program.host_draft:
+    if not program.has(Extra.HOST_DRAFT):
         return Decode(program.shape, None)
     trees = HostDraft(**{f.name: at[f"draft_tree_{f.name}"] for f in fields(HostDraft)})
     return Decode(program.shape, trees)
@@ -237,8 +236,8 @@ def read_result(
     """The result that a backend's one int32 array holds."""
     at = result_layout(program, limits).views(words)
     logprobs = scores = None
-    if program.logprobs:
+    if program.has(Extra.LOGPROBS):
         logprobs = Logprobs(at.pop("chosen"), at.pop("top_ids"), at.pop("top_values"))
-    if program.scores:
+    if program.has(Extra.SCORES):
         scores = Scores(*map(at.pop, SCORES))
     return StepResult(**at, logprobs=logprobs, scores=scores, device_seconds=device_seconds)

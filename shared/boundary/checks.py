@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from shared.boundary.backend import Decode, Limits, Program, StepPlan, Work
+from shared.boundary.backend import Decode, Limits, StepPlan
+from shared.boundary.program import Extra, Program, Work
 from shared.drafts.drafts import Drafts
 
 
@@ -30,15 +31,15 @@ def check_limits(limits: Limits, drafts: Drafts, has_mtp: bool) -> None:
 
 def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
     shape = program.shape
-    if program.mask and (program.work is not Work.DECODE or program.drafts_on_device):
+    if program.has(Extra.MASK) and (program.work is not Work.DECODE or program.drafts_on_device):
         raise ValueError(f"masks are for trees that the host knows, and not for {program}")
-    if program.scores and (program.work is not Work.PREFILL or not most_scores):
+    if program.has(Extra.SCORES) and (program.work is not Work.PREFILL or not most_scores):
         raise ValueError(f"scores are of prompts, of one token each at least, not of {program}")
     if program.work not in (Work.DECODE, Work.DRAFT):
         return
     if shape.rows < program.batch:
         raise ValueError(f"a verify has a row for each of its batch, {shape.rows} has {program}")
-    if program.host_draft or shape.is_plain:
+    if program.has(Extra.HOST_DRAFT) or shape.is_plain:
         return
     if not drafts.on_device:
         raise ValueError(f"a drafter is needed by {program}")

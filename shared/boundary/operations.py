@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from shared.boundary.backend import Blueprint, Program, Work
+from shared.boundary.backend import Blueprint
+from shared.boundary.program import Program, Work
 from shared.models.config import ModelConfig
 
 

@@ -7,7 +7,8 @@ kept for what drafts, the replay inputs of a verify, and the logits with all tha
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.boundary.backend import Blueprint, Limits, Program, Work
+from shared.boundary.backend import Blueprint, Limits
+from shared.boundary.program import Extra, Program, Work
 from shared.models.config import ModelConfig
 from shared.models.kept import kept_bytes
 from shared.spec.logprobs import SCORED_ROWS
@@ -137,8 +138,11 @@ def _logit_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     each = rows * costs.logit
     if blueprint.limits.accept_rule != "match" and not program.shape.is_plain:
         each += rows * DRAFT_LAW_BYTES
-    each += rows * program.mask * MASK_BYTES
-    each += program.batch * program.shape.max_tokens * program.logprobs * costs.reported
-    # A block of a prompt's rows is scored after another.
-    each += min(program.tokens, SCORED_ROWS) * program.scores * (costs.logit + costs.reported)
+    if program.has(Extra.MASK):
+        each += rows * MASK_BYTES
+    if program.has(Extra.LOGPROBS):
+        each += program.batch * program.shape.max_tokens * costs.reported
+    if program.has(Extra.SCORES):
+        # A block of a prompt's rows is scored after another.
+        each += min(program.tokens, SCORED_ROWS) * (costs.logit + costs.reported)
     return each * blueprint.limits.vocab

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shared.boundary.backend import Limits
+from shared.boundary.program import Extra
 from shared.engine.request import Refusal, SamplingParams
 
 TOO_LONG = "context_length_exceeded"
@@ -46,7 +47,7 @@ class RequestLimits:
     @classmethod
     def of(cls, limits: Limits, max_request_tokens: int) -> RequestLimits:
         """The bounds that a backend's limits set."""
-        has_logprobs = any(program.logprobs for program in limits.programs)
+        has_logprobs = any(program.has(Extra.LOGPROBS) for program in limits.programs)
         return cls(
             context_length=limits.context_length,
             max_request_tokens=max_request_tokens,
@@ -55,7 +56,7 @@ class RequestLimits:
             max_bias=limits.max_bias,
             max_logprobs=limits.max_logprobs if has_logprobs else None,
             max_prompt_logprobs=limits.max_scores,
-            has_grammars=any(program.mask for program in limits.programs),
+            has_grammars=any(program.has(Extra.MASK) for program in limits.programs),
         )
 
     @property

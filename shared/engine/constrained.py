@@ -7,8 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from shared.boundary.backend import HostDraft, Limits, StepResult, Work
+from shared.boundary.backend import HostDraft, Limits, StepResult
 from shared.boundary.buffers import mask_words
+from shared.boundary.program import Extra, Work
 from shared.engine.controller import (
     Controller,
     Gauges,
@@ -50,7 +51,7 @@ class GrammarController:
     """
 
     def __init__(self, limits: Limits, inner: Controller, index: NgramIndex | None) -> None:
-        masked = [program for program in limits.programs if program.mask]
+        masked = [program for program in limits.programs if program.has(Extra.MASK)]
         if not masked:
             raise ValueError("no decode program takes the masks of a grammar")
         self._trees = _widest(limits, host_draft=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from shared.boundary.backend import Limits, StepResult, Work
+from shared.boundary.backend import Limits, StepResult
+from shared.boundary.program import Extra, Work
 from shared.engine.request import Request
 from shared.engine.rows import Rows
 from shared.spec.draft_tree import TreeShape
@@ -96,8 +97,8 @@ def shapes_by_batch(
         (program.batch, program.shape.rows): program.shape
         for program in limits.programs
         if program.work is Work.DECODE
-        and program.host_draft is host_draft
-        and program.mask is mask
+        and program.has(Extra.HOST_DRAFT) is host_draft
+        and program.has(Extra.MASK) is mask
         and is_wanted(program.shape)
     }
     # In ascending order the last entry of a batch has the most verify rows.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from shared.boundary.backend import Launch, Work
+from shared.boundary.backend import Launch
+from shared.boundary.program import Work
 from shared.engine.request import FinishReason
 
 

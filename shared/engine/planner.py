@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Limits, Program, StepPlan, Work
+from shared.boundary.backend import Limits, StepPlan
 from shared.boundary.buffers import empty_plan, neutral, plan_in
+from shared.boundary.program import OF_A_PLAN, Extra, Program, Work
 from shared.engine.allocator import Allocator
 from shared.engine.request import Request
 from shared.engine.rows import Rows
@@ -41,10 +42,10 @@ class Planner:
         self._reports = np.zeros(limits.num_slots, np.int32)
         self._binding = 0
         self._held: dict[Program, _Held] = {}
-        self._by_size = sorted(
-            limits.programs,
-            key=lambda p: (p.scores, p.tokens, p.batch, p.pages, p.shape.rows, p.logprobs),
-        )
+        self._by_kind: dict[tuple[Work, Extra], list[tuple[Program, tuple[int, ...]]]] = {}
+        for program in sorted(limits.programs, key=_order):
+            kind = program.work, program.extras & OF_A_PLAN
+            self._by_kind.setdefault(kind, []).append((program, _sizes(program)))
 
     def bind(self, request: Request) -> None:
         """Writes what a request that has just got its slot brings to each of its steps."""
@@ -104,7 +105,8 @@ class Planner:
             return plan
         plan = empty_plan(program, self._limits)
         self.fill_rows(plan, rows)
-        if program.work is Work.DECODE and not program.mask:  # masks are many, and new each time
+        if program.work is Work.DECODE and not program.has(Extra.MASK):
+            # Masks are many, and new each time.
             self._held[program] = _Held(named, self._binding, plan.buffer.copy())
         return plan
 
@@ -123,10 +125,10 @@ class Planner:
         logprobs = asked and rows.work in (Work.PREFILL, Work.DECODE)
         scores = rows.work is Work.PREFILL and any(r.wants_scores for r in requests)
         wanted = (len(requests), num_pages, rows.num_tokens, verified, logprobs, scores)
-        for p in self._by_size:
-            sizes = (p.batch, p.pages, p.tokens, p.shape.rows, p.logprobs, p.scores)
-            if _does_work_of(p, rows) and all(map(operator.ge, sizes, wanted)):
-                return p
+        tree = None if rows.shape is None else rows.shape.tree
+        for program, sizes in self._by_kind.get((rows.work, _brought(rows)), ()):
+            if tree in (None, program.shape.tree) and all(map(operator.ge, sizes, wanted)):
+                return program
         raise LookupError(f"no {rows.work.value} program holds {wanted} with {rows.shape}")
 
     def fill_rows(self, plan: StepPlan, slots: Int32[np.ndarray, " rows"]) -> None:
@@ -143,13 +145,22 @@ class Planner:
         plan.page_table[: len(slots), : table.shape[1]] = table
 
 
-def _does_work_of(program: Program, rows: Rows) -> bool:
-    return (
-        program.work is rows.work
-        and program.host_draft is (rows.drafts is not None)
-        and program.mask is (rows.masks is not None)
-        and (rows.shape is None or rows.shape.tree == program.shape.tree)
-    )
+def _order(program: Program) -> tuple[int, ...]:
+    """The smallest first, and those with scores last."""
+    batch, pages, tokens, verified, logprobs, scores = _sizes(program)
+    return scores, tokens, batch, pages, verified, logprobs
+
+
+def _sizes(program: Program) -> tuple[int, ...]:
+    """What rows must not exceed; of a result's extras, whether it has them."""
+    of_the_result = program.has(Extra.LOGPROBS), program.has(Extra.SCORES)
+    return (program.batch, program.pages, program.tokens, program.shape.rows, *of_the_result)
+
+
+def _brought(rows: Rows) -> Extra:
+    """The extras of the plan that these rows will have."""
+    drafts = Extra.NONE if rows.drafts is None else Extra.HOST_DRAFT
+    return drafts if rows.masks is None else drafts | Extra.MASK
 
 
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))

@@ -19,7 +19,8 @@ from itertools import islice
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Limits, StepPlan, Work
+from shared.boundary.backend import Limits, StepPlan
+from shared.boundary.program import Work
 from shared.engine.allocator import NO_PAGES, Allocator
 from shared.engine.cache_policy import CachePolicy, track_unit
 from shared.engine.radix_cache import NO_SNAPSHOT, Node, RadixCache

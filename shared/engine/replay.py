@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shared.boundary.backend import Backend, Limits, StepResult, Work
+from shared.boundary.backend import Backend, Limits, StepResult
+from shared.boundary.program import Extra, Work
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.prefix_cache import PrefixCache
@@ -140,7 +141,7 @@ def _check_programs(limits: Limits) -> int:
     """
     if limits.accept_rates is not None:
         raise ValueError("drafts are accepted by lot, so that no text is the model's")
-    usable = [p for p in limits.programs if p.logprobs and not (p.mask or p.host_draft or p.scores)]
+    usable = [p for p in limits.programs if p.extras is Extra.LOGPROBS]
     chunks = [p.tokens for p in usable if p.work is Work.PREFILL and p.tokens >= CHUNK]
     has_plain = any(p.work is Work.DECODE and p.shape.is_plain for p in usable)
     if not (chunks and has_plain and limits.max_logprobs >= SHOWN):

@@ -9,7 +9,8 @@ from typing import Self
 import numpy as np
 from jaxtyping import Float32
 
-from shared.boundary.backend import Count, Decode, HostDraft, Prefill, StepPlan, Work
+from shared.boundary.backend import Count, Decode, HostDraft, Prefill, StepPlan
+from shared.boundary.program import Work
 from shared.engine.grammar import Masks
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape

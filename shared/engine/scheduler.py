@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from shared.boundary.backend import Limits, Work
+from shared.boundary.backend import Limits
+from shared.boundary.program import Work
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
 from shared.engine.prefix_cache import Prefix, PrefixCache

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from shared.boundary.backend import StepResult, Work
+from shared.boundary.backend import StepResult
+from shared.boundary.program import Work
 from shared.engine.request import DRAFT, NGRAM, PLAIN, PREFILL, StepTrace
 from shared.engine.rows import Rows
 

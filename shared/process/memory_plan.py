@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from shared.boundary.backend import ITEM_BYTES, Blueprint, Limits, Work
+from shared.boundary.backend import ITEM_BYTES, Blueprint, Limits
 from shared.boundary.buffers import plan_layout, result_layout
+from shared.boundary.program import Work
 from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts

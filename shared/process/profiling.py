@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.boundary.backend import Backend, HostDraft, Limits, StepResult, Work
+from shared.boundary.backend import Backend, HostDraft, Limits, StepResult
+from shared.boundary.program import Work
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Gauges, Reserve

@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from shared.boundary.backend import CAPTURED, Blueprint, Limits, Program, Work
+from shared.boundary.backend import Blueprint, Limits
+from shared.boundary.program import CAPTURED, Extra, Program, Work
 from shared.models.config import ModelConfig
 from shared.options.adaptive import Candidate
 from shared.options.engine import CHUNK_ALIGNMENT, MAX_LOGPROBS
@@ -55,9 +56,9 @@ def limits_for(
         masked = _masked(settled, [p for p in programs if p.work is Work.DECODE])
         programs += _few(masked) if device.kind == "gpu" or settled.are_few else masked
     if not engine.disable_radix_cache:
-        programs.append(_program(Work.COUNT, 1, table, settled.chunk, plain, logprobs=False))
+        programs.append(_program(Work.COUNT, 1, table, settled.chunk, plain, Extra.NONE))
     if engine.shadow_check and not any(_decodes_plainly(program) for program in programs):
-        programs.append(_program(Work.DECODE, 1, table, 0, plain, logprobs=True))
+        programs.append(_program(Work.DECODE, 1, table, 0, plain, Extra.LOGPROBS))
     return Limits(
         page_size=settled.page_size,
         num_pages=1 + pages,
@@ -145,26 +146,26 @@ def _programs(settled: Settled, buckets: Buckets) -> list[Program]:
     """Every program of these sizes; a tree of the host's may be missing, so it has a plain twin."""
     on_host = settled.draft.drafts_on_host
     prefills = [
-        _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch), logprobs)
+        _program(Work.PREFILL, batch, pages, tokens, TreeShape.plain(batch), extras)
         for batch, tokens in buckets.chunks
         for pages in buckets.tables
-        for logprobs in (False, True)
+        for extras in (Extra.NONE, Extra.LOGPROBS)
     ]
     decodes = [
-        _program(Work.DECODE, batch, pages, 0, shape, logprobs)
+        _program(Work.DECODE, batch, pages, 0, shape, extras)
         for batch in buckets.batches
         for pages in buckets.tables
         for shape in decode_shapes(settled, batch)
-        for logprobs in (False, True)
+        for extras in (Extra.NONE, Extra.LOGPROBS)
     ]
     if on_host:
-        decodes = [replace(p, host_draft=not p.shape.is_plain) for p in decodes]
+        decodes = [p.having({Extra.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
     return decodes + prefills
 
 
 def _decodes_plainly(program: Program) -> bool:
     """Whether it serves a plain step of any request, with logprobs."""
-    is_open = program.logprobs and not program.mask
+    is_open = program.has(Extra.LOGPROBS) and not program.has(Extra.MASK)
     return is_open and program.work is Work.DECODE and program.shape.is_plain
 
 
@@ -178,20 +179,18 @@ def _masked(settled: Settled, decodes: Sequence[Program]) -> list[Program]:
         plain = [p for p in decodes if p.shape.is_plain]
         trees = [replace(p, shape=masked_shape(settled, p.batch)) for p in plain]
         decodes = [*plain, *trees] if settled.draft.drafts_on_host else trees
-    masked = [replace(p, mask=True, host_draft=not p.shape.is_plain) for p in decodes]
+    masked = [p.having({Extra.MASK: True, Extra.HOST_DRAFT: not p.shape.is_plain}) for p in decodes]
     if not settled.draft.drafts or settled.draft.drafts_on_host:
         return masked
-    drafts = [replace(p, work=Work.DRAFT, logprobs=False) for p in decodes]
+    drafts = [replace(p, work=Work.DRAFT, extras=p.extras & ~Extra.LOGPROBS) for p in decodes]
     return [*masked, *dict.fromkeys(drafts)]
 
 
 def _scoring(rows: int, chunks: Sequence[int], tables: Sequence[int]) -> list[Program]:
     """The programs of prompts whose tokens are all scored."""
+    both = Extra.LOGPROBS | Extra.SCORES
     return [
-        replace(
-            _program(Work.PREFILL, rows, pages, tokens, TreeShape.plain(rows), logprobs=True),
-            scores=True,
-        )
+        _program(Work.PREFILL, rows, pages, tokens, TreeShape.plain(rows), both)
         for tokens in chunks
         for pages in tables
     ]
@@ -201,13 +200,17 @@ def _few(programs: Sequence[Program]) -> list[Program]:
     """Of each size one: with logprobs if it is the widest of its work and shape of tree."""
     widest: dict[tuple[Work, tuple[int, int, int]], Program] = {}
     for program in programs:  # in ascending order
-        widest[program.work, program.shape.tree] = replace(program, logprobs=True)
+        widest[program.work, program.shape.tree] = _with_logprobs(program)
     return [
         program
         for program in programs
-        if program.logprobs is (replace(program, logprobs=True) in widest.values())
+        if program.has(Extra.LOGPROBS) is (_with_logprobs(program) in widest.values())
         or program.work is Work.DRAFT
     ]
+
+
+def _with_logprobs(program: Program) -> Program:
+    return program.having({Extra.LOGPROBS: True})
 
 
 def _chunks(most: int) -> list[int]:
@@ -255,18 +258,9 @@ def _shape(candidate: Candidate, batch: int) -> TreeShape:
 
 
 def _program(
-    work: Work, batch: int, pages: int, tokens: int, shape: TreeShape, logprobs: bool
+    work: Work, batch: int, pages: int, tokens: int, shape: TreeShape, extras: Extra
 ) -> Program:
-    return Program(
-        work=work,
-        batch=batch,
-        pages=pages,
-        tokens=tokens,
-        shape=shape,
-        host_draft=False,
-        mask=False,
-        logprobs=logprobs,
-    )
+    return Program(work=work, batch=batch, pages=pages, tokens=tokens, shape=shape, extras=extras)
 
 
 def _reach(settled: Settled, context: int) -> int:

@@ -15,7 +15,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from shared.boundary.backend import Program
+from shared.boundary.program import Program
 
 REPORT_S = 2.0  # between two lines where there is no terminal to draw a bar on
 

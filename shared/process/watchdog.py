@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from shared.boundary.backend import Backend, Launch, Program, StepFuture, StepPlan, StepResult
+from shared.boundary.backend import Backend, Launch, StepFuture, StepPlan, StepResult
+from shared.boundary.program import Program
 
 CHECK_S = 0.5
 STOP_WAIT_S = 2.0  # for the step in flight when a signal came; all in all the end takes below 5 s

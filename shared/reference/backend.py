@@ -23,12 +23,12 @@ from shared.boundary.backend import (
     Limits,
     Mask,
     Prefill,
-    Program,
     StepPlan,
     StepResult,
 )
 from shared.boundary.buffers import SCORES, read_result, result_layout
 from shared.boundary.checks import check_limits, check_plan, to_prepare
+from shared.boundary.program import Extra, Program
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
 from shared.reference.device_state import allocate
@@ -131,7 +131,7 @@ class ReferenceBackend:
         """Does the work; returns the result's fields by name."""
         match plan.work:
             case Prefill():
-                return self._prefill(batch, plan.work, plan.program.scores)
+                return self._prefill(batch, plan.work, plan.program.has(Extra.SCORES))
             case Decode():
                 return self._decode(batch, plan.work, plan.mask)
             case Draft():

@@ -1,6 +1,7 @@
 """How much memory a step of the reference works on, as `shared.boundary.workspace` counts it."""
 
-from shared.boundary.backend import Blueprint, Program
+from shared.boundary.backend import Blueprint
+from shared.boundary.program import Program
 from shared.boundary.workspace import Costs, gathered_attention, step_bytes
 
 COSTS = Costs(logit=64, reported=16, attention=gathered_attention)

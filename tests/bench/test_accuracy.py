@@ -15,7 +15,7 @@ from bench.quality.measuring import Measurement, verdict
 from bench.quality.scoring import Texts, text_hash
 from models.demo.data import answer_of
 from models.demo.data import main as write_data
-from shared.boundary.backend import Work
+from shared.boundary.program import Extra, Work
 from shared.drafts.drafts import Drafts
 from shared.engine.request import Request, SamplingParams
 from shared.models.families import config_from_folder
@@ -271,7 +271,7 @@ def test_a_timed_run_has_one_decode_program_for_each_shape(are_compiled):
     model = config_from_folder(RANDOM_MODEL)
     device = Device("cpu", "CPU", 1 << 32)
     limits = one_bucket(plan(options, model, Drafts.of_mtp(model), device, costs).limits)
-    assert not any(program.logprobs for program in limits.programs)
+    assert not any(program.has(Extra.LOGPROBS) for program in limits.programs)
     decodes = [p for p in limits.programs if p.work is Work.DECODE]
     assert [p.shape.nodes for p in decodes] == [4]
     assert {p.batch for p in decodes} == {8}

@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Count, Draft, Work
+from shared.boundary.backend import Count, Draft
+from shared.boundary.program import Work
 from shared.engine.rows import Chunk
 from shared.spec.draft_tree import TreeShape
 from tests.support.contract_host import (

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.boundary.backend import Backend, Limits
 from shared.boundary.buffers import empty_plan
+from shared.boundary.program import Program, Work
 from tests.support.backends import make_backend
 from tests.support.contract_host import contract_limits, contract_model
 

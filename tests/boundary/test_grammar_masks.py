@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Limits, Program, StepPlan, Work
+from shared.boundary.backend import Limits, StepPlan
 from shared.boundary.buffers import mask_words
 from shared.boundary.checks import check_limits
+from shared.boundary.program import Extra, Work
 from shared.drafts.drafts import Drafts
 from tests.support.contract_host import (
     GREEDY,
@@ -127,10 +128,10 @@ def test_a_plan_of_padding_allows_every_token(host):
 def test_masks_for_trees_that_the_host_does_not_know_are_refused(work):
     config, _ = contract_model()
     limits = contract_limits(config)
-    found = next(p for p in limits.programs if p.work is work and not p.host_draft)
+    found = next(p for p in limits.programs if p.work is work and not p.has(Extra.HOST_DRAFT))
     if work is Work.DECODE:
         found = next(p for p in limits.programs if p.drafts_on_device)
-    masked = Program(**vars(found) | {"mask": True})
+    masked = found.having({Extra.MASK: True})
     broken = Limits(**vars_of(limits) | {"programs": (masked,)})
     with pytest.raises(ValueError, match="masks are for trees that the host knows"):
         check_limits(broken, Drafts.of_mtp(config), True)

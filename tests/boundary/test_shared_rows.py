@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Decode, Work
+from shared.boundary.backend import Decode
 from shared.boundary.buffers import empty_plan
 from shared.boundary.checks import check_plan
+from shared.boundary.program import Work
 from shared.engine.request import Request
 from shared.engine.rows import Rows
 from tests.support.contract_host import (

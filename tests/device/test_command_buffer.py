@@ -15,7 +15,8 @@ from jax_impl import ops
 from jax_impl.backend import JaxBackend
 from jax_impl.ops import sampling, slots
 from jax_impl.weights import Loaded, from_arrays
-from shared.boundary.backend import Limits, Program, Work
+from shared.boundary.backend import Limits
+from shared.boundary.program import Extra, Program, Work
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import drafts_of
 from tests.support.lowered import BROKEN_BY, operations
@@ -35,10 +36,8 @@ def decode_of(shape: TreeShape, host_draft: bool) -> Program:
         pages=PAGES,
         tokens=0,
         shape=shape,
-        host_draft=host_draft,
-        mask=False,
-        logprobs=False,
-    )
+        extras=Extra.NONE,
+    ).having({Extra.HOST_DRAFT: host_draft})
 
 
 def limits_of(program: Program, vocab: int, rule: str) -> Limits:

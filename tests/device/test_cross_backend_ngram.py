@@ -14,7 +14,8 @@ from functools import lru_cache
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Work
+from shared.boundary.backend import Backend
+from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -77,7 +78,7 @@ def drafted(
         speculative_ngram_min_bfs_breadth=2,
     )
     vocab = backend.limits.vocab
-    (tree,) = {program.shape for program in backend.limits.programs if program.host_draft}
+    (tree,) = {p.shape for p in backend.limits.programs if p.has(Extra.HOST_DRAFT)}
     index = NgramIndex(config, nodes=tree.nodes, depth=tree.depth, vocab=vocab, chain=False)
     words = [token for text in texts.values() for token in [*text, SEPARATOR]]
     for at in (5, 2):
@@ -126,7 +127,7 @@ def test_trees_of_the_shape_of_a_start_give_the_same_text_and_more_of_it_a_step(
     config, weights = contract_model()
     limits = contract_limits(config)
     shape = TreeShape.chain(7, BATCH)
-    wide = [replace(p, shape=shape) for p in limits.programs if p.host_draft]
+    wide = [replace(p, shape=shape) for p in limits.programs if p.has(Extra.HOST_DRAFT)]
     plain_ones = [p for p in limits.programs if p.shape.is_plain and p.work is not Work.COUNT]
     limits = replace(limits, programs=(*plain_ones, *wide))
     backend = make_backend(framework, config, weights, limits, "NEXTN")

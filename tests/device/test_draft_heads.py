@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.boundary.backend import Backend, Limits
+from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftHead
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -58,9 +59,7 @@ def limits_of(vocab: int) -> Limits:
             pages=PAGES,
             tokens=tokens,
             shape=shape,
-            host_draft=False,
-            mask=False,
-            logprobs=False,
+            extras=Extra.NONE,
         )
 
     shapes = [TreeShape(N, S, k, BATCH * N) for N, S, k in SHAPES]

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
+from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.program import Extra, Program, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -36,9 +37,7 @@ def limits_of(vocab: int, shape: TreeShape) -> Limits:
             pages=1,
             tokens=tokens,
             shape=shape,
-            host_draft=False,
-            mask=False,
-            logprobs=False,
+            extras=Extra.NONE,
         )
 
     shapes = [(batch, replace(shape, rows=batch * shape.nodes)) for batch in BUCKETS]

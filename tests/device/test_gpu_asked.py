@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits, Work
+from shared.boundary.backend import Backend, Limits
+from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.request import Request, SamplingParams
 from shared.spec.logprobs import Scores
@@ -55,7 +56,7 @@ def test_a_text_with_a_grammar_is_the_plain_one(framework, case, backends):
 def scoring(limits: Limits) -> Limits:
     """With a prefill that scores its tokens too."""
     prefill = next(program for program in limits.programs if program.work is Work.PREFILL)
-    programs = (*limits.programs, replace(prefill, scores=True))
+    programs = (*limits.programs, prefill.having({Extra.SCORES: True}))
     return replace(limits, programs=programs, max_scores=NUM_SCORES)
 
 

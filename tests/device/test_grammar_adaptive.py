@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.boundary.backend import Backend, Limits
+from shared.boundary.program import Extra, Program, Work
 from shared.engine.adaptive.choice import Situation
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.cache_policy import NO_CACHE
@@ -85,16 +86,15 @@ def limits_of(family: str, drafter: str, shapes: list[TreeShape], masked: TreeSh
     """Programs of all shapes, and those that one of them needs for masks."""
 
     def program(work: Work, shape: TreeShape, *, mask: bool = False) -> Program:
+        from_host = work is Work.DECODE and shape.nodes > 1 and (mask or drafter == "NGRAM")
         return Program(
             work=work,
             batch=BATCH,
             pages=PAGES,
             tokens=CHUNK if work is Work.PREFILL else 0,
             shape=shape,
-            host_draft=work is Work.DECODE and shape.nodes > 1 and (mask or drafter == "NGRAM"),
-            mask=mask,
-            logprobs=work is not Work.DRAFT,
-        )
+            extras=Extra.NONE if work is Work.DRAFT else Extra.LOGPROBS,
+        ).having({Extra.MASK: mask, Extra.HOST_DRAFT: from_host})
 
     programs = [program(Work.PREFILL, PLAIN), *(program(Work.DECODE, s) for s in shapes)]
     programs.append(program(Work.DECODE, masked, mask=True))

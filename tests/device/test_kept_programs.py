@@ -16,7 +16,8 @@ from jax.stages import Compiled
 from jax_impl import kept
 from jax_impl.backend import JaxBackend
 from jax_impl.kept import KeptPrograms
-from shared.boundary.backend import StepResult, Work
+from shared.boundary.backend import StepResult
+from shared.boundary.program import Work
 from tests.support.backends import JAX_BACKENDS, drafts_of
 from tests.support.contract_host import Host, contract_limits, contract_model
 

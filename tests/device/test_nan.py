@@ -11,7 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits, Work
+from shared.boundary.backend import Backend, Limits
+from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -63,7 +64,7 @@ def made(
     if drafter != "NGRAM":
         return *model, limits, "none" if drafter == "none" else head_of(family, drafter)
     programs = (
-        replace(program, host_draft=program.work is Work.DECODE and program.shape == shape)
+        program.having({Extra.HOST_DRAFT: program.work is Work.DECODE and program.shape == shape})
         for program in limits.programs
     )
     return *model, replace(limits, programs=tuple(programs)), "none"

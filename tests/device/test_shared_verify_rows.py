@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import StepResult, Work
+from shared.boundary.backend import StepResult
+from shared.boundary.program import Extra, Work
 from shared.engine.request import Request
 from shared.spec.draft_tree import TreeShape
 from tests.support import contract_host
@@ -113,8 +114,8 @@ def few_rows(request: pytest.FixtureRequest) -> Iterator[Host]:
     config, weights = contract_model()
     limits = contract_limits(config)
     chain = next(p for p in limits.programs if p.shape == SHARED)
-    draft = replace(chain, work=Work.DRAFT, logprobs=False)
-    trees = replace(chain, shape=FEW, host_draft=True)
+    draft = replace(chain, work=Work.DRAFT, extras=Extra.NONE)
+    trees = replace(chain, shape=FEW, extras=chain.extras | Extra.HOST_DRAFT)
     limits = replace(limits, programs=(*limits.programs, draft, trees))
     backend = make_backend(request.param, config, weights, limits, "NEXTN")
     yield Host(backend, {})

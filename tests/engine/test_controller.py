@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.backend import Limits, StepResult, Work
+from shared.boundary.backend import Limits, StepResult
+from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Reserve, StaticController
 from shared.engine.engine import Engine
@@ -110,7 +111,7 @@ def host_limits() -> Limits:
     """The toy's programs, and those of a tree of the host's for batches of 2."""
     limits = toy_limits(num_pages=400, num_slots=5, overlap=1)
     trees = tuple(
-        replace(program, host_draft=True, shape=TreeShape(4, 2, 2, 8))
+        replace(program, extras=program.extras | Extra.HOST_DRAFT, shape=TreeShape(4, 2, 2, 8))
         for program in limits.programs
         if program.work is Work.DECODE and program.batch == 2
     )

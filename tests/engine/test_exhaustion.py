@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from shared.boundary.backend import Limits, StepPlan, Work
+from shared.boundary.backend import Limits, StepPlan
+from shared.boundary.program import Work
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine

@@ -10,7 +10,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
+from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.program import Extra, Program, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -45,10 +46,8 @@ def ngram_limits(vocab: int, num_pages: int) -> Limits:
             pages=64,
             tokens=tokens,
             shape=shape,
-            host_draft=host_draft,
-            mask=False,
-            logprobs=False,
-        )
+            extras=Extra.NONE,
+        ).having({Extra.HOST_DRAFT: host_draft})
 
     return Limits(
         page_size=4,

@@ -9,7 +9,8 @@ from itertools import count
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Limits, Work
+from shared.boundary.backend import Limits
+from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from shared.engine.ngram.adaptive import AdaptiveNgramController
@@ -105,7 +106,7 @@ def limits_of(vocab: int) -> Limits:
     kept = [p for p in limits.programs if p.work is not Work.DECODE or p.shape.is_plain]
     plain = next(p for p in kept if p.work is Work.DECODE)
     shapes = [TreeShape(size, size - 1, 1, BATCH * size) for size in SIZES]
-    more = [replace(plain, shape=shape, host_draft=True) for shape in shapes]
+    more = [replace(plain, shape=shape, extras=plain.extras | Extra.HOST_DRAFT) for shape in shapes]
     return replace(limits, programs=(*kept, *more))
 
 

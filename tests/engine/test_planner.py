@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import Decode, Prefill
+from shared.boundary.program import Extra
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
@@ -106,14 +107,15 @@ def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house, is_
 
 def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
     limits = toy_limits(num_pages=300, num_slots=6, overlap=1)
-    plain = tuple(replace(program, logprobs=False) for program in limits.programs)
+    plain = tuple(program.having({Extra.LOGPROBS: False}) for program in limits.programs)
     house = House(replace(limits, programs=(*limits.programs, *plain)))
     asking, other = house.request(5, 20, logprobs=0), house.request(5, 20)
     for requests in ([other], [asking, other]):
         decode = house.planner.plan(Rows.decode(requests, TreeShape.chain(3, 4)))
         chunks = tuple(Chunk(request, 0, 5) for request in requests)
         prefill = house.planner.plan(Rows.prefill(chunks))
-        assert decode.program.logprobs is prefill.program.logprobs is (asking in requests)
+        for plan in (decode, prefill):
+            assert plan.program.has(Extra.LOGPROBS) is (asking in requests)
         for plan in (decode, prefill):
             assert plan.reports[: len(requests)].tolist() == [int(r is asking) for r in requests]
 
@@ -121,14 +123,14 @@ def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
 def test_the_widest_program_may_be_the_only_one_with_logprobs():
     """A step that wants none takes it where no other is wide enough, and no row of it reports."""
     limits = toy_limits(num_pages=300, num_slots=6, overlap=1)
-    programs = [replace(p, logprobs=p.batch == 4) for p in limits.programs]
+    programs = [p.having({Extra.LOGPROBS: p.batch == 4}) for p in limits.programs]
     house = House(replace(limits, programs=tuple(programs)))
     requests = [house.request(5, 20) for _ in range(4)]
     asking = house.request(5, 20, logprobs=0)
     for rows, batch in ((requests[:2], 2), (requests, 4), ([asking], 4)):
         for depth in (0, 3):
             plan = house.planner.plan(Rows.decode(rows, TreeShape.chain(depth, len(rows))))
-            assert (plan.program.batch, plan.program.logprobs) == (batch, batch == 4)
+            assert (plan.program.batch, plan.program.has(Extra.LOGPROBS)) == (batch, batch == 4)
             assert plan.reports[: len(rows)].tolist() == [int(row is asking) for row in rows]
             assert not plan.reports[len(rows) :].any()
 

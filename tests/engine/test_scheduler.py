@@ -2,7 +2,7 @@
 
 import pytest
 
-from shared.boundary.backend import Work
+from shared.boundary.program import Work
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import StepPlan
+from shared.boundary.program import Extra
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -32,7 +33,7 @@ class Watched(ToyBackend):
 
     def submit(self, plan: StepPlan) -> ToyFuture:
         if plan.program.tokens:
-            self.scored.append(plan.program.scores)
+            self.scored.append(plan.program.has(Extra.SCORES))
         return super().submit(plan)
 
 

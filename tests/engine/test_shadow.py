@@ -9,7 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Decode, Limits, StepPlan, Work
+from shared.boundary.backend import Decode, Limits, StepPlan
+from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -359,7 +360,7 @@ def test_under_a_rejection_rule_only_texts_that_keep_are_compared():
 def test_a_backend_that_cannot_run_plainly_is_refused(lacking):
     limits = limits_of()
     programs = [
-        replace(p, logprobs=p.logprobs and lacking != "logprobs")
+        p.having({Extra.LOGPROBS: p.has(Extra.LOGPROBS) and lacking != "logprobs"})
         for p in limits.programs
         if not (lacking == "plain steps" and p.work is Work.DECODE and p.shape.is_plain)
     ]

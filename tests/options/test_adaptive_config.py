@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.boundary.backend import Work
+from shared.boundary.program import Extra, Work
 from shared.drafts.drafts import Drafts
 from shared.engine.adaptive.tiers import Shapes
 from shared.options.adaptive import Candidate, read_candidates
@@ -120,7 +120,7 @@ def test_every_batch_has_a_program_for_every_tier(algorithm, device, are_compile
     for tier in range(len(shapes.tiers)):
         widest = shapes.by_size[shapes.batches[-1], tier]
         told = [p for p in limits.programs if p.shape == widest and p.work is Work.DECODE]
-        assert any(p.logprobs for p in told)
+        assert any(p.has(Extra.LOGPROBS) for p in told)
 
 
 def names(algorithm: str, device: Device, are_compiled: bool) -> list[str]:

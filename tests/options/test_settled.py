@@ -1,10 +1,8 @@
 """A memory plan leaves no option open, counts what is there, and takes what it may."""
 
-import dataclasses
-
 import pytest
 
-from shared.boundary.backend import Work
+from shared.boundary.program import Extra, Work
 from shared.drafts.drafts import Drafts
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import NO_CACHE
@@ -95,11 +93,12 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
     assert max(tables) == min(reserved, limits.num_pages - 1)
     assert limits.max_depth == (settled.draft.num_steps if drafts else 0)
     counts = [program for program in limits.programs if program.work is Work.COUNT]
-    assert [(count.batch, count.pages, count.logprobs) for count in counts] == [
+    assert [(count.batch, count.pages, count.has(Extra.LOGPROBS)) for count in counts] == [
         (1, max(tables), False)
     ]
     for program in set(limits.programs) - set(counts):
-        assert dataclasses.replace(program, logprobs=not program.logprobs) in limits.programs
+        other = {Extra.LOGPROBS: not program.has(Extra.LOGPROBS)}
+        assert program.having(other) in limits.programs
         drafted = program.work is Work.DECODE and not program.shape.is_plain
         assert not drafted or program.shape.rows == program.batch * program.shape.nodes
     decodes = {p.shape.nodes for p in limits.programs if p.work is Work.DECODE}

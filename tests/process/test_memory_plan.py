@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jax_impl import serve as jax_serve
-from shared.boundary.backend import HostDraft, Work
+from shared.boundary.backend import HostDraft
+from shared.boundary.program import Extra, Work
 from shared.boundary.workspace import MOST_PARTS
 from shared.drafts.drafts import Drafts
 from shared.engine.adaptive.tiers import Shapes
@@ -114,7 +115,7 @@ def test_a_cpu_that_compiles_its_programs_has_few_of_them():
     assert (len(few.programs), len(many.programs)) == (5, 71)
     for work in (Work.PREFILL, Work.DECODE):
         sizes = {p: (p.batch, p.pages, p.tokens) for p in few.programs if p.work is work}
-        (with_logprobs,) = (p for p in sizes if p.logprobs)
+        (with_logprobs,) = (p for p in sizes if p.has(Extra.LOGPROBS))
         assert sizes[with_logprobs] == max(sizes.values())
 
 
@@ -129,7 +130,7 @@ def test_a_shadow_check_brings_the_plain_step_that_a_start_lacks(name, kind):
         assert len(more) == num_more
         plain = [p for p in with_checks.programs if p.work is Work.DECODE and p.shape.is_plain]
         table = max(p.pages for p in with_checks.programs)
-        assert any(p.logprobs and p.pages == table for p in plain)
+        assert any(p.has(Extra.LOGPROBS) and p.pages == table for p in plain)
         assert all((p.batch, p.pages) == (1, table) for p in more)
 
 
@@ -162,16 +163,16 @@ def test_masks_of_grammars_have_programs_of_their_own_and_are_counted(framework,
     made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))
     without, with_masks = (found.limits.programs for found in made)
     added = [program for program in with_masks if program not in without]
-    assert not any(program.mask for program in without)
+    assert not any(program.has(Extra.MASK) for program in without)
     assert {program for program in with_masks if program not in added} == set(without)
-    masked = [program for program in added if program.mask]
+    masked = [program for program in added if program.has(Extra.MASK)]
     batches = {program.batch for program in without if program.work is Work.DECODE}
     assert {program.batch for program in masked} == batches
     assert {program.work for program in masked} == {Work.DECODE}
-    assert all(program.host_draft is not program.shape.is_plain for program in masked)
-    drafts = [program for program in added if not program.mask]
+    assert all(program.has(Extra.HOST_DRAFT) is not program.shape.is_plain for program in masked)
+    drafts = [program for program in added if not program.has(Extra.MASK)]
     assert {program.batch for program in drafts} == (batches if drafter == "NEXTN" else set())
-    assert max(p.batch for p in masked) == max(p.batch for p in masked if p.logprobs)
+    assert max(p.batch for p in masked) == max(p.batch for p in masked if p.has(Extra.LOGPROBS))
     if framework == "jax":
         assert len(masked) == len(batches) * (2 if drafter == "NGRAM" else 1)
 
@@ -184,7 +185,7 @@ def test_of_the_shapes_to_choose_from_one_takes_masks(framework, drafter, sizes)
     limits = planned(framework, 140 * GB, flags).limits
     programs = limits.programs
     decodes = [program for program in programs if program.work is Work.DECODE]
-    masked = [program for program in decodes if program.mask]
+    masked = [program for program in decodes if program.has(Extra.MASK)]
     assert {(p.shape.nodes, p.shape.depth) for p in masked} == sizes
     drafts = {(p.batch, p.shape) for p in programs if p.work is Work.DRAFT}
     trees = {(p.batch, p.shape) for p in masked if not p.shape.is_plain}
@@ -216,7 +217,7 @@ def test_scores_of_prompts_have_few_programs_of_their_own_and_are_counted(framew
     added = [p for p in scoring.limits.programs if p not in without.limits.programs]
     assert set(scoring.limits.programs) - set(added) == set(without.limits.programs)
     assert not without.limits.max_scores
-    assert all(program.scores and program.work is Work.PREFILL for program in added)
+    assert all(program.has(Extra.SCORES) and program.work is Work.PREFILL for program in added)
     prefills = [p for p in without.limits.programs if p.work is Work.PREFILL]
     widest = [max((p.batch, p.pages, p.tokens) for p in some) for some in (prefills, added)]
     assert widest[0] == widest[1], "they hold the widest step that the scheduler makes"

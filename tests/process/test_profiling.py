@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 
-from shared.boundary.backend import StepPlan, Work
+from shared.boundary.backend import StepPlan
+from shared.boundary.program import Work
 from shared.engine.adaptive.tiers import Tier
 from shared.process.profiling import ROUNDS, step_seconds
 from tests.support.simulation.device import SimulatedBackend, simulated_limits

@@ -15,12 +15,11 @@ from shared.boundary.backend import (
     Limits,
     Mask,
     Prefill,
-    Program,
     StepPlan,
     StepResult,
-    Work,
 )
 from shared.boundary.buffers import empty_plan
+from shared.boundary.program import Extra, Program, Work
 from shared.engine.request import SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import Drafter, make_backend
@@ -44,8 +43,8 @@ def limits(vocab: int, drafts: bool) -> Limits:
         tokens = {Work.PREFILL: 256, Work.COUNT: 64}.get(work, 0)
         return Program(
             work=work, batch=2, pages=32, tokens=tokens, shape=shape,
-            host_draft=host_draft, mask=mask, logprobs=True,
-        )  # fmt: skip
+            extras=Extra.LOGPROBS,
+        ).having({Extra.HOST_DRAFT: host_draft, Extra.MASK: mask})  # fmt: skip
 
     plain = TreeShape.plain(2)
     programs = [program(work, plain) for work in (Work.PREFILL, Work.COUNT, Work.DECODE)]
@@ -78,7 +77,7 @@ class Device:
             p
             for p in self.backend.limits.programs
             if (p.work, p.shape) == (work, shape)
-            and {"host_draft": p.host_draft, "mask": p.mask} == kind
+            and {"host_draft": p.has(Extra.HOST_DRAFT), "mask": p.has(Extra.MASK)} == kind
         )
         plan = empty_plan(program, self.backend.limits)
         plan.slots[0], plan.page_table[0] = 1, np.arange(1, 33)[::-1]

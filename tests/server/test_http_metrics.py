@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from shared.boundary.backend import Work
+from shared.boundary.program import Work
 from shared.engine.metrics import Metrics
 from tests.support.http_fixtures import (
     COMPLETIONS,

@@ -15,7 +15,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Work
+from shared.boundary.program import Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine

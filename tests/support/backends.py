@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shared.boundary.backend import CAPTURED, Backend, Limits, StepFuture, StepPlan
+from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.program import CAPTURED
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
 from shared.models.checkpoint import Weights

@@ -11,7 +11,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.boundary.backend import Backend, Limits
+from shared.boundary.program import Extra, Program, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -82,9 +83,7 @@ def limits_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> Limit
             pages=PAGES[page_size],
             tokens=tokens,
             shape=shape,
-            host_draft=False,
-            mask=False,
-            logprobs=False,
+            extras=Extra.NONE,
         )
 
     decodes = [program(Work.DECODE, shape, 0) for shape in shapes]

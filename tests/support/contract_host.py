@@ -12,13 +12,12 @@ from shared.boundary.backend import (
     Decode,
     HostDraft,
     Limits,
-    Program,
     StepFuture,
     StepPlan,
     StepResult,
-    Work,
 )
 from shared.boundary.buffers import empty_plan
+from shared.boundary.program import Extra, Program, Work
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
@@ -67,10 +66,14 @@ def contract_limits(config: ModelConfig) -> Limits:
             pages=64,
             tokens=tokens,
             shape=shape,
-            host_draft=host_draft,
-            mask=mask,
-            logprobs=work in (Work.PREFILL, Work.DECODE) and not host_draft,
-            scores=work is Work.PREFILL,
+            extras=Extra.NONE,
+        ).having(
+            {
+                Extra.HOST_DRAFT: host_draft,
+                Extra.MASK: mask,
+                Extra.LOGPROBS: work in (Work.PREFILL, Work.DECODE) and not host_draft,
+                Extra.SCORES: work is Work.PREFILL,
+            }
         )
 
     return Limits(
@@ -199,7 +202,8 @@ class Host:
         program = next(
             p
             for p in self.limits.programs
-            if (p.work, p.shape, p.host_draft, p.mask) == (work, shape, host_draft, mask)
+            if (p.work, p.shape) == (work, shape)
+            and (p.has(Extra.HOST_DRAFT), p.has(Extra.MASK)) == (host_draft, mask)
         )
         plan = empty_plan(program, self.limits)
         self.planner.fill_rows(plan, np.array([r.slot for r in requests], np.int32))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.boundary.backend import Backend, Limits
+from shared.boundary.program import Extra, Program, Work
 from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.controller import NgramController
 from shared.engine.ngram.index import NgramIndex
@@ -60,10 +61,8 @@ def limits_of(family: str, drafter: str, shape: TreeShape) -> Limits:
             pages=PAGES,
             tokens=tokens,
             shape=shape,
-            host_draft=drafter == "NGRAM" and not shape.is_plain,
-            mask=False,
-            logprobs=False,
-        )
+            extras=Extra.NONE,
+        ).having({Extra.HOST_DRAFT: drafter == "NGRAM" and not shape.is_plain})
 
     decodes = [program(Work.DECODE, each, 0) for each in dict.fromkeys((shape, PLAIN))]
     count = replace(program(Work.COUNT, TreeShape.plain(1), CHUNK), batch=1)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.boundary.backend import Backend, Limits
+from shared.boundary.program import Extra, Program, Work
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.constrained import GrammarController
 from shared.engine.controller import StaticController
@@ -32,17 +33,16 @@ def limits_of(family: str, drafter: str, shape: TreeShape) -> Limits:
     """Programs with masks and without, and those that draft for the first."""
 
     def program(work: Work, shape: TreeShape, *, tokens: int = 0, mask: bool = False) -> Program:
-        is_tree = not shape.is_plain
+        is_tree = work is Work.DECODE and not shape.is_plain
+        from_host = is_tree and (mask or drafter == "NGRAM")
         return Program(
             work=work,
             batch=BATCH,
             pages=PAGES,
             tokens=tokens,
             shape=shape,
-            host_draft=work is Work.DECODE and is_tree and (mask or drafter == "NGRAM"),
-            mask=mask,
-            logprobs=work in (Work.PREFILL, Work.DECODE),
-        )
+            extras=Extra.LOGPROBS if work in (Work.PREFILL, Work.DECODE) else Extra.NONE,
+        ).having({Extra.MASK: mask, Extra.HOST_DRAFT: from_host})
 
     plain = TreeShape.plain(BATCH)
     shapes = [plain] if drafter == "none" else [shape]

@@ -13,7 +13,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Limits, Program, StepFuture, StepPlan, Work
+from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.program import Extra, Program, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
@@ -136,14 +137,11 @@ def _programs(server: Server, pages: int) -> tuple[Program, ...]:
             pages=pages,
             tokens=tokens,
             shape=shape,
-            host_draft=from_host,
-            mask=False,
-            logprobs=True,
-            scores=work is Work.PREFILL,
-        )
+            extras=Extra.LOGPROBS,
+        ).having({Extra.HOST_DRAFT: from_host, Extra.SCORES: work is Work.PREFILL})
 
     decodes = [program(Work.DECODE, shape, 0) for shape in dict.fromkeys(server.existing)]
-    count = replace(program(Work.COUNT, TreeShape.plain(1), CHUNK), batch=1, logprobs=False)
+    count = replace(program(Work.COUNT, TreeShape.plain(1), CHUNK), batch=1, extras=Extra.NONE)
     return (program(Work.PREFILL, PLAIN, CHUNK), count, *decodes)
 
 

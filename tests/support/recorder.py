@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from shared.boundary.backend import Backend, StepFuture, StepPlan, Work
+from shared.boundary.backend import Backend, StepFuture, StepPlan
+from shared.boundary.program import Work
 
 
 class Recorder:

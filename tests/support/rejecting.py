@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from shared.boundary.backend import Backend, Work
+from shared.boundary.backend import Backend
+from shared.boundary.program import Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine

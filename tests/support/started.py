@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan, Work
+from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.program import Extra, Work
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
 from shared.options.options import parse
@@ -223,7 +224,7 @@ def one_bucket(limits: Limits, chunk: int | None = None, batches: Sequence[int] 
     buckets = sorted({p.batch for p in limits.programs if p.work is Work.DECODE})
     wanted = {next(bucket for bucket in buckets if bucket >= batch) for batch in batches}
     kept = [
-        replace(program, logprobs=False)
+        program.having({Extra.LOGPROBS: False})
         for program in limits.programs
         if (program.batch, program.pages) == widest[program.work]
         or (program.work is Work.DECODE and program.batch in wanted)

@@ -10,7 +10,8 @@ from itertools import cycle
 
 import numpy as np
 
-from shared.boundary.backend import Backend, StepFuture, StepPlan, Work
+from shared.boundary.backend import Backend, StepFuture, StepPlan
+from shared.boundary.program import Work
 
 
 class Starving:

@@ -12,21 +12,12 @@ from __future__ import annotations
 import zlib
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from shared.boundary.backend import (
-    Count,
-    Launch,
-    Limits,
-    Prefill,
-    Program,
-    StepPlan,
-    StepResult,
-    Work,
-)
+from shared.boundary.backend import Count, Launch, Limits, Prefill, StepPlan, StepResult
+from shared.boundary.program import Extra, Program, Work
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
 from shared.spec.logprobs import Logprobs, Scores
@@ -77,15 +68,13 @@ def toy_limits(
             pages=pages,
             tokens=tokens,
             shape=TreeShape.chain(depth, batch),
-            host_draft=False,
-            mask=False,
-            logprobs=work is not Work.COUNT,
+            extras=Extra.NONE if work is Work.COUNT else Extra.LOGPROBS,
         )
 
     sizes = [(batch, pages) for batch in batch_sizes for pages in (16, 128)]
     prefills = [program(Work.PREFILL, b, p, t, 0) for b, p in sizes for t in (64, 128)]
     if max_scores:
-        prefills.append(replace(prefills[-1], scores=True))
+        prefills.append(prefills[-1].having({Extra.SCORES: True}))
     decodes = [program(Work.DECODE, b, p, 0, depth) for b, p in sizes for depth in depths]
     return Limits(
         page_size=page_size,
@@ -196,7 +185,7 @@ class ToyBackend:
             parents=np.maximum(parents, 0),
             num_nodes=num_nodes,
             logprobs=Logprobs(-told.astype(np.float32), top, -top.astype(np.float32)),
-            scores=self._scores(plan) if plan.program.scores else None,
+            scores=self._scores(plan) if plan.program.has(Extra.SCORES) else None,
             device_seconds=None,
         )
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shared.boundary.backend import Backend, Limits, Program, Work
+from shared.boundary.backend import Backend, Limits
+from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftHead
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -53,9 +54,7 @@ def tree_limits(vocab: int) -> Limits:
             pages=PAGES,
             tokens=tokens,
             shape=shape,
-            host_draft=False,
-            mask=False,
-            logprobs=True,
+            extras=Extra.LOGPROBS,
         )
 
     return Limits(

@@ -18,7 +18,7 @@ from jax_impl.train import main
 from jax_impl.training import export, init, outputs, tasks
 from jax_impl.training.forward import check_trained, forward, logits
 from models.make_random import ROOT
-from shared.boundary.backend import Work
+from shared.boundary.program import Work
 from shared.drafts.checkpoint import kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.engine.cache_policy import NO_CACHE

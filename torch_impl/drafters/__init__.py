@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.backend import Program
+from shared.boundary.program import Program
 from shared.drafts.config import DraftSizes
 from shared.spec.draft_tree import TreeShape
 from shared.spec.noise import DRAFT_STREAM, TARGET_STREAM

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float64
 
-from shared.boundary.backend import Limits, StepResult, Work
+from shared.boundary.backend import Limits, StepResult
+from shared.boundary.program import Work
 from shared.engine.adaptive.acceptance import Acceptance
 from shared.engine.adaptive.choice import Policy, Situation
 from shared.engine.adaptive.costs import Costs

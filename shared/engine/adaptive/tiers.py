@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.boundary.backend import Limits, Work
+from shared.boundary.backend import Limits
+from shared.boundary.program import Extra, Work
 from shared.spec.draft_tree import TreeShape
 
 CANDIDATE_EXPONENT = 0.7
@@ -112,8 +113,8 @@ class Shapes:
         """
         shapes_of: dict[int, set[TreeShape]] = {}
         for program in limits.programs:
-            is_ours = program.shape.is_plain or program.host_draft is host_draft
-            if program.work is Work.DECODE and is_ours and not program.mask:
+            is_ours = program.shape.is_plain or program.has(Extra.HOST_DRAFT) is host_draft
+            if program.work is Work.DECODE and is_ours and not program.has(Extra.MASK):
                 shapes_of.setdefault(program.batch, set()).add(program.shape)
         batches = tuple(sorted(shapes_of))
         by_batch = [sorted(shapes_of[batch], key=_order) for batch in batches]

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from shared.boundary.backend import Limits, StepResult, Work
+from shared.boundary.backend import Limits, StepResult
+from shared.boundary.program import Work
 from shared.engine.adaptive.controller import gauges_of, most_left
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes

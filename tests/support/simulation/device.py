@@ -14,17 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
-from shared.boundary.backend import (
-    Decode,
-    HostDraft,
-    Launch,
-    Limits,
-    Prefill,
-    Program,
-    StepPlan,
-    StepResult,
-    Work,
-)
+from shared.boundary.backend import Decode, HostDraft, Launch, Limits, Prefill, StepPlan, StepResult
+from shared.boundary.program import Extra, Program, Work
 from shared.engine.adaptive.tiers import Tier
 from shared.spec.draft_tree import TreeShape
 from shared.spec.noise import uniforms
@@ -59,7 +50,7 @@ def simulated_limits(
     def program(work: Work, batch: int, tokens: int, shape: TreeShape) -> Program:
         return Program(
             work=work, batch=batch, pages=pages, tokens=tokens, shape=shape,
-            host_draft=False, mask=False, logprobs=False,
+            extras=Extra.NONE,
         )  # fmt: skip
 
     pages = context_length // page_size + 4
@@ -76,7 +67,7 @@ def simulated_limits(
 
 def with_host_drafts(limits: Limits, vocab: int) -> Limits:
     """The same sizes, where trees come from the host and texts have so many different tokens."""
-    programs = (replace(p, host_draft=not p.shape.is_plain) for p in limits.programs)
+    programs = (p.having({Extra.HOST_DRAFT: not p.shape.is_plain}) for p in limits.programs)
     return replace(limits, programs=tuple(programs), vocab=vocab)
 
 

@@ -1,0 +1,102 @@
+"""What a backend compiles or captures once: a step's work, its sizes, and what few steps have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, Flag
+
+from shared.spec.draft_tree import TreeShape
+
+
+class Work(Enum):
+    """What a step does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DRAFT = "draft"
+    COUNT = "count"
+
+
+CAPTURED = (Work.DECODE, Work.DRAFT, Work.PREFILL)
+"""What is captured where steps can be."""
+
+
+class Extra(Flag):
+    """What a step brings or gives beside what every step of its work does, or several of these.
+
+    Attributes:
+      HOST_DRAFT: The tree comes with the plan (`HostDraft`), not from the device's drafter.
+      MASK: Masks of grammars come with the plan (`Mask`).
+      LOGPROBS: The result holds logprobs; which rows report them, the plan says.
+      SCORES: Of a prefill: the result holds the scores of all its tokens.
+    """
+
+    NONE = 0
+    HOST_DRAFT = 1
+    MASK = 2
+    LOGPROBS = 4
+    SCORES = 8
+
+
+OF_A_PLAN = Extra.HOST_DRAFT | Extra.MASK
+"""What a plan brings, so that a program with it takes no plan without; the others a result has,
+where it may be more than was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What is compiled or captured once: the work of a step and the sizes of its arrays.
+
+    Attributes:
+      work: What the step does.
+      batch: B, rows of the plan.
+      pages: P, columns of the page table.
+      tokens: T, flat tokens of a prefill or a count; 0 elsewhere.
+      shape: Draft tree of a decode or a draft; the one-node tree elsewhere.
+      extras: What its plans and results have that not all of its work have.
+    """
+
+    work: Work
+    batch: int
+    pages: int
+    tokens: int
+    shape: TreeShape
+    extras: Extra
+
+    def has(self, extra: Extra) -> bool:
+        """Whether it is one of the program's extras."""
+        return extra in self.extras
+
+    def having(self, wanted: Mapping[Extra, bool]) -> Program:
+        """The same program with these extras, or without them."""
+        extras = self.extras
+        for extra, is_wanted in wanted.items():
+            extras = extras | extra if is_wanted else extras & ~extra
+        return replace(self, extras=extras)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every tree is a chain; a plan's own trees may be anything."""
+        return self.shape.width <= 1 and not self.has(Extra.HOST_DRAFT)
+
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether the device's drafter makes the trees of the step."""
+        drafts = self.work in (Work.DECODE, Work.DRAFT)
+        return drafts and not self.has(Extra.HOST_DRAFT) and not self.shape.is_plain
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether the drafts of the batch compete for its verify rows; see `spec.verify_rows`."""
+        return self.drafts_on_device and self.shape.shares_rows(self.batch)
+
+    def __str__(self) -> str:
+        """The sizes in words."""
+        sizes = [f"{self.batch} rows"]
+        sizes += [f"{self.tokens} tokens"] * bool(self.tokens)
+        sizes += [f"{self.shape.nodes} nodes"] * (not self.shape.is_plain)
+        sizes += [f"{self.shape.rows} verify rows"] * self.shape.shares_rows(self.batch)
+        sizes += [f"{self.pages} pages"]
+        named = [str(extra.name).lower().replace("_", " ") for extra in self.extras]
+        return f"{self.work.value} of {', '.join(sizes + named)}"
