@@ -28,9 +28,9 @@ from jax_impl.operations import KERNEL_LIMITS
 from jax_impl.step import step
 from jax_impl.weights import BlockWeights, Loaded
 from jax_impl.workspace import workspace
-from shared.boundary.backend import Blueprint, Launch, Limits, StepPlan, StepResult
+from shared.boundary.backend import Blueprint, Capacity, Launch, StepPlan, StepResult
 from shared.boundary.buffers import plan_layout, read_result
-from shared.boundary.checks import check_limits, check_plan, to_prepare
+from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import Program
 from shared.drafts.config import DraftHead
@@ -51,7 +51,7 @@ class JaxBackend:
     """A `shared.boundary.backend.Backend` on one JAX device.
 
     Attributes:
-      limits: What it can do.
+      capacity: What it can do.
       compiles: Programs that were compiled so far; `prepare` alone makes it grow.
     """
 
@@ -59,7 +59,7 @@ class JaxBackend:
         self,
         config: ModelConfig,
         arrays: Arrays | Loaded,
-        limits: Limits,
+        capacity: Capacity,
         drafts: Drafts,
         draft_arrays: Arrays | Loaded | None,
         *,
@@ -68,7 +68,7 @@ class JaxBackend:
         quick_compile: bool,
         kept_in: Path | None = None,
     ) -> None:
-        """Allocates the pools of `limits`; nothing is compiled yet.
+        """Allocates the pools of `capacity`; nothing is compiled yet.
 
         Of weights that are shapes alone the backend has no pools either, on a device that need not
         be here: it lowers programs and runs none.
@@ -87,22 +87,22 @@ class JaxBackend:
           kept_in: The folder in which compiled programs are kept for the next start; None: nowhere.
 
         Raises:
-          ValueError: See `shared.boundary.checks.check_limits` and `shared.boundary.operations`.
+          ValueError: See `shared.boundary.checks.check_capacity` and `shared.boundary.operations`.
         """
         where = jax.devices(device)[0] if isinstance(device, str) else device
         kind = jnp.dtype(dtype)
         is_loaded = isinstance(arrays, Loaded)
         model = arrays if is_loaded else weights.from_arrays(arrays, config, kind, where)
-        check_limits(limits, drafts, model.has_mtp)
+        check_capacity(capacity, drafts, model.has_mtp)
         if isinstance(draft_arrays, Mapping):
             draft_arrays = _placed(drafts, draft_arrays, kind, where)
         in_stacks = weights.are_read_in_stacks(model, where)
         sizes = drafts.sizes
-        self.limits, self.compiles = limits, 0
+        self.capacity, self.compiles = capacity, 0
         self._blueprint = Blueprint(
             config=config,
             drafts=drafts,
-            limits=limits,
+            capacity=capacity,
             dtype=dtype,
             on_gpu=where.platform == "gpu",
         )
@@ -111,7 +111,7 @@ class JaxBackend:
         self._device, self._bind = where, _binding(config, drafts, in_stacks)
         leaves, self._tree = jax.tree_util.tree_flatten_with_path((model, draft_arrays))
         self._leaves = [_leaf(path, array, where) for path, array in leaves]
-        allocate = partial(device_state.allocate, config, limits, sizes, kind, where)
+        allocate = partial(device_state.allocate, config, capacity, sizes, kind, where)
         if all(isinstance(leaf, jax.Array | list) for leaf in self._leaves):
             self._state = allocate()
         else:
@@ -136,9 +136,9 @@ class JaxBackend:
         """Takes programs that earlier starts have kept, and compiles the others.
 
         Raises:
-          ValueError: `limits` does not list a program.
+          ValueError: `capacity` does not list a program.
         """
-        wanted = list(to_prepare(programs, self.limits, self._programs))
+        wanted = list(to_prepare(programs, self.capacity, self._programs))
         kept = self._kept
         workers = min(os.cpu_count() or 1, MOST_COMPILERS)
         with ThreadPoolExecutor(workers) as pool:
@@ -158,11 +158,11 @@ class JaxBackend:
             kept.drop_old()
 
     def traced(self, program: Program) -> Traced:
-        """A program of `limits` as Python traced it, to be lowered for any platform."""
+        """A program of `capacity` as Python traced it, to be lowered for any platform."""
         step = jax.jit(
             partial(self._step, program), donate_argnums=1, compiler_options=self._options
         )
-        words = np.zeros(plan_layout(program, self.limits).size, np.int32)
+        words = np.zeros(plan_layout(program, self.capacity).size, np.int32)
         return step.trace(self._leaves, self._state, _shape_on(self._device, words))
 
     def launch(self, program: Program) -> Launch:
@@ -184,7 +184,7 @@ class JaxBackend:
         assert isinstance(result, Awaited)
         with jax.transfer_guard_device_to_host("allow"):
             result.copy_to_host_async()
-        self._last = JaxFuture(plan.program, self.limits, result, self._clock)
+        self._last = JaxFuture(plan.program, self.capacity, result, self._clock)
         return self._last
 
     def close(self) -> None:
@@ -224,7 +224,7 @@ class JaxBackend:
     def _machine(self, leaves: list[Leaf]) -> Machine:
         """What a step works with, of the leaves of a trace."""
         leaves = [jnp.stack(leaf) if isinstance(leaf, list) else leaf for leaf in leaves]
-        return Machine(*self._bind(*jax.tree.unflatten(self._tree, leaves)), self.limits)
+        return Machine(*self._bind(*jax.tree.unflatten(self._tree, leaves)), self.capacity)
 
 
 def _leaf(path: tuple, array: jax.Array, device: jax.Device) -> Leaf:
@@ -323,8 +323,10 @@ class Awaited(Protocol):
 class JaxFuture:
     """The result of a submitted step, some time."""
 
-    def __init__(self, program: Program, limits: Limits, words: Awaited, clock: "_Clock") -> None:
-        self._program, self._limits, self._clock = program, limits, clock
+    def __init__(
+        self, program: Program, capacity: Capacity, words: Awaited, clock: "_Clock"
+    ) -> None:
+        self._program, self._capacity, self._clock = program, capacity, clock
         self._words: Awaited | None = words
         self._submitted = time.perf_counter()
         self._result: StepResult | None = None
@@ -340,7 +342,7 @@ class JaxFuture:
             # of its last run is not written anew.
             self._words = None
             seconds = self._clock.seconds_since_last(self._submitted, is_late)
-            self._result = read_result(self._program, self._limits, words, seconds)
+            self._result = read_result(self._program, self._capacity, words, seconds)
         return self._result
 
 

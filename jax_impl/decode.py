@@ -197,7 +197,7 @@ def _choose(
         lengths=lengths,
         drafted=trees.drafted,
         allowed=None,
-        rule=machine.limits.accept_rule,
+        rule=machine.capacity.accept_rule,
     )
 
 
@@ -217,7 +217,7 @@ def _accepting(
     lengths: Int[jax.Array, " B"],
 ) -> tuple[Int[jax.Array, "B N"], Int[jax.Array, " B"]]:
     """The choices and the node counts to walk by: the target's, a lot's, or a row's own."""
-    tokens, walked, rates = trees.tokens, trees.num_nodes, machine.limits.accept_rates
+    tokens, walked, rates = trees.tokens, trees.num_nodes, machine.capacity.accept_rates
     if rates is not None and not program.shape.is_plain:
         seeds = plan.sampling.seed
         choices, walked = acceptance.simulate(
@@ -297,7 +297,7 @@ def extend(
     draft_from = state.draft.draft_from[plan.slots]
     rows = extend_rows(lengths, counts, draft_from, plan.page_table, W - 1)
     last = W * jnp.arange(B, dtype=jnp.int32) + jnp.maximum(counts - 1, 0)
-    rank = ranking(machine, state, plan, lengths + counts, machine.limits.max_width, False)
+    rank = ranking(machine, state, plan, lengths + counts, machine.capacity.max_width, False)
     tokens = jnp.take_along_axis(trees.tokens, verified.accepted.path, axis=1).reshape(-1)
     passed = verified.passed.at(verified.accepted.rows.reshape(-1))
     fed = Fed(rows, tokens, verified.accepted.tokens.reshape(-1), passed, last)

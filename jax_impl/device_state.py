@@ -13,7 +13,7 @@ from jax_impl.ops import slots
 from jax_impl.ops.attention import KV
 from jax_impl.ops.mamba_state import DeltaState
 from jax_impl.ops.sampling import Sampling
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.boundary.buffers import Field, plan_layout, result_layout
 from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftSizes
@@ -79,7 +79,7 @@ class DeviceState(NamedTuple):
 
 def allocate(
     config: ModelConfig,
-    limits: Limits,
+    capacity: Capacity,
     drafter: DraftSizes | None,
     dtype: np.dtype | type,
     device: jax.Device,
@@ -90,7 +90,7 @@ def allocate(
       drafter: What the drafter keeps; None without one.
     """
 
-    slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
+    slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
 
     # One program: made one by one, each size would be a program of its own.
     @jax.jit
@@ -98,27 +98,27 @@ def allocate(
         return DeviceState(
             lengths=jnp.zeros(slots, np.int32, device=device),
             newest=jnp.zeros(slots, np.int32, device=device),
-            seen=jnp.zeros((slots, limits.vocab), np.int32, device=device),
+            seen=jnp.zeros((slots, capacity.vocab), np.int32, device=device),
             kv=new_kv(config, config.num_attention_layers, pool, dtype, device),
             delta=new_states(config, slots, dtype, device),
-            snapshots=new_states(config, limits.num_snapshots, dtype, device),
-            draft=None if drafter is None else _new_draft(drafter, limits, dtype, device),
+            snapshots=new_states(config, capacity.num_snapshots, dtype, device),
+            draft=None if drafter is None else _new_draft(drafter, capacity, dtype, device),
         )
 
     return zeros()
 
 
 def _new_draft(
-    drafter: DraftSizes, limits: Limits, dtype: np.dtype | type, device: jax.Device
+    drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type, device: jax.Device
 ) -> DraftState:
-    sizes, slots, pool = drafter.model, limits.num_slots, (limits.num_pages, limits.page_size)
+    sizes, slots, pool = drafter.model, capacity.num_slots, (capacity.num_pages, capacity.page_size)
     delta = snapshots = None
     if drafter.num_gated_delta_layers:
         delta = new_states(sizes, slots, dtype, device)
-        snapshots = new_states(sizes, limits.num_snapshots, dtype, device)
+        snapshots = new_states(sizes, capacity.num_snapshots, dtype, device)
     return DraftState(
         draft_from=jnp.zeros(slots, np.int32, device=device),
-        relay=_new_relay(drafter, limits, dtype, device) if drafter.has_relay else None,
+        relay=_new_relay(drafter, capacity, dtype, device) if drafter.has_relay else None,
         kv=new_kv(sizes, drafter.num_attention_layers, pool, dtype, device),
         delta=delta,
         snapshots=snapshots,
@@ -126,9 +126,9 @@ def _new_draft(
 
 
 def _new_relay(
-    drafter: DraftSizes, limits: Limits, dtype: np.dtype | type, device: jax.Device
+    drafter: DraftSizes, capacity: Capacity, dtype: np.dtype | type, device: jax.Device
 ) -> Relay:
-    slots, width = limits.num_slots, limits.max_width
+    slots, width = capacity.num_slots, capacity.max_width
     return Relay(
         tokens=jnp.zeros((slots, width), np.int32, device=device),
         weights=jnp.zeros((slots, width), np.float32, device=device),
@@ -223,9 +223,9 @@ class Plan:
     mask: Mask | None
 
 
-def read_plan(words: Words, program: Program, limits: Limits) -> Plan:
+def read_plan(words: Words, program: Program, capacity: Capacity) -> Plan:
     """Views of a plan's fields; floats and seeds are bit-cast."""
-    layout = plan_layout(program, limits)
+    layout = plan_layout(program, capacity)
     at = {name: _view(words, field) for name, field in layout.fields.items()}
     return Plan(
         slots=at["slots"],
@@ -272,10 +272,10 @@ def _read_drafts(at: Fields) -> HostDraft:
     )
 
 
-def pack(values: Fields, program: Program, limits: Limits) -> Words:
+def pack(values: Fields, program: Program, capacity: Capacity) -> Words:
     """Lays the fields of a result behind one another; what the work did not give is 0."""
     parts = []
-    for name, field in result_layout(program, limits).fields.items():
+    for name, field in result_layout(program, capacity).fields.items():
         value = values.get(name, jnp.zeros(field.shape, field.dtype))
         flat = value.astype(field.dtype).reshape(-1)
         parts.append(lax.bitcast_convert_type(flat, jnp.int32))

@@ -9,7 +9,7 @@ from jax_impl.device_state import DeviceState, Fields, Plan
 from jax_impl.drafters import Drafter, Ranking
 from jax_impl.model import Model
 from jax_impl.ops import logprobs
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work
 
 
@@ -19,12 +19,12 @@ class Machine(NamedTuple):
     Attributes:
       model: The target.
       drafter: None without one.
-      limits: What exists.
+      capacity: What exists.
     """
 
     model: Model
     drafter: Drafter | None
-    limits: Limits
+    capacity: Capacity
 
     def feeds(self, program: Program) -> bool:
         """Whether the drafter follows a step; plain decoding leaves a hole in its KV instead."""
@@ -33,7 +33,7 @@ class Machine(NamedTuple):
 
     def samples(self, program: Program) -> bool:
         """Whether a step samples its drafts from the drafter, to be judged by a rejection rule."""
-        return program.drafts_on_device and self.limits.accept_rule != "match"
+        return program.drafts_on_device and self.capacity.accept_rule != "match"
 
     def streams(self, program: Program) -> tuple[int, ...]:
         """The residual streams that a step keeps for the drafter."""
@@ -64,6 +64,6 @@ def logprobs_of(
     """The logprobs among a result's fields; none where the program has none."""
     if not program.has(Extra.LOGPROBS):
         return {}
-    k = machine.limits.max_logprobs
+    k = machine.capacity.max_logprobs
     reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))

@@ -83,7 +83,7 @@ def _scores(
     """What the token after each of the chunks' was to the model; some rows' logits at a time."""
     if not program.has(Extra.SCORES):
         return {}
-    rows, k = math.gcd(program.tokens, SCORED_ROWS), machine.limits.max_scores
+    rows, k = math.gcd(program.tokens, SCORED_ROWS), machine.capacity.max_scores
     blocks = passed.hidden.reshape(-1, rows, passed.hidden.shape[1]), following.reshape(-1, rows)
 
     def score(before: Scored, block: tuple[jax.Array, jax.Array]) -> tuple[Scored, Scored]:
@@ -133,7 +133,7 @@ def _feed_prompts(
     assert state.draft is not None
     rows, draft_from = prompts.rows, state.draft.draft_from[plan.slots]
     rows = rows._replace(first=draft_from[rows.request])
-    rank = ranking(machine, state, plan, prompts.lengths, machine.limits.max_width, False)
+    rank = ranking(machine, state, plan, prompts.lengths, machine.capacity.max_width, False)
     fed = Fed(rows, prompts.tokens, following, passed, prompts.last)
     memory = machine.drafter.prefill(state.draft, plan, prompts, fed, rank)
     return state._replace(draft=memory)

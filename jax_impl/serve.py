@@ -43,7 +43,7 @@ def load_backend(
     return JaxBackend(
         blueprint.config,
         weights,
-        blueprint.limits,
+        blueprint.capacity,
         blueprint.drafts,
         draft_weights,
         dtype=blueprint.dtype,

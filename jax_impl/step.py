@@ -16,7 +16,7 @@ def step(
     machine: Machine, state: DeviceState, words: Int[jax.Array, " words"], program: Program
 ) -> tuple[DeviceState, Int[jax.Array, " out"]]:
     """Runs one plan, given as its words: the state after it, and the words of its result."""
-    plan = read_plan(words, program, machine.limits)
+    plan = read_plan(words, program, machine.capacity)
     work = {
         Work.PREFILL: prefill,
         Work.DECODE: decode,
@@ -38,7 +38,7 @@ def _end(
     }
     # Nobody resets the sink: without the pin, padding would grow its length for ever.
     state = state._replace(lengths=state.lengths.at[0].set(0))
-    return state, pack(fields, program, machine.limits)
+    return state, pack(fields, program, machine.capacity)
 
 
 def _rows_only(is_row: Bool[jax.Array, " B"], values: jax.Array) -> jax.Array:

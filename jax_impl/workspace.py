@@ -4,7 +4,7 @@ from functools import partial
 
 from jax_impl.ops.attention import BLOCK
 from kernels.tiles import MOST_LANES
-from shared.boundary.backend import Blueprint, Limits
+from shared.boundary.backend import Blueprint, Capacity
 from shared.boundary.program import Program
 from shared.boundary.workspace import Costs, split_attention, step_bytes
 from shared.models.config import ModelConfig
@@ -14,10 +14,10 @@ LOGIT, REPORTED = 41, 4
 bytes."""
 
 
-def blocked_attention(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
+def blocked_attention(program: Program, model: ModelConfig, capacity: Capacity, item: int) -> int:
     """Of plain attention: one block's keys, values and scores, and the outputs so far."""
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest
-    keys = min(program.pages * limits.page_size, max(BLOCK, limits.page_size))
+    keys = min(program.pages * capacity.page_size, max(BLOCK, capacity.page_size))
     gathered = 2 * program.batch * keys * model.attention.key_size * item
     rows = program.batch * model.attention.num_heads * queries
     return gathered + 2 * rows * (keys + model.attention.head_size + 2) * 4

@@ -13,7 +13,7 @@ from xdist.scheduler.loadfile import LoadFileScheduling
 
 from shared.boundary.backend import Backend
 from tests.support.backends import FRAMEWORKS, make_backend
-from tests.support.contract_host import Host, Texts, contract_limits, contract_model
+from tests.support.contract_host import Host, Texts, contract_capacity, contract_model
 from tests.support.counting import (  # noqa: F401 - pytest finds its hooks here
     NO_BROWSER,
     NO_TOKENIZER,
@@ -55,7 +55,7 @@ def framework(request: pytest.FixtureRequest) -> str:
 def backend(framework: str) -> Iterator[Backend]:
     """A backend of the contract's model, with every program that the contract names."""
     config, weights = contract_model()
-    made = make_backend(framework, config, weights, contract_limits(config), "NEXTN")
+    made = make_backend(framework, config, weights, contract_capacity(config), "NEXTN")
     yield made
     made.close()
 

@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-from shared.boundary.backend import Blueprint, Launch, Limits, StepFuture, StepPlan, StepResult
+from shared.boundary.backend import Blueprint, Capacity, Launch, StepFuture, StepPlan, StepResult
 from shared.boundary.buffers import empty_plan, plan_layout, read_result, result_layout
-from shared.boundary.checks import check_limits, check_plan, to_prepare
+from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.operations import plain_operations
 from shared.boundary.program import CAPTURED, Program, Work
 from shared.drafts.config import DraftHead
@@ -46,14 +46,14 @@ class TorchBackend:
     """A `shared.boundary.backend.Backend` in torch.
 
     Attributes:
-      limits: What exists.
+      capacity: What exists.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         weights: Arrays | Weights,
-        limits: Limits,
+        capacity: Capacity,
         drafts: Drafts,
         draft_weights: Arrays | DraftWeights | None,
         *,
@@ -61,7 +61,7 @@ class TorchBackend:
         device: torch.device | str,
         captured: Collection[Work] = (),
     ) -> None:
-        """Allocates the pools of `limits` on the device.
+        """Allocates the pools of `capacity` on the device.
 
         Args:
           weights: Loaded already, or arrays under the names of `shared.models.parameters`.
@@ -74,28 +74,32 @@ class TorchBackend:
 
         Raises:
           ValueError: Graphs are asked for where there is no GPU, or see
-            `shared.boundary.checks.check_limits` and `shared.boundary.operations`.
+            `shared.boundary.checks.check_capacity` and `shared.boundary.operations`.
         """
         if not isinstance(weights, Weights):
             weights = weights_module.from_arrays(config, dict(weights), dtype, torch.device(device))
         device = weights.embed.device
-        check_limits(limits, drafts, weights.mtp is not None)
+        check_capacity(capacity, drafts, weights.mtp is not None)
         if captured and device.type != "cuda":
             raise ValueError(f"CUDA graphs need a GPU, the weights are on {device}")
         if isinstance(draft_weights, Mapping):
             draft_weights = _placed(drafts, draft_weights, dtype, device)
         kept = drafts.sizes
-        self.limits = limits
+        self.capacity = capacity
         self._blueprint = Blueprint(
-            config=config, drafts=drafts, limits=limits, dtype=dtype, on_gpu=device.type == "cuda"
+            config=config,
+            drafts=drafts,
+            capacity=capacity,
+            dtype=dtype,
+            on_gpu=device.type == "cuda",
         )
         if kernels_on(device) is not None:
             plain_operations(self._blueprint, KERNEL_LIMITS)
         self._ready: set[Program] = set()
         torch.cuda.empty_cache()  # the pieces of which weights were made
         model = Model.of(config, weights)
-        self._state = allocate(config, limits, kept, weights.embed.dtype, device)
-        machine = Machine(model, _drafter(model, drafts, draft_weights), limits, self._state)
+        self._state = allocate(config, capacity, kept, weights.embed.dtype, device)
+        machine = Machine(model, _drafter(model, drafts, draft_weights), capacity, self._state)
         self._queue = (
             _Stream(machine, device, captured) if device.type == "cuda" else _Worker(machine)
         )
@@ -123,11 +127,11 @@ class TorchBackend:
         """Captures programs on a GPU, and runs once what is not captured; a CPU needs neither.
 
         Raises:
-          ValueError: `limits` does not list a program.
+          ValueError: `capacity` does not list a program.
         """
         # All graphs share a pool, in which what is smaller finds room.
         wanted = sorted(
-            to_prepare(programs, self.limits, self._ready), key=self.workspace, reverse=True
+            to_prepare(programs, self.capacity, self._ready), key=self.workspace, reverse=True
         )
         self._queue.prepare(wanted, progress)
         self._ready.update(wanted)
@@ -205,7 +209,7 @@ class _Worker:
         began = time.perf_counter()
         words = step(self._machine, torch.from_numpy(plan.buffer), plan.program)
         seconds = time.perf_counter() - began
-        return read_result(plan.program, self._machine.limits, words.numpy(), seconds)
+        return read_result(plan.program, self._machine.capacity, words.numpy(), seconds)
 
 
 @dataclass
@@ -213,7 +217,7 @@ class _Launched:
     """A step that was queued on the GPU; `words` is pinned and belongs to a ring."""
 
     program: Program
-    limits: Limits
+    capacity: Capacity
     words: Int[Tensor, " words"]
     began: torch.cuda.Event
     ended: torch.cuda.Event
@@ -225,7 +229,7 @@ class _Launched:
             self.copied.synchronize()
             seconds = self.began.elapsed_time(self.ended) / 1000
             words = self.words.numpy().copy()
-            self._result = read_result(self.program, self.limits, words, seconds)
+            self._result = read_result(self.program, self.capacity, words, seconds)
         return self._result
 
 
@@ -248,13 +252,13 @@ class _Stream:
     def __init__(self, machine: Machine, device: torch.device, captured: Collection[Work]) -> None:
         self.captures = self.replays = 0
         self._machine, self._captured = machine, captured
-        limits = machine.limits
+        capacity = machine.capacity
         self._compute, self._copy = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._compute.wait_stream(torch.cuda.current_stream(device))
-        most_plan = max(plan_layout(p, limits).size for p in limits.programs)
-        most_result = max(result_layout(p, limits).size for p in limits.programs)
-        self._plans = [_pinned(most_plan) for _ in range(limits.overlap + 2)]
-        self._results = [_pinned(most_result) for _ in range(limits.overlap + 2)]
+        most_plan = max(plan_layout(p, capacity).size for p in capacity.programs)
+        most_result = max(result_layout(p, capacity).size for p in capacity.programs)
+        self._plans = [_pinned(most_plan) for _ in range(capacity.overlap + 2)]
+        self._results = [_pinned(most_result) for _ in range(capacity.overlap + 2)]
         self._on_device = [
             torch.zeros(most_result, dtype=torch.int32, device=device) for _ in self._results
         ]
@@ -290,7 +294,7 @@ class _Stream:
     ) -> _Launched:
         events = [torch.cuda.Event(enable_timing=i < 2) for i in range(3)]
         began, ended, copied = events
-        size = result_layout(program, self._machine.limits).size
+        size = result_layout(program, self._machine.capacity).size
         held, words = self._on_device[place][:size], self._results[place][:size]
         with torch.cuda.stream(self._compute):
             began.record()
@@ -300,7 +304,7 @@ class _Stream:
             self._copy.wait_event(ended)
             words.copy_(held, non_blocking=True)
             copied.record()
-        return _Launched(program, self._machine.limits, words, began, ended, copied)
+        return _Launched(program, self._machine.capacity, words, began, ended, copied)
 
     def _run(
         self, program: Program, graph: _Graph | None, staged: Int[Tensor, " words"]
@@ -341,7 +345,7 @@ class _Stream:
                 torch.cuda.empty_cache()
 
     def _padding(self, program: Program) -> Int[Tensor, " words"]:
-        plan = empty_plan(program, self._machine.limits)
+        plan = empty_plan(program, self._machine.capacity)
         return torch.from_numpy(plan.buffer).to(self._device)
 
     def _capture(self, program: Program, plan: Int[Tensor, " words"]) -> _Graph:

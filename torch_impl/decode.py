@@ -201,7 +201,7 @@ def _choose(
         lengths=lengths,
         drafted=trees.drafted,
         allowed=None,
-        rule=machine.limits.accept_rule,
+        rule=machine.capacity.accept_rule,
     )
 
 
@@ -221,7 +221,7 @@ def _accepting(
     lengths: Int[Tensor, " B"],
 ) -> tuple[Int[Tensor, "B N"], Int[Tensor, " B"]]:
     """The choices and the node counts to walk by: the target's, a lot's, or a row's own."""
-    tokens, walked, rates = trees.tokens, trees.num_nodes, machine.limits.accept_rates
+    tokens, walked, rates = trees.tokens, trees.num_nodes, machine.capacity.accept_rates
     if rates is not None and not program.shape.is_plain:
         seeds = plan.sampling.seed
         choices, walked = acceptance.simulate(
@@ -290,7 +290,7 @@ def extend(
     assert machine.drafter is not None  # there is one to feed
     assert draft is not None
     rows = extend_rows(lengths, counts, draft.draft_from[plan.slots], plan.page_table, W - 1)
-    rank = ranking(machine, plan, lengths + counts, machine.limits.max_width, False)
+    rank = ranking(machine, plan, lengths + counts, machine.capacity.max_width, False)
     fed = Fed(
         rows=rows,
         tokens=trees.tokens.gather(1, verified.accepted.path.long()).flatten(),

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftSizes
@@ -78,7 +78,7 @@ class DeviceState:
 
 def allocate(
     config: ModelConfig,
-    limits: Limits,
+    capacity: Capacity,
     drafter: DraftSizes | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -88,30 +88,30 @@ def allocate(
     Args:
       drafter: What the drafter keeps; None without one.
     """
-    slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
+    slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
     per_slot = {"dtype": torch.int32, "device": device}
     return DeviceState(
         lengths=torch.zeros(slots, **per_slot),
         newest=torch.zeros(slots, **per_slot),
-        seen=torch.zeros(slots, limits.vocab, **per_slot),
+        seen=torch.zeros(slots, capacity.vocab, **per_slot),
         kv=new_kv(config, config.num_attention_layers, pool, dtype, device),
         delta=new_states(config, slots, dtype, device),
-        snapshots=new_states(config, limits.num_snapshots, dtype, device),
-        draft=None if drafter is None else _new_draft(drafter, limits, dtype, device),
+        snapshots=new_states(config, capacity.num_snapshots, dtype, device),
+        draft=None if drafter is None else _new_draft(drafter, capacity, dtype, device),
     )
 
 
 def _new_draft(
-    drafter: DraftSizes, limits: Limits, dtype: torch.dtype, device: torch.device
+    drafter: DraftSizes, capacity: Capacity, dtype: torch.dtype, device: torch.device
 ) -> DraftState:
-    sizes, slots, pool = drafter.model, limits.num_slots, (limits.num_pages, limits.page_size)
+    sizes, slots, pool = drafter.model, capacity.num_slots, (capacity.num_pages, capacity.page_size)
     delta = snapshots = None
     if drafter.num_gated_delta_layers:
         delta = new_states(sizes, slots, dtype, device)
-        snapshots = new_states(sizes, limits.num_snapshots, dtype, device)
+        snapshots = new_states(sizes, capacity.num_snapshots, dtype, device)
     return DraftState(
         draft_from=torch.zeros(slots, dtype=torch.int32, device=device),
-        relay=_new_relay(drafter, limits, dtype, device) if drafter.has_relay else None,
+        relay=_new_relay(drafter, capacity, dtype, device) if drafter.has_relay else None,
         kv=new_kv(sizes, drafter.num_attention_layers, pool, dtype, device),
         delta=delta,
         snapshots=snapshots,
@@ -119,9 +119,9 @@ def _new_draft(
 
 
 def _new_relay(
-    drafter: DraftSizes, limits: Limits, dtype: torch.dtype, device: torch.device
+    drafter: DraftSizes, capacity: Capacity, dtype: torch.dtype, device: torch.device
 ) -> Relay:
-    slots, width = limits.num_slots, limits.max_width
+    slots, width = capacity.num_slots, capacity.max_width
     return Relay(
         tokens=torch.zeros(slots, width, dtype=torch.int32, device=device),
         weights=torch.zeros(slots, width, dtype=torch.float32, device=device),
@@ -217,10 +217,10 @@ class Plan:
     mask: Mask | None
 
 
-def read_plan(words: Int[Tensor, " words"], program: Program, limits: Limits) -> Plan:
+def read_plan(words: Int[Tensor, " words"], program: Program, capacity: Capacity) -> Plan:
     """Views of a plan's fields; floats are bit-cast, an unsigned seed keeps its bits."""
     at = {}
-    for name, field in plan_layout(program, limits).fields.items():
+    for name, field in plan_layout(program, capacity).fields.items():
         view = words[field.offset : field.offset + field.size].view(field.shape)
         at[name] = view.view(torch.float32) if field.dtype.kind == "f" else view
     for name in ("slots", "page_table", "restore", "save"):
@@ -263,10 +263,10 @@ def _read_drafts(at: Fields) -> HostDraft:
     )
 
 
-def pack(values: Fields, program: Program, limits: Limits) -> Int[Tensor, " out"]:
+def pack(values: Fields, program: Program, capacity: Capacity) -> Int[Tensor, " out"]:
     """Lays the fields of a result behind one another; what the work did not give is 0."""
     device, parts = next(iter(values.values())).device, []
-    for name, field in result_layout(program, limits).fields.items():
+    for name, field in result_layout(program, capacity).fields.items():
         if name not in values:
             parts.append(torch.zeros(field.size, dtype=torch.int32, device=device))
             continue

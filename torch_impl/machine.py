@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work
 from torch_impl.device_state import DeviceState, Fields, Plan
 from torch_impl.drafters import Drafter, Ranking
@@ -20,13 +20,13 @@ class Machine:
     Attributes:
       model: The target.
       drafter: None without one.
-      limits: What exists.
+      capacity: What exists.
       state: The memory of all slots and pages.
     """
 
     model: Model
     drafter: Drafter | None
-    limits: Limits
+    capacity: Capacity
     state: DeviceState
 
     def feeds(self, program: Program) -> bool:
@@ -36,7 +36,7 @@ class Machine:
 
     def samples(self, program: Program) -> bool:
         """Whether drafts are sampled from the drafter, and judged by a rejection rule."""
-        return program.drafts_on_device and self.limits.accept_rule != "match"
+        return program.drafts_on_device and self.capacity.accept_rule != "match"
 
     def streams(self, program: Program) -> tuple[int, ...]:
         """The residual streams that a step keeps for the drafter."""
@@ -68,6 +68,6 @@ def logprobs_of(
 ) -> Fields:
     if not program.has(Extra.LOGPROBS):
         return {}
-    k = machine.limits.max_logprobs
+    k = machine.capacity.max_logprobs
     reported = logprobs.reported(logits, row_of, tokens, counts, plan.reports, k)
     return dict(zip(("chosen", "top_ids", "top_values"), reported, strict=True))

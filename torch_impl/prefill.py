@@ -88,7 +88,7 @@ def _scores(
         passed.hidden.split(SCORED_ROWS), following.split(SCORED_ROWS), strict=True
     ):
         logits = model.logits(machine.model, hidden)
-        blocks.append(logprobs.scored(logits, ids, machine.limits.max_scores))
+        blocks.append(logprobs.scored(logits, ids, machine.capacity.max_scores))
     parts = map(torch.cat, zip(*blocks, strict=True))
     return {name: _real(program, prompts, part) for name, part in zip(SCORES, parts, strict=True)}
 
@@ -154,7 +154,7 @@ def _feed_prompts(
     rows, draft = prompts.rows, machine.state.draft
     assert machine.drafter is not None  # there is one to feed
     assert draft is not None
-    rank = ranking(machine, plan, prompts.lengths, machine.limits.max_width, False)
+    rank = ranking(machine, plan, prompts.lengths, machine.capacity.max_width, False)
     fed = Fed(
         rows=replace(rows, first=draft.draft_from[plan.slots][rows.request]),
         tokens=prompts.tokens,

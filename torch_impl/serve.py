@@ -51,7 +51,7 @@ def load_backend(
     return TorchBackend(
         model,
         weights,
-        blueprint.limits,
+        blueprint.capacity,
         blueprint.drafts,
         draft_weights,
         dtype=blueprint.dtype,

@@ -23,11 +23,11 @@ WORK = {
 
 def step(machine: Machine, words: Int[Tensor, " words"], program: Program) -> Int[Tensor, " out"]:
     """Runs one plan, given as its words; returns the words of its result."""
-    plan = read_plan(words, program, machine.limits)
+    plan = read_plan(words, program, machine.capacity)
     return _end(machine, WORK[program.work](machine, plan, program), program)
 
 
 def _end(machine: Machine, fields: Fields, program: Program) -> Int[Tensor, " out"]:
     """What every step does last; returns the words of its result."""
     machine.state.lengths[:1].zero_()  # the sink would grow by every padded row
-    return pack(fields, program, machine.limits)
+    return pack(fields, program, machine.capacity)

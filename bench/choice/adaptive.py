@@ -97,7 +97,7 @@ def chooser(served: started.Served, policy: Policy | None) -> Controller:
     if isinstance(begun, AdaptiveNgramController):
         return _of_texts(served, begun, policy)
     assert isinstance(begun, AdaptiveController)
-    return AdaptiveController(served.backend.limits, policy or BestValue(), begun.costs.table)
+    return AdaptiveController(served.backend.capacity, policy or BestValue(), begun.costs.table)
 
 
 def _of_texts(
@@ -105,21 +105,21 @@ def _of_texts(
 ) -> Controller:
     """NGRAM with an index of its own, that knows no phase before the first, and is ready as a
     server's: no step takes memory for it from the system."""
-    limits = served.backend.limits
+    capacity = served.backend.capacity
     if isinstance(policy, Static) and policy.tier == 0:
-        return StaticController(limits, nodes=1, depth=0, width=0)
+        return StaticController(capacity, nodes=1, depth=0, width=0)
     tier = begun.shapes.tiers[policy.tier if isinstance(policy, Static) else -1]
     index = NgramIndex(
         served.memory.settled.told.ngram,
         nodes=tier.nodes,
         depth=tier.depth,
-        vocab=limits.vocab,
+        vocab=capacity.vocab,
         chain=False,
     )
     index.warm_up()
     if policy is None:
-        return AdaptiveNgramController(limits, index, begun.costs.table)
-    return NgramController(limits, index)
+        return AdaptiveNgramController(capacity, index, begun.costs.table)
+    return NgramController(capacity, index)
 
 
 def engine_of(served: started.Served, controller: Controller) -> Engine:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shared.boundary.backend import Limits, StepPlan
+from shared.boundary.backend import Capacity, StepPlan
 from shared.engine.adaptive.choice import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
@@ -30,7 +30,7 @@ from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import Controller, StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import Request, SamplingParams
-from tests.support.simulation.device import Known, SimulatedBackend, seconds_of, simulated_limits
+from tests.support.simulation.device import Known, SimulatedBackend, seconds_of, simulated_capacity
 
 PROMPT, WARM_UP, STEPS = 200, 20, 200
 DEVICE_MS = {False: {1: 4.4, 32: 6.0, 256: 17.7}, True: {1: 6.5, 32: 10.2, 256: 17.7}}
@@ -57,21 +57,21 @@ class Timed(SimulatedBackend):
         return found
 
 
-def limits_of(rows: int) -> Limits:
+def capacity_of(rows: int) -> Capacity:
     """Plain steps and chains of three drafts, and room for every state."""
     tiers = [Tier(1, 0, 0), Tier(4, 3, 1)]
-    return replace(simulated_limits(tiers, [rows], overlap=1), num_snapshots=1 + 4 * rows)
+    return replace(simulated_capacity(tiers, [rows], overlap=1), num_snapshots=1 + 4 * rows)
 
 
-def measure(controller: Controller, limits: Limits, cache: CachePolicy, rows: int) -> float:
+def measure(controller: Controller, capacity: Capacity, cache: CachePolicy, rows: int) -> float:
     """Microseconds of a step, the median of steps in which every request decodes."""
     table = {"off": {1: 5.0, 256: 5.0}, "S3": {1: 6.0, 256: 6.0}}
 
     def law(seeds: Any, places: Any) -> Any:
         return 0.6 + 0.0 * (seeds[:, None] + places[:, None]) * [[1, 1, 1]]
 
-    device = Timed(limits, seconds_of(table), law)
-    sizes = {"overlap": 1, "chunked_prefill_size": max(limits.token_sizes), "cache": cache}
+    device = Timed(capacity, seconds_of(table), law)
+    sizes = {"overlap": 1, "chunked_prefill_size": max(capacity.token_sizes), "cache": cache}
     engine = Engine(device, controller, **sizes)
     for number in range(rows):
         prompt = tuple((number + place) % 7 + 2 for place in range(PROMPT))
@@ -87,12 +87,12 @@ def measure(controller: Controller, limits: Limits, cache: CachePolicy, rows: in
     return 1e6 * statistics.median(found[WARM_UP:])
 
 
-def controllers_of(limits: Limits, rows: int) -> dict[str, Controller]:
+def controllers_of(capacity: Capacity, rows: int) -> dict[str, Controller]:
     """What chooses: always plain steps, always chains, or what pays."""
     return {
-        "off": StaticController(limits, nodes=1, depth=0, width=0),
-        "chain": StaticController(limits, nodes=4, depth=3, width=1),
-        "adaptive": AdaptiveController(limits, BestValue(), {rows: [0.005, 0.006]}),
+        "off": StaticController(capacity, nodes=1, depth=0, width=0),
+        "chain": StaticController(capacity, nodes=4, depth=3, width=1),
+        "adaptive": AdaptiveController(capacity, BestValue(), {rows: [0.005, 0.006]}),
     }
 
 
@@ -101,10 +101,10 @@ def run(options: argparse.Namespace, command: str) -> dict[str, Any]:
     lines: list[Line] = []
     print(HEADER)
     for rows in options.rows:
-        limits = limits_of(rows)
+        capacity = capacity_of(rows)
         for cached, policy in (("off", NO_CACHE), ("on", HYBRID_HEAD)):
-            for name, controller in controllers_of(limits, rows).items():
-                took = measure(controller, limits, policy, rows)
+            for name, controller in controllers_of(capacity, rows).items():
+                took = measure(controller, capacity, policy, rows)
                 device = DEVICE_MS[name != "off"][rows]
                 line = {
                     "controller": name,

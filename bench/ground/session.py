@@ -162,7 +162,7 @@ class Session:
         while self.served.engine.busy:
             self.served.engine.step()
         # The last steps may have been submitted without a row whose end was near.
-        until = len(stamps) - 1 - (self.served.backend.limits.overlap + 1)
+        until = len(stamps) - 1 - (self.served.backend.capacity.overlap + 1)
         if until <= WARM_UP_STEPS:
             raise ValueError(f"{load.output} output tokens are too few steps; raise --output")
         step_s = np.diff(stamps)[WARM_UP_STEPS:until].tolist()
@@ -205,7 +205,7 @@ class Session:
     def _decoding(self, load: Load) -> tuple[list[Request], float]:
         """Requests whose prompts are done, and when they were handed over."""
         engine, began = self.served.engine, time.perf_counter()
-        requests = load.requests(self.served.backend.limits.vocab)
+        requests = load.requests(self.served.backend.capacity.vocab)
         for request in requests:
             engine.add(request)
         while not all(request.decodes for request in requests):

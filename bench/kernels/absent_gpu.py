@@ -189,7 +189,7 @@ def lowered_step(
     blueprint, files = begun.memory.blueprint, (begun.checkpoint, begun.draft_files)
     (program,) = (
         program
-        for program in blueprint.limits.programs
+        for program in blueprint.capacity.programs
         if program.work is (Work.PREFILL if tokens else Work.DECODE)
         if (program.batch, program.tokens, program.has(Extra.SCORES)) == (batch, tokens, scores)
         if program.has(Extra.LOGPROBS) is scores
@@ -200,7 +200,7 @@ def lowered_step(
         backend = JaxBackend(
             blueprint.config,
             weights,
-            blueprint.limits,
+            blueprint.capacity,
             blueprint.drafts,
             draft_weights,
             dtype=blueprint.dtype,

@@ -132,7 +132,7 @@ class Measurement:
         row |= {"accuracy": self._accuracy(tasks, outputs), "text_hash": text_hash(outputs)}
         row |= acceptance(run.outcomes, served.max_depth) | _speed(run)
         row["load"] = round(os.getloadavg()[0], 2)
-        row["simulated_accept_length"] = served.backend.limits.simulated_accept_length
+        row["simulated_accept_length"] = served.backend.capacity.simulated_accept_length
         row["keeps_text"] = served.keeps_text_at(temperature)
         row["excused"], row["wrong"] = self.texts.compare(row, requests, outputs)
         self.rows.append(row)

@@ -242,7 +242,7 @@ def _measure(
     flags += shlex.split(options.flags)
     flags += ["--disable-radix-cache", "--max-running-requests", str(options.batch)]
     flags += ["--context-length", str(work.context)]
-    served = started(options.backend, flags, lambda limits: limits)
+    served = started(options.backend, flags, lambda capacity: capacity)
     command = ["-m", f"{options.backend}_impl.serve", "--port", "0", *flags]
     try:
         with serving(command, threads=None) as server:

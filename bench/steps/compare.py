@@ -118,13 +118,13 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
 
 def side_facts(session: Session, side: argparse.Namespace, turns: list[Figures]) -> dict[str, Any]:
     """What one side is and gave; medians over the turns."""
-    limits = session.served.backend.limits
+    capacity = session.served.backend.capacity
     medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
     return {
         "side": getattr(side, side.name),
-        "overlap": limits.overlap,
+        "overlap": capacity.overlap,
         "dtype": session.served.memory.settled.dtype,
-        "simulated_accept_length": limits.simulated_accept_length,
+        "simulated_accept_length": capacity.simulated_accept_length,
         **medians,
         "turns": turns,
         **start_facts(session),

@@ -48,7 +48,7 @@ def ask_for(
 
 def measure(served: Served, prefix: int, question: int, output: int, rounds: int) -> Line:
     """A line of one length of prefix; its first round warms up."""
-    vocab, cold, hits = served.backend.limits.vocab, [], []
+    vocab, cold, hits = served.backend.capacity.vocab, [], []
     for round_ in range(1 + rounds):
         rng = np.random.default_rng((prefix, round_))
         beginning = rng.integers(2, vocab - 2, prefix).tolist()

@@ -131,10 +131,10 @@ def measure(session: Session, load: Load, rate: float, options: argparse.Namespa
         "backend": session.backend,
         "drafts": str(session.draft),
         **asdict(load),
-        "overlap": memory.limits.overlap,
+        "overlap": memory.capacity.overlap,
         "dtype": memory.settled.dtype,
         "load_format": memory.settled.told.model.load_format,
-        "simulated_accept_length": memory.limits.simulated_accept_length,
+        "simulated_accept_length": memory.capacity.simulated_accept_length,
         "ms": round(median, 4),
         "ms_low": round(min(blocks), 4),
         "ms_high": round(max(blocks), 4),
@@ -173,7 +173,7 @@ def start_facts(session: Session) -> Line:
     return {
         "load_s": round(served.load_s, 2),
         "prepare_s": round(served.prepare_s, 2),
-        "programs": len(served.backend.limits.programs),
+        "programs": len(served.backend.capacity.programs),
         "planned_bytes": served.memory.total_bytes,
         "peak_bytes": peak_bytes(session.backend),
     }

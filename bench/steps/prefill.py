@@ -44,7 +44,7 @@ Line = dict[str, Any]
 
 def ask_once(served: Served, load: Load) -> Answer:
     """Serves the one prompt of a load to its end."""
-    (request,) = load.requests(served.backend.limits.vocab)
+    (request,) = load.requests(served.backend.capacity.vocab)
     return ask(served, request)
 
 

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 
 from bench.ground.machine import versions
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.engine.request import Request, SamplingParams
 from shared.options.options import parse
 from shared.process import engines
@@ -25,11 +25,11 @@ from shared.process.start import prepare
 from tests.support.started import made_programs, serve_all
 
 
-def mixed_requests(count: int, limits: Limits) -> list[Request]:
+def mixed_requests(count: int, capacity: Capacity) -> list[Request]:
     """Requests of every kind that a server takes; the same for every backend."""
     rng, made = random.Random(7), []
     for index in range(count):
-        longest = min(limits.context_length - 64, 600)
+        longest = min(capacity.context_length - 64, 600)
         length = rng.choice([1, 7, 63, 64, 65, rng.randint(2, longest)])
         sampling = SamplingParams(
             seed32=index,
@@ -40,7 +40,7 @@ def mixed_requests(count: int, limits: Limits) -> list[Request]:
             presence_penalty=rng.choice([0.0, 0.0, 0.5]),
             logprobs=rng.choice([None, None, None, 2]),
         )
-        prompt = tuple(rng.randrange(2, limits.vocab) for _ in range(length))
+        prompt = tuple(rng.randrange(2, capacity.vocab) for _ in range(length))
         made.append(Request(request_id=index, prompt=prompt, sampling=sampling))
     return made
 
@@ -52,11 +52,11 @@ def measure(framework: str, flags: list[str], requests: int) -> dict:
     start = prepare(parse(flags), serve.PLATFORM)
     backend = start.load(serve.PLATFORM, lambda num_bytes: None)
     loaded = time.perf_counter()
-    programs = backend.limits.programs
+    programs = backend.capacity.programs
     backend.prepare(programs, lambda program: None)
     ready = time.perf_counter()
     engine, made = engines.make_engine(backend, start.memory), made_programs(backend)
-    outcomes = serve_all(engine, mixed_requests(requests, backend.limits))
+    outcomes = serve_all(engine, mixed_requests(requests, backend.capacity))
     served = time.perf_counter()
     line = {
         "backend": framework,

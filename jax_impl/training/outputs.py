@@ -22,7 +22,7 @@ from jax_impl.backend import JaxBackend
 from jax_impl.training.examples import Row, Rows
 from jax_impl.training.modules import Weights, loaded_of
 from jax_impl.workspace import workspace
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Work
 from shared.drafts.drafts import Drafts
 from shared.engine.cache_policy import NO_CACHE
@@ -64,16 +64,16 @@ def make_engine(
     values = {"max_running_requests": slots, "context_length": context, "dtype": dtype}
     device = jax.devices()[0]
     made_for = (config, Drafts.none(), _memory(device), ProgramCosts(workspace, are_compiled=True))
-    limits = _limits(plan(Options.from_values(values), *made_for).limits, slots)
+    capacity = _capacity(plan(Options.from_values(values), *made_for).capacity, slots)
     settings = {"dtype": dtype, "device": device, "quick_compile": quick_compile}
     loaded = loaded_of(model, config)
-    backend = JaxBackend(config, loaded, limits, Drafts.none(), None, **settings)
-    backend.prepare(limits.programs, lambda program: None)
+    backend = JaxBackend(config, loaded, capacity, Drafts.none(), None, **settings)
+    backend.prepare(capacity.programs, lambda program: None)
     shape = TreeShape.plain(slots)
-    controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
-    chunk = limits.token_sizes[-1]
+    controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    chunk = capacity.token_sizes[-1]
     return Engine(
-        backend, controller, overlap=limits.overlap, chunked_prefill_size=chunk, cache=NO_CACHE
+        backend, controller, overlap=capacity.overlap, chunked_prefill_size=chunk, cache=NO_CACHE
     )
 
 
@@ -84,12 +84,14 @@ def _memory(device: jax.Device) -> Device:
     return Device("gpu", device.device_kind, stats["bytes_limit"] - stats["bytes_in_use"])
 
 
-def _limits(limits: Limits, slots: int) -> Limits:
+def _capacity(capacity: Capacity, slots: int) -> Capacity:
     """With the widest program of each work alone, as nobody waits for a single answer."""
-    widest = {program.work: program.having({Extra.LOGPROBS: False}) for program in limits.programs}
+    widest = {
+        program.work: program.having({Extra.LOGPROBS: False}) for program in capacity.programs
+    }
     batch = min(slots, MAX_PREFILL_ROWS)
     prefill = replace(widest[Work.PREFILL], batch=batch, shape=TreeShape.plain(batch))
-    return replace(limits, programs=(prefill, widest[Work.DECODE]))
+    return replace(capacity, programs=(prefill, widest[Work.DECODE]))
 
 
 def write_outputs(

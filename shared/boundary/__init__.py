@@ -1,1 +1,1 @@
-"""All that host and device know of each other: plans, results, limits, and their buffers."""
+"""All that host and device know of each other: plans, results, capacity, and their buffers."""

@@ -54,8 +54,10 @@ class Launch(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Limits:
-    """What a backend can do; what is not listed does not exist, and the planner never asks for it.
+class Capacity:
+    """What a backend is made to provide, once its start has found it out.
+
+    What is not listed does not exist, and the planner never asks for it.
 
     Attributes:
       page_size: Tokens in a KV page.
@@ -158,7 +160,7 @@ class Blueprint:
     Attributes:
       config: The target's settings.
       drafts: What drafts on the device.
-      limits: What is asked of the backend.
+      capacity: What the backend shall provide.
       dtype: Of weights, KV and activations, float32 or bfloat16.
       on_gpu: Whether steps run on a GPU.
       captured: Of a backend that captures steps on a GPU, the works whose steps it shall.
@@ -166,7 +168,7 @@ class Blueprint:
 
     config: ModelConfig
     drafts: Drafts
-    limits: Limits
+    capacity: Capacity
     dtype: str
     on_gpu: bool
     captured: tuple[Work, ...] = CAPTURED
@@ -350,7 +352,7 @@ class Backend(Protocol):
     Before one is made, its module answers `workspace` too, of a `Blueprint`.
     """
 
-    limits: Limits
+    capacity: Capacity
 
     def workspace(self, program: Program) -> int:
         """Bytes that a step of the program needs beyond weights and pools."""
@@ -360,11 +362,11 @@ class Backend(Protocol):
         """Makes programs ready to run: compiled, or captured; what is ready already is passed by.
 
         Args:
-          programs: Some of `limits`.
+          programs: Some of `capacity`.
           progress: Called with each program before it is made ready.
 
         Raises:
-          ValueError: `limits` does not list a program.
+          ValueError: `capacity` does not list a program.
         """
         ...
 

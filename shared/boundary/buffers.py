@@ -14,11 +14,11 @@ import numpy as np
 from jaxtyping import Int32
 
 from shared.boundary.backend import (
+    Capacity,
     Count,
     Decode,
     Draft,
     HostDraft,
-    Limits,
     Mask,
     Prefill,
     Snapshots,
@@ -81,16 +81,16 @@ DTYPES = {"float32": np.float32, "int32": np.int32, "uint32": np.uint32}
 
 
 @cache
-def sampling_layout(kind: type, limits: Limits) -> dict[str, tuple[tuple[int, ...], type]]:
+def sampling_layout(kind: type, capacity: Capacity) -> dict[str, tuple[tuple[int, ...], type]]:
     """The shape beside the rows, and the dtype, of each field of `Sampling`, as annotated.
 
     Args:
       kind: `Sampling`; its first axis counts rows.
 
     Raises:
-      TypeError: A field has a dtype that is no word, or an axis that `limits` does not bound.
+      TypeError: A field has a dtype that is no word, or an axis that `capacity` does not bound.
     """
-    bounds = {"M": limits.max_stop_ids, "K": limits.max_bias, "S_max": limits.max_calibrated}
+    bounds = {"M": capacity.max_stop_ids, "K": capacity.max_bias, "S_max": capacity.max_calibrated}
     layout = {}
     for name, array in get_type_hints(kind).items():
         (dtype, *others), (_, *axes) = array.dtypes, array.dim_str.split()
@@ -102,12 +102,12 @@ def sampling_layout(kind: type, limits: Limits) -> dict[str, tuple[tuple[int, ..
     return layout
 
 
-def neutral(limits: Limits, rows: int) -> Sampling:
+def neutral(capacity: Capacity, rows: int) -> Sampling:
     """Parameters that change nothing: the plain argmax of the logits, whatever their row."""
-    layout = sampling_layout(Sampling, limits)
+    layout = sampling_layout(Sampling, capacity)
     made = {name: np.zeros((rows, *shape), dtype) for name, (shape, dtype) in layout.items()}
     made["top_p"][:] = made["repetition"][:] = 1.0
-    made["top_k"][:] = limits.vocab
+    made["top_k"][:] = capacity.vocab
     return Sampling(**made)
 
 
@@ -115,7 +115,7 @@ _padding = cache(neutral)  # to copy from
 
 
 @cache
-def plan_layout(program: Program, limits: Limits) -> Layout:
+def plan_layout(program: Program, capacity: Capacity) -> Layout:
     """Where each field of a plan of `program` lies in its buffer.
 
     Names are those of the dataclasses; a field of `HostDraft` has the prefix `draft_tree_`, one of
@@ -145,11 +145,11 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
     snapshots = [("restore", (B,)), ("save", (B,)), ("save_at", (B,))]
     masks = []
     if program.has(Extra.MASK):
-        words = mask_words(limits.vocab)
+        words = mask_words(capacity.vocab)
         masks = [("mask_index", (B, N)), ("mask_bits", (1 + program.shape.rows, words))]
     sampling = [
         (name, (B, *shape), dtype)
-        for name, (shape, dtype) in sampling_layout(Sampling, limits).items()
+        for name, (shape, dtype) in sampling_layout(Sampling, capacity).items()
     ]
     ints = [(name, shape, np.int32) for name, shape in work + rows + snapshots]
     pages = ("page_table", (B, program.pages), np.int32)
@@ -157,12 +157,12 @@ def plan_layout(program: Program, limits: Limits) -> Layout:
 
 
 @cache
-def result_layout(program: Program, limits: Limits) -> Layout:
+def result_layout(program: Program, capacity: Capacity) -> Layout:
     """Where each field of a result of `program` lies in its array; `SCORES` are those of `Scores`.
 
     They alone have a row for each token, and not for each row of the plan.
     """
-    B, N, W, K = program.batch, program.shape.nodes, program.shape.max_tokens, limits.max_logprobs
+    B, N, W, K = program.batch, program.shape.nodes, program.shape.max_tokens, capacity.max_logprobs
     ints = [("tokens", (B, W)), ("counts", (B,)), ("failed", (B,)), ("saved", (B,))]
     ints += [("drafts", (B, N)), ("parents", (B, N)), ("num_nodes", (B,))]
     arrays = [(name, shape, np.int32) for name, shape in ints]
@@ -173,7 +173,7 @@ def result_layout(program: Program, limits: Limits) -> Layout:
             ("top_values", (B, W, K), np.float32),
         ]
     if program.has(Extra.SCORES):
-        T, K = program.tokens, limits.max_scores
+        T, K = program.tokens, capacity.max_scores
         arrays += [
             ("score_chosen", (T,), np.float32),
             ("score_ranks", (T,), np.int32),
@@ -191,21 +191,21 @@ def mask_words(vocab: int) -> int:
     return -(-vocab // 32)
 
 
-def empty_plan(program: Program, limits: Limits) -> StepPlan:
+def empty_plan(program: Program, capacity: Capacity) -> StepPlan:
     """A plan of padding rows only, in a buffer of its own; the planner fills in the rows."""
-    layout = plan_layout(program, limits)
+    layout = plan_layout(program, capacity)
     buffer = np.zeros(layout.size, np.int32)
     at = layout.views(buffer)
-    for name, values in vars(_padding(limits, program.batch)).items():
+    for name, values in vars(_padding(capacity, program.batch)).items():
         at[name][:] = values
     if program.has(Extra.MASK):
         at["mask_bits"][0] = -1
-    return plan_in(buffer, program, limits)
+    return plan_in(buffer, program, capacity)
 
 
-def plan_in(buffer: Int32[np.ndarray, " words"], program: Program, limits: Limits) -> StepPlan:
+def plan_in(buffer: Int32[np.ndarray, " words"], program: Program, capacity: Capacity) -> StepPlan:
     """The plan that lies in a buffer, without a copy."""
-    at = plan_layout(program, limits).views(buffer)
+    at = plan_layout(program, capacity).views(buffer)
     sampling = Sampling(**{f.name: at[f.name] for f in fields(Sampling)})
     snapshots = Snapshots(at["restore"], at["save"], at["save_at"])
     rows = (at["slots"], at["page_table"], at["starts"], at["draft_from"], at["reports"])
@@ -229,12 +229,12 @@ def _work(program: Program, at: dict[str, np.ndarray]) -> Prefill | Decode | Dra
 
 def read_result(
     program: Program,
-    limits: Limits,
+    capacity: Capacity,
     words: Int32[np.ndarray, " words"],
     device_seconds: float | None,
 ) -> StepResult:
     """The result that a backend's one int32 array holds."""
-    at = result_layout(program, limits).views(words)
+    at = result_layout(program, capacity).views(words)
     logprobs = scores = None
     if program.has(Extra.LOGPROBS):
         logprobs = Logprobs(at.pop("chosen"), at.pop("top_ids"), at.pop("top_values"))

@@ -4,12 +4,12 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from shared.boundary.backend import Decode, Limits, StepPlan
+from shared.boundary.backend import Capacity, Decode, StepPlan
 from shared.boundary.program import Extra, Program, Work
 from shared.drafts.drafts import Drafts
 
 
-def check_limits(limits: Limits, drafts: Drafts, has_mtp: bool) -> None:
+def check_capacity(capacity: Capacity, drafts: Drafts, has_mtp: bool) -> None:
     """Holds the programs that are asked of a backend against what drafts on it.
 
     Args:
@@ -21,11 +21,11 @@ def check_limits(limits: Limits, drafts: Drafts, has_mtp: bool) -> None:
     """
     if drafts.with_mtp and not has_mtp:
         raise ValueError("the drafter NEXTN needs a checkpoint with mtp.* tensors")
-    for program in limits.programs:
-        _check_program(program, drafts, limits.max_scores)
-        if program.shares_rows and limits.accept_rule != "match":
+    for program in capacity.programs:
+        _check_program(program, drafts, capacity.max_scores)
+        if program.shares_rows and capacity.accept_rule != "match":
             raise ValueError(
-                f"the accept rule {limits.accept_rule} verifies every draft, fewer does {program}"
+                f"the accept rule {capacity.accept_rule} verifies every draft, fewer does {program}"
             )
 
 
@@ -48,15 +48,15 @@ def _check_program(program: Program, drafts: Drafts, most_scores: int) -> None:
 
 
 def to_prepare(
-    programs: Sequence[Program], limits: Limits, ready: Collection[Program]
+    programs: Sequence[Program], capacity: Capacity, ready: Collection[Program]
 ) -> Iterator[Program]:
     """Those that are not ready yet, each once.
 
     Raises:
-      ValueError: `limits` does not list a program.
+      ValueError: `capacity` does not list a program.
     """
     for program in dict.fromkeys(programs):
-        if program not in limits.programs:
+        if program not in capacity.programs:
             raise ValueError(f"there is no program {program}")
         if program not in ready:
             yield program

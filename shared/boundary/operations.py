@@ -129,7 +129,7 @@ def plain_operations(blueprint: Blueprint, takes: KernelLimits) -> tuple[PlainOp
 
 def _plain(blueprint: Blueprint, takes: KernelLimits) -> Iterator[PlainOperation]:
     for operation in OPERATIONS:
-        programs = blueprint.limits.programs
+        programs = blueprint.capacity.programs
         faults = (operation.fault(takes, blueprint, program) for program in programs)
         for reason, count in Counter(fault for fault in faults if fault is not None).items():
             if operation.is_refused:

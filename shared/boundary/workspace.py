@@ -7,7 +7,7 @@ kept for what drafts, the replay inputs of a verify, and the logits with all tha
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shared.boundary.backend import Blueprint, Limits
+from shared.boundary.backend import Blueprint, Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.models.config import ModelConfig
 from shared.models.kept import kept_bytes
@@ -25,7 +25,7 @@ MOST_PARTS = 64
 """Most partial results that a kernel keeps of a row by split; of longer rows it keeps them by
 span."""
 
-AttentionBytes = Callable[[Program, ModelConfig, Limits, int], int]
+AttentionBytes = Callable[[Program, ModelConfig, Capacity, int], int]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Costs:
 def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     """Bytes that a step of the program needs beyond weights and pools."""
     if program.work is Work.COUNT:
-        return 4 * program.batch * blueprint.limits.vocab
+        return 4 * program.batch * blueprint.capacity.vocab
     sizes, small = blueprint.config, blueprint.drafts.model
     model_bytes = _model_bytes(program, sizes, blueprint, costs)
     kept = _logit_bytes(program, blueprint, costs) + _stream_bytes(program, blueprint)
@@ -59,20 +59,20 @@ def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     return max(model_bytes, _model_bytes(program, small, blueprint, costs) + states) + kept
 
 
-def gathered_attention(program: Program, model: ModelConfig, limits: Limits, item: int) -> int:
+def gathered_attention(program: Program, model: ModelConfig, capacity: Capacity, item: int) -> int:
     """Of plain attention: the keys and values of whole page tables, and the scores of all rows.
 
     Scores are float32 of float32 keys, which are a copy of narrower ones.
     """
     queries = program.tokens or program.shape.nodes  # a row is padded to the longest
-    keys = program.pages * limits.page_size
+    keys = program.pages * capacity.page_size
     bytes_each = 2 * item + (4 if item < 4 else 0)
     gathered = program.batch * keys * model.attention.key_size * bytes_each
     return gathered + 2 * program.batch * model.attention.num_heads * queries * keys * 4
 
 
 def split_attention(
-    most_pairs: int, program: Program, model: ModelConfig, limits: Limits, item: int
+    most_pairs: int, program: Program, model: ModelConfig, capacity: Capacity, item: int
 ) -> int:
     """Of the kernels: queries and the output; where rows are few, partial results in float32.
 
@@ -82,7 +82,7 @@ def split_attention(
     attention = model.attention
     heads, size = rows_of(program) * attention.num_heads, 2 * attention.head_size * item
     if program.tokens * (attention.num_heads // attention.num_kv_heads) <= most_pairs:
-        positions = program.pages * limits.page_size
+        positions = program.pages * capacity.page_size
         splits, spans = -(-positions // ATTENTION.split), -(-positions // ATTENTION.span)
         size += max(min(splits, MOST_PARTS), spans) * (attention.head_size + 2) * 4
     return heads * size
@@ -106,7 +106,7 @@ def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, cos
     """The widest layer of a forward pass, and what is kept of all gated-delta layers."""
     heads, item = model.attention.query_size, blueprint.item_bytes
     layer = rows_of(program) * (4 * model.hidden + 3 * model.feed.intermediate + 4 * heads) * item
-    attention = costs.attention(program, model, blueprint.limits, item)
+    attention = costs.attention(program, model, blueprint.capacity, item)
     return layer + attention + _delta_bytes(program, model, item)
 
 
@@ -136,7 +136,7 @@ def _stream_bytes(program: Program, blueprint: Blueprint) -> int:
 def _logit_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     rows = program.batch if program.tokens else rows_of(program)
     each = rows * costs.logit
-    if blueprint.limits.accept_rule != "match" and not program.shape.is_plain:
+    if blueprint.capacity.accept_rule != "match" and not program.shape.is_plain:
         each += rows * DRAFT_LAW_BYTES
     if program.has(Extra.MASK):
         each += rows * MASK_BYTES
@@ -145,4 +145,4 @@ def _logit_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     if program.has(Extra.SCORES):
         # A block of a prompt's rows is scored after another.
         each += min(program.tokens, SCORED_ROWS) * (costs.logit + costs.reported)
-    return each * blueprint.limits.vocab
+    return each * blueprint.capacity.vocab

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 
 NO_PAGES = np.zeros(0, np.int32)
 
@@ -27,22 +27,22 @@ class Allocator:
       page_table: The pages of each slot in the order of positions; 0 past its last.
       num_pages: How many pages each slot has a share in.
       num_owners: Owners of each page: the slots that name it, and the prefix cache.
-      limits: The sizes of the pools.
+      capacity: The sizes of the pools.
     """
 
     page_table: Int32[np.ndarray, "slots P"]
     num_pages: Int32[np.ndarray, " slots"]
     num_owners: Int32[np.ndarray, " pages"]
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        columns = limits.num_pages_for(limits.max_positions)
-        self.page_table = np.zeros((limits.num_slots, columns), np.int32)
-        self.num_pages = np.zeros(limits.num_slots, np.int32)
-        self.num_owners = np.zeros(limits.num_pages, np.int32)
-        self._free_pages = np.arange(limits.num_pages - 1, 0, -1, dtype=np.int32)
-        self._num_free_pages = limits.num_pages - 1
-        self._free_slots = list(range(limits.num_slots - 1, 0, -1))
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        columns = capacity.num_pages_for(capacity.max_positions)
+        self.page_table = np.zeros((capacity.num_slots, columns), np.int32)
+        self.num_pages = np.zeros(capacity.num_slots, np.int32)
+        self.num_owners = np.zeros(capacity.num_pages, np.int32)
+        self._free_pages = np.arange(capacity.num_pages - 1, 0, -1, dtype=np.int32)
+        self._num_free_pages = capacity.num_pages - 1
+        self._free_slots = list(range(capacity.num_slots - 1, 0, -1))
         self._taken_slots: set[int] = set()
 
     @property
@@ -76,7 +76,7 @@ class Allocator:
 
     def num_missing(self, slot: int, positions: int) -> int:
         """Pages that the slot lacks to hold `positions` tokens."""
-        return max(0, self.limits.num_pages_for(positions) - self.num_pages.item(slot))
+        return max(0, self.capacity.num_pages_for(positions) - self.num_pages.item(slot))
 
     def reserve(self, slot: int, positions: int) -> bool:
         """Gives the slot pages for `positions` tokens, all of them or none.
@@ -140,13 +140,13 @@ class Allocator:
         columns = np.arange(self.page_table.shape[1])
         is_owned = columns < self.num_pages[:, None]
         named = np.concatenate([self.page_table[is_owned], np.array(kept, np.int32)])
-        shares = np.bincount(named, minlength=self.limits.num_pages)
+        shares = np.bincount(named, minlength=self.capacity.num_pages)
         free = np.sort(self._free_pages[: self._num_free_pages])
         slots = sorted([*self._taken_slots, *self._free_slots])
         owners = set(np.flatnonzero(self.num_pages).tolist())
         assert np.array_equal(shares, self.num_owners), "a page's owners are not those it counts"
         assert np.array_equal(free, 1 + np.flatnonzero(shares[1:] == 0)), "pages lost or shared"
         assert shares[0] == 0, "the sink has an owner"
-        assert slots == list(range(1, self.limits.num_slots)), "slots lost or shared"
+        assert slots == list(range(1, self.capacity.num_slots)), "slots lost or shared"
         assert owners <= self._taken_slots, "a free slot owns pages"
         assert not self.page_table[~is_owned].any(), "a page is named past the last one"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.spec.gated_delta import CHUNK
 
 
@@ -32,14 +32,14 @@ class CachePolicy:
     reads_past: bool
     track_interval: int
 
-    def check(self, limits: Limits, overlap: int) -> None:
+    def check(self, capacity: Capacity, overlap: int) -> None:
         """Holds the interval against pages and steps.
 
         Raises:
           ValueError: It is no multiple of `track_unit`, or so short that steps in flight may pass
             two tracked positions.
         """
-        unit, least = track_unit(limits.page_size), (overlap + 1) * (limits.max_depth + 1)
+        unit, least = track_unit(capacity.page_size), (overlap + 1) * (capacity.max_depth + 1)
         if self.track_interval % unit:
             raise ValueError(
                 f"the track interval must be a multiple of {unit}, got {self.track_interval}"

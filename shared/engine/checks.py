@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra
 from shared.engine.request import Refusal, SamplingParams
 
@@ -45,18 +45,18 @@ class RequestLimits:
     has_grammars: bool = False
 
     @classmethod
-    def of(cls, limits: Limits, max_request_tokens: int) -> RequestLimits:
-        """The bounds that a backend's limits set."""
-        has_logprobs = any(program.has(Extra.LOGPROBS) for program in limits.programs)
+    def of(cls, capacity: Capacity, max_request_tokens: int) -> RequestLimits:
+        """The bounds that a backend's capacity sets."""
+        has_logprobs = any(program.has(Extra.LOGPROBS) for program in capacity.programs)
         return cls(
-            context_length=limits.context_length,
+            context_length=capacity.context_length,
             max_request_tokens=max_request_tokens,
-            vocab=limits.vocab,
-            max_stop_ids=limits.max_stop_ids,
-            max_bias=limits.max_bias,
-            max_logprobs=limits.max_logprobs if has_logprobs else None,
-            max_prompt_logprobs=limits.max_scores,
-            has_grammars=any(program.has(Extra.MASK) for program in limits.programs),
+            vocab=capacity.vocab,
+            max_stop_ids=capacity.max_stop_ids,
+            max_bias=capacity.max_bias,
+            max_logprobs=capacity.max_logprobs if has_logprobs else None,
+            max_prompt_logprobs=capacity.max_scores,
+            has_grammars=any(program.has(Extra.MASK) for program in capacity.programs),
         )
 
     @property

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from shared.boundary.backend import HostDraft, Limits, StepResult
+from shared.boundary.backend import Capacity, HostDraft, StepResult
 from shared.boundary.buffers import mask_words
 from shared.boundary.program import Extra, Work
 from shared.engine.controller import (
@@ -39,7 +39,7 @@ class GrammarController:
     it where they may. Requests without a grammar choose among all tokens, as ever.
 
     Args:
-      limits: The backend's.
+      capacity: The backend's.
       inner: Takes every other step, and is told of these.
       index: What drafts on the host; None where the device drafts, or nobody.
 
@@ -50,15 +50,15 @@ class GrammarController:
       ValueError: The backend has no decode program that takes masks.
     """
 
-    def __init__(self, limits: Limits, inner: Controller, index: NgramIndex | None) -> None:
-        masked = [program for program in limits.programs if program.has(Extra.MASK)]
+    def __init__(self, capacity: Capacity, inner: Controller, index: NgramIndex | None) -> None:
+        masked = [program for program in capacity.programs if program.has(Extra.MASK)]
         if not masked:
             raise ValueError("no decode program takes the masks of a grammar")
-        self._trees = _widest(limits, host_draft=True)
-        self._plain = _widest(limits, host_draft=False)
-        drafts = [program for program in limits.programs if program.work is Work.DRAFT]
+        self._trees = _widest(capacity, host_draft=True)
+        self._plain = _widest(capacity, host_draft=False)
+        drafts = [program for program in capacity.programs if program.work is Work.DRAFT]
         self._drafts = {program.batch: program.shape for program in drafts}
-        self._inner, self.index, self._words = inner, index, mask_words(limits.vocab)
+        self._inner, self.index, self._words = inner, index, mask_words(capacity.vocab)
         self._decoded_last: Sequence[Request] = []
         self._drafted: dict[int, Tree] = {}
         self.max_rows = min(inner.max_rows, max(program.batch for program in masked))
@@ -180,8 +180,8 @@ class GrammarController:
         self._inner.cut(request_id, num_tokens)
 
 
-def _widest(limits: Limits, *, host_draft: bool) -> dict[int, TreeShape]:
-    return shapes_by_batch(limits, host_draft=host_draft, is_wanted=lambda shape: True, mask=True)
+def _widest(capacity: Capacity, *, host_draft: bool) -> dict[int, TreeShape]:
+    return shapes_by_batch(capacity, host_draft=host_draft, is_wanted=lambda shape: True, mask=True)
 
 
 def _laid_out(trees: Sequence[Tree], shape: TreeShape) -> HostDraft:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from shared.boundary.backend import Limits, StepResult
+from shared.boundary.backend import Capacity, StepResult
 from shared.boundary.program import Extra, Work
 from shared.engine.request import Request
 from shared.engine.rows import Rows
@@ -79,7 +79,7 @@ class Controller(Protocol):
 
 
 def shapes_by_batch(
-    limits: Limits,
+    capacity: Capacity,
     *,
     host_draft: bool,
     is_wanted: Callable[[TreeShape], bool],
@@ -88,14 +88,14 @@ def shapes_by_batch(
     """The tree of each batch bucket, ascending, with most verify rows where there are several.
 
     Args:
-      limits: The backend's.
+      capacity: The backend's.
       host_draft: Looks among the decode programs that take the host's trees, or that do not.
       is_wanted: Picks the tree.
       mask: Looks among those that take masks of grammars, or that do not.
     """
     shapes = {
         (program.batch, program.shape.rows): program.shape
-        for program in limits.programs
+        for program in capacity.programs
         if program.work is Work.DECODE
         and program.has(Extra.HOST_DRAFT) is host_draft
         and program.has(Extra.MASK) is mask
@@ -117,10 +117,10 @@ class StaticController:
       ValueError: The backend has no decode program of this tree.
     """
 
-    def __init__(self, limits: Limits, *, nodes: int, depth: int, width: int) -> None:
+    def __init__(self, capacity: Capacity, *, nodes: int, depth: int, width: int) -> None:
         wanted = (nodes, depth, width)
         self._shapes = shapes_by_batch(
-            limits, host_draft=False, is_wanted=lambda shape: shape.tree == wanted
+            capacity, host_draft=False, is_wanted=lambda shape: shape.tree == wanted
         )
         if not self._shapes:
             raise ValueError(f"no decode program drafts {nodes} nodes, {depth} deep, {width} wide")

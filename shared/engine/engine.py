@@ -6,7 +6,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from shared.boundary.backend import Backend, Limits, StepFuture, StepResult
+from shared.boundary.backend import Backend, Capacity, StepFuture, StepResult
 from shared.engine.allocator import Allocator
 from shared.engine.cache_policy import CachePolicy
 from shared.engine.checks import RequestLimits, check
@@ -60,16 +60,16 @@ class Engine:
         chunked_prefill_size: int,
         cache: CachePolicy,
     ) -> None:
-        limits = backend.limits
-        if not 0 <= overlap <= limits.overlap:
-            raise ValueError(f"overlap must be in 0..{limits.overlap}, got {overlap}")
+        capacity = backend.capacity
+        if not 0 <= overlap <= capacity.overlap:
+            raise ValueError(f"overlap must be in 0..{capacity.overlap}, got {overlap}")
         self.backend, self.controller, self._overlap = backend, controller, overlap
-        self._request_limits = RequestLimits.of(limits, limits.context_length)
-        self.allocator = Allocator(limits)
-        self.planner = Planner(limits, self.allocator)
-        self.cache = PrefixCache(limits, self.allocator, cache, overlap)
+        self._request_limits = RequestLimits.of(capacity, capacity.context_length)
+        self.allocator = Allocator(capacity)
+        self.planner = Planner(capacity, self.allocator)
+        self.cache = PrefixCache(capacity, self.allocator, cache, overlap)
         self.scheduler = Scheduler(
-            limits,
+            capacity,
             self.allocator,
             self.cache,
             controller,
@@ -89,9 +89,9 @@ class Engine:
                 "state_slots_free": lambda: self.allocator.num_free_slots,
                 "num_preemptions_total": lambda: self.scheduler.num_preemptions,
                 **controller.gauges,
-                **_lot(limits),
+                **_lot(capacity),
             },
-            limits.max_depth,
+            capacity.max_depth,
         )
         self._requests: dict[int, Request] = {}
         self.flights: deque[Flight] = deque()
@@ -312,7 +312,7 @@ def _logprobs(
     ]
 
 
-def _lot(limits: Limits) -> Gauges:
+def _lot(capacity: Capacity) -> Gauges:
     """That drafts are accepted by lot, where they are."""
-    length = limits.simulated_accept_length
+    length = capacity.simulated_accept_length
     return {} if length is None else {"spec_decode_simulated_accept_length": lambda: length}

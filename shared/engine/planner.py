@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Limits, StepPlan
+from shared.boundary.backend import Capacity, StepPlan
 from shared.boundary.buffers import empty_plan, neutral, plan_in
 from shared.boundary.program import OF_A_PLAN, Extra, Program, Work
 from shared.engine.allocator import Allocator
@@ -36,14 +36,14 @@ class _Held:
 class Planner:
     """Fills plans. What a request brings to each of its steps is kept by slot, written once."""
 
-    def __init__(self, limits: Limits, allocator: Allocator) -> None:
-        self._limits, self._allocator = limits, allocator
-        self._sampling = neutral(limits, limits.num_slots)
-        self._reports = np.zeros(limits.num_slots, np.int32)
+    def __init__(self, capacity: Capacity, allocator: Allocator) -> None:
+        self._capacity, self._allocator = capacity, allocator
+        self._sampling = neutral(capacity, capacity.num_slots)
+        self._reports = np.zeros(capacity.num_slots, np.int32)
         self._binding = 0
         self._held: dict[Program, _Held] = {}
         self._by_kind: dict[tuple[Work, Extra], list[tuple[Program, tuple[int, ...]]]] = {}
-        for program in sorted(limits.programs, key=_order):
+        for program in sorted(capacity.programs, key=_order):
             kind = program.work, program.extras & OF_A_PLAN
             self._by_kind.setdefault(kind, []).append((program, _sizes(program)))
 
@@ -54,14 +54,14 @@ class Planner:
         self._reports[slot] = sampling.logprobs is not None
         at.temperature[slot] = sampling.temperature
         at.top_p[slot] = sampling.top_p
-        at.top_k[slot] = self._limits.vocab if sampling.top_k is None else sampling.top_k
+        at.top_k[slot] = self._capacity.vocab if sampling.top_k is None else sampling.top_k
         at.min_p[slot] = sampling.min_p
         at.seed[slot] = sampling.seed32
         at.presence[slot] = sampling.presence_penalty
         at.frequency[slot] = sampling.frequency_penalty
         at.repetition[slot] = sampling.repetition_penalty
         at.prompt_length[slot] = len(request.prompt)
-        at.max_drafts[slot] = _max_drafts(request, self._limits)
+        at.max_drafts[slot] = _max_drafts(request, self._capacity)
         self._bind_ids(request)
 
     def _bind_ids(self, request: Request) -> None:
@@ -92,7 +92,7 @@ class Planner:
         """Lays out a program's next plan, while the device runs and the host has the time."""
         held = self._held.get(program)
         if held is not None and held.spare is None:
-            held.spare = plan_in(held.buffer.copy(), program, self._limits)
+            held.spare = plan_in(held.buffer.copy(), program, self._capacity)
 
     def _plan_of_rows(self, program: Program, slots: list[int]) -> StepPlan:
         """A plan with its rows filled in. Decode steps have the rows of the one before mostly."""
@@ -100,10 +100,10 @@ class Planner:
         held, named = self._held.get(program), rows.tobytes()
         if held is not None and (held.slots, held.binding) == (named, self._binding):
             plan, held.spare = held.spare, None
-            plan = plan or plan_in(held.buffer.copy(), program, self._limits)
+            plan = plan or plan_in(held.buffer.copy(), program, self._capacity)
             self._fill_pages(plan, rows)
             return plan
-        plan = empty_plan(program, self._limits)
+        plan = empty_plan(program, self._capacity)
         self.fill_rows(plan, rows)
         if program.work is Work.DECODE and not program.has(Extra.MASK):
             # Masks are many, and new each time.
@@ -166,7 +166,7 @@ def _brought(rows: Rows) -> Extra:
 _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
-def _max_drafts(request: Request, limits: Limits) -> int:
-    most = max(shape.nodes for shape in limits.shapes) - 1
+def _max_drafts(request: Request, capacity: Capacity) -> int:
+    most = max(shape.nodes for shape in capacity.shapes) - 1
     wanted = request.sampling.max_draft_tokens
     return most if wanted is None else min(wanted, most)

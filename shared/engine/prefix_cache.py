@@ -19,7 +19,7 @@ from itertools import islice
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Limits, StepPlan
+from shared.boundary.backend import Capacity, StepPlan
 from shared.boundary.program import Work
 from shared.engine.allocator import NO_PAGES, Allocator
 from shared.engine.cache_policy import CachePolicy, track_unit
@@ -88,7 +88,7 @@ class PrefixCache:
     """The prefix cache as scheduler and engine use it.
 
     Args:
-      limits: The backend's.
+      capacity: The backend's.
       allocator: Owns the pages.
       policy: Of the model and what drafts.
       overlap: Steps in flight while the next one is planned.
@@ -102,12 +102,12 @@ class PrefixCache:
     """
 
     def __init__(
-        self, limits: Limits, allocator: Allocator, policy: CachePolicy, overlap: int
+        self, capacity: Capacity, allocator: Allocator, policy: CachePolicy, overlap: int
     ) -> None:
-        policy.check(limits, overlap)
+        policy.check(capacity, overlap)
         self.allocator, self._policy = allocator, policy
-        self._page_size, self._unit = limits.page_size, track_unit(limits.page_size)
-        self._counts = any(program.work is Work.COUNT for program in limits.programs)
+        self._page_size, self._unit = capacity.page_size, track_unit(capacity.page_size)
+        self._counts = any(program.work is Work.COUNT for program in capacity.programs)
         self._interval = policy.track_interval if policy.is_on else 0
         self.tree = RadixCache(allocator, policy.key_reach)
         self._standing: dict[int, _Standing] = {}
@@ -134,7 +134,7 @@ class PrefixCache:
     @property
     def usage(self) -> float:
         """Share of the pages that running requests have."""
-        total = self.allocator.limits.num_pages - 1
+        total = self.allocator.capacity.num_pages - 1
         return 1.0 - self.num_available / max(1, total)
 
     def reserve(self, slot: int, positions: int) -> bool:

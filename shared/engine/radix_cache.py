@@ -79,14 +79,14 @@ class RadixCache:
 
     def __init__(self, allocator: Allocator, key_reach: int) -> None:
         self._allocator, self._key_reach = allocator, key_reach
-        self._page_size = allocator.limits.page_size
+        self._page_size = allocator.capacity.page_size
         self.roots: dict[str, Node] = {}
         self._salts: dict[Node, str] = {}
         self._clock = 0
         self._num_nodes = self._num_locked = 0
         self._heap: list[tuple[int, int, Node]] = []
         self._pushed = self._num_changes = 0
-        self.snapshots = SnapshotPool(allocator.limits.num_snapshots)
+        self.snapshots = SnapshotPool(allocator.capacity.num_snapshots)
 
     @property
     def num_pages(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shared.boundary.backend import Backend, Limits, StepResult
+from shared.boundary.backend import Backend, Capacity, StepResult
 from shared.boundary.program import Extra, Work
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
@@ -69,7 +69,7 @@ class PlainRunner:
     ) -> None:
         self._backend, self._planner = backend, planner
         self._allocator, self._cache = allocator, cache
-        self._most_tokens = _check_programs(backend.limits)
+        self._most_tokens = _check_programs(backend.capacity)
         self._request: Request | None = None
 
     @property
@@ -133,18 +133,18 @@ class PlainRunner:
         return self._backend.submit(self._planner.plan(rows)).result()
 
 
-def _check_programs(limits: Limits) -> int:
+def _check_programs(capacity: Capacity) -> int:
     """Tokens of the smallest prefill that may be taken.
 
     Raises:
       ValueError: See `PlainRunner`.
     """
-    if limits.accept_rates is not None:
+    if capacity.accept_rates is not None:
         raise ValueError("drafts are accepted by lot, so that no text is the model's")
-    usable = [p for p in limits.programs if p.extras is Extra.LOGPROBS]
+    usable = [p for p in capacity.programs if p.extras is Extra.LOGPROBS]
     chunks = [p.tokens for p in usable if p.work is Work.PREFILL and p.tokens >= CHUNK]
     has_plain = any(p.work is Work.DECODE and p.shape.is_plain for p in usable)
-    if not (chunks and has_plain and limits.max_logprobs >= SHOWN):
+    if not (chunks and has_plain and capacity.max_logprobs >= SHOWN):
         raise ValueError(
             f"plain replays need programs of plain steps and of prompts with {SHOWN} logprobs, and "
             "the backend has none"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.boundary.program import Work
 from shared.engine.allocator import Allocator
 from shared.engine.controller import Controller
@@ -34,7 +34,7 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: Limits,
+        capacity: Capacity,
         allocator: Allocator,
         cache: PrefixCache,
         controller: Controller,
@@ -42,13 +42,13 @@ class Scheduler:
         overlap: int,
         chunked_prefill_size: int,
     ) -> None:
-        self._limits, self.allocator, self._controller = limits, allocator, controller
+        self._capacity, self.allocator, self._controller = capacity, allocator, controller
         self._cache = cache
-        counts = (p.tokens for p in limits.programs if p.work is Work.COUNT)
+        counts = (p.tokens for p in capacity.programs if p.work is Work.COUNT)
         self._most_counted = max(counts, default=0)
         self._num_arrived = 0
-        self._growth_in_flight = overlap * (limits.max_depth + 1)
-        self._max_tokens, self._max_prefill_rows = _prefill_sizes(limits, chunked_prefill_size)
+        self._growth_in_flight = overlap * (capacity.max_depth + 1)
+        self._max_tokens, self._max_prefill_rows = _prefill_sizes(capacity, chunked_prefill_size)
         self._max_running = controller.max_rows
         self._leaving: Request | None = None
         self._prefilled_last = False
@@ -62,12 +62,12 @@ class Scheduler:
         Raises:
           Refusal: The request could not finish even with all pages to itself.
         """
-        pages = self._limits.num_pages_for(self._most_positions(request))
-        if pages > self._limits.num_pages - 1:
+        pages = self._capacity.num_pages_for(self._most_positions(request))
+        if pages > self._capacity.num_pages - 1:
             raise Refusal(
                 "max_tokens",
-                f"prompt and max_tokens may need {pages} pages of {self._limits.page_size} tokens, "
-                f"and the server has {self._limits.num_pages - 1}",
+                f"prompt and max_tokens may need {pages} pages of {self._capacity.page_size} "
+                f"tokens, and the server has {self._capacity.num_pages - 1}",
             )
         self._num_arrived += 1
         request.arrival = self._num_arrived
@@ -113,11 +113,11 @@ class Scheduler:
 
     def _most_positions(self, request: Request) -> int:
         """Positions that its last step may need, with all the steps before it in flight."""
-        return request.max_length - 1 + self._growth_in_flight + self._limits.scratch
+        return request.max_length - 1 + self._growth_in_flight + self._capacity.scratch
 
     def _next_positions(self, request: Request) -> int:
         """Positions that its next step may need once those in flight have ended."""
-        widest = self._limits.max_depth + 1 + self._growth_in_flight + self._limits.scratch
+        widest = self._capacity.max_depth + 1 + self._growth_in_flight + self._capacity.scratch
         return min(request.length + widest, self._most_positions(request))
 
     def _may_admit(self) -> bool:
@@ -127,7 +127,7 @@ class Scheduler:
 
     def _has_room_for(self, request: Request, prefix: Prefix) -> bool:
         """Whether it can run and still leave each running request room for its widest step."""
-        pages = self._limits.num_pages_for(self._next_positions(request)) - len(prefix.pages)
+        pages = self._capacity.num_pages_for(self._next_positions(request)) - len(prefix.pages)
         for other in self.running:
             pages += self.allocator.num_missing(other.slot, self._next_positions(other))
         return pages <= self._cache.num_available_beside(prefix)
@@ -164,7 +164,7 @@ class Scheduler:
         """Those of the requests that have pages for a step which writes `scratch` positions."""
         # Whom `_make_room` sends away is asked later and has no slot by then. The ceiling counts
         # the steps in flight, so the pages suffice however they end.
-        page, held = self._limits.page_size, self.allocator.num_pages
+        page, held = self._capacity.page_size, self.allocator.num_pages
         pages_of = held[[request.slot for request in requests]].tolist()
         return [
             request
@@ -212,13 +212,13 @@ def _turn(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival
 
 
-def _prefill_sizes(limits: Limits, chunked_prefill_size: int) -> tuple[int, int]:
+def _prefill_sizes(capacity: Capacity, chunked_prefill_size: int) -> tuple[int, int]:
     """Tokens and rows of the largest prefill within the limit."""
-    prefills = [p for p in limits.programs if p.work is Work.PREFILL]
+    prefills = [p for p in capacity.programs if p.work is Work.PREFILL]
     most = max((p.tokens for p in prefills if p.tokens <= chunked_prefill_size), default=0)
     if most < CHUNK:
         raise ValueError(
             f"chunked_prefill_size must allow a prefill of at least {CHUNK} tokens, "
-            f"got {chunked_prefill_size} with prefills of {limits.token_sizes}"
+            f"got {chunked_prefill_size} with prefills of {capacity.token_sizes}"
         )
     return most, max(p.batch for p in prefills if p.tokens == most)

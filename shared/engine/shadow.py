@@ -83,7 +83,7 @@ class ShadowCheck:
     ) -> None:
         self._engine, self._rate, self._report = engine, rate, report
         self._runner = PlainRunner(backend, engine.planner, engine.allocator, engine.cache)
-        self._may_redraw = backend.limits.accept_rule != "match"
+        self._may_redraw = backend.capacity.accept_rule != "match"
         self._open: dict[int, Request] = {}
         self._waiting: deque[_Case] = deque()
         self._case: _Case | None = None

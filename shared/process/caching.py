@@ -12,7 +12,7 @@ def cache_policy(memory: MemoryPlan) -> CachePolicy:
     Raises:
       ConfigError: States cannot be tracked as the flags say.
     """
-    settled, drafts, limits = memory.settled, memory.blueprint.drafts, memory.limits
+    settled, drafts, capacity = memory.settled, memory.blueprint.drafts, memory.capacity
     if settled.told.engine.disable_radix_cache:
         return NO_CACHE
     sizes = drafts.sizes
@@ -26,7 +26,7 @@ def cache_policy(memory: MemoryPlan) -> CachePolicy:
         track_interval=settled.track_interval if layers else 0,
     )
     try:
-        policy.check(limits, limits.overlap)
+        policy.check(capacity, capacity.overlap)
     except ValueError as error:
         raise ConfigError(f"--mamba-track-interval does not fit: {error}") from error
     return policy

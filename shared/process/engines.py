@@ -67,11 +67,11 @@ def make_controller(backend: Backend, settled: Settled, on_gpu: bool) -> Control
     controller = _controller_of_drafts(backend, settled, on_gpu)
     if not settled.told.engine.has_grammars:
         return controller
-    return GrammarController(backend.limits, controller, index_of(controller))
+    return GrammarController(backend.capacity, controller, index_of(controller))
 
 
 def _controller_of_drafts(backend: Backend, settled: Settled, on_gpu: bool) -> Controller:
-    shape, limits, options = draft_shape(settled, 1), backend.limits, settled.told
+    shape, capacity, options = draft_shape(settled, 1), backend.capacity, settled.told
     table: dict[int, list[float]] = {}
     if options.adaptive.speculative_adaptive:
         table = step_seconds(
@@ -81,24 +81,24 @@ def _controller_of_drafts(backend: Backend, settled: Settled, on_gpu: bool) -> C
             chunked_prefill_size=settled.chunk,
         )
         if not settled.draft.drafts_on_host:
-            trace = _trace(options, Shapes.of(limits, host_draft=False).tiers, table)
-            return AdaptiveController(limits, BestValue(), table, trace)
+            trace = _trace(options, Shapes.of(capacity, host_draft=False).tiers, table)
+            return AdaptiveController(capacity, BestValue(), table, trace)
     if not settled.draft.drafts_on_host:
-        return StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+        return StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     if on_gpu and is_host_bound(table) and not options.ngram.sam_budget:
-        return StaticController(limits, nodes=1, depth=0, width=0)
+        return StaticController(capacity, nodes=1, depth=0, width=0)
     index = NgramIndex(
         options.ngram,
         nodes=shape.nodes,
         depth=shape.depth,
-        vocab=limits.vocab,
-        chain=limits.accept_rule != "match",
+        vocab=capacity.vocab,
+        chain=capacity.accept_rule != "match",
     )
     index.warm_up()
     if options.adaptive.speculative_adaptive:
-        tiers = (*Shapes.of(limits, host_draft=True).tiers, "asleep")
-        return AdaptiveNgramController(limits, index, table, trace=_trace(options, tiers, table))
-    return NgramController(limits, index)
+        tiers = (*Shapes.of(capacity, host_draft=True).tiers, "asleep")
+        return AdaptiveNgramController(capacity, index, table, trace=_trace(options, tiers, table))
+    return NgramController(capacity, index)
 
 
 def is_host_bound(table: Mapping[int, Sequence[float]]) -> bool:

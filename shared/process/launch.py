@@ -68,7 +68,7 @@ def ready(start: Start, platform: Platform, console: Console) -> Backend:
     """The backend with everything that serving needs: nothing is compiled or captured later."""
     with loading_bar(console, start.num_bytes) as progress:
         backend = start.load(platform, progress)
-    programs = backend.limits.programs
+    programs = backend.capacity.programs
     with preparing_bar(console, len(programs)) as name:
         backend.prepare(programs, name)
     return backend
@@ -87,16 +87,16 @@ def _ended_by_signals() -> Iterator[None]:
 def facts_of(start: Start, server: ServerOptions, listeners: Listeners) -> ModelFacts:
     """What a request is checked against, and who may ask."""
     memory = start.memory
-    options, limits, model = memory.settled.told, memory.limits, memory.blueprint.config
+    options, capacity, model = memory.settled.told, memory.capacity, memory.blueprint.config
     folder, queued = Path(options.model.model_path).resolve(), server.max_queued_requests
     return ModelFacts(
         model_name=server.served_model_name or folder.name,
         model_folder=str(folder),
-        limits=RequestLimits.of(limits, memory.max_request_tokens),
+        limits=RequestLimits.of(capacity, memory.max_request_tokens),
         eos_ids=model.eos_ids,
         sampling_defaults=start.defaults,
-        max_open_requests=None if queued is None else limits.num_slots - 1 + queued,
-        max_draft_depth=limits.max_depth,
+        max_open_requests=None if queued is None else capacity.num_slots - 1 + queued,
+        max_draft_depth=capacity.max_depth,
         host_names=host_names(server, server.host, listeners.clients),
         admin_host_names=host_names(server, admin_host(server), listeners.admin),
         admin_api_key=server.admin_api_key,

@@ -1,4 +1,4 @@
-"""How a device's memory is divided before anything is allocated, and the limits that follow.
+"""How a device's memory is divided before anything is allocated, and the capacity that follows.
 
 `plan` fills in what the command line left open and lists every part with its bytes; the parts add
 up to what the start prints. Nothing is allocated later that is not in the list.
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from shared.boundary.backend import ITEM_BYTES, Blueprint, Limits
+from shared.boundary.backend import ITEM_BYTES, Blueprint, Capacity
 from shared.boundary.buffers import plan_layout, result_layout
 from shared.boundary.program import Work
 from shared.boundary.workspace import state_layer_bytes
@@ -19,7 +19,7 @@ from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
 from shared.options.options import ConfigError, Options
 from shared.process.device import Device
-from shared.process.programs import ProgramCosts, captured_works, limits_for, pages_for
+from shared.process.programs import ProgramCosts, capacity_for, captured_works, pages_for
 from shared.process.settled import Settled, settle
 
 STATES_OF_A_REQUEST = 4
@@ -60,9 +60,9 @@ class MemoryPlan:
     lines: tuple[MemoryLine, ...]
 
     @property
-    def limits(self) -> Limits:
+    def capacity(self) -> Capacity:
         """What the backend is asked to provide."""
-        return self.blueprint.limits
+        return self.blueprint.capacity
 
     @property
     def total_bytes(self) -> int:
@@ -72,10 +72,10 @@ class MemoryPlan:
     @property
     def max_request_tokens(self) -> int:
         """Most tokens of a request, prompt and output: the context, or what all pages hold."""
-        limits = self.limits
-        positions = (limits.num_pages - 1) * limits.page_size
-        in_flight = limits.overlap * (limits.max_depth + 1)
-        return min(limits.context_length, positions + 1 - in_flight - limits.scratch)
+        capacity = self.capacity
+        positions = (capacity.num_pages - 1) * capacity.page_size
+        in_flight = capacity.overlap * (capacity.max_depth + 1)
+        return min(capacity.context_length, positions + 1 - in_flight - capacity.scratch)
 
 
 CPU_TOTAL_TOKENS = 32768
@@ -120,8 +120,8 @@ class _Sizing:
         blueprint = Blueprint(
             config=self.model,
             drafts=self.drafts,
-            limits=replace(
-                limits_for(settled, pages, self.model, self.device, self.costs),
+            capacity=replace(
+                capacity_for(settled, pages, self.model, self.device, self.costs),
                 num_snapshots=1 + self._num_snapshots(),
             ),
             dtype=settled.dtype,
@@ -190,7 +190,7 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
     yield from _weight_lines(blueprint)
     yield from _page_lines(blueprint)
     yield from _slot_lines(blueprint)
-    yield _buffer_line(blueprint.limits)
+    yield _buffer_line(blueprint.capacity)
     if options.speculative.drafts_on_host and not blueprint.on_gpu:
         yield from _text_lines(options)
     yield from _workspace_lines(blueprint, costs)
@@ -212,8 +212,8 @@ def _weights_line(name: str, dtype: str, wanted: Sequence[Parameter]) -> MemoryL
 
 
 def _page_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
-    limits, model, drafter = blueprint.limits, blueprint.config, blueprint.drafts.sizes
-    pages = f"{limits.num_pages - 1} pages of {limits.page_size} tokens, and a sink"
+    capacity, model, drafter = blueprint.capacity, blueprint.config, blueprint.drafts.sizes
+    pages = f"{capacity.num_pages - 1} pages of {capacity.page_size} tokens, and a sink"
     yield MemoryLine("KV", pages, model.num_attention_layers * _kv_bytes(model, blueprint))
     if drafter is not None:
         layers = drafter.num_attention_layers
@@ -223,20 +223,20 @@ def _page_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
 
 def _kv_bytes(config: ModelConfig, blueprint: Blueprint) -> int:
     """Keys and values of one layer."""
-    positions = blueprint.limits.num_pages * blueprint.limits.page_size
+    positions = blueprint.capacity.num_pages * blueprint.capacity.page_size
     return positions * kept_bytes(config.attention.kept, blueprint.item_bytes)
 
 
 def _slot_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
-    limits, drafter, item = blueprint.limits, blueprint.drafts.sizes, blueprint.item_bytes
-    model, slots = blueprint.config, limits.num_slots
+    capacity, drafter, item = blueprint.capacity, blueprint.drafts.sizes, blueprint.item_bytes
+    model, slots = blueprint.config, capacity.num_slots
     yield from _state_lines("", model, model.num_gated_delta_layers, blueprint)
     if drafter is not None:
         yield from _state_lines("draft ", drafter.model, drafter.num_gated_delta_layers, blueprint)
-    yield MemoryLine("seen", f"{slots} slots x {limits.vocab} tokens", slots * limits.vocab * 4)
+    yield MemoryLine("seen", f"{slots} slots x {capacity.vocab} tokens", slots * capacity.vocab * 4)
     relay = slots * 12
     if drafter is not None and drafter.has_relay:
-        relay += slots * (limits.max_width * 8 + drafter.model.hidden * item)
+        relay += slots * (capacity.max_width * 8 + drafter.model.hidden * item)
     yield MemoryLine("relay", f"{slots} slots", relay)
 
 
@@ -245,18 +245,18 @@ def _state_lines(
 ) -> Iterator[MemoryLine]:
     if not num_layers:
         return
-    limits = blueprint.limits
+    capacity = blueprint.capacity
     request_bytes = num_layers * state_layer_bytes(model, blueprint.item_bytes)
-    for name, count in (("state", limits.num_slots), ("snapshots", limits.num_snapshots)):
+    for name, count in (("state", capacity.num_slots), ("snapshots", capacity.num_snapshots)):
         detail = f"{count - 1} x {request_bytes:,} bytes, and a sink"
         yield MemoryLine(f"{whose}{name}", detail, count * request_bytes)
 
 
-def _buffer_line(limits: Limits) -> MemoryLine:
+def _buffer_line(capacity: Capacity) -> MemoryLine:
     """Rings of plans and results; each has an entry more than steps may be in flight."""
-    count = limits.overlap + 2
-    plans = max(plan_layout(program, limits).size for program in limits.programs)
-    results = max(result_layout(program, limits).size for program in limits.programs)
+    count = capacity.overlap + 2
+    plans = max(plan_layout(program, capacity).size for program in capacity.programs)
+    results = max(result_layout(program, capacity).size for program in capacity.programs)
     detail = f"{count} plans, {count} results"
     return MemoryLine("plans and results", detail, 4 * count * (plans + results))
 
@@ -279,6 +279,6 @@ def _workspace_lines(blueprint: Blueprint, costs: ProgramCosts) -> Iterator[Memo
     """
     prompts = (Work.PREFILL, Work.COUNT)
     for name, is_prompt in (("prompt workspace", True), ("decode workspace", False)):
-        programs = [p for p in blueprint.limits.programs if (p.work in prompts) is is_prompt]
+        programs = [p for p in blueprint.capacity.programs if (p.work in prompts) is is_prompt]
         widest = max((costs.workspace(p, blueprint) for p in programs), default=0)
         yield MemoryLine(name, "the widest step, estimated", widest)

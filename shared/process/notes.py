@@ -65,10 +65,11 @@ def step_notes(told: Options, controller: Controller) -> Iterator[str]:
 
 def print_plan(console: Console, memory: MemoryPlan) -> None:
     """The parts of the memory plan and their sum, in bytes."""
-    limits = memory.limits
+    capacity = memory.capacity
     console.print(
-        f"{memory.settled.dtype} on {memory.device.name}: context {limits.context_length}, "
-        f"{limits.num_slots - 1} requests at once, at most {memory.max_request_tokens} tokens each"
+        f"{memory.settled.dtype} on {memory.device.name}: context {capacity.context_length}, "
+        f"{capacity.num_slots - 1} requests at once, "
+        f"at most {memory.max_request_tokens} tokens each"
     )
     table = Table(box=None, pad_edge=False)
     table.add_column("memory plan")

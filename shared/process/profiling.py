@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from shared.boundary.backend import Backend, HostDraft, Limits, StepResult
+from shared.boundary.backend import Backend, Capacity, HostDraft, StepResult
 from shared.boundary.program import Work
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.cache_policy import NO_CACHE
@@ -118,7 +118,7 @@ def step_seconds(
     Raises:
       ValueError: See `Shapes.of`.
     """
-    shapes = Shapes.of(backend.limits, host_draft=host_draft)
+    shapes = Shapes.of(backend.capacity, host_draft=host_draft)
     controller = _OneShape(shapes, host_draft)
     engine = Engine(
         backend,
@@ -149,13 +149,13 @@ def _round(
     return seconds if is_whole else {}
 
 
-def _requests(limits: Limits, shape: TreeShape, count: int) -> list[Request]:
+def _requests(capacity: Capacity, shape: TreeShape, count: int) -> list[Request]:
     """Short random prompts, with outputs of as many tokens as the steps may give."""
-    growth = limits.overlap * (limits.max_depth + 1)
-    held = (limits.num_pages - 1) * limits.page_size + 1 - growth - limits.scratch
-    room = min(limits.context_length, held)
+    growth = capacity.overlap * (capacity.max_depth + 1)
+    held = (capacity.num_pages - 1) * capacity.page_size + 1 - growth - capacity.scratch
+    room = min(capacity.context_length, held)
     prompt = min(PROMPT_TOKENS, room // 2)
-    steps = WARM_UP_STEPS + MOST_STEPS + limits.overlap + 1
+    steps = WARM_UP_STEPS + MOST_STEPS + capacity.overlap + 1
     sampling = SamplingParams(
         temperature=0.0, max_tokens=min(room - prompt, steps * shape.max_tokens)
     )
@@ -163,7 +163,7 @@ def _requests(limits: Limits, shape: TreeShape, count: int) -> list[Request]:
     return [
         Request(
             request_id=number,
-            prompt=tuple(rng.integers(0, limits.vocab, prompt).tolist()),
+            prompt=tuple(rng.integers(0, capacity.vocab, prompt).tolist()),
             sampling=sampling,
         )
         for number in range(count)
@@ -179,7 +179,7 @@ def _is_enough(seconds: Sequence[float]) -> bool:
 def _timed(engine: Engine, controller: _OneShape, shape: TreeShape, batch: int) -> list[float]:
     """The median of some steps after the first, of fewer where texts are short; none of none."""
     controller.begin(shape)
-    for request in _requests(engine.allocator.limits, shape, batch):
+    for request in _requests(engine.allocator.capacity, shape, batch):
         engine.add(request)
     while engine.busy and not _is_enough(controller.seconds[WARM_UP_STEPS:]):
         engine.step()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from shared.boundary.backend import Blueprint, Limits
+from shared.boundary.backend import Blueprint, Capacity
 from shared.boundary.program import CAPTURED, Extra, Program, Work
 from shared.models.config import ModelConfig
 from shared.options.adaptive import Candidate
@@ -33,9 +33,9 @@ class ProgramCosts:
     are_compiled: bool
 
 
-def limits_for(
+def capacity_for(
     settled: Settled, pages: int, model: ModelConfig, device: Device, costs: ProgramCosts
-) -> Limits:
+) -> Capacity:
     """What a backend provides: so many pages, other pools, and one program per bucket.
 
     A step takes the smallest program that holds it, so buckets spare work; see `BUCKETS`. Those
@@ -59,7 +59,7 @@ def limits_for(
         programs.append(_program(Work.COUNT, 1, table, settled.chunk, plain, Extra.NONE))
     if engine.shadow_check and not any(_decodes_plainly(program) for program in programs):
         programs.append(_program(Work.DECODE, 1, table, 0, plain, Extra.LOGPROBS))
-    return Limits(
+    return Capacity(
         page_size=settled.page_size,
         num_pages=1 + pages,
         num_slots=1 + settled.most_requests,

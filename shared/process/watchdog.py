@@ -77,7 +77,7 @@ class NamedSteps:
     """A backend that tells a watchdog which step is waited for."""
 
     def __init__(self, backend: Backend, watchdog: Watchdog) -> None:
-        self.limits = backend.limits
+        self.capacity = backend.capacity
         self._backend, self._watchdog, self._count = backend, watchdog, 0
 
     def workspace(self, program: Program) -> int:

@@ -16,18 +16,18 @@ from jaxtyping import Bool, Float, Int, Int32
 
 from shared.boundary.backend import (
     Blueprint,
+    Capacity,
     Count,
     Decode,
     Draft,
     Launch,
-    Limits,
     Mask,
     Prefill,
     StepPlan,
     StepResult,
 )
 from shared.boundary.buffers import SCORES, read_result, result_layout
-from shared.boundary.checks import check_limits, check_plan, to_prepare
+from shared.boundary.checks import check_capacity, check_plan, to_prepare
 from shared.boundary.program import Extra, Program
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
@@ -59,29 +59,29 @@ class ReferenceBackend:
         self,
         config: ModelConfig,
         weights: Weights,
-        limits: Limits,
+        capacity: Capacity,
         drafts: Drafts,
         draft_weights: Weights | None,
     ) -> None:
-        """Allocates the pools of `limits`.
+        """Allocates the pools of `capacity`.
 
         Args:
           drafts: What drafts.
           draft_weights: Of a head or a small model; None of the other kinds.
 
         Raises:
-          ValueError: See `shared.boundary.checks.check_limits`.
+          ValueError: See `shared.boundary.checks.check_capacity`.
         """
-        check_limits(limits, drafts, "mtp.fc" in weights)
-        self.limits = limits
+        check_capacity(capacity, drafts, "mtp.fc" in weights)
+        self.capacity = capacity
         self._blueprint = Blueprint(
-            config=config, drafts=drafts, limits=limits, dtype="float32", on_gpu=False
+            config=config, drafts=drafts, capacity=capacity, dtype="float32", on_gpu=False
         )
         self._config, self._weights, self._ready = config, weights, set[Program]()
         self._drafter = drafter_of(self._blueprint, weights, draft_weights)
         self._columns = (draft_weights or {}).get("draft_ids")
         self._worker = ThreadPoolExecutor(max_workers=1)
-        self.state = allocate(config, limits)
+        self.state = allocate(config, capacity)
 
     def workspace(self, program: Program) -> int:
         """Bytes that a step of the program needs beyond weights and pools."""
@@ -91,9 +91,9 @@ class ReferenceBackend:
         """Notes that programs may run; there is nothing to compile.
 
         Raises:
-          ValueError: `limits` does not list a program.
+          ValueError: `capacity` does not list a program.
         """
-        for program in to_prepare(programs, self.limits, self._ready):
+        for program in to_prepare(programs, self.capacity, self._ready):
             progress(program)
             self._ready.add(program)
 
@@ -116,16 +116,16 @@ class ReferenceBackend:
 
     def _run(self, plan: StepPlan) -> StepResult:
         began = time.perf_counter()
-        words = np.zeros(result_layout(plan.program, self.limits).size, np.int32)
+        words = np.zeros(result_layout(plan.program, self.capacity).size, np.int32)
         batch = Batch.of(plan)
         if len(batch.index):
             if isinstance(plan.work, Prefill | Count):
                 self._start(batch)
             for name, values in self._step(batch, plan).items():
-                at = result_layout(plan.program, self.limits).fields.get(name)
+                at = result_layout(plan.program, self.capacity).fields.get(name)
                 if at is not None:  # logprobs, where the program has none
                     at.view(words)[... if name in SCORES else batch.index] = values
-        return read_result(plan.program, self.limits, words, time.perf_counter() - began)
+        return read_result(plan.program, self.capacity, words, time.perf_counter() - began)
 
     def _step(self, batch: Batch, plan: StepPlan) -> dict[str, np.ndarray]:
         """Does the work; returns the result's fields by name."""
@@ -193,11 +193,11 @@ class ReferenceBackend:
         tokens = np.where(counts > 0, newest, 0)[:, None]
         saved = np.array([saved for _, saved in passes])
         reported = logprob_fields(
-            batch, logits, everyone[:, None], tokens, counts, self.limits.max_logprobs
+            batch, logits, everyone[:, None], tokens, counts, self.capacity.max_logprobs
         )
         if scores:
             each = [self._logits(read.hidden) for read, _ in passes]
-            reported |= score_fields(work, batch.index, each, newest, self.limits.max_scores)
+            reported |= score_fields(work, batch.index, each, newest, self.capacity.max_scores)
         fields_of = {"tokens": tokens, "counts": counts, "failed": failed, "saved": saved}
         return fields_of | tree_fields(roots(newest)) | reported
 
@@ -255,7 +255,7 @@ class ReferenceBackend:
             for b, chunk in enumerate(chunks)
         ]
         draft_from = self.state.draft_from[batch.slots]
-        self._drafter.prefill(batch, fed, draft_from, self._rank(batch, self.limits.max_width))
+        self._drafter.prefill(batch, fed, draft_from, self._rank(batch, self.capacity.max_width))
 
     # Decode
 
@@ -281,7 +281,7 @@ class ReferenceBackend:
         allowed = allowed_of(mask, batch.index, logits.shape[2])
         choices = self._choose(batch, trees, logits, allowed)
         choices, walked = trees.accepting(
-            choices, self.limits.accept_rates, batch.sampling.seed, lengths
+            choices, self.capacity.accept_rates, batch.sampling.seed, lengths
         )
         accepted = acceptance.follow(
             trees.tokens,
@@ -300,7 +300,7 @@ class ReferenceBackend:
         fed = Fed(0, path_tokens, tokens.reshape(-1), passed)
         self._extend(batch, work.shape, lengths, fed, counts)
         fields_of = {"tokens": tokens, "counts": counts, "failed": accepted.failed, "saved": saved}
-        K = self.limits.max_logprobs
+        K = self.capacity.max_logprobs
         reported = logprob_fields(batch, flat_logits, accepted.rows, tokens, counts, K)
         return fields_of | tree_fields(trees) | reported
 
@@ -321,7 +321,7 @@ class ReferenceBackend:
         assert self._drafter is not None  # a program that drafts has one
         rank = self._rank(batch, shape.width)
         bounds = (self.state.lengths[batch.slots], self.state.draft_from[batch.slots])
-        if self.limits.accept_rule == "match":
+        if self.capacity.accept_rule == "match":
             trees = self._drafter.draft(batch, newest, *bounds, shape, rank)
             return trees.shared(batch.sampling.calibration, shape.rows - batch.num_padding)
         rank = replace(rank, kept=[])
@@ -383,7 +383,7 @@ class ReferenceBackend:
     ) -> None:
         """Feeds the accepted path to the drafter, which a plain step does not."""
         if self._drafter is not None and not shape.is_plain:
-            rank = self._rank(batch, self.limits.max_width)
+            rank = self._rank(batch, self.capacity.max_width)
             draft_from = self.state.draft_from[batch.slots]
             self._drafter.extend(batch, fed, lengths, counts, draft_from, rank)
 
@@ -415,7 +415,7 @@ class ReferenceBackend:
             lengths=self.state.lengths[batch.slots],
             drafted=trees.drafted,
             allowed=mask,
-            rule=self.limits.accept_rule,
+            rule=self.capacity.accept_rule,
         )
         return choices
 

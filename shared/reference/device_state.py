@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.models.config import ModelConfig
 from shared.spec import model
 from shared.spec.mamba_state import DeltaState
@@ -38,15 +38,15 @@ class DeviceState:
     snapshots: DeltaState
 
 
-def allocate(config: ModelConfig, limits: Limits) -> DeviceState:
+def allocate(config: ModelConfig, capacity: Capacity) -> DeviceState:
     """Memory for all slots, pages and snapshots, zeroed."""
-    num_slots, pool = limits.num_slots, (limits.num_pages, limits.page_size)
+    num_slots, pool = capacity.num_slots, (capacity.num_pages, capacity.page_size)
     return DeviceState(
         lengths=np.zeros(num_slots, np.int32),
         newest=np.zeros(num_slots, np.int32),
-        seen=np.zeros((num_slots, limits.vocab), np.int32),
+        seen=np.zeros((num_slots, capacity.vocab), np.int32),
         draft_from=np.zeros(num_slots, np.int32),
         kv=model.new_kv(config, config.num_attention_layers, *pool),
         delta=model.new_state(config, num_slots),
-        snapshots=model.new_state(config, limits.num_snapshots),
+        snapshots=model.new_state(config, capacity.num_snapshots),
     )

@@ -5,7 +5,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int
 
-from shared.boundary.backend import Blueprint, Limits
+from shared.boundary.backend import Blueprint, Capacity
 from shared.drafts.config import DraftHead
 from shared.models.config import ModelConfig
 from shared.reference.rows import Batch, Fed, Ranking, Trees, put, take
@@ -72,16 +72,16 @@ class ReferenceDrafter(Protocol):
 class HeadDrafter:
     """NEXTN, EAGLE and EAGLE-3."""
 
-    def __init__(self, drafter: eagle.Drafter, limits: Limits) -> None:
-        slots, width = limits.num_slots, limits.max_width
+    def __init__(self, drafter: eagle.Drafter, capacity: Capacity) -> None:
+        slots, width = capacity.num_slots, capacity.max_width
         self._drafter, self._width = drafter, width
-        self._kv = model.new_kv(drafter.layer, 1, limits.num_pages, limits.page_size)
+        self._kv = model.new_kv(drafter.layer, 1, capacity.num_pages, capacity.page_size)
         self._relay_arrays = (  # of `eagle.Relay`, by slot
             np.zeros((slots, width), np.int32),
             np.zeros((slots, width), np.float32),
             np.zeros((slots, drafter.layer.hidden), np.float32),
         )
-        self._relay_logits = np.zeros((slots, limits.vocab), np.float32)
+        self._relay_logits = np.zeros((slots, capacity.vocab), np.float32)
 
     def start(self, batch: Batch) -> None:
         """See `ReferenceDrafter`."""
@@ -160,8 +160,8 @@ class HeadDrafter:
 class BlockDrafter:
     """DFLASH."""
 
-    def __init__(self, drafter: dflash.Drafter, limits: Limits) -> None:
-        pool = (limits.num_pages, limits.page_size)
+    def __init__(self, drafter: dflash.Drafter, capacity: Capacity) -> None:
+        pool = (capacity.num_pages, capacity.page_size)
         self._drafter = drafter
         self._kv = model.new_kv(drafter.layer, drafter.layer.num_layers, *pool)
 
@@ -210,13 +210,13 @@ class BlockDrafter:
 class StandaloneDrafter:
     """STANDALONE."""
 
-    def __init__(self, small: SmallModel, limits: Limits) -> None:
+    def __init__(self, small: SmallModel, capacity: Capacity) -> None:
         config: ModelConfig = small.config
-        pool = (limits.num_pages, limits.page_size)
-        self._small, self._width = small, limits.max_width
+        pool = (capacity.num_pages, capacity.page_size)
+        self._small, self._width = small, capacity.max_width
         self._kv = model.new_kv(config, config.num_attention_layers, *pool)
-        self._state = model.new_state(config, limits.num_slots)
-        self._snapshots = model.new_state(config, limits.num_snapshots)
+        self._state = model.new_state(config, capacity.num_slots)
+        self._snapshots = model.new_state(config, capacity.num_snapshots)
 
     def start(self, batch: Batch) -> None:
         """See `ReferenceDrafter`."""
@@ -304,15 +304,15 @@ def drafter_of(
     blueprint: Blueprint, weights: Weights, draft_weights: Weights | None
 ) -> ReferenceDrafter | None:
     """What drafts, bound to its weights and the target's; None where nothing does."""
-    drafts, limits, config = blueprint.drafts, blueprint.limits, blueprint.config
+    drafts, capacity, config = blueprint.drafts, blueprint.capacity, blueprint.config
     if drafts.model is not None:
         return StandaloneDrafter(
-            SmallModel(drafts.model, draft_weights or {}, config.vocab), limits
+            SmallModel(drafts.model, draft_weights or {}, config.vocab), capacity
         )
     if drafts.head is None:
         made = eagle.Drafter.nextn(config, weights) if drafts.with_mtp else None
-        return HeadDrafter(made, limits) if made else None
+        return HeadDrafter(made, capacity) if made else None
     head = DraftHead(drafts.head, draft_weights or {})
     if drafts.block is not None:
-        return BlockDrafter(dflash.Drafter(head, weights), limits)
-    return HeadDrafter(eagle.Drafter.of_head(head, weights), limits)
+        return BlockDrafter(dflash.Drafter(head, weights), capacity)
+    return HeadDrafter(eagle.Drafter.of_head(head, weights), capacity)

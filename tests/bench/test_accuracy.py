@@ -270,12 +270,12 @@ def test_a_timed_run_has_one_decode_program_for_each_shape(are_compiled):
     options = parse(["--speculative-algorithm", "NEXTN", "--max-running-requests", "8"])
     model = config_from_folder(RANDOM_MODEL)
     device = Device("cpu", "CPU", 1 << 32)
-    limits = one_bucket(plan(options, model, Drafts.of_mtp(model), device, costs).limits)
-    assert not any(program.has(Extra.LOGPROBS) for program in limits.programs)
-    decodes = [p for p in limits.programs if p.work is Work.DECODE]
+    capacity = one_bucket(plan(options, model, Drafts.of_mtp(model), device, costs).capacity)
+    assert not any(program.has(Extra.LOGPROBS) for program in capacity.programs)
+    decodes = [p for p in capacity.programs if p.work is Work.DECODE]
     assert [p.shape.nodes for p in decodes] == [4]
     assert {p.batch for p in decodes} == {8}
-    assert len([p for p in limits.programs if p.work is Work.PREFILL]) == 2
+    assert len([p for p in capacity.programs if p.work is Work.PREFILL]) == 2
 
 
 @pytest.mark.parametrize("kind", ["problems", "copying"])

@@ -10,7 +10,7 @@ import sys
 from tests.support.simulation.imposed import (
     VOCAB, rated_runs, rated_work, written_runs, written_work,
 )
-from tests.support.simulation.device import simulated_limits, with_host_drafts
+from tests.support.simulation.device import simulated_capacity, with_host_drafts
 from shared.engine.adaptive.choice import BestValue
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
@@ -28,12 +28,12 @@ def compiled():
     return found
 
 tiers, table = [Tier(1, 0, 0), Tier(4, 3, 1)], {1: [0.005, 0.006, 0.004], 4: [0.006, 0.008, 0.005]}
-limits = simulated_limits(tiers, [1, 4], overlap=1)
+capacity = simulated_capacity(tiers, [1, 4], overlap=1)
 """
 
 WORK = {
     "heads": """
-AdaptiveController(limits, BestValue(), {})
+AdaptiveController(capacity, BestValue(), {})
 before = compiled()
 costs = {batch: seconds[:2] for batch, seconds in table.items()}
 rated_runs(tiers, costs, rated_work([1, 4], 60, 5), 1)
@@ -41,7 +41,7 @@ rated_runs(tiers, costs, rated_work([1, 4], 60, 5), 1)
     "ngram": """
 index = NgramIndex(NgramConfig(), nodes=4, depth=3, vocab=VOCAB, chain=False)
 index.warm_up()
-AdaptiveNgramController(with_host_drafts(limits, VOCAB), index, {})
+AdaptiveNgramController(with_host_drafts(capacity, VOCAB), index, {})
 before = compiled()
 written_runs(tiers, table, written_work([1, 4], 60, 5), 1)
 """,

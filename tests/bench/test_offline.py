@@ -191,8 +191,8 @@ def test_a_rest_joins_no_block():
 
 
 def blueprint_of(drafts: Drafts, config: ModelConfig) -> Blueprint:
-    limits = SimpleNamespace()
-    return Blueprint(config=config, drafts=drafts, limits=limits, dtype="bfloat16", on_gpu=True)
+    capacity = SimpleNamespace()
+    return Blueprint(config=config, drafts=drafts, capacity=capacity, dtype="bfloat16", on_gpu=True)
 
 
 def test_the_limit_of_qwen3_8b_is_its_weights_and_its_kv():
@@ -313,7 +313,7 @@ import bench.steps.compare, bench.steps.offline, torch_impl.serve, jax_impl.serv
     ],
 )
 def test_a_lot_keeps_no_text_and_a_rejection_rule_the_greedy_one(rule, rates, greedy, sampled):
-    limits = SimpleNamespace(accept_rule=rule, accept_rates=rates)
-    served = SimpleNamespace(backend=SimpleNamespace(limits=limits))
+    capacity = SimpleNamespace(accept_rule=rule, accept_rates=rates)
+    served = SimpleNamespace(backend=SimpleNamespace(capacity=capacity))
     kept = [Served.keeps_text_at(served, temperature) for temperature in (0.0, 0.8)]
     assert kept == [greedy, sampled]

@@ -355,7 +355,7 @@ def test_a_result_outlives_the_steps_in_flight(host):
     """Results come back in buffers of their own for as many steps as may be in flight."""
     request = host.request(prompt(1, 20))
     host.prefill(request)
-    in_flight = host.limits.overlap + 1
+    in_flight = host.capacity.overlap + 1
     futures = [
         host.backend.submit(host.decode_plan(request, shape=CHAIN)) for _ in range(in_flight)
     ]

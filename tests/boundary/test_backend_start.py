@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Capacity
 from shared.boundary.buffers import empty_plan
 from shared.boundary.program import Program, Work
 from tests.support.backends import make_backend
-from tests.support.contract_host import contract_limits, contract_model
+from tests.support.contract_host import contract_capacity, contract_model
 
 
 def made(framework: str, **changes: object) -> Backend:
     """A backend of the contract's model on which nothing is prepared."""
     config, weights = contract_model()
-    limits = replace(contract_limits(config), **changes)
-    return make_backend(framework, config, weights, limits, "NEXTN").backend
+    capacity = replace(contract_capacity(config), **changes)
+    return make_backend(framework, config, weights, capacity, "NEXTN").backend
 
 
 @pytest.fixture
@@ -29,20 +29,20 @@ def fresh(framework: str) -> Iterator[Backend]:
 
 
 def test_readiness_a_program_that_was_not_prepared_is_refused(fresh):
-    for program in fresh.limits.programs:
+    for program in fresh.capacity.programs:
         with pytest.raises(ValueError, match=f"no program ready for a {program}; prepare it"):
-            fresh.submit(empty_plan(program, fresh.limits))
+            fresh.submit(empty_plan(program, fresh.capacity))
 
 
 def test_a_program_that_is_not_listed_cannot_be_prepared(fresh):
-    program = replace(fresh.limits.programs[0], batch=7)
+    program = replace(fresh.capacity.programs[0], batch=7)
     with pytest.raises(ValueError, match="there is no program prefill of 7 rows"):
         fresh.prepare([program], lambda program: None)
 
 
 def test_preparing_names_each_program_once_and_the_ready_ones_never(host):
     """On the backend that other tests share, so that nothing is compiled for it alone."""
-    plan = empty_plan(host.limits.programs[0], host.limits)
+    plan = empty_plan(host.capacity.programs[0], host.capacity)
     host.run(plan)
     named = []
     host.backend.prepare([plan.program, plan.program], named.append)
@@ -53,18 +53,18 @@ def test_preparing_names_each_program_once_and_the_ready_ones_never(host):
 def test_preparing_says_what_it_does_before_it_is_done(name):
     """JAX would compile for this alone."""
     backend, named = made(name), []
-    first, second = backend.limits.programs[:2]
+    first, second = backend.capacity.programs[:2]
     backend.prepare([first, second, first], named.append)
     assert named == [first, second]
     backend.close()
 
 
 def test_a_backend_says_what_a_step_works_on(fresh):
-    limits: Limits = fresh.limits
-    sizes = {p: fresh.workspace(p) for p in limits.programs}
+    capacity: Capacity = fresh.capacity
+    sizes = {p: fresh.workspace(p) for p in capacity.programs}
     assert all(size > 0 for size in sizes.values())
     plain, chain = (
-        next(p for p in limits.programs if (p.work, p.shape.nodes) == (Work.DECODE, nodes))
+        next(p for p in capacity.programs if (p.work, p.shape.nodes) == (Work.DECODE, nodes))
         for nodes in (1, 4)
     )
     assert sizes[chain] > sizes[plain]
@@ -76,7 +76,7 @@ def with_rows(rows: int) -> tuple[Program, ...]:
     config, _ = contract_model()
     return tuple(
         replace(p, shape=replace(p.shape, rows=rows)) if p.shape.nodes > 1 else p
-        for p in contract_limits(config).programs
+        for p in contract_capacity(config).programs
     )
 
 

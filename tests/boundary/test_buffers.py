@@ -8,9 +8,9 @@ from jaxtyping import Float32, Int32, Int64
 
 from shared.boundary.buffers import empty_plan, neutral, sampling_layout
 from shared.spec.sampling import Sampling
-from tests.support.contract_host import contract_limits, contract_model
+from tests.support.contract_host import contract_capacity, contract_model
 
-LIMITS = contract_limits(contract_model()[0])
+CAPACITY = contract_capacity(contract_model()[0])
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Unbounded(Sampling):
 
 
 def test_a_field_has_the_dtype_and_the_axes_of_its_annotation():
-    layout = sampling_layout(OneMore, LIMITS)
-    assert layout["most_words"] == ((LIMITS.max_bias,), np.int32)
+    layout = sampling_layout(OneMore, CAPACITY)
+    assert layout["most_words"] == ((CAPACITY.max_bias,), np.int32)
     assert layout["seed"] == ((), np.uint32)
-    assert layout["bias_values"] == ((LIMITS.max_bias,), np.float32)
+    assert layout["bias_values"] == ((CAPACITY.max_bias,), np.float32)
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,14 @@ def test_a_field_has_the_dtype_and_the_axes_of_its_annotation():
 )
 def test_a_field_that_no_buffer_holds_is_refused_by_name(kind, said):
     with pytest.raises(TypeError, match=said):
-        sampling_layout(kind, LIMITS)
+        sampling_layout(kind, CAPACITY)
 
 
 def test_a_row_of_padding_is_a_row_that_asks_for_nothing():
-    program = LIMITS.programs[0]
-    padding, asked = empty_plan(program, LIMITS).sampling, neutral(LIMITS, program.batch)
+    program = CAPACITY.programs[0]
+    padding, asked = empty_plan(program, CAPACITY).sampling, neutral(CAPACITY, program.batch)
     for field in fields(Sampling):
         of_plan, alone = getattr(padding, field.name), getattr(asked, field.name)
         assert of_plan.dtype == alone.dtype
         np.testing.assert_array_equal(of_plan, alone, err_msg=field.name)
-    assert set(asked.top_k) == {LIMITS.vocab}
+    assert set(asked.top_k) == {CAPACITY.vocab}

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Limits, StepPlan
+from shared.boundary.backend import Capacity, StepPlan
 from shared.boundary.buffers import mask_words
-from shared.boundary.checks import check_limits
+from shared.boundary.checks import check_capacity
 from shared.boundary.program import Extra, Work
 from shared.drafts.drafts import Drafts
 from tests.support.contract_host import (
     GREEDY,
     POISON,
     Host,
-    contract_limits,
+    contract_capacity,
     contract_model,
     either_sampling,
     emitted,
@@ -48,7 +48,7 @@ def put_mask(plan: StepPlan, row: int, node: int, allowed: Iterable[int]) -> Non
 
 
 def all_but(host: Host, *tokens: int) -> list[int]:
-    return [token for token in range(host.limits.vocab) if token not in tokens]
+    return [token for token in range(host.capacity.vocab) if token not in tokens]
 
 
 @either_sampling
@@ -77,7 +77,7 @@ def test_a_mask_that_allows_the_plain_choice_changes_nothing(host, how):
     while len(text) < 12:
         plan = host.tree_plan(request, [whole[len(text)]], [0], mask=True)
         for node in range(2):
-            drawn = rng.integers(POISON + 1, host.limits.vocab, 200).tolist()
+            drawn = rng.integers(POISON + 1, host.capacity.vocab, 200).tolist()
             put_mask(plan, 0, node, [*drawn, whole[len(text) + node]])
         text += emitted(host.run(plan), 0)
     assert text == whole[: len(text)]
@@ -120,26 +120,26 @@ def test_a_row_without_a_grammar_is_served_as_ever_beside_one_that_has_one(host,
 
 def test_a_plan_of_padding_allows_every_token(host):
     plan = host.tree_plan(host.request(prompt(44, 5)), [], [], mask=True)
-    assert plan.mask.bits.shape[1] == mask_words(host.limits.vocab)
+    assert plan.mask.bits.shape[1] == mask_words(host.capacity.vocab)
     assert (plan.mask.bits[plan.mask.index] == -1).all()
 
 
 @pytest.mark.parametrize("work", [Work.PREFILL, Work.DRAFT, Work.DECODE])
 def test_masks_for_trees_that_the_host_does_not_know_are_refused(work):
     config, _ = contract_model()
-    limits = contract_limits(config)
-    found = next(p for p in limits.programs if p.work is work and not p.has(Extra.HOST_DRAFT))
+    capacity = contract_capacity(config)
+    found = next(p for p in capacity.programs if p.work is work and not p.has(Extra.HOST_DRAFT))
     if work is Work.DECODE:
-        found = next(p for p in limits.programs if p.drafts_on_device)
+        found = next(p for p in capacity.programs if p.drafts_on_device)
     masked = found.having({Extra.MASK: True})
-    broken = Limits(**vars_of(limits) | {"programs": (masked,)})
+    broken = Capacity(**vars_of(capacity) | {"programs": (masked,)})
     with pytest.raises(ValueError, match="masks are for trees that the host knows"):
-        check_limits(broken, Drafts.of_mtp(config), True)
+        check_capacity(broken, Drafts.of_mtp(config), True)
 
 
-def vars_of(limits: Limits) -> dict:
-    names = Limits.__dataclass_fields__
-    return {name: getattr(limits, name) for name in names}
+def vars_of(capacity: Capacity) -> dict:
+    names = Capacity.__dataclass_fields__
+    return {name: getattr(capacity, name) for name in names}
 
 
 test_a_planted_fault_is_seen = prover("boundary/test_grammar_masks", globals())

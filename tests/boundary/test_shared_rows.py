@@ -26,7 +26,7 @@ from tests.support.contract_host import (
     SHARED,
     TREE,
     Host,
-    contract_limits,
+    contract_capacity,
     contract_model,
     emitted,
     prompt,
@@ -130,10 +130,10 @@ def test_isolation_a_failed_row_takes_no_verify_rows_from_its_neighbours(host):
 def test_trees_of_the_host_that_have_no_verify_rows_are_refused():
     """The host limits its trees itself; every row of the plan verifies its root."""
     config, _ = contract_model()
-    limits = contract_limits(config)
-    program = next(p for p in limits.programs if p.shape == TREE and p.work is Work.DECODE)
+    capacity = contract_capacity(config)
+    program = next(p for p in capacity.programs if p.shape == TREE and p.work is Work.DECODE)
     program = replace(program, shape=replace(TREE, rows=9))
-    plan = empty_plan(program, limits)
+    plan = empty_plan(program, capacity)
     assert isinstance(plan.work, Decode)
     assert plan.work.drafts is not None
     plan.work.drafts.num_nodes[:3] = (4, 1, 3)  # and a row of padding

@@ -15,7 +15,7 @@ from jax_impl import ops
 from jax_impl.backend import JaxBackend
 from jax_impl.ops import sampling, slots
 from jax_impl.weights import Loaded, from_arrays
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import drafts_of
@@ -40,8 +40,8 @@ def decode_of(shape: TreeShape, host_draft: bool) -> Program:
     ).having({Extra.HOST_DRAFT: host_draft})
 
 
-def limits_of(program: Program, vocab: int, rule: str) -> Limits:
-    return Limits(
+def capacity_of(program: Program, vocab: int, rule: str) -> Capacity:
+    return Capacity(
         page_size=4,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
@@ -60,11 +60,11 @@ def limits_of(program: Program, vocab: int, rule: str) -> Limits:
 def lowered(drafter: str, shape: TreeShape, host_draft: bool, rule: str, platform: str) -> str:
     """A decode step of a small hybrid, as StableHLO for a platform."""
     program, (config, weights) = decode_of(shape, host_draft), target_of(FAMILY, drafter)
-    limits = limits_of(program, config.vocab, rule)
+    capacity = capacity_of(program, config.vocab, rule)
     backend = JaxBackend(
         config,
         weights,
-        limits,
+        capacity,
         *drafts_of(drafter_of(FAMILY, drafter), config),
         dtype="float32",
         device="cpu",
@@ -104,11 +104,11 @@ def test_a_backend_of_shapes_lowers_what_one_of_arrays_lowers(monkeypatch) -> No
     monkeypatch.setattr("jax_impl.backend._leaf", lambda path, array, device: array)
     device, program = jax.devices("cpu")[0], decode_of(CHAIN, False)
     config, arrays = target_of(FAMILY, "NEXTN")
-    limits, (drafts, _) = limits_of(program, config.vocab, "match"), drafts_of("NEXTN", config)
+    capacity, (drafts, _) = capacity_of(program, config.vocab, "match"), drafts_of("NEXTN", config)
 
     def text(weights: Loaded) -> str:
         how = {"dtype": "float32", "device": device, "quick_compile": True}
-        backend = JaxBackend(config, weights, limits, drafts, None, **how)
+        backend = JaxBackend(config, weights, capacity, drafts, None, **how)
         return backend.traced(program).lower().as_text()
 
     loaded = partial(from_arrays, arrays, config, jnp.dtype("float32"), device)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Capacity
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -42,7 +42,7 @@ from tests.support.cells import (
     LOADS,
     OVERLAPS,
     SAMPLED,
-    limits_of,
+    capacity_of,
     requests_of,
     serve,
 )
@@ -111,16 +111,16 @@ def test_blocks_are_accepted_to_every_depth_and_the_overlap_changes_nothing(
 
 
 def engine_of(backend: Backend) -> Engine:
-    limits = backend.limits
-    controller = StaticController(limits, nodes=CHAIN.nodes, depth=CHAIN.depth, width=1)
+    capacity = backend.capacity
+    controller = StaticController(capacity, nodes=CHAIN.nodes, depth=CHAIN.depth, width=1)
     return Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
 
 
 class InTurns(StaticController):
     """Plain steps and drafted ones: a plain step leaves a hole in the context before it."""
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width)
+    def __init__(self, capacity: Capacity) -> None:
+        super().__init__(capacity, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width)
         self._steps = 0
 
     def shape_for(self, num_rows: int) -> TreeShape:
@@ -131,8 +131,8 @@ class InTurns(StaticController):
 class Tiers(StaticController):
     """The shapes one after the other."""
 
-    def __init__(self, limits: Limits, shapes: tuple[TreeShape, ...]) -> None:
-        super().__init__(limits, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width)
+    def __init__(self, capacity: Capacity, shapes: tuple[TreeShape, ...]) -> None:
+        super().__init__(capacity, nodes=CHAIN.nodes, depth=CHAIN.depth, width=CHAIN.width)
         self._turns = cycle(shapes)
 
     def shape_for(self, num_rows: int) -> TreeShape:
@@ -158,7 +158,7 @@ def test_short_chains_and_shared_verify_rows_give_the_plain_text(
         backend = backends.get(framework, each)
         engine = Engine(
             backend,
-            Tiers(backend.limits, shapes),
+            Tiers(backend.capacity, shapes),
             overlap=1,
             chunked_prefill_size=64,
             cache=NO_CACHE,
@@ -175,7 +175,7 @@ def test_a_short_chain_has_the_first_drafts_of_the_block_which_stays_in_its_scra
 ):
     """Past the reserved page the table names a neighbour's, whose only row of context would go."""
     backend = backends.get(framework, cell("qwen3_5", GREEDY, "mixed", 1, 16))
-    host, page = Host(backend, {}), backend.limits.page_size
+    host, page = Host(backend, {}), backend.capacity.page_size
     tokens = prompt(6, page - SHARED.scratch)  # whose first step ends where a page does
     request, twin = (host.request(tokens, positions=page) for _ in range(2))
     neighbour, spared = (host.request(prompt(5, 1), positions=page) for _ in range(2))
@@ -198,7 +198,7 @@ def test_holes_in_the_context_change_no_text_and_no_draft_of_one_backend_alone(f
     for framework in ("reference", "torch"):
         backend = backends.get(framework, each)
         engine = Engine(
-            backend, InTurns(backend.limits), overlap=1, chunked_prefill_size=64, cache=NO_CACHE
+            backend, InTurns(backend.capacity), overlap=1, chunked_prefill_size=64, cache=NO_CACHE
         )
         served[framework] = drive(engine, requests_of(each))
     cells.compare(each, served, oracle_of(family))
@@ -252,9 +252,9 @@ def test_drafting_goes_on_where_a_preempted_request_left_off(framework, backends
 @pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.matrix)])
 def test_sampled_chains_are_judged_by_the_rejection_rules_as_by_the_specification(framework, rule):
     each, served = cell("qwen3", SAMPLED, "mixed", 1, 16), []
-    limits = replace(limits_of("qwen3", 16, (CHAIN,)), accept_rule=rule)
+    capacity = replace(capacity_of("qwen3", 16, (CHAIN,)), accept_rule=rule)
     for name in ("reference", framework):
-        backend = make_backend(name, *model_of("qwen3"), limits, head_of("qwen3"))
+        backend = make_backend(name, *model_of("qwen3"), capacity, head_of("qwen3"))
         served.append(drive(engine_of(backend), requests_of(each)))
         backend.close()
     want, got = served
@@ -272,12 +272,12 @@ def test_the_golden_loop_gives_the_golden_text(framework):
     prompt, text = want["generate_prompt"].tolist(), want["generate_ids"].tolist()
     head, weights = golden_block_head(folder / "dflash", folder / "qwen3")
     shape = TreeShape.chain(7, BATCH)
-    limits = replace(limits_of("qwen3", 16, (shape,)), vocab=head.config.layer.vocab)
+    capacity = replace(capacity_of("qwen3", 16, (shape,)), vocab=head.config.layer.vocab)
     target = config_from_folder(folder / "qwen3")
-    backend = make_backend(framework, target, weights, limits, head)
+    backend = make_backend(framework, target, weights, capacity, head)
     engine = Engine(
         backend,
-        StaticController(limits, nodes=8, depth=7, width=1),
+        StaticController(capacity, nodes=8, depth=7, width=1),
         overlap=1,
         chunked_prefill_size=64,
         cache=NO_CACHE,

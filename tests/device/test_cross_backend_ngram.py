@@ -32,7 +32,7 @@ from tests.support.contract_host import (
     PLAIN,
     PREFILL_TOKENS,
     SAMPLED,
-    contract_limits,
+    contract_capacity,
     contract_model,
     either_sampling,
     emitted,
@@ -57,7 +57,7 @@ def requests_of(sampled: bool) -> list[Request]:
 
 
 def plain(backend: Backend, sampled: bool) -> dict[int, list[int]]:
-    controller = StaticController(backend.limits, nodes=1, depth=0, width=0)
+    controller = StaticController(backend.capacity, nodes=1, depth=0, width=0)
     engine = Engine(
         backend, controller, overlap=1, chunked_prefill_size=PREFILL_TOKENS, cache=NO_CACHE
     )
@@ -77,8 +77,8 @@ def drafted(
         speculative_ngram_external_sam_budget=2,
         speculative_ngram_min_bfs_breadth=2,
     )
-    vocab = backend.limits.vocab
-    (tree,) = {p.shape for p in backend.limits.programs if p.has(Extra.HOST_DRAFT)}
+    vocab = backend.capacity.vocab
+    (tree,) = {p.shape for p in backend.capacity.programs if p.has(Extra.HOST_DRAFT)}
     index = NgramIndex(config, nodes=tree.nodes, depth=tree.depth, vocab=vocab, chain=False)
     words = [token for text in texts.values() for token in [*text, SEPARATOR]]
     for at in (5, 2):
@@ -87,7 +87,7 @@ def drafted(
             for p, w in enumerate(words)
         ]
         index.add_corpus(str(at), Corpus.build(np.array(wrong, np.int32)))
-    controller = NgramController(backend.limits, index)
+    controller = NgramController(backend.capacity, index)
     engine = Engine(
         backend, controller, overlap=overlap, chunked_prefill_size=PREFILL_TOKENS, cache=NO_CACHE
     )
@@ -98,7 +98,7 @@ def drafted(
 def expected(sampled: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Plain texts, and the drafts accepted in each step, both of the numpy backend."""
     config, weights = contract_model()
-    backend = make_backend("reference", config, weights, contract_limits(config), "NEXTN")
+    backend = make_backend("reference", config, weights, contract_capacity(config), "NEXTN")
     texts = plain(backend, sampled)
     found = drafted(backend, sampled, 0, texts)
     backend.close()
@@ -125,12 +125,12 @@ def test_plain_texts_are_those_of_the_numpy_backend(backend, sampled):
 def test_trees_of_the_shape_of_a_start_give_the_same_text_and_more_of_it_a_step(framework, sampled):
     texts, accepted = expected(sampled)
     config, weights = contract_model()
-    limits = contract_limits(config)
+    capacity = contract_capacity(config)
     shape = TreeShape.chain(7, BATCH)
-    wide = [replace(p, shape=shape) for p in limits.programs if p.has(Extra.HOST_DRAFT)]
-    plain_ones = [p for p in limits.programs if p.shape.is_plain and p.work is not Work.COUNT]
-    limits = replace(limits, programs=(*plain_ones, *wide))
-    backend = make_backend(framework, config, weights, limits, "NEXTN")
+    wide = [replace(p, shape=shape) for p in capacity.programs if p.has(Extra.HOST_DRAFT)]
+    plain_ones = [p for p in capacity.programs if p.shape.is_plain and p.work is not Work.COUNT]
+    capacity = replace(capacity, programs=(*plain_ones, *wide))
+    backend = make_backend(framework, config, weights, capacity, "NEXTN")
     found = drafted(backend, sampled, 1, texts)
     backend.close()
     assert {n: outcome.tokens for n, outcome in found.items()} == texts

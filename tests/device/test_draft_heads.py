@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftHead
 from shared.engine.cache_policy import NO_CACHE
@@ -51,7 +51,7 @@ def drafter_of(family: str, kind: str):
     return kind if kind == "NEXTN" else tiny_head(*model_of(family), kind, seed=5)
 
 
-def limits_of(vocab: int) -> Limits:
+def capacity_of(vocab: int) -> Capacity:
     def program(work: Work, shape: TreeShape, tokens: int) -> Program:
         return Program(
             work=work,
@@ -63,7 +63,7 @@ def limits_of(vocab: int) -> Limits:
         )
 
     shapes = [TreeShape(N, S, k, BATCH * N) for N, S, k in SHAPES]
-    return Limits(
+    return Capacity(
         page_size=PAGE_SIZE,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
@@ -101,8 +101,8 @@ class Backends:
         if key not in self._made:
             config, weights = model_of(family)
             drafter = drafter_of(family, kind)
-            limits = limits_of(config.vocab)
-            self._made[key] = make_backend(framework, config, weights, limits, drafter)
+            capacity = capacity_of(config.vocab)
+            self._made[key] = make_backend(framework, config, weights, capacity, drafter)
         return self._made[key]
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ def requests() -> list[Request]:
 
 def serve(backend: Backend, shape: tuple[int, int, int]) -> dict[int, Outcome]:
     nodes, depth, width = shape
-    controller = StaticController(backend.limits, nodes=nodes, depth=depth, width=width)
+    controller = StaticController(backend.capacity, nodes=nodes, depth=depth, width=width)
     return drive(
         Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE), requests()
     )
@@ -183,7 +183,7 @@ def test_a_head_reads_the_hidden_states_of_the_accepted_nodes(family, kind, fram
     head = DraftHead(head.config, {**head.weights, "fc": fc})
     trees = []
     for name in ("reference", framework):
-        recorder = Recorder(make_backend(name, config, weights, limits_of(config.vocab), head))
+        recorder = Recorder(make_backend(name, config, weights, capacity_of(config.vocab), head))
         served = serve(recorder, SHAPES[2])
         assert any(sum(outcome.accepted) for outcome in served.values())
         trees.append(recorder.trees())

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import Extra, Program, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -29,7 +29,7 @@ SHAPES = {
 HOWS = ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"frequency_penalty": 0.5})
 
 
-def limits_of(vocab: int, shape: TreeShape) -> Limits:
+def capacity_of(vocab: int, shape: TreeShape) -> Capacity:
     def program(work: Work, batch: int, tokens: int, shape: TreeShape) -> Program:
         return Program(
             work=work,
@@ -41,7 +41,7 @@ def limits_of(vocab: int, shape: TreeShape) -> Limits:
         )
 
     shapes = [(batch, replace(shape, rows=batch * shape.nodes)) for batch in BUCKETS]
-    bare = Limits(
+    bare = Capacity(
         page_size=PAGE_SIZE,
         num_pages=1,
         num_slots=1 + max(BUCKETS),
@@ -66,7 +66,7 @@ class Noting:
     """A backend that keeps the batch of each decode step."""
 
     def __init__(self, backend: Backend) -> None:
-        self.limits, self.launch, self.close = backend.limits, backend.launch, backend.close
+        self.capacity, self.launch, self.close = backend.capacity, backend.launch, backend.close
         self._backend, self.batches = backend, list[int]()
 
     def submit(self, plan: StepPlan) -> StepFuture:
@@ -80,10 +80,10 @@ class Noting:
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_batch_of_32_keeps_its_texts_through_every_bucket(framework, shape):
     config, weights = tiny_model("qwen3_5", 3)
-    made = make_backend(framework, config, weights, limits_of(config.vocab, shape), "NEXTN")
+    made = make_backend(framework, config, weights, capacity_of(config.vocab, shape), "NEXTN")
     backend = Noting(made)
     controller = StaticController(
-        backend.limits, nodes=shape.nodes, depth=shape.depth, width=shape.width
+        backend.capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width
     )
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=CHUNK, cache=NO_CACHE)
     requests = [

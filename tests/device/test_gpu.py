@@ -22,8 +22,8 @@ from tests.support.cells import (
     SAMPLED,
     SHAPES,
     Cell,
+    capacity_of,
     compare,
-    limits_of,
     model_of,
     oracle_of,
     serve,
@@ -77,9 +77,9 @@ def backend_of(backends: dict, framework: str, cell: Cell, ops: str = "kernels")
     if key not in backends:
         trees = () if cell.drafter == "none" else TREES[1:2]
         shapes = (*SHAPES.get((cell.family, cell.drafter), ()), *trees)
-        limits = limits_of(cell.family, cell.page_size, shapes)
+        capacity = capacity_of(cell.family, cell.page_size, shapes)
         drafter = "none" if cell.drafter == "none" else head_of(cell.family, cell.drafter)
-        backends[key] = make_gpu_backend(framework, *model_of(cell.family), limits, drafter)
+        backends[key] = make_gpu_backend(framework, *model_of(cell.family), capacity, drafter)
     return backends[key]
 
 
@@ -100,9 +100,9 @@ def test_eager_torch_captured_torch_and_jax_give_the_text_of_the_specification(c
 @pytest.mark.parametrize("family", DENSE)
 def test_a_dense_family_gives_the_text_of_the_specification(family):
     cell = tree_cell(family, "STANDALONE", TREES[2], GREEDY, "mixed", 1, 16)
-    limits, served = limits_of(family, cell.page_size, (cell.shape,)), {}
+    capacity, served = capacity_of(family, cell.page_size, (cell.shape,)), {}
     for name in GPU_FRAMEWORKS:
-        made = make_gpu_backend(name, *model_of(family), limits, head_of(family, cell.drafter))
+        made = make_gpu_backend(name, *model_of(family), capacity, head_of(family, cell.drafter))
         served[name] = serve(made, cell)
         made.close()
     compare(cell, served, oracle_of(family))
@@ -123,10 +123,10 @@ def test_kernels_and_plain_ops_give_the_text_of_the_specification(cell, backends
 
 @pytest.mark.parametrize("cell", BLOCK_CELLS, ids=str)
 def test_blocks_give_the_text_of_the_specification_and_are_accepted_alike(cell):
-    limits = limits_of(cell.family, cell.page_size, (blocks.CHAIN,))
+    capacity = capacity_of(cell.family, cell.page_size, (blocks.CHAIN,))
     served = {}
     for name in GPU_FRAMEWORKS:
-        made = (*blocks.model_of(cell.family), limits, blocks.head_of(cell.family))
+        made = (*blocks.model_of(cell.family), capacity, blocks.head_of(cell.family))
         backend = make_gpu_backend(name, *made)
         served[name] = serve(backend, cell)
         backend.close()
@@ -142,9 +142,9 @@ def test_batches_in_fewer_verify_rows_than_nodes_are_accepted_alike(cell):
     else:
         shape, model = replace(cell.shape, rows=2 * BATCH + 1), model_of
         head = head_of(cell.family, cell.drafter)
-    limits, served = limits_of(cell.family, cell.page_size, (shape,)), {}
+    capacity, served = capacity_of(cell.family, cell.page_size, (shape,)), {}
     for name in GPU_FRAMEWORKS:
-        backend = make_gpu_backend(name, *model(cell.family), limits, head)
+        backend = make_gpu_backend(name, *model(cell.family), capacity, head)
         served[name] = serve(backend, cell)
         backend.close()
     compare(cell, served, (blocks.oracle_of if is_block else oracle_of)(cell.family))
@@ -171,11 +171,11 @@ def test_every_step_was_a_replay_of_one_graph_a_program(backends):
     served = serve(backend, cell)
     steps = max(len(outcome.accepted) for outcome in served.values())
     assert backend.replays - before > steps  # a prompt is one too
-    assert backend.captures <= len(backend.limits.programs)
+    assert backend.captures <= len(backend.capacity.programs)
 
 
 def test_jax_compiles_each_program_once(backends):
     cell = CELLS[-1]
     backend = backend_of(backends, "jax", cell)
     serve(backend, cell)
-    assert backend.compiles <= len(backend.limits.programs)
+    assert backend.compiles <= len(backend.capacity.programs)

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.request import Request, SamplingParams
@@ -44,20 +44,20 @@ def test_a_text_with_a_grammar_is_the_plain_one(framework, case, backends):
     plain = backends.plain(framework, family, drafter)
     backend = backends.get(framework, case)
     engine = grammar.engine_of(backend, case, NO_CACHE, overlap=2)
-    requests = grammar.requests_of(backend.limits.vocab)
+    requests = grammar.requests_of(backend.capacity.vocab)
     outcomes = drive(engine, requests)
-    grammar.check_texts(requests, outcomes, backend.limits.vocab)
+    grammar.check_texts(requests, outcomes, backend.capacity.vocab)
     for number, outcome in outcomes.items():
         assert outcome.tokens == plain[number].tokens, number
         assert outcome.finish_reason is plain[number].finish_reason
     assert sum(sum(outcomes[number].accepted) for number in (0, 2, 3, 5)) > 0
 
 
-def scoring(limits: Limits) -> Limits:
+def scoring(capacity: Capacity) -> Capacity:
     """With a prefill that scores its tokens too."""
-    prefill = next(program for program in limits.programs if program.work is Work.PREFILL)
-    programs = (*limits.programs, prefill.having({Extra.SCORES: True}))
-    return replace(limits, programs=programs, max_scores=NUM_SCORES)
+    prefill = next(program for program in capacity.programs if program.work is Work.PREFILL)
+    programs = (*capacity.programs, prefill.having({Extra.SCORES: True}))
+    return replace(capacity, programs=programs, max_scores=NUM_SCORES)
 
 
 def scores_of(backend: Backend, case: grammar.Case) -> dict[int, Scores | None]:
@@ -81,8 +81,8 @@ def scores_of(backend: Backend, case: grammar.Case) -> dict[int, Scores | None]:
 def test_the_tokens_of_prompts_are_scored_as_on_a_cpu(framework):
     case = next(each for each in CASES if each[1] == "NEXTN")
     family, drafter, shape = case
-    limits = scoring(grammar.limits_of(family, drafter, shape))
-    made_from = (*model_of(family, drafter), limits, drafter_of(family, drafter))
+    capacity = scoring(grammar.capacity_of(family, drafter, shape))
+    made_from = (*model_of(family, drafter), capacity, drafter_of(family, drafter))
     found = []
     for make, name in ((make_backend, "reference"), (make_gpu_backend, framework)):
         backend = make(name, *made_from)

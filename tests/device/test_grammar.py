@@ -45,9 +45,9 @@ def backends() -> Iterator[Backends]:
 def test_texts_come_to_the_end_of_their_grammars(backends):
     case = next(case for case in CASES if case[1] == "NEXTN")
     backend = backends.get("torch", case)
-    requests = [requests_of(backend.limits.vocab)[number] for number in (0, 2)]
+    requests = [requests_of(backend.capacity.vocab)[number] for number in (0, 2)]
     outcomes = drive(engine_of(backend, case, NO_CACHE, overlap=2), requests)
-    check_texts(requests, outcomes, backend.limits.vocab)
+    check_texts(requests, outcomes, backend.capacity.vocab)
     assert FinishReason.STOP in {outcome.finish_reason for outcome in outcomes.values()}
     assert sum(sum(outcome.accepted) for outcome in outcomes.values()) > 0
 
@@ -69,7 +69,7 @@ def test_a_text_with_a_grammar_is_the_plain_one_with_every_drafter(framework, ca
     """Also with steps in flight, on hits of the prefix cache, and where requests are preempted."""
     family, drafter, _ = case
     backend = backends.get(framework, case)
-    vocab = backend.limits.vocab
+    vocab = backend.capacity.vocab
     plain = backends.plain("torch", family, drafter)
     check_texts(requests_of(vocab), plain, vocab)
     ends = {number: outcome.finish_reason for number, outcome in plain.items()}

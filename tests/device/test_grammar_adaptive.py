@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.engine.adaptive.choice import Situation
 from shared.engine.adaptive.controller import AdaptiveController
@@ -82,7 +82,7 @@ class Watch:
         assert sum(steps.values()) == len(self.planned)
 
 
-def limits_of(family: str, drafter: str, shapes: list[TreeShape], masked: TreeShape) -> Limits:
+def capacity_of(family: str, drafter: str, shapes: list[TreeShape], masked: TreeShape) -> Capacity:
     """Programs of all shapes, and those that one of them needs for masks."""
 
     def program(work: Work, shape: TreeShape, *, mask: bool = False) -> Program:
@@ -102,7 +102,7 @@ def limits_of(family: str, drafter: str, shapes: list[TreeShape], masked: TreeSh
         programs.append(program(Work.DECODE, PLAIN, mask=True))
     elif masked.nodes > 1:
         programs.append(program(Work.DRAFT, masked))
-    return Limits(
+    return Capacity(
         page_size=PAGE_SIZE,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
@@ -145,13 +145,13 @@ def backend_of(
     framework: str, family: str, drafter: str, shapes: list[TreeShape], masked: TreeShape
 ) -> Backend:
     own: Drafter = "none" if masked.nodes == 1 else drafter_of(family, drafter)
-    limits = limits_of(family, drafter if masked.nodes > 1 else "none", shapes, masked)
-    return make_backend(framework, *model_of(family, drafter), limits, own)
+    capacity = capacity_of(family, drafter if masked.nodes > 1 else "none", shapes, masked)
+    return make_backend(framework, *model_of(family, drafter), capacity, own)
 
 
 def served(backend: Backend, controller: GrammarController) -> tuple[Engine, dict[int, Outcome]]:
     engine = Engine(backend, controller, overlap=2, chunked_prefill_size=CHUNK, cache=NO_CACHE)
-    return engine, drive(engine, requests_of(backend.limits.vocab))
+    return engine, drive(engine, requests_of(backend.capacity.vocab))
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +166,8 @@ def plain_texts(
     key = (family, drafter == "DFLASH")
     if key not in found:
         backend = backend_of("torch", family, drafter, [PLAIN], PLAIN)
-        inner = StaticController(backend.limits, nodes=1, depth=0, width=0)
-        controller = GrammarController(backend.limits, inner, None)
+        inner = StaticController(backend.capacity, nodes=1, depth=0, width=0)
+        controller = GrammarController(backend.capacity, inner, None)
         found[key] = served(backend, controller)[1]
         backend.close()
     return found[key]
@@ -192,9 +192,9 @@ def test_a_text_with_a_grammar_is_the_plain_one_among_tiers(
     framework, family, drafter, shapes, masked, plain
 ):
     backend = backend_of(framework, family, drafter, shapes, masked)
-    inner = AdaptiveController(backend.limits, Turns(), {})
+    inner = AdaptiveController(backend.capacity, Turns(), {})
     watch = Watch(inner)
-    engine, outcomes = served(backend, GrammarController(backend.limits, inner, None))
+    engine, outcomes = served(backend, GrammarController(backend.capacity, inner, None))
     check(outcomes, plain_texts(plain, family, drafter))
     steps = tier_steps(engine)
     watch.check(steps)
@@ -214,12 +214,12 @@ TOLD = {"awake": slice(-1), "asleep": slice(1, None)}
 def test_ngram_drafts_for_a_grammar_awake_and_asleep(state, plain):
     """A tier whose requests share verify rows has all of them where there are masks."""
     backend = backend_of("torch", "qwen3_5", "NGRAM", [PLAIN, CHAINS[0], SHARED], CHAINS[1])
-    limits = backend.limits
-    sizes = {"nodes": CHAINS[1].nodes, "depth": CHAINS[1].depth, "vocab": limits.vocab}
+    capacity = backend.capacity
+    sizes = {"nodes": CHAINS[1].nodes, "depth": CHAINS[1].depth, "vocab": capacity.vocab}
     index = NgramIndex(NgramConfig(), **sizes, chain=False)
-    inner = AdaptiveNgramController(limits, index, {BATCH: SECONDS[state]})
+    inner = AdaptiveNgramController(capacity, index, {BATCH: SECONDS[state]})
     watch = Watch(inner)
-    engine, outcomes = served(backend, GrammarController(limits, inner, index))
+    engine, outcomes = served(backend, GrammarController(capacity, inner, index))
     check(outcomes, plain_texts(plain, "qwen3_5", "NGRAM"))
     steps = tier_steps(engine)
     watch.check(steps, TOLD[state])

@@ -19,7 +19,7 @@ from jax_impl.kept import KeptPrograms
 from shared.boundary.backend import StepResult
 from shared.boundary.program import Work
 from tests.support.backends import JAX_BACKENDS, drafts_of
-from tests.support.contract_host import Host, contract_limits, contract_model
+from tests.support.contract_host import Host, contract_capacity, contract_model
 
 X = jnp.arange(4.0)
 Keeping = Callable[..., KeptPrograms]
@@ -99,15 +99,15 @@ def test_programs_that_were_not_asked_for_the_longest_go_first(
 
 def test_a_backend_traces_nothing_that_an_earlier_start_has_kept(tmp_path):
     config, weights = contract_model()
-    limits = contract_limits(config)
-    chosen = next(p for p in limits.programs if p.work is Work.PREFILL)
-    limits = replace(limits, programs=(chosen,))
+    capacity = contract_capacity(config)
+    chosen = next(p for p in capacity.programs if p.work is Work.PREFILL)
+    capacity = replace(capacity, programs=(chosen,))
 
     def start() -> tuple[StepResult, int]:
         how = {"dtype": "float32", "device": "cpu", "quick_compile": True, "kept_in": tmp_path}
-        backend = JaxBackend(config, weights, limits, *drafts_of("NEXTN", config), **how)
+        backend = JaxBackend(config, weights, capacity, *drafts_of("NEXTN", config), **how)
         JAX_BACKENDS.append(backend)
-        backend.prepare(limits.programs, lambda program: None)
+        backend.prepare(capacity.programs, lambda program: None)
         host = Host(backend, {})
         return host.prefill(host.request([5, 6, 8])), backend.compiles
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -25,7 +25,7 @@ from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support import block_cells as blocks
 from tests.support.backends import Drafter, make_backend, make_gpu_backend
-from tests.support.cells import BATCH, PLAIN, limits_of, model_of
+from tests.support.cells import BATCH, PLAIN, capacity_of, model_of
 from tests.support.driving import drive
 from tests.support.tree_cells import TREES, head_of
 
@@ -56,28 +56,28 @@ def poisoned(config: ModelConfig, weights: Weights) -> tuple[ModelConfig, Weight
 
 def made(
     family: str, drafter: str, shape: TreeShape
-) -> tuple[ModelConfig, Weights, Limits, Drafter]:
+) -> tuple[ModelConfig, Weights, Capacity, Drafter]:
     if drafter == "DFLASH":
-        limits = limits_of(family, 16, (shape,))
-        return *poisoned(*blocks.model_of(family)), limits, blocks.head_of(family)
-    limits, model = limits_of(family, 16, (PLAIN, shape)), poisoned(*model_of(family))
+        capacity = capacity_of(family, 16, (shape,))
+        return *poisoned(*blocks.model_of(family)), capacity, blocks.head_of(family)
+    capacity, model = capacity_of(family, 16, (PLAIN, shape)), poisoned(*model_of(family))
     if drafter != "NGRAM":
-        return *model, limits, "none" if drafter == "none" else head_of(family, drafter)
+        return *model, capacity, "none" if drafter == "none" else head_of(family, drafter)
     programs = (
         program.having({Extra.HOST_DRAFT: program.work is Work.DECODE and program.shape == shape})
-        for program in limits.programs
+        for program in capacity.programs
     )
-    return *model, replace(limits, programs=tuple(programs)), "none"
+    return *model, replace(capacity, programs=tuple(programs)), "none"
 
 
 def engine_of(backend: Backend, drafter: str, shape: TreeShape) -> Engine:
-    limits = backend.limits
+    capacity = backend.capacity
     sizes = {"nodes": shape.nodes, "depth": shape.depth}
     if drafter == "NGRAM":
-        index = NgramIndex(NgramConfig(), **sizes, vocab=limits.vocab, chain=False)
-        controller = NgramController(limits, index)
+        index = NgramIndex(NgramConfig(), **sizes, vocab=capacity.vocab, chain=False)
+        controller = NgramController(capacity, index)
     else:
-        controller = StaticController(limits, **sizes, width=shape.width)
+        controller = StaticController(capacity, **sizes, width=shape.width)
     return Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
 
 

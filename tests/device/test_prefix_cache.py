@@ -26,9 +26,9 @@ from tests.support.drafter_cases import (
     OVERLAP,
     TURNS,
     Fewer,
+    capacity_of,
     controller_of,
     drafter_of,
-    limits_of,
     model_of,
 )
 from tests.support.driving import Outcome, checked_step
@@ -88,12 +88,12 @@ def engines(
     family, drafter, shape = case
     key = (framework, *case)
     if key not in backends:
-        made = (*model_of(family, drafter), limits_of(*case), drafter_of(family, drafter))
+        made = (*model_of(family, drafter), capacity_of(*case), drafter_of(family, drafter))
         backends[key] = make_backend(framework, *made)
     policy = policy_of(drafter, is_hybrid=family == "qwen3_5")
     for cache, num_pages in ((NO_CACHE, None), (policy, None), (policy, FEW_PAGES)):
         backend = backends[key] if num_pages is None else Fewer(backends[key], num_pages)
-        controller = controller_of(backend.limits, drafter, shape)
+        controller = controller_of(backend.capacity, drafter, shape)
         yield Engine(backend, controller, overlap=OVERLAP, chunked_prefill_size=CHUNK, cache=cache)
 
 

@@ -22,7 +22,7 @@ from tests.support.contract_host import (
     SAMPLED,
     SHARED,
     Host,
-    contract_limits,
+    contract_capacity,
     contract_model,
     emitted,
     prompt,
@@ -112,12 +112,12 @@ FEW = replace(contract_host.TREE, rows=9)
 def few_rows(request: pytest.FixtureRequest) -> Iterator[Host]:
     """A backend that drafts without a step, and takes trees of the host's in fewer rows."""
     config, weights = contract_model()
-    limits = contract_limits(config)
-    chain = next(p for p in limits.programs if p.shape == SHARED)
+    capacity = contract_capacity(config)
+    chain = next(p for p in capacity.programs if p.shape == SHARED)
     draft = replace(chain, work=Work.DRAFT, extras=Extra.NONE)
     trees = replace(chain, shape=FEW, extras=chain.extras | Extra.HOST_DRAFT)
-    limits = replace(limits, programs=(*limits.programs, draft, trees))
-    backend = make_backend(request.param, config, weights, limits, "NEXTN")
+    capacity = replace(capacity, programs=(*capacity.programs, draft, trees))
+    backend = make_backend(request.param, config, weights, capacity, "NEXTN")
     yield Host(backend, {})
     backend.close()
 

@@ -19,9 +19,9 @@ from tests.support.drafter_cases import (
     CASES,
     CHUNK,
     Fewer,
+    capacity_of,
     controller_of,
     drafter_of,
-    limits_of,
     model_of,
 )
 from tests.support.driving import Outcome, checked_step, drive
@@ -42,7 +42,7 @@ def kinds_of(backend: Backend) -> list[tuple[Request, list[int]]]:
     texts = [[*system, *(rng.randrange(2, 250) for _ in range(20))] for _ in range(CHATS)]
     for turn in range(TURNS):
         asked = [_request(number, text, number) for number, text in enumerate(texts)]
-        controller = StaticController(backend.limits, nodes=1, depth=0, width=0)
+        controller = StaticController(backend.capacity, nodes=1, depth=0, width=0)
         engine = Engine(backend, controller, overlap=1, chunked_prefill_size=CHUNK, cache=NO_CACHE)
         served = drive(engine, asked)
         kinds += [(each, served[each.request_id].tokens) for each in asked]
@@ -63,13 +63,13 @@ def _request(number: int, prompt: list[int], chat: int) -> Request:
 @pytest.mark.parametrize("drafter", SOAKED)
 def test_of_5000_requests_at_95_percent_of_the_pages_nothing_is_wrong_or_lost(framework, drafter):
     case = SOAKED[drafter]
-    made = (*model_of(*case[:2]), limits_of(*case), drafter_of(*case[:2]))
+    made = (*model_of(*case[:2]), capacity_of(*case), drafter_of(*case[:2]))
     backend = make_backend(framework, *made)
     kinds = kinds_of(backend)
     few = Fewer(backend, FEW_PAGES)
     engine = Engine(
         few,
-        controller_of(few.limits, case[1], case[2]),
+        controller_of(few.capacity, case[1], case[2]),
         overlap=OVERLAP,
         chunked_prefill_size=CHUNK,
         cache=policy_of(case[1], is_hybrid=True),
@@ -116,8 +116,8 @@ def test_of_5000_requests_at_95_percent_of_the_pages_nothing_is_wrong_or_lost(fr
     engine.cache.tree.evict(engine.cache.num_pages)
     engine.cache.check([])
     assert engine.allocator.num_free_pages == FEW_PAGES - 1
-    assert engine.allocator.num_free_slots == few.limits.num_slots - 1
-    assert engine.cache.tree.snapshots.num_free == few.limits.num_snapshots - 1
+    assert engine.allocator.num_free_slots == few.capacity.num_slots - 1
+    assert engine.cache.tree.snapshots.num_free == few.capacity.num_snapshots - 1
     print(
         f"{framework} {drafter}: {len(asked)} requests, {len(left)} aborted, "
         f"{engine.scheduler.num_preemptions} preemptions, "

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.drafts.checkpoint import check_head, head_parameters, kind_of, load_head, open_head
 from shared.drafts.config import DraftConfig
 from shared.drafts.drafts import Drafts
@@ -19,7 +19,7 @@ from shared.process.device import Device
 from shared.process.memory_plan import plan
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import FRAMEWORKS, make_backend
-from tests.support.cells import limits_of
+from tests.support.cells import capacity_of
 from tests.support.reference_serve import PLATFORM
 from tests.support.tiny_heads import cyclic, tiny_block_config, tiny_block_head
 from tests.support.tiny_models import tiny_model
@@ -156,14 +156,14 @@ CPU = Device("cpu", "CPU", 8 << 30)
 
 def test_the_block_decides_the_shape_and_all_layers_are_in_the_memory_plan():
     planned = plan(parse(DFLASH), TARGET, Drafts.of_head(HEAD.config), CPU, COSTS)
-    limits, sizes = planned.limits, {line.name: line.num_bytes for line in planned.lines}
-    drafted = {(s.nodes, s.depth, s.width) for s in limits.shapes if not s.is_plain}
+    capacity, sizes = planned.capacity, {line.name: line.num_bytes for line in planned.lines}
+    drafted = {(s.nodes, s.depth, s.width) for s in capacity.shapes if not s.is_plain}
     assert drafted == {(4, 3, 1)}
     layer = HEAD.config.layer
     row = 4 * 2 * layer.attention.num_kv_heads * layer.attention.head_size
-    assert sizes["draft KV"] == layer.num_layers * row * limits.num_pages * limits.page_size
+    assert sizes["draft KV"] == layer.num_layers * row * capacity.num_pages * capacity.page_size
     assert sizes["draft weights"] == 4 * sum(array.size for array in HEAD.weights.values())
-    assert sizes["relay"] == limits.num_slots * 3 * 4  # there is none: what all slots have
+    assert sizes["relay"] == capacity.num_slots * 3 * 4  # there is none: what all slots have
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_shape_that_is_the_blocks_may_be_given():
         plan(parse(f), TARGET, Drafts.of_head(HEAD.config), CPU, COSTS)
         for f in (DFLASH + same, DFLASH)
     )
-    assert with_flags.limits.shapes == without.limits.shapes
+    assert with_flags.capacity.shapes == without.capacity.shapes
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
@@ -202,6 +202,6 @@ def test_a_shape_that_is_the_blocks_may_be_given():
     ids=str,
 )
 def test_a_backend_drafts_chains_of_the_block_only(shape, told, framework):
-    limits: Limits = limits_of("qwen3", 16, (shape,))
+    capacity: Capacity = capacity_of("qwen3", 16, (shape,))
     with pytest.raises(ValueError, match=told):
-        make_backend(framework, TARGET, cyclic(TARGET, WEIGHTS), limits, HEAD)
+        make_backend(framework, TARGET, cyclic(TARGET, WEIGHTS), capacity, HEAD)

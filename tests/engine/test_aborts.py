@@ -11,7 +11,7 @@ from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
 from tests.support.cache_policies import policy_of
 from tests.support.driving import Outcome, checked_step, drive
-from tests.support.toy_backend import POISON, ToyBackend, toy_limits
+from tests.support.toy_backend import POISON, ToyBackend, toy_capacity
 from tests.support.toy_engine import CHUNK, toy_engine
 from tests.support.traffic import plain_text
 
@@ -20,8 +20,8 @@ STORM = 500
 
 
 def made(num_pages: int) -> Engine:
-    limits = toy_limits(num_pages=num_pages, num_slots=1 + SLOTS, overlap=OVERLAP)
-    return toy_engine(ToyBackend(limits), cache=policy_of("EAGLE3", is_hybrid=False))
+    capacity = toy_capacity(num_pages=num_pages, num_slots=1 + SLOTS, overlap=OVERLAP)
+    return toy_engine(ToyBackend(capacity), cache=policy_of("EAGLE3", is_hybrid=False))
 
 
 def request(number: int, length: int, max_tokens: int = 20) -> Request:

@@ -14,7 +14,12 @@ from shared.engine.adaptive.choice import BestValue, Policy, Static
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
-from tests.support.simulation.device import Seconds, SimulatedBackend, seconds_of, simulated_limits
+from tests.support.simulation.device import (
+    Seconds,
+    SimulatedBackend,
+    seconds_of,
+    simulated_capacity,
+)
 from tests.support.simulation.phases import Imposed, Phase, Served, imposed, serve
 from tests.support.simulation.work import BATCHES, MILLISECONDS, SECONDS, TIERS, always, mixed
 
@@ -48,11 +53,11 @@ class Run:
         overlap: int = 1,
         seconds: Seconds = SECONDS,
     ) -> None:
-        limits = simulated_limits(TIERS, BATCHES, overlap=overlap)
-        backend = SimulatedBackend(limits, seconds, law, noise=0.03)
+        capacity = simulated_capacity(TIERS, BATCHES, overlap=overlap)
+        backend = SimulatedBackend(capacity, seconds, law, noise=0.03)
         table = {batch: [seconds(batch, tier) for tier in TIERS] for batch in BATCHES}
         self.tiers: list[int] = []
-        controller = AdaptiveController(limits, self, table)
+        controller = AdaptiveController(capacity, self, table)
         self._policy = policy
         engine = Engine(
             backend, controller, overlap=overlap, chunked_prefill_size=2048, cache=NO_CACHE

@@ -9,7 +9,7 @@ from shared.engine.adaptive.acceptance import Acceptance
 from shared.engine.adaptive.costs import Costs
 from shared.engine.adaptive.tiers import Shapes, Tier
 from shared.spec.draft_tree import TreeShape
-from tests.support.toy_backend import toy_limits
+from tests.support.toy_backend import toy_capacity
 
 OFF, SHORT, LONG, TREE = Tier(1, 0, 0), Tier(4, 3, 1), Tier(8, 7, 1), Tier(16, 5, 4)
 TIERS = (OFF, SHORT, LONG, TREE)
@@ -234,13 +234,13 @@ def test_without_a_table_nothing_is_known():
 
 
 def test_shapes_are_the_tiers_that_every_batch_has():
-    limits = toy_limits(num_pages=40, num_slots=5, overlap=1, depths=(0, 1, 3))
-    shapes = Shapes.of(limits, host_draft=False)
+    capacity = toy_capacity(num_pages=40, num_slots=5, overlap=1, depths=(0, 1, 3))
+    shapes = Shapes.of(capacity, host_draft=False)
     assert [str(tier) for tier in shapes.tiers] == ["off", "S1", "S3"]
     assert (shapes.batches, shapes.bucket(1), shapes.bucket(3)) == ((2, 4), 2, 4)
     assert shapes.by_size[4, 2] == TreeShape.chain(3, 4)
     with pytest.raises(ValueError, match="nothing to choose from"):
-        Shapes.of(toy_limits(num_pages=40, num_slots=5, overlap=1, depths=(0,)), host_draft=False)
+        Shapes.of(toy_capacity(num_pages=40, num_slots=5, overlap=1, depths=(0,)), host_draft=False)
     for tier in (*TIERS, Tier(16, 5, 4, 0.5), Tier(8, 7, 1, 0.25)):
         assert Tier.parse(str(tier)) == tier
     with pytest.raises(ValueError, match="S3x is no tier"):

@@ -16,7 +16,7 @@ from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
 from tests.support.backends import make_backend
 from tests.support.driving import drive
-from tests.support.tree_subjects import DRAFTED, Served, request, tree_limits
+from tests.support.tree_subjects import DRAFTED, Served, request, tree_capacity
 
 PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3,) * 20, (8, 1, 8, 2, 8), (60, 61), (7, 7, 9))
 
@@ -48,7 +48,7 @@ def served() -> Iterator[Served]:
 
 def serve(backend: Backend, overlap: int) -> tuple[dict, list[int]]:
     policy = AnyTier(overlap)
-    controller = AdaptiveController(backend.limits, policy, {})
+    controller = AdaptiveController(backend.capacity, policy, {})
     engine = Engine(backend, controller, overlap=overlap, chunked_prefill_size=128, cache=NO_CACHE)
     return drive(engine, requests()), policy.taken
 
@@ -88,15 +88,15 @@ def test_a_switch_moves_no_buffer_of_torch(served):
 def test_what_a_backend_holds_does_not_grow_with_its_tiers(framework):
     """It is as large as for the largest tier alone, in JAX the tree that every step is given."""
     config, weights = DRAFTED["NEXTN"].model()
-    limits = tree_limits(config.vocab)
-    widest = max(limits.shapes, key=lambda shape: shape.width)
-    alone = tuple(p for p in limits.programs if p.shape.is_plain or p.shape == widest)
+    capacity = tree_capacity(config.vocab)
+    widest = max(capacity.shapes, key=lambda shape: shape.width)
+    alone = tuple(p for p in capacity.programs if p.shape.is_plain or p.shape == widest)
 
     def sizes(programs) -> list[tuple[int, ...]]:
-        own = replace(limits, programs=programs)
+        own = replace(capacity, programs=programs)
         backend = make_backend(framework, config, weights, own, "NEXTN")
         found = [tuple(each.shape) for each in leaves(backend.backend.state)]
         backend.close()
         return found
 
-    assert sizes(limits.programs) == sizes(alone)
+    assert sizes(capacity.programs) == sizes(alone)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shared.engine.allocator import Allocator
-from tests.support.toy_backend import toy_limits
+from tests.support.toy_backend import toy_capacity
 
 ACTIONS = st.lists(
     st.tuples(
@@ -19,7 +19,7 @@ ACTIONS = st.lists(
 
 
 def make(num_pages: int = 20) -> Allocator:
-    return Allocator(toy_limits(num_pages=num_pages, num_slots=5, overlap=1))
+    return Allocator(toy_capacity(num_pages=num_pages, num_slots=5, overlap=1))
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from shared.boundary.backend import Limits, StepResult
+from shared.boundary.backend import Capacity, StepResult
 from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Reserve, StaticController
@@ -19,7 +19,7 @@ from shared.engine.rows import Rows
 from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.driving import drive
-from tests.support.toy_backend import ToyBackend, toy_limits
+from tests.support.toy_backend import ToyBackend, toy_capacity
 
 
 def request(number: int, num_prompt: int = 5, **sampling) -> Request:
@@ -30,8 +30,8 @@ def request(number: int, num_prompt: int = 5, **sampling) -> Request:
 class Diary(StaticController):
     """Takes turns between a chain and nothing, and writes down what it is told."""
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits, nodes=4, depth=3, width=1)
+    def __init__(self, capacity: Capacity) -> None:
+        super().__init__(capacity, nodes=4, depth=3, width=1)
         self.learnt: list[tuple[Rows, StepResult]] = []
         self.num_submitted = 0
         self.texts: dict[int, list[int]] = {}
@@ -60,8 +60,8 @@ class Diary(StaticController):
 
 
 def diary_engine(overlap: int = 1, num_pages: int = 400) -> tuple[Diary, Engine]:
-    backend = ToyBackend(toy_limits(num_pages=num_pages, num_slots=5, overlap=2))
-    diary = Diary(backend.limits)
+    backend = ToyBackend(toy_capacity(num_pages=num_pages, num_slots=5, overlap=2))
+    diary = Diary(backend.capacity)
     return diary, Engine(backend, diary, overlap=overlap, chunked_prefill_size=64, cache=NO_CACHE)
 
 
@@ -107,15 +107,15 @@ def test_a_cut_reaches_the_controller_even_when_the_request_has_ended_by_itself(
     assert diary.ends == [0, 1]
 
 
-def host_limits() -> Limits:
+def host_capacity() -> Capacity:
     """The toy's programs, and those of a tree of the host's for batches of 2."""
-    limits = toy_limits(num_pages=400, num_slots=5, overlap=1)
+    capacity = toy_capacity(num_pages=400, num_slots=5, overlap=1)
     trees = tuple(
         replace(program, extras=program.extras | Extra.HOST_DRAFT, shape=TreeShape(4, 2, 2, 8))
-        for program in limits.programs
+        for program in capacity.programs
         if program.work is Work.DECODE and program.batch == 2
     )
-    return replace(limits, programs=(*limits.programs, *trees))
+    return replace(capacity, programs=(*capacity.programs, *trees))
 
 
 def index_of(nodes: int, depth: int) -> NgramIndex:
@@ -123,16 +123,16 @@ def index_of(nodes: int, depth: int) -> NgramIndex:
 
 
 def test_the_index_takes_no_more_rows_than_its_trees_have_programs_for():
-    assert NgramController(host_limits(), index_of(4, 2)).max_rows == 2
+    assert NgramController(host_capacity(), index_of(4, 2)).max_rows == 2
 
 
 def test_trees_that_no_program_takes_are_refused():
     with pytest.raises(ValueError, match="trees of the host's, 5 nodes and 4 deep"):
-        NgramController(host_limits(), index_of(5, 4))
+        NgramController(host_capacity(), index_of(5, 4))
 
 
 def test_an_index_waits_for_the_tokens_of_its_last_rows_and_for_no_others():
-    controller = NgramController(host_limits(), index_of(4, 2))
+    controller = NgramController(host_capacity(), index_of(4, 2))
     first, second = request(1), request(2)
 
     def reserve(requests: Sequence[Request], scratch: int) -> list[Request]:
@@ -165,7 +165,7 @@ def test_an_index_waits_for_the_tokens_of_its_last_rows_and_for_no_others():
 def test_a_row_without_room_gets_no_tree():
     """Its text would be learnt, and its next tree would find its own newest tokens."""
     index = index_of(4, 2)
-    controller, one = NgramController(host_limits(), index), request(1)
+    controller, one = NgramController(host_capacity(), index), request(1)
     controller.saw(one, [5, 6, 5])
     assert controller.rows_for([one], lambda requests, scratch: []) is None
     assert index.num_rows == 0

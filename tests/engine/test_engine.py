@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -15,7 +15,7 @@ from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.driving import Outcome, checked_step, drive
 from tests.support.mutations import prover
-from tests.support.toy_backend import POISON, VOCAB, ToyBackend, toy_limits
+from tests.support.toy_backend import POISON, VOCAB, ToyBackend, toy_capacity
 from tests.support.traffic import TrafficMachine, plain_text
 
 STOP = (5,)
@@ -24,8 +24,10 @@ STOP = (5,)
 def make(
     *, num_pages: int = 400, overlap: int = 1, depth: int = 3, device_overlap: int = 2
 ) -> Engine:
-    backend = ToyBackend(toy_limits(num_pages=num_pages, num_slots=5, overlap=device_overlap))
-    controller = StaticController(backend.limits, nodes=depth + 1, depth=depth, width=min(depth, 1))
+    backend = ToyBackend(toy_capacity(num_pages=num_pages, num_slots=5, overlap=device_overlap))
+    controller = StaticController(
+        backend.capacity, nodes=depth + 1, depth=depth, width=min(depth, 1)
+    )
     return Engine(backend, controller, overlap=overlap, chunked_prefill_size=100, cache=NO_CACHE)
 
 
@@ -76,8 +78,8 @@ def test_acceptance_does_not_depend_on_overlap_or_preemption():
 class AnyShape(StaticController):
     """A controller that takes another shape for every step."""
 
-    def __init__(self, limits: Limits, seed: int) -> None:
-        super().__init__(limits, nodes=4, depth=3, width=1)
+    def __init__(self, capacity: Capacity, seed: int) -> None:
+        super().__init__(capacity, nodes=4, depth=3, width=1)
         self._rng = random.Random(seed)
 
     def shape_for(self, num_rows: int) -> TreeShape:
@@ -86,10 +88,10 @@ class AnyShape(StaticController):
 
 @pytest.mark.parametrize("overlap", [0, 2])
 def test_text_does_not_depend_on_changing_shapes(overlap):
-    backend = ToyBackend(toy_limits(num_pages=45, num_slots=5, overlap=2))
+    backend = ToyBackend(toy_capacity(num_pages=45, num_slots=5, overlap=2))
     engine = Engine(
         backend,
-        AnyShape(backend.limits, overlap),
+        AnyShape(backend.capacity, overlap),
         overlap=overlap,
         chunked_prefill_size=64,
         cache=NO_CACHE,

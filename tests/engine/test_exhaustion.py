@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from shared.boundary.backend import Limits, StepPlan
+from shared.boundary.backend import Capacity, StepPlan
 from shared.boundary.program import Work
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
 from shared.engine.request import FinishReason, Request, SamplingParams
 from tests.support.driving import Outcome, checked_step, drive
-from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_limits
+from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_capacity
 from tests.support.traffic import plain_text
 
 CACHE = CachePolicy(is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=0)
@@ -29,8 +29,8 @@ def request(number: int, max_tokens: int) -> Request:
 class Toy(ToyBackend):
     """Keeps the programs of its decode steps, and how many rows each had."""
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits)
+    def __init__(self, capacity: Capacity) -> None:
+        super().__init__(capacity)
         self.decodes: list[tuple[int, int]] = []
 
     def submit(self, plan: StepPlan) -> ToyFuture:
@@ -40,7 +40,9 @@ class Toy(ToyBackend):
 
 
 def engine_of(backend: ToyBackend, overlap: int, depth: int, cache: CachePolicy) -> Engine:
-    controller = StaticController(backend.limits, nodes=depth + 1, depth=depth, width=min(depth, 1))
+    controller = StaticController(
+        backend.capacity, nodes=depth + 1, depth=depth, width=min(depth, 1)
+    )
     return Engine(backend, controller, overlap=overlap, chunked_prefill_size=128, cache=cache)
 
 
@@ -52,7 +54,7 @@ def test_pages_and_slots_run_out_with_a_step_in_flight(lacks, overlap, cache, de
     """Traps: a page handed on while a step in flight still wrote to it."""
     pages = 45 if lacks == "pages" else 400
     engine = engine_of(
-        ToyBackend(toy_limits(num_pages=pages, num_slots=5, overlap=2)), overlap, depth, cache
+        ToyBackend(toy_capacity(num_pages=pages, num_slots=5, overlap=2)), overlap, depth, cache
     )
     requests = [request(number, max_tokens=30 + number % 3) for number in range(24)]
     outcomes = {each.request_id: Outcome() for each in requests}
@@ -77,8 +79,8 @@ def test_pages_and_slots_run_out_with_a_step_in_flight(lacks, overlap, cache, de
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 @pytest.mark.parametrize("depth", [0, 3], ids=["plain", "drafts"])
 def test_a_batch_of_32_ends_one_by_one_through_every_bucket(overlap, depth):
-    limits = toy_limits(num_pages=1200, num_slots=33, overlap=2, batch_sizes=BUCKETS)
-    backend = Toy(limits)
+    capacity = toy_capacity(num_pages=1200, num_slots=33, overlap=2, batch_sizes=BUCKETS)
+    backend = Toy(capacity)
     engine = engine_of(backend, overlap, depth, NO_CACHE)
     requests = [request(number, max_tokens=12 + 5 * number) for number in range(32)]
     outcomes = drive(engine, requests)

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import Extra, Program, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -36,7 +36,7 @@ SAMPLED: dict = {"temperature": 1.0, "top_p": 0.95, "presence_penalty": 0.3}
 either_sampling = pytest.mark.parametrize("how", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 
 
-def ngram_limits(vocab: int, num_pages: int) -> Limits:
+def ngram_capacity(vocab: int, num_pages: int) -> Capacity:
     """One prefill, plain decoding, and trees of the host's."""
 
     def program(work: Work, shape: TreeShape, tokens: int, host_draft: bool) -> Program:
@@ -49,7 +49,7 @@ def ngram_limits(vocab: int, num_pages: int) -> Limits:
             extras=Extra.NONE,
         ).having({Extra.HOST_DRAFT: host_draft})
 
-    return Limits(
+    return Capacity(
         page_size=4,
         num_pages=num_pages,
         num_slots=1 + BATCH,
@@ -86,14 +86,16 @@ class Served:
     def backend(self, name: str = "llama", num_pages: int = 1 + 64 * BATCH) -> Backend:
         if (name, num_pages) not in self._made:
             config, weights = model_of(name)
-            limits = ngram_limits(config.vocab, num_pages)
-            self._made[name, num_pages] = make_backend("reference", config, weights, limits, "none")
+            capacity = ngram_capacity(config.vocab, num_pages)
+            self._made[name, num_pages] = make_backend(
+                "reference", config, weights, capacity, "none"
+            )
         return self._made[name, num_pages]
 
     def plain(self, requests: Sequence[Request], name: str = "llama") -> dict[int, Outcome]:
         """The requests decoded without drafts."""
         backend = self.backend(name)
-        controller = StaticController(backend.limits, nodes=1, depth=0, width=0)
+        controller = StaticController(backend.capacity, nodes=1, depth=0, width=0)
         engine = Engine(backend, controller, overlap=1, chunked_prefill_size=64, cache=NO_CACHE)
         return drive(engine, [again(request) for request in requests])
 
@@ -121,9 +123,9 @@ def again(request: Request) -> Request:
 
 def ngram_engine(backend: Backend, *, overlap: int = 1, **fields) -> Engine:
     config = NgramConfig(**{f"speculative_ngram_{name}": value for name, value in fields.items()})
-    limits = backend.limits
-    index = NgramIndex(config, nodes=NODES, depth=NODES - 1, vocab=limits.vocab, chain=False)
-    controller = NgramController(limits, index)
+    capacity = backend.capacity
+    index = NgramIndex(config, nodes=NODES, depth=NODES - 1, vocab=capacity.vocab, chain=False)
+    controller = NgramController(capacity, index)
     return Engine(backend, controller, overlap=overlap, chunked_prefill_size=64, cache=NO_CACHE)
 
 
@@ -273,7 +275,7 @@ class Watched:
     """A backend that says which decode steps were submitted before the one before was known."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self.limits, self.launch = backend, backend.limits, backend.launch
+        self._backend, self.capacity, self.launch = backend, backend.capacity, backend.launch
         self.flights: list[tuple[Work, Watched.Future]] = []
         self.early, self.beside = 0, 0
 

@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
@@ -22,7 +22,7 @@ from shared.options.ngram import NgramConfig
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.driving import drive
-from tests.support.tree_subjects import BATCH, DRAFTED, Served, request, tree_limits
+from tests.support.tree_subjects import BATCH, DRAFTED, Served, request, tree_capacity
 
 SIZES = (2, 8)
 PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3,) * 20, (8, 1, 8, 2, 8), (60, 61), (7, 7, 9))
@@ -100,24 +100,24 @@ def test_a_row_has_no_use_for_drafts_behind_its_end():
     assert (known.weights(found, np.array([2]))[0, 1:] > 0).all()
 
 
-def limits_of(vocab: int) -> Limits:
+def capacity_of(vocab: int) -> Capacity:
     """Trees of the host's of two sizes beside plain steps."""
-    limits = tree_limits(vocab)
-    kept = [p for p in limits.programs if p.work is not Work.DECODE or p.shape.is_plain]
+    capacity = tree_capacity(vocab)
+    kept = [p for p in capacity.programs if p.work is not Work.DECODE or p.shape.is_plain]
     plain = next(p for p in kept if p.work is Work.DECODE)
     shapes = [TreeShape(size, size - 1, 1, BATCH * size) for size in SIZES]
     more = [replace(plain, shape=shape, extras=plain.extras | Extra.HOST_DRAFT) for shape in shapes]
-    return replace(limits, programs=(*kept, *more))
+    return replace(capacity, programs=(*kept, *more))
 
 
 def engine_of(table: dict[int, list[float]], overlap: int):
     config, weights = DRAFTED["NEXTN"].model()
-    limits = limits_of(config.vocab)
-    backend = make_backend("reference", config, weights, limits, "none")
+    capacity = capacity_of(config.vocab)
+    backend = make_backend("reference", config, weights, capacity, "none")
     index = NgramIndex(
         NgramConfig(), nodes=SIZES[-1], depth=SIZES[-1] - 1, vocab=config.vocab, chain=False
     )
-    controller = AdaptiveNgramController(limits, index, table)
+    controller = AdaptiveNgramController(capacity, index, table)
     return Engine(
         backend, controller, overlap=overlap, chunked_prefill_size=128, cache=NO_CACHE
     ), controller

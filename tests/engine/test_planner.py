@@ -15,14 +15,14 @@ from shared.engine.rows import Chunk, Rows
 from shared.spec.draft_tree import TreeShape
 from tests.support.house import House
 from tests.support.mutations import prover
-from tests.support.toy_backend import VOCAB, toy_limits
+from tests.support.toy_backend import VOCAB, toy_capacity
 
 CHAIN = TreeShape.chain(3, 4)
 
 
 @pytest.fixture
 def house() -> House:
-    return House(toy_limits(num_pages=300, num_slots=6, overlap=1))
+    return House(toy_capacity(num_pages=300, num_slots=6, overlap=1))
 
 
 def test_a_decode_plan_says_everything_about_its_rows(house):
@@ -83,7 +83,7 @@ def test_what_is_known_of_the_rows_stands_in_their_step_and_in_no_later_one(hous
 @pytest.mark.parametrize("is_ahead", [False, True], ids=["when it is needed", "ahead"])
 def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house, is_ahead: bool):
     def is_as_anew(rows: Rows) -> bool:
-        anew = Planner(house.limits, house.allocator)
+        anew = Planner(house.capacity, house.allocator)
         for request in rows.requests:
             anew.bind(request)
         got, want = house.planner.plan(rows), anew.plan(rows)
@@ -106,9 +106,9 @@ def test_a_plan_that_begins_with_the_one_before_is_the_plan_made_anew(house, is_
 
 
 def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
-    limits = toy_limits(num_pages=300, num_slots=6, overlap=1)
-    plain = tuple(program.having({Extra.LOGPROBS: False}) for program in limits.programs)
-    house = House(replace(limits, programs=(*limits.programs, *plain)))
+    capacity = toy_capacity(num_pages=300, num_slots=6, overlap=1)
+    plain = tuple(program.having({Extra.LOGPROBS: False}) for program in capacity.programs)
+    house = House(replace(capacity, programs=(*capacity.programs, *plain)))
     asking, other = house.request(5, 20, logprobs=0), house.request(5, 20)
     for requests in ([other], [asking, other]):
         decode = house.planner.plan(Rows.decode(requests, TreeShape.chain(3, 4)))
@@ -122,9 +122,9 @@ def test_a_step_computes_logprobs_only_if_a_row_asks_for_them():
 
 def test_the_widest_program_may_be_the_only_one_with_logprobs():
     """A step that wants none takes it where no other is wide enough, and no row of it reports."""
-    limits = toy_limits(num_pages=300, num_slots=6, overlap=1)
-    programs = [p.having({Extra.LOGPROBS: p.batch == 4}) for p in limits.programs]
-    house = House(replace(limits, programs=tuple(programs)))
+    capacity = toy_capacity(num_pages=300, num_slots=6, overlap=1)
+    programs = [p.having({Extra.LOGPROBS: p.batch == 4}) for p in capacity.programs]
+    house = House(replace(capacity, programs=tuple(programs)))
     requests = [house.request(5, 20) for _ in range(4)]
     asking = house.request(5, 20, logprobs=0)
     for rows, batch in ((requests[:2], 2), (requests, 4), ([asking], 4)):
@@ -256,10 +256,10 @@ def test_no_plan_shares_memory_with_another(house):
 
 
 def test_a_decode_plan_of_32_rows_takes_less_than_a_millisecond():
-    limits = toy_limits(
+    capacity = toy_capacity(
         num_pages=3000, num_slots=33, overlap=1, context_length=400, batch_sizes=(32,)
     )
-    house = House(limits)
+    house = House(capacity)
     rows = Rows.decode([house.request(5, 300) for _ in range(32)], TreeShape.chain(3, 32))
     times_s = []
     for _ in range(50):

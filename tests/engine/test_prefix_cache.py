@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.engine.cache_policy import CachePolicy
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -21,7 +21,7 @@ from shared.engine.radix_cache import RadixCache
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.spec.draft_tree import TreeShape
 from tests.support.driving import Outcome, checked_step, drive
-from tests.support.toy_backend import POISON, ToyBackend, toy_limits
+from tests.support.toy_backend import POISON, ToyBackend, toy_capacity
 from tests.support.traffic import TrafficMachine, plain_text
 
 UNIT = 64
@@ -45,8 +45,8 @@ NUMBERS = count()
 class AnyShape(StaticController):
     """A controller that takes a chain or a plain step, each for a while."""
 
-    def __init__(self, limits: Limits, seed: int) -> None:
-        super().__init__(limits, nodes=4, depth=3, width=1)
+    def __init__(self, capacity: Capacity, seed: int) -> None:
+        super().__init__(capacity, nodes=4, depth=3, width=1)
         self._rng, self._left, self._depth = random.Random(seed), 0, 3
 
     def shape_for(self, num_rows: int) -> TreeShape:
@@ -58,14 +58,14 @@ class AnyShape(StaticController):
 
 def make(kind: str, *, num_pages: int = 400, overlap: int = 1, any_shape: bool = False) -> Engine:
     num_snapshots, policy = KINDS[kind]
-    limits = toy_limits(
+    capacity = toy_capacity(
         num_pages=num_pages, num_slots=5, overlap=2, num_snapshots=num_snapshots,
         context_length=1024 if num_pages > 200 else 256,
     )  # fmt: skip
-    chain = StaticController(limits, nodes=4, depth=3, width=1)
+    chain = StaticController(capacity, nodes=4, depth=3, width=1)
     return Engine(
-        ToyBackend(limits, policy.key_reach if policy.leaves_holes else None),
-        AnyShape(limits, overlap) if any_shape else chain,
+        ToyBackend(capacity, policy.key_reach if policy.leaves_holes else None),
+        AnyShape(capacity, overlap) if any_shape else chain,
         overlap=overlap,
         chunked_prefill_size=128,
         cache=policy,
@@ -438,8 +438,8 @@ def give_back_all(cache: PrefixCache) -> None:
     """Evicts everything: each page and each snapshot is free then."""
     cache.tree.evict(cache.num_pages)
     cache.check([])
-    assert cache.allocator.num_free_pages == cache.allocator.limits.num_pages - 1
-    assert cache.tree.snapshots.num_free == cache.allocator.limits.num_snapshots - 1
+    assert cache.allocator.num_free_pages == cache.allocator.capacity.num_pages - 1
+    assert cache.tree.snapshots.num_free == cache.allocator.capacity.num_snapshots - 1
     assert not cache.tree.roots
 
 

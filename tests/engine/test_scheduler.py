@@ -10,17 +10,17 @@ from shared.engine.prefix_cache import PrefixCache
 from shared.engine.request import Request, SamplingParams
 from shared.engine.scheduler import Scheduler
 from tests.support.mutations import prover
-from tests.support.toy_backend import toy_limits
+from tests.support.toy_backend import toy_capacity
 
 
 def make(num_pages: int = 400, overlap: int = 0, chunked_prefill_size: int = 128) -> Scheduler:
-    limits = toy_limits(num_pages=num_pages, num_slots=5, overlap=overlap)
-    allocator = Allocator(limits)
+    capacity = toy_capacity(num_pages=num_pages, num_slots=5, overlap=overlap)
+    allocator = Allocator(capacity)
     return Scheduler(
-        limits,
+        capacity,
         allocator,
-        PrefixCache(limits, allocator, NO_CACHE, overlap),
-        StaticController(limits, nodes=4, depth=3, width=1),
+        PrefixCache(capacity, allocator, NO_CACHE, overlap),
+        StaticController(capacity, nodes=4, depth=3, width=1),
         overlap=overlap,
         chunked_prefill_size=chunked_prefill_size,
     )

@@ -17,7 +17,7 @@ from shared.spec.gated_delta import CHUNK
 from shared.spec.logprobs import Scores
 from tests.support.cache_policies import policy_of
 from tests.support.driving import Outcome, checked_step, drive
-from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_limits
+from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_capacity
 from tests.support.traffic import plain_text
 
 K = 2
@@ -27,8 +27,8 @@ class Watched(ToyBackend):
     """Notes which of its prefills were scored."""
 
     def __init__(self, *, num_pages: int, draft_reach: int | None) -> None:
-        limits = toy_limits(num_pages=num_pages, num_slots=5, overlap=2, max_scores=K)
-        super().__init__(limits, draft_reach)
+        capacity = toy_capacity(num_pages=num_pages, num_slots=5, overlap=2, max_scores=K)
+        super().__init__(capacity, draft_reach)
         self.scored: list[bool] = []
 
     def submit(self, plan: StepPlan) -> ToyFuture:
@@ -46,7 +46,9 @@ def make(
     caches: bool = True,
 ) -> tuple[Engine, Watched]:
     backend = Watched(num_pages=num_pages, draft_reach=1 if depth else None)
-    controller = StaticController(backend.limits, nodes=depth + 1, depth=depth, width=min(depth, 1))
+    controller = StaticController(
+        backend.capacity, nodes=depth + 1, depth=depth, width=min(depth, 1)
+    )
     policy = policy_of("NEXTN" if depth else "none", is_hybrid=False)
     cache = policy if caches else NO_CACHE
     how = {"overlap": overlap, "chunked_prefill_size": chunk, "cache": cache}

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Decode, Limits, StepPlan
+from shared.boundary.backend import Capacity, Decode, StepPlan
 from shared.boundary.program import Extra, Work
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.controller import StaticController
@@ -18,7 +18,7 @@ from shared.engine.replay import Divergence
 from shared.engine.request import FinishReason, Request, SamplingParams
 from shared.engine.shadow import MOST_STARTS, MOST_WAITING, ShadowCheck, is_chosen
 from tests.support.driving import Outcome
-from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_limits
+from tests.support.toy_backend import POISON, ToyBackend, ToyFuture, toy_capacity
 from tests.support.traffic import plain_text
 
 CACHE = CachePolicy(is_on=True, key_reach=1, leaves_holes=True, reads_past=False, track_interval=0)
@@ -29,8 +29,8 @@ GAP = 0.75
 class Toy(ToyBackend):
     """Keeps the plans that it was given, and has logprobs with a margin."""
 
-    def __init__(self, limits: Limits, draft_reach: int | None = 1) -> None:
-        super().__init__(limits, draft_reach)
+    def __init__(self, capacity: Capacity, draft_reach: int | None = 1) -> None:
+        super().__init__(capacity, draft_reach)
         self.plans: list[StepPlan] = []
 
     def submit(self, plan: StepPlan) -> ToyFuture:
@@ -56,8 +56,8 @@ class AcceptsAWrongDraft(Toy):
         return (token + 1) % POISON if verifies and len(context) == self.LENGTH else token
 
 
-def limits_of(num_pages: int = 400, **changed) -> Limits:
-    return replace(toy_limits(num_pages=num_pages, num_slots=5, overlap=2), **changed)
+def capacity_of(num_pages: int = 400, **changed) -> Capacity:
+    return replace(toy_capacity(num_pages=num_pages, num_slots=5, overlap=2), **changed)
 
 
 class House:
@@ -71,8 +71,8 @@ class House:
         cache: CachePolicy = NO_CACHE,
         overlap: int = 1,
     ) -> None:
-        self.backend = backend or Toy(limits_of())
-        controller = StaticController(self.backend.limits, nodes=4, depth=3, width=1)
+        self.backend = backend or Toy(capacity_of())
+        controller = StaticController(self.backend.capacity, nodes=4, depth=3, width=1)
         self.engine = Engine(
             self.backend, controller, overlap=overlap, chunked_prefill_size=100, cache=cache
         )
@@ -99,9 +99,9 @@ class House:
     def end_checks(self) -> None:
         while self.checked.busy:
             self.step()
-        limits = self.backend.limits
+        capacity = self.backend.capacity
         assert self.engine.cache.usage == 0
-        assert self.engine.allocator.num_free_slots == limits.num_slots - 1
+        assert self.engine.allocator.num_free_slots == capacity.num_slots - 1
 
     def count(self, name: str) -> float:
         return self.checked.metrics.snapshot()[f"parity_{name}"]
@@ -156,7 +156,7 @@ def test_texts_that_are_plain_are_checked_and_none_is_reported(cache, overlap):
 
 @pytest.mark.parametrize("overlap", [0, 1, 2])
 def test_a_wrong_draft_that_was_accepted_is_reported_where_it_stands(overlap):
-    house = House(AcceptsAWrongDraft(limits_of()), overlap=overlap)
+    house = House(AcceptsAWrongDraft(capacity_of()), overlap=overlap)
     wrong, short = request(1, max_tokens=60), request(2, max_tokens=20)
     house.serve([wrong, short])
     house.end_checks()
@@ -204,7 +204,7 @@ def test_a_plain_run_that_fails_is_reported():
 def test_a_replay_reads_nothing_that_was_cached():
     """A page that is wrong in the cache gives a wrong text, which the replay must not share."""
     # The toy holds its draft memory against the text, so it has none here.
-    house = House(Toy(limits_of(), draft_reach=None), cache=replace(CACHE, key_reach=0))
+    house = House(Toy(capacity_of(), draft_reach=None), cache=replace(CACHE, key_reach=0))
     prompt = tuple(range(1, 40))
     house.serve([request(1, prompt)])
     house.end_checks()
@@ -220,7 +220,7 @@ def test_a_replay_reads_nothing_that_was_cached():
 
 
 def test_where_no_page_is_free_a_check_takes_those_used_longest_ago_and_no_more():
-    house = House(Toy(limits_of(num_pages=70)), cache=CACHE)
+    house = House(Toy(capacity_of(num_pages=70)), cache=CACHE)
     prompts = [tuple((7 * number + i) % POISON for i in range(30)) for number in range(8)]
     house.serve([request(number, prompt) for number, prompt in enumerate(prompts)])
     assert house.engine.allocator.num_free_pages < 10
@@ -326,7 +326,7 @@ def test_counts_add_up_whatever_became_of_a_request():
 
 
 def test_what_a_stop_string_cut_off_is_not_compared():
-    house = House(AcceptsAWrongDraft(limits_of()), overlap=0)
+    house = House(AcceptsAWrongDraft(capacity_of()), overlap=0)
     one = request(1, max_tokens=60)
     house.add([one])
     while one.length <= AcceptsAWrongDraft.LENGTH:
@@ -347,7 +347,7 @@ def test_the_same_requests_are_chosen_everywhere_and_as_many_as_asked():
 
 
 def test_under_a_rejection_rule_only_texts_that_keep_are_compared():
-    house = House(Toy(limits_of(accept_rule="rejection")))
+    house = House(Toy(capacity_of(accept_rule="rejection")))
     sampled = [request(n, temperature=0.5) for n in range(3)]
     kept = [request(3, temperature=0.0), request(4, temperature=0.5, max_draft_tokens=0)]
     house.serve([*sampled, *kept])
@@ -358,17 +358,17 @@ def test_under_a_rejection_rule_only_texts_that_keep_are_compared():
 
 @pytest.mark.parametrize("lacking", ["plain steps", "logprobs", "second logprob"])
 def test_a_backend_that_cannot_run_plainly_is_refused(lacking):
-    limits = limits_of()
+    capacity = capacity_of()
     programs = [
         p.having({Extra.LOGPROBS: p.has(Extra.LOGPROBS) and lacking != "logprobs"})
-        for p in limits.programs
+        for p in capacity.programs
         if not (lacking == "plain steps" and p.work is Work.DECODE and p.shape.is_plain)
     ]
     most = 1 if lacking == "second logprob" else 2
     with pytest.raises(ValueError, match="plain replays need programs"):
-        House(Toy(replace(limits, programs=tuple(programs), max_logprobs=most)))
+        House(Toy(replace(capacity, programs=tuple(programs), max_logprobs=most)))
 
 
 def test_texts_by_lot_are_refused():
     with pytest.raises(ValueError, match="by lot"):
-        House(Toy(limits_of(accept_rates=(0.5, 0.5, 0.5))))
+        House(Toy(capacity_of(accept_rates=(0.5, 0.5, 0.5))))

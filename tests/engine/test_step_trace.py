@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
 from shared.engine.engine import Engine
@@ -22,7 +22,7 @@ from tests.support import random_requests
 from tests.support.driving import Outcome, drive
 from tests.support.random_requests import CHAIN, TREE, Asked, Server
 from tests.support.random_serving import Backends, check, serve
-from tests.support.toy_backend import ToyBackend, toy_limits
+from tests.support.toy_backend import ToyBackend, toy_capacity
 from tests.support.traces import check_trace
 
 SLOTS = 5
@@ -31,8 +31,8 @@ SLOTS = 5
 class Changing(StaticController):
     """A chain, then a plain step, in turns."""
 
-    def __init__(self, limits: Limits) -> None:
-        super().__init__(limits, nodes=4, depth=3, width=1)
+    def __init__(self, capacity: Capacity) -> None:
+        super().__init__(capacity, nodes=4, depth=3, width=1)
         self._steps = 0
 
     def shape_for(self, num_rows: int) -> TreeShape:
@@ -41,9 +41,9 @@ class Changing(StaticController):
 
 
 def engine_of(*, num_pages: int, overlap: int) -> Engine:
-    backend = ToyBackend(toy_limits(num_pages=num_pages, num_slots=SLOTS, overlap=2), None)
+    backend = ToyBackend(toy_capacity(num_pages=num_pages, num_slots=SLOTS, overlap=2), None)
     sizes = {"overlap": overlap, "chunked_prefill_size": 64, "cache": NO_CACHE}
-    return Engine(backend, Changing(backend.limits), **sizes)
+    return Engine(backend, Changing(backend.capacity), **sizes)
 
 
 def requests_of(traced: set[int]) -> list[Request]:

@@ -50,13 +50,13 @@ def test_what_the_plan_counts_of_layers_is_allocated(framework, dtype):
     device = Device("cpu", "a CPU", 1 << 34)
     drafts = Drafts.of_mtp(MODEL)
     memory = plan(Options.from_values(asked), MODEL, drafts, device, platform.costs)
-    limits, kinds = memory.blueprint.limits, TYPES[dtype]
+    capacity, kinds = memory.blueprint.capacity, TYPES[dtype]
     if framework == "torch":
         where = (kinds[0], torch.device("cpu"))
-        state = torch_state.allocate(MODEL, limits, drafts.sizes, *where)
+        state = torch_state.allocate(MODEL, capacity, drafts.sizes, *where)
     else:
         where = (kinds[1], jax.devices("cpu")[0])
-        state = jax_state.allocate(MODEL, limits, drafts.sizes, *where)
+        state = jax_state.allocate(MODEL, capacity, drafts.sizes, *where)
     names = ("KV", "draft KV", "state", "snapshots")
     counted = {line.name: line.num_bytes for line in memory.lines if line.name in names}
     assert set(counted) == set(names)

@@ -111,21 +111,21 @@ def planned(options: Options, device: Device, are_compiled: bool) -> MemoryPlan:
 @pytest.mark.parametrize("are_compiled", [False, True], ids=["torch", "jax"])
 @pytest.mark.parametrize("algorithm", ["NEXTN", "NAIVE_EAGLE", "NGRAM"])
 def test_every_batch_has_a_program_for_every_tier(algorithm, device, are_compiled):
-    limits = planned(adaptive(algorithm), device, are_compiled).limits
-    shapes = Shapes.of(limits, host_draft=algorithm == "NGRAM")
+    capacity = planned(adaptive(algorithm), device, are_compiled).capacity
+    shapes = Shapes.of(capacity, host_draft=algorithm == "NGRAM")
     assert shapes.tiers[0].is_off
-    reached = limits.num_pages_for(limits.max_positions)
-    assert max(p.pages for p in limits.programs) == reached
-    assert limits.scratch == max(shape.scratch for shape in shapes.by_size.values())
+    reached = capacity.num_pages_for(capacity.max_positions)
+    assert max(p.pages for p in capacity.programs) == reached
+    assert capacity.scratch == max(shape.scratch for shape in shapes.by_size.values())
     for tier in range(len(shapes.tiers)):
         widest = shapes.by_size[shapes.batches[-1], tier]
-        told = [p for p in limits.programs if p.shape == widest and p.work is Work.DECODE]
+        told = [p for p in capacity.programs if p.shape == widest and p.work is Work.DECODE]
         assert any(p.has(Extra.LOGPROBS) for p in told)
 
 
 def names(algorithm: str, device: Device, are_compiled: bool) -> list[str]:
-    limits = planned(adaptive(algorithm), device, are_compiled).limits
-    return [str(tier) for tier in Shapes.of(limits, host_draft=algorithm == "NGRAM").tiers]
+    capacity = planned(adaptive(algorithm), device, are_compiled).capacity
+    return [str(tier) for tier in Shapes.of(capacity, host_draft=algorithm == "NGRAM").tiers]
 
 
 def test_a_cpu_whose_programs_are_compiled_has_few_tiers():
@@ -137,6 +137,6 @@ def test_a_cpu_whose_programs_are_compiled_has_few_tiers():
 
 def test_the_shapes_of_a_file_are_the_programs(tmp_path):
     options = replace(adaptive("NEXTN"), candidates=(Candidate.chain(2), Candidate(3, 2, 6)))
-    limits = planned(options, CPU, False).limits
-    assert {p.shape.tree for p in limits.programs} == {(1, 0, 0), (3, 2, 1), (6, 3, 2)}
-    assert (limits.max_depth, limits.max_width) == (3, 2)
+    capacity = planned(options, CPU, False).capacity
+    assert {p.shape.tree for p in capacity.programs} == {(1, 0, 0), (3, 2, 1), (6, 3, 2)}
+    assert (capacity.max_depth, capacity.max_width) == (3, 2)

@@ -61,7 +61,7 @@ class House:
         """Texts of `requests`, by the start's own steps."""
         engine, backend = self._started(line)
         try:
-            return drive(engine, requests(backend.limits.vocab))
+            return drive(engine, requests(backend.capacity.vocab))
         finally:
             engine.close()
 
@@ -70,7 +70,7 @@ class House:
         engine, backend = self._started(line)
         checked = engines.with_checks(engine, backend, parse(line).engine.shadow_check)
         try:
-            for request in requests(backend.limits.vocab):
+            for request in requests(backend.capacity.vocab):
                 checked.add(request)
             while checked.busy:
                 checked.step()
@@ -85,7 +85,7 @@ class House:
         platform = replace(reference_serve.PLATFORM, find_device=lambda: device)
         start = prepare(parse(line), platform)
         backend = start.load(platform, lambda num_bytes: None)
-        backend.prepare(backend.limits.programs, lambda program: None)
+        backend.prepare(backend.capacity.programs, lambda program: None)
         return engines.make_engine(backend, start.memory), backend
 
 

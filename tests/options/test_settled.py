@@ -53,9 +53,9 @@ def planned(case):
 def test_the_memory_plan_counts_the_real_arrays(case):
     memory, device = planned(case)
     line = LINES[case][0]
-    limits, sizes = memory.limits, {x.name: x.num_bytes for x in memory.lines}
+    capacity, sizes = memory.capacity, {x.name: x.num_bytes for x in memory.lines}
     item = 4 if memory.settled.dtype == "float32" else 2
-    positions = limits.num_pages * limits.page_size
+    positions = capacity.num_pages * capacity.page_size
     row_bytes = 2 * MODEL.attention.num_kv_heads * MODEL.attention.head_size * item
     assert sizes["KV"] == MODEL.num_attention_layers * positions * row_bytes
     head = DRAFT_HEAD.config.layer
@@ -70,10 +70,10 @@ def test_the_memory_plan_counts_the_real_arrays(case):
 
     draft_weights = bytes_of(DRAFT_HEAD.weights)
     assert sizes.get("draft weights", 0) == ("EAGLE3" in line) * draft_weights
-    relay = (4 + 4) * limits.max_width + item * MODEL.hidden
+    relay = (4 + 4) * capacity.max_width + item * MODEL.hidden
     has_relay = "NEXTN" in line or "EAGLE3" in line
-    assert sizes["relay"] == limits.num_slots * (has_relay * relay + 3 * 4)
-    assert sizes["seen"] == limits.num_slots * MODEL.vocab * 4
+    assert sizes["relay"] == capacity.num_slots * (has_relay * relay + 3 * 4)
+    assert sizes["seen"] == capacity.num_slots * MODEL.vocab * 4
     weights = {n: w for n, w in WEIGHTS.items() if "NEXTN" in line or not n.startswith("mtp.")}
     assert sizes["weights"] == bytes_of(weights)
     assert memory.total_bytes == sum(sizes.values()) <= device.free_bytes
@@ -82,26 +82,26 @@ def test_the_memory_plan_counts_the_real_arrays(case):
 @pytest.mark.parametrize("case", LINES)
 def test_nothing_is_left_open_and_every_row_has_its_program(case):
     memory, _ = planned(case)
-    settled, limits, drafts = memory.settled, memory.limits, memory.settled.draft.drafts
+    settled, capacity, drafts = memory.settled, memory.capacity, memory.settled.draft.drafts
     assert None not in vars(settled).values()
     assert settled.dtype != "auto"
-    assert limits.num_slots == settled.most_requests + 1
-    tables = {p.pages for p in limits.programs}
-    for work, batch in ((Work.DECODE, limits.num_slots - 1), (Work.PREFILL, 1)):
-        assert {p.pages for p in limits.programs if p.work is work and p.batch == batch} == tables
-    reserved = limits.num_pages_for(limits.max_positions)
-    assert max(tables) == min(reserved, limits.num_pages - 1)
-    assert limits.max_depth == (settled.draft.num_steps if drafts else 0)
-    counts = [program for program in limits.programs if program.work is Work.COUNT]
+    assert capacity.num_slots == settled.most_requests + 1
+    tables = {p.pages for p in capacity.programs}
+    for work, batch in ((Work.DECODE, capacity.num_slots - 1), (Work.PREFILL, 1)):
+        assert {p.pages for p in capacity.programs if p.work is work and p.batch == batch} == tables
+    reserved = capacity.num_pages_for(capacity.max_positions)
+    assert max(tables) == min(reserved, capacity.num_pages - 1)
+    assert capacity.max_depth == (settled.draft.num_steps if drafts else 0)
+    counts = [program for program in capacity.programs if program.work is Work.COUNT]
     assert [(count.batch, count.pages, count.has(Extra.LOGPROBS)) for count in counts] == [
         (1, max(tables), False)
     ]
-    for program in set(limits.programs) - set(counts):
+    for program in set(capacity.programs) - set(counts):
         other = {Extra.LOGPROBS: not program.has(Extra.LOGPROBS)}
-        assert program.having(other) in limits.programs
+        assert program.having(other) in capacity.programs
         drafted = program.work is Work.DECODE and not program.shape.is_plain
         assert not drafted or program.shape.rows == program.batch * program.shape.nodes
-    decodes = {p.shape.nodes for p in limits.programs if p.work is Work.DECODE}
+    decodes = {p.shape.nodes for p in capacity.programs if p.work is Work.DECODE}
     # The host may have no draft for any row; a drafter on the device always has a tree.
     is_plain = not drafts or settled.draft.drafts_on_host
     trees = {settled.draft.num_draft_tokens} if drafts else set()
@@ -111,18 +111,18 @@ def test_nothing_is_left_open_and_every_row_has_its_program(case):
 @pytest.mark.parametrize("case", LINES)
 def test_the_longest_request_of_the_plan_is_the_longest_that_the_scheduler_takes(case):
     memory, _ = planned(case)
-    limits, most = memory.limits, memory.max_request_tokens
-    one = next(p.shape for p in limits.programs if p.work is Work.DECODE)
-    drafting = StaticController(limits, nodes=one.nodes, depth=one.depth, width=one.width)
+    capacity, most = memory.capacity, memory.max_request_tokens
+    one = next(p.shape for p in capacity.programs if p.work is Work.DECODE)
+    drafting = StaticController(capacity, nodes=one.nodes, depth=one.depth, width=one.width)
     chunk = memory.settled.chunk
-    allocator = Allocator(limits)
-    cache = PrefixCache(limits, allocator, NO_CACHE, limits.overlap)
+    allocator = Allocator(capacity)
+    cache = PrefixCache(capacity, allocator, NO_CACHE, capacity.overlap)
     scheduler = Scheduler(
-        limits, allocator, cache, drafting, overlap=limits.overlap, chunked_prefill_size=chunk
+        capacity, allocator, cache, drafting, overlap=capacity.overlap, chunked_prefill_size=chunk
     )
     longest = Request(request_id=1, prompt=(2,), sampling=SamplingParams(max_tokens=most - 1))
     scheduler.add(longest)
-    if most < limits.context_length:
+    if most < capacity.context_length:
         longer = Request(request_id=2, prompt=(2,), sampling=SamplingParams(max_tokens=most))
         with pytest.raises(ValueError, match="pages"):
             scheduler.add(longer)

@@ -57,11 +57,11 @@ def line_of(folders: Path, drafter: str) -> list[str]:
 def texts(backend: str, line: list[str]) -> list[list[int]]:
     platform = replace(BACKENDS[backend](), find_device=lambda: Device("cpu", "CPU", 1 << 31))
     start = prepare(parse(line), platform)
-    blueprint = replace(start.memory.blueprint, limits=one_bucket(start.memory.limits))
+    blueprint = replace(start.memory.blueprint, capacity=one_bucket(start.memory.capacity))
     start, read = replace(start, memory=replace(start.memory, blueprint=blueprint)), []
     made = start.load(platform, read.append)
     assert sum(read) == start.num_bytes
-    made.prepare(made.limits.programs, lambda program: None)
+    made.prepare(made.capacity.programs, lambda program: None)
     engine = engines.make_engine(made, start.memory)
     sampling = SamplingParams(temperature=0.0, max_tokens=12)
     asked = [

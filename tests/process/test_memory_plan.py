@@ -49,7 +49,7 @@ def planned(framework: str, free_bytes: int, flags: str = "", kind: str = "gpu")
 @pytest.mark.parametrize(("free_bytes", "positions"), [(140 * GB, 440_000), (80 * GB, 150_000)])
 def test_a_model_of_eight_billions_gets_most_of_a_gpu_for_its_kv(framework, free_bytes, positions):
     memory = planned(framework, free_bytes)
-    assert (memory.limits.num_pages - 1) * memory.limits.page_size >= positions
+    assert (memory.capacity.num_pages - 1) * memory.capacity.page_size >= positions
     assert memory.max_request_tokens == QWEN3_8B.context_length
     assert memory.total_bytes <= 0.9 * free_bytes
 
@@ -58,7 +58,7 @@ def test_jax_asks_for_a_gpu_and_not_for_three_quarters_of_it():
     """JAX takes its share of all memory at once: what it leaves is lost to the plan."""
     share = float(jax_serve.GPU_SHARE)
     whole, jaxs = planned("torch", 140 * GB), planned("jax", int(share * 140 * GB))
-    assert jaxs.limits.num_pages > 0.9 * whole.limits.num_pages
+    assert jaxs.capacity.num_pages > 0.9 * whole.capacity.num_pages
 
 
 @pytest.mark.parametrize("framework", PLATFORMS)
@@ -66,7 +66,7 @@ def test_prompts_and_decoding_are_counted_apart_by_what_the_backend_says(framewo
     memory = planned(framework, 140 * GB)
     sizes = {line.name: line.num_bytes for line in memory.lines}
     workspace = PLATFORMS[framework].costs.workspace
-    asked = {p: workspace(p, memory.blueprint) for p in memory.limits.programs}
+    asked = {p: workspace(p, memory.blueprint) for p in memory.capacity.programs}
     for name, work in (("prompt workspace", Work.PREFILL), ("decode workspace", Work.DECODE)):
         assert sizes[name] == max(size for p, size in asked.items() if p.work is work)
 
@@ -75,22 +75,22 @@ def test_a_gpu_counts_the_sums_of_its_kernels_and_a_cpu_the_scores():
     memory = planned("torch", 140 * GB)
     workspace = PLATFORMS["torch"].costs.workspace
     heads, size = QWEN3_8B.attention.num_heads, QWEN3_8B.attention.head_size
-    widest = max(memory.limits.programs, key=lambda p: p.tokens)
-    positions = widest.pages * memory.limits.page_size
+    widest = max(memory.capacity.programs, key=lambda p: p.tokens)
+    positions = widest.pages * memory.capacity.page_size
     scores = widest.batch * heads * widest.tokens * positions * 4
     # A prompt's rows are summed where they are; one position's sums of each would be as large.
     queries = widest.tokens * heads * size * 2
     rest = 20 * widest.tokens * (QWEN3_8B.hidden + QWEN3_8B.feed.intermediate)
     assert queries < workspace(widest, memory.blueprint) < queries + rest + QWEN3_8B.vocab * 64
-    decode = max(memory.limits.programs, key=lambda p: p.batch * (p.work is Work.DECODE))
+    decode = max(memory.capacity.programs, key=lambda p: p.batch * (p.work is Work.DECODE))
     assert positions > MOST_PARTS * ATTENTION.split  # so many are kept, and no more
     sums = MOST_PARTS * decode.batch * heads * size * 4
     assert (
         sums < workspace(decode, memory.blueprint) < 1.1 * sums + QWEN3_8B.vocab * 64 * decode.batch
     )
     on_cpu = planned("torch", 140 * GB, "--chunked-prefill-size 256", kind="cpu")
-    widest = max(on_cpu.limits.programs, key=lambda p: (p.tokens, p.batch, p.pages))
-    positions = widest.pages * on_cpu.limits.page_size
+    widest = max(on_cpu.capacity.programs, key=lambda p: (p.tokens, p.batch, p.pages))
+    positions = widest.pages * on_cpu.capacity.page_size
     scores = widest.batch * heads * widest.tokens * positions * 4
     assert PLATFORMS["torch"].costs.workspace(widest, on_cpu.blueprint) > scores
 
@@ -111,7 +111,7 @@ def test_remembered_text_is_in_the_plan_of_a_cpu():
 
 def test_a_cpu_that_compiles_its_programs_has_few_of_them():
     """Five: a prompt by itself in two lengths, one row or all; logprobs in the widest; a count."""
-    few, many = (planned(name, 140 * GB, kind="cpu").limits for name in ("jax", "torch"))
+    few, many = (planned(name, 140 * GB, kind="cpu").capacity for name in ("jax", "torch"))
     assert (len(few.programs), len(many.programs)) == (5, 71)
     for work in (Work.PREFILL, Work.DECODE):
         sizes = {p: (p.batch, p.pages, p.tokens) for p in few.programs if p.work is work}
@@ -124,8 +124,8 @@ def test_a_shadow_check_brings_the_plain_step_that_a_start_lacks(name, kind):
     """Nothing compiles while serving, so a replay's programs are in the list."""
     chain = "--speculative-algorithm NEXTN"
     for flags, num_more in ((chain, 1), ("", 0), (f"{chain} --speculative-adaptive", 0)):
-        without = planned(name, 140 * GB, flags, kind=kind).limits.programs
-        with_checks = planned(name, 140 * GB, f"{flags} --shadow-check 0.1", kind=kind).limits
+        without = planned(name, 140 * GB, flags, kind=kind).capacity.programs
+        with_checks = planned(name, 140 * GB, f"{flags} --shadow-check 0.1", kind=kind).capacity
         more = set(with_checks.programs) - set(without)
         assert len(more) == num_more
         plain = [p for p in with_checks.programs if p.work is Work.DECODE and p.shape.is_plain]
@@ -136,7 +136,7 @@ def test_a_shadow_check_brings_the_plain_step_that_a_start_lacks(name, kind):
 
 def test_a_gpu_has_a_program_for_each_power_of_two_of_a_prompts_tokens():
     """Trap: a prompt of 300 tokens in a program for 2,048 of them."""
-    programs = planned("torch", 140 * GB).limits.programs
+    programs = planned("torch", 140 * GB).capacity.programs
     sizes = sorted({(p.batch, p.tokens) for p in programs if p.work is Work.PREFILL})
     alone = [(1, 64 << power) for power in range(6)]
     assert sizes == [*alone, (8, 512), (8, 1024), (8, 2048)]
@@ -161,7 +161,7 @@ def test_masks_of_grammars_have_programs_of_their_own_and_are_counted(framework,
     """Only where they are asked for, one for each batch that decodes; some have logprobs."""
     flags = f"--speculative-algorithm {drafter}" if drafter else ""
     made = (planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", GRAMMARS))
-    without, with_masks = (found.limits.programs for found in made)
+    without, with_masks = (found.capacity.programs for found in made)
     added = [program for program in with_masks if program not in without]
     assert not any(program.has(Extra.MASK) for program in without)
     assert {program for program in with_masks if program not in added} == set(without)
@@ -182,8 +182,8 @@ def test_masks_of_grammars_have_programs_of_their_own_and_are_counted(framework,
 def test_of_the_shapes_to_choose_from_one_takes_masks(framework, drafter, sizes):
     """What is drafted with a grammar is no tier: what a tier costs is measured of the others."""
     flags = f"{GRAMMARS}--speculative-adaptive --speculative-algorithm {drafter}"
-    limits = planned(framework, 140 * GB, flags).limits
-    programs = limits.programs
+    capacity = planned(framework, 140 * GB, flags).capacity
+    programs = capacity.programs
     decodes = [program for program in programs if program.work is Work.DECODE]
     masked = [program for program in decodes if program.has(Extra.MASK)]
     assert {(p.shape.nodes, p.shape.depth) for p in masked} == sizes
@@ -191,9 +191,9 @@ def test_of_the_shapes_to_choose_from_one_takes_masks(framework, drafter, sizes)
     trees = {(p.batch, p.shape) for p in masked if not p.shape.is_plain}
     assert drafts == (set() if drafter == "NGRAM" else trees)
     assert {batch for batch, _ in trees} == {program.batch for program in decodes}
-    without = replace(limits, programs=tuple(p for p in programs if p not in masked))
+    without = replace(capacity, programs=tuple(p for p in programs if p not in masked))
     on_host = drafter == "NGRAM"
-    assert Shapes.of(limits, host_draft=on_host) == Shapes.of(without, host_draft=on_host)
+    assert Shapes.of(capacity, host_draft=on_host) == Shapes.of(without, host_draft=on_host)
 
 
 def test_masks_take_memory_of_rings_and_steps():
@@ -203,7 +203,7 @@ def test_masks_take_memory_of_rings_and_steps():
     more = {line.name: line.num_bytes - lines[line.name] for line in with_masks.lines}
     grown = {name for name, num_bytes in more.items() if num_bytes}
     assert {"plans and results", "decode workspace"} <= grown
-    masks = 49 * -(-with_masks.limits.vocab // 32)  # of 48 rows, and that of all ones
+    masks = 49 * -(-with_masks.capacity.vocab // 32)  # of 48 rows, and that of all ones
     assert more["plans and results"] >= 3 * 4 * masks
 
 
@@ -214,19 +214,19 @@ def test_scores_of_prompts_have_few_programs_of_their_own_and_are_counted(framew
     flags = "--max-total-tokens 65536"
     made = [planned(framework, 140 * GB, more + flags, kind=kind) for more in ("", SCORES)]
     without, scoring = made
-    added = [p for p in scoring.limits.programs if p not in without.limits.programs]
-    assert set(scoring.limits.programs) - set(added) == set(without.limits.programs)
-    assert not without.limits.max_scores
+    added = [p for p in scoring.capacity.programs if p not in without.capacity.programs]
+    assert set(scoring.capacity.programs) - set(added) == set(without.capacity.programs)
+    assert not without.capacity.max_scores
     assert all(program.has(Extra.SCORES) and program.work is Work.PREFILL for program in added)
-    prefills = [p for p in without.limits.programs if p.work is Work.PREFILL]
+    prefills = [p for p in without.capacity.programs if p.work is Work.PREFILL]
     widest = [max((p.batch, p.pages, p.tokens) for p in some) for some in (prefills, added)]
     assert widest[0] == widest[1], "they hold the widest step that the scheduler makes"
     if (framework, kind) != ("torch", "cpu"):
         assert len(added) == 2
-    vocab, tokens = scoring.limits.vocab, widest[0][2]
+    vocab, tokens = scoring.capacity.vocab, widest[0][2]
     lines = [{line.name: line.num_bytes for line in memory.lines} for memory in made]
     assert lines[1]["prompt workspace"] - lines[0]["prompt workspace"] > 128 * vocab * 4
-    words = tokens * (2 + 2 * scoring.limits.max_scores)
+    words = tokens * (2 + 2 * scoring.capacity.max_scores)
     assert lines[1]["plans and results"] >= 3 * 4 * words
 
 
@@ -237,10 +237,10 @@ def test_every_step_has_one_of_the_few_programs(nodes, logprobs):
     flags = "--context-length 256 --max-running-requests 4 --chunked-prefill-size 128"
     if nodes > 1:
         flags += f" --speculative-algorithm NGRAM --speculative-num-draft-tokens {nodes}"
-    limits = planned("jax", 140 * GB, flags, kind="cpu").limits
-    assert len(limits.programs) == (5 if nodes == 1 else 7)
-    house, on_host = House(limits), nodes > 1
-    shapes = shapes_by_batch(limits, host_draft=on_host, is_wanted=lambda s: s.nodes == nodes)
+    capacity = planned("jax", 140 * GB, flags, kind="cpu").capacity
+    assert len(capacity.programs) == (5 if nodes == 1 else 7)
+    house, on_host = House(capacity), nodes > 1
+    shapes = shapes_by_batch(capacity, host_draft=on_host, is_wanted=lambda s: s.nodes == nodes)
     requests = [house.request(100, 150, logprobs=logprobs) for _ in range(4)]
     for count in range(1, 5):
         rows = Rows.decode(requests[:count], smallest_that_holds(shapes, count))

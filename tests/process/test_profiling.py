@@ -8,7 +8,7 @@ from shared.boundary.backend import StepPlan
 from shared.boundary.program import Work
 from shared.engine.adaptive.tiers import Tier
 from shared.process.profiling import ROUNDS, step_seconds
-from tests.support.simulation.device import SimulatedBackend, simulated_limits
+from tests.support.simulation.device import SimulatedBackend, simulated_capacity
 from tests.support.simulation.phases import Imposed
 
 TIERS = (Tier(1, 0, 0), Tier(4, 3, 1))
@@ -24,8 +24,8 @@ class Counted(SimulatedBackend):
     """
 
     def __init__(self, seconds: float) -> None:
-        limits = simulated_limits(TIERS, BATCHES, overlap=1)
-        super().__init__(limits, self._takes, Imposed({}, 1))
+        capacity = simulated_capacity(TIERS, BATCHES, overlap=1)
+        super().__init__(capacity, self._takes, Imposed({}, 1))
         self.steps, self._each = Counter[tuple[int, int]](), seconds
         self.slow, self.slow_steps = (0, 0), range(0)
 

@@ -168,7 +168,7 @@ def test_a_draft_head_arrives_at_the_backend_with_the_shape_of_its_algorithm(
 
     def load_backend(blueprint, checkpoint, draft_files, progress):
         drafts = blueprint.drafts
-        reached.append((drafts.with_mtp, drafts.head, blueprint.limits.shapes[-1]))
+        reached.append((drafts.with_mtp, drafts.head, blueprint.capacity.shapes[-1]))
         raise CheckpointError("enough")
 
     name = kind if algorithm == "its own" else algorithm
@@ -250,7 +250,7 @@ def test_a_small_model_arrives_at_the_backend_and_in_the_memory_plan(
 
     def load_backend(blueprint, checkpoint, draft_files, progress):
         drafts = blueprint.drafts
-        reached.append((drafts.with_mtp, drafts.model, blueprint.limits.shapes[-1]))
+        reached.append((drafts.with_mtp, drafts.model, blueprint.capacity.shapes[-1]))
         raise CheckpointError("enough")
 
     assert start(standalone(*target_and_small), load_backend) == 2

@@ -14,7 +14,7 @@ import pytest
 
 from shared.boundary.buffers import empty_plan
 from shared.process.watchdog import STOP_WAIT_S, NamedSteps, Watchdog
-from tests.support.toy_backend import ToyBackend, toy_limits
+from tests.support.toy_backend import ToyBackend, toy_capacity
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 0.2
@@ -31,16 +31,16 @@ class Ended:
 
 def test_the_reason_names_the_step_that_is_waited_for():
     watchdog = Watchdog(TIMEOUT_S)
-    backend = NamedSteps(ToyBackend(toy_limits(num_pages=9, num_slots=3, overlap=1)), watchdog)
+    backend = NamedSteps(ToyBackend(toy_capacity(num_pages=9, num_slots=3, overlap=1)), watchdog)
     ended = Ended(watchdog)
     first, second = (
-        backend.submit(empty_plan(program, backend.limits))
-        for program in backend.limits.programs[:2]
+        backend.submit(empty_plan(program, backend.capacity))
+        for program in backend.capacity.programs[:2]
     )
     first.result()
     with watchdog.watched():
         reason = ended.reasons.get(timeout=10)
-    program = backend.limits.programs[0]
+    program = backend.capacity.programs[0]
     assert reason == f"step 1, a {program}, has not ended after 0.2 s"
     assert second is not first
 

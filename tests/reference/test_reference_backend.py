@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from shared.boundary.backend import (
+    Capacity,
     Count,
     Decode,
     HostDraft,
-    Limits,
     Mask,
     Prefill,
     StepPlan,
@@ -36,7 +36,7 @@ SAMPLED = {
 GREEDY: dict[str, float] = {}
 
 
-def limits(vocab: int, drafts: bool) -> Limits:
+def capacity(vocab: int, drafts: bool) -> Capacity:
     def program(
         work: Work, shape: TreeShape, host_draft: bool = False, mask: bool = False
     ) -> Program:
@@ -52,7 +52,7 @@ def limits(vocab: int, drafts: bool) -> Limits:
     for shape in (CHAIN, TREE):
         programs.append(program(Work.DECODE, shape, host_draft=True))
         programs += [program(work, shape) for work in (Work.DECODE, Work.DRAFT) if drafts]
-    return Limits(
+    return Capacity(
         page_size=16, num_pages=65, num_slots=3, num_snapshots=3, programs=tuple(programs),
         overlap=1, context_length=400, vocab=vocab, max_stop_ids=2, max_bias=2, max_logprobs=3,
     )  # fmt: skip
@@ -66,7 +66,7 @@ class Device:
         config, weights = tiny_model(family, seed=3)
         if isinstance(drafter, str) and drafter in ("EAGLE", "EAGLE3"):
             drafter = tiny_head(config, weights, drafter, seed=4)
-        asked = limits(config.vocab, drafter != "none")
+        asked = capacity(config.vocab, drafter != "none")
         self.backend = make_backend("reference", config, weights, asked, drafter)
         self.how = how
         self.prompt_length = 0
@@ -75,11 +75,11 @@ class Device:
         kind = {"host_draft": False, "mask": False} | kind
         program = next(
             p
-            for p in self.backend.limits.programs
+            for p in self.backend.capacity.programs
             if (p.work, p.shape) == (work, shape)
             and {"host_draft": p.has(Extra.HOST_DRAFT), "mask": p.has(Extra.MASK)} == kind
         )
-        plan = empty_plan(program, self.backend.limits)
+        plan = empty_plan(program, self.backend.capacity)
         plan.slots[0], plan.page_table[0] = 1, np.arange(1, 33)[::-1]
         plan.sampling.prompt_length[0] = self.prompt_length
         plan.sampling.max_drafts[0] = 9
@@ -417,4 +417,4 @@ class TestResults:
     def test_a_drafter_that_the_weights_do_not_hold_is_refused(self) -> None:
         config, weights = tiny_model("llama", seed=3)
         with pytest.raises(ValueError, match="NEXTN"):
-            make_backend("reference", config, weights, limits(config.vocab, True), "NEXTN")
+            make_backend("reference", config, weights, capacity(config.vocab, True), "NEXTN")

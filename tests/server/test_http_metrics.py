@@ -17,7 +17,7 @@ from tests.support.http_fixtures import (
     save_tokenizer,
     serving,
 )
-from tests.support.toy_backend import ToyBackend, toy_limits
+from tests.support.toy_backend import ToyBackend, toy_capacity
 from tests.support.toy_engine import toy_engine
 
 AS_VLLM = {
@@ -99,7 +99,7 @@ def test_positions_count_the_drafts_at_them():
 
 
 def test_an_engine_has_its_figures_before_its_first_step():
-    backend = ToyBackend(toy_limits(num_pages=40, num_slots=5, overlap=1))
+    backend = ToyBackend(toy_capacity(num_pages=40, num_slots=5, overlap=1))
     found = toy_engine(backend).metrics.snapshot()
     assert set(found.values()) <= {0.0, 4.0, 39.0}
     assert any(Work.DECODE.value in name for name in found)

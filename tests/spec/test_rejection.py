@@ -26,7 +26,7 @@ from tests.support.driving import drive
 from tests.support.equality import Oracle, spec_sampling
 from tests.support.rejecting import KINDS, PROMPT, Rejecting, requests
 from tests.support.text_law import LIMIT, chi_square_deviation
-from tests.support.tree_subjects import CHAIN, DRAFTED, Served, request, tree_limits
+from tests.support.tree_subjects import CHAIN, DRAFTED, Served, request, tree_capacity
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_logprobs_are_the_targets_own(rejecting: Rejecting) -> None:
 
 def test_no_backend_has_trees_under_a_rule_for_chains() -> None:
     with pytest.raises(ValueError, match="the accept rule block is for chains"):
-        replace(tree_limits(272), accept_rule="block")
+        replace(tree_capacity(272), accept_rule="block")
 
 
 TOKENS, TEXTS, WIDE = 4, 1200, 64
@@ -130,14 +130,14 @@ def test_texts_have_the_targets_law(rule: str, rejecting: Rejecting) -> None:
 
 def wide_engine(rejecting: Rejecting, rule: str) -> Engine:
     """Serves many requests at once, so that many texts take seconds."""
-    limits, shape = tree_limits(rejecting.config.vocab), TreeShape.chain(3, WIDE)
-    like = replace(limits.programs[0], batch=WIDE, tokens=512, pages=16)
+    capacity, shape = tree_capacity(rejecting.config.vocab), TreeShape.chain(3, WIDE)
+    like = replace(capacity.programs[0], batch=WIDE, tokens=512, pages=16)
     programs = (like, replace(like, work=Work.DECODE, tokens=0, shape=shape))
     sizes = {"num_slots": WIDE + 2, "num_pages": 1 + 16 * (WIDE + 1), "context_length": 40}
-    limits = replace(limits, programs=programs, accept_rule=rule, **sizes)
-    backend = make_backend("torch", rejecting.config, rejecting.weights, limits, "NEXTN")
+    capacity = replace(capacity, programs=programs, accept_rule=rule, **sizes)
+    backend = make_backend("torch", rejecting.config, rejecting.weights, capacity, "NEXTN")
     rejecting.backends["torch", rule, "many requests"] = backend
-    controller = StaticController(limits, nodes=4, depth=3, width=1)
+    controller = StaticController(capacity, nodes=4, depth=3, width=1)
     return Engine(backend, controller, overlap=1, chunked_prefill_size=512, cache=NO_CACHE)
 
 

@@ -16,7 +16,7 @@ from tests.support.backends import make_backend
 from tests.support.driving import Outcome, drive
 from tests.support.implementations import Implementation, each_implementation
 from tests.support.random_trees import random_trees
-from tests.support.tree_subjects import CHAIN, DRAFTED, TREE, request, tree_limits
+from tests.support.tree_subjects import CHAIN, DRAFTED, TREE, request, tree_capacity
 
 PROMPTS = ((5, 17, 3, 29, 8, 40, 2), (9, 9, 31))
 ROWS = 64
@@ -72,8 +72,8 @@ def test_rates_are_how_often_a_level_is_reached() -> None:
     given = (tokens, parents, num_nodes, choices, rates, np.full(B, 7, np.uint32), lengths)
     _, walked = spec.simulate(*given)
     assert walked.mean() == pytest.approx(1 + 1 + 0.5 + 0.125, abs=0.05)
-    limits = replace(tree_limits(272), accept_rates=rates)
-    assert limits.simulated_accept_length == 1 + 1 + 0.5 + 0.125
+    capacity = replace(tree_capacity(272), accept_rates=rates)
+    assert capacity.simulated_accept_length == 1 + 1 + 0.5 + 0.125
 
 
 BACKENDS: dict = {}
@@ -91,8 +91,8 @@ def closed():
 def backend_of(framework: str, rates: tuple[float, ...] | None) -> Backend:
     if (framework, rates) not in BACKENDS:
         config, weights = DRAFTED["NEXTN"].model()
-        limits = replace(tree_limits(config.vocab), accept_rates=rates)
-        made = make_backend(framework, config, weights, limits, "NEXTN")
+        capacity = replace(tree_capacity(config.vocab), accept_rates=rates)
+        made = make_backend(framework, config, weights, capacity, "NEXTN")
         BACKENDS[framework, rates] = made
     return BACKENDS[framework, rates]
 
@@ -101,7 +101,7 @@ def serve(framework: str, shape, rates: tuple[float, ...] | None, temperature: f
     """Texts and acceptance of the hybrid with its mtp layer, and the engine's metrics."""
     backend = backend_of(framework, rates)
     controller = StaticController(
-        backend.limits, nodes=shape.nodes, depth=shape.depth, width=shape.width
+        backend.capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width
     )
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=128, cache=NO_CACHE)
     asked = [
@@ -146,12 +146,12 @@ def test_judged_drafts_are_told_of_nowhere() -> None:
 
 
 def test_a_lot_and_a_rule_exclude_each_other() -> None:
-    limits = tree_limits(272)
-    chains = tuple(program for program in limits.programs if program.shape.width <= 1)
+    capacity = tree_capacity(272)
+    chains = tuple(program for program in capacity.programs if program.shape.width <= 1)
     with pytest.raises(ValueError, match="exclude each other"):
-        replace(limits, programs=chains, accept_rule="block", accept_rates=(0.5,))
+        replace(capacity, programs=chains, accept_rule="block", accept_rates=(0.5,))
 
 
 def test_a_lot_without_rates_is_refused() -> None:
     with pytest.raises(ValueError, match="needs the rate of a level"):
-        replace(tree_limits(272), accept_rates=())
+        replace(tree_capacity(272), accept_rates=())

@@ -23,7 +23,7 @@ from tests.support.backends import make_backend
 from tests.support.contract_host import Host, emitted, prompt
 from tests.support.tiny_models import tiny_model
 from tests.support.tiny_small import same_model, small_model
-from tests.support.tree_subjects import CHAIN, PLAIN, TREE, tree_limits
+from tests.support.tree_subjects import CHAIN, PLAIN, TREE, tree_capacity
 
 LENGTHS = np.array([7, 3])
 TABLE = np.array([[4, 1, 7, 2], [3, 6, 5, 8]])
@@ -199,8 +199,8 @@ def target_of(family: str):
 def made(framework: str, family: str) -> Backend:
     """A backend whose target drafts for itself."""
     config, weights = target_of(family)
-    limits = replace(tree_limits(config.vocab), num_snapshots=4)
-    return make_backend(framework, config, weights, limits, same_model(config, weights))
+    capacity = replace(tree_capacity(config.vocab), num_snapshots=4)
+    return make_backend(framework, config, weights, capacity, same_model(config, weights))
 
 
 @pytest.fixture(params=["reference", "torch"])

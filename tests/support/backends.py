@@ -1,10 +1,10 @@
-"""Makes any of the three backends from a config, weights and limits."""
+"""Makes any of the three backends from a config, weights and a capacity."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import CAPTURED
 from shared.drafts.config import DraftHead
 from shared.drafts.drafts import Drafts
@@ -26,15 +26,15 @@ JAX_BACKENDS: list[Backend] = []
 class PreparedOnUse:
     """A backend that prepares a program when a test first submits it.
 
-    Limits of a test list more programs than a run of it uses, and each one that JAX compiles takes
-    seconds. What a test reaches for beyond the boundary is the backend's own.
+    The capacity of a test lists more programs than a run of it uses, and each one that JAX compiles
+    takes seconds. What a test reaches for beyond the boundary is the backend's own.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
     def submit(self, plan: StepPlan) -> StepFuture:
-        if plan.program in self.backend.limits.programs:
+        if plan.program in self.backend.capacity.programs:
             self.backend.prepare([plan.program], lambda program: None)
         return self.backend.submit(plan)
 
@@ -52,10 +52,10 @@ def drafts_of(drafter: Drafter, target: ModelConfig) -> tuple[Drafts, Any]:
 
 
 def make_backend(
-    framework: str, config: ModelConfig, weights: Weights, limits: Limits, drafter: Drafter
+    framework: str, config: ModelConfig, weights: Weights, capacity: Capacity, drafter: Drafter
 ) -> PreparedOnUse:
     """A backend in float32 on the CPU; a framework is imported when it is first asked for."""
-    made_from = (config, weights, limits, *drafts_of(drafter, config))
+    made_from = (config, weights, capacity, *drafts_of(drafter, config))
     if framework == "reference":
         return PreparedOnUse(ReferenceBackend(*made_from))
     if framework == "torch":
@@ -72,10 +72,10 @@ def make_backend(
 
 
 def make_gpu_backend(
-    framework: str, config: ModelConfig, weights: Weights, limits: Limits, drafter: Drafter
+    framework: str, config: ModelConfig, weights: Weights, capacity: Capacity, drafter: Drafter
 ) -> PreparedOnUse:
     """A backend in float32 on the first GPU: "torch", "torch graphs" or "jax"."""
-    made_from = (config, weights, limits, *drafts_of(drafter, config))
+    made_from = (config, weights, capacity, *drafts_of(drafter, config))
     if framework == "jax":
         from jax_impl.backend import JaxBackend
 

@@ -9,7 +9,7 @@ from shared.boundary.backend import Backend
 from shared.spec.draft_tree import TreeShape
 from tests.support import cells
 from tests.support.backends import make_backend
-from tests.support.cells import BATCH, Cell, limits_of, serve
+from tests.support.cells import BATCH, Cell, capacity_of, serve
 from tests.support.equality import Oracle, assert_few_excused
 from tests.support.tiny_heads import BLOCK_SIZE, cyclic, tiny_block_head
 
@@ -63,8 +63,8 @@ class Backends:
     def get(self, framework: str, cell: Cell) -> Backend:
         key = (framework, cell.family, cell.page_size)
         if key not in self._made:
-            limits = limits_of(cell.family, cell.page_size, (CHAIN, PLAIN, SHORT, SHARED))
-            made = (*model_of(cell.family), limits, head_of(cell.family))
+            capacity = capacity_of(cell.family, cell.page_size, (CHAIN, PLAIN, SHORT, SHARED))
+            made = (*model_of(cell.family), capacity, head_of(cell.family))
             self._made[key] = make_backend(framework, *made)
         return self._made[key]
 

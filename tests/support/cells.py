@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import StaticController
@@ -73,7 +73,7 @@ def oracle_of(family: str) -> Oracle:
     return Oracle(*model_of(family))
 
 
-def limits_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> Limits:
+def capacity_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> Capacity:
     """One prefill program, and one decode program per shape."""
 
     def program(work: Work, shape: TreeShape, tokens: int) -> Program:
@@ -87,7 +87,7 @@ def limits_of(family: str, page_size: int, shapes: Iterable[TreeShape]) -> Limit
         )
 
     decodes = [program(Work.DECODE, shape, 0) for shape in shapes]
-    return Limits(
+    return Capacity(
         page_size=page_size,
         num_pages=1 + BATCH * PAGES[page_size],
         num_slots=1 + BATCH,
@@ -113,9 +113,11 @@ class Backends:
     def get(self, framework: str, cell: Cell) -> Backend:
         key = (framework, cell.family, cell.drafter, cell.page_size)
         if key not in self._made:
-            limits = limits_of(cell.family, cell.page_size, self._shapes[cell.family, cell.drafter])
+            capacity = capacity_of(
+                cell.family, cell.page_size, self._shapes[cell.family, cell.drafter]
+            )
             drafter = self._head_of(cell.family, cell.drafter)
-            self._made[key] = make_backend(framework, *model_of(cell.family), limits, drafter)
+            self._made[key] = make_backend(framework, *model_of(cell.family), capacity, drafter)
         return self._made[key]
 
     def close(self) -> None:
@@ -159,7 +161,7 @@ def requests_of(cell: Cell) -> list[Request]:
 def serve(backend: Backend, cell: Cell) -> dict[int, Outcome]:
     """Runs the cell's requests: one after the other, or arriving while others run."""
     nodes, depth, width = cell.shape.nodes, cell.shape.depth, cell.shape.width
-    controller = StaticController(backend.limits, nodes=nodes, depth=depth, width=width)
+    controller = StaticController(backend.capacity, nodes=nodes, depth=depth, width=width)
     engine = Engine(
         backend, controller, overlap=cell.overlap, chunked_prefill_size=64, cache=NO_CACHE
     )

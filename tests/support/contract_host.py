@@ -9,9 +9,9 @@ import pytest
 
 from shared.boundary.backend import (
     Backend,
+    Capacity,
     Decode,
     HostDraft,
-    Limits,
     StepFuture,
     StepPlan,
     StepResult,
@@ -49,7 +49,7 @@ def contract_model() -> tuple[ModelConfig, Weights]:
     return config, weights
 
 
-def contract_limits(config: ModelConfig) -> Limits:
+def contract_capacity(config: ModelConfig) -> Capacity:
     """One bucket of each size, so that few programs are compiled."""
 
     def program(
@@ -76,7 +76,7 @@ def contract_limits(config: ModelConfig) -> Limits:
             }
         )
 
-    return Limits(
+    return Capacity(
         page_size=PAGE_SIZE,
         num_pages=321,
         num_slots=9,
@@ -134,9 +134,9 @@ class Host:
     """
 
     def __init__(self, backend: Backend, texts: Texts) -> None:
-        self.backend, self.limits, self._texts = backend, backend.limits, texts
-        self.allocator = Allocator(self.limits)
-        self.planner = Planner(self.limits, self.allocator)
+        self.backend, self.capacity, self._texts = backend, backend.capacity, texts
+        self.allocator = Allocator(self.capacity)
+        self.planner = Planner(self.capacity, self.allocator)
 
     def request(
         self,
@@ -201,11 +201,11 @@ class Host:
         """A plan of a program that the planner does not ask for yet."""
         program = next(
             p
-            for p in self.limits.programs
+            for p in self.capacity.programs
             if (p.work, p.shape) == (work, shape)
             and (p.has(Extra.HOST_DRAFT), p.has(Extra.MASK)) == (host_draft, mask)
         )
-        plan = empty_plan(program, self.limits)
+        plan = empty_plan(program, self.capacity)
         self.planner.fill_rows(plan, np.array([r.slot for r in requests], np.int32))
         return plan
 

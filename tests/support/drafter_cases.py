@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.engine.controller import Controller, StaticController
 from shared.engine.ngram.controller import NgramController
@@ -53,7 +53,7 @@ def drafter_of(family: str, drafter: str) -> Drafter:
     return "none"
 
 
-def limits_of(family: str, drafter: str, shape: TreeShape) -> Limits:
+def capacity_of(family: str, drafter: str, shape: TreeShape) -> Capacity:
     def program(work: Work, shape: TreeShape, tokens: int) -> Program:
         return Program(
             work=work,
@@ -66,7 +66,7 @@ def limits_of(family: str, drafter: str, shape: TreeShape) -> Limits:
 
     decodes = [program(Work.DECODE, each, 0) for each in dict.fromkeys((shape, PLAIN))]
     count = replace(program(Work.COUNT, TreeShape.plain(1), CHUNK), batch=1)
-    return Limits(
+    return Capacity(
         page_size=PAGE_SIZE,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
@@ -85,17 +85,17 @@ class Fewer:
     """A backend that admits to fewer pages than it has."""
 
     def __init__(self, backend: Backend, num_pages: int) -> None:
-        self.limits = replace(backend.limits, num_pages=num_pages)
+        self.capacity = replace(backend.capacity, num_pages=num_pages)
         self.submit, self.launch = backend.submit, backend.launch
 
     def close(self) -> None: ...
 
 
-def controller_of(limits: Limits, drafter: str, shape: TreeShape) -> Controller:
+def controller_of(capacity: Capacity, drafter: str, shape: TreeShape) -> Controller:
     if drafter != "NGRAM":
         sizes = {"nodes": shape.nodes, "depth": shape.depth, "width": shape.width}
-        return StaticController(limits, **sizes)
+        return StaticController(capacity, **sizes)
     sizes = {"nodes": shape.nodes, "depth": shape.depth}
     return NgramController(
-        limits, NgramIndex(NgramConfig(), **sizes, vocab=limits.vocab, chain=False)
+        capacity, NgramIndex(NgramConfig(), **sizes, vocab=capacity.vocab, chain=False)
     )

@@ -40,8 +40,10 @@ def checked_step(engine: Engine) -> list[Event]:
     running = {request.slot for request in engine.scheduler.running}
     owners = set(engine.allocator.num_pages.nonzero()[0].tolist())
     assert owners <= running, "pages are held for nobody"
-    limits = engine.allocator.limits
-    assert engine.allocator.num_free_slots == limits.num_slots - 1 - len(running), "a slot is lost"
+    capacity = engine.allocator.capacity
+    assert engine.allocator.num_free_slots == capacity.num_slots - 1 - len(running), (
+        "a slot is lost"
+    )
     return events
 
 

@@ -198,8 +198,8 @@ class JaxHead:
         rank = greedy_ranking(length, shape)
         fed = Fed(rows, tokens, tokens, passed, length - 1)
         relay, kv = eagle.relay_of(self._head, kv, fed, rank)
-        limits = (rank.sampling.max_drafts, table, shape, rank)
-        where = (tokens[-1:], length, slot, *limits)
+        capacity = (rank.sampling.max_drafts, table, shape, rank)
+        where = (tokens[-1:], length, slot, *capacity)
         drafted, _ = eagle.draft(self._head, kv, relay, *where)
         return drafted.tokens, drafted.parents, drafted.num_nodes
 

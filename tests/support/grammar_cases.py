@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.engine.cache_policy import NO_CACHE, CachePolicy
 from shared.engine.constrained import GrammarController
@@ -29,7 +29,7 @@ BATCH, PAGE_SIZE, PAGES, CONTEXT, CHUNK = 3, 4, 48, 160, 64
 Case = tuple[str, str, TreeShape]
 
 
-def limits_of(family: str, drafter: str, shape: TreeShape) -> Limits:
+def capacity_of(family: str, drafter: str, shape: TreeShape) -> Capacity:
     """Programs with masks and without, and those that draft for the first."""
 
     def program(work: Work, shape: TreeShape, *, tokens: int = 0, mask: bool = False) -> Program:
@@ -52,7 +52,7 @@ def limits_of(family: str, drafter: str, shape: TreeShape) -> Limits:
     programs += [program(Work.DECODE, each, mask=mask) for each in shapes for mask in (False, True)]
     if drafter not in ("none", "NGRAM"):
         programs.append(program(Work.DRAFT, shape))
-    return Limits(
+    return Capacity(
         page_size=PAGE_SIZE,
         num_pages=1 + BATCH * PAGES,
         num_slots=1 + BATCH,
@@ -100,14 +100,14 @@ def engine_of(
     backend: Backend, case: Case, cache: CachePolicy, overlap: int, made: type[Engine] = Engine
 ) -> Engine:
     _, drafter, shape = case
-    limits, index = backend.limits, None
+    capacity, index = backend.capacity, None
     sizes = {"nodes": shape.nodes, "depth": shape.depth}
     if drafter == "NGRAM":
-        index = NgramIndex(NgramConfig(), **sizes, vocab=limits.vocab, chain=False)
-        inner = NgramController(limits, index)
+        index = NgramIndex(NgramConfig(), **sizes, vocab=capacity.vocab, chain=False)
+        inner = NgramController(capacity, index)
     else:
-        inner = StaticController(limits, **sizes, width=shape.width)
-    controller = GrammarController(limits, inner, index)
+        inner = StaticController(capacity, **sizes, width=shape.width)
+    controller = GrammarController(capacity, inner, index)
     return made(backend, controller, overlap=overlap, chunked_prefill_size=CHUNK, cache=cache)
 
 
@@ -124,8 +124,8 @@ class Backends:
         if key not in self._made:
             family, drafter, shape = case
             model = model_of(family, drafter)
-            limits = limits_of(family, drafter, shape)
-            made = self._make(framework, *model, limits, drafter_of(family, drafter))
+            capacity = capacity_of(family, drafter, shape)
+            made = self._make(framework, *model, capacity, drafter_of(family, drafter))
             self._made[key] = made
         return self._made[key]
 
@@ -134,10 +134,10 @@ class Backends:
         if key not in self._plain:
             model = model_of(family, drafter)
             shape = TreeShape.plain(BATCH)
-            limits = limits_of(family, "none", shape)
-            backend = self._make(framework, *model, limits, "none")
+            capacity = capacity_of(family, "none", shape)
+            backend = self._make(framework, *model, capacity, "none")
             engine = engine_of(backend, (family, "none", shape), NO_CACHE, 0)
-            self._plain[key] = drive(engine, requests_of(limits.vocab))
+            self._plain[key] = drive(engine, requests_of(capacity.vocab))
             backend.close()
         return self._plain[key]
 

@@ -1,6 +1,6 @@
 """A planner and requests that have slots and pages."""
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.engine.allocator import Allocator
 from shared.engine.planner import Planner
 from shared.engine.request import Request, SamplingParams
@@ -9,9 +9,9 @@ from shared.engine.request import Request, SamplingParams
 class House:
     """A planner and requests that have slots and pages."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits, self.allocator = limits, Allocator(limits)
-        self.planner = Planner(limits, self.allocator)
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity, self.allocator = capacity, Allocator(capacity)
+        self.planner = Planner(capacity, self.allocator)
 
     def request(self, num_prompt: int, positions: int, **sampling) -> Request:
         request = Request(

@@ -44,15 +44,15 @@ class InProcess:
     """An engine that steps while answers of the server's routes are waited for."""
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, eos_ids: tuple[int, ...]) -> None:
-        limits = engine.allocator.limits
+        capacity = engine.allocator.capacity
         self.facts = ModelFacts(
             model_name="tiny",
             model_folder="",
-            limits=RequestLimits.of(limits, limits.context_length),
+            limits=RequestLimits.of(capacity, capacity.context_length),
             eos_ids=eos_ids,
             sampling_defaults=SamplingDefaults(),
             max_open_requests=None,
-            max_draft_depth=limits.max_depth,
+            max_draft_depth=capacity.max_depth,
             host_names=None,
         )
         self._engine, self._tokenizer = engine, tokenizer

@@ -20,7 +20,7 @@ from tests.support.contract_host import (
     SAMPLED,
     Host,
     Texts,
-    contract_limits,
+    contract_capacity,
     contract_model,
 )
 from tests.support.faults import (
@@ -66,7 +66,7 @@ from tests.support.faults import (
 )
 from tests.support.grammar_cases import Backends
 from tests.support.house import House
-from tests.support.toy_backend import toy_limits
+from tests.support.toy_backend import toy_capacity
 from tests.support.tree_subjects import TAKING_TURNS, TREE, Served
 
 Test = Callable[..., None]
@@ -119,7 +119,9 @@ def _prove(mutation: Mutation, names: dict[str, Any], patch: Patch) -> None:
 
 def _new_host(texts: Texts) -> Host:
     config, weights = contract_model()
-    return Host(make_backend("reference", config, weights, contract_limits(config), "NEXTN"), texts)
+    return Host(
+        make_backend("reference", config, weights, contract_capacity(config), "NEXTN"), texts
+    )
 
 
 def _on_a_host(**given: Any) -> Call:
@@ -131,7 +133,7 @@ def _on_the_toy(**given: Any) -> Call:
 
 
 def _of_the_planner(test: Test, texts: Texts) -> None:
-    test(House(toy_limits(num_pages=300, num_slots=6, overlap=1)))
+    test(House(toy_capacity(num_pages=300, num_slots=6, overlap=1)))
 
 
 def _of_the_sink(test: Test, texts: Texts) -> None:

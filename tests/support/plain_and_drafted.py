@@ -91,12 +91,12 @@ class House:
     def _drafter(self) -> Controller:
         if not self._server.drafts_on_host:
             return self._static(self._shape)
-        limits = self._backend.limits
-        return NgramController(limits, index_of(self._server, self._shape, limits.vocab))
+        capacity = self._backend.capacity
+        return NgramController(capacity, index_of(self._server, self._shape, capacity.vocab))
 
     def _static(self, shape: TreeShape) -> StaticController:
         sizes = {"nodes": shape.nodes, "depth": shape.depth, "width": shape.width}
-        return StaticController(self._backend.limits, **sizes)
+        return StaticController(self._backend.capacity, **sizes)
 
     def _served(self, controller: Controller, *, cached: bool) -> InProcess:
         engine = Engine(

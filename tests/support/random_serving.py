@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import Extra, Program, Work
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.controller import Controller, StaticController
@@ -106,10 +106,10 @@ def drafter_of(family: str, drafter: str):
     return made[drafter]() if drafter in made else "none"
 
 
-def limits_of(server: Server) -> Limits:
+def capacity_of(server: Server) -> Capacity:
     """One prefill, plain steps where NGRAM finds nothing, and one program per shape."""
     vocab = target_of(server.family, server.drafter)[0].vocab
-    bare = Limits(
+    bare = Capacity(
         page_size=server.page_size,
         num_pages=1,
         num_slots=1 + BATCH,
@@ -152,11 +152,11 @@ class Backends:
         self._made: dict[tuple, Backend] = {}
 
     def get(self, server: Server) -> Backend:
-        limits = limits_of(server)
+        capacity = capacity_of(server)
         key = (server.framework, server.family, server.drafter, server.page_size, server.rule)
-        key += (limits.programs, limits.num_snapshots)
+        key += (capacity.programs, capacity.num_snapshots)
         if key not in self._made:
-            made = (*target_of(server.family, server.drafter), limits)
+            made = (*target_of(server.family, server.drafter), capacity)
             head = drafter_of(server.family, server.drafter)
             self._made[key] = make_backend(server.framework, *made, head)
         return self._made[key]
@@ -170,7 +170,7 @@ class Watched:
     """A backend that admits to fewer pages than it has, and keeps what it was told and answered."""
 
     def __init__(self, backend: Backend, num_pages: int) -> None:
-        self.limits = replace(backend.limits, num_pages=num_pages)
+        self.capacity = replace(backend.capacity, num_pages=num_pages)
         self._backend, self.launch = backend, backend.launch
         self.steps: list[tuple[StepPlan, StepFuture]] = []
 
@@ -201,9 +201,9 @@ class Watched:
 class InTurns(StaticController):
     """A controller that takes another shape for every step."""
 
-    def __init__(self, limits: Limits, shapes: list[TreeShape]) -> None:
+    def __init__(self, capacity: Capacity, shapes: list[TreeShape]) -> None:
         first = shapes[0]
-        super().__init__(limits, nodes=first.nodes, depth=first.depth, width=first.width)
+        super().__init__(capacity, nodes=first.nodes, depth=first.depth, width=first.width)
         self._taken, self._rng = shapes, random.Random(len(shapes))
 
     def shape_for(self, num_rows: int) -> TreeShape:
@@ -214,22 +214,22 @@ def engine_of(server: Server, backend: Watched) -> Engine:
     kept = policy_of(server.drafter, is_hybrid=server.family == HYBRID)
     return Engine(
         backend,
-        controller_of(server, backend.limits),
+        controller_of(server, backend.capacity),
         overlap=server.overlap,
         chunked_prefill_size=CHUNK,
         cache=kept if server.caches else NO_CACHE,
     )
 
 
-def controller_of(server: Server, limits: Limits) -> Controller:
+def controller_of(server: Server, capacity: Capacity) -> Controller:
     """A controller that takes the server's shapes in turns, or an index where the host drafts."""
     # Of one size: an index has trees of N nodes, and a row without a match is plain by itself.
     widest = max(server.taken, key=lambda shape: shape.nodes)
     if not server.drafts_on_host:
-        return InTurns(limits, server.taken)
+        return InTurns(capacity, server.taken)
     if widest == PLAIN:
-        return InTurns(limits, [PLAIN])
-    return NgramController(limits, index_of(server, widest, limits.vocab))
+        return InTurns(capacity, [PLAIN])
+    return NgramController(capacity, index_of(server, widest, capacity.vocab))
 
 
 def index_of(server: Server, shape: TreeShape, vocab: int) -> NgramIndex:
@@ -244,20 +244,20 @@ def index_of(server: Server, shape: TreeShape, vocab: int) -> NgramIndex:
     return NgramIndex(config, nodes=shape.nodes, depth=shape.depth, vocab=vocab, chain=is_chain)
 
 
-def num_pages_of(server: Server, limits: Limits, visits: list[Visit]) -> int:
+def num_pages_of(server: Server, capacity: Capacity, visits: list[Visit]) -> int:
     """Pages that let the longest request in, and `spare` of what the others would need."""
-    growth = server.overlap * (limits.max_depth + 1)
+    growth = server.overlap * (capacity.max_depth + 1)
     needs = sorted(
-        limits.num_pages_for(visit.request.max_length - 1 + growth + limits.scratch)
+        capacity.num_pages_for(visit.request.max_length - 1 + growth + capacity.scratch)
         for visit in visits
     )
-    return min(limits.num_pages, 1 + needs[-1] + int(server.spare * sum(needs[:-1])))
+    return min(capacity.num_pages, 1 + needs[-1] + int(server.spare * sum(needs[:-1])))
 
 
 def serve(server: Server, traffic: list[Asked], backends: Backends) -> list[Visit]:
     """Serves the traffic to its end, and checks everything that holds whatever the text."""
     visits, backend = visits_of(traffic), backends.get(server)
-    watched = Watched(backend, num_pages_of(server, backend.limits, visits))
+    watched = Watched(backend, num_pages_of(server, backend.capacity, visits))
     engine = engine_of(server, watched)
     step, last = 0, max(each.arrives for each in traffic)
     while engine.busy or step <= last:
@@ -296,7 +296,7 @@ def nothing_is_left(engine: Engine) -> None:
     assert not engine.scheduler.running
     assert not engine.scheduler.waiting
     assert engine.cache.usage == 0.0, "a page is lost"
-    assert engine.allocator.num_free_slots == engine.allocator.limits.num_slots - 1
+    assert engine.allocator.num_free_slots == engine.allocator.capacity.num_slots - 1
     assert not engine.allocator.page_table.any()
     if isinstance(engine.controller, NgramController):
         assert not engine.controller.index.texts, "a text is held for nobody"

@@ -12,7 +12,7 @@ class Recorder:
     """A backend that keeps the draft trees of its decode steps."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self.limits, self.launch = backend, backend.limits, backend.launch
+        self._backend, self.capacity, self.launch = backend, backend.capacity, backend.launch
         self._steps: list[tuple[int, StepFuture]] = []
 
     def submit(self, plan: StepPlan) -> StepFuture:

@@ -36,7 +36,7 @@ def load(
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, np.float32, progress).weights, read_model
     )
-    made_for = (blueprint.limits, blueprint.drafts, draft_weights)
+    made_for = (blueprint.capacity, blueprint.drafts, draft_weights)
     return ReferenceBackend(model, read_model(checkpoint, model), *made_for)
 
 

@@ -16,7 +16,7 @@ from tests.support.backends import make_backend
 from tests.support.driving import Outcome, drive
 from tests.support.tiny_heads import tiny_block_head, tiny_head
 from tests.support.tiny_small import same_model, small_model
-from tests.support.tree_subjects import CHAIN, DRAFTED, request, tree_limits
+from tests.support.tree_subjects import CHAIN, DRAFTED, request, tree_capacity
 
 PROMPT = (5, 17, 3, 29, 8, 40, 2)
 KINDS = {
@@ -54,13 +54,13 @@ class Rejecting:
     def engine(self, framework: str, rule: str, overlap: int, drafter: str) -> Engine:
         key = (framework, rule, drafter)
         if key not in self.backends:
-            limits = tree_limits(self.config.vocab)
-            wanted = [p for p in limits.programs if p.work is Work.PREFILL or p.shape == CHAIN]
-            limits = replace(limits, programs=tuple(wanted), accept_rule=rule)
-            made = (self.config, self.weights, limits, self.drafter(drafter))
+            capacity = tree_capacity(self.config.vocab)
+            wanted = [p for p in capacity.programs if p.work is Work.PREFILL or p.shape == CHAIN]
+            capacity = replace(capacity, programs=tuple(wanted), accept_rule=rule)
+            made = (self.config, self.weights, capacity, self.drafter(drafter))
             self.backends[key] = self.make(framework, *made)
         backend = self.backends[key]
-        controller = StaticController(backend.limits, nodes=4, depth=3, width=1)
+        controller = StaticController(backend.capacity, nodes=4, depth=3, width=1)
         return Engine(
             backend, controller, overlap=overlap, chunked_prefill_size=128, cache=NO_CACHE
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shared.boundary.backend import Backend, Limits, StepFuture, StepPlan
+from shared.boundary.backend import Backend, Capacity, StepFuture, StepPlan
 from shared.boundary.program import Extra, Work
 from shared.engine.engine import Engine
 from shared.engine.request import Event, FinishReason, Request, SamplingParams
@@ -46,17 +46,17 @@ class Served:
 
     def keeps_text_at(self, temperature: float) -> bool:
         """Whether the text is plain decoding's: a rejection rule keeps a law, most lots neither."""
-        limits = self.backend.limits
-        if limits.accept_rates is not None:
-            return not limits.accept_rates[0]  # without a first draft none is accepted
-        return limits.accept_rule == "match" or not temperature
+        capacity = self.backend.capacity
+        if capacity.accept_rates is not None:
+            return not capacity.accept_rates[0]  # without a first draft none is accepted
+        return capacity.accept_rule == "match" or not temperature
 
 
 class LastStep:
     """A backend that remembers the step that was submitted last."""
 
     def __init__(self, backend: Backend) -> None:
-        self.limits, self.workspace = backend.limits, backend.workspace
+        self.capacity, self.workspace = backend.capacity, backend.workspace
         self.prepare, self.launch, self.close = backend.prepare, backend.launch, backend.close
         self._backend, self._future = backend, None
 
@@ -165,8 +165,8 @@ def start(
     bounds = ["--max-running-requests", str(batch), "--context-length", str(context)]
     cached = [] if radix_cache else ["--disable-radix-cache"]
 
-    def narrow(limits: Limits) -> Limits:
-        return one_bucket(limits, chunk, batches)
+    def narrow(capacity: Capacity) -> Capacity:
+        return one_bucket(capacity, chunk, batches)
 
     return started(framework, [*flags, *bounds, *cached], narrow)
 
@@ -174,7 +174,7 @@ def start(
 def started(
     framework: str,
     flags: Sequence[str],
-    narrow: Callable[[Limits], Limits],
+    narrow: Callable[[Capacity], Capacity],
 ) -> Served:
     """Starts an engine of any programs, and warms it up; see `start`.
 
@@ -185,16 +185,16 @@ def started(
     serve = import_module(f"{framework}_impl.serve")
     begun = prepare(parse(flags), serve.PLATFORM)
     memory, blueprint = begun.memory, begun.memory.blueprint
-    limits = narrow(blueprint.limits)
-    blueprint = replace(blueprint, limits=limits)
+    capacity = narrow(blueprint.capacity)
+    blueprint = replace(blueprint, capacity=capacity)
     files, clock = (begun.checkpoint, begun.draft_files), [time.perf_counter()]
     backend = serve.load_backend(blueprint, *files, lambda num_bytes: None)
     clock.append(time.perf_counter())
-    backend.prepare(limits.programs, lambda program: None)
+    backend.prepare(capacity.programs, lambda program: None)
     clock.append(time.perf_counter())
     last = LastStep(backend)
     engine = engines.make_engine(last, memory)
-    _warm_up(engine, limits)
+    _warm_up(engine, capacity)
     heap.settle()
     return Served(
         backend=backend,
@@ -202,14 +202,16 @@ def started(
         last=last,
         eos_ids=blueprint.config.eos_ids,
         device=memory.device.kind,
-        max_depth=limits.max_depth,
+        max_depth=capacity.max_depth,
         memory=replace(memory, blueprint=blueprint),
         load_s=clock[1] - clock[0],
         prepare_s=clock[2] - clock[1],
     )
 
 
-def one_bucket(limits: Limits, chunk: int | None = None, batches: Sequence[int] = ()) -> Limits:
+def one_bucket(
+    capacity: Capacity, chunk: int | None = None, batches: Sequence[int] = ()
+) -> Capacity:
     """Keeps the widest program of each kind of step, so that none is compiled in a timed run.
 
     They are without logprobs, which no timed run asks for.
@@ -218,14 +220,14 @@ def one_bucket(limits: Limits, chunk: int | None = None, batches: Sequence[int] 
       chunk, batches: See `start`.
     """
     widest = {}
-    for program in limits.programs:
+    for program in capacity.programs:
         size = (program.batch, program.pages)
         widest[program.work] = max(size, widest.get(program.work, size))
-    buckets = sorted({p.batch for p in limits.programs if p.work is Work.DECODE})
+    buckets = sorted({p.batch for p in capacity.programs if p.work is Work.DECODE})
     wanted = {next(bucket for bucket in buckets if bucket >= batch) for batch in batches}
     kept = [
         program.having({Extra.LOGPROBS: False})
-        for program in limits.programs
+        for program in capacity.programs
         if (program.batch, program.pages) == widest[program.work]
         or (program.work is Work.DECODE and program.batch in wanted)
         and program.pages == widest[Work.DECODE][1]
@@ -234,15 +236,15 @@ def one_bucket(limits: Limits, chunk: int | None = None, batches: Sequence[int] 
         sizes = sorted({p.tokens for p in kept if p.work is Work.PREFILL})
         size = next((size for size in sizes if size >= chunk), sizes[-1])
         kept = [p for p in kept if p.work is not Work.PREFILL or p.tokens == size]
-    return replace(limits, programs=tuple(dict.fromkeys(kept)))
+    return replace(capacity, programs=tuple(dict.fromkeys(kept)))
 
 
-def _warm_up(engine: Engine, limits: Limits) -> None:
+def _warm_up(engine: Engine, capacity: Capacity) -> None:
     """Serves a prompt for every size of prefill, so that all programs are compiled."""
-    sizes = sorted({p.tokens for p in limits.programs if p.work is Work.PREFILL})
+    sizes = sorted({p.tokens for p in capacity.programs if p.work is Work.PREFILL})
     sampling = SamplingParams(temperature=0.0, max_tokens=WARM_UP_TOKENS)
     for index, size in enumerate(sizes):
-        length = min(size, limits.context_length - WARM_UP_TOKENS)
+        length = min(size, capacity.context_length - WARM_UP_TOKENS)
         serve_all(engine, [Request(request_id=-1 - index, prompt=(0,) * length, sampling=sampling)])
 
 

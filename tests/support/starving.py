@@ -18,15 +18,15 @@ class Starving:
     """Allows rows one, two, ... drafts in turn, and none after a step that accepted all it had.
 
     Attributes:
-      limits: The backend's.
+      capacity: The backend's.
       most_before: Drafts of the longest accepted path before each step that was denied drafts.
     """
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self.limits, self.launch = backend, backend.limits, backend.launch
+        self._backend, self.capacity, self.launch = backend, backend.capacity, backend.launch
         self._last: tuple[int, StepFuture] | None = None
         self._most = cycle(
-            range(1, 1 + max(program.shape.depth for program in self.limits.programs))
+            range(1, 1 + max(program.shape.depth for program in self.capacity.programs))
         )
         self.most_before: list[int] = []
 

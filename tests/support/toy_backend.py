@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shared.boundary.backend import Count, Launch, Limits, Prefill, StepPlan, StepResult
+from shared.boundary.backend import Capacity, Count, Launch, Prefill, StepPlan, StepResult
 from shared.boundary.program import Extra, Program, Work
 from shared.spec.draft_tree import TreeShape
 from shared.spec.gated_delta import CHUNK
@@ -44,7 +44,7 @@ def hashed(state: int, tokens: Iterable[int]) -> int:
     return zlib.crc32(np.array([*tokens], np.int32).tobytes(), state)
 
 
-def toy_limits(
+def toy_capacity(
     *,
     num_pages: int,
     num_slots: int,
@@ -55,8 +55,8 @@ def toy_limits(
     batch_sizes: tuple[int, ...] = (2, 4),
     num_snapshots: int = 1,
     max_scores: int = 0,
-) -> Limits:
-    """Limits with two page-table sizes, two prefill sizes and chains of the given depths.
+) -> Capacity:
+    """A capacity with two page-table sizes, two prefill sizes and chains of the given depths.
 
     Where prompts are scored, the widest prefill has a twin that does it.
     """
@@ -76,7 +76,7 @@ def toy_limits(
     if max_scores:
         prefills.append(prefills[-1].having({Extra.SCORES: True}))
     decodes = [program(Work.DECODE, b, p, 0, depth) for b, p in sizes for depth in depths]
-    return Limits(
+    return Capacity(
         page_size=page_size,
         num_pages=num_pages,
         num_slots=num_slots,
@@ -122,17 +122,17 @@ class ToyBackend:
       num_fed: Tokens of prompts that its prefills have fed.
     """
 
-    def __init__(self, limits: Limits, draft_reach: int | None = 1) -> None:
-        self.limits, self._draft_reach = limits, draft_reach
+    def __init__(self, capacity: Capacity, draft_reach: int | None = 1) -> None:
+        self.capacity, self._draft_reach = capacity, draft_reach
         self.is_closed = False
-        self._pages = np.full((limits.num_pages, limits.page_size), -1, np.int32)
-        self._lengths = np.zeros(limits.num_slots, np.int32)
-        self._newest = np.zeros(limits.num_slots, np.int32)
-        self._draft_pages = np.full((limits.num_pages, limits.page_size), -1, np.int32)
-        self._draft_from = np.zeros(limits.num_slots, np.int32)
-        self._states = np.zeros(limits.num_slots, np.int64)
-        self._snapshots = np.full(limits.num_snapshots, -1, np.int64)
-        self._seen = [Counter[int]() for _ in range(limits.num_slots)]
+        self._pages = np.full((capacity.num_pages, capacity.page_size), -1, np.int32)
+        self._lengths = np.zeros(capacity.num_slots, np.int32)
+        self._newest = np.zeros(capacity.num_slots, np.int32)
+        self._draft_pages = np.full((capacity.num_pages, capacity.page_size), -1, np.int32)
+        self._draft_from = np.zeros(capacity.num_slots, np.int32)
+        self._states = np.zeros(capacity.num_slots, np.int64)
+        self._snapshots = np.full(capacity.num_snapshots, -1, np.int64)
+        self._seen = [Counter[int]() for _ in range(capacity.num_slots)]
         self._counted: set[int] = set()
         self.num_fed = 0
         self._queue: deque[tuple[StepPlan, ToyFuture]] = deque()
@@ -175,7 +175,7 @@ class ToyBackend:
             counts[row] = 0 if failed[row] else len(found)
             tokens[row, : counts[row]] = found[: counts[row]]
         told = tokens * plan.reports[:, None]
-        top = np.repeat(told[:, :, None], self.limits.max_logprobs, axis=2)
+        top = np.repeat(told[:, :, None], self.capacity.max_logprobs, axis=2)
         future.value = StepResult(
             tokens=tokens,
             counts=counts,
@@ -198,12 +198,12 @@ class ToyBackend:
         for row, (first, end) in enumerate(pairwise(work.row_starts.tolist())):
             positions[first:end] = np.arange(end - first) + work.first_positions[row] + 1
             following[first:end][-1:] = self._newest[plan.slots[row]]
-        best = following[:, None] + np.arange(self.limits.max_scores, dtype=np.int32)
+        best = following[:, None] + np.arange(self.capacity.max_scores, dtype=np.int32)
         chosen = -(following + positions / 1000).astype(np.float32)
         return Scores(chosen, following + 1, best, -best.astype(np.float32))
 
     def _at(self, plan: StepPlan, row: int, positions: np.ndarray) -> tuple:
-        size = self.limits.page_size
+        size = self.capacity.page_size
         return plan.page_table[row, positions // size], positions % size
 
     def _write(self, plan: StepPlan, row: int, first: int, tokens: Iterable[int]) -> None:
@@ -222,7 +222,7 @@ class ToyBackend:
         token = next_token(context, int(plan.sampling.seed[row]))
         length = int(self._lengths[plan.slots[row]])
         is_own = self._states[plan.slots[row]] == hashed(0, context[:length])
-        return token if is_own or self.limits.num_snapshots == 1 else (token + 1) % POISON
+        return token if is_own or self.capacity.num_snapshots == 1 else (token + 1) % POISON
 
     def _start(self, plan: StepPlan, row: int) -> None:
         """Takes over what the plan names; where its pages end, the first positions say."""

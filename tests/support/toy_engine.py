@@ -13,6 +13,6 @@ CHUNK = 64
 def toy_engine(backend: ToyBackend, depth: int = 3, cache: CachePolicy = NO_CACHE) -> Engine:
     """As many steps in flight as the backend allows; `depth` 0 decodes plainly."""
     sizes = {"nodes": depth + 1, "depth": depth, "width": min(depth, 1)}
-    controller = StaticController(backend.limits, **sizes)
-    overlap = backend.limits.overlap
+    controller = StaticController(backend.capacity, **sizes)
+    overlap = backend.capacity.overlap
     return Engine(backend, controller, overlap=overlap, chunked_prefill_size=CHUNK, cache=cache)

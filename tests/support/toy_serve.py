@@ -17,7 +17,7 @@ from shared.process.address import Listeners, bind
 from shared.process.frames import ModelFacts
 from shared.process.watchdog import Watchdog
 from tests.support.cache_policies import policy_of
-from tests.support.toy_backend import ToyBackend, ToyFuture, toy_limits
+from tests.support.toy_backend import ToyBackend, ToyFuture, toy_capacity
 from tests.support.toy_engine import toy_engine
 
 NUM_PAGES, SLOTS, OVERLAP = 160, 4, 2
@@ -39,20 +39,20 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=0.0)
     parser.add_argument("--depth", type=int, default=3)
     flags = parser.parse_args()
-    limits = toy_limits(
+    capacity = toy_capacity(
         num_pages=NUM_PAGES, num_slots=1 + SLOTS, overlap=OVERLAP, context_length=480
     )
-    backend = Slowed(limits)
+    backend = Slowed(capacity)
     backend.step_s = flags.step_ms / 1000
     with tempfile.TemporaryDirectory() as folder:
         facts = ModelFacts(
             model_name="toy",
             model_folder=folder,
-            limits=RequestLimits.of(limits, limits.context_length),
+            limits=RequestLimits.of(capacity, capacity.context_length),
             eos_ids=(),
             sampling_defaults=SamplingDefaults(),
             max_open_requests=None,
-            max_draft_depth=limits.max_depth,
+            max_draft_depth=capacity.max_depth,
             host_names=(),
         )
         engine = toy_engine(backend, flags.depth, policy_of("EAGLE3", is_hybrid=False))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shared.boundary.backend import Backend, Limits
+from shared.boundary.backend import Backend, Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.drafts.config import DraftHead
 from shared.engine.cache_policy import NO_CACHE
@@ -44,7 +44,7 @@ def name_of(shape: TreeShape) -> str:
     return f"S{shape.depth}k{shape.width}N{shape.nodes}"
 
 
-def tree_limits(vocab: int) -> Limits:
+def tree_capacity(vocab: int) -> Capacity:
     """One prefill and one decode program for each shape; all give logprobs."""
 
     def program(work: Work, shape: TreeShape, tokens: int) -> Program:
@@ -57,7 +57,7 @@ def tree_limits(vocab: int) -> Limits:
             extras=Extra.LOGPROBS,
         )
 
-    return Limits(
+    return Capacity(
         page_size=4,
         num_pages=1 + (BATCH + 1) * PAGES,
         num_slots=2 + BATCH,
@@ -109,8 +109,8 @@ class Served:
         if key not in self._backends:
             config, weights = DRAFTED[drafted].model()
             drafter = DRAFTED[drafted].drafter(config, weights)
-            limits = tree_limits(config.vocab)
-            self._backends[key] = make_backend(framework, config, weights, limits, drafter)
+            capacity = tree_capacity(config.vocab)
+            self._backends[key] = make_backend(framework, config, weights, capacity, drafter)
         return self._backends[key]
 
     def oracle(self, drafted: str) -> Oracle:
@@ -147,7 +147,7 @@ class Server:
     def engine(self, overlap: int) -> Engine:
         backend, shape = self.served.backend(self.framework, self.drafted), self.shape
         controller = StaticController(
-            backend.limits, nodes=shape.nodes, depth=shape.depth, width=shape.width
+            backend.capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width
         )
         return Engine(
             backend, controller, overlap=overlap, chunked_prefill_size=128, cache=NO_CACHE

@@ -29,7 +29,7 @@ from shared.models.checkpoint import load_all, open_checkpoint, save_checkpoint
 from shared.models.families import config_from_dict, config_from_folder
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import JAX_BACKENDS, make_backend
-from tests.support.contract_host import contract_limits
+from tests.support.contract_host import contract_capacity
 from tests.support.driving import drive
 from tests.support.tiny_models import tiny_config
 
@@ -131,13 +131,13 @@ def text_of(folder: Path, drafter, prompt: list[int]) -> list[int]:
     """What the engine answers on the reference backend."""
     config = config_from_folder(folder)
     weights = load_all(folder, config, drafter == "NEXTN")
-    limits = contract_limits(config)
+    capacity = contract_capacity(config)
     shape = TreeShape.plain(4) if drafter == "none" else CHAIN
-    programs = [p for p in limits.programs if p.work is Work.PREFILL or p.shape == shape]
-    limits = replace(limits, programs=tuple(programs))  # a block drafts no trees
-    backend = make_backend("reference", config, weights, limits, drafter)
-    controller = StaticController(limits, nodes=shape.nodes, depth=shape.depth, width=shape.width)
-    most = limits.token_sizes[-1]
+    programs = [p for p in capacity.programs if p.work is Work.PREFILL or p.shape == shape]
+    capacity = replace(capacity, programs=tuple(programs))  # a block drafts no trees
+    backend = make_backend("reference", config, weights, capacity, drafter)
+    controller = StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
+    most = capacity.token_sizes[-1]
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=most, cache=NO_CACHE)
     ends = {"temperature": 0.0, "stop_token_ids": tuple(ENDS)}
     sampling = SamplingParams(max_tokens=12, **ends)

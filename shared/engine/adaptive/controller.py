@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from jaxtyping import Float64
 
-from shared.boundary.backend import Limits, StepResult
+from shared.boundary.backend import Capacity, StepResult
 from shared.boundary.program import Work
 from shared.engine.adaptive.acceptance import Acceptance
 from shared.engine.adaptive.choice import Policy, Situation
@@ -27,7 +27,7 @@ class AdaptiveController:
     """Drafts with the device's drafter, in each step with the tier that a policy chooses.
 
     Args:
-      limits: The backend's; its decode programs that draft, and the plain ones, are the tiers.
+      capacity: The backend's; its decode programs that draft, and the plain ones, are the tiers.
       policy: Chooses.
       table: Measured seconds of a step for each batch bucket, by tier; empty: nothing is known of
         them, and the widest tier is taken.
@@ -44,12 +44,12 @@ class AdaptiveController:
 
     def __init__(
         self,
-        limits: Limits,
+        capacity: Capacity,
         policy: Policy,
         table: Mapping[int, Sequence[float]],
         trace: Trace | None = None,
     ) -> None:
-        self.shapes = Shapes.of(limits, host_draft=False)
+        self.shapes = Shapes.of(capacity, host_draft=False)
         self.costs = Costs(table, last_waits=True)
         self.acceptance = Acceptance(self.shapes.tiers)
         self.acceptance.warm_up()
@@ -93,8 +93,8 @@ class AdaptiveController:
         """What is known before a step of these requests, and how their chains survive by depth."""
         rows = self.acceptance.rows_of([request.request_id for request in ready])
         left = np.array([most_left(request) for request in ready])
-        limits = [request.sampling.max_draft_tokens for request in ready]
-        most = np.minimum(left - 1, [np.inf if m is None else m for m in limits]).astype(np.int64)
+        capacity = [request.sampling.max_draft_tokens for request in ready]
+        most = np.minimum(left - 1, [np.inf if m is None else m for m in capacity]).astype(np.int64)
         after_off = np.array([request.request_id in self._after_off for request in ready])
         batch = self.shapes.bucket(len(ready))
         seconds = self.costs.of(batch)

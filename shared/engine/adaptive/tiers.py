@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.boundary.program import Extra, Work
 from shared.spec.draft_tree import TreeShape
 
@@ -102,7 +102,7 @@ class Shapes:
     by_size: dict[tuple[int, int], TreeShape]
 
     @classmethod
-    def of(cls, limits: Limits, *, host_draft: bool) -> Shapes:
+    def of(cls, capacity: Capacity, *, host_draft: bool) -> Shapes:
         """Those of a backend's decode programs.
 
         Args:
@@ -112,7 +112,7 @@ class Shapes:
           ValueError: Nothing drafts, or a bucket has not all tiers.
         """
         shapes_of: dict[int, set[TreeShape]] = {}
-        for program in limits.programs:
+        for program in capacity.programs:
             is_ours = program.shape.is_plain or program.has(Extra.HOST_DRAFT) is host_draft
             if program.work is Work.DECODE and is_ours and not program.has(Extra.MASK):
                 shapes_of.setdefault(program.batch, set()).add(program.shape)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from shared.boundary.backend import Limits, StepResult
+from shared.boundary.backend import Capacity, StepResult
 from shared.boundary.program import Work
 from shared.engine.adaptive.controller import gauges_of, most_left
 from shared.engine.adaptive.costs import Costs
@@ -111,7 +111,7 @@ class AdaptiveNgramController:
     It learns from a step after the next one has been submitted, so that no step waits for that.
 
     Args:
-      limits: The backend's; its programs that take the host's trees, and the plain ones, are the
+      capacity: The backend's; its programs that take the host's trees, and the plain ones, are the
         tiers.
       index: Of seen texts; its trees are as large as the largest tier.
       table: Measured seconds of a step for each batch bucket: of each tier, where each step waits
@@ -126,13 +126,16 @@ class AdaptiveNgramController:
 
     def __init__(
         self,
-        limits: Limits,
+        capacity: Capacity,
         index: NgramIndex,
         table: Mapping[int, Sequence[float]],
         clock: Callable[[], float] = time.perf_counter,
         trace: Trace | None = None,
     ) -> None:
-        self.shapes, self.costs = Shapes.of(limits, host_draft=True), Costs(table, last_waits=False)
+        self.shapes, self.costs = (
+            Shapes.of(capacity, host_draft=True),
+            Costs(table, last_waits=False),
+        )
         self.index, self.evidence, self._clock = index, Evidence(), clock
         self.evidence.warm_up()
         self.max_rows = self.shapes.batches[-1]

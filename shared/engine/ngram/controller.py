@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from shared.boundary.backend import Limits, StepResult
+from shared.boundary.backend import Capacity, StepResult
 from shared.engine.controller import Gauges, Reserve, shapes_by_batch, smallest_that_holds
 from shared.engine.ngram.index import NgramIndex, host_draft_of
 from shared.engine.ngram.tree import Trees, corpus_nodes
@@ -38,19 +38,19 @@ class NgramController:
     before it. Prompts do not wait.
 
     Args:
-      limits: The backend's.
+      capacity: The backend's.
       index: What was seen; its trees have the shape of a program that takes the host's.
 
     Raises:
       ValueError: The backend has no plain decode program, or none that takes the index's trees.
     """
 
-    def __init__(self, limits: Limits, index: NgramIndex) -> None:
+    def __init__(self, capacity: Capacity, index: NgramIndex) -> None:
         nodes, depth = index.nodes, index.depth
         self._trees = shapes_by_batch(
-            limits, host_draft=True, is_wanted=lambda s: (s.nodes, s.depth) == (nodes, depth)
+            capacity, host_draft=True, is_wanted=lambda s: (s.nodes, s.depth) == (nodes, depth)
         )
-        self._plain = shapes_by_batch(limits, host_draft=False, is_wanted=lambda s: s.is_plain)
+        self._plain = shapes_by_batch(capacity, host_draft=False, is_wanted=lambda s: s.is_plain)
         if not (self._trees and self._plain):
             raise ValueError(
                 f"no decode programs for trees of the host's, {nodes} nodes and {depth} deep, and "

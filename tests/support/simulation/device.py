@@ -14,7 +14,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Int, UInt32
 
-from shared.boundary.backend import Decode, HostDraft, Launch, Limits, Prefill, StepPlan, StepResult
+from shared.boundary.backend import (
+    Capacity,
+    Decode,
+    HostDraft,
+    Launch,
+    Prefill,
+    StepPlan,
+    StepResult,
+)
 from shared.boundary.program import Extra, Program, Work
 from shared.engine.adaptive.tiers import Tier
 from shared.spec.draft_tree import TreeShape
@@ -41,10 +49,10 @@ def seconds_of(table: Mapping[str, Mapping[int, float]]) -> Seconds:
     return seconds
 
 
-def simulated_limits(
+def simulated_capacity(
     tiers: Sequence[Tier], batches: Sequence[int], *, overlap: int, context_length: int = 8192
-) -> Limits:
-    """Limits with a decode program for each batch and tier, and room for every request."""
+) -> Capacity:
+    """A capacity with a decode program for each batch and tier, and room for every request."""
     slots, page_size = max(batches), 64
 
     def program(work: Work, batch: int, tokens: int, shape: TreeShape) -> Program:
@@ -58,17 +66,17 @@ def simulated_limits(
         program(Work.DECODE, batch, 0, tier.shape(batch)) for batch in batches for tier in tiers
     ]
     prefills = [program(Work.PREFILL, b, 64 * b, TreeShape.plain(b)) for b in {1, max(batches)}]
-    return Limits(
+    return Capacity(
         page_size=page_size, num_pages=1 + slots * pages, num_slots=1 + slots, num_snapshots=1,
         programs=(*decodes, *prefills), overlap=overlap, context_length=context_length, vocab=16,
         max_stop_ids=1, max_bias=1, max_logprobs=1,
     )  # fmt: skip
 
 
-def with_host_drafts(limits: Limits, vocab: int) -> Limits:
+def with_host_drafts(capacity: Capacity, vocab: int) -> Capacity:
     """The same sizes, where trees come from the host and texts have so many different tokens."""
-    programs = (p.having({Extra.HOST_DRAFT: not p.shape.is_plain}) for p in limits.programs)
-    return replace(limits, programs=tuple(programs), vocab=vocab)
+    programs = (p.having({Extra.HOST_DRAFT: not p.shape.is_plain}) for p in capacity.programs)
+    return replace(capacity, programs=tuple(programs), vocab=vocab)
 
 
 @dataclass(frozen=True)
@@ -91,12 +99,12 @@ class _Clock:
       clock: Seconds until the end of the last step whose result was asked for: the host's time.
     """
 
-    def __init__(self, limits: Limits, seconds: Seconds, noise: float, seed: int) -> None:
-        self.limits, self.clock, self._ends = limits, 0.0, 0.0
+    def __init__(self, capacity: Capacity, seconds: Seconds, noise: float, seed: int) -> None:
+        self.capacity, self.clock, self._ends = capacity, 0.0, 0.0
         self._seconds, self._noise, self._prompt_s = seconds, noise, PROMPT_SECONDS
         self._rng = np.random.default_rng(seed)
-        self._lengths = np.zeros(limits.num_slots, np.int64)
-        self._is_after_off = np.zeros(limits.num_slots, bool)
+        self._lengths = np.zeros(capacity.num_slots, np.int64)
+        self._is_after_off = np.zeros(capacity.num_slots, bool)
 
     @property
     def is_idle(self) -> bool:
@@ -161,9 +169,9 @@ class SimulatedBackend(_Clock):
     """
 
     def __init__(
-        self, limits: Limits, seconds: Seconds, law: Law, *, noise: float = 0.0, seed: int = 0
+        self, capacity: Capacity, seconds: Seconds, law: Law, *, noise: float = 0.0, seed: int = 0
     ) -> None:
-        super().__init__(limits, seconds, noise, seed)
+        super().__init__(capacity, seconds, noise, seed)
         self.law = law
 
     def _decode(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
@@ -196,13 +204,13 @@ class TextBackend(_Clock):
 
     def __init__(
         self,
-        limits: Limits,
+        capacity: Capacity,
         seconds: Seconds,
         texts: Mapping[int, Sequence[int]],
         *,
         noise: float,
     ) -> None:
-        super().__init__(limits, seconds, noise, seed=0)
+        super().__init__(capacity, seconds, noise, seed=0)
         self._texts = texts
 
     def _ahead(self, plan: StepPlan, row: int, start: int) -> Sequence[int]:
@@ -259,13 +267,13 @@ class RealTimeBackend(TextBackend):
 
     def __init__(
         self,
-        limits: Limits,
+        capacity: Capacity,
         seconds: Seconds,
         texts: Mapping[int, Sequence[int]],
         *,
         submit_s: float,
     ) -> None:
-        super().__init__(limits, seconds, texts, noise=0.0)
+        super().__init__(capacity, seconds, texts, noise=0.0)
         self._submit_s = self._prompt_s = submit_s
 
     def submit(self, plan: StepPlan) -> Spinning:

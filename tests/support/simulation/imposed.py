@@ -19,7 +19,7 @@ from itertools import product
 
 import numpy as np
 
-from shared.boundary.backend import Limits
+from shared.boundary.backend import Capacity
 from shared.engine.adaptive.choice import BestValue, Policy, Situation, Static
 from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.tiers import Tier
@@ -35,7 +35,7 @@ from tests.support.simulation.device import (
     RealTimeBackend,
     SimulatedBackend,
     TextBackend,
-    simulated_limits,
+    simulated_capacity,
     with_host_drafts,
 )
 from tests.support.simulation.phases import Imposed, Phase, Served, imposed, serve
@@ -149,24 +149,24 @@ def rated_runs(
 ) -> Runs:
     """Every tier, the adaptive choice, simpler ones and the oracle, where a law accepts drafts."""
     phases, law = work
-    limits = simulated_limits(tiers, list(table), overlap=overlap)
+    capacity = simulated_capacity(tiers, list(table), overlap=overlap)
 
     def run(controller: Controller) -> list[Served]:
-        backend = SimulatedBackend(limits, lambda b, tier: table[b][tiers.index(tier)], law)
+        backend = SimulatedBackend(capacity, lambda b, tier: table[b][tiers.index(tier)], law)
         return _served(backend, controller, phases, lambda: backend.clock)
 
     def static(number: int) -> Controller:
         if _shares_rows(tiers):  # which tells drafts apart by what is learnt
-            return AdaptiveController(limits, Static(number), table)
+            return AdaptiveController(capacity, Static(number), table)
         nodes, depth, width = tiers[number].tree
-        return StaticController(limits, nodes=nodes, depth=depth, width=width)
+        return StaticController(capacity, nodes=nodes, depth=depth, width=width)
 
     KnowsRates.law = law
     found = {str(tier): run(static(number)) for number, tier in enumerate(tiers)}
     policies: dict[str, Policy] = {"greedy": Greedy(), "probe": Probe(), "adaptive": BestValue()}
     for name, policy in policies.items():
-        found[name] = run(AdaptiveController(limits, policy, table))
-    return found | {"oracle": run(KnowsRates(limits, Greedy(), table))}
+        found[name] = run(AdaptiveController(capacity, policy, table))
+    return found | {"oracle": run(KnowsRates(capacity, Greedy(), table))}
 
 
 def _shares_rows(tiers: Sequence[Tier]) -> bool:
@@ -201,8 +201,8 @@ def written_runs(
       noise: Standard deviation of a step's time, as a share of it.
     """
     phases, texts = work
-    limits = simulated_limits(tiers, list(table), overlap=overlap)
-    limits = with_host_drafts(limits, VOCAB)
+    capacity = simulated_capacity(tiers, list(table), overlap=overlap)
+    capacity = with_host_drafts(capacity, VOCAB)
 
     def run(tier: Tier | None) -> list[Served]:
         def clock() -> float:
@@ -212,8 +212,8 @@ def written_runs(
             follows = planned.is_off and not backend.is_idle
             return table[batch][-1 if follows else tiers.index(planned)]
 
-        backend = TextBackend(limits, seconds, texts, noise=noise)
-        return _served(backend, _ngram(limits, tiers, tier, table, clock), phases, clock)
+        backend = TextBackend(capacity, seconds, texts, noise=noise)
+        return _served(backend, _ngram(capacity, tiers, tier, table, clock), phases, clock)
 
     found = {str(tier): run(tier) for tier in tiers}
     return found | {"adaptive": run(None)}
@@ -233,14 +233,14 @@ def real_time_runs(
       submit_s: That submitting a step keeps the host, of the seconds asleep.
     """
     phases, texts = work
-    limits = with_host_drafts(simulated_limits(tiers, list(table), overlap=1), VOCAB)
+    capacity = with_host_drafts(simulated_capacity(tiers, list(table), overlap=1), VOCAB)
 
     def seconds(batch: int, tier: Tier) -> float:
         return table[batch][tiers.index(tier)] - table[batch][-1]
 
     def run(tier: Tier | None) -> list[Served]:
-        backend = RealTimeBackend(limits, seconds, texts, submit_s=submit_s)
-        controller = _ngram(limits, tiers, tier, table, time.perf_counter)
+        backend = RealTimeBackend(capacity, seconds, texts, submit_s=submit_s)
+        controller = _ngram(capacity, tiers, tier, table, time.perf_counter)
         if isinstance(controller, AdaptiveNgramController | NgramController):
             controller.index.warm_up()
         return _served(backend, controller, phases, time.perf_counter)
@@ -249,7 +249,7 @@ def real_time_runs(
 
 
 def _ngram(
-    limits: Limits,
+    capacity: Capacity,
     tiers: Sequence[Tier],
     tier: Tier | None,
     table: Table,
@@ -257,13 +257,13 @@ def _ngram(
 ) -> Controller:
     """With an index of its own; no tier: the adaptive one."""
     if tier is not None and tier.is_off:
-        return StaticController(limits, nodes=1, depth=0, width=0)
+        return StaticController(capacity, nodes=1, depth=0, width=0)
     widest = tiers[-1] if tier is None else tier
     sizes = {"nodes": widest.nodes, "depth": widest.depth, "vocab": VOCAB}
     index = NgramIndex(NgramConfig(), **sizes, chain=False)
     if tier is None:
-        return AdaptiveNgramController(limits, index, table, clock)
-    return NgramController(limits, index)
+        return AdaptiveNgramController(capacity, index, table, clock)
+    return NgramController(capacity, index)
 
 
 def _served(
@@ -272,5 +272,5 @@ def _served(
     phases: Sequence[Phase],
     clock: Callable[[], float],
 ) -> list[Served]:
-    how = {"overlap": backend.limits.overlap, "chunked_prefill_size": 2048, "cache": NO_CACHE}
+    how = {"overlap": backend.capacity.overlap, "chunked_prefill_size": 2048, "cache": NO_CACHE}
     return serve(Engine(backend, controller, **how), phases, clock)

@@ -7,7 +7,7 @@ from shared.engine.adaptive.controller import AdaptiveController
 from shared.engine.adaptive.trace import Trace
 from shared.engine.cache_policy import NO_CACHE
 from shared.engine.engine import Engine
-from tests.support.simulation.device import SimulatedBackend, simulated_limits
+from tests.support.simulation.device import SimulatedBackend, simulated_capacity
 from tests.support.simulation.phases import imposed, serve
 from tests.support.simulation.work import SECONDS, TIERS, always, mixed
 
@@ -22,11 +22,11 @@ WORK = (
 def traced(path: Path, policy: Policy) -> tuple[Engine, AdaptiveController]:
     """Serves the work with a controller that writes its trace to `path`."""
     phases, law = imposed(WORK, part=1 << 20)
-    limits = simulated_limits(TIERS, BATCHES, overlap=1)
-    backend = SimulatedBackend(limits, SECONDS, law, noise=0.02)
+    capacity = simulated_capacity(TIERS, BATCHES, overlap=1)
+    backend = SimulatedBackend(capacity, SECONDS, law, noise=0.02)
     table = {batch: [SECONDS(batch, tier) for tier in TIERS] for batch in BATCHES}
     trace = Trace(path, TIERS, table)
-    controller = AdaptiveController(limits, policy, table, trace)
+    controller = AdaptiveController(capacity, policy, table, trace)
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=2048, cache=NO_CACHE)
     serve(engine, phases, lambda: backend.clock)
     return engine, controller
