@@ -134,7 +134,7 @@ def convert(source: Path, target: Path) -> None:
 
 def _stored(opened: Checkpoint, parameter: Parameter) -> np.dtype:
     """The dtype that holds all of a parameter's tensors without loss."""
-    dtypes = {opened.tensor(source.name).dtype for source in parameter.sources}
+    dtypes = opened.dtypes(parameter)
     return dtypes.pop() if len(dtypes) == 1 else np.dtype(np.float32)
 
 

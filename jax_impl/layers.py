@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from jax_impl.ops import Place, delta_mix, layers, linear, mix
 from jax_impl.ops.attention import KV, Rows, windowed
 from jax_impl.ops.delta_mix import Nodes
+from jax_impl.ops.experts import Experts, added_experts
 from jax_impl.ops.linear import Matrix, Norm, Stream
 from jax_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from jax_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
@@ -133,11 +134,14 @@ def _finished(
     stream: Stream,
     norm: Norm | None,
 ) -> Stream:
-    """What follows a mixer: its product, and the gated MLP, each added to the stream."""
+    """What follows a mixer: its product, and the gated MLP or experts, added to the stream."""
     ends = layer.mixer_end_norm, layer.feed_end_norm
     stream = _added(config, ends[0], mixed, layer.mixer.out, stream, layer.post_norm)
-    x = linear.gated_product(stream, config.input_eps, layer.mlp.gate_up)
-    return _added(config, ends[1], x, layer.mlp.down, stream, norm)
+    if isinstance(layer.feed, Experts):
+        assert config.experts is not None  # a model with such layers has their sizes
+        return added_experts(stream, config.rms_eps, config.experts, layer.feed, norm)
+    x = linear.gated_product(stream, config.input_eps, layer.feed.gate_up)
+    return _added(config, ends[1], x, layer.feed.down, stream, norm)
 
 
 def _added(

@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Qwen3 and Qwen3.5 (dense) over flat rows; as `shared.spec.model`."""
+"""The forward pass of Llama, Qwen3, Qwen3.5 and their kin on flat rows; as `shared.spec.model`."""
 
 from functools import partial
 from typing import NamedTuple

@@ -18,12 +18,14 @@ from jaxtyping import Float, Int, Shaped
 
 from jax_impl import dummy
 from jax_impl.ops import linear
+from jax_impl.ops.experts import Experts
 from jax_impl.ops.linear import Matrix, Norm, Scale
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
+from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, parameters
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."] | Shaped[jax.Array, "..."]]
@@ -69,7 +71,7 @@ class Layer(NamedTuple):
     input_norm: Norm | None
     mixer: Attention | GatedDelta
     post_norm: Norm | None
-    mlp: Mlp
+    feed: Mlp | Experts
     mixer_end_norm: Norm | None
     feed_end_norm: Norm | None
 
@@ -245,16 +247,21 @@ def _loaded(
     read = jnp.zeros(parameter.shape, kind, device=device)
     for at, values in checkpoint.pieces(parameter, progress):
         first = [each.start if isinstance(each, slice) else each for each in at]
-        read = _written(read, values[None], jnp.asarray(first, np.int32))
+        piece = values.reshape((1,) * (read.ndim - values.ndim) + values.shape)
+        read = _written(read, piece, jnp.asarray(first, np.int32))
     return read
 
 
 @partial(jax.jit, donate_argnums=0)
 def _written(
-    stack: Shaped[jax.Array, "..."], piece: Shaped[jax.Array, "..."], first: Int[jax.Array, " 2"]
+    stack: Shaped[jax.Array, "..."], piece: Shaped[jax.Array, "..."], first: Int[jax.Array, " axes"]
 ) -> Shaped[jax.Array, "..."]:
-    """A stack of layers with a piece of one, which begins at `first`; in its own memory."""
-    start = [*first, *[0] * (stack.ndim - 2)]
+    """A stack of layers with a piece of one, which begins at `first`; in its own memory.
+
+    Args:
+      first: On the outer axes; the piece spans the others.
+    """
+    start = [*first, *[0] * (stack.ndim - len(first))]
     return lax.dynamic_update_slice(stack, piece.astype(stack.dtype), start)
 
 
@@ -276,7 +283,8 @@ def _placed_ids(ids: Shaped[np.ndarray, " draft_vocab"], device: jax.Device) -> 
 
 def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
     """Whether a layer is given the stacks, as kernels read them, and not its own matrices."""
-    matrix = next(array for name, array in loaded.stacks.items() if name.endswith("mlp.down"))
+    stacks = loaded.stacks.items()
+    matrix = next(array for name, array in stacks if name.endswith("attention.out"))
     return linear.reads_stacks(matrix, device)
 
 
@@ -290,8 +298,8 @@ def weights_of(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Weights:
         embed=alone["embed"],
         lm_head=Matrix(alone.get("lm_head", alone["embed"])),
         final_norm=alone["final_norm"],
-        layers=_layers(loaded.stacks, "", config.layer_kinds, in_stacks),
-        mtp=_mtp(loaded, in_stacks) if loaded.has_mtp else None,
+        layers=_layers(loaded.stacks, "", config.layers, in_stacks),
+        mtp=_mtp(config, loaded, in_stacks) if loaded.has_mtp else None,
     )
 
 
@@ -301,9 +309,11 @@ def head_of(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights
 
 
 def _layers(
-    stacks: Mapping[str, jax.Array], prefix: str, kinds: Sequence[str], in_stacks: bool
+    stacks: Mapping[str, jax.Array], prefix: str, like: Sequence[LayerConfig], in_stacks: bool
 ) -> tuple[Layer, ...]:
     layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
+    feeds = {"mlp": _mlp, "experts": _experts}
+    kinds, fed = [each.mixer.kind for each in like], [each.feed.kind for each in like]
     for i, kind in enumerate(kinds):
 
         def norm(name: str, i: int = i) -> Norm | None:
@@ -312,17 +322,36 @@ def _layers(
                 return None
             return Scale(stack, jnp.asarray(i, jnp.int32)) if in_stacks else stack[i]
 
-        names = ("gate_up", "down")
         layer = Layer(
             input_norm=norm("input_norm"),
             mixer=mixers[kind](stacks, f"{prefix}{kind}.", kinds[:i].count(kind), in_stacks),
             post_norm=norm("post_attention_norm"),
-            mlp=Mlp(*(_matrix(stacks, f"{prefix}mlp.{x}", i, in_stacks) for x in names)),
+            feed=feeds[fed[i]](stacks, f"{prefix}{fed[i]}.", fed[:i].count(fed[i]), in_stacks),
             mixer_end_norm=norm("mixer_end_norm"),
             feed_end_norm=norm("feed_end_norm"),
         )
         layers.append(layer)
     return tuple(layers)
+
+
+def _mlp(stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool) -> Mlp:
+    names = ("gate_up", "down")
+    return Mlp(*(_matrix(stacks, f"{prefix}{x}", place, in_stacks) for x in names))
+
+
+def _experts(stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks: bool) -> Experts:
+    def at(name: str) -> Matrix:
+        return _matrix(stacks, f"{prefix}{name}", place, in_stacks)
+
+    bias, has_own = stacks.get(f"{prefix}score_bias"), f"{prefix}shared_down" in stacks
+    return Experts(
+        router=at("router"),
+        gate_up=at("gate_up"),
+        down=at("down"),
+        score_bias=None if bias is None else bias[place],
+        shared_gate_up=at("shared_gate_up") if has_own else None,
+        shared_down=at("shared_down") if has_own else None,
+    )
 
 
 def _attention(
@@ -352,11 +381,11 @@ def _matrix(stacks: Mapping[str, jax.Array], name: str, place: int, in_stacks: b
     return Matrix(stack[place], bias=None if bias is None else bias[place])
 
 
-def _mtp(loaded: Loaded, in_stacks: bool) -> Mtp:
+def _mtp(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Mtp:
     norms = ("embedding_norm", "hidden_norm", "final_norm")
     return Mtp(
         fc=Matrix(loaded.alone["mtp.fc"]),
-        layer=_layers(loaded.stacks, "mtp.layer.", ("attention",), in_stacks)[0],
+        layer=_layers(loaded.stacks, "mtp.layer.", [config.draft_layer], in_stacks)[0],
         **{name: loaded.alone[f"mtp.{name}"] for name in norms},
     )
 
@@ -366,7 +395,7 @@ def _block(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> BlockWeights
         config=config,
         fc=Matrix(loaded.alone["fc"]),
         hidden_norm=loaded.alone["hidden_norm"],
-        layers=_layers(loaded.stacks, "layer.", config.layer.layer_kinds, in_stacks),
+        layers=_layers(loaded.stacks, "layer.", config.layer.layers, in_stacks),
         final_norm=loaded.alone["final_norm"],
     )
 
@@ -380,7 +409,7 @@ def _eagle(config: DraftConfig, loaded: Loaded, in_stacks: bool) -> HeadWeights:
         aux_norm=loaded.stacks.get("aux_norm"),
         input_norm=alone.get("input_norm"),
         hidden_norm=None if hidden_norm is None else hidden_norm[0],
-        layer=_layers(loaded.stacks, "layer.", ("attention",), in_stacks)[0],
+        layer=_layers(loaded.stacks, "layer.", config.layer.layers, in_stacks)[0],
         final_norm=alone.get("final_norm"),
         lm_head=Matrix(alone["lm_head"]) if "lm_head" in alone else None,
         embed=alone.get("embed"),

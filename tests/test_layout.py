@@ -356,6 +356,7 @@ ONE_SIDED_NAMES = {
 
 OTHER_OPS = {
     "drafters/heads.py::eagle3": "JAX takes the scale of a norm out of its stack",
+    "ops/experts.py::added_experts": "the same",
     "ops/attention.py::causal_rows": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::count_tokens": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",

@@ -13,6 +13,7 @@ from shared.spec import layers as layers_spec
 from torch_impl.ops import delta_mix, layers, linear, mix
 from torch_impl.ops.attention import Rows, windowed
 from torch_impl.ops.delta_mix import Nodes
+from torch_impl.ops.experts import Experts, added_experts
 from torch_impl.ops.linear import Matrix, Stream
 from torch_impl.ops.mamba_state import DeltaState, DeltaWeights, Kept
 from torch_impl.ops.mix import Angles, HeadNorms, Heads, PagedKV
@@ -123,11 +124,14 @@ def _finished(
     stream: Stream,
     norm: Float[Tensor, " hidden"] | None,
 ) -> Stream:
-    """What follows a mixer: its product, and the gated MLP, each added to the stream."""
+    """What follows a mixer: its product, and the gated MLP or experts, added to the stream."""
     ends = layer.mixer_end_norm, layer.feed_end_norm
     stream = _added(config, ends[0], mixed, layer.mixer.out, stream, layer.post_norm)
-    x = linear.gated_product(stream, config.input_eps, layer.mlp.gate_up)
-    return _added(config, ends[1], x, layer.mlp.down, stream, norm)
+    if isinstance(layer.feed, Experts):
+        assert config.experts is not None  # a model with such layers has their sizes
+        return added_experts(stream, config.rms_eps, config.experts, layer.feed, norm)
+    x = linear.gated_product(stream, config.input_eps, layer.feed.gate_up)
+    return _added(config, ends[1], x, layer.feed.down, stream, norm)
 
 
 def _added(

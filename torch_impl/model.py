@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Qwen3 and Qwen3.5 (dense) over flat rows."""
+"""The forward pass of Llama, Qwen3, Qwen3.5 and their kin over flat rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

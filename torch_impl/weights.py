@@ -13,8 +13,10 @@ from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored, size_of
+from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, parameters
 from torch_impl import dummy
+from torch_impl.ops.experts import Experts
 from torch_impl.ops.linear import Matrix
 
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
@@ -63,7 +65,7 @@ class Layer:
     input_norm: Float[Tensor, " hidden"] | None
     mixer: Attention | GatedDelta
     post_norm: Float[Tensor, " hidden"] | None
-    mlp: Mlp
+    feed: Mlp | Experts
     mixer_end_norm: Float[Tensor, " hidden"] | None
     feed_end_norm: Float[Tensor, " hidden"] | None
 
@@ -235,15 +237,17 @@ def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
         embed=tensors["embed"],
         lm_head=Matrix(tensors.get("lm_head", tensors["embed"])),
         final_norm=tensors["final_norm"],
-        layers=_layers(config, tensors, "", config.layer_kinds),
+        layers=_layers(config, tensors, "", config.layers),
         mtp=_mtp(config, tensors) if "mtp.fc" in tensors else None,
     )
 
 
 def _layers(
-    config: ModelConfig, tensors: dict[str, Tensor], prefix: str, kinds: tuple[str, ...]
+    config: ModelConfig, tensors: dict[str, Tensor], prefix: str, like: Sequence[LayerConfig]
 ) -> tuple[Layer, ...]:
     layers, mixers = [], {"attention": _attention, "gated_delta": _gated_delta}
+    feeds = {"mlp": _mlp, "experts": _experts}
+    kinds, fed = [each.mixer.kind for each in like], [each.feed.kind for each in like]
     for i, kind in enumerate(kinds):
 
         def norm(name: str, i: int = i) -> Tensor | None:
@@ -256,10 +260,29 @@ def _layers(
             post_norm=norm("post_attention_norm"),
             mixer_end_norm=norm("mixer_end_norm"),
             feed_end_norm=norm("feed_end_norm"),
-            mlp=Mlp(*(_matrix(tensors, f"{prefix}mlp.{x}", i) for x in ("gate_up", "down"))),
+            feed=feeds[fed[i]](tensors, f"{prefix}{fed[i]}.", fed[:i].count(fed[i])),
         )
         layers.append(layer)
     return tuple(layers)
+
+
+def _mlp(tensors: dict[str, Tensor], prefix: str, place: int) -> Mlp:
+    return Mlp(*(_matrix(tensors, f"{prefix}{x}", place) for x in ("gate_up", "down")))
+
+
+def _experts(tensors: dict[str, Tensor], prefix: str, place: int) -> Experts:
+    bias, has_own = tensors.get(f"{prefix}score_bias"), f"{prefix}shared_down" in tensors
+    router, gate_up, down = (
+        _matrix(tensors, f"{prefix}{x}", place) for x in ("router", "gate_up", "down")
+    )
+    return Experts(
+        router=router,
+        gate_up=gate_up,
+        down=down,
+        score_bias=None if bias is None else bias[place],
+        shared_gate_up=_matrix(tensors, f"{prefix}shared_gate_up", place) if has_own else None,
+        shared_down=_matrix(tensors, f"{prefix}shared_down", place) if has_own else None,
+    )
 
 
 def _attention(
@@ -298,7 +321,7 @@ def _mtp(config: ModelConfig, tensors: dict[str, Tensor]) -> Mtp:
     norms = ("embedding_norm", "hidden_norm", "final_norm")
     return Mtp(
         fc=Matrix(tensors["mtp.fc"]),
-        layer=_layers(config, tensors, "mtp.layer.", ("attention",))[0],
+        layer=_layers(config, tensors, "mtp.layer.", [config.draft_layer])[0],
         **{name: tensors[f"mtp.{name}"] for name in norms},
     )
 
@@ -312,7 +335,7 @@ def _block(config: DraftConfig, tensors: dict[str, Tensor]) -> BlockWeights:
         config=config,
         fc=Matrix(tensors["fc"]),
         hidden_norm=tensors["hidden_norm"],
-        layers=_layers(config.layer, tensors, "layer.", config.layer.layer_kinds),
+        layers=_layers(config.layer, tensors, "layer.", config.layer.layers),
         final_norm=tensors["final_norm"],
     )
 
@@ -326,7 +349,7 @@ def _eagle(config: DraftConfig, tensors: dict[str, Tensor]) -> HeadWeights:
         aux_norm=tensors.get("aux_norm"),
         input_norm=tensors.get("input_norm"),
         hidden_norm=None if hidden_norm is None else hidden_norm[0],
-        layer=_layers(config.layer, tensors, "layer.", ("attention",))[0],
+        layer=_layers(config.layer, tensors, "layer.", config.layer.layers)[0],
         final_norm=tensors.get("final_norm"),
         lm_head=Matrix(tensors["lm_head"]) if "lm_head" in tensors else None,
         embed=tensors.get("embed"),

@@ -41,10 +41,12 @@ def check_trained(config: ModelConfig) -> None:
     Raises:
       ValueError: It has that; one sentence that names it.
     """
-    attention, factors = config.attention, (config.embedding_factor, config.residual_factor)
+    attention, dense = config.attention, config.dense
+    factors = (config.embedding_factor, config.residual_factor)
     missing = {
         "norms behind mixers and MLPs": config.norms_behind,
-        "biases": attention.input_bias or attention.out_bias or config.feed.bias,
+        "experts": config.experts is not None,
+        "biases": attention.input_bias or attention.out_bias or (dense is not None and dense.bias),
         "sliding windows": any(each.window for each in config.attentions),
         "layers that turn in different ways": len({x.rotary for x in config.attentions}) > 1,
         "factors": attention.scale is not None or {*factors, config.logits_factor} != {1.0},

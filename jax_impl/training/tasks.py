@@ -245,11 +245,12 @@ def head_json(
     Raises:
       ValueError: The target has too few layers.
     """
+    assert target.dense is not None  # `check_trained` refuses experts
     common = {
         "dtype": "bfloat16",
         "vocab_size": target.vocab,
         "hidden_size": target.hidden,
-        "intermediate_size": target.feed.intermediate,
+        "intermediate_size": target.dense.intermediate,
         "num_attention_heads": target.attention.num_heads,
         "num_key_value_heads": target.attention.num_kv_heads,
         "head_dim": target.attention.head_size,

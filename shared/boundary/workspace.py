@@ -11,6 +11,7 @@ from shared.boundary.backend import Blueprint, Capacity
 from shared.boundary.program import Extra, Program, Work
 from shared.models.config import ModelConfig
 from shared.models.kept import kept_bytes
+from shared.models.layers import DenseConfig, ExpertsConfig
 from shared.spec.logprobs import SCORED_ROWS
 from shared.spec.numerics import ATTENTION
 
@@ -105,9 +106,22 @@ def state_layer_bytes(model: ModelConfig, item: int) -> int:
 def _model_bytes(program: Program, model: ModelConfig, blueprint: Blueprint, costs: Costs) -> int:
     """The widest layer of a forward pass, and what is kept of all gated-delta layers."""
     heads, item = model.attention.query_size, blueprint.item_bytes
-    layer = rows_of(program) * (4 * model.hidden + 3 * model.feed.intermediate + 4 * heads) * item
+    feed = max(_feed_row_bytes(each.feed, model.hidden, item) for each in model.layers)
+    layer = rows_of(program) * ((4 * model.hidden + 4 * heads) * item + feed)
     attention = costs.attention(program, model, blueprint.capacity, item)
     return layer + attention + _delta_bytes(program, model, item)
+
+
+def _feed_row_bytes(feed: DenseConfig | ExpertsConfig, hidden: int, item: int) -> int:
+    """A row's gate, up and their product; of experts for each that it chooses, with its output.
+
+    Outputs of experts are float32, as the router's logits are.
+    """
+    if isinstance(feed, DenseConfig):
+        return 3 * feed.intermediate * item
+    chosen = feed.num_chosen * (3 * feed.intermediate * item + 4 * hidden)
+    shared = 3 * feed.shared_intermediate * item + 4 * hidden
+    return chosen + shared + 4 * feed.num_scored
 
 
 def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:

@@ -261,8 +261,7 @@ def check_head(checkpoint: Stored, config: DraftConfig) -> list[Parameter]:
         )
     wanted = head_parameters(config, checkpoint.names)
     checkpoint.check_parameters(wanted)
-    known = {source.name for parameter in wanted for source in parameter.sources}
-    for name in sorted(set(checkpoint.names) - known):
+    for name in sorted(set(checkpoint.names) - checkpoint.known(wanted)):
         if name.removeprefix("model.") not in IGNORED and not name.endswith("rotary_emb.inv_freq"):
             raise CheckpointError(
                 f"the tensor {name} has no place in {_named(kind)}; use a head without it"

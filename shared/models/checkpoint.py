@@ -74,7 +74,15 @@ class Checkpoint:
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
         """How many stored bytes loading these parameters reads."""
-        return sum(self._num_bytes(source) for p in wanted for source in p.sources)
+        return sum(self._num_bytes(source) for p in wanted for source in self._sources(p))
+
+    def known(self, wanted: Sequence[Parameter]) -> set[str]:
+        """The tensors that these parameters are made of."""
+        return {source.name for p in wanted for source in self._sources(p)}
+
+    def dtypes(self, parameter: Parameter) -> set[np.dtype]:
+        """The types of the numbers that a parameter is read from."""
+        return {self.tensor(source.name).dtype for source in self._sources(parameter)}
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
         """Checks presence, dtype and shape of every tensor of a model before any is read.
@@ -88,10 +96,11 @@ class Checkpoint:
             raise CheckpointError("the checkpoint has no mtp.* tensors, so it cannot draft NEXTN")
         wanted = parameters(config, with_mtp)
         self.check_parameters(wanted)
-        known = {source.name for parameter in wanted for source in parameter.sources}
-        for name in sorted(self._owners.keys() - known):
+        spare = tuple(f"layers.{config.num_layers + i}." for i in range(config.spare_layers))
+        for name in sorted(self._owners.keys() - self.known(wanted)):
             tied_head = config.tied and name == "lm_head.weight"
-            if tied_head or name.startswith("mtp.") or any(part in name for part in IGNORED):
+            left_out = name.startswith(("mtp.", *spare)) or any(part in name for part in IGNORED)
+            if tied_head or left_out:
                 continue
             raise CheckpointError(
                 f"the tensor {name} has no place in a {config.name} model; "
@@ -105,7 +114,7 @@ class Checkpoint:
           CheckpointError: The first fault, by the name of its tensor.
         """
         for parameter in wanted:
-            for source in parameter.sources:
+            for source in self._sources(parameter):
                 self._check_source(source)
 
     def load(
@@ -138,15 +147,21 @@ class Checkpoint:
         Raises:
           CheckpointError: A tensor is missing or has another shape or an unknown dtype.
         """
-        for number, sources in enumerate(parameter.pieces):
-            first, layer = 0, (number,) if parameter.stacked else ()
-            for source in sources:
-                self._check_source(source)
-                end = first + source.shape[0]
-                rest = parameter.shape[len(layer) + 1 :]
-                yield (*layer, slice(first, end)), self.tensor(source.name).reshape(-1, *rest)
-                first = end
-                progress(self._num_bytes(source))
+        for source, at, shape in parameter.places([self._resolved(x) for x in parameter.pieces]):
+            self._check_source(source)
+            yield at, self.tensor(source.name).reshape(shape)
+            progress(self._num_bytes(source))
+
+    def _sources(self, parameter: Parameter) -> list[Source]:
+        return [source for piece in parameter.pieces for source in self._resolved(piece)]
+
+    def _resolved(self, sources: Sequence[Source]) -> list[Source]:
+        """The tensors themselves; of one that is not there its parts, if any of them is."""
+        found = []
+        for source in sources:
+            is_apart = not self.has(source.name) and any(self.has(x.name) for x in source.parts)
+            found += source.parts if is_apart else [source]
+        return found
 
     def _header(self, name: str) -> Any:
         if name not in self._slices:
@@ -223,14 +238,10 @@ def save_checkpoint(
 def split(parameter: Parameter, array: Array, prefix: str) -> Weights:
     """Takes one of our arrays apart into the tensors of a checkpoint."""
     tensors = {}
-    for i, piece in enumerate(parameter.pieces):
-        rows = array[i] if parameter.stacked else array
-        start = 0
-        for source in piece:
-            part = rows[start : start + source.shape[0]].reshape(source.shape)
-            whole = source.name.startswith(("lm_head.", "mtp."))
-            tensors[source.name if whole else prefix + source.name] = np.ascontiguousarray(part)
-            start += source.shape[0]
+    for source, at, _ in parameter.places(parameter.pieces):
+        part = array[at].reshape(source.shape)
+        whole = source.name.startswith(("lm_head.", "mtp."))
+        tensors[source.name if whole else prefix + source.name] = np.ascontiguousarray(part)
     return tensors
 
 

@@ -2,7 +2,13 @@
 
 from dataclasses import dataclass, replace
 
-from shared.models.layers import AttentionConfig, DenseConfig, GatedDeltaConfig, LayerConfig
+from shared.models.layers import (
+    AttentionConfig,
+    DenseConfig,
+    ExpertsConfig,
+    GatedDeltaConfig,
+    LayerConfig,
+)
 from shared.models.rotary import RotaryConfig
 
 
@@ -25,6 +31,8 @@ class ModelConfig:
         before them.
       stores_joined: A checkpoint has q, k and v in one tensor, and gate and up in another.
       has_mtp: The config names an MTP layer; the checkpoint may still lack its tensors.
+      spare_layers: So many more layers behind the last, which draft, may be in a checkpoint; they
+        are left out.
       drafts_trees: Its EAGLE heads draft trees where no shape is asked for.
       context_length: Most tokens of a text.
       eos_ids: Token ids that end a text, ascending.
@@ -46,6 +54,7 @@ class ModelConfig:
     norms_behind: bool
     stores_joined: bool
     has_mtp: bool
+    spare_layers: int
     drafts_trees: bool
     context_length: int
     eos_ids: tuple[int, ...]
@@ -55,8 +64,10 @@ class ModelConfig:
             raise ValueError("layer_types has no full_attention layer; serve a model with one")
         if len({_stacked(each.mixer) for each in self.layers}) > len(set(self.layer_kinds)):
             raise ValueError("layers of one kind but different sizes are not supported")
-        if len({each.feed for each in self.layers}) > 1:
+        if len({each.feed for each in self.layers}) > len(set(self.feed_kinds)):
             raise ValueError("MLPs of different sizes are not supported")
+        if self.experts and (self.norms_behind or self.residual_factor != 1):
+            raise ValueError("experts with norms behind them or a factor are not supported")
 
     @property
     def norm_centre(self) -> float:
@@ -91,9 +102,24 @@ class ModelConfig:
         return next(found, None)
 
     @property
-    def feed(self) -> DenseConfig:
-        """What feeds forward in every layer."""
-        return self.layers[0].feed
+    def feed_kinds(self) -> tuple[str, ...]:
+        """The kind of what feeds forward in each layer, which names its parameters."""
+        return tuple(each.feed.kind for each in self.layers)
+
+    @property
+    def dense(self) -> DenseConfig | None:
+        """What dense layers are like; None where there are none."""
+        return next((x.feed for x in self.layers if isinstance(x.feed, DenseConfig)), None)
+
+    @property
+    def experts(self) -> ExpertsConfig | None:
+        """What layers with a mixture of experts are like; None where there are none."""
+        return next((x.feed for x in self.layers if isinstance(x.feed, ExpertsConfig)), None)
+
+    @property
+    def draft_layer(self) -> LayerConfig:
+        """What a layer that drafts is like: with attention, and experts where others have some."""
+        return LayerConfig(mixer=self.attention, feed=self.experts or self.layers[0].feed)
 
     @property
     def num_layers(self) -> int:

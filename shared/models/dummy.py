@@ -60,13 +60,16 @@ def law_of(parameter: Parameter) -> Law:
     """How the elements of a parameter are spread.
 
     Matrices keep the size of what they are given. Norms scale by about 1. The decays of
-    gated-delta layers have the sizes of a trained model's.
+    gated-delta layers have the sizes of a trained model's. A router's logits differ from row to row
+    as the rows do, so that a batch's rows choose different experts.
     """
     leaf, inputs = parameter.name.rsplit(".", 1)[-1], parameter.shape[-1]
     if leaf == "a_log":
         return Law.around(-0.75, 2.0)
     if leaf == "dt_bias":
         return Law.around(-1.0, 2.0)
+    if leaf == "score_bias":
+        return Law.around(0.0, 2.0**-5)  # far less than scores differ by
     if leaf.endswith("norm"):
         return Law.around(1.0 - parameter.centre, 0.125)
     if leaf in ("embed", "lm_head"):
@@ -155,6 +158,10 @@ class DummyCheckpoint:
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
         """What stored parameters of these shapes would take."""
         return sum(map(size_of, wanted))
+
+    def known(self, wanted: Sequence[Parameter]) -> set[str]:
+        """The tensors that these parameters are made of."""
+        return {source.name for parameter in wanted for source in parameter.sources}
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
         """Finds nothing: what a config.json names is there."""

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from shared.models.config import ModelConfig
+from shared.models.experts import Routing, read_experts, refuse_other_experts, sparse_layers
 from shared.models.fields import Json, count, is_number, number, object_of, positive, read_json
 from shared.models.layers import (
     CONV_WIDTH,
     AttentionConfig,
     DenseConfig,
+    ExpertsConfig,
     GatedDeltaConfig,
     LayerConfig,
 )
@@ -43,6 +45,10 @@ class Family:
       grows_queries: Queries grow with their position where the rotary settings say so.
       norms_behind: See `ModelConfig`; queries and keys are normed over all heads.
       scales_full_layers: Layers that slide turn without what `rope_scaling` says.
+      routing: How its experts are found and chosen; None: it has none.
+      norms_by_flag: Queries and keys are normed where `use_qk_norm` says it.
+      plain_out: The outputs of the heads have no bias, whatever the inputs have.
+      turned_share: Of a head's dimensions that turn, where no field says it.
     """
 
     name: str
@@ -58,9 +64,29 @@ class Family:
     grows_queries: bool = False
     norms_behind: bool = False
     scales_full_layers: bool = False
+    routing: Routing | None = None
+    norms_by_flag: bool = False
+    plain_out: bool = False
+    turned_share: float = 1.0
 
 
 BIASES = ("attention_bias", "mlp_bias")
+_GROUPED = Routing(
+    count_field="n_routed_experts",
+    scores="sigmoid",
+    is_renormalised=True,
+    counts_shared=True,
+    has_groups=True,
+    begins_dense=True,
+)
+GLM4_MOE = Family(
+    "glm4_moe",
+    biases=BIASES[:1],
+    routing=_GROUPED,
+    norms_by_flag=True,
+    plain_out=True,
+    turned_share=0.5,
+)
 GRANITE = Family("granite", biases=BIASES, has_factors=True)
 LLAMA = Family("llama", drafts_trees=True, biases=BIASES)
 MISTRAL = Family("mistral", slides=Slides.BY_SIZE)
@@ -70,10 +96,14 @@ OLMO3 = replace(OLMO2, name="olmo3", slides=Slides.BY_TYPES, scales_full_layers=
 PHI3 = Family("phi3", stores_joined=True, slides=Slides.BY_SIZE)
 QWEN2 = Family("qwen2", input_bias=True, slides=Slides.BY_FLAG)
 QWEN3 = Family("qwen3", qk_norm=True, biases=BIASES[:1], slides=Slides.BY_FLAG)
-QWEN3_5 = Family("qwen3_5", qk_norm=True, is_hybrid=True)
+QWEN3_MOE = replace(QWEN3, name="qwen3_moe", routing=Routing(steps=True))
+QWEN3_5 = Family("qwen3_5", qk_norm=True, is_hybrid=True, turned_share=0.25)
+_WITH_SHARED = Routing(is_renormalised=True, reads_renormalised=False, has_shared=True)
+QWEN3_5_MOE = replace(QWEN3_5, name="qwen3_5_moe", routing=_WITH_SHARED)
 SMOLLM3 = Family("smollm3", biases=BIASES, skips_rotation=True)
 
 FAMILIES = {
+    "Glm4MoeForCausalLM": GLM4_MOE,
     "GraniteForCausalLM": GRANITE,
     "LlamaForCausalLM": LLAMA,
     "Ministral3ForCausalLM": MINISTRAL3,
@@ -83,13 +113,17 @@ FAMILIES = {
     "Phi3ForCausalLM": PHI3,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
     "SmolLM3ForCausalLM": SMOLLM3,
 }
 """Architecture names of Hugging Face that can be served."""
 
 ARCHITECTURES = {
+    "glm4_moe": "Glm4MoeForCausalLM",
     "granite": "GraniteForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
@@ -99,8 +133,11 @@ ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_5": "Qwen3_5ForConditionalGeneration",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
 }
 """The architecture of a `model_type`, for a config.json that lists no architecture."""
@@ -162,6 +199,7 @@ def config_from_dict(
         norms_behind=family.norms_behind,
         stores_joined=family.stores_joined,
         has_mtp=family.is_hybrid and count(text, "mtp_num_hidden_layers") > 0,
+        spare_layers=count(text, "num_nextn_predict_layers") if family.routing else 0,
         drafts_trees=family.drafts_trees,
         context_length=_context_length(text, attention.rotary),
         eos_ids=_eos_ids(positive(text, "vocab_size"), config, text, generation_config or {}),
@@ -190,10 +228,7 @@ def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
     """Refuses by name whatever would change the forward pass and is not implemented."""
     if config.get("quantization_config") or text.get("quantization_config"):
         raise ValueError("quantization_config is not supported; use an unquantised checkpoint")
-    if text.get("num_experts"):
-        raise ValueError(
-            "num_experts: mixture-of-experts layers are not supported; use a dense model"
-        )
+    refuse_other_experts(text, family.routing, family.name)
     slides = text.get("use_sliding_window") or SLIDING in (text.get("layer_types") or [])
     if slides and family.slides not in (Slides.BY_FLAG, Slides.BY_TYPES):
         raise ValueError(
@@ -232,18 +267,17 @@ def _head_size(text: Json, num_heads: int) -> int:
 def _attention(text: Json, family: Family, context_length: int) -> AttentionConfig:
     num_heads = positive(text, "num_attention_heads")
     head_size = _head_size(text, num_heads)
-    share = 0.25 if family.is_hybrid else 1.0
     growth = settings_of(text).get("llama_4_scaling_beta") if family.grows_queries else None
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=positive(text, "num_key_value_heads", num_heads),
         head_size=head_size,
-        qk_norm=family.qk_norm,
+        qk_norm=family.qk_norm or (family.norms_by_flag and bool(text.get("use_qk_norm"))),
         norms_all_heads=family.norms_behind,
         has_gate=family.is_hybrid and bool(text.get("attn_output_gate", True)),
         input_bias=family.input_bias or bool(text.get("attention_bias")),
-        out_bias=bool(text.get("attention_bias")),
-        rotary=read_rotary(text, head_size, share, context_length),
+        out_bias=bool(text.get("attention_bias")) and not family.plain_out,
+        rotary=read_rotary(text, head_size, family.turned_share, context_length),
         query_growth=0.0 if growth is None else float(growth),
         window=None,
         scale=_factor(text, family, "attention_multiplier") if family.has_factors else None,
@@ -257,10 +291,7 @@ def _factor(text: Json, family: Family, field: str) -> float:
 def _layers(
     text: Json, family: Family, attention: AttentionConfig, context_length: int
 ) -> tuple[LayerConfig, ...]:
-    feed = DenseConfig(
-        intermediate=positive(text, "intermediate_size"), bias=bool(text.get("mlp_bias"))
-    )
-    types = _layer_types(text, family)
+    types, feeds = _layer_types(text, family), _feeds(text, family)
     mixers: dict[str, AttentionConfig | GatedDeltaConfig] = {FULL: attention}
     if SLIDING in types:
         window = positive(text, "sliding_window")
@@ -273,8 +304,22 @@ def _layers(
         mixers[SLIDING] = sliding
     if LINEAR in types:
         mixers[LINEAR] = _gated_delta(text)
-    layers = [LayerConfig(mixer=mixers[each], feed=feed) for each in types]
+    layers = [
+        LayerConfig(mixer=mixers[kind], feed=feed) for kind, feed in zip(types, feeds, strict=True)
+    ]
     return tuple(_unturned(text, layers) if family.skips_rotation else layers)
+
+
+def _feeds(text: Json, family: Family) -> list[DenseConfig | ExpertsConfig]:
+    """What feeds forward in each layer; of what no layer has, no field is read."""
+    found: dict[bool, DenseConfig | ExpertsConfig] = {}
+    sparse = sparse_layers(text, family.routing, _num_layers(text))
+    if family.routing is not None and True in sparse:
+        found[True] = read_experts(text, family.routing)
+    if False in sparse:
+        width = positive(text, "intermediate_size")
+        found[False] = DenseConfig(intermediate=width, bias=bool(text.get("mlp_bias")))
+    return [found[each] for each in sparse]
 
 
 def _unturned(text: Json, layers: list[LayerConfig]) -> list[LayerConfig]:

@@ -3,7 +3,8 @@
 A mixer also says what it keeps between steps.
 
 A layer's parameters have the names of its kinds: `attention.inputs` is of an attention layer,
-`gated_delta.inputs` of a gated-delta layer (`shared.models.parameters`).
+`gated_delta.inputs` of a gated-delta layer, `mlp.down` of a dense one, `experts.down` of one with a
+mixture of experts (`shared.models.parameters`).
 """
 
 from dataclasses import dataclass
@@ -111,8 +112,80 @@ class DenseConfig:
       bias: All three projections add a bias.
     """
 
+    kind: ClassVar[str] = "mlp"
+
     intermediate: int
     bias: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts: gated MLPs, of which a router chooses some for each row.
+
+    Attributes:
+      num_experts: Among which the router chooses.
+      num_chosen: For each row.
+      intermediate: Columns of an expert.
+      shared_intermediate: Columns of the expert that every row has besides; 0: there is none.
+      shared_is_gated: What that one gives is multiplied by a share of its own for each row.
+      scores: What the router's logits become: "softmax" over all experts, or a "sigmoid" of each.
+      has_score_bias: The experts are chosen by their scores and a bias, which weighs none of them.
+      num_groups, num_chosen_groups: Experts are chosen within the best groups of neighbours.
+      is_renormalised: The weights of the chosen experts are divided by their sum.
+      routed_factor: What the weights are multiplied by in the end.
+
+    Raises:
+      ValueError: The numbers do not fit each other; one sentence.
+    """
+
+    kind: ClassVar[str] = "experts"
+
+    num_experts: int
+    num_chosen: int
+    intermediate: int
+    shared_intermediate: int
+    shared_is_gated: bool
+    scores: str
+    has_score_bias: bool
+    num_groups: int
+    num_chosen_groups: int
+    is_renormalised: bool
+    routed_factor: float
+
+    def __post_init__(self) -> None:
+        if self.scores not in ("softmax", "sigmoid"):
+            raise ValueError(f"scores of experts must be softmax or sigmoid, got {self.scores!r}")
+        if self.scores == "softmax" and (self.has_score_bias or self.num_groups > 1):
+            raise ValueError("experts that a softmax scores have no biases and no groups")
+        names = "the number of experts", "n_group"
+        _check_groups(names, self.num_experts, self.num_groups)
+        if not 1 <= self.num_chosen_groups <= self.num_groups:
+            raise ValueError(
+                f"topk_group must be 1 to {self.num_groups}, got {self.num_chosen_groups}"
+            )
+        most = self.group_size * self.num_chosen_groups
+        if not 1 <= self.num_chosen <= most:
+            raise ValueError(f"num_experts_per_tok must be 1 to {most}, got {self.num_chosen}")
+
+    @property
+    def group_size(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.num_groups
+
+    @property
+    def shares_stacks(self) -> bool:
+        """The shared expert is as wide as the others, and stands behind them in their stacks."""
+        return self.shared_intermediate == self.intermediate
+
+    @property
+    def num_stacked(self) -> int:
+        """Experts that stand in one stack."""
+        return self.num_experts + self.shares_stacks
+
+    @property
+    def num_scored(self) -> int:
+        """Outputs of the router: a logit for each expert, and that of the shared one's gate."""
+        return self.num_experts + self.shared_is_gated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +193,7 @@ class LayerConfig:
     """A decoder layer."""
 
     mixer: AttentionConfig | GatedDeltaConfig
-    feed: DenseConfig
+    feed: DenseConfig | ExpertsConfig
 
 
 def _check_groups(names: tuple[str, str], heads: int, groups: int) -> None:

@@ -2,13 +2,16 @@
 
 Our parameters are stacks, one per layer kind: `attention.inputs` holds layer after layer of the
 fused query, key and value projection, `gated_delta.inputs` that of qkv, z, b and a. Matrices
-are `[out, in]`, as in Hugging Face checkpoints.
+are `[out, in]`, as in Hugging Face checkpoints. Those of a layer's experts are a stack once more,
+`experts.gate_up` is `[layers, experts, out, in]`.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shared.models.config import ModelConfig
+from shared.models.layers import ExpertsConfig, LayerConfig
 
 BIAS = "_bias"
 """Ends the name of what a product adds, behind the name of its weight."""
@@ -16,10 +19,15 @@ BIAS = "_bias"
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the checkpoint: its name without prefix, and its shape."""
+    """A tensor of the checkpoint: its name without prefix, and its shape.
+
+    Attributes:
+      parts: Tensors that stand for it, one behind the other, in a checkpoint that has no such one.
+    """
 
     name: str
     shape: tuple[int, ...]
+    parts: tuple["Source", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Parameter:
     Attributes:
       name: Our name.
       shape: Our shape.
-      pieces: Per layer of a stack (or once) the tensors that are joined on axis 0.
+      pieces: Per layer of a stack (or once) the tensors that fill it, one behind the other.
       stacked: Axis 0 of `shape` counts layers.
       float32: Kept in float32 whatever the dtype of the model.
       centre: What a backend adds to the stored numbers, as norms have it whose scale is 1 more.
@@ -46,6 +54,36 @@ class Parameter:
     def sources(self) -> tuple[Source, ...]:
         """All tensors of the checkpoint that this parameter needs."""
         return tuple(source for piece in self.pieces for source in piece)
+
+    def places(
+        self, pieces: Sequence[Sequence[Source]]
+    ) -> Iterator[tuple[Source, tuple[int | slice, ...], tuple[int, ...]]]:
+        """Where the tensors of each piece stand.
+
+        Args:
+          pieces: As `pieces`, or with the parts of some tensors in their place.
+
+        Yields:
+          A tensor, its place in the parameter, and its shape there.
+        """
+        for number, sources in enumerate(pieces):
+            first, layer = 0, (number,) if self.stacked else ()
+            for source in sources:
+                count = math.prod(source.shape)
+                at, shape = _place(self.shape[len(layer) :], first, count)
+                yield source, (*layer, *at), shape
+                first += count
+
+
+def _place(
+    shape: tuple[int, ...], first: int, count: int
+) -> tuple[tuple[int | slice, ...], tuple[int, ...]]:
+    """Where `count` numbers stand in an array from its number `first` on, and their shape."""
+    row = math.prod(shape[1:])
+    if count % row == 0:
+        return (slice(first // row, (first + count) // row),), (count // row, *shape[1:])
+    at, inner = _place(shape[1:], first % row, count)
+    return (first // row, *at), inner
 
 
 def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
@@ -66,21 +104,28 @@ def parameters(config: ModelConfig, with_mtp: bool) -> list[Parameter]:
 
 
 def decoder_parameters(
-    prefix: str, config: ModelConfig, layers: Sequence[str], kinds: Sequence[str] | None = None
+    prefix: str,
+    config: ModelConfig,
+    layers: Sequence[str],
+    like: Sequence[LayerConfig] | None = None,
 ) -> list[Parameter]:
-    """Stacks of the decoder layers that the checkpoint calls `layers`, of the given kinds.
+    """Stacks of the decoder layers that the checkpoint calls `layers`.
 
     Args:
       prefix: Put before our names.
-      kinds: Layer kinds, those of the config where None.
+      like: What the layers are like; None: as those of the config.
     """
-    kinds = config.layer_kinds if kinds is None else kinds
-    attention = [name for name, kind in zip(layers, kinds, strict=True) if kind == "attention"]
-    delta = [name for name, kind in zip(layers, kinds, strict=True) if kind == "gated_delta"]
+    like = config.layers if like is None else like
+    named = list(zip(layers, like, strict=True))
+    attention = [name for name, each in named if each.mixer.kind == "attention"]
+    delta = [name for name, each in named if each.mixer.kind == "gated_delta"]
+    dense = [name for name, each in named if each.feed.kind == "mlp"]
+    sparse = [name for name, each in named if each.feed.kind == "experts"]
     norms, centre = NORMS_BEHIND if config.norms_behind else NORMS, config.norm_centre
     return [
         *(norms_of(f"{prefix}{x}", layers, y, config.hidden, centre) for x, y in norms.items()),
-        *mlp_parameters(f"{prefix}mlp.", config, layers),
+        *(mlp_parameters(f"{prefix}mlp.", config, dense) if dense else []),
+        *(_experts(f"{prefix}experts.", config, sparse) if sparse else []),
         *(attention_parameters(f"{prefix}attention.", config, attention) if attention else []),
         *(_gated_delta(f"{prefix}gated_delta.", config, delta) if delta else []),
     ]
@@ -134,17 +179,75 @@ def attention_parameters(
 
 def mlp_parameters(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
     """Stacks of the gated MLPs of some layers."""
-    wide = (config.feed.intermediate, config.hidden)
+    assert config.dense is not None  # the config has dense layers
+    wide = (config.dense.intermediate, config.hidden)
     gate_up = {"mlp.gate_proj.weight": wide, "mlp.up_proj.weight": wide}
     if config.stores_joined:
         gate_up = {"mlp.gate_up_proj.weight": (2 * wide[0], wide[1])}
     down = {"mlp.down_proj.weight": wide[::-1]}
     tensors = [stack(f"{prefix}gate_up", layers, gate_up), stack(f"{prefix}down", layers, down)]
-    if config.feed.bias:
+    if config.dense.bias:
         tensors += [
             _bias(f"{prefix}{x}", layers, t) for x, t in (("gate_up", gate_up), ("down", down))
         ]
     return tensors
+
+
+def _experts(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
+    """Stacks of routers and experts; a shared expert as wide as the others is the last of them."""
+    sizes, hidden = config.experts, config.hidden
+    assert sizes is not None  # the config has layers with experts
+    router = {"mlp.gate.weight": (sizes.num_experts, hidden)}
+    if sizes.shared_is_gated:
+        router["mlp.shared_expert_gate.weight"] = (1, hidden)
+    tensors = [stack(f"{prefix}router", layers, router)]
+    if sizes.has_score_bias:
+        bias = {"mlp.gate.e_score_correction_bias": (sizes.num_experts,)}
+        tensors.append(stack(f"{prefix}score_bias", layers, bias, float32=True))
+    shared = "mlp.shared_expert." if sizes.shared_is_gated else "mlp.shared_experts."
+    wide = (sizes.shared_intermediate, hidden)
+    gate_up = {f"{shared}{x}_proj.weight": wide for x in ("gate", "up")}
+    down = {f"{shared}down_proj.weight": wide[::-1]}
+    joined = sizes.shares_stacks
+    tensors += [
+        _stacked(f"{prefix}gate_up", layers, sizes, hidden, gate_up if joined else {}),
+        _stacked(f"{prefix}down", layers, sizes, hidden, down if joined else {}),
+    ]
+    if sizes.shared_intermediate and not joined:
+        tensors.append(stack(f"{prefix}shared_gate_up", layers, gate_up))
+        tensors.append(stack(f"{prefix}shared_down", layers, down))
+    return tensors
+
+
+def _stacked(
+    name: str,
+    layers: Sequence[str],
+    sizes: ExpertsConfig,
+    hidden: int,
+    shared: Mapping[str, tuple[int, ...]],
+) -> Parameter:
+    """The matrices of each layer's experts: one tensor of the checkpoint, or some of each expert.
+
+    Args:
+      name: Ends in that of the matrices, `gate_up` or `down`.
+      shared: The tensors of the shared expert that stands behind them.
+    """
+    matrix = name.rsplit(".", 1)[-1]
+    wide = (sizes.intermediate, hidden)
+    each = (2 * wide[0], wide[1]) if matrix == "gate_up" else wide[::-1]
+    single_shape = wide if matrix == "gate_up" else wide[::-1]
+    pieces = []
+    for layer in layers:
+        parts = tuple(
+            Source(f"{layer}.mlp.experts.{expert}.{part}_proj.weight", single_shape)
+            for expert in range(sizes.num_experts)
+            for part in matrix.split("_")
+        )
+        whole = Source(f"{layer}.mlp.experts.{matrix}_proj", (sizes.num_experts, *each), parts)
+        behind = [Source(f"{layer}.{tensor}", shape) for tensor, shape in shared.items()]
+        pieces.append((whole, *behind))
+    shape = (len(layers), sizes.num_stacked, *each)
+    return Parameter(name, shape, tuple(pieces), stacked=True)
 
 
 def _gated_delta(prefix: str, config: ModelConfig, layers: Sequence[str]) -> list[Parameter]:
@@ -176,7 +279,7 @@ def _mtp_parameters(config: ModelConfig) -> list[Parameter]:
         single_norm("mtp.embedding_norm", "mtp.pre_fc_norm_embedding.weight", hidden, centre),
         single_norm("mtp.hidden_norm", "mtp.pre_fc_norm_hidden.weight", hidden, centre),
         single_norm("mtp.final_norm", "mtp.norm.weight", hidden, centre),
-        *decoder_parameters("mtp.layer.", config, ["mtp.layers.0"], ["attention"]),
+        *decoder_parameters("mtp.layer.", config, ["mtp.layers.0"], [config.draft_layer]),
     ]
 
 

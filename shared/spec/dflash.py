@@ -122,7 +122,8 @@ def fill(
     for layer, seen in enumerate(rows):
         y = model.norm(sizes, stream.rows, weights["layer.input_norm"][layer])
         stream, kv = model.attention_layer(sizes, weights, "layer.", layer, y, stream, seen, kv)
-        stream = model.mlp(sizes, weights, "layer.", layer, stream)
+        fed = sizes.layers[layer].feed
+        stream = model.feed(sizes, fed, weights, "layer.", layer, layer, stream)
     out = model.norm(sizes, stream.rows, weights["final_norm"])
     return out.reshape(len(newest), block.size, -1), kv
 

@@ -188,7 +188,8 @@ def _decoder_layer(
 ) -> tuple[Hidden, KV]:
     """One layer with the residual `x`, whose attention reads `y`."""
     stream, kv = model.attention_layer(config, weights, prefix, 0, y, Stream(x), rows, kv)
-    return model.mlp(config, weights, prefix, 0, stream).rows, kv
+    fed = config.draft_layer.feed
+    return model.feed(config, fed, weights, prefix, 0, 0, stream).rows, kv
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from shared.spec import layers
 class Matrix:
     """A stored weight, `[out, in]`, and the bias that its products add, if there is one.
 
-    How it is stored is known to this module alone, here and in the backends.
+    Those of a layer's experts are one, `[experts, out, in]`. How a weight is stored is known to the
+    ops alone, here and in the backends.
     """
 
-    values: Float[np.ndarray, "outputs inputs"]
+    values: Float[np.ndarray, "*experts outputs inputs"]
     bias: Float[np.ndarray, " outputs"] | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Qwen3 and Qwen3.5 (dense) over ragged rows, on paged KV and states.
+"""The forward pass of Llama, Qwen3, Qwen3.5 and their kin over ragged rows, on paged KV and states.
 
 `prefill` and `verify` are the same pass; they differ in which rows see which, and in how
 gated-delta layers run: in chunks with the states carried on, or over a tree with the states left
@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from shared.models.config import ModelConfig
-from shared.models.layers import AttentionConfig
+from shared.models.layers import AttentionConfig, DenseConfig, ExpertsConfig
 from shared.models.parameters import BIAS
 from shared.spec import attention, draft_tree, layers, linear, mamba_state
 from shared.spec.attention import Rows, windowed
+from shared.spec.experts import Experts, added_experts
 from shared.spec.linear import Matrix, Stream
 from shared.spec.mamba_state import DeltaState, DeltaWeights, Kept
 from shared.spec.mix import Angles, HeadNorms, Heads, grown_rows, normed_rows
@@ -149,21 +150,24 @@ def forward(
     norms.append(None)  # what leaves the last layer no product reads
     embedded = layers.embedded(weights["embed"], tokens, config.embedding_factor)
     stream = linear.stream(embedded, norms[0])
-    streams, places = [stream.rows], dict.fromkeys(config.layer_kinds, 0)
-    for layer, (mixing, kind) in enumerate((each.mixer, each.mixer.kind) for each in config.layers):
+    streams, places = [stream.rows], dict.fromkeys((*config.layer_kinds, *config.feed_kinds), 0)
+    for layer, each in enumerate(config.layers):
+        mixing, kind, fed = each.mixer, each.mixer.kind, each.feed
         place, projection = places[kind], matrix(weights, f"{kind}.inputs", places[kind])
         inputs = linear.normed_product(stream, config.input_eps, projection)
         if isinstance(mixing, AttentionConfig):
             mixed, kv = mix(config, mixing, weights, "", place, inputs, rows, kv)
         else:
             mixed = mixer(place, inputs)
-        out, between = (
+        out, norm_of = (
             matrix(weights, f"{kind}.out", place),
             norm_between(config, weights, "", layer),
         )
-        stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, between)
-        stream = mlp(config, weights, "", layer, stream, norms[layer + 1])
+        stream = _added(config, weights, "mixer_end_norm", layer, mixed, out, stream, norm_of)
+        norm_of = norms[layer + 1]
+        stream = feed(config, fed, weights, "", layer, places[fed.kind], stream, norm_of)
         places[kind] += 1
+        places[fed.kind] += 1
         streams.append(stream.rows)
     return Forward(norm(config, stream.rows, weights["final_norm"]), np.stack(streams), kv)
 
@@ -257,21 +261,29 @@ def attention_layer(
     return added, kv
 
 
-def mlp(
+def feed(
     config: ModelConfig,
+    fed: DenseConfig | ExpertsConfig,
     weights: Weights,
     prefix: str,
     layer: int,
+    place: int,
     stream: Stream,
     norm: Float[np.ndarray, " hidden"] | None = None,
 ) -> Stream:
-    """The gated MLP of one layer of a stack, and the residual behind.
+    """The gated MLP of one layer, or its experts, and the residual behind.
 
     Args:
+      fed: What the layer has.
+      prefix: Before the names of the stacks in `weights`.
+      layer, place: The layer's number among all of the prefix, and among those that have the same.
       stream: To be read through the norm before the MLP.
       norm: Of the stream that this gives.
     """
-    gate_up, down = (matrix(weights, f"{prefix}mlp.{x}", layer) for x in ("gate_up", "down"))
+    if isinstance(fed, ExpertsConfig):
+        own = experts_of(weights, f"{prefix}experts.", place)
+        return added_experts(stream, config.rms_eps, fed, own, norm)
+    gate_up, down = (matrix(weights, f"{prefix}mlp.{x}", place) for x in ("gate_up", "down"))
     x = linear.gated_product(stream, config.input_eps, gate_up)
     return _added(config, weights, f"{prefix}feed_end_norm", layer, x, down, stream, norm)
 
@@ -281,6 +293,23 @@ def norm_between(
 ) -> Float[np.ndarray, " hidden"] | None:
     """Scale of the norm between the mixer of a layer and its MLP."""
     return _norm_before(config, weights, f"{prefix}post_attention_norm", layer)
+
+
+def experts_of(weights: Weights, prefix: str, place: int) -> Experts:
+    """The experts of one layer of the stacks that a prefix names."""
+
+    def at(name: str) -> Matrix:
+        return matrix(weights, f"{prefix}{name}", place)
+
+    bias, has_own = weights.get(f"{prefix}score_bias"), f"{prefix}shared_down" in weights
+    return Experts(
+        router=at("router"),
+        gate_up=at("gate_up"),
+        down=at("down"),
+        score_bias=None if bias is None else bias[place],
+        shared_gate_up=at("shared_gate_up") if has_own else None,
+        shared_down=at("shared_down") if has_own else None,
+    )
 
 
 def _norm_before(

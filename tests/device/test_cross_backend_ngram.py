@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import pytest
 
-from shared.boundary.program import Work
+from shared.boundary.program import Extra, Work
 from shared.spec.draft_tree import TreeShape
 from tests.support.backends import make_backend
 from tests.support.contract_host import (

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 from shared.models.checkpoint import CheckpointError, load_all, open_checkpoint, save_checkpoint
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
-from tests.support.tiny_models import FAMILIES, tiny_config, tiny_model, write_tiny
+from tests.support.tiny_models import EXPERTS, FAMILIES, tiny_config, tiny_model, write_tiny
 
 FILE = "model.safetensors"
 
@@ -27,7 +27,7 @@ def rewrite(folder, change):
     save_file(change(tensors), folder / FILE)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERTS])
 @pytest.mark.parametrize("num_shards", [1, 3])
 def test_what_is_saved_loads_again(family, num_shards, tmp_path):
     config = write_tiny(tmp_path, family, 0, num_shards=num_shards)
@@ -107,6 +107,65 @@ def test_tensors_that_a_text_model_does_without_are_ignored(tmp_path):
     assert_same(load_all(tmp_path, config, True), tiny_model("qwen3_5", 0, tied=True)[1])
 
 
+def apart(tensors, only=""):
+    """Stacked experts as tensors of each, in the layers whose name begins so."""
+    found = {}
+    for name, array in tensors.items():
+        head, leaf = name.rsplit(".", 1)
+        if not head.endswith(".experts") or not name.startswith(only):
+            found[name] = array
+            continue
+        for expert, one in enumerate(array):
+            halves = np.split(one, 2) if leaf == "gate_up_proj" else [one]
+            parts = ("gate", "up") if leaf == "gate_up_proj" else ("down",)
+            for part, half in zip(parts, halves, strict=True):
+                found[f"{head}.{expert}.{part}_proj.weight"] = half.copy()
+    return found
+
+
+@pytest.mark.parametrize("only", ["", "model.layers.2.", "mtp."])
+def test_experts_are_stored_stacked_or_apart_each_layer_its_own_way(only, tmp_path):
+    config = write_tiny(tmp_path, "qwen3_5_moe", 0)
+    before = load_file(tmp_path / FILE)
+    rewrite(tmp_path, lambda t: apart(t, only))
+    assert len(load_file(tmp_path / FILE)) >= len(before) + 3 * 8 - 2
+    assert_same(load_all(tmp_path, config, True), tiny_model("qwen3_5_moe", 0)[1])
+
+
+def test_a_shared_expert_of_the_same_width_stands_behind_the_others(tmp_path):
+    config = write_tiny(tmp_path, "glm4_moe", 0)
+    stored, ours = load_file(tmp_path / FILE), load_all(tmp_path, config, False)
+    shared = "model.layers.2.mlp.shared_experts."
+    gate, up, down = (stored[f"{shared}{x}_proj.weight"] for x in ("gate", "up", "down"))
+    np.testing.assert_array_equal(ours["experts.gate_up"][1, 8], np.concatenate([gate, up]))
+    np.testing.assert_array_equal(ours["experts.down"][1, 8], down)
+    bias = stored["model.layers.2.mlp.gate.e_score_correction_bias"]
+    np.testing.assert_array_equal(ours["experts.score_bias"][1], bias)
+
+
+def test_the_gate_of_a_shared_expert_is_the_routers_last_row(tmp_path):
+    config = write_tiny(tmp_path, "qwen3_5_moe", 0)
+    stored, ours = load_file(tmp_path / FILE), load_all(tmp_path, config, True)
+    gate = stored["mtp.layers.0.mlp.shared_expert_gate.weight"]
+    np.testing.assert_array_equal(ours["mtp.layer.experts.router"][0, 8:], gate)
+    assert ours["experts.shared_down"].shape == (4, 64, 40)
+
+
+def test_layers_that_draft_behind_the_last_are_left_out_as_many_as_the_config_names(tmp_path):
+    write_tiny(tmp_path, "glm4_moe", 0)
+    rewrite(
+        tmp_path, lambda t: {**t, "model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    )
+    with pytest.raises(CheckpointError, match=r"layers\.3\.eh_proj\.weight has no place"):
+        load_all(tmp_path, config_from_folder(tmp_path), False)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    stated["num_nextn_predict_layers"] = 1
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    assert_same(
+        load_all(tmp_path, config_from_folder(tmp_path), False), tiny_model("glm4_moe", 0)[1]
+    )
+
+
 QUERY = "layers.1.self_attn.q_proj.weight"
 
 
@@ -134,6 +193,43 @@ FAULTS = {
 def test_a_faulty_tensor_is_named_before_any_is_read(message, tmp_path, monkeypatch):
     config = write_tiny(tmp_path, "qwen3", 0)
     rewrite(tmp_path, FAULTS[message])
+    monkeypatch.setattr("shared.models.checkpoint.Checkpoint.load", None)
+    with pytest.raises(CheckpointError, match=message):
+        load_all(tmp_path, config, False)
+
+
+GATE = "layers.2.mlp.experts.5.gate_proj.weight"
+EXPERT_FAULTS = {
+    f"no tensor {GATE}": lambda t: without(GATE)(apart(t)),
+    rf"{GATE} has shape \[48, 24\], expected \[24, 48\]": lambda t: changed(
+        GATE, lambda g: g.T.copy()
+    )(apart(t)),
+    r"no tensor layers\.2\.mlp\.experts\.gate_up_proj": without(
+        "layers.2.mlp.experts.gate_up_proj"
+    ),
+    r"layers\.0\.mlp\.experts\.down_proj has shape \[8, 24, 48\]": changed(
+        "layers.0.mlp.experts.down_proj", lambda d: d.swapaxes(1, 2).copy()
+    ),
+    r"layers\.0\.mlp\.experts\.0\.down_proj\.weight has no place": lambda t: apart(t) | t,
+    r"layers\.2\.mlp\.experts\.8\.down_proj\.weight has no place": lambda t: {
+        **apart(t),
+        "model.layers.2.mlp.experts.8.down_proj.weight": np.zeros((48, 24), np.float32),
+    },
+    r"layers\.0\.mlp\.shared_expert_gate\.weight has no place": lambda t: {
+        **t,
+        "model.layers.0.mlp.shared_expert_gate.weight": np.zeros((1, 48), np.float32),
+    },
+    r"layers\.3\.mlp\.gate\.weight has no place": lambda t: {
+        **t,
+        "model.layers.3.mlp.gate.weight": np.zeros((8, 48), np.float32),
+    },
+}
+
+
+@pytest.mark.parametrize("message", EXPERT_FAULTS)
+def test_a_faulty_tensor_of_experts_is_named_before_any_is_read(message, tmp_path, monkeypatch):
+    config = write_tiny(tmp_path, "qwen3_moe", 0)
+    rewrite(tmp_path, EXPERT_FAULTS[message])
     monkeypatch.setattr("shared.models.checkpoint.Checkpoint.load", None)
     with pytest.raises(CheckpointError, match=message):
         load_all(tmp_path, config, False)

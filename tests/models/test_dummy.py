@@ -27,8 +27,9 @@ from shared.models.dummy import (
 )
 from shared.models.families import config_from_folder
 from shared.models.parameters import Parameter, parameters, single, stack
+from shared.spec import experts, linear, model
 from tests.support.tiny_heads import tiny_head_config
-from tests.support.tiny_models import FAMILIES, tiny_model
+from tests.support.tiny_models import EXPERTS, FAMILIES, tiny_model
 from torch_impl import dummy as torch_dummy
 from torch_impl import weights as torch_weights
 
@@ -63,7 +64,7 @@ MADE = {"torch": in_torch, "jax": in_jax}
 
 @pytest.mark.parametrize("made", MADE.values(), ids=MADE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "glm4_moe"])
 def test_every_parameter_has_the_specifications_bits(family, dtype, made):
     laws = set()
     for parameter in tiny_parameters(family):
@@ -162,6 +163,20 @@ def test_backends_load_what_the_checkpoint_gives(dtype):
     for of_torch, of_jax, one in pairs:
         np.testing.assert_array_equal(of_torch.float().numpy(), one.astype(np.float32))
         np.testing.assert_array_equal(np.asarray(of_jax[...], np.float32), one.astype(np.float32))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_routers_without_files_spread_their_rows_over_the_experts(family):
+    config = tiny_config(family)
+    checkpoint, sizes = DummyCheckpoint.of_model(config), config.experts
+    arrays = {p.name: checkpoint.load(p, np.float32) for p in parameters(config, False)}
+    rows = np.random.default_rng(0).standard_normal((256, config.hidden), np.float32)
+    layer = model.experts_of(arrays, "experts.", 0)
+    logits = linear.product_float32(rows, layer.router)[:, : sizes.num_experts]
+    ids = experts.choose(logits, sizes, layer.score_bias).ids
+    counts = np.bincount(ids.ravel(), minlength=sizes.num_experts)
+    assert counts.min() > 0.3 * ids.size / sizes.num_experts
+    assert len({tuple(row) for row in ids.tolist()}) > 10
 
 
 @pytest.mark.parametrize("kind", ["EAGLE", "EAGLE3"])

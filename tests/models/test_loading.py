@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,11 +17,13 @@ from safetensors.numpy import load_file, save_file
 from jax_impl import weights as jax_weights
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
+from shared.models.families import config_from_folder
 from shared.models.parameters import parameters
 from tests.support.tiny_models import write_tiny
 from torch_impl import weights as torch_weights
 
 FILE = "model.safetensors"
+GOLDEN = Path(__file__).parents[1] / "golden"
 KINDS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
@@ -80,3 +83,26 @@ def test_jax_reads_no_large_stack_as_a_whole(stored, dtype, monkeypatch):
     for mine, other in pairs:
         assert mine.dtype == other.dtype
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
+
+
+@pytest.mark.parametrize("folder", ["glm4_moe", "qwen3_5_moe", "qwen3_moe"])
+def test_experts_of_every_layout_are_read_into_their_stacks(folder, monkeypatch):
+    """One by one, stacked, and with the shared one behind them."""
+    config, checkpoint = config_from_folder(GOLDEN / folder), open_checkpoint(GOLDEN / folder)
+    wanted = parameters(config, config.has_mtp)
+    whole = {p.name: checkpoint.load(p, ml_dtypes.bfloat16) for p in wanted}
+    monkeypatch.setattr(jax_weights, "LARGE", 0)
+    given, device = (config, config.has_mtp), jax.devices("cpu")[0]
+    in_jax = jax_weights.load(checkpoint, *given, ml_dtypes.bfloat16, device, lambda count: None)
+    in_torch = torch_weights.load(checkpoint, *given, "bfloat16", CPU, lambda count: None)
+    names = [name for name in whole if ".shared" not in name and "experts." in name]
+    assert len(names) >= 3
+    for name in names:
+        np.testing.assert_array_equal(np.asarray(in_jax.stacks[name]), whole[name])
+    places = [i for i, kind in enumerate(config.feed_kinds) if kind == "experts"]
+    for place, number in enumerate(places):
+        feed = in_torch.layers[number].feed
+        for name in ("router", "gate_up", "down"):
+            got = getattr(feed, name).values.float().numpy()
+            want = whole[f"experts.{name}"][place].astype(np.float32)
+            np.testing.assert_array_equal(got, want, err_msg=name)

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -220,9 +221,109 @@ def test_a_ministral3_grows_its_queries_and_divides_one_scale_by_the_other():
     assert found.query_growth == 0
 
 
+def experts(family="qwen3_moe", **changes):
+    config = tiny_config(family, nested=False, with_mtp=False, tied=False)
+    return {**config, **changes}
+
+
+def test_which_layers_have_experts_follows_from_the_list_and_the_step():
+    def kinds(**fields):
+        return config_from_dict(experts(num_hidden_layers=4, **fields)).feed_kinds
+
+    assert kinds() == ("experts", "mlp", "experts", "experts")
+    assert kinds(mlp_only_layers=[]) == ("experts",) * 4
+    assert kinds(mlp_only_layers=[3], decoder_sparse_step=2) == ("mlp", "experts", "mlp", "mlp")
+    assert kinds(num_experts=0) == ("mlp",) * 4
+    grouped = config_from_dict(experts("glm4_moe", num_hidden_layers=4, first_k_dense_replace=3))
+    assert grouped.feed_kinds == ("mlp",) * 3 + ("experts",)
+
+
+def test_a_model_without_dense_layers_needs_no_width_of_them():
+    config = experts(mlp_only_layers=[])
+    del config["intermediate_size"]
+    assert config_from_dict(config).dense is None
+    with pytest.raises(ValueError, match="intermediate_size"):
+        config_from_dict(config | {"mlp_only_layers": [0]})
+
+
+def test_weights_of_experts_are_renormalised_as_the_family_says():
+    def is_renormalised(family, **fields):
+        return config_from_dict(experts(family, **fields)).experts.is_renormalised
+
+    silent = experts()
+    del silent["norm_topk_prob"]
+    assert not config_from_dict(silent).experts.is_renormalised
+    assert is_renormalised("qwen3_moe", norm_topk_prob=True)
+    assert is_renormalised("qwen3_5_moe")
+    assert is_renormalised("qwen3_5_moe", norm_topk_prob=False)  # a field that it does not read
+    assert not is_renormalised("glm4_moe", norm_topk_prob=False)
+
+
+def test_a_family_of_grouped_experts_has_biased_sigmoids_and_a_factor():
+    found = config_from_dict(experts("glm4_moe", n_shared_experts=2)).experts
+    assert (found.scores, found.has_score_bias, found.routed_factor) == ("sigmoid", True, 1.8)
+    assert (found.num_groups, found.num_chosen_groups) == (4, 2)
+    assert (found.shared_intermediate, found.shared_is_gated) == (48, False)
+    attention = config_from_dict(experts("glm4_moe")).attention
+    assert (attention.input_bias, attention.out_bias, attention.qk_norm) == (True, False, True)
+    assert not config_from_dict(experts("glm4_moe", use_qk_norm=False)).attention.qk_norm
+    plain = experts("glm4_moe")
+    del plain["partial_rotary_factor"]
+    assert config_from_dict(plain).attention.rotary.width == 8
+
+
+def test_a_hybrid_with_experts_has_them_in_its_mtp_layer_and_shares_one():
+    outer = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    inner = experts("qwen3_5_moe", mtp_num_hidden_layers=1)
+    config = config_from_dict({**outer, "text_config": inner})
+    assert config == config_from_dict(inner)
+    assert config.draft_layer.feed == config.experts
+    assert (config.experts.shared_intermediate, config.experts.shared_is_gated) == (40, True)
+    del outer["architectures"], inner["architectures"]
+    assert config_from_dict({**outer, "text_config": inner}) == config
+    assert config_from_dict(inner) == config
+
+
+REFUSED_EXPERTS = [
+    ("qwen3_moe", "num_experts_per_tok must be 1 to 8", 9),
+    ("qwen3_moe", "moe_intermediate_size", None),
+    ("qwen3_moe", "mlp_bias", True),
+    ("qwen3_moe", "n_routed_experts", 8),
+    ("qwen3_5_moe", "shared_expert_intermediate_size", None),
+    ("qwen3_5_moe", "mlp_only_layers", [0]),
+    ("qwen3_5_moe", "decoder_sparse_step", 2),
+    ("glm4_moe", "scoring_func must be sigmoid", "softmax"),
+    ("glm4_moe", "topk_method must be noaux_tc", "greedy"),
+    ("glm4_moe", "moe_layer_freq must be 1", 2),
+    ("glm4_moe", "n_group", 3),
+    ("glm4_moe", "topk_group must be 1 to 4", 5),
+    ("glm4_moe", "num_experts_per_tok must be 1 to 4", 5),
+]
+
+
+@pytest.mark.parametrize(("family", "field", "value"), REFUSED_EXPERTS, ids=str)
+def test_experts_that_cannot_be_served_are_refused_by_name(family, field, value):
+    with pytest.raises(ValueError, match=field):
+        config_from_dict(experts(family, **{field.split()[0]: value}))
+
+
+def test_experts_behind_which_something_else_stands_are_refused():
+    config = config_from_dict(experts())
+    for change in ({"norms_behind": True}, {"residual_factor": 0.5}):
+        with pytest.raises(ValueError, match="experts with norms behind them or a factor"):
+            replace(config, **change)
+    with pytest.raises(ValueError, match="no biases and no groups"):
+        replace(config.experts, has_score_bias=True)
+    with pytest.raises(ValueError, match="softmax or sigmoid"):
+        replace(config.experts, scores="sqrt")
+    wider = replace(config.layers[0], feed=replace(config.experts, intermediate=32))
+    with pytest.raises(ValueError, match="MLPs of different sizes"):
+        replace(config, layers=(*config.layers, wider))
+
+
 REFUSED = {
     "architectures": {"architectures": ["GemmaForCausalLM"]},
-    "num_experts": {"num_experts": 8},
+    "num_experts: mixtures of experts are not supported in a llama model": {"num_experts": 8},
     "use_sliding_window": {"use_sliding_window": True},
     "rope_type": {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
     "long_factor in the rotary settings must list 8 numbers": {

@@ -80,7 +80,7 @@ def test_a_gpu_counts_the_sums_of_its_kernels_and_a_cpu_the_scores():
     scores = widest.batch * heads * widest.tokens * positions * 4
     # A prompt's rows are summed where they are; one position's sums of each would be as large.
     queries = widest.tokens * heads * size * 2
-    rest = 20 * widest.tokens * (QWEN3_8B.hidden + QWEN3_8B.feed.intermediate)
+    rest = 20 * widest.tokens * (QWEN3_8B.hidden + QWEN3_8B.dense.intermediate)
     assert queries < workspace(widest, memory.blueprint) < queries + rest + QWEN3_8B.vocab * 64
     decode = max(memory.capacity.programs, key=lambda p: p.batch * (p.work is Work.DECODE))
     assert positions > MOST_PARTS * ATTENTION.split  # so many are kept, and no more
@@ -93,6 +93,43 @@ def test_a_gpu_counts_the_sums_of_its_kernels_and_a_cpu_the_scores():
     positions = widest.pages * on_cpu.capacity.page_size
     scores = widest.batch * heads * widest.tokens * positions * 4
     assert PLATFORMS["torch"].costs.workspace(widest, on_cpu.blueprint) > scores
+
+
+def test_experts_are_counted_as_a_row_chooses_them_and_all_as_weights():
+    moe = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "vocab_size": 1024,
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+
+    def sized(**fields):
+        config, drafts = config_from_dict(moe | fields), Drafts.none()
+        device, costs = Device("gpu", "one", 140 * GB), PLATFORMS["torch"].costs
+        memory = plan(parse([]), config, drafts, device, costs)
+        widest = max(memory.capacity.programs, key=lambda p: p.tokens)
+        (weights,) = (line for line in memory.lines if line.name == "weights")
+        return weights.num_bytes, costs.workspace(widest, memory.blueprint) / widest.tokens
+
+    weights, row = sized()
+    assert weights > 2 * 4 * 128 * 3 * 768 * 2048
+    twice, row_of_two = sized(num_experts_per_tok=16)
+    assert twice == weights
+    # Gate, up and their product in two bytes each, and an output in four.
+    assert row_of_two - row == pytest.approx(8 * (3 * 768 * 2 + 4 * 2048), rel=0.01)
+    more, row_of_more = sized(num_experts=256)
+    assert more > 1.9 * weights
+    assert row_of_more - row == pytest.approx(4 * 128, rel=0.01)  # the logits alone
+    with_dense, row_of_dense = sized(mlp_only_layers=[0], intermediate_size=65536)
+    assert row_of_dense - row > 2 * 65536  # the widest layer, whatever its kind
+    assert with_dense != weights
 
 
 def test_both_rings_have_an_entry_for_every_step_in_flight_and_one_more():

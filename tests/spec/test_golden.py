@@ -1,5 +1,7 @@
 """Every implementation gives the numbers of the reference implementations, see golden/README.md."""
 
+import json
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 from shared.models.checkpoint import open_checkpoint
+from shared.models.families import config_from_folder
 from shared.spec import draft_tree
 from tests.support.golden_implementations import HEADS, IMPLEMENTATIONS
 
@@ -31,6 +34,7 @@ def chain(length):
 
 
 TURNED = (
+    "glm4_moe",
     "granite",
     "llama",
     "llama_bias",
@@ -44,9 +48,11 @@ TURNED = (
     "qwen2",
     "qwen2_sliding",
     "qwen3",
+    "qwen3_moe",
     "smollm3",
 )
-MODELS = (*TURNED, "qwen3_5_dense")
+HYBRID = ("qwen3_5_dense", "qwen3_5_moe")
+MODELS = (*TURNED, *HYBRID)
 CONTEXTS = {"phi3_longrope": 4096}
 """Of models that turn in another way beyond it, which their numbers of short texts do not."""
 
@@ -65,7 +71,8 @@ def test_prefill_writes_the_kv_of_the_first_attention_layer(folder, implementati
     want = vectors(folder)
     golden = implementation(GOLDEN / folder, CONTEXTS.get(folder))
     golden.prefill(want["short_ids"], None)
-    layer = 3 if folder in ("olmo3", "qwen3_5_dense") else 0  # the first that sees all
+    first = {"olmo3": 3, "qwen3_5_dense": 3, "qwen3_5_moe": 1}  # of those that see all
+    layer = first.get(folder, 0)
     k, v = golden.kv(3 if folder == "olmo3" else 0)
     kept = len(want[f"short_K_{layer}"])  # a cache of a window holds its newest rows
     close(k[-kept:], want[f"short_K_{layer}"])
@@ -85,7 +92,7 @@ def test_decoding_gives_the_logits_in_any_number_of_steps(folder, step, implemen
         golden.commit(np.arange(len(tokens)))
 
 
-GREEDY = [folder for folder in TURNED if "greedy_ids" in vectors(folder)]
+GREEDY = [folder for folder in MODELS if "greedy_ids" in vectors(folder)]
 
 
 @pytest.mark.parametrize("folder", GREEDY)
@@ -127,24 +134,29 @@ def test_far_positions_keep_the_rotation_exact(folder, implementation):
     np.testing.assert_allclose(got.logits, want["far_logits"], rtol=0, atol=atol)
 
 
-def test_states_after_the_prefill_and_after_three_and_eight_tokens(implementation):
-    want = vectors("qwen3_5_dense")
+@pytest.mark.parametrize("folder", HYBRID)
+def test_states_after_the_prefill_and_after_three_and_eight_tokens(folder, implementation):
+    want = vectors(folder)
+    kinds = config_from_folder(GOLDEN / folder).layer_kinds
+    numbers = [i for i, kind in enumerate(kinds) if kind == "gated_delta"]
+    assert len(numbers) >= 2
     for committed in (0, 3, 8):
-        golden = implementation(GOLDEN / "qwen3_5_dense")
+        golden = implementation(GOLDEN / folder)
         golden.prefill(want["short_ids"], None)
         golden.verify(want["decode_ids"], chain(8))
         golden.commit(np.arange(committed))
         name = f"decode{committed}" if committed else "short"
-        for layer in range(3):
-            recurrent, window = golden.delta_state(layer)
+        for place, layer in enumerate(numbers):
+            recurrent, window = golden.delta_state(place)
             close(recurrent, want[f"{name}_S_{layer}"])
             close(window.T, want[f"{name}_conv_{layer}"])
 
 
+@pytest.mark.parametrize("folder", HYBRID)
 @pytest.mark.parametrize("cuts", [(150,), (64, 64, 22), (100, 1, 49), (1, 149)], ids=str)
-def test_a_long_prompt_gives_the_same_however_it_is_cut(cuts, implementation):
-    want = vectors("qwen3_5_dense")
-    golden = implementation(GOLDEN / "qwen3_5_dense")
+def test_a_long_prompt_gives_the_same_however_it_is_cut(cuts, folder, implementation):
+    want = vectors(folder)
+    golden = implementation(GOLDEN / folder)
     chunks = np.split(want["long_ids"], np.cumsum(cuts)[:-1])
     logits = np.concatenate([golden.prefill(chunk, None).logits for chunk in chunks])
     close(logits[-32:], want["long_logits_last32"])
@@ -153,9 +165,10 @@ def test_a_long_prompt_gives_the_same_however_it_is_cut(cuts, implementation):
     close(window.T, want["long_conv_0"])
 
 
-def test_the_mtp_layer_reads_the_models_hidden_states_and_then_its_own(implementation):
-    want = vectors("qwen3_5_dense")
-    golden = implementation(GOLDEN / "qwen3_5_dense")
+@pytest.mark.parametrize("folder", HYBRID)
+def test_the_mtp_layer_reads_the_models_hidden_states_and_then_its_own(folder, implementation):
+    want = vectors(folder)
+    golden = implementation(GOLDEN / folder)
     hidden, logits = golden.mtp(want["mtp_next_ids"], want["short_hidden"], 0)
     close(hidden, want["mtp_hidden"])
     close(logits, want["mtp_logits"])
@@ -165,6 +178,15 @@ def test_the_mtp_layer_reads_the_models_hidden_states_and_then_its_own(implement
         last, logits = golden.mtp(np.array([token]), last, 24 + i)
         close(last, want["mtp_chain_hidden"][i : i + 1])
         close(logits, want["mtp_chain_logits"][i : i + 1])
+
+
+def test_weights_of_experts_that_are_not_renormalised_are_those_of_all(implementation, tmp_path):
+    folder = shutil.copytree(GOLDEN / "qwen3_moe", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"norm_topk_prob": False}))
+    want = vectors("qwen3_moe")
+    assert np.abs(want["no_renorm_logits"] - want["short_logits"]).max() > 0.1
+    close(implementation(folder).prefill(want["short_ids"], None).logits, want["no_renorm_logits"])
 
 
 @pytest.fixture(params=HEADS)

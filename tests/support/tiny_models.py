@@ -21,6 +21,8 @@ from shared.models.parameters import BIAS, Parameter, parameters
 FAMILIES = ("llama", "qwen3", "qwen3_5")
 DENSE = ("granite", "llama_bias", "ministral3", "mistral", "olmo3", "phi3", "qwen2", "smollm3")
 """What else a dense family may switch on, each with what is its own."""
+EXPERTS = ("glm4_moe", "qwen3_5_moe", "qwen3_moe")
+"""Families with mixtures of experts, between them every kind of router and of layout."""
 EOS_ID = 1
 
 _COMMON: dict[str, Any] = {
@@ -154,6 +156,40 @@ _SWITCHED: dict[str, dict[str, Any]] = {
     },
 }
 _CONFIGS |= {name: _LIKE_LLAMA | switched for name, switched in _SWITCHED.items()}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_CONFIGS["qwen3_moe"] = {
+    **_CONFIGS["qwen3"],
+    **_EXPERTS,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+_CONFIGS["qwen3_5_moe"] = {
+    **_CONFIGS["qwen3_5"],
+    **_EXPERTS,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "shared_expert_intermediate_size": 40,
+}
+_CONFIGS["glm4_moe"] = {
+    **_LIKE_LLAMA,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.8,
+}
+WITH_MTP = ("qwen3_5", "qwen3_5_moe")
 
 EMBEDDING_SCALE = 0.6
 HEAD_SCALE = 2.5
@@ -163,7 +199,7 @@ HEAD_SCALE = 2.5
 def tiny_config(family: str, *, nested: bool, with_mtp: bool, tied: bool) -> dict[str, Any]:
     """The contents of config.json; `nested` is the form of a checkpoint that can also see."""
     config = {**_COMMON, **_CONFIGS[family], "tie_word_embeddings": tied}
-    if family == "qwen3_5":
+    if family in WITH_MTP:
         config["mtp_num_hidden_layers"] = int(with_mtp)
     if not nested:
         return config
@@ -196,7 +232,10 @@ def tiny_model(
     with_mtp: bool = True,
     tied: bool = False,
 ) -> tuple[ModelConfig, Weights]:
-    """A config and its weights without a file; only qwen3_5 can be nested or have an MTP layer."""
+    """A config and its weights without a file.
+
+    Only qwen3_5 can be nested, and only `WITH_MTP` have an MTP layer.
+    """
     config = config_from_dict(tiny_config(family, nested=nested, with_mtp=with_mtp, tied=tied))
     return config, tiny_weights(config, seed)
 
@@ -241,7 +280,7 @@ def _random(
         drawn = 0.2 * noise + float(plain)
     elif name.endswith("conv"):
         drawn = 0.5 * noise
-    elif name.endswith(BIAS):
+    elif name.endswith((BIAS, "score_bias")):
         drawn = 0.2 * noise
     else:
         drawn = noise / np.sqrt(shape[-1])

@@ -10,7 +10,7 @@ from shared.spec.draft_tree import TreeShape
 from shared.spec.standalone import SmallModel
 from tests.support.cells import BATCH, Cell, model_of
 from tests.support.tiny_heads import tiny_head
-from tests.support.tiny_models import DENSE
+from tests.support.tiny_models import DENSE, EXPERTS
 from tests.support.tiny_small import same_model, small_model
 
 
@@ -53,9 +53,9 @@ def cell(family, head, shape, sampling, load, overlap, page_size) -> TreeCell:
 
 @lru_cache
 def head_of(family: str, drafter: str) -> str | DraftHead | SmallModel:
-    if drafter == "NEXTN":
+    if drafter in ("none", "NEXTN"):
         return drafter
-    if drafter == "STANDALONE" and family in DENSE:
+    if drafter == "STANDALONE" and family in (*DENSE, *EXPERTS):
         return same_model(*model_of(family))
     if drafter == "STANDALONE":
         return small_model(*model_of(family), SMALL_OF[family], seed=4)

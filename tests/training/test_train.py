@@ -294,6 +294,8 @@ def test_bad_input_is_refused_in_one_sentence(data, tmp_path, words, fault, caps
         ("qwen2", "biases"),
         ("smollm3", "layers that turn in different ways"),
         ("phi3", None),
+        ("qwen3_5_moe", "experts"),
+        ("qwen3_moe", "experts"),
     ],
 )
 def test_a_model_that_the_trainer_would_read_half_is_refused_by_name(family, named):

@@ -18,7 +18,7 @@ from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, layers
 class Matrix:
     """As the specification's."""
 
-    values: Float[Tensor, "outputs inputs"]
+    values: Float[Tensor, "*experts outputs inputs"]
     bias: Float[Tensor, " outputs"] | None = None
 
     @property

@@ -1,0 +1,145 @@
+"""A mixture of experts, as `shared.spec.experts`."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Bool, Float, Float32, Int
+
+from jax_impl.ops import Place, layers, linear
+from jax_impl.ops.linear import Matrix, Norm, Stream
+from shared.models.layers import ExpertsConfig
+
+
+class Experts(NamedTuple):
+    """The weights of a layer's experts; matrices are alone or in the stacks of all layers.
+
+    Attributes:
+      score_bias: Of the layer.
+    """
+
+    router: Matrix
+    gate_up: Matrix
+    down: Matrix
+    score_bias: Float[jax.Array, " experts"] | None
+    shared_gate_up: Matrix | None
+    shared_down: Matrix | None
+
+
+class Chosen(NamedTuple):
+    """The experts of each row, by ascending number, and their weights."""
+
+    ids: Int[jax.Array, "R chosen"]
+    weights: Float32[jax.Array, "R chosen"]
+
+
+def choose(
+    logits: Float32[jax.Array, "R experts"],
+    config: ExpertsConfig,
+    bias: Float32[jax.Array, " experts"] | None,
+) -> Chosen:
+    """Chooses the experts of each row; without a sort, which no command buffer takes."""
+    scores = jax.nn.sigmoid(logits) if config.scores == "sigmoid" else logits
+    ranked = scores if bias is None else scores + bias
+    ranked = jnp.where(jnp.isnan(ranked), -jnp.inf, ranked)
+    if config.num_groups > 1:
+        ranked = jnp.where(_in_best_groups(ranked, config), ranked, -jnp.inf)
+    is_chosen = _places(ranked) < config.num_chosen
+    slots = jnp.cumsum(is_chosen, axis=1) - 1
+    at = is_chosen[..., None] & (slots[..., None] == jnp.arange(config.num_chosen))
+    ids = jnp.argmax(at, axis=1).astype(jnp.int32)
+    of_chosen = jnp.take_along_axis(scores, ids, axis=1)
+    if config.scores == "softmax":
+        among = of_chosen if config.is_renormalised else logits
+        largest = among.max(axis=1, keepdims=True)
+        total = jnp.exp(among - largest).sum(axis=1, keepdims=True)
+        weights = jnp.exp(of_chosen - largest) / total
+    elif config.is_renormalised:
+        weights = of_chosen / (of_chosen.sum(axis=1, keepdims=True) + 1e-20)
+    else:
+        weights = of_chosen
+    return Chosen(ids, weights * config.routed_factor)
+
+
+def _in_best_groups(
+    ranked: Float32[jax.Array, "R experts"], config: ExpertsConfig
+) -> Bool[jax.Array, "R experts"]:
+    grouped = ranked.reshape(len(ranked), config.num_groups, config.group_size)
+    best, _ = lax.top_k(grouped, min(2, config.group_size))
+    is_in = _places(best.sum(axis=-1)) < config.num_chosen_groups
+    return jnp.repeat(is_in, config.group_size, axis=1)
+
+
+def _places(ranked: Float32[jax.Array, "R some"]) -> Int[jax.Array, "R some"]:
+    """How many of a row stand before each: the larger ones, and equals of lower number."""
+    one, other = ranked[:, :, None], ranked[:, None, :]
+    number = jnp.arange(ranked.shape[1])
+    is_before = (other > one) | ((other == one) & (number[None, :] < number[:, None]))
+    return is_before.sum(axis=-1)
+
+
+def experts(
+    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts
+) -> Float32[jax.Array, "R hidden"]:
+    """What the experts of each row add to the stream, in float32.
+
+    Each expert runs over all rows, and a row that has not chosen it goes on with its sum: no row is
+    dropped, and none sees what others chose.
+    """
+    logits = linear.product_float32(x, weights.router)
+    chosen = choose(logits[:, : config.num_experts], config, weights.score_bias)
+
+    def add(out: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
+        is_chosen = chosen.ids == expert
+        share = jnp.where(is_chosen, chosen.weights, 0).sum(axis=1, keepdims=True)
+        more = out + share * _of_expert(x, weights, expert)
+        return jnp.where(is_chosen.any(axis=1, keepdims=True), more, out), None
+
+    out, _ = lax.scan(add, jnp.zeros(x.shape, jnp.float32), jnp.arange(config.num_experts))
+    if config.shared_intermediate:
+        shared = _shared(x, config, weights)
+        if config.shared_is_gated:
+            shared = jax.nn.sigmoid(logits[:, config.num_experts :]) * shared
+        out = out + shared
+    return out
+
+
+def _of_expert(
+    x: Float[jax.Array, "R hidden"], weights: Experts, expert: Place
+) -> Float32[jax.Array, "R hidden"]:
+    return _mlp(x, _one(weights.gate_up, expert), _one(weights.down, expert))
+
+
+def _one(stack: Matrix, expert: Place) -> Matrix:
+    """The weight of an expert, out of its layer's stack, or out of that of all layers."""
+    layer = () if stack.layer is None else (stack.layer,)
+    return Matrix(stack.values[*layer, expert])
+
+
+def _shared(
+    x: Float[jax.Array, "R hidden"], config: ExpertsConfig, weights: Experts
+) -> Float32[jax.Array, "R hidden"]:
+    if weights.shared_gate_up is None or weights.shared_down is None:
+        return _of_expert(x, weights, config.num_experts)
+    return _mlp(x, weights.shared_gate_up, weights.shared_down)
+
+
+def _mlp(
+    x: Float[jax.Array, "R hidden"], gate_up: Matrix, down: Matrix
+) -> Float32[jax.Array, "R hidden"]:
+    gate, up = jnp.split(linear.product_float32(x, gate_up), 2, axis=-1)
+    return linear.product_float32((layers.silu(gate) * up).astype(x.dtype), down)
+
+
+def added_experts(
+    stream: Stream,
+    eps: float,
+    config: ExpertsConfig,
+    weights: Experts,
+    norm: Norm | None = None,
+) -> Stream:
+    """Adds what the experts give of the normed rows to the stream; the sum is rounded once."""
+    rows = stream.rows
+    added = experts(layers.rms_norm(rows, linear.alone(stream.norm), eps), config, weights)
+    return linear.stream((rows + added).astype(rows.dtype), norm)

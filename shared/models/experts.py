@@ -1,0 +1,104 @@
+"""Mixtures of experts, and how a config.json spells them."""
+
+from dataclasses import dataclass
+
+from shared.models.fields import Json, count, number, positive
+from shared.models.layers import ExpertsConfig
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What tells one family's experts from another's.
+
+    Attributes:
+      count_field: Names the number of experts.
+      scores: See `ExpertsConfig`.
+      is_renormalised: Where `norm_topk_prob` is not stated, or not read.
+      reads_renormalised: `norm_topk_prob` is read.
+      has_shared: There is a shared expert, whose width `shared_expert_intermediate_size` names.
+      counts_shared: There are shared experts, as many as `n_shared_experts` says, in one MLP.
+      has_groups: Experts are chosen within groups, and weighed by a factor.
+      steps: `mlp_only_layers` and `decoder_sparse_step` say which layers are dense.
+      begins_dense: `first_k_dense_replace` says how many layers are dense before the others.
+    """
+
+    count_field: str = "num_experts"
+    scores: str = "softmax"
+    is_renormalised: bool = False
+    reads_renormalised: bool = True
+    has_shared: bool = False
+    counts_shared: bool = False
+    has_groups: bool = False
+    steps: bool = False
+    begins_dense: bool = False
+
+
+FIXED = {
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+"""Fields that may be stated, and the one value that is served."""
+
+
+def read_experts(text: Json, routing: Routing) -> ExpertsConfig:
+    """The experts that a config.json asks for.
+
+    Raises:
+      ValueError: A field is missing, or asks for what is not served; one sentence.
+    """
+    width, is_sigmoid = positive(text, "moe_intermediate_size"), routing.scores == "sigmoid"
+    stated = text.get("norm_topk_prob") if routing.reads_renormalised else None
+    shared = positive(text, "shared_expert_intermediate_size") if routing.has_shared else 0
+    if routing.counts_shared:
+        shared = width * count(text, "n_shared_experts")
+    return ExpertsConfig(
+        num_experts=positive(text, routing.count_field),
+        num_chosen=positive(text, "num_experts_per_tok"),
+        intermediate=width,
+        shared_intermediate=shared,
+        shared_is_gated=routing.has_shared,
+        scores=routing.scores,
+        has_score_bias=is_sigmoid,
+        num_groups=positive(text, "n_group", 1) if routing.has_groups else 1,
+        num_chosen_groups=positive(text, "topk_group", 1) if routing.has_groups else 1,
+        is_renormalised=routing.is_renormalised if stated is None else bool(stated),
+        routed_factor=number(text, "routed_scaling_factor", 1.0) if routing.has_groups else 1.0,
+    )
+
+
+def sparse_layers(text: Json, routing: Routing | None, num_layers: int) -> list[bool]:
+    """Which layers have experts, in order."""
+    if routing is None or not count(text, routing.count_field):
+        return [False] * num_layers
+    dense = set(text.get("mlp_only_layers") or []) if routing.steps else set()
+    step = positive(text, "decoder_sparse_step", 1) if routing.steps else 1
+    first = count(text, "first_k_dense_replace") if routing.begins_dense else 0
+    return [i >= first and i not in dense and (i + 1) % step == 0 for i in range(num_layers)]
+
+
+def refuse_other_experts(text: Json, routing: Routing | None, name: str) -> None:
+    """Refuses fields of experts that a family does not have, or of which one value is served.
+
+    Args:
+      name: Of the family.
+    """
+    known = "" if routing is None else routing.count_field
+    for field in ("num_experts", "n_routed_experts"):
+        if text.get(field) and field != known:
+            raise ValueError(
+                f"{field}: mixtures of experts are not supported in a {name} model; "
+                "use a model of another family"
+            )
+    if routing is None:
+        return
+    if not routing.steps and (
+        text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) > 1
+    ):
+        raise ValueError(
+            f"mlp_only_layers and decoder_sparse_step are not supported in a {name} model; "
+            "use a checkpoint whose layers all have experts"
+        )
+    for field, served in FIXED.items():
+        if text.get(field, served) != served:
+            raise ValueError(f"{field} must be {served}, got {text[field]!r}")

@@ -1,0 +1,85 @@
+"""Mixtures of experts: torch = JAX = the specification, and speculation = plain decoding.
+
+Each is a tiny checkpoint, for which its own copy drafts, its MTP layer where it has one, or the
+text that was seen. A verify of many rows reads other experts together than plain decoding does, one
+row at a time; its rows' texts are the same. JAX stands behind the marker `matrix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from shared.boundary.program import Extra
+from tests.support.backends import make_backend
+from tests.support.cells import GREEDY, PLAIN, SAMPLED, Backends, assert_cell, model_of, serve
+from tests.support.contract_host import contract_capacity
+from tests.support.ngram_texts import drafted, plain
+from tests.support.tiny_models import EXPERTS, WITH_MTP
+from tests.support.tree_cells import TREES, cell, head_of
+
+CHAIN, TREE = TREES[0], TREES[2]
+SHAPES = {"none": (PLAIN,), "STANDALONE": (CHAIN, TREE), "NEXTN": (CHAIN, TREE)}
+DRAFTERS = [
+    (family, drafter)
+    for family in EXPERTS
+    for drafter in SHAPES
+    if drafter != "NEXTN" or family in WITH_MTP
+]
+CELLS = [
+    cell(family, drafter, shape, sampling, "mixed", 1 + (sampling == SAMPLED), 16)
+    for family, drafter in DRAFTERS
+    for shape in SHAPES[drafter]
+    for sampling in (GREEDY, SAMPLED)
+]
+
+
+@pytest.fixture(scope="module")
+def backends() -> Iterator[Backends]:
+    made = Backends({(family, drafter): SHAPES[drafter] for family, drafter in DRAFTERS}, head_of)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("one", CELLS, ids=str)
+def test_texts_of_torch_are_the_specifications_whatever_drafts(one, backends):
+    assert_cell(one, backends, ("torch",))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("one", CELLS, ids=str)
+def test_backends_agree_with_each_other_and_with_the_specification(one, backends):
+    assert_cell(one, backends, ("reference", "torch", "jax"))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_copy_that_drafts_greedily_is_accepted_whole(family, backends):
+    one = cell(family, "STANDALONE", CHAIN, GREEDY, "mixed", 1, 16)
+    served = serve(backends.get("torch", one), one)
+    for number, outcome in served.items():
+        # The first token is the prompt's, the last step may be cut short.
+        assert set(outcome.accepted[1:-1]) <= {CHAIN.depth}, (family, number, outcome.accepted)
+
+
+@pytest.mark.parametrize("family", [each for each in EXPERTS if each in WITH_MTP])
+def test_an_mtp_layer_with_experts_is_believed_sometimes(family, backends):
+    one = cell(family, "NEXTN", CHAIN, GREEDY, "mixed", 1, 16)
+    counts = [n for each in serve(backends.get("torch", one), one).values() for n in each.accepted]
+    assert 0.2 * len(counts) < sum(counts) < 2 * len(counts), counts
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_drafts_of_seen_text_leave_the_plain_text(family, sampled):
+    config, weights = model_of(family)
+    capacity = contract_capacity(config)
+    programs = [p for p in capacity.programs if p.has(Extra.HOST_DRAFT) or p.shape.is_plain]
+    capacity = replace(capacity, programs=tuple(programs))
+    backend = make_backend("torch", config, weights, capacity, "none")
+    texts = plain(backend, sampled)
+    found = drafted(backend, sampled, 1, texts)
+    backend.close()
+    assert {n: outcome.tokens for n, outcome in found.items()} == texts
+    assert {n for outcome in found.values() for n in outcome.accepted} == {0, 1, 2}

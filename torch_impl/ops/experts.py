@@ -1,0 +1,135 @@
+"""As `shared.spec.experts`, in torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int
+from torch import Tensor
+
+from shared.models.layers import ExpertsConfig
+from torch_impl.ops import layers, linear
+from torch_impl.ops.linear import Matrix, Stream
+
+
+@dataclass(frozen=True)
+class Experts:
+    """As the specification's."""
+
+    router: Matrix
+    gate_up: Matrix
+    down: Matrix
+    score_bias: Float[Tensor, " experts"] | None
+    shared_gate_up: Matrix | None
+    shared_down: Matrix | None
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """As the specification's."""
+
+    ids: Int[Tensor, "R chosen"]
+    weights: Float32[Tensor, "R chosen"]
+
+
+def choose(
+    logits: Float32[Tensor, "R experts"],
+    config: ExpertsConfig,
+    bias: Float32[Tensor, " experts"] | None,
+) -> Chosen:
+    scores = torch.sigmoid(logits) if config.scores == "sigmoid" else logits
+    ranked = scores if bias is None else scores + bias
+    ranked = torch.where(ranked.isnan(), -torch.inf, ranked)
+    if config.num_groups > 1:
+        ranked = torch.where(_in_best_groups(ranked, config), ranked, -torch.inf)
+    ids = _best(ranked, config.num_chosen).sort(dim=1).values
+    of_chosen = scores.gather(1, ids)
+    if config.scores == "softmax":
+        among = of_chosen if config.is_renormalised else logits
+        largest = among.amax(dim=1, keepdim=True)
+        total = _summed(torch.exp(among - largest))
+        weights = torch.exp(of_chosen - largest) / total
+    elif config.is_renormalised:
+        weights = of_chosen / (_summed(of_chosen) + 1e-20)
+    else:
+        weights = of_chosen
+    return Chosen(ids.int(), weights * config.routed_factor)
+
+
+def _in_best_groups(
+    ranked: Float32[Tensor, "R experts"], config: ExpertsConfig
+) -> Bool[Tensor, "R experts"]:
+    grouped = ranked.unflatten(1, (config.num_groups, config.group_size))
+    sums = grouped.sort(dim=-1).values[..., -2:].sum(dim=-1)
+    best = _best(sums, config.num_chosen_groups)
+    is_in = torch.zeros_like(sums, dtype=torch.bool).scatter(1, best, True)
+    return is_in.repeat_interleave(config.group_size, dim=1)
+
+
+def _best(ranked: Float32[Tensor, "R some"], count: int) -> Int[Tensor, "R count"]:
+    """The columns of the largest, of equals the first: `topk` may take any."""
+    return ranked.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _summed(x: Float32[Tensor, "R some"]) -> Float32[Tensor, "R 1"]:
+    return x.cumsum(dim=1)[:, -1:]
+
+
+def experts(
+    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts
+) -> Float32[Tensor, "R hidden"]:
+    """As the specification; an expert that a row chose runs over all, so that none sees another."""
+    logits = linear.product_float32(x, weights.router)
+    chosen = choose(logits[:, : config.num_experts], config, weights.score_bias)
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in _in_use(chosen, config):
+        is_chosen = chosen.ids == expert
+        share = torch.where(is_chosen, chosen.weights, 0).sum(dim=1, keepdim=True)
+        more = out + share * _of_expert(x, weights, expert)
+        out = torch.where(is_chosen.any(dim=1, keepdim=True), more, out)
+    if config.shared_intermediate:
+        shared = _shared(x, config, weights)
+        if config.shared_is_gated:
+            shared = torch.sigmoid(logits[:, config.num_experts :]) * shared
+        out = out + shared
+    return out
+
+
+def _in_use(chosen: Chosen, config: ExpertsConfig) -> Iterable[int]:
+    """The experts that any row chose, where reading them is free; else all."""
+    if chosen.ids.is_cuda:
+        return range(config.num_experts)
+    return chosen.ids.unique().tolist()
+
+
+def _of_expert(
+    x: Float[Tensor, "R hidden"], weights: Experts, expert: int
+) -> Float32[Tensor, "R hidden"]:
+    return _mlp(x, Matrix(weights.gate_up.values[expert]), Matrix(weights.down.values[expert]))
+
+
+def _shared(
+    x: Float[Tensor, "R hidden"], config: ExpertsConfig, weights: Experts
+) -> Float32[Tensor, "R hidden"]:
+    if weights.shared_gate_up is None or weights.shared_down is None:
+        return _of_expert(x, weights, config.num_experts)
+    return _mlp(x, weights.shared_gate_up, weights.shared_down)
+
+
+def _mlp(
+    x: Float[Tensor, "R hidden"], gate_up: Matrix, down: Matrix
+) -> Float32[Tensor, "R hidden"]:
+    gate, up = linear.product_float32(x, gate_up).chunk(2, dim=-1)
+    return linear.product_float32((layers.silu(gate) * up).to(x.dtype), down)
+
+
+def added_experts(
+    stream: Stream,
+    eps: float,
+    config: ExpertsConfig,
+    weights: Experts,
+    norm: Float[Tensor, " hidden"] | None = None,
+) -> Stream:
+    rows = stream.rows
+    added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights)
+    return linear.stream((rows + added).to(rows.dtype), norm)
