@@ -4,14 +4,15 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Shaped, UInt8
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from shared.models import fp8
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
 from shared.models.parameters import Parameter, Source, parameters
@@ -38,19 +39,28 @@ class CheckpointError(ValueError):
     """The folder cannot be loaded; the message is one sentence that names the fault."""
 
 
+class _Owner(NamedTuple):
+    """The file that has a tensor, opened and by its path, and the tensor's name there."""
+
+    handle: Any
+    path: Path
+    stored: str
+
+
 class Checkpoint:
     """The tensors of an opened folder, found by their names without prefix, read one by one."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._slices: dict[str, Any] = {}
         self._handles = [_open_file(path) for path in files]
-        self._owners: dict[str, tuple[Any, str]] = {}
-        for handle in self._handles:
+        self._owners: dict[str, _Owner] = {}
+        self._contents: dict[Path, tuple[dict[str, Any], int]] = {}
+        for handle, path in zip(self._handles, files, strict=True):
             for stored in handle.keys():  # noqa: SIM118 - the handle is no mapping
                 name = _without_prefix(stored)
                 if name in self._owners:
                     raise CheckpointError(f"the tensor {name} is stored twice in the checkpoint")
-                self._owners[name] = (handle, stored)
+                self._owners[name] = _Owner(handle, path, stored)
 
     @property
     def names(self) -> Collection[str]:
@@ -69,20 +79,21 @@ class Checkpoint:
     def tensor(self, name: str) -> Array:
         """One tensor as it is stored, such as the integer map of a draft vocabulary."""
         self._header(name)
-        handle, stored = self._owners[name]
-        return handle.get_tensor(stored)
+        owner = self._owners[name]
+        return owner.handle.get_tensor(owner.stored)
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
         """How many stored bytes loading these parameters reads."""
         return sum(self._num_bytes(source) for p in wanted for source in self._sources(p))
 
     def known(self, wanted: Sequence[Parameter]) -> set[str]:
-        """The tensors that these parameters are made of."""
-        return {source.name for p in wanted for source in self._sources(p)}
+        """The tensors that these parameters are made of, and their scales."""
+        names = {source.name for p in wanted for source in self._sources(p)}
+        return names | {f"{name}{fp8.SCALE}" for name in names if self._has_scale(name)}
 
     def dtypes(self, parameter: Parameter) -> set[np.dtype]:
         """The types of the numbers that a parameter is read from."""
-        return {self.tensor(source.name).dtype for source in self._sources(parameter)}
+        return {self._dtype(source.name) for source in self._sources(parameter)}
 
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
         """Checks presence, dtype and shape of every tensor of a model before any is read.
@@ -142,14 +153,16 @@ class Checkpoint:
           progress: Called after each tensor with the number of stored bytes just read.
 
         Yields:
-          Where a tensor stands in the parameter, and its values as they are stored.
+          Where a tensor stands in the parameter, and its values as they are stored; those of FP8
+          are widened to float32.
 
         Raises:
-          CheckpointError: A tensor is missing or has another shape or an unknown dtype.
+          CheckpointError: A tensor is missing or has another shape or an unknown dtype, or holds
+            a code that is no number.
         """
         for source, at, shape in parameter.places([self._resolved(x) for x in parameter.pieces]):
             self._check_source(source)
-            yield at, self.tensor(source.name).reshape(shape)
+            yield at, self._values(source).reshape(shape)
             progress(self._num_bytes(source))
 
     def _sources(self, parameter: Parameter) -> list[Source]:
@@ -163,28 +176,66 @@ class Checkpoint:
             found += source.parts if is_apart else [source]
         return found
 
+    def _values(self, source: Source) -> Array:
+        if not self._has_scale(source.name):
+            return self.tensor(source.name)
+        codes = self._codes(source)
+        if fp8.has_nan(codes):
+            raise CheckpointError(f"the tensor {source.name} holds codes that are no numbers")
+        return fp8.widened(codes, self.tensor(f"{source.name}{fp8.SCALE}"))
+
+    def _codes(self, source: Source) -> UInt8[np.ndarray, "..."]:
+        """A tensor of FP8 as bytes: numpy has no type for it."""
+        _, path, stored = self._owners[source.name]
+        if path not in self._contents:
+            self._contents[path] = _contents(path)
+        tensors, start = self._contents[path]
+        first, end = tensors[stored]["data_offsets"]
+        return np.fromfile(path, np.uint8, end - first, offset=start + first).reshape(source.shape)
+
+    def _has_scale(self, name: str) -> bool:
+        return self.has(f"{name}{fp8.SCALE}")
+
+    def _dtype(self, name: str) -> np.dtype:
+        return np.dtype(np.float32) if self._has_scale(name) else self.tensor(name).dtype
+
     def _header(self, name: str) -> Any:
         if name not in self._slices:
             if name not in self._owners:
                 raise CheckpointError(f"the checkpoint has no tensor {name}")
-            handle, stored = self._owners[name]
-            self._slices[name] = handle.get_slice(stored)
+            owner = self._owners[name]
+            self._slices[name] = owner.handle.get_slice(owner.stored)
         return self._slices[name]
 
     def _num_bytes(self, source: Source) -> int:
-        return math.prod(source.shape) * DTYPES[self._header(source.name).get_dtype()].itemsize
+        if not self._has_scale(source.name):
+            header = self._header(source.name)
+            return math.prod(source.shape) * DTYPES[header.get_dtype()].itemsize
+        scale = self._header(f"{source.name}{fp8.SCALE}")
+        item = DTYPES[scale.get_dtype()].itemsize
+        return math.prod(source.shape) + item * math.prod(scale.get_shape())
 
     def _check_source(self, source: Source) -> None:
-        header = self._header(source.name)
+        if not self._has_scale(source.name):
+            self._check_stored(source.name, source.shape, DTYPES)
+            return
+        self._check_stored(source.name, source.shape, (fp8.STORED,))
+        scale = f"{source.name}{fp8.SCALE}"
+        if len(source.shape) < 2:
+            raise CheckpointError(f"the tensor {scale} has no place beside one that is no matrix")
+        self._check_stored(scale, fp8.scale_shape(source.shape), DTYPES)
+
+    def _check_stored(self, name: str, shape: tuple[int, ...], dtypes: Collection[str]) -> None:
+        header = self._header(name)
         got, dtype = tuple(header.get_shape()), header.get_dtype()
-        if got != source.shape:
+        if got != shape:
             raise CheckpointError(
-                f"the tensor {source.name} has shape {list(got)}, expected {list(source.shape)}"
+                f"the tensor {name} has shape {list(got)}, expected {list(shape)}"
             )
-        if dtype not in DTYPES:
+        if dtype not in dtypes:
             raise CheckpointError(
-                f"the tensor {source.name} is stored as {dtype}; "
-                f"use a checkpoint in one of {', '.join(DTYPES)}"
+                f"the tensor {name} is stored as {dtype}; "
+                f"use a checkpoint in one of {', '.join(dtypes)}"
             )
 
 
@@ -280,6 +331,13 @@ def _open_file(path: Path) -> Any:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is truncated or no safetensors file: {error}") from error
+
+
+def _contents(path: Path) -> tuple[dict[str, Any], int]:
+    """What a file says of its tensors, and where their bytes begin."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        return json.loads(file.read(length)), 8 + length
 
 
 def _without_prefix(name: str) -> str:

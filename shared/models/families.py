@@ -8,6 +8,7 @@ from typing import Any
 from shared.models.config import ModelConfig
 from shared.models.experts import Routing, read_experts, refuse_other_experts, sparse_layers
 from shared.models.fields import Json, count, is_number, number, object_of, positive, read_json
+from shared.models.fp8 import refuse_other_quantisation
 from shared.models.layers import (
     CONV_WIDTH,
     AttentionConfig,
@@ -226,8 +227,9 @@ def _family(config: Json) -> Family:
 
 def _refuse_unsupported(config: Json, text: Json, family: Family) -> None:
     """Refuses by name whatever would change the forward pass and is not implemented."""
-    if config.get("quantization_config") or text.get("quantization_config"):
-        raise ValueError("quantization_config is not supported; use an unquantised checkpoint")
+    for source in (config, text):
+        if quantisation := object_of(source, "quantization_config"):
+            refuse_other_quantisation(quantisation)
     refuse_other_experts(text, family.routing, family.name)
     slides = text.get("use_sliding_window") or SLIDING in (text.get("layer_types") or [])
     if slides and family.slides not in (Slides.BY_FLAG, Slides.BY_TYPES):

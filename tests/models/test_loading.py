@@ -85,9 +85,9 @@ def test_jax_reads_no_large_stack_as_a_whole(stored, dtype, monkeypatch):
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
 
 
-@pytest.mark.parametrize("folder", ["glm4_moe", "qwen3_5_moe", "qwen3_moe"])
+@pytest.mark.parametrize("folder", ["glm4_moe", "qwen3_5_moe", "qwen3_moe_fp8"])
 def test_experts_of_every_layout_are_read_into_their_stacks(folder, monkeypatch):
-    """One by one, stacked, and with the shared one behind them."""
+    """One by one, stacked, the shared one behind them, and widened from FP8."""
     config, checkpoint = config_from_folder(GOLDEN / folder), open_checkpoint(GOLDEN / folder)
     wanted = parameters(config, config.has_mtp)
     whole = {p.name: checkpoint.load(p, ml_dtypes.bfloat16) for p in wanted}

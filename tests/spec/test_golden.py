@@ -52,7 +52,7 @@ TURNED = (
     "smollm3",
 )
 HYBRID = ("qwen3_5_dense", "qwen3_5_moe")
-MODELS = (*TURNED, *HYBRID)
+MODELS = (*TURNED, *HYBRID, "qwen3_moe_fp8")
 CONTEXTS = {"phi3_longrope": 4096}
 """Of models that turn in another way beyond it, which their numbers of short texts do not."""
 

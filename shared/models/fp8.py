@@ -1,0 +1,91 @@
+"""Weights in FP8, as DeepSeek's and Qwen's releases store them, and how they are widened.
+
+A weight is a code of eight bits, e4m3: a sign, four bits of exponent and three of mantissa, without
+infinities. A block of 128 x 128 weights shares one scale, and the last block of a row or a column
+may be smaller. The scales of a tensor `X.weight` are the tensor `X.weight_scale_inv` beside it,
+those of stacked experts `X` are `X_scale_inv`: which tensors are stored so is told by their scales
+alone. A weight is its code times its scale; the product is float32, and is rounded once, to the
+type that the model runs in. Activations are not quantised.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float32, Shaped, UInt8
+
+from shared.models.fields import Json
+
+BLOCK = 128
+SCALE = "_scale_inv"
+"""Ends the name of a tensor's scales, behind the name of the tensor."""
+
+STORED = "F8_E4M3"
+"""What a safetensors file calls the type of the codes."""
+
+SERVED: Mapping[str, object] = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "weight_block_size": [BLOCK, BLOCK],
+    "activation_scheme": "dynamic",
+}
+REQUIRED = ("quant_method", "weight_block_size")
+HINTS = ("modules_to_not_convert", "ignored_layers")
+"""Lists of modules without scales, which releases spell in many ways; the tensors say it too."""
+
+
+def _values() -> Float32[np.ndarray, " codes"]:
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    size = np.ldexp(mantissa + 8.0 * (exponent > 0), np.maximum(exponent, 1) - 10)
+    size[codes & 0x7F == 0x7F] = np.nan
+    return np.where(codes < 128, size, -size).astype(np.float32)
+
+
+VALUES = _values()
+"""What each code means."""
+
+
+def refuse_other_quantisation(quantisation: Json) -> None:
+    """Refuses a `quantization_config` that asks for another form of weights.
+
+    Raises:
+      ValueError: It does; one sentence that names the field.
+    """
+    for field in REQUIRED:
+        if field not in quantisation:
+            raise ValueError(
+                f"quantization_config without {field} is not supported; "
+                "use an unquantised checkpoint, or FP8 in blocks"
+            )
+    for field, value in quantisation.items():
+        served = SERVED.get(field)
+        if field in HINTS or value == served or (field not in SERVED and not value):
+            continue
+        expected = f"; it must be {served}" if field in SERVED else ""
+        raise ValueError(
+            f"quantization_config with {field}: {value!r} is not supported{expected}; "
+            "use an unquantised checkpoint, or FP8 in blocks"
+        )
+
+
+def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the scales of a weight, or of a stack of weights."""
+    *stack, rows, columns = shape
+    return (*stack, -(-rows // BLOCK), -(-columns // BLOCK))
+
+
+def has_nan(codes: UInt8[np.ndarray, "..."]) -> bool:
+    """Whether a code is no number: all bits below the sign are set."""
+    return bool(((codes & 0x7F) == 0x7F).any())
+
+
+def widened(
+    codes: UInt8[np.ndarray, "*stack rows columns"],
+    scales: Shaped[np.ndarray, "*stack row_blocks column_blocks"],
+) -> Float32[np.ndarray, "*stack rows columns"]:
+    """Each code times the scale of its block."""
+    wide = VALUES[codes]
+    across = np.repeat(scales.astype(np.float32), BLOCK, axis=-1)[..., : codes.shape[-1]]
+    for block in range(scales.shape[-2]):
+        wide[..., block * BLOCK : (block + 1) * BLOCK, :] *= across[..., block : block + 1, :]
+    return wide
