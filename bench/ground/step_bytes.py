@@ -2,7 +2,8 @@
 
 Weights are read once for each pass over them, the embedding only where it is the LM head. The KV of
 every row is read once a layer and pass, a recurrent state read and written once, and once more
-where drafts are replayed. What a step writes of KV, and activations, are left out: they are small.
+where drafts are replayed. Of experts are read as many as rows choose on average that choose evenly
+and apart from each other. What a step writes of KV, and activations, are left out: they are small.
 """
 
 from math import prod
@@ -17,6 +18,7 @@ from shared.spec.draft_tree import TreeShape
 
 FLOAT32_BYTES = 4
 EMBEDDING = "embed"
+EXPERTS = ("experts.gate_up", "experts.down")
 
 
 def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int) -> int:
@@ -30,7 +32,7 @@ def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int)
     """
     config, item = blueprint.config, blueprint.item_bytes
     wanted = parameters(config, False)
-    moved = _weight_bytes(wanted, item, config.tied)
+    moved = _weight_bytes(wanted, item, config.tied, _read_share(config, batch * shape.nodes))
     moved += batch * context * _kv_row(config, config.num_attention_layers, item)
     delta = config.gated_delta
     if delta:
@@ -55,19 +57,30 @@ def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: in
     else:
         own = draft_parameters(drafts, None)
     is_tied = drafts.kind == MODEL and drafts.model is not None and drafts.model.tied
-    once = _weight_bytes(own, item, is_tied)
+    share = _read_share(drafts.sizes.model, batch * shape.width)
+    once = _weight_bytes(own, item, is_tied, share)
     if not is_tied and not any(p.name == "lm_head" for p in own):
         once += config.vocab * config.hidden * item  # the target's LM head scores its drafts
     kv = batch * context * _kv_row(drafts.sizes.model, drafts.sizes.num_attention_layers, item)
     return passes * (once + kv)
 
 
-def _weight_bytes(wanted: list[Parameter], item: int, is_tied: bool) -> int:
+def _weight_bytes(wanted: list[Parameter], item: int, is_tied: bool, read_share: float) -> int:
     return sum(
-        prod(p.shape) * (FLOAT32_BYTES if p.float32 else item)
+        int(prod(p.shape) * (read_share if p.name.endswith(EXPERTS) else 1))
+        * (FLOAT32_BYTES if p.float32 else item)
         for p in wanted
         if is_tied or p.name != EMBEDDING
     )
+
+
+def _read_share(config: ModelConfig, rows: int) -> float:
+    """Of the experts in a stack, those that any of the rows reads; a shared one is always read."""
+    sizes = config.experts
+    if sizes is None:
+        return 1.0
+    chosen = sizes.num_experts * (1 - (1 - sizes.num_chosen / sizes.num_experts) ** rows)
+    return (chosen + sizes.shares_stacks) / sizes.num_stacked
 
 
 def _kv_row(config: ModelConfig, num_layers: int, item: int) -> int:

@@ -208,6 +208,18 @@ def test_the_limit_of_qwen3_8b_is_its_weights_and_its_kv():
     assert more == 3 * (2 * (layer + 32000 * 4096) + norms + 8 * 500 * 2 * 8 * 128 * 2)
 
 
+def test_of_experts_those_are_read_that_rows_choose():
+    config = config_from_folder(ROOT / "tests" / "golden" / "glm4_moe")  # 8 of width 8, 3 chosen
+    plain = TreeShape.plain(1)
+    one, all_of_them = (
+        step_bytes(blueprint_of(Drafts.none(), config), plain, batch, 0) for batch in (1, 1000)
+    )
+    expert = 2 * 3 * 8 * 32 * 2  # in both sparse layers
+    assert all_of_them - one == 5 * expert
+    two = step_bytes(blueprint_of(Drafts.none(), config), plain, 2, 0)
+    assert two - one == pytest.approx((8 * (1 - (5 / 8) ** 2) - 3) * expert, rel=0.01)
+
+
 def test_a_block_is_one_pass_and_ends_in_the_targets_lm_head():
     config = config_from_folder(SHAPES / "qwen3-8b")
     head = DraftConfig.from_folder(SHAPES / "qwen3-8b-dflash", config)
