@@ -4,7 +4,7 @@ Where there is a GPU, an operation that has a kernel runs it. For what a kernel 
 start is refused by name; or the operation runs as plain operations of the framework, where that is
 what was asked for, and is then printed at the start and counted in `/metrics`. `OPERATIONS` says
 which of both. Operations of which there is no kernel at all, as those of masks and of logprobs, are
-not listed.
+not listed, but for experts, which are most of a step where there are some.
 """
 
 from collections import Counter
@@ -101,10 +101,17 @@ def _feed_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> 
     return _dtype_fault(takes, blueprint, program) if is_fed else None
 
 
+def _experts_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+    has_layers = any(model.experts is not None for model in _models(blueprint))
+    is_run = has_layers and program.work is not Work.COUNT
+    return "dense MLPs, not mixtures of experts" if is_run else None
+
+
 OPERATIONS = (
     Operation("mix", _attention_fault, is_refused=True),
     Operation("delta_mix", _delta_fault, is_refused=True),
     Operation("delta_mix.feed", _feed_fault, is_refused=False),
+    Operation("experts", _experts_fault, is_refused=False),
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),
 )
