@@ -15,6 +15,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from jax_impl import weights as jax_weights
+from jax_impl.ops import experts
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
@@ -106,3 +107,15 @@ def test_experts_of_every_layout_are_read_into_their_stacks(folder, monkeypatch)
             got = getattr(feed, name).values.float().numpy()
             want = whole[f"experts.{name}"][place].astype(np.float32)
             np.testing.assert_array_equal(got, want, err_msg=name)
+
+
+def test_jax_reads_an_expert_where_it_lies_in_the_stack_of_all_layers():
+    config = config_from_folder(GOLDEN / "glm4_moe")
+    checkpoint, device = open_checkpoint(GOLDEN / "glm4_moe"), jax.devices("cpu")[0]
+    loaded = jax_weights.load(checkpoint, config, False, np.float32, device, lambda count: None)
+    alone, stacked = (jax_weights.weights_of(config, loaded, each) for each in (False, True))
+    x = np.random.default_rng(0).standard_normal((3, config.hidden), np.float32)
+    got = [experts.experts(x, config.experts, each.layers[2].feed) for each in (alone, stacked)]
+    np.testing.assert_array_equal(*got)
+    other = experts.experts(x, config.experts, stacked.layers[1].feed)
+    assert np.abs(np.asarray(other - got[0])).max() > 0.1
