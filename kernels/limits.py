@@ -1,5 +1,8 @@
 """What the kernels of both languages take, as plain data: the start asks it without a GPU."""
 
+from shared.models.fp8_words import FP8_BLOCK
+from shared.spec.numerics import SQUARES
+
 HEAD_SIZES = tuple(range(16, 257, 16))
 """Of an attention head: multiples of the fewest columns that a matrix unit takes."""
 
@@ -8,3 +11,14 @@ DELTA_SIZES = (16, 32, 64, 128)
 
 MOST_NODES = 64
 """Of a tree, whose nodes are the bits of one or two words in `mix` and `delta_mix`."""
+
+
+def takes_experts(hidden: int, inner: int, is_fp8: bool) -> bool:
+    """Whether the kernels take experts of so many inputs and values between their products."""
+    unit = FP8_BLOCK if is_fp8 else 16
+    return hidden % unit == 0 and inner % unit == 0
+
+
+def arrivals_of_experts(rows: int, hidden: int) -> int:
+    """Counters that a block of experts needs for so many rows; each is 0 before and after it."""
+    return rows * -(-hidden // SQUARES.chunk)

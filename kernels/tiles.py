@@ -148,6 +148,55 @@ class DeltaFeedTiles:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsTiles:
+    """Tiles of a block of experts: of `router.route`, and of `experts`.
+
+    Attributes:
+      grouped: Whether rows of one expert share a tile; otherwise each slot of a row is a tile, and
+        the last product adds a row's slots too.
+      slots: Slots of a tile.
+      columns, depth: Outputs of a program of the first product, and inputs of a step of its chain.
+      warps, stages: Of its kernel.
+      down_columns, down_depth, down_warps, down_stages: The same of the second product.
+      sum_columns, sum_warps: Outputs of a program that adds a row's slots, and its warps.
+      router_rows, router_depth: Rows of a program that finds logits, of which one chooses for all,
+        and inputs of a step.
+      router_warps, router_stages: Of its kernel.
+      group_rows: Rows that are looked at at once for those of an expert.
+    """
+
+    sizes: ClassVar = ("item_bytes", "rows", "inner")
+    """Bytes of a number of the weights, rows of a call, and values between an expert's products."""
+
+    grouped: bool
+    slots: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    down_columns: int
+    down_depth: int
+    down_warps: int
+    down_stages: int
+    sum_columns: int
+    sum_warps: int
+    router_rows: int
+    router_depth: int
+    router_warps: int
+    router_stages: int
+    group_rows: int
+
+    def __post_init__(self) -> None:
+        # Fewer than 16 of each a matrix unit does not take, and squares are summed by 64.
+        least = {"slots": 16, "columns": 16, "depth": 16, "warps": 1}
+        least |= {"down_columns": 64, "down_depth": 16, "down_warps": 1}
+        least |= {"sum_columns": 64, "sum_warps": 1}
+        least |= {"router_rows": 1, "router_depth": 16, "router_warps": 1, "group_rows": 16}
+        _check_powers_of_two(self, least)
+        _check_positive(self, "stages", "down_stages", "router_stages")
+
+
+@dataclass(frozen=True, kw_only=True)
 class LinearTiles:
     """Tiles of a product of `linear`.
 
@@ -257,6 +306,7 @@ class Tiles:
     attention: Table[AttentionTiles]
     delta_feed: Table[DeltaFeedTiles]
     delta_mix: Table[DeltaTiles]
+    experts: Table[ExpertsTiles]
     linear: Table[LinearTiles]
     mix: Table[MixTiles]
     sampling: Table[SamplingTiles]
@@ -285,6 +335,7 @@ CLASSES: dict[str, Any] = {
     "attention": AttentionTiles,
     "delta_feed": DeltaFeedTiles,
     "delta_mix": DeltaTiles,
+    "experts": ExpertsTiles,
     "linear": LinearTiles,
     "mix": MixTiles,
     "sampling": SamplingTiles,

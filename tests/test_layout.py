@@ -40,6 +40,7 @@ PARTS = {
         "squares",
     ),
     *("rejection", "support", "window", "winners"),
+    *("expert_tiles", "fp8", "groups", "router"),
 }
 # Triton writes down in one kernel what JAX writes in Pallas for Triton and again for Mosaic GPU.
 PALLAS_ALONE = {"linear_described", "linear_result"}

@@ -94,3 +94,26 @@ def chunks_of_squares(x: Float32[np.ndarray, "R size"]) -> Float32[np.ndarray, "
 def sum_of_squares(x: Float32[np.ndarray, "R size"]) -> Float32[np.ndarray, " R"]:
     """The sum of the squares of each row, by its chunks."""
     return sum_in_units(chunks_of_squares(x), SQUARES.digits_of_chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterOrder:
+    """The order of the sums by which a row chooses its experts.
+
+    Attributes:
+      segments: The inputs are cut into so many segments, as long as each other but for the last
+        ones. A segment is added in one chain, and then the segments in their order.
+      digits: Binary digits of the largest weight, in the units that weights are added in; see
+        `SquaresOrder`.
+    """
+
+    segments: int
+    digits: int
+
+    def segment(self, inputs: int) -> int:
+        """Inputs of a segment: a multiple of what a matrix unit adds at once."""
+        return 16 * -(-inputs // (16 * self.segments))
+
+
+ROUTER = RouterOrder(segments=4, digits=20)
+"""So that an int32 holds the sum of 1,024 weights, of which the largest is 1."""

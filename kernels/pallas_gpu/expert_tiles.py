@@ -1,0 +1,101 @@
+"""Tiles of the products of experts: whose rows they have, and steps along the chain, for Pallas."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from kernels.pallas_gpu.fp8 import four
+from shared.models.fp8_words import FP8_BLOCK
+
+
+class Stored(NamedTuple):
+    """The weights of experts, and their scales in blocks, if they are FP8 in words of four."""
+
+    weights: Any
+    scales: Any
+
+
+class Cut(NamedTuple):
+    """How a product is cut; lanes of a tile, and slots of a row."""
+
+    lanes: int
+    columns: int
+    depth: int
+    slots: int
+    interpret: bool
+
+
+class Tile(NamedTuple):
+    """The expert of a tile, how many slots it has, and which."""
+
+    expert: Any
+    count: Any
+    slots: Any
+
+
+def tile_of(number, ids_ref, lists, cut):
+    """A tile of a list; without lists, each slot is a tile."""
+    lane = lax.iota(jnp.int32, cut.lanes)
+    if lists is None:
+        expert = ids_ref[lax.div(number, cut.slots), lax.rem(number, cut.slots)]
+        # A choice between constants would have the type of its condition.
+        count = jnp.minimum(jnp.maximum(expert + 1, 0), 1)
+        return Tile(expert=expert, count=count, slots=number + lane * 0)
+    expert, count, first = (ref[number] for ref in (lists.experts, lists.counts, lists.firsts))
+    rows = lists.slots.shape[1]
+    at = lists.slots.at[expert, first - expert * rows + lane]
+    slots = pltriton.load(at, mask=lane < count, other=0)
+    return Tile(expert=expert, count=count, slots=slots)
+
+
+def products(x_ref, row, is_row, stored, of_expert, outputs, N, cut):
+    """The products of some rows with blocks of an expert's outputs, [columns, rows] each."""
+    K = x_ref.shape[1]
+    exact = {"precision": lax.Precision.HIGHEST}
+    is_column = outputs[0] < N
+    has_all_columns = N % cut.columns == 0
+
+    def part(ref, lead, inputs, is_one, has_all, size):
+        masks = [] if has_all else [is_one[:, None]]
+        masks += [] if size % len(inputs) == 0 else [(inputs < size)[None, :]]
+        masked = {}
+        if masks:
+            keep = masks[0] if len(masks) == 1 else masks[0] & masks[1]
+            keep = jnp.broadcast_to(keep, (len(is_one), len(inputs)))
+            masked = {"mask": keep, "other": 0.0 if ref.dtype != jnp.int32 else 0}
+        return pltriton.load(ref.at[(*lead, inputs[None, :])], **masked)
+
+    def rows_at(inputs):
+        return part(x_ref, (row[:, None],), inputs, is_row, False, K).T
+
+    def add(i, sums):
+        inputs = i * cut.depth + lax.iota(jnp.int32, cut.depth)
+        x, after = rows_at(inputs), []
+        for total, output in zip(sums, outputs, strict=True):
+            lead = (*of_expert, output[:, None])
+            weight = part(stored.weights, lead, inputs, is_column, has_all_columns, K)
+            after.append(total + pltriton.dot(weight, x, **exact))
+        return tuple(after)
+
+    def add_four(i, sums):
+        lane, after = lax.iota(jnp.int32, FP8_BLOCK // 4), []
+        xs = [rows_at(i * FP8_BLOCK + quarter * len(lane) + lane) for quarter in range(4)]
+        for total, output in zip(sums, outputs, strict=True):
+            lead = (*of_expert, output[:, None])
+            words = i * len(lane) + lane
+            words = part(stored.weights, lead, words, is_column, has_all_columns, K // 4)
+            block = jnp.full((len(output), 1), i)
+            scales = stored.scales.at[(*of_expert, lax.div(output, FP8_BLOCK)[:, None], block)]
+            masked = {} if has_all_columns else {"mask": is_column[:, None], "other": 0.0}
+            scale = pltriton.load(scales, **masked)
+            for weight, x in zip(four(words, scale, not cut.interpret), xs, strict=True):
+                total += pltriton.dot(weight.astype(x.dtype), x, **exact)
+            after.append(total)
+        return tuple(after)
+
+    nothing = (jnp.zeros((cut.columns, cut.lanes), jnp.float32),) * len(outputs)
+    step = add if stored.scales is None else add_four
+    return lax.fori_loop(0, pl.cdiv(K, cut.depth), step, nothing)

@@ -1,0 +1,40 @@
+"""FP8 weights in words of four, widened in the registers that a product takes them from, in Pallas.
+
+`shared.models.fp8_words` says how they lie in memory.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import triton as pltriton
+
+from shared.models.fp8_words import SCALE_FACTOR
+
+# Two words are two pairs of bfloat16 of one of their bytes: sign, exponent and mantissa are moved
+# to their places, subnormal numbers too. What comes out is 2^-120 of the code's number. One text
+# for each byte: jax 0.11.2 makes one list too many of several results.
+_MOVED = tuple(
+    f"{{\n.reg .b32 t, m;\nprmt.b32 t, $1, $2, {pair};\nshr.u32 m, t, 4;\n"
+    "and.b32 m, m, 0x07f007f0;\nlop3.b32 $0, t, 0x80008000, m, 0xea;\n}"
+    for pair in ("0x4400", "0x5511", "0x6622", "0x7733")
+)
+
+
+def four(words, scale, is_compiled):
+    """A block of inputs of some outputs as four parts of 32, [outputs, 32] each, in bfloat16.
+
+    The scale is a column, [outputs, 1]: a scalar would be applied in another layout than that of
+    the product, and the numbers would take a way through shared memory.
+    """
+    if not is_compiled:
+        return [_moved(words, byte, scale).astype(jnp.bfloat16) for byte in range(4)]
+    shape = jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)
+    how = {"args": [words], "constraints": "=r,r,r", "pack": 2, "result_shape_dtypes": [shape]}
+    return [pltriton.elementwise_inline_asm(text, **how)[0] * scale for text in _MOVED]
+
+
+def _moved(words, byte, scale):
+    """The numbers of one byte, for a CPU."""
+    codes = (lax.shift_right_logical(words, jnp.int32(8 * byte)) & 0xFF).astype(jnp.uint8)
+    numbers = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+    return numbers * (scale.astype(jnp.float32) * (1 / SCALE_FACTOR))

@@ -1,0 +1,53 @@
+"""How rows choose their experts, as plain data for the kernels of both languages."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """What a block of experts settles before a row comes.
+
+    A row has a slot for each expert that it chooses, by ascending number, and a last one for the
+    shared expert, if there is one.
+
+    Attributes:
+      experts: Of which a row chooses.
+      top: Experts that a row chooses.
+      is_sigmoid: Whether an expert's score is the sigmoid of its logit and weighs it; otherwise it
+        is the logit, and softmax weighs it.
+      is_renormalised: Whether the weights of the chosen are divided by their sum. Those of softmax
+        are otherwise shares of the sum over all experts.
+      factor: What these weights are multiplied by.
+      is_shared: Whether each row has, besides, the expert behind the others.
+      is_gated: Whether the shared expert's weight is the sigmoid of the logit behind the experts';
+        otherwise it is 1.
+    """
+
+    experts: int
+    top: int
+    is_sigmoid: bool
+    is_renormalised: bool
+    factor: float
+    is_shared: bool
+    is_gated: bool
+
+    def __post_init__(self) -> None:
+        if not 0 < self.top <= self.experts:
+            raise ValueError(f"top must be from 1 to {self.experts}, got {self.top}")
+        if self.is_gated and not self.is_shared:
+            raise ValueError("only a shared expert has a gate")
+
+    @property
+    def slots(self) -> int:
+        """Experts of a row."""
+        return self.top + self.is_shared
+
+    @property
+    def outputs(self) -> int:
+        """Logits of a row."""
+        return self.experts + self.is_gated
+
+    @property
+    def stored(self) -> int:
+        """Experts that have weights."""
+        return self.experts + self.is_shared

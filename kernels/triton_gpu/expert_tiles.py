@@ -1,0 +1,121 @@
+"""Tiles of the products of experts: whose rows they have, and steps along the chain, in Triton."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kernels.triton_gpu.fp8 import four
+from shared.models.fp8_words import FP8_BLOCK
+
+_BLOCK = tl.constexpr(FP8_BLOCK)
+
+
+class Stored(NamedTuple):
+    """The weights of experts, and their scales in blocks, if they are FP8 in words of four."""
+
+    weights: Any
+    scales: Any
+
+
+class Sizes(NamedTuple):
+    """Outputs and inputs of an expert's product; slots of a row.
+
+    Attributes:
+      is_fp8: Whether weights are FP8 in words of four.
+      is_scaled: Whether the next norm has a scale.
+    """
+
+    N: int
+    K: int
+    slots: int
+    is_fp8: bool
+    is_scaled: bool
+
+
+class Cut(NamedTuple):
+    """How a product is cut; lanes of a tile, and whether tiles are those of lists."""
+
+    lanes: int
+    columns: int
+    depth: int
+    stages: int
+    is_grouped: bool
+
+
+class Tile(NamedTuple):
+    """The expert of a tile, how many slots it has, and which."""
+
+    expert: Any
+    count: Any
+    slots: Any
+
+
+@triton.jit
+def tile_of(number, ids_at, lists, cut: tl.constexpr):
+    """A tile of a list; without lists, each slot is a tile."""
+    lane = tl.arange(0, cut.lanes)
+    if cut.is_grouped:
+        expert, count = tl.load(lists.experts + number), tl.load(lists.counts + number)
+        at = lists.slots + tl.load(lists.firsts + number) + lane
+        slots = tl.load(at, mask=lane < count, other=0)
+        expert = tl.where(count > 0, expert, 0)
+    else:
+        expert = tl.load(ids_at + number)
+        count = tl.where(expert >= 0, 1, 0)
+        slots = number + lane * 0
+    return Tile(expert=expert, count=count, slots=slots)
+
+
+@triton.jit
+def place_of(stored, expert, outputs: tl.constexpr, column, sizes: tl.constexpr):
+    """Where some outputs of an expert begin, [outputs, 1] pointers, and their scales."""
+    K: tl.constexpr = sizes.K // 4 if sizes.is_fp8 else sizes.K
+    in_blocks: tl.constexpr = sizes.K // _BLOCK
+    output = expert.to(tl.int64) * outputs + column
+    scales = stored.scales
+    if sizes.is_fp8:
+        block = expert.to(tl.int64) * (outputs // _BLOCK) + column // _BLOCK
+        scales = scales + (block * in_blocks)[:, None]
+    return Stored(weights=stored.weights + (output * K)[:, None], scales=scales)
+
+
+@triton.jit
+def part_of(at, step, is_one, has_all: tl.constexpr, K: tl.constexpr, depth: tl.constexpr):
+    """A step of some rows or outputs, which begin at [rows, 1] pointers; zero where none is."""
+    inputs = step + tl.arange(0, depth)
+    at += inputs[None, :]
+    if has_all and K % depth == 0:
+        part = tl.load(at)
+    elif K % depth == 0:
+        part = tl.load(at, mask=is_one[:, None], other=0.0)
+    else:
+        part = tl.load(at, mask=is_one[:, None] & (inputs < K)[None, :], other=0.0)
+    return part
+
+
+@triton.jit
+def four_of(x_at, step, is_row):
+    """A block of inputs of some rows in four parts, turned."""
+    x0 = tl.trans(part_of(x_at, step, is_row, False, 32, 32))
+    x1 = tl.trans(part_of(x_at, step + 32, is_row, False, 32, 32))
+    x2 = tl.trans(part_of(x_at, step + 64, is_row, False, 32, 32))
+    x3 = tl.trans(part_of(x_at, step + 96, is_row, False, 32, 32))
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def add_four(
+    acc, of_weight, step, x0, x1, x2, x3, is_column, sizes: tl.constexpr,
+    is_launched: tl.constexpr,
+):  # fmt: skip
+    """Adds the products of a block of inputs with an FP8 weight, in the order of the inputs."""
+    has_all: tl.constexpr = sizes.N % acc.shape[0] == 0
+    words = part_of(of_weight.weights, step // 4, is_column, has_all, 32, 32)
+    scales = of_weight.scales + step // _BLOCK
+    scale = tl.load(scales) if has_all else tl.load(scales, mask=is_column[:, None], other=0.0)
+    w0, w1, w2, w3 = four(words, scale, is_launched)
+    acc = tl.dot(w0.to(x0.dtype), x0, acc, input_precision="ieee")
+    acc = tl.dot(w1.to(x0.dtype), x1, acc, input_precision="ieee")
+    acc = tl.dot(w2.to(x0.dtype), x2, acc, input_precision="ieee")
+    return tl.dot(w3.to(x0.dtype), x3, acc, input_precision="ieee")

@@ -1,0 +1,55 @@
+"""FP8 weights in words of four, widened in the registers that a product takes them from, in Triton.
+
+`shared.models.fp8_words` says how they lie in memory.
+"""
+
+import triton
+import triton.language as tl
+
+# Two words are four pairs of bfloat16: of each byte the sign, the exponent and the mantissa are
+# moved to their places, subnormal numbers too. What comes out is 2^-120 of the code's number.
+_MOVED = tl.constexpr(
+    "{\n.reg .b32 t, m;\n"
+    + "\n".join(
+        f"prmt.b32 t, $4, $5, {pair};\nshr.u32 m, t, 4;\nand.b32 m, m, 0x07f007f0;\n"
+        f"lop3.b32 ${number}, t, 0x80008000, m, 0xea;"
+        for number, pair in enumerate(("0x4400", "0x5511", "0x6622", "0x7733"))
+    )
+    + "\n}"
+)
+_REGISTERS = tl.constexpr("=r,=r,=r,=r,r,r")
+
+
+@triton.jit
+def four(words, scale, is_launched: tl.constexpr):
+    """A block of inputs of some outputs as four parts of 32, [outputs, 32] each, in bfloat16.
+
+    The scale is a column, [outputs, 1]: a scalar would be applied in another layout than that of
+    the product, and the numbers would take a way through shared memory.
+    """
+    if is_launched:
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            _MOVED,
+            _REGISTERS,
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        first, second = _moved(words, 0), _moved(words, 1)
+        third, fourth = _moved(words, 2), _moved(words, 3)
+        scale = scale.to(tl.float32)
+    first = (first * scale).to(tl.bfloat16)
+    second = (second * scale).to(tl.bfloat16)
+    third = (third * scale).to(tl.bfloat16)
+    fourth = (fourth * scale).to(tl.bfloat16)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _moved(words, byte: tl.constexpr):
+    """The same of one byte in float32, for the interpreter, which knows no assembly."""
+    code = (words >> (8 * byte)) & 0xFF
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 4)
+    return (bits << 16).to(tl.float32, bitcast=True)
