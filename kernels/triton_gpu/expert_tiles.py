@@ -106,11 +106,10 @@ def four_of(x_at, step, is_row):
 
 @triton.jit
 def add_four(
-    acc, of_weight, step, x0, x1, x2, x3, is_column, sizes: tl.constexpr,
+    acc, of_weight, step, x0, x1, x2, x3, is_column, has_all: tl.constexpr,
     is_launched: tl.constexpr,
 ):  # fmt: skip
     """Adds the products of a block of inputs with an FP8 weight, in the order of the inputs."""
-    has_all: tl.constexpr = sizes.N % acc.shape[0] == 0
     words = part_of(of_weight.weights, step // 4, is_column, has_all, 32, 32)
     scales = of_weight.scales + step // _BLOCK
     scale = tl.load(scales) if has_all else tl.load(scales, mask=is_column[:, None], other=0.0)

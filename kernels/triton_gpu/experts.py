@@ -280,6 +280,8 @@ def _gated_kernel(
     is_slot = tl.arange(0, cut.lanes) < tile.count
     row = tile.slots // sizes.slots
     column = tl.program_id(0) % blocks * cut.columns + tl.arange(0, cut.columns)
+    is_column = column < N
+    has_all: tl.constexpr = N % cut.columns == 0
     scale = scale_of(squares_at, row, is_slot, eps, K, chunks)
     x_at += row.to(tl.int64)[:, None] * K
     of_gate = place_of(gate_up, tile.expert, 2 * N, column, sizes)
@@ -289,20 +291,20 @@ def _gated_kernel(
     for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
         if sizes.is_fp8:
             x0, x1, x2, x3 = four_of(x_at, at, is_slot)
-            gate = add_four(gate, of_gate, at, x0, x1, x2, x3, column < N, sizes, is_launched)
-            up = add_four(up, of_up, at, x0, x1, x2, x3, column < N, sizes, is_launched)
+            gate = add_four(gate, of_gate, at, x0, x1, x2, x3, is_column, has_all, is_launched)
+            up = add_four(up, of_up, at, x0, x1, x2, x3, is_column, has_all, is_launched)
         else:
             x = tl.trans(part_of(x_at, at, is_slot, False, K, cut.depth))
-            weight = part_of(of_gate.weights, at, column < N, N % cut.columns == 0, K, cut.depth)
+            weight = part_of(of_gate.weights, at, is_column, has_all, K, cut.depth)
             gate = tl.dot(weight, x, gate, input_precision="ieee")
-            weight = part_of(of_up.weights, at, column < N, N % cut.columns == 0, K, cut.depth)
+            weight = part_of(of_up.weights, at, is_column, has_all, K, cut.depth)
             up = tl.dot(weight, x, up, input_precision="ieee")
     if is_launched:
         gdc_launch_dependents()
     gate, up = tl.trans(gate) * scale[:, None], tl.trans(up) * scale[:, None]
     out = gate / (1.0 + tl.exp2(-gate * LOG2_E)) * up
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
-    keep = is_slot[:, None] & (column < N)[None, :]
+    keep = is_slot[:, None] & is_column[None, :]
     tl.store(inner_at + place, out.to(inner_at.dtype.element_ty), mask=keep)
 
 
@@ -323,21 +325,23 @@ def _down_kernel(
         return
     is_slot = tl.arange(0, cut.lanes) < tile.count
     column = block * cut.columns + tl.arange(0, cut.columns)
+    is_column = column < N
+    has_all: tl.constexpr = N % cut.columns == 0
     x_at += tile.slots.to(tl.int64)[:, None] * K
     of_down = place_of(down, tile.expert, N, column, sizes)
     acc = tl.zeros((cut.columns, cut.lanes), tl.float32)
     for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
         if sizes.is_fp8:
             x0, x1, x2, x3 = four_of(x_at, at, is_slot)
-            acc = add_four(acc, of_down, at, x0, x1, x2, x3, column < N, sizes, is_launched)
+            acc = add_four(acc, of_down, at, x0, x1, x2, x3, is_column, has_all, is_launched)
         else:
             x = tl.trans(part_of(x_at, at, is_slot, False, K, cut.depth))
-            weight = part_of(of_down.weights, at, column < N, N % cut.columns == 0, K, cut.depth)
+            weight = part_of(of_down.weights, at, is_column, has_all, K, cut.depth)
             acc = tl.dot(weight, x, acc, input_precision="ieee")
     if is_launched:
         gdc_launch_dependents()
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
-    keep = is_slot[:, None] & (column < N)[None, :]
+    keep = is_slot[:, None] & is_column[None, :]
     tl.store(parts_at + place, tl.trans(acc), mask=keep)
     if not cut.is_grouped:
         tl.debug_barrier()

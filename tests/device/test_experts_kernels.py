@@ -1,0 +1,181 @@
+"""The kernels of a block of experts: on a GPU for real, elsewhere interpreted.
+
+And that a row's bits depend neither on the rows beside it nor on the way that it is computed, and
+are the same in both languages. Interpreted, sums have the order of numpy's and XLA's products; what
+only a matrix unit does, a GPU shows.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kernels.limits import takes_experts
+from kernels.tiles import MEASURED, Tiles
+from tests.support.experts_kernels import (
+    Case,
+    Found,
+    block_of,
+    reference,
+    routing,
+    run,
+    tiles,
+)
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, share_arithmetic
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+each_language = pytest.mark.parametrize("language", KERNELS)
+each_way = pytest.mark.parametrize("grouped", [False, True], ids=["slots", "groups"])
+on_a_gpu = pytest.mark.skipif(not ON_GPU, reason="the tiles of a GPU are too large to interpret")
+
+GATED = {"is_shared": True, "is_gated": True}
+SIGMOID = {"is_sigmoid": True, "is_shared": True, "factor": 2.5}
+SMALL = {
+    "a shared expert with a gate": Case(3, 96, 48, routing(10, 3, **GATED)),
+    "no shared expert, rows over": Case(19, 80, 16, routing(6, 2)),
+    "shares of all": Case(5, 64, 32, routing(9, 3, is_renormalised=False)),
+    "sigmoids with a bias": Case(5, 64, 32, routing(12, 4, **SIGMOID), is_biased=True),
+    "FP8": Case(4, 128, 128, routing(5, 2, **GATED), fp8=True),
+    "the next norm's scale elsewhere": Case(2, 64, 32, routing(4, 1), is_scaled=False),
+}
+LARGE = {
+    "of 512, FP8": Case(40, 2048, 512, routing(128, 8, **GATED), fp8=True),
+    "of 512": Case(40, 2048, 512, routing(128, 8, **GATED)),
+    "of 768, FP8": Case(40, 2048, 768, routing(64, 8), fp8=True),
+    "of 768": Case(40, 2048, 768, routing(64, 8)),
+}
+CASES = SMALL | (LARGE if ON_GPU else {})
+# Interpreted, all is float32; on a GPU, what stands between the products is bfloat16, and the row.
+TOLERANCE = {"rtol": 2e-2, "atol": 2e-2} if ON_GPU else {"rtol": 1e-4, "atol": 1e-4}
+
+
+def check_equal(one: Found, other: Found, count: int | None = None) -> None:
+    for name, x, y in zip(Found._fields, one, other, strict=True):
+        np.testing.assert_array_equal(x[:count], y[:count], err_msg=name)
+
+
+def check_same(language: str, one: Found, other: Found) -> None:
+    """The same bits; interpreted, XLA adds a product in an order of its own."""
+    if language == "triton" or not INTERPRET:
+        return check_equal(one, other)
+    for name, x, y in zip(Found._fields, one, other, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@each_language
+@each_way
+@pytest.mark.parametrize("name", CASES)
+def test_a_block_adds_what_a_rows_experts_make_of_it(
+    name: str, grouped: bool, language: str
+) -> None:
+    case = CASES[name]
+    want, got = reference(case), run(language, case, cut=tiles(fp8=case.fp8, grouped=grouped))
+    np.testing.assert_array_equal(got.ids, want.ids)
+    np.testing.assert_allclose(got.weights, want.weights, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(got.rows, want.rows, **TOLERANCE)
+    np.testing.assert_allclose(got.scaled, want.scaled, **TOLERANCE)
+    np.testing.assert_allclose(got.squares, want.squares, rtol=4 * TOLERANCE["rtol"])
+
+
+@pytest.fixture
+def one_arithmetic(monkeypatch) -> None:
+    share_arithmetic(monkeypatch)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("name", "grouped"),
+    [
+        ("a shared expert with a gate", False),
+        ("FP8", True),
+        *((name, grouped) for name in CASES if ON_GPU for grouped in (False, True)),
+    ],
+)
+def test_the_languages_have_the_same_bits(name: str, grouped: bool, one_arithmetic) -> None:
+    case = CASES[name]
+    cut = tiles(fp8=case.fp8, grouped=grouped)
+    ours, theirs = (run(each, case, cut=cut, is_as_written=True) for each in KERNELS)
+    check_equal(ours, theirs)
+
+
+@each_language
+@pytest.mark.parametrize("name", ["a shared expert with a gate", "FP8", *(LARGE if ON_GPU else {})])
+def test_a_rows_bits_depend_neither_on_other_rows_nor_on_the_way(name: str, language: str) -> None:
+    case = CASES[name]
+    cut = tiles(fp8=case.fp8)
+    want = run(language, case, cut=cut)
+    check_same(language, run(language, case, cut=replace(cut, grouped=True)), want)
+    alone = run(language, case, cut=cut, rows=[1])
+    check_same(language, alone, Found(*(x[1:2] for x in want)))
+
+
+@each_language
+@each_way
+def test_rows_that_are_not_real_choose_nothing(grouped: bool, language: str) -> None:
+    case = SMALL["no shared expert, rows over"]
+    cut = tiles(fp8=False, grouped=grouped)
+    want = run(language, case, cut=cut)
+    for live in (0, 7, 17):
+        block = block_of(case)
+        changed = {name: getattr(block, name).copy() for name in ("rows", "scaled", "squares")}
+        for x in changed.values():
+            x[live:] = np.nan
+        got = run(language, case, cut=cut, live=live, changed=changed)
+        assert (got.ids[live:] == -1).all()
+        check_equal(got, want, live)
+
+
+@each_language
+@each_way
+def test_a_row_that_is_no_number_is_so_alone(grouped: bool, language: str) -> None:
+    case = SMALL["a shared expert with a gate"]
+    cut, block = tiles(fp8=False, grouped=grouped), block_of(case)
+    changed = {name: getattr(block, name).copy() for name in ("rows", "scaled", "squares")}
+    for x in changed.values():
+        x[1] = np.nan
+    got, want = run(language, case, cut=cut, changed=changed), run(language, case, cut=cut)
+    others = [0, 2]
+    check_equal(Found(*(x[others] for x in got)), Found(*(x[others] for x in want)))
+    assert (np.diff(got.ids[1]) > 0).all()
+    assert got.ids[1].min() >= 0
+    assert got.ids[1].max() <= case.routing.experts
+    assert np.isnan(got.weights[1, :-1]).all()
+    assert np.isnan(got.rows[1]).all()
+
+
+@each_language
+def test_of_equal_scores_the_lower_numbers_are_chosen(language: str) -> None:
+    case = SMALL["no shared expert, rows over"]
+    router = np.zeros_like(block_of(case).router)
+    router[1] = -1
+    for sign, want in ((1, [0, 2]), (-1, [0, 1])):
+        scaled = np.full_like(block_of(case).scaled, sign)
+        changed = {"router": router, "scaled": scaled}
+        got = run(language, case, cut=tiles(fp8=False), rows=[0], changed=changed)
+        assert got.ids[0].tolist() == want
+
+
+@on_a_gpu
+@each_language
+@pytest.mark.parametrize("name", LARGE)
+def test_every_tile_of_the_tables_has_the_same_bits(name: str, language: str) -> None:
+    case = LARGE[name]
+    want = run(language, case, cut=tiles(fp8=case.fp8))
+    lines = Tiles.load(f"{language}_gpu", MEASURED).experts.lines
+    for line in lines:
+        if line.at_most.get("item_bytes") == (1 if case.fp8 else 2):
+            check_equal(run(language, case, cut=line.tiles), want)
+
+
+def test_sizes_that_a_matrix_unit_or_a_block_does_not_take_are_known() -> None:
+    assert takes_experts(80, 48, is_fp8=False)
+    assert takes_experts(2048, 768, is_fp8=True)
+    assert not takes_experts(72, 48, is_fp8=False)
+    assert not takes_experts(2048, 704, is_fp8=True)
+
+
+@each_language
+def test_steps_of_fp8_are_its_blocks(language: str) -> None:
+    case = SMALL["FP8"]
+    with pytest.raises(ValueError, match="the depth of FP8 must be its block of 128, got 64"):
+        run(language, case, cut=tiles(fp8=True, depth=64))

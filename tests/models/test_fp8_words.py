@@ -1,0 +1,42 @@
+"""FP8 weights in words of four: where each code lies, and what is refused."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shared.models.fp8_words import SCALE_FACTOR, packed, packed_scales
+
+
+def test_byte_i_of_word_j_of_a_block_is_input_32_i_plus_j() -> None:
+    codes = np.random.default_rng(0).integers(0, 0x7F, (2, 3, 256), np.uint8)
+    words = packed(codes)
+    assert words.shape == (2, 3, 64)
+    assert words.dtype == np.int32
+    for at in (0, 31, 32, 127, 128, 200, 255):
+        block, byte, word = at // 128, at % 128 // 32, at % 32
+        found = (words[..., 32 * block + word] >> (8 * byte)) & 0xFF
+        np.testing.assert_array_equal(found, codes[..., at])
+
+
+def test_scales_are_kept_larger_by_what_the_codes_lose() -> None:
+    scales = np.array([[0.0078125, 2.0**-20]], ml_dtypes.bfloat16)
+    want = scales.astype(np.float64) * SCALE_FACTOR
+    np.testing.assert_array_equal(packed_scales(scales).astype(np.float64), want)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_a_code_that_is_no_number_is_refused(code: int) -> None:
+    codes = np.zeros((1, 128), np.uint8)
+    codes[0, 7] = code
+    with pytest.raises(ValueError, match="must be a number, got NaN"):
+        packed(codes)
+
+
+def test_inputs_that_are_no_whole_blocks_are_refused() -> None:
+    with pytest.raises(ValueError, match="inputs must be a multiple of 128, got 96"):
+        packed(np.zeros((1, 96), np.uint8))
+
+
+def test_scales_that_bfloat16_does_not_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="scales must be numbers of bfloat16"):
+        packed_scales(np.float32([0.1]))

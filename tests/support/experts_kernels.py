@@ -1,0 +1,261 @@
+"""Cases of a block of experts, the same in numpy, and its kernels as both languages run them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+
+from kernels.limits import arrivals_of_experts
+from kernels.routing import Routing
+from kernels.tiles import ExpertsTiles
+from shared.models.fp8_words import FP8_BLOCK, packed, packed_scales
+from shared.spec.numerics import ROUTER, SQUARES, chunks_of_squares
+from tests.support.kernels import AS_WRITTEN, INTERPRET, KERNELS, ON_GPU, OPTIONS
+
+EPS = 1e-6
+HALF = ml_dtypes.bfloat16 if ON_GPU else np.float32
+"""Of rows and weights: the interpreters are quicker, and closer, in float32."""
+
+
+def routing(experts: int, top: int, **changed: Any) -> Routing:
+    usual = {"is_sigmoid": False, "is_renormalised": True, "factor": 1.0}
+    shared = {"is_shared": False, "is_gated": False}
+    return Routing(experts=experts, top=top, **(usual | shared | changed))
+
+
+def tiles(*, fp8: bool, **changed: Any) -> ExpertsTiles:
+    depth = FP8_BLOCK if fp8 else 32
+    how = {"slots": 16, "columns": 32, "depth": depth, "warps": 4, "stages": 2}
+    how |= {"down_columns": 64, "down_depth": depth, "down_warps": 4, "down_stages": 2}
+    how |= {"sum_columns": 128, "sum_warps": 2, "group_rows": 16}
+    how |= {"router_rows": 4, "router_depth": 32, "router_warps": 4, "router_stages": 2}
+    return ExpertsTiles(**({"grouped": False} | how | changed))
+
+
+class Case(NamedTuple):
+    """A block of experts; whether scores have a bias, and the next norm a scale."""
+
+    R: int
+    hidden: int
+    inner: int
+    routing: Routing
+    fp8: bool = False
+    is_biased: bool = False
+    is_scaled: bool = True
+
+
+class Block(NamedTuple):
+    """What a block is given; weights as numbers, and as they are stored."""
+
+    rows: np.ndarray
+    scaled: np.ndarray
+    squares: np.ndarray
+    router: np.ndarray
+    bias: np.ndarray | None
+    gate_up: np.ndarray
+    down: np.ndarray
+    norm: np.ndarray | None
+    stored: dict[str, np.ndarray | None]
+
+
+class Found(NamedTuple):
+    """What a block gives, and which experts it has chosen."""
+
+    ids: np.ndarray
+    weights: np.ndarray
+    rows: np.ndarray
+    scaled: np.ndarray
+    squares: np.ndarray
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    """Random numbers, repeated in a large array, which would take a while to draw."""
+    size = int(np.prod(shape))
+    return np.resize(rng.standard_normal(min(size, 2**20 - 3), np.float32), shape)
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    return x.astype(HALF).astype(np.float32)
+
+
+def _fp8(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """An FP8 weight: its numbers, its words and its scales."""
+    codes = np.resize(rng.integers(0, 256, min(int(np.prod(shape)), 2**20 - 3), np.uint8), shape)
+    codes[(codes & 0x7F) >= 0x60] &= 0x9F  # up to 30, and no NaN
+    blocks = (*shape[:-2], shape[-2] // FP8_BLOCK, shape[-1] // FP8_BLOCK)
+    scales = (rng.uniform(0.005, 0.01, blocks)).astype(ml_dtypes.bfloat16)
+    wide = scales.astype(np.float32).repeat(FP8_BLOCK, -2).repeat(FP8_BLOCK, -1)
+    numbers = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * wide
+    return numbers.astype(ml_dtypes.bfloat16).astype(np.float32), packed(codes), scales
+
+
+@cache
+def block_of(case: Case) -> Block:
+    rng, choice = np.random.default_rng(0), case.routing
+    R, hidden, inner = case[:3]
+    rows = _rounded(_normal(rng, R, hidden))
+    scaled = _rounded(rows * (1 + _normal(rng, hidden) / 10))
+    router = _rounded(_normal(rng, choice.outputs, hidden) * np.float32(2 / hidden**0.5))
+    shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
+    stored: dict[str, np.ndarray | None] = {}
+    for name, shape in shapes.items():
+        if case.fp8:
+            numbers, words, scales = _fp8(rng, choice.stored, *shape)
+            stored |= {name: words, f"{name}_scales": packed_scales(scales)}
+        else:
+            drawn = _normal(rng, choice.stored, *shape)
+            numbers = _rounded(drawn / np.float32(shape[1] ** 0.5))
+            stored |= {name: numbers.astype(HALF), f"{name}_scales": None}
+        shapes[name] = numbers
+    return Block(
+        rows=rows,
+        scaled=scaled,
+        squares=chunks_of_squares(rows),
+        router=router,
+        bias=_normal(rng, choice.experts) / 4 if case.is_biased else None,
+        gate_up=shapes["gate_up"],
+        down=shapes["down"],
+        norm=1 + _normal(rng, hidden) / 10 if case.is_scaled else None,
+        stored=stored,
+    )
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def reference(case: Case) -> Found:
+    """The block in float32, row by row."""
+    block, choice = block_of(case), case.routing
+    mean = np.square(block.rows).mean(axis=1, keepdims=True)
+    x = block.scaled / np.sqrt(mean + np.float32(EPS))
+    logits, gates = np.split(x @ block.router.T, [choice.experts], axis=1)
+    scores = _sigmoid(logits) if choice.is_sigmoid else logits
+    keys = scores if block.bias is None else scores + block.bias
+    ids = np.sort(np.argsort(-keys, axis=1, kind="stable")[:, : choice.top], axis=1)
+    all_weights = scores if choice.is_sigmoid else np.exp(scores - scores.max(1, keepdims=True))
+    weights = np.take_along_axis(all_weights, ids, axis=1)
+    if choice.is_renormalised:
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    elif not choice.is_sigmoid:
+        weights = weights / all_weights.sum(axis=1, keepdims=True)
+    weights = weights * np.float32(choice.factor)
+    if choice.is_shared:
+        own = _sigmoid(gates) if choice.is_gated else np.ones((case.R, 1), np.float32)
+        ids = np.concatenate([ids, np.full((case.R, 1), choice.experts)], axis=1)
+        weights = np.concatenate([weights, own], axis=1)
+    added = [
+        sum(w * _expert(block, e, x[row]) for e, w in zip(ids[row], weights[row], strict=True))
+        for row in range(case.R)
+    ]
+    rows = _rounded(block.rows + np.stack(added))
+    scaled = rows if block.norm is None else _rounded(rows * block.norm)
+    return Found(ids, weights, rows, scaled, chunks_of_squares(rows))
+
+
+def _expert(block: Block, number: int, x: np.ndarray) -> np.ndarray:
+    gate, up = np.split(block.gate_up[number] @ x, 2)
+    return block.down[number] @ _rounded(gate * _sigmoid(gate) * up)
+
+
+def run(
+    language: str,
+    case: Case,
+    *,
+    cut: ExpertsTiles,
+    rows: list[int] | slice = slice(None),
+    live: int | None = None,
+    changed: dict[str, np.ndarray] | None = None,
+    is_as_written: bool = False,
+) -> Found:
+    """Runs the kernels on some of a case's rows, or with other arrays.
+
+    Args:
+      live: How many rows are real; None: all.
+      is_as_written: Pallas' interpreter fuses nothing, for its bits.
+    """
+    block = block_of(case)._replace(**(changed or {}))
+    given: dict[str, Any] = {name: getattr(block, name)[rows] for name in block._fields[:3]}
+    R = len(given["rows"])
+    given = {k: v if k == "squares" else v.astype(HALF) for k, v in given.items()}
+    given |= {"router": block.router.astype(HALF), "bias": block.bias, "next_norm": block.norm}
+    given |= block.stored | {"live": np.array([R if live is None else live], np.int32)}
+    given["arrivals"] = np.zeros(arrivals_of_experts(R, case.hidden), np.int32)
+    how = {"eps": EPS, "routing": case.routing, "tiles": cut}
+    how |= {"order": ROUTER, "squares_order": SQUARES}
+    if language == "triton":
+        return _in_triton(given, how)
+    return _in_pallas(given, tuple(how.items()), is_as_written)
+
+
+def _in_triton(given: dict[str, Any], how: dict[str, Any]) -> Found:
+    given = {k: None if v is None else _tensor(v) for k, v in given.items()}
+    module = KERNELS["triton"]["experts"]
+    with _kept_choice(module) as choices:
+        stream = module.experts(**given, **how)
+    assert not given["arrivals"].any()
+    return Found(*(x.float().cpu().numpy() for x in (*choices[0], *stream)))
+
+
+@contextmanager
+def _kept_choice(module: ModuleType) -> Iterator[list[Any]]:
+    """Within it a block's choice is kept, which it does not give back."""
+    choices: list[Any] = []
+
+    chosen = module.route
+
+    def route(*args: Any, **how: Any) -> Any:
+        choices.append(chosen(*args, **how))
+        return choices[-1]
+
+    with patch.object(module, "route", route):
+        yield choices
+
+
+def _tensor(x: np.ndarray) -> torch.Tensor:
+    device = "cuda" if ON_GPU else "cpu"
+    if x.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.from_numpy(x).to(device)
+
+
+STACKS = ("router", "bias", "gate_up", "gate_up_scales", "down", "down_scales", "next_norm")
+
+
+def _in_pallas(given: dict[str, Any], how: tuple, is_as_written: bool) -> Found:
+    given = {
+        k: jnp.asarray(np.stack([_other(v), v]) if k in STACKS else v)
+        for k, v in given.items()
+        if v is not None
+    }
+    chosen, stream, arrivals = _program(how, is_as_written)(given)
+    assert not arrivals.any()
+    return Found(*(np.asarray(x, np.float32) for x in (*chosen, *stream)))
+
+
+def _other(x: np.ndarray) -> np.ndarray:
+    """Another layer's, which must not be read."""
+    return np.full_like(x, -1 if x.dtype == np.int32 else np.nan)
+
+
+@cache
+def _program(how: tuple, is_as_written: bool) -> Callable:
+    module = KERNELS["pallas"]["experts"]
+
+    def program(given: dict[str, jax.Array]) -> tuple:
+        given = dict.fromkeys(STACKS) | given
+        with _kept_choice(module) as choices:
+            stream, arrivals = module.experts(
+                **given, **dict(how), layer=jnp.int32(1), interpret=INTERPRET
+            )
+        return choices[0][0], stream, arrivals
+
+    return jax.jit(program, compiler_options=AS_WRITTEN if is_as_written else OPTIONS)
