@@ -91,7 +91,7 @@ def _fp8(rng: np.random.Generator, *shape: int) -> tuple[np.ndarray, np.ndarray,
     codes = np.resize(rng.integers(0, 256, min(int(np.prod(shape)), 2**20 - 3), np.uint8), shape)
     codes[(codes & 0x7F) >= 0x60] &= 0x9F  # up to 30, and no NaN
     blocks = (*shape[:-2], shape[-2] // FP8_BLOCK, shape[-1] // FP8_BLOCK)
-    scales = (rng.uniform(0.005, 0.01, blocks)).astype(ml_dtypes.bfloat16)
+    scales = (rng.uniform(0.002, 0.004, blocks)).astype(ml_dtypes.bfloat16)
     wide = scales.astype(np.float32).repeat(FP8_BLOCK, -2).repeat(FP8_BLOCK, -1)
     numbers = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * wide
     return numbers.astype(ml_dtypes.bfloat16).astype(np.float32), packed(codes), scales
