@@ -13,6 +13,8 @@ class Routing:
     Attributes:
       experts: Of which a row chooses.
       top: Experts that a row chooses.
+      groups, top_groups: A row chooses from so many of the groups that the experts are cut into,
+        those whose two highest scores have the highest sums; of one group, from all.
       is_sigmoid: Whether an expert's score is the sigmoid of its logit and weighs it; otherwise it
         is the logit, and softmax weighs it.
       is_renormalised: Whether the weights of the chosen are divided by their sum. Those of softmax
@@ -25,6 +27,8 @@ class Routing:
 
     experts: int
     top: int
+    groups: int
+    top_groups: int
     is_sigmoid: bool
     is_renormalised: bool
     factor: float
@@ -34,6 +38,13 @@ class Routing:
     def __post_init__(self) -> None:
         if not 0 < self.top <= self.experts:
             raise ValueError(f"top must be from 1 to {self.experts}, got {self.top}")
+        size, over = divmod(self.experts, self.groups)
+        if over or self.groups > 1 and size < 2:
+            raise ValueError(f"{self.experts} experts make no {self.groups} groups of two or more")
+        if not 0 < self.top_groups <= self.groups or self.top_groups * size < self.top:
+            raise ValueError(
+                f"{self.top_groups} of {self.groups} groups have no {self.top} experts"
+            )
         if self.is_gated and not self.is_shared:
             raise ValueError("only a shared expert has a gate")
 

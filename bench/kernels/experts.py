@@ -59,6 +59,8 @@ def _routing(experts: int, top: int, is_shared: bool) -> Routing:
     return Routing(
         experts=experts,
         top=top,
+        groups=1,
+        top_groups=1,
         is_sigmoid=False,
         is_renormalised=True,
         factor=1.0,

@@ -223,6 +223,8 @@ def _choose(read, parts_ref, chosen, block, live, layer, how):
         bias = load(read.bias.at[layer, expert], mask=is_expert).astype(jnp.float32)
         keys = scores + bias[None, :] + 0.0
     keys = jnp.where(is_expert[None, :], _sortable(keys), _LOWEST)
+    if routing.groups > 1:
+        keys = _within_groups(keys, expert, routing)
     lane = lanes_of(routing.top)[None, :]
 
     def choose(number, found):
@@ -260,6 +262,38 @@ def _sortable(x):
     bits = lax.bitcast_convert_type(x, jnp.int32)
     sign = lax.shift_right_arithmetic(bits, jnp.int32(31))
     return jnp.where(x == x, bits ^ (sign & 0x7FFFFFFF), _LOWEST + 1)
+
+
+def _within_groups(keys, expert, routing):
+    """Leaves a row the keys of those groups whose two highest have the highest sum."""
+    group = lax.div(expert, routing.experts // routing.groups)
+    lane = lanes_of(routing.groups)[None, :]
+
+    def add(number, sums):
+        own = jnp.where((group == number)[None, :], keys, _LOWEST)
+        first = own.max(axis=1)
+        best = jnp.where(own == first[:, None], expert[None, :], len(expert)).min(axis=1)
+        second = jnp.where(expert[None, :] == best[:, None], _LOWEST, own).max(axis=1)
+        both = _sortable(_float_of(first) + _float_of(second) + 0.0)
+        return jnp.where(lane == number, both[:, None], sums)
+
+    def leave(_, found):
+        left, sums = found
+        highest = sums.max(axis=1)
+        best = jnp.where(sums == highest[:, None], lane, routing.groups).min(axis=1)
+        left = jnp.where(group[None, :] == best[:, None], keys, left)
+        return left, jnp.where(lane == best[:, None], _LOWEST, sums)
+
+    sums = jnp.full((len(keys), lane.shape[1]), _LOWEST, jnp.int32)
+    sums = lax.fori_loop(0, routing.groups, add, sums)
+    nothing = jnp.full(keys.shape, _LOWEST, jnp.int32)
+    return lax.fori_loop(0, routing.top_groups, leave, (nothing, sums))[0]
+
+
+def _float_of(key):
+    """Of a sortable whole number."""
+    sign = lax.shift_right_arithmetic(key, jnp.int32(31))
+    return lax.bitcast_convert_type(key ^ (sign & 0x7FFFFFFF), jnp.float32)
 
 
 def _weights(values, scores, is_chosen, is_expert, how):

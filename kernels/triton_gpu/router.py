@@ -62,6 +62,8 @@ class Choice(NamedTuple):
 
     experts: int
     top: int
+    groups: int
+    top_groups: int
     slots: int
     outputs: int
     is_sigmoid: bool
@@ -138,6 +140,8 @@ def route(
         choice=Choice(
             experts=routing.experts,
             top=routing.top,
+            groups=routing.groups,
+            top_groups=routing.top_groups,
             slots=routing.slots,
             outputs=routing.outputs,
             is_sigmoid=routing.is_sigmoid,
@@ -253,6 +257,8 @@ def _choose(
         bias = tl.load(read.bias + expert, mask=is_expert, other=0.0).to(tl.float32)
         keys = scores + bias[None, :] + 0.0
     keys = tl.where(is_expert[None, :], _sortable(keys), _LOWEST)
+    if choice.groups > 1:
+        keys = _within_groups(keys, expert, choice)
 
     lane = tl.arange(0, choice.lanes)[None, :]
     ids = tl.zeros((rows, choice.lanes), tl.int32) + choice.spread
@@ -286,6 +292,34 @@ def _sortable(x):
     """Whole numbers in the order of floats, none of them the lowest; what is no number is first."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), _LOWEST + 1)
+
+
+@triton.jit
+def _within_groups(keys, expert, choice: tl.constexpr):
+    """Leaves a row the keys of those groups whose two highest have the highest sum."""
+    group = expert // (choice.experts // choice.groups)
+    lane = tl.arange(0, triton.next_power_of_2(choice.groups))[None, :]
+    sums = tl.zeros((keys.shape[0], lane.shape[1]), tl.int32) + _LOWEST
+    for number in range(choice.groups):
+        own = tl.where((group == number)[None, :], keys, _LOWEST)
+        first = tl.max(own, 1)
+        best = tl.min(tl.where(own == first[:, None], expert[None, :], choice.spread), 1)
+        second = tl.max(tl.where(expert[None, :] == best[:, None], _LOWEST, own), 1)
+        both = _sortable(_float_of(first) + _float_of(second) + 0.0)
+        sums = tl.where(lane == number, both[:, None], sums)
+    left = keys * 0 + _LOWEST
+    for _ in range(choice.top_groups):
+        highest = tl.max(sums, 1)
+        best = tl.min(tl.where(sums == highest[:, None], lane, choice.groups), 1)
+        left = tl.where(group[None, :] == best[:, None], keys, left)
+        sums = tl.where(lane == best[:, None], _LOWEST, sums)
+    return left
+
+
+@triton.jit
+def _float_of(key):
+    """Of a sortable whole number."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -30,11 +30,13 @@ on_a_gpu = pytest.mark.skipif(not ON_GPU, reason="the tiles of a GPU are too lar
 
 GATED = {"is_shared": True, "is_gated": True}
 SIGMOID = {"is_sigmoid": True, "is_shared": True, "factor": 2.5}
+GROUPS = {"groups": 4, "top_groups": 2}
 SMALL = {
     "a shared expert with a gate": Case(3, 96, 48, routing(10, 3, **GATED)),
     "no shared expert, rows over": Case(19, 80, 16, routing(6, 2)),
     "shares of all": Case(5, 64, 32, routing(9, 3, is_renormalised=False)),
     "sigmoids with a bias": Case(5, 64, 32, routing(12, 4, **SIGMOID), is_biased=True),
+    "sigmoids in groups": Case(7, 64, 32, routing(12, 4, **GROUPS, **SIGMOID), is_biased=True),
     "FP8": Case(4, 128, 128, routing(5, 2, **GATED), fp8=True),
     "the next norm's scale elsewhere": Case(2, 64, 32, routing(4, 1), is_scaled=False),
 }
@@ -171,6 +173,21 @@ def test_sizes_that_a_matrix_unit_or_a_block_does_not_take_are_known() -> None:
     assert takes_experts(2048, 768, is_fp8=True)
     assert not takes_experts(72, 48, is_fp8=False)
     assert not takes_experts(2048, 704, is_fp8=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"top": 9}, "top must be from 1 to 8, got 9"),
+        ({"groups": 3}, "8 experts make no 3 groups"),
+        ({"groups": 8}, "8 experts make no 8 groups of two or more"),
+        ({"groups": 4, "top_groups": 1, "top": 3}, "1 of 4 groups have no 3 experts"),
+        ({"is_gated": True}, "only a shared expert has a gate"),
+    ],
+)
+def test_a_choice_that_is_none_is_refused(changed: dict[str, int], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        routing(**{"experts": 8, "top": 2} | changed)
 
 
 @each_language

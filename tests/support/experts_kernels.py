@@ -26,7 +26,13 @@ HALF = ml_dtypes.bfloat16 if ON_GPU else np.float32
 
 
 def routing(experts: int, top: int, **changed: Any) -> Routing:
-    usual = {"is_sigmoid": False, "is_renormalised": True, "factor": 1.0}
+    usual = {
+        "groups": 1,
+        "top_groups": 1,
+        "is_sigmoid": False,
+        "is_renormalised": True,
+        "factor": 1.0,
+    }
     shared = {"is_shared": False, "is_gated": False}
     return Routing(experts=experts, top=top, **(usual | shared | changed))
 
@@ -140,6 +146,8 @@ def reference(case: Case) -> Found:
     logits, gates = np.split(x @ block.router.T, [choice.experts], axis=1)
     scores = _sigmoid(logits) if choice.is_sigmoid else logits
     keys = scores if block.bias is None else scores + block.bias
+    if choice.groups > 1:
+        keys = _within_groups(keys, choice)
     ids = np.sort(np.argsort(-keys, axis=1, kind="stable")[:, : choice.top], axis=1)
     all_weights = scores if choice.is_sigmoid else np.exp(scores - scores.max(1, keepdims=True))
     weights = np.take_along_axis(all_weights, ids, axis=1)
@@ -159,6 +167,16 @@ def reference(case: Case) -> Found:
     rows = _rounded(block.rows + np.stack(added))
     scaled = rows if block.norm is None else _rounded(rows * block.norm)
     return Found(ids, weights, rows, scaled, chunks_of_squares(rows))
+
+
+def _within_groups(keys: np.ndarray, choice: Routing) -> np.ndarray:
+    """The keys of the chosen groups, and less than all of them elsewhere."""
+    groups = keys.reshape(len(keys), choice.groups, -1)
+    sums = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
+    chosen = np.argsort(-sums, axis=1, kind="stable")[:, : choice.top_groups]
+    is_left = np.zeros(sums.shape, bool)
+    np.put_along_axis(is_left, chosen, True, axis=1)
+    return np.where(is_left[:, :, None], groups, -np.inf).reshape(keys.shape)
 
 
 def _expert(block: Block, number: int, x: np.ndarray) -> np.ndarray:
