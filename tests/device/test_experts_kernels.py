@@ -41,10 +41,10 @@ SMALL = {
     "the next norm's scale elsewhere": Case(2, 64, 32, routing(4, 1), is_scaled=False),
 }
 LARGE = {
-    "of 512, FP8": Case(40, 2048, 512, routing(32, 8, **GATED), fp8=True),
-    "of 512": Case(40, 2048, 512, routing(32, 8, **GATED)),
-    "of 768, FP8": Case(150, 2048, 768, routing(24, 8), fp8=True),
-    "of 768": Case(150, 2048, 768, routing(24, 8)),
+    "of 512, FP8": Case(40, 2048, 512, routing(20, 8, **GATED), fp8=True),
+    "of 512": Case(40, 2048, 512, routing(20, 8, **GATED)),
+    "of 768, FP8": Case(150, 2048, 768, routing(12, 8), fp8=True),
+    "of 768": Case(150, 2048, 768, routing(12, 8)),
 }
 BITS = {
     "softmax": Case(2, 64, 32, routing(4, 2, **GATED)),
