@@ -175,26 +175,36 @@ def _route_kernel(
     cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """One program per block of rows, block of logits and segment; the last of a block chooses."""
+    number, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    if is_launched:
+        gdc_wait()
+    live = tl.minimum(tl.load(read.live), num_rows)
+    if block * cut.rows < live:
+        _route_block(
+            read, kept, chosen, number, block, live, num_rows, chunks, choice, cut, is_launched
+        )
+    elif number == 0:
+        _choose_nothing(chosen, block, num_rows, choice, cut.rows)
+
+
+@triton.jit
+def _route_block(
+    read, kept, chosen, number, block, live, num_rows, chunks: tl.constexpr, choice: tl.constexpr,
+    cut: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """The part of one program, of a block with real rows."""
     hidden: tl.constexpr = cut.hidden
     rows: tl.constexpr = cut.rows
     outputs: tl.constexpr = choice.outputs
     columns: tl.constexpr = (outputs + cut.outputs - 1) // cut.outputs
     lanes: tl.constexpr = rows if rows > 16 else 16
     has_all: tl.constexpr = cut.segment % cut.depth == 0 and cut.segment * cut.segments == hidden
-    number, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     segment = number // columns
     column = number % columns * cut.outputs + tl.arange(0, cut.outputs)
     lane = tl.arange(0, lanes)
     row = block * rows + lane
     step = segment * cut.segment + tl.arange(0, cut.depth)
     end = tl.minimum((segment + 1) * cut.segment, hidden)
-    if is_launched:
-        gdc_wait()
-    live = tl.minimum(tl.load(read.live), num_rows)
-    if block * rows >= live:
-        if number == 0:
-            _choose_nothing(chosen, block, num_rows, choice, rows)
-        return
     is_row, is_column = (lane < rows) & (row < live), column < outputs
     x_at = read.scaled + row.to(tl.int64)[:, None] * hidden + step[None, :]
     weight_at = read.router + column[:, None] * hidden + step[None, :]
