@@ -1,6 +1,6 @@
 """What the kernels take of a start; see `shared.boundary.operations`."""
 
-from kernels.limits import DELTA_SIZES, HEAD_SIZES, MOST_NODES
+from kernels.limits import DELTA_SIZES, EXPERTS_UNIT, HEAD_SIZES, MOST_NODES
 from shared.boundary.operations import KernelLimits
 
 KERNEL_LIMITS = KernelLimits(
@@ -8,4 +8,5 @@ KERNEL_LIMITS = KernelLimits(
     delta_sizes=DELTA_SIZES,
     most_nodes=MOST_NODES,
     product_dtype="bfloat16",
+    experts_unit=EXPERTS_UNIT,
 )

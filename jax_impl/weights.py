@@ -317,10 +317,7 @@ def _layers(
     for i, kind in enumerate(kinds):
 
         def norm(name: str, i: int = i) -> Norm | None:
-            stack = stacks.get(f"{prefix}{name}")
-            if stack is None:
-                return None
-            return Scale(stack, jnp.asarray(i, jnp.int32)) if in_stacks else stack[i]
+            return _vector(stacks.get(f"{prefix}{name}"), i, in_stacks)
 
         layer = Layer(
             input_norm=norm("input_norm"),
@@ -348,7 +345,7 @@ def _experts(stacks: Mapping[str, jax.Array], prefix: str, place: int, in_stacks
         router=at("router"),
         gate_up=at("gate_up"),
         down=at("down"),
-        score_bias=None if bias is None else bias[place],
+        score_bias=_vector(bias, place, in_stacks),
         shared_gate_up=at("shared_gate_up") if has_own else None,
         shared_down=at("shared_down") if has_own else None,
     )
@@ -379,6 +376,13 @@ def _matrix(stacks: Mapping[str, jax.Array], name: str, place: int, in_stacks: b
     if in_stacks:
         return Matrix(stack, place, bias)
     return Matrix(stack[place], bias=None if bias is None else bias[place])
+
+
+def _vector(stack: jax.Array | None, place: int, in_stacks: bool) -> Norm | None:
+    """The vector of one layer of a stack, where the model has one."""
+    if stack is None:
+        return None
+    return Scale(stack, jnp.asarray(place, jnp.int32)) if in_stacks else stack[place]
 
 
 def _mtp(config: ModelConfig, loaded: Loaded, in_stacks: bool) -> Mtp:

@@ -13,9 +13,13 @@ MOST_NODES = 64
 """Of a tree, whose nodes are the bits of one or two words in `mix` and `delta_mix`."""
 
 
+EXPERTS_UNIT = 16
+"""Of which the inputs of experts, and the values between their products, are multiples."""
+
+
 def takes_experts(hidden: int, inner: int, is_fp8: bool) -> bool:
     """Whether the kernels take experts of so many inputs and values between their products."""
-    unit = FP8_BLOCK if is_fp8 else 16
+    unit = FP8_BLOCK if is_fp8 else EXPERTS_UNIT
     return hidden % unit == 0 and inner % unit == 0
 
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from shared.models.layers import ExpertsConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
@@ -62,3 +64,18 @@ class Routing:
     def stored(self) -> int:
         """Experts that have weights."""
         return self.experts + self.is_shared
+
+
+def routing_of(config: ExpertsConfig) -> Routing:
+    """How rows choose in such a layer, whose shared expert stands in the stacks of the others."""
+    return Routing(
+        experts=config.num_experts,
+        top=config.num_chosen,
+        groups=config.num_groups,
+        top_groups=config.num_chosen_groups,
+        is_sigmoid=config.scores == "sigmoid",
+        is_renormalised=config.is_renormalised,
+        factor=config.routed_factor,
+        is_shared=config.shares_stacks,
+        is_gated=config.shared_is_gated,
+    )

@@ -322,6 +322,8 @@ ONE_SIDED_NAMES = {
     "ops/linear.py::Matrix.alone": "as above",
     "ops/linear.py::Scale": "the same of the scales of norms",
     "ops/linear.py::alone": "the same",
+    "ops/linear.py::in_stack": "the same",
+    "ops/linear.py::beside_kernels": "what JAX runs on other platforms keeps one structure",
     "ops/mamba_state.py::DeltaWeights.alone": "the same",
     "ops/mix.py::HeadNorms.alone": "the same",
     "ops/linear.py::reads_stacks": "the shape of an array that JAX traces has no device",
@@ -357,7 +359,9 @@ ONE_SIDED_NAMES = {
 
 OTHER_OPS = {
     "drafters/heads.py::eagle3": "JAX takes the scale of a norm out of its stack",
-    "ops/experts.py::added_experts": "the same",
+    "ops/experts.py::experts": "the same",
+    "ops/experts.py::plain_added_experts": "the same",
+    "ops/experts.py::kernel_added_experts": "or gives a kernel the stack",
     "ops/attention.py::causal_rows": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::count_tokens": "torch finds rows by their starts, JAX by their lengths",
     "prefill.py::prefill": "what a prompt leaves in its slot JAX writes by scatters, torch commits",

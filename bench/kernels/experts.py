@@ -181,7 +181,7 @@ class Runner:
             if self.side.is_gpu:
                 torch.cuda.synchronize()
             given = {k: v if v is None else jax.dlpack.from_dlpack(v) for k, v in given.items()}
-            given["layer"] = jax.numpy.int32(layer)
+            given["layer"] = given["norm_layer"] = jax.numpy.int32(layer)
             jax.block_until_ready(given)
         return given
 

@@ -38,6 +38,7 @@ class Kernels:
     delta_feed: ModuleType
     delta_mix: ModuleType
     draft_tree: ModuleType
+    experts: ModuleType
     flat_nodes: ModuleType
     heads: ModuleType
     layers: ModuleType

@@ -7,22 +7,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Bool, Float, Float32, Int
 
-from jax_impl.ops import Place, layers, linear
+from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, layers, linear
 from jax_impl.ops.linear import Matrix, Norm, Stream
+from kernels.limits import arrivals_of_experts
+from kernels.routing import routing_of
 from shared.models.layers import ExpertsConfig
+from shared.spec.numerics import ROUTER, SQUARES
 
 
 class Experts(NamedTuple):
-    """The weights of a layer's experts; matrices are alone or in the stacks of all layers.
-
-    Attributes:
-      score_bias: Of the layer.
-    """
+    """The weights of a layer's experts; matrices are alone or in the stacks of all layers."""
 
     router: Matrix
     gate_up: Matrix
     down: Matrix
-    score_bias: Float[jax.Array, " experts"] | None
+    score_bias: Norm | None
     shared_gate_up: Matrix | None
     shared_down: Matrix | None
 
@@ -88,7 +87,7 @@ def experts(
     dropped, and none sees what others chose.
     """
     logits = linear.product_float32(x, weights.router)
-    chosen = choose(logits[:, : config.num_experts], config, weights.score_bias)
+    chosen = choose(logits[:, : config.num_experts], config, linear.alone(weights.score_bias))
 
     def add(out: jax.Array, expert: jax.Array) -> tuple[jax.Array, None]:
         is_chosen = chosen.ids == expert
@@ -132,7 +131,24 @@ def _mlp(
     return linear.product_float32((layers.silu(gate) * up).astype(x.dtype), down)
 
 
-def added_experts(
+def plain_counted(stream: Stream) -> Stream:
+    """A stream on its way through layers with experts; kernels count their programs in it."""
+    return stream
+
+
+def kernel_counted(kernels: Kernels, stream: Stream) -> Stream:
+    return _counted_beside_kernels(stream)
+
+
+def _counted_beside_kernels(stream: Stream) -> Stream:
+    size = arrivals_of_experts(*stream.rows.shape)
+    return stream._replace(arrivals=jnp.zeros(size, jnp.int32))
+
+
+counted = kernel_or_plain(kernel_counted, plain_counted, is_bfloat16, _counted_beside_kernels)
+
+
+def plain_added_experts(
     stream: Stream,
     eps: float,
     config: ExpertsConfig,
@@ -142,4 +158,72 @@ def added_experts(
     """Adds what the experts give of the normed rows to the stream; the sum is rounded once."""
     rows = stream.rows
     added = experts(layers.rms_norm(rows, linear.alone(stream.norm), eps), config, weights)
-    return linear.stream((rows + added).astype(rows.dtype), norm)
+    rows = (rows + added).astype(rows.dtype)
+    return Stream(rows, norm, count=stream.count, arrivals=stream.arrivals)
+
+
+def kernel_added_experts(
+    kernels: Kernels,
+    stream: Stream,
+    eps: float,
+    config: ExpertsConfig,
+    weights: Experts,
+    norm: Norm | None = None,
+) -> Stream:
+    stream, rows = linear.completed(kernels, stream), stream.rows
+    if stream.arrivals is None:  # the pass is a part alone
+        stream = kernel_counted(kernels, stream)
+    count = stream.count
+    if count is None:
+        count = jnp.full((1,), len(rows), jnp.int32)
+    bias, _ = linear.in_stack(weights.score_bias)
+    scale, norm_layer = linear.in_stack(norm)
+    layer = weights.router.layer
+    added, arrivals = kernels.experts.experts(
+        rows=rows,
+        scaled=rows if stream.scaled is None else stream.scaled,
+        squares=stream.squares,
+        router=_stacked(weights.router, 2),
+        bias=bias,
+        gate_up=_stacked(weights.gate_up, 3),
+        gate_up_scales=None,
+        down=_stacked(weights.down, 3),
+        down_scales=None,
+        next_norm=scale,
+        live=count,
+        arrivals=stream.arrivals,
+        layer=jnp.asarray(0 if layer is None else layer, jnp.int32),
+        norm_layer=norm_layer,
+        eps=eps,
+        routing=routing_of(config),
+        order=ROUTER,
+        squares_order=SQUARES,
+        tiles=kernels.tiles.experts.of(
+            item_bytes=rows.dtype.itemsize, rows=len(rows), inner=config.intermediate
+        ),
+    )
+    scaled = None if norm is None else added.scaled
+    return Stream(added.rows, norm, scaled, added.squares, stream.count, arrivals)
+
+
+def _added_beside_kernels(
+    stream: Stream,
+    eps: float,
+    config: ExpertsConfig,
+    weights: Experts,
+    norm: Norm | None = None,
+) -> Stream:
+    added = plain_added_experts(stream, eps, config, weights, norm)
+    if added.arrivals is None:
+        added = _counted_beside_kernels(added)
+    return linear.beside_kernels(added)
+
+
+added_experts = kernel_or_plain(
+    kernel_added_experts, plain_added_experts, is_bfloat16, _added_beside_kernels
+)
+
+
+def _stacked(matrix: Matrix, rank: int) -> jax.Array:
+    """As kernels take a weight: in a stack, which may be of one."""
+    return matrix.values.reshape(-1, *matrix.values.shape[-rank:])

@@ -70,37 +70,52 @@ class Stream(NamedTuple):
       norm: Scale of the norm through which the rows are read next; None: nothing scales them.
       scaled: The rows times that scale, where kernels keep them for the next product.
       squares: Of each chunk of a row, where kernels keep them for the next norm.
+      count: How many of the rows are real, the first of them; None: all.
+      arrivals: Zeros, in which kernels of experts count their programs, and which they leave as
+        zeros.
     """
 
     rows: Float[jax.Array, "R hidden"]
     norm: Norm | None = None
     scaled: Float[jax.Array, "R hidden"] | None = None
     squares: Float[jax.Array, "R chunks"] | None = None
+    count: Int[jax.Array, " 1"] | None = None
+    arrivals: Int[jax.Array, " counters"] | None = None
 
 
-def plain_stream(rows: Float[jax.Array, "R hidden"], norm: Norm | None = None) -> Stream:
+def plain_stream(
+    rows: Float[jax.Array, "R hidden"],
+    norm: Norm | None = None,
+    count: Int[jax.Array, " 1"] | None = None,
+) -> Stream:
     """The residual stream as a pass begins it."""
-    return Stream(rows, norm)
+    return Stream(rows, norm, count=count)
 
 
 def kernel_stream(
-    kernels: Kernels, rows: Float[jax.Array, "R hidden"], norm: Norm | None = None
+    kernels: Kernels,
+    rows: Float[jax.Array, "R hidden"],
+    norm: Norm | None = None,
+    count: Int[jax.Array, " 1"] | None = None,
 ) -> Stream:
     """As `plain_stream`, with what stands beside the rows."""
-    scale, layer = _in_stack(norm)
-    scaled, squares = kernels.layers.beside(rows, scale, layer, order=SQUARES)
-    return Stream(rows, norm, scaled, squares)
+    scaled, squares = kernels.layers.beside(rows, *in_stack(norm), order=SQUARES)
+    return Stream(rows, norm, scaled, squares, count)
 
 
-def _beside_kernels(stream: Stream) -> Stream:
+def beside_kernels(stream: Stream) -> Stream:
     """A stream of plain products, of the structure that kernels give: with what nobody reads."""
-    rows, norm = stream.rows, stream.norm
+    rows = stream.rows
     squares = jnp.zeros((len(rows), -(-rows.shape[1] // SQUARES.chunk)))
-    return Stream(rows, norm, None if norm is None else rows, squares)
+    return stream._replace(scaled=None if stream.norm is None else rows, squares=squares)
 
 
-def _stream_beside_kernels(rows: Float[jax.Array, "R hidden"], norm: Norm | None = None) -> Stream:
-    return _beside_kernels(Stream(rows, norm))
+def _stream_beside_kernels(
+    rows: Float[jax.Array, "R hidden"],
+    norm: Norm | None = None,
+    count: Int[jax.Array, " 1"] | None = None,
+) -> Stream:
+    return beside_kernels(Stream(rows, norm, count=count))
 
 
 stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16, _stream_beside_kernels)
@@ -169,7 +184,8 @@ def plain_added_product(
     Args:
       norm: Of the stream that this gives.
     """
-    return Stream(stream.rows + _times(plain_product(x, weight), factor), norm)
+    rows = stream.rows + _times(plain_product(x, weight), factor)
+    return Stream(rows, norm, count=stream.count, arrivals=stream.arrivals)
 
 
 def kernel_added_product(
@@ -181,7 +197,8 @@ def kernel_added_product(
     norm: Norm | None = None,
 ) -> Stream:
     """As `plain_added_product`, with what stands beside the sum."""
-    return _multiplied(kernels, x, weight, factor=factor, added=stream.rows, norm=norm)
+    added = _multiplied(kernels, x, weight, factor=factor, added=stream.rows, norm=norm)
+    return added._replace(count=stream.count, arrivals=stream.arrivals)
 
 
 def _added_beside_kernels(
@@ -191,7 +208,7 @@ def _added_beside_kernels(
     factor: float = 1.0,
     norm: Norm | None = None,
 ) -> Stream:
-    return _beside_kernels(plain_added_product(x, weight, stream, factor, norm))
+    return beside_kernels(plain_added_product(x, weight, stream, factor, norm))
 
 
 added_product = kernel_or_plain(
@@ -243,14 +260,20 @@ def _normed(
     """The product of rows that are normed or, without `eps`, of the rows as they are."""
     if eps is None:
         return _multiplied(kernels, stream.rows, weight, is_gated=is_gated).rows
-    if stream.squares is None:  # the stream is no kernel's
-        stream = kernel_stream(kernels, stream.rows, stream.norm)
+    stream = completed(kernels, stream)
     x = stream.rows if stream.scaled is None else stream.scaled
     how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated}
     return _multiplied(kernels, x, weight, **how).rows
 
 
-def _in_stack(norm: Norm | None) -> tuple[Float[jax.Array, "L size"] | None, Int[jax.Array, ""]]:
+def completed(kernels: Kernels, stream: Stream) -> Stream:
+    """A stream as a kernel begins it, if none has."""
+    if stream.squares is not None:
+        return stream
+    return kernel_stream(kernels, stream.rows, stream.norm, stream.count)
+
+
+def in_stack(norm: Norm | None) -> tuple[Float[jax.Array, "L size"] | None, Int[jax.Array, ""]]:
     """As kernels take a scale: in a stack, which may be of one, with its place there."""
     if isinstance(norm, Scale):
         return norm.values, jnp.asarray(norm.layer, jnp.int32)
@@ -276,7 +299,7 @@ def _multiplied(
     tiles = kernels.tiles.linear.of(
         rows=len(x), outputs=outputs, inputs=inputs, gated=int(is_gated)
     )
-    scale, scale_layer = _in_stack(norm)
+    scale, scale_layer = in_stack(norm)
     out, scaled, sums = kernels.linear.product(
         x,
         weight.values.reshape(-1, stored, inputs),

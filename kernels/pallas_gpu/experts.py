@@ -37,11 +37,15 @@ class Stream(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """What rows are added to, the weights of their slots, and the scale of the next norm."""
+    """What rows are added to, the weights of their slots, and the scale of the next norm.
+
+    That lies in a stack, at a place of its own.
+    """
 
     rows: Any
     weights: Any
     norm: Any
+    norm_layer: Any
 
 
 def experts(
@@ -54,10 +58,11 @@ def experts(
     gate_up_scales: Float[jax.Array, "L stored blocks blocks_in"] | None,
     down: jax.Array,
     down_scales: Float[jax.Array, "L stored blocks blocks_in"] | None,
-    next_norm: Float[jax.Array, "L hidden"] | None,
+    next_norm: Float[jax.Array, "L2 hidden"] | None,
     live: Int[jax.Array, " 1"],
     arrivals: Int[jax.Array, " counters"],
     layer: Int[jax.Array, ""],
+    norm_layer: Int[jax.Array, ""],
     *,
     eps: float,
     routing: Routing,
@@ -77,8 +82,8 @@ def experts(
         copied for the kernel.
       gate_up_scales: Of FP8; see `shared.models.fp8_words`.
       down, down_scales: `[L, stored, hidden, inner]` in the same way.
-      next_norm: Of each layer the scale of the norm behind its block; None where that is in a
-        weight.
+      next_norm, norm_layer: A stack of scales of norms, and which of it is that behind the block;
+        None where nothing scales the new rows.
       routing: How rows choose; the shared expert is the last that is stored.
       tiles: How the work is cut.
       interpret: Run on a CPU.
@@ -129,6 +134,7 @@ def experts(
         next_norm,
         arrivals,
         layer,
+        norm_layer,
         routing=routing,
         squares_order=squares_order,
         tiles=tiles,
@@ -174,9 +180,10 @@ def added_product(
     chosen: Chosen,
     lists: Lists | None,
     rows: Float[jax.Array, "R hidden"],
-    next_norm: Float[jax.Array, "L hidden"] | None,
+    next_norm: Float[jax.Array, "L2 hidden"] | None,
     arrivals: Int[jax.Array, " counters"],
     layer: Int[jax.Array, ""],
+    norm_layer: Int[jax.Array, ""],
     *,
     routing: Routing,
     squares_order: SquaresOrder,
@@ -193,7 +200,7 @@ def added_product(
         scaled=None if next_norm is None else of((R, N), rows.dtype),
         squares=of((R, pl.cdiv(N, squares_order.chunk)), jnp.float32),
     )
-    ends = _Ends(rows=rows, weights=chosen.weights, norm=next_norm)
+    ends = _Ends(rows, chosen.weights, next_norm, norm_layer.reshape(1))
     arrivals, parts, out = pl.pallas_call(
         partial(_down_kernel, squares_order=squares_order, cut=cut),
         grid=(_tiles(R, routing, tiles) * pl.cdiv(N, tiles.down_columns),),
@@ -230,7 +237,7 @@ def added_product(
             compiler_params=pltriton.CompilerParams(num_warps=tiles.sum_warps, num_stages=1),
             interpret=interpret,
             name="sum_slots",
-        )(parts, chosen.ids, ends, layer.reshape(1))
+        )(parts, chosen.ids, ends)
     return out._replace(scaled=out.rows if next_norm is None else out.scaled), arrivals
 
 
@@ -304,12 +311,11 @@ def _down_kernel(
             def _():
                 arrivals_ref[counter] = 0
                 _add_slots(
-                    parts_ref, ends, stream, row, column, block, layer, squares_order,
-                    cut.interpret,
-                )  # fmt: skip
+                    parts_ref, ends, stream, row, column, block, squares_order, cut.interpret
+                )
 
 
-def _sum_kernel(parts_ref, ids_ref, ends, layer_ref, stream, *, columns, squares_order, interpret):
+def _sum_kernel(parts_ref, ids_ref, ends, stream, *, columns, squares_order, interpret):
     """One program per row and block of outputs."""
     blocks = pl.cdiv(parts_ref.shape[1], columns)
     row, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
@@ -317,12 +323,10 @@ def _sum_kernel(parts_ref, ids_ref, ends, layer_ref, stream, *, columns, squares
     @pl.when(ids_ref[row, 0] >= 0)
     def _():
         column = early(block * columns + lax.iota(jnp.int32, columns), interpret)
-        _add_slots(
-            parts_ref, ends, stream, row, column, block, layer_ref[0], squares_order, interpret
-        )
+        _add_slots(parts_ref, ends, stream, row, column, block, squares_order, interpret)
 
 
-def _add_slots(parts_ref, ends, stream, row, column, block, layer, order, interpret):
+def _add_slots(parts_ref, ends, stream, row, column, block, order, interpret):
     """Adds the slots of a row in their order, each a rounded product, and ends the row."""
     N, slots = parts_ref.shape[1], ends.weights.shape[1]
     is_column, total = column < N, jnp.zeros(column.shape, jnp.float32)
@@ -337,7 +341,8 @@ def _add_slots(parts_ref, ends, stream, row, column, block, layer, order, interp
     pltriton.store(stream.rows.at[at], out, mask=is_column)
     out = out.astype(jnp.float32)
     if ends.norm is not None:
-        scaled = out * load(ends.norm.at[layer, column]).astype(jnp.float32)
+        norm = load(ends.norm.at[ends.norm_layer[0], column])
+        scaled = out * norm.astype(jnp.float32)
         pltriton.store(stream.scaled.at[at], scaled.astype(stream.scaled.dtype), mask=is_column)
     squares, chunks = jnp.where(is_column, out * out, 0.0), stream.squares.shape[1]
     for part in range(len(column) // order.chunk):

@@ -4,7 +4,7 @@ Where there is a GPU, an operation that has a kernel runs it. For what a kernel 
 start is refused by name; or the operation runs as plain operations of the framework, where that is
 what was asked for, and is then printed at the start and counted in `/metrics`. `OPERATIONS` says
 which of both. Operations of which there is no kernel at all, as those of masks and of logprobs, are
-not listed, but for experts, which are most of a step where there are some.
+not listed.
 """
 
 from collections import Counter
@@ -26,12 +26,14 @@ class KernelLimits:
       delta_sizes: Of the keys and values of gated-delta heads.
       most_nodes: Of a tree that gated-delta layers verify.
       product_dtype: Of the rows and weights of products.
+      experts_unit: Of which the widths of experts are multiples.
     """
 
     head_sizes: tuple[int, ...]
     delta_sizes: tuple[int, ...]
     most_nodes: int
     product_dtype: str
+    experts_unit: int
 
 
 Fault = Callable[[KernelLimits, Blueprint, Program], str | None]
@@ -101,17 +103,32 @@ def _feed_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> 
     return _dtype_fault(takes, blueprint, program) if is_fed else None
 
 
-def _experts_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+def _experts_dtype_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
     has_layers = any(model.experts is not None for model in _models(blueprint))
-    is_run = has_layers and program.work is not Work.COUNT
-    return "dense MLPs, not mixtures of experts" if is_run else None
+    return _dtype_fault(takes, blueprint, program) if has_layers else None
+
+
+def _experts_size_fault(takes: KernelLimits, blueprint: Blueprint, program: Program) -> str | None:
+    if _dtype_fault(takes, blueprint, program) or program.work is Work.COUNT:
+        return None
+    for model in _models(blueprint):
+        if (experts := model.experts) is None:
+            continue
+        if experts.shared_intermediate and not experts.shares_stacks:
+            own, all_of = experts.shared_intermediate, experts.intermediate
+            return f"shared experts as wide as the others, {all_of}, not {own}"
+        for size in (model.hidden, experts.intermediate):
+            if size % takes.experts_unit:
+                return f"experts of multiples of {takes.experts_unit}, not of {size}"
+    return None
 
 
 OPERATIONS = (
     Operation("mix", _attention_fault, is_refused=True),
     Operation("delta_mix", _delta_fault, is_refused=True),
     Operation("delta_mix.feed", _feed_fault, is_refused=False),
-    Operation("experts", _experts_fault, is_refused=False),
+    Operation("experts", _experts_dtype_fault, is_refused=False),
+    Operation("experts.added_experts", _experts_size_fault, is_refused=True),
     Operation("layers.rms_norm", _dtype_fault, is_refused=False),
     Operation("linear", _dtype_fault, is_refused=False),
 )

@@ -146,6 +146,11 @@ def _mlp(
     return linear.product_float32((layers.silu(gate) * up).astype(x.dtype), down)
 
 
+def counted(stream: Stream) -> Stream:
+    """A stream on its way through layers with experts; kernels count their programs in it."""
+    return stream
+
+
 def added_experts(
     stream: Stream,
     eps: float,
@@ -161,4 +166,4 @@ def added_experts(
     """
     rows = stream.rows
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights)
-    return linear.stream((rows + added).astype(rows.dtype), norm)
+    return linear.stream((rows + added).astype(rows.dtype), norm, stream.count)

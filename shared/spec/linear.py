@@ -9,7 +9,7 @@ the composition of the small ones in `layers`. What passes from one to the next 
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from shared.spec import layers
 
@@ -48,19 +48,27 @@ class Stream:
       scaled: The rows times that scale, where kernels keep them for the next product.
       squares: Of each chunk of a row, where kernels keep them for the next norm; see
         `shared.spec.numerics.chunks_of_squares`.
+      count: How many of the rows are real, the first of them; None: all. Those of padding hold what
+        nobody reads.
+      arrivals: Zeros, in which kernels of experts count their programs, and which they leave as
+        zeros.
     """
 
     rows: Float[np.ndarray, "R hidden"]
     norm: Float[np.ndarray, " hidden"] | None = None
     scaled: Float[np.ndarray, "R hidden"] | None = None
     squares: Float[np.ndarray, "R chunks"] | None = None
+    count: Int[np.ndarray, " 1"] | None = None
+    arrivals: Int[np.ndarray, " counters"] | None = None
 
 
 def stream(
-    rows: Float[np.ndarray, "R hidden"], norm: Float[np.ndarray, " hidden"] | None = None
+    rows: Float[np.ndarray, "R hidden"],
+    norm: Float[np.ndarray, " hidden"] | None = None,
+    count: Int[np.ndarray, " 1"] | None = None,
 ) -> Stream:
     """The residual stream as a pass begins it, to be read through a norm of this scale."""
-    return Stream(rows, norm)
+    return Stream(rows, norm, count=count)
 
 
 def product(
@@ -107,7 +115,8 @@ def added_product(
     Args:
       norm: Of the stream that this gives.
     """
-    return Stream(stream.rows + _times(product(x, weight), factor), norm)
+    rows = stream.rows + _times(product(x, weight), factor)
+    return Stream(rows, norm, count=stream.count)
 
 
 def added_norm(

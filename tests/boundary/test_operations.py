@@ -106,13 +106,36 @@ def test_float32_on_a_gpu_is_counted_and_on_a_cpu_is_nothing_to_tell(platform):
     assert asked(platform, CONFIG, Device("cpu", "CPU", 1 << 30)) == ()
 
 
+EXPERTS = tiny_model("qwen3_5_moe", 0)[0]
+
+
+def with_experts(**changed):
+    """The config, its experts changed; the shared one as wide as the others."""
+    experts = replace(EXPERTS.experts, **{"intermediate": 32, "shared_intermediate": 32} | changed)
+    layers = [replace(each, feed=experts) for each in EXPERTS.layers]
+    return replace(EXPERTS, layers=tuple(layers))
+
+
 @each_platform
-def test_experts_on_a_gpu_are_counted(platform):
-    model = tiny_model("qwen3_5_moe", 0)[0]
-    (found,) = asked(platform, model)
-    assert (found.name, found.reason) == ("experts", "dense MLPs, not mixtures of experts")
-    assert found.programs > 1
-    assert asked(platform, model, Device("cpu", "CPU", 1 << 30)) == ()
+def test_experts_in_float32_are_counted_on_a_gpu(platform):
+    found = {each.name: each.reason for each in asked(platform, with_experts(), dtype="float32")}
+    assert found["experts"] == "bfloat16, not float32"
+    assert asked(platform, with_experts()) == ()
+
+
+@each_platform
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"intermediate": 24, "shared_intermediate": 24}, "experts of multiples of 16, not of 24"),
+        ({"shared_intermediate": 24}, "shared experts as wide as the others, 32, not 24"),
+    ],
+)
+def test_experts_of_widths_that_no_kernel_takes_are_refused(platform, changed, said):
+    model = with_experts(**changed)
+    with pytest.raises(ValueError, match=said):
+        asked(platform, model)
+    assert "experts" in {each.name for each in asked(platform, model, dtype="float32")}
 
 
 def started(platform: Platform, *flags: str) -> int:
@@ -158,10 +181,6 @@ def test_a_start_without_plain_operations_counts_zeros():
     }
 
 
-WITHOUT_KERNELS = {"experts"}
-"""What the table names though it is plain on every GPU: a start should say so."""
-
-
 @pytest.mark.parametrize("backend", ["jax_impl", "torch_impl"])
 def test_no_operation_falls_back_that_the_table_does_not_name(backend: str):
     """By their text: what has a condition for its kernels, or a kernel's function that gives up."""
@@ -176,6 +195,4 @@ def test_no_operation_falls_back_that_the_table_does_not_name(backend: str):
                 if any(ast.unparse(x.func).startswith("plain_") for x in calls):
                     found.add(f"{path.stem}.{node.name.removeprefix('kernel_')}")
     named = {operation.name for operation in OPERATIONS if not operation.is_refused}
-    assert {
-        name if name in named else name.split(".")[0] for name in found
-    } == named - WITHOUT_KERNELS
+    assert {name if name in named else name.split(".")[0] for name in found} == named

@@ -273,7 +273,11 @@ def _program(how: tuple, is_as_written: bool) -> Callable:
         given = dict.fromkeys(STACKS) | given
         with _kept_choice(module) as choices:
             stream, arrivals = module.experts(
-                **given, **dict(how), layer=jnp.int32(1), interpret=INTERPRET
+                **given,
+                **dict(how),
+                layer=jnp.int32(1),
+                norm_layer=jnp.int32(1),
+                interpret=INTERPRET,
             )
         return choices[0][0], stream, arrivals
 

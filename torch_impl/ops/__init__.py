@@ -32,6 +32,7 @@ class Kernels:
     delta_feed: ModuleType
     delta_mix: ModuleType
     draft_tree: ModuleType
+    experts: ModuleType
     flat_nodes: ModuleType
     heads: ModuleType
     layers: ModuleType
@@ -56,6 +57,7 @@ if torch.cuda.is_available():
     from kernels.triton_gpu import delta_feed as delta_feed_kernel
     from kernels.triton_gpu import delta_mix as delta_mix_kernel
     from kernels.triton_gpu import draft_tree as draft_tree_kernel
+    from kernels.triton_gpu import experts as experts_kernel
     from kernels.triton_gpu import flat_nodes as flat_nodes_kernel
     from kernels.triton_gpu import heads as heads_kernel
     from kernels.triton_gpu import layers as layers_kernel
@@ -76,6 +78,7 @@ if torch.cuda.is_available():
         delta_feed=delta_feed_kernel,
         delta_mix=delta_mix_kernel,
         draft_tree=draft_tree_kernel,
+        experts=experts_kernel,
         flat_nodes=flat_nodes_kernel,
         heads=heads_kernel,
         layers=layers_kernel,

@@ -1,14 +1,17 @@
 """As `shared.spec.experts`, in torch."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int
 from torch import Tensor
 
+from kernels.limits import arrivals_of_experts
+from kernels.routing import routing_of
 from shared.models.layers import ExpertsConfig
-from torch_impl.ops import layers, linear
+from shared.spec.numerics import ROUTER, SQUARES
+from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, layers, linear
 from torch_impl.ops.linear import Matrix, Stream
 
 
@@ -123,7 +126,20 @@ def _mlp(
     return linear.product_float32((layers.silu(gate) * up).to(x.dtype), down)
 
 
-def added_experts(
+def plain_counted(stream: Stream) -> Stream:
+    return stream
+
+
+def kernel_counted(kernels: Kernels, stream: Stream) -> Stream:
+    rows, size = stream.rows, arrivals_of_experts(*stream.rows.shape)
+    arrivals = torch.zeros(size, dtype=torch.int32, device=rows.device)
+    return replace(stream, arrivals=arrivals)
+
+
+counted = kernel_or_plain(kernel_counted, plain_counted, is_bfloat16)
+
+
+def plain_added_experts(
     stream: Stream,
     eps: float,
     config: ExpertsConfig,
@@ -132,4 +148,47 @@ def added_experts(
 ) -> Stream:
     rows = stream.rows
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights)
-    return linear.stream((rows + added).to(rows.dtype), norm)
+    rows = (rows + added).to(rows.dtype)
+    return Stream(rows, norm, count=stream.count, arrivals=stream.arrivals)
+
+
+def kernel_added_experts(
+    kernels: Kernels,
+    stream: Stream,
+    eps: float,
+    config: ExpertsConfig,
+    weights: Experts,
+    norm: Float[Tensor, " hidden"] | None = None,
+) -> Stream:
+    stream, rows = linear.completed(kernels, stream), stream.rows
+    if stream.arrivals is None:  # the pass is a part alone
+        stream = kernel_counted(kernels, stream)
+    count = stream.count
+    if count is None:
+        count = torch.full((1,), len(rows), dtype=torch.int32, device=rows.device)
+    gate_up, down = weights.gate_up, weights.down
+    sizes = {"rows": len(rows), "inner": config.intermediate}
+    added = kernels.experts.experts(
+        rows=rows,
+        scaled=rows if stream.scaled is None else stream.scaled,
+        squares=stream.squares,
+        router=weights.router.values,
+        bias=weights.score_bias,
+        gate_up=gate_up.values,
+        gate_up_scales=None,
+        down=down.values,
+        down_scales=None,
+        next_norm=norm,
+        live=count,
+        arrivals=stream.arrivals,
+        eps=eps,
+        routing=routing_of(config),
+        order=ROUTER,
+        squares_order=SQUARES,
+        tiles=kernels.tiles.experts.of(item_bytes=rows.element_size(), **sizes),
+    )
+    scaled = None if norm is None else added.scaled
+    return Stream(added.rows, norm, scaled, added.squares, stream.count, stream.arrivals)
+
+
+added_experts = kernel_or_plain(kernel_added_experts, plain_added_experts, is_bfloat16)

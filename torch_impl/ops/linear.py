@@ -3,10 +3,10 @@
 On a GPU the products of bfloat16 are kernels; see `torch_impl.ops`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -37,19 +37,26 @@ class Stream:
     norm: Float[Tensor, " hidden"] | None = None
     scaled: Float[Tensor, "R hidden"] | None = None
     squares: Float[Tensor, "R chunks"] | None = None
+    count: Int[Tensor, " 1"] | None = None
+    arrivals: Int[Tensor, " counters"] | None = None
 
 
 def plain_stream(
-    rows: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"] | None = None
+    rows: Float[Tensor, "R hidden"],
+    norm: Float[Tensor, " hidden"] | None = None,
+    count: Int[Tensor, " 1"] | None = None,
 ) -> Stream:
-    return Stream(rows, norm)
+    return Stream(rows, norm, count=count)
 
 
 def kernel_stream(
-    kernels: Kernels, rows: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"] | None = None
+    kernels: Kernels,
+    rows: Float[Tensor, "R hidden"],
+    norm: Float[Tensor, " hidden"] | None = None,
+    count: Int[Tensor, " 1"] | None = None,
 ) -> Stream:
     scaled, squares = kernels.layers.beside(rows, norm, order=SQUARES)
-    return Stream(rows, norm, scaled, squares)
+    return Stream(rows, norm, scaled, squares, count)
 
 
 stream = kernel_or_plain(kernel_stream, plain_stream, is_bfloat16)
@@ -114,7 +121,8 @@ def plain_added_product(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    return Stream(stream.rows + _times(product(x, weight), factor), norm)
+    rows = stream.rows + _times(product(x, weight), factor)
+    return Stream(rows, norm, count=stream.count, arrivals=stream.arrivals)
 
 
 def kernel_added_product(
@@ -125,7 +133,8 @@ def kernel_added_product(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    return _multiplied(kernels, x, weight, factor=factor, added=stream.rows, norm=norm)
+    added = _multiplied(kernels, x, weight, factor=factor, added=stream.rows, norm=norm)
+    return replace(added, count=stream.count, arrivals=stream.arrivals)
 
 
 added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bfloat16)
@@ -153,6 +162,13 @@ def kernel_gated_product(
 gated_product = kernel_or_plain(kernel_gated_product, plain_gated_product, is_bfloat16)
 
 
+def completed(kernels: Kernels, stream: Stream) -> Stream:
+    """A stream as a kernel begins it, if none has."""
+    if stream.squares is not None:
+        return stream
+    return kernel_stream(kernels, stream.rows, stream.norm, stream.count)
+
+
 def _times(x: Float[Tensor, "R outputs"], factor: float) -> Float[Tensor, "R outputs"]:
     return x if factor == 1 else x * factor
 
@@ -163,8 +179,7 @@ def _normed(
     """The product of rows that are normed or, without `eps`, of the rows as they are."""
     if eps is None:
         return _multiplied(kernels, stream.rows, weight, is_gated=is_gated).rows
-    if stream.squares is None:  # the stream is no kernel's
-        stream = kernel_stream(kernels, stream.rows, stream.norm)
+    stream = completed(kernels, stream)
     x = stream.rows if stream.scaled is None else stream.scaled
     how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated}
     return _multiplied(kernels, x, weight, **how).rows
