@@ -1,5 +1,6 @@
 """The layers of a model over flat rows: attention on paged KV, the MLP, gated-delta layers."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -22,6 +23,9 @@ Hidden = Float[jax.Array, "R hidden"]
 LayerCarry = tuple[DeltaState, Any]
 """Threaded through the gated-delta layers of a pass: the states, and the snapshots of a prefill or
 the scratch of a verify."""
+
+Feed = Callable[[ModelConfig, Layer, Stream, Norm | None], Stream]
+"""Adds what feeds a layer forward to the stream; the norm is that of the stream that it gives."""
 
 
 class DeltaMixer(Protocol):
@@ -57,7 +61,7 @@ class Sight(NamedTuple):
       turn: The rotation of each row.
       growth: What each row's queries have grown by, in models where they do.
       rows: Where the rows stand, and what they see in such a layer.
-      kv: The pools of all attention layers, which a layer replaces.
+      kv: The pools of all attention layers, as the first of them finds them.
     """
 
     turn: Angles
@@ -87,61 +91,61 @@ def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
     return HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
 
 
-def attention_layer(
+def attention(
     config: ModelConfig,
-    layer: Layer,
-    qkv: Float[jax.Array, "R outputs"],
-    stream: Stream,
     sight: Sight,
     place: Place,
-    norm: Norm | None = None,
-) -> tuple[Stream, PagedKV]:
-    """A decoder layer with attention, from its projection on; its pools are those at `place`.
+    weights: Attention | GatedDelta,
+    qkv: Float[jax.Array, "R outputs"],
+    kv: PagedKV,
+) -> tuple[Float[jax.Array, "R values"], PagedKV]:
+    """What attention makes of a layer's projection; its pools are those at `place`.
 
     Args:
-      norm: Of the stream that this gives.
+      kv: As the attention layer before gave it back, though its rows may see otherwise.
     """
-    assert isinstance(layer.mixer, Attention)
-    heads, norms = Heads.of(config.attention), head_norms(config, layer.mixer)
+    assert isinstance(weights, Attention)
+    heads, norms = Heads.of(config.attention), head_norms(config, weights)
     if sight.growth is not None:
         qkv = mix.grown_rows(qkv, heads, sight.growth)
     if norms is not None and config.attention.norms_all_heads:
         qkv, norms = mix.normed_rows(qkv, heads, norms.alone(place)), None
-    mixed, kv = mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
-    return _finished(config, layer, mixed, stream, norm), kv
+    kv = kv._replace(bounds=sight.kv.bounds)
+    return mix.mix(qkv, heads, norms, sight.turn, sight.rows, kv, place)
 
 
-def gated_delta_layer(
+def finished(
     config: ModelConfig,
     layer: Layer,
-    inputs: Float[jax.Array, "R outputs"],
-    stream: Stream,
-    mixer: DeltaMixer,
-    carry: LayerCarry,
-    place: Place,
-    norm: Norm | None,
-) -> tuple[Stream, LayerCarry]:
-    """A decoder layer with the gated delta rule, from its projection on; see `attention_layer`."""
-    assert isinstance(layer.mixer, GatedDelta)
-    mixed, carry = mixer(place, layer.mixer, inputs, carry)
-    return _finished(config, layer, mixed, stream, norm), carry
-
-
-def _finished(
-    config: ModelConfig,
-    layer: Layer,
+    feed: Feed,
     mixed: Float[jax.Array, "R values"],
     stream: Stream,
-    norm: Norm | None,
+    norm: Norm | None = None,
 ) -> Stream:
-    """What follows a mixer: its product, and the gated MLP or experts, added to the stream."""
-    ends = layer.mixer_end_norm, layer.feed_end_norm
-    stream = _added(config, ends[0], mixed, layer.mixer.out, stream, layer.post_norm)
-    if isinstance(layer.feed, Experts):
-        assert config.experts is not None  # a model with such layers has their sizes
-        return added_experts(stream, config.rms_eps, config.experts, layer.feed, norm)
+    """What follows a mixer: its product, then what feeds the layer forward, added to the stream.
+
+    Args:
+      norm: Of the stream that this gives.
+    """
+    end, out = layer.mixer_end_norm, layer.mixer.out
+    return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
+
+
+def mlp(config: ModelConfig, layer: Layer, stream: Stream, norm: Norm | None) -> Stream:
+    """Feeds a layer forward by its gated MLP."""
     x = linear.gated_product(stream, config.input_eps, layer.feed.gate_up)
-    return _added(config, ends[1], x, layer.feed.down, stream, norm)
+    return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
+
+
+def experts(config: ModelConfig, layer: Layer, stream: Stream, norm: Norm | None) -> Stream:
+    """Feeds a layer forward by its experts."""
+    assert isinstance(layer.feed, Experts)
+    assert config.experts is not None  # a model with such layers has their sizes
+    return added_experts(stream, config.rms_eps, config.experts, layer.feed, norm)
+
+
+FEEDS = {"mlp": mlp, "experts": experts}
+"""What feeds a layer forward, by the kind that its config names."""
 
 
 def _added(

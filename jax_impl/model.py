@@ -1,23 +1,16 @@
 """The forward pass of Llama, Qwen3, Qwen3.5 and their kin on flat rows; as `shared.spec.model`."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Float, Int
 
-from jax_impl.layers import (
-    DeltaMixer,
-    Hidden,
-    LayerCarry,
-    Sight,
-    attention_layer,
-    gated_delta_layer,
-)
+from jax_impl.layers import FEEDS, DeltaMixer, Feed, Hidden, Sight, attention, finished
 from jax_impl.ops import Place, layers, linear
 from jax_impl.ops.attention import KV, Rows
 from jax_impl.ops.linear import Norm, Stream
-from jax_impl.ops.mix import PagedKV
 from jax_impl.weights import Layer, Weights
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
@@ -42,9 +35,10 @@ class Forward(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A decoder layer of a model; `place` counts the layers of its kind."""
+    """A decoder layer of a model; `place` counts the layers whose mixer is of its kind."""
 
     mixer: AttentionConfig | GatedDeltaConfig
+    feed: Feed
     place: int
     layer: Layer
 
@@ -59,11 +53,12 @@ class Model(NamedTuple):
     @classmethod
     def of(cls, config: ModelConfig, weights: Weights) -> "Model":
         """Binds weights to their settings."""
-        kinds, blocks = config.layer_kinds, []
-        for number, (kind, each) in enumerate(zip(kinds, config.layers, strict=True)):
-            place = kinds[:number].count(kind)
-            blocks.append(Block(each.mixer, place, weights.layers[number]))
-        return cls(config, weights, tuple(blocks))
+        kinds = config.layer_kinds
+        blocks = tuple(
+            Block(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
+            for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
+        )
+        return cls(config, weights, blocks)
 
 
 def forward(
@@ -83,50 +78,47 @@ def forward(
       mixer: Runs the gated-delta layers; None for a model without them.
       kept_streams: Residual streams to keep, ascending: number i is what enters layer i.
     """
-    config, eps, before = model.config, model.config.rms_eps, model.config.input_eps
+    config, eps = model.config, model.config.rms_eps
     sights = {each: Sight.of(each, rows, kv) for each in config.attentions}
+    # Layers that are alike share a mixer; those of one kind hand on what it carries.
+    mixers: dict[object, Callable[..., tuple[jax.Array, Any]]] = {
+        each: partial(attention, config, sight) for each, sight in sights.items()
+    }
+    carries: dict[str, Any] = {"attention": sights[config.attention].kv}
+    if mixer is not None:
+        mixers[config.gated_delta], carries["gated_delta"] = mixer, mixer.carry
 
     # Traced and lowered once for all blocks of a kind, which differ in their arrays alone.
-    @partial(jax.jit, static_argnums=0)
-    def attention_block(
-        mixer: AttentionConfig,
+    @partial(jax.jit, static_argnums=(0, 1))
+    def run_block(
+        like: AttentionConfig | GatedDeltaConfig,
+        feed: Feed,
         layer: Layer,
         stream: Stream,
-        paged: PagedKV,
+        carry: Any,
         place: Place,
         norm: Norm | None,
-    ) -> tuple[Stream, PagedKV]:
-        qkv = linear.normed_product(stream, before, layer.mixer.inputs)
-        sight = sights[mixer]._replace(kv=paged)
-        return attention_layer(config, layer, qkv, stream, sight, place, norm)
-
-    @jax.jit
-    def delta_block(
-        layer: Layer, stream: Stream, carry: LayerCarry, place: Place, norm: Norm | None
-    ) -> tuple[Stream, LayerCarry]:
-        assert mixer is not None  # the caller has one for a model with such layers
-        inputs = linear.normed_product(stream, before, layer.mixer.inputs)
-        return gated_delta_layer(config, layer, inputs, stream, mixer, carry, place, norm)
+    ) -> tuple[Stream, Any]:
+        inputs = linear.normed_product(stream, config.input_eps, layer.mixer.inputs)
+        mixed, carry = mixers[like](place, layer.mixer, inputs, carry)
+        return finished(config, layer, feed, mixed, stream, norm), carry
 
     embedded = layers.embedded(model.weights.embed, tokens, config.embedding_factor)
     norms = [block.layer.input_norm for block in model.blocks]
     # What leaves the last layer no product reads; with some norm all layers are one trace.
     norms.append(norms[-1])
     stream = linear.stream(embedded, norms[0])
-    streams, paged = [stream.rows], {each: sight.kv for each, sight in sights.items()}
+    streams = [stream.rows]
     for block, norm in zip(model.blocks, norms[1:], strict=True):
-        if isinstance(block.mixer, AttentionConfig):
-            own = paged[block.mixer]._replace(pools=kv)
-            given = (block.layer, stream, own, block.place, norm)
-            stream, own = attention_block(block.mixer, *given)
-            paged[block.mixer], kv = own, own.pools
-        else:
-            assert mixer is not None
-            given = (block.layer, stream, mixer.carry, block.place, norm)
-            stream, mixer.carry = delta_block(*given)
+        kind = block.mixer.kind
+        given = (block.layer, stream, carries[kind], block.place, norm)
+        stream, carries[kind] = run_block(block.mixer, block.feed, *given)
         streams.append(stream.rows)
+    if mixer is not None:
+        mixer.carry = carries["gated_delta"]
     hidden = layers.rms_norm(stream.rows, model.weights.final_norm, eps)
-    return Forward(hidden, tuple(streams[i] for i in kept_streams), kv)
+    kept = tuple(streams[i] for i in kept_streams)
+    return Forward(hidden, kept, carries["attention"].pools)
 
 
 def logits(model: Model, hidden: Hidden) -> Float[jax.Array, "R vocab"]:

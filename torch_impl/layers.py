@@ -26,6 +26,9 @@ DeltaMixer = Callable[[int, GatedDelta, Float[Tensor, "R outputs"]], Float[Tenso
 """How a pass runs a gated-delta layer: from its place among its kind, its weights and its projected
 inputs to the heads' outputs after the gated norm."""
 
+Feed = Callable[[ModelConfig, Layer, Stream, Float[Tensor, " hidden"] | None], Stream]
+"""Adds what feeds a layer forward to the stream; the norm is that of the stream that it gives."""
+
 
 def rotary_frequencies(config: AttentionConfig, device: torch.device) -> Float[Tensor, " half"]:
     """The rotary frequencies of attention layers, which `angles` reads."""
@@ -79,59 +82,59 @@ def head_norms(config: ModelConfig, weights: Attention) -> HeadNorms | None:
     return HeadNorms(weights.q_norm, weights.k_norm, config.rms_eps)
 
 
-def attention_layer(
+def attention(
     config: ModelConfig,
-    layer: Layer,
-    qkv: Float[Tensor, "R outputs"],
-    stream: Stream,
     sight: Sight,
     place: int,
-    norm: Float[Tensor, " hidden"] | None = None,
-) -> Stream:
-    """A decoder layer with attention, from its projection on; writes the pools at `place`.
-
-    Args:
-      norm: Of the stream that this gives.
-    """
-    assert isinstance(layer.mixer, Attention)
-    heads, norms = Heads.of(config.attention), head_norms(config, layer.mixer)
+    weights: Attention | GatedDelta,
+    qkv: Float[Tensor, "R outputs"],
+) -> Float[Tensor, "R values"]:
+    """What attention makes of a layer's projection; writes the pools at `place`."""
+    assert isinstance(weights, Attention)
+    heads, norms = Heads.of(config.attention), head_norms(config, weights)
     if sight.growth is not None:
         qkv = mix.grown_rows(qkv, heads, sight.growth)
     if norms is not None and config.attention.norms_all_heads:
         qkv, norms = mix.normed_rows(qkv, heads, norms), None
-    mixed = mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
-    return _finished(config, layer, mixed, stream, norm)
+    return mix.mix(qkv, heads, norms, sight.turn, sight.rows, sight.kv, place)
 
 
-def gated_delta_layer(
+def finished(
     config: ModelConfig,
     layer: Layer,
-    inputs: Float[Tensor, "R outputs"],
-    stream: Stream,
-    mixer: DeltaMixer,
-    place: int,
-    norm: Float[Tensor, " hidden"] | None,
-) -> Stream:
-    """A decoder layer with the gated delta rule, from its projection on; see `attention_layer`."""
-    assert isinstance(layer.mixer, GatedDelta)
-    return _finished(config, layer, mixer(place, layer.mixer, inputs), stream, norm)
-
-
-def _finished(
-    config: ModelConfig,
-    layer: Layer,
+    feed: Feed,
     mixed: Float[Tensor, "R values"],
     stream: Stream,
-    norm: Float[Tensor, " hidden"] | None,
+    norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    """What follows a mixer: its product, and the gated MLP or experts, added to the stream."""
-    ends = layer.mixer_end_norm, layer.feed_end_norm
-    stream = _added(config, ends[0], mixed, layer.mixer.out, stream, layer.post_norm)
-    if isinstance(layer.feed, Experts):
-        assert config.experts is not None  # a model with such layers has their sizes
-        return added_experts(stream, config.rms_eps, config.experts, layer.feed, norm)
+    """What follows a mixer: its product, then what feeds the layer forward, added to the stream.
+
+    Args:
+      norm: Of the stream that this gives.
+    """
+    end, out = layer.mixer_end_norm, layer.mixer.out
+    return feed(config, layer, _added(config, end, mixed, out, stream, layer.post_norm), norm)
+
+
+def mlp(
+    config: ModelConfig, layer: Layer, stream: Stream, norm: Float[Tensor, " hidden"] | None
+) -> Stream:
+    """Feeds a layer forward by its gated MLP."""
     x = linear.gated_product(stream, config.input_eps, layer.feed.gate_up)
-    return _added(config, ends[1], x, layer.feed.down, stream, norm)
+    return _added(config, layer.feed_end_norm, x, layer.feed.down, stream, norm)
+
+
+def experts(
+    config: ModelConfig, layer: Layer, stream: Stream, norm: Float[Tensor, " hidden"] | None
+) -> Stream:
+    """Feeds a layer forward by its experts."""
+    assert isinstance(layer.feed, Experts)
+    assert config.experts is not None  # a model with such layers has their sizes
+    return added_experts(stream, config.rms_eps, config.experts, layer.feed, norm)
+
+
+FEEDS = {"mlp": mlp, "experts": experts}
+"""What feeds a layer forward, by the kind that its config names."""
 
 
 def _added(

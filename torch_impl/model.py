@@ -1,7 +1,8 @@
 """The forward pass of Llama, Qwen3, Qwen3.5 and their kin over flat rows."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -9,12 +10,14 @@ from torch import Tensor
 from shared.models.config import ModelConfig
 from shared.models.layers import AttentionConfig, GatedDeltaConfig
 from torch_impl.layers import (
+    FEEDS,
     DeltaMixer,
+    Feed,
     Hidden,
     Pools,
     Sight,
-    attention_layer,
-    gated_delta_layer,
+    attention,
+    finished,
     rotary_frequencies,
 )
 from torch_impl.ops import layers, linear
@@ -36,9 +39,10 @@ class Forward:
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder layer of a model; `place` counts the layers of its kind."""
+    """A decoder layer of a model; `place` counts the layers whose mixer is of its kind."""
 
     mixer: AttentionConfig | GatedDeltaConfig
+    feed: Feed
     place: int
     layer: Layer
 
@@ -61,8 +65,8 @@ class Model:
         """Binds weights to their settings."""
         kinds, device = config.layer_kinds, weights.embed.device
         blocks = tuple(
-            Block(each.mixer, kinds[:i].count(kinds[i]), weights.layers[i])
-            for i, each in enumerate(config.layers)
+            Block(each.mixer, FEEDS[each.feed.kind], kinds[:i].count(kinds[i]), layer)
+            for i, (each, layer) in enumerate(zip(config.layers, weights.layers, strict=True))
         )
         frequencies = {each: rotary_frequencies(each, device) for each in config.attentions}
         return cls(config, weights, frequencies, blocks)
@@ -86,21 +90,22 @@ def forward(
       kept_streams: Residual streams to keep, ascending: number i is what enters layer i.
     """
     config, weights = model.config, model.weights
-    sights = {each: Sight.of(each, turns, rows, kv) for each, turns in model.frequencies.items()}
+    # Layers that are alike share a mixer.
+    mixers: dict[object, Callable[..., Tensor]] = {
+        each: partial(attention, config, Sight.of(each, turns, rows, kv))
+        for each, turns in model.frequencies.items()
+    }
+    if mixer is not None:
+        mixers[config.gated_delta] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none behind the last
     embedded = layers.embedded(weights.embed, tokens, config.embedding_factor)
     stream, streams = linear.stream(embedded, norms[0]), []
     for i, block in enumerate(model.blocks):
         if i in kept_streams:
             streams.append(stream.rows)
-        layer, place, norm = block.layer, block.place, norms[i + 1]
-        inputs = linear.normed_product(stream, config.input_eps, layer.mixer.inputs)
-        if isinstance(block.mixer, AttentionConfig):
-            sight = sights[block.mixer]
-            stream = attention_layer(config, layer, inputs, stream, sight, place, norm)
-        else:
-            assert mixer is not None  # the caller has one for a model with such layers
-            stream = gated_delta_layer(config, layer, inputs, stream, mixer, place, norm)
+        inputs = linear.normed_product(stream, config.input_eps, block.layer.mixer.inputs)
+        mixed = mixers[block.mixer](block.place, block.layer.mixer, inputs)
+        stream = finished(config, block.layer, block.feed, mixed, stream, norms[i + 1])
     if len(model.blocks) in kept_streams:
         streams.append(stream.rows)
     hidden = layers.rms_norm(stream.rows, weights.final_norm, config.rms_eps)

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 
 from jax_impl.device_state import DraftState, Plan
 from jax_impl.drafters import Drafted, Fed, Prompts, Ranking
-from jax_impl.layers import Sight, angles, attention_layer, write_keys
+from jax_impl.layers import Sight, angles, attention, finished, mlp, write_keys
 from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import draft_tree, linear, verify_rows
 from jax_impl.ops.attention import KV, Rows
@@ -157,9 +157,10 @@ def fill(
     norms = [*(layer.input_norm for layer in weights.layers), None]
     stream = linear.stream(embedded(embed, tokens.reshape(-1)), norms[0])
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
-        sight, norm = Sight(turn, None, seen, PagedKV.of(kv, seen)), norms[place + 1]
+        sight = Sight(turn, None, seen, PagedKV.of(kv, seen))
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
-        stream, paged = attention_layer(config, layer, qkv, stream, sight, place, norm)
+        mixed, paged = attention(config, sight, place, layer.mixer, qkv, sight.kv)
+        stream = finished(config, layer, mlp, mixed, stream, norms[place + 1])
         kv = paged.pools
     out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
     return out.reshape(*tokens.shape, -1), kv

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float, Int
 
-from jax_impl.layers import Hidden, Sight, attention_layer
+from jax_impl.layers import FEEDS, Feed, Hidden, Sight, attention, finished, mlp
 from jax_impl.model import Forward, Model, logits
 from jax_impl.ops import linear
 from jax_impl.ops.attention import KV, Rows
@@ -56,7 +56,7 @@ def mtp(model: Model) -> Head:
     """The MTP layer of a Qwen3.5 checkpoint; it shares embedding and head with the model."""
     config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
     assert weights is not None  # the checkpoint was read with its MTP layer
-    layer = weights.layer
+    layer, feed = weights.layer, FEEDS[config.draft_layer.feed.kind]
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
         fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
@@ -64,7 +64,7 @@ def mtp(model: Model) -> Head:
         joined = product(jnp.concatenate([fed, normed], axis=1), weights.fc)
         stream = linear.stream(joined, layer.input_norm)
         qkv = normed_product(stream, eps, layer.mixer.inputs)
-        x, kv = _decoder_layer(config, layer, qkv, stream, rows, kv)
+        x, kv = _decoder_layer(config, layer, feed, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps), kv
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
@@ -80,7 +80,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: KV) -> tuple[Hidden, KV]:
         x = _fc(weights, jnp.concatenate([embedded(embed, tokens), hidden], axis=1))
         qkv = product(x, weights.layer.mixer.inputs)
-        return _decoder_layer(config, weights.layer, qkv, Stream(x), rows, kv)
+        return _decoder_layer(config, weights.layer, mlp, qkv, Stream(x), rows, kv)
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
 
@@ -99,7 +99,7 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
         fed = rms_norm(embedded(embed, tokens), linear.alone(input_norm), eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(jnp.concatenate([fed, normed], axis=1), weights.layer.mixer.inputs)
-        x, kv = _decoder_layer(config, weights.layer, qkv, Stream(hidden), rows, kv)
+        x, kv = _decoder_layer(config, weights.layer, mlp, qkv, Stream(hidden), rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x, kv
 
     def scores(hidden: Hidden) -> Logits:
@@ -145,6 +145,7 @@ def _embedding(model: Model, weights: HeadWeights) -> Float[jax.Array, "vocab hi
 def _decoder_layer(
     config: ModelConfig,
     layer: Layer,
+    feed: Feed,
     qkv: Float[jax.Array, "R outputs"],
     stream: Stream,
     rows: Rows,
@@ -152,5 +153,5 @@ def _decoder_layer(
 ) -> tuple[Hidden, KV]:
     """The head's one layer, from its projection on; angles are the head's own."""
     sight = Sight.of(config.attention, rows, kv)
-    stream, paged = attention_layer(config, layer, qkv, stream, sight, 0)
-    return stream.rows, paged.pools
+    mixed, paged = attention(config, sight, 0, layer.mixer, qkv, sight.kv)
+    return finished(config, layer, feed, mixed, stream).rows, paged.pools

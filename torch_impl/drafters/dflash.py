@@ -15,7 +15,9 @@ from torch_impl.layers import (
     Pools,
     Sight,
     angles,
-    attention_layer,
+    attention,
+    finished,
+    mlp,
     rotary_frequencies,
     write_keys,
 )
@@ -179,6 +181,7 @@ def fill(
     for place, (layer, seen) in enumerate(zip(weights.layers, rows, strict=True)):
         sight = Sight(turn, None, seen, PagedKV.of(kv, seen))
         qkv = normed_product(stream, config.rms_eps, layer.mixer.inputs)
-        stream = attention_layer(config, layer, qkv, stream, sight, place, norms[place + 1])
+        mixed = attention(config, sight, place, layer.mixer, qkv)
+        stream = finished(config, layer, mlp, mixed, stream, norms[place + 1])
     out = rms_norm(stream.rows, weights.final_norm, config.rms_eps)
     return out.unflatten(0, (len(newest), block.size))

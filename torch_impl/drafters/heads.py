@@ -9,7 +9,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shared.models.config import ModelConfig
-from torch_impl.layers import Hidden, Pools, Sight, attention_layer, rotary_frequencies
+from torch_impl.layers import (
+    FEEDS,
+    Feed,
+    Hidden,
+    Pools,
+    Sight,
+    attention,
+    finished,
+    mlp,
+    rotary_frequencies,
+)
 from torch_impl.model import Forward, Model, logits
 from torch_impl.ops import linear
 from torch_impl.ops.attention import Rows
@@ -53,6 +63,7 @@ def mtp(model: Model) -> Head:
     config, weights, eps = model.config, model.weights.mtp, model.config.rms_eps
     assert weights is not None  # the checkpoint was read with its MTP layer
     layer, turns = weights.layer, model.frequencies[config.attention]
+    feed = FEEDS[config.draft_layer.feed.kind]
 
     def forward(rows: Rows, tokens: Tokens, hidden: Hidden, kv: Pools) -> Hidden:
         fed = rms_norm(embedded(model.weights.embed, tokens), weights.embedding_norm, eps)
@@ -60,7 +71,7 @@ def mtp(model: Model) -> Head:
         joined = product(torch.cat([fed, normed], dim=1), weights.fc)
         stream = linear.stream(joined, layer.input_norm)
         qkv = normed_product(stream, eps, layer.mixer.inputs)
-        x = _decoder_layer(config, layer, turns, qkv, stream, rows, kv)
+        x = _decoder_layer(config, layer, feed, turns, qkv, stream, rows, kv)
         return rms_norm(x, weights.final_norm, eps)
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
@@ -75,7 +86,7 @@ def eagle(model: Model, weights: HeadWeights) -> Head:
         if weights.fc_bias is not None:
             x = x + weights.fc_bias
         qkv = product(x, weights.layer.mixer.inputs)
-        return _decoder_layer(config, weights.layer, turns, qkv, Stream(x), rows, kv)
+        return _decoder_layer(config, weights.layer, mlp, turns, qkv, Stream(x), rows, kv)
 
     return Head(config, (), _final_hidden, forward, partial(logits, model))
 
@@ -93,7 +104,7 @@ def eagle3(model: Model, weights: HeadWeights) -> Head:
         fed = rms_norm(embedded(embed, tokens), input_norm, eps)
         normed = rms_norm(hidden, hidden_norm, eps)
         qkv = product(torch.cat([fed, normed], dim=1), weights.layer.mixer.inputs)
-        x = _decoder_layer(config, weights.layer, turns, qkv, Stream(hidden), rows, kv)
+        x = _decoder_layer(config, weights.layer, mlp, turns, qkv, Stream(hidden), rows, kv)
         return rms_norm(x, final_norm, eps) if norm_output else x
 
     def scores(hidden: Hidden) -> Logits:
@@ -134,7 +145,8 @@ def _embedding(model: Model, weights: HeadWeights) -> Float[Tensor, "vocab hidde
 
 def _decoder_layer(
     config: ModelConfig,
-    weights: Layer,
+    layer: Layer,
+    feed: Feed,
     turns: Float[Tensor, " half"],
     qkv: Float[Tensor, "R outputs"],
     stream: Stream,
@@ -143,4 +155,5 @@ def _decoder_layer(
 ) -> Hidden:
     """The head's one layer, from its projection on."""
     sight = Sight.of(config.attention, turns, rows, kv)
-    return attention_layer(config, weights, qkv, stream, sight, 0).rows
+    mixed = attention(config, sight, 0, layer.mixer, qkv)
+    return finished(config, layer, feed, mixed, stream).rows
