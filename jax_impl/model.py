@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from jax_impl.layers import FEEDS, DeltaMixer, Feed, Hidden, Sight, attention, finished
 from jax_impl.ops import Place, layers, linear
 from jax_impl.ops.attention import KV, Rows
+from jax_impl.ops.experts import counted
 from jax_impl.ops.linear import Norm, Stream
 from jax_impl.weights import Layer, Weights
 from shared.models.config import ModelConfig
@@ -107,7 +108,9 @@ def forward(
     norms = [block.layer.input_norm for block in model.blocks]
     # What leaves the last layer no product reads; with some norm all layers are one trace.
     norms.append(norms[-1])
-    stream = linear.stream(embedded, norms[0])
+    stream = linear.stream(embedded, norms[0], rows.row_starts[-1:])
+    if config.experts is not None:
+        stream = counted(stream)
     streams = [stream.rows]
     for block, norm in zip(model.blocks, norms[1:], strict=True):
         kind = block.mixer.kind

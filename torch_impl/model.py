@@ -22,6 +22,7 @@ from torch_impl.layers import (
 )
 from torch_impl.ops import layers, linear
 from torch_impl.ops.attention import Rows
+from torch_impl.ops.experts import counted
 from torch_impl.weights import Layer, Weights
 
 
@@ -99,7 +100,9 @@ def forward(
         mixers[config.gated_delta] = mixer
     norms = [*(block.layer.input_norm for block in model.blocks), None]  # none behind the last
     embedded = layers.embedded(weights.embed, tokens, config.embedding_factor)
-    stream, streams = linear.stream(embedded, norms[0]), []
+    stream, streams = linear.stream(embedded, norms[0], rows.row_starts[-1:]), []
+    if config.experts is not None:
+        stream = counted(stream)
     for i, block in enumerate(model.blocks):
         if i in kept_streams:
             streams.append(stream.rows)

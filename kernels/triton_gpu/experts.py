@@ -286,7 +286,9 @@ def _gated_kernel(
     x_at += row.to(tl.int64)[:, None] * K
     of_gate = place_of(gate_up, tile.expert, 2 * N, column, sizes)
     of_up = place_of(gate_up, tile.expert, 2 * N, N + column, sizes)
-    gate = tl.zeros((cut.columns, cut.lanes), tl.float32)
+    columns: tl.constexpr = cut.columns
+    lanes: tl.constexpr = cut.lanes
+    gate = tl.zeros((columns, lanes), tl.float32)
     up = gate
     for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
         if sizes.is_fp8:
@@ -329,7 +331,9 @@ def _down_kernel(
     has_all: tl.constexpr = N % cut.columns == 0
     x_at += tile.slots.to(tl.int64)[:, None] * K
     of_down = place_of(down, tile.expert, N, column, sizes)
-    acc = tl.zeros((cut.columns, cut.lanes), tl.float32)
+    columns: tl.constexpr = cut.columns
+    lanes: tl.constexpr = cut.lanes
+    acc = tl.zeros((columns, lanes), tl.float32)
     for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
         if sizes.is_fp8:
             x0, x1, x2, x3 = four_of(x_at, at, is_slot)
@@ -376,8 +380,9 @@ def _add_slots(parts_at, ends, stream, row, column, block, sizes: tl.constexpr, 
     chunks: tl.constexpr = (N + sums.length - 1) // sums.length
     parts: tl.constexpr = columns // sums.length
     is_column = column < N
-    first, total = row * sizes.slots, tl.zeros((columns,), tl.float32)
-    for slot in tl.static_range(sizes.slots):
+    slots: tl.constexpr = sizes.slots
+    first, total = row * slots, tl.zeros((columns,), tl.float32)
+    for slot in tl.static_range(slots):
         at = parts_at + (first + slot).to(tl.int64) * N + column
         # Past the multiprocessor's cache: other programs have written them.
         part = tl.load(at, mask=is_column, other=0.0, cache_modifier=".cg")

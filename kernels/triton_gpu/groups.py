@@ -136,7 +136,8 @@ def _cut(counts_at, lists, num_rows, most_tiles, grouping: tl.constexpr):
         tl.store(lists.experts + at, expert, mask=keep)
         tl.store(lists.firsts + at, expert * num_rows + number * tile, mask=keep)
         tl.store(lists.counts + at, tl.minimum(count - number * tile, tile), mask=keep)
-    for first in range(0, most_tiles, grouping.spread):
+    spread: tl.constexpr = grouping.spread
+    nothing = tl.zeros((spread,), tl.int32)
+    for first in range(0, most_tiles, spread):
         at = first + place
-        nothing = tl.zeros((grouping.spread,), tl.int32)
         tl.store(lists.counts + at, nothing, mask=(at >= total) & (at < most_tiles))

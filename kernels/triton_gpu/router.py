@@ -204,17 +204,18 @@ def _route_block(
     lane = tl.arange(0, lanes)
     row = block * rows + lane
     step = segment * cut.segment + tl.arange(0, cut.depth)
-    end = tl.minimum((segment + 1) * cut.segment, hidden)
+    end = (segment + 1) * cut.segment
     is_row, is_column = (lane < rows) & (row < live), column < outputs
     x_at = read.scaled + row.to(tl.int64)[:, None] * hidden + step[None, :]
     weight_at = read.router + column[:, None] * hidden + step[None, :]
-    acc = tl.zeros((cut.outputs, lanes), tl.float32)
+    width: tl.constexpr = cut.outputs
+    acc = tl.zeros((width, lanes), tl.float32)
     for at in tl.range(0, cut.segment, cut.depth, num_stages=cut.stages):
         if has_all:
             x = tl.load(x_at + at, mask=is_row[:, None], other=0.0)
             weight = tl.load(weight_at + at, mask=is_column[:, None], other=0.0)
         else:
-            inside = (step + at < end)[None, :]
+            inside = ((step + at < end) & (step + at < hidden))[None, :]
             x = tl.load(x_at + at, mask=is_row[:, None] & inside, other=0.0)
             weight = tl.load(weight_at + at, mask=is_column[:, None] & inside, other=0.0)
         acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
@@ -232,9 +233,10 @@ def _route_block(
 @triton.jit
 def _choose_nothing(chosen, block, num_rows, choice: tl.constexpr, rows: tl.constexpr):
     """Of rows that are not real."""
-    row, slot = block * rows + tl.arange(0, rows), tl.arange(0, 2 * choice.lanes)
+    lanes: tl.constexpr = 2 * choice.lanes
+    row, slot = block * rows + tl.arange(0, rows), tl.arange(0, lanes)
     at = row[:, None] * choice.slots + slot[None, :]
-    nothing = tl.zeros((rows, 2 * choice.lanes), tl.int32) - 1
+    nothing = tl.zeros((rows, lanes), tl.int32) - 1
     is_slot = (row < num_rows)[:, None] & (slot < choice.slots)[None, :]
     tl.store(chosen.ids + at, nothing, mask=is_slot)
 
@@ -250,10 +252,13 @@ def _choose(
     row, expert = block * rows + tl.arange(0, rows), tl.arange(0, choice.spread)
     is_row, is_live, is_expert = row < num_rows, row < live, expert < choice.experts
     scale = scale_of(read.squares, row, is_live, read.eps, cut.hidden, chunks)
-    logits = tl.zeros((rows, choice.spread), tl.float32)
+    spread: tl.constexpr = choice.spread
+    lanes: tl.constexpr = choice.lanes
+    logits = tl.zeros((rows, spread), tl.float32)
     gate = tl.zeros((rows,), tl.float32)
     keep = is_live[:, None] & is_expert[None, :]
-    for segment in tl.static_range(cut.segments):
+    segments: tl.constexpr = cut.segments
+    for segment in tl.static_range(segments):
         at = kept.parts + (segment * num_rows + row.to(tl.int64)) * choice.outputs
         # Past the multiprocessor's cache: other programs have written them.
         logits += tl.load(at[:, None] + expert[None, :], mask=keep, other=0.0, cache_modifier=".cg")
@@ -271,8 +276,8 @@ def _choose(
         keys = _within_groups(keys, expert, choice)
 
     lane = tl.arange(0, choice.lanes)[None, :]
-    ids = tl.zeros((rows, choice.lanes), tl.int32) + choice.spread
-    values = tl.zeros((rows, choice.lanes), tl.float32)
+    ids = tl.zeros((rows, lanes), tl.int32) + spread
+    values = tl.zeros((rows, lanes), tl.float32)
     for number in range(top):
         highest = tl.max(keys, 1)
         best = tl.min(tl.where(keys == highest[:, None], expert[None, :], choice.spread), 1)
@@ -308,9 +313,11 @@ def _sortable(x):
 def _within_groups(keys, expert, choice: tl.constexpr):
     """Leaves a row the keys of those groups whose two highest have the highest sum."""
     group = expert // (choice.experts // choice.groups)
-    lane = tl.arange(0, triton.next_power_of_2(choice.groups))[None, :]
-    sums = tl.zeros((keys.shape[0], lane.shape[1]), tl.int32) + _LOWEST
-    for number in range(choice.groups):
+    groups: tl.constexpr = choice.groups
+    lanes: tl.constexpr = triton.next_power_of_2(groups)
+    lane = tl.arange(0, lanes)[None, :]
+    sums = tl.zeros((keys.shape[0], lanes), tl.int32) + _LOWEST
+    for number in range(groups):
         own = tl.where((group == number)[None, :], keys, _LOWEST)
         first = tl.max(own, 1)
         best = tl.min(tl.where(own == first[:, None], expert[None, :], choice.spread), 1)
