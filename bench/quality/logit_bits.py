@@ -33,7 +33,7 @@ from shared.text.tokenizer import Tokenizer
 from tests.support.op_sides import SIDES
 from tests.support.started import serve_all, start
 from tests.support.tasks import Tasks
-from tests.support.tiny_models import DENSE, tiny_config, tiny_weights
+from tests.support.tiny_models import DENSE, EXPERTS, tiny_config, tiny_weights
 
 CONTEXT, MOST_TOKENS = 1024, 256
 WIDER = {
@@ -44,6 +44,11 @@ WIDER = {
 }
 """Of random checkpoints: blocks that descriptors copy are of 64 columns and more."""
 
+WIDER_EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+"""Of those that have experts: kernels take widths of whole units, and a shared expert's like the
+others'."""
+
+FAMILIES = (*DENSE, *EXPERTS)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _ODD = 2654435761
 """Of the weights of places; the golden ratio's bits."""
@@ -105,6 +110,7 @@ def write_random(folder: Path, family: str, model: Path) -> None:
     for name in TOKENIZER_FILES:
         shutil.copyfile(model / name, folder / name)
     config = tiny_config(family, nested=False, with_mtp=False, tied=False) | WIDER
+    config |= {name: size for name, size in WIDER_EXPERTS.items() if name in config}
     theirs = config_from_folder(model)
     config |= {"vocab_size": theirs.vocab, "eos_token_id": list(theirs.eos_ids)}
     weights = tiny_weights(config_from_dict(config), seed=3)
@@ -155,8 +161,8 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--kinds", default="problems,copying", help=f"of {', '.join(KINDS)}")
     parser.add_argument("--count", type=int, default=100, help="tasks of each kind")
-    parser.add_argument("--families", nargs="+", choices=DENSE, default=[], metavar="NAME",
-                        help=f"random checkpoints instead, of {', '.join(DENSE)}")  # fmt: skip
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[], metavar="NAME",
+                        help=f"random checkpoints instead, of {', '.join(FAMILIES)}")  # fmt: skip
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(words)
 
