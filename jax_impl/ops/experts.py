@@ -107,13 +107,7 @@ def experts(
 def _of_expert(
     x: Float[jax.Array, "R hidden"], weights: Experts, expert: Place
 ) -> Float32[jax.Array, "R hidden"]:
-    return _mlp(x, _one(weights.gate_up, expert), _one(weights.down, expert))
-
-
-def _one(stack: Matrix, expert: Place) -> Matrix:
-    """The weight of an expert, out of its layer's stack, or out of that of all layers."""
-    layer = () if stack.layer is None else (stack.layer,)
-    return Matrix(stack.values[*layer, expert])
+    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert))
 
 
 def _shared(

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 
 from jax_impl.ops import Kernels, Place, is_bfloat16, kernel_or_plain, kernels_on, layers
+from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_block
 from shared.spec.numerics import SQUARES
 
 
@@ -20,21 +21,26 @@ class Matrix(NamedTuple):
     """A stored weight, `[out, in]`, and the bias that its products add, if there is one.
 
     Attributes:
-      layer: The weight's place, where `values` is a stack `[layers, out, in]`, and `bias` one
-        beside it. A kernel reads the stack where it lies; a slice would be copied for it.
+      values: Numbers; or FP8 in words of four, where scales stand beside them.
+      layer: The weight's place, where `values` is a stack `[layers, out, in]`, and `bias` and
+        `scales` are stacks beside it. A kernel reads the stack where it lies; a slice would be
+        copied for it.
+      scales: Of FP8, see `shared.models.fp8_words`; None: the values are numbers.
     """
 
-    values: Float[jax.Array, "*layers outputs inputs"]
+    values: Float[jax.Array, "*layers outputs inputs"] | Int32[jax.Array, "*layers outputs words"]
     layer: Place | None = None
     bias: Float[jax.Array, "*layers outputs"] | None = None
+    scales: Float[jax.Array, "*layers blocks blocks_in"] | None = None
 
     @property
     def alone(self) -> "Matrix":
-        """The weight and its bias out of their stacks."""
+        """The weight, its bias and its scales out of their stacks."""
         if self.layer is None:
             return self
-        bias = None if self.bias is None else self.bias[self.layer]
-        return Matrix(self.values[self.layer], None, bias)
+        beside = (self.bias, self.scales)
+        bias, scales = (x if x is None else x[self.layer] for x in beside)
+        return Matrix(self.values[self.layer], None, bias, scales)
 
     @property
     def num_outputs(self) -> int:
@@ -42,9 +48,28 @@ class Matrix(NamedTuple):
         return self.values.shape[-2]
 
     def rows(self, first: int) -> "Matrix":
-        """The outputs from `first` on, out of their stacks."""
-        values, _, bias = self.alone
-        return Matrix(values[first:], None, None if bias is None else bias[first:])
+        """The outputs from `first` on, out of their stacks; of FP8 they must begin a block."""
+        values, _, bias, scales = self.alone
+        if scales is not None:
+            scales = scales[first_block(first) :]
+        return Matrix(values[first:], None, None if bias is None else bias[first:], scales)
+
+    def of_expert(self, expert: Place) -> "Matrix":
+        """The weight of one expert, out of its layer's stack, or out of that of all layers."""
+        at = (expert,) if self.layer is None else (self.layer, expert)
+        return Matrix(self.values[at], scales=None if self.scales is None else self.scales[at])
+
+
+def widened(matrix: Matrix) -> Float[jax.Array, "*layers outputs inputs"]:
+    """The numbers of a weight; those of FP8 are its codes times their scales, in bfloat16."""
+    if matrix.scales is None:
+        return matrix.values
+    scales = matrix.scales.astype(jnp.float32) * (1 / SCALE_FACTOR)
+    scales = jnp.repeat(jnp.repeat(scales, FP8_BLOCK, axis=-1), FP8_BLOCK, axis=-2)
+    codes = lax.bitcast_convert_type(matrix.values, jnp.float8_e4m3fn)  # [.., outputs, words, 4]
+    blocks = codes.reshape(*matrix.values.shape[:-1], -1, FP8_BLOCK // 4, 4)
+    numbers = blocks.swapaxes(-1, -2).reshape(scales.shape)
+    return (numbers.astype(jnp.float32) * scales).astype(jnp.bfloat16)
 
 
 class Scale(NamedTuple):
@@ -246,7 +271,8 @@ def _sums(
     x: Float[jax.Array, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[jax.Array, "R outputs"]:
     """The products in float32, from the output `first` on, with the bias."""
-    values, _, bias = weight.rows(first)
+    weight = weight.rows(first)
+    values, bias = widened(weight).astype(x.dtype), weight.bias
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     # HIGHEST: a float32 product is a float32 product, on a GPU as well (no tf32).
     options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}

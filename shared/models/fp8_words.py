@@ -4,15 +4,18 @@ An FP8 weight has one scale for each block of 128 outputs and 128 inputs. The nu
 stands for is that of the code times its scale, rounded once to bfloat16.
 """
 
-import ml_dtypes
 import numpy as np
-from jaxtyping import Int32, UInt8
+from jaxtyping import Float32, Int32, Shaped, UInt8
 
-FP8_BLOCK = 128
+from shared.models import fp8
+
+FP8_BLOCK = fp8.BLOCK
 """Outputs and inputs that share a scale."""
 SCALE_FACTOR = 2.0**120
 """A kernel moves a code's bits into those of a bfloat16, which makes its number 2^-120 of what it
 is. Scales are kept larger by as much; the product is rounded as if both were as they should be."""
+_LARGEST_SCALE = 2.0**7
+"""From here on a scale times `SCALE_FACTOR` would be infinite."""
 _PARTS = 4
 
 
@@ -35,13 +38,56 @@ def packed(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack 
     return words.astype(np.int32, copy=False).reshape(*stack, outputs, inputs // _PARTS)
 
 
-def packed_scales(scales: np.ndarray) -> np.ndarray:
-    """Scales as kernels read them, in bfloat16.
+def unpacked(words: Int32[np.ndarray, "*stack N words"]) -> UInt8[np.ndarray, "*stack N K"]:
+    """The codes in the order of the inputs, as they were before `packed`."""
+    *stack, outputs, count = words.shape
+    blocks = words.astype("<i4").view(np.uint8)
+    blocks = blocks.reshape(*stack, outputs, -1, FP8_BLOCK // _PARTS, _PARTS)
+    return blocks.swapaxes(-1, -2).reshape(*stack, outputs, count * _PARTS)
+
+
+def widened(
+    words: Int32[np.ndarray, "*stack N words"],
+    scales: Shaped[np.ndarray, "*stack blocks blocks_in"],
+) -> Float32[np.ndarray, "*stack N K"]:
+    """The numbers that words and their scales stand for; each is one of bfloat16."""
+    own = scales.astype(np.float32) / np.float32(SCALE_FACTOR)
+    return rounded(fp8.widened(unpacked(words), own))
+
+
+def first_block(first: int) -> int:
+    """The block of outputs that begins at an output.
+
+    Raises:
+      ValueError: None does, and the scales of a weight that begins there would not be its own.
+    """
+    if first % FP8_BLOCK:
+        raise ValueError(
+            f"the first output of an FP8 weight must be a multiple of {FP8_BLOCK}, got {first}"
+        )
+    return first // FP8_BLOCK
+
+
+def packed_scales(scales: Shaped[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
+    """Scales as kernels read them, which take them in bfloat16.
 
     Raises:
       ValueError: A scale is no number of bfloat16.
     """
-    kept = scales.astype(ml_dtypes.bfloat16)
-    if (kept.astype(np.float32) != scales.astype(np.float32)).any():
+    if not are_in_bfloat16(scales):
         raise ValueError("scales must be numbers of bfloat16")
-    return (kept.astype(np.float32) * np.float32(SCALE_FACTOR)).astype(ml_dtypes.bfloat16)
+    return scales.astype(np.float32) * np.float32(SCALE_FACTOR)
+
+
+def are_in_bfloat16(scales: Shaped[np.ndarray, "..."]) -> bool:
+    """Whether bfloat16 holds all scales, and as much larger as kernels read them."""
+    wide = scales.astype(np.float32)
+    is_inside = np.abs(wide) < _LARGEST_SCALE
+    return bool((is_inside & (rounded(wide) == wide)).all())
+
+
+def rounded(x: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
+    """Finite numbers rounded to the nearest of bfloat16, of two to the even one."""
+    bits = x.view(np.uint32)
+    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return ((bits + half) & np.uint32(0xFFFF0000)).view(np.float32)

@@ -127,7 +127,7 @@ def experts(
 def _of_expert(
     x: Float[np.ndarray, "some hidden"], weights: Experts, expert: int
 ) -> Float32[np.ndarray, "some hidden"]:
-    return _mlp(x, Matrix(weights.gate_up.values[expert]), Matrix(weights.down.values[expert]))
+    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert))
 
 
 def _shared(

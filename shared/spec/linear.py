@@ -9,8 +9,9 @@ the composition of the small ones in `layers`. What passes from one to the next 
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32, Shaped
 
+from shared.models import fp8_words
 from shared.spec import layers
 
 
@@ -20,19 +21,41 @@ class Matrix:
 
     Those of a layer's experts are one, `[experts, out, in]`. How a weight is stored is known to the
     ops alone, here and in the backends.
+
+    Attributes:
+      values: Numbers; or FP8 in words of four, where scales stand beside them.
+      scales: Of FP8, see `shared.models.fp8_words`; None: the values are numbers.
     """
 
-    values: Float[np.ndarray, "*experts outputs inputs"]
+    values: (
+        Float[np.ndarray, "*experts outputs inputs"] | Int32[np.ndarray, "*experts outputs words"]
+    )
     bias: Float[np.ndarray, " outputs"] | None = None
+    scales: Shaped[np.ndarray, "*experts blocks blocks_in"] | None = None
 
     @property
     def num_outputs(self) -> int:
         """Rows of the weight."""
-        return len(self.values)
+        return self.values.shape[-2]
 
     def rows(self, first: int) -> "Matrix":
-        """The outputs from `first` on."""
-        return Matrix(self.values[first:], None if self.bias is None else self.bias[first:])
+        """The outputs from `first` on, which of FP8 must begin a block."""
+        bias, scales = self.bias, self.scales
+        if scales is not None:
+            scales = scales[fp8_words.first_block(first) :]
+        return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
+
+    def of_expert(self, expert: int) -> "Matrix":
+        """The weight of one expert."""
+        scales = None if self.scales is None else self.scales[expert]
+        return Matrix(self.values[expert], scales=scales)
+
+
+def widened(matrix: Matrix) -> Float[np.ndarray, "*experts outputs inputs"]:
+    """The numbers of a weight; those of FP8 are its codes times their scales, in bfloat16."""
+    if matrix.scales is None:
+        return matrix.values
+    return fp8_words.widened(matrix.values, matrix.scales)
 
 
 @dataclass(frozen=True)
@@ -80,7 +103,7 @@ def product(
       first: The outputs from here on.
     """
     weight = weight.rows(first)
-    out = layers.linear(x, weight.values)
+    out = layers.linear(x, widened(weight))
     return out if weight.bias is None else out + weight.bias
 
 

@@ -1,12 +1,17 @@
 """The products of a layer are the small operations that they are composed of."""
 
+import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
+from jax_impl.ops import linear as jax_linear
+from shared.models import fp8_words
 from shared.spec import layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, Stream
 from tests.support.implementations import Implementation, each_implementation
+from torch_impl.ops import linear as torch_linear
 
 EPS = 1e-6
 
@@ -123,3 +128,72 @@ def test_implementations_compute_what_the_specification_does(
     np.testing.assert_allclose(
         rows(got), rows(getattr(spec, name)(*CASES[name])), rtol=1e-4, atol=1e-5
     )
+
+
+def fp8(seed: int, outputs: int, inputs: int, bias: np.ndarray | None = None) -> Matrix:
+    """A random weight in FP8, some of its numbers subnormal."""
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 0x7F, (outputs, inputs), np.uint8) | rng.choice(
+        np.array([0, 0x80], np.uint8), (outputs, inputs)
+    )
+    scales = rng.uniform(1e-4, 3e-4, (outputs // 128, inputs // 128)).astype(ml_dtypes.bfloat16)
+    words, packed = fp8_words.packed(codes), fp8_words.packed_scales(scales)
+    return Matrix(words, bias, packed)
+
+
+EIGHT = fp8(20, 512, 256, normal(21, 512))
+LONG = Stream(normal(22, 3, 256), 1 + normal(23, 256) / 4)
+IN_FP8 = {
+    "product": (LONG.rows, EIGHT, 256),
+    "product_float32": (LONG.rows, EIGHT, 0.125),
+    "normed_product": (LONG, EPS, EIGHT),
+    "added_product": (LONG.rows, EIGHT, Stream(normal(24, 3, 512))),
+    "gated_product": (LONG, EPS, EIGHT),
+}
+
+
+def test_an_fp8_weight_is_its_code_times_its_scale_in_bfloat16() -> None:
+    codes = fp8_words.unpacked(EIGHT.values)
+    np.testing.assert_array_equal(fp8_words.packed(codes), EIGHT.values)
+    exact = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    scales = np.kron(EIGHT.scales.astype(np.float64), np.ones((128, 128))) / 2.0**120
+    want = (exact * scales).astype(np.float32).astype(ml_dtypes.bfloat16)
+    assert (want != exact * scales).any()
+    np.testing.assert_array_equal(spec.widened(EIGHT), want.astype(np.float32))
+
+
+@each_implementation
+def test_implementations_widen_as_the_specification(implementation: Implementation) -> None:
+    np.testing.assert_array_equal(implementation("linear").widened(EIGHT), spec.widened(EIGHT))
+    stack = [np.stack([x, x[::-1]]) for x in (EIGHT.values, EIGHT.scales)]
+    experts = Matrix(stack[0], scales=stack[1])
+    assert experts.num_outputs == EIGHT.num_outputs == 512
+    want = spec.widened(experts)
+    np.testing.assert_array_equal(implementation("linear").widened(experts), want)
+    np.testing.assert_array_equal(spec.widened(experts.of_expert(1)), want[1])
+
+
+@each_implementation
+@pytest.mark.parametrize("name", IN_FP8)
+def test_products_with_an_fp8_weight_are_those_with_its_numbers(
+    name: str, implementation: Implementation
+) -> None:
+    wide = Matrix(spec.widened(EIGHT), EIGHT.bias)
+    plain = tuple(wide if x is EIGHT else x for x in IN_FP8[name])
+    for ops in (implementation("linear"), spec):
+        got, want = (rows(getattr(ops, name)(*case)) for case in (IN_FP8[name], plain))
+        np.testing.assert_array_equal(got, want)
+
+
+def test_outputs_of_fp8_begin_where_a_block_does() -> None:
+    tail = EIGHT.rows(384)
+    np.testing.assert_array_equal(spec.widened(tail), spec.widened(EIGHT)[384:])
+    np.testing.assert_array_equal(tail.bias, EIGHT.bias[384:])
+    in_jax = jax_linear.Matrix(EIGHT.values, scales=EIGHT.scales)
+    in_torch = torch_linear.Matrix(
+        torch.from_numpy(EIGHT.values), scales=torch.ones(EIGHT.scales.shape)
+    )
+    assert in_jax.num_outputs == in_torch.num_outputs == 512
+    for each in (EIGHT, in_jax, in_torch):
+        with pytest.raises(ValueError, match="must be a multiple of 128, got 130"):
+            each.rows(130)

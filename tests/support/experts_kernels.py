@@ -115,7 +115,8 @@ def block_of(case: Case) -> Block:
     for name, shape in shapes.items():
         if case.fp8:
             numbers, words, scales = _fp8(rng, choice.stored, *shape)
-            stored |= {name: words, f"{name}_scales": packed_scales(scales)}
+            kept = packed_scales(scales).astype(ml_dtypes.bfloat16)
+            stored |= {name: words, f"{name}_scales": kept}
         else:
             drawn = _normal(rng, choice.stored, *shape)
             numbers = _rounded(drawn / np.float32(shape[1] ** 0.5))

@@ -108,7 +108,7 @@ def _in_use(chosen: Chosen, config: ExpertsConfig) -> Iterable[int]:
 def _of_expert(
     x: Float[Tensor, "R hidden"], weights: Experts, expert: int
 ) -> Float32[Tensor, "R hidden"]:
-    return _mlp(x, Matrix(weights.gate_up.values[expert]), Matrix(weights.down.values[expert]))
+    return _mlp(x, weights.gate_up.of_expert(expert), weights.down.of_expert(expert))
 
 
 def _shared(

@@ -6,10 +6,11 @@ On a GPU the products of bfloat16 are kernels; see `torch_impl.ops`.
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 from torch.nn import functional
 
+from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR, first_block
 from shared.spec.numerics import SQUARES
 from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, layers
 
@@ -18,15 +19,33 @@ from torch_impl.ops import Kernels, is_bfloat16, kernel_or_plain, layers
 class Matrix:
     """As the specification's."""
 
-    values: Float[Tensor, "*experts outputs inputs"]
+    values: Float[Tensor, "*experts outputs inputs"] | Int32[Tensor, "*experts outputs words"]
     bias: Float[Tensor, " outputs"] | None = None
+    scales: Float[Tensor, "*experts blocks blocks_in"] | None = None
 
     @property
     def num_outputs(self) -> int:
-        return len(self.values)
+        return self.values.shape[-2]
 
     def rows(self, first: int) -> "Matrix":
-        return Matrix(self.values[first:], None if self.bias is None else self.bias[first:])
+        bias, scales = self.bias, self.scales
+        if scales is not None:
+            scales = scales[first_block(first) :]
+        return Matrix(self.values[first:], None if bias is None else bias[first:], scales)
+
+    def of_expert(self, expert: int) -> "Matrix":
+        scales = None if self.scales is None else self.scales[expert]
+        return Matrix(self.values[expert], scales=scales)
+
+
+def widened(matrix: Matrix) -> Float[Tensor, "*experts outputs inputs"]:
+    if matrix.scales is None:
+        return matrix.values
+    scales = matrix.scales.float() / SCALE_FACTOR
+    scales = scales.repeat_interleave(FP8_BLOCK, -1).repeat_interleave(FP8_BLOCK, -2)
+    blocks = matrix.values.contiguous().view(torch.uint8).unflatten(-1, (-1, FP8_BLOCK // 4, 4))
+    codes = blocks.transpose(-1, -2).flatten(-3)
+    return (codes.view(torch.float8_e4m3fn).float() * scales).bfloat16()
 
 
 @dataclass(frozen=True)
@@ -66,7 +85,7 @@ def plain_product(
     x: Float[Tensor, "R inputs"], weight: Matrix, first: int = 0
 ) -> Float[Tensor, "R outputs"]:
     weight = weight.rows(first)
-    return functional.linear(x, weight.values, weight.bias)
+    return functional.linear(x, widened(weight).to(x.dtype), weight.bias)
 
 
 def kernel_product(
@@ -82,10 +101,11 @@ def plain_product_float32(
     x: Float[Tensor, "R inputs"], weight: Matrix, factor: float = 1.0
 ) -> Float[Tensor, "R outputs"]:
     """As the specification: the sums, which are float32, are not rounded to the type of `x`."""
+    values = widened(weight)
     if x.is_cuda:
-        sums = torch.mm(x, weight.values.t(), out_dtype=torch.float32)
+        sums = torch.mm(x, values.t(), out_dtype=torch.float32)
     else:  # a CPU has no such product
-        sums = functional.linear(x.float(), weight.values.float())
+        sums = functional.linear(x.float(), values.float())
     return _times(sums if weight.bias is None else sums + weight.bias, factor)
 
 
