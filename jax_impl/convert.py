@@ -90,6 +90,10 @@ class OrbaxCheckpoint:
         progress(self._num_bytes(parameter))
         return read.astype(np.float32 if parameter.float32 else dtype)
 
+    def in_words(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """None: what is FP8 was widened when the folder was made."""
+        return frozenset()
+
     def _shape_and_dtype(self, parameter: Parameter) -> tuple[tuple[int, ...], np.dtype]:
         if parameter.name not in self._arrays:
             raise CheckpointError(f"the checkpoint has no array {parameter.name}")

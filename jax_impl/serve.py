@@ -62,10 +62,11 @@ def read_weights(
 ) -> tuple[Loaded, Loaded | None]:
     """The model's weights on a device, and those that draft, if they are its own."""
     placement = (jnp.dtype(blueprint.dtype), device, progress)
-    weights = load(checkpoint, blueprint.config, blueprint.drafts.with_mtp, *placement)
+    model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
+    weights = load(checkpoint, model, with_mtp, *placement, blueprint.in_words)
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, *placement),
-        lambda files, config: load(files, config, False, *placement),
+        lambda files, config: load(files, config, False, *placement, ()),
     )
     return weights, draft_weights
 

@@ -6,7 +6,7 @@ by 1 more.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Float, Int, Shaped
 
-from jax_impl import dummy
+from jax_impl import dummy, words
 from jax_impl.ops import linear
 from jax_impl.ops.experts import Experts
 from jax_impl.ops.linear import Matrix, Norm, Scale
@@ -24,7 +24,8 @@ from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.checkpoint import Checkpoint
 from shared.models.config import ModelConfig
-from shared.models.dummy import DummyCheckpoint, Stored, size_of
+from shared.models.dummy import DummyCheckpoint, Stored
+from shared.models.fp8_words import SCALES
 from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, parameters
 
@@ -163,19 +164,28 @@ def load(
     dtype: np.dtype | type,
     device: jax.Device,
     progress: Callable[[int], None],
+    in_words: Collection[str],
 ) -> Loaded:
     """Reads a checkpoint to the device, parameter by parameter.
 
     Args:
       dtype: Of the weights, float32 or bfloat16.
       progress: Called with the number of stored bytes after each tensor.
+      in_words: Parameters that stay FP8, by name; all are stacks.
 
     Raises:
       CheckpointError: A tensor is missing or has another shape.
     """
     wanted = parameters(config, with_mtp)
     read = partial(_loaded, checkpoint, dtype=dtype, device=device, progress=progress)
-    return _sorted_out(wanted, read, dtype, device)
+    loaded = _sorted_out([p for p in wanted if p.name not in in_words], read, dtype, device)
+    if in_words:
+        assert isinstance(checkpoint, Checkpoint | DummyCheckpoint)  # others have no FP8
+        for parameter in (p for p in wanted if p.name in in_words):
+            name, stacks = parameter.name, loaded.stacks
+            both = words.read(checkpoint, parameter, device, progress)
+            stacks[name], stacks[f"{name}{SCALES}"] = both
+    return loaded
 
 
 def load_head(
@@ -239,8 +249,8 @@ def _loaded(
     kind = np.float32 if parameter.float32 else dtype
     if isinstance(checkpoint, DummyCheckpoint):
         made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
-        progress(size_of(parameter))
-        return made
+        progress(checkpoint.num_bytes([parameter]))
+        return words.scaled(made, parameter) if checkpoint.has_codes(parameter) else made
     is_large = math.prod(parameter.shape) >= LARGE and parameter.stacked
     if not (is_large and isinstance(checkpoint, Checkpoint)):
         return checkpoint.load(parameter, dtype, progress)
@@ -283,9 +293,10 @@ def _placed_ids(ids: Shaped[np.ndarray, " draft_vocab"], device: jax.Device) -> 
 
 def are_read_in_stacks(loaded: Loaded, device: jax.Device) -> bool:
     """Whether a layer is given the stacks, as kernels read them, and not its own matrices."""
-    stacks = loaded.stacks.items()
-    matrix = next(array for name, array in stacks if name.endswith("attention.out"))
-    return linear.reads_stacks(matrix, device)
+    stacks = loaded.stacks
+    name = next(name for name in stacks if name.endswith("attention.out"))
+    # The words of FP8 are whole numbers, and their scales bfloat16.
+    return linear.reads_stacks(stacks.get(f"{name}{SCALES}", stacks[name]), device)
 
 
 # Records, of the arrays that a trace has
@@ -371,11 +382,11 @@ def _gated_delta(
 
 
 def _matrix(stacks: Mapping[str, jax.Array], name: str, place: int, in_stacks: bool) -> Matrix:
-    """The weight of one layer of a stack, with its bias where the model has one."""
-    stack, bias = stacks[name], stacks.get(f"{name}{BIAS}")
+    """The weight of one layer of a stack, with what stands beside it."""
+    stack, beside = stacks[name], [stacks.get(f"{name}{end}") for end in (BIAS, SCALES)]
     if in_stacks:
-        return Matrix(stack, place, bias)
-    return Matrix(stack[place], bias=None if bias is None else bias[place])
+        return Matrix(stack, place, *beside)
+    return Matrix(stack[place], None, *(x if x is None else x[place] for x in beside))
 
 
 def _vector(stack: jax.Array | None, place: int, in_stacks: bool) -> Norm | None:

@@ -3,10 +3,11 @@
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
-from shared.models.dummy import LAST_SHIFT, ROUNDS, Law, keys_of
+from shared.models.dummy import CODES, CODES_LAW, LAST_SHIFT, ROUNDS, Law, keys_of
+from shared.models.fp8_words import FP8_BLOCK, shape_of_words
 from shared.models.parameters import Parameter
 
 PIECE = 1 << 24
@@ -23,9 +24,35 @@ def mixed(words: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
 def elements(
     law: Law, key: Int[Tensor, ""], places: Int[Tensor, " places"]
 ) -> Float[Tensor, " places"]:
-    tops = _shifted(mixed(mixed(places) ^ key), 32 - law.bits)
+    tops = _tops(law, key, places)
     whole = tops.mul_(2).add_(1 - 2**law.bits)
     return whole.float().mul_(law.step).add_(law.centre)
+
+
+def codes(key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
+    """The FP8 codes of the numbers that `elements` gives by `CODES_LAW`."""
+    tops, half = _tops(CODES_LAW, key, places), 2 ** (CODES_LAW.bits - 1)
+    is_negative = tops < half
+    place = torch.where(is_negative, half - 1 - tops, tops - half)  # among 1, 3, 5 and so on
+    fours = torch.where(place < 4, CODES[0], CODES[1]).int()
+    code = (fours >> (place & 3).mul_(8)).bitwise_and_(0xFF)
+    return code.bitwise_or_(is_negative.int().mul_(0x80))
+
+
+def word_array(parameter: Parameter, device: torch.device) -> Int32[Tensor, "..."]:
+    """A whole parameter in FP8, in words of four, made in pieces as `parameter_array`."""
+    made = torch.empty(shape_of_words(parameter.shape), dtype=torch.int32, device=device)
+    keys = torch.from_numpy(keys_of(parameter).view("int32")).to(device)
+    layers, count = made.view(len(keys), made.numel() // len(keys)), FP8_BLOCK // 4
+    number = torch.arange(min(PIECE, layers.shape[1]), device=device)
+    first = (number // count * FP8_BLOCK + number % count).int()  # PIECE has whole blocks
+    for key, layer in zip(keys, layers, strict=True):
+        for start in range(0, len(layer), PIECE):
+            piece = layer[start : start + PIECE].zero_()
+            for byte in range(4):
+                places = first[: len(piece)] + _signed(4 * start + count * byte)
+                piece.bitwise_or_(codes(key, places) << (8 * byte))
+    return made
 
 
 def parameter_array(
@@ -41,6 +68,11 @@ def parameter_array(
             piece = layer[start : start + PIECE]
             piece.copy_(elements(law, key, first[: len(piece)] + _signed(start)))
     return made
+
+
+def _tops(law: Law, key: Int[Tensor, ""], places: Int[Tensor, " places"]) -> Int[Tensor, " places"]:
+    """The highest bits of the hash, as many as a law looks at."""
+    return _shifted(mixed(mixed(places) ^ key), 32 - law.bits)
 
 
 def _shifted(words: Int[Tensor, " places"], by: int) -> Int[Tensor, " places"]:

@@ -41,10 +41,10 @@ def load_backend(
     model, with_mtp = blueprint.config, blueprint.drafts.with_mtp
     device = torch.device("cuda" if blueprint.on_gpu else "cpu")
     placement = (blueprint.dtype, device, progress)
-    weights = load(checkpoint, model, with_mtp, *placement)
+    weights = load(checkpoint, model, with_mtp, *placement, blueprint.in_words)
     draft_weights = draft_files.read(
         lambda files, config: load_head(files, config, *placement),
-        lambda files, config: load(files, config, False, *placement),
+        lambda files, config: load(files, config, False, *placement, ()),
     )
     if device.type == "cpu":
         take_threads(sum(prod(parameter.shape) for parameter in parameters(model, with_mtp)))

@@ -1,6 +1,6 @@
 """The weights of a model as tensors on a device, one by one for each layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -12,10 +12,11 @@ from torch import Tensor
 from shared.drafts.checkpoint import check_head, draft_ids, head_parameters
 from shared.drafts.config import DraftConfig, DraftHead
 from shared.models.config import ModelConfig
-from shared.models.dummy import DummyCheckpoint, Stored, size_of
+from shared.models.dummy import DummyCheckpoint, Stored
+from shared.models.fp8_words import SCALES
 from shared.models.layers import LayerConfig
 from shared.models.parameters import BIAS, Parameter, parameters
-from torch_impl import dummy
+from torch_impl import dummy, words
 from torch_impl.ops.experts import Experts
 from torch_impl.ops.linear import Matrix
 
@@ -131,6 +132,7 @@ def load(
     dtype: str,
     device: torch.device,
     progress: Callable[[int], None],
+    in_words: Collection[str],
 ) -> Weights:
     """Reads a checkpoint's weights onto a device, parameter by parameter.
 
@@ -138,12 +140,20 @@ def load(
       with_mtp: Whether the MTP layer is wanted.
       dtype: A name of `DTYPES`.
       progress: Called with the number of stored bytes read since the last call.
+      in_words: Parameters that stay FP8, by name.
 
     Raises:
       CheckpointError: See `Checkpoint.load`.
     """
     wanted = parameters(config, with_mtp)
-    tensors = {p.name: _loaded(checkpoint, p, dtype, device, progress) for p in wanted}
+    tensors = {}
+    for parameter in wanted:
+        name = parameter.name
+        if name in in_words:
+            both = words.read(checkpoint, parameter, device, progress)
+            tensors[name], tensors[f"{name}{SCALES}"] = both
+        else:
+            tensors[name] = _loaded(checkpoint, parameter, dtype, device, progress)
     return _assemble(config, tensors)
 
 
@@ -213,7 +223,9 @@ def _loaded(
     kind = _type_of(parameter, dtype)
     if isinstance(checkpoint, DummyCheckpoint):
         made = dummy.parameter_array(parameter, checkpoint.law(parameter), kind, device)
-        progress(size_of(parameter))
+        progress(checkpoint.num_bytes([parameter]))
+        if checkpoint.has_codes(parameter):
+            return words.scaled(made, parameter)
         return _centred(parameter, made)
     read = torch.empty(parameter.shape, dtype=kind, device=device)
     for at, values in checkpoint.pieces(parameter, progress):
@@ -296,9 +308,10 @@ def _attention(
 
 
 def _matrix(tensors: dict[str, Tensor], name: str, place: int) -> Matrix:
-    """The weight of one layer of a stack, with its bias where the model has one."""
-    bias = tensors.get(f"{name}{BIAS}")
-    return Matrix(tensors[name][place], None if bias is None else bias[place])
+    """The weight of one layer of a stack, with what stands beside it."""
+    beside = (tensors.get(f"{name}{end}") for end in (BIAS, SCALES))
+    bias, scales = (x if x is None else x[place] for x in beside)
+    return Matrix(tensors[name][place], bias, scales)
 
 
 def _gated_delta(

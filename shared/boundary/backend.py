@@ -164,6 +164,7 @@ class Blueprint:
       dtype: Of weights, KV and activations, float32 or bfloat16.
       on_gpu: Whether steps run on a GPU.
       captured: Of a backend that captures steps on a GPU, the works whose steps it shall.
+      in_words: The target's parameters that stay FP8, by name; see `shared.models.fp8_words`.
     """
 
     config: ModelConfig
@@ -172,6 +173,7 @@ class Blueprint:
     dtype: str
     on_gpu: bool
     captured: tuple[Work, ...] = CAPTURED
+    in_words: frozenset[str] = frozenset()
 
     @property
     def item_bytes(self) -> int:

@@ -12,7 +12,7 @@ from jaxtyping import Shaped, UInt8
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from shared.models import fp8
+from shared.models import fp8, fp8_words
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict
 from shared.models.parameters import Parameter, Source, parameters
@@ -95,6 +95,18 @@ class Checkpoint:
         """The types of the numbers that a parameter is read from."""
         return {self._dtype(source.name) for source in self._sources(parameter)}
 
+    def in_words(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters that can stay FP8, by name; see `shared.models.fp8_words`.
+
+        All their tensors are FP8 in whole blocks, with scales that bfloat16 holds.
+        """
+        return frozenset(
+            parameter.name
+            for parameter in wanted
+            if fp8_words.stays_fp8(parameter.name)
+            and all(map(self._fits_words, self._sources(parameter)))
+        )
+
     def check(self, config: ModelConfig, with_mtp: bool) -> None:
         """Checks presence, dtype and shape of every tensor of a model before any is read.
 
@@ -165,6 +177,21 @@ class Checkpoint:
             yield at, self._values(source).reshape(shape)
             progress(self._num_bytes(source))
 
+    def codes(
+        self, parameter: Parameter, progress: Callable[[int], None]
+    ) -> Iterator[fp8_words.Piece]:
+        """Reads a parameter of `in_words` tensor by tensor, as it is stored; see `pieces`."""
+        for source, at, shape in parameter.places([self._resolved(x) for x in parameter.pieces]):
+            self._check_source(source)
+            scales = fp8_words.packed_scales(self.tensor(f"{source.name}{fp8.SCALE}"))
+            yield fp8_words.Piece(
+                place=at,
+                codes=self._numbers(source).reshape(shape),
+                place_of_scales=fp8.place_of_scales(at, parameter.shape),
+                scales=scales.reshape(fp8.scale_shape(shape)),
+            )
+            progress(self._num_bytes(source))
+
     def _sources(self, parameter: Parameter) -> list[Source]:
         return [source for piece in parameter.pieces for source in self._resolved(piece)]
 
@@ -179,10 +206,14 @@ class Checkpoint:
     def _values(self, source: Source) -> Array:
         if not self._has_scale(source.name):
             return self.tensor(source.name)
+        return fp8.widened(self._numbers(source), self.tensor(f"{source.name}{fp8.SCALE}"))
+
+    def _numbers(self, source: Source) -> UInt8[np.ndarray, "..."]:
+        """The codes of a tensor of FP8, which must be numbers."""
         codes = self._codes(source)
         if fp8.has_nan(codes):
             raise CheckpointError(f"the tensor {source.name} holds codes that are no numbers")
-        return fp8.widened(codes, self.tensor(f"{source.name}{fp8.SCALE}"))
+        return codes
 
     def _codes(self, source: Source) -> UInt8[np.ndarray, "..."]:
         """A tensor of FP8 as bytes: numpy has no type for it."""
@@ -192,6 +223,12 @@ class Checkpoint:
         tensors, start = self._contents[path]
         first, end = tensors[stored]["data_offsets"]
         return np.fromfile(path, np.uint8, end - first, offset=start + first).reshape(source.shape)
+
+    def _fits_words(self, source: Source) -> bool:
+        scale = f"{source.name}{fp8.SCALE}"
+        if not self.has(scale) or not fp8.are_whole_blocks(source.shape):
+            return False
+        return fp8_words.are_in_bfloat16(self.tensor(scale))
 
     def _has_scale(self, name: str) -> bool:
         return self.has(f"{name}{fp8.SCALE}")

@@ -4,17 +4,21 @@ They are random, and the same on every backend to the last bit. An element is a 
 numbers of 32 bits, of its parameter's name, its layer and its place there. The top bits of the hash
 are a whole number that float32 holds exactly; one product brings it to its size, and what is added
 to that is 0 or leaves the sum exact, so that a fused multiply-add gives the same bits as two steps.
+
+Where the config.json states FP8, what such releases have in FP8 is a code times a scale here too:
+the code stands for one of the odd whole numbers below 16, which FP8 holds exactly.
 """
 
 import math
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt32
 
+from shared.models import fp8, fp8_words
 from shared.models.checkpoint import Array, Checkpoint
 from shared.models.config import ModelConfig
 from shared.models.parameters import Parameter, parameters
@@ -28,7 +32,8 @@ LOGIT_SCALE = 4.0
 """Deviation of the logits: near ties are rare, and yet no token is certain."""
 
 STORED_BYTES = 2
-"""Of an element, as released checkpoints store it; what the progress of a load counts in."""
+"""Of an element that is not FP8, as released checkpoints store it; the progress of a load counts
+such bytes."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,25 @@ def law_of(parameter: Parameter) -> Law:
     if leaf in ("embed", "lm_head"):
         return Law.of_matrix(LOGIT_SCALE / math.sqrt(inputs))
     return Law.of_matrix(1 / math.sqrt(inputs))
+
+
+CODES_LAW = Law(4, 1.0, 0.0)
+"""Of the numbers that codes stand for."""
+SIZES_LAW = Law.around(1.0, 0.5)
+"""Of the sizes of scales; those of neighbours differ, as a trained model's do."""
+SCALE_STEP = 2**23 / math.sqrt(3 * 85 * 13 / 12)
+"""A scale of size 1, as a multiple of the step of the law that the products are to follow: 85 is
+the mean square of the codes' numbers, 13 / 12 that of the sizes."""
+CODES = (0x4E4A4438, 0x57555351)
+"""Codes of the numbers 1, 3, 5, 7 and 9, 11, 13, 15, the first of each four in its lowest byte."""
+
+
+def code_scales(parameter: Parameter) -> Float32[np.ndarray, "..."]:
+    """The scales of a parameter in FP8, by the law of `law_of`; they are numbers of bfloat16."""
+    shape = fp8.scale_shape(parameter.shape)
+    own = replace(parameter, name=f"{parameter.name}{fp8_words.SCALES}", shape=shape)
+    step = np.float32(law_of(parameter).step * SCALE_STEP)
+    return fp8_words.rounded(parameter_array(own, SIZES_LAW) * step)
 
 
 def keys_of(parameter: Parameter) -> UInt32[np.ndarray, " layers"]:
@@ -128,19 +152,22 @@ class DummyCheckpoint:
         self,
         wanted: Sequence[Parameter],
         maps: dict[str, Int32[np.ndarray, "..."]],
+        *,
+        is_fp8: bool,
     ) -> None:
         """Args:
         wanted: Every parameter of the model.
         maps: Tensors of whole numbers, by name, such as that of a draft vocabulary.
+        is_fp8: Whether weights are codes, where a release in FP8 has them.
         """
         sources = {source.name for parameter in wanted for source in parameter.sources}
         self.names: Collection[str] = frozenset(sources | maps.keys())
-        self._maps = maps
+        self._maps, self._is_fp8 = maps, is_fp8
 
     @classmethod
-    def of_model(cls, config: ModelConfig) -> Self:
+    def of_model(cls, config: ModelConfig, *, is_fp8: bool) -> Self:
         """Of a whole model, with an MTP layer where its config names one."""
-        return cls(parameters(config, config.has_mtp), {})
+        return cls(parameters(config, config.has_mtp), {}, is_fp8=is_fp8)
 
     @property
     def has_mtp(self) -> bool:
@@ -157,7 +184,7 @@ class DummyCheckpoint:
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
         """What stored parameters of these shapes would take."""
-        return sum(map(size_of, wanted))
+        return sum(map(self._size_of, wanted))
 
     def known(self, wanted: Sequence[Parameter]) -> set[str]:
         """The tensors that these parameters are made of."""
@@ -170,8 +197,22 @@ class DummyCheckpoint:
         """Finds nothing, as `check`."""
 
     def law(self, parameter: Parameter) -> Law:
-        """How the elements of a parameter are spread."""
-        return law_of(parameter)
+        """How the elements of a parameter are spread, of FP8 the numbers of its codes."""
+        return CODES_LAW if self.has_codes(parameter) else law_of(parameter)
+
+    def has_codes(self, parameter: Parameter) -> bool:
+        """Whether a parameter is codes times the scales of `code_scales`."""
+        return self._is_fp8 and all(fp8.is_quantised(source.name) for source in parameter.sources)
+
+    def in_words(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters that can stay FP8; see `Checkpoint.in_words`."""
+        return frozenset(
+            parameter.name
+            for parameter in wanted
+            if fp8_words.stays_fp8(parameter.name)
+            and self.has_codes(parameter)
+            and all(fp8.are_whole_blocks(source.shape) for source in parameter.sources)
+        )
 
     def load(
         self,
@@ -181,14 +222,16 @@ class DummyCheckpoint:
     ) -> Array:
         """Makes one parameter; the arguments are those of `Checkpoint.load`."""
         made = parameter_array(parameter, self.law(parameter))
-        progress(size_of(parameter))
+        if self.has_codes(parameter):
+            made = fp8.scaled(made, code_scales(parameter))
+        progress(self._size_of(parameter))
         return made.astype(np.float32 if parameter.float32 else dtype)
+
+    def _size_of(self, parameter: Parameter) -> int:
+        if self.has_codes(parameter):
+            return fp8_words.bytes_of_words(parameter.shape)
+        return STORED_BYTES * math.prod(parameter.shape)
 
 
 Stored = Checkpoint | DummyCheckpoint
 """Where weights come from: files, or nowhere."""
-
-
-def size_of(parameter: Parameter) -> int:
-    """Bytes of a parameter that is stored in half precision."""
-    return STORED_BYTES * math.prod(parameter.shape)

@@ -207,6 +207,13 @@ def config_from_dict(
     )
 
 
+def states_fp8(folder: str | Path) -> bool:
+    """Whether the config.json of a folder that can be served says that weights are FP8."""
+    config = read_json(Path(folder) / "config.json")
+    places = (config, object_of(config, "text_config"))
+    return any(object_of(place, "quantization_config") for place in places)
+
+
 def _family(config: Json) -> Family:
     names = list(config.get("architectures") or [])
     model_type = config.get("model_type")

@@ -33,6 +33,10 @@ HINTS = ("modules_to_not_convert", "ignored_layers")
 """Lists of modules without scales, which releases spell in many ways; the tensors say it too."""
 
 
+QUANTISED = ("_proj", "in_proj_qkv", "in_proj_z")
+"""Ends of the names of modules that releases in FP8 quantise."""
+
+
 def _values() -> Float32[np.ndarray, " codes"]:
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
@@ -68,10 +72,39 @@ def refuse_other_quantisation(quantisation: Json) -> None:
         )
 
 
+def is_quantised(name: str) -> bool:
+    """Whether releases in FP8 have a tensor of this name so.
+
+    They have the projections of mixers, MLPs and experts, and not those that are few rows, which
+    give gates and decays; nor embeddings, heads and routers.
+    """
+    return name.removesuffix(".weight").endswith(QUANTISED)
+
+
 def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of the scales of a weight, or of a stack of weights."""
     *stack, rows, columns = shape
     return (*stack, -(-rows // BLOCK), -(-columns // BLOCK))
+
+
+def are_whole_blocks(shape: tuple[int, ...]) -> bool:
+    """Whether no block of a weight is smaller than the others."""
+    return shape[-2] % BLOCK == 0 and shape[-1] % BLOCK == 0
+
+
+def place_of_scales(
+    place: tuple[int | slice, ...], shape: tuple[int, ...]
+) -> tuple[int | slice, ...]:
+    """Where the scales of a part of a parameter stand among those of the whole.
+
+    Args:
+      place: Of the part, which has whole blocks.
+      shape: Of the parameter.
+    """
+    *outer, last = place
+    if len(place) < len(shape) - 1 or isinstance(last, int):
+        return place
+    return (*outer, slice(last.start // BLOCK, last.stop // BLOCK))
 
 
 def has_nan(codes: UInt8[np.ndarray, "..."]) -> bool:
@@ -84,8 +117,15 @@ def widened(
     scales: Shaped[np.ndarray, "*stack row_blocks column_blocks"],
 ) -> Float32[np.ndarray, "*stack rows columns"]:
     """Each code times the scale of its block."""
-    wide = VALUES[codes]
-    across = np.repeat(scales.astype(np.float32), BLOCK, axis=-1)[..., : codes.shape[-1]]
+    return scaled(VALUES[codes], scales)
+
+
+def scaled(
+    wide: Float32[np.ndarray, "*stack rows columns"],
+    scales: Shaped[np.ndarray, "*stack row_blocks column_blocks"],
+) -> Float32[np.ndarray, "*stack rows columns"]:
+    """The numbers of codes, each times the scale of its block; in their own memory."""
+    across = np.repeat(scales.astype(np.float32), BLOCK, axis=-1)[..., : wide.shape[-1]]
     for block in range(scales.shape[-2]):
         wide[..., block * BLOCK : (block + 1) * BLOCK, :] *= across[..., block : block + 1, :]
     return wide

@@ -4,6 +4,9 @@ An FP8 weight has one scale for each block of 128 outputs and 128 inputs. The nu
 stands for is that of the code times its scale, rounded once to bfloat16.
 """
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 from jaxtyping import Float32, Int32, Shaped, UInt8
 
@@ -14,9 +17,47 @@ FP8_BLOCK = fp8.BLOCK
 SCALE_FACTOR = 2.0**120
 """A kernel moves a code's bits into those of a bfloat16, which makes its number 2^-120 of what it
 is. Scales are kept larger by as much; the product is rounded as if both were as they should be."""
+SCALES = "_scales"
+"""Ends the name of a parameter's scales, behind the name of the parameter."""
+KEPT = ("experts.gate_up", "experts.down")
+"""What the names of parameters end in that stay FP8 on a GPU.
+
+A kernel widens a weight in registers, to the bits that it would read of a widened one: so each
+parameter lies as is faster, or as there is room for. All others are widened as they are read.
+"""
 _LARGEST_SCALE = 2.0**7
 """From here on a scale times `SCALE_FACTOR` would be infinite."""
 _PARTS = 4
+
+
+class Piece(NamedTuple):
+    """A part of a parameter that stays FP8.
+
+    Attributes:
+      place: In the parameter.
+      codes: Its codes, in the order of the inputs.
+      place_of_scales, scales: Its scales, as `packed_scales` gives them, and their place.
+    """
+
+    place: tuple[int | slice, ...]
+    codes: UInt8[np.ndarray, "..."]
+    place_of_scales: tuple[int | slice, ...]
+    scales: Float32[np.ndarray, "..."]
+
+
+def stays_fp8(name: str) -> bool:
+    """Whether kernels read a parameter of this name as FP8, where it is stored so."""
+    return name.endswith(KEPT)
+
+
+def shape_of_words(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the words that a weight of this shape lies in."""
+    return (*shape[:-1], shape[-1] // _PARTS)
+
+
+def bytes_of_words(shape: tuple[int, ...]) -> int:
+    """Of a weight of this shape, with its scales."""
+    return math.prod(shape) + 2 * math.prod(fp8.scale_shape(shape))
 
 
 def packed(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack N words"]:

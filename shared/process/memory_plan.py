@@ -4,7 +4,7 @@
 up to what the start prints. Nothing is allocated later that is not in the list.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -15,6 +15,7 @@ from shared.boundary.workspace import state_layer_bytes
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import Drafts
 from shared.models.config import ModelConfig
+from shared.models.fp8_words import bytes_of_words
 from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
 from shared.options.options import ConfigError, Options
@@ -82,19 +83,27 @@ CPU_TOTAL_TOKENS = 32768
 
 
 def plan(
-    options: Options, model: ModelConfig, drafts: Drafts, device: Device, costs: ProgramCosts
+    options: Options,
+    model: ModelConfig,
+    drafts: Drafts,
+    device: Device,
+    costs: ProgramCosts,
+    in_words: frozenset[str] = frozenset(),
 ) -> MemoryPlan:
     """Divides the device's memory.
 
     Args:
       drafts: What drafts on the device.
       costs: What the backend says of its programs.
+      in_words: Parameters that can stay FP8; they do where kernels run, for bfloat16 on a GPU.
 
     Raises:
       ConfigError: The limits contradict each other, or do not fit.
     """
     settled = settle(options, model, drafts, device, costs.are_compiled)
-    sizing = _Sizing(settled, model, drafts, device, costs)
+    if device.kind != "gpu" or settled.dtype != "bfloat16":
+        in_words = frozenset()
+    sizing = _Sizing(settled, model, drafts, device, costs, in_words)
     largest = sizing.with_pages(sizing.most_pages())
     if largest.total_bytes > device.free_bytes:
         raise ConfigError(
@@ -113,6 +122,7 @@ class _Sizing:
     drafts: Drafts
     device: Device
     costs: ProgramCosts
+    in_words: frozenset[str]
 
     def with_pages(self, pages: int) -> MemoryPlan:
         """The whole plan with so many pages."""
@@ -127,6 +137,7 @@ class _Sizing:
             dtype=settled.dtype,
             on_gpu=self.device.kind == "gpu",
             captured=captured_works(settled.told),
+            in_words=self.in_words,
         )
         lines = tuple(_lines(settled.told, blueprint, self.costs))
         return MemoryPlan(settled=settled, blueprint=blueprint, device=self.device, lines=lines)
@@ -199,16 +210,28 @@ def _lines(options: Options, blueprint: Blueprint, costs: ProgramCosts) -> Itera
 def _weight_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:
     drafts = blueprint.drafts
     wanted = parameters(blueprint.config, drafts.with_mtp)
-    yield _weights_line("weights", blueprint.dtype, wanted)
+    yield _weights_line("weights", blueprint.dtype, wanted, blueprint.in_words)
     if of_drafts := draft_parameters(drafts, None):
-        line = _weights_line("draft weights", blueprint.dtype, of_drafts)
+        line = _weights_line("draft weights", blueprint.dtype, of_drafts, ())
         yield replace(line, num_bytes=line.num_bytes + 4 * drafts.num_draft_ids)
 
 
-def _weights_line(name: str, dtype: str, wanted: Sequence[Parameter]) -> MemoryLine:
-    num_bytes = sum(prod(p.shape) * (4 if p.float32 else ITEM_BYTES[dtype]) for p in wanted)
-    count = sum(prod(p.shape) for p in wanted)
-    return MemoryLine(name, f"{count:,} parameters in {dtype}", num_bytes)
+def _weights_line(
+    name: str, dtype: str, wanted: Sequence[Parameter], in_words: Collection[str]
+) -> MemoryLine:
+    num_bytes = count = count_in_words = 0
+    for parameter in wanted:
+        size = prod(parameter.shape)
+        count += size
+        if parameter.name in in_words:
+            count_in_words += size
+            num_bytes += bytes_of_words(parameter.shape)
+        else:
+            num_bytes += size * (4 if parameter.float32 else ITEM_BYTES[dtype])
+    detail = f"{count:,} parameters in {dtype}"
+    if count_in_words:
+        detail += f", {count_in_words:,} of them in FP8"
+    return MemoryLine(name, detail, num_bytes)
 
 
 def _page_lines(blueprint: Blueprint) -> Iterator[MemoryLine]:

@@ -25,7 +25,7 @@ from shared.drafts.drafts import Drafts
 from shared.drafts.tokenizer import check_same_tokenizer
 from shared.models.config import ModelConfig
 from shared.models.dummy import DummyCheckpoint, Stored
-from shared.models.families import config_from_folder
+from shared.models.families import config_from_folder, states_fp8
 from shared.models.fields import read_json
 from shared.models.parameters import Parameter, parameters
 from shared.models.sampling import SamplingDefaults
@@ -56,6 +56,10 @@ class Weights(Protocol):
 
     def num_bytes(self, wanted: Sequence[Parameter]) -> int:
         """Bytes that loading these parameters reads from the disk."""
+        ...
+
+    def in_words(self, wanted: Sequence[Parameter]) -> frozenset[str]:
+        """Those of the parameters that can stay FP8, by name."""
         ...
 
 
@@ -132,7 +136,7 @@ def prepare(options: Options, platform: Platform) -> Start:
     draft, folder = options.speculative, options.model.model_path
     model = config_from_folder(folder, options.model.context_length)
     is_dummy, path = options.model.is_dummy, draft.head_path
-    checkpoint = DummyCheckpoint.of_model(model) if is_dummy else platform.open_checkpoint(folder)
+    checkpoint = _dummy(model, folder) if is_dummy else platform.open_checkpoint(folder)
     stored = _open_draft(options, path, model) if path else None
     is_model = draft.drafts_with_a_model and stored is not None and not is_head(stored.names)
     head_kind = kind_of(stored.names) if stored and not is_model else None
@@ -154,11 +158,17 @@ def prepare(options: Options, platform: Platform) -> Start:
     defaults = SamplingDefaults() if theirs else SamplingDefaults.from_folder(folder)
     draft_files = DraftFiles(_drafts(options, model, stored), stored)
     grammars = Grammars.of_options(options, model.vocab)
-    memory = plan(options, model, draft_files.drafts, platform.find_device(), platform.costs)
+    in_words = checkpoint.in_words(parameters(model, draft.with_mtp))
+    device = platform.find_device()
+    memory = plan(options, model, draft_files.drafts, device, platform.costs, in_words)
     cache_policy(memory)  # what it refuses is refused before memory is taken
     kernels = platform.kernels
     plain = () if kernels is None else plain_operations(memory.blueprint, kernels)
     return Start(checkpoint, draft_files, memory, plain, defaults, grammars)
+
+
+def _dummy(model: ModelConfig, folder: str) -> DummyCheckpoint:
+    return DummyCheckpoint.of_model(model, is_fp8=states_fp8(folder))
 
 
 def _refuse_graph_flags(options: Options) -> None:
@@ -175,7 +185,7 @@ def _open_draft(options: Options, path: str, model: ModelConfig) -> Stored:
     if not options.model.is_dummy:
         return open_head(path)
     if options.speculative.drafts_with_a_model:
-        return DummyCheckpoint.of_model(_small_config(options, path))
+        return _dummy(_small_config(options, path), path)
     return dummy_head(DraftConfig.from_folder(path, model))
 
 

@@ -37,6 +37,7 @@ def leaves(folder):
         np.float32,
         jax.devices("cpu")[0],
         read.append,
+        (),
     )
     return jax.tree.leaves(model), sum(read)
 

@@ -144,10 +144,10 @@ KINDS = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16}
 @pytest.mark.parametrize("dtype", KINDS)
 def test_backends_load_what_the_checkpoint_gives(dtype):
     config = tiny_config("qwen3_5")
-    checkpoint, seen = DummyCheckpoint.of_model(config), []
-    loaded = torch_weights.load(checkpoint, config, True, dtype, CPU, seen.append)
+    checkpoint, seen = DummyCheckpoint.of_model(config, is_fp8=False), []
+    loaded = torch_weights.load(checkpoint, config, True, dtype, CPU, seen.append, ())
     kind, device = KINDS[dtype], jax.devices("cpu")[0]
-    in_jax = jax_weights.load(checkpoint, config, True, kind, device, seen.append)
+    in_jax = jax_weights.load(checkpoint, config, True, kind, device, seen.append, ())
     wanted = parameters(config, True)
     assert (
         sum(seen) == 2 * checkpoint.num_bytes(wanted) == 2 * 2 * sum(prod(p.shape) for p in wanted)
@@ -168,7 +168,7 @@ def test_backends_load_what_the_checkpoint_gives(dtype):
 @pytest.mark.parametrize("family", EXPERTS)
 def test_routers_without_files_spread_their_rows_over_the_experts(family):
     config = tiny_config(family)
-    checkpoint, sizes = DummyCheckpoint.of_model(config), config.experts
+    checkpoint, sizes = DummyCheckpoint.of_model(config, is_fp8=False), config.experts
     arrays = {p.name: checkpoint.load(p, np.float32) for p in parameters(config, False)}
     rows = np.random.default_rng(0).standard_normal((256, config.hidden), np.float32)
     layer = model.experts_of(arrays, "experts.", 0)
@@ -197,7 +197,7 @@ def test_the_shapes_of_public_models_can_be_served(name):
     billions = sum(prod(p.shape) for p in parameters(config, False)) / 1e9
     stated = float(name.rsplit("-", 1)[-1].removesuffix("b"))
     assert billions == pytest.approx(stated, rel=0.1)
-    assert DummyCheckpoint.of_model(config).has_mtp == name.startswith("qwen3.5")
+    assert DummyCheckpoint.of_model(config, is_fp8=False).has_mtp == name.startswith("qwen3.5")
 
 
 @pytest.mark.parametrize("name", HEADS)

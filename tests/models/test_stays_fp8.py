@@ -1,0 +1,264 @@
+"""What stays FP8 on a GPU: read as it is stored, counted to the byte, and the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from jax_impl import serve as jax_serve
+from jax_impl import weights as jax_weights
+from jax_impl import words as jax_words
+from jax_impl.ops import experts as jax_experts
+from shared.drafts.drafts import Drafts
+from shared.models import fp8, fp8_words
+from shared.models.checkpoint import Checkpoint, open_checkpoint
+from shared.models.config import ModelConfig
+from shared.models.dummy import DummyCheckpoint, Stored, law_of
+from shared.models.families import config_from_dict, states_fp8
+from shared.models.fp8_words import SCALES
+from shared.models.parameters import Parameter, Source, parameters
+from shared.options.options import parse
+from shared.process.device import Device
+from shared.process.memory_plan import plan
+from tests.support.files import Stored as Tensors
+from tests.support.files import read_stored, write_stored
+from torch_impl import serve as torch_serve
+from torch_impl import weights as torch_weights
+from torch_impl import words as torch_words
+from torch_impl.ops import experts as torch_experts
+
+CONFIG: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "golden" / "qwen3_5_moe" / "config.json").read_text()
+)
+STATED = json.loads(
+    (Path(__file__).parents[1] / "golden" / "qwen3_moe_fp8" / "config.json").read_text()
+)["quantization_config"]
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+KEPT = {f"{prefix}experts.{x}" for prefix in ("", "mtp.layer.") for x in ("gate_up", "down")}
+FILE = "model.safetensors"
+CPU, JAX_CPU = torch.device("cpu"), jax.devices("cpu")[0]
+HALF = ml_dtypes.bfloat16
+
+
+def write(folder: Path, **sizes: int) -> ModelConfig:
+    """A checkpoint as releases in FP8 are: experts one by one, all projections quantised."""
+    text = CONFIG["text_config"] | SIZES | {"num_experts": 4, "num_experts_per_tok": 2} | sizes
+    whole = CONFIG | {"text_config": text, "quantization_config": STATED}
+    config = config_from_dict(whole)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(whole))
+    rng, tensors = np.random.default_rng(0), {}
+    for parameter in parameters(config, True):
+        for source in parameter.sources:
+            for each in source.parts or (source,):
+                tensors |= stored(rng, each)
+    write_stored(folder / FILE, tensors)
+    return config
+
+
+def stored(rng: np.random.Generator, source: Source) -> Tensors:
+    if not fp8.is_quantised(source.name):
+        numbers = rng.standard_normal(source.shape, np.float32) / 16
+        return {source.name: ("BF16", numbers.astype(HALF))}
+    codes = rng.integers(0, 0x7F, source.shape, np.uint8)
+    codes |= rng.integers(0, 2, source.shape, np.uint8) << 7
+    scales = rng.uniform(1e-4, 3e-4, fp8.scale_shape(source.shape)).astype(HALF)
+    return {source.name: ("F8_E4M3", codes), f"{source.name}{fp8.SCALE}": ("BF16", scales)}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> tuple[ModelConfig, Checkpoint]:
+    folder = tmp_path_factory.mktemp("fp8")
+    config = write(folder)
+    checkpoint = open_checkpoint(folder)
+    checkpoint.check(config, True)
+    return config, checkpoint
+
+
+@pytest.fixture(params=["files", "dummy"])
+def model(request, files) -> tuple[ModelConfig, Stored]:
+    config, checkpoint = files
+    dummy = DummyCheckpoint.of_model(config, is_fp8=True)
+    return config, checkpoint if request.param == "files" else dummy
+
+
+def words_in(
+    framework: str, checkpoint: Stored, parameter: Parameter
+) -> tuple[np.ndarray, np.ndarray]:
+    if framework == "torch":
+        both = torch_words.read(checkpoint, parameter, CPU, lambda count: None)
+        return both[0].numpy(), both[1].float().numpy()
+    both = jax_words.read(checkpoint, parameter, JAX_CPU, lambda count: None)
+    return np.asarray(both[0]), np.asarray(both[1].astype(np.float32))
+
+
+def test_what_stays_fp8_follows_from_names_blocks_and_scales(files, tmp_path) -> None:
+    config, checkpoint = files
+    assert checkpoint.in_words(parameters(config, True)) == KEPT
+    dummy = DummyCheckpoint.of_model(config, is_fp8=True)
+    assert dummy.in_words(parameters(config, True)) == KEPT
+    assert not DummyCheckpoint.of_model(config, is_fp8=False).in_words(parameters(config, True))
+    odd = write(tmp_path, moe_intermediate_size=192, shared_expert_intermediate_size=192)
+    assert not open_checkpoint(tmp_path).in_words(parameters(odd, True))
+
+
+def test_scales_that_bfloat16_does_not_hold_are_widened_with_their_weights(tmp_path) -> None:
+    config = write(tmp_path)
+    tensors = read_stored(tmp_path / FILE)
+    name = f"layers.1.mlp.experts.2.up_proj.weight{fp8.SCALE}"
+    for kind, scale, names in (("F32", 0.25, KEPT), ("F32", 0.3, KEPT - {"experts.gate_up"})):
+        scales = np.full(tensors[name][1].shape, scale, np.float32)
+        write_stored(tmp_path / FILE, tensors | {name: (kind, scales)})
+        assert open_checkpoint(tmp_path).in_words(parameters(config, True)) == names
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_words_and_scales_are_the_numbers_of_the_widened(model, framework, monkeypatch) -> None:
+    config, checkpoint = model
+    for parameter in parameters(config, True):
+        if parameter.name in KEPT:
+            want = checkpoint.load(parameter, HALF).astype(np.float32)
+            with monkeypatch.context() as patch:
+                patch.setattr(fp8, "scaled", None)  # nothing is widened on the way
+                words, scales = words_in(framework, checkpoint, parameter)
+            np.testing.assert_array_equal(fp8_words.widened(words, scales), want)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_progress_counts_what_is_read(model, framework) -> None:
+    config, checkpoint = model
+    seen: list[int] = []
+    wanted = parameters(config, True)
+    load(framework, config, checkpoint, seen)
+    assert sum(seen) == checkpoint.num_bytes(wanted)
+
+
+def load(framework: str, config: ModelConfig, checkpoint: Stored, seen: list[int]) -> Any:
+    names = checkpoint.in_words(parameters(config, True))
+    if framework == "torch":
+        return torch_weights.load(checkpoint, config, True, "bfloat16", CPU, seen.append, names)
+    return jax_weights.load(checkpoint, config, True, HALF, JAX_CPU, seen.append, names)
+
+
+def tensors_of(record: Any) -> Iterator[torch.Tensor]:
+    if isinstance(record, torch.Tensor):
+        yield record
+    elif dataclasses.is_dataclass(record):
+        for field in dataclasses.fields(record):
+            yield from tensors_of(getattr(record, field.name))
+    elif isinstance(record, tuple):
+        for each in record:
+            yield from tensors_of(each)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_plan_of_a_gpu_counts_what_is_kept_to_the_byte(model, framework) -> None:
+    config, checkpoint = model
+    platform = {"torch": torch_serve, "jax": jax_serve}[framework].PLATFORM
+    found = {}
+    for kind, dtype in (("gpu", "bfloat16"), ("gpu", "float32"), ("cpu", "bfloat16")):
+        device, names = Device(kind, "one", 1 << 34), checkpoint.in_words(parameters(config, True))
+        asked = parse(["--dtype", dtype, "--max-total-tokens", "512"])
+        memory = plan(asked, config, Drafts.of_mtp(config), device, platform.costs, names)
+        assert memory.blueprint.in_words == (
+            names if (kind, dtype) == ("gpu", "bfloat16") else set()
+        )
+        (line,) = (line for line in memory.lines if line.name == "weights")
+        found[kind, dtype] = line
+    loaded = load(framework, config, checkpoint, [])
+    kept = tensors_of(loaded) if framework == "torch" else jax.tree.leaves(loaded)
+    line = found["gpu", "bfloat16"]
+    assert sum(each.nbytes for each in kept) == line.num_bytes
+    assert line.detail.endswith("of them in FP8")
+    assert "FP8" not in found["cpu", "bfloat16"].detail
+    assert line.num_bytes < 0.7 * found["cpu", "bfloat16"].num_bytes
+
+
+def test_experts_in_words_give_the_bits_of_the_widened(model) -> None:
+    config, checkpoint = model
+    x = np.random.default_rng(1).standard_normal((5, config.hidden), np.float32)
+    own, sizes = load("torch", config, checkpoint, []), config.experts
+    other = torch_weights.load(checkpoint, config, True, "bfloat16", CPU, lambda count: None, ())
+    of_torch = [
+        torch_experts.experts(torch.from_numpy(x).bfloat16(), sizes, each.layers[1].feed)
+        for each in (own, other)
+    ]
+    assert own.layers[1].feed.down.values.dtype == torch.int32
+    assert torch.equal(*of_torch)
+    both = (
+        load("jax", config, checkpoint, []),
+        jax_weights.load(checkpoint, config, True, HALF, JAX_CPU, lambda count: None, ()),
+    )
+    for in_stacks in (False, True):
+        of_jax = [
+            jax_experts.experts(
+                x.astype(HALF),
+                sizes,
+                jax_weights.weights_of(config, each, in_stacks).layers[1].feed,
+            )
+            for each in both
+        ]
+        np.testing.assert_array_equal(*of_jax)
+
+
+def test_a_dummy_in_fp8_has_no_nan_and_the_size_of_one_that_is_not(files) -> None:
+    config, _ = files
+    checkpoint, plain = (DummyCheckpoint.of_model(config, is_fp8=x) for x in (True, False))
+    differ = set()
+    for parameter in parameters(config, True):
+        found, want = (each.load(parameter, np.float32) for each in (checkpoint, plain))
+        if not checkpoint.has_codes(parameter):
+            np.testing.assert_array_equal(found, want)
+            continue
+        differ.add(parameter.name.rsplit(".", 1)[-1])
+        blocks = found.size / 128**2  # of which each has a size of its own
+        assert found.std() == pytest.approx(want.std(), rel=0.9 / blocks**0.5)
+        assert abs(found.mean()) < 0.02 * want.std()
+        if parameter.name in KEPT:
+            words, _ = words_in("torch", checkpoint, parameter)
+            codes = fp8_words.unpacked(words)
+            assert not fp8.has_nan(codes)
+            assert set(np.unique(np.abs(fp8.VALUES[codes]))) == set(range(1, 16, 2))
+    assert differ == {"inputs", "out", "gate_up", "down"}
+    mixed = next(p for p in parameters(config, False) if p.name == "gated_delta.inputs")
+    assert not checkpoint.has_codes(mixed)
+    assert checkpoint.law(mixed) == law_of(mixed)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_backends_widen_a_dummy_to_the_specifications_bits(files, dtype) -> None:
+    config, _ = files
+    checkpoint = DummyCheckpoint.of_model(config, is_fp8=True)
+    kind, nothing = np.dtype(dtype), lambda count: None
+    of_torch = torch_weights.load(checkpoint, config, True, dtype, CPU, nothing, ())
+    of_jax = jax_weights.load(checkpoint, config, True, kind, JAX_CPU, nothing, ())
+    for parameter in parameters(config, False):
+        if checkpoint.has_codes(parameter):
+            want = checkpoint.load(parameter, kind)
+            np.testing.assert_array_equal(np.asarray(of_jax.stacks[parameter.name]), want)
+            assert f"{parameter.name}{SCALES}" not in of_jax.stacks
+            if parameter.name == "experts.down":
+                got = of_torch.layers[1].feed.down.values.float().numpy()
+                np.testing.assert_array_equal(got, want[1].astype(np.float32))
+    out = next(p for p in parameters(config, False) if p.name == "attention.out")
+    got = of_torch.layers[1].mixer.out.values.float().numpy()
+    np.testing.assert_array_equal(got, checkpoint.load(out, kind)[0].astype(np.float32))
+
+
+def test_the_config_says_whether_weights_are_fp8(tmp_path) -> None:
+    for config, want in (
+        (CONFIG, False),
+        (CONFIG | {"quantization_config": STATED}, True),
+        (CONFIG | {"text_config": CONFIG["text_config"] | {"quantization_config": STATED}}, True),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert states_fp8(tmp_path) == want
