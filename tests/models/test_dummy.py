@@ -1,6 +1,7 @@
 """Dummy weights: the same bits on every backend, of the size of a model's, and from no file."""
 
 import json
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,7 +26,7 @@ from shared.models.dummy import (
     mixed,
     parameter_array,
 )
-from shared.models.families import config_from_folder
+from shared.models.families import config_from_folder, states_fp8
 from shared.models.parameters import Parameter, parameters, single, stack
 from shared.spec import experts, linear, model
 from tests.support.tiny_heads import tiny_head_config
@@ -35,9 +36,9 @@ from torch_impl import weights as torch_weights
 
 SHAPES = Path(__file__).resolve().parents[2] / "bench" / "shapes"
 CPU = torch.device("cpu")
-TARGETS = ("qwen3-8b", "llama-3.1-8b", "qwen3-0.6b", "qwen3.5-0.8b", "qwen3.5-9b")
 HEADS = {"qwen3-8b-eagle3": "qwen3-8b", "qwen3-8b-dflash": "qwen3-8b"}
 HEADS["llama-3.1-8b-eagle3"] = "llama-3.1-8b"
+TARGETS = sorted({path.name for path in SHAPES.iterdir()} - HEADS.keys())
 
 
 def tiny_config(family: str) -> ModelConfig:
@@ -195,9 +196,14 @@ def test_a_head_is_of_its_kind_and_maps_its_vocabulary(kind):
 def test_the_shapes_of_public_models_can_be_served(name):
     config = config_from_folder(SHAPES / name)
     billions = sum(prod(p.shape) for p in parameters(config, False)) / 1e9
-    stated = float(name.rsplit("-", 1)[-1].removesuffix("b"))
-    assert billions == pytest.approx(stated, rel=0.1)
-    assert DummyCheckpoint.of_model(config, is_fp8=False).has_mtp == name.startswith("qwen3.5")
+    stated = re.search(r"-([0-9.]+)b", name)
+    assert billions == pytest.approx(float(stated[1]), rel=0.1)
+    is_fp8 = states_fp8(SHAPES / name)
+    assert is_fp8 == name.endswith("-fp8")
+    checkpoint = DummyCheckpoint.of_model(config, is_fp8=is_fp8)
+    assert checkpoint.has_mtp == name.startswith("qwen3.5")
+    kept = checkpoint.in_words(parameters(config, False))
+    assert ("experts.down" in kept) == (is_fp8 and config.experts is not None)
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -14,8 +14,10 @@ from shared.drafts.drafts import Drafts
 from shared.engine.adaptive.tiers import Shapes
 from shared.engine.controller import shapes_by_batch, smallest_that_holds
 from shared.engine.rows import Chunk, Rows
-from shared.models.families import config_from_dict
-from shared.options.options import parse
+from shared.models.dummy import DummyCheckpoint
+from shared.models.families import config_from_dict, config_from_folder, states_fp8
+from shared.models.parameters import parameters
+from shared.options.options import ConfigError, parse
 from shared.process.device import Device, free_in_groups
 from shared.process.memory_plan import MemoryPlan, plan
 from shared.spec.numerics import ATTENTION
@@ -130,6 +132,31 @@ def test_experts_are_counted_as_a_row_chooses_them_and_all_as_weights():
     with_dense, row_of_dense = sized(mlp_only_layers=[0], intermediate_size=65536)
     assert row_of_dense - row > 2 * 65536  # the widest layer, whatever its kind
     assert with_dense != weights
+
+
+SHAPES = Path(__file__).resolve().parents[2] / "bench" / "shapes"
+
+
+@pytest.mark.parametrize("framework", PLATFORMS)
+@pytest.mark.parametrize("drafter", ["", "--speculative-algorithm NEXTN"])
+def test_experts_in_fp8_leave_a_card_of_80_gigabytes_room_for_texts(drafter, framework):
+    def planned_for(name, free_bytes):
+        config = config_from_folder(SHAPES / name)
+        checkpoint = DummyCheckpoint.of_model(config, is_fp8=states_fp8(SHAPES / name))
+        drafts = Drafts.of_mtp(config) if drafter else Drafts.none()
+        in_words = checkpoint.in_words(parameters(config, drafts.with_mtp))
+        device, costs = Device("gpu", "one", free_bytes), PLATFORMS[framework].costs
+        return plan(parse(drafter.split()), config, drafts, device, costs, in_words)
+
+    memory = planned_for("qwen3.5-35b-a3b-fp8", int(0.95 * 80 * GB))
+    assert (memory.capacity.num_pages - 1) * memory.capacity.page_size >= 300_000
+    with pytest.raises(ConfigError, match="does not fit"):
+        planned_for("qwen3.5-35b-a3b", 80 * GB)
+    wide = planned_for("qwen3.5-35b-a3b", 140 * GB)
+    sizes = [
+        next(x.num_bytes for x in each.lines if x.name == "weights") for each in (memory, wide)
+    ]
+    assert sizes[0] < 0.55 * sizes[1]
 
 
 def test_both_rings_have_an_entry_for_every_step_in_flight_and_one_more():
