@@ -172,17 +172,18 @@ def kernel_added_experts(
         count = jnp.full((1,), len(rows), jnp.int32)
     bias, _ = linear.in_stack(weights.score_bias)
     scale, norm_layer = linear.in_stack(norm)
-    layer = weights.router.layer
+    gate_up, down, layer = weights.gate_up, weights.down, weights.router.layer
+    item_bytes = gate_up.values.dtype.itemsize if gate_up.scales is None else 1
     added, arrivals = kernels.experts.experts(
         rows=rows,
         scaled=rows if stream.scaled is None else stream.scaled,
         squares=stream.squares,
-        router=_stacked(weights.router, 2),
+        router=_stacked(weights.router.values, 2),
         bias=bias,
-        gate_up=_stacked(weights.gate_up, 3),
-        gate_up_scales=None,
-        down=_stacked(weights.down, 3),
-        down_scales=None,
+        gate_up=_stacked(gate_up.values, 3),
+        gate_up_scales=_stacked(gate_up.scales, 3),
+        down=_stacked(down.values, 3),
+        down_scales=_stacked(down.scales, 3),
         next_norm=scale,
         live=count,
         arrivals=stream.arrivals,
@@ -193,7 +194,7 @@ def kernel_added_experts(
         order=ROUTER,
         squares_order=SQUARES,
         tiles=kernels.tiles.experts.of(
-            item_bytes=rows.dtype.itemsize, rows=len(rows), inner=config.intermediate
+            item_bytes=item_bytes, rows=len(rows), inner=config.intermediate
         ),
     )
     scaled = None if norm is None else added.scaled
@@ -218,6 +219,6 @@ added_experts = kernel_or_plain(
 )
 
 
-def _stacked(matrix: Matrix, rank: int) -> jax.Array:
+def _stacked(weight: jax.Array | None, rank: int) -> jax.Array | None:
     """As kernels take a weight: in a stack, which may be of one."""
-    return matrix.values.reshape(-1, *matrix.values.shape[-rank:])
+    return None if weight is None else weight.reshape(-1, *weight.shape[-rank:])

@@ -175,9 +175,9 @@ def kernel_added_experts(
         router=weights.router.values,
         bias=weights.score_bias,
         gate_up=gate_up.values,
-        gate_up_scales=None,
+        gate_up_scales=gate_up.scales,
         down=down.values,
-        down_scales=None,
+        down_scales=down.scales,
         next_norm=norm,
         live=count,
         arrivals=stream.arrivals,
@@ -185,10 +185,14 @@ def kernel_added_experts(
         routing=routing_of(config),
         order=ROUTER,
         squares_order=SQUARES,
-        tiles=kernels.tiles.experts.of(item_bytes=rows.element_size(), **sizes),
+        tiles=kernels.tiles.experts.of(item_bytes=_item_bytes(gate_up), **sizes),
     )
     scaled = None if norm is None else added.scaled
     return Stream(added.rows, norm, scaled, added.squares, stream.count, stream.arrivals)
+
+
+def _item_bytes(weight: Matrix) -> int:
+    return 1 if weight.scales is not None else weight.values.element_size()
 
 
 added_experts = kernel_or_plain(kernel_added_experts, plain_added_experts, is_bfloat16)
