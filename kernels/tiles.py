@@ -227,6 +227,16 @@ class LinearTiles:
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
 
+    def depth_of(self, inputs: int) -> int:
+        """Inputs of a step of a chain along so many; fewer than all, where there are more than 16.
+
+        A compiler begins a chain of one step with what is added to its end, and rounds otherwise.
+        """
+        depth = self.depth
+        while depth >= inputs and depth > 16:
+            depth //= 2
+        return depth
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingTiles:

@@ -5,6 +5,7 @@ a row's bits depend neither on the blocks nor on how many rows there are.
 """
 
 import functools
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -128,6 +129,7 @@ def product(
             tiles=tiles,
         )
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
+    tiles = replace(tiles, depth=tiles.depth_of(x.shape[1]))
     blocks = (pl.cdiv(R, rows), pl.cdiv(N, tiles.columns))
     scaled = sums = None
     if added is not None:

@@ -132,7 +132,7 @@ def product(
       squares in chunks.
     """
     (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
-    rows = min(tiles.rows, max(16, triton.next_power_of_2(R)))
+    rows, depth = min(tiles.rows, max(16, triton.next_power_of_2(R))), tiles.depth_of(K)
     row_blocks, column_blocks = triton.cdiv(R, rows), triton.cdiv(N, tiles.columns)
     chunks = 0 if squares is None else squares.shape[1]
     out = torch.empty((R, N), dtype=out_type, device=x.device)
@@ -144,8 +144,8 @@ def product(
     is_described = tiles.described and K * x.element_size() % _DESCRIBED_BYTES == 0
     x_at, weight_at = x, weight
     if is_described:
-        x_at = TensorDescriptor.from_tensor(x, [rows, tiles.depth])
-        block = [tiles.columns, tiles.depth]
+        x_at = TensorDescriptor.from_tensor(x, [rows, depth])
+        block = [tiles.columns, depth]
         if is_gated:  # a block of the gate and that of up beside it are one
             weight_at, block = weight.view(2, N, K), [2, *block]
         weight_at = TensorDescriptor.from_tensor(weight_at, block)
@@ -187,7 +187,7 @@ def product(
         cut=Cut(
             rows=rows,
             columns=tiles.columns,
-            depth=tiles.depth,
+            depth=depth,
             stages=tiles.stages,
             is_swapped=tiles.swapped,
             is_described=is_described,

@@ -307,6 +307,28 @@ def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.skipif(INTERPRET or not ON_GPU, reason="a compiler rounds, and an interpreter never")
+@pytest.mark.parametrize("kind", ["added", "biased", "biased, times, added"])
+@each_language
+def test_what_is_added_is_rounded_by_itself_behind_a_chain_of_one_step(
+    language: str, kind: str
+) -> None:
+    given: dict[str, Any] = {"R": 128, "K": 128, "N": 256, "first": 0}
+    given |= {"kind": kind, "out_type": "bfloat16"}
+    how = {"rows": 64, "swapped": False, "stages": 5}
+    found = [in_bfloat16(language, cut=tiles(depth=x, **how), **given) for x in (32, 64, 128)]
+    for got in found[1:]:
+        for one, other in zip(got, found[0], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "want"), [(4096, 128), (129, 128), (128, 64), (24, 16), (16, 16)]
+)
+def test_a_chain_has_more_than_one_step_where_it_can(inputs: int, want: int) -> None:
+    assert tiles(depth=128).depth_of(inputs) == want
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
