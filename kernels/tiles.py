@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from shared.models.fp8_words import FP8_BLOCK
+
 FOLDER = Path(__file__).parent / "gpus"
 MEASURED = "nvidia_h200"
 """A GPU without a file has the tiles of this one, until it is measured itself."""
@@ -207,11 +209,15 @@ class LinearTiles:
       described: Whether blocks are copied by tensor descriptors (TMA); in Pallas by a kernel of its
         own, which is persistent and has as many warps more as copy.
       persistent: Whether a multiprocessor has one program, which takes blocks in turn.
+      widens: Whether a weight in FP8 is widened in memory first, by a kernel of its own. Otherwise
+        it is in registers, which takes a depth of a block of FP8 and tiles that are swapped and
+        neither described nor persistent.
       warps, stages: Of the kernel.
     """
 
-    sizes: ClassVar = ("rows", "outputs", "inputs", "gated")
-    """Rows and outputs of a call and its inputs; 1 where a gate is a second weight, else 0."""
+    sizes: ClassVar = ("item_bytes", "rows", "outputs", "inputs", "gated")
+    """Bytes of a number of the weight, rows and outputs of a call and its inputs; 1 where a gate is
+    a second weight, else 0."""
 
     rows: int
     columns: int
@@ -219,11 +225,23 @@ class LinearTiles:
     swapped: bool
     described: bool
     persistent: bool
+    widens: bool
     warps: int
     stages: int
 
+    @property
+    def takes_fp8(self) -> bool:
+        """Whether a weight in FP8 can be widened in registers."""
+        has_blocks = self.depth == FP8_BLOCK and self.swapped
+        return has_blocks and not (self.described or self.persistent)
+
     def __post_init__(self) -> None:
         _check_powers_of_two(self, {"rows": 16, "columns": 16, "depth": 16, "warps": 1})
+        if not (self.widens or self.takes_fp8):
+            raise ValueError(
+                f"tiles that widen no weight must be swapped, {FP8_BLOCK} deep, and neither "
+                "described nor persistent"
+            )
         if self.stages < 1:
             raise ValueError(f"stages must be at least 1, got {self.stages}")
 

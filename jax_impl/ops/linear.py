@@ -320,15 +320,19 @@ def _multiplied(
     added: Float[jax.Array, "R outputs"] | None = None,
     norm: Norm | None = None,
 ) -> Stream:
-    stored, inputs = weight.values.shape[-2:]
-    outputs = (stored - first) // (2 if is_gated else 1)
+    stored, scales = weight.num_outputs, weight.scales
     tiles = kernels.tiles.linear.of(
-        rows=len(x), outputs=outputs, inputs=inputs, gated=int(is_gated)
+        item_bytes=x.dtype.itemsize if scales is None else 1,
+        rows=len(x),
+        outputs=(stored - first) // (2 if is_gated else 1),
+        inputs=x.shape[1],
+        gated=int(is_gated),
     )
     scale, scale_layer = in_stack(norm)
     out, scaled, sums = kernels.linear.product(
         x,
-        weight.values.reshape(-1, stored, inputs),
+        weight.values.reshape(-1, *weight.values.shape[-2:]),
+        None if scales is None else scales.reshape(-1, *scales.shape[-2:]),
         jnp.asarray(0 if weight.layer is None else weight.layer, jnp.int32),
         first=first,
         out_type=out_type or x.dtype,

@@ -3,12 +3,18 @@
 `shared.models.fp8_words` says how they lie in memory.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
+from jaxtyping import Float, Int, Int32
 
-from shared.models.fp8_words import SCALE_FACTOR
+from shared.models.fp8_words import FP8_BLOCK, SCALE_FACTOR
+
+_WARPS = 4
 
 # Two words are two pairs of bfloat16 of one of their bytes: sign, exponent and mantissa are moved
 # to their places, subnormal numbers too. What comes out is 2^-120 of the code's number. One text
@@ -38,3 +44,36 @@ def _moved(words, byte, scale):
     codes = (lax.shift_right_logical(words, jnp.int32(8 * byte)) & 0xFF).astype(jnp.uint8)
     numbers = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
     return numbers * (scale.astype(jnp.float32) * (1 / SCALE_FACTOR))
+
+
+def widened(
+    words: Int32[jax.Array, "L N words"],
+    scales: Float[jax.Array, "L blocks blocks_in"],
+    layer: Int[jax.Array, ""],
+    *,
+    interpret: bool = False,
+) -> Float[jax.Array, "N K"]:
+    """The numbers of a layer's weight in memory, for products that take no words."""
+    _, blocks, blocks_in = scales.shape
+    return pl.pallas_call(
+        partial(_widening_kernel, is_compiled=not interpret),
+        grid=(blocks * blocks_in,),
+        out_shape=jax.ShapeDtypeStruct((words.shape[1], blocks_in * FP8_BLOCK), jnp.bfloat16),
+        compiler_params=pltriton.CompilerParams(num_warps=_WARPS, num_stages=1),
+        interpret=interpret,
+        name="widened",
+    )(words, scales, layer.reshape(1))
+
+
+def _widening_kernel(words_ref, scales_ref, layer_ref, wide_ref, *, is_compiled):
+    """One program per block that has a scale."""
+    layer, blocks_in = layer_ref[0], scales_ref.shape[2]
+    block, block_in = lax.div(pl.program_id(0), blocks_in), lax.rem(pl.program_id(0), blocks_in)
+    output = (block * FP8_BLOCK + lax.iota(jnp.int32, FP8_BLOCK))[:, None]
+    lane = lax.iota(jnp.int32, FP8_BLOCK // 4)[None, :]
+    words = pltriton.load(words_ref.at[layer, output, block_in * (FP8_BLOCK // 4) + lane])
+    column = jnp.full((FP8_BLOCK, 1), block_in)
+    scale = pltriton.load(scales_ref.at[layer, lax.div(output, FP8_BLOCK), column])
+    for number, part in enumerate(four(words, scale, is_compiled)):
+        place = block_in * FP8_BLOCK + number * (FP8_BLOCK // 4) + lane
+        pltriton.store(wide_ref.at[output, place], part)

@@ -14,11 +14,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 
+from kernels.pallas_gpu.fp8 import four, widened
 from kernels.pallas_gpu.linear_described import described_product, takes
 from kernels.pallas_gpu.squares import add_up, load_squares
 from kernels.tiles import LinearTiles
+from shared.models.fp8_words import FP8_BLOCK
 from shared.spec.numerics import SquaresOrder
 
 _LOG2_E = 1.4426950408889634
@@ -28,12 +30,14 @@ class Given(NamedTuple):
     """What stands before and after the sums.
 
     Attributes:
+      scales: Of a stack of weights in FP8.
       squares: Of the rows, in chunks, for their norm.
       bias, added: What is added to the sums, and to the result.
       norms, norm_layer: A stack of scales of norms, and which of it multiplies the result for its
         next reader.
     """
 
+    scales: Any
     squares: Any
     bias: Any
     added: Any
@@ -43,7 +47,8 @@ class Given(NamedTuple):
 
 def product(
     x: Float[jax.Array, "R inputs"],
-    weights: Float[jax.Array, "L stored inputs"],
+    weights: Float[jax.Array, "L stored inputs"] | Int32[jax.Array, "L stored words"],
+    scales: Float[jax.Array, "L blocks blocks_in"] | None,
     layer: Int[jax.Array, ""],
     *,
     first: int,
@@ -69,7 +74,9 @@ def product(
     Args:
       x: The rows.
       weights: A stack of weights `[outputs, inputs]`; where they are gated, the gate's rows and
-        then those of up. A slice of it would be copied for the kernel.
+        then those of up. A slice of it would be copied for the kernel. Or FP8 in words of four,
+        with the bits of the widened weight.
+      scales: Of FP8; see `shared.models.fp8_words`.
       layer: Which of the stack. An operand: as a constant, each layer would be a kernel of its own.
       first: The outputs from here on.
       out_type: Of the result.
@@ -95,6 +102,9 @@ def product(
     """
     if tiles.persistent and not tiles.described:
         raise ValueError("in Pallas only what descriptors copy is persistent")
+    if scales is not None and tiles.widens:
+        weights, scales = widened(weights, scales, layer, interpret=interpret)[None], None
+        bias, layer = None if bias is None else bias[layer][None], jnp.zeros_like(layer)
     R, N = x.shape[0], (weights.shape[1] - first) // (2 if is_gated else 1)
     # Mosaic GPU's interpreter knows neither loads in a layout nor instructions of PTX, and jax 0.10
     # has none to call.
@@ -129,7 +139,8 @@ def product(
             tiles=tiles,
         )
     rows = min(tiles.rows, max(16, pl.next_power_of_2(R)))
-    tiles = replace(tiles, depth=tiles.depth_of(x.shape[1]))
+    if scales is None:
+        tiles = replace(tiles, depth=tiles.depth_of(x.shape[1]))
     blocks = (pl.cdiv(R, rows), pl.cdiv(N, tiles.columns))
     scaled = sums = None
     if added is not None:
@@ -154,7 +165,12 @@ def product(
         compiler_params=pltriton.CompilerParams(num_warps=tiles.warps, num_stages=tiles.stages),
         interpret=interpret,
         name="product",
-    )(x, weights, layer.reshape(1), Given(squares, bias, added, norm, norm_layer.reshape(1)))
+    )(
+        x,
+        weights,
+        layer.reshape(1),
+        Given(scales, squares, bias, added, norm, norm_layer.reshape(1)),
+    )
 
 
 def let_next_start(x):
@@ -220,9 +236,26 @@ def _product_kernel(
             sums_after.append(_add_product(sums[1], x, weight, tiles.swapped))
         return tuple(sums_after)
 
+    def add_words(i, sums):
+        lane, after = lax.iota(jnp.int32, FP8_BLOCK // 4)[None, :], []
+        is_real = None if R % rows == 0 else is_row
+        places = [i * FP8_BLOCK + part * lane.size + lane for part in range(4)]
+        xs = [_load(x_ref, (row[:, None], place), is_real) for place in places]
+        is_real = None if outputs % tiles.columns == 0 else is_column
+        for number, total in enumerate(sums):
+            output = (first + number * outputs + column)[:, None]
+            words = _load(weights_ref, (layer, output, i * lane.size + lane), is_real)
+            block = (layer, lax.div(output, FP8_BLOCK), jnp.full(output.shape, i))
+            scale = _load(given.scales, block, is_real)
+            for weight, x in zip(four(words, scale, is_compiled), xs, strict=True):
+                total = _add_product(total, x, weight.astype(x.dtype), is_swapped=True)
+            after.append(total)
+        return tuple(after)
+
     shape = (tiles.columns, rows) if tiles.swapped else (rows, tiles.columns)
     nothing = (jnp.zeros(shape, jnp.float32),) * (2 if is_gated else 1)
-    sums = list(lax.fori_loop(0, pl.cdiv(K, tiles.depth), add, nothing))
+    step_of_chain = add if given.scales is None else add_words
+    sums = list(lax.fori_loop(0, pl.cdiv(K, tiles.depth), step_of_chain, nothing))
     if is_compiled:
         sums[0] = let_next_start(sums[0])
     if tiles.swapped:
@@ -258,6 +291,15 @@ def _product_kernel(
         _store_squares(
             sums_ref, out, at_row, is_row, at_column, block, outputs, tiles.columns, order
         )
+
+
+def _load(ref, at, is_one):
+    """Some rows of a reference, zero where none is; all are where `is_one` is None."""
+    if is_one is None:
+        return pltriton.load(ref.at[at])
+    shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in at))
+    other = 0 if ref.dtype == jnp.int32 else 0.0
+    return pltriton.load(ref.at[at], mask=jnp.broadcast_to(is_one[:, None], shape), other=other)
 
 
 def _norm_of(given, at_column, is_column):

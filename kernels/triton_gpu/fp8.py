@@ -3,8 +3,19 @@
 `shared.models.fp8_words` says how they lie in memory.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from jaxtyping import Float, Int32
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from shared.models.fp8_words import FP8_BLOCK
+
+_BLOCK = tl.constexpr(FP8_BLOCK)
+_WARPS = 4
 
 # Two words are four pairs of bfloat16: of each byte the sign, the exponent and the mantissa are
 # moved to their places, subnormal numbers too. What comes out is 2^-120 of the code's number.
@@ -53,3 +64,43 @@ def _moved(words, byte: tl.constexpr):
     code = (words >> (8 * byte)) & 0xFF
     bits = ((code & 0x80) << 8) | ((code & 0x7F) << 4)
     return (bits << 16).to(tl.float32, bitcast=True)
+
+
+def widened(
+    words: Int32[Tensor, "N words"], scales: Float[Tensor, "blocks blocks_in"], **how: Any
+) -> Float[Tensor, "N K"]:
+    """The numbers of a weight in memory, for products that take no words.
+
+    Args:
+      how: As `launching` in `linear` says.
+    """
+    blocks, blocks_in = scales.shape
+    shape = (words.shape[0], blocks_in * FP8_BLOCK)
+    wide = torch.empty(shape, dtype=torch.bfloat16, device=words.device)
+    _widening_kernel[(blocks * blocks_in,)](
+        words, scales, wide, blocks_in=blocks_in, num_warps=_WARPS, **how
+    )
+    return wide
+
+
+@triton.jit
+def _widening_kernel(
+    words_at, scales_at, wide_at, blocks_in: tl.constexpr, is_launched: tl.constexpr
+):
+    """One program per block that has a scale."""
+    block = tl.program_id(0)
+    output = block // blocks_in * _BLOCK + tl.arange(0, _BLOCK)
+    lane = tl.arange(0, _BLOCK // 4)[None, :]
+    place = output.to(tl.int64)[:, None] * blocks_in + block % blocks_in
+    if is_launched:
+        gdc_wait()
+        gdc_launch_dependents()
+    scale = tl.load(scales_at + block + output[:, None] * 0)
+    first, second, third, fourth = four(
+        tl.load(words_at + place * (_BLOCK // 4) + lane), scale, is_launched
+    )
+    wide_at += place * _BLOCK + lane
+    tl.store(wide_at, first)
+    tl.store(wide_at + 32, second)
+    tl.store(wide_at + 64, third)
+    tl.store(wide_at + 96, fourth)

@@ -10,15 +10,19 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.tiles import LinearTiles
+from kernels.triton_gpu.expert_tiles import Stored, add_four, four_of
+from kernels.triton_gpu.fp8 import widened
 from kernels.triton_gpu.squares import add_up
+from shared.models.fp8_words import FP8_BLOCK
 from shared.spec.numerics import SquaresOrder
 
+_BLOCK = tl.constexpr(FP8_BLOCK)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _DESCRIBED_BYTES = 16
 """Rows of what a tensor descriptor is of are so many bytes apart, or a multiple."""
@@ -49,12 +53,14 @@ class Sizes(NamedTuple):
     """What is multiplied: outputs, inputs, and what is done with the sums.
 
     Attributes:
+      is_fp8: Whether the weight is FP8 in words of four.
       is_biased, is_gated, is_added, is_scaled: Whether it is.
       factor: Of a result that is not gated.
     """
 
     N: int
     K: int
+    is_fp8: bool
     is_biased: bool
     is_gated: bool
     is_added: bool
@@ -93,7 +99,8 @@ class Cut(NamedTuple):
 
 def product(
     x: Float[Tensor, "R inputs"],
-    weight: Float[Tensor, "stored inputs"],
+    weight: Float[Tensor, "stored inputs"] | Int32[Tensor, "stored words"],
+    scales: Float[Tensor, "blocks blocks_in"] | None,
     *,
     out_type: torch.dtype,
     squares: Float[Tensor, "R chunks"] | None,
@@ -114,7 +121,9 @@ def product(
 
     Args:
       x: The rows.
-      weight: `[outputs, inputs]`; where it is gated, the gate's rows and then those of up.
+      weight: `[outputs, inputs]`; where it is gated, the gate's rows and then those of up. Or FP8
+        in words of four, with the bits of the widened weight.
+      scales: Of FP8; see `shared.models.fp8_words`.
       out_type: Of the result.
       squares: The rows' squares in chunks, where the product is that of their RMS norm; `x` are
         the rows times the norm's scale then, and the squares those of the rows without it.
@@ -132,7 +141,10 @@ def product(
       squares in chunks.
     """
     (R, K), N = x.shape, weight.shape[0] // (2 if is_gated else 1)
-    rows, depth = min(tiles.rows, max(16, triton.next_power_of_2(R))), tiles.depth_of(K)
+    if scales is not None and tiles.widens:
+        weight, scales = widened(weight, scales, **launching(x)), None
+    rows = min(tiles.rows, max(16, triton.next_power_of_2(R)))
+    depth = tiles.depth_of(K) if scales is None else tiles.depth
     row_blocks, column_blocks = triton.cdiv(R, rows), triton.cdiv(N, tiles.columns)
     chunks = 0 if squares is None else squares.shape[1]
     out = torch.empty((R, N), dtype=out_type, device=x.device)
@@ -154,6 +166,7 @@ def product(
     _product_kernel[(programs,)](
         x_at,
         weight_at,
+        x if scales is None else scales,
         Ends(
             # A pointer must be there, also where nothing reads it.
             squares=x if squares is None else squares,
@@ -171,6 +184,7 @@ def product(
         sizes=Sizes(
             N=N,
             K=K,
+            is_fp8=scales is not None,
             is_biased=bias is not None,
             is_gated=is_gated,
             is_added=added is not None,
@@ -221,8 +235,8 @@ def launching(x: Tensor) -> dict[str, bool]:
 
 @triton.jit(do_not_specialize=["num_rows", "row_blocks", "blocks"])
 def _product_kernel(
-    x_at, weight_at, ends, num_rows, row_blocks, blocks, sizes: tl.constexpr, squares: tl.constexpr,
-    cut: tl.constexpr, is_launched: tl.constexpr,
+    x_at, weight_at, scales_at, ends, num_rows, row_blocks, blocks, sizes: tl.constexpr,
+    squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """One program per block of outputs and block of rows, or one that has several in turn.
 
@@ -233,19 +247,20 @@ def _product_kernel(
             gdc_wait()
         for number in tl.range(tl.program_id(0), blocks, tl.num_programs(0), flatten=True):
             _product_block(
-                number, x_at, weight_at, ends, num_rows, row_blocks, sizes, squares, cut, False
-            )
+                number, x_at, weight_at, scales_at, ends, num_rows, row_blocks, sizes, squares, cut,
+                False,
+            )  # fmt: skip
     else:
         _product_block(
-            tl.program_id(0), x_at, weight_at, ends, num_rows, row_blocks, sizes, squares, cut,
-            is_launched,
+            tl.program_id(0), x_at, weight_at, scales_at, ends, num_rows, row_blocks, sizes,
+            squares, cut, is_launched,
         )  # fmt: skip
 
 
 @triton.jit
 def _product_block(
-    number, x_at, weight_at, ends, num_rows, row_blocks, sizes: tl.constexpr, squares: tl.constexpr,
-    cut: tl.constexpr, is_launched: tl.constexpr,
+    number, x_at, weight_at, scales_at, ends, num_rows, row_blocks, sizes: tl.constexpr,
+    squares: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs and rows, the rows first: they share the weight."""
     N: tl.constexpr = sizes.N
@@ -262,7 +277,11 @@ def _product_block(
     row, column = first_row + tl.arange(0, rows), block * columns + tl.arange(0, columns)
     step = tl.arange(0, depth)
     is_row, is_column = row < num_rows, column < N
-    if not is_described:
+    if sizes.is_fp8:
+        x_at += row.to(tl.int64)[:, None] * K
+        of_weight = _place_in_words(weight_at, scales_at, column, K)
+        of_up = _place_in_words(weight_at, scales_at, N + column, K)
+    elif not is_described:
         x_at += row.to(tl.int64)[:, None] * K + step[None, :]
         weight_at += column.to(tl.int64)[:, None] * K + step[None, :]
     if is_launched:
@@ -284,7 +303,13 @@ def _product_block(
     acc = tl.zeros((width, rows) if is_swapped else (rows, width), tl.float32)
     up = acc
     for at in tl.range(0, K, depth, num_stages=cut.stages):
-        if is_described:
+        if sizes.is_fp8:
+            x0, x1, x2, x3 = four_of(x_at, at, is_row)
+            has_all: tl.constexpr = N % columns == 0
+            acc = add_four(acc, of_weight, at, x0, x1, x2, x3, is_column, has_all, is_launched)
+            if is_gated:
+                up = add_four(up, of_up, at, x0, x1, x2, x3, is_column, has_all, is_launched)
+        elif is_described:
             x = x_at.load([first_row, at])
             if is_joined:
                 weight = tl.reshape(weight_at.load([0, block * columns, at]), (width, depth))
@@ -339,6 +364,14 @@ def _product_block(
         tl.store(ends.scaled + place, scaled, mask=is_inside)
     if sizes.is_added:
         _store_squares(ends.sums, out, row, is_row, column, block, N, squares)
+
+
+@triton.jit
+def _place_in_words(words_at, scales_at, output, K: tl.constexpr):
+    """Where some outputs of FP8 begin, [outputs, 1] pointers, and their scales."""
+    words = words_at + (output.to(tl.int64) * (K // 4))[:, None]
+    scales = scales_at + (output // _BLOCK * (K // _BLOCK))[:, None]
+    return Stored(weights=words, scales=scales)
 
 
 @triton.jit

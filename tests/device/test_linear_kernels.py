@@ -4,11 +4,6 @@ interpreted.
 And that a row's bits depend neither on the rows beside it nor on the tiles.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,13 +15,21 @@ from shared.spec import layers as spec_layers
 from shared.spec import linear as spec
 from shared.spec.linear import Matrix, Stream
 from shared.spec.numerics import SQUARES, chunks_of_squares, sum_of_squares
-from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
+from tests.support.linear_kernels import (
+    EPS,
+    KINDS,
+    Arrays,
+    in_bfloat16,
+    in_pallas,
+    in_triton,
+    normal,
+    tiles,
+)
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 
-EPS = 1e-6
 each_language = pytest.mark.parametrize("language", KERNELS)
-Arrays = tuple[np.ndarray, ...]
 
 
 CUTS = {
@@ -36,31 +39,7 @@ CUTS = {
 """Whether blocks are copied by descriptors, and whether programs stay."""
 
 
-def tiles(**changed: int | bool) -> LinearTiles:
-    how = {"rows": 16, "columns": 64, "depth": 64, "warps": 4, "stages": 2}
-    usual = {"swapped": True, "described": False, "persistent": False}
-    return LinearTiles(**(usual | how | changed))
-
-
 TMA = {"described": True, "persistent": True}
-
-
-def in_triton(function: Callable[..., Any], *arrays: np.ndarray | None, **how: Any) -> Arrays:
-    """Runs a function of the Triton kernels on float32 arrays."""
-    device = "cuda" if ON_GPU else "cpu"
-    given = [None if x is None else torch.from_numpy(x).to(device) for x in arrays]
-    found = function(*given, **how)
-    found = found if isinstance(found, tuple) else (found,)
-    return tuple(x.cpu().numpy() for x in found if x is not None)
-
-
-def in_pallas(function: Callable[..., Any], *arrays: np.ndarray | None, **how: Any) -> Arrays:
-    """Runs a function of the Pallas kernels on float32 arrays."""
-    given = [None if x is None else jnp.asarray(x) for x in arrays]
-    program = jax.jit(partial(function, **how, interpret=INTERPRET), compiler_options=OPTIONS)
-    found = program(*given)
-    found = found if isinstance(found, tuple) else (found,)
-    return tuple(np.asarray(x) for x in found if x is not None)
 
 
 def multiply(
@@ -85,6 +64,7 @@ def multiply(
             lambda x, weight, squares, bias, added, norm: module.product(
                 x,
                 weight[first:],
+                None,
                 squares=squares,
                 bias=bias if bias is None else bias[first:],
                 added=added,
@@ -101,6 +81,7 @@ def multiply(
         lambda x, stack, squares, biases, added, norms, interpret: module.product(
             x,
             stack,
+            None,
             jnp.int32(1),
             first=first,
             squares=squares,
@@ -127,10 +108,6 @@ def beside(language: str, x: np.ndarray, norm: np.ndarray | None) -> Arrays:
         norms,
         order=SQUARES,
     )
-
-
-def normal(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
 SIZES = {"few rows": (3, 96, 80), "rows over": (20, 128, 128), "nothing over": (16, 64, 64)}
@@ -210,64 +187,6 @@ def test_blocks_that_descriptors_copy_are_the_same(
         np.testing.assert_array_equal(got, want)
 
 
-def in_bfloat16(
-    language: str, kind: str, cut: LinearTiles, *, R: int, K: int, N: int, out_type: str, first: int
-) -> Arrays:
-    """A product of numbers that are bfloat16, of the second of two weights, as float32."""
-    is_gated = "gated" in kind
-    x, weights = normal(0, R, K), normal(1, 2, first + (2 if is_gated else 1) * N, K) / 8
-    added = normal(2, R, N) if "added" in kind else None
-    norm = 1 + normal(4, 2, N) / 4 if "added" in kind else None
-    bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
-    module = KERNELS[language]["linear"]
-    squares = chunks_of_squares(x) if "normed" in kind or is_gated else None
-    how = {"eps": EPS, "is_gated": is_gated, "order": SQUARES, "tiles": cut}
-    how["factor"] = 0.22 if "times" in kind else 1.0
-    if language == "triton":
-        dtype = getattr(torch, out_type)
-        return in_triton(
-            lambda x, weights, squares, bias, added, norm: tuple(
-                y if y is None else y.float()
-                for y in module.product(
-                    x.bfloat16(),
-                    weights[1, first:].bfloat16(),
-                    squares=squares,
-                    bias=bias if bias is None else bias[1, first:].bfloat16(),
-                    added=added if added is None else added.to(dtype),
-                    norm=norm if norm is None else norm[1],
-                    out_type=dtype,
-                    **how,
-                )
-            ),
-            *(x, weights, squares, bias, added, norm),
-        )
-    dtype = jnp.dtype(out_type)
-    return in_pallas(
-        lambda x, weights, squares, bias, added, norm, interpret: tuple(
-            y if y is None else y.astype(jnp.float32)
-            for y in module.product(
-                x.astype(jnp.bfloat16),
-                weights.astype(jnp.bfloat16),
-                squares=squares,
-                bias=bias if bias is None else bias.astype(jnp.bfloat16),
-                added=added if added is None else added.astype(dtype),
-                norm=norm,
-                norm_layer=jnp.int32(1),
-                out_type=dtype,
-                layer=jnp.int32(1),
-                first=first,
-                interpret=interpret,
-                **how,
-            )
-        ),
-        *(x, weights, squares, bias, added, norm),
-    )
-
-
-KINDS = ["plain", "normed", "gated", "added"]
-KINDS += ["biased", "biased, normed", "biased, gated", "times, added", "biased, times, added"]
-
-
 @pytest.mark.skipif(
     INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="blocks are copied by TMA on a GPU"
 )
@@ -313,10 +232,11 @@ def test_mosaic_gives_the_bits_of_triton_with_and_without_descriptors(
 def test_what_is_added_is_rounded_by_itself_behind_a_chain_of_one_step(
     language: str, kind: str
 ) -> None:
-    given: dict[str, Any] = {"R": 128, "K": 128, "N": 256, "first": 0}
-    given |= {"kind": kind, "out_type": "bfloat16"}
-    how = {"rows": 64, "swapped": False, "stages": 5}
-    found = [in_bfloat16(language, cut=tiles(depth=x, **how), **given) for x in (32, 64, 128)]
+    sizes = {"R": 128, "K": 128, "N": 256, "first": 0}
+    found = []
+    for depth in (32, 64, 128):
+        cut = tiles(rows=64, swapped=False, stages=5, depth=depth)
+        found.append(in_bfloat16(language, kind, cut, **sizes, out_type="bfloat16"))
     for got in found[1:]:
         for one, other in zip(got, found[0], strict=True):
             np.testing.assert_array_equal(one, other)

@@ -43,11 +43,13 @@ def test_every_file_has_tiles_for_every_call(path: Path, language: str) -> None:
     for rows in (1, 16, 32, 128, 4096):
         for outputs, gated in ((64, 0), (4096, 1), (6144, 0), (151936, 0)):
             sizes = {"rows": rows, "outputs": outputs, "inputs": 4096, "gated": gated}
+            sizes |= {"item_bytes": 2}
             assert tiles.sampling.of(rows=rows).groups >= 1
             for inner, item_bytes in ((512, 1), (768, 2), (64, 4)):
                 of_experts = {"item_bytes": item_bytes, "rows": rows, "inner": inner}
                 assert tiles.experts.of(**of_experts).down_columns >= SQUARES.chunk
-            assert tiles.linear.of(**sizes).columns >= (16 if gated else SQUARES.chunk)
+            for of_linear in (sizes, sizes | {"item_bytes": 1}):
+                assert tiles.linear.of(**of_linear).columns >= (16 if gated else SQUARES.chunk)
 
 
 def test_the_first_line_that_takes_the_sizes_holds(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ MODULES = (
     "draft_tree",
     "experts",
     "flat_nodes",
+    "fp8",
     "groups",
     "heads",
     "layers",

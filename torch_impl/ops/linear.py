@@ -218,14 +218,17 @@ def _multiplied(
     added: Float[Tensor, "R outputs"] | None = None,
     norm: Float[Tensor, " outputs"] | None = None,
 ) -> Stream:
-    stored, inputs = weight.values.shape
-    outputs = stored // 2 if is_gated else stored
     tiles = kernels.tiles.linear.of(
-        rows=len(x), outputs=outputs, inputs=inputs, gated=int(is_gated)
+        item_bytes=x.element_size() if weight.scales is None else 1,
+        rows=len(x),
+        outputs=weight.num_outputs // (2 if is_gated else 1),
+        inputs=x.shape[1],
+        gated=int(is_gated),
     )
     out, scaled, sums = kernels.linear.product(
         x.contiguous(),
         weight.values,
+        weight.scales,
         out_type=out_type or x.dtype,
         squares=squares,
         eps=eps,

@@ -2,8 +2,10 @@
 
 from functools import partial
 
+import ml_dtypes
 import numpy as np
 
+from shared.models import fp8, fp8_words
 from shared.spec.linear import Matrix, Stream
 from tests.support.op_case import Arguments, OpCase
 
@@ -14,6 +16,22 @@ def _weight(rng: np.random.Generator, outputs: int, inputs: int) -> Matrix:
     """Random numbers, repeated in a large one: drawing 600 million of them would take a while."""
     drawn = rng.standard_normal(min(outputs * inputs, 2**20 - 3), np.float32)
     return Matrix(np.resize(drawn / np.float32(inputs**0.5), (outputs, inputs)))
+
+
+def _in_fp8(arguments: Arguments) -> Arguments:
+    """With the weight in FP8, in blocks whose scales differ."""
+    wide = arguments["weight"].values
+    shape = fp8.scale_shape(wide.shape)
+    sizes = 2 + np.resize(np.arange(7, dtype=np.float32), shape)
+    scales = (sizes / np.float32(64 * wide.shape[1] ** 0.5)).astype(ml_dtypes.bfloat16)
+    codes = fp8.scaled(wide.copy(), 1 / scales.astype(np.float32))
+    words = fp8_words.packed(codes.astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
+    return arguments | {"weight": Matrix(words, scales=fp8_words.packed_scales(scales))}
+
+
+def fp8_arguments(seed: int, *, function: str, R: int, K: int, N: int) -> Arguments:
+    """Those of a function, with the weight in FP8."""
+    return _in_fp8(_MAKERS[function](seed, R=R, K=K, N=N))
 
 
 def product_arguments(seed: int, *, R: int, K: int, N: int) -> Arguments:
@@ -60,12 +78,19 @@ _SMALL = {
     "three rows": {"R": 3, "K": 96, "N": 80},
     "many rows": {"R": 37, "K": 64, "N": 192},
 }
+_SMALL_FP8 = {"FP8, three rows": {"R": 3, "K": 128, "N": 256}}
 # The products of a layer of Qwen3-8B, and its head.
 _LARGE = {
     "normed_product": {"qkv": (4096, 6144)},
     "added_product": {"out": (4096, 4096), "down": (12288, 4096)},
     "gated_product": {"gate and up": (4096, 12288)},
     "product_float32": {"head": (4096, 151936)},
+}
+# Also those of Qwen3.5-27B and of Qwen3.5-35B-A3B, whose outputs are wide.
+_LARGE_FP8 = {
+    "normed_product": {"qkv": (4096, 6144), "35B in": (2048, 12288)},
+    "added_product": {"out": (4096, 4096), "down": (12288, 4096)},
+    "gated_product": {"gate and up": (4096, 12288), "27B gate and up": (5120, 17408)},
 }
 _ROWS = (1, 8, 32, 128, 256, 512, 2048)
 TABLE = [
@@ -86,4 +111,27 @@ TABLE += [
     for name, (K, N) in cases.items()
     for R in _ROWS
     if name != "head" or R in (1, 32, 512)
+]
+TABLE += [
+    OpCase(
+        op="linear",
+        function=function,
+        name=name,
+        make=partial(fp8_arguments, function=function, **sizes),
+    )
+    for function in _MAKERS
+    for name, sizes in _SMALL_FP8.items()
+]
+TABLE += [
+    OpCase(
+        op="linear",
+        function=function,
+        name=f"FP8 {name}, {R} rows",
+        make=partial(fp8_arguments, function=function, R=R, K=K, N=N),
+        dtype="bfloat16",
+        is_large=True,
+    )
+    for function, cases in _LARGE_FP8.items()
+    for name, (K, N) in cases.items()
+    for R in _ROWS
 ]

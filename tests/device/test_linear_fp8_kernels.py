@@ -1,0 +1,98 @@
+"""Products with weights in FP8 have the bits of those with the widened weights."""
+
+from itertools import product
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shared.models import fp8, fp8_words
+from shared.models.fp8_words import FP8_BLOCK
+from tests.support.kernels import KERNELS, ON_GPU
+from tests.support.linear_kernels import KINDS, Arrays, in_bfloat16, in_pallas, in_triton, tiles
+
+pytestmark = pytest.mark.usefixtures("interpreted")
+each_language = pytest.mark.parametrize("language", KERNELS)
+
+FP8_SIZES = [{"R": 3, "K": 256, "N": 128}, {"R": 20, "K": 128, "N": 384}]
+if ON_GPU:
+    FP8_SIZES += [
+        {"R": 1, "K": 4096, "N": 1280},
+        {"R": 70, "K": 2048, "N": 4096},
+        {"R": 200, "K": 5120, "N": 640},
+        {"R": 600, "K": 1024, "N": 12288},
+    ]
+FP8_CUTS = {"rows": [16, 32, 64, 128], "columns": [64, 128], "warps": [4, 8], "stages": [2, 4]}
+
+
+@each_language
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", FP8_SIZES, ids=str)
+def test_a_weight_in_fp8_has_the_bits_of_the_widened(
+    sizes: dict[str, int], kind: str, language: str
+) -> None:
+    """Interpreted, a sum is rounded once a step, so that the steps must be as long."""
+    first = 0 if "gated" in kind else FP8_BLOCK
+    given = sizes | {"kind": kind, "out_type": "float32", "first": first}
+    how = {} if ON_GPU else {"depth": 32}
+    want = in_bfloat16(language, cut=tiles(**how), **given, words=False)
+    check_close(in_bfloat16(language, cut=tiles(**how), **given, words=True), want)
+    changes = [dict(zip(FP8_CUTS, x, strict=True)) for x in product(*FP8_CUTS.values())]
+    for change in changes if ON_GPU else changes[:1]:
+        cut = tiles(depth=FP8_BLOCK, widens=False, **change)
+        check_close(in_bfloat16(language, cut=cut, **given, words=True), want)
+
+
+def check_close(got: Arrays, want: Arrays) -> None:
+    """The same bits; interpreted, XLA may add in an order of its own and round once or twice."""
+    for one, other in zip(got, want, strict=True):
+        if ON_GPU:
+            np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_languages_widen_and_multiply_to_the_same_bits(kind: str) -> None:
+    for sizes in FP8_SIZES:
+        given = sizes | {"kind": kind, "out_type": "float32", "first": 0, "words": True}
+        for widens in (False, True):
+            cut = tiles(depth=FP8_BLOCK, widens=widens)
+            check_close(*(in_bfloat16(each, cut=cut, **given) for each in KERNELS))
+
+
+@each_language
+def test_every_number_of_fp8_is_widened_in_memory_as_in_numpy(language: str) -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    codes = np.resize(codes[~np.isnan(fp8.VALUES)], (2, 256, 384))
+    scales = np.random.default_rng(0).uniform(0.1, 0.2, (2, 2, 3)).astype(ml_dtypes.bfloat16)
+    words, kept = fp8_words.packed(codes), fp8_words.packed_scales(scales)
+    module = KERNELS[language]["fp8"]
+    if language == "triton":
+        (got,) = in_triton(
+            lambda words, scales: module.widened(
+                words[1],
+                scales[1].bfloat16(),
+                **KERNELS["triton"]["linear"].launching(words),
+            ).float(),
+            *(words, kept),
+        )
+    else:
+        (got,) = in_pallas(
+            lambda words, scales, **how: module.widened(
+                words, scales.astype(jnp.bfloat16), jnp.int32(1), **how
+            ).astype(jnp.float32),
+            *(words, kept),
+        )
+    np.testing.assert_array_equal(got, fp8_words.widened(words, kept)[1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"depth": 64}, {"swapped": False}, {"described": True}, {"persistent": True}],
+    ids=str,
+)
+def test_tiles_that_widen_nothing_are_those_of_fp8(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="tiles that widen no weight must be swapped, 128 deep"):
+        tiles(**{"depth": FP8_BLOCK, "widens": False} | change)

@@ -1,0 +1,137 @@
+"""The kernels of products in both languages, as functions of numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import torch
+
+from kernels.tiles import LinearTiles
+from shared.models import fp8, fp8_words
+from shared.models.fp8_words import FP8_BLOCK
+from shared.spec.numerics import SQUARES, chunks_of_squares
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU, OPTIONS
+
+EPS = 1e-6
+Arrays = tuple[np.ndarray, ...]
+KINDS = ["plain", "normed", "gated", "added"]
+KINDS += ["biased", "biased, normed", "biased, gated", "times, added", "biased, times, added"]
+"""What stands before and after a product."""
+
+
+def tiles(**changed: int | bool) -> LinearTiles:
+    how = {"rows": 16, "columns": 64, "depth": 64, "warps": 4, "stages": 2}
+    usual = {"swapped": True, "described": False, "persistent": False, "widens": True}
+    return LinearTiles(**(usual | how | changed))
+
+
+def in_triton(function: Callable[..., Any], *arrays: np.ndarray | None, **how: Any) -> Arrays:
+    """Runs a function of the Triton kernels on float32 arrays."""
+    device = "cuda" if ON_GPU else "cpu"
+    given = [None if x is None else torch.from_numpy(x).to(device) for x in arrays]
+    found = function(*given, **how)
+    found = found if isinstance(found, tuple) else (found,)
+    return tuple(x.cpu().numpy() for x in found if x is not None)
+
+
+def in_pallas(function: Callable[..., Any], *arrays: np.ndarray | None, **how: Any) -> Arrays:
+    """Runs a function of the Pallas kernels on float32 arrays."""
+    given = [None if x is None else jnp.asarray(x) for x in arrays]
+    program = jax.jit(partial(function, **how, interpret=INTERPRET), compiler_options=OPTIONS)
+    found = program(*given)
+    found = found if isinstance(found, tuple) else (found,)
+    return tuple(np.asarray(x) for x in found if x is not None)
+
+
+def normal(seed: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def in_bfloat16(
+    language: str,
+    kind: str,
+    cut: LinearTiles,
+    *,
+    R: int,
+    K: int,
+    N: int,
+    out_type: str,
+    first: int,
+    words: bool | None = None,
+) -> Arrays:
+    """A product of numbers that are bfloat16, of the second of two weights, as float32.
+
+    Args:
+      words: The weights are those of FP8, in words or widened.
+    """
+    is_gated = "gated" in kind
+    x, weights = normal(0, R, K), normal(1, 2, first + (2 if is_gated else 1) * N, K) / 8
+    scales = None
+    if words is not None:
+        weights, scales = in_words(weights)
+        if not words:
+            weights, scales = fp8_words.widened(weights, scales), None
+    added = normal(2, R, N) if "added" in kind else None
+    norm = 1 + normal(4, 2, N) / 4 if "added" in kind else None
+    bias = normal(3, *weights.shape[:2]) if "biased" in kind else None
+    module = KERNELS[language]["linear"]
+    squares = chunks_of_squares(x) if "normed" in kind or is_gated else None
+    how = {"eps": EPS, "is_gated": is_gated, "order": SQUARES, "tiles": cut}
+    how["factor"] = 0.22 if "times" in kind else 1.0
+    if language == "triton":
+        dtype = getattr(torch, out_type)
+        return in_triton(
+            lambda x, weights, scales, squares, bias, added, norm: tuple(
+                y if y is None else y.float()
+                for y in module.product(
+                    x.bfloat16(),
+                    weights[1, first:] if words else weights[1, first:].bfloat16(),
+                    scales if scales is None else scales[1, first // FP8_BLOCK :].bfloat16(),
+                    squares=squares,
+                    bias=bias if bias is None else bias[1, first:].bfloat16(),
+                    added=added if added is None else added.to(dtype),
+                    norm=norm if norm is None else norm[1],
+                    out_type=dtype,
+                    **how,
+                )
+            ),
+            *(x, weights, scales, squares, bias, added, norm),
+        )
+    dtype = jnp.dtype(out_type)
+    return in_pallas(
+        lambda x, weights, scales, squares, bias, added, norm, interpret: tuple(
+            y if y is None else y.astype(jnp.float32)
+            for y in module.product(
+                x.astype(jnp.bfloat16),
+                weights if words else weights.astype(jnp.bfloat16),
+                scales if scales is None else scales.astype(jnp.bfloat16),
+                squares=squares,
+                bias=bias if bias is None else bias.astype(jnp.bfloat16),
+                added=added if added is None else added.astype(dtype),
+                norm=norm,
+                norm_layer=jnp.int32(1),
+                out_type=dtype,
+                layer=jnp.int32(1),
+                first=first,
+                interpret=interpret,
+                **how,
+            )
+        ),
+        *(x, weights, scales, squares, bias, added, norm),
+    )
+
+
+def in_words(weights: np.ndarray) -> Arrays:
+    """Weights in FP8, in words and with the scales that kernels take, of several sizes."""
+    rng = np.random.default_rng(5)
+    scales = rng.uniform(2.0**-9, 2.0**-8, fp8.scale_shape(weights.shape))
+    scales = scales.astype(ml_dtypes.bfloat16)
+    across = scales.astype(np.float32).repeat(FP8_BLOCK, -2).repeat(FP8_BLOCK, -1)
+    codes = (weights / across).clip(-448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    return fp8_words.packed(codes), fp8_words.packed_scales(scales)
