@@ -6,12 +6,14 @@ where drafts are replayed. Of experts are read as many as rows choose on average
 and apart from each other. What a step writes of KV, and activations, are left out: they are small.
 """
 
+from collections.abc import Collection
 from math import prod
 
 from shared.boundary.backend import Blueprint
 from shared.drafts.checkpoint import draft_parameters
 from shared.drafts.drafts import MODEL, MTP
 from shared.models.config import ModelConfig
+from shared.models.fp8_words import bytes_of_words
 from shared.models.kept import kept_bytes
 from shared.models.parameters import Parameter, parameters
 from shared.spec.draft_tree import TreeShape
@@ -32,7 +34,8 @@ def step_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: int)
     """
     config, item = blueprint.config, blueprint.item_bytes
     wanted = parameters(config, False)
-    moved = _weight_bytes(wanted, item, config.tied, _read_share(config, batch * shape.nodes))
+    share, in_words = _read_share(config, batch * shape.nodes), blueprint.in_words
+    moved = _weight_bytes(wanted, item, config.tied, share, in_words)
     moved += batch * context * _kv_row(config, config.num_attention_layers, item)
     delta = config.gated_delta
     if delta:
@@ -58,20 +61,25 @@ def _draft_bytes(blueprint: Blueprint, shape: TreeShape, batch: int, context: in
         own = draft_parameters(drafts, None)
     is_tied = drafts.kind == MODEL and drafts.model is not None and drafts.model.tied
     share = _read_share(drafts.sizes.model, batch * shape.width)
-    once = _weight_bytes(own, item, is_tied, share)
+    once = _weight_bytes(own, item, is_tied, share, blueprint.in_words if drafts.with_mtp else ())
     if not is_tied and not any(p.name == "lm_head" for p in own):
         once += config.vocab * config.hidden * item  # the target's LM head scores its drafts
     kv = batch * context * _kv_row(drafts.sizes.model, drafts.sizes.num_attention_layers, item)
     return passes * (once + kv)
 
 
-def _weight_bytes(wanted: list[Parameter], item: int, is_tied: bool, read_share: float) -> int:
-    return sum(
-        int(prod(p.shape) * (read_share if p.name.endswith(EXPERTS) else 1))
-        * (FLOAT32_BYTES if p.float32 else item)
-        for p in wanted
-        if is_tied or p.name != EMBEDDING
-    )
+def _weight_bytes(
+    wanted: list[Parameter], item: int, is_tied: bool, read_share: float, in_words: Collection[str]
+) -> int:
+    moved = 0
+    for parameter in wanted:
+        if parameter.name == EMBEDDING and not is_tied:
+            continue
+        size = prod(parameter.shape) * (FLOAT32_BYTES if parameter.float32 else item)
+        if parameter.name in in_words:
+            size = bytes_of_words(parameter.shape)
+        moved += int(size * (read_share if parameter.name.endswith(EXPERTS) else 1))
+    return moved
 
 
 def _read_share(config: ModelConfig, rows: int) -> float:

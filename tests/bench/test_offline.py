@@ -220,6 +220,15 @@ def test_of_experts_those_are_read_that_rows_choose():
     assert two - one == pytest.approx((8 * (1 - (5 / 8) ** 2) - 3) * expert, rel=0.01)
 
 
+def test_what_stays_fp8_is_read_as_codes_and_scales():
+    config = config_from_folder(SHAPES / "qwen3-30b-a3b-fp8")
+    wide, plain = blueprint_of(Drafts.none(), config), TreeShape.plain(1)
+    names = frozenset({"experts.gate_up", "experts.down"})
+    found = [step_bytes(replace(wide, in_words=each), plain, 1, 0) for each in (frozenset(), names)]
+    weights = 48 * 8 * 3 * 768 * 2048  # of the experts that a row chooses
+    assert found[0] - found[1] == pytest.approx(weights * (1 - 2 / 128**2), rel=1e-6)
+
+
 def test_a_block_is_one_pass_and_ends_in_the_targets_lm_head():
     config = config_from_folder(SHAPES / "qwen3-8b")
     head = DraftConfig.from_folder(SHAPES / "qwen3-8b-dflash", config)
