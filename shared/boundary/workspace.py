@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shared.boundary.backend import Blueprint, Capacity
 from shared.boundary.program import Extra, Program, Work
+from shared.models import fp8_words
 from shared.models.config import ModelConfig
 from shared.models.kept import kept_bytes
 from shared.models.layers import DenseConfig, ExpertsConfig
@@ -52,6 +53,7 @@ def step_bytes(program: Program, blueprint: Blueprint, costs: Costs) -> int:
     sizes, small = blueprint.config, blueprint.drafts.model
     model_bytes = _model_bytes(program, sizes, blueprint, costs)
     kept = _logit_bytes(program, blueprint, costs) + _stream_bytes(program, blueprint)
+    kept += _widened_bytes(blueprint)
     if small is None:
         return model_bytes + kept
     # A small model runs after the target, or before it; each node of a level has its own states.
@@ -140,6 +142,14 @@ def _delta_bytes(program: Program, model: ModelConfig, item: int) -> int:
         per_row = kept * model.num_gated_delta_layers
     states = 2 * program.batch * delta.num_value_heads * delta.key_size * delta.value_size
     return rows_of(program) * per_row + 4 * states
+
+
+def _widened_bytes(blueprint: Blueprint) -> int:
+    """A dense weight in FP8, which is widened in memory where rows are many."""
+    dense, hidden = blueprint.config.dense, blueprint.config.hidden
+    if dense is None or not any(name.endswith(fp8_words.DENSE) for name in blueprint.in_words):
+        return 0
+    return 2 * dense.intermediate * hidden * blueprint.item_bytes
 
 
 def _stream_bytes(program: Program, blueprint: Blueprint) -> int:

@@ -19,11 +19,14 @@ SCALE_FACTOR = 2.0**120
 is. Scales are kept larger by as much; the product is rounded as if both were as they should be."""
 SCALES = "_scales"
 """Ends the name of a parameter's scales, behind the name of the parameter."""
-KEPT = ("experts.gate_up", "experts.down")
+DENSE = ("mlp.gate_up",)
+EXPERTS = ("experts.gate_up", "experts.down")
+KEPT = (*DENSE, *EXPERTS)
 """What the names of parameters end in that stay FP8 on a GPU.
 
 A kernel widens a weight in registers, to the bits that it would read of a widened one: so each
-parameter lies as is faster, or as there is room for. All others are widened as they are read.
+parameter lies as is faster, or as there is room for. All others are widened as they are read: where
+outputs are few, a program has long chains and little to hide their widening behind.
 """
 _LARGEST_SCALE = 2.0**7
 """From here on a scale times `SCALE_FACTOR` would be infinite."""

@@ -204,6 +204,7 @@ def test_the_shapes_of_public_models_can_be_served(name):
     assert checkpoint.has_mtp == name.startswith("qwen3.5")
     kept = checkpoint.in_words(parameters(config, False))
     assert ("experts.down" in kept) == (is_fp8 and config.experts is not None)
+    assert ("mlp.gate_up" in kept) == (is_fp8 and config.dense is not None)
 
 
 @pytest.mark.parametrize("name", HEADS)

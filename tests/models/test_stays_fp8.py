@@ -18,6 +18,7 @@ from jax_impl import serve as jax_serve
 from jax_impl import weights as jax_weights
 from jax_impl import words as jax_words
 from jax_impl.ops import experts as jax_experts
+from jax_impl.ops import linear as jax_linear
 from shared.drafts.drafts import Drafts
 from shared.models import fp8, fp8_words
 from shared.models.checkpoint import Checkpoint, open_checkpoint
@@ -35,6 +36,7 @@ from torch_impl import serve as torch_serve
 from torch_impl import weights as torch_weights
 from torch_impl import words as torch_words
 from torch_impl.ops import experts as torch_experts
+from torch_impl.ops import linear as torch_linear
 
 CONFIG: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "golden" / "qwen3_5_moe" / "config.json").read_text()
@@ -52,12 +54,16 @@ HALF = ml_dtypes.bfloat16
 def write(folder: Path, **sizes: int) -> ModelConfig:
     """A checkpoint as releases in FP8 are: experts one by one, all projections quantised."""
     text = CONFIG["text_config"] | SIZES | {"num_experts": 4, "num_experts_per_tok": 2} | sizes
-    whole = CONFIG | {"text_config": text, "quantization_config": STATED}
-    config = config_from_dict(whole)
+    return write_config(folder, CONFIG | {"text_config": text, "quantization_config": STATED})
+
+
+def write_config(folder: Path, stated: dict[str, Any]) -> ModelConfig:
+    """A checkpoint of this config.json."""
+    config = config_from_dict(stated)
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(whole))
+    (folder / "config.json").write_text(json.dumps(stated))
     rng, tensors = np.random.default_rng(0), {}
-    for parameter in parameters(config, True):
+    for parameter in parameters(config, config.has_mtp):
         for source in parameter.sources:
             for each in source.parts or (source,):
                 tensors |= stored(rng, each)
@@ -262,3 +268,39 @@ def test_the_config_says_whether_weights_are_fp8(tmp_path) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert states_fp8(tmp_path) == want
+
+
+def dense(folder: Path) -> ModelConfig:
+    """A dense checkpoint in FP8."""
+    golden = Path(__file__).parents[1] / "golden" / "qwen3_5_dense" / "config.json"
+    config = json.loads(golden.read_text())
+    sizes = {"hidden_size": 128, "intermediate_size": 384}
+    text = config.get("text_config", config) | sizes
+    return write_config(folder, text | {"quantization_config": STATED})
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_gate_and_up_in_words_give_the_bits_of_the_widened(tmp_path, framework) -> None:
+    config = dense(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    names = checkpoint.in_words(parameters(config, config.has_mtp))
+    assert {name for name in names if not name.startswith("mtp.")} == {"mlp.gate_up"}
+    rows = np.random.default_rng(2).standard_normal((4, config.hidden), np.float32)
+    found = []
+    for in_words in (names, frozenset()):
+        how = (lambda count: None, in_words)
+        if framework == "torch":
+            read = torch_weights.load(checkpoint, config, False, "bfloat16", CPU, *how)
+            stream = torch_linear.Stream(torch.from_numpy(rows).bfloat16())
+            found.append(
+                torch_linear.gated_product(stream, None, read.layers[0].feed.gate_up)
+                .float()
+                .numpy()
+            )
+        else:
+            read = jax_weights.load(checkpoint, config, False, HALF, JAX_CPU, *how)
+            records = jax_weights.weights_of(config, read, True)
+            stream = jax_linear.Stream(jax.numpy.asarray(rows.astype(HALF)))
+            got = jax_linear.gated_product(stream, None, records.layers[0].feed.gate_up)
+            found.append(np.asarray(got.astype(np.float32)))
+    np.testing.assert_array_equal(*found)

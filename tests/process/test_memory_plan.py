@@ -159,6 +159,22 @@ def test_experts_in_fp8_leave_a_card_of_80_gigabytes_room_for_texts(drafter, fra
     assert sizes[0] < 0.55 * sizes[1]
 
 
+@pytest.mark.parametrize("framework", PLATFORMS)
+def test_a_dense_weight_in_fp8_is_counted_once_more_widened(framework):
+    """Trap: the steps of prompts widen it in memory, one layer after the other."""
+    config = config_from_folder(SHAPES / "qwen3-8b-fp8")
+    device, costs = Device("gpu", "one", 80 * GB), PLATFORMS[framework].costs
+    flags = parse(["--max-total-tokens", "65536"])
+    lines = []
+    for in_words in (frozenset(), frozenset({"mlp.gate_up"})):
+        memory = plan(flags, config, Drafts.none(), device, costs, in_words)
+        lines.append({line.name: line.num_bytes for line in memory.lines})
+    wide, narrow = lines
+    matrix = 2 * config.dense.intermediate * config.hidden
+    assert narrow["prompt workspace"] - wide["prompt workspace"] == 2 * matrix
+    assert wide["weights"] - narrow["weights"] == 36 * (matrix - 2 * matrix // 128**2)
+
+
 def test_both_rings_have_an_entry_for_every_step_in_flight_and_one_more():
     memory = planned("torch", 140 * GB, "--overlap 2")
     (line,) = (line for line in memory.lines if line.name == "plans and results")
