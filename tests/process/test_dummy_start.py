@@ -24,6 +24,7 @@ BACKENDS = {
     "torch": lambda: import_module("torch_impl.serve").PLATFORM,
     "jax": lambda: import_module("jax_impl.serve").PLATFORM,
 }
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
 PROMPTS = ((5, 9, 5, 9, 11, 5, 9), (3, 200, 4))
 
 
@@ -32,6 +33,7 @@ def folders(tmp_path_factory) -> Path:
     """Of a target and of what drafts for it, each with a config.json and nothing else."""
     folder, (target, _) = tmp_path_factory.mktemp("dummies"), tiny_model("qwen3_5", 0)
     given = {
+        "in_fp8": tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False) | FP8,
         "target": tiny_config("qwen3_5", nested=False, with_mtp=True, tied=False),
         "STANDALONE": tiny_config("qwen3", nested=False, with_mtp=False, tied=True),
         "EAGLE": tiny_head_config(target, "EAGLE"),
@@ -44,8 +46,8 @@ def folders(tmp_path_factory) -> Path:
     return folder
 
 
-def line_of(folders: Path, drafter: str) -> list[str]:
-    line = ["--model-path", str(folders / "target"), *DUMMY, "--max-running-requests", "2"]
+def line_of(folders: Path, drafter: str, target: str = "target") -> list[str]:
+    line = ["--model-path", str(folders / target), *DUMMY, "--max-running-requests", "2"]
     line += ["--context-length", "64", "--chunked-prefill-size", "64", "--dtype", "float32"]
     if drafter == "none":
         return line
@@ -95,6 +97,11 @@ DRAFTERS = ("none", "NEXTN", "EAGLE", "EAGLE3", "DFLASH", "STANDALONE", "NGRAM")
 )
 def test_backends_say_the_same_without_a_file_of_weights(backend, drafter, folders, plain):
     assert texts(backend, line_of(folders, drafter)) == plain
+
+
+def test_backends_say_the_same_of_weights_in_fp8_without_a_file(folders, plain):
+    line = line_of(folders, "NEXTN", "in_fp8")
+    assert texts("torch", line) == texts("reference", line_of(folders, "none", "in_fp8")) != plain
 
 
 def test_without_the_flag_the_same_folder_is_refused(folders, capfd):
