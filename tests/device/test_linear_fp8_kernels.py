@@ -1,47 +1,64 @@
 """Products with weights in FP8 have the bits of those with the widened weights."""
 
-from itertools import product
-
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 
+from kernels.tiles import Tiles
 from shared.models import fp8, fp8_words
 from shared.models.fp8_words import FP8_BLOCK
-from tests.support.kernels import KERNELS, ON_GPU
+from tests.support.kernels import INTERPRET, KERNELS, ON_GPU
 from tests.support.linear_kernels import KINDS, Arrays, in_bfloat16, in_pallas, in_triton, tiles
 
 pytestmark = pytest.mark.usefixtures("interpreted")
 each_language = pytest.mark.parametrize("language", KERNELS)
 
-FP8_SIZES = [{"R": 3, "K": 256, "N": 128}, {"R": 20, "K": 128, "N": 384}]
-if ON_GPU:
-    FP8_SIZES += [
-        {"R": 1, "K": 4096, "N": 1280},
-        {"R": 70, "K": 2048, "N": 4096},
-        {"R": 200, "K": 5120, "N": 640},
-        {"R": 600, "K": 1024, "N": 12288},
-    ]
-FP8_CUTS = {"rows": [16, 32, 64, 128], "columns": [64, 128], "warps": [4, 8], "stages": [2, 4]}
+SIZES = [{"R": 3, "K": 256, "N": 128}, {"R": 20, "K": 128, "N": 384}]
+LARGE = [
+    {"R": 1, "K": 4096, "N": 1280},
+    {"R": 70, "K": 2048, "N": 4096},
+    {"R": 200, "K": 5120, "N": 640},
+    {"R": 600, "K": 1024, "N": 12288},
+]
 
 
 @each_language
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", FP8_SIZES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_weight_in_fp8_has_the_bits_of_the_widened(
     sizes: dict[str, int], kind: str, language: str
 ) -> None:
     """Interpreted, a sum is rounded once a step, so that the steps must be as long."""
     first = 0 if "gated" in kind else FP8_BLOCK
     given = sizes | {"kind": kind, "out_type": "float32", "first": first}
-    how = {} if ON_GPU else {"depth": 32}
-    want = in_bfloat16(language, cut=tiles(**how), **given, words=False)
-    check_close(in_bfloat16(language, cut=tiles(**how), **given, words=True), want)
-    changes = [dict(zip(FP8_CUTS, x, strict=True)) for x in product(*FP8_CUTS.values())]
-    for change in changes if ON_GPU else changes[:1]:
-        cut = tiles(depth=FP8_BLOCK, widens=False, **change)
+    wide = tiles(depth=64 if ON_GPU else 32)
+    want = in_bfloat16(language, cut=wide, **given, words=False)
+    for cut in (wide, tiles(depth=FP8_BLOCK, widens=False)):
         check_close(in_bfloat16(language, cut=cut, **given, words=True), want)
+
+
+@pytest.mark.skipif(
+    INTERPRET or not ON_GPU or "triton" not in KERNELS, reason="of the tiles of a GPU"
+)
+@pytest.mark.parametrize("kind", ["biased, normed", "gated", "added"])
+@pytest.mark.parametrize("sizes", LARGE, ids=str)
+def test_the_tiles_of_both_languages_have_the_bits_of_the_widened(
+    sizes: dict[str, int], kind: str
+) -> None:
+    given = sizes | {"kind": kind, "out_type": "bfloat16", "first": 0}
+    want = in_bfloat16("triton", cut=tiles(), **given, words=False)
+    for language in KERNELS:
+        table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).linear
+        sizes_of_call = {"inputs": sizes["K"], "outputs": sizes["N"], "gated": int(kind == "gated")}
+        cuts = {line.tiles for line in table.lines if not line.tiles.widens}
+        cuts.add(table.of(item_bytes=1, rows=600, **sizes_of_call))
+        assert len({cut.widens for cut in cuts}) == 2
+        for cut in cuts:
+            got = in_bfloat16(language, cut=cut, **given, words=True)
+            for one, other in zip(got, want, strict=True):
+                np.testing.assert_array_equal(one, other, err_msg=f"{language}, {cut}")
 
 
 def check_close(got: Arrays, want: Arrays) -> None:
@@ -55,11 +72,9 @@ def check_close(got: Arrays, want: Arrays) -> None:
 @pytest.mark.skipif("triton" not in KERNELS, reason="triton is not installed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_languages_widen_and_multiply_to_the_same_bits(kind: str) -> None:
-    for sizes in FP8_SIZES:
-        given = sizes | {"kind": kind, "out_type": "float32", "first": 0, "words": True}
-        for widens in (False, True):
-            cut = tiles(depth=FP8_BLOCK, widens=widens)
-            check_close(*(in_bfloat16(each, cut=cut, **given) for each in KERNELS))
+    given = SIZES[1] | {"kind": kind, "out_type": "float32", "first": 0, "words": True}
+    cut = tiles(depth=FP8_BLOCK, widens=False)
+    check_close(*(in_bfloat16(each, cut=cut, **given) for each in KERNELS))
 
 
 @each_language
