@@ -151,7 +151,11 @@ class Checkpoint:
         Args:
           dtype: What to convert to; a parameter that is kept in float32 ignores it.
         """
-        loaded = np.empty(parameter.shape, np.float32 if parameter.float32 else dtype)
+        kind = np.float32 if parameter.float32 else dtype
+        if len([*self._sources(parameter)]) == 1:  # it is what is read; a copy would be a second
+            ((_, values),) = self.pieces(parameter, progress)
+            return values.reshape(parameter.shape).astype(kind, copy=False)
+        loaded = np.empty(parameter.shape, kind)
         for at, values in self.pieces(parameter, progress):
             loaded[at] = values
         return loaded

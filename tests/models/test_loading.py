@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jax_impl.ops import experts
 from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
-from shared.models.parameters import parameters
+from shared.models.parameters import parameters, single
 from tests.support.tiny_models import write_tiny
 from torch_impl import weights as torch_weights
 
@@ -84,6 +85,19 @@ def test_jax_reads_no_large_stack_as_a_whole(stored, dtype, monkeypatch):
     for mine, other in pairs:
         assert mine.dtype == other.dtype
         np.testing.assert_array_equal(np.asarray(mine), np.asarray(other))
+
+
+def test_a_parameter_of_one_tensor_is_in_main_memory_once(tmp_path):
+    embed = single("embed", "embed_tokens.weight", (20_000, 32))
+    (tmp_path / "config.json").touch()
+    save_file({embed.sources[0].name: np.ones(embed.shape, np.float32)}, tmp_path / FILE)
+    checkpoint = open_checkpoint(tmp_path)
+    tracemalloc.start()
+    loaded = checkpoint.load(embed, np.float32)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert loaded.nbytes == 4 * 20_000 * 32
+    assert peak < 1.5 * loaded.nbytes
 
 
 @pytest.mark.parametrize("folder", ["glm4_moe", "qwen3_5_moe", "qwen3_moe_fp8"])
