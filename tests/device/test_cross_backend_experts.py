@@ -1,8 +1,8 @@
 """Mixtures of experts: torch = JAX = the specification, and speculation = plain decoding.
 
-Each is a tiny checkpoint, for which its own copy drafts, its MTP layer where it has one, or the
-text that was seen. A verify of many rows reads other experts together than plain decoding does, one
-row at a time; its rows' texts are the same. JAX stands behind the marker `matrix`.
+Each is a tiny checkpoint, for which its own copy drafts, a head, its MTP layer where it has one, or
+the text that was seen. A verify of many rows reads other experts together than plain decoding does,
+one row at a time; its rows' texts are the same. JAX stands behind the marker `matrix`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ from tests.support.tiny_models import EXPERTS, WITH_MTP
 from tests.support.tree_cells import TREES, cell, head_of
 
 CHAIN, TREE = TREES[0], TREES[2]
-SHAPES = {"none": (PLAIN,), "STANDALONE": (CHAIN, TREE), "NEXTN": (CHAIN, TREE)}
+SHAPES = {
+    "none": (PLAIN,),
+    "STANDALONE": (CHAIN, TREE),
+    "EAGLE3": (CHAIN, TREE),
+    "NEXTN": (CHAIN, TREE),
+}
 DRAFTERS = [
     (family, drafter)
     for family in EXPERTS

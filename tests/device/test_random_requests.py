@@ -25,6 +25,7 @@ from tests.support.random_requests import (
     servers,
 )
 from tests.support.random_serving import Backends, check, serve
+from tests.support.tiny_models import EXPERTS
 
 ANY = {"drafters": DRAFTERS, "page_sizes": PAGE_SIZES, "families": FAMILIES, "rules": RULES}
 MANY = [("reference", 500, n) for n in range(2, 22)] + [("torch", 100, n) for n in range(2, 7)]
@@ -99,6 +100,13 @@ def test_windows_slide_over_chunks_hits_and_preemptions(family, backends):
     drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "none"), ("match",)
     any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
     serve_at_random(backends, 25, 3, servers("torch", **any_of))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_chosen_alike_over_chunks_hits_and_preemptions(family, backends):
+    drafters, rules = ("STANDALONE", "NGRAM", "EAGLE3", "DFLASH", "none"), ("match",)
+    any_of = {"drafters": drafters, "page_sizes": PAGE_SIZES, "families": (family,), "rules": rules}
+    serve_at_random(backends, 25, 4, servers("torch", **any_of))
 
 
 @pytest.mark.matrix

@@ -35,14 +35,13 @@ from tests.support.random_requests import (
     BATCH,
     CHUNK,
     CONTEXT,
-    HYBRID,
     OVERLAP,
     PLAIN,
     Asked,
     Server,
 )
 from tests.support.tiny_heads import cyclic, tiny_block_head, tiny_head
-from tests.support.tiny_models import tiny_model
+from tests.support.tiny_models import WITH_MTP, tiny_model
 from tests.support.tiny_small import small_model
 from tests.support.traces import check_trace, refused_child
 
@@ -113,7 +112,7 @@ def capacity_of(server: Server) -> Capacity:
         page_size=server.page_size,
         num_pages=1,
         num_slots=1 + BATCH,
-        num_snapshots=SNAPSHOTS if server.family == HYBRID and server.caches else 1,
+        num_snapshots=SNAPSHOTS if server.family in WITH_MTP and server.caches else 1,
         programs=_programs(server, 1),
         overlap=OVERLAP,
         context_length=CONTEXT,
@@ -211,7 +210,7 @@ class InTurns(StaticController):
 
 
 def engine_of(server: Server, backend: Watched) -> Engine:
-    kept = policy_of(server.drafter, is_hybrid=server.family == HYBRID)
+    kept = policy_of(server.drafter, is_hybrid=server.family in WITH_MTP)
     return Engine(
         backend,
         controller_of(server, backend.capacity),
