@@ -78,10 +78,12 @@ STEPS = (
     # The rule takes the scores of 15 drafts in one array, which is 9 MiB.
     Step("qwen3-8b", "DFLASH:rule=rejection", 1, 10 * 2**20),
     Step("qwen3.5-9b", "NEXTN:S=5,k=4,N=16", 8, 2**20),
+    Step("qwen3.5-35b-a3b-fp8", "NEXTN:S=3,k=1,N=4", 8, 2**20),
     # The embeddings of 2,048 rows are 16 MiB.
     Step("qwen3-8b", "none", 1, 2**24, tokens=2048),
     Step("qwen3.5-9b", "NEXTN:S=3,k=1,N=4", 1, 2**24, tokens=2048),
     Step("qwen3-8b", "none", 8, 2**24, tokens=2048, scores=True),
+    Step("qwen3.5-35b-a3b-fp8", "none", 1, 2**24, tokens=2048),
 )
 
 

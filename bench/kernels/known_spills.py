@@ -28,6 +28,8 @@ TIMED = "of the tiles that were timed, the fastest"
 LOTS = "qwen3-8b, EAGLE3 S=3 L=2.5, batch 8"
 BLOCKS = "qwen3-8b, DFLASH rule=rejection, batch 1"
 CHAINS, TREES = "qwen3-8b, EAGLE3 S=3 k=1 N=4, batch 1", "qwen3.5-9b, NEXTN S=5 k=4 N=16, batch 8"
+EXPERTS = "qwen3.5-35b-a3b-fp8, NEXTN S=3 k=1 N=4, batch 8"
+EXPERTS_FED = "qwen3.5-35b-a3b-fp8, none, prompt of 2048"
 MIXES = (
     "8 x 8 rows after 512",
     "32 x 8 rows after 512",
@@ -53,7 +55,7 @@ FED = "qwen3.5-9b, NEXTN S=3 k=1 N=4, prompt of 2048"
 PROMPTS = (
     *(f"{model}prompt of {n}" for model in ("", "hybrid, ") for n in (512, 2048)),
     *(f"heads of {D}, prompt of 512" for D in (80, 96)),
-    *("qwen3-8b, none, prompt of 2048", FED, SCORED),
+    *("qwen3-8b, none, prompt of 2048", FED, SCORED, EXPERTS_FED),
 )
 
 EXCUSES = (
@@ -62,9 +64,14 @@ EXCUSES = (
     Excuse("choose_rows", (CHAINS, SCORED), 8, FEW),
     Excuse("choose_rows", (FED,), 24, SOME),
     Excuse("choose_tiles", (CHAINS, BLOCKS), 8, FEW),
-    Excuse("delta_mix", ("8 x chain of 4",), 64, TIMED),
+    Excuse("delta_mix", ("8 x chain of 4", EXPERTS), 64, TIMED),
     Excuse("next_level", ("B 8, k 16, s 14, depth 16, root_rows 0",), 3924, DEEP),
-    Excuse("find_border", (TREES, LOTS), 52, "its 16 warps can have no more than 128 registers"),
+    Excuse(
+        "find_border",
+        (TREES, LOTS, EXPERTS),
+        52,
+        "its 16 warps can have no more than 128 registers",
+    ),
     Excuse("mix", MIXES, 240, TIMED),
     Excuse(
         "mix", ("heads of 80, 8 x 4 rows after 512", "heads of 96, 8 x 4 rows after 512"), 8, SOME
