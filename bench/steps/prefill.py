@@ -21,6 +21,7 @@ from typing import Any
 
 from bench.ground.drafting import Draft, named_folder
 from bench.ground.session import Load, folders_of, reset_peak
+from bench.ground.step_bytes import EXPERTS
 from bench.steps.offline import flags, kernels_of, model_options, side_options, with_lot
 from shared.boundary.backend import Launch
 from shared.boundary.program import Work
@@ -86,12 +87,16 @@ def _kernels_of(served: Served, load: Load, backend: str) -> dict[str, tuple[flo
 
 
 def _product_seconds(side: Side, config: ModelConfig, prompt: int) -> float:
-    """Of a prompt's products with the layers' weights."""
-    return sum(
-        prod(p.shape[: p.stacked]) * side.product_seconds(prompt, *p.shape[p.stacked :])
-        for p in parameters(config, False)
-        if len(p.shape) == 2 + p.stacked and p.name not in OUTSIDE
-    )
+    """Of a prompt's products with the layers' weights; of experts, as if all chose the same."""
+    seconds, experts = 0.0, config.experts
+    for p in parameters(config, False):
+        own = p.shape[p.stacked :]
+        if len(own) == 2 and p.name not in OUTSIDE:
+            seconds += prod(p.shape[: p.stacked]) * side.product_seconds(prompt, *own)
+        elif len(own) == 3 and experts is not None and p.name in EXPERTS:
+            slots = experts.num_chosen + experts.shares_stacks
+            seconds += p.shape[0] * side.product_seconds(slots * prompt, *own[1:])
+    return seconds
 
 
 def run(options: argparse.Namespace, command: str) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 from bench.steps import prefill
+from shared.models.families import config_from_folder
 
-DEMO = Path(__file__).parents[2] / "models" / "demo" / "target"
+ROOT = Path(__file__).parents[2]
+DEMO, SHAPES = ROOT / "models" / "demo" / "target", ROOT / "bench" / "shapes"
 
 
 def test_a_prompt_is_timed_and_an_answer_that_differs_ends_the_bench_with_1(
@@ -36,3 +39,12 @@ def test_a_prompt_is_timed_and_an_answer_that_differs_ends_the_bench_with_1(
         assert line["products_ms"] > 0
         assert len(line["answer"]["tokens"]) == 4
         assert line["prefills_so_far"]["eager"] > 0
+
+
+def test_a_prompts_products_are_those_of_the_experts_that_its_rows_choose():
+    asked = []
+    side = SimpleNamespace(product_seconds=lambda *sizes: asked.append(sizes) or 1.0)
+    config = config_from_folder(SHAPES / "qwen3.5-35b-a3b")
+    # In each of 40 layers two of the mixer, the router, gate and up, down.
+    assert prefill._product_seconds(side, config, 512) == 40 * 5
+    assert {(9 * 512, 2 * 512, 2048), (9 * 512, 2048, 512)} < set(asked)
