@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import ml_dtypes
@@ -21,6 +18,7 @@ from shared.models.checkpoint import Checkpoint, open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_folder
 from shared.models.parameters import parameters, single
+from tests.support.records import leaves
 from tests.support.tiny_models import write_tiny
 from torch_impl import weights as torch_weights
 
@@ -39,18 +37,6 @@ def stored(request, tmp_path) -> tuple[ModelConfig, Checkpoint]:
     return config, open_checkpoint(tmp_path)
 
 
-def tensors_of(record: Any) -> Iterator[torch.Tensor]:
-    """The tensors of torch's records, in their order."""
-    if isinstance(record, torch.Tensor):
-        yield record
-    elif dataclasses.is_dataclass(record):
-        for field in dataclasses.fields(record):
-            yield from tensors_of(getattr(record, field.name))
-    elif isinstance(record, tuple):
-        for each in record:
-            yield from tensors_of(each)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_torch_reads_no_parameter_as_a_whole(stored, dtype, monkeypatch):
     config, checkpoint = stored
@@ -60,7 +46,7 @@ def test_torch_reads_no_parameter_as_a_whole(stored, dtype, monkeypatch):
     )
     monkeypatch.setattr(Checkpoint, "load", None)
     got = torch_weights.load(checkpoint, config, True, dtype, CPU, lambda count: None, ())
-    pairs = list(zip(tensors_of(got), tensors_of(want), strict=True))
+    pairs = list(zip(leaves(torch.Tensor, got), leaves(torch.Tensor, want), strict=True))
     assert len(pairs) > 30
     for mine, other in pairs:
         assert mine.dtype == other.dtype

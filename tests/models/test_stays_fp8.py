@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ from shared.process.device import Device
 from shared.process.memory_plan import plan
 from tests.support.files import Stored as Tensors
 from tests.support.files import read_stored, write_stored
+from tests.support.records import leaves
 from torch_impl import serve as torch_serve
 from torch_impl import weights as torch_weights
 from torch_impl import words as torch_words
@@ -155,17 +154,6 @@ def load(framework: str, config: ModelConfig, checkpoint: Stored, seen: list[int
     return jax_weights.load(checkpoint, config, True, HALF, JAX_CPU, seen.append, names)
 
 
-def tensors_of(record: Any) -> Iterator[torch.Tensor]:
-    if isinstance(record, torch.Tensor):
-        yield record
-    elif dataclasses.is_dataclass(record):
-        for field in dataclasses.fields(record):
-            yield from tensors_of(getattr(record, field.name))
-    elif isinstance(record, tuple):
-        for each in record:
-            yield from tensors_of(each)
-
-
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_the_plan_of_a_gpu_counts_what_is_kept_to_the_byte(model, framework) -> None:
     config, checkpoint = model
@@ -181,7 +169,7 @@ def test_the_plan_of_a_gpu_counts_what_is_kept_to_the_byte(model, framework) -> 
         (line,) = (line for line in memory.lines if line.name == "weights")
         found[kind, dtype] = line
     loaded = load(framework, config, checkpoint, [])
-    kept = tensors_of(loaded) if framework == "torch" else jax.tree.leaves(loaded)
+    kept = leaves(torch.Tensor, loaded) if framework == "torch" else jax.tree.leaves(loaded)
     line = found["gpu", "bfloat16"]
     assert sum(each.nbytes for each in kept) == line.num_bytes
     assert line.detail.endswith("of them in FP8")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def mapped(value: Any, leaf: Callable[[Any], Any], module: ModuleType) -> Any:
@@ -25,3 +27,15 @@ def _field_names(value: Any) -> tuple[str, ...]:
     if is_dataclass(value) and not isinstance(value, type):
         return tuple(field.name for field in fields(value))
     return getattr(value, "_fields", ())
+
+
+def leaves(kind: type[T], record: Any) -> Iterator[T]:
+    """What of a kind stands in a record, and in those within it, in their order."""
+    if isinstance(record, kind):
+        yield record
+        return
+    names = _field_names(record)
+    within = [getattr(record, name) for name in names] if names else record
+    if isinstance(within, list | tuple):
+        for each in within:
+            yield from leaves(kind, each)
