@@ -152,8 +152,7 @@ def plain_added_experts(
     """Adds what the experts give of the normed rows to the stream; the sum is rounded once."""
     rows = stream.rows
     added = experts(layers.rms_norm(rows, linear.alone(stream.norm), eps), config, weights)
-    rows = (rows + added).astype(rows.dtype)
-    return Stream(rows, norm, count=stream.count, arrivals=stream.arrivals)
+    return stream.followed((rows + added).astype(rows.dtype), norm)
 
 
 def kernel_added_experts(
@@ -173,10 +172,9 @@ def kernel_added_experts(
     bias, _ = linear.in_stack(weights.score_bias)
     scale, norm_layer = linear.in_stack(norm)
     gate_up, down, layer = weights.gate_up, weights.down, weights.router.layer
-    item_bytes = gate_up.values.dtype.itemsize if gate_up.scales is None else 1
     added, arrivals = kernels.experts.experts(
         rows=rows,
-        scaled=rows if stream.scaled is None else stream.scaled,
+        scaled=stream.factors,
         squares=stream.squares,
         router=_stacked(weights.router.values, 2),
         bias=bias,
@@ -194,11 +192,12 @@ def kernel_added_experts(
         order=ROUTER,
         squares_order=SQUARES,
         tiles=kernels.tiles.experts.of(
-            item_bytes=item_bytes, rows=len(rows), inner=config.intermediate
+            item_bytes=gate_up.item_bytes, rows=len(rows), inner=config.intermediate
         ),
     )
     scaled = None if norm is None else added.scaled
-    return Stream(added.rows, norm, scaled, added.squares, stream.count, arrivals)
+    stream = stream.followed(added.rows, norm, scaled, added.squares)
+    return stream._replace(arrivals=arrivals)
 
 
 def _added_beside_kernels(

@@ -47,6 +47,11 @@ class Matrix(NamedTuple):
         """Rows of the weight."""
         return self.values.shape[-2]
 
+    @property
+    def item_bytes(self) -> int:
+        """Of a number as it is stored."""
+        return self.values.dtype.itemsize if self.scales is None else 1
+
     def rows(self, first: int) -> "Matrix":
         """The outputs from `first` on, out of their stacks; of FP8 they must begin a block."""
         values, _, bias, scales = self.alone
@@ -106,6 +111,21 @@ class Stream(NamedTuple):
     squares: Float[jax.Array, "R chunks"] | None = None
     count: Int[jax.Array, " 1"] | None = None
     arrivals: Int[jax.Array, " counters"] | None = None
+
+    @property
+    def factors(self) -> Float[jax.Array, "R hidden"]:
+        """What products with kernels multiply: the rows times the scale of their norm."""
+        return self.rows if self.scaled is None else self.scaled
+
+    def followed(
+        self,
+        rows: Float[jax.Array, "R hidden"],
+        norm: Norm | None = None,
+        scaled: Float[jax.Array, "R hidden"] | None = None,
+        squares: Float[jax.Array, "R chunks"] | None = None,
+    ) -> "Stream":
+        """What comes behind this one: other rows, of which as many are real."""
+        return self._replace(rows=rows, norm=norm, scaled=scaled, squares=squares)
 
 
 def plain_stream(
@@ -209,8 +229,7 @@ def plain_added_product(
     Args:
       norm: Of the stream that this gives.
     """
-    rows = stream.rows + _times(plain_product(x, weight), factor)
-    return Stream(rows, norm, count=stream.count, arrivals=stream.arrivals)
+    return stream.followed(stream.rows + _times(plain_product(x, weight), factor), norm)
 
 
 def kernel_added_product(
@@ -223,7 +242,7 @@ def kernel_added_product(
 ) -> Stream:
     """As `plain_added_product`, with what stands beside the sum."""
     added = _multiplied(kernels, x, weight, factor=factor, added=stream.rows, norm=norm)
-    return added._replace(count=stream.count, arrivals=stream.arrivals)
+    return stream.followed(added.rows, norm, added.scaled, added.squares)
 
 
 def _added_beside_kernels(
@@ -243,7 +262,7 @@ added_product = kernel_or_plain(
 
 def added_norm(x: Float[jax.Array, "R hidden"], norm: Norm, eps: float, stream: Stream) -> Stream:
     """Adds the RMS norm of each row to the stream."""
-    return Stream(stream.rows + layers.rms_norm(x, alone(norm), eps))
+    return stream.followed(stream.rows + layers.rms_norm(x, alone(norm), eps))
 
 
 def plain_gated_product(
@@ -287,16 +306,16 @@ def _normed(
     if eps is None:
         return _multiplied(kernels, stream.rows, weight, is_gated=is_gated).rows
     stream = completed(kernels, stream)
-    x = stream.rows if stream.scaled is None else stream.scaled
     how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated}
-    return _multiplied(kernels, x, weight, **how).rows
+    return _multiplied(kernels, stream.factors, weight, **how).rows
 
 
 def completed(kernels: Kernels, stream: Stream) -> Stream:
     """A stream as a kernel begins it, if none has."""
     if stream.squares is not None:
         return stream
-    return kernel_stream(kernels, stream.rows, stream.norm, stream.count)
+    begun = kernel_stream(kernels, stream.rows, stream.norm)
+    return stream.followed(begun.rows, begun.norm, begun.scaled, begun.squares)
 
 
 def in_stack(norm: Norm | None) -> tuple[Float[jax.Array, "L size"] | None, Int[jax.Array, ""]]:
@@ -322,7 +341,7 @@ def _multiplied(
 ) -> Stream:
     stored, scales = weight.num_outputs, weight.scales
     tiles = kernels.tiles.linear.of(
-        item_bytes=x.dtype.itemsize if scales is None else 1,
+        item_bytes=weight.item_bytes,
         rows=len(x),
         outputs=(stored - first) // (2 if is_gated else 1),
         inputs=x.shape[1],

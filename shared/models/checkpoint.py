@@ -238,7 +238,9 @@ class Checkpoint:
         return self.has(f"{name}{fp8.SCALE}")
 
     def _dtype(self, name: str) -> np.dtype:
-        return np.dtype(np.float32) if self._has_scale(name) else self.tensor(name).dtype
+        if self._has_scale(name):
+            return np.dtype(np.float32)
+        return DTYPES[self._header(name).get_dtype()]
 
     def _header(self, name: str) -> Any:
         if name not in self._slices:

@@ -75,7 +75,7 @@ def packed(codes: UInt8[np.ndarray, "*stack N K"]) -> Int32[np.ndarray, "*stack 
     *stack, outputs, inputs = codes.shape
     if inputs % FP8_BLOCK:
         raise ValueError(f"inputs must be a multiple of {FP8_BLOCK}, got {inputs}")
-    if ((codes & 0x7F) == 0x7F).any():
+    if fp8.has_nan(codes):
         raise ValueError("a code of an FP8 weight must be a number, got NaN")
     blocks = codes.reshape(*stack, outputs, -1, _PARTS, FP8_BLOCK // _PARTS)
     words = np.ascontiguousarray(blocks.swapaxes(-1, -2)).view("<i4")

@@ -166,4 +166,4 @@ def added_experts(
     """
     rows = stream.rows
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights)
-    return linear.stream((rows + added).astype(rows.dtype), norm, stream.count)
+    return stream.followed((rows + added).astype(rows.dtype), norm)

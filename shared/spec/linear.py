@@ -6,7 +6,7 @@ behind, and a product that adds the residual again. Each is one operation here, 
 the composition of the small ones in `layers`. What passes from one to the next is a `Stream`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float, Int, Int32, Shaped
@@ -84,6 +84,16 @@ class Stream:
     count: Int[np.ndarray, " 1"] | None = None
     arrivals: Int[np.ndarray, " counters"] | None = None
 
+    def followed(
+        self,
+        rows: Float[np.ndarray, "R hidden"],
+        norm: Float[np.ndarray, " hidden"] | None = None,
+        scaled: Float[np.ndarray, "R hidden"] | None = None,
+        squares: Float[np.ndarray, "R chunks"] | None = None,
+    ) -> "Stream":
+        """What comes behind this one: other rows, of which as many are real."""
+        return replace(self, rows=rows, norm=norm, scaled=scaled, squares=squares)
+
 
 def stream(
     rows: Float[np.ndarray, "R hidden"],
@@ -139,14 +149,14 @@ def added_product(
       norm: Of the stream that this gives.
     """
     rows = stream.rows + _times(product(x, weight), factor)
-    return Stream(rows, norm, count=stream.count)
+    return stream.followed(rows, norm)
 
 
 def added_norm(
     x: Float[np.ndarray, "R hidden"], norm: Float[np.ndarray, " hidden"], eps: float, stream: Stream
 ) -> Stream:
     """Adds the RMS norm of each row to the stream."""
-    return Stream(stream.rows + layers.rms_norm(x, norm, eps))
+    return stream.followed(stream.rows + layers.rms_norm(x, norm, eps))
 
 
 def gated_product(

@@ -148,8 +148,7 @@ def plain_added_experts(
 ) -> Stream:
     rows = stream.rows
     added = experts(layers.rms_norm(rows, stream.norm, eps), config, weights)
-    rows = (rows + added).to(rows.dtype)
-    return Stream(rows, norm, count=stream.count, arrivals=stream.arrivals)
+    return stream.followed((rows + added).to(rows.dtype), norm)
 
 
 def kernel_added_experts(
@@ -170,7 +169,7 @@ def kernel_added_experts(
     sizes = {"rows": len(rows), "inner": config.intermediate}
     added = kernels.experts.experts(
         rows=rows,
-        scaled=rows if stream.scaled is None else stream.scaled,
+        scaled=stream.factors,
         squares=stream.squares,
         router=weights.router.values,
         bias=weights.score_bias,
@@ -185,14 +184,10 @@ def kernel_added_experts(
         routing=routing_of(config),
         order=ROUTER,
         squares_order=SQUARES,
-        tiles=kernels.tiles.experts.of(item_bytes=_item_bytes(gate_up), **sizes),
+        tiles=kernels.tiles.experts.of(item_bytes=gate_up.item_bytes, **sizes),
     )
     scaled = None if norm is None else added.scaled
-    return Stream(added.rows, norm, scaled, added.squares, stream.count, stream.arrivals)
-
-
-def _item_bytes(weight: Matrix) -> int:
-    return 1 if weight.scales is not None else weight.values.element_size()
+    return stream.followed(added.rows, norm, scaled, added.squares)
 
 
 added_experts = kernel_or_plain(kernel_added_experts, plain_added_experts, is_bfloat16)

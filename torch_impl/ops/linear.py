@@ -27,6 +27,11 @@ class Matrix:
     def num_outputs(self) -> int:
         return self.values.shape[-2]
 
+    @property
+    def item_bytes(self) -> int:
+        """Of a number as it is stored."""
+        return self.values.element_size() if self.scales is None else 1
+
     def rows(self, first: int) -> "Matrix":
         bias, scales = self.bias, self.scales
         if scales is not None:
@@ -58,6 +63,20 @@ class Stream:
     squares: Float[Tensor, "R chunks"] | None = None
     count: Int[Tensor, " 1"] | None = None
     arrivals: Int[Tensor, " counters"] | None = None
+
+    @property
+    def factors(self) -> Float[Tensor, "R hidden"]:
+        """What products with kernels multiply: the rows times the scale of their norm."""
+        return self.rows if self.scaled is None else self.scaled
+
+    def followed(
+        self,
+        rows: Float[Tensor, "R hidden"],
+        norm: Float[Tensor, " hidden"] | None = None,
+        scaled: Float[Tensor, "R hidden"] | None = None,
+        squares: Float[Tensor, "R chunks"] | None = None,
+    ) -> "Stream":
+        return replace(self, rows=rows, norm=norm, scaled=scaled, squares=squares)
 
 
 def plain_stream(
@@ -141,8 +160,7 @@ def plain_added_product(
     factor: float = 1.0,
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
-    rows = stream.rows + _times(product(x, weight), factor)
-    return Stream(rows, norm, count=stream.count, arrivals=stream.arrivals)
+    return stream.followed(stream.rows + _times(product(x, weight), factor), norm)
 
 
 def kernel_added_product(
@@ -154,7 +172,7 @@ def kernel_added_product(
     norm: Float[Tensor, " hidden"] | None = None,
 ) -> Stream:
     added = _multiplied(kernels, x, weight, factor=factor, added=stream.rows, norm=norm)
-    return replace(added, count=stream.count, arrivals=stream.arrivals)
+    return stream.followed(added.rows, norm, added.scaled, added.squares)
 
 
 added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bfloat16)
@@ -163,7 +181,7 @@ added_product = kernel_or_plain(kernel_added_product, plain_added_product, is_bf
 def added_norm(
     x: Float[Tensor, "R hidden"], norm: Float[Tensor, " hidden"], eps: float, stream: Stream
 ) -> Stream:
-    return Stream(stream.rows + layers.rms_norm(x, norm, eps))
+    return stream.followed(stream.rows + layers.rms_norm(x, norm, eps))
 
 
 def plain_gated_product(
@@ -186,7 +204,8 @@ def completed(kernels: Kernels, stream: Stream) -> Stream:
     """A stream as a kernel begins it, if none has."""
     if stream.squares is not None:
         return stream
-    return kernel_stream(kernels, stream.rows, stream.norm, stream.count)
+    begun = kernel_stream(kernels, stream.rows, stream.norm)
+    return stream.followed(begun.rows, begun.norm, begun.scaled, begun.squares)
 
 
 def _times(x: Float[Tensor, "R outputs"], factor: float) -> Float[Tensor, "R outputs"]:
@@ -200,9 +219,8 @@ def _normed(
     if eps is None:
         return _multiplied(kernels, stream.rows, weight, is_gated=is_gated).rows
     stream = completed(kernels, stream)
-    x = stream.rows if stream.scaled is None else stream.scaled
     how = {"squares": stream.squares, "eps": eps, "is_gated": is_gated}
-    return _multiplied(kernels, x, weight, **how).rows
+    return _multiplied(kernels, stream.factors, weight, **how).rows
 
 
 def _multiplied(
@@ -219,7 +237,7 @@ def _multiplied(
     norm: Float[Tensor, " outputs"] | None = None,
 ) -> Stream:
     tiles = kernels.tiles.linear.of(
-        item_bytes=x.element_size() if weight.scales is None else 1,
+        item_bytes=weight.item_bytes,
         rows=len(x),
         outputs=weight.num_outputs // (2 if is_gated else 1),
         inputs=x.shape[1],
