@@ -123,6 +123,7 @@ def sums_of(
     """The output of each task and the sum behind each of its tokens, by the tasks' kind."""
     words = ["--model-path", str(model), "--dtype", options.dtype, "--overlap", "0"]
     words += ["--disable-cuda-graph"] if backend == "torch" else []
+    words += options.flags.split()
     tokenizer = Tokenizer.from_folder(model)
     assert tokenizer is not None, f"{model} has no tokenizer"
     found: dict[str, list[tuple[list[int], Sums]]] = {}
@@ -163,6 +164,7 @@ def options(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--count", type=int, default=100, help="tasks of each kind")
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=[], metavar="NAME",
                         help=f"random checkpoints instead, of {', '.join(FAMILIES)}")  # fmt: skip
+    parser.add_argument("--flags", default="", help="more flags of the server, in one word")
     parser.add_argument("--out", type=Path, help="JSON file")
     return parser.parse_args(words)
 
