@@ -22,7 +22,7 @@ import jax
 from jax_impl.devices import find_device
 from jax_impl.training import export, outputs, tasks
 from jax_impl.training.examples import Batches, Rows, open_tokenizer, read_prompts, read_rows
-from jax_impl.training.forward import check_trained
+from jax_impl.training.forward import check_drafted_for, check_trained
 from jax_impl.training.loop import Schedule, train
 from jax_impl.training.modules import DraftModel
 from jax_impl.training.saving import note_run
@@ -32,7 +32,7 @@ from shared.engine.request import SamplingParams
 from shared.models.checkpoint import open_checkpoint
 from shared.models.config import ModelConfig
 from shared.models.families import config_from_dict, config_from_folder
-from shared.models.fields import Json, read_json
+from shared.models.fields import Json, is_number, read_json
 
 EXIT_REFUSED = 2
 KINDS = ("mtp", "eagle", "eagle3", "dflash")
@@ -51,6 +51,9 @@ class Defaults:
 
 DEFAULTS = {"cpu": Defaults("float32", 4096, 8), "gpu": Defaults("bfloat16", 65536, 128)}
 RATES = {"model": 2e-3, "head": 1e-3}
+
+BALANCE_WEIGHT = 0.001
+"""Of a mixture of experts whose config.json does not say it; the default of Qwen3-MoE."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -76,6 +79,7 @@ def _add_subject(group: Any) -> None:
     group.add_argument("--data", type=Path, nargs="+", required=True, help="JSONL files")
     group.add_argument("--out", type=Path, required=True, help="folder to write")
     group.add_argument("--start", type=Path, help="folder whose weights to start from")
+    group.add_argument("--shards", type=int, default=1, help="files that a model is written in")
 
 
 def _add_run(group: Any) -> None:
@@ -138,7 +142,8 @@ def _check(given: argparse.Namespace) -> None:
             raise ValueError(f"--{name} does not go with --{pair[0]}; leave it out")
     if given.steps is None and given.minutes is None:
         raise ValueError("give the length of the run as --steps or --minutes")
-    for name in ("steps", "minutes", "batch_tokens", "learning_rate", "max_tokens", "depth"):
+    numbers = ("steps", "minutes", "batch_tokens", "learning_rate", "max_tokens", "depth", "shards")
+    for name in numbers:
         value = getattr(given, name)
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise ValueError(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -164,14 +169,28 @@ def _train_model(given: argparse.Namespace) -> None:
         raise ValueError(f"eos_token_id in {given.model} lacks {end}, the tokenizer's eos_token")
     _note(given, {"config": config_json})
     rows = read_rows(given.data, given.tokenizer, given.max_tokens)
-    made = tasks.model_task(config, given.start, given.seed, given.mtp_weight, _precision(given))
+    weights = given.mtp_weight, balance_weight(config_json)
+    made = tasks.model_task(config, given.start, given.seed, *weights, _precision(given))
     model = _run(given, made, rows)
-    export.save_model(given.out, config_json, model, given.tokenizer)
+    export.save_model(given.out, config_json, model, given.tokenizer, given.shards)
+
+
+def balance_weight(config_json: Json) -> float:
+    """Weight of the loss that keeps all experts in use, as config.json has it.
+
+    Raises:
+      ValueError: It is no number, or below 0.
+    """
+    field = "router_aux_loss_coef"
+    weight = config_json.get("text_config", config_json).get(field, BALANCE_WEIGHT)
+    if not is_number(weight, (int, float)) or not 0 <= weight < math.inf:
+        raise ValueError(f"{field} in config.json must be a number from 0 on, got {weight!r}")
+    return weight
 
 
 def _train_head(given: argparse.Namespace) -> None:
     config, stored = config_from_folder(given.target), open_checkpoint(given.target)
-    check_trained(config)
+    check_drafted_for(config)
     mark = outputs.fingerprint(stored)
     if given.draft == "mtp" and not config.has_mtp:
         raise ValueError(

@@ -37,18 +37,21 @@ KEPT_IN_FLOAT32 = ("a_log", "dt_bias")
 MTP_FILE = "model-mtp.safetensors"
 
 
-def save_model(folder: Path, config_json: Json, model: Weights, tokenizer: Path) -> None:
+def save_model(
+    folder: Path, config_json: Json, model: Weights, tokenizer: Path, num_shards: int
+) -> None:
     """Writes a model with its tokenizer as a folder that serving and transformers load.
 
     Args:
       config_json: Contents of config.json.
       tokenizer: Folder whose tokenizer files are copied.
+      num_shards: Files that the weights are spread over.
     """
     config = config_from_dict(config_json)
     arrays = arrays_of(model)
     wanted = parameters(config, "mtp.fc" in arrays)
     weights = {p.name: _stored(p, arrays[p.name]) for p in wanted}
-    save_checkpoint(folder, config_json, weights)
+    save_checkpoint(folder, config_json, weights, num_shards)
     _write_json(folder / "generation_config.json", {"eos_token_id": list(config.eos_ids)})
     for name in TOKENIZER_FILES:
         if (tokenizer / name).is_file() and tokenizer.resolve() != folder.resolve():

@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Qwen3 and Qwen3.5 (dense) over whole sequences, for training.
+"""The forward pass of Llama, Qwen3, its mixtures and Qwen3.5 over whole sequences, for training.
 
 The same parameters as in serving, as float32 masters: products run in the compute dtype, norms,
 softmax and the gated-delta recurrence in float32, and the residual stream is kept in float32.
@@ -14,10 +14,12 @@ from jaxtyping import Float, Int
 from jax_impl.layers import angles
 from jax_impl.ops import layers as ops
 from jax_impl.ops.mix import Angles
-from jax_impl.training import gated_delta, layers
+from jax_impl.training import experts, gated_delta, layers
+from jax_impl.training.experts import Routed
 from jax_impl.training.layers import Rows, normed
 from jax_impl.training.modules import AttentionStack, Layers, Weights
 from shared.models.config import ModelConfig
+from shared.models.layers import ExpertsConfig
 
 Hidden = Float[jax.Array, "B T hidden"]
 Tokens = Int[jax.Array, "B T"]
@@ -29,10 +31,20 @@ class Passed(NamedTuple):
     Attributes:
       hidden: After the final norm.
       streams: The residual stream that enters each layer, and the one that leaves the last.
+      routed: Of each layer with experts, in order, the rows flat.
     """
 
     hidden: Hidden
     streams: tuple[Hidden, ...]
+    routed: tuple[Routed, ...] = ()
+
+
+class Place(NamedTuple):
+    """Which of the layers one is: of all, of those with its mixer, and of those with its feed."""
+
+    layer: int
+    mixer: int
+    feed: int
 
 
 def check_trained(config: ModelConfig) -> None:
@@ -41,11 +53,12 @@ def check_trained(config: ModelConfig) -> None:
     Raises:
       ValueError: It has that; one sentence that names it.
     """
-    attention, dense = config.attention, config.dense
+    attention, dense, sizes = config.attention, config.dense, config.experts
     factors = (config.embedding_factor, config.residual_factor)
     missing = {
         "norms behind mixers and MLPs": config.norms_behind,
-        "experts": config.experts is not None,
+        "shared experts": sizes is not None and sizes.shared_intermediate > 0,
+        "experts that a sigmoid scores": sizes is not None and sizes.scores == "sigmoid",
         "biases": attention.input_bias or attention.out_bias or (dense is not None and dense.bias),
         "sliding windows": any(each.window for each in config.attentions),
         "layers that turn in different ways": len({x.rotary for x in config.attentions}) > 1,
@@ -55,8 +68,21 @@ def check_trained(config: ModelConfig) -> None:
         if is_there:
             raise ValueError(
                 f"the model has {name}, with which neither it nor a head for it can be trained; "
-                "take a Llama, Qwen3 or Qwen3.5 model without them"
+                "take a Llama, Qwen3, Qwen3-MoE or Qwen3.5 model without them"
             )
+
+
+def check_drafted_for(config: ModelConfig) -> None:
+    """Refuses a target for which no head can be trained.
+
+    Raises:
+      ValueError: It is one; one sentence.
+    """
+    check_trained(config)
+    if config.experts is not None:
+        raise ValueError(
+            "the model has experts, and no head for it can be trained; take a target without them"
+        )
 
 
 def forward(
@@ -73,17 +99,19 @@ def forward(
     B, T = tokens.shape
     turn = angles(config.attention, layers.flat_positions(B, T))
     x = embedded(weights.embed[...], tokens.reshape(-1))
-    streams, of_kind = [x], {"attention": 0, "gated_delta": 0}
-    for layer, kind in enumerate(config.layer_kinds):
+    streams, routed = [x], []
+    for place in _places(config):
 
-        def run(x: Rows, layer: int = layer, kind: str = kind, place: int = of_kind[kind]) -> Rows:
-            return _layer(config, weights.layers, layer, kind, place, x, turn, compute_dtype, B)
+        def run(x: Rows, place: Place = place) -> tuple[Rows, Routed | None]:
+            return _layer(config, weights.layers, place, x, turn, compute_dtype, B)
 
-        x = jax.checkpoint(run)(x) if remat else run(x)
-        of_kind[kind] += 1
+        x, of_layer = jax.checkpoint(run)(x) if remat else run(x)
         streams.append(x)
+        if of_layer is not None:
+            routed.append(of_layer)
     hidden = ops.rms_norm(x, weights.final_norm[...], config.rms_eps)
-    return Passed(hidden.reshape(B, T, -1), tuple(x.reshape(B, T, -1) for x in streams))
+    shaped = tuple(x.reshape(B, T, -1) for x in streams)
+    return Passed(hidden.reshape(B, T, -1), shaped, tuple(routed))
 
 
 def logits(
@@ -98,25 +126,35 @@ def embedded(table: Float[jax.Array, "vocab hidden"], tokens: Int[jax.Array, " R
     return ops.embedded(table, tokens).astype("float32")
 
 
+def _places(config: ModelConfig) -> list[Place]:
+    mixers, feeds = config.layer_kinds, config.feed_kinds
+    return [
+        Place(i, mixers[:i].count(mixers[i]), feeds[:i].count(feeds[i]))
+        for i in range(config.num_layers)
+    ]
+
+
 def _layer(
     config: ModelConfig,
     stack: Layers,
-    layer: int,
-    kind: str,
-    place: int,
+    place: Place,
     x: Rows,
     turn: Angles,
     compute_dtype: DTypeLike,
     B: int,
-) -> Rows:
-    y = normed(x, stack.input_norm[layer], config.rms_eps, compute_dtype)
-    if kind == "attention":
-        mixed = _attention(config, stack.attention, place, y, turn, B)
+) -> tuple[Rows, Routed | None]:
+    y = normed(x, stack.input_norm[place.layer], config.rms_eps, compute_dtype)
+    if config.layer_kinds[place.layer] == "attention":
+        mixed = _attention(config, stack.attention, place.mixer, y, turn, B)
     else:
-        mixed = gated_delta.layer(config, stack.gated_delta, place, y, B)
+        mixed = gated_delta.layer(config, stack.gated_delta, place.mixer, y, B)
     x = x + mixed
-    y = normed(x, stack.post_attention_norm[layer], config.rms_eps, compute_dtype)
-    return x + layers.mlp(stack, layer, y)
+    y = normed(x, stack.post_attention_norm[place.layer], config.rms_eps, compute_dtype)
+    sizes = config.layers[place.layer].feed
+    if isinstance(sizes, ExpertsConfig):
+        added, routed = experts.mixed(sizes, stack.experts, place.feed, y)
+        return x + added, routed
+    return x + layers.mlp(stack, place.feed, y), None
 
 
 def _attention(

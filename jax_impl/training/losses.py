@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
-from jax_impl.training import heads
+from jax_impl.training import experts, heads
 from jax_impl.training.forward import Hidden, Passed, Tokens, forward, logits
 from jax_impl.training.heads import Head, later
 from jax_impl.training.modules import DraftModel, Mtp, Weights
@@ -42,12 +42,14 @@ def language_model_loss(
     loss_mask: Mask,
     compute_dtype: DTypeLike,
     mtp_weight: float,
+    balance_weight: float,
     remat: bool,
 ) -> tuple[Scalar, Metrics]:
     """Cross-entropy of the next token, and with an MTP layer that of the token after it.
 
     Args:
       mtp_weight: Weight of the MTP layer's cross-entropy; 0 leaves the layer out.
+      balance_weight: Of `experts.balance`, over the tokens that have weight as labels.
     """
     passed = forward(config, weights, tokens, compute_dtype, remat)
     what = (tokens, loss_mask, config.vocab)
@@ -60,6 +62,10 @@ def language_model_loss(
         more, of_mtp = _cross_entropy(head.scores, hidden, *what, ahead=2)
         loss += mtp_weight * more
         metrics |= {f"mtp_{name}": value for name, value in of_mtp.items()}
+    if passed.routed:
+        unevenness, least = experts.balance(passed.routed, loss_mask.reshape(-1) > 0)
+        loss += balance_weight * unevenness
+        metrics |= {"experts_balance": unevenness, "experts_least_used": least}
     return loss, metrics | {"loss": loss}
 
 

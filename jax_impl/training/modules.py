@@ -34,6 +34,15 @@ class AttentionStack(nnx.Module):
             self.k_norm = nnx.Param(arrays[f"{prefix}k_norm"])
 
 
+class ExpertsStack(nnx.Module):
+    """The mixtures of experts of a stack."""
+
+    def __init__(self, arrays: Arrays, prefix: str) -> None:
+        self.router = nnx.Param(arrays[f"{prefix}router"])
+        self.gate_up = nnx.Param(arrays[f"{prefix}gate_up"])
+        self.down = nnx.Param(arrays[f"{prefix}down"])
+
+
 class GatedDeltaStack(nnx.Module):
     """The gated-delta layers of a stack."""
 
@@ -50,8 +59,10 @@ class GatedDeltaStack(nnx.Module):
 
 
 class Layers(nnx.Module):
-    """A stack of decoder layers: what all have, and a stack for each kind of mixer."""
+    """A stack of decoder layers: what all have, and a stack for each kind of mixer and feed."""
 
+    gate_up: nnx.Param
+    down: nnx.Param
     input_norm: nnx.Param
     hidden_norm: nnx.Param
     post_attention_norm: nnx.Param
@@ -61,8 +72,11 @@ class Layers(nnx.Module):
         for name in ("hidden_norm", *NORMS):
             if f"{prefix}{name}" in arrays:
                 setattr(self, name, nnx.Param(arrays[f"{prefix}{name}"]))
-        self.gate_up = nnx.Param(arrays[f"{prefix}mlp.gate_up"])
-        self.down = nnx.Param(arrays[f"{prefix}mlp.down"])
+        for name in MLP:
+            if f"{prefix}mlp.{name}" in arrays:
+                setattr(self, name, nnx.Param(arrays[f"{prefix}mlp.{name}"]))
+        if f"{prefix}experts.router" in arrays:
+            self.experts = ExpertsStack(arrays, f"{prefix}experts.")
         if f"{prefix}attention.inputs" in arrays:
             self.attention = AttentionStack(arrays, f"{prefix}attention.")
         if f"{prefix}gated_delta.inputs" in arrays:

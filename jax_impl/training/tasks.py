@@ -73,13 +73,19 @@ def load_model(folder: Path, config: ModelConfig, with_mtp: bool, dtype: DTypeLi
 
 
 def model_task(
-    config: ModelConfig, start: Path | None, seed: int, mtp_weight: float, precision: Precision
+    config: ModelConfig,
+    start: Path | None,
+    seed: int,
+    mtp_weight: float,
+    balance_weight: float,
+    precision: Precision,
 ) -> Trainable[Weights]:
     """A model from scratch, with its MTP layer where the config names one.
 
     Args:
       start: Folder of a checkpoint to start from; None for fresh parameters.
       mtp_weight: Weight of the MTP layer's loss.
+      balance_weight: Weight of the loss that keeps all experts in use.
     """
     if start is None:
         model = init.fresh_model(config, seed, config.has_mtp)
@@ -88,7 +94,13 @@ def model_task(
 
     def loss(model: Weights, frozen: Any, batch: Batch, key: Any) -> tuple[Any, Metrics]:
         return losses.language_model_loss(
-            config, model, *_arrays(batch), precision.dtype, mtp_weight, precision.remat
+            config,
+            model,
+            *_arrays(batch),
+            precision.dtype,
+            mtp_weight,
+            balance_weight,
+            precision.remat,
         )
 
     return _trainable(model, (), loss)
@@ -245,7 +257,7 @@ def head_json(
     Raises:
       ValueError: The target has too few layers.
     """
-    assert target.dense is not None  # `check_trained` refuses experts
+    assert target.dense is not None  # `check_drafted_for` refuses experts
     common = {
         "dtype": "bfloat16",
         "vocab_size": target.vocab,

@@ -3,6 +3,7 @@
 # commands of the models that ship, on one host with 4 NVIDIA H200, of which the target takes all
 # and every other part one; with one H200, MINUTES=7 gives each part that long.
 # A part that is cut off goes on from its last checkpoint when it is run again; PARTS names some.
+# The part `mixture`, a mixture of experts and its twin in FP8, is made where PARTS names it.
 set -eu
 cd "$(dirname "$0")/../.."
 
@@ -15,6 +16,7 @@ PROMPTS=${PROMPTS:-21587}  # answered by the target for the heads
 TARGET_MINUTES=${MINUTES:-2.9}
 PART_MINUTES=${MINUTES:-2.02}
 HEAD_MINUTES=${MINUTES:-4}
+MIXTURE_MINUTES=${MINUTES:-3.5}
 PARTS=${PARTS:-data target standalone mtp eagle eagle3 dflash}
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$WORK/xla}"
 # As the models that ship were trained: matrix products by cuBLAS alone.
@@ -55,6 +57,12 @@ if wants standalone; then
         --data "$WORK/train.jsonl" --out "$WORK/standalone" \
         --learning-rate 3e-3 --warmup 150 --seed 2
 fi
+if wants mixture; then
+    PART_MINUTES=$MIXTURE_MINUTES train_on_one --model models/demo/mixture_config.json \
+        --tokenizer models/demo --data "$WORK/train.jsonl" --out "$WORK/mixture" \
+        --batch-tokens 65536 --learning-rate 2e-3 --warmup 150 --seed 7 --shards 4
+    "$PYTHON" -m models.fp8_twin "$WORK/mixture" "$WORK/mixture_fp8"
+fi
 
 # Every head learns from the same answers of the target; the first one that runs makes them.
 head_for mtp --start "$WORK/target" --seed 3 --depth 3
@@ -71,7 +79,7 @@ install_model() {
     chmod 644 "$OUT/$2"/*
 }
 install_model mtp target
-for part in standalone eagle eagle3 dflash; do install_model "$part" "$part"; done
-for part in target mtp standalone eagle eagle3 dflash; do
+for part in standalone eagle eagle3 dflash mixture mixture_fp8; do install_model "$part" "$part"; done
+for part in target mtp standalone eagle eagle3 dflash mixture; do
     [ ! -f "$WORK/$part/training/curves.png" ] || cp "$WORK/$part/training/curves.png" "$OUT/curves/$part.png"
 done

@@ -14,9 +14,9 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
-from jax_impl.train import main
+from jax_impl.train import BALANCE_WEIGHT, balance_weight, main
 from jax_impl.training import export, init, outputs, tasks
-from jax_impl.training.forward import check_trained, forward, logits
+from jax_impl.training.forward import check_drafted_for, check_trained, forward, logits
 from models.make_random import ROOT
 from shared.boundary.program import Work
 from shared.drafts.checkpoint import kind_of, load_head, open_head
@@ -71,6 +71,16 @@ QWEN3 = COMMON | {
     "model_type": "qwen3",
     "num_hidden_layers": 2,
     "rope_theta": 10000.0,
+}
+MIXTURE = QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 3,
+    "mlp_only_layers": [1],
+    "moe_intermediate_size": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
 }
 RUN = ["--batch-tokens", "256", "--warmup", "2", "--max-tokens", "64", "--output-tokens", "16"]
 HEAD_RUN = [*RUN, "--steps", "4", "--depth", "2", "--prompts", "6", "--output-slots", "4"]
@@ -220,11 +230,11 @@ def test_a_draft_vocabulary_has_the_most_frequent_tokens_of_the_answers():
     assert outputs.frequent_tokens(rows, 10, 4).tolist() == [0, 3, 7, 8]
 
 
-@pytest.mark.parametrize("config", [HYBRID, QWEN3], ids=["hybrid", "qwen3"])
+@pytest.mark.parametrize("config", [HYBRID, QWEN3, MIXTURE], ids=["hybrid", "qwen3", "mixture"])
 def test_an_exported_model_loads_as_it_was_trained_but_for_bfloat16(config, tmp_path):
     sizes = config_from_dict(config)
     model = init.fresh_model(sizes, 3, sizes.has_mtp)
-    export.save_model(tmp_path, config, model, TOKENIZER)
+    export.save_model(tmp_path, config, model, TOKENIZER, 1)
     loaded = tasks.load_model(tmp_path, sizes, sizes.has_mtp, np.float32)
     trained, read = export.arrays_of(model), export.arrays_of(loaded)
     assert trained.keys() == read.keys()
@@ -233,10 +243,10 @@ def test_an_exported_model_loads_as_it_was_trained_but_for_bfloat16(config, tmp_
         np.testing.assert_allclose(read[name], array, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("config", [HYBRID, QWEN3], ids=["hybrid", "qwen3"])
+@pytest.mark.parametrize("config", [HYBRID, QWEN3, MIXTURE], ids=["hybrid", "qwen3", "mixture"])
 def test_transformers_loads_an_exported_model_and_computes_the_same(config, tmp_path):
     sizes = config_from_dict(config)
-    export.save_model(tmp_path, config, init.fresh_model(sizes, 3, sizes.has_mtp), TOKENIZER)
+    export.save_model(tmp_path, config, init.fresh_model(sizes, 3, sizes.has_mtp), TOKENIZER, 1)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 64))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
@@ -294,8 +304,9 @@ def test_bad_input_is_refused_in_one_sentence(data, tmp_path, words, fault, caps
         ("qwen2", "biases"),
         ("smollm3", "layers that turn in different ways"),
         ("phi3", None),
-        ("qwen3_5_moe", "experts"),
-        ("qwen3_moe", "experts"),
+        ("glm4_moe", "shared experts"),
+        ("qwen3_5_moe", "shared experts"),
+        ("qwen3_moe", None),
     ],
 )
 def test_a_model_that_the_trainer_would_read_half_is_refused_by_name(family, named):
@@ -304,12 +315,34 @@ def test_a_model_that_the_trainer_would_read_half_is_refused_by_name(family, nam
         check_trained(config)
 
 
+def test_experts_that_a_sigmoid_scores_are_refused():
+    fields = tiny_config("glm4_moe", nested=False, with_mtp=False, tied=False)
+    fields |= {"n_shared_experts": 0, "attention_bias": False}
+    with pytest.raises(ValueError, match="experts that a sigmoid scores"):
+        check_trained(config_from_dict(fields))
+
+
+def test_no_head_is_trained_for_a_mixture_of_experts():
+    config = config_from_dict(MIXTURE)
+    with pytest.raises(ValueError, match="no head for it can be trained"):
+        check_drafted_for(config)
+
+
+@pytest.mark.parametrize("weight", [-0.1, "0.01", True])
+def test_a_weight_of_the_balance_that_is_none_is_refused_by_its_field(weight):
+    assert balance_weight({}) == BALANCE_WEIGHT
+    assert balance_weight({"router_aux_loss_coef": 0}) == 0
+    with pytest.raises(ValueError, match="router_aux_loss_coef in config.json must be a number"):
+        balance_weight({"router_aux_loss_coef": weight})
+
+
 def test_the_demo_models_have_the_sizes_that_ship():
     sizes = {}
-    for name in ("target", "standalone"):
+    for name in ("target", "standalone", "mixture"):
         config_json = json.loads((DEMO / f"{name}_config.json").read_text(encoding="utf-8"))
         config = config_from_dict(config_json)
         model = init.fresh_model(config, 0, config.has_mtp)
         sizes[name] = sum(array.size for array in export.arrays_of(model).values())
     assert 6e6 < sizes["target"] < 10e6
     assert 1e6 < sizes["standalone"] < 2e6
+    assert 18e6 < sizes["mixture"] < 22e6

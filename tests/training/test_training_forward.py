@@ -19,7 +19,7 @@ from tests.support.training import golden_model, jitted, lowered, padded, small_
 close = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("folder", ["llama", "qwen3", "qwen3_5_dense"])
+@pytest.mark.parametrize("folder", ["llama", "qwen3", "qwen3_moe", "qwen3_5_dense"])
 def test_the_pass_gives_golden_logits_and_streams_and_padding_changes_nothing(folder):
     want, (config, model) = vectors(folder), golden_model(folder)
     tokens = jnp.concatenate([padded(want["short_ids"], 64), padded(want["short_ids"][:5], 64)])
@@ -113,7 +113,7 @@ def test_a_fresh_model_has_every_parameter_and_knows_nothing(fresh):
     shapes = sorted(x.shape for x in jax.tree.leaves(model))
     assert shapes == sorted(p.shape for p in parameters(config, config.has_mtp))
     tokens = jax.random.randint(jax.random.key(0), (2, 64), 0, config.vocab)
-    how = {"compute_dtype": jnp.float32, "mtp_weight": 0.3, "remat": False}
+    how = {"compute_dtype": jnp.float32, "mtp_weight": 0.3, "balance_weight": 0.1, "remat": False}
     run = jitted(losses.language_model_loss, config, **how)
     metrics = run(model, tokens, jnp.ones((2, 64)))[1]
     # Scores of a fresh model are small, so every token is about as likely as another.
@@ -126,7 +126,7 @@ def test_a_gradient_step_lowers_the_loss_of_a_hybrid_and_its_mtp_layer():
 
     def loss(model):
         mask = jnp.ones((1, 32))
-        how = (jnp.float32, 0.3, True)
+        how = (jnp.float32, 0.3, 0.0, True)
         return losses.language_model_loss(config, model, tokens, mask, *how)
 
     before, after = lowered(loss, model)
@@ -139,7 +139,7 @@ def test_a_mask_weighs_each_token_as_a_label():
     mask = np.zeros((1, 64), np.float32)
     mask[0, [7, 20]] = 1, 0.5
     how = {"compute_dtype": jnp.float32, "remat": False}
-    run = jitted(losses.language_model_loss, config, mtp_weight=0.0, **how)
+    run = jitted(losses.language_model_loss, config, mtp_weight=0.0, balance_weight=0.0, **how)
     metrics = run(model, tokens, jnp.asarray(mask))[1]
     hidden = jitted(forward.forward, config, **how)(model, tokens).hidden[0]
     scores = forward.logits(model, hidden, jnp.float32)
