@@ -1,0 +1,107 @@
+"""Writes a checkpoint's twin in FP8: `python -m models.fp8_twin FOLDER TWIN`.
+
+The twin has the same tensors, but that those which releases in FP8 quantise are codes of e4m3 in
+blocks of 128 x 128. A block's scale is the least number of bfloat16 that lets its largest weight
+fit, and each code is the nearest to the weight over the scale, ties to even.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from jaxtyping import Float, Float32, Shaped
+from safetensors.numpy import load_file, save_file
+
+from shared.models import fp8
+from shared.models.checkpoint import INDEX_FILE
+from shared.models.fields import read_json
+
+LARGEST = float(np.nanmax(fp8.VALUES))
+
+
+def quantised(
+    weight: Float[np.ndarray, "*stack rows columns"],
+) -> tuple[
+    Shaped[np.ndarray, "*stack rows columns"], Shaped[np.ndarray, "*stack row_blocks column_blocks"]
+]:
+    """Codes of a weight, float8_e4m3fn, and the bfloat16 scale of each block."""
+    wide = weight.astype(np.float32)
+    scales = _rounded_up(_largest_of_blocks(wide) / np.float32(LARGEST))
+    inverse = fp8.scaled(np.ones_like(wide), scales)
+    codes = np.divide(wide, inverse, out=np.zeros_like(wide), where=inverse > 0)
+    return codes.astype(ml_dtypes.float8_e4m3fn), scales.astype(ml_dtypes.bfloat16)
+
+
+def _largest_of_blocks(
+    wide: Float32[np.ndarray, "*stack rows columns"],
+) -> Float32[np.ndarray, "*stack row_blocks column_blocks"]:
+    *stack, rows, columns = wide.shape
+    *_, row_blocks, column_blocks = fp8.scale_shape(wide.shape)
+    spare = (row_blocks * fp8.BLOCK - rows, column_blocks * fp8.BLOCK - columns)
+    whole = np.pad(np.abs(wide), [(0, 0)] * len(stack) + [(0, more) for more in spare])
+    blocks = whole.reshape(*stack, row_blocks, fp8.BLOCK, column_blocks, fp8.BLOCK)
+    return blocks.max(axis=(-3, -1))
+
+
+def _rounded_up(scales: Float32[np.ndarray, "..."]) -> Float32[np.ndarray, "..."]:
+    """The least numbers of bfloat16 that are not smaller; the scales are not negative."""
+    bits = scales.view(np.uint32)
+    return ((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def write(folder: Path, twin: Path) -> None:
+    """Writes the twin of a checkpoint file by file, its tokenizer with it.
+
+    Raises:
+      ValueError: The twin's folder is the checkpoint's, or the checkpoint is quantised already.
+    """
+    config = read_json(folder / "config.json")
+    if "quantization_config" in config or twin.resolve() == folder.resolve():
+        raise ValueError(
+            f"{folder} must be an unquantised checkpoint and another folder than {twin}"
+        )
+    twin.mkdir(parents=True, exist_ok=True)
+    places = {}
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".safetensors":
+            tensors = _twin_of(load_file(file))
+            save_file(tensors, twin / file.name)
+            places |= dict.fromkeys(tensors, file.name)
+        elif file.is_file():
+            shutil.copyfile(file, twin / file.name)
+    _write_json(twin / "config.json", {**config, "quantization_config": dict(fp8.SERVED)})
+    if (folder / INDEX_FILE).is_file():
+        _write_json(twin / INDEX_FILE, {"metadata": {}, "weight_map": places})
+
+
+def _twin_of(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    found = {}
+    for name, tensor in tensors.items():
+        if fp8.is_quantised(name):
+            found[name], found[f"{name}{fp8.SCALE}"] = quantised(tensor)
+        else:
+            found[name] = tensor
+    return found
+
+
+def _write_json(path: Path, contents: object) -> None:
+    path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m models.fp8_twin", description=__doc__)
+    parser.add_argument("folder", type=Path, help="of the checkpoint")
+    parser.add_argument("twin", type=Path, help="folder to write")
+    given = parser.parse_args()
+    try:
+        write(given.folder, given.twin)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""A checkpoint's twin in FP8 has the nearest codes, and is read as the checkpoint is."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jax_impl.training import tasks
+from models import fp8_twin
+from shared.models import fp8
+from shared.models.checkpoint import load_all, open_checkpoint, save_checkpoint
+from shared.models.config import ModelConfig
+from shared.models.families import config_from_dict, config_from_folder
+from shared.models.parameters import parameters
+from tests.support.golden_models import SpecModel
+from tests.support.golden_torch import TorchModel
+from tests.support.tiny_models import tiny_config, tiny_weights
+
+TOKENS = np.arange(3, 30, dtype=np.int32)
+
+
+def test_codes_are_the_nearest_to_the_weight_over_its_blocks_scale():
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((2, 130, 200)) * np.exp(rng.standard_normal((2, 130, 1)))
+    weight = weight.astype(ml_dtypes.bfloat16).astype(np.float32)
+    weight[1, :128, :128] = 0
+    codes, scales = fp8_twin.quantised(weight)
+    assert scales.dtype == ml_dtypes.bfloat16
+    assert scales.shape == (2, 2, 2)
+    assert not fp8.has_nan(codes.view(np.uint8))
+    numbers = np.unique(fp8.VALUES[~np.isnan(fp8.VALUES)])
+    for stack, row, column in ((0, 3, 5), (0, 129, 199), (1, 4, 150), (1, 129, 0), (1, 0, 0)):
+        scale = np.float32(scales[stack, row // 128, column // 128])
+        block = weight[stack, row // 128 * 128 :][:128, column // 128 * 128 :][:, :128]
+        if not scale:
+            assert codes[stack, row, column] == 0
+            continue
+        # The scale fits the largest weight, and no smaller number of bfloat16 does.
+        assert np.abs(block).max() <= 448 * scale < np.abs(block).max() * (1 + 2**-7)
+        distances = np.abs(numbers - weight[stack, row, column] / scale)
+        got = np.abs(np.float32(codes[stack, row, column]) - weight[stack, row, column] / scale)
+        assert got == distances.min()
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory) -> tuple[ModelConfig, Path, Path]:
+    """A mixture of experts whose matrices are whole blocks, in two files, and its twin."""
+    folder = tmp_path_factory.mktemp("mixture")
+    fields = tiny_config("qwen3_moe", nested=False, with_mtp=False, tied=True)
+    fields |= {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
+    fields |= {"num_hidden_layers": 2, "mlp_only_layers": [], "head_dim": 64}
+    config = config_from_dict(fields)
+    drawn = tiny_weights(config, 1)
+    rounded = {name: x.astype(ml_dtypes.bfloat16) for name, x in drawn.items()}
+    save_checkpoint(folder / "plain", fields, rounded, num_shards=2)
+    (folder / "plain" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    fp8_twin.write(folder / "plain", folder / "twin")
+    return config, folder / "plain", folder / "twin"
+
+
+def test_a_twin_has_the_tensors_of_the_checkpoint_to_the_last_bits_of_a_code(mixture):
+    config, plain, twin = mixture
+    assert config_from_folder(twin) == config
+    assert (twin / "tokenizer.json").is_file()
+    opened = open_checkpoint(twin)
+    opened.check(config, False)
+    assert opened.in_words(parameters(config, False)) == {"experts.gate_up", "experts.down"}
+    want, got = (load_all(folder, config, False) for folder in (plain, twin))
+    quantised = {"attention.inputs", "attention.out", "experts.gate_up", "experts.down"}
+    for name in want:
+        if name not in quantised:
+            np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+            continue
+        # A code has four bits; below the least normal one its steps are equal.
+        largest = np.abs(want[name]).max()
+        np.testing.assert_allclose(got[name], want[name], rtol=2**-4, atol=largest / 448 * 2**-9)
+        assert (got[name] != want[name]).any()
+
+
+def test_both_backends_read_a_twin_as_the_specification_does(mixture):
+    config, plain, twin = mixture
+    want = SpecModel(twin).prefill(TOKENS, None).logits
+    got = TorchModel(twin).prefill(TOKENS, None).logits
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)  # float32: other orders of sums
+    assert np.abs(SpecModel(plain).prefill(TOKENS, None).logits - want).max() > 1e-2
+    read = tasks.load_model(twin, config, False, np.float32)
+    arrays = load_all(twin, config, False)
+    np.testing.assert_array_equal(read.layers.experts.gate_up[...], arrays["experts.gate_up"])
+    np.testing.assert_array_equal(read.layers.experts.down[...], arrays["experts.down"])
+
+
+def test_a_checkpoint_in_fp8_has_no_twin_and_none_is_written_over_itself(mixture):
+    _, plain, twin = mixture
+    for folders in ((twin, plain.parent / "third"), (plain, plain)):
+        with pytest.raises(ValueError, match="must be an unquantised checkpoint and another"):
+            fp8_twin.write(*folders)
+    config = json.loads((plain / "config.json").read_text(encoding="utf-8"))
+    assert "quantization_config" not in config
