@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Bool, Float, Int
 
 from jax_impl.layers import angles
-from jax_impl.ops.layers import rms_norm
+from jax_impl.ops.layers import plain_rms_norm
 from jax_impl.training import layers
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded, forward, logits
 from jax_impl.training.layers import Rows, normed
@@ -146,7 +146,7 @@ def fill(
             return x + layers.mlp(stack, layer, y)
 
         x = jax.checkpoint(run)(x) if remat else run(x)
-    return rms_norm(x, head.final_norm[...], eps).reshape(B, A, size, -1)
+    return plain_rms_norm(x, head.final_norm[...], eps).reshape(B, A, size, -1)
 
 
 def _attend(

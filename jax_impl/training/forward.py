@@ -109,7 +109,7 @@ def forward(
         streams.append(x)
         if of_layer is not None:
             routed.append(of_layer)
-    hidden = ops.rms_norm(x, weights.final_norm[...], config.rms_eps)
+    hidden = ops.plain_rms_norm(x, weights.final_norm[...], config.rms_eps)
     shaped = tuple(x.reshape(B, T, -1) for x in streams)
     return Passed(hidden.reshape(B, T, -1), shaped, tuple(routed))
 

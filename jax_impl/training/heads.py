@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Shaped
 
 from jax_impl.layers import angles
-from jax_impl.ops.layers import rms_norm
+from jax_impl.ops.layers import plain_rms_norm
 from jax_impl.ops.mix import Angles
 from jax_impl.training import layers
 from jax_impl.training.forward import Hidden, Passed, Tokens, embedded
@@ -65,7 +65,7 @@ def mtp(config: ModelConfig, weights: Mtp, target: Weights, compute_dtype: DType
         return x, normed(x, weights.layers.input_norm[0], eps, compute_dtype)
 
     def leave(x: Rows) -> Rows:
-        return rms_norm(x, weights.final_norm[...], eps)
+        return plain_rms_norm(x, weights.final_norm[...], eps)
 
     def scores(hidden: Rows) -> Float[jax.Array, "R vocab"]:
         return layers.linear_float32(hidden.astype(compute_dtype), target.head[...])
@@ -101,10 +101,10 @@ def eagle3(
         aux = [passed.streams[i] for i in config.aux_streams]
         if config.norm_aux:
             norms = zip(aux, weights.aux_norm[...], strict=True)
-            aux = [rms_norm(stream, norm, eps) for stream, norm in norms]
+            aux = [plain_rms_norm(stream, norm, eps) for stream, norm in norms]
         joined = jnp.concatenate(aux, axis=-1)
         if config.norm_input:
-            joined = rms_norm(joined, weights.input_norm[...], eps)
+            joined = plain_rms_norm(joined, weights.input_norm[...], eps)
         return _fc(weights, joined.astype(compute_dtype))
 
     def enter(embeddings: Rows, hidden: Rows) -> tuple[Rows, Float[jax.Array, "R inputs"]]:
@@ -113,7 +113,7 @@ def eagle3(
         return hidden, jnp.concatenate(both, axis=1)
 
     def final(x: Rows) -> Rows:
-        return rms_norm(x, weights.final_norm[...], eps)
+        return plain_rms_norm(x, weights.final_norm[...], eps)
 
     def scores(hidden: Rows) -> Float[jax.Array, "R draft_vocab"]:
         out = (hidden if config.norm_output else final(hidden)).astype(compute_dtype)

@@ -77,7 +77,7 @@ def normed(
     compute_dtype: DTypeLike,
 ) -> Float[jax.Array, "R hidden"]:
     """The RMS norm of a residual stream, as the products read it."""
-    return layers.rms_norm(x, weight, eps).astype(compute_dtype)
+    return layers.plain_rms_norm(x, weight, eps).astype(compute_dtype)
 
 
 def project(
@@ -99,8 +99,8 @@ def project(
     q, k, v = q.reshape(len(x), Hq, -1), k.reshape(-1, Hk, D), v.reshape(-1, Hk, D)
     q, gate = (q[..., :D], q[..., D:]) if attention.has_gate else (q, None)
     if attention.qk_norm:
-        q = layers.rms_norm(q, weights.q_norm[layer], config.rms_eps)
-        k = layers.rms_norm(k, weights.k_norm[layer], config.rms_eps)
+        q = layers.plain_rms_norm(q, weights.q_norm[layer], config.rms_eps)
+        k = layers.plain_rms_norm(k, weights.k_norm[layer], config.rms_eps)
     return layers.apply_rotary(q, *turn), layers.apply_rotary(k, *turn), v, gate
 
 
@@ -116,7 +116,7 @@ def keys_and_values(
     both = linear(x, weights.inputs[layer][-2 * Hk * D :]).reshape(len(x), 2, Hk, D)
     k, v = both[:, 0], both[:, 1]
     if config.attention.qk_norm:
-        k = layers.rms_norm(k, weights.k_norm[layer], config.rms_eps)
+        k = layers.plain_rms_norm(k, weights.k_norm[layer], config.rms_eps)
     return layers.apply_rotary(k, *turn), v
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_impl.ops import compiled_for
 from jax_impl.ops import gated_delta as ops
 from jax_impl.training import forward, gated_delta, init, layers, losses
 from shared.models.families import config_from_dict
@@ -29,6 +30,19 @@ def test_the_pass_gives_golden_logits_and_streams_and_padding_changes_nothing(fo
     close(jnp.stack(passed.streams)[:, 0, :24], want["short_layers"])
     close(forward.logits(model, passed.hidden[0, :24], jnp.float32), want["short_logits"])
     close(passed.hidden[1, :5], want["short_hidden"][:5])
+
+
+@pytest.mark.parametrize("folder", ["qwen3", "qwen3_moe", "qwen3_5_dense"])
+def test_a_gradient_can_be_traced_for_a_gpu(folder):
+    """Only programs for a GPU have kernels, and kernels have no gradients."""
+    config, model = golden_model(folder)
+    tokens = padded(np.arange(5), 64)
+
+    def total(model):
+        return forward.forward(config, model, tokens, jnp.bfloat16, remat=False).hidden.sum()
+
+    with compiled_for("NVIDIA H200"):
+        jax.eval_shape(jax.grad(total), model)
 
 
 def test_a_state_is_carried_from_chunk_to_chunk():
