@@ -51,12 +51,16 @@ def tile_of(number, ids_ref, lists, cut):
     return Tile(expert=expert, count=count, slots=slots)
 
 
-def products(x_ref, row, is_row, stored, of_expert, outputs, N, cut):
-    """The products of some rows with blocks of an expert's outputs, [columns, rows] each."""
+def product(x_ref, row, is_row, stored, of_expert, output, is_output, has_all, cut):
+    """The product of some rows with outputs of an expert, [outputs, lanes].
+
+    The weight is the wide side of the matrix unit.
+
+    Args:
+      has_all: Whether all the outputs are there.
+    """
     K = x_ref.shape[1]
     exact = {"precision": lax.Precision.HIGHEST}
-    is_column = outputs[0] < N
-    has_all_columns = N % cut.columns == 0
 
     def part(ref, lead, inputs, is_one, has_all, size):
         masks = [] if has_all else [is_one[:, None]]
@@ -71,31 +75,26 @@ def products(x_ref, row, is_row, stored, of_expert, outputs, N, cut):
     def rows_at(inputs):
         return part(x_ref, (row[:, None],), inputs, is_row, False, K).T
 
-    def add(i, sums):
+    def weight_at(inputs, size):
+        lead = (*of_expert, output[:, None])
+        return part(stored.weights, lead, inputs, is_output, has_all, size)
+
+    def add(i, total):
         inputs = i * cut.depth + lax.iota(jnp.int32, cut.depth)
-        x, after = rows_at(inputs), []
-        for total, output in zip(sums, outputs, strict=True):
-            lead = (*of_expert, output[:, None])
-            weight = part(stored.weights, lead, inputs, is_column, has_all_columns, K)
-            after.append(total + pltriton.dot(weight, x, **exact))
-        return tuple(after)
+        return total + pltriton.dot(weight_at(inputs, K), rows_at(inputs), **exact)
 
-    def add_four(i, sums):
-        lane, after = lax.iota(jnp.int32, FP8_BLOCK // 4), []
+    def add_four(i, total):
+        lane = lax.iota(jnp.int32, FP8_BLOCK // 4)
         xs = [rows_at(i * FP8_BLOCK + quarter * len(lane) + lane) for quarter in range(4)]
-        for total, output in zip(sums, outputs, strict=True):
-            lead = (*of_expert, output[:, None])
-            words = i * len(lane) + lane
-            words = part(stored.weights, lead, words, is_column, has_all_columns, K // 4)
-            block = jnp.full((len(output), 1), i)
-            scales = stored.scales.at[(*of_expert, lax.div(output, FP8_BLOCK)[:, None], block)]
-            masked = {} if has_all_columns else {"mask": is_column[:, None], "other": 0.0}
-            scale = pltriton.load(scales, **masked)
-            for weight, x in zip(four(words, scale, not cut.interpret), xs, strict=True):
-                total += pltriton.dot(weight.astype(x.dtype), x, **exact)
-            after.append(total)
-        return tuple(after)
+        words = weight_at(i * len(lane) + lane, K // 4)
+        block = jnp.full((len(output), 1), i)
+        scales = stored.scales.at[(*of_expert, lax.div(output, FP8_BLOCK)[:, None], block)]
+        masked = {} if has_all else {"mask": is_output[:, None], "other": 0.0}
+        scale = pltriton.load(scales, **masked)
+        for weight, x in zip(four(words, scale, not cut.interpret), xs, strict=True):
+            total += pltriton.dot(weight.astype(x.dtype), x, **exact)
+        return total
 
-    nothing = (jnp.zeros((cut.columns, cut.lanes), jnp.float32),) * len(outputs)
+    nothing = jnp.zeros((len(output), cut.lanes), jnp.float32)
     step = add if stored.scales is None else add_four
     return lax.fori_loop(0, pl.cdiv(K, cut.depth), step, nothing)

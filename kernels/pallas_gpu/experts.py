@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Float, Int
 
-from kernels.pallas_gpu.expert_tiles import Cut, Stored, products, tile_of
+from kernels.pallas_gpu.expert_tiles import Cut, Stored, product, tile_of
 from kernels.pallas_gpu.groups import Lists, group, most_tiles
 from kernels.pallas_gpu.heads import early
 from kernels.pallas_gpu.router import LOG2_E, Chosen, barrier, route, scale_of
@@ -258,7 +258,10 @@ def _check(stored, cut):
 def _gated_kernel(
     x_ref, squares_ref, gate_up, ids_ref, lists, layer_ref, inner_ref, *, eps, squares_order, cut
 ):
-    """One program per tile and block of outputs; the weight is the wide side of the matrix unit."""
+    """One program per tile and block of outputs, whose rows of gate and of up are one matrix.
+
+    So few rows suffice for the wide side of the matrix unit, and there are twice as many programs.
+    """
     (_, K), (S, N) = x_ref.shape, inner_ref.shape
     blocks, layer = pl.cdiv(N, cut.columns), layer_ref[0]
     number, block = lax.div(pl.program_id(0), blocks), lax.rem(pl.program_id(0), blocks)
@@ -268,13 +271,19 @@ def _gated_kernel(
     def _():
         is_slot = lax.iota(jnp.int32, cut.lanes) < tile.count
         row = lax.div(tile.slots, cut.slots)
-        column = block * cut.columns + lax.iota(jnp.int32, cut.columns)
         scale = scale_of(squares_ref, row, is_slot, K, eps, squares_order)
-        outputs = (column, N + column)
-        sums = products(x_ref, row, is_slot, gate_up, (layer, tile.expert), outputs, N, cut)
-        gate, up = early(sums[0], cut.interpret).T * scale[:, None], sums[1].T * scale[:, None]
+        first, both = block * cut.columns, lax.iota(jnp.int32, 2 * cut.columns)
+        column = first + lax.rem(both, cut.columns)
+        output = column + lax.div(both, cut.columns) * N
+        of_expert, has_all = (layer, tile.expert), N % cut.columns == 0
+        total = product(
+            x_ref, row, is_slot, gate_up, of_expert, output, column < N, has_all, cut
+        )  # fmt: skip
+        gate, up = lax.split(early(total, cut.interpret).T, (cut.columns, cut.columns), axis=1)
+        gate, up = gate * scale[:, None], up * scale[:, None]
         out = gate / (1.0 + jnp.exp2(-gate * LOG2_E)) * up
         # A place that is not written gets an index outside, for the interpreter.
+        column = first + lax.iota(jnp.int32, cut.columns)
         slot, column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)
         keep = is_slot[:, None] & (column < N)[None, :]
         at = inner_ref.at[slot[:, None], column[None, :]]
@@ -295,8 +304,10 @@ def _down_kernel(
     def _():
         is_slot = lax.iota(jnp.int32, cut.lanes) < tile.count
         column = block * cut.columns + lax.iota(jnp.int32, cut.columns)
-        of_expert = (layer, tile.expert)
-        (total,) = products(x_ref, tile.slots, is_slot, down, of_expert, (column,), N, cut)
+        of_expert, has_all = (layer, tile.expert), N % cut.columns == 0
+        total = product(
+            x_ref, tile.slots, is_slot, down, of_expert, column, column < N, has_all, cut
+        )
         total = early(total, cut.interpret)
         slot, at_column = jnp.where(is_slot, tile.slots, S), jnp.where(column < N, column, N)
         keep = is_slot[:, None] & (column < N)[None, :]

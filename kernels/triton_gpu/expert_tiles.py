@@ -68,16 +68,41 @@ def tile_of(number, ids_at, lists, cut: tl.constexpr):
 
 
 @triton.jit
-def place_of(stored, expert, outputs: tl.constexpr, column, sizes: tl.constexpr):
+def product_of(
+    x_at, is_slot, stored, expert, outputs: tl.constexpr, output, is_output, has_all: tl.constexpr,
+    sizes: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
+):  # fmt: skip
+    """The product of some slots, [lanes, 1] pointers, with outputs of an expert, [outputs, lanes].
+
+    The weight is the wide side of the matrix unit.
+    """
+    K: tl.constexpr = sizes.K
+    of_weight = place_of(stored, expert, outputs, output, sizes)
+    wide: tl.constexpr = output.shape[0]
+    lanes: tl.constexpr = cut.lanes
+    acc = tl.zeros((wide, lanes), tl.float32)
+    for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
+        if sizes.is_fp8:
+            x0, x1, x2, x3 = four_of(x_at, at, is_slot)
+            acc = add_four(acc, of_weight, at, x0, x1, x2, x3, is_output, has_all, is_launched)
+        else:
+            x = tl.trans(part_of(x_at, at, is_slot, False, K, cut.depth))
+            weight = part_of(of_weight.weights, at, is_output, has_all, K, cut.depth)
+            acc = tl.dot(weight, x, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def place_of(stored, expert, outputs: tl.constexpr, output, sizes: tl.constexpr):
     """Where some outputs of an expert begin, [outputs, 1] pointers, and their scales."""
     K: tl.constexpr = sizes.K // 4 if sizes.is_fp8 else sizes.K
     in_blocks: tl.constexpr = sizes.K // _BLOCK
-    output = expert.to(tl.int64) * outputs + column
     scales = stored.scales
     if sizes.is_fp8:
-        block = expert.to(tl.int64) * (outputs // _BLOCK) + column // _BLOCK
+        block = expert.to(tl.int64) * (outputs // _BLOCK) + output // _BLOCK
         scales = scales + (block * in_blocks)[:, None]
-    return Stored(weights=stored.weights + (output * K)[:, None], scales=scales)
+    place = (expert.to(tl.int64) * outputs + output) * K
+    return Stored(weights=stored.weights + place[:, None], scales=scales)
 
 
 @triton.jit

@@ -22,10 +22,7 @@ from kernels.triton_gpu.expert_tiles import (
     Cut,
     Sizes,
     Stored,
-    add_four,
-    four_of,
-    part_of,
-    place_of,
+    product_of,
     tile_of,
 )
 from kernels.triton_gpu.groups import Lists, group, most_tiles
@@ -268,9 +265,11 @@ def _gated_kernel(
     x_at, squares_at, gate_up, ids_at, lists, inner_at, eps, sizes: tl.constexpr,
     chunks: tl.constexpr, cut: tl.constexpr, is_launched: tl.constexpr,
 ):  # fmt: skip
-    """One program per tile and block of outputs; the weight is the wide side of the matrix unit."""
+    """One program per tile and block of outputs, whose rows of gate and of up are one matrix.
+
+    So few rows suffice for the wide side of the matrix unit, and there are twice as many programs.
+    """
     N: tl.constexpr = sizes.N
-    K: tl.constexpr = sizes.K
     blocks: tl.constexpr = (N + cut.columns - 1) // cut.columns
     if is_launched:
         gdc_wait()
@@ -279,34 +278,24 @@ def _gated_kernel(
         return
     is_slot = tl.arange(0, cut.lanes) < tile.count
     row = tile.slots // sizes.slots
-    column = tl.program_id(0) % blocks * cut.columns + tl.arange(0, cut.columns)
-    is_column = column < N
+    scale = scale_of(squares_at, row, is_slot, eps, sizes.K, chunks)
+    first, both = tl.program_id(0) % blocks * cut.columns, tl.arange(0, 2 * cut.columns)
+    column = first + both % cut.columns
+    output = column + both // cut.columns * N
+    x_at += row.to(tl.int64)[:, None] * sizes.K
     has_all: tl.constexpr = N % cut.columns == 0
-    scale = scale_of(squares_at, row, is_slot, eps, K, chunks)
-    x_at += row.to(tl.int64)[:, None] * K
-    of_gate = place_of(gate_up, tile.expert, 2 * N, column, sizes)
-    of_up = place_of(gate_up, tile.expert, 2 * N, N + column, sizes)
-    columns: tl.constexpr = cut.columns
-    lanes: tl.constexpr = cut.lanes
-    gate = tl.zeros((columns, lanes), tl.float32)
-    up = gate
-    for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
-        if sizes.is_fp8:
-            x0, x1, x2, x3 = four_of(x_at, at, is_slot)
-            gate = add_four(gate, of_gate, at, x0, x1, x2, x3, is_column, has_all, is_launched)
-            up = add_four(up, of_up, at, x0, x1, x2, x3, is_column, has_all, is_launched)
-        else:
-            x = tl.trans(part_of(x_at, at, is_slot, False, K, cut.depth))
-            weight = part_of(of_gate.weights, at, is_column, has_all, K, cut.depth)
-            gate = tl.dot(weight, x, gate, input_precision="ieee")
-            weight = part_of(of_up.weights, at, is_column, has_all, K, cut.depth)
-            up = tl.dot(weight, x, up, input_precision="ieee")
+    acc = product_of(
+        x_at, is_slot, gate_up, tile.expert, 2 * N, output, column < N, has_all, sizes, cut,
+        is_launched,
+    )  # fmt: skip
     if is_launched:
         gdc_launch_dependents()
-    gate, up = tl.trans(gate) * scale[:, None], tl.trans(up) * scale[:, None]
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (2, cut.columns, cut.lanes)), (2, 1, 0)))
+    gate, up = gate * scale[:, None], up * scale[:, None]
     out = gate / (1.0 + tl.exp2(-gate * LOG2_E)) * up
+    column = first + tl.arange(0, cut.columns)
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
-    keep = is_slot[:, None] & is_column[None, :]
+    keep = is_slot[:, None] & (column < N)[None, :]
     tl.store(inner_at + place, out.to(inner_at.dtype.element_ty), mask=keep)
 
 
@@ -317,7 +306,6 @@ def _down_kernel(
 ):  # fmt: skip
     """As `_gated_kernel`; where slots are tiles, who brings a row's last one adds the row's."""
     N: tl.constexpr = sizes.N
-    K: tl.constexpr = sizes.K
     blocks: tl.constexpr = (N + cut.columns - 1) // cut.columns
     number, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     if is_launched:
@@ -329,19 +317,10 @@ def _down_kernel(
     column = block * cut.columns + tl.arange(0, cut.columns)
     is_column = column < N
     has_all: tl.constexpr = N % cut.columns == 0
-    x_at += tile.slots.to(tl.int64)[:, None] * K
-    of_down = place_of(down, tile.expert, N, column, sizes)
-    columns: tl.constexpr = cut.columns
-    lanes: tl.constexpr = cut.lanes
-    acc = tl.zeros((columns, lanes), tl.float32)
-    for at in tl.range(0, K, cut.depth, num_stages=cut.stages):
-        if sizes.is_fp8:
-            x0, x1, x2, x3 = four_of(x_at, at, is_slot)
-            acc = add_four(acc, of_down, at, x0, x1, x2, x3, is_column, has_all, is_launched)
-        else:
-            x = tl.trans(part_of(x_at, at, is_slot, False, K, cut.depth))
-            weight = part_of(of_down.weights, at, is_column, has_all, K, cut.depth)
-            acc = tl.dot(weight, x, acc, input_precision="ieee")
+    x_at += tile.slots.to(tl.int64)[:, None] * sizes.K
+    acc = product_of(
+        x_at, is_slot, down, tile.expert, N, column, is_column, has_all, sizes, cut, is_launched
+    )
     if is_launched:
         gdc_launch_dependents()
     place = tile.slots.to(tl.int64)[:, None] * N + column[None, :]
