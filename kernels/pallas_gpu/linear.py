@@ -237,29 +237,35 @@ def _product_kernel(
         return tuple(sums_after)
 
     def add_words(i, sums):
-        lane, after = lax.iota(jnp.int32, FP8_BLOCK // 4)[None, :], []
+        # Blocks of gate and up are multiplied as one: the rows are read once.
+        both = lax.iota(jnp.int32, len(sums[0]))
+        at = block * tiles.columns + lax.rem(both, tiles.columns)
+        output = (first + lax.div(both, tiles.columns) * outputs + at)[:, None]
+        lane = lax.iota(jnp.int32, FP8_BLOCK // 4)[None, :]
+        is_real = None if outputs % tiles.columns == 0 else at < outputs
+        words = _load(weights_ref, (layer, output, i * lane.size + lane), is_real)
+        place = (layer, lax.div(output, FP8_BLOCK), jnp.full(output.shape, i))
+        scale = _load(given.scales, place, is_real)
         is_real = None if R % rows == 0 else is_row
-        places = [i * FP8_BLOCK + part * lane.size + lane for part in range(4)]
-        xs = [_load(x_ref, (row[:, None], place), is_real) for place in places]
-        is_real = None if outputs % tiles.columns == 0 else is_column
-        for number, total in enumerate(sums):
-            output = (first + number * outputs + column)[:, None]
-            words = _load(weights_ref, (layer, output, i * lane.size + lane), is_real)
-            block = (layer, lax.div(output, FP8_BLOCK), jnp.full(output.shape, i))
-            scale = _load(given.scales, block, is_real)
-            for weight, x in zip(four(words, scale, is_compiled), xs, strict=True):
-                total = _add_product(total, x, weight.astype(x.dtype), is_swapped=True)
-            after.append(total)
-        return tuple(after)
+        total = sums[0]
+        for number, weight in enumerate(four(words, scale, is_compiled)):
+            at = i * FP8_BLOCK + number * lane.size + lane
+            x = _load(x_ref, (row[:, None], at), is_real)
+            total = _add_product(total, x, weight.astype(x.dtype), is_swapped=True)
+        return (total,)
 
-    shape = (tiles.columns, rows) if tiles.swapped else (rows, tiles.columns)
-    nothing = (jnp.zeros(shape, jnp.float32),) * (2 if is_gated else 1)
+    is_joined = is_gated and given.scales is not None
+    width = 2 * tiles.columns if is_joined else tiles.columns
+    shape = (width, rows) if tiles.swapped else (rows, width)
+    nothing = (jnp.zeros(shape, jnp.float32),) * (2 if is_gated and not is_joined else 1)
     step_of_chain = add if given.scales is None else add_words
     sums = list(lax.fori_loop(0, pl.cdiv(K, tiles.depth), step_of_chain, nothing))
     if is_compiled:
         sums[0] = let_next_start(sums[0])
     if tiles.swapped:
         sums = [x.T for x in sums]
+    if is_joined:
+        sums = list(lax.split(sums[0], (tiles.columns, tiles.columns), axis=1))
 
     if is_normed:
         if squares is None:

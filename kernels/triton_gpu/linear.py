@@ -277,10 +277,15 @@ def _product_block(
     row, column = first_row + tl.arange(0, rows), block * columns + tl.arange(0, columns)
     step = tl.arange(0, depth)
     is_row, is_column = row < num_rows, column < N
+    # Blocks of gate and up that come as one are multiplied as one: the rows are read once.
+    is_joined: tl.constexpr = is_gated and (is_described or sizes.is_fp8)
+    width: tl.constexpr = 2 * columns if is_joined else columns
     if sizes.is_fp8:
         x_at += row.to(tl.int64)[:, None] * K
-        of_weight = _place_in_words(weight_at, scales_at, column, K)
-        of_up = _place_in_words(weight_at, scales_at, N + column, K)
+        lane = tl.arange(0, width)
+        output = block * columns + lane % columns
+        is_output = output < N
+        of_weight = _place_in_words(weight_at, scales_at, output + lane // columns * N, K)
     elif not is_described:
         x_at += row.to(tl.int64)[:, None] * K + step[None, :]
         weight_at += column.to(tl.int64)[:, None] * K + step[None, :]
@@ -297,18 +302,13 @@ def _product_block(
     if is_early and sizes.is_scaled:
         norm = tl.load(ends.norm + column, mask=is_column, other=0.0)
 
-    # Blocks of gate and up that are copied as one are multiplied as one: the rows are read once.
-    is_joined: tl.constexpr = is_gated and is_described
-    width: tl.constexpr = 2 * columns if is_joined else columns
     acc = tl.zeros((width, rows) if is_swapped else (rows, width), tl.float32)
     up = acc
     for at in tl.range(0, K, depth, num_stages=cut.stages):
         if sizes.is_fp8:
             x0, x1, x2, x3 = four_of(x_at, at, is_row)
             has_all: tl.constexpr = N % columns == 0
-            acc = add_four(acc, of_weight, at, x0, x1, x2, x3, is_column, has_all, is_launched)
-            if is_gated:
-                up = add_four(up, of_up, at, x0, x1, x2, x3, is_column, has_all, is_launched)
+            acc = add_four(acc, of_weight, at, x0, x1, x2, x3, is_output, has_all, is_launched)
         elif is_described:
             x = x_at.load([first_row, at])
             if is_joined:

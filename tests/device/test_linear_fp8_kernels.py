@@ -52,8 +52,9 @@ def test_the_tiles_of_both_languages_have_the_bits_of_the_widened(
     for language in KERNELS:
         table = Tiles.load(f"{language}_gpu", torch.cuda.get_device_name()).linear
         sizes_of_call = {"inputs": sizes["K"], "outputs": sizes["N"], "gated": int(kind == "gated")}
-        cuts = {line.tiles for line in table.lines if not line.tiles.widens}
-        cuts.add(table.of(item_bytes=1, rows=600, **sizes_of_call))
+        cuts = {
+            table.of(item_bytes=1, rows=rows, **sizes_of_call) for rows in (1, 20, 50, 200, 600)
+        }
         assert len({cut.widens for cut in cuts}) == 2
         for cut in cuts:
             got = in_bfloat16(language, cut=cut, **given, words=True)
