@@ -97,7 +97,8 @@ def chooser(served: started.Served, policy: Policy | None) -> Controller:
     if isinstance(begun, AdaptiveNgramController):
         return _of_texts(served, begun, policy)
     assert isinstance(begun, AdaptiveController)
-    return AdaptiveController(served.backend.capacity, policy or BestValue(), begun.costs.table)
+    chosen_by = policy or BestValue(), begun.costs.table
+    return AdaptiveController(served.backend.capacity, *chosen_by, has_experts=begun.has_experts)
 
 
 def _of_texts(
@@ -236,7 +237,8 @@ def measure(backend: str, draft: Draft, given: argparse.Namespace) -> Line:
     )  # fmt: skip
     begun = served.engine.controller
     assert isinstance(begun, AdaptiveController | AdaptiveNgramController)
-    tiers, table = begun.shapes.tiers, begun.costs.table
+    tiers, measured = begun.shapes.tiers, begun.costs.table
+    table = {batch: measured[batch] for batch in begun.shapes.batches}
     names = [*map(str, tiers), ASLEEP]
     found: Line = {"backend": backend, "drafts": str(draft), "load": os.getloadavg()[0]}
     found |= versions(backend, "cuda" if served.device == "gpu" else "cpu")

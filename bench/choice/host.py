@@ -92,7 +92,9 @@ def controllers_of(capacity: Capacity, rows: int) -> dict[str, Controller]:
     return {
         "off": StaticController(capacity, nodes=1, depth=0, width=0),
         "chain": StaticController(capacity, nodes=4, depth=3, width=1),
-        "adaptive": AdaptiveController(capacity, BestValue(), {rows: [0.005, 0.006]}),
+        "adaptive": AdaptiveController(
+            capacity, BestValue(), {rows: [0.005, 0.006]}, has_experts=False
+        ),
     }
 
 

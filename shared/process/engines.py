@@ -39,7 +39,12 @@ def make_engine(backend: Backend, memory: MemoryPlan) -> Engine:
     settled = memory.settled
     return Engine(
         backend,
-        make_controller(backend, settled, memory.blueprint.on_gpu),
+        make_controller(
+            backend,
+            settled,
+            on_gpu=memory.blueprint.on_gpu,
+            has_experts=memory.blueprint.config.experts is not None,
+        ),
         overlap=settled.overlap,
         chunked_prefill_size=settled.chunk,
         cache=cache_policy(memory),
@@ -62,27 +67,32 @@ def index_of(controller: Controller) -> NgramIndex | None:
     return None
 
 
-def make_controller(backend: Backend, settled: Settled, on_gpu: bool) -> Controller:
+def make_controller(
+    backend: Backend, settled: Settled, *, on_gpu: bool, has_experts: bool
+) -> Controller:
     """What chooses how requests decode; what it has to compile or to measure is done."""
-    controller = _controller_of_drafts(backend, settled, on_gpu)
+    controller = _controller_of_drafts(backend, settled, on_gpu, has_experts)
     if not settled.told.engine.has_grammars:
         return controller
     return GrammarController(backend.capacity, controller, index_of(controller))
 
 
-def _controller_of_drafts(backend: Backend, settled: Settled, on_gpu: bool) -> Controller:
+def _controller_of_drafts(
+    backend: Backend, settled: Settled, on_gpu: bool, has_experts: bool
+) -> Controller:
     shape, capacity, options = draft_shape(settled, 1), backend.capacity, settled.told
     table: dict[int, list[float]] = {}
     if options.adaptive.speculative_adaptive:
         table = step_seconds(
             backend,
             host_draft=settled.draft.drafts_on_host,
+            has_experts=has_experts,
             overlap=settled.overlap,
             chunked_prefill_size=settled.chunk,
         )
         if not settled.draft.drafts_on_host:
             trace = _trace(options, Shapes.of(capacity, host_draft=False).tiers, table)
-            return AdaptiveController(capacity, BestValue(), table, trace)
+            return AdaptiveController(capacity, BestValue(), table, trace, has_experts=has_experts)
     if not settled.draft.drafts_on_host:
         return StaticController(capacity, nodes=shape.nodes, depth=shape.depth, width=shape.width)
     if on_gpu and is_host_bound(table) and not options.ngram.sam_budget:

@@ -33,7 +33,7 @@ capacity = simulated_capacity(tiers, [1, 4], overlap=1)
 
 WORK = {
     "heads": """
-AdaptiveController(capacity, BestValue(), {})
+AdaptiveController(capacity, BestValue(), {}, has_experts=False)
 before = compiled()
 costs = {batch: seconds[:2] for batch, seconds in table.items()}
 rated_runs(tiers, costs, rated_work([1, 4], 60, 5), 1)

@@ -60,10 +60,10 @@ class Watch:
                 self.planned.append(inner._planned)
             return rows
 
-        def observing(batch: int, tier: int, seconds: float | None) -> None:
+        def observing(batch: int, num_rows: int, tier: int, seconds: float | None) -> None:
             if tier != asleep:
                 self.told.append((batch, tier))
-            observe(batch, tier, seconds)
+            observe(batch, num_rows, tier, seconds)
 
         inner.rows_for, inner.costs.observe, asleep = planning, observing, None
         if isinstance(inner, AdaptiveNgramController):
@@ -192,7 +192,7 @@ def test_a_text_with_a_grammar_is_the_plain_one_among_tiers(
     framework, family, drafter, shapes, masked, plain
 ):
     backend = backend_of(framework, family, drafter, shapes, masked)
-    inner = AdaptiveController(backend.capacity, Turns(), {})
+    inner = AdaptiveController(backend.capacity, Turns(), {}, has_experts=False)
     watch = Watch(inner)
     engine, outcomes = served(backend, GrammarController(backend.capacity, inner, None))
     check(outcomes, plain_texts(plain, family, drafter))

@@ -57,7 +57,7 @@ class Run:
         backend = SimulatedBackend(capacity, seconds, law, noise=0.03)
         table = {batch: [seconds(batch, tier) for tier in TIERS] for batch in BATCHES}
         self.tiers: list[int] = []
-        controller = AdaptiveController(capacity, self, table)
+        controller = AdaptiveController(capacity, self, table, has_experts=False)
         self._policy = policy
         engine = Engine(
             backend, controller, overlap=overlap, chunked_prefill_size=2048, cache=NO_CACHE

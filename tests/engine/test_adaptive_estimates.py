@@ -186,12 +186,12 @@ def test_a_row_is_empty_for_its_next_request():
 
 
 def costs() -> Costs:
-    return Costs({1: [4.0, 5.0, 6.0], 8: [5.0, 7.0, 9.0]}, last_waits=True)
+    return Costs({1: [4.0, 5.0, 6.0], 8: [5.0, 7.0, 9.0]}, (1, 8), last_waits=True)
 
 
 def observe(known: Costs, tier: int, seconds: float, steps: int) -> None:
     for _ in range(steps):
-        known.observe(8, tier, seconds)
+        known.observe(8, 8, tier, seconds)
 
 
 def test_a_tier_that_runs_tells_what_moves_all_of_them():
@@ -199,14 +199,14 @@ def test_a_tier_that_runs_tells_what_moves_all_of_them():
     known = costs()
     observe(known, 1, 7.0, 50)
     observe(known, 1, 9.0, 300)
-    assert known.of(8) == pytest.approx([7.0, 9.0, 11.0], abs=0.5)
-    assert known.of(1) == [4.0, 5.0, 6.0]
+    assert known.of(8, 8) == pytest.approx([7.0, 9.0, 11.0], abs=0.5)
+    assert known.of(1, 1) == [4.0, 5.0, 6.0]
 
 
 def test_what_the_host_does_between_steps_is_no_part_of_those_that_follow_each_other():
-    known = Costs({8: [5.0, 7.0, 9.0, 4.0]}, last_waits=False)
+    known = Costs({8: [5.0, 7.0, 9.0, 4.0]}, (1, 8), last_waits=False)
     observe(known, 1, 8.5, 100)
-    assert known.of(8) == pytest.approx([6.5, 8.5, 10.5, 4.0], abs=0.3)
+    assert known.of(8, 8) == pytest.approx([6.5, 8.5, 10.5, 4.0], abs=0.3)
 
 
 def test_a_wrong_entry_is_put_right_by_its_own_steps():
@@ -214,7 +214,7 @@ def test_a_wrong_entry_is_put_right_by_its_own_steps():
     for _ in range(30):
         observe(known, 0, 5.0, 5)
         observe(known, 1, 6.0, 5)
-    found = known.of(8)
+    found = known.of(8, 8)
     assert found is not None
     assert found[1] - found[0] == pytest.approx(1.0, abs=0.25)
 
@@ -222,15 +222,30 @@ def test_a_wrong_entry_is_put_right_by_its_own_steps():
 def test_a_hiccup_and_an_unknown_time_move_next_to_nothing():
     known = costs()
     observe(known, 1, 7.0, 50)
-    known.observe(8, 1, 700.0)
-    known.observe(8, 1, None)
-    assert known.of(8) == pytest.approx([5.0, 7.0, 9.0], rel=0.05)
+    known.observe(8, 8, 1, 700.0)
+    known.observe(8, 8, 1, None)
+    assert known.of(8, 8) == pytest.approx([5.0, 7.0, 9.0], rel=0.05)
+
+
+def test_between_the_numbers_of_requests_that_were_measured_seconds_lie_on_a_line():
+    """A mixture of experts; what its steps show is of every number of requests in the bucket."""
+    table = {1: [2.0, 4.0], 2: [2.5, 5.0], 5: [4.0, 8.0], 8: [5.5, 9.5]}
+    known = Costs(table, (1, 2, 8), last_waits=True)
+    assert known.table == table
+    assert known.of(8, 6) == pytest.approx([4.5, 8.5])
+    assert known.of(8, 4) == known.of(8, 5) == [4.0, 8.0]
+    for _ in range(300):
+        known.observe(8, 6, 0, 5.5)
+        known.observe(8, 6, 1, 9.5)
+    assert known.of(8, 8) == pytest.approx([6.5, 10.5], abs=0.1)
+    assert known.of(8, 5) == pytest.approx([5.0, 9.0], abs=0.1)
+    assert known.of(2, 2) == [2.5, 5.0]
 
 
 def test_without_a_table_nothing_is_known():
-    known = Costs({}, last_waits=True)
-    known.observe(8, 1, 7.0)
-    assert known.of(8) is None
+    known = Costs({}, (8,), last_waits=True)
+    known.observe(8, 8, 1, 7.0)
+    assert known.of(8, 8) is None
 
 
 def test_shapes_are_the_tiers_that_every_batch_has():

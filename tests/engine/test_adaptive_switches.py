@@ -48,7 +48,7 @@ def served() -> Iterator[Served]:
 
 def serve(backend: Backend, overlap: int) -> tuple[dict, list[int]]:
     policy = AnyTier(overlap)
-    controller = AdaptiveController(backend.capacity, policy, {})
+    controller = AdaptiveController(backend.capacity, policy, {}, has_experts=False)
     engine = Engine(backend, controller, overlap=overlap, chunked_prefill_size=128, cache=NO_CACHE)
     return drive(engine, requests()), policy.taken
 

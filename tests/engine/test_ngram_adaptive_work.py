@@ -99,4 +99,4 @@ def test_going_to_sleep_and_waking_are_no_part_of_what_steps_cost(monkeypatch):
     written_runs(TIERS, table, written_work([1], LENGTH // 2, 3), overlap=1)
     (controller,) = made
     assert controller.steps[len(TIERS)] > 50 < controller.steps[len(TIERS) - 1]
-    assert controller.costs.of(1) == pytest.approx(table[1], rel=0.01)
+    assert controller.costs.of(1, 1) == pytest.approx(table[1], rel=0.01)

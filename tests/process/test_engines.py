@@ -41,7 +41,9 @@ def test_ngram_chooses_unless_a_gpus_step_is_too_short_for_the_host(
     tiers = len(start.memory.settled.candidates) + 1
     table = {1: [*[2 * plain_s] * tiers, plain_s]}
     monkeypatch.setattr(engines, "step_seconds", lambda *_, **__: table)
-    controller = engines.make_controller(backend, start.memory.settled, on_gpu)
+    controller = engines.make_controller(
+        backend, start.memory.settled, on_gpu=on_gpu, has_experts=False
+    )
     expected = AdaptiveNgramController if chooses else StaticController
     assert isinstance(controller, expected)
     if not chooses:

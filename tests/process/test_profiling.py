@@ -1,14 +1,21 @@
 """What decode steps cost, measured on a simulated device before anything is served."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 
+import numpy as np
 import pytest
 
-from shared.boundary.backend import StepPlan
+from shared.boundary.backend import Decode, StepPlan
 from shared.boundary.program import Work
 from shared.engine.adaptive.tiers import Tier
 from shared.process.profiling import ROUNDS, step_seconds
-from tests.support.simulation.device import SimulatedBackend, simulated_capacity
+from tests.support.simulation.device import (
+    SimulatedBackend,
+    TextBackend,
+    simulated_capacity,
+    with_host_drafts,
+)
+from tests.support.simulation.mixture import MixtureBackend, mixture_seconds
 from tests.support.simulation.phases import Imposed
 
 TIERS = (Tier(1, 0, 0), Tier(4, 3, 1))
@@ -27,6 +34,7 @@ class Counted(SimulatedBackend):
         capacity = simulated_capacity(TIERS, BATCHES, overlap=1)
         super().__init__(capacity, self._takes, Imposed({}, 1))
         self.steps, self._each = Counter[tuple[int, int]](), seconds
+        self.plans: list[StepPlan] = []
         self.slow, self.slow_steps = (0, 0), range(0)
 
     def _takes(self, batch: int, tier: Tier) -> float:
@@ -36,13 +44,16 @@ class Counted(SimulatedBackend):
     def submit(self, plan: StepPlan):
         if plan.program.work is Work.DECODE:
             self.steps[plan.program.batch, plan.program.shape.nodes] += 1
+            self.plans.append(plan)
         return super().submit(plan)
 
 
 @pytest.mark.parametrize(("seconds", "timed"), [(1e-5, 64), (0.003, 8), (1.0, 3)])
 def test_the_shorter_a_step_is_the_more_of_them_are_timed(seconds, timed):
     backend = Counted(seconds)
-    found = step_seconds(backend, host_draft=False, overlap=1, chunked_prefill_size=64)
+    found = step_seconds(
+        backend, host_draft=False, has_experts=False, overlap=1, chunked_prefill_size=64
+    )
     for batch in BATCHES:
         assert found[batch] == pytest.approx([seconds * batch * t.nodes for t in TIERS])
     assert set(backend.steps) == PROGRAMS
@@ -55,6 +66,51 @@ def test_the_shorter_a_step_is_the_more_of_them_are_timed(seconds, timed):
 def test_what_slows_the_machine_down_for_a_while_is_not_held_against_a_program(first):
     backend = Counted(0.003)
     backend.slow, backend.slow_steps = (4, 4), range(first, first + 80)
-    found = step_seconds(backend, host_draft=False, overlap=1, chunked_prefill_size=64)
+    found = step_seconds(
+        backend, host_draft=False, has_experts=False, overlap=1, chunked_prefill_size=64
+    )
     assert 80 < backend.steps.total() < 240
     assert found[4] == pytest.approx([0.012, 0.048])
+
+
+def test_a_mixture_is_measured_with_the_fewest_requests_of_each_batch_too():
+    """Its steps cost what the rows of requests read; those of padding read nothing."""
+    tiers, batches = TIERS, (1, 2, 8)
+    capacity = simulated_capacity(tiers, batches, overlap=1)
+    backend = MixtureBackend(capacity, lambda batch, tier: 0.0, Imposed({}, 1))
+    how = {"host_draft": False, "overlap": 1, "chunked_prefill_size": 64}
+    found = step_seconds(backend, has_experts=True, **how)
+    assert list(found) == [1, 2, 3, 8]
+    for count, seconds in found.items():
+        assert seconds == pytest.approx([mixture_seconds(count * t.nodes, t) for t in tiers])
+    assert list(step_seconds(backend, has_experts=False, **how)) == [1, 2, 8]
+
+
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_texts_of_a_mixture_are_drawn_each_from_its_own_seed(has_experts):
+    """A greedy text repeats itself, and rows that are alike choose the same experts."""
+    backend, how = Counted(0.003), {"overlap": 1, "chunked_prefill_size": 64}
+    step_seconds(backend, host_draft=False, has_experts=has_experts, **how)
+    for plan in backend.plans:
+        rows = plan.slots > 0
+        assert (plan.sampling.temperature[rows] == has_experts).all()
+        seeds = plan.sampling.seed[rows]
+        assert len(np.unique(seeds)) == len(seeds)
+
+
+def test_trees_of_the_host_are_no_copies_of_each_other(monkeypatch):
+    capacity = with_host_drafts(simulated_capacity(TIERS, BATCHES, overlap=1), vocab=4096)
+    texts, seen = defaultdict[int, list[int]](list), list[np.ndarray]()
+    backend = TextBackend(capacity, lambda batch, tier: 0.01, texts, noise=0.0)
+    submit = backend.submit
+
+    def watched(plan: StepPlan):
+        if isinstance(plan.work, Decode) and plan.work.drafts is not None:
+            seen.append(plan.work.drafts.tokens[plan.slots > 0])
+        return submit(plan)
+
+    monkeypatch.setattr(backend, "submit", watched)
+    step_seconds(backend, host_draft=True, has_experts=False, overlap=1, chunked_prefill_size=64)
+    assert seen
+    for tokens in seen:
+        assert len(np.unique(tokens[:, 1:], axis=0)) == len(tokens)

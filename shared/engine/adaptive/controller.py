@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float64
@@ -23,17 +24,35 @@ MOST_STEPS_AHEAD = 25
 """Going off or back must pay within so many steps: for longer rates are not trusted to hold."""
 
 
+class _Flight(NamedTuple):
+    """A decode step on its way.
+
+    Attributes:
+      batch, tier: Its program.
+      is_whole: Whether it costs what its tier does. After off rows verify their root alone, and
+        read fewer experts.
+      hopes: Drafts of a chain that each row is expected to accept, for the trace.
+    """
+
+    batch: int
+    tier: int
+    is_whole: bool
+    hopes: list[float]
+
+
 class AdaptiveController:
     """Drafts with the device's drafter, in each step with the tier that a policy chooses.
 
     Args:
       capacity: The backend's; its decode programs that draft, and the plain ones, are the tiers.
       policy: Chooses.
-      table: Measured seconds of a step for each batch bucket, by tier; empty: nothing is known of
-        them, and the widest tier is taken.
+      table: Measured seconds of a step for each batch bucket, by tier; see `Costs`. Empty: nothing
+        is known of them, and the widest tier is taken.
       trace: Where every step is written down; None: nowhere.
+      has_experts: Rows choose among experts, so that a step costs less where some do not draft.
 
     Attributes:
+      has_experts: As above.
       shapes: What is chosen from.
       costs: What each tier costs now.
       acceptance: What was learnt of requests.
@@ -48,19 +67,19 @@ class AdaptiveController:
         policy: Policy,
         table: Mapping[int, Sequence[float]],
         trace: Trace | None = None,
+        *,
+        has_experts: bool,
     ) -> None:
         self.shapes = Shapes.of(capacity, host_draft=False)
-        self.costs = Costs(table, last_waits=True)
+        self.costs = Costs(table, self.shapes.batches, last_waits=True)
         self.acceptance = Acceptance(self.shapes.tiers)
         self.acceptance.warm_up()
         self.max_rows = self.shapes.batches[-1]
-        self._policy = policy
+        self.has_experts, self._policy = has_experts, policy
         self._trace = trace
         self._planned = self.max_rows, 0  # batch bucket and tier of the rows that were given last
         self._hopes: dict[int, float] = {}  # drafts of a chain that each row is expected to accept
-        self._flights: deque[tuple[int, int, list[float]]] = (
-            deque()
-        )  # the steps that run, and their hopes
+        self._flights: deque[_Flight] = deque()
         self._after_off: set[int] = set()
         self._chosen, self.steps = 0, Counter[int]()
         self.gauges: Gauges = gauges_of(self.shapes, self.steps, self.costs, lambda: self._chosen)
@@ -97,7 +116,7 @@ class AdaptiveController:
         most = np.minimum(left - 1, [np.inf if m is None else m for m in capacity]).astype(np.int64)
         after_off = np.array([request.request_id in self._after_off for request in ready])
         batch = self.shapes.bucket(len(ready))
-        seconds = self.costs.of(batch)
+        seconds = self.costs.of(batch, len(ready))
         expected, survivals = self.acceptance.expect(
             rows, most, after_off, batch, seconds or [1.0] * len(self.shapes.tiers)
         )
@@ -122,16 +141,19 @@ class AdaptiveController:
             return
         batch, self._chosen = self._planned
         self.steps[self._chosen] += 1
-        self._flights.append((batch, self._chosen, [self._hopes.get(i, 0.0) for i in ids]))
         is_off = self.shapes.tiers[self._chosen].is_off
+        is_whole = is_off or not self.has_experts or self._after_off.isdisjoint(ids)
+        hopes = [self._hopes.get(i, 0.0) for i in ids]
+        self._flights.append(_Flight(batch, self._chosen, is_whole, hopes))
         self._after_off.update(ids) if is_off else self._after_off.difference_update(ids)
 
     def learned(self, rows: Rows, result: StepResult) -> None:
         """Learns what the step took, and what its drafts showed of requests that still run."""
         if rows.work is not Work.DECODE or rows.masks is not None:
             return
-        batch, tier, hopes = self._flights.popleft()
-        self.costs.observe(batch, tier, result.device_seconds)
+        batch, tier, is_whole, hopes = self._flights.popleft()
+        if is_whole:
+            self.costs.observe(batch, len(rows.requests), tier, result.device_seconds)
         if self._trace is not None:
             self._trace.step(batch, tier, rows, result, hopes, result.device_seconds)
         alive = [i for i, request in enumerate(rows.requests) if request.finish_reason is None]
@@ -167,7 +189,7 @@ def gauges_of(
     """What `/metrics` shows of the tiers: steps and seconds of each, and nodes of the last."""
 
     def seconds(batch: int, tier: int) -> float:
-        known = costs.of(batch)
+        known = costs.of(batch, batch)
         return float("nan") if known is None else known[tier]
 
     def name(tier: Tier) -> str:

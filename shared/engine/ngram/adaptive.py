@@ -114,9 +114,9 @@ class AdaptiveNgramController:
       capacity: The backend's; its programs that take the host's trees, and the plain ones, are the
         tiers.
       index: Of seen texts; its trees are as large as the largest tier.
-      table: Measured seconds of a step for each batch bucket: of each tier, where each step waits
-        for the one before, and last of plain steps that do not wait. Empty where nothing was
-        measured: then every node of the trees is verified.
+      table: Measured seconds of a step for each batch bucket, as `Costs` takes them: of each tier,
+        where each step waits for the one before, and last of plain steps that do not wait. Empty
+        where nothing was measured: then every node of the trees is verified.
       clock: Tells the time.
       trace: Where every step is written down; None: nowhere.
 
@@ -132,10 +132,8 @@ class AdaptiveNgramController:
         clock: Callable[[], float] = time.perf_counter,
         trace: Trace | None = None,
     ) -> None:
-        self.shapes, self.costs = (
-            Shapes.of(capacity, host_draft=True),
-            Costs(table, last_waits=False),
-        )
+        self.shapes = Shapes.of(capacity, host_draft=True)
+        self.costs = Costs(table, self.shapes.batches, last_waits=False)
         self.index, self.evidence, self._clock = index, Evidence(), clock
         self.evidence.warm_up()
         self.max_rows = self.shapes.batches[-1]
@@ -212,7 +210,8 @@ class AdaptiveNgramController:
         self, trees: Trees, weights: Float64[np.ndarray, "B N"], batch: int
     ) -> tuple[int, Trees]:
         """The tier that gives the most tokens a second, and what it verifies of the trees."""
-        sizes, seconds, (count, N) = self._sizes[batch], self.costs.of(batch), weights.shape
+        sizes, (count, N) = self._sizes[batch], weights.shape
+        seconds = self.costs.of(batch, count)
         costs = np.array([1.0] * self._asleep if seconds is None else seconds[: self._asleep])
         gains, cut = np.empty(self._asleep), roots_of(count, N)
         tier = select(trees, weights, sizes.nodes, sizes.budgets, costs, gains, cut)
@@ -244,7 +243,7 @@ class AdaptiveNgramController:
         if tier != self._asleep:
             self.index.learn()
             return
-        seconds = self.costs.of(batch)
+        seconds = self.costs.of(batch, len(rows.requests))
         assert seconds is not None, "without measured seconds it never sleeps"
         if self.sleep.is_due(seconds[self._asleep]):
             self._look(rows.requests, batch)
@@ -282,9 +281,10 @@ class AdaptiveNgramController:
         while self._landings:
             landing = self._landings.popleft()
             flight, rows, result = landing.flight, landing.rows, landing.result
+            where = flight.batch, len(rows.requests)
             if flight.tier != self._asleep:
-                self.costs.observe(flight.batch, flight.tier, landing.seconds)
-            self.costs.observe(flight.batch, self._asleep, landing.asleep)
+                self.costs.observe(*where, flight.tier, landing.seconds)
+            self.costs.observe(*where, self._asleep, landing.asleep)
             if not flight.follows:
                 self.sleep.gained(self._gain(landing))
             if self._trace is not None:
@@ -296,10 +296,10 @@ class AdaptiveNgramController:
 
     def _gain(self, landing: Landing) -> float:
         """Seconds that the step saved, against plain steps asleep for as many tokens."""
-        seconds = self.costs.of(landing.flight.batch)
+        count = len(landing.rows.requests)
+        seconds = self.costs.of(landing.flight.batch, count)
         if seconds is None or landing.seconds is None:
             return 0.0
-        count = len(landing.rows.requests)
         tokens = int(landing.result.counts[:count].sum())
         return tokens / count * seconds[self._asleep] - landing.seconds
 

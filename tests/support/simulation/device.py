@@ -135,7 +135,7 @@ class _Clock:
         B, shape = plan.program.batch, plan.program.shape
         seconds = self._prompt_s
         if plan.program.work is Work.DECODE:
-            seconds = self._seconds(B, Tier.of(shape, B))
+            seconds = self._decode_seconds(plan, nodes)
             seconds *= max(1 + self._noise * self._rng.standard_normal(), 0.5)
         self._ends = max(self._ends, self.clock) + seconds
         zeros, trees = np.zeros(B, np.int32), np.zeros((B, shape.nodes), np.int32)
@@ -149,6 +149,11 @@ class _Clock:
             self._ends,
             self,
         )  # fmt: skip
+
+    def _decode_seconds(self, plan: StepPlan, nodes: np.ndarray) -> float:
+        """What a decode step costs."""
+        batch = plan.program.batch
+        return self._seconds(batch, Tier.of(plan.program.shape, batch))
 
     def _tokens(self, plan: StepPlan, counts: np.ndarray) -> Int[np.ndarray, "B W"]:
         """What each row says; called when its length has grown."""

@@ -157,7 +157,7 @@ def rated_runs(
 
     def static(number: int) -> Controller:
         if _shares_rows(tiers):  # which tells drafts apart by what is learnt
-            return AdaptiveController(capacity, Static(number), table)
+            return AdaptiveController(capacity, Static(number), table, has_experts=False)
         nodes, depth, width = tiers[number].tree
         return StaticController(capacity, nodes=nodes, depth=depth, width=width)
 
@@ -165,8 +165,8 @@ def rated_runs(
     found = {str(tier): run(static(number)) for number, tier in enumerate(tiers)}
     policies: dict[str, Policy] = {"greedy": Greedy(), "probe": Probe(), "adaptive": BestValue()}
     for name, policy in policies.items():
-        found[name] = run(AdaptiveController(capacity, policy, table))
-    return found | {"oracle": run(KnowsRates(capacity, Greedy(), table))}
+        found[name] = run(AdaptiveController(capacity, policy, table, has_experts=False))
+    return found | {"oracle": run(KnowsRates(capacity, Greedy(), table, has_experts=False))}
 
 
 def _shares_rows(tiers: Sequence[Tier]) -> bool:

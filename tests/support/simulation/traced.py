@@ -26,7 +26,7 @@ def traced(path: Path, policy: Policy) -> tuple[Engine, AdaptiveController]:
     backend = SimulatedBackend(capacity, SECONDS, law, noise=0.02)
     table = {batch: [SECONDS(batch, tier) for tier in TIERS] for batch in BATCHES}
     trace = Trace(path, TIERS, table)
-    controller = AdaptiveController(capacity, policy, table, trace)
+    controller = AdaptiveController(capacity, policy, table, trace, has_experts=False)
     engine = Engine(backend, controller, overlap=1, chunked_prefill_size=2048, cache=NO_CACHE)
     serve(engine, phases, lambda: backend.clock)
     return engine, controller

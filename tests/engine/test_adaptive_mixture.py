@@ -1,0 +1,156 @@
+"""The adaptive choice in a mixture of experts, whose steps cost what their rows read.
+
+A verify of four rows reads nearly four times the experts of one, and one of 128 hardly more than
+32: what drafts cost depends on how many requests run, otherwise than in a dense model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from shared.engine.adaptive.choice import BestValue, Policy, Situation, Static
+from shared.engine.adaptive.controller import AdaptiveController
+from shared.engine.adaptive.tiers import Tier
+from shared.engine.cache_policy import NO_CACHE
+from shared.engine.engine import Engine
+from shared.engine.request import Request
+from shared.process.profiling import step_seconds
+from tests.support.simulation.device import simulated_capacity
+from tests.support.simulation.mixture import MixtureBackend
+from tests.support.simulation.phases import Imposed, imposed, serve
+from tests.support.simulation.work import BATCHES, SECONDS, TIERS, always
+
+OFF, LONG, CHAINS = 0, 3, TIERS[:4]
+LOW, EVEN, HIGH = 0.1, 0.35, 0.9
+"""How often a draft is accepted."""
+
+
+def made(tiers: tuple[Tier, ...], law: Imposed) -> MixtureBackend:
+    capacity = simulated_capacity(tiers, BATCHES, overlap=1)
+    return MixtureBackend(capacity, SECONDS, law, noise=0.03)
+
+
+@cache
+def measured() -> dict[int, list[float]]:
+    """As a start measures it."""
+    backend = made(TIERS, Imposed({}, 1))
+    how = {"overlap": 1, "chunked_prefill_size": 2048}
+    return step_seconds(backend, host_draft=False, has_experts=True, **how)
+
+
+@dataclass
+class Watched:
+    """A policy whose choices are counted; others may be believed of costs than are known."""
+
+    policy: Policy
+    believes: Callable[[Situation], Situation]
+    chosen: Counter[int]
+
+    def choose(self, situation: Situation) -> int:
+        tier = self.policy.choose(self.believes(situation))
+        self.chosen[tier] += 1
+        return tier
+
+
+@dataclass(frozen=True)
+class Run:
+    speed: float
+    off_share: float
+
+
+def run(
+    policy: Policy,
+    batch: int,
+    rate: float,
+    tiers: tuple[Tier, ...] = TIERS,
+    believes: Callable[[Situation], Situation] = lambda known: known,
+    table: dict[int, list[float]] | None = None,
+) -> Run:
+    """One phase of requests of different lengths, which do not run in step."""
+    plan = [("mixture", batch, max(8, 3 * batch), 150, always(rate))]
+    (phase,), law = imposed(plan, part=1 << 20)
+    rng = np.random.default_rng(2)
+
+    def cut(request: Request) -> Request:
+        length = int(rng.integers(75, 225))
+        return replace(request, sampling=replace(request.sampling, max_tokens=length))
+
+    phase = replace(phase, goes_on=True, requests=list(map(cut, phase.requests)))
+    backend, watched = made(tiers, law), Watched(policy, believes, Counter())
+    known = {count: each[: len(tiers)] for count, each in (table or measured()).items()}
+    controller = AdaptiveController(backend.capacity, watched, known, has_experts=True)
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=2048, cache=NO_CACHE)
+    (served,) = serve(engine, [phase], lambda: backend.clock)
+    return Run(served.speed, watched.chosen[OFF] / watched.chosen.total())
+
+
+@cache
+def static(batch: int, rate: float, tiers: tuple[Tier, ...] = TIERS) -> list[float]:
+    """Tokens a second of each tier alone."""
+    return [run(Static(tier), batch, rate, tiers).speed for tier in range(len(tiers))]
+
+
+@pytest.mark.parametrize("rate", [LOW, HIGH])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_a_mixture_is_served_about_as_fast_as_by_its_best_tier(batch, rate):
+    adaptive, each = run(BestValue(), batch, rate), static(batch, rate)
+    assert adaptive.speed > 0.97 * max(each)
+    if rate == LOW:
+        assert each[OFF] == max(each)
+        assert adaptive.off_share > 0.9
+
+
+def as_if_dense(known: Situation) -> Situation:
+    """The same device with a dense model, whose steps hardly cost more with more rows."""
+    batch = next(size for size in BATCHES if size >= known.num_rows)
+    return replace(known, seconds=[SECONDS(batch, tier) for tier in TIERS])
+
+
+@pytest.mark.parametrize(("batch", "rate"), [(1, LOW), (8, EVEN)])
+def test_costs_of_a_dense_model_would_draft_where_off_is_best(batch, rate):
+    each = static(batch, rate)
+    assert each[OFF] == max(each)
+    dense = run(BestValue(), batch, rate, believes=as_if_dense)
+    assert dense.off_share < 0.3
+    assert dense.speed < 0.92 * each[OFF]
+    assert run(BestValue(), batch, rate).speed > 0.97 * each[OFF]
+
+
+class Turns:
+    """Off and the longest chain in turns, so that no step of the chain has drafts."""
+
+    def __init__(self) -> None:
+        self._chosen = LONG
+
+    def choose(self, situation: Situation) -> int:
+        self._chosen = OFF if self._chosen == LONG else LONG
+        return self._chosen
+
+
+@pytest.mark.parametrize("has_experts", [True, False])
+def test_a_step_after_off_does_not_tell_what_drafts_cost(has_experts):
+    phases, law = imposed([("turns", 8, 8, 200, always(HIGH))], part=1 << 20)
+    backend = made(TIERS, law)
+    controller = AdaptiveController(backend.capacity, Turns(), measured(), has_experts=has_experts)
+    engine = Engine(backend, controller, overlap=1, chunked_prefill_size=2048, cache=NO_CACHE)
+    serve(engine, phases, lambda: backend.clock)
+    believed = controller.costs.table[8][LONG] / measured()[8][LONG]
+    if has_experts:
+        assert believed == pytest.approx(1, abs=0.05)
+    else:
+        assert believed < 0.7
+
+
+def test_it_counts_how_many_requests_run_and_not_how_many_a_program_holds():
+    """Nine of sixteen: off costs 4.6 ms and S1 6.8, where a full batch has 6.1 and 8.9."""
+    each, known = static(9, EVEN, CHAINS), measured()
+    assert each[OFF] == max(each)
+    assert run(BestValue(), 9, EVEN, CHAINS).speed > 0.97 * each[OFF]
+    full = {batch: known[batch] for batch in BATCHES}
+    assert run(BestValue(), 9, EVEN, CHAINS, table=full).speed < 0.96 * each[OFF]

@@ -1,0 +1,40 @@
+"""A mixture of experts on a simulated device: a step costs what reading its rows' experts takes.
+
+Rows choose their experts apart from each other, so that so many rows read, of each layer, the
+expected number of different ones. What takes no part in a step reads none: padding, and nodes that
+a row did not draft. The rest of a step costs the same whatever its rows are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shared.boundary.backend import StepPlan
+from shared.engine.adaptive.tiers import Tier
+from tests.support.simulation.device import SimulatedBackend
+
+NUM_EXPERTS, NUM_CHOSEN = 256, 8
+EXPERT_MS = 0.0376
+"""Of one expert in all layers: 40 of 3.1 MB at 3.35 TB/s, as of a mixture of 35 billion in FP8."""
+
+REST_MS, DRAFT_MS, ROW_MS = 2.2, 0.3, 0.005
+"""Of all else in a step, of each depth that is drafted, and of each row."""
+
+
+def distinct(rows: float) -> float:
+    """Experts of a layer that so many rows read, on average."""
+    return NUM_EXPERTS * (1 - (1 - NUM_CHOSEN / NUM_EXPERTS) ** rows)
+
+
+def mixture_seconds(rows: float, tier: Tier) -> float:
+    """What a step of so many rows costs."""
+    experts = EXPERT_MS * distinct(rows)
+    return (REST_MS + experts + DRAFT_MS * tier.depth + ROW_MS * rows) / 1000
+
+
+class MixtureBackend(SimulatedBackend):
+    """Its steps cost what `mixture_seconds` says of their rows, whatever their batch bucket is."""
+
+    def _decode_seconds(self, plan: StepPlan, nodes: np.ndarray) -> float:
+        rows = float(nodes[plan.slots > 0].sum())
+        return mixture_seconds(rows, Tier.of(plan.program.shape, plan.program.batch))
