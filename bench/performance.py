@@ -57,6 +57,13 @@ WORKS = {
 }
 
 
+class Subject(NamedTuple):
+    """A model, and the card that it was served on."""
+
+    model: str
+    card: str
+
+
 class Key(NamedTuple):
     """What makes lines of two backends comparable."""
 
@@ -99,30 +106,29 @@ class Found:
         own = [bench.name for bench in fields(cls) if bench.name != "peers"]
         return cls(**{name: _files(name) for name in own}, peers=peers)
 
-    def peers_of(self, model: str) -> Peers:
-        """What other engines take for a model."""
+    def peers_of(self, subject: Subject) -> Peers:
+        """What other engines take for a model on a card."""
         return {
             f"{file['engine']} {file['version']}": {
                 (line["drafts"], line["batch"]): line["ms"] for line in file["lines"]
             }
             for file in self.peers
-            if file["model"] == model
+            if (file["model"], file["device"]) == subject
         }
 
 
 def render(found: Found) -> str:
-    """The page: a chapter for each model of the decode steps."""
+    """The page: a chapter for each model of the decode steps, and each card."""
     parts = [HEAD.strip()]
-    for model in dict.fromkeys(map(model_of, found.offline)):
-        own = [file for file in found.offline if model_of(file) == model]
+    for subject in dict.fromkeys(map(subject_of, found.offline)):
+        own = [file for file in found.offline if subject_of(file) == subject]
         lines = [line for file in own for line in file["lines"]]
         by_key = _by_key(lines)
-        devices = {side["device"] for file in own for side in file["sides"].values()}
         sizes = {(line["dtype"], line["prompt"]) for line in lines}
         told = ", ".join(f"{dtype}, {prompt} tokens in" for dtype, prompt in sorted(sizes))
-        parts += [f"## {model}, {', '.join(sorted(devices))}, {told}"]
+        parts += [f"## {subject.model}, {subject.card}, {told}"]
         parts += ["Milliseconds a decode step, greedy."]
-        parts += [markdown(list(_steps(by_key, found.peers_of(model))))]
+        parts += [markdown(list(_steps(by_key, found.peers_of(subject))))]
         parts += _table("Beside the same step, greedy with overlap 1.", list(_variants(by_key)))
         parts += _table(
             "Seconds until every program is ready, and gigabytes of memory.", list(_starts(by_key))
@@ -131,18 +137,18 @@ def render(found: Found) -> str:
             "Milliseconds until the first token of one prompt; beside them what the products with "
             "the layers' weights alone take by the framework's own, and torch without its CUDA "
             "graphs. The answers are the same in both ways.",
-            list(_prompts(_lines_of(found.prefill, model))),
+            list(_prompts(_lines_of(found.prefill, subject))),
         )
         parts += _table(
             "The same where all but the end of the prompt is in the prefix cache, and where "
             "nothing is.",
-            list(_hits(_lines_of(found.hits, model))),
+            list(_hits(_lines_of(found.hits, subject))),
         )
         parts += _table(
             "Milliseconds a decode step behind long prompts, greedy; no draft is accepted.",
-            list(_behind(_lines_of(found.long, model))),
+            list(_behind(_lines_of(found.long, subject))),
         )
-        lines = _lines_of(found.fused, model)
+        lines = _lines_of(found.fused, subject)
         parts += _table(
             "A step in one device program beside the same step in three (draft; verify and commit; "
             "draft-extend), and requests a second of a closed loop that keeps the batch full.",
@@ -171,8 +177,15 @@ def model_of(file: File) -> str:
     return Path(words[words.index("--model") + 1]).name
 
 
-def _lines_of(files: Sequence[File], model: str) -> list[Line]:
-    return [line for file in files if model_of(file) == model for line in file["lines"]]
+def subject_of(file: File) -> Subject:
+    """What was measured; a file names one card."""
+    where = file["sides"] if "sides" in file else file["versions"]
+    (card,) = {side["device"] for side in where.values()}
+    return Subject(model_of(file), card)
+
+
+def _lines_of(files: Sequence[File], subject: Subject) -> list[Line]:
+    return [line for file in files if subject_of(file) == subject for line in file["lines"]]
 
 
 def _table(title: str, lines: list[list[str]]) -> list[str]:
@@ -381,8 +394,8 @@ def _read(path: Path) -> File:
 def speed(found: Found) -> str:
     """The table of the README: a line for each model and drafter that others were measured with."""
     cells = []
-    for model in dict.fromkeys(map(model_of, found.offline)):
-        peers, by_key = found.peers_of(model), _by_key(_lines_of(found.offline, model))
+    for subject in dict.fromkeys(map(subject_of, found.offline)):
+        peers, by_key = found.peers_of(subject), _by_key(_lines_of(found.offline, subject))
         asked: dict[str, list[int]] = {}
         for drafts, batch in dict.fromkeys(itertools.chain(*peers.values())):
             asked.setdefault(drafts, []).append(batch)
@@ -396,8 +409,8 @@ def speed(found: Found) -> str:
             theirs = [_number(known.get((drafts, b))) for known in peers.values() for b in batches]
             all_cells = iter([*told, *theirs])
             sides = [" / ".join(itertools.islice(all_cells, len(batches))) for _ in range(4)]
-            cells.append([model, drafts, " / ".join(map(str, batches)), *sides])
-    names = list(found.peers_of(cells[0][0])) if cells else []
+            cells.append([subject.model, drafts, " / ".join(map(str, batches)), *sides])
+    names = dict.fromkeys(f"{file['engine']} {file['version']}" for file in found.peers)
     return markdown([["model", "drafts", "requests", *SIDES, *names], *cells])
 
 
